@@ -30,6 +30,7 @@ from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
 from sinklens.hooks.model_weights import ModelWeights
+from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
 from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
@@ -293,6 +294,9 @@ class HookTree(ModelWeights, HookFront):
         partial_pass.check_return_type(return_type, self.causal, from_stream)
         self._check_input(input_ids, from_stream)
         self._check_canvas(start_at_layer, stop_at_layer, self_conditioning)
+        if isinstance(input_ids, PaddedIds):
+            attention_mask = input_ids.is_real if attention_mask is None else attention_mask
+            input_ids = input_ids.plain
         base: Any = self.hf.get_submodule(self.architecture.base)
         stream = input_ids if from_stream else None
         ids = input_ids.new_zeros(input_ids.shape[:2], dtype=torch.long) if from_stream else input_ids

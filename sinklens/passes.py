@@ -18,7 +18,7 @@ from sinklens.errors import PromptWarning, SinklensError, warn_caller
 from sinklens.hooks.interleaving import Root
 from sinklens.hooks.partial_pass import check_return_type, returned
 from sinklens.prompts import Encoded, Prompt
-from sinklens.tokens import TokenMethods, refuse_right_padding
+from sinklens.tokens import TokenMethods, side_of
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
@@ -46,7 +46,7 @@ class SinglePasses(TokenMethods, Root):
             input_ids: a prompt: text, texts, token ids, or a tokenizer's output. Padding stays in place.
             attention_mask: for token ids: 1 on real tokens, 0 on padding.
             prepend_bos: for text: True adds a missing start token, False removes the tokenizer's.
-            padding_side: "left"; no other value is supported.
+            padding_side: for several texts: "left", the default, or "right".
             hook: in a trace block, whether the block sees this pass.
             **options: arguments of `HookTree.forward`, which rejects unknown ones.
 
@@ -130,8 +130,9 @@ class SinglePasses(TokenMethods, Root):
         """Ids and attention mask of a pass requested by the user; padding stays in place."""
         if options.get("start_at_layer") is not None:  # the prompt is a stream
             return prompt, mask
-        refuse_right_padding(padding_side)
-        given = self.reader.read(prompt, prepend_bos=prepend_bos, mask=mask)
+        given = self.reader.read(prompt, prepend_bos=prepend_bos, mask=mask, side=side_of(padding_side))
+        if mask is None:
+            self.reader.warn_right_padding(prompt, given)
         self._check_pass(given)
         return given.ids, None if bool(given.real.all()) else given.real
 
@@ -166,7 +167,7 @@ class SinglePasses(TokenMethods, Root):
         if len(invokes) == 1:
             return self._lone_invoke(*invokes[0][0], **invokes[0][1])
         rows = [row for inputs, kwargs in invokes for row in self._real_tokens(*inputs, **kwargs)]
-        given = self.reader.left_padded(rows)
+        given = self.reader.padded(rows)
         self._check_pass(given)
         return (given.ids,), {"attention_mask": given.real}
 
@@ -191,7 +192,7 @@ class SinglePasses(TokenMethods, Root):
         padding_side: str | None = None,
     ) -> list[list[int]]:
         """The tokens of one invoke, row by row, without padding."""
-        refuse_right_padding(padding_side)
+        side_of(padding_side)  # invokes are padded together, on the left
         ids, real = self.reader.read(input_ids, prepend_bos=prepend_bos, mask=attention_mask)
         return [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
 

@@ -4,8 +4,9 @@ A *prompt* is text, several texts, one or more rows of token ids, or a tokenizer
 its ids and which of them are *real* (not padding), without moving any. `PromptReader.encode` shifts the real tokens of
 every row to the right end, where a run appends its answer.
 
-Silent failure: ids alone do not show which of them are padding. An array whose rows begin with the padding token, such
-as `Model.to_tokens` returns for several texts, is rejected unless it comes with an attention mask.
+Silent failure: ids alone do not show which of them are padding. An array whose rows begin with the padding token is
+rejected unless it comes with an attention mask, or carries its padding as the ids of `Model.to_tokens` do. One whose
+rows end with that token may just end there; a pass over it warns.
 """
 
 import re
@@ -18,7 +19,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import PromptError, nearest
+from sinklens.errors import PromptError, PromptWarning, nearest, warn_caller
+from sinklens.hooks.padded import PaddedIds
 from sinklens.integers import as_integer
 
 
@@ -86,7 +88,7 @@ class PromptReader:
             )
         if bool(given.real[:, -1].all()):
             return given
-        return self.left_padded([row[keep].tolist() for row, keep in zip(given.ids, given.real, strict=True)])
+        return self.padded([row[keep].tolist() for row, keep in zip(given.ids, given.real, strict=True)])
 
     def read(
         self,
@@ -94,14 +96,16 @@ class PromptReader:
         chat_template: bool | str = False,
         prepend_bos: bool | None = None,
         mask: Any = None,
+        side: str = "left",
     ) -> Encoded:
-        """Ids and which are real, with the prompt's padding in place; rows of different lengths are left-padded.
+        """Ids and which are real, with the prompt's padding in place.
 
         Args:
             prompt: text or ids.
             chat_template: for text: format it as one user turn with the tokenizer's template, or with this one.
             prepend_bos: for text: with or without a start token.
             mask: attention mask for ids that come without one.
+            side: where texts or rows of different lengths are padded, "left" or "right".
 
         Raises:
             PromptError: as in `encode`.
@@ -114,7 +118,7 @@ class PromptReader:
                 )
             prompt = {"input_ids": prompt, "attention_mask": mask}
         if texts is not None:
-            return self.left_padded([self._row(text, chat_template, prepend_bos) for text in texts])
+            return self.padded([self._row(text, chat_template, prepend_bos) for text in texts], side)
         if chat_template is not False or prepend_bos:
             setting = "prepend_bos=True" if prepend_bos else f"chat_template={chat_template!r}"
             raise PromptError(f"{setting} is only for text; token ids are used unchanged. Leave it out, or pass text.")
@@ -124,7 +128,10 @@ class PromptReader:
         elif isinstance(prompt, Mapping):
             _check_keys(prompt)
             ids, mask = prompt["input_ids"], prompt.get("attention_mask")
-        found = self._ids(ids)
+        if mask is None and isinstance(ids, PaddedIds):
+            self._refuse_written(ids)
+            mask = ids.is_real
+        found = self._ids(ids, side)
         if _unmarked(prompt):
             self._refuse_padding(found.ids, "begin", lone=2)
         return found if mask is None else Encoded(found.ids, found.real & marks(mask, found.real))
@@ -140,19 +147,37 @@ class PromptReader:
         self._check_range(max(low, 0) if low == -1 else low, high)
         return rows
 
-    def left_padded(self, rows: Sequence[list[int]]) -> Encoded:
-        """Rows of token ids as one batch."""
+    def padded(self, rows: Sequence[list[int]], side: str = "left") -> Encoded:
+        """Rows of token ids as one batch, padded on the "left" or the "right"."""
         for row in rows:
             self._check_range(min(row), max(row))
         length = max(len(row) for row in rows)
-        ids = torch.tensor([[self.pad] * (length - len(row)) + row for row in rows])
-        real = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
+
+        def filled(row: list[Any], value: Any) -> list[Any]:
+            padding = [value] * (length - len(row))
+            return padding + row if side == "left" else row + padding
+
+        ids = torch.tensor([filled(row, self.pad) for row in rows])
+        real = torch.tensor([filled([True] * len(row), False) for row in rows])
         return Encoded(ids.to(self.device), real.to(self.device))
 
-    def _ids(self, given: Any) -> Encoded:
+    def warn_right_padding(self, prompt: Any, given: Encoded) -> None:
+        """Warn if ids without a mask look padded on the right: some rows end with the padding token, one does not."""
+        if self.tokenizer is None or not _unmarked(prompt):
+            return
+        runs = _leading(given.ids.flip(1), self.pad)
+        if int(runs.min()) == 0 < int(runs.max()):
+            warn_caller(
+                f"{int((runs > 0).sum())} of the {len(runs)} rows of these ids end with token {self.pad}, which is "
+                f"padding or the end of the text; this pass reads it as text. Pass attention_mask= (0 on padding; 1 "
+                f"everywhere if it is text), or the texts themselves.",
+                PromptWarning,
+            )
+
+    def _ids(self, given: Any, side: str = "left") -> Encoded:
         """Token ids from an array or from lists."""
         if not isinstance(given, Tensor | np.ndarray):
-            return self.left_padded(_rows(given))
+            return self.padded(_rows(given), side)
         ids = _array(given).to(self.device)
         self._check_range(int(ids.min()), int(ids.max()))
         return Encoded(ids, torch.ones_like(ids, dtype=torch.bool))
@@ -178,12 +203,19 @@ class PromptReader:
         """Reject rows that look padded: their counts of leading padding tokens differ, or are all `lone` or more."""
         if self.tokenizer is None:
             return  # the padding token is unknown
-        runs = (ids == self.pad).long().cumprod(dim=1).sum(dim=1)
+        runs = _leading(ids, self.pad)
         if bool((runs != runs[0]).any()) or int(runs[0]) >= lone:
             raise PromptError(
                 f"rows of these ids {side} with {int(runs.min())} to {int(runs.max())} tokens {self.pad}, the padding "
                 f"token; ids alone do not show whether that is padding. Pass a dict with input_ids and attention_mask, "
                 f"as the tokenizer returns it, or the texts themselves."
+            )
+
+    def _refuse_written(self, ids: PaddedIds) -> None:
+        if ids.written():
+            raise PromptError(
+                f"a token was written over the padding of these ids (token {ids.pad}), where it would be ignored; pass "
+                f"attention_mask= with 1 on it, or the texts themselves."
             )
 
     def _row(self, text: str, chat_template: bool | str, prepend_bos: bool | None) -> list[int]:
@@ -276,10 +308,15 @@ def marks(mask: Any, real: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos
 
 
 def _unmarked(prompt: Any) -> bool:
-    """Whether the prompt is an array of ids, which may be padded, without an attention mask."""
+    """Whether the prompt is an array of ids, which may be padded, without marks of its padding."""
     if isinstance(prompt, Mapping) and prompt.get("attention_mask") is None:
         prompt = prompt.get("input_ids")
-    return isinstance(prompt, Tensor | np.ndarray)
+    return isinstance(prompt, Tensor | np.ndarray) and not isinstance(prompt, PaddedIds)
+
+
+def _leading(ids: Int[Tensor, "batch pos"], token: int) -> Int[Tensor, " batch"]:
+    """How often each row repeats `token` at its beginning."""
+    return (ids == token).long().cumprod(dim=1).sum(dim=1)
 
 
 def _texts(prompt: Any) -> list[str] | None:
@@ -325,6 +362,8 @@ def _rows(given: Any) -> list[list[int]]:
 
 def _row_of(given: Any) -> list[int] | None:
     """One row of token ids; None if `given` is not one."""
+    if isinstance(given, PaddedIds) and given.ndim == 1:
+        return given.plain[given.is_real].tolist()
     if isinstance(given, Tensor | np.ndarray):
         ids = given if isinstance(given, Tensor) else _from_numpy(given)
         return ids.tolist() if ids.ndim == 1 and _is_integer(ids.dtype) else None
@@ -340,7 +379,7 @@ def _array(given: Tensor | np.ndarray) -> Int[Tensor, "batch pos"]:
     Raises:
         PromptError: the array is not of integers, is empty, or has more than two axes.
     """
-    ids = given if isinstance(given, Tensor) else _from_numpy(given)
+    ids = given.as_subclass(Tensor) if isinstance(given, Tensor) else _from_numpy(given)
     if not _is_integer(ids.dtype) or ids.ndim not in (1, 2) or ids.numel() == 0:
         raise PromptError(
             f"token ids must be a non-empty integer tensor [pos] or [batch, pos]; "

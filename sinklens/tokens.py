@@ -17,6 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
+from sinklens.hooks.padded import PaddedIds
 from sinklens.integers import as_integer
 from sinklens.prompts import Encoded, Prompt, PromptReader
 from sinklens.sampling import settings_for
@@ -82,8 +83,8 @@ class TokenMethods:
     ) -> Int[Tensor, "batch pos"]:
         """The input of a run's first step: the prompt's ids, left-padded, followed by `gen_length` mask tokens.
 
-        `model(model.to_canvas(prompt))` returns that step's logits. For texts of different lengths pass
-        ``model.encode(texts, gen_length=…)`` instead, which also marks the padding.
+        `model(model.to_canvas(prompt))` returns that step's logits. As from `to_tokens`, ids of texts of different
+        lengths carry their padding.
 
         Args:
             prompt: as in `encode`.
@@ -98,7 +99,7 @@ class TokenMethods:
             gen_length = settings_for(self, {}).gen_length
         if as_integer(gen_length) is None or gen_length < 1:
             raise SettingError(f"gen_length must be a number of positions, at least 1; got {gen_length!r}.")
-        return self.encode(prompt, chat_template, gen_length=gen_length).ids
+        return PaddedIds.of(*self.encode(prompt, chat_template, gen_length=gen_length), self.reader.pad)
 
     def _mask_token(self) -> int:
         if self.mask_token_id is None:
@@ -122,24 +123,28 @@ class TokenMethods:
         move_to_device: bool = True,
         truncate: bool = False,
     ) -> Int[Tensor, "batch pos"]:
-        """Token ids of a prompt; several texts are left-padded, and `encode` also marks the padding.
+        """Token ids of a prompt. Those of several texts are padded, and carry which of them are real.
+
+        They can be copied, moved, sliced and passed wherever a prompt is accepted; each row then gives the values that
+        it gives alone. `encode` returns ids and marks separately.
 
         Args:
             prompt: text, texts, or ids.
             prepend_bos: for text: True adds a missing start token, False removes the tokenizer's.
-            padding_side: "left"; no other value is supported.
+            padding_side: "left", the default, or "right".
             move_to_device: return ids on the model's device; otherwise on the CPU.
             truncate: keep only the first tokens of a text longer than the context, as TransformerLens does by default.
 
         Raises:
-            PromptError: the prompt is invalid, or `padding_side` is not "left".
+            PromptError: the prompt or `padding_side` is invalid.
         """
-        refuse_right_padding(padding_side)
-        ids, real = self.reader.encode(prompt, prepend_bos=prepend_bos)
-        if truncate and ids.shape[1] > self.cfg.n_ctx:
-            rows = [row[keep][: self.cfg.n_ctx].tolist() for row, keep in zip(ids, real, strict=True)]
-            ids = self.reader.left_padded(rows).ids
-        return ids if move_to_device else ids.cpu()
+        side, (ids, real) = side_of(padding_side), self.reader.encode(prompt, prepend_bos=prepend_bos)
+        longest = self.cfg.n_ctx if truncate else ids.shape[1]
+        if side == "right" or longest < ids.shape[1]:
+            rows = [row[keep][:longest].tolist() for row, keep in zip(ids, real, strict=True)]
+            ids, real = self.reader.padded(rows, side)
+        found = PaddedIds.of(ids, real, self.reader.pad)
+        return found if move_to_device else found.cpu()
 
     @overload
     def to_str_tokens(
@@ -161,7 +166,7 @@ class TokenMethods:
         Raises:
             PromptError: the model has no tokenizer, or several rows of ids were given.
         """
-        refuse_right_padding(padding_side)
+        side_of(padding_side)
         if not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], str):
             return [self.to_str_tokens(str(text), prepend_bos) for text in prompt]
         if isinstance(prompt, str):
@@ -219,7 +224,7 @@ class TokenMethods:
             prompt: the text or ids to search.
             mode: which occurrence to return, "first" or "last".
             prepend_bos: as in `to_tokens`; a start token shifts the positions of a text by one.
-            padding_side: "left"; no other value is supported.
+            padding_side: "left" or "right"; a single text has no padding.
 
         Raises:
             PromptError: the token does not occur, the text is several tokens, or `mode` is invalid.
@@ -250,14 +255,15 @@ def _text_of(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode([token for token in ids if token >= 0], clean_up_tokenization_spaces=False))
 
 
-def refuse_right_padding(padding_side: str | None) -> None:
-    """Accept TransformerLens's ``padding_side`` argument only if it matches what sinklens does: pad on the left.
+def side_of(padding_side: str | None) -> str:
+    """TransformerLens's ``padding_side`` argument, by default "left".
 
     Raises:
-        PromptError: `padding_side` is neither None nor "left".
+        PromptError: it is neither None, "left" nor "right".
     """
-    if padding_side not in (None, "left"):
-        raise PromptError(f"padding_side must be 'left', or omitted; got {padding_side!r}.")
+    if padding_side not in (None, "left", "right"):
+        raise PromptError(f"padding_side must be 'left', 'right' or omitted; got {padding_side!r}.")
+    return padding_side or "left"
 
 
 def _returning_model(name: str) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Single passes: every form of a prompt gives the same logits, and a pass without masks gives a warning."""
 
+import copy
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ from building import random_hf, random_ids, random_model
 
 import sinklens
 from sinklens import errors
-from sinklens.errors import PromptWarning, SinklensError
+from sinklens.errors import PromptError, PromptWarning, SinklensError
 from sinklens.model import load
 from sinklens.sinks import qk
 
@@ -61,6 +62,70 @@ def test_texts_in_one_pass_equal_separate_passes(tiny_llama):
         for row, text in enumerate((TEXT, OTHER)):
             alone = tiny_llama(text)[0]
             torch.testing.assert_close(logits[row, -len(alone) :], alone, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_llada"])
+@pytest.mark.filterwarnings("ignore:tiny-llada is a diffusion model")
+def test_the_tokens_of_texts_carry_their_padding(request, name, side):
+    model = request.getfixturevalue(name)
+    tokens = model.to_tokens([TEXT, OTHER], padding_side=side)
+    copies = [tokens, tokens.clone(), tokens.to("cpu"), tokens[:], [*tokens], copy.deepcopy(tokens)]
+    for given in copies if side == "left" else copies[:4]:
+        for logits in calls(model, given):
+            for row, text in zip(logits, (TEXT, OTHER), strict=True):
+                alone = model(text)[0]
+                real = row[-len(alone) :] if side == "left" else row[: len(alone)]
+                torch.testing.assert_close(real, alone, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(model(tokens[[1, 0]]), model(tokens)[[1, 0]], atol=1e-4, rtol=1e-5)
+    assert torch.equal(model.tree(tokens), model(tokens))
+
+
+def test_the_canvas_of_texts_carries_its_padding(tiny_llada):
+    logits = tiny_llada(tiny_llada.to_canvas([TEXT, OTHER], gen_length=4))
+    for row, text in zip(logits, (TEXT, OTHER), strict=True):
+        alone = tiny_llada(tiny_llada.to_canvas(text, gen_length=4))[0]
+        torch.testing.assert_close(row[-len(alone) :], alone, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_llada"])
+def test_a_run_on_the_tokens_of_texts_equals_separate_runs(request, name):
+    model = request.getfixturevalue(name)
+    for side in ("left", "right"):
+        run = sinklens.generate(model, model.to_tokens([TEXT, OTHER], padding_side=side), gen_length=4)
+        assert run.text == [sinklens.generate(model, text, gen_length=4).text for text in (TEXT, OTHER)]
+
+
+def test_carried_padding_is_lost_by_arithmetic_and_in_files_and_then_unknown(tiny_llama, tmp_path):
+    tokens = tiny_llama.to_tokens([TEXT, OTHER])
+    torch.save(tokens, tmp_path / "tokens.pt")
+    for plain in (tokens + 0, torch.load(tmp_path / "tokens.pt", weights_only=True)):
+        assert torch.equal(plain, tokens)
+        with pytest.raises(PromptError, match="ids alone do not show whether that is padding"):
+            tiny_llama(plain)
+    assert torch.equal(tiny_llama(tokens[:1, 1:]), tiny_llama((tokens + 0)[:1, 1:]))  # a row without padding
+
+
+def test_a_token_written_over_carried_padding_is_an_error(tiny_llama):
+    tokens = tiny_llama.to_tokens([TEXT, OTHER])
+    tokens[1, 0] = tiny_llama.to_single_token(" 4")
+    with pytest.raises(PromptError, match=r"written over the padding of these ids.*pass attention_mask="):
+        tiny_llama(tokens)
+    assert tiny_llama(tokens, attention_mask=torch.ones_like(tokens + 0)).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:tiny-llada is a diffusion model")
+def test_ids_that_look_padded_on_the_right_warn(tiny_llada):
+    right = tiny_llada.tokenizer([TEXT, OTHER], return_tensors="pt", padding=True, padding_side="right")
+    with pytest.warns(PromptWarning, match=r"1 of the 2 rows of these ids end with token \d+, which is padding or the"):
+        tiny_llada(right.input_ids)
+    run = sinklens.generate(tiny_llada, [TEXT, OTHER], gen_length=24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PromptWarning)
+        tiny_llada(right.input_ids, attention_mask=torch.ones_like(right.input_ids))
+        tiny_llada(**right)
+        tiny_llada(run.canvas[:, -1], attention_mask=run.real)  # both answers end
+        tiny_llada(run.canvas[:1, -1])
 
 
 def test_invokes_may_be_padded_in_different_ways(tiny_llama):

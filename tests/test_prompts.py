@@ -207,7 +207,7 @@ def test_every_call_rejects_an_invalid_prompt_with_the_same_message(with_tokeniz
 
 
 def test_padded_ids_without_a_mask_are_rejected(with_tokenizer):
-    padded = with_tokenizer.to_tokens([SHORT, LONG])
+    padded = with_tokenizer.encode([SHORT, LONG]).ids
     message = r"rows of these ids begin with 0 to \d+ tokens \d+, the padding token; .* Pass a dict with input_ids and"
     for call in (
         with_tokenizer.encode,

@@ -34,8 +34,9 @@ def test_text_has_transformerlenss_tokens(model, bridge, prepend_bos):
     assert model.to_str_tokens(TEXT, prepend_bos) == bridge.to_str_tokens(TEXT, prepend_bos=prepend_bos)
     several = [TEXT, OTHER]
     assert model.to_str_tokens(several, prepend_bos) == bridge.to_str_tokens(several, prepend_bos=prepend_bos)
-    both = bridge.to_tokens(several, prepend_bos=prepend_bos, padding_side="left")
-    assert torch.equal(model.to_tokens(several, prepend_bos, padding_side="left"), both)
+    for side in ("left", "right"):
+        both = bridge.to_tokens(several, prepend_bos=prepend_bos, padding_side=side)
+        assert torch.equal(model.to_tokens(several, prepend_bos, padding_side=side), both)
 
 
 def test_tokens_have_transformerlenss_text(model, bridge):
@@ -79,9 +80,9 @@ def test_positions_that_do_not_exist_yet_have_no_text(model):
         (lambda model: model.get_token_position(5, [[5], [5]]), "one row of ids; got 2 rows"),
         (lambda model: model.to_str_tokens([[5], [6]]), "one row of ids; got 2 rows"),
         (lambda model: model.to_string([-2, 5]), "token ids range from -2"),
-        (lambda model: model.to_tokens(TEXT, padding_side="right"), "padding_side must be 'left'.*; got 'right'"),
-        (lambda model: model.to_str_tokens(TEXT, padding_side="right"), "padding_side must be 'left'.*; got 'right'"),
-        (lambda model: model(TEXT, padding_side="right"), "padding_side must be 'left'.*; got 'right'"),
+        (lambda model: model.to_tokens(TEXT, padding_side="top"), "padding_side must be 'left', 'right'.*; got 'top'"),
+        (lambda model: model.to_str_tokens(TEXT, padding_side="top"), "padding_side must be 'left'.*; got 'top'"),
+        (lambda model: model(TEXT, padding_side="top"), "padding_side must be 'left', 'right'.*; got 'top'"),
         (lambda model: shared_model().to_string([5, 6]), "to_string needs a tokenizer, but llama has none"),
     ],
 )
