@@ -12,6 +12,7 @@ Caveat: nnsight does not guarantee any of the names used below. tests/hooks/test
 them and names the installed version of nnsight if one has changed.
 """
 
+import ast
 import importlib.util
 import linecache
 import os
@@ -53,6 +54,7 @@ if "beartype" not in sys.modules and importlib.util.find_spec("beartype") is not
 
 from nnsight import NNsight  # noqa: E402
 from nnsight.intervention.batching import Batcher  # noqa: E402
+from nnsight.intervention.envoy import Envoy  # noqa: E402
 from nnsight.intervention.interleaver import Event, Interleaver, Mediator  # noqa: E402
 from nnsight.intervention.source import STATE, Controller  # noqa: E402
 from nnsight.intervention.tracer import InterleavingTracer  # noqa: E402
@@ -211,14 +213,33 @@ class _CheckedTracer(InterleavingTracer):
         Raises:
             HookNameError: a path in its first argument, `modules`, does not name a module.
         """
-        paths = {envoy.path for envoy in self.envoy.modules()}
-        for wanted in (args[0] if args else options.get("modules")) or ():
-            if isinstance(wanted, str) and wanted not in paths:
-                raise HookNameError(
-                    f"no module has the path {wanted!r}.{nearest(wanted, paths)} A path begins with the name of the "
-                    f"root, {self.envoy.path!r}; or pass the module: cache(modules=[model.blocks[0]])."
-                )
-        return super().cache(*args, **options)
+        modules, *others = args or (options.pop("modules", None),)
+        return super().cache(modules and [self._module(wanted) for wanted in modules], *others, **options)
+
+    def _module(self, wanted: Any) -> Any:
+        """The module at a path, under any of its names."""
+        if not isinstance(wanted, str) or wanted == self.envoy.path:
+            return wanted
+        root, _, path = wanted.partition(".")
+        try:
+            found = self.envoy.get(path) if root == self.envoy.path else None
+        except AttributeError:
+            found = None
+        if not isinstance(found, Envoy):
+            raise HookNameError(
+                f"no module has the path {wanted!r}.{nearest(wanted, [envoy.path for envoy in self.envoy.modules()])} "
+                f"A path begins with the name of the root, {self.envoy.path!r}; or pass the module: "
+                f"cache(modules=[model.blocks[0]])."
+            )
+        return found
+
+
+class _ModuleEnvoy(Envoy):
+    """A wrapper that `isinstance` takes for an instance of its module's class, too."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__dict__.get("_module", self))
 
 
 class Root(NNsight):
@@ -228,9 +249,22 @@ class Root(NNsight):
         handover: passes values between the tree and the trace blocks.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, inner: str = "", as_modules: tuple[str, ...] = ()) -> None:
+        """Wrap `module`.
+
+        Args:
+            module: the module.
+            inner: a child of it whose own children are also found at the root, under their names.
+            as_modules: paths of modules whose wrappers are instances of `torch.nn.Module` to `isinstance`, which some
+                functions of TransformerLens test.
+        """
         forwards = {part: part.__dict__["forward"] for part in module.modules() if "forward" in part.__dict__}
-        super().__init__(module)
+        second = [name for name, _ in module.get_submodule(inner).named_children()] if inner else []
+        super().__init__(
+            module,
+            rename={f"{inner}.{name}": name for name in second} or None,
+            envoys=dict.fromkeys(as_modules, _ModuleEnvoy) or None,
+        )
         self._forwards = {part: old for part, old in forwards.items() if not isinstance(old, Controller)}
         self.handover = Handover(self.interleaver, self.path)
 
@@ -363,6 +397,23 @@ class _FirstRows(Batcher):
     @property
     def batching(self) -> bool:
         return self._narrows
+
+
+def opens_block(method: str) -> bool:
+    """Whether the user's line is ``with ….method(…)``, rather than a plain call of `method`."""
+    frame = calling_frame()
+    try:
+        tree = ast.parse(InterleavingTracer.source(frame.f_code.co_filename))
+    except SyntaxError:
+        return False
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.With | ast.AsyncWith))
+    return any(
+        frame.f_lineno in (block.lineno, item.context_expr.lineno)
+        and isinstance(item.context_expr, ast.Call)
+        and getattr(item.context_expr.func, "attr", "") == method
+        for block in blocks
+        for item in block.items
+    )
 
 
 def replace_body(module: nn.Module, old: Callable[..., Any], new: Callable[..., Any]) -> Callable[[], Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.utilities import lm_cross_entropy_loss
@@ -37,6 +38,31 @@ class StepOver(nn.Module):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """The stream, unchanged."""
         return hidden_states
+
+
+class Logits(Tensor):
+    """Logits that are also their own attribute ``logits``, as those of a transformers model's output.
+
+    The output of a traced pass has this class; copies keep it, and results of other functions are plain tensors.
+    """
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits as a plain tensor, a view."""
+        return self.as_subclass(Tensor)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            kept = func in (Tensor.clone, Tensor.detach, Tensor.narrow) and type(result) is Tensor
+            return result.as_subclass(Logits) if kept else result
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.logits.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.logits.__reduce_ex__(protocol)  # files hold plain tensors
 
 
 def layers_run(n_layers: int, start_at_layer: int | None, stop_at_layer: int | None) -> range:

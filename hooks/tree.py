@@ -140,6 +140,11 @@ class HookTree(ModelWeights, HookFront):
             return True
         return any(point.watched for point in self.hook_dict.values() if not isinstance(point, SamplerPoint))
 
+    @property
+    def head_awaited(self) -> bool:
+        """Whether a trace block waits for the language-model head, or a cache of nnsight records it."""
+        return self.watch.handover is not None and self.watch.handover.wants(f"hf.{self.architecture.head}")
+
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Accepted for TransformerLens; here ``hook_result`` is always on, and computed only while it is watched."""
         self.cfg = replace(self.cfg, use_attn_result=use_attn_result)
@@ -311,6 +316,8 @@ class HookTree(ModelWeights, HookFront):
                     [*all_layers, base.get_submodule(self.architecture.norm)][layers.stop], run
                 )
             hidden = run()
+        if return_type == "logits" and self.watch.handover is not None and self.watch.handover.running:
+            return self.head(hidden).as_subclass(partial_pass.Logits)
         return partial_pass.returned(self.head(hidden), ids, attention_mask, return_type, loss_per_token)
 
     def _check_canvas(self, start: int | None, stop: int | None, conditioning: Tensor | None) -> None:

@@ -2,7 +2,8 @@
 
 `Model` is an nnsight root around the tree of hook points: `model.trace(ids)`, ``.edit()`` and ``.output`` come from
 nnsight, `run_with_cache`, `run_with_hooks` and `hooks` from TransformerLens. Calling the model runs one forward pass.
-Denoising runs start with `sinklens.trace` and `sinklens.generate`.
+Modules of the transformers model have two names: `model.hf.lm_head` is also `model.lm_head`, as on nnsight's models.
+Denoising runs start with `sinklens.trace` and `sinklens.generate`, or with ``model.generate``.
 
 Pitfall: on an nnsight root a child module shadows a method of the same name, so no method here may be called
 ``blocks``, ``denoise``, ``hf``, ``hook_embed`` or ``ln_final``.
@@ -11,6 +12,7 @@ Pitfall: on an nnsight root a child module shadows a method of the same name, so
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,16 +42,18 @@ NOT_FINGERPRINTED = (
 )  # config keys that the fingerprint leaves out
 ELSEWHERE = {  # methods of TransformerLens and transformers models that a `Model` lacks, and what to use instead
     **dict.fromkeys(
-        ("generate", "generate_stream", "hf_generate", "diffusion_generate"),
-        "call sinklens.generate(model, prompt, ...), or open a run with sinklens.trace.",
+        ("generate_stream", "hf_generate", "diffusion_generate"),
+        "call model.generate(prompt, ...) or sinklens.generate(model, prompt, ...), or open a run with sinklens.trace.",
     ),
     **dict.fromkeys(
         ("enable_compatibility_mode", "process_weights", "process_weights_", "fold_layer_norm", "center_unembed"),
         "weights stay as the checkpoint stores them; nothing is folded or centered.",
     ),
     "set_tokenizer": "pass the tokenizer to sinklens.load(..., tokenizer=...).",
+    "generator": "tracer.result is the ids, in a block of model.generate.",
     "input_to_embed": "read the hook point hook_embed.",
 }
+RUN = "sinklens.tracing.generating:generate_as"  # found by name when it is called: runs are built on models
 MODEL_KEY = "sinklens_model"  # key in the __dict__ of a transformers model under which its `Model` is kept
 
 
@@ -69,7 +73,7 @@ class Model(ModuleMethods, SinglePasses):
     def __init__(self, checkpoint: Checkpoint) -> None:
         tree = HookTree(checkpoint.hf, architecture_of(checkpoint.hf.config.model_type))
         tree.train(checkpoint.hf.training)  # points are modules too, and PyTorch creates modules in training mode
-        super().__init__(tree)
+        super().__init__(tree, inner="hf", as_modules=("ln_final",))
         tree.watch.handover = self.handover
         tree.tokenizer_of = lambda: self.tokenizer
         self.checkpoint = checkpoint
@@ -157,6 +161,36 @@ class Model(ModuleMethods, SinglePasses):
     def hook_names(self) -> list[str]:
         """Names of all hook points, in the order in which a step reaches them."""
         return self.tree.point_names()
+
+    def generate(self, input: Any = None, max_new_tokens: int | None = None, **options: Any) -> Any:
+        """A run with the arguments and results of TransformerLens; `sinklens.generate` returns all that a run records.
+
+            model.generate("Question: ...", max_new_tokens=8)                       # the text with its answer
+            model.generate(ids, max_new_tokens=8)                                   # ids [batch, pos]
+            with model.generate("Question: ...", max_new_tokens=8) as tracer:       # nnsight's block: sinklens.trace
+                for step in tracer.iter[:3]:                                        # denoising steps
+                    hidden = model.model.layers[0].output
+                ids = tracer.result
+
+        Args:
+            input: text, texts, ids or a tokenizer's output. Texts give texts, ids give ids.
+            max_new_tokens: the setting ``gen_length``; by default the checkpoint's value, or the sampler's.
+            options: ``return_type`` ("input", "str" or "tokens"), ``do_sample`` (False is temperature 0; True is 1 if
+                no ``temperature`` is given; by default the sampler's), ``prepend_bos``, ``attention_mask``,
+                ``use_past_kv_cache`` (the setting ``use_cache``), ``return_cache`` (also the cache of a pass over the
+                result, of the points in ``names_filter``, on ``device``), ``return_input_tokens`` (also the prompt's
+                ids), ``verbose`` (a progress bar), ``hooks``, ``seed``, and settings of the model's sampler.
+
+        Returns:
+            Each prompt with its answer up to the end token. Ids of rows that end early are filled with the end token.
+
+        Raises:
+            SettingError: an argument has no meaning in a run of this model, or a setting is invalid.
+            PromptError: the prompt is missing or invalid.
+        """
+        module, _, function = RUN.partition(":")
+        prompt = options.pop("input_ids", None) if input is None else input
+        return getattr(import_module(module), function)(self, prompt, max_new_tokens=max_new_tokens, **options)
 
     def __getattr__(self, name: str) -> Any:
         if name in ELSEWHERE:

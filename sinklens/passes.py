@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sinklens.errors import PromptWarning, SinklensError, warn_caller
+from sinklens.errors import PromptWarning, SettingError, SinklensError, warn_caller
 from sinklens.hooks.interleaving import Root
 from sinklens.hooks.partial_pass import check_return_type, returned
 from sinklens.prompts import Encoded, Prompt
@@ -22,6 +22,23 @@ from sinklens.tokens import TokenMethods, side_of
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
+
+_CACHE = "a single pass computes every position; runs reuse keys and values (the setting use_cache, or cache=)"
+_TOKENIZER = "call model.tokenizer(...) with it and pass the result"
+_OUTPUTS = "read hook points, such as blocks.0.attn.hook_pattern and blocks.0.hook_resid_post"
+_OLD = "nnsight has removed it; model.scan(prompt) opens a block for looking at shapes"
+NOT_HERE = {  # arguments of the passes of TransformerLens, nnsight and transformers, and what to use instead
+    "position_ids": "positions are counted from the first real token of each row; mark padding with attention_mask=",
+    **dict.fromkeys(("past_kv_cache", "past_key_values", "use_cache"), _CACHE),
+    **dict.fromkeys(("truncation", "padding", "max_length", "add_special_tokens"), _TOKENIZER),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), _OUTPUTS),
+    **dict.fromkeys(("scan", "validate"), _OLD),
+    "max_new_tokens": "a single pass writes nothing; open a run with model.generate or sinklens.trace",
+    "remote": "the model runs in this process",
+    "return_dict": "a pass returns the logits",
+    "labels": 'return_type="loss" returns the loss',
+    "inputs_embeds": "start_at_layer=0 takes the stream that enters layer 0",
+}
 
 
 class SinglePasses(TokenMethods, Root):
@@ -110,6 +127,20 @@ class SinglePasses(TokenMethods, Root):
         check_return_type("loss", self.tree.causal, stream_given=False)
         return returned(logits, tokens, attention_mask, "loss", per_token)
 
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """nnsight's ``trace``: a trace block over one pass.
+
+        ``model.output`` in it is the logits; they are also ``model.output.logits``, as in a transformers model.
+
+        Raises:
+            SettingError: an argument of nnsight's or TransformerLens's passes that has no meaning here.
+        """
+        return super().trace(*args, **known_options(kwargs))
+
+    def scan(self, *args: Any, **kwargs: Any) -> Any:
+        """nnsight's ``scan``, a trace block for looking at shapes; the weights are loaded, so the pass is computed."""
+        return self.trace(*args, **kwargs)
+
     @contextmanager
     def hooks(self, *args: Any, **options: Any) -> Iterator["SinglePasses"]:
         """TransformerLens's context manager: the hooks apply to every pass inside it and are removed on exit."""
@@ -127,7 +158,12 @@ class SinglePasses(TokenMethods, Root):
     def _one_pass(
         self, prompt: Any, mask: Any, prepend_bos: bool | None, padding_side: str | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Ids and attention mask of a pass requested by the user; padding stays in place."""
+        """Ids and attention mask of a pass requested by the user; padding stays in place.
+
+        Arguments of other libraries' passes that have no effect are removed from `options`.
+        """
+        for name in options.keys() - known_options(options).keys():
+            del options[name]
         if options.get("start_at_layer") is not None:  # the prompt is a stream
             return prompt, mask
         given = self.reader.read(prompt, prepend_bos=prepend_bos, mask=mask, side=side_of(padding_side))
@@ -190,11 +226,26 @@ class SinglePasses(TokenMethods, Root):
         *,
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
+        **options: Any,
     ) -> list[list[int]]:
         """The tokens of one invoke, row by row, without padding."""
+        for name in known_options(options):
+            raise TypeError(f"unexpected keyword argument {name!r} of one of several invokes; give it to model.trace.")
         side_of(padding_side)  # invokes are padded together, on the left
         ids, real = self.reader.read(input_ids, prepend_bos=prepend_bos, mask=attention_mask)
         return [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+
+
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` without arguments of other libraries' passes that are switched off.
+
+    Raises:
+        SettingError: one of them is switched on.
+    """
+    for name in NOT_HERE.keys() & options.keys():
+        if options[name] is not None and options[name] is not False:
+            raise SettingError(f"a pass has no argument {name}=: {NOT_HERE[name]}.")
+    return {name: value for name, value in options.items() if name not in NOT_HERE}
 
 
 def _with_mask(mask: Tensor | None) -> dict[str, Tensor]:

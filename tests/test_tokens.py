@@ -164,7 +164,7 @@ def test_cfg_has_the_current_device_and_dtype_of_the_weights():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("generate", r"sinklens\.generate\(model, prompt"),
+        ("hf_generate", r"sinklens\.generate\(model, prompt"),
         ("diffusion_generate", r"sinklens\.generate\(model, prompt"),
         ("process_weights", "nothing is folded or centered"),
         ("set_tokenizer", r"sinklens\.load\(\.\.\., tokenizer=\.\.\.\)"),

@@ -151,13 +151,13 @@ class State:
     ) -> Float[Tensor, "masked vocab"]:
         """Logits, in float32, of the tokens at the True positions of `where`.
 
-        The language-model head runs only at those positions unless ``denoise.hook_logits`` is watched. With `cfg_scale`
-        w > 0 the batch of the pass is the conditional rows followed by the same rows with the prompt masked, or the
-        positions `given`, and the logits are un + (w + 1)(cond − un). With a `cache`, the pass computes the columns up
-        to `window.stop` whose keys are not cached, and caches those before `window.start`; ``denoise.hook_logits`` then
-        covers these columns. With `keys`, it covers the window that the step computes, and `where` may be True only at
-        `computed` positions. Without both, and while nothing is watched, rows without a True in `where` are left out of
-        the pass.
+        The language-model head runs only at those positions unless ``denoise.hook_logits`` is watched, or a trace block
+        waits for the head itself. With `cfg_scale` w > 0 the batch of the pass is the conditional rows followed by the
+        same rows with the prompt masked, or the positions `given`, and the logits are un + (w + 1)(cond − un). With a
+        `cache`, the pass computes the columns up to `window.stop` whose keys are not cached, and caches those before
+        `window.start`; ``denoise.hook_logits`` then covers these columns. With `keys`, it covers the window that the
+        step computes, and `where` may be True only at `computed` positions. Without both, and while nothing is watched,
+        rows without a True in `where` are left out of the pass.
         """
         point = self.tree.denoise.hook_logits
         rows, real = canvas, self.real
@@ -181,7 +181,7 @@ class State:
             hidden = self.cache.shifted(hidden) if self.shift else hidden
             where = where[:, self.first : window.stop]
         parts = hidden.chunk(2) if cfg_scale > 0 else (hidden,)
-        if point.watched:
+        if point.watched or self.tree.head_awaited:
             return self.checked(point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where].float())
         return self.checked(_guided([self.tree.head(part[where]) for part in parts], cfg_scale).float())
 

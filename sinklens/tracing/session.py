@@ -95,7 +95,7 @@ def trace(
         prompt=prompt, settings=dict(settings), seed=seed, chat_template=chat_template, hooks=hooks,
         record_sinks=record_sinks, replay=replay, cache=cache, progress=progress,
     )  # fmt: skip
-    return Trace(_denoising(model, request))
+    return Trace(denoising_of(model, request))
 
 
 def generate(
@@ -137,14 +137,19 @@ def generate(
         prompt=prompt, settings=dict(settings), seed=seed, chat_template=chat_template, hooks=hooks,
         record_sinks=record_sinks, replay=replay, cache=cache, progress=progress,
     )  # fmt: skip
-    denoising = _denoising(model, request)
+    denoising = denoising_of(model, request)
     _refuse_nesting(denoising.model)
     denoising.carry_out()
     denoising.controls.report()
     return denoising.result()
 
 
-def _denoising(model: Any, request: RunRequest) -> Denoising:
+def denoising_of(model: Any, request: RunRequest) -> Denoising:
+    """The run that a request asks for, on a model or anything that `sinklens.load` accepts.
+
+    Raises:
+        SinklensError: the model has edits, which would act in single traces only.
+    """
     loaded = load(model)
     if loaded.has_edits:
         raise SinklensError(
@@ -197,6 +202,18 @@ class Trace(BlockTracer):
     def all(self) -> Steps:
         """nnsight's name for `steps`, all of them."""
         return self.steps
+
+    def next(self) -> int:
+        """Wait for the step after the current one, as in earlier versions of nnsight; returns its number.
+
+        Raises:
+            HookOrderError: the run ended before it.
+        """
+        step = 1 if self.step is None else self.step + 1
+        if step < self.planned:
+            for reached in self.steps[step]:
+                return reached
+        raise HookOrderError(f"t.next() waits for step {step}, but the run ended before it; loop over t.steps instead.")
 
     @property
     def planned(self) -> int:

@@ -256,3 +256,33 @@ def test_save_can_be_taken_off_object_and_put_back():
         assert not hasattr(3, "save")
         mount(save, "save")
         assert vars(object)["save"].__func__ is save
+
+
+def test_a_root_takes_second_names_and_classes_of_its_wrappers():
+    from nnsight.intervention.envoy import Envoy
+
+    class Own(Envoy):
+        pass
+
+    outer = nn.Sequential()
+    outer.add_module("inner", Doubling())
+    with nnsight("rename= and envoys= of NNsight, by the path of a module"):
+        root = NNsight(outer, rename={"inner.second": "second"}, envoys={"first": Own})
+        assert root.second is root.inner.second
+        assert root.get("second").path == "model.inner.second"
+        assert isinstance(root.inner.first, Own)
+        assert not isinstance(root.inner.second, Own)
+
+
+def test_the_value_that_a_traced_call_returns_is_served_as_its_result(root):
+    with root.trace(ONES) as tracer:
+        result = tracer.result.save()
+    with nnsight("InterleavingTracer.result"):
+        assert torch.equal(result, ONES * 2)
+
+
+def test_the_source_of_a_file_can_be_read_before_a_block_is_captured():
+    from nnsight.intervention.tracer import InterleavingTracer
+
+    with nnsight("InterleavingTracer.source"):
+        assert "def test_the_source_of_a_file" in InterleavingTracer.source(__file__)
