@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformer_lens.utilities import lm_cross_entropy_loss
 
 from sinklens.errors import SettingError
 
 RETURN_TYPES = ("logits", "loss", "both", None)
+LOSSES = ("loss", "both")
 
 
 class Stopped(Exception):
@@ -112,37 +111,13 @@ def stream_before(module: nn.Module, run: Callable[[], Any]) -> Tensor:
     raise SettingError(f"the pass did not reach {type(module).__name__}, where it should stop.")
 
 
-def returned(
-    logits: Float[Tensor, "batch _ vocab"],
-    input_ids: Int[Tensor, "batch pos"],
-    attention_mask: Tensor | None,
-    return_type: str | None,
-    loss_per_token: bool,
-) -> Any:
-    """The value that `return_type` selects: the logits, the loss of the next token, both, or None."""
-    if return_type is None:
-        return None
-    if return_type == "logits":
-        return logits
-    loss = lm_cross_entropy_loss(logits, input_ids, attention_mask, loss_per_token)
-    return loss if return_type == "loss" else (logits, loss)
-
-
-def check_return_type(return_type: Any, causal: bool, stream_given: bool) -> None:
+def check_return_type(return_type: Any, stream_given: bool) -> None:
     """Refuse a return type that the pass cannot return.
 
     Raises:
-        SettingError: `return_type` is unknown, or is a next-token loss that this pass does not define.
+        SettingError: `return_type` is unknown, or a loss where there are no token ids.
     """
     if return_type not in RETURN_TYPES:
         raise SettingError(f"return_type={return_type!r} is not one of {', '.join(map(repr, RETURN_TYPES))}.")
-    if return_type not in ("loss", "both"):
-        return
-    if not causal:
-        raise SettingError(
-            f"return_type={return_type!r} is the loss of the next token, which a diffusion model does not predict: its "
-            f"logits are about the token at each position. Take the logits of a canvas with masks, and the "
-            f"cross-entropy of the masked positions."
-        )
-    if stream_given:
+    if return_type in LOSSES and stream_given:
         raise SettingError(f"return_type={return_type!r} needs token ids; with start_at_layer take the logits.")

@@ -29,6 +29,7 @@ from sinklens.hooks.canvas_pass import CanvasPass
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
+from sinklens.hooks.losses import MaskedLoss, Masks, NextTokenLoss
 from sinklens.hooks.model_weights import ModelWeights
 from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
@@ -45,6 +46,7 @@ class HookTree(ModelWeights, HookFront):
         watch: the step, the trace blocks and the peek, which the points share.
         cfg: axis lengths and switches under TransformerLens's names.
         tokenizer_of: returns the tokenizer of the model that owns the tree; None without one.
+        masks: how a masked diffusion model reads a canvas; None for other models.
         blocks, hook_embed, ln_final, denoise: the points.
         encoder: the points of the encoder, in a tree that has one; see canvas_pass.py.
     """
@@ -56,6 +58,7 @@ class HookTree(ModelWeights, HookFront):
         self.cfg = sizes_of(hf, architecture)
         check_modules(hf, architecture)
         self.tokenizer_of: Callable[[], Any] = lambda: None
+        self.masks: Masks | None = None
         self._switches = Switches()
         self.disconnected = False
         self._undo = ExitStack()
@@ -277,18 +280,21 @@ class HookTree(ModelWeights, HookFront):
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
+        targets: Int[Tensor, "batch pos"] | None = None,
     ) -> Any:
         """One pass over `input_ids` [batch, pos]: raw logits, or what `return_type` selects.
 
         Args:
             input_ids: token ids; with `start_at_layer` the stream entering that layer [batch, pos, d_model].
             attention_mask: 1 (or True) on real tokens, 0 on padding.
-            return_type: "logits", "loss" (of the next token, autoregressive models), "both" or None.
+            return_type: "logits", "loss" (see losses.py: of the next token, or of the tokens behind the masks), "both"
+                or None.
             loss_per_token: return the loss of each token instead of their mean.
             start_at_layer: the first layer to compute.
             stop_at_layer: the layer to stop before; the stream that would enter it is returned.
             self_conditioning: logits of the step before, for a model whose canvas is random tokens; the last
                 ``canvas_length`` of `input_ids` are then the canvas, and the logits are those of the canvas.
+            targets: for the loss of a canvas with masks: the ids behind them; other positions are not read.
 
         Raises:
             PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
@@ -296,7 +302,7 @@ class HookTree(ModelWeights, HookFront):
         """
         self.refuse_unusable()
         layers, from_stream = self.layers_run(start_at_layer, stop_at_layer), start_at_layer is not None
-        partial_pass.check_return_type(return_type, self.causal, from_stream)
+        partial_pass.check_return_type(return_type, from_stream)
         self._check_input(input_ids, from_stream)
         self._check_canvas(start_at_layer, stop_at_layer, self_conditioning)
         if isinstance(input_ids, PaddedIds):
@@ -305,6 +311,8 @@ class HookTree(ModelWeights, HookFront):
         base: Any = self.hf.get_submodule(self.architecture.base)
         stream = input_ids if from_stream else None
         ids = input_ids.new_zeros(input_ids.shape[:2], dtype=torch.long) if from_stream else input_ids
+
+        loss = None if return_type not in partial_pass.LOSSES else self.loss_of(ids, attention_mask, targets)
 
         def run() -> Tensor:
             return self.hidden(ids, attention_mask, stream=stream, self_conditioning=self_conditioning)
@@ -316,9 +324,33 @@ class HookTree(ModelWeights, HookFront):
                     [*all_layers, base.get_submodule(self.architecture.norm)][layers.stop], run
                 )
             hidden = run()
-        if return_type == "logits" and self.watch.handover is not None and self.watch.handover.running:
-            return self.head(hidden).as_subclass(partial_pass.Logits)
-        return partial_pass.returned(self.head(hidden), ids, attention_mask, return_type, loss_per_token)
+        if return_type is None:
+            return None
+        logits = self.head(hidden)
+        if loss is not None:
+            lost = loss(logits, loss_per_token)
+            return lost if return_type == "loss" else (logits, lost)
+        traced = self.watch.handover is not None and self.watch.handover.running
+        return logits.as_subclass(partial_pass.Logits) if traced else logits
+
+    def loss_of(
+        self, ids: Int[Tensor, "batch pos"], real: Tensor | None, targets: Tensor | None
+    ) -> NextTokenLoss | MaskedLoss:
+        """The loss of a pass over `ids`, as a function of its logits; see losses.py.
+
+        Raises:
+            SettingError: it is not defined for this model, these ids or these targets.
+        """
+        if self.causal:
+            if targets is not None:
+                raise SettingError("the targets of an autoregressive model are its input; leave targets= out.")
+            return NextTokenLoss(ids, real)
+        if self.masks is None:
+            raise SettingError(
+                "the loss of this model is not defined by one pass: its canvas is random tokens, of which none is marked "
+                "as undecided. Take the logits."
+            )
+        return self.masks.loss(ids, targets, real)
 
     def _check_canvas(self, start: int | None, stop: int | None, conditioning: Tensor | None) -> None:
         """Refuse what a tree with an encoder, or one without, does not offer."""

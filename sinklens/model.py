@@ -22,6 +22,7 @@ from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretraine
 from sinklens.errors import CheckpointError, SelfCheckError
 from sinklens.fingerprint import fingerprint
 from sinklens.hooks.architectures import architecture_of
+from sinklens.hooks.losses import Masks
 from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.offload import device_of, value_of
 from sinklens.hooks.sizes import Sizes
@@ -76,6 +77,8 @@ class Model(ModuleMethods, SinglePasses):
         super().__init__(tree, inner="hf", as_modules=("ln_final",))
         tree.watch.handover = self.handover
         tree.tokenizer_of = lambda: self.tokenizer
+        if checkpoint.mask_token_id is not None:
+            tree.masks = Masks(checkpoint.mask_token_id, checkpoint.family.shift, checkpoint.blocks)
         self.checkpoint = checkpoint
         self.tokenizer: PreTrainedTokenizerBase | None = checkpoint.tokenizer
         self.family: str = checkpoint.family.name

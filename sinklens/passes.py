@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sinklens.errors import PromptWarning, SettingError, SinklensError, warn_caller
 from sinklens.hooks.interleaving import Root
-from sinklens.hooks.partial_pass import check_return_type, returned
 from sinklens.prompts import Encoded, Prompt
 from sinklens.tokens import TokenMethods, side_of
 
@@ -112,20 +111,31 @@ class SinglePasses(TokenMethods, Root):
         return self.tree.run_with_hooks(ids, *args, **_with_mask(mask), **options)
 
     def loss_fn(
-        self, logits: Tensor, tokens: Tensor, attention_mask: Tensor | None = None, per_token: bool = False
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        per_token: bool = False,
+        targets: Tensor | None = None,
     ) -> Tensor:
-        """The next-token loss of `logits` [batch, pos, vocab], as with ``return_type="loss"``.
+        """The loss of `logits` [batch, pos, vocab], as with ``return_type="loss"``.
+
+        Autoregressive models: of each next token. Masked diffusion models: of the tokens behind the masks of a canvas,
+        the mean over the masked positions of each row and then over rows; hooks/losses.py gives the formula.
 
         Args:
             tokens: the ids of the pass, [batch, pos].
             attention_mask: 1 on real tokens, 0 on padding.
-            per_token: return the loss of each token [batch, pos - 1] instead of their mean.
+            per_token: return the loss of each token instead of their mean: [batch, pos - 1]; of a canvas [batch, pos],
+                0 where it is not masked.
+            targets: for a canvas: the ids behind the masks.
 
         Raises:
-            SettingError: a diffusion model, whose logits do not predict the next token.
+            SettingError: the loss is not defined for this model, these tokens or these targets.
         """
-        check_return_type("loss", self.tree.causal, stream_given=False)
-        return returned(logits, tokens, attention_mask, "loss", per_token)
+        given = self.reader.read(tokens, mask=attention_mask)
+        real = None if bool(given.real.all()) else given.real
+        return self.tree.loss_of(given.ids, real, targets)(logits, per_token)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """nnsight's ``trace``: a trace block over one pass.

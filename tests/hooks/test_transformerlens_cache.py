@@ -325,7 +325,7 @@ def test_a_pass_returns_logits_loss_both_or_none():
 def test_a_return_that_makes_no_sense_is_refused():
     with pytest.raises(SettingError, match="return_type='probs' is not one of 'logits', 'loss', 'both', None"):
         shared_model().tree(random_ids(), return_type="probs")
-    with pytest.raises(SettingError, match=r"which a diffusion model does not predict.*cross-entropy of the masked"):
+    with pytest.raises(SettingError, match=r"The loss of a diffusion model is that of the tokens behind the masks"):
         shared_model().tree(random_ids(), return_type="loss")
 
 

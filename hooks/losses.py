@@ -1,0 +1,134 @@
+"""The loss of one pass: of the next token, or of the tokens behind the masks of a canvas.
+
+An autoregressive model is trained on −log p(next token). A masked diffusion model is trained on canvases: of a text x,
+positions are masked with a probability t, and the loss of the canvas is −log p(x_i | canvas) summed over its masked
+positions i, divided by t and by the number of positions (Nie et al., 2025, Large Language Diffusion Models, eq. 3). A
+canvas does not say which t it was drawn with. `MaskedLoss` takes the share of masked positions for t, so that the loss
+of a row is the mean over its masked positions, and the loss of a batch is the mean over its rows.
+
+What stood behind the masks is not on the canvas; the caller passes it as ``targets``. Not included: weights that a
+checkpoint's training gave to single positions (Dream), and the loss of a canvas of random tokens (DiffusionGemma).
+
+Silent failure that is refused: a block-causal model is trained with all blocks before a masked one decided. With masks
+in two blocks of a row, a pass conditions the later one on masks, which no step of the training does.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformer_lens.utilities import lm_cross_entropy_loss
+
+from sinklens.errors import SettingError
+from sinklens.hooks.blocks import Blocks
+
+
+@dataclass(frozen=True)
+class NextTokenLoss:
+    """−log p of each next token, as TransformerLens computes it.
+
+    Attributes:
+        ids: the ids of the pass.
+        real: False on padding; None without padding.
+    """
+
+    ids: Int[Tensor, "batch pos"]
+    real: Tensor | None
+
+    def __call__(self, logits: Float[Tensor, "batch pos vocab"], per_token: bool = False) -> Tensor:
+        return lm_cross_entropy_loss(logits, self.ids, self.real, per_token)
+
+
+@dataclass(frozen=True)
+class MaskedLoss:
+    """−log p of the token behind each mask of a canvas.
+
+    Attributes:
+        masked: the positions that the loss covers.
+        targets: the ids behind the masks; other positions are not read.
+        own: positions whose own logits predict them although the model's logits are about the next position: the first
+            real token of each row. None if all logits are about their own position.
+    """
+
+    masked: Bool[Tensor, "batch pos"]
+    targets: Int[Tensor, "batch pos"]
+    own: Bool[Tensor, "batch pos"] | None
+
+    def __call__(self, logits: Float[Tensor, "batch pos vocab"], per_token: bool = False) -> Tensor:
+        """The mean over the masked positions of each row and then over rows; or [batch, pos], 0 where not masked."""
+        if self.own is not None:
+            shifted = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
+            logits = torch.where(self.own[..., None], logits, shifted)
+        targets = torch.where(self.masked, self.targets, 0)
+        lost = -logits.float().log_softmax(dim=-1).gather(-1, targets[..., None])[..., 0]
+        lost = torch.where(self.masked, lost, 0.0)
+        return lost if per_token else (lost.sum(dim=1) / self.masked.sum(dim=1)).mean()
+
+
+@dataclass(frozen=True)
+class Masks:
+    """How a masked diffusion model reads a canvas.
+
+    Attributes:
+        token: the mask token.
+        shift: whether its logits at a position predict the token at the next one.
+        blocks: the blocks of a block-causal model; None for other attention.
+    """
+
+    token: int
+    shift: bool
+    blocks: Blocks | None = None
+
+    def loss(
+        self,
+        canvas: Int[Tensor, "batch pos"],
+        targets: Int[Tensor, "batch pos"] | None,
+        real: Bool[Tensor, "batch pos"] | None,
+    ) -> MaskedLoss:
+        """The loss of a pass over `canvas`.
+
+        Raises:
+            SettingError: there are no targets, a row has no masks, the targets have another shape or masks themselves,
+                or the masks of a row of a block-causal model are in several blocks.
+        """
+        real = torch.ones_like(canvas, dtype=torch.bool) if real is None else real.to(canvas.device).bool()
+        masked = (canvas == self.token) & real
+        self._check(canvas, masked, targets)
+        assert targets is not None
+        if self.blocks is not None:
+            self._check_blocks(masked, self.blocks.numbers(real))
+        own = real & (real.long().cumsum(dim=1) == 1) if self.shift else None
+        return MaskedLoss(masked, targets.to(canvas.device), own)
+
+    def _check(self, canvas: Tensor, masked: Tensor, targets: Tensor | None) -> None:
+        bare = (~masked.any(dim=1)).nonzero().flatten().tolist()
+        if bare:
+            raise SettingError(
+                f"row {bare[0]} has no mask token ({self.token}). The loss of a diffusion model is that of the tokens "
+                f"behind the masks: pass a canvas with masks, and as targets= the ids of the text without them."
+            )
+        if targets is None:
+            raise SettingError(
+                "a canvas does not say which tokens are behind its masks; pass their ids as targets= [batch, pos], such "
+                "as run.tokens or the text before it was masked."
+            )
+        if targets.shape != canvas.shape:
+            raise SettingError(
+                f"targets= has the shape of the canvas, {list(canvas.shape)}; got {list(targets.shape)}."
+            )
+        behind = targets.to(canvas.device)[masked]
+        if bool(((behind == self.token) | (behind < 0)).any()):
+            raise SettingError(
+                "targets= has no token at some masked positions (a mask, or -1); pass the complete text."
+            )
+
+    def _check_blocks(self, masked: Tensor, number: Tensor) -> None:
+        low = number.masked_fill(~masked, number.max() + 1).amin(dim=1)
+        high = number.masked_fill(~masked, -1).amax(dim=1)
+        if bool((low != high).any()):
+            row = int((low != high).nonzero()[0])
+            raise SettingError(
+                f"row {row} has masks in blocks {int(low[row])} to {int(high[row])}, but a block-causal model is trained "
+                f"with the blocks before a masked one decided; pass a canvas for each block, masked in that block alone."
+            )
