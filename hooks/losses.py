@@ -110,18 +110,15 @@ class Masks:
             )
         if targets is None:
             raise SettingError(
-                "a canvas does not say which tokens are behind its masks; pass their ids as targets= [batch, pos], such "
-                "as run.tokens or the text before it was masked."
+                "a canvas does not say which tokens are behind its masks; pass their ids as targets= [batch, pos], "
+                "such as run.tokens or the text before it was masked."
             )
         if targets.shape != canvas.shape:
-            raise SettingError(
-                f"targets= has the shape of the canvas, {list(canvas.shape)}; got {list(targets.shape)}."
-            )
+            shape = list(canvas.shape)
+            raise SettingError(f"targets= has the shape of the canvas, {shape}; got {list(targets.shape)}.")
         behind = targets.to(canvas.device)[masked]
         if bool(((behind == self.token) | (behind < 0)).any()):
-            raise SettingError(
-                "targets= has no token at some masked positions (a mask, or -1); pass the complete text."
-            )
+            raise SettingError("targets= has no token at some masked positions (a mask, or -1); pass the full text.")
 
     def _check_blocks(self, masked: Tensor, number: Tensor) -> None:
         low = number.masked_fill(~masked, number.max() + 1).amin(dim=1)
@@ -129,6 +126,7 @@ class Masks:
         if bool((low != high).any()):
             row = int((low != high).nonzero()[0])
             raise SettingError(
-                f"row {row} has masks in blocks {int(low[row])} to {int(high[row])}, but a block-causal model is trained "
-                f"with the blocks before a masked one decided; pass a canvas for each block, masked in that block alone."
+                f"row {row} has masks in blocks {int(low[row])} to {int(high[row])}, but a block-causal model is "
+                f"trained with the blocks before a masked one decided; pass a canvas for each block, masked in that "
+                f"block alone."
             )

@@ -160,6 +160,14 @@ _OPTIONAL_ALIASES = {
 }
 _SWITCHED_ALIASES = {name.removeprefix("attn."): name for name in SWITCHED if name.startswith("attn.")}
 _ROOT_ALIASES = {"embed.hook_out": "hook_embed"}
+# TransformerLens 4's points outside the blocks that have no point here, and what shows the same value.
+_ELSEWHERE = {
+    "embed.hook_in": "the token ids of the pass, whose embeddings are at hook_embed; those of a step of a run are at "
+    "denoise.hook_canvas",
+    "ln_final.hook_out": "ln_final.hook_normalized times model.ln_final.w, or model.lm_head.input in a trace block",
+    "unembed.hook_in": "ln_final.hook_normalized times model.ln_final.w, or model.lm_head.input in a trace block",
+    "unembed.hook_out": "the logits that the pass returns; those of a step of a run are at denoise.hook_logits",
+}
 
 
 class Parts(NamedTuple):
@@ -250,6 +258,8 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
         if switch := switch_of(canonical):
             raise SettingError(f"{name!r} is off because {switch} is False; call model.set_{switch}(True) first.")
         _refuse_absent(name, canonical, known, n_layers)
+    if name in _ELSEWHERE:
+        raise HookNameError(f"there is no point {name!r} here; the same value is {_ELSEWHERE[name]}.")
     raise HookNameError(
         f"no hook point is called {name!r}.{nearest(name, [*known, *(spelling for spelling, _ in spelled)])} "
         f"`model.hook_names()` or `sinklens hooks MODEL` lists them all."

@@ -18,7 +18,8 @@ from sinklens.hooks.offload import device_of
 class Sizes:
     """Axis lengths and switches, under the names that TransformerLens's helpers read from ``cfg``.
 
-    Where layers differ, `d_head` and `n_key_value_heads` are those of layer 0.
+    Where layers differ, `d_head` and `n_key_value_heads` are those of layer 0. `tokenizer_prepends_bos` is True if the
+    model has a tokenizer that adds a start token to text.
     """
 
     n_layers: int
@@ -39,6 +40,7 @@ class Sizes:
     normalization_type: str = "RMS"
     positional_embedding_type: str = "rotary"
     default_prepend_bos: bool = False
+    tokenizer_prepends_bos: bool = False
     attn_only: bool = False
     final_rms: bool = True
     gated_mlp: bool = True

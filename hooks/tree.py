@@ -152,6 +152,20 @@ class HookTree(ModelWeights, HookFront):
         """Accepted for TransformerLens; here ``hook_result`` is always on, and computed only while it is watched."""
         self.cfg = replace(self.cfg, use_attn_result=use_attn_result)
 
+    def set_ungroup_grouped_query_attention(self, ungroup_grouped_query_attention: bool) -> None:
+        """Accepted for TransformerLens where it changes nothing: keys and values keep their key/value heads.
+
+        Raises:
+            SettingError: True, in a model with fewer key/value heads than query heads.
+        """
+        group = self.cfg.n_heads // self.cfg.n_key_value_heads
+        if ungroup_grouped_query_attention and group > 1:
+            raise SettingError(
+                f"hook_k and hook_v keep their {self.cfg.n_key_value_heads} key/value heads; query head h reads "
+                f"key/value head h // {group}. value.repeat_interleave({group}, dim=-2) repeats them to the query "
+                f"heads, and model.expand_kv_heads does so with weights."
+            )
+
     def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
         """Turn ``hook_q_input``, ``hook_k_input`` and ``hook_v_input`` on or off; see inputs.py."""
         self._switch("use_split_qkv_input", use_split_qkv_input, unless="use_attn_in")
@@ -347,8 +361,8 @@ class HookTree(ModelWeights, HookFront):
             return NextTokenLoss(ids, real)
         if self.masks is None:
             raise SettingError(
-                "the loss of this model is not defined by one pass: its canvas is random tokens, of which none is marked "
-                "as undecided. Take the logits."
+                "the loss of this model is not defined by one pass: its canvas is random tokens, of which none is "
+                "marked as undecided. Take the logits."
             )
         return self.masks.loss(ids, targets, real)
 

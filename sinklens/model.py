@@ -28,6 +28,7 @@ from sinklens.hooks.offload import device_of, value_of
 from sinklens.hooks.sizes import Sizes
 from sinklens.hooks.tree import HookTree
 from sinklens.passes import SinglePasses
+from sinklens.prompts import adds_start
 from sinklens.selfcheck import check as run_check
 from sinklens.tokens import ModuleMethods
 
@@ -85,6 +86,7 @@ class Model(ModuleMethods, SinglePasses):
         self.mask_token_id: int | None = checkpoint.mask_token_id
         self.eos_token_ids: tuple[int, ...] = checkpoint.eos_token_ids
         self.name: str = checkpoint.name
+        self._start_of: tuple[Any, bool] = None, False  # a tokenizer, and whether it adds a start token
 
     def release(self) -> "PreTrainedModel":
         """Restore the transformers model to its state before `sinklens.load` and return it; invalidates this `Model`.
@@ -113,11 +115,13 @@ class Model(ModuleMethods, SinglePasses):
 
     @property
     def cfg(self) -> Sizes:
-        """Sizes of the axes, with the current device and dtype of the weights."""
+        """Sizes of the axes, with the current device and dtype of the weights and what the current tokenizer does."""
         cfg, hf = self.tree.cfg, self.tree.hf
         device, dtype = device_of(hf.get_input_embeddings()), next(hf.parameters()).dtype
-        if (cfg.device, cfg.dtype) != (device, dtype):
-            self.tree.cfg = replace(cfg, device=device, dtype=dtype)
+        if self._start_of[0] is not self.tokenizer:
+            self._start_of = self.tokenizer, adds_start(self.tokenizer)
+        if (cfg.device, cfg.dtype, cfg.tokenizer_prepends_bos) != (device, dtype, self._start_of[1]):
+            self.tree.cfg = replace(cfg, device=device, dtype=dtype, tokenizer_prepends_bos=self._start_of[1])
         return self.tree.cfg
 
     @property

@@ -249,7 +249,7 @@ class PromptReader:
             if prepend_bos:
                 raise PromptError(f"the tokenizer of {self.name} has no start token; leave prepend_bos=True out.")
             return ids
-        added = ids[:1] == [start] and len(ids) > len(self.tokenizer(text, add_special_tokens=False).input_ids)
+        added = adds_start(self.tokenizer, text)
         if added and (prepend_bos is False or ids[1:2] == [start]):
             return ids[1:]
         return [start, *ids] if prepend_bos and ids[:1] != [start] else ids
@@ -305,6 +305,15 @@ def marks(mask: Any, real: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos
     if not bool(found.any(dim=1).all()):
         raise PromptError(f"{MARKS}; one of its rows has no real token.")
     return found.to(real.device).bool()
+
+
+def adds_start(tokenizer: Any, text: str = "a") -> bool:
+    """Whether a tokenizer adds its start token to a text."""
+    start = getattr(tokenizer, "bos_token_id", None)
+    if start is None:
+        return False
+    ids = list(tokenizer(text).input_ids)
+    return ids[:1] == [start] and len(ids) > len(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def _unmarked(prompt: Any) -> bool:

@@ -176,6 +176,13 @@ def test_methods_that_are_missing_name_their_replacement(name, message):
     assert not hasattr(shared_model(), name)
 
 
+def test_cfg_has_what_the_current_tokenizer_does(model, bridge, monkeypatch):
+    assert model.cfg.tokenizer_prepends_bos
+    assert model.cfg.tokenizer_prepends_bos is bridge.cfg.tokenizer_prepends_bos
+    monkeypatch.setattr(model, "tokenizer", None)
+    assert not model.cfg.tokenizer_prepends_bos
+
+
 def test_numpy_ids_can_be_decoded(model):
     ids = np.array(model.to_tokens(TEXT)[0])
     assert model.to_string(ids) == model.to_string(ids.tolist())

@@ -24,7 +24,7 @@ from sinklens.runs.request import Hooks, RunRequest
 from sinklens.runs.result import Generation
 from sinklens.sampling.registry import find_sampler
 from sinklens.tokens import side_of
-from sinklens.tracing.session import Trace, denoising_of, generate
+from sinklens.tracing.session import Trace, carried_out, denoising_of
 
 RETURN_TYPES = ("input", "str", "tokens")
 _LOGITS = "change the logits at the hook point denoise.hook_logits, with hooks="
@@ -78,10 +78,11 @@ def generate_as(
     side_of(padding_side)  # a run pads on the left
     prompt = _prompt(model, given, prepend_bos, attention_mask)
     chosen = _settings(model, settings, max_new_tokens, do_sample, use_past_kv_cache)
-    shared = {"seed": seed, "hooks": hooks, "record_sinks": False, "progress": verbose}
+    request = RunRequest(prompt=prompt, settings=chosen, seed=seed, hooks=hooks, record_sinks=False, progress=verbose)
+    denoising = denoising_of(model, request)
     if opens_block("generate"):
-        return Writing(denoising_of(model, RunRequest(prompt=prompt, settings=chosen, **shared)))
-    run = generate(model, prompt, **shared, **chosen)
+        return Writing(denoising)
+    run = carried_out(denoising)
     tokens = ids_of(run)
     results = [tokens if _wants_ids(given, return_type) else _texts(run)]
     if return_cache:

@@ -137,11 +137,7 @@ def generate(
         prompt=prompt, settings=dict(settings), seed=seed, chat_template=chat_template, hooks=hooks,
         record_sinks=record_sinks, replay=replay, cache=cache, progress=progress,
     )  # fmt: skip
-    denoising = denoising_of(model, request)
-    _refuse_nesting(denoising.model)
-    denoising.carry_out()
-    denoising.controls.report()
-    return denoising.result()
+    return carried_out(denoising_of(model, request))
 
 
 def denoising_of(model: Any, request: RunRequest) -> Denoising:
@@ -158,6 +154,18 @@ def denoising_of(model: Any, request: RunRequest) -> Denoising:
             "the edits."
         )
     return Denoising(loaded, request)
+
+
+def carried_out(denoising: Denoising) -> Generation:
+    """The result of a run without a block.
+
+    Raises:
+        HookOrderError: a block of the model is running.
+    """
+    _refuse_nesting(denoising.model)
+    denoising.carry_out()
+    denoising.controls.report()
+    return denoising.result()
 
 
 def _refuse_nesting(model: Model) -> None:

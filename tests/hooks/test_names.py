@@ -121,3 +121,24 @@ def test_the_position_axis_grows_with_the_input(name):
     grown = [axis - short.ndim for axis in range(short.ndim) if short.shape[axis] != long.shape[axis]]
     assert names.position_axis(name) == grown[0]
     assert torch.equal(torch.tensor(long.shape)[grown], torch.full((len(grown),), 6))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("embed.hook_in", "the token ids of the pass.*denoise.hook_canvas"),
+        ("unembed.hook_in", r"ln_final\.hook_normalized times model\.ln_final\.w, or model\.lm_head\.input"),
+        ("unembed.hook_out", "the logits that the pass returns.*denoise.hook_logits"),
+    ],
+)
+def test_points_of_transformerlens_that_have_no_point_here_name_the_same_value(name, message):
+    with pytest.raises(HookNameError, match=f"there is no point '{name}' here; the same value is {message}"):
+        shared_model().run_with_cache(random_ids(), names_filter=name)
+
+
+def test_the_input_of_the_head_is_the_normalized_stream_times_its_weight():
+    model, ids = shared_model(), random_ids()
+    _, cache = model.run_with_cache(ids)
+    with model.trace(ids):
+        entered = model.lm_head.input.save()
+    torch.testing.assert_close(cache["ln_final.hook_normalized"] * model.ln_final.w, entered)

@@ -19,7 +19,7 @@ from transformer_lens import ActivationCache
 from transformers import DynamicCache
 
 import sinklens
-from sinklens.errors import HookNameError, SinklensError
+from sinklens.errors import HookNameError, SettingError, SinklensError
 from sinklens.hooks import HookTree, aliases, architecture_of, names, table
 
 PADDINGS = [pytest.param(None, id="unpadded"), pytest.param(left_padding(), id="padded")]
@@ -445,3 +445,15 @@ def test_a_model_with_a_compiled_submodule_is_refused():
     layer.mlp = torch.compile(layer.mlp)
     with pytest.raises(SinklensError, match=r"model\.layers\.1\.mlp was compiled"):
         model(random_ids())
+
+
+def test_keys_and_values_keep_their_heads():
+    model = shared_model("llama")
+    model.set_ungroup_grouped_query_attention(False)
+    with pytest.raises(SettingError, match=r"keep their 2 key/value heads; query head h reads key/value head h // 3\."):
+        model.set_ungroup_grouped_query_attention(True)
+    _, cache = model.run_with_cache(random_ids())
+    pattern = cache["attn_scores", 0]
+    keys = cache["rot_k", 0].repeat_interleave(3, dim=-2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", cache["rot_q", 0], keys) / model.cfg.attn_scale
+    torch.testing.assert_close(scores, pattern, atol=1e-4, rtol=1e-4)
