@@ -35,7 +35,8 @@ assert run.text.endswith("#### 14")
 # A diffusion language model answers in *denoising steps*. Each is one pass over the *canvas*, the prompt followed by
 # masks; then some positions get their token. `run.canvas[:, s]` is what step s worked on. One such canvas is a batch of
 # token ids, and `model.trace(ids)` is nnsight's trace of one pass over it. The children of `model` are hook points with
-# TransformerLens's names; the transformers model is `model.hf`.
+# TransformerLens's names. The modules of the transformers model have the paths that they have on nnsight's own models,
+# such as `model.model.layers[1]` and `model.lm_head`.
 
 # %%
 ids = run.canvas[:, 18]
@@ -176,9 +177,20 @@ with sinklens.trace(model, prompt) as t:
 assert torch.equal(raw.reshape(queries.shape), queries)
 
 # %% [markdown]
-# nnsight's `.scan` is not available, because the shapes are known without it: `sinklens hooks tiny-llada` on the
-# command line prints every point with its shape and meaning.
+# Without any pass, `sinklens hooks tiny-llada` on the command line prints every point with its shape and meaning.
 #
+# A run can also be opened as on nnsight's own models: `max_new_tokens` is `gen_length`, the iterations of the tracer
+# are denoising steps, and `tracer.result` is the ids of prompt and answer.
+
+# %%
+with model.generate(prompt, max_new_tokens=24) as tracer:
+    for _ in tracer.iter[:2]:
+        best = model.lm_head.output[0, first:].argmax(-1)  # [pos]: the most likely token of each position
+    written = tracer.result
+assert torch.equal(best, proposed[1][first:])
+assert torch.equal(written, run.tokens)
+
+# %% [markdown]
 # ## Interventions by hand
 #
 # **A head, from some step on.** Without head 0 of layer 0, the numbers are lost:
