@@ -1,6 +1,8 @@
 # ruff: noqa: RET504 — a block of nnsight leaves its values as names
 """Code written for TransformerLens and nnsight gives the same numbers here as on their own models of these weights."""
 
+import copy
+
 import nnsight
 import pytest
 import torch
@@ -200,6 +202,19 @@ def test_a_module_has_one_location_under_both_names(tiny_llada):
         stream = tiny_llada.model.layers[1].output.save()
     assert torch.equal(queries.reshape(heads.shape), heads)
     assert not stream.any()
+
+
+def test_the_output_of_a_traced_pass_is_a_plain_tensor_to_all_other_code(tiny_llama, tmp_path):
+    with torch.no_grad(), tiny_llama.trace(TEXT):
+        kept = tiny_llama.output.save()
+        tiny_llama.output.logits[:, 0] = 0  # a view: the pass returns the edit
+    expected = tiny_llama(TEXT)
+    assert type(expected) is type(kept + 0) is type(kept.logits) is torch.Tensor
+    assert torch.equal(kept[:, 1:], expected[:, 1:])
+    assert not kept[:, 0].any()
+    torch.save(kept, tmp_path / "logits.pt")
+    for copied in (torch.load(tmp_path / "logits.pt", weights_only=True), copy.deepcopy(kept), kept.clone().logits):
+        assert torch.equal(copied, kept)
 
 
 def test_a_block_of_generate_visits_the_denoising_steps(tiny_llada):
