@@ -1,5 +1,6 @@
 """A client of the lab for tests: real requests over a real socket, with the token, and its events."""
 
+import base64
 import json
 import threading
 import time
@@ -8,8 +9,14 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 
 PATIENCE = 60.0  # seconds after which a test fails instead of waiting longer
+
+
+def unpacked(found: dict[str, Any]) -> np.ndarray:
+    """An array as the page reads it."""
+    return np.frombuffer(base64.b64decode(found["data"]), "<f2").reshape(found["shape"])
 
 
 class Seen(NamedTuple):

@@ -33,6 +33,11 @@ class Page:
         self.browser.js("sessionStorage.clear(); Storage.prototype.setItem = () => {}")
         return self
 
+    def unfold(self):
+        """Open the forms that are one line."""
+        self.browser.js("document.querySelectorAll('.folded > .head [aria-expanded]').forEach((node) => node.click())")
+        return self
+
     def without_changes(self):
         """Remove the changes that the newest run brought along, in one script: fewer changes would be run as B."""
         self.browser.js(
@@ -43,6 +48,7 @@ class Page:
         return self
 
     def type(self, prompt):
+        self.unfold()
         box = self.browser.driver.find_element(By.ID, "prompt")
         self.browser.js("arguments[0].value = ''", box)
         box.send_keys(prompt)
@@ -56,7 +62,9 @@ class Page:
         self.without_changes()
         self.type(prompt)
         self.browser.click("run")
-        return self.ended("A")
+        run = self.ended("A")
+        self.unfold()
+        return run
 
     def waits_after(self, steps):
         """Wait until the page shows these steps of its newest run, not of an earlier one with as many."""

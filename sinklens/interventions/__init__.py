@@ -8,7 +8,7 @@ follow the run.
 from sinklens.interventions.acceptance import Accept, Renoise
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
 from sinklens.interventions.donors import Donors, Resample
-from sinklens.interventions.heads import AblateHeads, AblateSinkAttention, HeadOutputs
+from sinklens.interventions.heads import AblateHeads, AblateMLPs, AblateSinkAttention, HeadOutputs
 from sinklens.interventions.keys import HideKeys, HoldSinks
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
@@ -23,6 +23,7 @@ from sinklens.runs.intervention import Intervention, RunContext
 
 __all__ = [
     "AblateHeads",
+    "AblateMLPs",
     "AblateSinkAttention",
     "AblateValues",
     "Accept",

@@ -30,6 +30,9 @@ class ForceTokens(Intervention):
 
     Attributes:
         tokens: position -> token id; positions as in ``positions=``, not counting padding.
+
+    Raises:
+        SettingError: in an autoregressive run, a position that is decoded only after the last of the chosen steps.
     """
 
     on_canvas: ClassVar[bool] = True
@@ -46,6 +49,8 @@ class ForceTokens(Intervention):
         for token in self.tokens.values():
             _check_token(token, model)
         places = {position: place_mask([position], run.real) for position in self.tokens}
+        for position, place in places.items():
+            self._refuse_undecoded(position, place, run)
 
         def force(value: Int[Tensor, "batch pos"], hook: Point) -> Tensor | None:
             if not in_step(hook.step):
@@ -55,6 +60,18 @@ class ForceTokens(Intervention):
             return value
 
         return [("denoise.hook_canvas", force)]
+
+    def _refuse_undecoded(self, position: int, place: Bool[Tensor, "batch pos"], run: RunContext) -> None:
+        """Refuse a token that would never be on the canvas: in every row, its position is decoded after all `steps`."""
+        if not run.causal or not bool(place.any()):
+            return
+        decoded = int(place.long().argmax(dim=1)[place.any(dim=1)].min()) - run.prompt_length  # by this step
+        if decoded >= self.acting_steps(run.steps)[-1]:
+            after = f"choose steps from {decoded + 1} on" if decoded < run.steps - 1 else "raise gen_length"
+            raise SettingError(
+                f"position {position} is decoded in step {decoded}, so no token can be forced there before step "
+                f"{decoded + 1}; {after}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Interventions on single heads: their complete output, or only their attention to their sinks.
+"""Interventions on single heads: their complete output, or only their attention to their sinks; and on MLPs.
 
 `AblateHeads` acts on ``hook_z``, before the output projection: after it the heads are summed and can no longer be
 separated. `AblateSinkAttention` acts on ``hook_pattern``, so the layers it changes use explicit attention.
@@ -24,7 +24,7 @@ from sinklens.interventions.places import Places, on_heads
 from sinklens.interventions.selection import Selection
 from sinklens.interventions.where import AtPositions
 from sinklens.runs.control_keys import ControlCount
-from sinklens.runs.intervention import Pairs, QuerySpan, RunContext, layer_of, refuse_empty
+from sinklens.runs.intervention import Pairs, QuerySpan, RunContext, layer_of, refuse, refuse_empty
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -130,6 +130,34 @@ class AblateHeads(AtPositions):
             rng = np.random.default_rng([self.seed, key, 0 if run is None or run.causal else step, layer])
             drawn[row, real[row]] = torch.from_numpy(rng.integers(size, size=int(real[row].sum())))
         return drawn[:, first : first + queries]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblateMLPs(AtPositions):
+    """Remove what MLPs add to the residual stream: their outputs become 0.
+
+    Attributes:
+        layers: layers whose MLPs are removed.
+        positions, where: positions at which they are removed.
+    """
+
+    within_step: ClassVar[bool] = True
+    on_canvas: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        refuse_empty(self)
+        refuse(self, "heads")
+
+    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+        """See `Intervention.hooks_for`."""
+        layers, places = self.chosen_layers(model), Places(self, model, run)
+
+        def ablate(value: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor | None:
+            rows = places.of_queries(hook, value.shape[1], value.device)
+            return None if rows is None else value.masked_fill(rows.any(dim=1)[..., None], 0.0)
+
+        acts = [(f"blocks.{layer}.hook_mlp_out", ablate) for layer in layers]
+        return [*places.first(), *acts, *places.last()]
 
 
 def _all_real(run: RunContext, queries: int, step: int | None) -> Bool[Tensor, "batch pos"]:

@@ -18,11 +18,14 @@ from starlette.routing import Route
 
 from sinklens.errors import SinklensError
 from sinklens.lab import comparing, forms, page, problems, reading, saving
+from sinklens.lab.chips import is_index
 from sinklens.lab.detail import check_index, detail, maps_of_layer, packed, scores_of_layer
 from sinklens.lab.refusal import Refused, read_json, require
+from sinklens.lab.repeats import Repeats
 from sinklens.lab.script import script
 from sinklens.lab.security import MOST_BYTES, App, Guard, Guarded, framing
 from sinklens.lab.session import Session
+from sinklens.lab.spec import MOST_CHARACTERS
 from sinklens.lab.trials import Trials
 from sinklens.versions import version_of
 
@@ -42,6 +45,7 @@ class LabApp:
 
     def __init__(self, session: Session, guard: Guard) -> None:
         self._session, self._guard, self._trials = session, guard, Trials(session)
+        self._repeats = Repeats(session)
         self._results: OrderedDict[tuple[Any, ...], Future[Any]] = OrderedDict()
         self._streams = 0
 
@@ -59,12 +63,19 @@ class LabApp:
             ("GET", "/api/runs/{run}", self.run),
             ("DELETE", "/api/runs/{run}", self.remove),
             ("POST", "/api/runs/{run}/cancel", self.cancel),
+            ("POST", "/api/runs/{run}/note", self.note),
+            ("POST", "/api/shown", self.show),
             ("POST", "/api/runs/{run}/heads", self.try_heads),
             ("POST", "/api/runs/{run}/heads/cancel", self.cancel_heads),
             ("GET", "/api/runs/{run}/scores", self.scores),
             ("GET", "/api/runs/{run}/maps", self.maps),
             ("GET", "/api/runs/{run}/pattern", self.pattern),
             ("GET", "/api/runs/{run}/proposals", self.proposals),
+            ("GET", "/api/runs/{run}/certainty", self.certainty),
+            ("GET", "/api/runs/{run}/lens", self.lens),
+            ("POST", "/api/runs/{run}/attribution", self.attribution),
+            ("POST", "/api/repeats", self.repeat),
+            ("POST", "/api/repeats/cancel", self.cancel_repeats),
             ("GET", "/api/runs/{run}/python", self.python),
             ("GET", "/api/runs/{run}/page", self.report),
             ("GET", "/api/compare", self.compare),
@@ -112,6 +123,7 @@ class LabApp:
                 "settings": {name: forms.of_settings(entry.model) for name, entry in models.items()},
                 "chips": forms.of_chips(),
                 "tasks": problems.listed(),
+                "example": problems.example(),
                 "runs": self._session.runs(),
                 "kept": self._session.history.kept,
                 "event": self._session.events.newest,
@@ -172,6 +184,16 @@ class LabApp:
         self._trials.forget(request.path_params["run"])
         return JSONResponse({})
 
+    async def note(self, request: Request) -> Response:
+        """Give a run a name and a note."""
+        self._session.note(request.path_params["run"], await _body(request))
+        return JSONResponse({})
+
+    async def show(self, request: Request) -> Response:
+        """Remember which runs the page shows, for the notebook."""
+        self._session.show(await _body(request))
+        return JSONResponse({})
+
     async def try_heads(self, request: Request) -> Response:
         """Try the ablation of each head of a run."""
         body = await _body(request)
@@ -221,6 +243,50 @@ class LabApp:
         empty: dict[str, Any] = {"confidence": None, "proposals": []}
         return JSONResponse({"step": step, "pos": pos, "undecided": pos in found} | found.get(pos, empty))
 
+    async def certainty(self, request: Request) -> Response:
+        """How sure each step is of each undecided position."""
+        run = request.path_params["run"]
+        spec, outcome = self._session.outcome(run)
+
+        def compute() -> dict[str, Any]:
+            return packed(reading.certainty(spec, outcome, self._session.model_of(run)))
+
+        return JSONResponse(await self._computed(("certainty", run), compute))
+
+    async def lens(self, request: Request) -> Response:
+        """What each layer predicts at a position."""
+        run, pos = request.path_params["run"], _number(request, "pos")
+        spec, outcome = self._session.outcome(run)
+        check_index("position", pos, int(outcome.real.sum()))
+
+        def compute() -> dict[str, Any]:
+            return reading.lens(spec, outcome, self._session.model_of(run), pos)
+
+        return JSONResponse(await self._computed(("lens", run, pos), compute))
+
+    async def attribution(self, request: Request) -> Response:
+        """Which layers carry the difference from another prompt."""
+        run, body = request.path_params["run"], await _body(request)
+        spec, outcome = self._session.outcome(run)
+        known = isinstance(body, dict) and set(body) == {"pos", "prompt"} and isinstance(body["prompt"], str)
+        require(known and is_index(body["pos"]), "an attribution has pos and prompt.")
+        require(len(body["prompt"]) <= MOST_CHARACTERS, f"a prompt has at most {MOST_CHARACTERS:,} characters.", 413)
+        check_index("position", body["pos"], outcome.canvas.shape[1])
+
+        def compute() -> dict[str, Any]:
+            return reading.attribution(spec, outcome, self._session.model_of(run), body["pos"], body["prompt"])
+
+        return JSONResponse(await self._computed(("attribution", run, body["pos"], body["prompt"]), compute))
+
+    async def repeat(self, request: Request) -> Response:
+        """Repeat two runs with other seeds, or on the problems of a task."""
+        return JSONResponse(self._repeats.start(await _body(request)), 202)
+
+    async def cancel_repeats(self, request: Request) -> Response:
+        """Stop that; the results so far remain."""
+        self._repeats.cancel()
+        return JSONResponse({}, 202)
+
     async def compare(self, request: Request) -> Response:
         """Two runs beside each other; with ``kl=0`` without the divergence, which takes a pass for every step."""
         ids = [_word(request, name) for name in ("a", "b")]
@@ -239,7 +305,9 @@ class LabApp:
             except (SinklensError, Refused) as error:
                 why = str(error)
         right = [self._session.run(run).facts.get("right") for run in ids]
-        return JSONResponse(found | {"kl": divergence, "kl_why": why, "right": right})
+        return JSONResponse(
+            found | {"kl": divergence, "kl_why": why, "right": right, "repeats": self._repeats.state(*ids)}
+        )
 
     async def python(self, request: Request) -> Response:
         """The script that repeats a run, or two."""

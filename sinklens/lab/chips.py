@@ -8,16 +8,84 @@ Caveat: a chip is read without knowing the model, so here a layer may be any num
 refuses one that does not exist.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sinklens.lab.refusal import Refused, require
 from sinklens.runs.intervention import Intervention
 
-FieldType = Literal["layer", "head", "pos", "step", "token", "int", "choice", "steps"]
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+FieldType = Literal["layer", "head", "pos", "step", "token", "int", "float", "choice", "steps", "heads", "text"]
 MOST_CHIPS = 64
+MOST_TEXT = 20_000  # characters of a text in a chip
+MOST_COEFFICIENT = 1e6
 LARGEST = 10_000_000  # of any integer in a chip; larger ones are never an index or a token
+
+
+@dataclass(frozen=True)
+class Computed(ABC):
+    """An argument that runs of other prompts give: computed before the run, in the model thread.
+
+    Attributes:
+        given: the other arguments of `sinklens.generate`: seed, chat template, and settings.
+    """
+
+    imports: ClassVar[tuple[str, str]]
+    """The module and the name that `lines` need."""
+
+    @abstractmethod
+    def value(self, model: "Model", given: Mapping[str, Any]) -> Any:
+        """The argument."""
+
+    @abstractmethod
+    def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
+        """Python that assigns to `name`, and the expression of the argument."""
+
+
+@dataclass(frozen=True)
+class Direction(Computed):
+    """The mean stream of one prompt minus that of another."""
+
+    imports = ("sinklens.experiments", "difference_of_means")
+    positive: str
+    negative: str
+
+    def value(self, model: "Model", given: Mapping[str, Any]) -> Any:
+        """See `Computed`."""
+        from sinklens.experiments import difference_of_means
+
+        return difference_of_means(model, [self.positive], [self.negative], **given)
+
+    def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
+        """See `Computed`."""
+        return [f"{name} = difference_of_means({model}, [{self.positive!a}], [{self.negative!a}]{given})"], name
+
+
+@dataclass(frozen=True)
+class Source(Computed):
+    """The values of a point in a run of another prompt, by step."""
+
+    imports = ("sinklens.interventions", "Activations")
+    prompt: str
+    point: str
+
+    def value(self, model: "Model", given: Mapping[str, Any]) -> Any:
+        """See `Computed`."""
+        from sinklens.interventions import Activations
+        from sinklens.tracing import generate
+
+        kept = Activations(names=[self.point])
+        generate(model, self.prompt, hooks=[kept], record_sinks=False, progress=False, **given)
+        return kept.caches
+
+    def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
+        """See `Computed`."""
+        run = f"sinklens.generate({model}, {self.prompt!a}, hooks=[{name}]{given})"
+        return [f"{name} = Activations(names=[{self.point!a}])", run], f"{name}.caches"
 
 
 @dataclass(frozen=True)
@@ -26,21 +94,37 @@ class Expression:
 
     Attributes:
         name: a class of `sinklens.interventions`.
-        arguments: its keyword arguments; numbers, strings, lists and dicts of them.
+        arguments: its keyword arguments; numbers, strings, lists and dicts of them, or one that is `Computed`.
     """
 
     name: str
     arguments: Mapping[str, Any]
 
-    def build(self) -> Intervention:
-        """The intervention."""
+    @property
+    def computed(self) -> Computed | None:
+        """The argument that has to be computed first."""
+        return next((value for value in self.arguments.values() if isinstance(value, Computed)), None)
+
+    def build(self, model: "Model | None" = None, given: Mapping[str, Any] | None = None) -> Intervention:
+        """The intervention.
+
+        Args:
+            model, given: what an argument is computed with; it is run.
+        """
         from sinklens import interventions
 
-        return getattr(interventions, self.name)(**self.arguments)
+        values = {
+            name: value.value(model, given or {}) if isinstance(value, Computed) and model is not None else value
+            for name, value in self.arguments.items()
+        }
+        return getattr(interventions, self.name)(**values)
 
-    def source(self) -> str:
-        """The same as Python source."""
-        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+    def source(self, computed: str = "…") -> str:
+        """The same as Python source; `computed` stands for the argument that is computed first."""
+        values = {
+            name: computed if isinstance(value, Computed) else f"{value!a}" for name, value in self.arguments.items()
+        }
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in values.items())})"
 
 
 @dataclass(frozen=True)
@@ -53,6 +137,7 @@ class Field:
         default: the value of a chip that leaves it out; None means "all" and is allowed only if `optional`.
         optional: whether None is allowed.
         choices: allowed values of a "choice".
+        formerly: the name that the field has in older records; there, "steps" may be a single step.
     """
 
     name: str
@@ -61,6 +146,7 @@ class Field:
     default: Any = None
     optional: bool = False
     choices: tuple[str, ...] = ()
+    formerly: str = ""
 
     def read(self, chip: Mapping[str, Any], kind: str) -> Any:
         """The value in `chip`.
@@ -68,7 +154,7 @@ class Field:
         Raises:
             Refused: it is missing or has another type.
         """
-        value = chip.get(self.name, self.default)
+        value = chip.get(self.name, chip.get(self.formerly, self.default))
         what = f"{kind}.{self.name}"
         if value is None:
             require(self.optional, f"the chip {kind} needs {self.name}: {self.help}.")
@@ -77,8 +163,24 @@ class Field:
             require(value in self.choices, f"{what} must be one of {', '.join(self.choices)}; got {value!r:.40}.")
             return value
         if self.type == "steps":
+            value = [value, value] if is_index(value) else value
             pair = isinstance(value, list) and len(value) == 2 and all(map(is_index, value)) and value[0] <= value[1]
             require(pair, f"{what} must be [first, last] with first ≤ last, or null for all; got {value!r:.40}.")
+            return value
+        if self.type == "heads":
+            known = isinstance(value, list) and 0 < len(value) <= MOST_CHIPS and all(map(is_index, value))
+            require(known, f"{what} must be a list of heads, such as [0, 3]; got {value!r:.40}.")
+            return value
+        if self.type == "text":
+            known = isinstance(value, str) and 0 < len(value) <= MOST_TEXT
+            require(known, f"{what} must be text of 1 to {MOST_TEXT:,} characters; got {value!r:.40}.")
+            return value
+        if self.type == "float":
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_COEFFICIENT
+            require(
+                number,
+                f"{what} must be a number from -{MOST_COEFFICIENT:g} to {MOST_COEFFICIENT:g}; got {value!r:.40}.",
+            )
             return value
         require(is_index(value), f"{what} must be an integer from 0 to {LARGEST:,}; got {value!r:.40}.")
         return value
@@ -110,6 +212,9 @@ STEPS = Field("steps", "steps", "the first and last step at which it acts; all b
 LAYER, HEAD = Field("layer", "layer", "the layer"), Field("head", "head", "the head")
 SOME_LAYER = Field("layer", "layer", "the layer; all by default", optional=True)
 SOME_HEAD = Field("head", "head", "the head; all by default", optional=True)
+SOME_HEADS = Field("heads", "heads", "the heads, such as 0, 3; all by default", optional=True)
+BY = Field("by", "choice", "the replacement", default="zero", choices=("zero", "mean"))
+POINTS = ("hook_resid_post", "hook_attn_out", "hook_mlp_out")
 POSITION = Field("pos", "pos", "the position, counted from 0 at the start of the prompt")
 STEP = Field("step", "step", "the step at whose start it acts")
 TOP_K = Field("top_k", "int", "the number of strongest keys per head", default=1)
@@ -123,18 +228,68 @@ def _places(chip: Mapping[str, Any]) -> dict[str, Any]:
         found["layers"] = [chip["layer"]]
     if chip.get("head") is not None:
         found["heads"] = [chip["head"]]
+    if chip.get("heads") is not None:
+        found["heads"] = chip["heads"]
     if chip.get("steps") is not None:
         first, last = chip["steps"]
         found["steps"] = range(first, last + 1)
     return found
 
 
+def _patch(chip: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `PatchHooks`; the layer is part of the point."""
+    source = Source(chip["prompt"], f"blocks.{chip['layer']}.{chip['point']}")
+    found: dict[str, Any] = {"source": source} | _places({"steps": chip["steps"]})
+    return found if chip["pos"] is None else found | {"positions": [chip["pos"]]}
+
+
 CHIPS: dict[str, ChipKind] = {
     "ablate_head": ChipKind(
         "Ablate a head",
         "Replace the head's output by zero, or by its mean over the positions of the step.",
-        (LAYER, HEAD, Field("by", "choice", "the replacement", default="zero", choices=("zero", "mean")), STEPS),
+        (LAYER, HEAD, BY, STEPS),
         lambda chip: Expression("AblateHeads", _places(chip) | {"by": chip["by"]}),
+    ),
+    "ablate_heads": ChipKind(
+        "Ablate heads of a layer",
+        "Replace the outputs of several heads of a layer by zero, or by their means; of all heads, if none is named.",
+        (LAYER, SOME_HEADS, BY, STEPS),
+        lambda chip: Expression("AblateHeads", _places(chip) | {"by": chip["by"]}),
+    ),
+    "ablate_mlp": ChipKind(
+        "Ablate an MLP",
+        "Replace what the layer's MLP adds to the residual stream by zero.",
+        (LAYER, STEPS),
+        lambda chip: Expression("AblateMLPs", _places(chip)),
+    ),
+    "patch": ChipKind(
+        "Patch from another prompt",
+        "Replace values of this run by those that a run of another prompt has at the same step and place. The prompts "
+        "need as many tokens as each other.",
+        (
+            Field("prompt", "text", "the other prompt"),
+            LAYER,
+            Field("point", "choice", "what is patched", default="hook_resid_post", choices=POINTS),
+            replace(POSITION, optional=True, help="the position; all by default"),
+            STEPS,
+        ),
+        lambda chip: Expression("PatchHooks", _patch(chip)),
+    ),
+    "steer": ChipKind(
+        "Steer",
+        "Add to the stream that the layer reads: the mean stream of one prompt minus that of another, times a number.",
+        (
+            Field("positive", "text", "the prompt towards which the stream moves"),
+            Field("negative", "text", "the prompt away from which it moves"),
+            Field("coefficient", "float", "the number; 1 adds the difference as it is", default=1.0),
+            LAYER,
+            STEPS,
+        ),
+        lambda chip: Expression(
+            "Steer",
+            {"direction": Direction(chip["positive"], chip["negative"]), "coefficient": chip["coefficient"]}
+            | _places(chip),
+        ),
     ),
     "mask_head_sinks": ChipKind(
         "Mask a head's sinks",
@@ -156,9 +311,9 @@ CHIPS: dict[str, ChipKind] = {
     ),
     "force_token": ChipKind(
         "Force a token",
-        "Put a token on the canvas when a step begins.",
-        (POSITION, STEP, Field("token", "token", "the token's id")),
-        lambda chip: Expression("ForceTokens", {"tokens": {chip["pos"]: chip["token"]}, "steps": [chip["step"]]}),
+        "Put a token on the canvas when each of the steps begins. A token that has been read once stays decided.",
+        (POSITION, Field("token", "token", "the token"), replace(STEPS, formerly="step")),
+        lambda chip: Expression("ForceTokens", {"tokens": {chip["pos"]: chip["token"]}} | _places(chip)),
     ),
     "remask": ChipKind(
         "Mask again",
@@ -198,7 +353,8 @@ def _read_chip(given: Any) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in CHIPS:
         raise Refused(f"no chip is of the kind {kind!r:.40}; known: {', '.join(CHIPS)}.")
     names = [entry.name for entry in CHIPS[kind].fields]
-    unknown = sorted(set(given) - {"id", "on", "kind", *names})
+    former = {entry.formerly for entry in CHIPS[kind].fields}
+    unknown = sorted(set(given) - {"id", "on", "kind", *names} - former)
     require(not unknown, f"the chip {kind} has no field {str(unknown[:1])[1:-1]:.40}; its fields: {', '.join(names)}.")
     named, on = given.get("id", ""), given.get("on", True)
     require(isinstance(named, str) and len(named) <= 40, "a chip's id must be a string of up to 40 characters.")
@@ -213,3 +369,8 @@ def _read_chip(given: Any) -> dict[str, Any]:
 def expressions(chips: Sequence[Mapping[str, Any]]) -> list[Expression]:
     """The interventions of the chips that are switched on, in order."""
     return [CHIPS[chip["kind"]].express(chip) for chip in chips if chip["on"]]
+
+
+def needs_runs(chip: Mapping[str, Any]) -> bool:
+    """Whether a chip is computed by runs of other prompts."""
+    return CHIPS[chip["kind"]].express(chip).computed is not None

@@ -31,7 +31,7 @@ def differences(first: Outcome, second: Outcome) -> dict[str, Any]:
     ``cells``: [step, position of the first run] at which the canvases hold different ids, step 0 being the canvas that
     the first step works on. ``first_difference``: the smallest step among them, or None. ``sinks_moved``: per step, the
     share of heads whose strongest key is another position; None for models of different shape. ``numbers``: the number
-    that each answer states, or None.
+    that each answer states after ``####``, or None.
 
     Prompts of different lengths are not compared, and positions count from the end of the prompt.
     """

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sinklens.errors import SinklensError
 from sinklens.hooks.points import Point
+from sinklens.lab.chips import needs_runs
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import Refused
 from sinklens.lab.spec import RunSpec
@@ -184,7 +185,7 @@ def denoising(
             settings=spec.given,
             seed=spec.seed,
             chat_template=spec.chat_template,
-            hooks=[*(built(spec) if changes is None else changes), *extra],
+            hooks=[*(built(spec, model) if changes is None else changes), *extra],
             record_sinks=record,
             replay=replay,
             progress=False,
@@ -193,20 +194,22 @@ def denoising(
     )
 
 
-def built(spec: RunSpec) -> list[Intervention]:
-    """The interventions of a run."""
-    return [change.build() for change in spec.changes]
+def built(spec: RunSpec, model: "Model") -> list[Intervention]:
+    """The interventions of a run; some are computed by runs of other prompts with its settings."""
+    given = {"seed": spec.seed, "chat_template": spec.chat_template, **spec.given}
+    return [change.build(model, given) for change in spec.changes]
 
 
 def check_start(spec: RunSpec, model: "Model") -> None:
     """Check that the run can begin: its prompt, its settings and each of its chips.
 
     The run is prepared as for real, and nothing is attached to the model, so this is safe while another run is in
-    progress.
+    progress. Chips that run the model first are left out: what is wrong with them is found when the run begins.
 
     Raises:
         Refused: it cannot; names the chip if one is at fault.
     """
+    spec = replace(spec, chips=tuple(chip for chip in spec.chips if not needs_runs(chip)))
     try:
         denoising(spec, model)
     except SinklensError as error:

@@ -38,15 +38,20 @@ def of_model(name: str, model: "Model") -> Form:
 
 
 def token_of(model: "Model", text: str) -> Form:
-    """The token with this text: its id and the text a page shows.
+    """The token with this text: its id and the text a page shows; and ``choices``, with that of the text after a space.
 
     Raises:
-        Refused: the text is not one token, or the model has no tokenizer.
+        Refused: neither is one token, or the model has no tokenizer.
     """
     require(model.tokenizer is not None, "this model has no tokenizer; give the token as #id.")
-    ids = model.tokenizer(text, add_special_tokens=False).input_ids  # type: ignore[misc]
-    require(len(ids) == 1, f"{text!r:.80} is {len(ids)} tokens of this model; give the text of one token, or #id.")
-    return {"id": int(ids[0]), "text": visible(str(model.tokenizer.decode(ids)))}  # type: ignore[union-attr]
+    spellings = [text] if text.startswith(" ") else [text, f" {text}"]
+    read = [model.tokenizer(one, add_special_tokens=False).input_ids for one in spellings]  # type: ignore[misc]
+    choices = [{"id": int(ids[0]), "text": visible(str(model.tokenizer.decode(ids)))} for ids in read if len(ids) == 1]  # type: ignore[union-attr]
+    require(
+        bool(choices),
+        f"{text!r:.80} is {len(read[0])} tokens of this model; give the text of one token, or #id.",
+    )
+    return choices[0] | {"choices": choices}
 
 
 def of_settings(model: "Model") -> Form:

@@ -25,6 +25,7 @@ from sinklens.lab.comparing import fitting, why_not
 from sinklens.lab.execution import Stopped, built, denoising, repeat
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.spec import RunSpec
+from sinklens.runs.intervention import Intervention
 from sinklens.runs.result import Generation
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ class HeadEffect:
         layer, head: the head.
         kl: mean KL divergence over steps on the run's canvases, in nats; None if it is undefined.
         same: whether the answer is the same; None for a run on the canvases of another, which cannot change.
+        changed: share of the answer's positions with another final token; None if `same` is.
         text: the answer without the head; None if `same` is, or without a tokenizer.
-        number: the number that this answer states; None if it states none.
+        number: the number that this answer states after ``####``; None if it states none.
         right: whether that answer solves the task's problem; None without one.
     """
 
@@ -53,6 +55,7 @@ class HeadEffect:
     head: int
     kl: float | None
     same: bool | None
+    changed: float | None
     text: str | None
     number: str | None
     right: bool | None
@@ -104,18 +107,22 @@ class HeadTrial:
         kls = [None] * len(heads) if self.why else self._divergences(heads)
         effects = zip(heads, kls, self._answers(heads), strict=True)
         return [
-            asdict(HeadEffect(layer, head, kl, same, text, problems.stated_number(text), right))
-            for (layer, head), kl, (same, text, right) in effects
+            asdict(HeadEffect(layer, head, kl, same, changed, text, problems.stated_number(text), right))
+            for (layer, head), kl, (same, changed, text, right) in effects
         ]
 
     def _ablations(self, heads: Sequence[Head]) -> Stacked:
         """The run's own interventions and the ablation of one head, for each row."""
         return Stacked(
             [
-                [*built(self._spec), AblateHeads(layers=[layer], heads=[head], by=self._by)]  # type: ignore[arg-type]
+                [*self._own, AblateHeads(layers=[layer], heads=[head], by=self._by)]  # type: ignore[arg-type]
                 for layer, head in heads
             ]
         )
+
+    @cached_property
+    def _own(self) -> list[Intervention]:
+        return built(self._spec, self._model)
 
     @cached_property
     def _base(self) -> tuple[Generation, MaskedLogits]:
@@ -142,22 +149,19 @@ class HeadTrial:
             found.append(None if np.isnan(kl).all() else float(np.nanmean(kl)))
         return found
 
-    def _answers(self, heads: Sequence[Head]) -> Iterator[tuple[bool | None, str | None, bool | None]]:
-        """``same``, ``text`` and ``right`` of each head."""
+    def _answers(self, heads: Sequence[Head]) -> Iterator[tuple[bool | None, float | None, str | None, bool | None]]:
+        """``same``, ``changed``, ``text`` and ``right`` of each head."""
         if self._spec.replay is not None:
-            yield from [(None, None, None)] * len(heads)
+            yield from [(None, None, None, None)] * len(heads)
             return
-        changed = denoising(self._spec, self._model, record=False, changes=[self._ablations(heads)], copies=len(heads))
-        changed.carry_out([self.stop])
-        run = changed.result()
-        for answer, ids in zip(run.answers, run.canvas[:, -1, run.prompt_length :].tolist(), strict=True):
+        run = denoising(self._spec, self._model, record=False, changes=[self._ablations(heads)], copies=len(heads))
+        run.carry_out([self.stop])
+        changed = run.result()
+        base = self._outcome.canvas[-1, self._outcome.prompt_length :]
+        for answer, ids in zip(changed.answers, changed.canvas[:, -1, changed.prompt_length :].numpy(), strict=True):
             right = None
             if self._spec.task is not None:
-                made = [token for token in ids if token >= 0]
-                right = problems.right(*self._spec.task, answer, made, self._model.eos_token_ids)
-            same = answer.text == self._outcome.answer.text if answer.text is not None else ids == self._ids
-            yield same, answer.text, right
-
-    @cached_property
-    def _ids(self) -> list[int]:
-        return self._outcome.canvas[-1, self._outcome.prompt_length :].tolist()
+                right = problems.right(*self._spec.task, answer, ids[ids >= 0].tolist(), self._model.eos_token_ids)
+            differs = (ids != base)[(ids >= 0) | (base >= 0)]
+            same = answer.text == self._outcome.answer.text if answer.text is not None else not differs.any()
+            yield bool(same), float(differs.mean()), answer.text, right

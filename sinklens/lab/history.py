@@ -1,7 +1,8 @@
 """The lab's runs on disk: one file each, complete or absent.
 
 A run is ``runs/ID.npz`` with its arrays and, as JSON, its record: what was requested, what came out, and the provenance
-that a sink track has. What a tab showed is ``states/LINK.json``. Without ``--keep``, the folder is a temporary one.
+that a sink track has. Names and notes that users gave to runs are in ``notes.json``. What a tab showed is
+``states/LINK.json``. Without ``--keep``, the folder is a temporary one.
 
 Names of files are made here and never come from a request: a request's id is looked up among those that exist. What the
 files contain is checked like a request, since it may be damaged or forged: a run that cannot be read is listed with the
@@ -32,6 +33,7 @@ from sinklens.lab.outcome import ARRAYS, Outcome
 from sinklens.lab.refusal import Refused, read_json, require
 from sinklens.lab.spec import RunSpec
 
+NOTES = "notes.json"
 IN_MEMORY = 4  # outcomes that are not read again
 MOST_UNWRITTEN = 64  # outcomes that are held because they could not be written
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -68,6 +70,7 @@ class History:
     Attributes:
         folder: the folder.
         kept: whether it outlives the lab.
+        notes: name and note of runs that have one, by id.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -88,6 +91,7 @@ class History:
             raise SinklensError(
                 f"could not create {self.folder}: {error}. Choose another folder for --keep."
             ) from error
+        self.notes = self._read_notes()
         self._states = {file.stem for file in (self.folder / "states").glob("*.json")}
 
     def runs(self) -> list[Kept]:
@@ -126,10 +130,33 @@ class History:
         _limited(self._recent, run, outcome, IN_MEMORY)
         return outcome
 
+    def note(self, run: str, name: str, note: str) -> None:
+        """Keep a run's name and note; two empty texts remove them."""
+        self.notes = {other: kept for other, kept in self.notes.items() if other != run}
+        if name or note:
+            self.notes[run] = {"name": name, "note": note}
+        with atomic_write(self.folder / NOTES) as part:
+            part.write_text(json.dumps(self.notes))
+
+    def _read_notes(self) -> dict[str, dict[str, str]]:
+        """The names and notes in the folder; those that are not texts are left out."""
+        try:
+            found = json.loads((self.folder / NOTES).read_text())
+        except (OSError, ValueError):
+            return {}
+        listed = found.items() if isinstance(found, dict) else ()
+        return {
+            run: {"name": kept["name"], "note": kept["note"]}
+            for run, kept in listed
+            if isinstance(kept, dict) and all(isinstance(kept.get(part), str) for part in ("name", "note"))
+        }
+
     def remove(self, run: str) -> None:
-        """Delete a run's file."""
+        """Delete a run's file, name and note."""
         self._recent.pop(run, None)
         self._unwritten.pop(run, None)
+        if run in self.notes:
+            self.note(run, "", "")
         self._file(run).unlink(missing_ok=True)
 
     def add_state(self, state: Any) -> str:

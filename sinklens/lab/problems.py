@@ -1,9 +1,9 @@
 """The problems of the tasks that ship with the package, as prompts of the lab; and the number that an answer states.
 
-Pitfall: without ``####``, the number of an answer is its last one, also where that is part of a unit or a name.
+Pitfall: only the number after ``####`` is one that an answer states. Any other may be part of a calculation, a unit or
+a name, so answers without the mark are compared as text.
 """
 
-import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -15,7 +15,6 @@ from sinklens.tasks.prompts import before_end
 
 SHIPPED = tuple(name for name in NAMES if name.startswith(("tiny-", "skill-")))
 """Tasks whose problems need no file and no network."""
-NUMBER = re.compile(r"(?<!\w)-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 @cache
@@ -52,13 +51,15 @@ def right(task: str, index: int, answer: Answer, ids: list[int], end_ids: Sequen
 
 
 def stated_number(text: str | None) -> str | None:
-    """The number that an answer states: the one after ``####``, else its last one; None if it has no number.
+    """The number that an answer states after ``####``; None if it states none.
 
-    >>> stated_number("Tom has 5 + 7 = 12 apples.\n#### 12"), stated_number("It is 1,250 now."), stated_number("Yes.")
-    ('12', '1250', None)
+    >>> stated_number("Tom has 5 + 7 = 12 apples.\n#### 12"), stated_number("It is 1,250 now.")
+    ('12', None)
     """
     marked = read_answer(text or "")
-    if marked is not None:
-        return str(marked)
-    found = NUMBER.findall(text or "")
-    return found[-1].replace(",", "") if found else None
+    return None if marked is None else str(marked)
+
+
+def example() -> str:
+    """The prompt that the page offers to somebody who has none yet."""
+    return problem(SHIPPED[0], 0).prompt

@@ -30,13 +30,23 @@ def script(runs: Mapping[str, RunSpec], loading: Mapping[str, str]) -> str:
     """
     writer = _Writer(loading)
     names = [writer.run(spec, name) for name, spec in runs.items()]
-    changes = sorted({change.name for spec in writer.specs for change in spec.changes})
-    imports = ["import sinklens", *([f"from sinklens.interventions import {', '.join(changes)}"] if changes else [])]
+    imports = ["import sinklens", *_imports(writer.specs)]
     printed = [_print(name, spec) for name, spec in zip(names, runs.values(), strict=True)]
     if len(names) == 2 and _comparable(*runs.values()):
         imports.insert(1, "from sinklens.experiments import compare")
         printed.append(f"print(compare({', '.join(names)}))")
     return "\n".join([*imports, "", *writer.lines, "", *printed, ""])
+
+
+def _imports(specs: Sequence[RunSpec]) -> list[str]:
+    """The imports that the changes of runs need."""
+    changes = [change for spec in specs for change in spec.changes]
+    needed = {("sinklens.interventions", change.name) for change in changes}
+    needed |= {change.computed.imports for change in changes if change.computed is not None}
+    modules = sorted({module for module, _ in needed})
+    return [
+        f"from {one} import {', '.join(sorted(name for module, name in needed if module == one))}" for one in modules
+    ]
 
 
 def _comparable(first: RunSpec, second: RunSpec) -> bool:
@@ -68,7 +78,7 @@ class _Writer:
         arguments = [model, _literal(spec.prompt), f"seed={_literal(spec.seed)}"]
         arguments += ["chat_template=True"] if spec.chat_template else []
         arguments += [f"{key}={_literal(value)}" for key, value in given.items()]
-        arguments += [_listed(spec)] if spec.changes else []
+        arguments += [_listed(self._changes(spec, model, name))] if spec.changes else []
         arguments += [] if replayed is None else [f"replay={replayed}"]
         if spec.task is not None:
             self.lines.append(f"# problem {_literal(spec.task[1])} of {_literal(spec.task[0])[1:-1]}")
@@ -76,6 +86,19 @@ class _Writer:
         self.specs.append(spec)
         self._names.append(name)
         return name
+
+    def _changes(self, spec: RunSpec, model: str, run: str) -> list[str]:
+        """The interventions of a run, after the runs of other prompts that they need."""
+        given = {"seed": spec.seed, **({"chat_template": True} if spec.chat_template else {}), **spec.given}
+        settings = "".join(f", {key}={_literal(value)}" for key, value in given.items() if value is not None)
+        found = []
+        for number, change in enumerate(spec.changes):
+            value = ""
+            if change.computed is not None:
+                lines, value = change.computed.lines(model, f"of_{run}_{number}", settings)
+                self.lines += lines
+            found.append(change.source(value))
+        return found
 
     def _model(self, model: str) -> str:
         if model not in self._models:
@@ -94,9 +117,8 @@ def _literal(value: Any) -> str:
     return text
 
 
-def _listed(spec: RunSpec) -> str:
+def _listed(changes: Sequence[str]) -> str:
     """``hooks=`` of a run."""
-    changes = [change.source() for change in spec.changes]
     short = f"hooks=[{', '.join(changes)}]"
     return short if len(short) <= WIDTH else "hooks=[\n        " + ",\n        ".join(changes) + ",\n    ]"
 

@@ -25,6 +25,7 @@ from sinklens.lab.security import Guard, is_local
 
 if TYPE_CHECKING:
     from sinklens.lab.session import LabModel
+    from sinklens.runs.result import Generation
 
 EXTRA = (
     "the lab needs Starlette and uvicorn, which are not installed; install them with "
@@ -177,6 +178,32 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def run_a(self) -> "Generation":
+        """The run that a page shows as A, as `sinklens.generate` returns it.
+
+        Raises:
+            SinklensError: there is none.
+        """
+        return self._run("A")
+
+    @property
+    def run_b(self) -> "Generation":
+        """The run that a page shows as B.
+
+        Raises:
+            SinklensError: there is none.
+        """
+        return self._run("B")
+
+    def _run(self, slot: str) -> "Generation":
+        from sinklens.lab.refusal import Refused
+
+        try:
+            return self._session.generation(slot)
+        except Refused as refusal:
+            raise SinklensError(str(refusal)) from refusal
 
     def __repr__(self) -> str:
         return f"Lab({self.address})"  # without the token: notebooks are shared with their outputs

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 MOST_KEPT = 500  # runs of a lab without --keep
+MOST_NAME, MOST_NOTE = 200, 5_000  # characters
 SHOWN = 200  # characters of a prompt or an answer in the history
 
 
@@ -93,11 +94,12 @@ class Run:
         prompt = spec.prompt if isinstance(spec.prompt, str) else f"token ids {spec.prompt}"
         task = None if spec.task is None else {"task": spec.task[0], "index": spec.task[1]}
         empty = dict.fromkeys(
-            ("sampler", "gen_length", "steps", "steps_run", "seconds", "text", "right", "error"), None
+            ("sampler", "gen_length", "steps", "steps_run", "seconds", "text", "right", "error", "name", "note"), None
         )
         return empty | {
             "id": self.id, "model": spec.model, "prompt": prompt[:SHOWN], "status": self.status,
             "created": self.created, "seed": spec.seed, "chips": sum(chip["on"] for chip in spec.chips),
+            "changes": [chip for chip in spec.chips if chip["on"]],
             "replay": spec.replay, "from_canvas": spec.canvas is not None, "task": task, "compare_to": spec.compare_to,
         } | self.facts  # fmt: skip
 
@@ -110,6 +112,7 @@ class Session:
         events: what happened.
         history: the runs on disk.
         thread: the model thread.
+        shown: ids of run A and run B, as a page said last.
         at_close: called when the lab closes, to end background work.
     """
 
@@ -118,12 +121,14 @@ class Session:
         self.models = {entry.name: entry for entry in models}
         self.events, self.history, self.thread = EventLog(), History(keep), ModelThread()
         self.at_close: list[Callable[[], None]] = []
+        self.shown: dict[str, str | None] = {"A": None, "B": None}
         self._lock = threading.RLock()
         self._runs: dict[str, Run] = {}
         self._weights: dict[str, str] = {}
         for found in self.history.runs():
             spec = found.spec or RunSpec(next(iter(self.models)), "")
-            self._runs[found.id] = Run(found.id, spec, found.status, found.created, found.facts, damaged=not found.spec)
+            facts = found.facts | self.history.notes.get(found.id, {})
+            self._runs[found.id] = Run(found.id, spec, found.status, found.created, facts, damaged=not found.spec)
 
     # Runs
 
@@ -162,6 +167,46 @@ class Session:
             del self._runs[run_id]
             self.history.remove(run_id)
             self.events.add("removed", run=run_id)
+
+    def note(self, run_id: str, body: Any) -> None:
+        """Give a run a name and a note.
+
+        Raises:
+            Refused: there is no such run, or they are not texts or too long.
+        """
+        require(isinstance(body, dict) and set(body) == {"name", "note"}, "give a name and a note.")
+        for part, most in (("name", MOST_NAME), ("note", MOST_NOTE)):
+            short = isinstance(body[part], str) and len(body[part]) <= most
+            require(short, f"the {part} must be a text of at most {most:,} characters.")
+        with self._lock:
+            run = self.run(run_id)
+            run.facts |= body
+            self.history.note(run_id, body["name"], body["note"])
+            self.events.add("noted", run=run_id, summary=run.summary())
+
+    def show(self, body: Any) -> None:
+        """Remember which runs a page shows as A and B.
+
+        Raises:
+            Refused: they do not exist.
+        """
+        require(isinstance(body, dict) and set(body) == {"A", "B"}, "give A and B.")
+        for run_id in body.values():
+            if run_id is not None:
+                self.run(str(run_id))
+        self.shown = dict(body)
+
+    def generation(self, slot: str) -> Generation:
+        """The run that a page shows as A or B.
+
+        Raises:
+            Refused: there is none, or it has no finished step.
+        """
+        run_id = self.shown[slot]
+        if run_id is None:
+            raise Refused(f"no page shows a run {slot}; run one in the lab first.", 404)
+        spec, outcome = self.outcome(run_id)
+        return outcome.generation(self.model(spec.model))
 
     def run(self, run_id: str) -> Run:
         """The run with this id.

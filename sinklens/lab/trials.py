@@ -36,7 +36,7 @@ class Trial:
         total: number of heads.
         found: effects so far, as JSON of `HeadEffect`.
         why: why there is no KL divergence.
-        number: the number that the run's answer states.
+        number: the number that the run's answer states after ``####``.
         error: what failed.
         stop: ends it.
         began: when it began.

@@ -178,7 +178,8 @@ class Numbers:
         return texts, places
 
     def info(self, steps: Sequence[int]) -> dict[str, Any]:
-        """What the page needs before it reads a chunk."""
+        """What the page needs before it reads a chunk; ``ends`` are indices of end tokens in ``vocabulary``."""
+        texts, places = self._vocabulary()
         return {
             "steps": list(steps),
             "positions": self.positions,
@@ -188,7 +189,8 @@ class Numbers:
             "heads": self.heads,
             "causal": self.track.causal,
             "levels": int(np.iinfo(self.kind).max),
-            "vocabulary": self._vocabulary()[0],
+            "vocabulary": texts,
+            "ends": sorted(places[token] for token in self.track.special["end"] if token in places),
         }
 
 

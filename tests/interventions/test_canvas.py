@@ -30,19 +30,30 @@ def test_forced_tokens_are_on_the_canvas_from_their_step_on(worded, architecture
 
 @pytest.mark.parametrize("settings", CAUSAL)
 def test_a_forced_token_is_read_even_if_another_was_cached(worded, settings):
-    """Forced at step 2: a token of the prompt, one decoded earlier, and one not decoded yet."""
+    """Forced at step 2: a token of the prompt, one decoded earlier, and one not decoded yet at step 2."""
     model = worded("llama", True)
-    force = ForceTokens(tokens={1: 41, -5: 42, -1: 43}, steps=[2, 3])
+    force = ForceTokens(tokens={1: 41, -5: 42, -3: 43}, steps=[2, 3])
     watched = watch(model, PADDED, [force], ["hook_logits"], **settings)
     base, run = watch(model, PADDED, [], []).run, watched.run
     assert torch.equal(run.canvas[:, 1, :-4], base.canvas[:, 1, :-4])
     for row, start in ((0, 3), (1, 0)):
         assert run.canvas[row, 2, start + 1] == 41
     assert (run.canvas[:, 2, -5] == 42).all()
-    assert (run.canvas[:, 3, -1] == -1).all()
+    assert (run.canvas[:, 2, -3] == -1).all()
+    assert (run.canvas[:, 3, -3] == 43).all()
     for step in (1, 2, 3):
         wanted = again(run, step).logits[:, -1]
         torch.testing.assert_close(watched.values[step]["denoise.hook_logits"][:, -1], wanted, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("position", "steps", "advice"), [(-4, [0, 1], "choose steps from 2 on"), (-1, None, "raise gen_length")]
+)
+def test_a_token_that_would_never_be_on_the_canvas_is_refused(worded, position, steps, advice):
+    force = ForceTokens(tokens={position: 41}, steps=steps)
+    with pytest.raises(SettingError, match=rf"is decoded in step {5 + position}, .*{advice}"):
+        watch(worded("llama", True), PADDED, [force], [])
+    watch(worded("llama"), PADDED, [force], [])  # every position of a diffusion run exists from the start
 
 
 @pytest.mark.parametrize("settings", CAUSAL)

@@ -12,7 +12,7 @@ from watching import PADDED, SHORT, again, entered, unwatched, watch
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import head_outputs
-from sinklens.interventions import AblateHeads, AblateSinkAttention, HeadOutputs
+from sinklens.interventions import AblateHeads, AblateMLPs, AblateSinkAttention, HeadOutputs
 from sinklens.tasks.word_problems import held_out
 
 WAYS = [(*kind, {}) for kind in [*EACH, ("qwen3_moe", False), ("dream", False), ("sdar", False)]]
@@ -44,6 +44,28 @@ def test_an_ablated_head_adds_nothing_to_the_stream_and_the_others_are_unchanged
         assert torch.equal(after[RESULT][:, :, others], before[RESULT][:, :, others])
         added = before[RESULT][:, :, others].sum(dim=2)
         torch.testing.assert_close(after["blocks.1.hook_attn_out"], added, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_an_ablated_mlp_adds_nothing_at_its_steps_and_positions(worded, architecture, causal, settings):
+    model, points = worded(architecture, causal), ["1.hook_mlp_out"]
+    ablated = AblateMLPs(layers=[1], steps=[1], positions=None if causal else [0, 1])
+    base = watch(model, PADDED, points=points, **settings)
+    changed = watch(model, PADDED, [ablated], points, replay=base.run, **settings)
+    for step in (0, 1):
+        before, after = (run.values[step]["blocks.1.hook_mlp_out"] for run in (base, changed))
+        inside = torch.zeros(before.shape[:2], dtype=torch.bool)
+        if step == 1 and causal:
+            inside[:, -1] = True  # the query that step 1 owns
+        elif step == 1 and before.shape[1] == base.run.canvas.shape[2]:
+            inside[0, 3:5] = inside[1, :2] = True
+        assert (after[inside] == 0).all()
+        assert (before[inside] != 0).all()
+        assert inside.any() == (step == 1)
+        torch.testing.assert_close(after[~inside], before[~inside], atol=1e-4, rtol=1e-4)
+    with pytest.raises(SettingError, match=r"AblateMLPs does not support heads="):
+        AblateMLPs(heads=[1])
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)

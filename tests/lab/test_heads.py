@@ -38,12 +38,13 @@ def test_each_head_has_the_effect_of_its_ablation(client, tiny_llada):
         assert entry["kl"] == pytest.approx(float(np.nanmean(expected.under_replay.kl)), rel=1e-3, abs=1e-7)
         assert entry["text"] == expected.free.text
         assert entry["same"] == (expected.free.text == expected.base.text)
+        assert entry["changed"] == pytest.approx(expected.free_running.changed_share.item())
     assert len({entry["same"] for entry in found[:3]}) == 2  # otherwise the last assertion would say little
 
 
-def test_the_number_of_an_answer_is_the_marked_one_or_the_last():
+def test_the_number_of_an_answer_is_the_marked_one():
     texts = ["5 + 7 = 12 apples.\n#### 14", "of 3, -2 left", "x12 and 1,250.5.", "5-7", "#### none of 8", "no", None]
-    assert [stated_number(text) for text in texts] == ["14", "-2", "1250.5", "7", "8", None, None]
+    assert [stated_number(text) for text in texts] == ["14", None, None, None, None, None, None]
 
 
 def test_a_trial_names_the_numbers_of_the_answers(client, monkeypatch):

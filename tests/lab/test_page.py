@@ -1,6 +1,5 @@
 """The lab's page in a browser: run, change, compare, edit, and take the result home."""
 
-import re
 from urllib.parse import unquote
 
 import layouts
@@ -124,8 +123,7 @@ def test_a_reload_a_link_and_a_second_tab_find_the_state(page, lab, browser):
     before = state_of(browser)
     assert before[:3] == ["9", "2", "1"]
     browser.click("copy-link")
-    browser.wait("return location.hash.length > 4")
-    link = browser.js("return location.href")
+    link = browser.wait("return document.getElementById('copy-link').dataset.link")
     page.go_to(11)
     browser.wait("return JSON.parse(sessionStorage.getItem('sinklens-lab')).state.step === 11")
     browser.driver.refresh()
@@ -162,7 +160,7 @@ def test_proposals_are_listed_and_a_forced_token_decides(page, browser, tiny_lla
     page.go_to(0)
     at = plain.prompt_length + 6
     browser.js(f"document.querySelector('#tokens .tok[data-at=\"{at}\"]').click()")
-    assert f"Hide position {at} from all heads" in browser.js(MENU)
+    assert f"Hide position {at} from all heads, all steps" in browser.js(MENU)
     rows = browser.wait(
         "const rows = [...document.querySelectorAll('#proposals li')].map(r => [r.querySelector('bdi').textContent, "
         "+r.querySelector('.value').textContent]); return rows.length && rows"
@@ -180,23 +178,34 @@ def test_proposals_are_listed_and_a_forced_token_decides(page, browser, tiny_lla
         sinklens.generate(tiny_llada, PROMPT, hooks=[ForceTokens(tokens={at: forced}, steps=[0])])
     )
 
-    page.go_to(5)  # the canvas of run B, edited, becomes that of a third run
+    page.without_changes()
+    page.ended("A")
+    page.go_to(5)
     place = at + 4
     browser.js(f"document.querySelector('#tokens .tok[data-at=\"{place}\"]').click()")
-    page.pick("Put a token here")
+    page.pick("Force a token here, from step 5 on")
     browser.js(
-        "document.querySelector('#chip-fields input').value = '9 9'; document.getElementById('chip-save').click()"
+        "document.querySelector('#chip-fields [data-name=token] input').value = '9 9'; "
+        "document.getElementById('chip-save').click()"
     )
     assert "tokens of this model" in browser.wait("return document.getElementById('chip-trouble').textContent")
     assert [line.rpartition(" - ")[2] for line in browser.complaints_until(REFUSED)] == [REFUSED]
     browser.js(
-        "document.querySelector('#chip-fields input').value = '#40'; document.getElementById('chip-save').click()"
+        "const input = document.querySelector('#chip-fields [data-name=token] input'); input.value = '15'; "
+        "input.dispatchEvent(new Event('input'))"
     )
-    browser.wait("return !document.getElementById('edits').hidden")
+    offered = browser.wait(
+        "const found = [...document.querySelectorAll('#token-choices button')]; "
+        "return found.length && found.map(n => [n.textContent, n.ariaPressed])"
+    )
+    ids = [tiny_llada.tokenizer(text, add_special_tokens=False).input_ids for text in ("15", " 15")]
+    known = [(text, one[0]) for text, one in zip(("15", "␣15"), ids, strict=True) if len(one) == 1]
+    assert [text for text, _ in offered] == [f"{text} #{token}" for text, token in known]
+    assert offered[-1][1] == "true", "with the leading space, which most tokens have"
+    browser.js("document.getElementById('chip-save').click()")
     page.compared()
-    script = page.python()
-    assert re.search(rf"ForceTokens\(tokens={{.*\b{place}: 40\b.*}}, steps=\[5\]\)", script)
-    assert "The canvases first differ at step 5." in browser.text("compare-text")
+    assert page.chips() == [f"Force a token: position {place}, token  15, from step 5 on"]
+    assert f"ForceTokens(tokens={{{place}: {ids[1][0]}}}, steps=range(5, 24))" in page.python()
     page.quiet()
 
 
@@ -214,7 +223,7 @@ def test_everything_is_done_with_keys_alone(page, browser):
     layer, head = (browser.js(f"return document.getElementById('{name}').value") for name in ("layer", "head"))
     press(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ENTER)  # the third entry
     page.compared()
-    assert page.chips() == [f"Mask a head's sinks: layer {layer}, head {head}, top 1"]
+    assert page.chips() == [f"Mask a head's sinks: layer {layer}, head {head}, top 1, all steps"]
     press("x")
     page.ended("A")
     press("t", Keys.ARROW_RIGHT, "m")

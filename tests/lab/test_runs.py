@@ -1,45 +1,59 @@
 """Runs of the lab equal those of `sinklens.generate`, and are reported step by step."""
 
-import base64
-
 import numpy as np
 import pytest
 import torch
+from lab_client import unpacked
 from torch import Tensor
 
 import sinklens
 from sinklens.errors import DeviceMemoryError
+from sinklens.experiments import difference_of_means, effect
 from sinklens.interventions import (
     AblateHeads,
+    AblateMLPs,
+    Activations,
     ForceTokens,
     FreezePattern,
     HideKeys,
     HoldSinks,
     MaskSinks,
+    PatchHooks,
     Remask,
+    Steer,
 )
 from sinklens.lab.chips import CHIPS
 from sinklens.lab.execution import LiveRun
 from sinklens.sinks import Record
 
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
+OTHER = PROMPT.replace("Tom has 5", "Tom has 8")
 SHORT = {"gen_length": 8}
 CHANGES = {
     "ablate_head": ({"layer": 1, "head": 2, "by": "mean", "steps": [1, 3]},
                     AblateHeads(layers=[1], heads=[2], by="mean", steps=[1, 2, 3])),
+    "ablate_heads": ({"layer": 1, "heads": [2, 5]}, AblateHeads(layers=[1], heads=[2, 5])),
+    "ablate_mlp": ({"layer": 1, "steps": [0, 2]}, AblateMLPs(layers=[1], steps=[0, 1, 2])),
     "mask_head_sinks": ({"layer": 0, "head": 3, "top_k": 2}, MaskSinks(layers=[0], heads=[3], top_k=2)),
     "mask_sinks": ({"top_k": 5, "steps": [2, 6]}, MaskSinks(top_k=5, steps=[2, 3, 4, 5, 6])),
     "hide_key": ({"pos": 3, "layer": None, "head": None}, HideKeys(positions=[3])),
-    "force_token": ({"pos": 26, "step": 2, "token": 500}, ForceTokens(tokens={26: 500}, steps=[2])),
+    "force_token": ({"pos": 26, "steps": [2, 2], "token": 500}, ForceTokens(tokens={26: 500}, steps=[2])),
     "remask": ({"pos": 25, "step": 5}, Remask(positions=[25], steps=[5])),
     "freeze_pattern": ({"layer": 2, "head": None, "from_step": 1}, FreezePattern(at=1, layers=[2])),
     "hold_sink": ({"layer": 0, "head": 1, "from_step": 0}, HoldSinks(at=0, layers=[0], heads=[1])),
 }  # fmt: skip
 
 
-def unpacked(found: dict) -> np.ndarray:
-    """An array as the page reads it."""
-    return np.frombuffer(base64.b64decode(found["data"]), "<f2").reshape(found["shape"])
+def computed(kind, model):
+    """A change that is computed from runs of other prompts."""
+    if kind == "steer":
+        direction = difference_of_means(model, [OTHER], [PROMPT], seed=0, **SHORT)
+        given = {"positive": OTHER, "negative": PROMPT, "coefficient": 3.5, "layer": 2, "steps": [0, 4]}
+        return given, Steer(direction, 3.5, layers=[2], steps=range(5))
+    kept = Activations(names=["blocks.2.hook_mlp_out"])
+    sinklens.generate(model, OTHER, hooks=kept, **SHORT)
+    given = {"prompt": OTHER, "layer": 2, "point": "hook_mlp_out", "pos": 6}
+    return given, PatchHooks(source=kept.caches, positions=[6])
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +122,7 @@ def test_a_cancelled_run_keeps_its_finished_steps(client, gate, base):
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("kind", CHIPS)
 def test_a_chip_is_its_intervention(client, tiny_llada, base, kind):
-    fields, intervention = CHANGES[kind]
+    fields, intervention = CHANGES[kind] if kind in CHANGES else computed(kind, tiny_llada)
     expected = sinklens.generate(tiny_llada, PROMPT, hooks=intervention, **SHORT)
     found = client.run(prompt=PROMPT, settings=SHORT, chips=[{"id": "1", "kind": kind, **fields}])
     assert found["canvas"] == expected.canvas[0].tolist()
@@ -304,3 +318,31 @@ def test_a_removed_run_is_gone_for_every_tab(client):
     client.wait(lambda event: event.kind == "removed" and event.data["run"] == run)
     assert client.http.get(f"/api/runs/{run}").status_code == 404
     assert run not in [entry["id"] for entry in client.get("/api/session")["runs"]]
+
+
+def test_everything_about_a_canvas_model_is_answered():
+    """Its steps read keys that an encoder cached, and it has no confidences."""
+    from lab_client import Client
+
+    tiny_canvas = sinklens.load("tiny-canvas")
+    recorded = sinklens.generate(tiny_canvas, PROMPT, record_sinks=Record(patterns=[(1, 2)]))
+    with sinklens.lab(sinklens.load("tiny-canvas")) as opened:
+        client = Client(opened.url).follow()
+        run = client.run(prompt=PROMPT)["summary"]["id"]
+        pattern, length = unpacked(client.get(f"/api/runs/{run}/pattern", step=1, layer=2)), recorded.prompt_length
+        np.testing.assert_allclose(pattern[:, length:], recorded.patterns[1, 2][0], atol=1e-3)
+        assert np.isnan(pattern[:, :length]).all(), "the step computed no query of the prompt"
+        at = {"step": 0, "pos": length + 3}
+        listed = client.get(f"/api/runs/{run}/proposals", **at)["proposals"]
+        assert listed[0]["id"] == recorded.canvas[0, 1, length + 3]
+        ablated = client.run(prompt=PROMPT, chips=[{"kind": "ablate_head", "layer": 1, "head": 5}])["summary"]["id"]
+        expected = effect(tiny_canvas, PROMPT, AblateHeads(layers=[1], heads=[5]))
+        kl = np.array(client.get("/api/compare", a=run, b=ablated)["kl"], dtype=float)
+        np.testing.assert_allclose(kl, expected.free_running.kl.to_numpy()[0], rtol=1e-3, atol=1e-6, equal_nan=True)
+        assert client.http.get(f"/api/runs/{run}/page", params={"other": ablated}).status_code == 200
+        client.http.post(f"/api/runs/{run}/heads", json={"layer": 1})
+        client.wait(lambda event: event.kind == "heads" and event.data["status"] != "running")
+        trial = client.get(f"/api/runs/{run}")["heads"]
+        assert trial["status"] == "done", trial["error"]
+        assert trial["heads"][5]["kl"] == pytest.approx(np.nanmean(expected.under_replay.kl), rel=1e-2, abs=1e-6)
+        client.close()

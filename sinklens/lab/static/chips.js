@@ -14,8 +14,8 @@ function started() {
 
 // null: all steps; otherwise the first and the last one.
 function scopeSteps() {
-  const now = run ? info.steps[view.step] : 0;
-  return { all: () => null, one: () => [now, now], on: () => [now, lastStep()], range: () => [Number(byId("scope-from").value), Number(byId("scope-to").value)] }[byId("scope").value]();
+  const now = run ? info.steps[view.step] : 0, standing = run && now > 0 && now < lastStep();
+  return { auto: () => (standing ? [now, lastStep()] : null), all: () => null, one: () => [now, now], on: () => [now, lastStep()], range: () => [Number(byId("scope-from").value), Number(byId("scope-to").value)] }[byId("scope").value]();
 }
 
 // The step that is kept in later ones: the step shown, but none follows the last, where a run that has ended is shown.
@@ -30,7 +30,7 @@ function fillScope() {
 function drawScope() {
   const range = byId("scope").value === "range", steps = scopeSteps();
   byId("scope-range").hidden = !range;
-  byId("scope-said").textContent = steps && byId("scope").value !== "one" ? `${steps[0]}–${steps[1]}` : "";
+  byId("scope-said").textContent = stepsSaid(steps);
 }
 
 function setRange(from, to) {
@@ -60,16 +60,24 @@ function addChip(kind, given) {
   changed();
 }
 
-const stepsSaid = (steps) => (steps === null || steps === undefined ? "" : steps[0] === steps[1] ? `step ${steps[0]}` : `steps ${steps[0]}–${steps[1]}`);
+function stepsSaid(steps) {
+  if (steps === null || steps === undefined) return "all steps";
+  if (steps[0] === steps[1]) return `step ${steps[0]}`;
+  return run && steps[1] >= lastStep() ? `from step ${steps[0]} on` : `steps ${steps[0]}–${steps[1]}`;
+}
+const whenSaid = () => stepsSaid(scopeSteps());
 
 function saidOf(chip) {
   const parts = kindOf(chip.kind).fields.filter(({ name }) => name !== "steps").map(({ name, label, optional }) => {
     const value = chip[name];
-    if (value === null || value === undefined || value === "") return optional ? `all ${name.replace("pos", "position")}s` : "";
+    if (value === null || value === undefined || value === "") return optional ? `all ${name.replace("pos", "position").replace(/s?$/, "s")}` : "";
+    if (name === "heads" && value) return `heads ${value.join(", ")}`;
+    if (typeof value === "string" && value.length > 24) return `${name} “${value.slice(0, 24)}…”`;
     if (name === "token") return `token ${lab.words.get(value) ?? `#${value}`}`;
-    return `${label || { pos: "position", from_step: "from step", top_k: "top" }[name] || name.replaceAll("_", " ")} ${value}`;
+    return `${label || { pos: "position", from_step: "from step", step: "at step", top_k: "top" }[name] || name.replaceAll("_", " ")} ${value}`;
   });
-  return [kindOf(chip.kind).label, [...parts, stepsSaid(chip.steps)].filter(Boolean).join(", ")].filter(Boolean).join(": ");
+  const steps = kindOf(chip.kind).fields.some(({ name }) => name === "steps") ? stepsSaid(chip.steps) : "";
+  return [kindOf(chip.kind).label, [...parts, steps].filter(Boolean).join(", ")].filter(Boolean).join(": ");
 }
 
 function button(text, title, act) {
@@ -100,30 +108,85 @@ function drawChips() {
     return item;
   }));
   byId("no-chips").hidden = lab.chips.length > 0;
+  drawFolds();
 }
 
 // Shows at a change why the lab refused it; null: none is refused.
 function refuseChip(id, text) {
   const was = lab.refused;
   lab.refused = id && { id, text };
+  if (id) fold("changes", false);
   if (was || id) drawChips();
   byId("chips").querySelector(".bad")?.scrollIntoView({ block: "nearest" });
+}
+
+// ---- one line instead of a form
+
+function fold(name, on) {
+  byId(name).classList.toggle("folded", on);
+  byId(`${name}-fold`).setAttribute("aria-expanded", String(!on));
+  drawFolds();
+}
+
+function drawFolds() {
+  const { model, prompt, seed } = summaryOf(lab.A), on = lab.chips.filter((chip) => chip.on);
+  byId("form-fold").textContent = byId("form").classList.contains("folded") ? "New run" : "Fold";
+  byId("changes-fold").textContent = byId("changes").classList.contains("folded") ? "Edit" : "Fold";
+  byId("form-said").textContent = model ? `${model} · ${prompt || ""} · seed ${seed ?? 0}` : "";
+  byId("changes-said").textContent = on.length ? on.map(saidOf).join("; ") : "none; click a head, a token or a pattern to add one";
 }
 
 // ---- editing one
 
 const tokenSaid = (token) => (token === null || token === undefined ? "" : `#${token}`);
+const TOKEN_HELP = "The text of one token; a space before a word is part of its token. Or #id.";
 
 // Asks for the fields of a change; `done` gets the change. New ones are added, others replaced.
 function editChip(chip, done = replaceChip) {
-  const { label, help, fields } = kindOf(chip.kind), list = fields.map((one) => (one.type === "token" ? field({ ...one, help: "The text of one token, or #id." }, tokenSaid(chip.token)) : field(one, chip[one.name], lastStep())));
+  const { label, help, fields } = kindOf(chip.kind), list = fields.map((one) => (one.type === "token" ? field({ ...one, help: TOKEN_HELP }, tokenSaid(chip.token)) : field(one, chip[one.name], lastStep())));
   byId("chip-dialog-title").textContent = label;
   write(byId("chip-fields"), help && make("p", help, "soft"), ...list.map(({ box }) => box));
+  write(byId("token-choices"));
+  const asked = list.find(({ name }) => name === "token"), choice = asked && offerTokens(asked, () => Number(list.find(({ name }) => name === "pos").read()));
   openDialog(async () => {
-    const values = await Promise.all(list.map(async ({ name, read }) => [name, name === "token" ? await tokenOf(read()) : read()]));
+    const values = await Promise.all(list.map(async ({ name, read }) => [name, name === "token" ? await choice() : read()]));
     started();
     done({ ...chip, ...Object.fromEntries(values) });
   });
+}
+
+// Offers the tokens with the text that is typed, with and without a leading space; returns a function that gets the
+// chosen one. Suggested is the one with a space, unless the token at the position now has none.
+function offerTokens({ box, read }, position) {
+  const input = box.querySelector("input"), offers = byId("token-choices");
+  let known = { text: null, tokens: [], chosen: null };
+  const spaceless = () => { const at = position(), word = run && at < P ? textAt(T - 1, at) : ""; return Boolean(word) && !/^[\s␣░]/.test(word); };
+  const draw = () => write(offers, ...known.tokens.map((token) => {
+    const node = button("", token.text.startsWith(" ") ? `the token with a leading space: “${token.text}”` : `the token “${token.text}”`, () => { known.chosen = token.id; draw(); });
+    node.append(quoted(token.text.replace(/^ /, "␣")), ` #${token.id}`);
+    node.setAttribute("aria-pressed", String(known.chosen === token.id));
+    return node;
+  }));
+  async function look() {
+    const text = read();
+    if (text === known.text) return;
+    known = { text, tokens: [], chosen: null };
+    if (text === null) return draw();
+    if (/^#\d+$/.test(text)) { known.chosen = Number(text.slice(1)); return draw(); }
+    const { choices } = await askJson(`/api/token?model=${encodeURIComponent(summaryOf(lab.A).model || chosenModel().name)}&text=${encodeURIComponent(text)}`);
+    if (read() !== text) return;
+    for (const { id, text: word } of choices) lab.words.set(id, word);
+    const [exact, spaced = exact] = choices;
+    known = { text, tokens: choices, chosen: (spaceless() ? exact : spaced).id };
+    draw();
+  }
+  let soon;
+  input.addEventListener("input", () => { clearTimeout(soon); soon = setTimeout(() => look().catch((error) => { byId("chip-trouble").textContent = error.message; }), 150); byId("chip-trouble").textContent = ""; });
+  return async () => {
+    clearTimeout(soon);
+    if (known.text !== read() || known.chosen === null) { known.text = undefined; await look(); }
+    return known.chosen;
+  };
 }
 
 // Shows the dialog of a change. It closes when `save` succeeds, and otherwise says why it failed.
@@ -141,51 +204,10 @@ function openDialog(save) {
   byId("chip-dialog").showModal();
 }
 
-// The id of a token given as its text or as #id; null if nothing is given.
-async function tokenOf(given) {
-  if (given === null) return null;
-  if (/^#\d+$/.test(given)) return Number(given.slice(1));
-  const { id, text } = await askJson(`/api/token?model=${encodeURIComponent(summaryOf(lab.A).model || chosenModel().name)}&text=${encodeURIComponent(given)}`);
-  lab.words.set(id, text);
-  return id;
-}
-
 function replaceChip(chip) {
   const at = lab.chips.findIndex(({ id }) => id === chip.id);
   lab.chips.splice(at < 0 ? lab.chips.length : at, at < 0 ? 0 : 1, chip);
   changed();
-}
-
-// ---- cells of the canvas that are to be different when the run continues
-
-function editCell(at) {
-  const step = info.steps[view.step];
-  const one = field({ name: "token", type: "token", help: "The text of one token, or #id. Leave it empty for the mask." }, "");
-  byId("chip-dialog-title").textContent = `Position ${at} when step ${step} begins`;
-  write(byId("chip-fields"), one.box);
-  openDialog(async () => {
-    const token = (await tokenOf(one.read())) ?? modelOf(lab.A).mask_token;
-    if (shownId() === lab.B) setA(lab.B);
-    if (!lab.edits || lab.edits.step !== step) lab.edits = { step, cells: new Map() };
-    lab.edits.cells.set(at, token);
-    started();
-    drawEdits();
-    changed();
-  });
-}
-
-function drawEdits() {
-  byId("edits").hidden = !lab.edits;
-  if (!lab.edits) return;
-  byId("edits-title").textContent = `The canvas of run A when step ${lab.edits.step} begins`;
-  write(byId("edit-list"), ...[...lab.edits.cells].map(([at, token]) => {
-    const item = make("li", undefined, "chip"), said = make("span", undefined, "said");
-    write(said, `position ${at}: `, quoted(token === modelOf(lab.A).mask_token ? "░" : lab.words.get(token) ?? `#${token}`));
-    const label = make("label");
-    label.append(said);
-    item.append(label, button("×", `Leave position ${at} as it is`, () => { lab.edits.cells.delete(at); if (!lab.edits.cells.size) lab.edits = null; drawEdits(); changed(); }));
-    return item;
-  }));
 }
 
 function listenChips() {
@@ -198,6 +220,5 @@ function listenChips() {
   for (const name of ["same", "model-b"]) byId(name).addEventListener("change", changed);
   byId("auto").addEventListener("change", () => keep());
   byId("run-b").addEventListener("click", attempt(runB));
-  byId("edit-run").addEventListener("click", attempt(runB));
-  byId("edit-clear").addEventListener("click", () => { lab.edits = null; drawEdits(); changed(); });
+  for (const name of ["form", "changes"]) byId(`${name}-fold`).addEventListener("click", () => fold(name, !byId(name).classList.contains("folded")));
 }

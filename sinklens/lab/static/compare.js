@@ -8,37 +8,55 @@ function tokenAtStep(of, step, pos) {
   return of.info.vocabulary[(of.data.committed[place] ? of.data.left : of.data.entered)[place]];
 }
 
-const compare = attempt(async () => {
+async function compare() {
   const { A, B } = lab, card = byId("compare"), ready = A && B && [A, B].every((id) => lab.runs.has(id) && !isActive(id));
   card.setAttribute("aria-busy", String(Boolean(B && !ready)));
   drawVerdict();
   if (!B) card.hidden = true;
   for (const of of lab.opened.values()) of.differs = lab.pair && ready ? of.differs : null;
   if (!ready) return;
-  const [a, b] = await Promise.all([opened(A), opened(B)]);
-  if (lab.A !== A || lab.B !== B) return;
-  if (!a || !b || a.live || b.live) { card.hidden = true; return; }
-  const key = `${A}/${B}`, numbers = lab.pair?.key === key ? null : await askJson(`/api/compare?a=${A}&b=${B}&kl=0`);
+  let a, b, numbers;
+  const key = `${A}/${B}`;
+  try {
+    [a, b] = await Promise.all([opened(A), opened(B)]);
+    if (lab.A !== A || lab.B !== B) return;
+    if (!a || !b || a.live || b.live) { card.hidden = true; return; }
+    numbers = lab.pair?.key === key ? null : await askJson(`/api/compare?a=${A}&b=${B}&kl=0`);
+  } catch (error) {
+    if (lab.A === A && lab.B === B) notCompared(error);
+    return;
+  }
   if (lab.A !== A || lab.B !== B) return;
   if (lab.pair?.key !== key) { // nor has another call compared them in the meantime
     const pair = (lab.pair = { key, a, b, ...numbers, measuring: !numbers.kl_why });
     if (pair.measuring) setTimeout(() => addDivergence(pair, A, B), 250); // a further change goes first
   }
+  if (numbers) learnRepeats(numbers.repeats);
   markDifferences(lab.pair);
   card.hidden = false;
   drawTokens();
   drawCompare();
   drawDifferences(lab.pair);
+  drawRepeats();
   drawVerdict();
   card.dataset.pair = lab.pair.key;
   if (!lab.pair.measuring) card.dataset.measured = lab.pair.key;
   timed("picture");
-});
+}
+
+// Without the comparison, nothing of an earlier one remains on the page.
+function notCompared(error) {
+  Object.assign(lab, { pair: null });
+  for (const of of lab.opened.values()) of.differs = null;
+  byId("compare").hidden = true;
+  drawTokens();
+  drawVerdict(`A and B cannot be compared: ${error.message}`);
+}
 
 // The KL divergence takes a pass for every step, so it arrives later.
 const addDivergence = attempt(async (pair, A, B) => {
   if (lab.pair !== pair || lab.A !== A || lab.B !== B) return;
-  const { kl, kl_why } = await askJson(`/api/compare?a=${A}&b=${B}`);
+  const { kl, kl_why } = await askJson(`/api/compare?a=${A}&b=${B}`).catch((error) => ({ kl: null, kl_why: `KL cannot be measured: ${error.message}` }));
   Object.assign(pair, { kl, kl_why, measuring: false });
   if (lab.pair !== pair) return;
   drawCompare();
@@ -75,6 +93,7 @@ function drawSide(slot, of, pair) {
     token.title = `position ${pos}`;
     flow.append(token);
   }
+  foldEnd(flow, [...flow.children].slice(endOf(of) + 1 - of.info.prompt_positions));
   write(byId(`tokens-${slot}`), make("div", `Canvas, step ${of.info.steps[step]}`, "name"), flow);
 }
 

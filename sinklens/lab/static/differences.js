@@ -28,19 +28,19 @@ function stepLink(step) {
   return node;
 }
 
-// Whether the answer changed, by its number if both answers state one.
-function answerSaid({ texts: [a, b], numbers: [one, two] }) {
-  const words = changedWords([a, b]), also = words ? [" (", quoted(words), ")"] : [];
-  if (a === b) return [strong("Same answer"), one === null ? "" : ` (${one})`];
-  if (one === null || two === null) return [strong("The answer changed"), ...also];
-  return one === two ? [strong(`Same number, ${one}`), ", in other words", ...also] : [strong(`The answer changed: ${one} → ${two}`)];
+// Whether the text of the answer changed; then the numbers after ####, if both answers state one.
+function answerSaid({ texts: [a, b], numbers: [one, two], first_difference: first }) {
+  const words = changedWords([a, b]), also = words ? [": ", quoted(words)] : [];
+  if (a === b) return [strong(first === null || first === undefined ? "No effect: every canvas is the same" : "Same answer")];
+  const numbers = one === null || two === null ? "" : one === two ? ` · same number after ####: ${one}` : " · number after ####: ";
+  return [strong("The answer changed"), ...also, numbers, one === two || !numbers ? "" : strong(`${one} → ${two}`)];
 }
 
 function verdictParts(pair) {
   const { first_difference: first, kl, measuring, sinks_moved: moved, right } = pair, mean = meanOf(kl), share = meanOf(moved);
-  const parts = [answerSaid(pair)];
+  const parts = [answerSaid(pair), repeatsVerdict()];
   if (right && right.some((one) => one !== null)) parts.push([`A ${right[0] ? "✓ right" : "✗ wrong"}, B ${right[1] ? "✓ right" : "✗ wrong"}`]);
-  parts.push(first === null || first === undefined ? ["all canvases are the same"] : ["canvases differ from ", stepLink(first), " on"]);
+  if (first !== null && first !== undefined) parts.push(["canvases differ from ", stepLink(first), " on"]);
   if (measuring) parts.push(["KL is being measured…"]);
   else if (mean !== null) parts.push([`mean KL ${mean < 0.01 && mean > 0 ? mean.toExponential(1) : short(mean)} nats ${summaryOf(lab.B).replay ? "on the canvases of A" : "free-running"}`]);
   if (twoModels()) parts.push([placesSaid(pair)]);
@@ -48,11 +48,12 @@ function verdictParts(pair) {
   return parts.flatMap((part, at) => (at ? [" · ", ...part] : part));
 }
 
-function drawVerdict() {
+function drawVerdict(why = "") {
   const line = byId("verdict"), { B, pair } = lab, ready = pair && pair.key === `${lab.A}/${B}` && pair.a.differs;
   line.hidden = !B;
   if (!B) return;
   line.dataset.pair = ready && !pair.measuring ? pair.key : "";
+  if (why) { line.textContent = why; return; }
   if (!ready) { line.textContent = isActive(B) ? "Run B is under way…" : "Comparing A and B…"; return; }
   const more = button("Details", "Go to A beside B", () => { byId("compare").scrollIntoView({ block: "start" }); byId("compare-title").focus({ preventScroll: true }); });
   more.classList.add("link");

@@ -7,7 +7,7 @@ const NUMBERS = ["int", "float", "layer", "head", "pos", "step"];
 function fieldKind({ type, choices }) {
   if (choices && choices.length) return "choice";
   if (NUMBERS.includes(type)) return "number";
-  return { steps: "steps", bool: "yes" }[type] || "text";
+  return { steps: "steps", bool: "yes", heads: "heads", text: "lines" }[type] || "text";
 }
 
 // A labelled input; `read()` returns its value, null if it is empty.
@@ -56,6 +56,16 @@ const makers = {
     const input = make("input");
     Object.assign(input, { type: "text", value: value ?? usual ?? "", autocomplete: "off", spellcheck: false });
     return [[input], () => (input.value === "" ? null : input.value)];
+  },
+  lines(_, value) {
+    const input = make("textarea");
+    Object.assign(input, { value: value ?? "", rows: 4 });
+    return [[input], () => (input.value === "" ? null : input.value)];
+  },
+  heads(_, value) {
+    const input = make("input");
+    Object.assign(input, { type: "text", value: (value || []).join(", "), placeholder: "all", autocomplete: "off", inputMode: "numeric" });
+    return [[input], () => (input.value.trim() === "" ? null : input.value.split(/[\s,]+/).filter(Boolean).map(Number))];
   },
   steps(_, value, last) {
     const from = numberInput(value ? value[0] : null, true, "0"), to = numberInput(value ? value[1] : null, true, String(last));

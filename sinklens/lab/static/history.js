@@ -15,17 +15,19 @@ function drawAB() {
   byId("title").textContent = model ? `${model}: ${prompt}` : "No run yet";
   byId("title").title = prompt || "";
   document.title = model ? `${model} · sinklens lab` : "sinklens lab";
+  byId("run-b").textContent = lab.again ? "Run B waits for A" : "Run B";
+  drawFolds();
   drawTools();
 }
 
 function drawState() {
   const active = [lab.B, lab.A].filter((id) => id && isActive(id)), id = active[0] || shownId(), summary = summaryOf(id), bar = byId("progress");
-  byId("halt").disabled = !active.length;
+  byId("halt").disabled = byId("halt").hidden = !active.length;
   byId("run").textContent = "Run";
   bar.hidden = !active.length;
   bar.max = summary.steps || 1;
   bar.value = summary.steps_run || 0;
-  byId("state").textContent = stateSaid(summary, id === lab.B ? "B" : "A");
+  byId("state").textContent = [stateSaid(summary, id === lab.B ? "B" : "A"), lab.again ? "Run B starts when run A has ended." : ""].filter(Boolean).join(" ");
   drawAB();
 }
 
@@ -38,23 +40,50 @@ function stateSaid(summary, slot) {
   return `Run ${slot} ${status === "cancelled" ? "was stopped" : "is finished"}${seconds ? `: ${ran ?? steps} steps, ${short(seconds)} s` : ""}.`;
 }
 
+const KEPT_BACK = 10000; // milliseconds for which a deletion can be undone
+const wordsOf = (summary) => [summary.name, summary.note, summary.model, summary.prompt, summary.text, summary.error, `seed ${summary.seed ?? 0}`, changesOf(summary), summary.task && `${summary.task.task} ${summary.task.index}`].filter(Boolean).join(" ");
+const changesOf = ({ changes }) => (changes && changes.length ? changes.map(saidOf).join("; ") : "");
+
 function drawHistory() {
-  const runs = [...lab.runs.values()].sort((a, b) => (b.created || 0) - (a.created || 0)).slice(0, 200);
-  write(byId("history"), ...runs.map(historyItem), runs.length ? null : make("li", "Finished runs are listed here."));
+  const wanted = byId("history-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const runs = [...lab.runs.values()].sort((a, b) => (b.created || 0) - (a.created || 0));
+  const found = runs.filter((summary) => { const words = wordsOf(summary).toLowerCase(); return wanted.every((word) => words.includes(word)); });
+  write(byId("history"), ...found.slice(0, 200).map(historyItem), runs.length ? null : make("li", "Finished runs are listed here."));
+  byId("history-count").textContent = wanted.length ? `${found.length} of ${count(runs.length, "run")}` : count(runs.length, "run");
   drawAB();
 }
 
 function historyItem(summary) {
-  const { id, model, prompt, text, status, chips, replay, from_canvas: edited, right, error } = summary;
-  const item = make("li"), what = make("span", undefined, "what"), tools = make("span", undefined, "row");
-  const facts = [model, chips ? count(Number(chips), "change") : "", replay ? "on the canvases of another run" : "", edited ? "edited canvas" : "", STATUS[status], right === true ? "✓ right" : right === false ? "✗ wrong" : ""];
-  what.append(make("span", error || text || prompt || "", "line"), make("span", facts.filter(Boolean).join(" · "), "soft"));
+  const { id, model, prompt, text, status, replay, from_canvas: edited, right, error, seed, name, note, task } = summary;
+  const item = make("li"), what = make("span", undefined, "what"), tools = make("span", undefined, "row"), mark = id === lab.A ? "A" : id === lab.B ? "B" : "";
+  const called = `${name || model} run ${id}`;
+  if (lab.leaving.has(id)) {
+    what.append(`Deleted: ${name || prompt || id}`);
+    item.append(make("span", mark, "now"), what, button("Undo", `Keep ${called}`, () => { clearTimeout(lab.leaving.get(id)); lab.leaving.delete(id); drawHistory(); }));
+    return item;
+  }
+  const facts = [model, task ? `${task.task} ${task.index}` : "", `seed ${seed ?? 0}`, changesOf(summary) || "no changes", replay ? "on the canvases of another run" : "", edited ? "edited canvas" : "", STATUS[status], right === true ? "✓ right" : right === false ? "✗ wrong" : ""];
+  what.append(make("span", name || prompt || "", "line"), make("span", facts.filter(Boolean).join(" · "), "soft"), make("span", error || text || "", "soft answer"), note ? make("span", note, "note") : "");
   what.title = prompt || "";
-  const name = `${model} run ${id}`;
-  tools.append(button("as A", `Show ${name} as A`, attempt(() => place("A", id))), button("as B", `Show ${name} as B`, attempt(() => place("B", id))),
-    isActive(id) ? button("Stop", `Stop ${name}`, attempt(() => askJson(`/api/runs/${id}/cancel`, {}))) : button("Delete", `Delete ${name}`, attempt(() => ask(`/api/runs/${id}`, undefined, "DELETE"))));
-  item.append(make("span", id === lab.A ? "A" : id === lab.B ? "B" : "", "now"), what, tools);
+  tools.append(button("as A", `Show ${called} as A`, attempt(() => place("A", id))), button("as B", `Show ${called} as B`, attempt(() => place("B", id))),
+    button("Name…", `Name ${called}, or add a note`, () => nameRun(summary)),
+    isActive(id) ? button("Stop", `Stop ${called}`, attempt(() => askJson(`/api/runs/${id}/cancel`, {}))) : button("Delete", `Delete ${called}`, () => leave(id)));
+  item.append(make("span", mark, "now"), what, tools);
   return item;
+}
+
+function nameRun({ id, name, note }) {
+  const list = [field({ name: "name", type: "str" }, name), field({ name: "note", type: "text", help: "What you saw, or what to try next." }, note)];
+  byId("chip-dialog-title").textContent = "Name and note";
+  write(byId("chip-fields"), ...list.map(({ box }) => box));
+  write(byId("token-choices"));
+  openDialog(() => askJson(`/api/runs/${id}/note`, Object.fromEntries(list.map(({ name: part, read }) => [part, read() ?? ""]))));
+}
+
+// Deletes a run after a while, in which it can be kept.
+function leave(id) {
+  lab.leaving.set(id, setTimeout(attempt(async () => { lab.leaving.delete(id); await ask(`/api/runs/${id}`, undefined, "DELETE"); }), KEPT_BACK));
+  drawHistory();
 }
 
 // Shows a run as A or B; the changes become those of B, and as A the form becomes that of A.

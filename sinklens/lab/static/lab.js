@@ -7,8 +7,10 @@ const lab = {
   session: null, runs: new Map(), // id -> summary
   requests: new Map(), opened: new Map(), live: new Map(), // id -> request, finished run, run under way
   trials: new Map(), // id -> effects of its heads
+  repeats: new Map(), // "A/B" -> state of the repetitions of that pair
+  leaving: new Map(), // id -> timer of a deletion that can still be undone
   words: new Map(), // token id -> text
-  A: null, B: null, shown: "A", chips: [], refused: null, edits: null, pair: null, fresh: true, following: true, sent: 0, drawn: 0,
+  A: null, B: null, shown: "A", chips: [], refused: null, pair: null, fresh: true, following: true, sent: 0, drawn: 0,
 };
 
 const ACTIVE = ["queued", "running"];
@@ -52,13 +54,14 @@ async function runA() {
   runAgain(); // its last event may have arrived before its id
 }
 
+// Run B begins when run A has ended; without a run A, the form's is run first.
 async function runB() {
-  if (!lab.A) return runA();
-  if (summaryOf(lab.A).status !== "done" && isActive(lab.A)) { lab.again = true; return undefined; } // once A has ended
+  if (!lab.A) { await runA(); lab.again = true; runAgain(); return undefined; }
+  if (isActive(lab.A)) { lab.again = true; drawState(); return undefined; }
   const mine = ++lab.sent, before = lab.B;
   if (before && isActive(before)) askJson(`/api/runs/${before}/cancel`, {}).catch(() => {});
   const other = byId("model-b").value, request = await requestOf(lab.A);
-  const canvas = lab.edits ? { run_id: lab.A, step: lab.edits.step, cells: [...lab.edits.cells] } : request.canvas || null;
+  const canvas = request.canvas || null;
   const replay = byId("same").checked && other === "" && !canvas ? lab.A : null;
   const body = { ...request, chips: lab.chips, canvas, replay, compare_to: lab.A };
   if (other) Object.assign(body, { model: other, settings: {}, sampler: null });
@@ -70,8 +73,9 @@ async function runB() {
 
 // Runs B once A has ended, if it was asked for before.
 function runAgain() {
-  if (!lab.again || summaryOf(lab.A).status !== "done") return;
+  if (!lab.again || isActive(lab.A)) return;
   lab.again = false;
+  if (summaryOf(lab.A).status !== "done") return; // no run B of a run A that was stopped or failed
   attempt(runB)();
 }
 
@@ -80,11 +84,10 @@ async function requestOf(id) {
   return lab.requests.get(id);
 }
 
-// Another run A; edits of the canvas belong to the one before.
 function setA(id) {
-  Object.assign(lab, { A: id, B: null, shown: "A", pair: null, edits: null });
+  Object.assign(lab, { A: id, B: null, shown: "A", pair: null });
   lab.sent++;
-  drawEdits();
+  drawFolds();
 }
 
 const halt = async () => Promise.all([lab.A, lab.B].filter((id) => id && isActive(id)).map((id) => askJson(`/api/runs/${id}/cancel`, {})));
@@ -99,7 +102,7 @@ function changed() {
   if (!byId("auto").checked || !lab.A) return;
   clearTimeout(lab.soon);
   pending(false);
-  if (!lab.chips.some(({ on }) => on) && !lab.edits && byId("model-b").value === "") return dropB();
+  if (!lab.chips.some(({ on }) => on) && byId("model-b").value === "") return dropB();
   pending(true);
   lab.soon = setTimeout(async () => { await attempt(runB)(); pending(false); }, 20);
 }
@@ -140,7 +143,10 @@ const present = attempt(async () => {
   drawState();
   const id = shownId();
   if (!id) return;
-  const wanted = (lab.wanted = id), next = await opened(id);
+  const wanted = (lab.wanted = id), next = await opened(id).catch((error) => {
+    if (lab.wanted === wanted) byId("results").hidden = true; // not the figures of another run under its name
+    throw error;
+  });
   if (lab.wanted !== wanted || !next || next.info.steps.length === 0) return;
   await show(next);
   await compare();
@@ -151,7 +157,7 @@ async function show(next) {
   const first = byId("results").hidden, different = run !== next;
   byId("results").hidden = false;
   byId("bar").hidden = false;
-  const same = run && run.info.positions === next.info.positions && !next.live && !run.live && run.id !== next.id;
+  const same = run && summaryOf(run.id).model === summaryOf(next.id).model && run.info.positions === next.info.positions && !next.live && !run.live && run.id !== next.id;
   useRun(next);
   view.step = Math.min(view.wish ?? T - 1, T - 1);
   const there = ({ layer, head }) => has(layer) && layer < L && head < H;
@@ -162,7 +168,8 @@ async function show(next) {
   fillTokens();
   fillScope();
   drawTrial();
-  if (different) Object.assign(shown, { map: same ? shown.map : null, asked: null });
+  if (different) shown.asked = null;
+  if (different && !same) clearAttention("");
   const start = lab.fresh && !next.live && next.info.start;
   if (start) lab.fresh = false;
   if (start) await choose(...next.info.start);
@@ -170,6 +177,8 @@ async function show(next) {
   if (run !== next) return; // another run has been shown in the meantime
   if (different || first) startAttention();
   listProposals();
+  drawColor();
+  checkLens();
   said(next);
   if (!next.live) timed("done");
 }
@@ -212,7 +221,8 @@ const HANDLERS = {
     lab.runs.set(event.run, { ...summaryOf(event.run), steps_run: event.step + 1, left: event.left });
     if (event.run === shownId()) lab.drawing ??= setTimeout(() => requestAnimationFrame(grow), Math.max(0, 60 - (performance.now() - lab.drawn)));
   },
-  done: ended, cancelled: ended, failed: ended, heads: learnTrial,
+  done: ended, cancelled: ended, failed: ended, heads: learnTrial, repeats: learnRepeats,
+  noted({ run: id, summary }) { lab.runs.set(id, { ...summaryOf(id), ...summary }); },
   removed({ run: id }) {
     for (const store of [lab.runs, lab.opened, lab.live, lab.requests, lab.trials]) store.delete(id);
     if (id === lab.B) dropB();
@@ -226,7 +236,10 @@ function ended(event, status) {
   if (event.run !== lab.A && event.run !== lab.B) return;
   if (event.error) fail(new Error(event.error));
   if (status === "failed" && !summaryOf(event.run).steps_run && event.run === lab.B) { lab.B = null; lab.shown = "A"; }
-  if (event.run === lab.A) runAgain();
+  if (event.run === lab.A) {
+    if (status === "done") for (const name of ["form", "changes"]) fold(name, true);
+    runAgain();
+  }
   present();
 }
 
@@ -250,7 +263,7 @@ async function adopt(id) {
 
 function onEvent(kind, event) {
   HANDLERS[kind](event, kind);
-  if (kind === "heads") return;
+  if (kind === "heads" || kind === "repeats") return;
   if (kind !== "step" || [lab.A, lab.B].includes(event.run)) drawState();
   if (kind !== "step") drawHistory();
 }

@@ -3,7 +3,7 @@
 const SHORTCUTS = {
   b: attempt(runB), s: attempt(halt), c: attempt(copyPython), "?": () => byId("help").showModal(),
   1: () => showSlot("A"), 2: () => showSlot("B"), x: () => showSlot(other(lab.shown)),
-  p: () => byId("prompt").focus(), n: () => byId("add-kind").focus(), g: () => byId("grid").focus(), t: () => byId("tokens").focus(), h: () => byId("heat").focus(), a: () => byId("pattern").focus(),
+  p: () => { fold("form", false); byId("prompt").focus(); }, n: () => { fold("changes", false); byId("add-kind").focus(); }, g: () => byId("grid").focus(), t: () => byId("tokens").focus(), h: () => byId("heat").focus(), a: () => byId("pattern").focus(),
 };
 
 function onShortcut(event) {
@@ -29,7 +29,13 @@ async function startLab() {
   listenTrial();
   listenCompare();
   listenOutput();
+  listenColor();
+  listenLens();
+  listenRepeats();
+  listenExport();
   for (const slot of ["A", "B"]) byId(`show-${slot}`).addEventListener("click", () => showSlot(slot));
+  byId("history-filter").addEventListener("input", drawHistory);
+  addEventListener("hashchange", attempt(obeyLink));
   byId("pin").addEventListener("click", attempt(pin));
   document.addEventListener("keydown", onShortcut);
   document.addEventListener("pointerup", () => keep());

@@ -20,29 +20,42 @@ function stateNow() {
   const { A, B, shown: slot, chips, asked } = lab, boxes = Object.fromEntries(["same", "auto"].map((name) => [name, byId(name).checked]));
   let form = null;
   try { form = requestOfForm(); } catch { form = { model: byId("model-name").value, prompt: byId("prompt").value }; } // an unfinished form
-  return { A, B, shown: slot, chips, asked: asked ?? null, step: view.step, layer: chosen().layer, head: chosen().head, boxes, modelB: byId("model-b").value, form };
+  return { A, B, shown: slot, chips, asked: asked ?? null, step: view.step, layer: chosen().layer, head: chosen().head, color: byId("token-color").value, boxes, modelB: byId("model-b").value, form };
 }
 
-// Keeps the state in this tab, so that a reload finds it.
+// Keeps the state in this tab, so that a reload finds it, and A and B in the lab, for the notebook.
 function keep() {
   clearTimeout(lab.keeping);
-  lab.keeping = setTimeout(() => sessionStorage.setItem(STORE, JSON.stringify({ link: location.hash.slice(1), state: stateNow() })), 150);
+  lab.keeping = setTimeout(() => {
+    sessionStorage.setItem(STORE, JSON.stringify({ state: stateNow() }));
+    const { A, B } = lab, both = `${A}/${B}`;
+    if (both !== lab.reported) askJson("/api/shown", { A, B }).then(() => { lab.reported = both; }, () => {});
+  }, 150);
 }
 
 async function copyLink() {
-  const { link } = await askJson("/api/state", stateNow());
-  history.replaceState(null, "", `#${link}`);
-  keep();
-  byId("state").textContent = (await clip(location.href)) ? "The link is copied." : `The link is ${location.href}`;
+  const { link } = await askJson("/api/state", stateNow()), address = new URL(`#${link}`, location.href).href;
+  byId("state").textContent = (await clip(address)) ? "The link is copied." : `The link is ${address}`;
+  byId("copy-link").dataset.link = address;
 }
 
-// The state of the link in the address, of this tab, or of the newest run.
+// The state of the link in the address, of this tab, of the newest run, or an example to begin with.
 async function restore() {
-  const link = location.hash.slice(1), kept = JSON.parse(sessionStorage.getItem(STORE) || "null");
-  if (kept && (!link || kept.link === link)) return apply(kept.state);
-  if (link) return apply(await askJson(`/api/state/${encodeURIComponent(link)}`));
+  if (location.hash.length > 1) return obeyLink();
+  const kept = JSON.parse(sessionStorage.getItem(STORE) || "null");
+  if (kept) return apply(kept.state);
   const newest = [...lab.runs.values()].sort((a, b) => b.created - a.created)[0];
-  return newest ? follow(newest) : undefined;
+  if (newest) return follow(newest);
+  if (!byId("prompt").value) byId("prompt").value = byId("source").value === "ids" ? "1, 2, 3" : lab.session.example;
+  return undefined;
+}
+
+// A link is obeyed whenever one is in the address, and then taken out of it, so that it can be pasted again.
+async function obeyLink() {
+  const link = location.hash.slice(1);
+  if (!link) return;
+  history.replaceState(null, "", location.pathname + location.search);
+  await apply(await askJson(`/api/state/${encodeURIComponent(link)}`));
 }
 
 async function apply(state) {
@@ -51,13 +64,15 @@ async function apply(state) {
   fillForm(state.form);
   for (const [name, on] of Object.entries(state.boxes || {})) byId(name).checked = on;
   byId("model-b").value = state.modelB || "";
+  byId("token-color").value = state.color || "attention";
   Object.assign(view, { step: state.step, layer: state.layer, head: state.head, coming: null });
+  if (A) for (const name of ["form", "changes"]) fold(name, true);
   drawChips();
   await present();
   if (run && T > state.step) goTo(state.step);
 }
 
-// A browser sends no header when it follows a link, so in a frame the page is fetched first.
+// Fetched first: a browser sends no header when it follows a link from a frame, and a refusal would be saved as a file.
 async function savePage() {
   const { href } = byId("save-page"), link = make("a");
   if (!href) return;
@@ -84,7 +99,7 @@ const KEYS = [
 
 function listenOutput() {
   byId("copy-python").addEventListener("click", attempt(copyPython));
-  byId("save-page").addEventListener("click", (event) => { if (TOKEN) { event.preventDefault(); attempt(savePage)(); } });
+  byId("save-page").addEventListener("click", (event) => { event.preventDefault(); attempt(savePage)(); });
   byId("copy-link").addEventListener("click", attempt(copyLink));
   byId("help-open").addEventListener("click", () => byId("help").showModal());
   for (const [keys, meaning] of KEYS) {

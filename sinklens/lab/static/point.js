@@ -4,13 +4,28 @@ const stepNow = () => info.steps[view.step];
 const headNow = () => view.layer !== ALL && view.head !== ALL;
 const headSaid = (layer, head) => `layer ${layer}, head ${head}`;
 
+// To be changed into another prompt.
+const promptOfA = () => lab.requests.get(lab.A)?.prompt || byId("prompt").value;
+
 function headItems(layer, head) {
-  const own = { layer, head };
+  const own = { layer, head }, when = whenSaid();
   return [
-    [`Ablate ${headSaid(layer, head)} (zero)`, () => addChip("ablate_head", { ...own, by: "zero" })],
-    [`Ablate ${headSaid(layer, head)} (mean)`, () => addChip("ablate_head", { ...own, by: "mean" })],
-    ["Mask its sinks", () => addChip("mask_head_sinks", own)],
+    [`Ablate ${headSaid(layer, head)} (zero), ${when}`, () => addChip("ablate_head", { ...own, by: "zero" })],
+    [`Ablate ${headSaid(layer, head)} (mean), ${when}`, () => addChip("ablate_head", { ...own, by: "mean" })],
+    [`Mask its sinks, ${when}`, () => addChip("mask_head_sinks", own)],
     ...pathItems(layer, head),
+    [`Ablate further heads of layer ${layer}…`, () => editChip(newChip("ablate_heads", { layer, heads: [head] }))],
+    ...layerItems(layer),
+  ];
+}
+
+function layerItems(layer) {
+  const when = whenSaid();
+  return [
+    [`Ablate all heads of layer ${layer}, ${when}`, () => addChip("ablate_heads", { layer, heads: null })],
+    [`Ablate the MLP of layer ${layer}, ${when}`, () => addChip("ablate_mlp", { layer })],
+    [`Patch layer ${layer} from another prompt, ${when}…`, () => editChip(newChip("patch", { layer, pos: null, prompt: promptOfA() }))],
+    [`Steer layer ${layer}, ${when}…`, () => editChip(newChip("steer", { layer }))],
   ];
 }
 
@@ -27,17 +42,18 @@ function positionItems(pos) {
   if (view.layer !== ALL) keys.unshift([view.layer, null, `layer ${view.layer}`]);
   if (headNow()) keys.unshift([view.layer, view.head, headSaid(view.layer, view.head)]);
   return [
-    ...keys.map(([layer, head, who]) => [`Hide position ${pos} from ${who}`, () => addChip("hide_key", { pos, layer, head })]),
-    [`Force a token at step ${stepNow()}…`, () => editChip(newChip("force_token", { pos, step: stepNow() }))],
-    [`Remask position ${pos} at step ${stepNow()}`, () => addChip("remask", { pos, step: stepNow() })],
-    [`Put a token here when step ${stepNow()} begins…`, () => editCell(pos)],
+    [`Read position ${pos} layer by layer`, () => readLens(pos)],
+    [`Force a token here, ${whenSaid()}…`, () => editChip(newChip("force_token", { pos }))],
+    ...keys.map(([layer, head, who]) => [`Hide position ${pos} from ${who}, ${whenSaid()}`, () => addChip("hide_key", { pos, layer, head })]),
+    ...(pos < info.prompt_positions ? [] : [[`Remask position ${pos} at step ${stepNow()}`, () => addChip("remask", { pos, step: stepNow() })]]),
+    [`Patch position ${pos} from another prompt, ${whenSaid()}…`, () => editChip(newChip("patch", { pos, layer: view.layer === ALL ? 0 : view.layer, prompt: promptOfA() }))],
   ];
 }
 
 // What can be changed at a head; from the button or a key also what can be changed in all heads.
 function headMenu(event, layer = chosen().layer, head = chosen().head, pointed = false) {
   const one = layer !== ALL && head !== ALL, all = allHeadItems();
-  openMenu(...placeOf(event, byId("grid")), one ? headSaid(layer, head) : "Click a head for its own changes.", [...(one ? headItems(layer, head) : []), ...(pointed ? all.slice(0, 2) : all)]);
+  openMenu(...placeOf(event, byId("grid")), one ? headSaid(layer, head) : "Click a head for its own changes.", [...(one ? headItems(layer, head) : []), ...(pointed ? all.slice(0, 2) : [...all, ...(one || layer === ALL ? [] : layerItems(layer))])]);
 }
 
 function positionMenu(event, pos, node = byId("tokens")) {
@@ -47,28 +63,36 @@ function positionMenu(event, pos, node = byId("tokens")) {
 
 function pathMenu(event) {
   if (!headNow()) return headMenu(event);
-  return openMenu(...placeOf(event, byId("path")), headSaid(view.layer, view.head), [...pathItems(view.layer, view.head), ["Mask its sinks", () => addChip("mask_head_sinks", { layer: view.layer, head: view.head })]]);
+  return openMenu(...placeOf(event, byId("path")), headSaid(view.layer, view.head), [...pathItems(view.layer, view.head), [`Mask its sinks, ${whenSaid()}`, () => addChip("mask_head_sinks", { layer: view.layer, head: view.head })]]);
 }
 
 // ---- proposals for an undecided position
 
-const listProposals = attempt(async () => {
+async function listProposals() {
   const list = byId("proposals"), pos = lab.asked, id = shownId();
   const open = run && pos !== undefined && pos !== null && pos < P && !run.live && data.entered[view.step * P + pos] === MASK;
   list.hidden = !open;
   if (!open) return;
   const wanted = (lab.proposing = `${id}/${view.step}/${pos}`);
-  const { proposals } = await askJson(`/api/runs/${id}/proposals?step=${stepNow()}&pos=${pos}`);
+  if (list.dataset.of !== wanted) write(list); // not those of another place
+  let proposals;
+  try {
+    ({ proposals } = await askJson(`/api/runs/${id}/proposals?step=${stepNow()}&pos=${pos}`));
+  } catch (error) {
+    if (lab.proposing === wanted) write(list, make("li", `No proposals: ${error.message}`, "why"));
+    return;
+  }
   if (lab.proposing !== wanted) return;
+  list.dataset.of = wanted;
   learnWords(Object.fromEntries(proposals.map(({ id: token, text }) => [token, text])));
   write(list, ...proposals.map(({ id: token, text, p }) => {
     const item = make("li"), bar = make("span", undefined, "bar-of"), fill = make("i");
     fill.style.width = `${100 * p}%`;
     bar.append(fill, make("bdi", text));
-    item.append(bar, make("span", p.toFixed(3), "value"), button("Force", `Force ${text} at position ${pos}, step ${stepNow()}`, () => addChip("force_token", { pos, step: stepNow(), token })));
+    item.append(bar, make("span", p.toFixed(3), "value"), button("Force", `Force ${text} at position ${pos}, ${whenSaid()}`, () => addChip("force_token", { pos, token })));
     return item;
   }));
-});
+}
 
 function ask_at(pos, event) {
   point(pos);

@@ -6,15 +6,21 @@ const EFFECT = "KL divergence of run A without the head, mean over steps, on A's
 
 // The trial of run A, if the run shown has the same heads.
 const trialNow = () => (lab.A && summaryOf(shownId()).model === summaryOf(lab.A).model ? lab.trials.get(lab.A) : undefined);
-// Whether a head changes the number of the answer: null where A's answer states none, or cannot change.
+// Whether a head changes the number after ####: null where A's answer states none, or cannot change.
 const changesNumber = ({ number }, { same, number: other }) => (number === null || same === null ? null : number !== other);
 const matters = (trial, entry) => changesNumber(trial, entry) ?? entry.same === false;
-const largestFirst = (trial) => (a, b) => matters(trial, b) - matters(trial, a) || (b.same === false) - (a.same === false) || (b.kl ?? 0) - (a.kl ?? 0);
+// Heads that change the number, then those that change only the text, by how many tokens change; then by KL.
+const largestFirst = (trial) => (a, b) => matters(trial, b) - matters(trial, a) || (b.same === false) - (a.same === false) || (b.changed ?? 0) - (a.changed ?? 0) || (b.kl ?? 0) - (a.kl ?? 0);
 
 const tryHeads = attempt(async (by = "zero", layer = null) => {
   if (!lab.A || isActive(lab.A)) throw new Error("Run A has not ended yet; try its heads when it has.");
   byId("grid-color").value = "effect";
-  await askJson(`/api/runs/${lab.A}/heads`, { by, layer });
+  const run = lab.A;
+  try {
+    await askJson(`/api/runs/${run}/heads`, { by, layer });
+  } catch (error) {
+    learnTrial({ run, by, status: "failed", done: 0, total: 0, heads: [], number: null, error: error.message });
+  }
 });
 
 // A state of a trial: all its heads, or those that follow the ones known.
@@ -32,12 +38,12 @@ function newWords(text, opposite) {
 }
 
 function outcomeOf(trial, entry) {
-  const { same, text, number, right } = entry, words = quoted(newWords(text, summaryOf(lab.A).text) || text || "other tokens");
+  const { same, text, number, right, changed } = entry, words = quoted(newWords(text, summaryOf(lab.A).text) || text || "other tokens");
   if (same === null) return [];
   if (same) return ["same answer"];
-  const verdict = right === true ? " ✓ right" : right === false ? " ✗ wrong" : "";
-  if (changesNumber(trial, entry)) return ["number ", strong(`${trial.number} → ${number ?? "none"}`), verdict];
-  return [changesNumber(trial, entry) === false ? "only words: " : "answer → ", words, verdict];
+  const verdict = right === true ? " ✓ right" : right === false ? " ✗ wrong" : "", tokens = ` (${Math.round(100 * changed)} % of tokens)`;
+  if (changesNumber(trial, entry)) return ["#### ", strong(`${trial.number} → ${number ?? "none"}`), verdict, tokens];
+  return [changesNumber(trial, entry) === false ? "text only: " : "text: ", words, verdict, tokens];
 }
 
 function headRow(entry, most, trial) {
@@ -55,12 +61,12 @@ function headRow(entry, most, trial) {
   return item;
 }
 
-// What changes, of `heads`: "5 change the answer", or "1 changes its number, 4 only its words".
+// What changes, of `heads`: "5 heads change the answer", or "1 head changes the number after ####, 4 only the text".
 function changesSaid(trial) {
   const { heads, number } = trial, some = (n) => (n === 1 ? "1 head changes" : `${n || "no"} heads change`);
   const any = heads.filter(({ same }) => same === false).length, numbers = heads.filter((entry) => changesNumber(trial, entry)).length;
-  if (number === null) return `${some(any)} the answer`;
-  return `${some(numbers)} the number of the answer (${number})${any > numbers ? `, ${any - numbers} only its words` : ""}`;
+  if (number === null) return `${some(any)} the text of the answer`;
+  return `${some(numbers)} the number after #### (${number})${any > numbers ? `, ${any - numbers} only other text` : ""}`;
 }
 
 function trialSaid(trial) {
@@ -86,7 +92,7 @@ function drawTrial() {
       return entry ? [entry.kl === null ? "" : "KL ", entry.kl === null ? "" : strong(entry.kl.toPrecision(2)), entry.kl === null ? "" : " nats without it; ", ...outcomeOf(trial, entry)] : ["not tried"];
     },
   };
-  byId("grid-said").textContent = on ? `${EFFECT}the answer${trial.number === null ? "" : "'s number"} changes.` : STRENGTH;
+  byId("grid-said").textContent = on ? `${EFFECT}${trial.number === null ? "the text of the answer" : "the number after ####"} changes.` : STRENGTH;
   if (run) drawGrid();
   if (!trial) return;
   byId("trial-bar").hidden = byId("trial-stop").hidden = trial.status !== "running";
@@ -104,7 +110,7 @@ function allHeadItems() {
     ["Try every head: ablate each in turn (zero)", () => tryHeads("zero")],
     ["Try every head: ablate each in turn (mean)", () => tryHeads("mean")],
     ...(layer === null ? [] : [[`Try the heads of layer ${layer} (zero)`, () => tryHeads("zero", layer)]]),
-    ["Mask the sinks of all heads", () => addChip("mask_sinks")],
+    [`Mask the sinks of all heads, ${whenSaid()}`, () => addChip("mask_sinks")],
     [`Hold the sinks of all heads still from step ${from} on`, () => addChip("hold_sink", { layer: null, head: null, from_step: from })],
   ];
 }

@@ -55,11 +55,34 @@ async function showAttention(wish) {
     if (has(asked.layer)) await of.load(asked.layer);
     if (shown.asked !== asked || of !== run) return;
     Object.assign(shown, given, asked);
+  } catch (error) {
+    if (shown.asked !== asked || of !== run) return;
+    clearAttention(String(error.message || error));
+    Object.assign(shown, asked); // a choice of another place is read again
+    return;
   } finally {
     if (shown.asked === asked) shown.asked = null;
   }
+  hideParts(false);
+  byId("attention-why").hidden = true;
   drawPattern();
   drawCircuitsSoon();
+}
+
+const hideParts = (none) => byId("attention").querySelectorAll(".pair, .circuits").forEach((part) => { part.hidden = none; });
+
+// Removes the map, so that it is not taken for that of another run, step or layer; `why` is shown instead.
+function clearAttention(why) {
+  Object.assign(shown, { map: null, base: null });
+  sized(byId("pattern"), 0, 0);
+  for (const name of ["keys", "row-keys", "pattern-readout", "circuits-note"]) write(byId(name));
+  byId("circuits").replaceChildren();
+  byId("circuits").dataset.shown = "";
+  clearTimeout(shown.timer);
+  Object.assign(shown, { frame: null, talk: null });
+  hideParts(true);
+  byId("attention-why").textContent = why;
+  byId("attention-why").hidden = !why;
 }
 
 // ---- one head
@@ -77,9 +100,10 @@ function drawPattern() {
   remember(canvas, { left: 34, top: TOP, cell: shown.cell, high: shown.cell });
   const row = new Float32Array(side * side);
   let peak = 0;
-  for (let at = 0; at < row.length; at++) { row[at] = shown.value(shown.map[head * side * side + at]); peak = Math.max(peak, row[at]); }
+  for (let at = 0; at < row.length; at++) { row[at] = shown.value(shown.map[head * side * side + at]); if (row[at] > peak) peak = row[at]; }
   shown.most = peak || 1;
-  const cells = image(side, side, (query, key) => (info.causal && key > query ? null : attentionLevel(row[query * side + key] / shown.most)));
+  const level = (value) => (Number.isNaN(value) ? null : attentionLevel(value / shown.most)); // NaN: a query that the step did not compute
+  const cells = image(side, side, (query, key) => (info.causal && key > query ? null : level(row[query * side + key])));
   brush.imageSmoothingEnabled = false;
   brush.drawImage(cells, 34, TOP, size, size);
   brush.strokeStyle = inkOf("line");
@@ -100,7 +124,7 @@ function pointRow() {
   const { map, base, brush, cell, side, block, head } = shown, at = view.position;
   if (!map || !base) return;
   blit(brush, base);
-  const step = pageStep(), row = at === null || block > 1 || step < 0 || at >= side || !exists(step, at) ? null : at;
+  const step = pageStep(), row = at === null || block > 1 || step < 0 || at >= side || !exists(step, at) || Number.isNaN(weight(head, at, 0)) ? null : at;
   byId("row").hidden = row === null;
   if (row === null) return;
   brush.strokeStyle = inkOf("ink");
@@ -115,7 +139,8 @@ function pointPattern(event) {
   if (!side) return;
   const query = clamp(Math.floor((y - TOP) / cell), 0, side - 1), key = clamp(Math.floor((x - 34) / cell), 0, side - 1);
   const value = weight(head, query, key);
-  write(byId("pattern-readout"), "query ", ...blockText(query), " gives key ", ...blockText(key), " ", strong(value < 0.001 && value > 0 ? "under 0.001" : value.toFixed(3)), shown.block > 1 ? ` at most (${shown.block} × ${shown.block} positions)` : "");
+  if (Number.isNaN(value)) return write(byId("pattern-readout"), "query ", ...blockText(query), " was not computed in this step: its keys and values come from a cache.");
+  return write(byId("pattern-readout"), "query ", ...blockText(query), " gives key ", ...blockText(key), " ", strong(value < 0.001 && value > 0 ? "under 0.001" : value.toFixed(3)), shown.block > 1 ? ` at most (${shown.block} × ${shown.block} positions)` : "");
 }
 
 function listKeys() {
@@ -153,7 +178,7 @@ function showHead(head) {
 // Choosing a head above also selects its attention, if the page holds it.
 function followHead() {
   const asked = askedNow();
-  if (!shown.ready || (!shown.map && !shown.asked)) return;
+  if (!shown.ready || asked.step === null) return;
   if (view.layer === ALL) return drawPattern();
   const head = view.head === ALL ? asked.head : view.head;
   const known = heldLayers(asked.step).includes(view.layer);
@@ -181,7 +206,7 @@ function forCircuits() {
   const attention = heads.map((head) => Array.from({ length: edge }, (_, q) => Array.from({ length: edge }, (_, k) => {
     let value = 0;
     for (let query = q * block; query < Math.min(side, (q + 1) * block); query++)
-      for (let key = k * block; key < Math.min(side, (k + 1) * block); key++) value = Math.max(value, entry(head, query, key));
+      for (let key = k * block; key < Math.min(side, (k + 1) * block); key++) value = Math.max(value, entry(head, query, key) || 0);
     value = Math.round(shown.value(value) * 1e4) / 1e4;
     peak = Math.max(peak, value);
     return value;
@@ -248,9 +273,9 @@ function listenAttention() {
 // Shows the attention of the run on the page: of the layer shown, and of the step in the middle of those it holds.
 function startAttention() {
   const { places, why } = run.attention, none = places !== null && !places.length;
-  byId("attention").querySelectorAll("#attention-choice, .pair, .circuits").forEach((part) => { part.hidden = none; });
+  byId("attention-choice").hidden = none;
   shown.ready = !none;
-  if (none) { byId("attention-text").textContent = why; return; }
+  if (none) { clearAttention(why); return; }
   const best = places ? places.filter(([, layer]) => layer === view.layer) : [[info.steps[view.step], Math.max(0, view.layer)]];
   const [step, layer] = best[Math.floor(best.length / 2)] || places[0];
   fillAttention();

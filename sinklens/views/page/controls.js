@@ -9,7 +9,8 @@ async function choose(layer = chosen().layer, head = chosen().head) {
   try {
     await run.load(layer);
   } catch (error) {
-    if (view.coming === coming) view.coming = null;
+    if (view.coming === coming) Object.assign(view, { coming: null });
+    for (const part of ["layer", "head"]) byId(part).value = view[part]; // what is still shown
     throw error;
   }
   if (view.coming !== coming || of !== run) return true; // the selection has changed, or another run continues with it
@@ -45,7 +46,7 @@ const everyHead = () => [[ALL, ALL], ...run.held.flatMap((layer) => Array.from({
 
 function nextHead(by) {
   const places = everyHead(), at = chosen(), now = places.findIndex(([layer, head]) => layer === at.layer && head === at.head);
-  choose(...places[(now + by + places.length) % places.length]);
+  choose(...places[(now + by + places.length) % places.length]).catch(fail);
 }
 
 function onKey(event) {
@@ -69,8 +70,8 @@ function listenControls() {
   byId("play").addEventListener("click", () => play(view.playing === null));
   byId("back").addEventListener("click", () => { play(false); goTo(view.step - 1); });
   byId("forward").addEventListener("click", () => { play(false); goTo(view.step + 1); });
-  byId("layer").addEventListener("change", () => choose(Number(byId("layer").value)));
-  byId("head").addEventListener("change", () => choose(undefined, Number(byId("head").value)));
+  byId("layer").addEventListener("change", () => choose(Number(byId("layer").value)).catch(fail));
+  byId("head").addEventListener("change", () => choose(undefined, Number(byId("head").value)).catch(fail));
   document.addEventListener("keydown", onKey);
 }
 

@@ -25,9 +25,13 @@ const gamma = (peak) => clamp(Math.log(UNIFORM) / Math.log(1 / Math.max(peak, 1.
 const level = (score, peak) => clamp(Math.round(255 * (score / peak) ** gamma(peak)), 0, 255);
 const attentionLevel = (share) => clamp(Math.round(255 * Math.sqrt(share)), 0, 255);
 
-function shade(score, peak) {
-  const [r, g, b] = ramp()[level(score, peak)], light = 0.299 * r + 0.587 * g + 0.114 * b;
-  return { css: `rgb(${r} ${g} ${b})`, text: light > 140 ? "#14181d" : "#ffffff" };
+const shade = (score, peak) => inked(level(score, peak));
+
+// A color of the ramp, 0 to 255, with black or white for the text on it: whichever has more contrast, at least 4.5 : 1.
+const linear = (channel) => (channel <= 10 ? channel / 3295 : ((channel / 255 + 0.055) / 1.055) ** 2.4);
+function inked(place) {
+  const [r, g, b] = ramp()[place], light = 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  return { css: `rgb(${r} ${g} ${b})`, text: light > 0.179 ? "#000000" : "#ffffff" };
 }
 
 // Sets the size of a canvas in CSS pixels, sharp on any screen.
@@ -39,7 +43,7 @@ function sized(canvas, width, height) {
   canvas.style.height = height + "px";
   const brush = canvas.getContext("2d");
   brush.scale(ratio, ratio);
-  brush.font = "11px system-ui, sans-serif";
+  brush.font = "12.5px system-ui, sans-serif";
   brush.fillStyle = inkOf("soft");
   return brush;
 }

@@ -18,8 +18,34 @@ function fillTokens() {
       flow.append(token);
       if (breaksAfter(at)) flow.append(make("br"));
     }
+    if (to === P) foldEnd(flow, tokens.slice(endOf(run) + 1));
     byId("tokens").append(part);
   }
+}
+
+const FOLDED = 3; // end tokens at the end of an answer that become one line, if there are as many
+
+// Index of the first of the end tokens with which the answer of a run ends.
+function endOf(of) {
+  const { ends = [], positions, prompt_positions: start, steps } = of.info, known = new Set(ends);
+  let from = positions;
+  while (from > start && known.has(of.data.left[(steps.length - 1) * positions + from - 1])) from--;
+  return from;
+}
+
+// Folds the end tokens that follow the answer's first one; a button shows them. `folded` are their nodes in `flow`.
+function foldEnd(flow, folded) {
+  if (folded.length < FOLDED) return;
+  const closed = `+ ${folded.length} that become end tokens`, more = make("button", closed, "more");
+  more.type = "button";
+  more.setAttribute("aria-expanded", "false");
+  more.addEventListener("click", () => {
+    const on = flow.classList.toggle("unfolded");
+    more.setAttribute("aria-expanded", String(on));
+    more.textContent = on ? "fold the end tokens" : closed;
+  });
+  for (const token of folded) token.classList.add("ended");
+  flow.append(more);
 }
 
 function listenTokens() {
@@ -49,10 +75,12 @@ function drawTokens() {
     token.classList.toggle("strongest", at === strongest);
     token.classList.toggle("pointed", at === view.position);
     token.classList.toggle("differs", Boolean(run.differs && run.differs(step, at)));
-    const color = scored ? shade(scoreAt(step, at), peak) : null;
+    const color = run.tint ? run.tint(step, at) : scored ? shade(scoreAt(step, at), peak) : null;
     token.style.backgroundColor = color ? color.css : "transparent";
     token.style.color = color ? color.text : "";
   });
+  const more = byId("tokens").querySelector(".more"); // it is marked as what it hides
+  for (const mark of more ? ["sink", "differs"] : []) more.classList.toggle(mark, tokens.some((token) => token.classList.contains("ended") && token.classList.contains(mark)));
 }
 
 function point(at) {
@@ -92,7 +120,7 @@ function drawStep() {
 }
 
 function drawChoice() {
-  drawScale(byId("scale"), peakNow(), "the scores");
+  if (!run.tint) drawScale(byId("scale"), peakNow(), "the scores");
   drawHeat();
   drawGrid();
   drawPath();
