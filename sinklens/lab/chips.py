@@ -119,10 +119,11 @@ class Expression:
         }
         return getattr(interventions, self.name)(**values)
 
-    def source(self, computed: str = "…") -> str:
-        """The same as Python source; `computed` stands for the argument that is computed first."""
+    def source(self, computed: str | None = None) -> str:
+        """The same as Python source; `computed` is the expression of an argument that is computed first."""
         values = {
-            name: computed if isinstance(value, Computed) else f"{value!a}" for name, value in self.arguments.items()
+            name: computed if isinstance(value, Computed) and computed else ascii(value)
+            for name, value in self.arguments.items()
         }
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in values.items())})"
 

@@ -93,7 +93,7 @@ class _Writer:
         settings = "".join(f", {key}={_literal(value)}" for key, value in given.items() if value is not None)
         found = []
         for number, change in enumerate(spec.changes):
-            value = ""
+            value = None
             if change.computed is not None:
                 lines, value = change.computed.lines(model, f"of_{run}_{number}", settings)
                 self.lines += lines
