@@ -128,7 +128,9 @@ def attribution(spec: RunSpec, outcome: Outcome, model: "Model", pos: int, other
 
 def _plain(values: np.ndarray) -> list[Any]:
     """Numbers as JSON; None for those that are not finite."""
-    return np.where(np.isfinite(values), values, None).tolist()
+    plain = values.astype(object)
+    plain[~np.isfinite(values)] = None
+    return list(plain.tolist())
 
 
 def _alone(outcome: Outcome, model: "Model") -> bool:
