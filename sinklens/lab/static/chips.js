@@ -202,6 +202,7 @@ function openDialog(save) {
     }
   };
   byId("chip-dialog").showModal();
+  byId("chip-fields").querySelector("[data-name=token] input")?.focus(); // its position is known
 }
 
 function replaceChip(chip) {

@@ -12,7 +12,7 @@ function fieldKind({ type, choices }) {
 
 // A labelled input; `read()` returns its value, null if it is empty.
 function field(given, value, last) {
-  const box = make("div", undefined, "field"), label = make("label", given.label || given.name.replaceAll("_", " ")), kind = fieldKind(given);
+  const box = make("div", undefined, "field"), label = make("label", given.label || { pos: "position" }[given.name] || given.name.replaceAll("_", " ")), kind = fieldKind(given);
   const id = `field-${fieldCount++}`, [inputs, read] = makers[kind](given, value, last);
   inputs[0].id = id;
   label.htmlFor = id;
