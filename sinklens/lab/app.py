@@ -225,7 +225,7 @@ class LabApp:
 
         def compute() -> dict[str, Any]:
             found = reading.patterns(spec, outcome, self._session.model_of(run), step, [layer])[layer]
-            return packed(found.nan_to_num().numpy()) | {"step": step, "layer": layer}
+            return packed(found.numpy()) | {"step": step, "layer": layer}
 
         return JSONResponse(await self._computed(("pattern", run, step, layer), compute))
 
