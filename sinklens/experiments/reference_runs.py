@@ -152,7 +152,7 @@ class _Kept(Intervention):
         if not labels:
             raise SettingError("the runs have no position at these steps; choose others.")
         values = {name: torch.cat(parts) for name, parts in self.__dict__["_values"].items()}
-        return Donors(values, *(torch.cat(labels[name]) for name in ("step", "state", "position", "kind")))
+        return Donors(values, *(torch.cat(labels[name]) for name in ("step", "state", "position", "kind", "answer")))
 
     def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
