@@ -34,6 +34,7 @@ from sinklens.interventions.patching import axes_of
 from sinklens.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within
+from sinklens.sampling.block_cache import one_later
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -269,7 +270,7 @@ class Pair(NamedTuple):
     def logits(self, hidden: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         """The logits that the metric receives."""
         if self.model.family_record.shift:  # as State.logits
-            hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+            hidden = one_later(hidden, self.real.repeat(len(hidden) // len(self.real), 1))
         return wide(self.model.tree.head(hidden))
 
     def values(
