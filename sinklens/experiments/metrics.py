@@ -11,7 +11,7 @@ metric sees what the step would decide, not what follows.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -32,10 +32,11 @@ class StepOutput(NamedTuple):
 
     Attributes:
         step: number of the step.
-        logits: of the token at each position, in float32; in an autoregressive run of the token being decoded.
+        logits: of the token at each position that the step computes, in float32; in an autoregressive run of the token
+            being decoded.
         base: the same without the intervention.
-        canvas: ids that the step works on.
-        undecided: positions that are not decided when the step begins.
+        canvas: ids of these positions; in an autoregressive run of all.
+        undecided: of these positions, those that are not decided when the step begins.
         first: number of the first of these prompts, among all prompts of the sweep.
     """
 
@@ -194,6 +195,8 @@ class _Reading(Intervention):
         found: collects the values.
     """
 
+    on_canvas: ClassVar[bool] = True
+
     numbers: Sequence[int | None]
     found: _Values
 
@@ -204,8 +207,12 @@ class _Reading(Intervention):
 
         def read(value: Float[Tensor, "row pos vocab"], hook: Point) -> None:
             assert canvas.now is not None
-            undecided = canvas.now.undecided & run.real[:, : canvas.now.ids.shape[1]]
-            output = _Output(value.detach().float(), canvas.now.ids, undecided).chunks(len(self.numbers))
+            ids, size = canvas.now.ids, value.shape[1]
+            undecided = canvas.now.undecided & run.real[:, : ids.shape[1]].to(ids.device)
+            if not run.causal and size < ids.shape[1]:  # with cached blocks, or a canvas after its text
+                first = ids.shape[1] - size if run.tree.architecture.encoder else run.first(hook.step or 0, size)
+                ids, undecided = ids[:, first : first + size], undecided[:, first : first + size]
+            output = _Output(value.detach().float(), ids, undecided).chunks(len(self.numbers))
             for number, one in zip(self.numbers, output, strict=True):
                 self.found.keep(number, hook.step or 0, one, output[0].logits)
 

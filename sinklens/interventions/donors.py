@@ -90,7 +90,11 @@ class Draws:
         self._donors, self._match, self._seed, self._run = donors, tuple(match), seed, run
         self._compared = (*match, "answer") if "position" in match else tuple(match)
         self._canvas = Canvas(run)
-        labels = torch.stack([getattr(donors, name).long() for name in self._compared], dim=1) if match else donors.step[:, None] * 0
+        labels = (
+            torch.stack([getattr(donors, name).long() for name in self._compared], dim=1)
+            if match
+            else donors.step[:, None] * 0
+        )
         self._samples: dict[tuple[int, ...], list[int]] = {}
         for sample, label in enumerate(labels.tolist()):
             self._samples.setdefault(tuple(label), []).append(sample)
@@ -123,7 +127,9 @@ class Draws:
         assert self._labels is not None
         label = tuple(self._labels[row, column].tolist())
         if label not in self._samples:
-            shown = ", ".join(f"{name} {_named(name, value)}" for name, value in zip(self._compared, label, strict=False))
+            shown = ", ".join(
+                f"{name} {_named(name, value)}" for name, value in zip(self._compared, label, strict=False)
+            )
             raise SettingError(
                 f"no donor matches position {column} of row {row} at step {step} ({shown}); collect donors from more "
                 f"prompts, or match fewer of {', '.join(MATCHED)}."

@@ -35,9 +35,19 @@ class StepCaches(Mapping[int, "ActivationCache"]):
         """Keep a copy of the value at `point` in the current step."""
         step, name = point.step or 0, str(point.name)
         self._values.setdefault(step, {})[name] = value.detach().clone()
-        if point.watch.held is not None and not names.covers_all_columns(name):
-            window = point.watch.held.window
-            self._windows.setdefault(step, {})[name] = range(window.start, window.stop)
+        window = self._window(value, point)
+        if window is not None:
+            self._windows.setdefault(step, {})[name] = window
+
+    def _window(self, value: Tensor, point: Point) -> range | None:
+        """The columns of a value, where a pass of a diffusion run computes some of them; None for all."""
+        name, held, stop = str(point.name), point.watch.held, point.key_positions.stop
+        if held is not None:
+            return None if names.covers_all_columns(name) else range(held.window.start, held.window.stop)
+        if self._tree.causal or name.startswith("denoise.") or {"pos", "query"}.isdisjoint(names.axes_of(name)):
+            return None
+        size = value.shape[names.position_axis(name)]
+        return None if size == stop else range(stop - size, stop)
 
     def __getitem__(self, step: int) -> "ActivationCache":
         from sinklens.hooks.spellings import HookCache
@@ -61,7 +71,7 @@ class StepCaches(Mapping[int, "ActivationCache"]):
 
 
 def require_columns(cache: Any, name: str, step: int, columns: range) -> None:
-    """Refuse a cached value that a cache policy limited to other columns than `columns` of `step`.
+    """Refuse a cached value of a pass that computed other columns than `columns` of `step`.
 
     Raises:
         SettingError: it belongs to other columns.
@@ -70,8 +80,8 @@ def require_columns(cache: Any, name: str, step: int, columns: range) -> None:
     if there != columns:
         raise SettingError(
             f"source has positions {there.start} to {there.stop - 1} of {name}, and step {step} computes "
-            f"{columns.start} to {columns.stop - 1}: its run had a cache policy. Record the source without cache=, or "
-            f"patch steps that compute the same positions."
+            f"{columns.start} to {columns.stop - 1}: its run computed a part of the canvas. Record the source in a run "
+            f"without cache= (or use_cache=True), or patch steps that compute the same positions."
         )
 
 

@@ -69,12 +69,10 @@ def test_an_edited_fresh_entry_is_cached_as_edited_and_the_plan_stays(worded, ar
         if hook.step == 0:
             value[:, 4] += 1.0
             kept["edited"] = value[:, 4].clone()
-            return value
 
     def replace(value, hook):
         if hook.step == 1:
             value[:, 4] = kept["edited"]
-            return value
 
     def keep(value, hook):
         seen.setdefault(hook.step, []).append(value.clone())
