@@ -22,6 +22,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.hooks.points import Point
+from sinklens.interventions.where import follows_run
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext
 from sinklens.runs.result import Generation
@@ -91,7 +92,9 @@ class Work:
             found.keep(None, step, plain, plain.logits)
             for part in _parts(numbers, self._at_once(base)):
                 stacked = Stacked([hooks[number] for number in part])
-                output = _pass(self.start(batch, [stacked], None, len(part)), base, step)
+                denoising = self.start(batch, [stacked], None, len(part))
+                output = _pass(denoising, base, step)
+                denoising.controls.report(refuse=False)
                 for number, one in zip(part, output.chunks(len(part)), strict=True):
                     found.keep(number, step, one, plain.logits)
 
@@ -118,15 +121,10 @@ def _steps_alone(hooks: Sequence[Any], base: Generation) -> list[int] | None:
     guided = getattr(settings, "cfg_scale", 0.0) > 0
     if tree.causal or tree.architecture.encoder or reuses or guided or not hooks:
         return None
-    if not all(isinstance(entry, Intervention) and entry.within_step and not _follows(entry) for entry in hooks):
+    if not all(isinstance(entry, Intervention) and entry.within_step and not follows_run(entry) for entry in hooks):
         return None
     named = {step for entry in hooks for step in entry.acting_steps(settings.steps)}
     return sorted(step for step in named if 0 <= step < base.steps_run)
-
-
-def _follows(entry: Intervention) -> bool:
-    """Whether the places of an intervention follow the run, and may depend on earlier steps."""
-    return getattr(entry, "where", None) is not None
 
 
 class _Output(NamedTuple):

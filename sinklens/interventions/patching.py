@@ -60,7 +60,7 @@ class Activations(Intervention):
     on_canvas: ClassVar[bool] = True
 
     names: Sequence[str] | Any
-    caches: dict[int, "ActivationCache"] = field(default_factory=dict, init=False, repr=False, compare=False)
+    caches: Mapping[int, "ActivationCache"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         refuse(self, "heads", "positions")
@@ -69,12 +69,11 @@ class Activations(Intervention):
         """See `Intervention.hooks_for`."""
         in_step = self.step_test(run)
         kept = StepCaches(model.tree)
-        object.__setattr__(self, "caches", {})  # a new dict: the old one may be the source of a patch in this run
+        object.__setattr__(self, "caches", kept)  # a new one: the old one may be the source of a patch in this run
 
         def keep(value: Tensor, hook: Point) -> None:
             if in_step(hook.step):
                 kept.keep(value, hook)
-                self.caches[hook.step or 0] = kept[hook.step or 0]
 
         return [(name, keep) for name in chosen_points(self.names, model, self.layers)]
 

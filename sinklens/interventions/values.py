@@ -48,6 +48,7 @@ class AblateValues(OnSinks):
         queries: as in `OnSinks`; by default, in an autoregressive run, each token sees the replaced values of its step.
     """
 
+    within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
 
     top_k: int | None = None

@@ -29,11 +29,13 @@ class StepCaches(Mapping[int, "ActivationCache"]):
     def __init__(self, tree: "HookTree") -> None:
         self._tree = tree
         self._values: dict[int, dict[str, Tensor]] = {}
+        self._made: dict[int, ActivationCache] = {}  # on the first look-up, because making one takes milliseconds
         self._windows: dict[int, dict[str, range]] = {}
 
     def keep(self, value: Tensor, point: Point) -> None:
         """Keep a copy of the value at `point` in the current step."""
         step, name = point.step or 0, str(point.name)
+        self._made.pop(step, None)
         self._values.setdefault(step, {})[name] = value.detach().clone()
         window = self._window(value, point)
         if window is not None:
@@ -54,7 +56,13 @@ class StepCaches(Mapping[int, "ActivationCache"]):
 
         if step not in self._values:
             raise SettingError(f"step {step} was not cached; cached steps: {sorted(self._values) or 'none'}.")
-        return HookCache(self._values[step], self._tree, windows=self._windows.get(step))
+        if step not in self._made:
+            self._made[step] = HookCache(self._values[step], self._tree, windows=self._windows.get(step))
+        return self._made[step]
+
+    def get(self, step: int, default: Any = None) -> Any:
+        """The cache of a step; `default` if it has none."""
+        return self[step] if step in self else default
 
     def __contains__(self, step: object) -> bool:
         return step in self._values

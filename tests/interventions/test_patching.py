@@ -9,6 +9,7 @@ from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
 import sinklens
 from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks.names import axes_of
+from sinklens.hooks.spellings import HookCache
 from sinklens.interventions import AblateHeads, Activations, FreezePattern, PatchHooks, WindowAttention
 from sinklens.runs.caches import StepCaches
 
@@ -279,6 +280,22 @@ def test_kept_values_make_activation_caches_that_transformerlens_helpers_read(wo
     torch.testing.assert_close(parts[real], plain["blocks.2.hook_resid_post"][real], atol=1e-3, rtol=0)
     heads = cache.stack_head_results(layer=2)[6:12].sum(dim=0)
     torch.testing.assert_close(heads[real], plain["blocks.1.hook_attn_out"][real], atol=1e-3, rtol=0)
+
+
+def test_keeping_a_value_makes_no_cache(worded, monkeypatch):
+    """Making one takes as long as some twenty copies of values."""
+    made = []
+    init = HookCache.__init__
+    monkeypatch.setattr(
+        HookCache, "__init__", lambda self, *args, **kwargs: (made.append(1), init(self, *args, **kwargs))[1]
+    )
+    kept = Activations(names=[Z, "blocks.0.hook_resid_post"])
+    run = watch(worded(), [LONG], [kept], []).run
+    assert not made
+    assert [kept.caches[step][Z].shape for step in range(run.steps_run)] == [(1, 15, 6, 4)] * 4
+    assert kept.caches[0] is kept.caches[0]
+    assert len(made) == 4
+    assert kept.caches.get(9) is None
 
 
 def test_step_caches_report_what_they_hold(worded):
