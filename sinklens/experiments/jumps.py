@@ -113,12 +113,17 @@ def jump_undone(
             those of the step before.
 
     Raises:
-        SettingError: another letter, a sender that the head does not read, a source of another length, or what
-            `PathPatch` refuses.
+        SettingError: another letter, a sender that the head does not read, a source of another length, an
+            autoregressive run, one whose steps reuse earlier keys (`exact_step`), or what `PathPatch` refuses.
     """
     if letter not in ("q", "k"):
         raise SettingError(f"letter must be 'q' or 'k', of which an attention pattern is computed; got {letter!r}.")
     model = run.model
+    if model.causal:
+        raise SettingError(
+            "jump_undone compares what components wrote on the canvases of two steps, and a step of an autoregressive "
+            "run only adds a token to the text; pass a run of a diffusion model."
+        )
     steps = [exact_step(run, step) for step in (jump.step - 1, jump.step)]
     before, now = (step.row(jump.row) for step in steps)
     ids = before.ids if source is None else source[None].to(before.ids)

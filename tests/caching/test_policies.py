@@ -203,7 +203,9 @@ def test_the_delayed_cache_reuses_a_token_from_the_second_step_after_it_was_writ
     for step in range(run.steps_run):
         inside = step % 6 if kind == "llama" else step  # Dream has no blocks
         complete = inside < 2 or inside % 4 == 0
-        expected = torch.ones_like(masked[:, 0]) if complete else masked[:, step - 1].clone()  # undecided after step - 2
+        expected = (
+            torch.ones_like(masked[:, 0]) if complete else masked[:, step - 1].clone()
+        )  # undecided after step - 2
         if kind == "dream" and not complete:
             expected[:, :-1] |= masked[:, step - 1, 1:]
         assert torch.equal(fresh[:, step], expected & run.real)
