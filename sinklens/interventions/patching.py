@@ -83,7 +83,9 @@ class PatchHooks(AtPositions):
     """Patch the values of another run into this one.
 
     In an autoregressive run the values of a step are those of the queries that belong to it, with or without a
-    key/value cache; keys and masks are those of the pass.
+    key/value cache; keys and masks are those of the pass. With cached blocks (``use_cache`` of a block sampler), the
+    pass of a batch begins at the earliest current block of its rows; for changes that do not depend on the batch,
+    restrict them with `positions` or `where`, such as "masked".
 
     Attributes:
         source: step -> point -> value: ``activations.caches``, ``t.cache(...)``, or any such mapping. One row, or as

@@ -167,7 +167,10 @@ def places(run, window):
 
 def patched(run, settings):
     kept, _ = other_prompt(run, settings)
-    patch = PatchHooks(source=kept.caches, names=Z, heads=[HEAD], steps=[1, STEP])
+    some = (
+        {} if run.model.causal or "entropy_bound" in settings else {"where": "masked"}
+    )  # see PatchHooks on cached blocks
+    patch = PatchHooks(source=kept.caches, names=Z, heads=[HEAD], steps=[1, STEP], **some)
     return stream_under(run, patch, settings)
 
 
