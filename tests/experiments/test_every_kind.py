@@ -72,6 +72,8 @@ REFUSED = {
     ("paths", "policy"): r"with cache=.*, steps share keys and values, not only the canvas",
     ("paths", "canvas"): "PathPatch is not available for diffusion-gemma models, whose passes cover one canvas",
     ("edges", "canvas"): "normalizes what its sublayers write, so there are no direct paths of single heads",
+    ("sweep", "cached blocks"): "MaskedLogits needs the logits of all masked positions; run with use_cache=False",
+    ("effect", "cached blocks"): "MaskedLogits needs the logits of all masked positions; run with use_cache=False",
     (
         "metric",
         "policy",
@@ -241,10 +243,10 @@ def sweeping(run, settings):
 
 def metric(run, settings):
     def largest(output):
-        axes = tuple(range(1, output.logits.ndim))
-        if output.undecided.shape[1] != output.logits.shape[1]:
-            return output.logits.amax(dim=axes)
-        return torch.where(output.undecided[..., None], output.logits, -100.0).amax(dim=axes)
+        """Of the logits at the first undecided position."""
+        logits = output.logits.flatten(0, -2).unflatten(0, (len(output.canvas), -1))
+        first = output.undecided.long().argmax(dim=1) if output.undecided.shape[1] == logits.shape[1] else 0
+        return logits[torch.arange(len(logits)), first].amax(dim=-1)
 
     shared = {"metric": largest, "replay": True, "progress": False, **settings}
     return (
