@@ -5,8 +5,8 @@ A *window* of columns is computed; attention reads the keys of all columns. A ke
 the taps of ``hook_k`` and ``hook_v`` take part: these points show the keys and values of all columns, before the
 rotation, and the key axis of every map has all columns. Queries are those of the window.
 
-A hook that changes a stale key or value changes it for this pass only. `HeldKeys.edited` names the changed positions,
-whose entries the caller should not use again.
+A hook that changes a stale key or value changes it for this pass only. `HeldKeys.edited` names these positions, whose
+entries the caller should not use again. A fresh one that a hook changes is kept as the hook left it.
 
 Memory: three tensors [batch, pos, kv_head, d_head] per layer (keys before and after the rotation, and values).
 
@@ -53,7 +53,7 @@ class HeldKeys:
         fresh: keys that the pass computes and uses.
         gone: keys that no query may see.
         computed: positions whose key is fresh in any layer; never padding.
-        edited: positions of which a hook changed a key or value in this pass.
+        edited: positions of which a hook changed a stale key or value in this pass.
     """
 
     def __init__(self, tree: "HookTree", real: Bool[Tensor, "batch pos"]) -> None:
@@ -121,9 +121,12 @@ class HeldKeys:
         differs = (returned != shown).flatten(2).any(dim=-1)
         if not bool(differs.any()):
             return computed
-        self.edited |= differs
+        self.edited |= differs.to(self.edited.device) & ~self.fresh[:, layer]
         self._changed[kind, layer] = returned
-        return torch.where(differs[:, self.window, None, None], returned[:, self.window], computed)
+        computed = torch.where(differs[:, self.window, None, None], returned[:, self.window], computed)
+        if kind == "k":
+            self._store(self._raw, layer, computed, axis=1)
+        return computed
 
     def _with_new_values(self, layer: int, computed: Tensor) -> Float[Tensor, "batch pos kv_head d_head"]:
         """The values of all columns; those of the window are `computed` where they are fresh."""

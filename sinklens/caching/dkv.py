@@ -4,6 +4,10 @@ A position is reused from the second step after its token was written: the first
 entry, and later steps reuse it. The first two steps of a block and every `refresh`-th one compute everything. Undecided
 positions are always computed, those of later blocks included.
 
+Where logits at j predict the token at j + 1, j is reused only if both tokens were written by then, dKV-Cache's rule
+"un_right". Its other two rules leave out positions that a policy here has to compute: "right" (only j is written) those
+that predict undecided ones, "un" (only j + 1 is written) undecided ones.
+
 What it approximates: a reused entry knows the tokens that were written up to the step after its own, no later ones.
 
 Pitfall: the published code needs rows with equally many decided positions; here each row reuses its own.
@@ -33,10 +37,13 @@ class DelayedCache(Policy):
         require_count("refresh", self.refresh)
 
     def plan(self, history: History) -> Bool[Tensor, "batch pos"]:
-        """Fresh where undecided, or written in the step before."""
+        """Fresh where undecided, or written in the step before; with shifted logits also before such positions."""
         if history.step_in_block < 2 or history.step_in_block % self.refresh == 0:
             return torch.ones_like(history.undecided)
-        return history.undecided | (history.decided == 1)
+        fresh = history.undecided | (history.decided == 1)
+        if history.shift:
+            fresh[:, :-1] |= (fresh & history.real)[:, 1:].clone()
+        return fresh
 
 
 def require_count(name: str, value: object) -> None:

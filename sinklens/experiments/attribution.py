@@ -34,6 +34,7 @@ from sinklens.interventions.patching import axes_of
 from sinklens.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within
+from sinklens.sampling.block_cache import one_later
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -57,6 +58,24 @@ class StepIds(NamedTuple):
         keep = self.attention_mask[number]
         return StepIds(self.ids[number][keep][None], keep[keep][None])
 
+    def columns(self, number: int) -> list[int]:
+        """Canvas columns of the tokens of `row(number)`; there may be padding on both sides of them."""
+        return self.attention_mask[number].nonzero()[:, 0].tolist()
+
+    def place(self, number: int, column: int) -> int:
+        """Index in `row(number)` of the token in a canvas column.
+
+        Raises:
+            SettingError: there is none.
+        """
+        columns = self.columns(number)
+        if column not in columns:
+            raise SettingError(
+                f"position {column} does not exist at this step, is padding or is not decoded yet; choose one of "
+                f"{columns[0]} to {columns[-1]}."
+            )
+        return columns.index(column)
+
 
 def of_step(run: "Generation", step: int) -> StepIds:
     """The canvas at the start of a step, for a separate pass; for an autoregressive run the text so far.
@@ -70,6 +89,27 @@ def of_step(run: "Generation", step: int) -> StepIds:
     end = run.prompt_length + step if run.model.causal else run.canvas.shape[2]
     device = run.model.cfg.device
     return StepIds(run.canvas[:, step, :end].to(device), run.real[:, :end].to(device))
+
+
+def exact_step(run: "Generation", step: int) -> StepIds:
+    """`of_step`, if a separate pass over it computes what the run computed at the step, apart from hooks.
+
+    Raises:
+        SettingError: also if the step read what an earlier one computed: keys and values under a cache policy, or the
+            predictions of the step before.
+    """
+    if run.key_reuse:
+        raise SettingError(
+            f"with {run.key_reuse}, steps read keys and values as earlier steps computed them, so a separate pass over "
+            f"a canvas has other attention and other streams than the run. Analyse an exact run on the same canvases: "
+            f"repeat the run without {run.key_reuse.partition('=')[0]}= and with replay=run."
+        )
+    if run.model.tree.architecture.encoder:
+        raise SettingError(
+            f"a step of a {run.model.family} model also reads the predictions of the step before, which a separate "
+            f"pass over a canvas lacks; keep the values of the run itself with Activations in hooks=."
+        )
+    return of_step(run, step)
 
 
 def attribution_patching(
@@ -230,7 +270,7 @@ class Pair(NamedTuple):
     def logits(self, hidden: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         """The logits that the metric receives."""
         if self.model.family_record.shift:  # as State.logits
-            hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+            hidden = one_later(hidden, self.real.repeat(len(hidden) // len(self.real), 1))
         return wide(self.model.tree.head(hidden))
 
     def values(

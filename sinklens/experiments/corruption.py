@@ -70,12 +70,11 @@ def _run(base: Generation, ids: Int[Tensor, "batch pos"], **options: Any) -> Gen
 
 
 def _settings(base: Generation) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from sinklens.sampling import sampler_of
 
-    given = {name: value for name, value in asdict(base.settings).items() if value is not None}
-    return {"sampler": sampler_of(base.settings).name, "cache": base.cache, **given}
+    sampler = sampler_of(base.settings)  # the run fills in the other fields of the settings
+    given = {name: getattr(base.settings, name) for name in sampler.setting_names()}
+    return {"sampler": sampler.name, "cache": base.cache, **given}
 
 
 def _replaced(ids: Int[Tensor, "batch pos"], model: Model, old: str, new: str) -> Int[Tensor, "batch pos"]:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import StepIds, of_step
+from sinklens.experiments.attribution import StepIds, exact_step
 from sinklens.experiments.edges import senders_of
 from sinklens.interventions.paths import PathPatch
 from sinklens.runs.intervention import Pairs, within
@@ -25,6 +25,7 @@ from sinklens.sinks.detectors import Detector
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
+    from sinklens.model import Model
     from sinklens.runs.result import Generation
 
 
@@ -63,6 +64,12 @@ def sink_jumps(run: "Generation", detector: Detector | None = None, *, row: int 
     if run.sinks is None or run.model.causal:
         raise SettingError(
             "sink_jumps needs a run of a diffusion model with recorded sinks; repeat it without record_sinks=False."
+        )
+    part = run.key_reuse or ("use_cache=True" if getattr(run.settings, "use_cache", False) else "")
+    if part:
+        raise SettingError(
+            f"with {part}, a step sums attention over the queries that it computes, which differ from step to step, so "
+            f"its column sums do not show jumps. Repeat the run without {part.partition('=')[0]}= and with replay=run."
         )
     row = within("row", [row], len(run.canvas))[0]
     sinks = run.sinks.detect() if detector is None else run.sinks.detect(detector)
@@ -106,13 +113,19 @@ def jump_undone(
             those of the step before.
 
     Raises:
-        SettingError: another letter, a sender that the head does not read, a source of another length, or what
-            `PathPatch` refuses.
+        SettingError: another letter, a sender that the head does not read, a source of another length, an
+            autoregressive run, one whose steps reuse earlier keys (`exact_step`), or what `PathPatch` refuses.
     """
     if letter not in ("q", "k"):
         raise SettingError(f"letter must be 'q' or 'k', of which an attention pattern is computed; got {letter!r}.")
     model = run.model
-    before, now = (of_step(run, step).row(jump.row) for step in (jump.step - 1, jump.step))
+    if model.causal:
+        raise SettingError(
+            "jump_undone compares what components wrote on the canvases of two steps, and a step of an autoregressive "
+            "run only adds a token to the text; pass a run of a diffusion model."
+        )
+    steps = [exact_step(run, step) for step in (jump.step - 1, jump.step)]
+    before, now = (step.row(jump.row) for step in steps)
     ids = before.ids if source is None else source[None].to(before.ids)
     if ids.shape != now.ids.shape:
         raise SettingError(f"source must have the {now.ids.shape[1]} ids of the step's canvas; got {ids.shape[1]}.")
@@ -124,20 +137,20 @@ def jump_undone(
     head = jump.head if letter == "q" else jump.head * model.cfg.n_key_value_heads // model.cfg.n_heads
     receiver = f"L{jump.layer}H{head}.{letter}"
     path = PathPatch(sender=sender, receiver=receiver, source={0: dict(written)}, positions=positions)
-    lead, patched = (_lead(run, jump, now, hooks) for hooks in ([], path.hooks_for(model)))
+    key = jump._replace(**{name: steps[1].place(jump.row, getattr(jump, name)) for name in ("old", "new")})
+    lead, patched = (_lead(model, key, now, hooks) for hooks in ([], path.hooks_for(model)))
     return (lead - patched) / jump.size
 
 
-def _lead(run: "Generation", jump: Jump, step: StepIds, hooks: Pairs) -> float:
-    """Column sum of the new key minus that of the old one in a pass."""
+def _lead(model: "Model", jump: Jump, step: StepIds, hooks: Pairs) -> float:
+    """Column sum of the new key minus that of the old one in a pass over a row; `jump` has places in the row."""
     kept: dict[str, torch.Tensor] = {}
 
     def keep(value: torch.Tensor, hook: "Point") -> None:
         kept["pattern"] = value
 
     last = (f"blocks.{jump.layer}.attn.hook_pattern", keep)
-    with run.model.tree.hooks(fwd_hooks=[*hooks, last]):
-        run.model.tree.hidden(step.ids, step.attention_mask)
+    with model.tree.hooks(fwd_hooks=[*hooks, last]):
+        model.tree.hidden(step.ids, step.attention_mask)
     column = kept["pattern"][0, jump.head].float().sum(dim=0)
-    pads = int((~run.real[jump.row]).sum())
-    return float(column[jump.new - pads] - column[jump.old - pads])
+    return float(column[jump.new] - column[jump.old])

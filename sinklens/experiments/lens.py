@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import of_step
+from sinklens.experiments.attribution import exact_step, of_step
 from sinklens.experiments.tuned_lens import TunedLens, masked_share
 from sinklens.hooks.points import Point
 from sinklens.runs.intervention import Intervention, Pairs, RunContext, layer_of, place_mask, refuse, within
@@ -90,7 +90,7 @@ def logit_lens(
     points = [f"blocks.{layer}.hook_resid_post" for layer in chosen]
 
     def streams(step: int, sources: Tensor) -> list[Tensor]:
-        ids, real = of_step(run, step)
+        ids, real = exact_step(run, step)
         seen = model.tree.peek(ids[[row]], real[[row]], points)
         return _moved(lens, run, row, step, chosen, [seen[name][0, sources.to(seen[name].device)] for name in points])
 

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import of_step
+from sinklens.experiments.attribution import exact_step
 from sinklens.experiments.lens import log_probabilities, streams_before
 from sinklens.experiments.tuned_lens import TunedLens, masked_share
 from sinklens.integers import as_seed
@@ -103,7 +103,7 @@ def _streams(run: "Generation") -> Iterator[tuple[float, Float[Tensor, "layer pl
     model, shares = run.model, masked_share(run)
     points = [f"blocks.{layer}.hook_resid_post" for layer in range(model.cfg.n_layers)]
     for step in range(run.steps_run):
-        ids, real = of_step(run, step)
+        ids, real = exact_step(run, step)
         seen = model.tree.peek(ids, real, points)
         streams = torch.stack([seen[name].float().cpu() for name in points])
         sources = streams_before(model, run.real, run.undecided[:, step])

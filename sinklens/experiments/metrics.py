@@ -11,7 +11,7 @@ metric sees what the step would decide, not what follows.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.hooks.points import Point
+from sinklens.interventions.where import follows_run
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext
 from sinklens.runs.result import Generation
@@ -32,10 +33,11 @@ class StepOutput(NamedTuple):
 
     Attributes:
         step: number of the step.
-        logits: of the token at each position, in float32; in an autoregressive run of the token being decoded.
+        logits: of the token at each position that the step computes, in float32; in an autoregressive run of the token
+            being decoded.
         base: the same without the intervention.
-        canvas: ids that the step works on.
-        undecided: positions that are not decided when the step begins.
+        canvas: ids of these positions; in an autoregressive run of all.
+        undecided: of these positions, those that are not decided when the step begins.
         first: number of the first of these prompts, among all prompts of the sweep.
     """
 
@@ -90,7 +92,9 @@ class Work:
             found.keep(None, step, plain, plain.logits)
             for part in _parts(numbers, self._at_once(base)):
                 stacked = Stacked([hooks[number] for number in part])
-                output = _pass(self.start(batch, [stacked], None, len(part)), base, step)
+                denoising = self.start(batch, [stacked], None, len(part))
+                output = _pass(denoising, base, step)
+                denoising.controls.report(refuse=False)
                 for number, one in zip(part, output.chunks(len(part)), strict=True):
                     found.keep(number, step, one, plain.logits)
 
@@ -117,15 +121,10 @@ def _steps_alone(hooks: Sequence[Any], base: Generation) -> list[int] | None:
     guided = getattr(settings, "cfg_scale", 0.0) > 0
     if tree.causal or tree.architecture.encoder or reuses or guided or not hooks:
         return None
-    if not all(isinstance(entry, Intervention) and entry.within_step and not _follows(entry) for entry in hooks):
+    if not all(isinstance(entry, Intervention) and entry.within_step and not follows_run(entry) for entry in hooks):
         return None
     named = {step for entry in hooks for step in entry.acting_steps(settings.steps)}
     return sorted(step for step in named if 0 <= step < base.steps_run)
-
-
-def _follows(entry: Intervention) -> bool:
-    """Whether the places of an intervention follow the run, and may depend on earlier steps."""
-    return getattr(entry, "where", None) is not None
 
 
 class _Output(NamedTuple):
@@ -194,6 +193,8 @@ class _Reading(Intervention):
         found: collects the values.
     """
 
+    on_canvas: ClassVar[bool] = True
+
     numbers: Sequence[int | None]
     found: _Values
 
@@ -204,8 +205,12 @@ class _Reading(Intervention):
 
         def read(value: Float[Tensor, "row pos vocab"], hook: Point) -> None:
             assert canvas.now is not None
-            undecided = canvas.now.undecided & run.real[:, : canvas.now.ids.shape[1]]
-            output = _Output(value.detach().float(), canvas.now.ids, undecided).chunks(len(self.numbers))
+            ids, size = canvas.now.ids, value.shape[1]
+            undecided = canvas.now.undecided & run.real[:, : ids.shape[1]].to(ids.device)
+            if not run.causal and size < ids.shape[1]:  # with cached blocks, or a canvas after its text
+                first = ids.shape[1] - size if run.tree.architecture.encoder else run.first(hook.step or 0, size)
+                ids, undecided = ids[:, first : first + size], undecided[:, first : first + size]
+            output = _Output(value.detach().float(), ids, undecided).chunks(len(self.numbers))
             for number, one in zip(self.numbers, output, strict=True):
                 self.found.keep(number, hook.step or 0, one, output[0].logits)
 

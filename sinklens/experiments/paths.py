@@ -86,9 +86,10 @@ def path_across_steps(
             "steps of an autoregressive run share keys and values, not only the canvas; use PathPatch at the step of "
             "the sender, whose keys and values later steps read."
         )
-    if base.cache is not None:
+    if base.key_reuse:
         raise SettingError(
-            "steps under a cache policy share keys and values, not only the canvas; make the base run without cache=."
+            f"with {base.key_reuse}, steps share keys and values, not only the canvas; make the base run without "
+            f"{base.key_reuse.partition('=')[0]}=."
         )
     if not torch.equal(again(base, record_sinks=False, progress=False).canvas, base.canvas):
         raise SettingError(

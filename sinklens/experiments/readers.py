@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import Pair, of_step, wide
+from sinklens.experiments.attribution import Pair, exact_step, wide
 from sinklens.experiments.edges import Stream, copies_within, receivers_of, refuse_post_norms, stacked_patches
 from sinklens.interventions.paths import Receiver
 from sinklens.runs.intervention import within
@@ -76,24 +76,15 @@ def read_attribution(
     layer, step = within("layer", [layer], model.cfg.n_layers)[0], within("step", [step], run.steps_run)[0]
     heads = within("head", None if head is None else [head], model.cfg.n_heads)
     row = within("row", [row], len(run.canvas))[0]
-    here = of_step(run, step).row(row)
-    columns = run.real[row, : of_step(run, step).ids.shape[1]].nonzero()[:, 0]
+    given = exact_step(run, step)
+    here, columns = given.row(row), given.columns(row)
     pair = Pair(model, here.ids, here.ids, here.attention_mask)
-    place, change = _message(pair, layer, heads, None if key is None else _index(key, columns.tolist()))
+    place, change = _message(pair, layer, heads, None if key is None else given.place(row, key))
     groups = _groups(readers, layer, model)
     places = torch.arange(len(columns))[-1:] if model.causal else run.undecided[row, step, columns].nonzero()[:, 0]
     values = _divergences(pair, change, list(groups.values()), places.to(here.ids.device), memory_gb)
-    about = {"step": step, "layer": layer, "head": -1 if head is None else heads[0], "key": int(columns[place])}
+    about = {"step": step, "layer": layer, "head": -1 if head is None else heads[0], "key": columns[place]}
     return xr.Dataset({"kl": ("reader", values)}, {"reader": list(groups)}, about)
-
-
-def _index(key: int, columns: list[int]) -> int:
-    if key not in columns:
-        raise SettingError(
-            f"key {key} does not exist at this step, is padding or is not decoded yet; choose one of {columns[0]} to "
-            f"{columns[-1]}."
-        )
-    return columns.index(key)
 
 
 def _message(pair: Pair, layer: int, heads: list[int], key: int | None) -> tuple[int, Stream]:

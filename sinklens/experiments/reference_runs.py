@@ -49,8 +49,9 @@ def donors(
         seed, **settings: as in `sinklens.generate`.
 
     Raises:
-        SettingError: a point without a position axis.
+        SettingError: a point without a position axis, or a model whose canvas is random tokens.
     """
+    _refuse_canvas(model, "donors")
     listed = [names] if isinstance(names, str) or callable(names) else list(names)
     points = [name for entry in listed for name in chosen_points(entry, model, None)]
     for name in points:
@@ -83,8 +84,9 @@ def difference_of_means(
         seed, **settings: as in `sinklens.generate`.
 
     Raises:
-        SettingError: no position counts.
+        SettingError: no position counts, or the model's canvas is random tokens.
     """
+    _refuse_canvas(model, "difference_of_means")
     found = []
     for name, prompts in (("positive", positive), ("negative", negative)):
         mean = _Mean(where=where, steps=only_steps, point=point)
@@ -96,6 +98,15 @@ def difference_of_means(
         found.append(mean)
     values = found[0].mean() - found[1].mean()
     return Directions(values, point, (found[0].count, found[1].count))
+
+
+def _refuse_canvas(model: Model, what: str) -> None:
+    """Refuse a model whose rows may still run when no position is undecided: which rows count would be unknown."""
+    if model.tree.architecture.encoder:
+        raise SettingError(
+            f"{what} counts the rows that have undecided positions, and a canvas of a {model.family} model has none "
+            f"where every position is accepted; keep the values with Activations in hooks= instead."
+        )
 
 
 class _Mean(AtPositions):
@@ -152,7 +163,7 @@ class _Kept(Intervention):
         if not labels:
             raise SettingError("the runs have no position at these steps; choose others.")
         values = {name: torch.cat(parts) for name, parts in self.__dict__["_values"].items()}
-        return Donors(values, *(torch.cat(labels[name]) for name in ("step", "state", "position", "kind")))
+        return Donors(values, *(torch.cat(labels[name]) for name in ("step", "state", "position", "kind", "answer")))
 
     def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""

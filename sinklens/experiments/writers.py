@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import of_step, wide
+from sinklens.experiments.attribution import exact_step, wide
 from sinklens.hooks.rotary import rotations
 from sinklens.runs.intervention import within
 
@@ -82,14 +82,14 @@ def write_attribution(
     model = run.model
     layer, head = within("layer", [layer], model.cfg.n_layers)[0], within("head", [head], model.cfg.n_heads)[0]
     row, step = within("row", [row], len(run.canvas))[0], within("step", [step], run.steps_run)[0]
-    ids, mask = of_step(run, step)
-    positions = mask[row].nonzero()[:, 0].tolist()
-    read = _Read.of(model, ids[row][mask[row]], layer, head)
-    place = read.strongest() if key is None else _index(key, positions)
-    chosen = read.queries(place, None if query is None else _index(query, positions), weighted)
+    given = exact_step(run, step)
+    read = _Read.of(model, given.row(row).ids[0], layer, head)
+    place = read.strongest() if key is None else given.place(row, key)
+    chosen = read.queries(place, None if query is None else given.place(row, query), weighted)
     found = _splits(read, place, chosen)
     place_of_score = {
-        "step": step, "layer": layer, "head": head, "query": -1 if query is None else query, "key": positions[place]
+        "step": step, "layer": layer, "head": head, "query": -1 if query is None else query,
+        "key": given.columns(row)[place],
     }  # fmt: skip
     return _writers(layer, model.cfg.n_heads).table(found, place_of_score)
 
@@ -106,15 +106,6 @@ def _splits(read: "_Read", key: int, queries: Float[Tensor, " query"]) -> dict[s
         ):
             found[side + ending] = _completed(read.split(letter, toward), total)
     return found
-
-
-def _index(position: int, positions: list[int]) -> int:
-    if position not in positions:
-        raise SettingError(
-            f"position {position} does not exist at this step, is padding or is not decoded yet; choose one of "
-            f"{positions[0]} to {positions[-1]}."
-        )
-    return positions.index(position)
 
 
 def _completed(parts: Float[Tensor, " part"], total: float) -> Float[np.ndarray, " writer"]:

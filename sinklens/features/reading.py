@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xarray as xr
 
-from sinklens.experiments.attribution import of_step
+from sinklens.experiments.attribution import exact_step
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import stream_point
 from sinklens.runs.intervention import within
@@ -43,7 +43,7 @@ def read_features(run: "Generation", sae: SAE, point: str, *, steps: Sequence[in
     name, chosen = stream_point(run.model, point), within("step", steps, run.steps_run)
     read = []
     for step in chosen:
-        ids, real = of_step(run, step)
+        ids, real = exact_step(run, step)
         x = run.model.tree.peek(ids, real, [name])[name].flatten(2).float()
         found = sae.encode(x.flatten(0, 1)).unflatten(0, x.shape[:2]).float().cpu()
         found[~real.cpu()] = torch.nan

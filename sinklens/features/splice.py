@@ -14,7 +14,7 @@ other features of the same firing rate.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ class SpliceSAE(AtPositions):
         SettingError: `sae` lacks a method; nothing would change; an unknown scope; and in the run, a feature that does
             not exist or activations of another size.
     """
+
+    within_step: ClassVar[bool] = True
 
     sae: Any
     point: str

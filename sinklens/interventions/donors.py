@@ -43,6 +43,7 @@ class Donors:
         state: its `State` on the canvas of that step.
         position: counted from the row's first token in the prompt, and from the first answer position in the answer.
         kind: the `Kind` of its token; MISSING if the model has no tokenizer.
+        answer: whether its position is in the answer, where positions are counted from 0 again.
     """
 
     values: dict[str, Tensor]
@@ -50,6 +51,7 @@ class Donors:
     state: Int[Tensor, " sample"]
     position: Int[Tensor, " sample"]
     kind: Int[Tensor, " sample"]
+    answer: Bool[Tensor, " sample"]
 
     def __repr__(self) -> str:
         return f"Donors({len(self.step)} samples of {', '.join(self.values)})"
@@ -74,7 +76,8 @@ def labels_now(run: RunContext, canvas: Any, step: int, kinds: bool) -> dict[str
     owner = (answer + 1).clamp(min=0) if run.causal else torch.full_like(columns, step)
     kind = kinds_now(run, canvas, "match='kind'") if kinds else torch.full_like(columns, int(Kind.MISSING))
     position = torch.where(answer >= 0, answer, columns - starts)
-    return {"step": owner, "state": states_now(run, canvas), "position": position, "kind": kind}
+    state = states_now(run, canvas)
+    return {"step": owner, "state": state, "position": position, "kind": kind, "answer": answer >= 0}
 
 
 class Draws:
@@ -85,8 +88,13 @@ class Draws:
         if unknown or isinstance(match, str):
             raise SettingError(f"match must be a list of {', '.join(MATCHED)}; got {match!r}.")
         self._donors, self._match, self._seed, self._run = donors, tuple(match), seed, run
+        self._compared = (*match, "answer") if "position" in match else tuple(match)
         self._canvas = Canvas(run)
-        labels = torch.stack([getattr(donors, name) for name in match], dim=1) if match else donors.step[:, None] * 0
+        labels = (
+            torch.stack([getattr(donors, name).long() for name in self._compared], dim=1)
+            if match
+            else donors.step[:, None] * 0
+        )
         self._samples: dict[tuple[int, ...], list[int]] = {}
         for sample, label in enumerate(labels.tolist()):
             self._samples.setdefault(tuple(label), []).append(sample)
@@ -99,7 +107,7 @@ class Draws:
 
     def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
         now = labels_now(self._run, self._canvas.now, int(hook.step or 0), "kind" in self._match)
-        chosen = [now[name] for name in self._match] or [now["step"] * 0]
+        chosen = [now[name].long() for name in self._compared] or [now["step"] * 0]
         self._labels = torch.stack(chosen, dim=-1).cpu()
 
     def values(self, hook: Point, name: str, wanted: Bool[Tensor, "#batch pos"], dtype: torch.dtype) -> Tensor:
@@ -119,7 +127,9 @@ class Draws:
         assert self._labels is not None
         label = tuple(self._labels[row, column].tolist())
         if label not in self._samples:
-            shown = ", ".join(f"{name} {_named(name, value)}" for name, value in zip(self._match, label, strict=False))
+            shown = ", ".join(
+                f"{name} {_named(name, value)}" for name, value in zip(self._compared, label, strict=False)
+            )
             raise SettingError(
                 f"no donor matches position {column} of row {row} at step {step} ({shown}); collect donors from more "
                 f"prompts, or match fewer of {', '.join(MATCHED)}."
@@ -139,6 +149,8 @@ class Draws:
 
 
 def _named(label: str, code: int) -> str:
+    if label == "answer":
+        return str(bool(code))
     enum = {"state": State, "kind": Kind}.get(label)
     return str(code) if enum is None else enum(code).name.lower()
 
@@ -150,7 +162,8 @@ class Resample(AtPositions):
     Attributes:
         donors: values of other runs; see `sinklens.experiments.donors`.
         names: points to change, which have a position axis; by default all that `donors` holds.
-        match: what donor and position must have in common, of "step", "state", "position" and "kind".
+        match: what donor and position must have in common, of "step", "state", "position" (in the prompt or in the
+            answer) and "kind".
         seed: seed of the draws, which depend only on the seed, the row's prompt, the step (in a diffusion run), the
             layer and the position.
         heads: heads whose values are replaced, at points with a head axis (key/value heads where the point has those).

@@ -194,6 +194,8 @@ class AblateSinkAttention(AtPositions):
         positions, where: queries whose attention is changed.
     """
 
+    within_step: ClassVar[bool] = True
+
     top_k: int = 1
     mass: Literal["spread", "drop"] = "spread"
     scope: Scope = "head"

@@ -49,6 +49,7 @@ class HideKeys(Intervention):
         SettingError: no positions.
     """
 
+    within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from sinklens.model import Model
 
+CANVAS = "denoise.hook_canvas"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Activations(Intervention):
@@ -55,8 +57,10 @@ class Activations(Intervention):
         caches: the values kept from the last run.
     """
 
+    on_canvas: ClassVar[bool] = True
+
     names: Sequence[str] | Any
-    caches: dict[int, "ActivationCache"] = field(default_factory=dict, init=False, repr=False, compare=False)
+    caches: Mapping[int, "ActivationCache"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         refuse(self, "heads", "positions")
@@ -65,12 +69,11 @@ class Activations(Intervention):
         """See `Intervention.hooks_for`."""
         in_step = self.step_test(run)
         kept = StepCaches(model.tree)
-        object.__setattr__(self, "caches", {})  # a new dict: the old one may be the source of a patch in this run
+        object.__setattr__(self, "caches", kept)  # a new one: the old one may be the source of a patch in this run
 
         def keep(value: Tensor, hook: Point) -> None:
             if in_step(hook.step):
                 kept.keep(value, hook)
-                self.caches[hook.step or 0] = kept[hook.step or 0]
 
         return [(name, keep) for name in chosen_points(self.names, model, self.layers)]
 
@@ -80,11 +83,13 @@ class PatchHooks(AtPositions):
     """Patch the values of another run into this one.
 
     In an autoregressive run the values of a step are those of the queries that belong to it, with or without a
-    key/value cache; keys and masks are those of the pass.
+    key/value cache; keys and masks are those of the pass. With cached blocks (``use_cache`` of a block sampler), the
+    pass of a batch begins at the earliest current block of its rows; for changes that do not depend on the batch,
+    restrict them with `positions` or `where`, such as "masked".
 
     Attributes:
         source: step -> point -> value: ``activations.caches``, ``t.cache(...)``, or any such mapping. One row, or as
-            many as this run has.
+            many as this run has. Of values at all columns, a pass that computes a part of them takes that part.
         names: points to patch; by default all that `source` holds, except the read-only ones (`READ_ONLY`).
         shift: the value at step t comes from step t + shift of the source.
         steps: steps of this run; by default those for which `source` holds values (step t + shift). Without a shift,
@@ -103,6 +108,7 @@ class PatchHooks(AtPositions):
     """
 
     within_step: ClassVar[bool] = True
+    on_canvas: ClassVar[bool] = True
 
     source: Mapping[int, Any]
     names: Sequence[str] | Any | None = None
@@ -150,7 +156,7 @@ class PatchHooks(AtPositions):
             )
         limited = self.positions is not None or self.where is not None
         columns = None if run is None or self.positions is None else _columns(self.positions, run.real)
-        places = self._places(points, model, run)
+        places = self._places(points, model, run, limited)
 
         def patch(value: Tensor, hook: Point) -> Tensor | None:
             name, step = str(hook.name), hook.step or 0
@@ -167,6 +173,8 @@ class PatchHooks(AtPositions):
                 columns_here = range(first + part.start, first + part.stop)
                 require_columns(self.source[part.step + self.shift], name, part.step, columns_here)
                 new = self._of_step(part.step, here, name, axis, run)
+                if run is not None and not run.causal:
+                    new = of_window(new, here, name, hook, run)
                 shifted = None if columns is None else columns.to(value.device) - first - part.start
                 new = self._chosen_of(here, new, name, axis, shifted, mask)
                 value = new if part.stop - part.start == value.shape[axis] else _put(value, new, axis, part)
@@ -175,7 +183,7 @@ class PatchHooks(AtPositions):
 
         return [*places.first(), *((name, patch) for name in points), *places.last()]
 
-    def _places(self, points: Sequence[str], model: "Model", run: RunContext | None) -> Places:
+    def _places(self, points: Sequence[str], model: "Model", run: RunContext | None, limited: bool) -> Places:
         """The positions to patch at `points`."""
         layered = [name for name in points if name.startswith("blocks.")]
         layers = sorted({int(name.split(".")[1]) for name in layered})
@@ -183,6 +191,11 @@ class PatchHooks(AtPositions):
         for name in points:
             if name not in layered:
                 places.refuse_by_layer(name)
+            if limited and model.tree.architecture.encoder and name.startswith("denoise.") and name != CANVAS:
+                raise SettingError(
+                    f"{name} has the positions of the current canvas only, so positions= and where=, which count from "
+                    f"the prompt, do not apply; leave them out, or patch a point of the layers."
+                )
         return places
 
     def _chosen_steps(self, run: RunContext | None) -> frozenset[int]:
@@ -278,6 +291,17 @@ class PatchHooks(AtPositions):
         return changed.movedim(1, axis)
 
 
+def of_window(new: Tensor, here: Tensor, name: str, hook: Point, run: RunContext) -> Tensor:
+    """`new`, a value at all columns, at those that the pass of a diffusion run computes; others are unchanged."""
+    length, keys, held = run.real.shape[1], hook.key_positions, hook.watch.held
+    queries = range(run.first_column(), keys.stop if held is None else held.window.stop)
+    for axis, kind in enumerate(axes_of(name)):
+        size = here.shape[axis] if kind in ("pos", "key") else len(queries)  # a mask may have one row for all
+        if kind in ("pos", "query", "query|1", "key") and new.shape[axis] == length > size:
+            new = new.narrow(axis, keys.start if kind == "key" else queries.start, size)
+    return new
+
+
 def patched_steps(source: Mapping[int, Any], shift: int) -> list[int]:
     """Steps of a run for which `source` holds the step `shift` later; a run has no steps before 0."""
     return sorted(step - shift for step in source if step >= shift)
@@ -292,7 +316,7 @@ def _parts(name: str, size: int, run: RunContext | None, step: int) -> tuple[int
         return run.first(step, size) if part else 0, [QuerySpan(step, 0, size)]
     if of_queries(name):
         return run.first(step, size), run.query_spans(step, size)
-    decoding = name.startswith("denoise.") and name != "denoise.hook_canvas"  # a single position, the one being decoded
+    decoding = name.startswith("denoise.") and name != CANVAS  # a single position, the one being decoded
     return run.prompt_length + step if decoding else 0, [QuerySpan(step, 0, size)]
 
 
@@ -389,6 +413,8 @@ class FreezePattern(AtPositions):
     Raises:
         SettingError: a step that computes other positions than step `at`, under a cache policy or with cached blocks.
     """
+
+    on_canvas: ClassVar[bool] = True
 
     at: int
 

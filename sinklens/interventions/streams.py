@@ -63,6 +63,7 @@ class Steer(AtPositions):
         positions, where: positions that are changed, e.g. "prompt", "masked" or "committed".
     """
 
+    within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
 
     direction: "Float[Tensor, '*layer d_model'] | Directions"
@@ -128,6 +129,7 @@ class ClampStream(AtPositions):
         positions, where: positions that are changed.
     """
 
+    within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
 
     layer: int

@@ -11,13 +11,14 @@ Pitfall: attention is unchanged only in the layer itself. The changed outputs ch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
 from sinklens.interventions.donors import MATCHED, Donors, Draws
 from sinklens.interventions.masking import OnSinks
@@ -46,6 +47,9 @@ class AblateValues(OnSinks):
             `OnSinks`. The seed is also that of resampling.
         queries: as in `OnSinks`; by default, in an autoregressive run, each token sees the replaced values of its step.
     """
+
+    within_step: ClassVar[bool] = True
+    on_canvas: ClassVar[bool] = True
 
     top_k: int | None = None
     queries: str = "each"
@@ -77,7 +81,8 @@ class AblateValues(OnSinks):
             difference = changes.pop(layer_of(hook), None)
             return None if difference is None else (z.float() + difference).to(z.dtype)
 
-        kept = [(f"blocks.{layer}.attn.hook_v", values.keep) for layer in chosen.layers]
+        prefixes = (ENCODER, "") if model.tree.architecture.encoder else ("",)  # the text before, and the canvas
+        kept = [(f"{one}blocks.{layer}.attn.hook_v", values.keep) for one in prefixes for layer in chosen.layers]
         changed = [(f"blocks.{layer}.attn.hook_z", change) for layer in chosen.layers]
         first = [] if draws is None else draws.first()
         return [*first, *kept, *chosen.pairs(compute, "hook_pattern"), *changed]
@@ -104,8 +109,8 @@ class _Values:
         by: str,
     ) -> Float[Tensor, "batch query head d_head"]:
         """The change of z if the attention to `keys` goes to their replacement instead of their values."""
-        moved = torch.where(keys, pattern, 0.0).float()
-        values = self._of_heads(self._kept[layer_of(hook)].float(), moved.shape[1])
+        moved, place = torch.where(keys, pattern, 0.0).float(), slice(hook.key_positions.start, hook.key_positions.stop)
+        values = self._of_heads(self._kept[layer_of(hook)].float(), moved.shape[1])[:, place]
         lost = torch.einsum("bhqk,bkhd->bqhd", moved, values)
         if by == "zero":
             return -lost
@@ -114,8 +119,8 @@ class _Values:
             means = means[:, -moved.shape[2] :] if means.shape[1] > 1 else means
             return moved.sum(dim=-1).transpose(1, 2)[..., None] * means - lost
         assert self._draws is not None
-        wanted = keys.flatten(1, 2).any(dim=1)
-        new = self._draws.values(hook, f"blocks.{layer_of(hook)}.attn.hook_v", wanted, values.dtype)
+        wanted = torch.nn.functional.pad(keys.flatten(1, 2).any(dim=1), (place.start, 0))
+        new = self._draws.values(hook, f"blocks.{layer_of(hook)}.attn.hook_v", wanted, values.dtype)[:, place]
         return torch.einsum("bhqk,bkhd->bqhd", moved, self._of_heads(new, moved.shape[1])) - lost
 
     def _of_heads(self, values: Float[Tensor, "batch key kv_head d_head"], heads: int) -> Tensor:
@@ -125,7 +130,8 @@ class _Values:
         self, values: Float[Tensor, "batch key head d_head"], hook: Point
     ) -> Float[Tensor, "batch #key head d_head"]:
         """The mean value of the keys that each query can see; never of padding."""
-        real, held = self._run.real[:, : values.shape[1]].to(values.device), hook.watch.held
+        place, held = slice(hook.key_positions.start, hook.key_positions.stop), hook.watch.held
+        real = self._run.real[:, place].to(values.device)
         seen = real if held is None else real & ~held.gone[:, layer_of(hook)].to(real.device)
         weights = seen[..., None, None].to(values)
         if self._block is None:

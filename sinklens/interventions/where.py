@@ -9,6 +9,7 @@ from typing import Any
 from sinklens.errors import SettingError
 from sinklens.interventions.choice import KeyChoice
 from sinklens.runs.intervention import Intervention
+from sinklens.sinks.detectors import Detector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +56,13 @@ class AtPositions(Intervention):
     """
 
     where: Any = None
+
+
+def follows_run(entry: Intervention) -> bool:
+    """Whether the places of an intervention at a step may depend on what earlier steps of its run did."""
+    where = entry.where if isinstance(entry, AtPositions) else None
+    rule = where if isinstance(where, Where) else entry if where is None and isinstance(entry, KeyChoice) else None
+    if rule is None:
+        return isinstance(where, Detector) or callable(where)  # a function may keep what it saw
+    earlier = rule.track is None or bool(rule.only) or rule.pick == "same_kind"  # scores or tokens of the step before
+    return rule.persistent or (earlier and not rule.same_step)

@@ -29,22 +29,40 @@ class StepCaches(Mapping[int, "ActivationCache"]):
     def __init__(self, tree: "HookTree") -> None:
         self._tree = tree
         self._values: dict[int, dict[str, Tensor]] = {}
+        self._made: dict[int, ActivationCache] = {}  # on the first look-up, because making one takes milliseconds
         self._windows: dict[int, dict[str, range]] = {}
 
     def keep(self, value: Tensor, point: Point) -> None:
         """Keep a copy of the value at `point` in the current step."""
         step, name = point.step or 0, str(point.name)
+        self._made.pop(step, None)
         self._values.setdefault(step, {})[name] = value.detach().clone()
-        if point.watch.held is not None and not names.covers_all_columns(name):
-            window = point.watch.held.window
-            self._windows.setdefault(step, {})[name] = range(window.start, window.stop)
+        window = self._window(value, point)
+        if window is not None:
+            self._windows.setdefault(step, {})[name] = window
+
+    def _window(self, value: Tensor, point: Point) -> range | None:
+        """The columns of a value, where a pass of a diffusion run computes some of them; None for all."""
+        name, held, stop = str(point.name), point.watch.held, point.key_positions.stop
+        if held is not None:
+            return None if names.covers_all_columns(name) else range(held.window.start, held.window.stop)
+        if self._tree.causal or name.startswith("denoise.") or {"pos", "query"}.isdisjoint(names.axes_of(name)):
+            return None
+        size = value.shape[names.position_axis(name)]
+        return None if size == stop else range(stop - size, stop)
 
     def __getitem__(self, step: int) -> "ActivationCache":
         from sinklens.hooks.spellings import HookCache
 
         if step not in self._values:
             raise SettingError(f"step {step} was not cached; cached steps: {sorted(self._values) or 'none'}.")
-        return HookCache(self._values[step], self._tree, windows=self._windows.get(step))
+        if step not in self._made:
+            self._made[step] = HookCache(self._values[step], self._tree, windows=self._windows.get(step))
+        return self._made[step]
+
+    def get(self, step: int, default: Any = None) -> Any:
+        """The cache of a step; `default` if it has none."""
+        return self[step] if step in self else default
 
     def __contains__(self, step: object) -> bool:
         return step in self._values
@@ -61,7 +79,7 @@ class StepCaches(Mapping[int, "ActivationCache"]):
 
 
 def require_columns(cache: Any, name: str, step: int, columns: range) -> None:
-    """Refuse a cached value that a cache policy limited to other columns than `columns` of `step`.
+    """Refuse a cached value of a pass that computed other columns than `columns` of `step`.
 
     Raises:
         SettingError: it belongs to other columns.
@@ -70,8 +88,8 @@ def require_columns(cache: Any, name: str, step: int, columns: range) -> None:
     if there != columns:
         raise SettingError(
             f"source has positions {there.start} to {there.stop - 1} of {name}, and step {step} computes "
-            f"{columns.start} to {columns.stop - 1}: its run had a cache policy. Record the source without cache=, or "
-            f"patch steps that compute the same positions."
+            f"{columns.start} to {columns.stop - 1}: its run computed a part of the canvas. Record the source in a run "
+            f"without cache= (or use_cache=True), or patch steps that compute the same positions."
         )
 
 

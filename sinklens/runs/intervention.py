@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
 from sinklens.integers import as_integer
 from sinklens.runs.control_keys import ControlLog
@@ -319,8 +320,8 @@ def row_key(prompt: Sequence[int]) -> int:
 
 
 def layer_of(point: Point) -> int:
-    """The layer of a point inside a block."""
-    return int(str(point.name).split(".")[1])
+    """The layer of a point inside a block, also one of an encoder."""
+    return int(str(point.name).removeprefix(ENCODER).split(".")[1])
 
 
 class Snapshot(NamedTuple):

@@ -143,6 +143,13 @@ class Generation:
         return self.canvas.shape[1] - 1
 
     @property
+    def key_reuse(self) -> str:
+        """The argument with which steps read keys that earlier steps computed on other canvases; "" if none do."""
+        if self.cache is not None:
+            return f"cache={self.cache!r}"
+        return "use_block_cache=True" if self.settings.reuses_keys else ""
+
+    @property
     def text(self) -> Any:
         """The answer to a single prompt, otherwise a list of answers.
 

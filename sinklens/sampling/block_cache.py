@@ -55,6 +55,25 @@ class BlockCache:
             self._last = hidden[:, [window.start - first - 1]]
         return hidden
 
-    def shifted(self, hidden: Float[Tensor, "batch new d_model"]) -> Float[Tensor, "batch new d_model"]:
-        """`hidden` one position later: each position has the output of the position before it."""
-        return torch.cat([hidden[:, :1] if self._before is None else self._before, hidden[:, :-1]], dim=1)
+    def shifted(
+        self, hidden: Float[Tensor, "batch new d_model"], real: Bool[Tensor, "batch pos"]
+    ) -> Float[Tensor, "batch new d_model"]:
+        """`hidden` one position later; see `one_later`."""
+        return one_later(hidden, real, self._before)
+
+
+def one_later(
+    hidden: Float[Tensor, "batch new d_model"],
+    real: Bool[Tensor, "batch pos"],
+    before: Float[Tensor, "batch 1 d_model"] | None = None,
+) -> Float[Tensor, "batch new d_model"]:
+    """`hidden`, the outputs of the last positions of `real`, one position later; a row's first token keeps its own.
+
+    Args:
+        before: the output before the first position; by default this position keeps its own.
+    """
+    later = torch.cat([hidden[:, :1] if before is None else before, hidden[:, :-1]], dim=1)
+    if bool(real[:, 0].all()):
+        return later
+    first = (real & (real.cumsum(dim=1) == 1))[:, -hidden.shape[1] :].to(hidden.device)
+    return torch.where(first[..., None], hidden, later)

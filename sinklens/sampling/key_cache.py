@@ -5,7 +5,8 @@ reuses it (`STALE`) or hides it (`GONE`). The step then computes one window of c
 fresh in any row or layer to the last. Only positions that are fresh can be decided in the step.
 
 Some positions are computed whatever the policy says, because their entries cannot be used: those that were never
-computed, those whose token a hook or a replay replaced, and those whose key or value a hook changed in the step before.
+computed, those whose token a hook or a replay replaced, and those whose stale key or value a hook changed in the step
+before.
 Where logits predict the next position, the position before a fresh undecided one is computed too, but only to predict
 that one: an undecided position that is computed for its successor alone cannot be decided in the step.
 

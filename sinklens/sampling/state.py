@@ -17,7 +17,7 @@ from sinklens.errors import NotANumberError, SettingError
 from sinklens.hooks.blocks import ruled_by
 from sinklens.hooks.points import at
 from sinklens.hooks.tree import HookTree
-from sinklens.sampling.block_cache import BlockCache
+from sinklens.sampling.block_cache import BlockCache, one_later
 from sinklens.sampling.decisions import RowNoise
 from sinklens.sampling.key_cache import KeyCache
 
@@ -173,12 +173,12 @@ class State:
             chosen = running.repeat(len(rows) // len(where))
             with self._rule_of(running):
                 hidden, where = self.tree.hidden(rows[chosen], real[chosen]), where[running]
-            if self.shift:  # logits at i - 1 predict position i; position 0 keeps its own
-                hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+            if self.shift:  # logits at i - 1 predict position i
+                hidden = one_later(hidden, real[chosen])
         else:
             self.first = self.cache.first(rows)
             hidden = self.cache.hidden(rows, real, window)
-            hidden = self.cache.shifted(hidden) if self.shift else hidden
+            hidden = self.cache.shifted(hidden, real[:, : window.stop]) if self.shift else hidden
             where = where[:, self.first : window.stop]
         parts = hidden.chunk(2) if cfg_scale > 0 else (hidden,)
         if point.watched or self.tree.head_awaited:
@@ -229,7 +229,7 @@ class State:
         self.first = self.keys.window.start
         hidden = self.keys.hidden(canvas)
         if self.shift:
-            hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+            hidden = one_later(hidden, self.real[:, : self.keys.window.stop])
         return hidden, where[:, self.keys.window]
 
     def propose(

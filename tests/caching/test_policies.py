@@ -194,14 +194,20 @@ def test_a_row_that_waits_for_others_decides_no_masks_that_earlier_blocks_kept(w
     assert int((finals[1] == model.mask_token_id).sum()) == 2  # of the first block
 
 
-def test_the_delayed_cache_reuses_a_token_from_the_second_step_after_it_was_written(worded):
-    run, _ = run_under(DelayedCache(refresh=4), worded("llama"), "llama", seed=1)
+@pytest.mark.parametrize("kind", ["llama", "dream"])
+def test_the_delayed_cache_reuses_a_token_from_the_second_step_after_it_was_written(worded, kind):
+    """With shifted logits, from the second step after it and the token that it predicts were written."""
+    run, _ = run_under(DelayedCache(refresh=4), worded(kind), kind, seed=1)
     masked, fresh = run.undecided, torch.from_numpy(run.sinks["fresh"].to_numpy()[:, :, 0])
     checked = 0
     for step in range(run.steps_run):
-        inside = step % 6
+        inside = step % 6 if kind == "llama" else step  # Dream has no blocks
         complete = inside < 2 or inside % 4 == 0
-        expected = torch.ones_like(masked[:, 0]) if complete else masked[:, step - 1]  # undecided after step - 2
+        expected = (
+            torch.ones_like(masked[:, 0]) if complete else masked[:, step - 1].clone()
+        )  # undecided after step - 2
+        if kind == "dream" and not complete:
+            expected[:, :-1] |= masked[:, step - 1, 1:]
         assert torch.equal(fresh[:, step], expected & run.real)
         checked += not complete
     assert checked >= 4

@@ -50,6 +50,16 @@ def test_prompt_tokens_that_the_earlier_run_changed_on_the_way_stay_changed(tiny
     assert again.canvas[0, 0, 2] == earlier.canvas[0, 0, 2]
 
 
+@pytest.mark.parametrize("settings", [{}, {"use_cache": True}, {"sampler": "bd3lm", "steps": 8}])
+def test_a_run_of_blocks_is_repeated_with_its_settings(settings):
+    base = sinklens.generate("tiny-sdar", [QUESTION, OTHER], **SETTINGS | settings)
+    once_more = again(base, record_sinks=False, progress=False)
+    other = corrupted(base, {" 6": " 8"}, record_sinks=False)
+    assert torch.equal(once_more.canvas, base.canvas)
+    assert once_more.settings == other.settings == base.settings
+    assert int((other.canvas[:, -1] != base.canvas[:, -1]).sum()) == 3
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({" 9": " 8"}, r"' 9' occurs in no prompt as the tokens \[' 9'\]; a leading space"),
     ({" 6": " 6 of"}, r"' 6' has 1 tokens .* and ' 6 of' has 2"),

@@ -31,6 +31,27 @@ def test_padding_moves_the_columns_of_a_jump_and_not_its_undone_share(tiny_llada
     assert jump_undone(both, other, "embed", "k", positions=[0]) == pytest.approx(0, abs=1e-4)
 
 
+def test_padding_after_a_row_with_fewer_blocks_does_not_move_its_columns():
+    model = sinklens.load("tiny-sdar")
+    few, many = PROMPTS[0], "Question: Ada has 3 cups. How many cups has Ada?\nAnswer:"  # 24 and 21 tokens, blocks of 8
+    alone, both = sinklens.generate(model, few), sinklens.generate(model, [few, many])
+    assert not bool(both.real[0, -1])
+    one, other = sink_jumps(alone)[0], sink_jumps(both)[0]
+    assert other[1:] == one[1:]
+    for letter in "qk":
+        assert jump_undone(both, other, letter=letter) == pytest.approx(
+            jump_undone(alone, one, letter=letter), abs=1e-3
+        )
+    assert jump_undone(alone, one, letter="k") > 0.1
+
+
+@pytest.mark.parametrize(("name", "argument"), [("tiny-llada", {"cache": "dual"}), ("tiny-sdar", {"use_cache": True})])
+def test_jumps_of_steps_with_different_queries_are_refused(name, argument):
+    run = sinklens.generate(name, PROMPTS[0], **argument)
+    with pytest.raises(SettingError, match=rf"with {next(iter(argument))}=.*, a step sums attention over the queries"):
+        sink_jumps(run)
+
+
 def test_a_detector_that_finds_no_sink_finds_no_jump(run):
     assert sink_jumps(run)
     assert sink_jumps(run, EpsilonOverMean(1000.0)) == []

@@ -11,7 +11,22 @@ from layouts import arguments, write_family, write_tokenizer
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import sweep
-from sinklens.interventions import AblateHeads, Activations, MaskedLogits, MaskSinks, PatchHooks, PathPatch, SinkToken
+from sinklens.features import SpliceSAE
+from sinklens.interventions import (
+    AblateHeads,
+    AblateSinkAttention,
+    AblateValues,
+    Activations,
+    ClampStream,
+    HideKeys,
+    MaskedLogits,
+    MaskSinks,
+    PatchHooks,
+    PathPatch,
+    SinkToken,
+    Steer,
+    Where,
+)
 
 PROMPTS = [[3, 17, 5, 44, 9], [21, 8]]
 SHORT = {"gen_length": 6, "steps": 3}
@@ -85,6 +100,49 @@ def test_a_metric_of_a_sweep_is_that_of_separate_runs(models, kind):
         ]
     assert found["metric"].max() > 1e-3
     np.testing.assert_allclose(found["metric_base"], 0.0, atol=1e-5)
+
+
+def test_whatever_acts_on_each_step_alone_runs_only_its_step(models):
+    """And what follows the run is run from its first step on."""
+    model, settings = models["llada"], {"gen_length": 4, "steps": 4}
+    base, before = base_run(model, PROMPTS, **settings)
+    track = sinklens.generate(model, PROMPTS, **settings)
+    where = torch.zeros(1, 1, 1, 1, base.canvas.shape[2], dtype=torch.bool)
+    where[..., 5] = True
+    along = torch.linspace(-1.0, 1.0, model.cfg.d_model)
+    alone = {
+        "steer": Steer(along, 3.0, layers=[1], where="masked", steps=[2]),
+        "clamp": ClampStream(1, dims=[3], at=2.0, steps=[2]),
+        "splice": SpliceSAE(Halved(), "blocks.1.hook_resid_post", steps=[2]),
+        "hide": HideKeys(positions=[1], steps=[2]),
+        "attention": AblateSinkAttention(layers=[1], pick="random", steps=[2]),
+        "values": AblateValues(where=where, steps=[2]),
+        "values of a run": AblateValues(top_k=1, source=track, steps=[2]),
+        "values now": AblateValues(top_k=1, same_step=True, steps=[2]),
+        "heads somewhere": AblateHeads(where=Where(top_k=2, source=track), heads=[1], steps=[2]),
+    }
+    following = {
+        "values before": AblateValues(top_k=1, steps=[2]),
+        "heads before": AblateHeads(where=Where(top_k=2), heads=[1], steps=[2]),
+        "persistent": AblateValues(top_k=1, source=track, pick="random_rest", persistent=True, steps=[2]),
+        "function": AblateHeads(where=lambda step: [5], heads=[1], steps=[2]),
+    }
+    found = sweep(model, PROMPTS, alone | following, metric=surprise, replay=True, **settings)["metric"]
+    for name, hooks in (alone | following).items():
+        expected, got = separately(model, PROMPTS, hooks, base, before, **settings), found.sel(intervention=name)
+        np.testing.assert_allclose(got[:, 2], expected[:, 2], atol=2e-4, err_msg=name)
+        assert np.isnan(got[:, [0, 1, 3]]).all() == (name in alone), name
+        assert (got[:, 2] > 1e-4).any(), name
+
+
+class Halved:
+    """An autoencoder that returns half of what it gets."""
+
+    def encode(self, x):
+        return x
+
+    def decode(self, features):
+        return 0.5 * features
 
 
 def test_places_make_a_map_and_only_the_named_steps_run(models, monkeypatch):

@@ -69,7 +69,7 @@ def test_paths_that_run_backwards_or_share_more_than_the_canvas_are_refused():
     with pytest.raises(SettingError, match="the base run cannot be repeated: its canvases differ without its hooks"):
         path_across_steps(edited, "L0H0", "logits", source, step=2, receiver_step=3)
     cached = sinklens.generate(shared_model(), [PROMPT], gen_length=4, steps=4, record_sinks=False, cache="dual")
-    with pytest.raises(SettingError, match="steps under a cache policy share keys and values"):
+    with pytest.raises(SettingError, match=r"with cache=DualCache\(\), steps share keys and values"):
         path_across_steps(cached, "L0H0", "logits", source, step=2, receiver_step=3)
     written = sinklens.generate(shared_model("qwen2", True), [PROMPT], gen_length=4, record_sinks=False)
     with pytest.raises(SettingError, match="steps of an autoregressive run share keys and values"):

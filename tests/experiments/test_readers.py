@@ -64,5 +64,5 @@ def test_the_strongest_key_is_the_default_and_padding_does_not_matter(tiny_llada
 def test_readers_that_do_not_read_the_head_and_keys_that_do_not_exist_are_refused(run):
     with pytest.raises(SettingError, match=r"L1H2\.q does not read what heads of layer 1 write"):
         read_attribution(run, STEP, LAYER, HEAD, KEY, readers={"own": ["L1H2.q"]})
-    with pytest.raises(SettingError, match="key 99 does not exist at this step"):
+    with pytest.raises(SettingError, match="position 99 does not exist at this step"):
         read_attribution(run, STEP, LAYER, HEAD, 99)

@@ -8,6 +8,8 @@ from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
+from sinklens.hooks.names import axes_of
+from sinklens.hooks.spellings import HookCache
 from sinklens.interventions import AblateHeads, Activations, FreezePattern, PatchHooks, WindowAttention
 from sinklens.runs.caches import StepCaches
 
@@ -141,6 +143,45 @@ def test_the_mask_of_a_windowed_run_can_be_patched_into_a_run_without_one(worded
     assert torch.equal(logits_of(patched), logits_of(window))
 
 
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize(
+    "name", [Z, "blocks.1.attn.hook_pattern", "blocks.0.attn.hook_v", "blocks.1.attn.hook_attn_mask"]
+)
+@pytest.mark.parametrize(("architecture", "settings"), [
+    ("llama", {"cache": "dual", "block_length": 4}), ("dream", {"cache": "delayed"}), ("sdar", {"use_cache": True}),
+])  # fmt: skip
+def test_values_of_an_exact_run_are_patched_where_a_run_with_a_cache_computes(worded, architecture, settings, name):
+    model = worded(architecture)
+    exact = {"block_length": 4} if "block_length" in settings else {}
+    base = watch(model, PADDED, points=[], **settings).run
+    source, after = Activations(names=name), Activations(names=[Z, name])
+    watch(model, PADDED, [WindowAttention(width=3), source], [], replay=base, **exact)
+    watch(model, PADDED, [PatchHooks(source=source.caches), after], [], replay=base, **settings)
+    partial = 0
+    for step, cache in after.caches.items():
+        value, expected = cache[name], source.caches[step][name]
+        window = cache.windows.get(Z, range(cache[Z].shape[1]))  # else it begins with the text
+        for axis, kind in enumerate(axes_of(name)):
+            complete = (
+                kind == "pos" and value.shape[axis] == expected.shape[axis]
+            )  # values of all columns, under a policy
+            if kind in ("pos", "query", "query|1", "key") and not complete and expected.shape[axis] > 1:
+                part = range(value.shape[axis]) if kind == "key" else window
+                expected = expected.narrow(axis, part.start, len(part))
+        partial += len(window) < base.canvas.shape[2]
+        assert torch.equal(value, expected)
+    assert partial > 1
+
+
+def test_values_of_one_window_are_not_patched_into_another(worded):
+    """The second block has as many positions as the first, so shapes alone would not show it."""
+    model, kept = worded("sdar"), Activations(names=Z)
+    watch(model, PADDED, [kept], [], use_cache=True)
+    last = max(kept.caches)
+    with pytest.raises(SettingError, match=rf"source has positions \d+ to \d+ of .*hook_z, and step {last} computes"):
+        watch(model, PADDED, [PatchHooks(source={last: kept.caches[1]})], [], use_cache=True)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_single_pass_is_patched_as_step_0(causal):
     model, clean, corrupted = shared_model("llama", causal), random_ids(1), random_ids(1)
@@ -239,6 +280,22 @@ def test_kept_values_make_activation_caches_that_transformerlens_helpers_read(wo
     torch.testing.assert_close(parts[real], plain["blocks.2.hook_resid_post"][real], atol=1e-3, rtol=0)
     heads = cache.stack_head_results(layer=2)[6:12].sum(dim=0)
     torch.testing.assert_close(heads[real], plain["blocks.1.hook_attn_out"][real], atol=1e-3, rtol=0)
+
+
+def test_keeping_a_value_makes_no_cache(worded, monkeypatch):
+    """Making one takes as long as some twenty copies of values."""
+    made = []
+    init = HookCache.__init__
+    monkeypatch.setattr(
+        HookCache, "__init__", lambda self, *args, **kwargs: (made.append(1), init(self, *args, **kwargs))[1]
+    )
+    kept = Activations(names=[Z, "blocks.0.hook_resid_post"])
+    run = watch(worded(), [LONG], [kept], []).run
+    assert not made
+    assert [kept.caches[step][Z].shape for step in range(run.steps_run)] == [(1, 15, 6, 4)] * 4
+    assert kept.caches[0] is kept.caches[0]
+    assert len(made) == 4
+    assert kept.caches.get(9) is None
 
 
 def test_step_caches_report_what_they_hold(worded):

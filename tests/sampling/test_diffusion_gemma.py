@@ -1,5 +1,6 @@
 """DiffusionGemma's sampler and what is measured and changed in its runs, on the tiny checkpoint of ../shared."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,18 @@ from torch import Tensor
 
 import sinklens
 from sinklens.errors import HookFunctionError, PromptError, SettingError
-from sinklens.interventions import AblateHeads, FixedNoise, Intervention, MaskSinks, Remask
+from sinklens.experiments import sweep
+from sinklens.interventions import (
+    AblateHeads,
+    AblateValues,
+    Activations,
+    FixedNoise,
+    FreezePattern,
+    Intervention,
+    MaskSinks,
+    PatchHooks,
+    Remask,
+)
 from sinklens.sampling import DiffusionGemmaSettings, make_settings
 from sinklens.sampling.diffusion_gemma import entropies, lowest_entropies
 from sinklens.sinks import Record
@@ -306,6 +318,71 @@ def test_an_ablated_head_writes_nothing_to_the_canvas(gemma, prompt):
     assert len(seen) == changed.steps_run
     assert all(not bool(value[:, :, 2].any()) and bool(value[:, :, 1].any()) for value in seen)
     assert not torch.equal(plain.tokens, changed.tokens)
+
+
+SLOW = {"gen_length": 16, "max_denoising_steps": 3, "entropy_bound": 0.1, "confidence_threshold": 0.0}
+"""Two canvases of three steps each."""
+
+
+@pytest.mark.parametrize(("key", "by"), [(4, "zero"), (4, "mean"), (12, "mean"), (20, "zero")])
+def test_replaced_values_of_text_and_canvas_are_those_of_encoder_and_decoder(gemma, prompt, key, by):
+    """Key 4 is in the prompt, 12 in the first canvas, 20 in the second. Of two canvases, in a layer with a window."""
+    where = torch.zeros(1, 1, 1, 1, 25, dtype=torch.bool)
+    where[..., key] = True
+    seen: dict[tuple[int, str], Tensor] = {}
+    ends = ("attn.hook_v", "attn.hook_pattern", "attn.hook_z")
+    watch = (lambda name: name.endswith(ends), lambda value, hook: seen.update({(hook.step, hook.name): value.clone()}))
+    run = sinklens.generate(gemma, prompt, hooks=[AblateValues(where=where, by=by), watch], **SLOW)
+    assert run.steps_run == 6
+    changed = 0
+    for step, layer in itertools.product((1, 4), range(LAYERS)):
+        at, first = f"blocks.{layer}.attn", 9 if step == 1 else 17
+        text = [seen[0, f"encoder.{at}.hook_v"], *([seen[3, f"encoder.{at}.hook_v"]] if step == 4 else [])]
+        values = torch.cat([*text, seen[step, f"{at}.hook_v"]], dim=1)
+        assert values.shape[1] == first + 8
+        pattern, z = seen[step, f"{at}.hook_pattern"], seen[step, f"{at}.hook_z"]
+        values = values[:, -pattern.shape[-1] :].repeat_interleave(z.shape[2] // values.shape[2], dim=2)
+        place = key - (first + 8 - pattern.shape[-1])
+        if 0 <= place < values.shape[1]:
+            values[:, place] = values.mean(dim=1) if by == "mean" else 0.0
+            changed += 1
+        torch.testing.assert_close(z, torch.einsum("bhqk,bkhd->bqhd", pattern, values), atol=1e-5, rtol=1e-4)
+    assert changed
+
+
+def test_a_canvas_is_patched_and_frozen_at_its_positions(gemma, prompt):
+    kept = Activations(names=["blocks.2.attn.hook_z", "blocks.5.hook_resid_post"])
+    base = sinklens.generate(gemma, prompt, hooks=kept, **SLOW)
+    assert kept.caches[4].windows["blocks.2.attn.hook_z"] == range(17, 25)
+    own = sinklens.generate(gemma, prompt, hooks=PatchHooks(source=kept.caches), **SLOW)
+    assert torch.equal(own.canvas, base.canvas)
+    seen: dict[int, Tensor] = {}
+    keep = ("blocks.2.attn.hook_z", lambda value, hook: seen.update({hook.step: value.clone()}))
+    source = {1: kept.caches[0]}
+    patch = PatchHooks(source=source, names="blocks.2.attn.hook_z", positions=[11])
+    sinklens.generate(gemma, prompt, replay=base, hooks=[patch, keep], **SLOW)
+    changed = (seen[1] != kept.caches[1]["blocks.2.attn.hook_z"]).flatten(2).any(dim=2)
+    assert changed.nonzero()[:, 1].unique().tolist() == [11 - 9]
+    assert torch.equal(seen[1][:, 2], kept.caches[0]["blocks.2.attn.hook_z"][:, 2])
+    with pytest.raises(SettingError, match=r"source has positions 9 to 16 of blocks\.2\.attn\.hook_z, and step 3 comp"):
+        sinklens.generate(gemma, prompt, hooks=PatchHooks(source={3: kept.caches[0]}), **SLOW)
+    with pytest.raises(SettingError, match="FreezePattern repeats the attention of step 0, which computed positions 9"):
+        sinklens.generate(gemma, prompt, hooks=FreezePattern(at=0), **SLOW)
+    sinklens.generate(gemma, prompt, hooks=FreezePattern(at=0, steps=[1, 2]), **SLOW)
+    with pytest.raises(SettingError, match=r"denoise\.hook_candidates has the positions of the current canvas only"):
+        candidates = {0: {"denoise.hook_candidates": base.canvas[:, 0, 9:17]}}
+        sinklens.generate(gemma, prompt, hooks=PatchHooks(source=candidates, positions=[10]), **SLOW)
+
+
+def test_a_metric_reads_the_canvas_at_the_positions_of_its_logits(gemma, prompt):
+    shapes = set()
+
+    def metric(output):
+        shapes.add((output.logits.shape[1], output.canvas.shape[1], output.undecided.shape[1]))
+        return output.logits[:, 0].logsumexp(-1)
+
+    sweep(gemma, prompt, {"a": AblateHeads(layers=[0], heads=[1])}, metric=metric, replay=True, **SLOW)
+    assert shapes == {(8, 8, 8)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 import sinklens
@@ -56,3 +57,32 @@ def test_a_replaced_token_is_computed_in_every_layer_whichever_layers_had_comput
     fresh = run.sinks["fresh"].isel(batch=row, pos=position).to_numpy()
     assert canvas[row, 8, position] != base.canvas[row, 8, position]
     assert fresh[5:10].tolist() == [[True] * 3, [True, False, False], [False] * 3, [True] * 3, [False] * 3]
+
+
+@pytest.mark.parametrize(("architecture", "point"), [("llama", "hook_k"), ("qwen3", "hook_k"), ("llama", "hook_v")])
+def test_an_edited_fresh_entry_is_cached_as_edited_and_the_plan_stays(worded, architecture, point):
+    """Read in the last layer, so that an edit in step 0 and the same edit of the stale entry in step 1 agree."""
+    model, name, kept, seen = worded(architecture), f"blocks.2.attn.{point}", {}, {}
+    base = sinklens.generate(model, PROMPTS, cache=DualCache(), **ANSWER)
+
+    def edit(value, hook):
+        if hook.step == 0:
+            value[:, 4] += 1.0
+            kept["edited"] = value[:, 4].clone()
+
+    def replace(value, hook):
+        if hook.step == 1:
+            value[:, 4] = kept["edited"]
+
+    def keep(value, hook):
+        seen.setdefault(hook.step, []).append(value.clone())
+
+    watch = [(f"blocks.2.attn.{end}", keep) for end in ("hook_k", "hook_v", "hook_z")]
+    for change in (edit, replace):
+        hooks = [(name, change), *watch]
+        run = sinklens.generate(model, PROMPTS, cache=DualCache(), replay=base, hooks=hooks, **ANSWER)
+        fresh = run.sinks["fresh"].to_numpy()
+        assert (fresh[:, :2] == base.sinks["fresh"].to_numpy()[:, :2]).all()
+        assert change is replace or (fresh == base.sinks["fresh"].to_numpy()).all()
+    for one, other in zip(seen[1][:3], seen[1][3:], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from watching import PADDED, SHORT, watch
 
 import sinklens
 from sinklens.errors import NotANumberError
@@ -336,3 +337,20 @@ def test_equal_confidences_and_drawn_positions_do_not_depend_on_the_batch(settin
     for row, prompt in enumerate((first, second)):
         alone = sinklens.generate(model, prompt, record_sinks=False, **settings)
         assert torch.equal(together.canvas[row, :, -alone.canvas.shape[2] :], alone.canvas[0])
+
+
+@pytest.mark.parametrize(("architecture", "settings"), [
+    ("dream", {}), ("dream", {"cache": "dual"}),
+    ("sdar", {"sampler": "bd3lm", "right_shift_logits": True, "gen_length": 8}),
+    ("sdar", {"sampler": "bd3lm", "right_shift_logits": True, "gen_length": 8, "use_cache": True}),
+])  # fmt: skip
+def test_shifted_logits_of_a_padded_row_are_those_of_the_row_alone_from_its_first_token_on(
+    worded, architecture, settings
+):
+    model = worded(architecture)
+    both, alone = (watch(model, prompts, [], ["hook_logits"], **settings) for prompts in (PADDED, [SHORT]))
+    for step, values in alone.values.items():
+        if step and "use_cache" in settings:
+            break  # the pass of two rows begins at the earlier one of their blocks
+        one, other = values["denoise.hook_logits"], both.values[step]["denoise.hook_logits"]
+        torch.testing.assert_close(other[:1, -one.shape[1] :], one, atol=1e-4, rtol=1e-3)
