@@ -133,7 +133,7 @@ def attention(
 def _shown_keys(
     point: "Point", key: Float[Tensor, "batch kv_head key d_head"], new: int
 ) -> Float[Tensor, "batch kv_head key d_head"]:
-    """The keys after hooks; of `new` ones that other passes read from the cache, these read what hooks made of them."""
+    """The keys after hooks; if a pass stores its `new` keys, later passes read them as hooks left them."""
     watch = point.watch
     shared = watch.held is not None or watch.stores  # then a copy: the keys of earlier passes are used again
     shown = point(key.transpose(1, 2).clone() if shared else key.transpose(1, 2)).transpose(1, 2)

@@ -1,16 +1,16 @@
 """The loss of one pass: of the next token, or of the tokens behind the masks of a canvas.
 
-An autoregressive model is trained on −log p(next token). A masked diffusion model is trained on canvases: of a text x,
-positions are masked with a probability t, and the loss of the canvas is −log p(x_i | canvas) summed over its masked
-positions i, divided by t and by the number of positions (Nie et al., 2025, Large Language Diffusion Models, eq. 3). A
-canvas does not say which t it was drawn with. `MaskedLoss` takes the share of masked positions for t, so that the loss
-of a row is the mean over its masked positions, and the loss of a batch is the mean over its rows.
+An autoregressive model is trained on −log p(next token). A masked diffusion model is trained on canvases: positions of
+a text x are masked with a probability t. The loss of the canvas is −log p(x_i | canvas), summed over its masked
+positions i and divided by t and by the number of positions (Nie et al., 2025, Large Language Diffusion Models, eq. 3).
+A canvas does not say which t it was drawn with. `MaskedLoss` takes the share of masked positions for t, so that the
+loss of a row is the mean over its masked positions, and the loss of a batch is the mean over its rows.
 
-What stood behind the masks is not on the canvas; the caller passes it as ``targets``. Not included: weights that a
-checkpoint's training gave to single positions (Dream), and the loss of a canvas of random tokens (DiffusionGemma).
+What was behind the masks is not on the canvas; the caller passes it as ``targets``. Not included: weights that a
+checkpoint's training gave to individual positions (Dream), and the loss of a canvas of random tokens (DiffusionGemma).
 
 Silent failure that is refused: a block-causal model is trained with all blocks before a masked one decided. With masks
-in two blocks of a row, a pass conditions the later one on masks, which no step of the training does.
+in two blocks of a row, a pass conditions the later one on masks, as no training step does.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Importing this checks the versions of the libraries whose inside the hook points rely on.
+"""Importing this checks the versions of the libraries whose internals the hook points rely on.
 
 With another version of TransformerLens or nnsight, a model would fail later, with an error that does not say why.
 

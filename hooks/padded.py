@@ -1,8 +1,8 @@
-"""Token ids that carry which of them are padding.
+"""Token ids that record which of them are padding.
 
 Ids alone do not show whether a leading end token is padding or text. `PaddedIds` is a tensor of ids with the answer in
-its attribute ``is_real``. Copies, moves, rows and slices of it carry their part; the result of any other function is a
-plain tensor, whose padding is unknown again.
+its attribute ``is_real``. Copies, moves, rows and slices of it keep their part of it; the result of any other function
+is a plain tensor, whose padding is unknown again.
 
 Silent failure: a token that is written over padding stays padding. `PaddedIds.written` finds such tokens.
 """
@@ -58,7 +58,7 @@ class PaddedIds(Tensor):
         return self.as_subclass(Tensor)
 
     def written(self) -> bool:
-        """Whether another token than `pad` stands at padding."""
+        """Whether a token other than `pad` is at a padded position."""
         return bool((self.plain[~self.is_real] != self.pad).any())
 
     @classmethod

@@ -2,10 +2,10 @@
 
     python scripts/doc_pictures.py
 
-Writes docs/pictures/*.svg: which keys a query sees in each kind of model (masks), a canvas over the steps of a run
-(canvas), a free-running change beside the same change under replay (replay), and which keys a step computes, reuses or
-hides under cache policies (policies). Each picture brings its own background, light or dark as the reader's system
-asks.
+Writes four files to docs/pictures. masks.svg shows which keys a query sees in each kind of model, and canvas.svg a
+canvas over the steps of a run. replay.svg shows a free-running change beside the same change under replay, and
+policies.svg which keys a step computes, reuses or hides under cache policies. Each picture has its own background,
+light or dark as the reader's system asks.
 """
 
 import sys

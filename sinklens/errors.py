@@ -43,7 +43,7 @@ class PromptWarning(UserWarning):
 
 
 class ControlWarning(UserWarning):
-    """A control has fewer keys than it controls for at some steps, or controls for nothing that was evaluated."""
+    """A control has fewer keys than it controls for at some steps, or its condition was not evaluated."""
 
 
 class SettingError(SinklensError, ValueError):

@@ -1,9 +1,9 @@
-"""Folders for results, checked before the work that fills them: what marks each kind, and whether it can be written.
+"""Folders for results, checked before the work that fills them: what marks each kind, and whether they can be written.
 
 A folder holds results of one kind, so that a rerun finds its own files and no file of another kind is replaced.
 
-Pitfall: the check cannot see the future. A disk that fills up during the run still ends it, with what is written by
-then.
+Pitfall: the check cannot see the future. A disk that fills up during the run still ends it; what was written by then
+remains.
 """
 
 import tempfile

@@ -1,7 +1,7 @@
-"""Integers and seeds given by a user: one reading of them for Python and the command line.
+"""Integers and seeds given by a user, read the same way in Python and on the command line.
 
 Pitfall: True and 1.0 equal 1, and the text "1" reads like it, but a run with any of them could draw other numbers than
-a run with 1. None of them is an integer here.
+a run with 1. None of them counts as an integer here.
 """
 
 import operator

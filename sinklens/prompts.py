@@ -6,7 +6,7 @@ every row to the right end, where a run appends its answer.
 
 Silent failure: ids alone do not show which of them are padding. An array whose rows begin with the padding token is
 rejected unless it comes with an attention mask, or carries its padding as the ids of `Model.to_tokens` do. One whose
-rows end with that token may just end there; a pass over it warns.
+rows end with that token may just end there; a pass over it gives a warning.
 """
 
 import re
@@ -230,7 +230,7 @@ class PromptReader:
         if broken := re.search("[\ud800-\udfff]", text):
             raise PromptError(
                 f"character {broken.start()} of the prompt is {broken.group()!r}, half of a surrogate pair, which is "
-                f"not text. Was it read with another encoding than UTF-8?"
+                f"not text. Was it read with an encoding other than UTF-8?"
             )
         if chat_template is False:
             ids = self._with_start(text, prepend_bos)

@@ -83,8 +83,8 @@ class TokenMethods:
     ) -> Int[Tensor, "batch pos"]:
         """The input of a run's first step: the prompt's ids, left-padded, followed by `gen_length` mask tokens.
 
-        `model(model.to_canvas(prompt))` returns that step's logits. As from `to_tokens`, ids of texts of different
-        lengths carry their padding.
+        `model(model.to_canvas(prompt))` returns that step's logits. As with `to_tokens`, ids of texts of different
+        lengths record which of them are padding.
 
         Args:
             prompt: as in `encode`.
@@ -123,7 +123,7 @@ class TokenMethods:
         move_to_device: bool = True,
         truncate: bool = False,
     ) -> Int[Tensor, "batch pos"]:
-        """Token ids of a prompt. Those of several texts are padded, and carry which of them are real.
+        """Token ids of a prompt. Those of several texts are padded, and record which of them are real.
 
         They can be copied, moved, sliced and passed wherever a prompt is accepted; each row then gives the values that
         it gives alone. `encode` returns ids and marks separately.

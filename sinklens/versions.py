@@ -19,7 +19,7 @@ def versions(*packages: str) -> dict[str, str]:
 def check_versions(*packages: str) -> None:
     """Check that the installed versions of `packages` are among those that sinklens declares as its requirements.
 
-    pip replaces a package that is installed already if another package asks for another version.
+    pip replaces an installed package if another package asks for a different version.
 
     Raises:
         SinklensError: a package has another version.

@@ -5,10 +5,10 @@ entry, and later steps reuse it. The first two steps of a block and every `refre
 positions are always computed, those of later blocks included.
 
 Where logits at j predict the token at j + 1, j is reused only if both tokens were written by then, dKV-Cache's rule
-"un_right". Its other two rules leave out positions that a policy here has to compute: "right" (only j is written) those
-that predict undecided ones, "un" (only j + 1 is written) undecided ones.
+"un_right". Its other two rules skip positions that a policy here must compute: "right" (only j is written) skips those
+that predict undecided ones, and "un" (only j + 1 is written) skips undecided ones.
 
-What it approximates: a reused entry knows the tokens that were written up to the step after its own, no later ones.
+What it approximates: a reused entry knows the tokens that were written up to the step after its own, but no later ones.
 
 Pitfall: the published code needs rows with equally many decided positions; here each row reuses its own.
 """

@@ -7,8 +7,8 @@ half-loaded. transformers reads them (`from_pretrained` with the translated conf
 attention looks for it if no mask is passed. A class that decides this itself (`Family.class_attention`) keeps its
 flags.
 
-Silent failure that is refused: transformers' own `generate` decodes any model from left to right, also one that was
-trained to fill masks. While a diffusion model is loaded, its `generate` is an error; see `_refuse_decoding`.
+Silent failure that is refused: transformers' own `generate` decodes any model from left to right, even one that was
+trained to fill masks. While a diffusion model is loaded, its `generate` raises an error; see `_refuse_decoding`.
 """
 
 import json
@@ -143,7 +143,7 @@ def load_checkpoint(
 
 
 def _tie(hf: "PreTrainedModel", tied: dict[str, str], weights: files.Weights, where: str) -> None:
-    """Share the weights that the config ties, also where the files hold another value, which transformers 5 would use.
+    """Share the weights that the config ties, even where the files hold another value, which transformers 5 would use.
 
     Raises:
         CheckpointError: they differ, and one of them stays on disk.
@@ -220,7 +220,7 @@ def _restorer(hf: "PreTrainedModel") -> Callable[[], None]:
 
 
 def _refuse_decoding(hf: "PreTrainedModel", name: str, undo: ExitStack) -> None:
-    """Make transformers' left-to-right decoding of a diffusion model an error, also inside its pipelines.
+    """Make transformers' left-to-right decoding of a diffusion model an error, including in its pipelines.
 
     A class with a `generate` of its own keeps it.
     """
@@ -306,7 +306,7 @@ def from_pretrained_model(
 
 @contextmanager
 def _quiet(needed: bool) -> Iterator[None]:
-    """Keep transformers from logging warnings: that tied weights differ is said, and repaired, by `_tie`."""
+    """Keep transformers from logging warnings; `_tie` reports and repairs tied weights that differ."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

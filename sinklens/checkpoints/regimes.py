@@ -37,7 +37,7 @@ def choose_family(config: dict[str, Any], where: str, name: str | None, block_le
     choices = "; ".join(f"family={one.name!r}, {one.regime}" for one in sharing)
     raise CheckpointError(
         f"{where}: model_type {config.get('model_type')!r} does not say how the checkpoint was trained, and a wrong "
-        f"choice computes another model. Its model card says it; pass one of {choices}."
+        f"choice computes another model. Its model card says how; pass one of {choices}."
     )
 
 

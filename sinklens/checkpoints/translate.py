@@ -129,7 +129,7 @@ def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, A
 
 
 def _check_defaults(config: dict[str, Any], made: "PreTrainedConfig", family: Family, where: str) -> None:
-    """A key that config.json leaves out gets a default, which the family must be able to express too."""
+    """Check that the family can express the default of each key that config.json leaves out."""
     for key, allowed in family.required.items():
         published = key in family.defaults
         if has_key(config, key) or not (published or has_key(made, key)):
@@ -145,7 +145,7 @@ def _check_defaults(config: dict[str, Any], made: "PreTrainedConfig", family: Fa
 
 
 def _check_layers(made: "PreTrainedConfig", family: Family, where: str) -> None:
-    """Layers see all of their keys, or a window of them, where the class has one."""
+    """Check that layers see all of their keys, or a window of them where the class has windows."""
     if family.class_attention:
         return
     has_windows = hasattr(type(made), "sliding_window")  # a class without them would ignore the key

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code, see `app.run`; 130 after Ctrl+C, even while Python imports modules."""
+    """Run one command and return its exit code (see `app.run`): 130 after Ctrl+C, even while Python imports modules."""
     try:
         from sinklens.cli.app import run
 

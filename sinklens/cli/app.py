@@ -1,8 +1,8 @@
 """The command line: ``sinklens demo | trace | lab | analyse | evaluate | score | table | hooks | models | train``.
 
-Exit codes: 0 success; 1 an error explained by the message; 2 a call that cannot be read, with an unknown or missing
-option or a value of the wrong form; 130 interrupted. Files are written atomically: an interrupted command leaves no
-partial file.
+Exit codes: 0 success; 1 an error explained by the message; 2 a command line that cannot be parsed, with an unknown or
+missing option or a value of the wrong form; 130 interrupted. Files are written atomically: an interrupted command
+leaves no partial file.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except SinklensError as error:
         print(f"sinklens: {error}", file=sys.stderr)
         return 1
-    except OSError as error:  # results have errors of their own, so this is the output, or a connection
+    except OSError as error:  # results have their own errors, so this is from the output or a connection
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
         if isinstance(error, BrokenPipeError):  # `sinklens demo | head`: all files are written before printing
             return 0

@@ -268,9 +268,7 @@ def _checked(conditions: Sequence[Condition]) -> list[Condition]:
 
 
 def unpaired(controls: Mapping[str, str], names: Collection[str]) -> str:
-    """A warning about controls, name -> `Condition.control_of`, of conditions that are not among `names`; "" if none
-    is.
-    """
+    """A warning about controls (name -> `Condition.control_of`) whose condition is not among `names`; "" if none."""
     texts = [
         f"{name!r} is a control of {of!r}, which is not evaluated, so it is compared with nothing.{nearest(of, names)}"
         for name, of in controls.items()

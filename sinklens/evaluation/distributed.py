@@ -257,7 +257,7 @@ def _require_reachable(address: str) -> None:
     """Check that something answers at ``host:port``; Ray itself retries for minutes.
 
     Raises:
-        SettingError: nothing does.
+        SettingError: nothing answers.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():

@@ -144,7 +144,7 @@ class Evaluation:
         """What an engine needs.
 
         Raises:
-            SettingError: the task is not the protocol's, or one of them is something else.
+            SettingError: the task is not the protocol's, or one of them has the wrong type.
         """
         protocol = find_protocol(self.protocol) if isinstance(self.protocol, str) else self.protocol
         if not isinstance(protocol, EvalProtocol) or not isinstance(self.task, Task | None):
@@ -230,7 +230,7 @@ def evaluate(
             policy, or an option is unknown.
 
     Warns:
-        ControlWarning: a condition is a control of one that neither these nor the ledger's conditions include.
+        ControlWarning: a condition is a control of one that is neither among these nor in the ledger.
     """
     engine = engine or InProcess()
     check_folder(ledger, "an evaluation")

@@ -1,11 +1,11 @@
 """Tables of a ledger: accuracy under each condition, paired with the unmasked run of the same model.
 
-Runs that differ only in their condition form a *group*: one model under one protocol. Within a group every condition is
-compared with "unmasked" on the samples that both have, and with its control: masked sinks with the same number of
-random keys, selected and masked in the same manner (the first of several seeds), any other condition with the one whose
-`Condition.control_of` names it. p values (McNemar's exact test) are corrected by Holm's method over a group's
-comparisons of one kind, with "unmasked" or with controls. A condition under a cache policy is compared with the exact
-unmasked run, and its controls are those under the same policy.
+Runs that differ only in their condition form a *group*: one model under one protocol. Within a group, every condition
+is compared with "unmasked", on the samples that both have, and with its control. The control of masked sinks is the
+same number of random keys, selected and masked in the same manner (the first of several seeds). The control of any
+other condition is the one whose `Condition.control_of` names it. p values (McNemar's exact test) are corrected by
+Holm's method over a group's comparisons of one kind, with "unmasked" or with controls. A condition under a cache policy
+is compared with the exact unmasked run, and its controls are those under the same policy.
 
 Caveat: a model's results differ in the last bits between device types, and so can its answers. Runs on different device
 types are not paired unless requested.

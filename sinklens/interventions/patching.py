@@ -84,12 +84,12 @@ class PatchHooks(AtPositions):
 
     In an autoregressive run the values of a step are those of the queries that belong to it, with or without a
     key/value cache; keys and masks are those of the pass. With cached blocks (``use_cache`` of a block sampler), the
-    pass of a batch begins at the earliest current block of its rows; for changes that do not depend on the batch,
-    restrict them with `positions` or `where`, such as "masked".
+    pass of a batch begins at the earliest current block of its rows; to make changes independent of the batch, restrict
+    them with `positions` or `where`, such as "masked".
 
     Attributes:
         source: step -> point -> value: ``activations.caches``, ``t.cache(...)``, or any such mapping. One row, or as
-            many as this run has. Of values at all columns, a pass that computes a part of them takes that part.
+            many as this run has. If values cover all columns and a pass computes only some, the pass takes those.
         names: points to patch; by default all that `source` holds, except the read-only ones (`READ_ONLY`).
         shift: the value at step t comes from step t + shift of the source.
         steps: steps of this run; by default those for which `source` holds values (step t + shift). Without a shift,

@@ -283,7 +283,7 @@ class LabApp:
         return JSONResponse(self._repeats.start(await _body(request)), 202)
 
     async def cancel_repeats(self, request: Request) -> Response:
-        """Stop that; the results so far remain."""
+        """Stop the repetitions; the results so far remain."""
         self._repeats.cancel()
         return JSONResponse({}, 202)
 

@@ -28,7 +28,7 @@ LARGEST = 10_000_000  # of any integer in a chip; larger ones are never an index
 
 @dataclass(frozen=True)
 class Computed(ABC):
-    """An argument that runs of other prompts give: computed before the run, in the model thread.
+    """An argument that comes from runs of other prompts, computed before the run, in the model thread.
 
     Attributes:
         given: the other arguments of `sinklens.generate`: seed, chat template, and settings.
@@ -253,20 +253,20 @@ CHIPS: dict[str, ChipKind] = {
     ),
     "ablate_heads": ChipKind(
         "Ablate heads of a layer",
-        "Replace the outputs of several heads of a layer by zero, or by their means; of all heads, if none is named.",
+        "Replace the outputs of several heads of a layer with zero or their means; of all heads, if none is named.",
         (LAYER, SOME_HEADS, BY, STEPS),
         lambda chip: Expression("AblateHeads", _places(chip) | {"by": chip["by"]}),
     ),
     "ablate_mlp": ChipKind(
         "Ablate an MLP",
-        "Replace what the layer's MLP adds to the residual stream by zero.",
+        "Replace what the layer's MLP adds to the residual stream with zero.",
         (LAYER, STEPS),
         lambda chip: Expression("AblateMLPs", _places(chip)),
     ),
     "patch": ChipKind(
         "Patch from another prompt",
-        "Replace values of this run by those that a run of another prompt has at the same step and place. The prompts "
-        "need as many tokens as each other.",
+        "Replace values of this run with those of a run of another prompt, at the same step and place. The prompts "
+        "need the same number of tokens.",
         (
             Field("prompt", "text", "the other prompt"),
             LAYER,
@@ -278,9 +278,9 @@ CHIPS: dict[str, ChipKind] = {
     ),
     "steer": ChipKind(
         "Steer",
-        "Add to the stream that the layer reads: the mean stream of one prompt minus that of another, times a number.",
+        "Add the mean stream of one prompt minus that of another, times a number, to the stream that the layer reads.",
         (
-            Field("positive", "text", "the prompt towards which the stream moves"),
+            Field("positive", "text", "the prompt toward which the stream moves"),
             Field("negative", "text", "the prompt away from which it moves"),
             Field("coefficient", "float", "the number; 1 adds the difference as it is", default=1.0),
             LAYER,

@@ -204,7 +204,7 @@ def check_start(spec: RunSpec, model: "Model") -> None:
     """Check that the run can begin: its prompt, its settings and each of its chips.
 
     The run is prepared as for real, and nothing is attached to the model, so this is safe while another run is in
-    progress. Chips that run the model first are left out: what is wrong with them is found when the run begins.
+    progress. Chips that run the model first are left out; their errors appear when the run begins.
 
     Raises:
         Refused: it cannot; names the chip if one is at fault.

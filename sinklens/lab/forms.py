@@ -38,7 +38,7 @@ def of_model(name: str, model: "Model") -> Form:
 
 
 def token_of(model: "Model", text: str) -> Form:
-    """The token with this text: its id and the text a page shows; and ``choices``, with that of the text after a space.
+    """The token with this text: its id and the text a page shows; ``choices`` adds that of the text after a space.
 
     Raises:
         Refused: neither is one token, or the model has no tokenizer.

@@ -92,7 +92,7 @@ def attribution(spec: RunSpec, outcome: Outcome, model: "Model", pos: int, other
     """Which layers carry what distinguishes the prompt from another one, for the final token of a position.
 
     ``attention`` and ``mlp`` [step, layer]: the estimated change of the token's log-probability, in nats, if the
-    layer's output in the pass with the run's prompt is put into the pass with the other prompt on the same canvas; see
+    layer's output in the pass with the run's prompt replaces that with the other prompt, on the same canvas; see
     `experiments.attribution_patching`. Only steps that decide the position or leave it undecided.
 
     Raises:
@@ -106,7 +106,7 @@ def attribution(spec: RunSpec, outcome: Outcome, model: "Model", pos: int, other
     )
     run, start = outcome.generation(model), outcome.prompt_length
     ids = model.encode(other, chat_template=spec.chat_template).ids.to(model.cfg.device)
-    lengths = f"the prompts have {start} and {ids.shape[1]} tokens; give one with as many tokens as the run's."
+    lengths = f"the prompts have {start} and {ids.shape[1]} tokens; give one with as many tokens as the run's prompt."
     require(ids.shape[1] == start, lengths)
     place, token = pos - int(model.causal), int(outcome.canvas[-1, pos])
     open_at = np.flatnonzero(outcome.undecided[:-1, pos])

@@ -42,7 +42,7 @@ class Repetitions:
         status: "running", "done", "cancelled" or "failed".
         changed: whether the answers differ, for each repetition.
         right: whether each of the two answers solves the problem.
-        answers: the first run's canvases at the end, to see whether seeds matter.
+        answers: the first run's final canvases, which show whether seeds matter.
         error: what failed.
         stop: ends them.
     """
@@ -84,7 +84,7 @@ class Repeats:
         session.at_close.append(self.cancel)
 
     def start(self, body: Any) -> dict[str, Any]:
-        """Repeat a pair of runs, instead of an earlier one; returns the state.
+        """Repeat a pair of runs, replacing an earlier one; returns the state.
 
         Args:
             body: the request: ids ``a`` and ``b``, ``over`` and ``count``.

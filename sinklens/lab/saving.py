@@ -60,7 +60,7 @@ def page(spec: RunSpec, outcome: Outcome, model: "Model", budget: float = BUDGET
 
 
 def changed(spec: RunSpec) -> str:
-    """What changes a run, as its script does; "none" for an ordinary run."""
+    """What changes a run, as its script writes it; "none" for an ordinary run."""
     changes = [change.source() for change in spec.changes]
     return "; ".join([*changes, *([] if spec.replay is None else [f"replays run {spec.replay}"])]) or "none"
 

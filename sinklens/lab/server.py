@@ -1,7 +1,7 @@
 """Starts a lab: binds the socket, makes the token, and serves until it is closed.
 
-The socket is bound before the server starts, so the printed link is right even where the port was chosen by the system,
-and a port in use is an error before any model is loaded. The link is printed and opened once the server listens.
+The socket is bound before the server starts, so the printed link is right even where the system chose the port. A port
+in use is an error before any model is loaded. The link is printed and opened once the server listens.
 
 All users of a machine see the arguments of its processes. So the browser is given a file that only this user can read,
 and which leads to the link (`link_file`); the token is in no argument.

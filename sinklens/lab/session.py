@@ -112,7 +112,7 @@ class Session:
         events: what happened.
         history: the runs on disk.
         thread: the model thread.
-        shown: ids of run A and run B, as a page said last.
+        shown: ids of run A and run B, as a page last reported them.
         at_close: called when the lab closes, to end background work.
     """
 
@@ -376,7 +376,7 @@ class Session:
         self._finish(run, "failed", outcome)
 
     def _finish(self, run: Run, status: str, outcome: Outcome | None) -> None:
-        """Write the run, then announce it: what a tab has seen finished is never lost, unless it says so."""
+        """Write the run, then announce it: a run that a tab has seen finished is not lost, unless it says so."""
         if outcome is not None and not run.removed:
             try:
                 self.history.save(run.id, run.summary() | {"status": status}, run.spec.to_json(), outcome)

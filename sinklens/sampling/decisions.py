@@ -85,7 +85,7 @@ def entropy_schedule(masked: int, steps: int) -> list[int]:
     """RND1's schedule: how many of `masked` positions each of `steps` steps leaves masked, none after the last.
 
     ⌊masked · (s / steps)⌋ for s = steps − 1, …, 0. The quotient is rounded to float32 before the product, as in the
-    reference, and this decides: 22 masks in 22 steps leave 12 after the ninth, not 13.
+    reference, and this matters: of 22 masks in 22 steps, 12 are left after the ninth, not 13.
     """
     return [int(np.float32(masked) * np.float32(left / steps)) for left in reversed(range(steps))]
 
@@ -235,10 +235,10 @@ def most_confident(
     Positions with confidence −inf are never committed.
 
     Args:
-        padding: columns before the text of each row; None chooses from the positions with a proposal alone.
-            `torch.topk` orders equal confidences by where they stand among how many, and `top_k=1` makes all of them
-            equal, so a row is chosen from as if it were alone: without padding, and in a run by blocks without the
-            columns that complete another row's last block.
+        padding: columns before the text of each row; None chooses only from the positions with a proposal. The order
+            that `torch.topk` gives equal confidences depends on their places and their number, and `top_k=1` makes all
+            of them equal. So a row is chosen from as if it were alone: without padding and, in a run by blocks, without
+            the columns that complete another row's last block.
     """
     commit = torch.zeros_like(confidence, dtype=torch.bool)
     for row, count in enumerate(counts):

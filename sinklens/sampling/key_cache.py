@@ -4,11 +4,10 @@ Before each step a `Policy` sees the `History` of the run and says of every key 
 reuses it (`STALE`) or hides it (`GONE`). The step then computes one window of columns: from the first position that is
 fresh in any row or layer to the last. Only positions that are fresh can be decided in the step.
 
-Some positions are computed whatever the policy says, because their entries cannot be used: those that were never
-computed, those whose token a hook or a replay replaced, and those whose stale key or value a hook changed in the step
-before.
-Where logits predict the next position, the position before a fresh undecided one is computed too, but only to predict
-that one: an undecided position that is computed for its successor alone cannot be decided in the step.
+Some positions are computed whatever the policy says, because their entries cannot be used. These are the ones that were
+never computed, those whose token a hook or a replay replaced, and those whose stale key or value a hook changed in the
+step before. Where logits predict the next position, the position before a fresh undecided one is computed too, but only
+to predict that one: an undecided position that is computed for its successor alone cannot be decided in the step.
 
 Pitfall: the window is contiguous. Fresh positions that lie far apart cost as much as all positions between them.
 """

@@ -4,8 +4,8 @@ Every row has its own current block, counted from its first token, and moves to 
 the block is masked, or after ``denoising_steps`` passes. Rows therefore do not wait for each other, and a row's
 canvases are the same as in a run of that row alone.
 
-Where the published implementations fail, this sampler does not: only masked positions are ever written (generate.py and
-JetEngine overwrite prompt and decided tokens if fewer masks are left than the pass would decide), and a position whose
+Where the published implementations fail, this sampler does not. Only masked positions are ever written (generate.py and
+JetEngine overwrite prompt and decided tokens if fewer masks are left than the pass would decide). A position whose
 proposal is the mask token stays masked (generate.py raises IndexError).
 
 Pitfall: a finished block is not decided again. A position of it that a hook masks again stays masked.

@@ -220,8 +220,9 @@ class FastDllmV2Settings(DrawSettings):
         gen_length: number of answer positions.
         block_length: positions per block; always the model's.
         small_block_size: positions per sub-block; default 8, or the block if 8 does not divide it.
-        threshold: besides the most confident proposal, accept all of more confidence; 1 accepts one per step.
-        temperature: randomness of the proposed tokens, but of the first one of a block; 0 takes the most likely.
+        threshold: besides the most confident proposal, accept all with more confidence than this; 1 accepts one per
+            step.
+        temperature: randomness of the proposed tokens, except the first one of a block; 0 takes the most likely.
         top_p: at a temperature above 0, propose from the smallest set of tokens with this total probability.
         stop: end a row at its first end-of-sequence token; later positions stay masked.
         use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.

@@ -30,13 +30,13 @@ class Rnd1Settings(DrawSettings):
         gen_length: number of answer positions, all masked at the start; `closing` comes after them.
         steps: denoising steps; default `gen_length`. After step i of N, ⌊m·(N − 1 − i)/N⌋ of the m masks remain,
             where the quotient is rounded to float32 as in the published code.
-        temperature: divides the logits, also those that the order of commits goes by; above 0.
+        temperature: divides the logits, including those that determine the order of commits; above 0.
         greedy: take the most likely token instead of a random one.
         top_p: propose from the smallest set of tokens with this total probability, among those that `top_k` keeps; None
             turns it off.
         top_k: propose from this many most likely tokens; None turns it off.
-        eb_gamma: in every step but the last, commit in order of falling probability as many tokens as the sum of their
-            entropies minus the largest of these allows (in nats), at least one; None commits the tokens of lowest
+        eb_gamma: in every step but the last, commit tokens in order of falling probability while the sum of their
+            entropies, minus the largest, is at most this (in nats), and at least one. None commits the tokens of lowest
             entropy by the schedule.
         closing: the token that follows the answer: "pad" as in the published code, "eos", or "none".
     """

@@ -260,7 +260,7 @@ class ZarrStore(Store):
 
 
 def _umask() -> int:
-    """The process's mask of permissions, which `tempfile` does not use."""
+    """The process's umask, which `tempfile` does not use."""
     mask = os.umask(0o022)
     os.umask(mask)
     return mask

@@ -73,7 +73,7 @@ def patch_maps(table: "DataFrame", groups: Mapping[str, str]) -> "Figure":
     label = "share of the gap between clean and corrupted prompt that the patch restores"
     figure = _maps(table, "group", groups, ("layer", "step"), label, (-1.0, 1.0))
     figure.suptitle(
-        "Layer −1 is the embedding; grey: all differing positions of the answer are already decided", fontsize=9
+        "Layer −1 is the embedding; gray: all differing positions of the answer are already decided", fontsize=9
     )
     return figure
 

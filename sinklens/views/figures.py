@@ -1,7 +1,7 @@
 """Figures of sink tracks, one function each; figures of measured numbers are in charts.py.
 
 Functions that draw one panel take ``ax=`` and return it, so figures can be combined; none shows or saves anything.
-Positions are labelled by their tokens if the track has them.
+Positions are labeled by their tokens if the track has them.
 """
 
 from collections.abc import Sequence
@@ -192,7 +192,7 @@ def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
     for track, ax in zip(tracks, axes, strict=True):
         sink_path(track, *most_moving_head(track, batch), batch=batch, ax=ax)
     figure.suptitle(
-        "Strongest key of each head, the position that receives most attention: grey, all heads; orange, the head "
+        "Strongest key of each head, the position that receives most attention: gray, all heads; orange, the head "
         "whose sink moves most\n(filled mark: a sink, hollow: not a sink); blue, undecided or not yet existing when "
         "the step began; dotted, end of prompt",
         fontsize=9,
@@ -215,7 +215,7 @@ def sink_life(
 ) -> "Axes":
     """The life of one sink, framed, with `around` steps before and after it (the paper's Fig. 6b shows one step).
 
-    Colours follow the square root of the score, so that a weak sink is visible beside strong ones.
+    Colors follow the square root of the score, so that a weak sink is visible beside strong ones.
 
     Args:
         pos, start, length: position, first step, and number of steps, as in a row of `motion.lifetimes`.
@@ -317,7 +317,7 @@ def _highest(values: Float[np.ndarray, "step pos"]) -> Float[np.ndarray, " pos"]
 
 
 def _dark() -> "Colormap":
-    """Colours from dark to light; gray for missing values."""
+    """Colors from dark to light; gray for missing values."""
     from matplotlib import colormaps
 
     return colormaps["magma"].with_extremes(bad="0.85")

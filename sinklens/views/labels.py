@@ -61,7 +61,7 @@ def short(name: str) -> str:
 
 
 def colours(count: int) -> list[str]:
-    """Colours of `count` models; they repeat after six."""
+    """Colors of `count` models; they repeat after six."""
     return [COLOURS[number % len(COLOURS)] for number in range(count)]
 
 

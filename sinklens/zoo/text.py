@@ -1,14 +1,14 @@
-"""English text for the text models: documentation, dictionaries and books that Debian packages under free licenses.
+"""English text for the text models: documentation, dictionaries and books from Debian, under free licenses.
 
 `gather` fetches the packages of `SOURCES` (``apt-get download``, which needs Debian or a relative but no privileges),
-unpacks them beside each other, strips markup, drops what is not prose, and removes paragraphs that occur twice. The
-result is one file of documents. Sources marked `held_out` are never trained on, so a score on them is not a score on
-pages of a known manual. Nothing of the text is part of sinklens.
+unpacks them side by side, strips markup, drops what is not prose, and removes paragraphs that occur twice. The result
+is one file of documents. Sources marked `held_out` are never trained on, so a score on them is not a score on pages of
+a known manual. None of the text is part of sinklens.
 
 A *paragraph* is what a block element of HTML, a blank line of POD or an entry of a dictionary delimits. It counts as
 prose if it has at least `MIN_WORDS` words and mostly letters. Code (``<pre>``, indented POD) is left out.
 
-Pitfall: the packages of another Debian release hold other text, and a model trained on it has other weights.
+Pitfall: the packages of another Debian release hold different text, and a model trained on it has different weights.
 The file of documents, not the list of packages, determines the weights; keep it.
 """
 
@@ -41,8 +41,8 @@ class Source:
         package: its name.
         files: pattern of its text files, below the package's root.
         format: "html", "pod", "dictionary" (dictd's) or "bible" (the compressed text that the program ``bible`` reads).
-        held_out: whether its documents are only for scores.
-        readers: further packages that reading it needs.
+        held_out: whether its documents are used only for scores.
+        readers: further packages needed to read it.
     """
 
     package: str
@@ -81,7 +81,7 @@ class Document:
     Attributes:
         source: the package.
         name: its place in the package.
-        held_out: whether it is only for scores.
+        held_out: whether it is used only for scores.
         text: paragraphs, one per line.
     """
 

@@ -3,7 +3,7 @@
 A held-out document is cut into consecutive windows of the recipe's length. For a causal model the loss of a window is
 its mean next-token cross-entropy. For a masked model it is an unbiased estimate of the bound on it: the number of
 masked tokens k is drawn uniformly from 1 to L, k random tokens are masked, and the cross-entropy is averaged over them
-(LLaDA, 2502.09992, Eq. 6). A bound is at least the true loss, so only differences between models of one kind compare.
+(LLaDA, 2502.09992, Eq. 6). A bound is at least the true loss, so compare only models of one kind.
 
 Windows of a document resemble each other, and documents of a source too. The interval is therefore a bootstrap over
 documents; it says nothing about other sources.
@@ -54,8 +54,8 @@ class TextScore:
         nats: per token.
         low: lower end of the 95 % interval, from a bootstrap over documents.
         high: its upper end.
-        windows: how many windows.
-        documents: how many documents.
+        windows: number of windows.
+        documents: number of documents.
     """
 
     nats: float
@@ -70,7 +70,7 @@ class TextScore:
 
 
 def held_out(model: "Model", recipe: Recipe, documents: Path = DOCUMENTS, per_document: int = 4) -> HeldOut:
-    """The first `per_document` windows of every held-out document; rests shorter than a window are left out.
+    """The first `per_document` windows of every held-out document; remainders shorter than a window are left out.
 
     Raises:
         SinklensError: there is no file of documents, or none of its documents is held out and long enough.

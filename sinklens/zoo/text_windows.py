@@ -2,7 +2,7 @@
 
 The documents (text.py) are tokenized by a byte-level BPE tokenizer that was trained on those that are not held out, and
 joined by end tokens. A *window* is a start token and the following tokens up to the recipe's length, at any place, so a
-window can begin within a word's sentence and span two documents.
+window can begin in the middle of a sentence and span two documents.
 
 Tokenizer and ids are cached beside the file of documents. Pitfall: delete ``*.tokenizer.json`` and ``*.ids.npy`` after
 gathering other text into the same file.

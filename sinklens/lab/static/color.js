@@ -30,16 +30,16 @@ async function drawColor() {
   byId("scale").hidden = name !== "attention";
   of.tint = null;
   line.textContent = `The tokens that the model works on. ${COLORED.attention}`;
-  if (name !== "attention" && of.live) line.textContent = "These colors can be shown when the run has ended.";
+  if (name !== "attention" && of.live) line.textContent = "These colors can be shown once the run has ended.";
   else if (name !== "attention") {
-    line.textContent = "Being computed…";
+    line.textContent = "Computing…";
     try {
       const { tint, said } = await tintOf(of, name);
       if (byId("token-color").value !== name || run !== of) return;
       Object.assign(of, { tint });
       line.textContent = said;
     } catch (error) {
-      if (run === of) line.textContent = `No such colors: ${error.message}`;
+      if (run === of) line.textContent = `These colors cannot be shown: ${error.message}`;
     }
   }
   if (run === of) { drawTokens(); if (!of.tint) drawScale(byId("scale"), peakNow(), "the scores"); }

@@ -10,7 +10,7 @@ function fieldKind({ type, choices }) {
   return { steps: "steps", bool: "yes", heads: "heads", text: "lines" }[type] || "text";
 }
 
-// A labelled input; `read()` returns its value, null if it is empty.
+// A labeled input; `read()` returns its value, null if it is empty.
 function field(given, value, last) {
   const box = make("div", undefined, "field"), label = make("label", given.label || { pos: "position" }[given.name] || given.name.replaceAll("_", " ")), kind = fieldKind(given);
   const id = `field-${fieldCount++}`, [inputs, read] = makers[kind](given, value, last);

@@ -15,7 +15,7 @@ async function readLens(pos) {
     const found = await askJson(`/api/runs/${id}/lens?pos=${pos}`);
     if (lensNow.of === id && lensNow.pos === pos) drawLens(found);
   } catch (error) {
-    if (lensNow.of === id && lensNow.pos === pos) byId("lens-said").textContent = `Not read: ${error.message}`;
+    if (lensNow.of === id && lensNow.pos === pos) byId("lens-said").textContent = `Could not be read: ${error.message}`;
   }
 }
 
@@ -45,12 +45,12 @@ function drawLens({ pos, steps, layers, final, token, p, entropy, final_p: share
 async function attribute() {
   const { pos, of } = lensNow, said = byId("attribution-said");
   write(byId("attribution-table"));
-  said.textContent = "Being computed…";
+  said.textContent = "Computing…";
   try {
     const found = await askJson(`/api/runs/${of}/attribution`, { pos, prompt: byId("attribution-prompt").value });
     if (lensNow.of === of && lensNow.pos === pos) drawAttribution(found);
   } catch (error) {
-    said.textContent = `Not computed: ${error.message}`;
+    said.textContent = `Could not be computed: ${error.message}`;
   }
 }
 

@@ -35,7 +35,7 @@ function keep() {
 
 async function copyLink() {
   const { link } = await askJson("/api/state", stateNow()), address = new URL(`#${link}`, location.href).href;
-  byId("state").textContent = (await clip(address)) ? "The link is copied." : `The link is ${address}`;
+  byId("state").textContent = (await clip(address)) ? "The link was copied." : `The link is ${address}`;
   byId("copy-link").dataset.link = address;
 }
 

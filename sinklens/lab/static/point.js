@@ -180,6 +180,6 @@ function listenPoints() {
   changeButton("grid", (event) => headMenu(event));
   changeButton("canvas", (event) => positionMenu(event, view.position ?? info.prompt_positions));
   changeButton("path", (event) => pathMenu(event));
-  byId("path-readout").textContent = "Hover over a step. Double-click a grey path to choose its head.";
+  byId("path-readout").textContent = "Hover over a step. Double-click a gray path to choose its head.";
   listenRange();
 }

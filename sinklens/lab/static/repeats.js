@@ -15,11 +15,11 @@ const repeatsNow = () => lab.repeats.get(`${lab.A}/${lab.B}`);
 function repeatsSaid(state) {
   const { done, total, changed, interval, alike, status, error, right, difference } = state;
   if (status === "failed") return `The repetitions failed: ${error}`;
-  if (!done) return "Being repeated…";
+  if (!done) return "Repeating…";
   const so = status === "running" ? `${done} of ${total} so far: ` : "";
-  if (alike) return `${so}run A is the same with every seed, because its sampler draws nothing; repeat on the problems of a task instead.`;
+  if (alike) return `${so}run A is the same with every seed, because its sampler draws no random numbers; repeat on the problems of a task instead.`;
   const solved = right ? ` Right: A ${right[0]}, B ${right[1]} (difference ${percent(difference[0])} [${percent(difference[1])}, ${percent(difference[2])}]).` : "";
-  return `${so}the answer changes with ${changed} of ${overSaid(state, done)}: ${percent(changed / done)} [${percent(interval[0])}, ${percent(interval[1])}], 95 % interval.${solved}`;
+  return `${so}the answer changes in ${changed} of ${overSaid(state, done)}: ${percent(changed / done)} [${percent(interval[0])}, ${percent(interval[1])}], 95 % interval.${solved}`;
 }
 
 // For the line beside the switch: whether the verdict holds beyond this pair.

@@ -197,7 +197,7 @@ function followStep() {
 
 // ---- all heads, by CircuitsVis
 
-// At most `cells` cells: neighbouring positions are merged into blocks that show their largest value.
+// At most `cells` cells: neighboring positions are merged into blocks that show their largest value.
 function forCircuits() {
   const heads = byId("circuits-heads").value === "one" ? [shown.head] : Array.from({ length: H }, (_, head) => head);
   const { side } = shown, most = Math.max(1, Math.floor(Math.sqrt(run.attention.cells / heads.length))), block = Math.ceil(side / most);

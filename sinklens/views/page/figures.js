@@ -1,7 +1,7 @@
-// The figures drawn on canvas elements: colour scale, step × position, layer × head, path of the strongest key.
+// The figures drawn on canvas elements: color scale, step × position, layer × head, path of the strongest key.
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const RAMPS = { // one hue, lightness falling (or, on a dark page, rising) all the way: readable without colour
+const RAMPS = { // one hue, lightness falling (or, on a dark page, rising) all the way: readable without color
   light: ["#f4f6f8", "#d5e2ee", "#a3c3df", "#6399c7", "#2f6ba8", "#154678", "#0a2547"],
   dark: ["#20262d", "#1f3a57", "#255a8a", "#3c82bb", "#6fabdb", "#aed2ef", "#eaf5fd"],
 };
@@ -18,7 +18,7 @@ function ramp() {
   }));
 }
 
-// Colour of a score, with `peak` the largest: (score / peak)^γ, with γ such that 1, uniform attention, is pale for any
+// Color of a score, with `peak` the largest: (score / peak)^γ, with γ such that 1, uniform attention, is pale for any
 // peak.
 const UNIFORM = 0.2;
 const gamma = (peak) => clamp(Math.log(UNIFORM) / Math.log(1 / Math.max(peak, 1.01)), 0.4, 1.6);
@@ -93,7 +93,7 @@ function remember(canvas, { left, top, cell, high }) { canvas.dataset.cells = [l
 const widthOf = (canvas) => canvas.parentElement.clientWidth;
 const placeIn = (event) => { const box = event.currentTarget.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
 
-// ---- colour scale
+// ---- color scale
 
 function drawScale(canvas, peak, what) {
   const width = Math.min(220, widthOf(canvas) - 30), power = gamma(peak), brush = sized(canvas, width + 30, 30);
@@ -111,7 +111,7 @@ function drawScale(canvas, peak, what) {
     brush.fillRect(x + 7.5, 12, 1, 3);
     brush.fillText(value === peak ? short(peak) : value, clamp(x + 8, 8, width + 12), 27);
   }
-  canvas.setAttribute("aria-label", `Colour scale of ${what}, from 0 to ${short(peak)}${what.includes("score") ? "; uniform attention is 1" : ""}`);
+  canvas.setAttribute("aria-label", `Color scale of ${what}, from 0 to ${short(peak)}${what.includes("score") ? "; uniform attention is 1" : ""}`);
 }
 
 // ---- step × position
@@ -305,7 +305,7 @@ function drawPath() {
   for (const at of ticks(P, path.height, 22, info.first)) brush.fillText(numberOf(at), path.left - 8, path.y(at) + 4);
   brush.textAlign = "center";
   for (const step of ticks(T, path.width, 34)) brush.fillText(info.steps[step], path.x(step), path.top + path.height + 14);
-  byId("path-text").textContent = `Position of the strongest key. Orange: ${whose()}, filled mark: a sink, hollow: not a sink; grey: every head${info.causal ? "" : "; shaded: undecided"}.`;
+  byId("path-text").textContent = `Position of the strongest key. Orange: ${whose()}, filled mark: a sink, hollow: not a sink; gray: every head${info.causal ? "" : "; shaded: undecided"}.`;
   canvas.setAttribute("aria-label", `Position of the strongest key at each step, ${whose()}`);
   paintPath();
 }
