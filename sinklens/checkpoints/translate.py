@@ -152,9 +152,10 @@ def _check_layers(made: "PreTrainedConfig", family: Family, where: str) -> None:
     windowed = family.causal and has_windows and getattr(made, "sliding_window", None) is not None
     allowed = {"full_attention", "sliding_attention"} if windowed else {"full_attention"}
     if other := sorted(set(getattr(made, "layer_types", None) or ()) - allowed):
+        off = " while sliding_window is off" if family.causal and has_windows and not windowed else ""
         raise CheckpointError(
             f"{where}: layer_types in config.json has {', '.join(other)}; the {family.name} family can express only "
-            f"{' and '.join(sorted(allowed))}{' without a sliding_window' * family.causal}."
+            f"{' and '.join(sorted(allowed))}{off}."
         )
 
 

@@ -103,7 +103,9 @@ class Repeats:
             self._session.model(spec.model)
             alone = spec.replay is None and spec.canvas is None
             require(
-                alone, "a run on the canvases of another belongs to that run; repeat runs that decide for themselves."
+                alone,
+                "a run on the canvases of another has no answers of its own on other prompts; repeat runs that decide "
+                "for themselves.",
             )
         most = MOST if over == SEEDS else len(problems.samples(over))
         listed = [_varied(specs, over, number) for number in range(min(count, most))]
