@@ -70,8 +70,8 @@ def test_a_pass_can_start_from_a_residual_stream(bridge):
 
 
 @pytest.mark.parametrize("return_type", ["loss", "both"])
-def test_a_diffusion_model_has_no_next_token_loss(tiny_llada, return_type):
-    with pytest.raises(SettingError, match="next token"):
+def test_the_loss_of_a_diffusion_model_needs_the_tokens_behind_the_masks(tiny_llada, return_type):
+    with pytest.raises(SettingError, match="pass their ids as targets="):
         tiny_llada(tiny_llada.to_canvas(TEXT), return_type=return_type)
-    with pytest.raises(SettingError, match="next token"):
+    with pytest.raises(SettingError, match="pass their ids as targets="):
         tiny_llada.loss_fn(tiny_llada(tiny_llada.to_canvas(TEXT)), tiny_llada.to_canvas(TEXT))

@@ -1,6 +1,7 @@
 """Hand-made sink tracks for tests, with every variable of the built-in quantities, and disks that fail."""
 
 import resource
+import sys
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -104,15 +105,19 @@ def made(causal, seed=0, unlike=()):
 
 @contextmanager
 def disk_full_beyond(size):
-    """A real limit of the operating system: no file of this process may grow beyond `size` bytes."""
-    soft, hard = resource.getrlimit(
-        resource.RLIMIT_FSIZE
-    )  # Python ignores the signal, so writing fails as on a full disk
+    """A real limit of the operating system: no file of this process may grow beyond `size` bytes.
+
+    Python ignores the signal, so writing fails as on a full disk. It writes no bytecode meanwhile: it would keep the
+    truncated files and fail on them later.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = written
 
 
 class Killed(BaseException):

@@ -23,7 +23,7 @@ from torch import Tensor
 from sinklens.errors import SinklensError
 from sinklens.zoo.recipes import Recipe
 from sinklens.zoo.text import read_documents
-from sinklens.zoo.text_windows import DOCUMENTS, document_ids
+from sinklens.zoo.text_windows import DOCUMENTS, document_ids, text_tokenizer
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -69,13 +69,13 @@ class TextScore:
         return f"{self.nats:.3f} [{self.low:.3f}, {self.high:.3f}] nats per token, {counts}"
 
 
-def held_out(model: "Model", recipe: Recipe, documents: Path = DOCUMENTS, per_document: int = 4) -> HeldOut:
+def held_out(recipe: Recipe, documents: Path = DOCUMENTS, per_document: int = 4) -> HeldOut:
     """The first `per_document` windows of every held-out document; remainders shorter than a window are left out.
 
     Raises:
         SinklensError: there is no file of documents, or none of its documents is held out and long enough.
     """
-    tokenizer = model.tokenizer
+    tokenizer = text_tokenizer(recipe, documents)
     windows, names, sources = [], [], {}
     for document in read_documents(documents):
         if not document.held_out:

@@ -265,6 +265,7 @@ def test_output_that_cannot_be_written_is_one_message(tmp_path):
 import resource, signal, sys
 from sinklens.cli import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.dont_write_bytecode = True  # Python would keep the truncated files and fail on them later
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 sys.exit(main(["models"]))
 """

@@ -126,12 +126,13 @@ def test_kills_at_random_moments_lose_and_repeat_no_sample(tmp_path):
 def test_a_full_disk_leaves_no_partial_record(tmp_path):
     """A real limit: the process cannot write files beyond 1,000 bytes."""
     code = f"""
-import resource, signal
+import resource, signal, sys
 from pathlib import Path
 from sinklens.errors import LedgerError
 from sinklens.evaluation.ledger import LedgerRun, Writer
 run = LedgerRun.of(Path(r"{tmp_path}"), {WHAT!r}).begin()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.dont_write_bytecode = True  # Python would keep the truncated files and fail on them later
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 with Writer(run) as writer:
     written = 0

@@ -107,6 +107,7 @@ def test_an_evaluation_resumes_after_the_disk_was_full(tmp_path, uninterrupted):
 import resource, signal, sys
 from sinklens.cli import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.dont_write_bytecode = True  # Python would keep the truncated files and fail on them later
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
 sys.exit(main({[*ARGUMENTS, "--out", str(tmp_path)]!r}))
 """

@@ -192,7 +192,7 @@ def test_a_shifted_source_patches_no_step_before_the_first(models, path):
     base, before = base_run(model, PROMPTS[:1], **SHORT)
     expected = separately(model, PROMPTS[:1], patch, base, before, **SHORT)[0, :2]
     np.testing.assert_allclose(found[0, :2], expected, atol=2e-4)
-    with pytest.raises(SettingError, match=r"source holds steps \[0, 1, 2\], but step 0 needs 3; record it, or"):
+    with pytest.raises(SettingError, match=r"source holds step 2 \(step -1 here, with shift=3\), which does not"):
         patch = replace(patch, shift=3)
         sweep(model, PROMPTS[:1], {"patch": patch}, metric=surprise, **SHORT)
 

@@ -184,7 +184,7 @@ BODIES = {  # name: (body, status, text)
     "ids that are no numbers": ({"ids": ["1"]}, 400, "ids must be a list of token ids"),
     "a prompt that is no text": ({"prompt": 3}, 400, "prompt must be text; got int"),
     "an unknown model": (RUN | {"model": "../../etc"}, 404, "this lab has no model '../../etc'"),
-    "a negative seed": (RUN | {"seed": -1}, 400, "seed must be an integer of at least 0; got -1"),
+    "a negative seed": (RUN | {"seed": -1}, 400, "seed must be an integer from 0 to 2**63 - 1; got -1"),
     "a template": (RUN | {"chat_template": "{{ messages }}"}, 400, "a template is code"),
     "a setting that is a list": (RUN | {"settings": {"steps": [1]}}, 400, "a setting must be a number"),
     "a huge setting": (RUN | {"settings": {"gen_length": 10**9}}, 400, "a setting is at most 1,000,000"),

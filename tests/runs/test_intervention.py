@@ -53,7 +53,7 @@ BOTH = {
     "ablate at some places": AblateSinkAttention(
         top_k=2, mass="drop", steps=[0, 3], positions=[1, 3, -2], scope="layer"
     ),
-    "force tokens": ForceTokens(tokens={1: 41, -3: 42}, steps=[1, 2]),
+    "force tokens": ForceTokens(tokens={1: 41, -3: 42}, steps=[1, 3]),
     "sink token": SinkToken(token=9),
     "empty sink token": SinkToken(token=9, value="zero", layers=[0, 1]),
     "patch": PatchHooks(
@@ -276,7 +276,7 @@ def test_a_single_intervention_needs_no_list(worded):
     [
         ([MaskSinks], "<class 'sinklens.interventions.masking.MaskSinks'>"),
         ([("hook_embed",)], r"\('hook_embed',\)"),
-        ("no", "'n'"),
+        ("no", "'no'"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -351,8 +351,8 @@ def test_arrays_and_tensors_of_integers_are_accepted_as_lists(chosen):
         (torch.tensor([1.0, 2.0]), r"steps must be a list of integers; got tensor\(\[1., 2.\]\)"),
         ("12", "steps must be a list of integers; got '12'"),
         (torch.tensor(3), r"steps must be a list of integers; got tensor\(3\)"),
-        ([True, False], "steps must be a list of integers; got booleans"),
-        (torch.tensor([True, False]), "steps must be a list of integers; got booleans"),
+        ([True, False], r"steps must be a list of integers; got \[True, False\]. For booleans pass their indices"),
+        (torch.tensor([True, False]), r"got tensor\(\[ True, False\]\). For booleans pass their indices"),
         ((step for step in (1, 2)), r"generator can be read only once. Write steps=list\(...\)"),
     ],
 )

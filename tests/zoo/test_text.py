@@ -143,7 +143,7 @@ def test_a_text_model_trains_exports_and_is_scored(recipe, tmp_path, objective):
     list(train(recipe, tmp_path / "run"))
     assert {1, 2, 4, 8, 16, 32} <= {int(file.stem[8:]) for file in (tmp_path / "run").glob("weights-*.pt")}
     model = sinklens.load(export(recipe, tmp_path / "run", tmp_path / "model"))
-    rows = held_out(model, recipe)
+    rows = held_out(recipe)
     assert set(rows.source.values()) == {"source-2"}
     found = score(window_losses(model, rows.ids), rows.document)
     assert found.nats < math.log(recipe.vocabulary) - 0.5, "better than guessing"
