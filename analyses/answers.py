@@ -60,7 +60,7 @@ def masked(track: SinkTrack, top_k: int = 1, **place: Any) -> dict[str, MaskSink
     return {
         "strongest": MaskSinks(top_k=top_k, **place),
         "steady": MaskSinks(top_k=top_k, source=track, **place),
-        "random": MaskSinks(top_k=top_k, source=track, pick="random_rest", persistent=True, **place),
+        "random": MaskSinks(top_k=top_k, source=track, pick="random", persistent=True, **place),
     }
 
 

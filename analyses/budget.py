@@ -107,5 +107,5 @@ def restricted(kind: str, keys: int, steps: int, track: SinkTrack) -> list[Inter
         return [WindowAttention(width=keys if causal else keys // 2, steps=later)]
     kept = KeepKeys(top_k=min(keys - near, most), window=near if causal else near // 2, steps=later)
     if kind in ("own", "random"):
-        return [replace(kept, pick="random" if kind == "random" else "strongest")]
+        return [replace(kept, pick="random_any" if kind == "random" else "strongest")]
     return [replace(kept, pick="weakest" if kind == "weakest" else "strongest", source=track)]

@@ -114,7 +114,7 @@ class Content(Study):
     def interventions(self, track: SinkTrack, cell: str) -> dict[str, Any]:
         """One intervention per entry of `CHANGES`, on the keys that `track` marks as `cell`."""
         shared: dict[str, Any] = {"top_k": None, "detector": Marked(cell), "source": track, "seed": self.seed}
-        rest = shared | {"pick": "random_rest", "persistent": True}
+        rest = shared | {"pick": "random", "persistent": True}
         return {
             "mask": MaskSinks(**shared),
             "value": AblateValues(**shared),

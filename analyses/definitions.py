@@ -112,7 +112,7 @@ class Definitions(Study):
         for top_k, (definition, more) in product(TOP_K, given.items()):
             shared = {"top_k": top_k, "queries": reach, "seed": self.seed, **more}
             found[f"{definition} strongest {top_k}"] = MaskSinks(**shared)
-            found[f"{definition} random {top_k}"] = MaskSinks(**shared, pick="random_rest", persistent=True)
+            found[f"{definition} random {top_k}"] = MaskSinks(**shared, pick="random", persistent=True)
             if definition == "columns_steady":
                 found[f"first strongest {top_k}"] = MaskSinks(**shared, positions=range(top_k))
                 found[f"first random {top_k}"] = found[f"{definition} random {top_k}"]

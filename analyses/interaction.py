@@ -95,7 +95,7 @@ class Interaction(Study):
     def masks(self, base: "Generation") -> dict[str, MaskSinks]:
         """One intervention per pick, from the run with the window alone."""
         shared: dict[str, Any] = {"top_k": self.top_k, "source": base, "seed": self.seed}
-        return {"strongest": MaskSinks(**shared), "random": MaskSinks(**shared, pick="random_rest", persistent=True)}
+        return {"strongest": MaskSinks(**shared), "random": MaskSinks(**shared, pick="random", persistent=True)}
 
     def _run(self, model: "Model", prompt: SinglePrompt, settings: Settings, hooks: list[Any], **more: Any) -> Any:
         more = {"record_sinks": False, **more}

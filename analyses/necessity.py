@@ -101,7 +101,7 @@ class Necessity(Study):
     def _both(self, marked: SinkTrack, name: str) -> dict[str, MaskSinks]:
         """The keys that a track marks, and as many random keys; one entry per pick."""
         shared: dict[str, Any] = {"top_k": None, "detector": Marked(name), "source": marked, "seed": self.seed}
-        return {"strongest": MaskSinks(**shared), "random": MaskSinks(**shared, pick="random_rest", persistent=True)}
+        return {"strongest": MaskSinks(**shared), "random": MaskSinks(**shared, pick="random", persistent=True)}
 
     def _thresholds(self, model: "Model", prompt: SinglePrompt, settings: Settings, track: SinkTrack) -> xr.Dataset:
         marked = mark(track, {f"above {epsilon:g}": EpsilonOverMean(epsilon) for epsilon in EPSILONS})

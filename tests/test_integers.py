@@ -43,7 +43,7 @@ def test_what_is_not_a_seed_is_refused(given):
         lambda model, out, seed: head_outputs(model, PROMPT, seed=seed, gen_length=4),
         lambda model, out, seed: evaluate(model, "tiny-gsm", [UNMASKED], out, seed=seed),
         lambda model, out, seed: masking([1], ["random"], seed=seed),
-        lambda model, out, seed: MaskSinks(top_k=1, pick="random", seed=seed),
+        lambda model, out, seed: MaskSinks(top_k=1, pick="random_any", seed=seed),
         lambda model, out, seed: AblateHeads(seed=seed),
         lambda model, out, seed: find("layers")(seed=seed),
         lambda model, out, seed: Recipe(d_sae=8, k=1, seed=seed),
@@ -61,4 +61,6 @@ def test_every_function_with_a_seed_has_one_rule_for_it(tiny_llada, tmp_path, us
 def test_a_numpy_seed_draws_what_the_same_python_seed_draws(tiny_llada, unchecked):
     runs = [sinklens.generate(tiny_llada, PROMPT, seed=seed, temperature=1.0, **FEW) for seed in (3, np.int64(3))]
     assert torch.equal(runs[0].canvas, runs[1].canvas)
-    assert repr(MaskSinks(top_k=1, pick="random", seed=np.int64(3))) == repr(MaskSinks(top_k=1, pick="random", seed=3))
+    assert repr(MaskSinks(top_k=1, pick="random_any", seed=np.int64(3))) == repr(
+        MaskSinks(top_k=1, pick="random_any", seed=3)
+    )

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from sinklens.sinks.track import SinkTrack
 
 CONTROLS: dict[str, tuple[Pick, bool, str]] = {
-    "random": ("random_rest", True, "random key"),
-    "random_any": ("random", False, "random key of any strength"),
+    "random": ("random", True, "random key"),
+    "random_any": ("random_any", False, "random key of any strength"),
     "weakest": ("weakest", False, "weakest key"),
     "permuted": ("permuted", False, "key of another head"),
     "same_mass": ("same_mass", True, "random key of the same mass"),
@@ -39,6 +39,8 @@ CONTROLS: dict[str, tuple[Pick, bool, str]] = {
     "nearest": ("nearest", False, "nearest key"),
 }
 """Control -> the `pick` of `MaskSinks`, whether keys persist over the steps, and the name of one key."""
+OF_WEAKER = "pick='random'"
+"""In the repr of an intervention. In ledgers of 0.1 it meant keys of any strength, so newer ones record the meaning."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class Condition:
         entry = {"name": self.name, "hooks": hooks, "masked": self.masked, "pick": self.pick}
         classes = [kind for part in self._parts() for kind in _classes(part)]
         code = [_code_hash(kind) for kind in dict.fromkeys(classes) if not kind.__module__.startswith("sinklens.")]
+        entry |= {"random": "weaker"} if any(OF_WEAKER in hook for hook in hooks) else {}
         entry |= {"of_unmasked": True} if self.of_unmasked else {}
         entry |= {"control_of": self.control_of} if self.control_of else {}
         return entry | ({} if self.cache is None else {"cache": repr(self.cache)}) | ({"code": code} if code else {})
@@ -281,7 +284,7 @@ def _control(count: int, control: str, strongest: MaskSinks, of_unmasked: bool, 
     pick, persistent, noun = CONTROLS[control]
     drawn = pick in DRAWN or pick == "permuted"
     hook = replace(strongest, pick=pick, persistent=persistent, seed=seed if drawn else 0)  # the others draw nothing
-    of_strongest = pick not in ("random", "weakest")
+    of_strongest = pick not in ("random_any", "weakest")
     return Condition(_name(count, noun, hook), (hook,), count, control, of_unmasked=of_unmasked and of_strongest)
 
 

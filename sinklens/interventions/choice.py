@@ -30,8 +30,9 @@ class ChoiceRule:
         detector: finds the keys in a one-step track; its strength is not used.
         scope: one set per "head", per "layer" (scores averaged over its heads), or for the "model".
         pick: "strongest", or other keys as a control:
-            "weakest": as many of the weakest; "random": as many random keys, possibly among the strongest;
-            "random_rest": as many random keys that are weaker than all of the strongest;
+            "weakest": as many of the weakest;
+            "random": as many random keys that are weaker than all of the strongest;
+            "random_any": as many random keys of any strength, possibly the strongest themselves;
             "same_mass": random keys of that rest, as many as together receive the attention of the strongest;
             "same_kind": for each of the strongest a random key of that rest with the same kind of token;
             "nearest": for each of the strongest the nearest position of that rest;
@@ -77,7 +78,8 @@ class ChoiceRule:
         if self.top_k is not None and (count is None or count < 0):
             raise SettingError(f"top_k must be a number of keys, 0 or more; got {self.top_k}.")
         if self.pick not in PICKS:
-            raise SettingError(f"pick must be one of {', '.join(PICKS)}; got {self.pick!r}.")
+            renamed = " It is now called 'random'." if self.pick == "random_rest" else ""
+            raise SettingError(f"pick must be one of {', '.join(PICKS)}; got {self.pick!r}.{renamed}")
         if self.scope not in ("head", "layer", "model"):
             raise SettingError(f"scope must be 'head', 'layer' or 'model'; got {self.scope!r}.")
         if self.pick == "permuted" and self.scope != "head":

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Pick = Literal["strongest", "weakest", "random", "random_rest", "permuted", "same_mass", "same_kind", "nearest"]
+Pick = Literal["strongest", "weakest", "random", "random_any", "permuted", "same_mass", "same_kind", "nearest"]
 PICKS: tuple[Pick, ...] = get_args(Pick)
-DRAWN: tuple[Pick, ...] = ("random", "random_rest", "same_mass", "same_kind")
+DRAWN: tuple[Pick, ...] = ("random", "random_any", "same_mass", "same_kind")
 """Picks that draw random numbers, at every step or once per run."""
 
 Scores = Float[Tensor, "batch head key"]

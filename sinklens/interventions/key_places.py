@@ -60,7 +60,7 @@ class AtKeys(KeyChoice, AtPositions):
         if not self.is_default():
             raise SettingError(
                 "with where=, the settings scope, pick, only, same_step, source and persistent have no effect; "
-                "pass them to it: where=Where(top_k=1, pick='random_rest')."
+                "pass them to it: where=Where(top_k=1, pick='random')."
             )
 
 

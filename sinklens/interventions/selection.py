@@ -102,7 +102,7 @@ class Selection(ChoiceRule):
         now = _Step(self._pooled(layers), real, allowed, run, canvas, step, track)
         if names := self.only_names:
             now = now._replace(allowed=allowed & of_kind(names, _need(run), _need(canvas), f"only={list(names)}"))
-        if self.detector is None and self.pick in ("strongest", "weakest", "random"):
+        if self.detector is None and self.pick in ("strongest", "weakest", "random_any"):
             found = taken = self._plain(now)
         else:
             found = self._found(now)
@@ -128,7 +128,7 @@ class Selection(ChoiceRule):
     def _plain(self, now: _Step) -> dict[int, Keys]:
         """`top_k` keys of each head: the strongest, the weakest, or random ones."""
         number = now.number(self.top_k)
-        if self.pick != "random":
+        if self.pick != "random_any":
             return self._picked_at_once(now, number)
         return {layer: self._picked(scores, now, number, layer) for layer, scores in now.scores.items()}
 
@@ -150,7 +150,7 @@ class Selection(ChoiceRule):
         for layer, scores in now.scores.items():
             keys, number = found[layer], found[layer].sum(dim=-1, keepdim=True)
             rest = controls.rest_of(scores, keys, now.allowed[:, None])
-            if self.pick in ("random", "weakest"):
+            if self.pick in ("random_any", "weakest"):
                 taken[layer] = self._picked(scores, now, number, layer)
             elif self.pick == "nearest":
                 taken[layer] = controls.nearest(scores, keys, rest)
@@ -183,7 +183,7 @@ class Selection(ChoiceRule):
     def _picked(self, scores: Scores, now: _Step, number: Int[Tensor, "batch heads 1"], layer: int) -> Keys:
         """The first `number` keys of each head in the order given by `pick`; only allowed keys are taken."""
         attends = (scores != 0).any(dim=-1, keepdim=True)
-        if self.pick == "random":
+        if self.pick == "random_any":
             scores = self._noise(scores, _need(now.run), now.step, layer)
         elif self.pick == "weakest":
             scores = -scores

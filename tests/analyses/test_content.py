@@ -24,7 +24,7 @@ def measured(tiny_llada):
 
 def test_every_cell_equals_a_separate_run(tiny_llada, measured):
     track = unchanged(Content(), tiny_llada, PROMPT, SETTINGS)
-    rest = {"pick": "random_rest", "persistent": True}
+    rest = {"pick": "random", "persistent": True}
     for kind, part, change, hook, more in (
         ("digit", "other", "mask", MaskSinks, {}),
         ("not digit", "all", "mask_kind", MaskSinks, rest | {"pick": "same_kind"}),

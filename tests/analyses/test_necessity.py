@@ -55,7 +55,7 @@ def test_every_key_above_each_threshold_is_masked(tiny_llada, measured):
 def test_random_keys_are_weaker_and_the_same_at_every_step(tiny_llada):
     track = unchanged(Necessity(), tiny_llada, PROMPT, SETTINGS)
     for name, mask in Necessity(sink=SINK).interventions(track).items():
-        assert (mask.pick, mask.persistent) == (("random_rest", True) if "random" in name else ("strongest", False))
+        assert (mask.pick, mask.persistent) == (("random", True) if "random" in name else ("strongest", False))
 
 
 def test_shares_count_heads_and_steps_and_sum_to_one(measured):

@@ -25,7 +25,7 @@ def test_each_control_masks_the_same_number_of_other_keys():
         ("5 random keys, seed 7", 5, "random"),
         ("5 weakest keys", 5, "weakest"),
     ]
-    assert found[2].hooks == (MaskSinks(top_k=5, pick="random_rest", persistent=True, seed=7),)
+    assert found[2].hooks == (MaskSinks(top_k=5, pick="random", persistent=True, seed=7),)
     assert [condition.hooks[0].seed for condition in found[1:]] == [0, 7, 0]  # the other picks draw nothing
 
 
@@ -35,8 +35,8 @@ def test_random_controls_last_and_leave_out_the_strongest_unless_any_key_is_requ
     for control in ("random", "same_mass", "same_kind"):
         (hook,) = found[control].hooks
         assert (hook.persistent, hook.seed) == (True, 4)
-        assert hook.pick != "random"
-    assert found["random_any"].hooks == (MaskSinks(pick="random", seed=4),)
+        assert hook.pick == control
+    assert found["random_any"].hooks == (MaskSinks(pick="random_any", seed=4),)
     of_unmasked = [name for name, condition in found.items() if condition.of_unmasked]
     assert of_unmasked == ["steady", "random", "permuted", "same_mass", "same_kind", "nearest"]
     assert found["permuted"].name == "1 key of another head, seed 4"
@@ -51,7 +51,7 @@ def test_a_kind_and_a_part_restrict_the_strongest_keys_and_not_the_random_ones()
     )
     detector = StrongestKeys(2, ("digit", "newline"), "other")
     assert strongest.hooks == (MaskSinks(top_k=None, detector=detector),)
-    assert random.hooks == (MaskSinks(top_k=None, detector=detector, pick="random_rest", persistent=True),)
+    assert random.hooks == (MaskSinks(top_k=None, detector=detector, pick="random", persistent=True),)
     assert masking([1], kind="not digit")[1].name == "1 strongest key, not digit"
     assert masking([1], part="sink")[1].name == "1 strongest key, where a sink"
 
@@ -260,3 +260,9 @@ def test_policies_from_outside_are_described_by_their_code_or_refused():
         SettingError, match=r"no cache policy is called 'keep-sink'; known: none, .* Nearest: keep-sinks"
     ):
         under_caches([UNMASKED], ["keep-sink:4"])
+
+
+def test_a_record_says_that_its_random_keys_are_weaker_than_the_strongest():
+    weaker, anyone, plain = (Condition("mine", (MaskSinks(pick=pick),)) for pick in ("random", "random_any", "nearest"))
+    assert weaker.described()["random"] == "weaker"  # an older record without it means keys of any strength
+    assert "random" not in {*anyone.described(), *plain.described()}

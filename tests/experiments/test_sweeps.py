@@ -41,7 +41,7 @@ def double(value, hook):
 
 
 MIXED = {
-    "random keys": MaskSinks(top_k=2, pick="random"),
+    "random keys": MaskSinks(top_k=2, pick="random_any"),
     "a head": AblateHeads(layers=[1], heads=[2]),
     "nothing": [],
     "window": WindowAttention(width=4),  # its additive mask has a row for each query

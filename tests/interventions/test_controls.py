@@ -71,30 +71,30 @@ def order_of(layer, row, head, place, seed=3):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_random_keys_of_the_rest_are_the_first_in_a_drawn_order_that_are_not_among_the_strongest(persistent):
-    found, scores = choose(pick="random_rest", persistent=persistent)
+def test_random_keys_are_the_first_in_a_drawn_order_that_are_not_among_the_strongest(persistent):
+    found, scores = choose(pick="random", persistent=persistent)
     for layer, row, head in places():
         strongest = by_strength(scores[layer][row, head], row)[:2]
         drawn = order_of(layer, row, head, "run" if persistent else 3)
         assert found[layer][row][head] == sorted([key for key in drawn if key not in strongest][:2])
 
 
-def test_plain_random_keys_can_be_among_the_strongest_and_those_of_the_rest_never_are():
-    shared = dict.fromkeys(("random", "random_rest"), 0)
+def test_random_keys_are_never_among_the_strongest_unless_any_may_be():
+    shared = dict.fromkeys(("random_any", "random"), 0)
     for step in range(20):
         for pick in shared:
             found, scores = choose(step, pick=pick)
             for layer, row, head in places():
                 shared[pick] += len({*found[layer][row][head]} & {*by_strength(scores[layer][row, head], row)[:2]})
-    assert shared["random"] > 50
-    assert shared["random_rest"] == 0
+    assert shared["random_any"] > 50
+    assert shared["random"] == 0
 
 
 def test_persistent_keys_change_only_where_one_of_them_becomes_one_of_the_strongest():
     before, changes, kept, redrawn = None, 0, 0, 0
     for step in range(1, 12):
-        found, scores = choose(step, pick="random_rest", persistent=True)
-        fresh, _ = choose(step, pick="random_rest")
+        found, scores = choose(step, pick="random", persistent=True)
+        fresh, _ = choose(step, pick="random")
         for layer, row, head in places():
             drawn = order_of(layer, row, head, "run")
             strongest = by_strength(scores[layer][row, head], row)[:2]
@@ -110,8 +110,8 @@ def test_persistent_keys_change_only_where_one_of_them_becomes_one_of_the_strong
 
 def test_persistent_keys_of_an_autoregressive_run_come_from_its_prompt():
     """Keys that are decoded later do not exist at every step."""
-    found, _ = choose(pick="random_rest", persistent=True, causal=True, top_k=1)
-    redrawn, _ = choose(pick="random_rest", causal=True, top_k=1)
+    found, _ = choose(pick="random", persistent=True, causal=True, top_k=1)
+    redrawn, _ = choose(pick="random", causal=True, top_k=1)
     assert max(key for row in found[0] for head in row for key in head) < 6
     assert max(key for row in redrawn[0] for head in row for key in head) >= 6
 
@@ -186,7 +186,7 @@ def test_nearest_keys_are_taken_for_the_strongest_first_and_the_earlier_of_two()
         assert found[layer][row][head] == sorted(taken)
 
 
-@pytest.mark.parametrize("pick", ["random_rest", "same_mass", "nearest"])
+@pytest.mark.parametrize("pick", ["random", "same_mass", "nearest"])
 def test_controls_of_a_detector_are_in_its_heads_and_never_stronger_than_its_keys(pick):
     """The strongest key that is not a sink may be preceded by sinks, which no control may take."""
     detector = EpsilonOverMean(0.4, unit="sum")
@@ -215,7 +215,7 @@ def test_a_steady_control_masks_the_same_keys_throughout_a_run_and_no_strongest_
     architecture, causal, settings = WAYS[way]
     model = worded(architecture, causal)
     base = watch(model, PADDED, [], [], record_sinks=True, **settings).run
-    steady = MaskSinks(top_k=2, source=base, pick="random_rest", persistent=True, seed=2)
+    steady = MaskSinks(top_k=2, source=base, pick="random", persistent=True, seed=2)
     together, alone = (
         watch(model, prompts, [mask], **settings)
         for prompts, mask in (
@@ -262,7 +262,7 @@ def base_of(model, settings):
         ),
         (
             lambda: MaskSinks(pick="best"),
-            r"pick must be one of strongest, weakest, random, random_rest, .*; got 'best'",
+            r"pick must be one of strongest, weakest, random, random_any, .*; got 'best'",
         ),
     ],
 )

@@ -258,7 +258,7 @@ def test_random_keys_have_the_same_number_per_head_and_are_drawn_per_row_and_ste
     worded, architecture, causal, settings, mass
 ):
     before, name = {}, "blocks.1.attn.hook_pattern"
-    ablate = AblateSinkAttention(top_k=2, mass=mass, pick="random", seed=3, layers=[1], heads=[1, 4])
+    ablate = AblateSinkAttention(top_k=2, mass=mass, pick="random_any", seed=3, layers=[1], heads=[1, 4])
     hooks = [(name, lambda value, hook: before.update({hook.step: value.clone()})), ablate]
     watched = watch(worded(architecture, causal), PADDED, hooks, **settings)
     run, taken = watched.run, set()
@@ -308,7 +308,7 @@ def test_a_single_pass_gets_the_same_edits(causal):
         (AblateHeads(steps=[4]), "step 4 does not exist; there are 4, 0 to 3"),
         (AblateHeads(positions=[15]), "position 15 does not exist; there are 15, 0 to 14"),
         (AblateSinkAttention(positions=[-16]), "position -16 does not exist; there are 15"),
-        (AblateSinkAttention(pick="random", top_k=16), "top_k = 16, but at step 0 there are 15 positions"),
+        (AblateSinkAttention(pick="random_any", top_k=16), "top_k = 16, but at step 0 there are 15 positions"),
         (AblateSinkAttention(top_k=16), "top_k = 16, but at step 0 there are 15 positions"),
     ],
 )

@@ -182,7 +182,7 @@ def test_every_option_masks_the_keys_chosen_by_a_naive_loop(worded, architecture
     [
         MaskSinks(top_k=0),
         MaskSinks(top_k=None, detector=EpsilonOverMean(epsilon=1000)),
-        MaskSinks(top_k=None, detector=EpsilonOverMean(epsilon=1000), pick="random"),
+        MaskSinks(top_k=None, detector=EpsilonOverMean(epsilon=1000), pick="random_any"),
         KeepKeys(top_k=0, window=50),
         WindowAttention(width=50),
     ],

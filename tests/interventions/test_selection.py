@@ -42,7 +42,7 @@ def test_the_strongest_or_weakest_keys_are_taken_and_the_first_of_ties():
         assert chosen(torch.ones(1, 1, length), top_k=3) == [[[0, 1, 2]]]
 
 
-@pytest.mark.parametrize("pick", ["strongest", "weakest", "random"])
+@pytest.mark.parametrize("pick", ["strongest", "weakest", "random_any"])
 def test_no_key_is_taken_from_an_all_zero_head(pick):
     scores = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]])
     real = torch.ones(1, 3, dtype=torch.bool)
@@ -81,9 +81,9 @@ def test_random_keys_have_the_same_number_and_depend_on_seed_and_prompt_not_on_t
     worded, architecture, causal, settings, scope
 ):
     model = worded(architecture, causal)
-    together = watch(model, PADDED, [MaskSinks(top_k=3, pick="random", scope=scope, seed=4)], **settings)
-    alone = watch(model, [SHORT], [MaskSinks(top_k=3, pick="random", scope=scope, seed=4)], **settings)
-    other = watch(model, PADDED, [MaskSinks(top_k=3, pick="random", scope=scope, seed=5)], **settings)
+    together = watch(model, PADDED, [MaskSinks(top_k=3, pick="random_any", scope=scope, seed=4)], **settings)
+    alone = watch(model, [SHORT], [MaskSinks(top_k=3, pick="random_any", scope=scope, seed=4)], **settings)
+    other = watch(model, PADDED, [MaskSinks(top_k=3, pick="random_any", scope=scope, seed=5)], **settings)
     steps = range(1, min(alone.run.steps_run, together.run.steps_run, other.run.steps_run))
     assert len(steps) > 1
     for step in steps:
@@ -101,7 +101,7 @@ def test_random_keys_have_the_same_number_and_depend_on_seed_and_prompt_not_on_t
 def test_a_control_takes_as_many_keys_as_the_detector_finds(worded):
     detector = EpsilonOverMean(epsilon=0.7)
     found = watch(worded(), PADDED, [MaskSinks(top_k=None, detector=detector, steps=[1])])
-    random = watch(worded(), PADDED, [MaskSinks(top_k=None, detector=detector, pick="random", steps=[1])])
+    random = watch(worded(), PADDED, [MaskSinks(top_k=None, detector=detector, pick="random_any", steps=[1])])
     first, second = masked_keys(found, 1), masked_keys(random, 1)
     counts = [[[len(head) for head in row] for row in layer] for layer in first]
     assert counts == [[[len(head) for head in row] for row in layer] for layer in second]
@@ -113,7 +113,7 @@ def test_random_keys_are_spread_over_all_allowed_keys(worded):
     """Over seeds every real position is drawn about equally often."""
     counts = torch.zeros(15)
     for seed in range(12):
-        watched = watch(worded(), PADDED, [MaskSinks(top_k=2, pick="random", seed=seed, steps=[1])], steps=2)
+        watched = watch(worded(), PADDED, [MaskSinks(top_k=2, pick="random_any", seed=seed, steps=[1])], steps=2)
         for layer in masked_keys(watched, 1):
             for head in layer[1]:
                 counts[head] += 1
@@ -123,7 +123,7 @@ def test_random_keys_are_spread_over_all_allowed_keys(worded):
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_random_keys_are_among_the_allowed_keys(worded, architecture, causal, settings):
-    masking = MaskSinks(top_k=2, pick="random", only="prompt", positions=[0, 1, 2, 3, -1])
+    masking = MaskSinks(top_k=2, pick="random_any", only="prompt", positions=[0, 1, 2, 3, -1])
     watched = watch(worded(architecture, causal), PADDED, [masking], **settings)
     for step in range(1, watched.run.steps_run):
         keys = [head for layer in masked_keys(watched, step) for row in layer for head in row]
@@ -174,13 +174,13 @@ def test_invalid_settings_are_rejected_when_the_intervention_is_created(kind, gi
 def test_random_keys_of_a_single_pass_are_rejected():
     scores, real = torch.ones(1, 1, 3), torch.ones(1, 3, dtype=torch.bool)
     with pytest.raises(SettingError, match="detectors, only=, random keys and other controls need a run"):
-        selection(pick="random").choose({0: scores}, real, None, None, 0)
+        selection(pick="random_any").choose({0: scores}, real, None, None, 0)
 
 
 def test_masking_at_a_temperature_draws_from_the_same_noise(worded):
     """Random keys use a separate generator, so the sampler draws the same numbers as in the base run."""
     settings = {"temperature": 1.0, "seed": 3}
     base = watch(worded(), [LONG], [], [], **settings).run
-    masking = MaskSinks(top_k=3, pick="random", steps=[3])
+    masking = MaskSinks(top_k=3, pick="random_any", steps=[3])
     assert torch.equal(watch(worded(), [LONG], [masking], [], **settings).run.canvas[:, :4], base.canvas[:, :4])
     assert sinklens.generate(worded(), LONG, steps=4, gen_length=8, **settings).text == base.text[0]

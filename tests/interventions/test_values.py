@@ -158,7 +158,7 @@ def test_values_at_places_equal_those_of_a_loop_for_the_queries_of_each_step(
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
 def test_a_row_alone_gets_the_values_that_it_gets_in_a_batch(worded, architecture, causal, settings):
-    ablate = AblateValues(top_k=2, pick="random_rest", persistent=True)
+    ablate = AblateValues(top_k=2, pick="random", persistent=True)
     both, one = (watch(worded(architecture, causal), prompts, [ablate], ["hook_z"], **settings)
                  for prompts in (PADDED, [SHORT]))  # fmt: skip
     for step in range(min(both.run.steps_run, one.run.steps_run)):
@@ -223,11 +223,11 @@ def test_a_shipped_model_misses_the_message_of_a_strongest_key(tiny_llada):
     settings = {"progress": False, "gen_length": 24, "steps": 24}
     base = sinklens.generate(tiny_llada, prompts, **settings)
     changed = {}
-    for pick in ("strongest", "random_rest"):
+    for pick in ("strongest", "random"):
         ablate = AblateValues(top_k=1, source=base, pick=pick, persistent=pick != "strongest")
         run = sinklens.generate(tiny_llada, prompts, hooks=ablate, record_sinks=False, **settings)
         changed[pick] = sum(one != other for one, other in zip(run.text, base.text, strict=True))
-    assert changed["strongest"] > changed["random_rest"]
+    assert changed["strongest"] > changed["random"]
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -223,7 +223,7 @@ def test_a_named_array_may_lack_axes_and_steps(worded):
 def test_masking_at_places_by_score_equals_masking_by_the_rule(worded, architecture, causal, settings):
     """Also a control of it; the keys are those of the step before, for the newest query."""
     model = worded(architecture, causal)
-    for rule in ({"top_k": 2}, {"top_k": 2, "pick": "random_rest", "persistent": True, "seed": 4}):
+    for rule in ({"top_k": 2}, {"top_k": 2, "pick": "random", "persistent": True, "seed": 4}):
         pair = [MaskSinks(**rule), MaskSinks(top_k=None, where=Where(**rule))]
         one, other = (watch(model, PADDED, [hooks], ["hook_attn_mask", "hook_logits"], **settings) for hooks in pair)
         assert torch.equal(logits_of(one), logits_of(other))
@@ -311,7 +311,7 @@ def test_committed_tokens_can_be_masked_again(worded):
     assert (answer[:, 2] == model.mask_token_id).all()
 
 
-@pytest.mark.parametrize("where", ["masked", TopK(2), Where(top_k=2, pick="random_rest"), "array"], ids=str)
+@pytest.mark.parametrize("where", ["masked", TopK(2), Where(top_k=2, pick="random"), "array"], ids=str)
 def test_a_row_alone_has_the_places_that_it_has_in_a_batch(worded, where):
     model = worded()
     marked = random_places(watch(model, PADDED, points=[]).run)
@@ -415,7 +415,7 @@ def test_places_without_a_meaning_are_rejected(worded, unchecked):
     with pytest.raises(SettingError, match="pass one of top_k, detector and where; got where and top_k=1,"):
         MaskSinks(where="prompt")
     with pytest.raises(SettingError, match="the settings scope, pick, only, same_step, source and persistent have no"):
-        MaskSinks(top_k=None, where="prompt", pick="random")
+        MaskSinks(top_k=None, where="prompt", pick="random_any")
     with pytest.raises(SettingError, match="no keys are named; pass top_k, a number of keys per head, or detector"):
         Where()
     with pytest.raises(SettingError, match=r"of must be a pair \(layer, head\); got \(1, 2, 3\)"):

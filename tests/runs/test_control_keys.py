@@ -61,7 +61,7 @@ def test_complete_controls_and_runs_without_one_do_not_warn(tiny_llada):
 def test_a_sweep_counts_the_control_keys_of_each_intervention_on_its_own_rows(tiny_llada):
     listed = {
         "strongest": MaskSinks(),
-        "one": MaskSinks(pick="random_rest"),
+        "one": MaskSinks(pick="random"),
         "none": MaskSinks(top_k=None, detector=EVERY_DIGIT, pick="same_kind"),
     }
     with pytest.warns(ControlWarning, match="picks fewer keys"):

@@ -39,7 +39,7 @@ BOTH = {
         top_k=2, scope="layer", layers=[0, 2], heads=[0, 3], steps=[1, 3], positions=[0, 2, -1]
     ),
     "mask the prompt's": MaskSinks(top_k=2, only="prompt", scope="model"),
-    "mask random keys": MaskSinks(top_k=3, pick="random", seed=3),
+    "mask random keys": MaskSinks(top_k=3, pick="random_any", seed=3),
     "mask the weakest": MaskSinks(top_k=3, pick="weakest", steps=[2]),
     "keep keys": KeepKeys(top_k=3, window=1),
     "keep keys at some places": KeepKeys(top_k=2, steps=[1, 2], heads=[1, 2], positions=[0, 1, 2, -3]),
