@@ -18,6 +18,7 @@ from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
+    from sinklens.zoo import Recipe
 
 DEMO_PROBLEM = 14
 
@@ -311,8 +312,7 @@ def run_train(options: argparse.Namespace) -> None:
 
     from sinklens.folders import check_folder, require_writable
     from sinklens.zoo import RECIPES, curve, planted_checkpoint, train
-    from sinklens.zoo.export import export, write_card
-    from sinklens.zoo.scores import scores, training_score
+    from sinklens.zoo.export import export
 
     if options.steps is not None and options.steps < 1:
         raise SinklensError(f"--steps must be at least 1; got {options.steps}.")
@@ -347,14 +347,38 @@ def run_train(options: argparse.Namespace) -> None:
             flush=True,
         )
     out = export(recipe, folder, checkpoint_folder)
+    if recipe.windows:
+        _score_text(recipe, folder)
+    else:
+        _score_problems(recipe, folder, out, options.run_generated_code)
+    print(f"Checkpoint in {out}")
+
+
+def _score_text(recipe: "Recipe", folder: Path) -> None:
+    """Print the loss on held-out text over the course of a run."""
+    from dataclasses import asdict
+
+    from sinklens.zoo import curve
+    from sinklens.zoo.text_scores import score_checkpoint
+
+    for record in curve.accuracy_curve(recipe, folder, lambda made: asdict(score_checkpoint(recipe, made))):
+        interval = f"[{record['low']:.3f}, {record['high']:.3f}]"
+        print(f"held-out text at step {record['step']}: {record['nats']:.3f} {interval} nats per token", flush=True)
+
+
+def _score_problems(recipe: "Recipe", folder: Path, out: Path, run_generated_code: bool) -> None:
+    """Print the accuracy over the course of a run and at its end, and write the model card."""
+    from sinklens.zoo import curve
+    from sinklens.zoo.export import write_card
+    from sinklens.zoo.scores import scores, training_score
+
     for record in curve.accuracy_curve(recipe, folder, training_score):
         print(f"word problems at step {record['step']}: {record['right']} of {record['total']}", flush=True)
     found = []
-    for score in scores(recipe, out, run_generated_code=options.run_generated_code):
+    for score in scores(recipe, out, run_generated_code=run_generated_code):
         print(f"{score.what}: {score.accuracy}", flush=True)
         found.append(score)
     write_card(recipe, folder, out, found, curve.read_curve(folder))
-    print(f"Checkpoint in {out}")
 
 
 def _refuse_with_planted(options: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.errors import SinklensError
+from sinklens.model import load
 from sinklens.zoo.recipes import Recipe
 from sinklens.zoo.text import read_documents
 from sinklens.zoo.text_windows import DOCUMENTS, document_ids, text_tokenizer
@@ -90,6 +91,16 @@ def held_out(recipe: Recipe, documents: Path = DOCUMENTS, per_document: int = 4)
     if not windows:
         raise SinklensError(f"{documents} has no held-out document of {recipe.windows} tokens; gather the text again.")
     return HeldOut(torch.stack(windows), names, sources)
+
+
+def score_checkpoint(recipe: Recipe, checkpoint: Path) -> TextScore:
+    """The score of a checkpoint of `recipe` on held-out documents.
+
+    Raises:
+        SinklensError: see `held_out`.
+    """
+    rows = held_out(recipe)
+    return score(window_losses(load(checkpoint), rows.ids), rows.document)
 
 
 @torch.no_grad()

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from sinklens.cli import main
 from sinklens.errors import SinklensError
 from sinklens.zoo import RECIPES, text, train
 from sinklens.zoo.export import export
 from sinklens.zoo.text import Source, dictionary_paragraphs, gather, html_paragraphs, is_prose, pod_paragraphs
-from sinklens.zoo.text_scores import held_out, random_masks, score, window_losses
+from sinklens.zoo.text_scores import held_out, random_masks, score, score_checkpoint, window_losses
 from sinklens.zoo.text_windows import DOCUMENTS, text_corpus, text_tokenizer
 
 SENTENCES = [f"The {animal} of number {n} sleeps under a tall tree." for n in range(80) for animal in ("cat", "dog")]
@@ -142,12 +143,21 @@ def test_a_text_model_trains_exports_and_is_scored(recipe, tmp_path, objective):
     recipe = replace(recipe, objective=objective, cycles=(40,))
     list(train(recipe, tmp_path / "run"))
     assert {1, 2, 4, 8, 16, 32} <= {int(file.stem[8:]) for file in (tmp_path / "run").glob("weights-*.pt")}
-    model = sinklens.load(export(recipe, tmp_path / "run", tmp_path / "model"))
+    out = export(recipe, tmp_path / "run", tmp_path / "model")
     rows = held_out(recipe)
     assert set(rows.source.values()) == {"source-2"}
-    found = score(window_losses(model, rows.ids), rows.document)
+    found = score_checkpoint(recipe, out)
+    assert found == score(window_losses(sinklens.load(out), rows.ids), rows.document)
     assert found.nats < math.log(recipe.vocabulary) - 0.5, "better than guessing"
     assert found.windows == len(rows.ids)
+
+
+def test_the_command_trains_on_text_and_prints_the_loss_over_training(recipe, monkeypatch, capsys):
+    monkeypatch.setitem(RECIPES, "tiny-text", recipe)
+    assert main(["train", "tiny-text"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("held-out text at step ") == 4  # 1, 2, 4 and the last
+    assert printed.endswith("Checkpoint in runs/tiny-text/checkpoint\n")
 
 
 def test_the_masked_loss_is_an_unbiased_estimate_of_the_mean_over_numbers_of_masks():
