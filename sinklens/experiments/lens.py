@@ -31,10 +31,10 @@ from sinklens.experiments.attribution import exact_step, of_step
 from sinklens.experiments.tuned_lens import TunedLens, masked_share
 from sinklens.hooks.points import Point
 from sinklens.runs.intervention import Intervention, Pairs, RunContext, layer_of, place_mask, refuse, within
+from sinklens.runs.result import Generation, require_run
 
 if TYPE_CHECKING:
     from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 CHUNK = 2**25  # logits held at once: 128 MB
 
@@ -77,6 +77,7 @@ def logit_lens(
         SettingError: a step, layer, position or row that does not exist, `top_k` below 1 or above the vocabulary size,
             or a run of another kind of model.
     """
+    require_run(run, "run")
     _check_top_k(model, top_k)
     if (model.cfg.d_vocab, model.family_record) != (run.model.cfg.d_vocab, run.model.family_record):
         raise SettingError(
