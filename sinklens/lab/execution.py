@@ -200,8 +200,8 @@ def built(spec: RunSpec, model: "Model") -> list[Intervention]:
     return [change.build(model, given) for change in spec.changes]
 
 
-def check_start(spec: RunSpec, model: "Model") -> None:
-    """Check that the run can begin: its prompt, its settings and each of its chips.
+def check_start(spec: RunSpec, model: "Model", replay: Generation | None = None) -> None:
+    """Check that the run can begin: its prompt, its settings, what it replays, and each of its chips.
 
     The run is prepared as for real, and nothing is attached to the model, so this is safe while another run is in
     progress. Chips that run the model first are left out; their errors appear when the run begins.
@@ -211,7 +211,7 @@ def check_start(spec: RunSpec, model: "Model") -> None:
     """
     spec = replace(spec, chips=tuple(chip for chip in spec.chips if not needs_runs(chip)))
     try:
-        denoising(spec, model)
+        denoising(spec, model, replay=replay)
     except SinklensError as error:
         raise _blamed(spec, model, error) from error
 

@@ -1,5 +1,7 @@
 """Runs of the lab equal those of `sinklens.generate`, and are reported step by step."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -146,6 +148,20 @@ def test_a_replay_works_on_the_canvases_of_the_other_run(client, tiny_llada, bas
     found = client.run(prompt=PROMPT, settings=SHORT, chips=chips, replay=base_id)
     assert found["canvas"] == base.canvas[0].tolist()
     np.testing.assert_allclose(unpacked(found["scores"]), expected.sinks.scores()[0], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"prompt": f"Mia asks. {PROMPT}", "settings": SHORT}, r"replay holds 1 rows of \d+ positions, this run 1 of"),
+        ({"prompt": PROMPT, "settings": {"gen_length": 8, "steps": 4}}, "replay has 8 steps, this run at most 4"),
+    ],
+    ids=["prompt", "steps"],
+)
+def test_a_replay_that_cannot_begin_is_refused_when_it_is_requested(client, base_id, body, text):
+    answer = client.http.post("/api/runs", json=body | {"replay": base_id})
+    assert (answer.status_code, "chip" in answer.json()) == (422, False)
+    assert re.search(text, answer.json()["error"])
 
 
 def test_a_run_continues_from_an_edited_canvas(client, tiny_llada, base, base_id):
