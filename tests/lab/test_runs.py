@@ -272,6 +272,8 @@ def test_a_run_that_cannot_begin_is_refused_with_its_sentence(client, body, text
     assert answer.json()["error"].startswith(text)
 
 
+PATCH = {"kind": "patch", "prompt": PROMPT, "layer": 1}
+STEER = {"kind": "steer", "positive": "Mia has 2 pens.", "negative": "Tom has 3 cups.", "layer": 1}
 NOWHERE = {  # name: (chip, model, text)
     "a layer": ({"kind": "ablate_head", "layer": 99, "head": 0}, "tiny-llada", "layer 99 does not exist; there are 4"),
     "a head": ({"kind": "hold_sink", "layer": 0, "head": 8, "from_step": 0}, "tiny-llada", "head 8 does not exist"),
@@ -286,6 +288,14 @@ NOWHERE = {  # name: (chip, model, text)
     ),
     "the prompt": ({"kind": "remask", "pos": 3, "step": 0}, "tiny-llada", "Remask takes answer positions, -8 to -1"),
     "a causal model": ({"kind": "remask", "pos": 25, "step": 0}, "tiny-llama", "an autoregressive model has no mask"),
+    "a layer to patch": (PATCH | {"layer": 99}, "tiny-llada", "'blocks.99.hook_resid_post': layer 99 does not"),
+    "a step to patch": (PATCH | {"steps": [0, 8]}, "tiny-llada", "step 8 does not exist"),
+    "a position to patch": (PATCH | {"pos": 32}, "tiny-llada", "position 32 does not exist"),
+    "a longer prompt": (PATCH | {"prompt": PROMPT * 2}, "tiny-llada", "the other prompt has 47 tokens and this one 24"),
+    "no room": (PATCH | {"prompt": PROMPT * 60}, "tiny-llada", "a prompt of 1381 tokens and gen_length 8 need"),
+    "a masked prompt": (STEER | {"negative": "<|mdm_mask|>"}, "tiny-llada", "prompt 0 contains the mask token"),
+    "a layer to steer": (STEER | {"layer": 4}, "tiny-llada", "layer 4 does not exist; there are 4"),
+    "a step to steer": (STEER | {"steps": [8, 9]}, "tiny-llama", "step 8 does not exist; there are 8"),
     "a field": ({"kind": "remask", "step": 0}, "tiny-llada", "the chip remask needs pos"),
 }
 
