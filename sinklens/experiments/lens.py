@@ -138,9 +138,10 @@ class LogitLens(Intervention):
                 value = torch.cat([text[layer][:, :cached], value], dim=1) if cached else value.clone()
                 text[layer] = value
             elif run.first(step, value.shape[1]) or run.computed() is not None:
+                part = "steps under a cache policy compute" if run.computed() is not None else f"step {step} computes"
+                leave = "without cache=" if run.computed() is not None else "with use_cache=False"
                 raise SettingError(
-                    f"LogitLens reads complete passes, and step {step} computes a part of the canvas; run without "
-                    f"cache=, and with use_cache=False where the sampler has it."
+                    f"LogitLens reads complete passes, and {part} only a part of the canvas; run {leave}."
                 )
             if in_step(step):
                 self.kept[step, layer] = value[wanted[:, : value.shape[1]].to(value.device)].cpu()
