@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -325,11 +325,12 @@ def _as_it_is(hook: Callable[..., Any]) -> Callable[..., Any]:
 def _without_batch(hook: Callable[..., Any]) -> Callable[..., Any]:
     """`hook`, called with values without their batch axis of length 1."""
 
-    def called(value: Tensor, hook: HookPoint, function: Callable[..., Any] = hook) -> Tensor | None:
+    @wraps(hook)
+    def called(value: Tensor, hook: HookPoint, function: Callable[..., Any] = hook) -> Any:
         if len(value) != 1:
             return function(value, hook=hook)
         changed = function(value[0], hook=hook)
-        return changed[None] if changed is not None and changed.ndim == value.ndim - 1 else changed
+        return changed[None] if isinstance(changed, Tensor) and changed.ndim == value.ndim - 1 else changed
 
     return called
 

@@ -226,10 +226,11 @@ class ModelWeights:
         return int(ids[0])
 
     def tokens_to_residual_directions(self, tokens: Any) -> Float[Tensor, "*shape d_model"]:
-        """Directions in the normalized stream whose dot products with the stream are the logits of `tokens`.
+        """``ln_final.w * W_U[:, token]`` for each of `tokens`: the final norm's weight is multiplied in.
 
-        w ⊙ W_U[:, token], where w is the final norm's weight. TransformerLens folds w into W_U when it loads a model;
-        here the weights are the checkpoint's, so w is multiplied in: ``cache.logit_attrs`` of all components adds up
+        The dot product with the normalized stream, before the norm's weight, is the token's logit minus b_U.
+        TransformerLens returns W_U[:, token], into which it folds the weight when it loads a model. Here W_U is the
+        checkpoint's, so the result differs from W_U[:, token]: ``cache.logit_attrs`` of all components adds up
         to the logit minus b_U. One token, or a tensor with one element, gives one direction [d_model].
 
         Raises:

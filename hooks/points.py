@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
+from sinklens.hooks.hook_functions import label, refuse_kind, same_kind
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -118,11 +120,18 @@ class Point(HookPoint):
         return handle
 
     def forward(self, x: "Tensor") -> "Tensor":
-        for function in tuple(self._functions.values()):
+        for key, function in tuple(self._functions.items()):
             changed = function(self, (x,), x)
             if changed is not None:
+                if not same_kind(changed, x):
+                    refuse_kind(changed, x, f"what {label(self._given(key, function))} returned at {self.name}")
                 x = changed
         return x
+
+    def _given(self, key: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that was passed to `add_hook`, where TransformerLens registered `function` in its place."""
+        found = (handle.user_hook for handle in self.fwd_hooks if handle.hook.id == key)
+        return next(found, None) or function
 
 
 class SamplerPoint(Point):

@@ -58,7 +58,7 @@ class HookNameError(SinklensError, KeyError):
 
 
 class HookFunctionError(SinklensError, TypeError):
-    """A hook function cannot be called as ``fn(value, hook=point)``, or returned another shape, dtype or device."""
+    """A hook function cannot be called as ``fn(value, hook=point)``, or its result does not fit the point."""
 
 
 class NotANumberError(SinklensError, ValueError):

@@ -31,7 +31,7 @@ from sinklens.experiments.sink_changes import sinks_compared
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.runs.intervention import within
 from sinklens.runs.request import Hooks, hook_list
-from sinklens.runs.result import Generation
+from sinklens.runs.result import Generation, require_run
 from sinklens.sampling.key_cache import Policy
 from sinklens.sinks.record import Record
 from sinklens.tracing import generate
@@ -70,9 +70,11 @@ def compare(
         attended: positions to report separately, e.g. those that attended to a masked sink; see `attention_to`.
 
     Raises:
-        SettingError: runs of different prompts or lengths, logits of only one run or of different steps, or
+        SettingError: not runs, runs of different prompts or lengths, logits of only one run or of different steps, or
             `attended` without logits.
     """
+    require_run(base, "base")
+    require_run(changed, "changed")
     _check_same_prompts(base, changed)
     return compared(base, changed, base_logits, changed_logits, attended)
 
@@ -281,6 +283,7 @@ def attention_to(
         SettingError: a step that the run or `keys` does not have, or `keys` of another run or with only some layers or
             heads.
     """
+    require_run(run, "run")
     steps, keys = _steps_of(run, keys, steps)
     found = np.full((len(run.answers), run.steps_run, run.canvas.shape[2]), np.nan)
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(run.model.cfg.n_layers)]

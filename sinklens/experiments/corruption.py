@@ -17,7 +17,7 @@ from torch import Tensor
 from sinklens.errors import PromptError
 from sinklens.model import Model
 from sinklens.runs.request import Hooks
-from sinklens.runs.result import Generation
+from sinklens.runs.result import Generation, require_run
 from sinklens.tracing import generate
 
 
@@ -41,7 +41,9 @@ def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = ()
     Raises:
         PromptError: `changes` is empty, or an old text occurs in no prompt or has another number of tokens than its
             new text.
+        SettingError: `base` is not a run.
     """
+    require_run(base, "base")
     if not changes:
         raise PromptError("changes is empty; pass the texts to replace, such as {' 6': ' 8'}.")
     ids = base.canvas[:, 0, : base.prompt_length]

@@ -21,12 +21,12 @@ from sinklens.experiments.attribution import StepIds, exact_step
 from sinklens.experiments.edges import senders_of
 from sinklens.interventions.paths import PathPatch
 from sinklens.runs.intervention import Pairs, within
+from sinklens.runs.result import Generation, require_run
 from sinklens.sinks.detectors import Detector
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
     from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 
 class Jump(NamedTuple):
@@ -61,6 +61,7 @@ def sink_jumps(run: "Generation", detector: Detector | None = None, *, row: int 
     Raises:
         SettingError: a run of an autoregressive model or without recorded sinks, or a row that does not exist.
     """
+    require_run(run, "run")
     if run.sinks is None or run.model.causal:
         raise SettingError(
             "sink_jumps needs a run of a diffusion model with recorded sinks; repeat it without record_sinks=False."
@@ -118,6 +119,7 @@ def jump_undone(
     """
     if letter not in ("q", "k"):
         raise SettingError(f"letter must be 'q' or 'k', of which an attention pattern is computed; got {letter!r}.")
+    require_run(run, "run")
     model = run.model
     if model.causal:
         raise SettingError(

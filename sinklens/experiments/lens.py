@@ -31,10 +31,10 @@ from sinklens.experiments.attribution import exact_step, of_step
 from sinklens.experiments.tuned_lens import TunedLens, masked_share
 from sinklens.hooks.points import Point
 from sinklens.runs.intervention import Intervention, Pairs, RunContext, layer_of, place_mask, refuse, within
+from sinklens.runs.result import Generation, require_run
 
 if TYPE_CHECKING:
     from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 CHUNK = 2**25  # logits held at once: 128 MB
 
@@ -77,6 +77,7 @@ def logit_lens(
         SettingError: a step, layer, position or row that does not exist, `top_k` below 1 or above the vocabulary size,
             or a run of another kind of model.
     """
+    require_run(run, "run")
     _check_top_k(model, top_k)
     if (model.cfg.d_vocab, model.family_record) != (run.model.cfg.d_vocab, run.model.family_record):
         raise SettingError(
@@ -137,9 +138,10 @@ class LogitLens(Intervention):
                 value = torch.cat([text[layer][:, :cached], value], dim=1) if cached else value.clone()
                 text[layer] = value
             elif run.first(step, value.shape[1]) or run.computed() is not None:
+                part = "steps under a cache policy compute" if run.computed() is not None else f"step {step} computes"
+                leave = "without cache=" if run.computed() is not None else "with use_cache=False"
                 raise SettingError(
-                    f"LogitLens reads complete passes, and step {step} computes a part of the canvas; run without "
-                    f"cache=, and with use_cache=False where the sampler has it."
+                    f"LogitLens reads complete passes, and {part} only a part of the canvas; run {leave}."
                 )
             if in_step(step):
                 self.kept[step, layer] = value[wanted[:, : value.shape[1]].to(value.device)].cpu()

@@ -27,7 +27,7 @@ from sinklens.errors import SettingError
 from sinklens.experiments.corruption import again
 from sinklens.interventions.paths import PathPatch
 from sinklens.runs.intervention import within
-from sinklens.runs.result import Generation
+from sinklens.runs.result import Generation, require_run
 
 THROUGH = ("canvas", "frozen")
 
@@ -74,6 +74,7 @@ def path_across_steps(
         SettingError: steps in the wrong order, an autoregressive run or one under a cache policy, whose later steps
             also read cached keys and values, or a base run that cannot be repeated because it had hooks.
     """
+    require_run(base, "base")
     first, last = (within("step", [one], base.steps_run)[0] for one in (step, receiver_step))
     if last <= first:
         raise SettingError(

@@ -25,10 +25,10 @@ from sinklens.experiments.attribution import Pair, exact_step, wide
 from sinklens.experiments.edges import Stream, copies_within, receivers_of, refuse_post_norms, stacked_patches
 from sinklens.interventions.paths import Receiver
 from sinklens.runs.intervention import within
+from sinklens.runs.result import Generation, require_run
 
 if TYPE_CHECKING:
     from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 EVERY = "all"
 
@@ -71,6 +71,7 @@ def read_attribution(
         SettingError: an index, position or component that does not exist, a reader that the head does not reach, or a
             model with norms after its sublayers (DiffusionGemma).
     """
+    require_run(run, "run")
     model = run.model
     refuse_post_norms(model)
     layer, step = within("layer", [layer], model.cfg.n_layers)[0], within("step", [step], run.steps_run)[0]

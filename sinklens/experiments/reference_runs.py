@@ -51,7 +51,7 @@ def donors(
     Raises:
         SettingError: a point without a position axis, or a model whose canvas is random tokens.
     """
-    _refuse_canvas(model, "donors")
+    refuse_canvas(model, "donors")
     listed = [names] if isinstance(names, str) or callable(names) else list(names)
     points = [name for entry in listed for name in chosen_points(entry, model, None)]
     for name in points:
@@ -86,7 +86,7 @@ def difference_of_means(
     Raises:
         SettingError: no position counts, or the model's canvas is random tokens.
     """
-    _refuse_canvas(model, "difference_of_means")
+    refuse_canvas(model, "difference_of_means")
     found = []
     for name, prompts in (("positive", positive), ("negative", negative)):
         mean = _Mean(where=where, steps=only_steps, point=point)
@@ -100,7 +100,7 @@ def difference_of_means(
     return Directions(values, point, (found[0].count, found[1].count))
 
 
-def _refuse_canvas(model: Model, what: str) -> None:
+def refuse_canvas(model: Model, what: str) -> None:
     """Refuse a model whose rows may still run when no position is undecided: which rows count would be unknown."""
     if model.tree.architecture.encoder:
         raise SettingError(

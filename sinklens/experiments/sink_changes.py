@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.errors import SettingError
-from sinklens.runs.result import Generation
+from sinklens.runs.result import Generation, require_run
 from sinklens.sinks.detectors import Detector
 from sinklens.sinks.track import SinkTrack
 
@@ -30,6 +30,8 @@ def sinks_compared(base: Generation, changed: Generation, detector: Detector | N
     Raises:
         SettingError: a run did not record its sinks, or the runs have different positions.
     """
+    require_run(base, "base")
+    require_run(changed, "changed")
     if base.sinks is None or changed.sinks is None:
         raise SettingError("sinks_compared needs the sinks of both runs; run them with record_sinks=True.")
     if base.canvas.shape[::2] != changed.canvas.shape[::2]:

@@ -28,10 +28,10 @@ from sinklens.errors import SettingError
 from sinklens.experiments.attribution import exact_step, wide
 from sinklens.hooks.rotary import rotations
 from sinklens.runs.intervention import within
+from sinklens.runs.result import Generation, require_run
 
 if TYPE_CHECKING:
     from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 
 @torch.no_grad()
@@ -79,6 +79,7 @@ def write_attribution(
         SettingError: an index that does not exist, a position that is padding or not decoded yet, a query that does not
             see the key and another one, or a model with norms after its sublayers (DiffusionGemma).
     """
+    require_run(run, "run")
     model = run.model
     layer, head = within("layer", [layer], model.cfg.n_layers)[0], within("head", [head], model.cfg.n_heads)[0]
     row, step = within("row", [row], len(run.canvas))[0], within("step", [step], run.steps_run)[0]

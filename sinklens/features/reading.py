@@ -8,7 +8,6 @@ models.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +17,7 @@ from sinklens.experiments.attribution import exact_step
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import stream_point
 from sinklens.runs.intervention import within
-
-if TYPE_CHECKING:
-    from sinklens.runs.result import Generation
+from sinklens.runs.result import Generation, require_run
 
 
 @torch.no_grad()
@@ -40,6 +37,7 @@ def read_features(run: "Generation", sae: SAE, point: str, *, steps: Sequence[in
     Raises:
         SettingError: a step that did not run, or a point without a vector at each position.
     """
+    require_run(run, "run")
     name, chosen = stream_point(run.model, point), within("step", steps, run.steps_run)
     read = []
     for step in chosen:

@@ -13,11 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
+
 from sinklens.lab.refusal import Refused, require
 from sinklens.runs.intervention import Intervention
 
 if TYPE_CHECKING:
     from sinklens.model import Model
+    from sinklens.runs.denoising import Denoising
+
+    Begin = Callable[[str | None], Denoising]
 
 FieldType = Literal["layer", "head", "pos", "step", "token", "int", "float", "choice", "steps", "heads", "text"]
 MOST_CHIPS = 64
@@ -42,6 +47,17 @@ class Computed(ABC):
         """The argument."""
 
     @abstractmethod
+    def stand_in(self, model: "Model", begin: "Begin") -> Any:
+        """A value of the argument's form, made without running the model.
+
+        Args:
+            begin: prepares the run of a prompt with the settings of this run; None is the prompt of this run.
+
+        Raises:
+            SinklensError: the runs that give the argument could not begin.
+        """
+
+    @abstractmethod
     def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
         """Python that assigns to `name`, and the expression of the argument."""
 
@@ -60,6 +76,15 @@ class Direction(Computed):
 
         return difference_of_means(model, [self.positive], [self.negative], **given)
 
+    def stand_in(self, model: "Model", begin: "Begin") -> Any:
+        """See `Computed`."""
+        from sinklens.experiments.reference_runs import refuse_canvas
+
+        refuse_canvas(model, "the chip steer")
+        for prompt in (self.positive, self.negative):
+            begin(prompt)
+        return torch.zeros(model.cfg.d_model)
+
     def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
         """See `Computed`."""
         return [f"{name} = difference_of_means({model}, [{self.positive!a}], [{self.negative!a}]{given})"], name
@@ -67,11 +92,17 @@ class Direction(Computed):
 
 @dataclass(frozen=True)
 class Source(Computed):
-    """The values of a point in a run of another prompt, by step."""
+    """The values of a point in a run of another prompt, by step.
+
+    Attributes:
+        prompt, point: the other prompt, and the point.
+        position: the position whose value is used; None for all.
+    """
 
     imports = ("sinklens.interventions", "Activations")
     prompt: str
     point: str
+    position: int | None = None
 
     def value(self, model: "Model", given: Mapping[str, Any]) -> Any:
         """See `Computed`."""
@@ -81,6 +112,25 @@ class Source(Computed):
         kept = Activations(names=[self.point])
         generate(model, self.prompt, hooks=[kept], record_sinks=False, progress=False, **given)
         return kept.caches
+
+    def stand_in(self, model: "Model", begin: "Begin") -> Any:
+        """See `Computed`."""
+        here, there = begin(None), begin(self.prompt)
+        lengths = [len(one.state.canvas[0]) - one.settings.gen_length for one in (here, there)]
+        require(
+            self.position is not None or lengths[0] == lengths[1],
+            f"the other prompt has {lengths[1]} tokens and this one {lengths[0]}; give a prompt of as many tokens, or "
+            f"the position to patch.",
+            422,
+        )
+        columns = len(there.state.canvas[0])
+        require(
+            self.position is None or self.position < columns,
+            f"position {self.position} does not exist in the run of the other prompt, which has {columns}.",
+            422,
+        )
+        name = model.tree.resolve(self.point)
+        return {step: {name: torch.zeros(1, columns, model.cfg.d_model)} for step in range(there.settings.steps)}
 
     def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
         """See `Computed`."""
@@ -118,6 +168,14 @@ class Expression:
             for name, value in self.arguments.items()
         }
         return getattr(interventions, self.name)(**values)
+
+    def prepared(self, model: "Model", begin: "Begin") -> Intervention:
+        """The intervention, with a stand-in for what other runs give; for checks only."""
+        values = {
+            name: value.stand_in(model, begin) if isinstance(value, Computed) else value
+            for name, value in self.arguments.items()
+        }
+        return Expression(self.name, values).build()
 
     def source(self, computed: str | None = None) -> str:
         """The same as Python source; `computed` is the expression of an argument that is computed first."""
@@ -239,7 +297,7 @@ def _places(chip: Mapping[str, Any]) -> dict[str, Any]:
 
 def _patch(chip: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `PatchHooks`; the layer is part of the point."""
-    source = Source(chip["prompt"], f"blocks.{chip['layer']}.{chip['point']}")
+    source = Source(chip["prompt"], f"blocks.{chip['layer']}.{chip['point']}", chip["pos"])
     found: dict[str, Any] = {"source": source} | _places({"steps": chip["steps"]})
     return found if chip["pos"] is None else found | {"positions": [chip["pos"]]}
 
@@ -370,8 +428,3 @@ def _read_chip(given: Any) -> dict[str, Any]:
 def expressions(chips: Sequence[Mapping[str, Any]]) -> list[Expression]:
     """The interventions of the chips that are switched on, in order."""
     return [CHIPS[chip["kind"]].express(chip) for chip in chips if chip["on"]]
-
-
-def needs_runs(chip: Mapping[str, Any]) -> bool:
-    """Whether a chip is computed by runs of other prompts."""
-    return CHIPS[chip["kind"]].express(chip).computed is not None

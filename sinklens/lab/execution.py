@@ -20,7 +20,6 @@ from torch import Tensor
 
 from sinklens.errors import SinklensError
 from sinklens.hooks.points import Point
-from sinklens.lab.chips import needs_runs
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import Refused
 from sinklens.lab.spec import RunSpec
@@ -200,31 +199,40 @@ def built(spec: RunSpec, model: "Model") -> list[Intervention]:
     return [change.build(model, given) for change in spec.changes]
 
 
-def check_start(spec: RunSpec, model: "Model") -> None:
-    """Check that the run can begin: its prompt, its settings and each of its chips.
+def check_start(spec: RunSpec, model: "Model", replay: Generation | None = None) -> None:
+    """Check that the run can begin: its prompt, its settings, what it replays, and each of its chips.
 
     The run is prepared as for real, and nothing is attached to the model, so this is safe while another run is in
-    progress. Chips that run the model first are left out; their errors appear when the run begins.
+    progress. What a chip takes from runs of other prompts is replaced by zeros; these runs are prepared, too.
 
     Raises:
         Refused: it cannot; names the chip if one is at fault.
     """
-    spec = replace(spec, chips=tuple(chip for chip in spec.chips if not needs_runs(chip)))
     try:
-        denoising(spec, model)
-    except SinklensError as error:
+        _begun(spec, model, replay)
+    except (SinklensError, Refused) as error:
         raise _blamed(spec, model, error) from error
 
 
-def _blamed(spec: RunSpec, model: "Model", error: SinklensError) -> Refused:
+def _begun(spec: RunSpec, model: "Model", replay: Generation | None = None) -> None:
+    """Prepare the run, without running the model."""
+
+    def begin(prompt: str | None) -> Denoising:
+        given = spec if prompt is None else replace(spec, prompt=prompt)
+        return denoising(given, model, changes=())
+
+    denoising(spec, model, replay=replay, changes=[change.prepared(model, begin) for change in spec.changes])
+
+
+def _blamed(spec: RunSpec, model: "Model", error: Exception) -> Refused:
     """The refusal of a run that cannot begin, which names the first chip with which alone it cannot either."""
     plain = replace(spec, chips=(), canvas=None)
     with suppress(SinklensError):
-        denoising(plain, model)
+        _begun(plain, model)
         for chip in spec.chips:
             try:
-                denoising(replace(plain, chips=(chip,)), model)
-            except SinklensError as reason:
+                _begun(replace(plain, chips=(chip,)), model)
+            except (SinklensError, Refused) as reason:
                 return Refused(str(reason), 422, chip["id"])
     return Refused(str(error), 422)
 

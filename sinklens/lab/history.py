@@ -139,17 +139,19 @@ class History:
             part.write_text(json.dumps(self.notes))
 
     def _read_notes(self) -> dict[str, dict[str, str]]:
-        """The names and notes in the folder; those that are not texts are left out."""
+        """The names and notes in the folder; a damaged file is set aside with a warning, and what it holds is kept."""
+        file, kept, damage = self.folder / NOTES, {}, ""
         try:
-            found = json.loads((self.folder / NOTES).read_text())
-        except (OSError, ValueError):
+            found = read_json(file.read_bytes(), "it")
+            kept = {run: texts for run, texts in found.items() if _is_note(texts)} if isinstance(found, dict) else {}
+            damage = "" if kept == found else "some of it is not a name and a note."
+        except FileNotFoundError:
             return {}
-        listed = found.items() if isinstance(found, dict) else ()
-        return {
-            run: {"name": kept["name"], "note": kept["note"]}
-            for run, kept in listed
-            if isinstance(kept, dict) and all(isinstance(kept.get(part), str) for part in ("name", "note"))
-        }
+        except (OSError, Refused) as error:
+            damage = str(error)
+        if damage:
+            _set_aside(file, kept, damage)
+        return kept
 
     def remove(self, run: str) -> None:
         """Delete a run's file, name and note."""
@@ -193,6 +195,27 @@ class History:
 
     def _file(self, run: str) -> Path:
         return self.folder / "runs" / f"{run}.npz"
+
+
+def _is_note(found: Any) -> bool:
+    """Whether `found` is the name and the note of a run."""
+    return (
+        isinstance(found, dict) and set(found) == {"name", "note"} and all(isinstance(t, str) for t in found.values())
+    )
+
+
+def _set_aside(file: Path, kept: Mapping[str, Any], damage: str) -> None:
+    """Rename a damaged file, write what could be read of it in its place, and warn."""
+    aside = file.with_name(f"{file.stem}.damaged-{secrets.token_hex(4)}{file.suffix}")
+    try:
+        file.replace(aside)
+        with atomic_write(file) as part:
+            part.write_text(json.dumps(kept))
+        then = f"It is kept as {aside.name}; repair it and rename it to {file.name} to have them back."
+    except (OSError, SinklensError) as error:
+        then = f"It could not be set aside: {error}."
+    text = f"{file} is damaged: {damage:.300} The lab opens with {len(kept)} names and notes of runs. {then}"
+    warnings.warn(text.encode("ascii", "backslashreplace").decode(), stacklevel=2)
 
 
 def _limited(kept: OrderedDict[str, Outcome], run: str, outcome: Outcome, most: int) -> None:

@@ -139,7 +139,7 @@ class Session:
             Refused: the request is malformed, names something unknown, cannot begin, or the queue is full.
         """
         run = Run(secrets.token_hex(8), self._specified(read_request(body)))
-        check_start(run.spec, self.model(run.spec.model))
+        check_start(run.spec, self.model(run.spec.model), self._ended_replay(run.spec))
         with self._lock:  # the run reports nothing before it has taken this lock
             self.thread.run(run.id, lambda: self._carry_out(run))
             self._runs[run.id] = run
@@ -317,6 +317,12 @@ class Session:
         canvas = outcome.canvas[edit.step].tolist()
         tokens = {place - first: canvas[place] for place in range(outcome.prompt_length, length) if canvas[place] >= 0}
         return CanvasEdit(edit.run, edit.step, tokens | edit.tokens)
+
+    def _ended_replay(self, spec: RunSpec) -> Generation | None:
+        """The run that `spec` replays, if it has ended: one that is still running is checked when its turn comes."""
+        if spec.replay is None or self.run(spec.replay).status not in ENDED:
+            return None
+        return self.outcome(spec.replay)[1].generation(self.model(spec.model))
 
     def _replayed(self, spec: RunSpec) -> Generation | None:
         """The run that `spec` replays."""

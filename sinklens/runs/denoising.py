@@ -26,7 +26,7 @@ from sinklens.hooks.points import Point, SamplerPoint
 from sinklens.memory import explained
 from sinklens.model import Model
 from sinklens.runs.control_keys import ControlLog
-from sinklens.runs.hook_functions import label, refuse_kind, same_shape, shape_of, takes_hook
+from sinklens.hooks.hook_functions import label, refuse_kind, same_shape, shape_of, takes_hook
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, refuse_off_canvas, row_key
 from sinklens.runs.policies import VARIABLES, key_cache_for, read_by_policy, recorded
 from sinklens.runs.recorder import SinkRecorder, step_canvases
@@ -34,7 +34,7 @@ from sinklens.runs.request import HOOKS, RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
 from sinklens.runs.start import start
 from sinklens.sampling import sampler_of
-from sinklens.sampling.loop import Frame, Listener, Trajectory, build_trajectory, run
+from sinklens.sampling.loop import Frame, Listener, Trajectory, build_trajectory, check_replay, run
 from sinklens.sampling.registry import never_passed
 from sinklens.sampling.state import State
 from sinklens.sinks.record import Record
@@ -67,6 +67,8 @@ class Denoising:
         self.hooks = self._resolve(request.entries)
         replay, tokens = request.replay, range(min(0, self.state.mask_id), model.cfg.d_vocab)
         self.state.replay = None if replay is None else self._replayed(replay, tokens)
+        if self.state.replay is not None:
+            check_replay(self.state, self.settings, self.state.replay)
         self.state.replay_undecided = None if replay is None else undecided_of(replay, self.state.replay)
         self._frames: list[Frame] = []
         self._described = -1  # size of the vocabulary at the last `describe`

@@ -3,7 +3,7 @@
 `Generation.answers` records whether each answer ended, whether it is empty, and how many positions are still masked.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -64,6 +64,19 @@ def with_prompts(
     kept = prompt == prompt[:, :1]
     replaced = torch.where(kept, start[:, None, :length].to(canvas.device), prompt)
     return torch.cat([replaced, canvas[:, :, length:]], dim=2)
+
+
+def require_run(run: object, name: str) -> None:
+    """Check that the argument `name` is a run: a `Generation`, or a trace after its block.
+
+    Raises:
+        SettingError: it is something else.
+    """
+    if isinstance(run, Generation) or all(hasattr(run, part.name) for part in fields(Generation)):
+        return
+    raise SettingError(
+        f"{name} must be a run, as returned by sinklens.generate, or a trace after its block; got {type(run).__name__}."
+    )
 
 
 def undecided_of(replay: Replayable | Tensor, canvas: Tensor | None) -> Bool[Tensor, "batch step pos"] | None:

@@ -80,7 +80,7 @@ def _decode(
     where[running] = True
     noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
     drawn = decisions.categorical_candidates(probs, noise)
-    candidates = at(denoise_points.hook_candidates, drawn[:, None])
+    candidates = state.ids_at(denoise_points.hook_candidates, drawn[:, None])
     confidence = decisions.probability(probs, candidates[:, 0])[:, None]
     if not torch.equal(at(denoise_points.hook_confidence, confidence.clone()), confidence):
         raise ReadOnlyHookError(

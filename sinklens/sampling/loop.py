@@ -88,7 +88,7 @@ def run(
     with torch.no_grad():
         for step, _ in enumerate(sampler_of(settings).begin(state, settings)):
             if step == 0 and state.replay is not None:  # not before, because a sampler may set the canvas
-                _check_replay(state, settings, state.replay)
+                _check_begun(state, settings, state.replay)
             if step > 0:
                 _finish(step - 1, state, listeners, frames)
             frames[-1] = Frame(state.canvas, state.undecided)
@@ -134,7 +134,15 @@ def unmask_steps(
     return last.masked_fill(~real, -1)
 
 
-def _check_replay(state: State, settings: SamplerSettings, replay: Tensor) -> None:
+BEGAN = "replay began from another canvas; give the same prompts and settings as the replayed run."
+
+
+def check_replay(state: State, settings: SamplerSettings, replay: Int[Tensor, "batch step pos"]) -> None:
+    """Check before the run that its steps can replay these canvases; a sampler may yet fill undecided positions.
+
+    Raises:
+        SettingError: they are of other prompts or lengths, or too many.
+    """
     batch, canvases, length = replay.shape
     if (batch, length) != tuple(state.canvas.shape):
         raise SettingError(
@@ -143,8 +151,17 @@ def _check_replay(state: State, settings: SamplerSettings, replay: Tensor) -> No
         )
     if canvases - 1 > settings.steps:
         raise SettingError(f"replay has {canvases - 1} steps, this run at most {settings.steps}; give the same steps.")
+    decided = state.canvas != state.mask_id
+    if not torch.equal(replay[:, 0].to(state.canvas.device)[decided], state.canvas[decided]):
+        raise SettingError(BEGAN)
+
+
+def _check_begun(state: State, settings: SamplerSettings, replay: Int[Tensor, "batch step pos"]) -> None:
+    """Check the canvas on which the first step works, and that later ones hold what they must."""
+    check_replay(state, settings, replay)
+    canvases, length = replay.shape[1:]
     if not torch.equal(replay[:, 0].to(state.canvas.device), state.canvas):
-        raise SettingError("replay began from another canvas; give the same prompts and settings as the replayed run.")
+        raise SettingError(BEGAN)
     if isinstance(settings, AutoregressiveSettings):
         decided = state.prompt_length + torch.arange(canvases)[:, None] > torch.arange(length)
         gaps = ((replay.cpu() < 0) & decided).nonzero()

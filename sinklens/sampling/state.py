@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import NotANumberError, SettingError
+from sinklens.errors import HookFunctionError, NotANumberError, SettingError
 from sinklens.hooks.blocks import ruled_by
-from sinklens.hooks.points import at
+from sinklens.hooks.points import Point, at
 from sinklens.hooks.tree import HookTree
 from sinklens.sampling.block_cache import BlockCache, one_later
 from sinklens.sampling.decisions import RowNoise
@@ -97,7 +97,27 @@ class State:
     def through_canvas_point(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
         """Pass a copy through ``denoise.hook_canvas``, so that edits do not change the last step's result."""
         point = self.tree.denoise.hook_canvas
-        return point(canvas.clone()) if point.watched else canvas
+        return self.ids_at(point, canvas.clone()) if point.watched else canvas
+
+    def ids_at(self, point: Point, ids: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+        """Token ids, passed through `point` if it is watched.
+
+        Raises:
+            HookFunctionError: a hook or trace block wrote an id that is not in the vocabulary.
+        """
+        if not point.watched:
+            return ids
+        found, size = point(ids), self.tree.cfg.d_vocab
+        outside = ((found < 0) | (found >= size)).nonzero()
+        if len(outside):
+            row, place = outside[0].tolist()
+            mask = "" if self.mask_id < 0 else f" To mask a position, write {self.mask_id}, model.mask_token_id."
+            raise HookFunctionError(
+                f"a hook or trace block wrote the token id {int(found[row, place])} at {point.name} (step "
+                f"{point.step}, row {row}, column {place}); the vocabulary has {size} tokens, with ids 0 to "
+                f"{size - 1}.{mask}"
+            )
+        return found
 
     def end_step(self, canvas: Int[Tensor, "batch pos"], undecided: Bool[Tensor, "batch pos"] | None = None) -> None:
         """End the step with `canvas` and its `undecided` positions, or with those of the replayed run."""
@@ -241,8 +261,9 @@ class State:
             The canvas with candidates at `where` and its own tokens elsewhere, and the candidates at `where`.
         """
         point = self.tree.denoise.hook_candidates
-        proposed = at(point, canvas.masked_scatter(where, candidates))
-        return proposed, proposed[where] if point.watched else candidates
+        watched = point.watched  # asked before: a trace block has gone on when the point returns
+        proposed = self.ids_at(point, canvas.masked_scatter(where, candidates))
+        return proposed, proposed[where] if watched else candidates
 
     def spread_confidence(
         self, where: Bool[Tensor, "batch pos"], confidence: Float[Tensor, " masked"]

@@ -29,7 +29,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.errors import SettingError, TrackError
-from sinklens.sinks.data import AXES, TrackData, Unit
+from sinklens.sinks.data import AXES, TrackData, Unit, require_unit
 
 
 class Detector(ABC):
@@ -98,19 +98,21 @@ class EpsilonOverMean(Detector):
 
     def __post_init__(self) -> None:
         _numbers(self, "epsilon")
+        require_unit(self.unit)
 
     def strength(self, track: TrackData) -> xr.DataArray:
         score = track.scores(self.unit)
         return score - over_others(score)
 
     def detect(self, track: TrackData) -> xr.DataArray:
+        strength = self.strength(track)  # first, since the track may lack the unit
         most = {"sum": track.data.sizes["pos"], "percent": 100}.get(self.unit, 1)
         advice = "use unit='sum' or unit='percent'" if most == 1 else "use a smaller epsilon"
         _warn_if_never(
             self.epsilon >= most and bounded(track), f"epsilon = {self.epsilon}",
             f"with unit {self.unit!r} no score of this track exceeds {most}; {advice}",
         )  # fmt: skip
-        return self.strength(track) > self.epsilon
+        return strength > self.epsilon
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ class MeanPlusStd(Detector):
 
     def __post_init__(self) -> None:
         _numbers(self, "k", "slope")
+        require_unit(self.unit)
         if isinstance(self.over, str) or set(self.over) - {"layer", "head"}:
             raise SettingError(f"over must be a tuple that holds 'layer', 'head', both or neither; got {self.over!r}.")
 

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch import Tensor
 
 from sinklens.errors import HookOrderError, SettingError, SinklensError
+from sinklens.hooks.hook_functions import refuse_other
 from sinklens.hooks.interleaving import BlockTracer, Rows
 from sinklens.hooks.points import Point
 from sinklens.model import Model, load
 from sinklens.runs.caches import StepCaches, chosen_points
 from sinklens.runs.denoising import Denoising
-from sinklens.runs.hook_functions import refuse_other
 from sinklens.runs.intervention import within
 from sinklens.runs.recorder import after
 from sinklens.runs.request import Hooks, RunRequest

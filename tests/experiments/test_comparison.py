@@ -9,7 +9,16 @@ import torch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import Effect, attention_to, compare, effect
+from sinklens.experiments import (
+    Effect,
+    attention_to,
+    compare,
+    corrupted,
+    effect,
+    logit_lens,
+    of_step,
+    sinks_compared,
+)
 from sinklens.interventions import AblateHeads, ForceTokens, MaskedLogits, MaskSinks, SinkToken
 from sinklens.sampling.loop import unmask_steps
 from sinklens.tasks.word_problems import held_out
@@ -459,3 +468,30 @@ def test_keys_that_do_not_belong_to_the_run_are_rejected(masked, part, steps, te
     change, run, _ = masked
     with pytest.raises(SettingError, match=text):
         attention_to(run, change.keys(run.sinks).isel(part), steps)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("other", ["Question: 1 + 1?", None, torch.zeros(1, 2, 3)], ids=["text", "None", "canvases"])
+def test_what_is_not_a_run_is_refused_by_name(pair, other):
+    (base, *_), _, _ = pair
+    calls = {
+        "base": [
+            lambda: compare(other, base),
+            lambda: corrupted(other, {"a": "b"}),
+            lambda: sinks_compared(other, base),
+        ],
+        "changed": [lambda: compare(base, other), lambda: sinks_compared(base, other)],
+        "run": [lambda: logit_lens(base.model, other), lambda: attention_to(other, base), lambda: of_step(other, 0)],
+    }
+    for name, refused in calls.items():
+        for call in refused:
+            with pytest.raises(SettingError, match=rf"{name} must be a run, .* got {type(other).__name__}\."):
+                call()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_trace_is_compared_like_a_run(tiny_llada):
+    with sinklens.trace(tiny_llada, PROMPTS[0], record_sinks=False, **SHORT) as t:
+        for _ in t.steps:
+            pass
+    assert bool(compare(t, t)["same_answer"].all())

@@ -62,11 +62,13 @@ REFUSED = {
     ("readers", "canvas"): "normalizes what its sublayers write, so there are no direct paths of single heads",
     ("lens", "policy"): r"with cache=.*, steps read keys and values as earlier steps computed them",
     ("lens", "canvas"): "also reads the predictions of the step before, which a separate pass over a canvas lacks",
-    ("lens in the run", "policy"): r"LogitLens reads complete passes, and step \d+ computes a part of the canvas",
+    ("lens in the run", "policy"): (
+        r"complete passes, and steps under a cache policy compute only a part of the canvas; run without cache=\."
+    ),
     (
         "lens in the run",
         "cached blocks",
-    ): r"LogitLens reads complete passes, and step \d+ computes a part of the canvas",
+    ): r"complete passes, and step \d+ computes only a part of the canvas; run with use_cache=False\.",
     ("lens in the run", "canvas"): "LogitLens is not available for diffusion-gemma models",
     ("paths", "autoregressive"): "steps of an autoregressive run share keys and values",
     ("paths", "policy"): r"with cache=.*, steps share keys and values, not only the canvas",

@@ -6,7 +6,7 @@ from building import plain_pass, random_ids, random_model, shared_model
 from torch.nn.functional import cross_entropy
 
 import sinklens
-from sinklens.errors import HookNameError, PromptError, SettingError
+from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError
 
 SPELLED = [
     ("blocks.0.attn.q.hook_out", "blocks.0.attn.hook_q"),
@@ -264,6 +264,32 @@ def test_hook_functions_receive_values_without_the_batch_axis_on_request(model):
     found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_mlp_out", halve)], remove_batch_dim=True)
     close(found, plain_pass(model, ids, edits={"blocks.1.hook_mlp_out": lambda value: value / 2}).logits)
     assert shapes == [[7, 24]]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda value: value.double(), "is float64 on cpu, but the value at this point is float32 on cpu; convert it"),
+        (lambda value: value.to("meta"), "is float32 on meta, but"),
+        (lambda value: 3, "is int; return a tensor, or None to change nothing"),
+    ],
+)
+@pytest.mark.parametrize("remove_batch_dim", [False, True])
+def test_a_hook_function_that_returns_another_kind_of_value_is_named(change, text, remove_batch_dim):
+    def other_kind(value, hook):
+        return change(value)
+
+    model, ids, pairs = shared_model(), random_ids(1), [("blocks.1.hook_mlp_out", other_kind)]
+    text = f"what hook function other_kind returned at blocks.1.hook_mlp_out {text}"
+    with pytest.raises(HookFunctionError, match=text):
+        model.run_with_hooks(ids, fwd_hooks=pairs, remove_batch_dim=remove_batch_dim)
+    with pytest.raises(HookFunctionError, match=text), model.hooks(fwd_hooks=pairs):
+        model(ids)
+    model.add_hook(*pairs[0])
+    with pytest.raises(HookFunctionError, match=text):
+        model(ids)
+    model.reset_hooks()
+    close(model(ids), plain_pass(model, ids).logits)
 
 
 # Gradients

@@ -206,6 +206,7 @@ def test_directions_of_tokens_give_logits_of_the_normalized_stream():
     plain = plain_pass(model, ids)
     normalized = plain.values["ln_final.hook_normalized"]
     close(normalized @ model.tokens_to_residual_directions(5), plain.logits[..., 5])
+    close(model.tokens_to_residual_directions(5), model.ln_final.w * model.W_U[:, 5])
     some = torch.tensor([[1, 2, 3], [4, 5, 6]])
     directions = model.tokens_to_residual_directions(some)
     assert directions.shape == (2, 3, D_MODEL)

@@ -1,5 +1,7 @@
 """Runs of the lab equal those of `sinklens.generate`, and are reported step by step."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -148,6 +150,20 @@ def test_a_replay_works_on_the_canvases_of_the_other_run(client, tiny_llada, bas
     np.testing.assert_allclose(unpacked(found["scores"]), expected.sinks.scores()[0], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"prompt": f"Mia asks. {PROMPT}", "settings": SHORT}, r"replay holds 1 rows of \d+ positions, this run 1 of"),
+        ({"prompt": PROMPT, "settings": {"gen_length": 8, "steps": 4}}, "replay has 8 steps, this run at most 4"),
+    ],
+    ids=["prompt", "steps"],
+)
+def test_a_replay_that_cannot_begin_is_refused_when_it_is_requested(client, base_id, body, text):
+    answer = client.http.post("/api/runs", json=body | {"replay": base_id})
+    assert (answer.status_code, "chip" in answer.json()) == (422, False)
+    assert re.search(text, answer.json()["error"])
+
+
 def test_a_run_continues_from_an_edited_canvas(client, tiny_llada, base, base_id):
     """The earlier steps are those of the run, so forcing the edited cells alone gives the same."""
     expected = sinklens.generate(tiny_llada, PROMPT, hooks=ForceTokens(tokens={25: 500, 3: 40}, steps=[4]), **SHORT)
@@ -256,6 +272,8 @@ def test_a_run_that_cannot_begin_is_refused_with_its_sentence(client, body, text
     assert answer.json()["error"].startswith(text)
 
 
+PATCH = {"kind": "patch", "prompt": PROMPT, "layer": 1}
+STEER = {"kind": "steer", "positive": "Mia has 2 pens.", "negative": "Tom has 3 cups.", "layer": 1}
 NOWHERE = {  # name: (chip, model, text)
     "a layer": ({"kind": "ablate_head", "layer": 99, "head": 0}, "tiny-llada", "layer 99 does not exist; there are 4"),
     "a head": ({"kind": "hold_sink", "layer": 0, "head": 8, "from_step": 0}, "tiny-llada", "head 8 does not exist"),
@@ -270,6 +288,14 @@ NOWHERE = {  # name: (chip, model, text)
     ),
     "the prompt": ({"kind": "remask", "pos": 3, "step": 0}, "tiny-llada", "Remask takes answer positions, -8 to -1"),
     "a causal model": ({"kind": "remask", "pos": 25, "step": 0}, "tiny-llama", "an autoregressive model has no mask"),
+    "a layer to patch": (PATCH | {"layer": 99}, "tiny-llada", "'blocks.99.hook_resid_post': layer 99 does not"),
+    "a step to patch": (PATCH | {"steps": [0, 8]}, "tiny-llada", "step 8 does not exist"),
+    "a position to patch": (PATCH | {"pos": 32}, "tiny-llada", "position 32 does not exist"),
+    "a longer prompt": (PATCH | {"prompt": PROMPT * 2}, "tiny-llada", "the other prompt has 47 tokens and this one 24"),
+    "no room": (PATCH | {"prompt": PROMPT * 60}, "tiny-llada", "a prompt of 1381 tokens and gen_length 8 need"),
+    "a masked prompt": (STEER | {"negative": "<|mdm_mask|>"}, "tiny-llada", "prompt 0 contains the mask token"),
+    "a layer to steer": (STEER | {"layer": 4}, "tiny-llada", "layer 4 does not exist; there are 4"),
+    "a step to steer": (STEER | {"steps": [8, 9]}, "tiny-llama", "step 8 does not exist; there are 8"),
     "a field": ({"kind": "remask", "step": 0}, "tiny-llada", "the chip remask needs pos"),
 }
 

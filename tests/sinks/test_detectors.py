@@ -340,6 +340,25 @@ def test_a_detector_without_detect_cannot_be_instantiated():
         Detector()
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("make", [EpsilonOverMean, MeanPlusStd])
+@pytest.mark.parametrize(
+    ("unit", "text"),
+    [("Percent", r"got 'Percent'\. Nearest: percent\.$"), (3, r"got 3\.$"), (["sum"], r"got \['sum'\]\.$")],
+)
+def test_an_unknown_unit_is_refused_when_the_detector_is_made(make, unit, text):
+    with pytest.raises(TrackError, match=rf"unit must be one of sum, percent, fraction, visible; {text}"):
+        make(unit=unit)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_unit_that_a_track_lacks_is_refused_without_a_warning_about_the_threshold():
+    track = planted([[0.0, 4.0, 0.0, 0.0]])
+    track.data.attrs["block_length"] = 2
+    with pytest.raises(TrackError, match=r"unit 'visible' is not available for this track of a block-causal run"):
+        track.detect(EpsilonOverMean(unit="visible"))
+
+
 @pytest.mark.parametrize(
     ("detector", "text"),
     [

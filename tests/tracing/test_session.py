@@ -779,6 +779,42 @@ def test_a_hook_function_that_returns_another_dtype_or_device_is_named(tiny_llad
                 t["hook_embed"] = change(t["hook_embed"])
 
 
+@pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
+@pytest.mark.parametrize("name", ["denoise.hook_canvas", "denoise.hook_candidates"])
+@pytest.mark.parametrize("token", [-1, 643])
+def test_a_token_id_outside_the_vocabulary_is_named(request, model, name, token):
+    def write(value, hook=None):
+        value = value.clone()
+        value[:, -1] = token
+        return value
+
+    model = request.getfixturevalue(model)
+    mask = "" if model.causal else r" To mask a position, write \d+, model.mask_token_id."
+    text = rf"wrote the token id {token} at {name} \(step 0, row 0, column \d+\); .* 643 .* ids 0 to 642\.{mask}$"
+    with pytest.raises(HookFunctionError, match=text):
+        sinklens.generate(model, PROMPT, hooks=[(name, write)])
+    with pytest.raises(HookFunctionError, match=text):
+        with sinklens.trace(model, PROMPT) as t:
+            for _ in t.steps:
+                t[name] = write(t[name])
+
+
+def test_candidates_that_a_block_writes_have_their_own_confidence(tiny_llada):
+    def force(value, hook=None):
+        value = value.clone()
+        value[:, -4:] = 7
+        return value
+
+    by_hook, by_block = [], []
+    keep = ("denoise.hook_confidence", lambda value, hook: by_hook.append(value.clone()))
+    sinklens.generate(tiny_llada, PROMPT, hooks=[("denoise.hook_candidates", force), keep])
+    with sinklens.trace(tiny_llada, PROMPT) as t:
+        for _ in t.steps:
+            t["denoise.hook_candidates"] = force(t["denoise.hook_candidates"])
+            by_block.append(t["denoise.hook_confidence"].clone())
+    torch.testing.assert_close(torch.stack(by_block), torch.stack(by_hook), rtol=0, atol=0)
+
+
 def test_a_module_that_holds_points_has_no_value_of_its_own(tiny_llada):
     with pytest.raises(HookOrderError, match=r"'blocks.0.attn' holds hook points .* as t\['blocks.0.attn.hook_q'\]"):
         with sinklens.trace(tiny_llada, PROMPT) as t:

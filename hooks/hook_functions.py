@@ -4,15 +4,15 @@ Limitation: a function whose signature Python cannot read, such as a builtin, is
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from sinklens.errors import HookFunctionError
-from sinklens.runs.intervention import HookFunction
 
 
-def takes_hook(function: HookFunction) -> bool:
+def takes_hook(function: Callable[..., Any]) -> bool:
     """Whether `function` can be called with a value and ``hook=``; True if its signature is unknown."""
     try:
         inspect.signature(function).bind(None, hook=None)
@@ -23,7 +23,7 @@ def takes_hook(function: HookFunction) -> bool:
     return True
 
 
-def label(function: HookFunction) -> str:
+def label(function: Callable[..., Any]) -> str:
     """How errors name `function`."""
     return f"hook function {getattr(function, '__name__', repr(function))}"
 
@@ -42,17 +42,24 @@ def refuse_other(value: Any, there: Tensor, what: str, point: str) -> None:
     refuse_kind(value, there, what)
 
 
-def refuse_kind(value: Tensor, there: Tensor, what: str) -> None:
-    """Check the dtype and the device of a tensor that may replace `there`.
+def refuse_kind(value: Any, there: Tensor, what: str) -> None:
+    """Check that `value` is a tensor of the dtype and the device of `there`.
 
     Raises:
-        HookFunctionError: one of them differs; the model would fail later, far from the hook, or round differently.
+        HookFunctionError: it is not; the model would fail later, far from the hook, or round differently.
     """
-    if (value.dtype, value.device) != (there.dtype, there.device):
+    if not isinstance(value, Tensor):
+        raise HookFunctionError(f"{what} is {type(value).__name__}; return a tensor, or None to change nothing.")
+    if not same_kind(value, there):
         raise HookFunctionError(
             f"{what} is {_kind(value)}, but the value at this point is {_kind(there)}; convert it with "
             f"new.to(value), where value is the one it replaces."
         )
+
+
+def same_kind(value: Any, there: Tensor) -> bool:
+    """Whether `value` is a tensor of the dtype and the device of `there`."""
+    return isinstance(value, Tensor) and (value.dtype, value.device) == (there.dtype, there.device)
 
 
 def _kind(value: Tensor) -> str:
