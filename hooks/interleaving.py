@@ -13,12 +13,12 @@ them and names the installed version of nnsight if one has changed.
 """
 
 import ast
-import importlib.util
+import importlib
 import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, TracebackType
 from typing import Any, NamedTuple
 
@@ -28,13 +28,8 @@ from sinklens.errors import HookNameError, SinklensError, calling_frame, nearest
 
 
 @contextmanager
-def object_without_save() -> Iterator[None]:
-    """Remove `save`, which nnsight adds to `object`, during the block.
-
-    For imports of libraries that inspect all attributes of `object`: beartype hashes them, and `save` is unhashable;
-    anyio's classes of socket attributes require that each has a type. nnsight imports parts of anyio first for the
-    same reason.
-    """
+def _object_without_save() -> Iterator[None]:
+    """Remove `save`, which nnsight adds to `object`, during the block."""
     if "nnsight" not in sys.modules or "save" not in vars(object):
         yield
         return
@@ -48,9 +43,18 @@ def object_without_save() -> Iterator[None]:
         mount(save, "save")
 
 
-if "beartype" not in sys.modules and importlib.util.find_spec("beartype") is not None:
-    with object_without_save():  # `import beartype` fails in any process that imported nnsight first
-        importlib.import_module("beartype")
+# Classes that cannot be imported once `object` has `save`: beartype hashes the attributes of `object`, and `save` is
+# unhashable; anyio requires a type for each attribute of the classes behind its event loop and its files. nnsight
+# imports anyio first for this reason, but anyio imports these classes only when they are used.
+_BEFORE_SAVE = {
+    "beartype": "beartype",
+    "anyio.abc": "SocketAttribute",
+    "anyio.streams.file": "FileStreamAttribute",
+}
+with _object_without_save():
+    for _module, _name in _BEFORE_SAVE.items():
+        with suppress(ImportError):  # sinklens itself needs neither library
+            getattr(importlib.import_module(_module), _name)
 
 from nnsight import NNsight  # noqa: E402
 from nnsight.intervention.batching import Batcher  # noqa: E402

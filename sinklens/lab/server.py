@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError
-from sinklens.hooks.interleaving import object_without_save
 from sinklens.lab.public import read_public
 from sinklens.lab.security import Guard, is_local
 
@@ -35,25 +34,17 @@ GRACE = 2  # seconds that open connections get when the lab closes
 
 
 def require_extra() -> None:
-    """Check that the extra ``lab`` is installed, and import what cannot be imported later.
-
-    anyio imports its event loop when it is first used, which fails once nnsight is imported; see `object_without_save`.
-    It is used here in a thread, because a notebook's thread already has an event loop.
+    """Check that the extra ``lab`` is installed.
 
     Raises:
         SinklensError: it is not installed.
     """
     try:
-        import anyio
         import starlette
         import uvicorn
     except ImportError as error:
         raise SinklensError(EXTRA) from error
     _ = starlette, uvicorn
-    first_use = threading.Thread(target=lambda: anyio.run(anyio.sleep, 0))
-    with object_without_save():
-        first_use.start()
-        first_use.join()
 
 
 def bound(host: str, port: int) -> socket.socket:
