@@ -310,9 +310,9 @@ def _claims(data: xr.Dataset) -> Iterator[tuple[str, Any]]:
 
 
 def _cost_panels(measured: Mapping[str, xr.Dataset], seed: int) -> "Figure":
+    from sinklens.sinks.labels import wrapped
     from sinklens.views.charts import interval_dots
     from sinklens.views.figures import panels
-    from sinklens.views.labels import wrapped
 
     table = interval_table(measured, ["kl"], seed)
     table = table[table["layer"] == EVERYWHERE]
@@ -325,9 +325,9 @@ def _cost_panels(measured: Mapping[str, xr.Dataset], seed: int) -> "Figure":
 
 
 def _motion_panels(measured: Mapping[str, xr.Dataset], seed: int) -> "Figure":
+    from sinklens.sinks.labels import wrapped
     from sinklens.views.charts import interval_dots
     from sinklens.views.figures import panels
-    from sinklens.views.labels import wrapped
 
     table = interval_table(measured, list(MOTION), seed)
     table["run"] = table["policy"].map(POLICIES) + ", " + table["source"].map(SOURCES)

@@ -122,9 +122,9 @@ class Dynamics(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``map`` (Fig. 1), ``one-step`` (6b), ``path`` (7), ``static-moving`` (8); ``motion``: the table's shares."""
+        from sinklens.sinks.labels import wrapped
         from sinklens.views.charts import interval_dots
         from sinklens.views.figures import panels, sink_paths
-        from sinklens.views.labels import wrapped
 
         tracks = {name: SinkTrack(data) for name, data in examples.items()}
         shares, (ax,) = panels(1, size=(7, 5.5))
@@ -216,7 +216,7 @@ def shortest_life(track: SinkTrack, batch: int = 0) -> Life | None:
 
 def _maps(tracks: Mapping[str, SinkTrack]) -> "Figure":
     """Column sums of every model; of a causal one also the mean over the queries that see the key."""
-    from sinklens.views.figures import panels, sink_map
+    from sinklens.views import panels, sink_map
 
     shown = [(track, "sum") for track in tracks.values()]
     shown += [(track, "visible") for track in tracks.values() if track.causal]
@@ -243,7 +243,7 @@ def _short_lives(tracks: Mapping[str, SinkTrack]) -> "Figure":
 
 def _still_and_moving(tracks: Mapping[str, SinkTrack]) -> "Figure":
     """One row of panels per model: the head that moves least, and the one that moves most."""
-    from sinklens.views.figures import most_moving_head, panels, sink_map, stillest_head
+    from sinklens.views import most_moving_head, panels, sink_map, stillest_head
 
     figure, axes = panels(2 * len(tracks), columns=2, size=(9, 4))
     for number, track in enumerate(tracks.values()):

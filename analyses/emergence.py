@@ -77,9 +77,9 @@ class Emergence(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``emergence``: a panel per measure."""
+        from sinklens.sinks.labels import wrapped
         from sinklens.views.charts import curves
         from sinklens.views.figures import panels
-        from sinklens.views.labels import wrapped
 
         table = self.tables(measured)["emergence"]
         figure, axes = panels(len(MEASURES), columns=3, size=(4.4, 3.4))

@@ -98,9 +98,9 @@ class Events(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``ages``: landing rates by age; ``order``: the correlations."""
+        from sinklens.sinks.labels import wrapped
         from sinklens.views.charts import curves, interval_dots
         from sinklens.views.figures import panels
-        from sinklens.views.labels import wrapped
 
         tables = self.tables(measured)
         rates, axes = panels(2, size=(5.5, 3.6))

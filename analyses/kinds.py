@@ -140,9 +140,9 @@ class Kinds(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``motion``: `DRAWN`; ``survival``: the share of sinks that survive, by the fate of their position."""
+        from sinklens.sinks.labels import wrapped
         from sinklens.views.charts import interval_dots
         from sinklens.views.figures import panels
-        from sinklens.views.labels import wrapped
 
         motion, (ax,) = panels(1, size=(7, 5.5))
         names = {name: wrapped(meaning, 44) for name, meaning in MOTION.items()}

@@ -70,9 +70,9 @@ class Layers(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``map`` (Fig. 5), one row of panels per model, and ``depth``, the curves over layers."""
+        from sinklens.sinks.labels import wrapped
         from sinklens.views.charts import curves, layer_head_map
         from sinklens.views.figures import panels
-        from sinklens.views.labels import wrapped
 
         maps, axes = panels(len(UNITS) * len(measured), columns=len(UNITS), size=(5, 4))
         shown = ((name, data, unit) for name, data in measured.items() for unit in UNITS)

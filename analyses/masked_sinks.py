@@ -110,9 +110,9 @@ class MaskedSinks(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``layers``: a panel per measure."""
+        from sinklens.sinks.labels import wrapped
         from sinklens.views.charts import curves
         from sinklens.views.figures import panels
-        from sinklens.views.labels import wrapped
 
         figure, axes = panels(len(DRAWN), columns=3, size=(4.5, 3.4))
         for measure, ax in zip(DRAWN, axes, strict=True):

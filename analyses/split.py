@@ -113,7 +113,7 @@ class Split(Study):
         ``pattern`` [query, key], ``masked`` [query] and ``token`` [query], the labels of the positions. Attributes
         ``step``, ``layer`` and ``head``. None for an autoregressive model.
         """
-        from sinklens.views.labels import token_labels
+        from sinklens.sinks.labels import token_labels
 
         if model.causal:
             return None
@@ -155,9 +155,9 @@ class Split(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``queries`` (Fig. 6a): one head's pattern and the two groups' scores; ``likeness``: the table."""
+        from sinklens.sinks.labels import wrapped
         from sinklens.views.charts import interval_dots
         from sinklens.views.figures import panels
-        from sinklens.views.labels import wrapped
 
         likeness, axes = panels(len(LIKENESS), columns=3, size=(5, 3.2))
         table = self.tables(measured)["split"]
@@ -324,9 +324,9 @@ def _contrast(scores: Float[Tensor, "group head key"], found: Likeness) -> Float
 
 def _examples(models: Sequence[str], examples: Mapping[str, xr.Dataset]) -> "Figure":
     """A row of panels per model: the pattern above, the two groups' scores below."""
+    from sinklens.sinks.labels import short
     from sinklens.views.charts import nothing_to_show
     from sinklens.views.figures import group_profiles, grouped_pattern, panels
-    from sinklens.views.labels import short
 
     heights = [part for name in models for part in ((7.0, 3.0) if name in examples else (1.0, 0.01))]
     figure, axes = panels(len(heights), columns=1, size=(10, 1), heights=heights)

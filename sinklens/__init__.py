@@ -13,7 +13,6 @@ imported on first use, so ``import sinklens`` is fast.
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError
-from sinklens.sinks import plotting
 
 if TYPE_CHECKING:
     from sinklens.model import Model, borrow, load
@@ -51,15 +50,6 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"sinklens.{name}")
     raise AttributeError(f"module 'sinklens' has no attribute {name!r}")
-
-
-def _draw(*args: Any, **options: Any) -> Any:
-    from sinklens.views import sink_map
-
-    return sink_map(*args, **options)
-
-
-plotting.use(_draw)
 
 
 def __dir__() -> list[str]:

@@ -12,9 +12,10 @@ import xarray as xr
 from jaxtyping import Bool, Float
 
 from sinklens.errors import TrackError
-from sinklens.sinks import files, plotting
+from sinklens.sinks import files
 from sinklens.sinks.data import TrackData, Unit
 from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
+from sinklens.sinks.drawing import sink_map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +49,7 @@ class SinkTrack(TrackData):
         self, layer: int | None = None, head: int | None = None, batch: int = 0, ax: "Axes | None" = None
     ) -> "Axes":
         """Plot scores over steps × positions, averaged over layers or heads not given; marks strongest keys."""
-        return plotting.plotter()(self, layer=layer, head=head, batch=batch, ax=ax)
+        return sink_map(self, layer, head, batch, ax)
 
     def save(
         self, path: str | Path, dtype: Literal["float32", "float16"] = "float32", *, overwrite: bool = True

@@ -1,5 +1,6 @@
 """Views of runs: `report` (one HTML file), `attention` (CircuitsVis heads), figures, and the terminal view."""
 
+from sinklens.sinks.drawing import sink_map
 from sinklens.views.attention import attention
 from sinklens.views.charts import (
     accuracy_by_speed,
@@ -19,7 +20,6 @@ from sinklens.views.figures import (
     most_moving_head,
     panels,
     sink_life,
-    sink_map,
     sink_path,
     sink_paths,
     stillest_head,

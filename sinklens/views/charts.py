@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float
 
-from sinklens.views.figures import axes_or_new
-from sinklens.views.labels import colours, plain, short, unit_label, wrapped
+from sinklens.sinks.drawing import axes_or_new
+from sinklens.sinks.labels import colours, plain, short, unit_label, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

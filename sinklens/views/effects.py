@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from sinklens.sinks.drawing import axes_or_new
+from sinklens.sinks.labels import plain, short, wrapped
 from sinklens.views.charts import curves, interval_dots, nothing_to_show
-from sinklens.views.figures import axes_or_new, panels
-from sinklens.views.labels import plain, short, wrapped
+from sinklens.views.figures import panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,28 +11,26 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import SettingError, TrackError
+from sinklens.sinks.drawing import (
+    axes_or_new,
+    dark_colors,
+    integer_steps,
+    layer_and_head,
+    model_name,
+    number_at,
+    sink_map,
+    title_of,
+)
+from sinklens.sinks.labels import BLANK, colours, token_labels, token_ticks, wrapped
 from sinklens.sinks.motion import jumps
-from sinklens.sinks.track import SinkTrack, Unit
-from sinklens.views.labels import BLANK, UNITS, colours, short, token_labels, token_ticks, wrapped
+from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
-    from matplotlib.ticker import Locator
 
 MASKED = "#c6dbef"
 PATH = "#d94801"
-MARKS = "dots: strongest key; dotted: end of prompt"
-
-
-def axes_or_new(ax: "Axes | None", size: tuple[float | int, float | int] = (8, 4)) -> "Axes":
-    """`ax`, or the axes of a new figure of `size` inches."""
-    if ax is not None:
-        return ax
-    from matplotlib import pyplot
-
-    return pyplot.subplots(figsize=size, layout="constrained")[1]
 
 
 def panels(
@@ -60,52 +58,6 @@ def panels(
     for ax in axes.ravel()[count:]:
         ax.set_axis_off()
     return figure, list(axes.ravel()[:count])
-
-
-def sink_map(
-    track: SinkTrack,
-    layer: int | None = None,
-    head: int | None = None,
-    batch: int = 0,
-    ax: "Axes | None" = None,
-    *,
-    unit: Unit = "sum",
-    steps: slice = slice(None),
-    tokens: Int[np.ndarray, " pos"] | None = None,
-) -> "Axes":
-    """Step × position map of sink scores (the paper's Fig. 1), the strongest key of each step marked.
-
-    Args:
-        layer, head: indices; None averages over all.
-        unit: unit of the scores; "visible" corrects for early keys of a causal model being seen by more queries.
-        steps: steps to show.
-        tokens: ids that label the positions; by default those that entered the last step.
-    """
-    track.require(layer=layer, head=head, batch=batch)
-    if not len(range(track.steps)[steps]):
-        raise TrackError(f"{steps} selects no step of this track; it has {track.steps} steps, 0 to {track.steps - 1}.")
-    score = track.scores(unit).isel(batch=batch, step=steps)
-    score = score.mean("layer") if layer is None else score.isel(layer=layer)
-    score = score.mean("head") if head is None else score.isel(head=head)
-    values, numbers = score.to_numpy(), score["step"].to_numpy().tolist()
-    ax = axes_or_new(ax)
-    image = ax.imshow(values, aspect="auto", cmap=_dark(), interpolation="nearest", vmin=0)
-    ax.plot(
-        _strongest(values), np.arange(len(values)), "o", label="strongest key",
-        color="white", markersize=3.5, markeredgecolor="black", markeredgewidth=0.5,
-    )  # fmt: skip
-    ax.axvline(track.prompt_length - 0.5, color="white", linewidth=0.8, linestyle=":")
-    ax.set(xlabel=f"position ({MARKS})", ylabel="step", title=_title(track, layer, head, batch))
-    _name_positions(ax, track, batch, tokens, _highest(values))
-    ax.yaxis.set_major_locator(_integer_steps())
-    ax.yaxis.set_major_formatter(lambda place, _: _number_at(numbers, place))
-    ax.figure.colorbar(image, ax=ax, label=wrapped(UNITS[unit]))
-    return ax
-
-
-def _number_at(numbers: Sequence[int], place: float | int) -> str:
-    """The run's step number at a place on the axis; empty between steps. A part of a track keeps the run's numbers."""
-    return str(numbers[round(place)]) if abs(place - round(place)) < 1e-6 and 0 <= place < len(numbers) else ""
 
 
 def most_moving_head(track: SinkTrack, batch: int = 0) -> tuple[int, int]:
@@ -165,17 +117,17 @@ def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes
     for offset, path in zip(jitter, paths.reshape(len(steps), -1).T, strict=True):
         ax.plot(steps, path + offset, color="0.55", linewidth=0.6, alpha=0.6)
     path, hollow = paths[:, layer, head], ~has_sink(track, batch)[:, layer, head]
-    ax.plot(steps, path, "o-", color=PATH, markersize=4, label=_places(track, layer, head))
+    ax.plot(steps, path, "o-", color=PATH, markersize=4, label=layer_and_head(track, layer, head))
     ax.plot(steps[hollow], path[hollow], "o", color=PATH, markersize=4, markerfacecolor="white")
     ax.axhline(data.attrs["prompt_length"] - 0.5, color="0.3", linewidth=0.8, linestyle=":")
     ax.set(
         xlabel="step",
         ylabel="position of the strongest key (by column sum)",
-        title=f"{_name(track)}: {still} of {paths[0].size} heads never move",
+        title=f"{model_name(track)}: {still} of {paths[0].size} heads never move",
     )
-    ax.xaxis.set_major_locator(_integer_steps())
+    ax.xaxis.set_major_locator(integer_steps())
     numbers = track.data["step"].to_numpy().tolist()
-    ax.xaxis.set_major_formatter(lambda place, _: _number_at(numbers, place))
+    ax.xaxis.set_major_formatter(lambda place, _: number_at(numbers, place))
     ax.legend(loc="upper right", frameon=True)
     return ax
 
@@ -241,7 +193,7 @@ def sink_life(
     ax.add_patch(frame)
     token = token_labels(track, batch, tokens)[pos]
     lasts = f"only at step {start}" if length == 1 else f"from step {start} to {start + length - 1}"
-    ax.set_title(f"{_title(track, layer, head, batch)}: ‘{token}’ ({pos}) is a sink {lasts}")
+    ax.set_title(f"{title_of(track, layer, head, batch)}: ‘{token}’ ({pos}) is a sink {lasts}")
     return ax
 
 
@@ -265,7 +217,7 @@ def grouped_pattern(
         )
     ax = axes_or_new(ax, (9, 6))
     order = np.concatenate([np.flatnonzero(~masked), np.flatnonzero(masked)])
-    image = ax.imshow(pattern[order], aspect="auto", cmap=_dark(), interpolation="nearest", vmin=0)
+    image = ax.imshow(pattern[order], aspect="auto", cmap=dark_colors(), interpolation="nearest", vmin=0)
     split = int((~masked).sum()) - 0.5
     ax.axhline(split, color="white", linewidth=1.2)
     token_ticks(ax.xaxis, labels, pattern.sum(axis=0))
@@ -294,54 +246,3 @@ def group_profiles(
     ax.set_xlim(-0.5, len(labels) - 0.5)
     ax.legend(fontsize="small")
     return ax
-
-
-def _name_positions(
-    ax: "Axes", track: SinkTrack, batch: int, tokens: Int[np.ndarray, " pos"] | None, weight: np.ndarray
-) -> None:
-    labels = token_labels(track, batch, tokens)  # also checks the tokens
-    if not track.vocabulary:
-        return
-    token_ticks(ax.xaxis, labels, weight)
-    ax.set_xlabel(f"token at each position ({MARKS})")
-
-
-def _strongest(values: Float[np.ndarray, "step pos"]) -> Float[np.ndarray, " step"]:
-    """Position of the largest value of each step; NaN where nothing is above 0."""
-    known = np.nan_to_num(values, nan=0.0)
-    return np.where(known.max(axis=1) > 0, known.argmax(axis=1), np.nan)
-
-
-def _highest(values: Float[np.ndarray, "step pos"]) -> Float[np.ndarray, " pos"]:
-    return np.nan_to_num(values, nan=0.0).max(axis=0).astype(np.float64)
-
-
-def _dark() -> "Colormap":
-    """Colors from dark to light; gray for missing values."""
-    from matplotlib import colormaps
-
-    return colormaps["magma"].with_extremes(bad="0.85")
-
-
-def _integer_steps() -> "Locator":
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(integer=True)
-
-
-def _title(track: SinkTrack, layer: int | None, head: int | None, batch: int) -> str:
-    rows = [f"row {int(track.data['batch'][batch])}"] if track.data.sizes["batch"] > 1 else []
-    return f"{_name(track)}: {', '.join([*rows, _places(track, layer, head)])}"
-
-
-def _places(track: SinkTrack, layer: int | None, head: int | None) -> str:
-    """The layer and head by their numbers in the model; a part of a track keeps these."""
-    which = [
-        f"mean over {name}s" if place is None else f"{name} {int(track.data[name][place])}"
-        for name, place in (("layer", layer), ("head", head))
-    ]
-    return ", ".join(which)
-
-
-def _name(track: SinkTrack) -> str:
-    return short(str(track.data.attrs.get("model", "")))

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from sinklens.errors import SettingError
-from sinklens.views.figures import axes_or_new
-from sinklens.views.labels import colours
+from sinklens.sinks.drawing import axes_or_new
+from sinklens.sinks.labels import colours
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -14,6 +14,7 @@ from tracks import made
 import sinklens
 from sinklens.errors import SinklensError
 from sinklens.sinks import build_track
+from sinklens.sinks.labels import plain, short, token_label, token_labels, token_ticks
 from sinklens.tasks.word_problems import held_out
 from sinklens.views import figures, most_moving_head, sink_map, sink_path, sink_paths, terminal
 from sinklens.views.charts import (
@@ -26,7 +27,6 @@ from sinklens.views.charts import (
     threshold_curve,
 )
 from sinklens.views.figures import group_profiles, grouped_pattern, panels, sink_life, stillest_head
-from sinklens.views.labels import plain, short, token_label, token_labels, token_ticks
 
 
 @pytest.fixture
@@ -298,11 +298,11 @@ def test_problem_texts_fit_the_shipped_models_context(tiny_llada):
     ("draw", "text"),
     [
         (
-            lambda track: figures.sink_map(track, steps=slice(9, 12)),
+            lambda track: sink_map(track, steps=slice(9, 12)),
             "selects no step of this track; it has 3 steps, 0 to 2",
         ),
         (
-            lambda track: figures.sink_map(track, 0, 0, tokens=np.array([1, 2])),
+            lambda track: sink_map(track, 0, 0, tokens=np.array([1, 2])),
             "tokens has 2 ids for 9 positions; give run",
         ),
         (
@@ -339,9 +339,9 @@ def test_invalid_input_of_figures_is_rejected(draw, text):
 
 def test_a_part_of_a_track_keeps_the_numbers_of_its_run():
     track = made(False).track.isel(step=[0, 2], layer=1, head=[2], batch=1)
-    for ax in (figures.sink_map(track, 0, 0), figures.sink_path(track, -1, -1)):
+    for ax in (sink_map(track, 0, 0), figures.sink_path(track, -1, -1)):
         ax.figure.canvas.draw()
         axis = ax.yaxis if ax.get_ylabel() == "step" else ax.xaxis
         assert [axis.get_major_formatter()(place) for place in (0, 1, 0.5, 2)] == ["0", "2", "", ""]
-    assert figures.sink_map(track, 0, 0).get_title() == "made: layer 1, head 2"
+    assert sink_map(track, 0, 0).get_title() == "made: layer 1, head 2"
     assert figures.sink_path(track, 0, 0).get_legend().get_texts()[0].get_text() == "layer 1, head 2"

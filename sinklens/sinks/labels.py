@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from sinklens.errors import TrackError
-from sinklens.sinks.track import SinkTrack
+from sinklens.sinks.data import TrackData
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
@@ -76,7 +76,7 @@ def token_label(text: str, limit: int = 16) -> str:
     return plain(bare if len(bare) <= limit else f"{bare[: limit - 1]}…")
 
 
-def token_labels(track: SinkTrack, batch: int = 0, tokens: Int[np.ndarray, " pos"] | None = None) -> list[str]:
+def token_labels(track: TrackData, batch: int = 0, tokens: Int[np.ndarray, " pos"] | None = None) -> list[str]:
     """One label per position; a masked or undecided position is ░, and padding has no label.
 
     Args:

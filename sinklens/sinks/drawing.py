@@ -1,0 +1,131 @@
+"""The picture of a sink track, and what all pictures of tracks share; further figures are in `sinklens.views`.
+
+A picture is drawn into ``ax=``, or into a new figure, and is neither shown nor saved. matplotlib is imported when
+something is drawn.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from sinklens.errors import TrackError
+from sinklens.sinks.data import TrackData, Unit
+from sinklens.sinks.labels import UNITS, short, token_labels, token_ticks, wrapped
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
+    from matplotlib.ticker import Locator
+
+MARKS = "dots: strongest key; dotted: end of prompt"
+
+
+def axes_or_new(ax: "Axes | None", size: tuple[float | int, float | int] = (8, 4)) -> "Axes":
+    """`ax`, or the axes of a new figure of `size` inches."""
+    if ax is not None:
+        return ax
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=size, layout="constrained")[1]
+
+
+def sink_map(
+    track: TrackData,
+    layer: int | None = None,
+    head: int | None = None,
+    batch: int = 0,
+    ax: "Axes | None" = None,
+    *,
+    unit: Unit = "sum",
+    steps: slice = slice(None),
+    tokens: Int[np.ndarray, " pos"] | None = None,
+) -> "Axes":
+    """Step × position map of sink scores (the paper's Fig. 1), the strongest key of each step marked.
+
+    Args:
+        layer, head: indices; None averages over all.
+        unit: unit of the scores; "visible" corrects for early keys of a causal model being seen by more queries.
+        steps: steps to show.
+        tokens: ids that label the positions; by default those that entered the last step.
+    """
+    track.require(layer=layer, head=head, batch=batch)
+    if not len(range(track.steps)[steps]):
+        raise TrackError(f"{steps} selects no step of this track; it has {track.steps} steps, 0 to {track.steps - 1}.")
+    score = track.scores(unit).isel(batch=batch, step=steps)
+    score = score.mean("layer") if layer is None else score.isel(layer=layer)
+    score = score.mean("head") if head is None else score.isel(head=head)
+    values, numbers = score.to_numpy(), score["step"].to_numpy().tolist()
+    ax = axes_or_new(ax)
+    image = ax.imshow(values, aspect="auto", cmap=dark_colors(), interpolation="nearest", vmin=0)
+    ax.plot(
+        _strongest(values), np.arange(len(values)), "o", label="strongest key",
+        color="white", markersize=3.5, markeredgecolor="black", markeredgewidth=0.5,
+    )  # fmt: skip
+    ax.axvline(track.prompt_length - 0.5, color="white", linewidth=0.8, linestyle=":")
+    ax.set(xlabel=f"position ({MARKS})", ylabel="step", title=title_of(track, layer, head, batch))
+    _name_positions(ax, track, batch, tokens, _highest(values))
+    ax.yaxis.set_major_locator(integer_steps())
+    ax.yaxis.set_major_formatter(lambda place, _: number_at(numbers, place))
+    ax.figure.colorbar(image, ax=ax, label=wrapped(UNITS[unit]))
+    return ax
+
+
+def number_at(numbers: Sequence[int], place: float | int) -> str:
+    """The run's step number at a place on the axis; empty between steps. A part of a track keeps the run's numbers."""
+    return str(numbers[round(place)]) if abs(place - round(place)) < 1e-6 and 0 <= place < len(numbers) else ""
+
+
+def title_of(track: TrackData, layer: int | None, head: int | None, batch: int) -> str:
+    """Model, row if there are several, layer and head."""
+    rows = [f"row {int(track.data['batch'][batch])}"] if track.data.sizes["batch"] > 1 else []
+    return f"{model_name(track)}: {', '.join([*rows, layer_and_head(track, layer, head)])}"
+
+
+def layer_and_head(track: TrackData, layer: int | None, head: int | None) -> str:
+    """The layer and head by their numbers in the model; a part of a track keeps these."""
+    which = [
+        f"mean over {name}s" if place is None else f"{name} {int(track.data[name][place])}"
+        for name, place in (("layer", layer), ("head", head))
+    ]
+    return ", ".join(which)
+
+
+def model_name(track: TrackData) -> str:
+    """The model of a track, without parent folders."""
+    return short(str(track.data.attrs.get("model", "")))
+
+
+def dark_colors() -> "Colormap":
+    """Colors from dark to light; gray for missing values."""
+    from matplotlib import colormaps
+
+    return colormaps["magma"].with_extremes(bad="0.85")
+
+
+def integer_steps() -> "Locator":
+    """Ticks at integers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True)
+
+
+def _name_positions(
+    ax: "Axes", track: TrackData, batch: int, tokens: Int[np.ndarray, " pos"] | None, weight: np.ndarray
+) -> None:
+    labels = token_labels(track, batch, tokens)  # also checks the tokens
+    if not track.vocabulary:
+        return
+    token_ticks(ax.xaxis, labels, weight)
+    ax.set_xlabel(f"token at each position ({MARKS})")
+
+
+def _strongest(values: Float[np.ndarray, "step pos"]) -> Float[np.ndarray, " step"]:
+    """Position of the largest value of each step; NaN where nothing is above 0."""
+    known = np.nan_to_num(values, nan=0.0)
+    return np.where(known.max(axis=1) > 0, known.argmax(axis=1), np.nan)
+
+
+def _highest(values: Float[np.ndarray, "step pos"]) -> Float[np.ndarray, " pos"]:
+    return np.nan_to_num(values, nan=0.0).max(axis=0).astype(np.float64)
