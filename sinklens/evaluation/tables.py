@@ -257,6 +257,13 @@ def _lines(name: str, members: Sequence[_Read], mixed_devices: bool) -> list[Lin
 def _control_of(read: _Read, members: Sequence[_Read]) -> _Read | None:
     """The first control of a run: one that names its condition, or random keys masked in the same manner."""
     named = [one for one in members if one.controls == read.name]
+    if len(named) > 1:
+        others = ", ".join(repr(one.name) for one in named[1:])
+        warnings.warn(
+            f"{read.name!r} has several controls; it is compared with {named[0].name!r}, not with {others}.",
+            ControlWarning,
+            stacklevel=4,
+        )
     if not named and read.condition["pick"] in ("strongest", "steady"):
         random = [one for one in members if one.condition["pick"] == "random" and not one.controls]
         named = [one for one in random if _masking_key(one) == _masking_key(read)]

@@ -202,9 +202,15 @@ def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str,
         raise SettingError(f"a setting has the wrong type: {error}. Given: {dict(chosen)}.") from error
 
 
+ELSEWHERE = {"fwd_hooks": "hooks=", "max_new_tokens": "gen_length="}
+"""What TransformerLens and transformers call an argument of a run."""
+
+
 def _unknown(name: str, sampler: Sampler) -> str:
     known = sampler.setting_names()
     owners = [other.name for other in SAMPLERS.values() if name in other.setting_names()]
+    if name in ELSEWHERE:
+        return f"{name} is not a setting of the {sampler.name} sampler: pass {ELSEWHERE[name]}."
     hint = (
         f"it belongs to the {', '.join(owners[:-1])}{' and ' * (len(owners) > 1)}{owners[-1]} "
         f"sampler{'s' * (len(owners) > 1)}."

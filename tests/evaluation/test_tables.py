@@ -128,6 +128,14 @@ def test_a_control_without_a_partner_warns(tmp_path):
         read_lines(tmp_path)
 
 
+def test_several_controls_of_one_condition_warn_which_is_compared(tmp_path):
+    for condition, text in zip(of_own(mine="", one="mine", two="mine"), ("1000", "1100", "1110"), strict=True):
+        planted_run(tmp_path, verdicts(text), condition)
+    with pytest.warns(ControlWarning, match=r"'mine' has several controls; it is compared with '(one|two)', not with "):
+        (line,) = [line for line in read_lines(tmp_path) if line.condition == "mine"]
+    assert line.against_random.difference == {"one": -0.25, "two": -0.5}[line.control]
+
+
 def test_samples_with_the_same_id_but_different_prompts_are_not_paired(tmp_path):
     planted_run(tmp_path, verdicts(BASE), UNMASKED, prompt_sha256="a")
     planted_run(tmp_path, verdicts(MASKED), ONE, prompt_sha256="b")

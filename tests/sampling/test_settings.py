@@ -55,6 +55,8 @@ def test_an_autoregressive_step_decodes_one_token():
         ("dream", {"alg_temp": -1.0}, r"alg_temp must be a finite number of at least 0; got -1.0"),
         ("llada", {"remasking": "low-confidence"}, r"remasking.*low_confidence.*random"),
         ("llada", {"stpes": 4}, r"stpes is not a setting of the llada sampler: no sampler has it. Nearest: steps"),
+        ("llada", {"fwd_hooks": []}, r"fwd_hooks is not a setting of the llada sampler: pass hooks=\."),
+        ("dream", {"max_new_tokens": 8}, r"max_new_tokens is not a setting of the dream sampler: pass gen_length=\."),
         ("llada", {"alg": "entropy"}, r"not a setting of the llada sampler: .* dream, dream-blocks and open-dcoder"),
         ("dream", {"logits_eos_inf": True}, r"belongs to the llada sampler\."),
         ("autoregressive", {"threshold": 0.9}, r"it belongs to the llada, dream.* and \S+ samplers\."),
