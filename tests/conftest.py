@@ -90,11 +90,12 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def conformance(request: pytest.FixtureRequest) -> Path:
-    """The folders of reference data, unpacked once and kept between test runs."""
+def conformance(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of reference data, unpacked once and kept between test runs if pytest keeps a cache."""
     from references import unpack
 
-    return unpack(request.config.cache.mkdir("references"))
+    cache = getattr(request.config, "cache", None)
+    return unpack(tmp_path_factory.mktemp("references") if cache is None else cache.mkdir("references"))
 
 
 @pytest.fixture(autouse=True)
