@@ -242,7 +242,7 @@ def test_the_manifest_records_what_determines_the_numbers(tiny_llada, tiny_llama
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
-        (lambda model: Letters(seed=-1), r"seed must be 0 or more; got -1"),
+        (lambda model: Letters(seed=-1), r"seed must be an integer from 0 to 2\*\*63 - 1; got -1"),
         (lambda model: Letters(batch=0), r"batch is the number of prompts per run, at least 1; got 0"),
         (
             lambda model: Letters(chat_template=True).run([model], ["a", [5, 6]]),
@@ -269,7 +269,7 @@ def test_an_invalid_call_is_rejected(ask, text, tiny_llada):
 
 def test_a_folder_that_cannot_be_written_raises_a_sinklens_error(tiny_llada, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SinklensError, match=r"could not write .*Make room or choose another place"):
+    with pytest.raises(SinklensError, match=r"cannot write to .*Make room or choose another folder"):
         Letters().run([tiny_llada], ["a"], tmp_path / "file")
 
 
