@@ -50,7 +50,11 @@ class Page:
     def type(self, prompt):
         self.unfold()
         box = self.browser.driver.find_element(By.ID, "prompt")
-        self.browser.js("arguments[0].value = ''", box)
+        self.browser.js(
+            "const source = document.getElementById('source'); source.value = 'text'; "
+            "source.dispatchEvent(new Event('change')); arguments[0].value = ''",
+            box,
+        )
         box.send_keys(prompt)
 
     def submit(self):

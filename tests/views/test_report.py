@@ -344,12 +344,22 @@ def expected_tokens(run, row, step, layer, head):
     found = track.detect().to_numpy()[row, step, layer, head]
     strongest = track.trajectory(layer, head, batch=row)[step]
     committed, shown = track.data["committed"].to_numpy()[row, step], []
+    end = run.tokens.shape[1]
+    while end > run.prompt_length and int(run.tokens[row, end - 1]) in track.special["end"]:
+        end -= 1
+    folded = run.tokens.shape[1] - end > 3  # more than the answer's first end token and two others
     for at in range(first, canvas.shape[1]):
         token = int(canvas[step + 1 if committed[at] else step, at])
         if token < 0:
             continue
         mask = token in track.special["mask"]
-        marks = {"mask": mask, "new": committed[at], "sink": found[at], "strongest": at == strongest}
+        marks = {
+            "mask": mask,
+            "new": committed[at],
+            "sink": found[at],
+            "strongest": at == strongest,
+            "ended": folded and at > end,
+        }
         text = "░" if mask else visible(words[token])
         shown.append([at - first, text, ["tok", *[name for name, there in marks.items() if there]]])
     return shown
@@ -653,7 +663,7 @@ def test_a_page_without_attention_patterns_says_why(browser, tmp_path):
     file = tmp_path / "bare.html"
     file.write_text(build(planted(patterns=False)))
     browser.open(file)
-    assert "No attention patterns were requested" in browser.text("attention-text")
+    assert "No attention patterns were requested" in browser.text("attention-why")
     assert not browser.driver.find_element("id", "attention-choice").is_displayed()
     assert browser.complaints() == []
 

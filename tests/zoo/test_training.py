@@ -106,7 +106,7 @@ def test_a_run_that_cannot_be_resumed_is_rejected_before_rows_are_made(small, tm
 
 def test_an_interrupt_while_weights_are_written_leaves_no_file(small, tmp_path, monkeypatch):
     def killed(content, file):
-        file.write_bytes(b"half")
+        file.write(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", killed)
