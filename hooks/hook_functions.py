@@ -11,6 +11,8 @@ from torch import Tensor
 
 from sinklens.errors import HookFunctionError
 
+MASK = "hook_attn_mask"
+
 
 def takes_hook(function: Callable[..., Any]) -> bool:
     """Whether `function` can be called with a value and ``hook=``; True if its signature is unknown."""
@@ -39,27 +41,29 @@ def refuse_other(value: Any, there: Tensor, what: str, point: str) -> None:
             f"{what} is {shape_of(value)}, but the value at this point has shape {list(there.shape)}; assign a tensor "
             f"of that shape, or edit parts in place: t[name][:] = 0."
         )
-    refuse_kind(value, there, what)
+    refuse_kind(value, there, what, point)
 
 
-def refuse_kind(value: Any, there: Tensor, what: str) -> None:
-    """Check that `value` is a tensor of the dtype and the device of `there`.
+def refuse_kind(value: Any, there: Tensor, what: str, point: str) -> None:
+    """Check that `value` is a tensor of the dtype and the device of `there`; see `same_kind`.
 
     Raises:
         HookFunctionError: it is not; the model would fail later, far from the hook, or round differently.
     """
     if not isinstance(value, Tensor):
         raise HookFunctionError(f"{what} is {type(value).__name__}; return a tensor, or None to change nothing.")
-    if not same_kind(value, there):
+    if not same_kind(value, there, point):
         raise HookFunctionError(
             f"{what} is {_kind(value)}, but the value at this point is {_kind(there)}; convert it with "
             f"new.to(value), where value is the one it replaces."
         )
 
 
-def same_kind(value: Any, there: Tensor) -> bool:
-    """Whether `value` is a tensor of the dtype and the device of `there`."""
-    return isinstance(value, Tensor) and (value.dtype, value.device) == (there.dtype, there.device)
+def same_kind(value: Any, there: Tensor, point: str) -> bool:
+    """Whether `value` is a tensor of the dtype and the device of `there`; a mask may have any floating dtype."""
+    if not isinstance(value, Tensor) or value.device != there.device:
+        return False
+    return value.dtype == there.dtype or (point.endswith(MASK) and value.is_floating_point())
 
 
 def _kind(value: Tensor) -> str:
@@ -68,7 +72,7 @@ def _kind(value: Tensor) -> str:
 
 def same_shape(value: Any, there: Tensor, point: str) -> bool:
     """Whether `value` has the shape of `there`; a mask may have one row, or one row per query."""
-    free = 2 if point.endswith("hook_attn_mask") else None
+    free = 2 if point.endswith(MASK) else None
     if not isinstance(value, Tensor):
         return False
     found, wanted = ([size for axis, size in enumerate(one.shape) if axis != free] for one in (value, there))

@@ -123,8 +123,10 @@ class Point(HookPoint):
         for key, function in tuple(self._functions.items()):
             changed = function(self, (x,), x)
             if changed is not None:
-                if not same_kind(changed, x):
-                    refuse_kind(changed, x, f"what {label(self._given(key, function))} returned at {self.name}")
+                if not same_kind(changed, x, self.name):
+                    refuse_kind(
+                        changed, x, f"what {label(self._given(key, function))} returned at {self.name}", self.name
+                    )
                 x = changed
         return x
 

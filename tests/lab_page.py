@@ -50,11 +50,7 @@ class Page:
     def type(self, prompt):
         self.unfold()
         box = self.browser.driver.find_element(By.ID, "prompt")
-        self.browser.js(
-            "const source = document.getElementById('source'); source.value = 'text'; "
-            "source.dispatchEvent(new Event('change')); arguments[0].value = ''",
-            box,
-        )
+        self.browser.js("arguments[0].value = ''", box)
         box.send_keys(prompt)
 
     def submit(self):
@@ -64,6 +60,8 @@ class Page:
     def run(self, prompt=PROMPT):
         """Run a prompt as A, without changes."""
         self.without_changes()
+        self.unfold()
+        self.browser.choose("source", "text")  # the newest run may have been one of token ids
         self.type(prompt)
         self.browser.click("run")
         run = self.ended("A")

@@ -34,11 +34,12 @@ from sinklens.interventions.patching import axes_of
 from sinklens.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import require_run
 from sinklens.sampling.block_cache import one_later
 
 if TYPE_CHECKING:
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 Metric = Callable[[Tensor], Tensor]
 UNPATCHED = ("hook_attn_mask", *READ_ONLY, "hook_expert_indices")  # zeros, results, and numbers of experts

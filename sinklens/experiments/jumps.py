@@ -21,12 +21,13 @@ from sinklens.experiments.attribution import StepIds, exact_step
 from sinklens.experiments.edges import senders_of
 from sinklens.interventions.paths import PathPatch
 from sinklens.runs.intervention import Pairs, within
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import require_run
 from sinklens.sinks.detectors import Detector
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 
 class Jump(NamedTuple):

@@ -31,10 +31,11 @@ from sinklens.experiments.attribution import exact_step, of_step
 from sinklens.experiments.tuned_lens import TunedLens, masked_share
 from sinklens.hooks.points import Point
 from sinklens.runs.intervention import Intervention, Pairs, RunContext, layer_of, place_mask, refuse, within
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import require_run
 
 if TYPE_CHECKING:
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 CHUNK = 2**25  # logits held at once: 128 MB
 

@@ -25,10 +25,11 @@ from sinklens.experiments.attribution import Pair, exact_step, wide
 from sinklens.experiments.edges import Stream, copies_within, receivers_of, refuse_post_norms, stacked_patches
 from sinklens.interventions.paths import Receiver
 from sinklens.runs.intervention import within
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import require_run
 
 if TYPE_CHECKING:
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 EVERY = "all"
 

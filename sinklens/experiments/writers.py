@@ -28,10 +28,11 @@ from sinklens.errors import SettingError
 from sinklens.experiments.attribution import exact_step, wide
 from sinklens.hooks.rotary import rotations
 from sinklens.runs.intervention import within
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import require_run
 
 if TYPE_CHECKING:
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ models.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,7 +18,10 @@ from sinklens.experiments.attribution import exact_step
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import stream_point
 from sinklens.runs.intervention import within
-from sinklens.runs.result import Generation, require_run
+from sinklens.runs.result import require_run
+
+if TYPE_CHECKING:
+    from sinklens.runs.result import Generation
 
 
 @torch.no_grad()

@@ -227,7 +227,7 @@ class Denoising:
                     f"{label(function)} at {hook.name} (step {hook.step}) got a value of shape {list(seen.shape)} "
                     f"and returned {shape_of(changed)}; return the same shape, or None to change nothing."
                 )
-            refuse_kind(changed, seen, f"what {label(function)} returned at {hook.name} (step {hook.step})")
+            refuse_kind(changed, seen, f"what {label(function)} returned at {hook.name} (step {hook.step})", hook.name)
             if not guided:
                 return changed
             rest = value[self.rows :]  # the function may have expanded a mask to one row per query

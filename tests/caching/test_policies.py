@@ -460,12 +460,14 @@ def test_a_bound_on_the_drift_is_a_finite_number(bound, unchecked):
 
 def test_what_needs_complete_passes_is_refused_under_a_policy(worded):
     model, settings = worded("llama"), {"gen_length": 8, "block_length": 4, "cache": "dual"}
-    with pytest.raises(SettingError, match=r"LogitLens reads complete passes, and step 0 .* run without cache="):
+    with pytest.raises(
+        SettingError, match=r"LogitLens reads complete passes, and steps under a cache policy .* run without cache="
+    ):
         sinklens.generate(model, PROMPTS[0], hooks=[LogitLens(positions=[0, 1])], **settings)
     with pytest.raises(SettingError, match=r"head_outputs reads exact runs; leave cache= out"):
         head_outputs(model, PROMPTS[0], **settings)
     lens = LogitLens(positions=[0, 1])
-    with pytest.raises(SettingError, match=r"LogitLens reads complete passes, .* use_cache=False where"):
+    with pytest.raises(SettingError, match=r"LogitLens reads complete passes, .* run with use_cache=False"):
         sinklens.generate(worded("sdar"), PROMPTS[0], gen_length=8, hooks=[lens], use_cache=True)
 
 
