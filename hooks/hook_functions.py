@@ -44,7 +44,7 @@ def refuse_other(value: Any, there: Tensor, what: str, point: str) -> None:
     refuse_kind(value, there, what, point)
 
 
-def refuse_kind(value: Any, there: Tensor, what: str, point: str) -> None:
+def refuse_kind(value: Any, there: Tensor, what: str, point: str | None) -> None:
     """Check that `value` is a tensor of the dtype and the device of `there`; see `same_kind`.
 
     Raises:
@@ -59,11 +59,11 @@ def refuse_kind(value: Any, there: Tensor, what: str, point: str) -> None:
         )
 
 
-def same_kind(value: Any, there: Tensor, point: str) -> bool:
+def same_kind(value: Any, there: Tensor, point: str | None) -> bool:
     """Whether `value` is a tensor of the dtype and the device of `there`; a mask may have any floating dtype."""
     if not isinstance(value, Tensor) or value.device != there.device:
         return False
-    return value.dtype == there.dtype or (point.endswith(MASK) and value.is_floating_point())
+    return value.dtype == there.dtype or ((point or "").endswith(MASK) and value.is_floating_point())
 
 
 def _kind(value: Tensor) -> str:
