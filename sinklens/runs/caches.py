@@ -62,7 +62,9 @@ class StepCaches(Mapping[int, "ActivationCache"]):
 
     def get(self, step: int, default: Any = None) -> Any:
         """The cache of a step; `default` if it has none."""
-        return self[step] if step in self else default
+        if step not in self:
+            return default
+        return self[step]
 
     def __contains__(self, step: object) -> bool:
         return step in self._values

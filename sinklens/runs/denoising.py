@@ -21,12 +21,12 @@ from torch import Tensor
 from sinklens.caching import as_policy
 from sinklens.errors import HookFunctionError, HookNameError, HookOrderError, SettingError, SinklensError
 from sinklens.hooks import names
+from sinklens.hooks.hook_functions import label, refuse_kind, same_shape, shape_of, takes_hook
 from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.points import Point, SamplerPoint
 from sinklens.memory import explained
 from sinklens.model import Model
 from sinklens.runs.control_keys import ControlLog
-from sinklens.hooks.hook_functions import label, refuse_kind, same_shape, shape_of, takes_hook
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, refuse_off_canvas, row_key
 from sinklens.runs.policies import VARIABLES, key_cache_for, read_by_policy, recorded
 from sinklens.runs.recorder import SinkRecorder, step_canvases
@@ -214,7 +214,7 @@ class Denoising:
             tree.watch.step = None
 
     def _checked(self, function: HookFunction) -> HookFunction:
-        """`function` with a check that it preserves shape, dtype and device; under guidance it sees only the conditional rows."""
+        """`function`, checked to preserve shape, dtype and device; under guidance it sees only the conditional rows."""
 
         def call(value: Tensor, hook: Point) -> Tensor | None:
             guided = self.guided and value.shape[0] == 2 * self.rows

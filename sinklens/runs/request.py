@@ -18,7 +18,10 @@ from sinklens.runs.result import Replayable
 from sinklens.sampling.key_cache import Policy
 from sinklens.sinks.record import Record
 
-HOOKS = "hooks= must be a list of (name or predicate, function) pairs and interventions, [(name, fn), MaskSinks(top_k=1), …]"
+HOOKS = (
+    "hooks= must be a list of (name or predicate, function) pairs and interventions, "
+    "[(name, fn), MaskSinks(top_k=1), …]"
+)
 Hooks = Intervention | Sequence[tuple[HookName, HookFunction] | Intervention]
 
 
