@@ -74,9 +74,10 @@ def expected_files() -> set[str]:
 
 
 def shipped_files() -> list[Path]:
-    """Every file of the shipped checkpoints and autoencoders, and of the pages of a report and of the lab."""
+    """Every file of the shipped checkpoints and autoencoders, of the pages, and the settings of the device check."""
     folders = ("checkpoints/shipped", "features/shipped", "views/page", "lab/static")
-    return [path for folder in folders for path in (ROOT / "sinklens" / folder).rglob("*") if path.is_file()]
+    found = [path for folder in folders for path in (ROOT / "sinklens" / folder).rglob("*") if path.is_file()]
+    return [*found, ROOT / "sinklens/devices/pytest.ini"]
 
 
 def check_contents(wheel: Path) -> None:

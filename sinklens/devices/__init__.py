@@ -1,10 +1,7 @@
 """Check that sinklens works on this machine's accelerator, and how fast: ``python -m sinklens.devices.check``.
 
-The check consists of *parts*. Each runs in a separate process with a time limit, so that a crash or a hang costs only
-one part. A part makes *claims*; the outcome of each is a `Finding`.
+The check is a suite of pytest tests, one file per *part*. conftest.py chooses the device and the sizes; report.py
+writes what the tests found. The other files are what benchmarks and tests share; they do not need pytest.
 """
 
-from sinklens.devices.findings import Finding
-from sinklens.devices.parts import PARTS, Part
-
-__all__ = ["PARTS", "Finding", "Part"]
+__all__: list[str] = []

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.caching import DualCache, NoCache, Policy, PrefixCache
+from sinklens.devices.agreement import EXACT, near
 from sinklens.devices.references import ReferenceFolder, StoredRun
 from sinklens.interventions import FixedNoise, Suffix
 from sinklens.sampling import SAMPLERS
@@ -71,6 +72,18 @@ def stored_pass(folder: ReferenceFolder) -> StoredPass:
     layers = [name for name in expected if name.startswith("fwd0.decoder.pattern.")]
     patterns = [expected[f"fwd0.decoder.pattern.{layer}"] for layer in range(len(layers))]
     return StoredPass(ids, expected["fwd0.decoder.logits"], patterns)
+
+
+def compare_pass(case: ReferenceFolder, device: torch.device) -> str:
+    """Check that logits and patterns of the stored pass are the same on `device`."""
+    model, stored = case.load(device, block_length=case.pass_block_length), stored_pass(case)
+    with torch.no_grad():
+        ids = stored.ids.to(device)
+        logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"))
+    difference, patterns = near(logits, stored.logits, EXACT), "not stored"
+    for layer, pattern in enumerate(stored.patterns):
+        patterns = near(cache["pattern", layer], pattern, EXACT)
+    return f"logits: {difference}; patterns of the last layer: {patterns}"
 
 
 def _patterns(expected: dict[str, Tensor]) -> list[Tensor]:

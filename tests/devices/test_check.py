@@ -1,135 +1,91 @@
-"""The device check keeps all findings when a part crashes or hangs, and runs on a CPU."""
+"""The check runs on a CPU, and keeps all findings when a test crashes or hangs."""
 
 import json
 import os
-import re
 import subprocess
 import sys
-import time
-
-import psutil
-import pytest
 
 from sinklens.devices import check
-from sinklens.devices.check import MARK, Report, run_part
-from sinklens.devices.findings import Finding
-from sinklens.devices.parts import PARTS, Part
 
-PART = Part("runs", "complete runs", 0.5)
-SCRIPT = f"""
-import json, os, signal, subprocess, sys, time
-def say(what): print({MARK!r} + json.dumps({{"part": "runs", "what": what, "status": "passed"}}), flush=True)
-print("something else on standard output")
-say("first")
+CHECK = [sys.executable, "-m", "sinklens.devices.check", "--device", "cpu"]
+TIMEOUT = ["-o", "faulthandler_timeout=15"]
+PLANTED = """
+import time
+import pytest
+from sinklens.devices import measuring
+
+def broken(device):
+    raise RuntimeError("an illegal memory access was encountered")
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    name = pyfuncitem.name.removeprefix("test_")
+    if name == "sums":
+        time.sleep(600)
+    if name == "block":
+        pytest.importorskip("sinklens.devices.conftest").settle = broken
+    if name in ("block", "replay"):
+        raise ValueError("planted")
 """
-ENDS = {
-    "ends normally": ("say('second')", None),
-    "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "exit status -11"),
-    "raises": ("raise ValueError('no such kernel')", "exit status 1: .*ValueError: no such kernel"),
-    "hangs": ("time.sleep(600)", "stopped after 3 s"),
-}
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_findings_of_a_part_are_kept_however_it_ends(end):
-    code, failure = ENDS[end]
-    found, started = [], time.monotonic()
-    run_part(PART, [sys.executable, "-c", SCRIPT + code], 3.0 if end == "hangs" else 60.0, found.append)
-    assert time.monotonic() - started < 60
-    assert [finding.what for finding in found if finding.status == "passed"] == ["first", "second"][
-        : 1 + (failure is None)
-    ]
-    failed = [finding for finding in found if finding.status == "failed"]
-    assert len(failed) == (failure is not None)
-    if failure is not None:
-        assert re.search(failure, failed[0].detail), failed[0].detail
-
-
-def test_stopping_a_part_also_stops_its_child_processes():
-    wait = "time.sleep(600)"
-    code = f"child = subprocess.Popen([sys.executable, '-c', 'import time; {wait}'])\nsay(str(child.pid))\n{wait}"
-    found = []
-    run_part(PART, [sys.executable, "-c", SCRIPT + code], 15.0, found.append)
-    child = int(found[1].what)
-    deadline = time.monotonic() + 60  # a killed process may take a moment to end
-    while _runs(child):
-        assert time.monotonic() < deadline, "the child process of the part is still running"
-        time.sleep(0.05)
-
-
-def _runs(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_every_finding_is_written_to_disk_immediately(tmp_path):
-    report = Report(tmp_path / "out.json", "cpu")
-    for number in range(3):
-        report.add(Finding("runs", f"claim {number}", "passed", "ünïcode"))
-        content = json.loads(report.out.read_text())
-        assert [finding["what"] for finding in content["findings"]] == [f"claim {n}" for n in range(number + 1)]
-    assert content["device"] == "cpu"
-    assert os.listdir(tmp_path) == ["out.json"], "a partly written file is left"
-
-
-@pytest.mark.parametrize(("part", "status", "fails"), [
-    ("runs", "failed", True), ("speed", "failed", False), ("runs", "not checked", False), ("runs", "passed", False),
-])  # fmt: skip
-def test_only_a_failure_about_correctness_fails_the_check(tmp_path, part, status, fails):
-    report = Report(tmp_path / "out.json", "cpu")
-    report.add(Finding(part, "a claim", status))
-    assert report.failed() is fails
-
-
-def test_time_that_a_part_does_not_use_goes_to_later_parts(tmp_path, monkeypatch):
-    limits = []
-    monkeypatch.setattr(check, "run_part", lambda part, command, limit, keep: limits.append(limit))
-    check.check(Report(tmp_path / "out.json", "cpu"), list(PARTS), 600.0, tmp_path)
-    shares = [part.share for part in PARTS]
-    wanted = [600 * share / sum(shares[place:]) for place, share in enumerate(shares)]
-    assert limits == pytest.approx(wanted, rel=0.01)
-    assert limits[-1] == pytest.approx(600, rel=0.01)
+def run(command, folder, **environment):
+    """The finished process, what it wrote, and the findings by what was tested."""
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    content = json.loads((folder / "sinklens-check.json").read_text())
+    return done, content, {finding["what"]: finding for finding in content["findings"]}
 
 
 def test_on_a_cpu_the_check_runs_and_reports_what_it_could_not_check(tmp_path):
-    """Three of the parts, by the command that a user types; the others are tested separately."""
-    out = tmp_path / "out.json"
-    command = [
-        sys.executable,
-        "-m",
-        "sinklens.devices.check",
-        "--device",
-        "cpu",
-        "--out",
-        out,
-        "--conformance",
-        tmp_path,
-    ]
-    chosen = ["environment", "hooking", "spreading"]
-    done = subprocess.run(
-        [*command, "--only", *chosen], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+    """Three of the parts, by the command that a user types."""
+    done, content, findings = run([*CHECK, "-m", "environment or hooking or spreading"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    content = json.loads(out.read_text())
-    assert list(content["seconds"]) == chosen
-    statuses = {(finding["part"], finding["status"]) for finding in content["findings"]}
-    assert statuses >= {("hooking", "passed"), ("environment", "noted"), ("environment", "not checked")}
-    assert "failed" not in {status for _, status in statuses}
+    assert content["device"] == "cpu"
+    assert list(content["seconds"]) == ["environment", "hooking", "spreading"]
+    assert list(content["findings"][0]) == ["part", "what", "status", "detail", "value", "aim", "seconds"]
+    assert findings["device"] | {"seconds": 0.0} == {
+        "part": "environment", "what": "device", "status": "noted", "detail": "cpu", "value": None, "aim": None,
+        "seconds": 0.0,
+    }  # fmt: skip
+    assert findings["every hook point of a run shows the CPU's values"]["status"] == "passed"
+    assert findings["Triton compiles for this device"]["status"] == "not checked"
+    assert "failed" not in {finding["status"] for finding in content["findings"]}
     assert "Not checked, and why:" in done.stdout
     assert "it takes two GPUs; there are none" in done.stdout
 
 
-def test_a_failing_part_gives_exit_status_1_and_the_other_parts_still_run(tmp_path, monkeypatch, capsys):
-    def run(part, command, limit, keep):
-        keep(Finding(part.name, "a claim", "failed" if part.name == "runs" else "passed", "why"))
+def test_a_hang_and_a_broken_device_each_cost_one_test(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    chosen = ["-m", "hooking", "-k", "sums or block or replay or read_only"]
+    done, content, findings = run([*CHECK, "-p", "planted", *TIMEOUT, *chosen], tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert sorted((finding["what"], finding["status"]) for finding in content["findings"]) == [
+        ("a read-only point refuses an edit", "passed"), ("a replayed run has the given canvases", "failed"),
+        ("an edit in a trace block acts like the same edit by a hook", "failed"), ("test_block", "failed"),
+        ("test_sums", "failed"),
+    ]  # fmt: skip
+    assert "crashed while running" in findings["test_sums"]["detail"]
+    assert findings["a replayed run has the given canvases"]["detail"] == "ValueError: planted"
 
-    monkeypatch.setattr(check, "run_part", run)
-    given = ["--device", "cpu", "--out", str(tmp_path / "out.json")]
-    assert check.main([*given, "--only", "environment", "kernels"]) == 0
-    assert check.main(given) == 1
-    output = capsys.readouterr()
-    assert "FAILED  runs: a claim: why" in output.err
-    assert "Failed:\n  runs: a claim: why" in output.out
-    assert len(json.loads((tmp_path / "out.json").read_text())["findings"]) == len(PARTS)
+
+def test_no_test_starts_once_the_time_is_over(tmp_path):
+    done, content, _ = run([*CHECK, "-m", "hooking", "--minutes", "0"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = {(finding["status"], finding["detail"]) for finding in content["findings"]}
+    assert outcomes == {("not checked", "the time of the check was over; --minutes gives it more")}
+
+
+def test_pytest_runs_the_installed_check_without_its_settings(tmp_path):
+    command = [sys.executable, "-m", "pytest", "--pyargs", "sinklens.devices", "-m", "environment"]
+    done, content, _ = run(command, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(content["seconds"]) == ["environment"]
+    assert "environment        1 " in done.stdout
+
+
+def test_without_pytest_the_error_names_the_command_that_installs_it(monkeypatch, capsys):
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    assert check.main([]) == 2
+    assert capsys.readouterr().err == "The check needs pytest and pytest-xdist: pip install 'sinklens[check]'.\n"

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.devices.conformance import _single
-from sinklens.devices.parts import Setting
-from sinklens.devices.stored_runs import FOLDERS, open_folder, stored_runs
+from sinklens.devices.stored_runs import FOLDERS, compare_pass, open_folder, stored_runs
 
 LEFT_OUT = {"bd3lm": {6, 7}, "fast-dllm-v2": {7, 8}}
 """Runs that depend on the batch or show a defect, or that are the reference's batched sampler."""
@@ -33,7 +31,7 @@ def test_every_stored_run_is_repeated_or_known_to_be_left_out(conformance, name)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_stored_pass_of_every_folder_is_compared(conformance, name):
     folder = open_folder(conformance / name)
-    found = _single(folder, Setting(torch.device("cpu"), 0.0))
+    found = compare_pass(folder, torch.device("cpu"))
     assert found.endswith("patterns of the last layer: not stored") == name.endswith("-cached")
 
 

@@ -3,7 +3,6 @@
 With a GPU the same tests run compiled, and so does the test of bfloat16, which the interpreter does not support.
 """
 
-import re
 import sys
 import warnings
 
@@ -13,8 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 import sinklens.hooks as hooks
-from sinklens.devices.kernels import _compiled
-from sinklens.devices.parts import Setting
+from sinklens.devices.kernels import shared_memory
 from sinklens.hooks import column_sums as plain
 from sinklens.hooks import column_sums_triton as kernels
 from sinklens.hooks import tiles, trust
@@ -187,7 +185,6 @@ def test_without_triton_the_plain_version_runs_with_one_warning(monkeypatch):
 @pytest.mark.skipif(DEVICE != "cpu", reason="the kernels were compiled for this GPU")
 def test_the_kernels_compile_for_an_h100_without_a_gpu():
     """Compiling does not need a GPU, and finds errors that the interpreter accepts."""
-    setting = Setting(torch.device("cpu"), 0.0)
-    used = [int(number) for number in re.findall(r"\d+", _compiled(setting))]
+    used = shared_memory()
     assert len(used) == 2
     assert max(used) < 99 * 1024, "more shared memory than a consumer GPU has"

@@ -1,13 +1,11 @@
-"""The environment: facts about the device, its memory and package versions, and two basic claims about the device."""
+"""Facts about the device, its memory and package versions, and two basic claims about the device."""
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
+import pytest
 import torch
-
-from sinklens.devices.findings import Claim, NotChecked
-from sinklens.devices.parts import Setting
 
 PACKAGES = ("sinklens", "torch", "triton", "transformers", "nnsight", "transformer-lens", "accelerate", "numpy")
 
@@ -31,28 +29,23 @@ def facts(device: torch.device) -> dict[str, str]:
     }  # fmt: skip
 
 
-def claims(setting: Setting) -> Iterator[Claim]:
-    """Every fact, as a claim that always passes, then the two basic claims."""
-    for name, value in facts(setting.device).items():
-        yield Claim(name, lambda value=value: value)  # type: ignore[misc]
-    yield Claim("the device multiplies matrices as the CPU does, in float32 without TF32", lambda: _product(setting))
-    yield Claim("Triton compiles for this device", lambda: _triton(setting))
-
-
-def _product(setting: Setting) -> str:
+def test_products(device: torch.device, finding: Callable[..., None], record_property: Callable[..., None]) -> None:
+    """the device multiplies matrices as the CPU does, in float32 without TF32"""
+    for name, fact in facts(device).items():
+        record_property(name, fact)
     left, right = (torch.randn(65, 65, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    found = (left.to(setting.device) @ right.to(setting.device)).cpu().double()
+    found = (left.to(device) @ right.to(device)).cpu().double()
     off = float((found - left.double() @ right.double()).abs().max())
     assert off < 1e-4, f"a dot product of 65 numbers differs by {off:.2g}: TF32 is on, or the device is faulty"
-    return f"differs by {off:.2g}"
+    finding(f"differs by {off:.2g}")
 
 
-def _triton(setting: Setting) -> str:
-    if setting.device.type != "cuda":
-        raise NotChecked("no CUDA device; the kernels run in Triton's interpreter")
+@pytest.mark.cuda("no CUDA device; the kernels run in Triton's interpreter")
+def test_triton(device: torch.device, finding: Callable[..., None]) -> None:
+    """Triton compiles for this device"""
     from sinklens.hooks import column_sums_triton
 
-    query = torch.zeros(1, 1, 16, 64, device=setting.device)
-    found = column_sums_triton.log_sum_exp(query, query, 1.0)
-    assert abs(float(found[0, 0, 0]) - 2.7725887) < 1e-5, f"log 16 was computed as {float(found[0, 0, 0])}"
-    return f"log-sum-exp of 16 equal scores is {float(found[0, 0, 0]):.6f}"
+    query = torch.zeros(1, 1, 16, 64, device=device)
+    found = float(column_sums_triton.log_sum_exp(query, query, 1.0)[0, 0, 0])
+    assert abs(found - 2.7725887) < 1e-5, f"log 16 was computed as {found}"
+    finding(f"log-sum-exp of 16 equal scores is {found:.6f}")

@@ -1,11 +1,11 @@
-"""Two devices may decide differently only where a decision is tied."""
+"""A difference above its tolerance fails, and two devices may decide differently only where a decision is tied."""
 
 import pytest
 import torch
 from building import random_ids, random_model, shared_model
 
-from sinklens.devices import runs
-from sinklens.devices.runs import same_tokens
+from sinklens.devices import agreement
+from sinklens.devices.agreement import near, same_tokens
 
 GIVEN = {"gen_length": 8, "block_length": 8, "steps": 8}
 
@@ -17,6 +17,22 @@ def rounded_differently(amount):
     with torch.no_grad():
         model.tree.W_U.add_(amount * noise)
     return model
+
+
+def test_a_difference_is_relative_to_the_largest_number():
+    wanted = torch.tensor([0.0, 200.0, -torch.inf, torch.nan])
+    assert near(wanted + 0.01, wanted, 1e-4).startswith("differs by 5e-05")
+    with pytest.raises(AssertionError, match=r"differs by 0.0005; at most 0.0001 is allowed"):
+        near(wanted + 0.1, wanted, 1e-4)
+    with pytest.raises(AssertionError, match=r"hook_z differs by nan"):
+        near(torch.zeros(4), wanted, 1e-4, "hook_z")
+    with pytest.raises(AssertionError, match=r"shape \[3\] instead of \[4\]"):
+        near(wanted[:3], wanted, 1e-4)
+
+
+def test_a_nan_in_place_of_a_number_fails():
+    with pytest.raises(AssertionError, match="differs by nan"):
+        near(torch.tensor([torch.nan, 1.0]), torch.tensor([0.0, 1.0]), 1e-4)
 
 
 def test_the_same_run_passes():
@@ -32,7 +48,7 @@ def test_a_device_with_different_logits_fails():
 
 
 def test_a_decision_within_the_noise_is_a_tie(monkeypatch):
-    monkeypatch.setattr(runs, "NOISE", 1.0)
+    monkeypatch.setattr(agreement, "NOISE", 1.0)
     result = same_tokens(shared_model(), rounded_differently(0.1), random_ids(length=9), GIVEN)
     assert result.startswith("the same until step ")
     assert "where decisions are tied" in result
@@ -40,12 +56,12 @@ def test_a_decision_within_the_noise_is_a_tie(monkeypatch):
 
 def test_a_different_decision_without_noise_fails(monkeypatch):
     """One sampler decides differently although the logits are the same."""
-    original, plain = runs._run, random_model()
+    original, plain = agreement._run, random_model()
 
     def remasking_randomly(model, prompt, **given):
         return original(model, prompt, **given, **({"remasking": "random"} if model is plain else {}))
 
-    monkeypatch.setattr(runs, "_run", remasking_randomly)
+    monkeypatch.setattr(agreement, "_run", remasking_randomly)
     with pytest.raises(AssertionError, match=r"decisions .* apart differ, where logits differ by 0"):
         same_tokens(shared_model(), plain, random_ids(length=9), GIVEN)
 
@@ -62,6 +78,8 @@ def test_decisions_are_separated_by_a_gap_of_logits_or_of_log_odds():
             canvas[int(place[1:])] = token
         return torch.stack([before, canvas])
 
-    assert runs._separation(logits, after(p0=0), after(p0=1)) == pytest.approx(0.5)
-    assert runs._separation(logits, after(p1=0), after(p0=0)) == pytest.approx(odds[1] - odds[0])
-    assert runs._separation(logits, after(p0=0, p1=0), after(p0=1, p2=0)) == pytest.approx(max(0.5, odds[1] - odds[2]))
+    assert agreement._separation(logits, after(p0=0), after(p0=1)) == pytest.approx(0.5)
+    assert agreement._separation(logits, after(p1=0), after(p0=0)) == pytest.approx(odds[1] - odds[0])
+    assert agreement._separation(logits, after(p0=0, p1=0), after(p0=1, p2=0)) == pytest.approx(
+        max(0.5, odds[1] - odds[2])
+    )

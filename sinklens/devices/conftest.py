@@ -1,0 +1,165 @@
+"""The options of the check, the device under test, and the choice of tests for it.
+
+Tests marked `large` take sizes that need an accelerator, tests marked `small` those for a CPU; `cuda` says why a test
+needs a CUDA device. Each test also has the name of its part as a marker: ``-m "kernels or hooking"``.
+
+Pitfall: with ``python -m pytest --pyargs sinklens.devices`` pytest reads this file too late for options; they have
+their defaults, and everything runs in one process.
+"""
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sinklens.devices.measuring import settle
+from sinklens.devices.report import PARTS, Report, part_of
+
+DEFAULTS: dict[str, Any] = {
+    "device": None, "out": "sinklens-check.json", "minutes": 9.5, "conformance": "tests/reference_data",
+}  # fmt: skip
+UNTIL = pytest.StashKey[float]()
+MARKERS = {"large": "only with an accelerator", "small": "only on a CPU", "cuda(reason)": "needs CUDA"} | PARTS
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of the check."""
+    group = parser.getgroup("sinklens")
+    group.addoption("--device", help="e.g. cuda:1 or cpu; by default this machine's accelerator")
+    group.addoption("--out", default=DEFAULTS["out"], help="JSON file (default: %(default)s)")
+    group.addoption(
+        "--minutes",
+        type=float,
+        default=DEFAULTS["minutes"],
+        help="start no test after this time (default: %(default)s)",
+    )
+    group.addoption(
+        "--conformance", default=DEFAULTS["conformance"],
+        help="folder of reference data, packed or unpacked (default: %(default)s)",
+    )  # fmt: skip
+
+
+def _option(config: pytest.Config, name: str) -> Any:
+    return config.getoption(name, DEFAULTS[name])
+
+
+def _device(config: pytest.Config) -> torch.device:
+    """The device that was asked for, or the accelerator of this machine, or the CPU."""
+    if name := _option(config, "device"):
+        return torch.device(name)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu" if found is None else "cuda:0" if found.type == "cuda" else found.type)
+
+
+def _worker(config: pytest.Config) -> dict[str, Any] | None:
+    """What pytest-xdist gave this process if it is a worker; None if it is not."""
+    return getattr(config, "workerinput", None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker of pytest-xdist the deadline."""
+    node.workerinput["until"] = node.config.stash[UNTIL]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before Triton is imported and anything is computed: its interpreter without a GPU, no TF32; then the report."""
+    for name, about in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {about}")
+    device = _device(config)
+    if device.type == "cuda":
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # tiny models gain nothing from more
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    if (worker := _worker(config)) is not None:
+        config.stash[UNTIL] = worker["until"]
+    else:
+        config.stash[UNTIL] = time.time() + 60 * _option(config, "minutes")
+        config.pluginmanager.register(Report(Path(_option(config, "out")), str(device)))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the tests for the device, describe them, and order them by part."""
+    device = _device(config)
+    other = "large" if device.type == "cpu" else "small"
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(other)])
+    items[:] = [item for item in items if not item.get_closest_marker(other)]
+    items.sort(key=lambda item: [*PARTS].index(part_of(item.path)))
+    for item in items:
+        item.add_marker(part_of(item.path))
+        item.user_properties.append(("what", _sentence(item)))
+        needs = item.get_closest_marker("cuda")
+        if needs and device.type != "cuda":
+            item.add_marker(pytest.mark.skip(reason=needs.args[0]))
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Plain names for types, cases and sizes."""
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype | tuple) else None
+
+
+def _sentence(item: pytest.Item) -> str:
+    """The first line of a test's docstring with the values of its parameters."""
+    assert isinstance(item, pytest.Function)
+    line = (inspect.getdoc(item.function) or item.name).split("\n")[0].removesuffix(".")
+    return line.format(**item.callspec.params).replace("torch.", "") if hasattr(item, "callspec") else line
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device under test; the CPU if there is no accelerator."""
+    return _device(request.config)
+
+
+@pytest.fixture(autouse=True)
+def _usable(request: pytest.FixtureRequest, device: torch.device) -> Iterator[None]:
+    """Start no test once the time is over, and none on a device that an error has left unusable."""
+    if time.time() > request.config.stash[UNTIL]:
+        pytest.skip("the time of the check was over; --minutes gives it more")
+    yield
+    try:
+        settle(device)
+    except RuntimeError as error:
+        if _worker(request.config) is not None:
+            os._exit(1)  # another worker continues
+        pytest.exit(f"{device} is unusable after {request.node.nodeid}: {error}", returncode=1)
+
+
+@pytest.fixture
+def finding(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Record the detail of this test, or a figure and its aim: ``finding("5 pairs", value=1.01, aim=1.05)``."""
+
+    def record(detail: str, value: float | None = None, aim: float | None = None) -> None:
+        for name, content in (("detail", detail), ("value", value), ("aim", aim)):
+            record_property(name, content)
+
+    return record
+
+
+@pytest.fixture
+def reference(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Path]:
+    """Opens a folder of reference data by its name, or skips the test."""
+    import tarfile
+
+    root = Path(_option(request.config, "conformance"))
+
+    def opened(name: str) -> Path:
+        packed = root / f"{name}.tar.xz"
+        if packed.is_file():
+            with tarfile.open(packed) as content:
+                content.extractall(tmp_path, filter="data")
+            return tmp_path / name
+        if not (root / name / "expected.safetensors").is_file():
+            pytest.skip(f"no reference data of {name} in {root}; pass a folder with --conformance")
+        return root / name
+
+    return opened

@@ -1,0 +1,94 @@
+"""Compare logits and patterns on the device with the CPU in float64, and with reference data if available.
+
+Canvases of reference runs are compared token for token, except for tied decisions (agreement.py).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sinklens.devices import samples
+from sinklens.devices.agreement import near_logits, same_tokens
+from sinklens.devices.references import ReferenceFolder, StoredRun
+from sinklens.devices.stored_runs import FOLDERS, compare_pass, open_folder, stored_runs
+from sinklens.model import Model
+from sinklens.tracing import generate
+
+CPU = torch.device("cpu")
+FIRST, *OTHERS = FOLDERS
+
+
+def _logits(model: Model, ids: Tensor, real: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits = model(ids.to(model.cfg.device), attention_mask=real.to(model.cfg.device))
+    return logits.cpu()[real]
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.large),
+])  # fmt: skip
+@pytest.mark.parametrize("name", [
+    samples.SHIPPED[0], *(pytest.param(name, marks=pytest.mark.large) for name in samples.SHIPPED[1:]),
+])  # fmt: skip
+def test_shipped(name: str, dtype: torch.dtype, device: torch.device, finding: Callable[..., None]) -> None:
+    """{name}, {dtype}, padded batch"""
+    exact = samples.shipped(name, CPU, torch.float64)
+    ids, real = samples.random_ids(3, 65, min(exact.cfg.d_vocab, 600)), samples.left_padding(3, 65, 5)
+    found = _logits(samples.shipped(name, device, dtype), ids, real)
+    finding(near_logits(found, _logits(exact, ids, real), dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("architecture", "order", "d_head"), [
+    ("llama", "bidirectional", 64),
+    pytest.param("qwen2", "bidirectional", 32, marks=pytest.mark.large),
+    pytest.param("llama", "causal", 128, marks=pytest.mark.large),
+    pytest.param("qwen3", "causal", 64, marks=pytest.mark.large),
+    pytest.param("llama", "bidirectional", 96, marks=pytest.mark.large),
+])  # fmt: skip
+def test_random(
+    architecture: str, order: str, d_head: int, dtype: torch.dtype, device: torch.device, finding: Callable[..., None]
+) -> None:
+    """random {architecture}, {order}, heads of {d_head}, {dtype}"""
+    ids, real = samples.random_ids(2, 127), samples.left_padding(2, 127, 9)
+    exact = samples.random_model(architecture, order == "causal", CPU, torch.float64, d_head)
+    found = samples.random_model(architecture, order == "causal", device, dtype, d_head)
+    finding(near_logits(_logits(found, ids, real), _logits(exact, ids, real), dtype))
+
+
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.large) for name in OTHERS)])
+def test_reference_pass(
+    name: str, reference: Callable[[str], Path], device: torch.device, finding: Callable[..., None]
+) -> None:
+    """{name}: logits and patterns of the reference code"""
+    finding(compare_pass(open_folder(reference(name)), device))
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", FOLDERS)
+def test_reference_runs(
+    name: str, reference: Callable[[str], Path], device: torch.device, finding: Callable[..., None]
+) -> None:
+    """{name}: canvases of the reference runs, token for token"""
+    case = open_folder(reference(name))
+    runs = stored_runs(case)
+    tied = [text for run in runs if (text := _compare_run(case, run, device))]
+    finding(f"{len(runs)} runs; {len(tied)} with tied decisions {'; '.join(tied)}".rstrip())
+
+
+def _compare_run(case: ReferenceFolder, stored: StoredRun, device: torch.device) -> str:
+    """Check that a stored run has the same canvases on `device`; what was tied if they differ there."""
+    block_length = stored.block_length or case.pass_block_length
+    model = case.load(device, stored.changes, block_length)
+    equal = stored.equal(generate(model, stored.prompt, progress=False, **stored.settings))
+    if all(equal):
+        return ""
+    assert model.family_record.masked, (
+        f"run {stored.number}: {equal.count(False)} of {len(equal)} canvases differ; "
+        "ties are not examined on a canvas of random tokens"
+    )
+    on_cpu = case.load(CPU, stored.changes, block_length)
+    return f"run {stored.number}: {same_tokens(on_cpu, model, stored.prompt, stored.settings)}"

@@ -1,0 +1,87 @@
+"""Memory: what recording adds to an unrecorded run, and what happens when memory runs out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sinklens.devices import samples
+from sinklens.devices.measuring import peak
+from sinklens.errors import DeviceMemoryError
+from sinklens.hooks.points import Point
+from sinklens.model import Model
+from sinklens.tracing import generate
+
+GIVEN: dict[str, Any] = {"gen_length": 16, "block_length": 16, "steps": 2, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def model(device: torch.device) -> Model:
+    """Two layers with eight heads of 64."""
+    return samples.random_model("llama", False, device, heads=8, kv_heads=8)
+
+
+@pytest.fixture(scope="module")
+def length(device: torch.device) -> int:
+    """Positions of a run."""
+    return 128 if device.type == "cpu" else 1000
+
+
+@pytest.fixture(scope="module")
+def extra(model: Model, length: int, device: torch.device) -> float:
+    """MB that a recorded run takes more than an unrecorded one."""
+    ids = samples.random_ids(1, length - 16)
+
+    def run(record: bool) -> Any:
+        return generate(model, ids, record_sinks=record, **GIVEN)
+
+    run(True), run(False)
+    return peak(lambda: run(True), device) - peak(lambda: run(False), device)
+
+
+def test_no_map(extra: float, length: int, device: torch.device, finding: Callable[..., None]) -> None:
+    """recording sinks keeps no tensor of the size of an attention map"""
+    layer, blocks = 8 * length * length * 4 / 1e6, 10 if device.type == "cpu" else 0  # the plain version's, of 8 MiB
+    found = f"{extra:.1f} MB more, where the map of one layer takes {layer:.1f} MB"
+    assert extra < blocks + layer, found
+    finding(found)
+
+
+def test_extra(extra: float, length: int, finding: Callable[..., None]) -> None:
+    """memory above an unrecorded run, in MB"""
+    finding(f"2 layers, 8 heads of 64, S = {length}", value=extra)
+
+
+def test_raised(model: Model, finding: Callable[..., None]) -> None:
+    """running out of memory during a run raises an error that says what to lower"""
+    ids = samples.random_ids(2, 17)
+    before = generate(model, ids, **GIVEN)
+
+    def fail(value: torch.Tensor, hook: Point) -> None:
+        if hook.step == 1:
+            raise torch.OutOfMemoryError("out of memory, raised by the check")
+
+    with pytest.raises(DeviceMemoryError, match=r"in step 1 of 2.*prompts at a time \(2\)") as error:
+        generate(model, ids, hooks=[("blocks.1.hook_resid_mid", fail)], **GIVEN)
+    assert torch.equal(generate(model, ids, **GIVEN).canvas, before.canvas), "the next run differs"
+    finding(f"{str(error.value)[:120]}…")
+
+
+@pytest.mark.cuda("it fills the memory of a CUDA device")
+def test_filled(model: Model, device: torch.device, finding: Callable[..., None]) -> None:
+    """running out of the device's memory does the same, and the model runs again"""
+    ids = samples.random_ids(8, 1000)
+    before = generate(model, ids[:1], **GIVEN)
+    torch.cuda.empty_cache()
+    reserved, total = torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (reserved + 128e6) / total), device)
+    patterns = [(lambda name: name.endswith("hook_pattern"), lambda value, hook: None)]  # 2 × 264 MB for the map
+    try:
+        with pytest.raises(DeviceMemoryError, match="hook_pattern"):
+            generate(model, ids, hooks=patterns, **GIVEN)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    kept = torch.cuda.memory_allocated(device)
+    assert torch.equal(generate(model, ids[:1], **GIVEN).canvas, before.canvas), "the next run differs"
+    finding(f"{kept / 1e6:.0f} MB allocated after the error, {reserved / 1e6:.0f} MB reserved before")

@@ -1,0 +1,315 @@
+"""The cost of watching on this device: ratios within one run, absolute figures, distance from the roofline, a profile.
+
+On a GPU the model has LLaDA-8B's shapes with random weights in bfloat16, created on the device, and fewer layers if
+memory is short. Other models that share its weights represent the alternatives to sinklens. On a CPU everything is
+tiny, and what benchmarks/run.py measures in detail is left out.
+
+Each figure is the ratio of two implementations of the same work, timed in turn; the median over the pairs counts. If
+memory or time is not sufficient for a size, that size is not checked.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from sinklens.devices import roofline
+from sinklens.devices.measuring import Ratio, compare, peak, seconds
+from sinklens.devices.plain import ANSWER, LLADA_8B, TINY, blank, plain_loop, random_llada, reference_loop, twin
+from sinklens.errors import DeviceMemoryError
+from sinklens.hooks import column_sums
+from sinklens.interventions import MaskSinks
+from sinklens.memory import release
+from sinklens.model import Model, load
+from sinklens.tracing import generate
+
+SPARE = 24e9  # bytes reserved for activations when choosing the number of layers
+
+
+class Size(NamedTuple):
+    """The size of a canvas."""
+
+    length: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"S = {self.length}, batch {self.rows}"
+
+
+class Bench:
+    """The compared forms of one model, which share their weights.
+
+    Attributes:
+        device: where it runs.
+        small: whether the sizes are those for a CPU.
+        sizes: sizes of the model.
+        plain: the plain transformers model, with fused attention.
+        model: the sinklens model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.small = device, device.type == "cpu"
+        self.dtype = torch.float32 if self.small else torch.bfloat16
+        self.sizes = dict(TINY if self.small else LLADA_8B)
+        if not self.small:
+            self.sizes["n_layers"] = _layers_that_fit(device)
+        self.plain: LlamaForCausalLM = random_llada(**self.sizes, device=device, dtype=self.dtype)
+        self.model: Model = load(twin(self.plain))
+
+    def __str__(self) -> str:
+        return f"{self.sizes['n_layers']} layers of {self.sizes['d_model']}"
+
+    def prompt(self, length: int, rows: int) -> Tensor:
+        """Random prompt ids; with the answer they make `length` positions."""
+        drawn = torch.randint(3, 600, (rows, length - ANSWER), generator=torch.Generator().manual_seed(length))
+        return drawn.to(self.device)
+
+    def run(self, prompt: Tensor, steps: int, record: bool, hooks: Any = ()) -> Any:
+        """A run of sinklens."""
+        return generate(
+            self.model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=steps, record_sinks=record, hooks=hooks,
+            progress=False,
+        )  # fmt: skip
+
+    def ratio(self, a: Callable[[], object], b: Callable[[], object]) -> Ratio:
+        """A ÷ B, timed in turn; skips the test if that takes more memory than there is."""
+        try:
+            return compare("A ÷ B", a, b, 3 if self.small else 5, device=self.device)
+        except (torch.OutOfMemoryError, DeviceMemoryError) as error:
+            pytest.skip(f"not enough memory: {str(error)[:120]}")
+        finally:
+            release()
+
+
+def _layers_that_fit(device: torch.device) -> int:
+    free, _ = torch.cuda.mem_get_info(device)
+    d, mlp = LLADA_8B["d_model"], LLADA_8B["d_mlp"]
+    layer, rest = 2 * (4 * d * d + 3 * d * mlp), 4 * d * LLADA_8B["vocab"]
+    return max(1, min(LLADA_8B["n_layers"], int((free - SPARE - rest) / layer)))
+
+
+class Works:
+    """What is compared at one size."""
+
+    def __init__(self, bench: Bench, size: Size) -> None:
+        self.bench, self.size = bench, size
+        self.steps = 2 if bench.small or size.length * size.rows > 4096 else 8
+        self.prompt, self.five = bench.prompt(*size), MaskSinks(top_k=5)
+
+    def unwatched(self) -> Any:
+        """Nothing is watched."""
+        return self.bench.run(self.prompt, self.steps, False)
+
+    def recorded(self) -> Any:
+        """Sinks are recorded."""
+        return self.bench.run(self.prompt, self.steps, True)
+
+    def masked(self) -> Any:
+        """Five sinks are masked."""
+        return self.bench.run(self.prompt, self.steps, False, self.five)
+
+    def masked_and_recorded(self) -> Any:
+        """Five sinks are masked, and sinks are recorded."""
+        return self.bench.run(self.prompt, self.steps, True, self.five)
+
+    def plain(self) -> Tensor:
+        """The plain transformers model."""
+        return plain_loop(self.bench.plain, self.prompt, self.steps)
+
+    def published(self) -> Tensor:
+        """LLaDA's published procedure."""
+        return reference_loop(self.bench.plain, self.prompt, self.steps)
+
+
+@pytest.fixture(scope="module")
+def bench(device: torch.device) -> Iterator[Bench]:
+    """The compared models, kept until the end of the file."""
+    release()
+    yield Bench(device)
+    release()
+
+
+@pytest.fixture(scope="module", params=[
+    pytest.param(Size(128, 1), marks=pytest.mark.small),
+    *(pytest.param(Size(length, rows), marks=pytest.mark.large) for rows in (1, 8) for length in (512, 1024, 4096)),
+])  # fmt: skip
+def size(request: pytest.FixtureRequest) -> Size:
+    """A size; all tests of one size run before the next."""
+    return request.param
+
+
+@pytest.fixture
+def works(bench: Bench, size: Size) -> Works:
+    """What is compared at this size."""
+    return Works(bench, size)
+
+
+@pytest.mark.parametrize(("what", "a", "b", "aim"), [
+    ("nothing watched ÷ plain transformers SDPA", Works.unwatched, Works.plain, 1.02),
+    ("sinks recorded ÷ not recorded", Works.recorded, Works.unwatched, 1.05),
+    ("MaskSinks(5) ÷ not, nothing recorded", Works.masked, Works.unwatched, 1.10),
+    ("MaskSinks(5) ÷ not, sinks recorded in both", Works.masked_and_recorded, Works.recorded, None),
+    ("complete run, sinks recorded ÷ the published procedure", Works.recorded, Works.published, 1.0),
+])  # fmt: skip
+def test_ratios(
+    what: str, a: Callable[[Works], object], b: Callable[[Works], object], aim: float | None, size: Size, works: Works,
+    finding: Callable[..., None],
+) -> None:  # fmt: skip
+    """{what} ({size})"""
+    bench = works.bench
+    ratio = bench.ratio(lambda: a(works), lambda: b(works))
+    finding(f"{bench}; {_spread(ratio)}", value=ratio.median, aim=None if bench.small else aim)
+
+
+def _spread(ratio: Ratio) -> str:
+    spread = f"{ratio.low:.2f}–{ratio.high:.2f} in {ratio.pairs} pairs"
+    return f"{spread}; {ratio.a * 1e3:.1f} ms and {ratio.b * 1e3:.1f} ms"
+
+
+def test_tokens(size: Size, works: Works, finding: Callable[..., None]) -> None:
+    """tokens are the plain loop's ({size})
+
+    Random weights often tie in bfloat16, so this is a figure.
+    """
+    differ = works.recorded().tokens.cpu() != works.plain().cpu()
+    finding("share that differs", value=float(differ[:, -ANSWER:].double().mean()), aim=0.0)
+
+
+def test_memory(size: Size, works: Works, device: torch.device, finding: Callable[..., None]) -> None:
+    """memory above a plain run, sinks recorded, in MB ({size})"""
+    works.recorded(), works.plain()
+    recorded, plain = peak(works.recorded, device), peak(works.plain, device)
+    finding(f"{works.bench}; {recorded:.0f} MB, plain {plain:.0f} MB, weights not counted", value=recorded - plain)
+
+
+def test_roofline(size: Size, works: Works, device: torch.device, finding: Callable[..., None]) -> None:
+    """a recorded pass ÷ the card's roofline ({size})"""
+    bench = works.bench
+    top = roofline.peak_of(device, bench.dtype)
+    flops, moved = roofline.pass_of(bench.sizes, size.rows, size.length, ANSWER, bench.dtype.itemsize)
+    least = max(flops / top.flops, moved / top.bytes)
+    times = sorted(seconds(works.recorded, device) / works.steps for _ in range(3))
+    limit = "arithmetic" if flops / top.flops > moved / top.bytes else "memory"
+    finding(
+        f"{bench}; {times[1] * 1e3:.2f} ms a step; {flops / 1e9:.2f} GFLOP and {moved / 1e9:.2f} GB would take "
+        f"{least * 1e3:.2f} ms at {top.flops / 1e12:.2f} TFLOP/s and {top.bytes / 1e12:.2f} TB/s "
+        f"({top.source}; limited by {limit})",
+        value=times[1] / least,
+    )
+
+
+def _transformers(bench: Bench, canvas: Tensor) -> Callable[[], Tensor]:
+    eager = twin(bench.plain, "eager")
+
+    def work() -> Tensor:
+        given = eager.model(input_ids=canvas, use_cache=False, output_attentions=True)
+        return torch.stack([pattern[0].float().sum(1) for pattern in given.attentions])
+
+    return work
+
+
+def _nnsight(bench: Bench, canvas: Tensor) -> Callable[[], Tensor]:
+    import nnsight
+
+    traced = nnsight.NNsight(twin(bench.plain, "eager"))
+
+    def work() -> Tensor:
+        with traced.trace(input_ids=canvas, use_cache=False, output_attentions=True):
+            kept = [layer.self_attn.output[1][0].float().sum(1) for layer in traced.model.layers]
+            stacked: Any = torch.stack(kept).save()  # type: ignore[attr-defined]
+        return stacked  # has its value once the block has ended
+
+    return work
+
+
+def _transformer_lens(bench: Bench, canvas: Tensor) -> Callable[[], Tensor]:
+    """TransformerLens's bridge attends causally, at equal cost, so its scores are not compared."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    from sinklens.zoo.tokenizer import train_tokenizer
+
+    hf: Any = twin(bench.plain, "eager")
+    with tempfile.TemporaryDirectory() as folder:
+        hf.config.save_pretrained(folder)
+        train_tokenizer(problems=500).save_pretrained(folder)
+        lens = TransformerBridge.boot_transformers(folder, hf_model=hf, device=str(bench.device))
+
+    def work() -> Tensor:
+        patterns = lambda name: name.endswith("hook_pattern")  # noqa: E731
+        cache = lens.run_with_cache(canvas, return_type=None, names_filter=patterns)[1]
+        return torch.stack([cache["pattern", layer][0].float().sum(1) for layer in range(lens.cfg.n_layers)])
+
+    return work
+
+
+@pytest.mark.parametrize("length", [
+    pytest.param(128, marks=pytest.mark.small), *(pytest.param(n, marks=pytest.mark.large) for n in (512, 1024)),
+])  # fmt: skip
+@pytest.mark.parametrize(("what", "make"), [
+    ("transformers eager patterns", _transformers), ("nnsight on eager attention", _nnsight),
+    ("TransformerLens run_with_cache", _transformer_lens),
+])  # fmt: skip
+def test_others(
+    what: str, make: Callable[[Bench, Tensor], Callable[[], Tensor]], length: int, bench: Bench, device: torch.device,
+    finding: Callable[..., None],
+) -> None:  # fmt: skip
+    """{what} ÷ sinklens (one pass, S = {length})
+
+    Each computes the sinks of every layer and head.
+    """
+    if bench.small and make is not _transformers:
+        pytest.skip("on a CPU, benchmarks/run.py measures this")
+    canvas = blank(bench.prompt(length, 1))
+    work = make(bench, canvas)
+
+    def ours() -> Tensor:
+        run = bench.run(canvas[:, :-ANSWER], 1, True)
+        return torch.from_numpy(run.sinks.scores().values[0, 0])
+
+    with torch.no_grad():
+        if make is not _transformer_lens:
+            found, wanted = work().float().cpu(), ours()
+            off = float((found - wanted).abs().max() / wanted.max())
+            assert off < (1e-3 if bench.small else 0.1), f"its scores differ by {off:.2g} of the largest"
+        ratio = bench.ratio(work, ours)
+        usual = peak(lambda: bench.plain.model(input_ids=canvas, use_cache=False), device)
+        theirs, sinklens = peak(work, device) - usual, peak(ours, device) - usual
+    finding(
+        f"{bench}; {_spread(ratio)}; memory above a plain pass {theirs:.0f} MB and {sinklens:.0f} MB",
+        value=ratio.median,
+    )
+
+
+@pytest.mark.cuda("the kernel is for CUDA devices")
+def test_kernel(device: torch.device, finding: Callable[..., None]) -> None:
+    """column sums of 32 heads of 128, S = 4096: plain ÷ kernel"""
+    query, key = (torch.randn(1, 32, 4096, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    lse = column_sums.log_sum_exp(query, key, 0.1)
+    if column_sums._kernels(query, None, False) is None:
+        pytest.skip("the kernel is not used here; see the part `kernels`")
+    ratio = compare(
+        "plain ÷ kernel", lambda: column_sums.plain_column_sums(query, key, lse, 0.1),
+        lambda: column_sums.column_sums(query, key, lse, 0.1), 7, device=device,
+    )  # fmt: skip
+    finding(_spread(ratio), value=ratio.median)
+
+
+def test_profile(bench: Bench, finding: Callable[..., None]) -> None:
+    """profile of a recorded step
+
+    The operators that take the most time in a recorded run of two steps.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    gpu, prompt = bench.device.type == "cuda", bench.prompt(128 if bench.small else 1024, 1)
+    bench.run(prompt, 2, True)
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as profiled:
+        bench.run(prompt, 2, True)
+    by = "self_device_time_total" if gpu else "self_cpu_time_total"
+    events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, by))[:12]
+    total = sum(getattr(event, by) for event in profiled.key_averages()) or 1
+    finding("; ".join(f"{event.key[:60]} {getattr(event, by) / total:.0%} ({event.count}×)" for event in events))
