@@ -8,7 +8,9 @@ their defaults, and everything runs in one process.
 """
 
 import inspect
+import math
 import os
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +22,12 @@ import torch
 from sinklens.devices.measuring import settle
 from sinklens.devices.report import PARTS, Report, part_of
 
-DEFAULTS: dict[str, Any] = {
-    "device": None, "out": "sinklens-check.json", "minutes": 9.5, "conformance": "tests/reference_data",
-}  # fmt: skip
+OPTIONS: dict[str, tuple[Any, str]] = {  # the default, and the help
+    "device": ("", "e.g. cuda:1 or cpu; by default this machine's accelerator"),
+    "out": ("sinklens-check.json", "JSON file (default: %(default)s)"),
+    "minutes": (9.5, "start no test after this time (default: %(default)s)"),
+    "conformance": ("tests/reference_data", "folder of reference data, packed or unpacked (default: %(default)s)"),
+}
 UNTIL = pytest.StashKey[float]()
 MARKERS = {"large": "only with an accelerator", "small": "only on a CPU", "cuda(reason)": "needs CUDA"} | PARTS
 
@@ -30,22 +35,12 @@ MARKERS = {"large": "only with an accelerator", "small": "only on a CPU", "cuda(
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the check."""
     group = parser.getgroup("sinklens")
-    group.addoption("--device", help="e.g. cuda:1 or cpu; by default this machine's accelerator")
-    group.addoption("--out", default=DEFAULTS["out"], help="JSON file (default: %(default)s)")
-    group.addoption(
-        "--minutes",
-        type=float,
-        default=DEFAULTS["minutes"],
-        help="start no test after this time (default: %(default)s)",
-    )
-    group.addoption(
-        "--conformance", default=DEFAULTS["conformance"],
-        help="folder of reference data, packed or unpacked (default: %(default)s)",
-    )  # fmt: skip
+    for name, (default, text) in OPTIONS.items():
+        group.addoption(f"--{name}", type=type(default), default=default, help=text)
 
 
 def _option(config: pytest.Config, name: str) -> Any:
-    return config.getoption(name, DEFAULTS[name])
+    return config.getoption(name, OPTIONS[name][0])
 
 
 def _device(config: pytest.Config) -> torch.device:
@@ -81,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if (worker := _worker(config)) is not None:
-        config.stash[UNTIL] = worker["until"]
+        config.stash[UNTIL] = worker.get("until", math.inf)
     else:
         config.stash[UNTIL] = time.time() + 60 * _option(config, "minutes")
         config.pluginmanager.register(Report(Path(_option(config, "out")), str(device)))
@@ -91,8 +86,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Choose the tests for the device, describe them, and order them by part."""
     device = _device(config)
     other = "large" if device.type == "cpu" else "small"
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(other)])
-    items[:] = [item for item in items if not item.get_closest_marker(other)]
+    dropped = {item for item in items if item.get_closest_marker(other)}
+    config.hook.pytest_deselected(items=[*dropped])
+    items[:] = [item for item in items if item not in dropped]
     items.sort(key=lambda item: [*PARTS].index(part_of(item.path)))
     for item in items:
         item.add_marker(part_of(item.path))
@@ -148,8 +144,6 @@ def finding(record_property: Callable[[str, object], None]) -> Callable[..., Non
 @pytest.fixture
 def reference(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Path]:
     """Opens a folder of reference data by its name, or skips the test."""
-    import tarfile
-
     root = Path(_option(request.config, "conformance"))
 
     def opened(name: str) -> Path:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -67,11 +67,9 @@ def findings_of(report: pytest.TestReport) -> Iterator[Finding]:
     """The facts that a phase of a test recorded, and its outcome; none for setup and teardown that pass."""
     if report.passed and report.when != "call":
         return
-    part, recorded = part_of(report.nodeid), dict(report.user_properties)
-    what = str(recorded.pop("what", report.nodeid.partition("::")[2]))
-    detail, value, aim = (
-        recorded.pop(name, default) for name, default in (("detail", ""), ("value", None), ("aim", None))
-    )
+    part, what = part_of(report.nodeid), report.nodeid.partition("::")[2]  # that is all a crash leaves
+    recorded: dict[str, Any] = {"what": what, "detail": "", "value": None, "aim": None} | dict(report.user_properties)
+    what, detail, value, aim = (recorded.pop(name) for name in ("what", "detail", "value", "aim"))
     for name, fact in recorded.items():
         yield Finding(part, name, "noted", str(fact))
     status: Status = "passed" if value is None else "measured"
@@ -79,16 +77,16 @@ def findings_of(report: pytest.TestReport) -> Iterator[Finding]:
         status, detail, value, aim = "failed", _reason(report), None, None
     elif report.skipped:
         status, detail = "not checked", _reason(report)
-    yield Finding(part, what, status, str(detail), value, aim, round(report.duration, 3))  # type: ignore[arg-type]
+    yield Finding(part, what, status, detail, value, aim, round(report.duration, 3))
 
 
 def _reason(report: pytest.TestReport) -> str:
     """Why a test failed or was skipped."""
-    longrepr = report.longrepr
-    if isinstance(longrepr, tuple):
-        return longrepr[2].removeprefix("Skipped: ")
-    crash = None if longrepr is None or isinstance(longrepr, str) else longrepr.reprcrash  # type: ignore[attr-defined]
-    return " ".join((crash.message if crash else str(longrepr)).removeprefix("AssertionError: ").split())[:600]
+    found = report.longrepr
+    if isinstance(found, tuple):
+        return found[2].removeprefix("Skipped: ")
+    crash = getattr(found, "reprcrash", None)  # a crashed worker leaves a text
+    return " ".join((crash.message if crash else str(found)).removeprefix("AssertionError: ").split())[:600]
 
 
 @dataclass
@@ -136,7 +134,7 @@ class Report:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the table."""
         terminalreporter.section("sinklens")
-        for line in self.table():
+        for line in self.table() if self.findings else ():
             terminalreporter.line(line)
 
     def table(self) -> list[str]:
