@@ -10,6 +10,7 @@ memory or time is not sufficient for a size, that size is not checked.
 
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,6 +29,17 @@ from sinklens.model import Model, load
 from sinklens.tracing import generate
 
 SPARE = 24e9  # bytes reserved for activations when choosing the number of layers
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """Skip the test if its work takes more memory than there is."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, DeviceMemoryError) as error:
+        pytest.skip(f"not enough memory: {str(error)[:120]}")
+    finally:
+        release()
 
 
 class Size(NamedTuple):
@@ -76,13 +88,9 @@ class Bench:
         )  # fmt: skip
 
     def ratio(self, a: Callable[[], object], b: Callable[[], object]) -> Ratio:
-        """A ÷ B, timed in turn; skips the test if that takes more memory than there is."""
-        try:
+        """A ÷ B, timed in turn."""
+        with enough_memory():
             return compare("A ÷ B", a, b, 3 if self.small else 5, device=self.device)
-        except (torch.OutOfMemoryError, DeviceMemoryError) as error:
-            pytest.skip(f"not enough memory: {str(error)[:120]}")
-        finally:
-            release()
 
 
 def _layers_that_fit(device: torch.device) -> int:
@@ -175,14 +183,16 @@ def test_tokens(size: Size, works: Works, finding: Callable[..., None]) -> None:
 
     Random weights often tie in bfloat16, so this is a figure.
     """
-    differ = works.recorded().tokens.cpu() != works.plain().cpu()
+    with enough_memory():
+        differ = works.recorded().tokens.cpu() != works.plain().cpu()
     finding("share that differs", value=float(differ[:, -ANSWER:].double().mean()), aim=0.0)
 
 
 def test_memory(size: Size, works: Works, device: torch.device, finding: Callable[..., None]) -> None:
     """memory above a plain run, sinks recorded, in MB ({size})"""
-    works.recorded(), works.plain()
-    recorded, plain = peak(works.recorded, device), peak(works.plain, device)
+    with enough_memory():
+        works.recorded(), works.plain()
+        recorded, plain = peak(works.recorded, device), peak(works.plain, device)
     finding(f"{works.bench}; {recorded:.0f} MB, plain {plain:.0f} MB, weights not counted", value=recorded - plain)
 
 
@@ -192,7 +202,8 @@ def test_roofline(size: Size, works: Works, device: torch.device, finding: Calla
     top = roofline.peak_of(device, bench.dtype)
     flops, moved = roofline.pass_of(bench.sizes, size.rows, size.length, ANSWER, bench.dtype.itemsize)
     least = max(flops / top.flops, moved / top.bytes)
-    times = sorted(seconds(works.recorded, device) / works.steps for _ in range(3))
+    with enough_memory():
+        times = sorted(seconds(works.recorded, device) / works.steps for _ in range(3))
     limit = "arithmetic" if flops / top.flops > moved / top.bytes else "memory"
     finding(
         f"{bench}; {times[1] * 1e3:.2f} ms a step; {flops / 1e9:.2f} GFLOP and {moved / 1e9:.2f} GB would take "
