@@ -1,12 +1,12 @@
 """Starts a Python process in a bubblewrap sandbox, hands it a task, reads its reports, and kills it.
 
 bubblewrap (``bwrap``) makes the namespaces: no network, no other processes, no files but Python's library, three
-devices and an empty folder in memory. The process inside (child.py) limits its own resources. It has no
-capabilities, under one of two users:
+devices and an empty folder in memory. The process inside (child.py) limits its own resources. It has no capabilities
+and runs as one of two users:
 
-- root keeps the machine's user ids, and the process takes one that belongs to nobody: root would own files inside, and
-  the kernel does not limit its threads.
-- an ordinary user, and the root of a container that maps few ids, gets a user namespace.
+- started by root, under an id that belongs to nobody: root would own the files inside, and the kernel does not limit
+  root's threads.
+- started by an ordinary user, or by the root of a container that maps few ids, in a user namespace.
 
 A process starts at once and waits for its task, so several can start at the same time. It ends when its parent ends,
 even if the parent was killed.
@@ -60,7 +60,7 @@ class Child:
 
     def __init__(self, process: "subprocess.Popen[bytes]", reports: socket.socket) -> None:
         self.process, self.reports = process, reports
-        self._folder: IO[bytes] | int = -1
+        self._folder = -1  # no handle yet
 
     def wait_until_ready(self) -> None:
         """Wait until the process is isolated and waits for its task.
@@ -231,8 +231,16 @@ def _start(command: list[str], ends: tuple[int, ...]) -> "subprocess.Popen[bytes
     }
     if libraries := os.environ.get("LD_LIBRARY_PATH"):  # some Python builds do not start without it
         environment["LD_LIBRARY_PATH"] = libraries
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(command, cwd="/", env=environment, pass_fds=ends, start_new_session=True, **streams)
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd="/",
+        env=environment,
+        pass_fds=ends,
+        start_new_session=True,
+    )
 
 
 def _python() -> str:

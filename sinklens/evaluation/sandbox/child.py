@@ -51,7 +51,7 @@ def main() -> None:
     programs.finish()
 
 
-def _limit_resources(*, seconds: float, memory_mb: int, processes: int, file_mb: int, **_: int) -> None:
+def _limit_resources(*, seconds: float, memory_mb: int, processes: int, file_mb: int, **_others: int) -> None:
     cpu, others = math.ceil(seconds), 2  # this process and bubblewrap's
     for kind, soft, hard in (
         (resource.RLIMIT_CORE, 0, 0),
