@@ -52,6 +52,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(is_extended(path) for path in named) else True
 
 
+@pytest.fixture(scope="session")
+def isolation() -> None:
+    """Skip where generated programs are not run."""
+    from sinklens.evaluation import available_isolation
+
+    found = available_isolation()
+    if not found.layers:
+        pytest.skip(str(found))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what belongs to `make check` alone, before the markers select."""

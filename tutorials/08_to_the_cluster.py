@@ -70,6 +70,7 @@ CONFIGS = {
         "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32,
         "mlp_hidden_size": 12288, "embedding_size": 126464, "max_sequence_length": 4096, "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5, "weight_tying": False, "mask_token_id": 126336, "eos_token_id": 126081,
+        "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "rope": True,
     },
     "Llama-3.1-8B": {
         "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -328,18 +329,16 @@ print(shell("sinklens score code"))
 
 # %% [markdown]
 # With the flag, each program runs in separate processes without network, with no files except an empty folder, and with
-# limits on time, memory, processes and output. How strong the isolation can be depends on the system; the level is
-# detected and printed: with `namespaces`, nothing else of the machine is visible; with `process`, system calls are
-# filtered; with `none`, nothing is run. Isolation weaker than namespaces is refused unless `--isolation process`
-# accepts it.
+# limits on time, memory, processes and output. bubblewrap isolates them. Where it is not installed, or the system does
+# not let it, nothing is run and the error says what to do.
 
 # %%
 from sinklens.evaluation.sandbox import available_isolation, run_program
 
 isolation = available_isolation()
 print(isolation)
-if isolation.level != "none":
-    print(shell(f"sinklens score code --run-generated-code --isolation {isolation.level}"))
+if isolation.layers:
+    print(shell("sinklens score code --run-generated-code"))
     (code,) = read_lines("code")
     print(code.condition, code.accuracy)
 
@@ -358,8 +357,8 @@ PROGRAMS = {
     "starts a process": "import os\nos.fork()\ndef double(x):\n    return 2 * x\n",
 }
 outcomes = {}
-for what, program in PROGRAMS.items() if isolation.level != "none" else ():
-    outcomes[what] = run_program(program, TEST, "double", require=isolation.level)
+for what, program in PROGRAMS.items() if isolation.layers else ():
+    outcomes[what] = run_program(program, TEST, "double")
     print(f"{what:20} {outcomes[what].status:8} {outcomes[what].detail[:80]}")
 assert [what for what, outcome in outcomes.items() if outcome.passed] in ([], ["right"])
 

@@ -144,10 +144,6 @@ def _add_score(commands: Any) -> None:
     )
     command.add_argument("--data", type=Path, help="local file or folder of the published task (default: the hub)")
     command.add_argument(
-        "--isolation", default="namespaces", choices=("namespaces", "process"),
-        help="the weakest isolation to accept; the strongest available is used (default: %(default)s)",
-    )  # fmt: skip
-    command.add_argument(
         "--seconds", type=float, default=10.0, help="time limit of each program (default: %(default)s)"
     )
     command.add_argument(
@@ -349,7 +345,7 @@ def run_score(options: argparse.Namespace) -> None:
         raise SinklensError(
             f"{options.ledger} holds no generated programs ({', '.join(names)}); there is nothing to run."
         )
-    ran = score(options.ledger, paths=paths, limits=limits, require=options.isolation, progress=_score_progress)
+    ran = score(options.ledger, paths=paths, limits=limits, progress=_score_progress)
     print(f"{ran} programs were run. To print the table: sinklens table {options.ledger}")
 
 

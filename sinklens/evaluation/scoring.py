@@ -27,7 +27,6 @@ def score(
     *,
     paths: Mapping[str, str | Path] | None = None,
     limits: Limits | None = None,
-    require: str = "namespaces",
     progress: Report | None = None,
 ) -> int:
     """Run the generated programs of a ledger that have no verdict yet. **This executes model-written code.**
@@ -36,7 +35,6 @@ def score(
         ledger: folder of the records.
         paths: local files of published tasks, by the task's name.
         limits: resource limits of each program.
-        require: the weakest isolation to accept; see `run_program`.
         progress: called with a run, its number of finished programs and its total.
 
     Returns:
@@ -44,13 +42,13 @@ def score(
 
     Raises:
         LedgerError: there is no ledger, or its samples are not those of the task.
-        SinklensError: the required isolation is not available.
+        SinklensError: isolation is not available.
     """
     ran = 0
     for run in LedgerRun.all(Path(ledger)):
         task = task_of(run, paths or {})
         if isinstance(task, CodeTask):
-            ran += _score_run(run, task, limits, require, progress)
+            ran += _score_run(run, task, limits, progress)
     return ran
 
 
@@ -67,21 +65,19 @@ def task_of(run: LedgerRun, paths: Mapping[str, str | Path]) -> Any:
     return protocol.make_task(paths.get(recorded["task"]))
 
 
-def _score_run(run: LedgerRun, task: CodeTask, limits: Limits | None, require: str, progress: Report | None) -> int:
+def _score_run(run: LedgerRun, task: CodeTask, limits: Limits | None, progress: Report | None) -> int:
     with Writer(run, kind="verdicts") as writer:
         records, done = run.records(), verdicts(run)
         left = [record for record in records if record["sample"] not in done]
         samples = {sample.id: sample for sample in task.samples()} if left else {}
         for number, record in enumerate(left, len(records) - len(left) + 1):
-            writer.add(_judge(record, samples, task, limits, require))
+            writer.add(_judge(record, samples, task, limits))
             if progress is not None:
                 progress(run, number, len(records))
     return len(left)
 
 
-def _judge(
-    record: Record, samples: Mapping[str, Any], task: CodeTask, limits: Limits | None, require: str
-) -> dict[str, Any]:
+def _judge(record: Record, samples: Mapping[str, Any], task: CodeTask, limits: Limits | None) -> dict[str, Any]:
     sample = samples.get(record["sample"])
     if not isinstance(sample, CodeSample):
         raise LedgerError(
@@ -92,9 +88,7 @@ def _judge(
             f"sample {sample.id} had another prompt when it was evaluated; give the data that it was evaluated on."
         )
     program = f"{sample.stub}{task.extract(record['text'])}"
-    outcome = run_program(
-        program, sample.test, sample.entry_point, helpers=sample.stub, limits=limits or Limits(), require=require
-    )
+    outcome = run_program(program, sample.test, sample.entry_point, helpers=sample.stub, limits=limits)
     return {
         "sample": sample.id,
         "verdict": outcome.passed,

@@ -59,6 +59,7 @@ def test_settings_reach_the_sampler_and_the_record(tmp_path, capsys):
     assert only.records()[0]["steps"] == 12
 
 
+@pytest.mark.usefixtures("isolation")
 def test_generated_programs_run_only_on_request(tmp_path, capsys):
     flags = ["--task", "tiny-code", "--limit", 2, "--out", tmp_path]
     code, out, _ = run(capsys, "evaluate", "tiny-llama", *flags)
@@ -89,6 +90,7 @@ def test_generated_programs_run_only_on_request(tmp_path, capsys):
 
 
 @pytest.mark.extended
+@pytest.mark.usefixtures("isolation")
 def test_published_tasks_are_read_from_local_files(tmp_path, capsys, shared):
     """The answer itself is unknown; this checks only that it can be scored."""
     with gzip.open(shared / "data" / "humaneval" / "HumanEval.jsonl.gz", "rt") as file:

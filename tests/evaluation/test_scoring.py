@@ -28,6 +28,7 @@ def coded(tmp_path):
     return answered(run, TASK, texts)
 
 
+@pytest.mark.usefixtures("isolation")
 def test_running_the_programs_decides_and_the_record_says_how(tmp_path, coded):
     assert verdicts(coded) == {}
     assert score(tmp_path) == 5
@@ -39,6 +40,7 @@ def test_running_the_programs_decides_and_the_record_says_how(tmp_path, coded):
     assert verdicts(coded) == dict(zip(ids, [True, True, False, False, False], strict=True))
 
 
+@pytest.mark.usefixtures("isolation")
 def test_a_second_start_runs_only_the_missing_programs(tmp_path, coded):
     reports = []
     score(tmp_path)
@@ -49,6 +51,7 @@ def test_a_second_start_runs_only_the_missing_programs(tmp_path, coded):
     assert len((coded.folder / "verdicts-0.jsonl").read_bytes().splitlines()) == 6
 
 
+@pytest.mark.usefixtures("isolation")
 def test_a_regenerated_program_is_judged_again(tmp_path, coded):
     score(tmp_path)
     (coded.folder / "records-0.jsonl").unlink()
@@ -73,6 +76,7 @@ def test_a_second_scorer_of_a_run_is_refused(tmp_path, coded):
         score(tmp_path)
 
 
+@pytest.mark.usefixtures("isolation")
 def test_data_changed_since_the_evaluation_are_refused(tmp_path, coded, shared):
     """One prompt of HumanEval's file changes between the evaluation and scoring."""
     with gzip.open(shared / "data" / "humaneval" / "HumanEval.jsonl.gz", "rt") as file:

@@ -45,6 +45,7 @@ def test_exactly_the_tasks_of_the_recipe_are_scored(answering, tmp_path):
     assert found["tiny-mmada"] == ["word problems", "captions drawn", "pictures described"]
 
 
+@pytest.mark.usefixtures("isolation")
 def test_programs_run_only_on_request_and_count_if_their_tests_pass(answering, tmp_path):
     recipe = replace(RECIPES["tiny-llada"], code=1)
     answers = right_answers("tiny-code")

@@ -12,24 +12,23 @@ import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from sinklens.errors import SettingError, SinklensError
-from sinklens.evaluation.sandbox import Isolation, Limits, Outcome, available_isolation, run_program
+from sinklens.evaluation.sandbox import Limits, Outcome, available_isolation, run_program, seccomp
 from sinklens.evaluation.sandbox import run as sandbox
-from sinklens.evaluation.sandbox.parent import pipe, start_child
+from sinklens.evaluation.sandbox.bubblewrap import is_real_root
 
 SMALL = Limits(seconds=5, memory_mb=128, file_mb=4, output_kb=16)
 RIGHT = "def add(a, b):\n    return a + b\n"
 TEST = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate([1], [2]) == [1, 2]\n"
-NEED_SANDBOX = pytest.mark.skipif(available_isolation().level == "none", reason=str(available_isolation()))
+NEED_SANDBOX = pytest.mark.usefixtures("isolation")
 
 
 def run(program, test=TEST, name="add", limits=SMALL, **options):
-    return run_program(program, test, name, limits=limits, require="process", **options)
+    return run_program(program, test, name, limits=limits, **options)
 
 
 def test_errors_for_limits_say_what_is_out_of_range():
@@ -40,43 +39,61 @@ def test_errors_for_limits_say_what_is_out_of_range():
         Limits(seconds=float("nan"))
 
 
-def test_an_unknown_requirement_is_refused():
-    with pytest.raises(SettingError, match="require='nothing' is unknown; use 'namespaces' or 'process'"):
-        run_program(RIGHT, TEST, "add", require="nothing")
+@pytest.fixture
+def refused(monkeypatch):
+    """Asserts that nothing is run, with a reason that matches."""
 
+    def check(reason):
+        monkeypatch.setattr(sandbox, "available_isolation", available_isolation.__wrapped__)
+        found = sandbox.available_isolation()
+        assert found.layers == ()
+        assert str(found) == f"none: {found.missing}"
+        with pytest.raises(SinklensError, match=f"generated programs are not run here: {reason}"):
+            run_program(RIGHT, TEST, "add")
 
-def test_isolation_weaker_than_required_is_refused_with_the_reason(monkeypatch):
-    weak = Isolation("process", ("resource limits",), ("namespaces: unshare: Operation not permitted",))
-    monkeypatch.setattr(sandbox, "available_isolation", lambda: weak)
-    with pytest.raises(SinklensError, match=r"process: resource limits; not namespaces: unshare.*require='process'"):
-        run_program(RIGHT, TEST, "add")
+    return check
 
 
 @pytest.mark.parametrize(("platform", "name"), [("darwin", "macOS"), ("win32", "Windows")])
-def test_other_systems_run_no_program_and_report_what_is_missing(monkeypatch, platform, name):
+def test_other_systems_run_no_program(monkeypatch, refused, platform, name):
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(sandbox, "available_isolation", available_isolation.__wrapped__)
-    assert sandbox.available_isolation().level == "none"
-    with pytest.raises(SinklensError, match=f"not run here: namespaces, system-call filter, Landlock: {name} has"):
-        run_program(RIGHT, TEST, "add", require="process")
+    refused(f"bubblewrap needs Linux, this is {name}")
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("setpriv"), reason="root and setpriv needed"
-)
-def test_without_permission_for_namespaces_the_weaker_level_and_the_reason_are_reported():
-    code = "from sinklens.evaluation.sandbox import available_isolation; print(available_isolation())"
-    command = ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-c", code]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert said.startswith("process: ")
-    assert "not namespaces: unshare: Operation not permitted" in said
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="bubblewrap needs Linux")
+
+
+@LINUX
+def test_without_bubblewrap_nothing_is_run_and_the_error_says_how_to_install_it(monkeypatch, refused, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused(r"bubblewrap is not installed \(no `bwrap` on PATH\). Install it: apt-get install bubblewrap")
 
 
 @NEED_SANDBOX
+def test_without_libseccomp_nothing_is_run_and_the_error_says_how_to_install_it(monkeypatch, refused):
+    monkeypatch.setattr(seccomp, "LIBRARY", "libmissing.so")
+    seccomp.compiled_filter.cache_clear()
+    refused(r"libseccomp is not installed \(libmissing.so: .*Install it: apt-get install bubblewrap libseccomp2")
+
+
 @pytest.mark.skipif(
-    not shutil.which("unshare") or available_isolation().level != "namespaces", reason="user namespaces needed"
+    not shutil.which("bwrap") or not shutil.which("setpriv") or not is_real_root(),
+    reason="bwrap, root and setpriv needed",
 )
-def test_an_unprivileged_user_also_gets_namespaces():
+def test_without_permission_for_namespaces_nothing_is_run_and_the_error_says_what_to_do():
+    code = "from sinklens.evaluation.sandbox import available_isolation; print(available_isolation())"
+    command = ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-c", code]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.startswith(
+        "none: bubblewrap cannot isolate a program on this machine: "
+        "bwrap: Creating new namespace failed: Operation not permitted. "
+    )
+    assert "--cap-add SYS_ADMIN --cap-add NET_ADMIN --security-opt" in said or "sysctl -w" in said
+
+
+@NEED_SANDBOX
+@pytest.mark.skipif(not shutil.which("unshare"), reason="unshare needed")
+def test_the_root_of_a_user_namespace_gets_another():
     code = f"""
         from sinklens.evaluation.sandbox import available_isolation, run_program
         print(available_isolation())
@@ -185,6 +202,7 @@ def test_no_files_or_processes_are_left_behind(monkeypatch, tmp_path):
         run(program)
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
+    assert not descendants(os.getpid())
 
 
 def descendants(pid):
@@ -213,15 +231,14 @@ def asleep(pids):
 
 
 @NEED_SANDBOX
-def test_sandboxed_processes_end_when_their_parent_is_killed(tmp_path):
+def test_sandboxed_processes_end_when_their_parent_is_killed():
     code = """
         from sinklens.evaluation.sandbox import Limits, run_program
         test = "def check(candidate): candidate()"
-        run_program("import time\\ndef f(): time.sleep(60)", test, "f", limits=Limits(60), require="process")
+        run_program("import time\\ndef f(): time.sleep(60)", test, "f", limits=Limits(60))
     """
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # where its two empty folders stay
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment)
-    deep = 6 if available_isolation().level == "namespaces" else 4
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    deep = 6  # bubblewrap, its process inside and the sandboxed process, twice
     until = time.monotonic() + 120
     while len(below := descendants(parent.pid)) < deep or not asleep(below):
         assert time.monotonic() < until
@@ -236,9 +253,8 @@ def test_sandboxed_processes_end_when_their_parent_is_killed(tmp_path):
 
 @NEED_SANDBOX
 def test_a_verdict_without_the_checkers_key_is_ignored():
-    with ExitStack() as stack:
-        nobody = stack.enter_context(start_child("nobody", {}, {}, pipe(stack), capture=False))
-        watch = sandbox._Watch(nobody, nobody, Limits(), "the key")
+    with sandbox._pair(Limits()) as (candidate, checker):
+        watch = sandbox._Watch(checker, candidate, Limits(), "the key")
     watch._verdict = {"verdict": "passed", "key": "the kez"}
     assert watch._status() == ("failed", "a verdict that the checker did not send")
     watch._verdict = {"verdict": "passed", "key": "the key"}
