@@ -1,6 +1,6 @@
 """Finished prompts of a study, stored on disk one by one, so that a rerun measures only the others.
 
-A *unit* is one prompt, measured on one model. Units are lines of a ledger (sinklens/evaluation/ledger.py) in
+A *unit* is one prompt, measured on one model. Units are records of a ledger (sinklens/evaluation/ledger.py) in
 ``OUT/units``, with one run per model. A run is identified by everything that determines the numbers: the study and its
 options, the model's weights and settings, the prompts, the code and its versions. If any of these differs, it is
 another run, and no units are shared. The number of prompts measured together (`batch`) does not matter.
@@ -21,7 +21,7 @@ from typing import Any
 import xarray as xr
 
 from sinklens.errors import SettingError
-from sinklens.evaluation.ledger import LedgerRun, Writer
+from sinklens.evaluation.ledger import LedgerRun, Writer, holds_runs
 from sinklens.prompts import SinglePrompt
 
 FOLDER = "units"
@@ -82,13 +82,13 @@ class Units:
                 f"measure got {len(numbers)} prompts and returned {dict(measured.sizes)}; its result needs the axis "
                 f"'prompt' with one entry per prompt."
             )
-        for place, number in enumerate(numbers):
-            one = measured.isel(prompt=[place])
-            if self._writer is None:
-                self._found[number] = one
-            else:
-                self._found[number] = _packed(one)
-                self._writer.add({"sample": str(number), "measured": self._found[number]})
+        parts = {number: measured.isel(prompt=[place]) for place, number in enumerate(numbers)}
+        if self._writer is None:
+            self._found |= parts
+        else:
+            packed = {number: _packed(part) for number, part in parts.items()}
+            self._writer.add(*({"sample": str(number), "measured": text} for number, text in packed.items()))
+            self._found |= packed
 
     def dataset(self) -> xr.Dataset:
         """All units, in the order of the prompts."""
@@ -115,7 +115,7 @@ def batches(prompts: Sequence[SinglePrompt], left: Sequence[int], size: int) -> 
 
 def unused(out: Path, what: Mapping[str, Any]) -> str:
     """A description of unfinished units in `out` that `what` cannot resume, and why; "" if there are none."""
-    if not any((out / FOLDER).glob("run-*/run.json")):
+    if not holds_runs(out / FOLDER):
         return ""
     runs = LedgerRun.all(out / FOLDER)
     if any(run.what == what for run in runs):
@@ -131,7 +131,7 @@ def unused(out: Path, what: Mapping[str, Any]) -> str:
 
 def finished(out: Path) -> str:
     """A readable summary of the units in `out`; "" if there are none."""
-    if not any((out / FOLDER).glob("run-*/run.json")):
+    if not holds_runs(out / FOLDER):
         return ""
     runs = [(run, len(run.done())) for run in LedgerRun.all(out / FOLDER)]
     return "; ".join(

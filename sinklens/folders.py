@@ -13,15 +13,15 @@ from typing import Literal
 from sinklens.errors import SinklensError
 
 Kind = Literal["an evaluation", "a study", "a trace", "a demo", "a training run", "a checkpoint"]
-MARKS: dict[Kind, str] = {
-    "an evaluation": "run-*/run.json",
-    "a study": "units/run-*/run.json",
-    "a trace": "answer.txt",
-    "a demo": "answers.txt",
-    "a training run": "state.pt",
-    "a checkpoint": "config.json",
+MARKS: dict[Kind, tuple[str, ...]] = {
+    "an evaluation": ("ledger.sqlite", "run-*/run.json"),  # the latter in version 0.2
+    "a study": ("units/ledger.sqlite", "units/run-*/run.json"),
+    "a trace": ("answer.txt",),
+    "a demo": ("answers.txt",),
+    "a training run": ("state.pt",),
+    "a checkpoint": ("config.json",),
 }
-"""Kind -> a pattern of files that only folders of this kind have."""
+"""Kind -> patterns of files that only folders of this kind have."""
 PROBE = 512  # bytes that must fit on the disk, at least a block of it
 
 
@@ -32,8 +32,8 @@ def check_folder(folder: str | Path, kind: Kind) -> None:
         SinklensError: the folder holds results of another kind; or see `require_writable`.
     """
     folder = Path(folder)
-    for other, mark in MARKS.items():
-        if other != kind and any(folder.glob(mark)):
+    for other, marks in MARKS.items():
+        if other != kind and any(any(folder.glob(mark)) for mark in marks):
             raise SinklensError(f"{folder} holds {other} already; choose another folder for {kind}.")
     require_writable(folder)
 

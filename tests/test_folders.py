@@ -47,10 +47,12 @@ def test_a_full_disk_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", MARKS)
 def test_results_of_two_kinds_do_not_share_a_folder(tmp_path, kind):
-    mark = tmp_path / MARKS[kind].replace("*", "1")
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.write_text("{}")
-    check_folder(tmp_path, kind)
-    for other in MARKS.keys() - {kind}:
-        with pytest.raises(SinklensError, match=f"holds {kind} already; choose another folder for {other}"):
-            check_folder(tmp_path, other)
+    for number, pattern in enumerate(MARKS[kind]):
+        folder = tmp_path / str(number)
+        mark = folder / pattern.replace("*", "1")
+        mark.parent.mkdir(parents=True)
+        mark.write_text("{}")
+        check_folder(folder, kind)
+        for other in MARKS.keys() - {kind}:
+            with pytest.raises(SinklensError, match=f"holds {kind} already; choose another folder for {other}"):
+                check_folder(folder, other)

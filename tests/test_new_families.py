@@ -139,8 +139,6 @@ def test_an_evaluation_gives_a_row_the_same_answer_in_any_batch(model, family, t
         protocol = find_protocol("tiny-gsm").with_settings({"gen_length": LENGTH, **SETTINGS[family]})
         evaluate(model, protocol, masking([1]), tmp_path / str(batch), limit=2, batch=batch)
         runs = LedgerRun.all(tmp_path / str(batch))
-        records.append(
-            {(run.folder.name, record["sample"]): record["tokens"] for run in runs for record in run.records()}
-        )
+        records.append({(run.name, record["sample"]): record["tokens"] for run in runs for record in run.records()})
     assert records[0] == records[1]
     assert len(records[0]) == 4

@@ -1,7 +1,7 @@
-"""The commands ``sinklens evaluate`` and ``score``, and what ``table`` does with their ledger (`write_table`).
+"""The commands ``sinklens evaluate``, ``score``, ``merge`` and ``export``, and `write_table` for ``table``.
 
-They read flags, call `sinklens.evaluation.runner`, ``scoring`` and ``tables``, and print; tables are printed by
-printing.py. Only ``score`` runs generated programs, and only with ``--run-generated-code``.
+They read flags, call `sinklens.evaluation.runner`, ``scoring``, ``ledger`` and ``tables``, and print; tables are
+printed by printing.py. Only ``score`` runs generated programs, and only with ``--run-generated-code``.
 
 Pitfall: ``evaluate`` with other settings adds new runs beside the old ones. ``table`` names the settings that differ.
 """
@@ -24,9 +24,19 @@ if TYPE_CHECKING:
 
 
 def add_evaluation(commands: Any) -> None:
-    """Add ``evaluate`` and ``score``."""
+    """Add ``evaluate``, ``score``, ``merge`` and ``export``."""
     _add_evaluate(commands)
     _add_score(commands)
+    text = "copy the records of evaluations, such as those of several machines, into one folder; rerun to resume"
+    command = commands.add_parser("merge", help=text, description=text)
+    command.add_argument("ledgers", metavar="RESULTS", type=Path, nargs="+", help="folders of `sinklens evaluate`")
+    command.add_argument("--out", type=Path, required=True, help="folder of the records; created, or added to")
+    command.set_defaults(command=run_merge)
+    text = "write every record of an evaluation, with the run that it belongs to, as a line of JSON"
+    command = commands.add_parser("export", help=text, description=text)
+    command.add_argument("ledger", metavar="RESULTS", type=Path, help="folder of `sinklens evaluate`")
+    command.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file, such as records.jsonl")
+    command.set_defaults(command=run_export)
 
 
 def _add_evaluate(commands: Any) -> None:
@@ -109,7 +119,7 @@ def _add_execution(command: Any) -> None:
         "--shard",
         default="0/1",
         metavar="I/N",
-        help="every N-th sample, starting at I, in a separate file (default: %(default)s)",
+        help="every N-th sample, starting at I; processes with other shards may run at once (default: %(default)s)",
     )
     work.add_argument(
         "--engine",
@@ -352,6 +362,24 @@ def run_score(options: argparse.Namespace) -> None:
 def _score_progress(run: Any, done: int, total: int) -> None:
     if done == total or done % 25 == 0:
         print(f"{run.what['model']}, {run.what['condition']['name']}: {done} of {total}", file=sys.stderr)
+
+
+def run_merge(options: argparse.Namespace) -> None:
+    """`sinklens merge`."""
+    from sinklens.evaluation.ledger import merge
+    from sinklens.folders import check_folder
+
+    check_folder(options.out, "an evaluation")
+    print(
+        f"{merge(options.ledgers, options.out)} records were copied. To print the table: sinklens table {options.out}"
+    )
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """`sinklens export`."""
+    from sinklens.evaluation.ledger import export
+
+    print(f"{export(options.ledger, options.out)} records were written to {options.out}.")
 
 
 def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:

@@ -137,12 +137,13 @@ def run_table(options: argparse.Namespace) -> None:
     """`sinklens table`."""
     from sinklens.analyses.printing import manifests, show
     from sinklens.cli.evaluation import write_table
+    from sinklens.evaluation.ledger import holds_runs
 
     folder: Path = options.ledger
     if not folder.is_dir():
         raise SinklensError(f"no such folder: {folder}; give one written by `sinklens evaluate` or `sinklens analyse`.")
     studies = manifests(folder)
-    evaluated = any(folder.glob("run-*/run.json"))
+    evaluated = holds_runs(folder)
     if not studies and not evaluated:
         raise SinklensError(_nothing_in(folder))
     if not evaluated and (options.out or options.mixed_devices):

@@ -1,36 +1,53 @@
-"""Ledgers: append-only files with one record for each finished unit of work.
+"""Ledgers: one record for each finished unit of work, in an SQLite database.
 
-A *ledger* is a folder with one *run* per subfolder. ``run-HASH/run.json`` describes the evaluation (checkpoint,
-weights, intervention, protocol, seed), and the folder's name is a hash of that description, so another setting makes
-another run. Records are lines of JSON in *shards*, ``records-N.jsonl``; each line ends in a checksum. A shard has one
-writer at a time, ensured by a lock of the operating system that is released when the process ends. Verdicts on
-generated programs, which run later, are separate records in ``verdicts-N.jsonl``.
+A *ledger* is a folder with a database, ``ledger.sqlite``. It holds *runs*: a description of an evaluation (checkpoint,
+weights, intervention, protocol, seed) and its records, as JSON. A run is named by a hash of its description, so another
+setting makes another run. Verdicts on generated programs, which run later, are records of another kind.
 
-A record counts once its line is complete: each line is written in one call and synced to disk before the next. A kill
-or a full disk can leave a partial last line, which the next writer cuts off. A broken line anywhere else cannot come
-from an interruption and is an error.
+A record is on disk when `Writer.add` returns, and records added together are stored together or not at all, whatever
+is killed and whenever the disk is full. Several processes may write into one ledger, each to its own *shard*: a lock
+that ends with its process keeps two of them from doing the same work.
 
-Limitation: file locks do not work on some network file systems. There, give each machine its own shard.
+Ledgers of earlier versions are read where they are (json_lines.py), and new records go into a database beside them.
+
+Limitation: SQLite's write-ahead log needs all processes on one machine, so it is used on local file systems only, and a
+rollback journal elsewhere. That needs a file system with working locks; without them, give each machine its own folder
+and `merge` the ledgers.
 """
 
-import fcntl
 import hashlib
 import json
 import os
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sinklens.atomic import atomic_write
 from sinklens.errors import LedgerError
+from sinklens.evaluation import json_lines
 
-FORMAT = "sinklens ledger 1"
 Record = dict[str, Any]
-Kind = Literal["records", "verdicts"]
+RecordKind = Literal["records", "verdicts"]
+FILE = "ledger.sqlite"
+VERSION = 2
+SCHEMA = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS runs (name TEXT PRIMARY KEY, what TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS records (
+    run TEXT NOT NULL, kind TEXT NOT NULL, sample TEXT NOT NULL, record TEXT NOT NULL, PRIMARY KEY (run, kind, sample)
+);
+PRAGMA user_version = {VERSION};
+COMMIT;
+"""
+NOT_READ = "{file} cannot be read ({error}); restore it from a copy."
+NOT_WRITTEN = "could not write to {file}: {error}. All earlier records are complete; free some space and rerun."
+WAIT = 60.0  # seconds that a process waits for another one's transaction
+LOCAL = ("apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
+"""File systems that no other machine writes to, so that all processes share the memory of the write-ahead log."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +56,23 @@ class LedgerRun:
 
     Attributes:
         what: everything that determines a verdict, as plain JSON values.
-        folder: folder of its records.
+        folder: folder of the ledger.
+        name: "run-" and a hash of `what`.
     """
 
     what: Mapping[str, Any]
     folder: Path
+    name: str
 
     @classmethod
     def of(cls, ledger: Path, what: Mapping[str, Any]) -> "LedgerRun":
         """The run described by `what` in the folder `ledger`; writes nothing."""
-        text = json.dumps(what, sort_keys=True)
-        return cls(what, ledger / f"run-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
+        return cls(what, ledger, f"run-{hashlib.sha256(_json(what).encode()).hexdigest()[:16]}")
 
     def begin(self) -> "LedgerRun":
         """Write the run's description unless it exists."""
-        note = self.folder / "run.json"
-        if not note.exists():
-            with atomic_write(note) as part:
-                part.write_text(json.dumps({"format": FORMAT, "what": self.what}, indent=1, sort_keys=True) + "\n")
+        with _writing(self.folder) as database, database:
+            database.execute("INSERT OR IGNORE INTO runs VALUES (?, ?)", (self.name, _json(self.what)))
         return self
 
     @classmethod
@@ -66,142 +82,211 @@ class LedgerRun:
         Raises:
             LedgerError: the folder holds no run, or a description cannot be read.
         """
-        found = []
-        for note in sorted(ledger.glob("run-*/run.json")):
-            try:
-                content = json.loads(note.read_text())
-                if content["format"] != FORMAT:
-                    raise LedgerError(f"{note} has format {content['format']!r}; this version reads {FORMAT!r}.")
-                found.append(cls(content["what"], note.parent))
-            except (OSError, ValueError, KeyError) as error:
-                raise LedgerError(f"{note} cannot be read ({error}); restore the file or delete its folder.") from error
+        found = dict(json_lines.descriptions(ledger))
+        found |= {name: json.loads(what) for name, what in _rows(ledger, "SELECT name, what FROM runs")}
         if not found:
             raise LedgerError(f"{ledger} holds no run; create one with `sinklens evaluate ... --out {ledger}`.")
-        return found
+        return [cls(found[name], ledger, name) for name in sorted(found)]
 
-    def records(self, kind: Kind = "records") -> list[Record]:
-        """All complete records of a kind from all shards, sorted by sample; the first record of each sample.
+    def records(self, kind: RecordKind = "records") -> list[Record]:
+        """All records of a kind, one per sample, sorted by sample: the first record, or the last verdict.
 
         Raises:
-            LedgerError: a broken line that is not the last of its shard.
+            LedgerError: the ledger is damaged.
         """
-        found: dict[str, Record] = {}
-        for record in self.every(kind):
-            found.setdefault(str(record["sample"]), record)
-        return [found[sample] for sample in sorted(found)]
-
-    def every(self, kind: Kind = "records") -> Iterator[Record]:
-        """All complete records of a kind, shard by shard, including repeats of a sample; raises like `records`."""
-        for shard in sorted(self.folder.glob(f"{kind}-*.jsonl")):
-            yield from _read(shard)[0]
+        query = "SELECT record FROM records WHERE run = ? AND kind = ?"
+        found = list(json_lines.records(self.folder / self.name, kind))
+        found += [json.loads(text) for (text,) in _rows(self.folder, query, self.name, kind)]
+        one_each = {str(record["sample"]): record for record in (found if kind == "verdicts" else reversed(found))}
+        return [one_each[sample] for sample in sorted(one_each)]
 
     def done(self) -> set[str]:
         """The ids of samples that have a record."""
-        return {str(record["sample"]) for record in self.records()}
+        query = "SELECT sample FROM records WHERE run = ? AND kind = 'records'"
+        earlier = {str(record["sample"]) for record in json_lines.records(self.folder / self.name, "records")}
+        return earlier | {name for (name,) in _rows(self.folder, query, self.name)}
 
 
 class Writer:
-    """Append records to one shard of a run; use it as ``with Writer(run) as writer: writer.add(record)``.
-
-    Attributes:
-        path: the shard's file.
+    """Add records to one shard of a run; use it as ``with Writer(run) as writer: writer.add(record)``.
 
     Raises:
-        LedgerError: another process is writing to the shard, or the file cannot be opened.
+        LedgerError: another process is writing to the shard, or the ledger cannot be written.
     """
 
-    def __init__(self, run: LedgerRun, shard: int = 0, kind: Kind = "records") -> None:
-        self.path = run.folder / f"{kind}-{shard}.jsonl"
-        self._file: int | None = None
+    def __init__(self, run: LedgerRun, shard: int = 0, kind: RecordKind = "records") -> None:
+        self._run, self._kind = run, kind
+        self._shard = shard
+        self._open = ExitStack()
+        self._database: sqlite3.Connection | None = None
 
     def __enter__(self) -> "Writer":
-        try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._close()
-            raise LedgerError(
-                f"another process is writing to {self.path}; wait until it has finished, or use another folder (--out) "
-                f"or shard (`sinklens evaluate --shard`) here."
-            ) from error
-        except OSError as error:
-            self._close()
-            raise LedgerError(f"could not open {self.path}: {error}.") from error
-        _, complete_length = _read(self.path)
-        os.ftruncate(self._file, complete_length)
+        with ExitStack() as opened:
+            self._run.begin()
+            opened.enter_context(_locked(self._run, self._kind, self._shard))
+            self._database = opened.enter_context(_writing(self._run.folder))
+            self._open = opened.pop_all()
         return self
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Append one record; it is on disk when this returns.
+    def add(self, *records: Mapping[str, Any]) -> None:
+        """Add records, all or none of them; they are on disk when this returns.
+
+        A sample keeps its first record, and its last verdict.
 
         Raises:
-            LedgerError: the record could not be written completely; a partial line is removed.
+            LedgerError: the records could not be written; no earlier record is affected.
         """
-        assert self._file is not None, "use a Writer in a with block"
-        line = _line(record)
-        before = os.fstat(self._file).st_size
-        try:
-            if os.write(self._file, line) != len(line):
-                raise OSError("only part of a record fit on the disk")
-            os.fsync(self._file)
-        except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._file, before)
-            raise LedgerError(
-                f"could not write to {self.path}: {error}. All earlier records are complete; free some space and rerun."
-            ) from error
+        assert self._database is not None, "use a Writer in a with block"
+        rows = [(self._run.name, self._kind, str(record["sample"]), _json(record)) for record in records]
+        on_conflict = "REPLACE" if self._kind == "verdicts" else "IGNORE"
+        with _errors(NOT_WRITTEN, self._run.folder), self._database:
+            self._database.executemany(f"INSERT OR {on_conflict} INTO records VALUES (?, ?, ?, ?)", rows)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)  # also releases the lock
-            self._file = None
+        self._database = None
+        self._open.close()
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
-    """A record as a line: JSON, a tab, the CRC-32 of the JSON."""
-    text = json.dumps(record, sort_keys=True, ensure_ascii=True)
-    return f"{text}\t{zlib.crc32(text.encode()):08x}\n".encode()
+def holds_runs(folder: Path) -> bool:
+    """Whether a folder holds a ledger with at least one run, of this version or an earlier one."""
+    return any(folder.glob("run-*/run.json")) or bool(_rows(folder, "SELECT name FROM runs LIMIT 1"))
 
 
-def _parse(line: bytes) -> Record | None:
-    """The record of a line; None if the line is broken."""
-    text, tab, check = line.rstrip(b"\n").rpartition(b"\t")
-    if not tab or not line.endswith(b"\n") or f"{zlib.crc32(text):08x}".encode() != check:
-        return None
-    try:
-        return dict(json.loads(text))
-    except ValueError:
-        return None
+def merge(ledgers: Sequence[str | Path], out: str | Path) -> int:
+    """Copy all runs and records of `ledgers` into the ledger `out`, which need not exist; rerun to resume.
 
+    Samples that have a record in `out` keep it.
 
-def _read(shard: Path) -> tuple[list[Record], int]:
-    """The complete records of a shard and their length in bytes.
+    Returns:
+        The number of records that were copied.
 
     Raises:
-        LedgerError: a broken line that is not the last.
+        LedgerError: a ledger holds no run, or two ledgers have records of one run and sample with different data.
     """
-    records, length = [], 0
-    for number, line in enumerate(_lines(shard), 1):
-        record = _parse(line)
-        if record is None:
-            if length + len(line) < shard.stat().st_size:
+    copied = 0
+    for run in (run for ledger in ledgers for run in LedgerRun.all(Path(ledger))):
+        target = LedgerRun(run.what, Path(out), run.name)
+        for kind in get_args(RecordKind):
+            present = {record["sample"]: record for record in target.records(kind)}
+            missing = []
+            for record in run.records(kind):
+                if record["sample"] not in present:
+                    missing.append(record)
+                elif difference := data_difference(record, present[record["sample"]]):
+                    raise LedgerError(
+                        f"{run.folder} and {out} have records of {record['sample']} in {run.name} with another "
+                        f"{difference}, so they were evaluated on different data; keep them apart."
+                    )
+            with Writer(target, kind=kind) as writer:
+                writer.add(*missing)
+            copied += len(missing)
+    return copied
+
+
+def export(ledger: str | Path, file: str | Path) -> int:
+    """Write all records of a ledger to `file` as JSON Lines, each with its run's name and description and its kind.
+
+    Returns:
+        The number of lines.
+
+    Raises:
+        LedgerError: the ledger holds no run.
+    """
+    lines = [
+        _json({"run": run.name, "what": run.what, "kind": kind, "record": record}) + "\n"
+        for run in LedgerRun.all(Path(ledger))
+        for kind in get_args(RecordKind)
+        for record in run.records(kind)
+    ]
+    with atomic_write(file) as part:
+        part.write_text("".join(lines))
+    return len(lines)
+
+
+def data_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """In what the data of two records of a sample differ, "prompt" or "expected answer"; "" if in nothing."""
+    if one.get("prompt_sha256") != other.get("prompt_sha256"):
+        return "prompt"
+    expected = {record["reference_sha256"] for record in (one, other) if "reference_sha256" in record}  # not in 0.1
+    return "expected answer" if len(expected) > 1 else ""
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+@contextmanager
+def _errors(text: str, folder: Path) -> Iterator[None]:
+    """Raise the errors of SQLite as LedgerError with this text."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        raise LedgerError(text.format(file=folder / FILE, error=error)) from error
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[sqlite3.Connection]:
+    """The database of a ledger, created if it does not exist; each ``with database:`` is one transaction."""
+    with _errors(NOT_WRITTEN, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(folder / FILE, timeout=WAIT, isolation_level="IMMEDIATE")) as database:
+            database.execute(f"PRAGMA journal_mode = {'WAL' if file_system(folder) in LOCAL else 'DELETE'}")
+            database.execute("PRAGMA synchronous = FULL")
+            if not _version(database, folder):
+                database.executescript(SCHEMA)
+            yield database
+
+
+def _rows(folder: Path, query: str, *values: str) -> list[tuple[str, ...]]:
+    """The result of a query, in the order in which the rows were inserted; empty without a database."""
+    file = folder / FILE
+    if not file.exists():
+        return []
+    # On read-only media there is no place for the log's shared memory, and nobody else to share it with.
+    alone = not os.access(folder, os.W_OK) and not file.with_name(f"{FILE}-wal").exists()
+    uri = f"{file.absolute().as_uri()}?{'immutable=1' if alone else 'mode=rw'}"
+    with _errors(NOT_READ, folder), closing(sqlite3.connect(uri, timeout=WAIT, uri=True)) as database:
+        return database.execute(f"{query} ORDER BY rowid", values).fetchall() if _version(database, folder) else []
+
+
+def _version(database: sqlite3.Connection, folder: Path) -> int:
+    """The version of a database; 0 before its tables exist."""
+    ((version,),) = database.execute("PRAGMA user_version")
+    if version not in (0, VERSION):
+        raise LedgerError(f"{folder / FILE} has format {version}; this version reads {VERSION}.")
+    return int(version)
+
+
+@contextmanager
+def _locked(run: LedgerRun, kind: RecordKind, shard: int) -> Iterator[None]:
+    """Hold the lock of a shard, an open transaction of an empty database, which ends with this process.
+
+    Raises:
+        LedgerError: another process holds it.
+    """
+    file = run.folder / "locks" / f"{run.name}-{kind}-{shard}"
+    with _errors(NOT_WRITTEN, run.folder):
+        file.parent.mkdir(exist_ok=True)
+        with closing(sqlite3.connect(file, timeout=0, isolation_level=None)) as lock:
+            try:
+                lock.execute("BEGIN EXCLUSIVE")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                    raise
                 raise LedgerError(
-                    f"{shard}, line {number}: the checksum does not match, and more lines follow. The file was changed "
-                    f"or damaged; restore it from a copy, or delete that line to evaluate its sample again."
-                )
-            break
-        records.append(record)
-        length += len(line)
-    return records, length
+                    f"another process is writing to {run.folder} ({run.name}, {kind}, shard {shard}); wait until it "
+                    f"has finished, or use another folder (--out) or shard (`sinklens evaluate --shard`) here."
+                ) from error
+            yield
 
 
-def _lines(shard: Path) -> Iterator[bytes]:
-    if not shard.exists():
-        return
-    with shard.open("rb") as file:
-        yield from file
+def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """The type of the file system of a folder, such as "ext4" or "nfs"; "" where `mounts` does not exist."""
+    found = {}
+    for line in mounts.read_text().splitlines() if mounts.exists() else ():
+        _, point, kind, *_ = line.split(" ")
+        found[Path(point.encode().decode("unicode_escape"))] = kind
+    folder = folder.resolve()
+    return next((found[place] for place in (folder, *folder.parents) if place in found), "")

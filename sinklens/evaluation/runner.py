@@ -4,8 +4,8 @@ The missing units of all conditions become batches, an *engine* runs them, and t
 they arrive. The engines are `InProcess` and, for many GPUs and machines, `OnRay` (distributed.py). A kill loses at most
 the batches in flight; rerun to resume.
 
-Without an engine for several machines, work can be divided into *shards*: process i of n takes every n-th sample and
-writes to a separate file.
+Without an engine for several machines, work can be divided into *shards*: process i of n takes every n-th sample, and
+all write into one ledger.
 
 Pitfall: two processes must not share a shard. The second one stops at once with an error.
 """
@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, runtime_chec
 from sinklens.caching import Policy
 from sinklens.errors import ControlWarning, LedgerError, SettingError, nearest, warn_caller
 from sinklens.evaluation.conditions import Condition, under_caches, unpaired
-from sinklens.evaluation.ledger import LedgerRun, Record, Writer
+from sinklens.evaluation.ledger import LedgerRun, Record, Writer, data_difference, holds_runs
 from sinklens.evaluation.protocols import EvalProtocol, find_protocol
-from sinklens.evaluation.units import Batch, batches, carry_out, check_caches, identity, prompt_hash, reference_hash
+from sinklens.evaluation.units import Batch, batches, carry_out, check_caches, identity
 from sinklens.folders import check_folder
 from sinklens.integers import as_integer, check_seed_of
 from sinklens.model import load
 from sinklens.tasks import Sample, Task
+from sinklens.tasks.prompts import prompt_hash, reference_hash
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -89,9 +90,6 @@ class InProcess:
             yield batch, carry_out(self.load(job), job.task, job.protocol, batch, job.seed)
 
 
-Report = Callable[[Condition, int, int], None]
-
-
 class Options(TypedDict, total=False):
     """The keyword arguments of `evaluate` and `estimate` that say what to evaluate; see `Evaluation`."""
 
@@ -118,7 +116,7 @@ class Evaluation:
         batch: samples per run of the model; 1 for conditions with interventions if ``threshold=`` is set or there are
             several canvases, since rows that wait for others would see more steps than alone.
         seed: for sampling; the same for every condition.
-        shard: (index, number of shards): evaluate every n-th sample and write to a separate file.
+        shard: (index, number of shards): evaluate every n-th sample; one process may evaluate a shard at a time.
         load: keyword arguments of `sinklens.load`.
         cache: cache policies or their names; every condition is evaluated exactly and under each of them, see
             `under_caches`.
@@ -205,7 +203,7 @@ def evaluate(
     ledger: str | Path,
     *,
     engine: Engine | None = None,
-    progress: Report | None = None,
+    progress: Callable[[Condition, int, int], None] | None = None,
     **options: Unpack[Options],
 ) -> list[LedgerRun]:
     """Evaluate a model on a task under each condition.
@@ -241,18 +239,14 @@ def evaluate(
         writers = [stack.enter_context(Writer(run.begin(), plan.request.shard[0])) for run in plan.runs]
         work = plan.missing()  # after locking: no other process is writing these shards
         done = plan.finished()
-        _report(plan, done, progress)
-        try:
-            for finished, records in engine.carry_out(plan.job, work) if work else ():
-                place = plan.place(finished.condition)
-                for record in records:
-                    writers[place].add(record)
-                done[place] += len(records)
-                if progress is not None:
-                    progress(plan.request.conditions[place], done[place], len(plan.samples))
-        except KeyboardInterrupt:  # possibly in the middle of a batch
-            _report(plan, plan.finished(), progress)
-            raise
+        report = progress or (lambda condition, done, total: None)
+        for condition, number in zip(plan.request.conditions, done, strict=True):
+            report(condition, number, len(plan.samples))
+        for finished, records in engine.carry_out(plan.job, work) if work else ():
+            place = plan.place(finished.condition)
+            writers[place].add(*records)
+            done[place] += len(records)
+            report(plan.request.conditions[place], done[place], len(plan.samples))
     return plan.runs
 
 
@@ -339,12 +333,12 @@ class _Plan:
 
     def names(self) -> set[str]:
         """The names of these conditions, and of those in the ledger."""
-        notes = Path(self.request.ledger).glob("run-*/run.json")
-        earlier = LedgerRun.all(Path(self.request.ledger)) if any(notes) else []
+        folder = Path(self.request.ledger)
+        earlier = LedgerRun.all(folder) if holds_runs(folder) else []
         return {*self.controls(), *(run.what["condition"]["name"] for run in earlier)}
 
     def place(self, condition: Condition) -> int:
-        return next(place for place, planned in enumerate(self.request.conditions) if planned == condition)
+        return list(self.controls()).index(condition.name)
 
     def finished(self) -> list[int]:
         """The number of samples with a record on disk, for each condition."""
@@ -372,12 +366,6 @@ def _waits(what: Mapping[str, Any]) -> bool:
     return any(settings.get(name) is not None for name in ("threshold", "factor"))
 
 
-def _report(plan: "_Plan", done: Sequence[int], progress: Report | None) -> None:
-    if progress is not None:
-        for condition, number in zip(plan.request.conditions, done, strict=True):
-            progress(condition, number, len(plan.samples))
-
-
 def _plan(request: Evaluation, engine: Engine) -> _Plan:
     request.check()
     job = request.job()
@@ -387,13 +375,12 @@ def _plan(request: Evaluation, engine: Engine) -> _Plan:
 
 
 def _check_same(sample: Sample, record: Record, run: LedgerRun) -> None:
-    """Refuse data in which a sample differs from the recorded one; older records lack the hash of the reference."""
-    same_prompt = record["prompt_sha256"] == prompt_hash(sample)
-    if not same_prompt or record.get("reference_sha256", reference_hash(sample)) != reference_hash(sample):
-        difference = "another expected answer" if same_prompt else "another prompt"
+    """Refuse data in which a sample differs from the recorded one."""
+    here = {"prompt_sha256": prompt_hash(sample), "reference_sha256": reference_hash(sample)}
+    if difference := data_difference(record, here):
         raise LedgerError(
-            f"{run.folder} has a record of {sample.id} with {difference}, so it was started with other data. Use that "
-            f"data, or another folder (--out)."
+            f"{run.folder} has a record of {sample.id} with another {difference}, so it was started with other data. "
+            f"Use that data, or another folder (--out)."
         )
 
 

@@ -1,7 +1,7 @@
 """Verdicts on generated programs: each runs in isolation (sandbox/), after generation and only on request.
 
-`score` reads the programs of a ledger's code tasks, runs those without a verdict, and appends one record for each to
-``verdicts-N.jsonl`` beside the generations: whether the tests passed, what happened, and which isolation was used.
+`score` reads the programs of a ledger's code tasks, runs those without a verdict, and adds one record for each to the
+ledger, beside the generations: whether the tests passed, what happened, and which isolation was used.
 `verdicts` returns the verdicts of a run's records, whether decided from the text or by running a program.
 
 Caveat: a timeout counts as a failure. A correct but slow program fails, and more programs are slow on a busy machine;
@@ -18,8 +18,7 @@ from sinklens.evaluation.ledger import LedgerRun, Record, Writer
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sandbox import Limits, run_program
 from sinklens.tasks import CodeSample, CodeTask
-
-Report = Callable[[LedgerRun, int, int], None]
+from sinklens.tasks.prompts import prompt_hash
 
 
 def score(
@@ -27,7 +26,7 @@ def score(
     *,
     paths: Mapping[str, str | Path] | None = None,
     limits: Limits | None = None,
-    progress: Report | None = None,
+    progress: Callable[[LedgerRun, int, int], None] | None = None,
 ) -> int:
     """Run the generated programs of a ledger that have no verdict yet. **This executes model-written code.**
 
@@ -47,8 +46,17 @@ def score(
     ran = 0
     for run in LedgerRun.all(Path(ledger)):
         task = task_of(run, paths or {})
-        if isinstance(task, CodeTask):
-            ran += _score_run(run, task, limits, progress)
+        if not isinstance(task, CodeTask):
+            continue
+        with Writer(run, kind="verdicts") as writer:
+            records, done = run.records(), verdicts(run)
+            left = [record for record in records if record["sample"] not in done]
+            samples = {sample.id: sample for sample in task.samples()} if left else {}
+            for number, record in enumerate(left, len(records) - len(left) + 1):
+                writer.add(_judge(record, samples, task, limits))
+                if progress is not None:
+                    progress(run, number, len(records))
+        ran += len(left)
     return ran
 
 
@@ -65,25 +73,13 @@ def task_of(run: LedgerRun, paths: Mapping[str, str | Path]) -> Any:
     return protocol.make_task(paths.get(recorded["task"]))
 
 
-def _score_run(run: LedgerRun, task: CodeTask, limits: Limits | None, progress: Report | None) -> int:
-    with Writer(run, kind="verdicts") as writer:
-        records, done = run.records(), verdicts(run)
-        left = [record for record in records if record["sample"] not in done]
-        samples = {sample.id: sample for sample in task.samples()} if left else {}
-        for number, record in enumerate(left, len(records) - len(left) + 1):
-            writer.add(_judge(record, samples, task, limits))
-            if progress is not None:
-                progress(run, number, len(records))
-    return len(left)
-
-
 def _judge(record: Record, samples: Mapping[str, Any], task: CodeTask, limits: Limits | None) -> dict[str, Any]:
     sample = samples.get(record["sample"])
     if not isinstance(sample, CodeSample):
         raise LedgerError(
             f"sample {record['sample']} is not in the task {task.name}; give the data that it was evaluated on."
         )
-    if hashlib.sha256((sample.prompt + sample.opening).encode()).hexdigest() != record["prompt_sha256"]:
+    if prompt_hash(sample) != record["prompt_sha256"]:
         raise LedgerError(
             f"sample {sample.id} had another prompt when it was evaluated; give the data that it was evaluated on."
         )
@@ -109,7 +105,7 @@ def verdicts(run: LedgerRun) -> dict[str, bool]:
     records = run.records()
     found = {str(record["sample"]): record["verdict"] for record in records}
     if None in found.values():
-        later = {(str(one["sample"]), one["text_sha256"]): one["verdict"] for one in run.every("verdicts")}
+        later = {(str(one["sample"]), one["text_sha256"]): one["verdict"] for one in run.records("verdicts")}
         for record in records:
             if record["verdict"] is None:
                 found[str(record["sample"])] = later.get((str(record["sample"]), _text_hash(record)))

@@ -24,7 +24,7 @@ import numpy as np
 
 from sinklens.errors import ControlWarning, LedgerError, SettingError
 from sinklens.evaluation.conditions import CONTROLS, unpaired
-from sinklens.evaluation.ledger import LedgerRun, Record
+from sinklens.evaluation.ledger import LedgerRun, Record, data_difference
 from sinklens.evaluation.scoring import verdicts
 from sinklens.evaluation.statistics import Accuracy, Paired, holm, paired
 
@@ -300,7 +300,7 @@ def _pair(base: _Read, changed: _Read, mixed_devices: bool) -> Paired | None:
     if not shared:
         return None
     for sample in shared:
-        if base.records[sample].get("prompt_sha256") != changed.records[sample].get("prompt_sha256"):
+        if data_difference(base.records[sample], changed.records[sample]) == "prompt":
             raise LedgerError(
                 f"{base.run.what['model']} got different prompts for {sample} under {base.condition['name']!r} and "
                 f"{changed.condition['name']!r}, so their verdicts cannot be paired. Evaluate one of them again on the "

@@ -9,8 +9,6 @@ Caveat: the seconds of a record are those of its batch divided by the number of 
 latency.
 """
 
-import hashlib
-import json
 import platform
 import time
 from collections import Counter
@@ -31,7 +29,7 @@ from sinklens.sampling import settings_for
 from sinklens.sinks.motion import static_share
 from sinklens.sinks.track import SinkTrack
 from sinklens.tasks import Sample, Task
-from sinklens.tasks.prompts import Ids, IdSample, Prompts, before_end
+from sinklens.tasks.prompts import Ids, IdSample, Prompts, before_end, model_input, prompt_hash, reference_hash
 from sinklens.tracing import generate
 from sinklens.versions import versions
 
@@ -55,36 +53,18 @@ class Batch:
 
 def batches(condition: Condition, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
     """Group samples of similar length, keeping equal prompts apart; the order depends only on the samples."""
-    ordered = sorted(samples, key=lambda sample: (len(_model_input(sample)), sample.id))
+    ordered = sorted(samples, key=lambda sample: (len(model_input(sample)), sample.id))
     seen: Counter[str | Ids] = Counter()
     rounds: list[list[Sample]] = []
     for sample in ordered:
-        model_input = _model_input(sample)
-        if seen[model_input] == len(rounds):
+        given = model_input(sample)
+        if seen[given] == len(rounds):
             rounds.append([])
-        rounds[seen[model_input]].append(sample)
-        seen[model_input] += 1
+        rounds[seen[given]].append(sample)
+        seen[given] += 1
     for part in rounds:
         for start in range(0, len(part), size):
             yield Batch(condition, tuple(part[start : start + size]))
-
-
-def _model_input(sample: Sample) -> str | Ids:
-    """What the model is given: text or token ids."""
-    ids = sample.ids if isinstance(sample, IdSample) else None
-    return sample.prompt + sample.opening if ids is None else ids
-
-
-def prompt_hash(sample: Sample) -> str:
-    """SHA-256 of the model's input; distinguishes different samples with the same id."""
-    given = _model_input(sample)
-    return hashlib.sha256((given if isinstance(given, str) else json.dumps(given)).encode()).hexdigest()
-
-
-def reference_hash(sample: Sample) -> str:
-    """SHA-256 of the reference that the answer is compared with."""
-    ids = sample.expected if isinstance(sample, IdSample) else None
-    return hashlib.sha256((sample.reference if ids is None else json.dumps(ids)).encode()).hexdigest()
 
 
 def identity(model: "Model", condition: Condition, task: Task, protocol: EvalProtocol, seed: int) -> dict[str, Any]:
@@ -192,7 +172,7 @@ def token_ids(model: "Model", sample: Sample, chat_template: bool) -> list[int]:
     Raises:
         PromptError: the model has no tokenizer, or no chat template although one is requested.
     """
-    given = _model_input(sample)
+    given = model_input(sample)
     if not isinstance(given, str):
         if chat_template:
             raise PromptError(

@@ -8,6 +8,7 @@ Pitfall: a file with another extension than ``.jsonl`` is plain text, and a JSON
 verbatim. A plain file whose first line is a JSON object with a prompt is therefore refused.
 """
 
+import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,24 @@ class IdSample(Sample):
 
     ids: Ids | None = None
     expected: Ids | None = None
+
+
+def model_input(sample: Sample) -> str | Ids:
+    """What the model is given: text or token ids."""
+    ids = sample.ids if isinstance(sample, IdSample) else None
+    return sample.prompt + sample.opening if ids is None else ids
+
+
+def prompt_hash(sample: Sample) -> str:
+    """SHA-256 of the model's input; distinguishes different samples with the same id."""
+    given = model_input(sample)
+    return hashlib.sha256((given if isinstance(given, str) else json.dumps(given)).encode()).hexdigest()
+
+
+def reference_hash(sample: Sample) -> str:
+    """SHA-256 of the reference that the answer is compared with."""
+    ids = sample.expected if isinstance(sample, IdSample) else None
+    return hashlib.sha256((sample.reference if ids is None else json.dumps(ids)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

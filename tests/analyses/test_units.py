@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import xarray as xr
+from ledgers import old_run
 
 from sinklens.analyses.units import FOLDER, Units, batches, finished, unused
 from sinklens.evaluation.ledger import LedgerRun
@@ -26,12 +27,13 @@ def test_units_are_restored_exactly_in_the_order_of_the_prompts(tmp_path):
         assert again.dataset()["n"].dtype == DATA["n"].dtype
 
 
-def test_a_partially_written_unit_is_measured_again(tmp_path):
-    with Units(tmp_path, WHAT, 3) as units:
+def test_a_unit_without_a_complete_record_is_measured_again(tmp_path):
+    """As after a kill of version 0.2, which kept units in JSON Lines."""
+    with Units(tmp_path / "new", WHAT, 3) as units:
         units.add([0, 1, 2], DATA)
-    (run,) = LedgerRun.all(tmp_path / FOLDER)
-    (shard,) = run.folder.glob("records-*.jsonl")
-    shard.write_bytes(shard.read_bytes()[:-20])
+    (run,) = LedgerRun.all(tmp_path / "new" / FOLDER)
+    file = old_run(tmp_path / FOLDER, WHAT, run.records())
+    file.write_bytes(file.read_bytes()[:-20])
     with Units(tmp_path, WHAT, 3) as units:
         assert units.done == {0, 1}
         units.add([2], DATA.isel(prompt=[2]))

@@ -81,7 +81,7 @@ def test_generated_programs_run_only_on_request(tmp_path, capsys):
         "this command executes programs written by a model. Add --run-generated-code to allow that. Isolation on"
         in printed
     )
-    assert not list(tmp_path.glob("run-*/verdicts-*"))
+    assert not any(run.records("verdicts") for run in LedgerRun.all(tmp_path))
     code, out, printed = run(capsys, "score", tmp_path, "--run-generated-code")
     assert code == 0
     assert out.startswith("2 programs were run.")

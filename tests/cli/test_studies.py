@@ -12,12 +12,12 @@ from pathlib import Path
 import pandas
 import pytest
 import xarray as xr
-from ledgers import planted_run
+from ledgers import planted_run, repeats
 
 from sinklens.analyses import find
 from sinklens.checkpoints.files import find_checkpoint
 from sinklens.cli import main
-from sinklens.evaluation.ledger import LedgerRun
+from sinklens.evaluation.ledger import LedgerRun, holds_runs
 from sinklens.tasks.word_problems import held_out
 
 COMMAND = [sys.executable, "-m", "sinklens.cli"]
@@ -26,12 +26,11 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # more threads are 20 times
 
 def kept(out):
     """Number of prompts in the ledger of a study; fails on duplicates."""
-    if not list((out / "units").glob("run-*/run.json")):
+    if not holds_runs(out / "units"):
         return 0
     (run,) = LedgerRun.all(out / "units")
-    done = [record["sample"] for record in run.every()]
-    assert len(done) == len(set(done))
-    return len(done)
+    assert repeats(run) == 0
+    return len(run.done())
 
 
 def start(call):

@@ -48,7 +48,7 @@ def test_an_evaluation_runs_and_gives_a_row_the_same_answer_in_any_batch(worded,
         ledger = tmp_path / str(batch)
         protocol = find_protocol("tiny-gsm").with_settings({"gen_length": 8})
         evaluate(worded("sdar"), protocol, masking([1]), ledger, limit=3, batch=batch)
-        found = [(run.folder.name, record) for run in LedgerRun.all(ledger) for record in run.records()]
+        found = [(run.name, record) for run in LedgerRun.all(ledger) for record in run.records()]
         records.append({(name, record["sample"]): record["tokens"] for name, record in found})
     assert records[0] == records[1]
     assert len(records[0]) == 6

@@ -3,14 +3,18 @@
 import json
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+from ledgers import old_run, repeats
 
 from sinklens.errors import LedgerError
-from sinklens.evaluation.ledger import LedgerRun, Writer
+from sinklens.evaluation.ledger import LedgerRun, Writer, export, file_system, holds_runs, merge
 
 WHAT = {"model": "tiny", "condition": {"name": "unmasked"}, "seed": 0}
 ENTRIES = [{"sample": f"s{number:03d}", "text": "→ “\n\t” " * 3, "verdict": number % 2 == 0} for number in range(40)]
@@ -18,6 +22,7 @@ ENTRIES = [{"sample": f"s{number:03d}", "text": "→ “\n\t” " * 3, "verdict"
 WORKER = """
 import sys, time
 from pathlib import Path
+from sinklens.evaluation import ledger
 from sinklens.evaluation.ledger import LedgerRun, Writer
 run = LedgerRun.of(Path(sys.argv[1]), {"model": "tiny", "condition": {"name": "unmasked"}, "seed": 0}).begin()
 done = run.done()
@@ -31,8 +36,12 @@ with Writer(run) as writer:
 """
 
 
-def worker(ledger):
-    return subprocess.Popen([sys.executable, "-c", WORKER, str(ledger)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+SHARED = "ledger.LOCAL = ()\nrun = "  # as if the folder were on a network file system
+MODES = {"wal": "run = ", "delete": SHARED}
+
+
+def worker(folder, code=WORKER):
+    return subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_records_are_read_unchanged_and_sorted_by_sample(tmp_path):
@@ -48,43 +57,14 @@ def test_records_are_read_unchanged_and_sorted_by_sample(tmp_path):
 def test_another_setting_makes_another_run_and_the_same_settings_find_the_same_run(tmp_path):
     first, other = LedgerRun.of(tmp_path, WHAT).begin(), LedgerRun.of(tmp_path, WHAT | {"seed": 1}).begin()
     again = LedgerRun.of(tmp_path, dict(reversed(WHAT.items()))).begin()
-    assert first.folder == again.folder != other.folder
+    assert first.name == again.name != other.name
     assert len(LedgerRun.all(tmp_path)) == 2
 
 
-def test_the_next_writer_drops_a_partial_last_record(tmp_path):
-    run = LedgerRun.of(tmp_path, WHAT).begin()
-    with Writer(run) as writer:
-        for entry in ENTRIES[:3]:
-            writer.add(entry)
-    complete = writer.path.read_bytes()
-    last = complete.splitlines(keepends=True)[-1]
-    for kept in range(1, len(last)):  # cut at every byte of the last line
-        writer.path.write_bytes(complete[: -len(last) + kept])
-        assert run.records() == ENTRIES[:2]
-    with Writer(run) as writer:
-        writer.add(ENTRIES[3])
-    assert run.records() == [*ENTRIES[:2], ENTRIES[3]]
-
-
-def test_a_damaged_record_in_the_middle_raises_an_error_that_names_the_line(tmp_path):
-    run = LedgerRun.of(tmp_path, WHAT).begin()
-    with Writer(run) as writer:
-        for entry in ENTRIES[:3]:
-            writer.add(entry)
-    lines = writer.path.read_bytes().splitlines(keepends=True)
-    lines[1] = lines[1].replace(b"s001", b"s777")
-    writer.path.write_bytes(b"".join(lines))
-    with pytest.raises(LedgerError, match=r"records-0.jsonl, line 2: the checksum does not match"):
-        run.records()
-    with pytest.raises(LedgerError, match=r"line 2"), Writer(run):
-        pass
-
-
 def test_a_shard_has_one_writer_at_a_time_and_another_writer_takes_another_shard(tmp_path):
-    run = LedgerRun.of(tmp_path, WHAT).begin()
+    run = LedgerRun.of(tmp_path, WHAT)
     with Writer(run) as first:
-        with pytest.raises(LedgerError, match=r"another process is writing to .*records-0.jsonl; wait until"):
+        with pytest.raises(LedgerError, match=r"another process is writing to .*records, shard 0\); wait until"):
             Writer(run).__enter__()
         with Writer(run, shard=1) as second:
             first.add(ENTRIES[0])
@@ -93,6 +73,28 @@ def test_a_shard_has_one_writer_at_a_time_and_another_writer_takes_another_shard
     with Writer(run):  # the lock was released
         pass
     assert run.records() == ENTRIES[:2]
+
+
+def test_a_sample_keeps_its_first_record_and_its_last_verdict(tmp_path):
+    run = LedgerRun.of(tmp_path, WHAT)
+    for kind, kept in (("records", 1), ("verdicts", 2)):
+        with Writer(run, kind=kind) as writer:
+            for number in (1, 2):
+                writer.add({"sample": "s", "verdict": number})
+        assert run.records(kind) == [{"sample": "s", "verdict": kept}]
+
+
+def test_records_added_together_are_stored_together_or_not_at_all(tmp_path):
+    run = LedgerRun.of(tmp_path, WHAT)
+    with Writer(run) as writer:
+        writer.add(*ENTRIES[:2])
+        with pytest.raises(KeyError, match="sample"):
+            writer.add(ENTRIES[2], {"no sample": 1})
+        with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):  # after the first was inserted
+            writer.add(ENTRIES[3], {"sample": "\ud800"})
+        assert run.records() == ENTRIES[:2]
+        writer.add(ENTRIES[4])
+    assert run.records() == [*ENTRIES[:2], ENTRIES[4]]
 
 
 def test_two_processes_on_one_ledger_do_not_corrupt_it(tmp_path):
@@ -107,56 +109,217 @@ def test_two_processes_on_one_ledger_do_not_corrupt_it(tmp_path):
     assert run.records() == ENTRIES
 
 
-def test_kills_at_random_moments_lose_and_repeat_no_sample(tmp_path):
-    rng = random.Random(5)
+@pytest.mark.parametrize("mode", MODES)
+def test_kills_at_random_moments_lose_and_repeat_no_sample(tmp_path, mode):
+    """A sample is printed once it has been added, so everything that was printed must be kept."""
+    rng, code, printed = random.Random(5), WORKER.replace("run = ", MODES[mode]), []
     for _ in range(10):
-        process = worker(tmp_path)
+        process = worker(tmp_path, code)
         for _ in range(rng.randint(1, 4)):
-            process.stdout.readline()
+            printed.append(process.stdout.readline().decode().strip())
         time.sleep(rng.random() * 0.01)
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
-    worker(tmp_path).communicate(timeout=60)
-    run = LedgerRun.of(tmp_path, WHAT).begin()
+        printed += process.communicate(timeout=60)[0].decode().split()
+        assert set(printed) - {""} <= LedgerRun.of(tmp_path, WHAT).done()
+    worker(tmp_path, code).communicate(timeout=60)
+    run = LedgerRun.of(tmp_path, WHAT)
     assert run.records() == ENTRIES
-    lines = (run.folder / "records-0.jsonl").read_bytes().splitlines()
-    assert len(lines) == len(ENTRIES)
+    assert repeats(run) == 0
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
+        assert database.execute("PRAGMA journal_mode").fetchone() == (mode,)
 
 
-def test_a_full_disk_leaves_no_partial_record(tmp_path):
-    """A real limit: the process cannot write files beyond 1,000 bytes."""
-    code = f"""
+def test_many_processes_create_and_fill_one_ledger_at_once(tmp_path):
+    code = WORKER.replace("Writer(run)", "Writer(run, int(sys.argv[2]))").replace(
+        'f"s{number:03d}"', 'f"{sys.argv[2]}-{number:03d}"'
+    )
+    arguments = [[sys.executable, "-c", code, str(tmp_path), str(shard)] for shard in range(8)]
+    processes = [subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for call in arguments]
+    for process in processes:
+        _, stderr = process.communicate(timeout=120)
+        assert process.returncode == 0, stderr[-1500:]
+    (run,) = LedgerRun.all(tmp_path)
+    assert [record["sample"] for record in run.records()] == [f"{n}-{m:03d}" for n in range(8) for m in range(40)]
+
+
+FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 from sinklens.errors import LedgerError
 from sinklens.evaluation.ledger import LedgerRun, Writer
-run = LedgerRun.of(Path(r"{tmp_path}"), {WHAT!r}).begin()
+run = LedgerRun.of(Path(sys.argv[1]), {"model": "tiny"})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 sys.dont_write_bytecode = True  # Python would keep the truncated files and fail on them later
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (90_000, resource.RLIM_INFINITY))
 with Writer(run) as writer:
     written = 0
     try:
-        for number in range(40):
-            writer.add({{"sample": str(number), "text": "x" * 150}})
+        for number in range(400):
+            writer.add({"sample": str(number), "text": "x" * 150})
             written += 1
     except LedgerError as error:
-        print("refused:", "All earlier records are complete" in str(error), written, len(run.records()))
+        print("refused:", "All earlier records are complete" in str(error), 0 < written == len(run.records()))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    writer.add({{"sample": "after", "text": ""}})
-print(len(run.records()))
+    writer.add({"sample": "after", "text": ""})
+print(len(run.records()) == written + 1)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n")[:2] == ["refused: True 5 5", "6"], done.stderr[-1500:]
+
+
+def test_a_full_disk_loses_no_record(tmp_path):
+    """A real limit: the process cannot write files beyond 90,000 bytes."""
+    call = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:2] == ["refused: True True", "True"], done.stderr[-1500:]
+
+
+READ_ONLY = """
+mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && exec "$2" -c "$3" "$1"
+"""
+READING = """
+import sys
+from pathlib import Path
+from sinklens.evaluation.ledger import LedgerRun
+(run,) = LedgerRun.all(Path(sys.argv[1]))
+print(len(run.records()), len(run.done()))
+run.begin()
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_ledger_on_read_only_media_can_be_read_and_not_written(tmp_path, killed):
+    """A real read-only mount; after a kill the log still holds records."""
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let its users mount a folder (unshare -rm)")
+    with Writer(LedgerRun.of(tmp_path, WHAT)) as writer:
+        writer.add(*ENTRIES[:1])
+    process = worker(tmp_path)
+    for _ in range(5):
+        process.stdout.readline()
+    if killed:
+        process.kill()
+    process.communicate(timeout=60)
+    assert (tmp_path / "ledger.sqlite-wal").exists() is killed
+    expected = len(LedgerRun.of(tmp_path, WHAT).done()) if not killed else None
+    call = ["unshare", "-rm", "sh", "-c", READ_ONLY, "sh", str(tmp_path), sys.executable, READING]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    first, second = map(int, done.stdout.split())
+    assert first == second == (expected or first) >= 6
+    assert "LedgerError: could not write to " in done.stderr
+
+
+def test_a_network_file_system_is_recognized(tmp_path):
+    (tmp_path / "a b").mkdir()
+    mounts = tmp_path / "mounts"
+    point = str(tmp_path / "a b").replace(" ", "\\040")
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {point} nfs4 rw 0 0\n")
+    assert file_system(tmp_path, mounts) == "ext4"
+    assert file_system(tmp_path / "a b" / "new", mounts) == "nfs4"
+    assert file_system(tmp_path, tmp_path / "none") == ""
+    assert file_system(Path("/proc")) == "proc"
+
+
+OLD = [{"sample": f"s{number}", "prompt_sha256": "0", "verdict": True} for number in range(4)]
+
+
+def test_a_ledger_of_json_lines_is_read_and_continued_in_a_database(tmp_path):
+    file = old_run(tmp_path, WHAT, OLD[:2])
+    before = file.read_bytes()
+    (run,) = LedgerRun.all(tmp_path)
+    assert holds_runs(tmp_path)
+    assert (run.what, run) == (WHAT, LedgerRun.of(tmp_path, WHAT))
+    assert (run.records(), run.done()) == (OLD[:2], {"s0", "s1"})
+    with Writer(run) as writer:
+        writer.add(*OLD[1:])
+    assert LedgerRun.all(tmp_path) == [run]
+    assert (run.records(), run.done()) == (OLD, {"s0", "s1", "s2", "s3"})
+    assert file.read_bytes() == before
+
+
+def test_a_partial_last_line_is_no_record(tmp_path):
+    file = old_run(tmp_path, WHAT, OLD[:3])
+    complete = file.read_bytes()
+    last = complete.splitlines(keepends=True)[-1]
+    for kept in range(1, len(last)):  # cut at every byte of the last line
+        file.write_bytes(complete[: -len(last) + kept])
+        assert LedgerRun.of(tmp_path, WHAT).records() == OLD[:2]
+
+
+def test_a_damaged_line_in_the_middle_raises_an_error_that_names_the_line(tmp_path):
+    file = old_run(tmp_path, WHAT, OLD)
+    file.write_bytes(file.read_bytes().replace(b"s1", b"s7"))
+    with pytest.raises(LedgerError, match=r"records-0.jsonl, line 2: the checksum does not match"):
+        LedgerRun.of(tmp_path, WHAT).records()
+
+
+def test_merging_copies_every_run_and_record_once(tmp_path):
+    """One of the ledgers is of version 0.2, and two of them overlap."""
+    other = WHAT | {"seed": 1}
+    old_run(tmp_path / "old", WHAT, OLD[:2])
+    old_run(tmp_path / "old", WHAT, [{"sample": "s0", "verdict": False}], kind="verdicts")
+    for folder, what, records in (("new", WHAT, OLD[1:3]), ("new", other, OLD[:1]), ("out", WHAT, OLD[3:])):
+        with Writer(LedgerRun.of(tmp_path / folder, what)) as writer:
+            writer.add(*records)
+    assert merge([tmp_path / "old", tmp_path / "new"], tmp_path / "out") == 5
+    assert merge([tmp_path / "old", tmp_path / "new"], tmp_path / "out") == 0
+    merged = {run.what["seed"]: run for run in LedgerRun.all(tmp_path / "out")}
+    assert merged[0].records() == OLD
+    assert merged[0].records("verdicts") == [{"sample": "s0", "verdict": False}]
+    assert merged[1].records() == OLD[:1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [({"prompt_sha256": "1"}, "another prompt"), ({"reference_sha256": "1"}, "another expected answer")],
+)
+def test_ledgers_of_different_data_are_not_merged(tmp_path, changes, text):
+    for folder, record in (
+        ("a", OLD[0] | {"reference_sha256": "0"}),
+        ("b", OLD[0] | {"reference_sha256": "0"} | changes),
+    ):
+        with Writer(LedgerRun.of(tmp_path / folder, WHAT)) as writer:
+            writer.add(record)
+    with pytest.raises(LedgerError, match=rf"a and .*b have records of s0 in run-.* with {text}.*; keep them apart"):
+        merge([tmp_path / "a"], tmp_path / "b")
+
+
+def test_an_export_holds_every_record_with_its_run(tmp_path):
+    run = LedgerRun.of(tmp_path, WHAT)
+    with Writer(run) as writer, Writer(run, kind="verdicts") as later:
+        writer.add(*ENTRIES)
+        later.add(ENTRIES[0])
+    assert export(tmp_path, tmp_path / "all.jsonl") == 41
+    lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert [line.pop("record") for line in lines] == [*ENTRIES, ENTRIES[0]]
+    assert lines == [{"run": run.name, "what": WHAT, "kind": kind} for kind in ["records"] * 40 + ["verdicts"]]
 
 
 def test_a_folder_without_runs_or_with_a_broken_one_is_refused(tmp_path):
     with pytest.raises(LedgerError, match=r"holds no run; create one with `sinklens evaluate"):
         LedgerRun.all(tmp_path)
-    note = LedgerRun.of(tmp_path, WHAT).begin().folder / "run.json"
+    assert not holds_runs(tmp_path)
+    note = old_run(tmp_path, WHAT, ENTRIES[:1]).with_name("run.json")
     note.write_text(note.read_text()[:20])
     with pytest.raises(LedgerError, match=r"cannot be read .* restore the file or delete its folder"):
         LedgerRun.all(tmp_path)
     note.write_text(json.dumps({"format": "something else", "what": {}}))
     with pytest.raises(LedgerError, match=r"has format 'something else'; this version reads"):
+        LedgerRun.all(tmp_path)
+
+
+def test_a_damaged_or_newer_database_is_refused(tmp_path):
+    run = LedgerRun.of(tmp_path, WHAT)
+    with Writer(run) as writer:
+        writer.add(*ENTRIES)
+    file = tmp_path / "ledger.sqlite"
+    complete = file.read_bytes()
+    file.write_bytes(complete[:4096] + b"?" * (len(complete) - 4096))
+    with pytest.raises(LedgerError, match=r"ledger.sqlite cannot be read \(.*malformed\); restore it from a copy"):
+        run.records()
+    file.write_bytes(b"no database" * 100)
+    with pytest.raises(LedgerError, match=r"could not write to .*ledger.sqlite: file is not a database"):
+        run.begin()
+    file.write_bytes(complete)
+    with closing(sqlite3.connect(file)) as database:
+        database.execute("PRAGMA user_version = 3")
+    with pytest.raises(LedgerError, match=r"ledger.sqlite has format 3; this version reads 2"):
         LedgerRun.all(tmp_path)

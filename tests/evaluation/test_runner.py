@@ -2,23 +2,27 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import warnings
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from building import shared_model
+from ledgers import repeats
 
 from sinklens.analyses import find
 from sinklens.errors import ControlWarning, LedgerError, PromptError, SettingError, SinklensError
 from sinklens.evaluation import units
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking
-from sinklens.evaluation.ledger import LedgerRun, Writer
+from sinklens.evaluation.ledger import LedgerRun, Writer, holds_runs
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, estimate, evaluate
+from sinklens.evaluation.tables import read_lines
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.tasks import Sample, find_task
 from sinklens.tasks.tiny_gsm import TinyGsm
@@ -46,10 +50,8 @@ def contents(ledger):
     """Every record of every run without its varying fields; fails if a record is repeated."""
     found = {}
     for run in LedgerRun.all(ledger):
-        lines = [line for shard in run.folder.glob("records-*.jsonl") for line in shard.read_bytes().splitlines()]
-        records = run.records()
-        assert len(lines) == len(records)
-        found[run.folder.name] = [{k: v for k, v in record.items() if k not in VARYING} for record in records]
+        assert repeats(run) == 0
+        found[run.name] = [{k: v for k, v in record.items() if k not in VARYING} for record in run.records()]
     return found
 
 
@@ -69,7 +71,8 @@ def start(ledger, *more):
 
 
 def size(ledger):
-    return sum(shard.stat().st_size for shard in ledger.glob("run-*/records-*.jsonl"))
+    """Number of records."""
+    return sum(len(run.done()) for run in LedgerRun.all(ledger)) if holds_runs(ledger) else 0
 
 
 def kill_and_resume(ledger, times, seed):
@@ -102,19 +105,19 @@ def test_ten_kills_at_random_moments_change_nothing(tmp_path, uninterrupted):
 
 
 def test_an_evaluation_resumes_after_the_disk_was_full(tmp_path, uninterrupted):
-    """A real limit: the first process cannot write files beyond 3,000 bytes, the second can."""
+    """A real limit: the first process cannot write files beyond 60,000 bytes, the second can."""
     code = f"""
 import resource, signal, sys
 from sinklens.cli import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 sys.dont_write_bytecode = True  # Python would keep the truncated files and fail on them later
-resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
 sys.exit(main({[*ARGUMENTS, "--out", str(tmp_path)]!r}))
 """
     full = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert full.returncode == 1
     assert "All earlier records are complete; free some space and rerun." in full.stderr
-    assert 0 < size(tmp_path) <= 3000
+    assert 0 < size(tmp_path) < 20
     engine = Counting()
     evaluate("tiny-llama", "tiny-gsm", CONDITIONS, tmp_path, limit=10, engine=engine)
     assert 0 < len(engine.units) < 20
@@ -141,10 +144,28 @@ def test_shards_divide_the_samples_and_give_the_same_ledger(tmp_path, uninterrup
 def test_a_second_process_on_a_shard_is_refused_without_damage(tmp_path, uninterrupted, tiny_llama):
     evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=2)
     run = LedgerRun.all(tmp_path)[0]
-    with Writer(run), pytest.raises(LedgerError, match=r"another process is writing to .*records-0.jsonl"):
+    with Writer(run), pytest.raises(LedgerError, match=r"another process is writing to .*, records, shard 0"):
         evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=10)
     evaluate(tiny_llama, "tiny-gsm", CONDITIONS, tmp_path, limit=10)
     assert contents(tmp_path) == uninterrupted
+
+
+def test_a_ledger_of_version_0_2_is_finished_for_the_same_evaluation(tmp_path):
+    """Its records are recognized by their identity: interventions, random controls and cache policies included."""
+    shutil.copytree(Path(__file__).with_name("old_ledger"), tmp_path, dirs_exist_ok=True)
+    mine = Condition("mine", (MaskSinks(top_k=2, pick="random_any"),), cache="dual")
+    conditions, engine = [*masking([1], controls=["random"]), mine], Counting()
+    for run in LedgerRun.all(tmp_path):
+        run.begin()
+    before = contents(tmp_path)
+    evaluate("tiny-llada", "tiny-gsm", conditions, tmp_path, limit=2, engine=engine)
+    assert engine.units == []
+    assert contents(tmp_path) == before
+    evaluate("tiny-llada", "tiny-gsm", conditions, tmp_path, limit=3, engine=engine)
+    assert engine.units == [(condition.name, "tiny-gsm/2") for condition in conditions]
+    lines = {line.condition: line for line in read_lines(tmp_path)}
+    assert {name: line.accuracy.total for name, line in lines.items()} == dict.fromkeys(lines, 3)
+    assert lines["1 sink"].control == "1 random key"
 
 
 def test_different_settings_make_separate_runs(tmp_path, tiny_llada):

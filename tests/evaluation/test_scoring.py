@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from ledgers import answered, planted_run
+from ledgers import answered, forget, planted_run
 
 from sinklens.errors import LedgerError
 from sinklens.evaluation.ledger import LedgerRun, Writer
@@ -48,13 +48,13 @@ def test_a_second_start_runs_only_the_missing_programs(tmp_path, coded):
     assert score(tmp_path, progress=lambda run, done, total: reports.append((done, total))) == 1
     assert reports == [(6, 6)]
     assert score(tmp_path) == 0
-    assert len((coded.folder / "verdicts-0.jsonl").read_bytes().splitlines()) == 6
+    assert len(coded.records("verdicts")) == 6
 
 
 @pytest.mark.usefixtures("isolation")
 def test_a_regenerated_program_is_judged_again(tmp_path, coded):
     score(tmp_path)
-    (coded.folder / "records-0.jsonl").unlink()
+    forget(coded)
     answered(coded, TASK, {SAMPLES[0].id: "    return 'wrong'\n", SAMPLES[1].id: SAMPLES[1].reference})
     assert verdicts(coded) == {}
     assert score(tmp_path) == 2
@@ -65,13 +65,13 @@ def test_runs_of_tasks_without_programs_are_not_scored(tmp_path):
     run = planted_run(tmp_path, {"tiny-gsm/0": True})
     assert score(tmp_path) == 0
     assert verdicts(run) == {"tiny-gsm/0": True}
-    assert not (run.folder / "verdicts-0.jsonl").exists()
+    assert run.records("verdicts") == []
 
 
 def test_a_second_scorer_of_a_run_is_refused(tmp_path, coded):
     with (
         Writer(coded, kind="verdicts"),
-        pytest.raises(LedgerError, match=r"another process is writing to .*verdicts-0"),
+        pytest.raises(LedgerError, match=r"another process is writing to .*, verdicts, shard 0"),
     ):
         score(tmp_path)
 
@@ -100,4 +100,4 @@ def test_data_changed_since_the_evaluation_are_refused(tmp_path, coded, shared):
 def test_a_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(LedgerError, match=r"holds no run"):
         score(tmp_path)
-    assert not list(LedgerRun.all(planted_run(tmp_path, {"tiny-gsm/0": True}).folder.parent)[0].records("verdicts"))
+    assert not list(LedgerRun.all(planted_run(tmp_path, {"tiny-gsm/0": True}).folder)[0].records("verdicts"))
