@@ -1,8 +1,10 @@
 """Fingerprints are equal for equal interventions, in any process, and different for all others."""
 
 import functools
+import importlib
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.identity import fingerprint
+from sinklens.identity import fingerprint, identify
 from sinklens.interventions import AblateHeads, Activations, HeadOutputs, MaskSinks, PatchHooks
 from sinklens.sinks import EpsilonOverMean, TopK
 
@@ -120,6 +122,26 @@ def test_another_process_computes_the_same_fingerprint():
         str(fingerprint(make(0)).replace(__name__, "test_identity").encode()) for (make,) in SAME_AND_OTHER.values()
     ]
     assert printed.splitlines() == expected
+
+
+@dataclass(frozen=True)
+class Outside:
+    """From outside sinklens."""
+
+    value: int = 0
+
+
+def test_the_source_of_a_class_from_outside_is_part_of_an_identity(tmp_path, monkeypatch):
+    assert identify(Outside(1)).text == repr(Outside(1))
+    assert [len(code) for code in identify([Outside(1), Outside(2)]).code] == [16]
+    assert identify(MaskSinks()) == (repr(MaskSinks()), ())
+    (tmp_path / "namesake.py").write_text(
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Outside:\n    value: int = 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    namesake = importlib.import_module("namesake").Outside(1)
+    assert identify(namesake).text == identify(Outside(1)).text
+    assert fingerprint(namesake) != fingerprint(Outside(1))
 
 
 class Plain:

@@ -16,7 +16,6 @@
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -168,8 +167,8 @@ assert not Path("results").exists()
 # %% [markdown]
 # ## The ledger
 #
-# `evaluate` writes one record per sample as soon as its batch is finished: a line of JSON with a checksum, synced to
-# the disk. We interrupt an evaluation after its second batch, as Ctrl-C would:
+# `evaluate` writes one record per sample as soon as its batch is finished, into an SQLite database. We interrupt an
+# evaluation after its second batch, as Ctrl-C would:
 
 
 # %%
@@ -188,52 +187,43 @@ except KeyboardInterrupt:
 from sinklens.evaluation import LedgerRun
 
 
-def lines(ledger):
-    """Records by condition, as in the files."""
-    read = {run.what["condition"]["name"]: run.folder / "records-0.jsonl" for run in LedgerRun.all(Path(ledger))}
-    return {name: file.read_bytes().splitlines() for name, file in read.items()}
+def recorded(ledger):
+    """Records by condition."""
+    return {run.what["condition"]["name"]: run.records() for run in LedgerRun.all(Path(ledger))}
 
 
-first = lines("results")
-print({name: len(found) for name, found in first.items()}, *[file.name for file in Path("results").glob("run-*/*")])
-record = json.loads(first["unmasked"][0].rpartition(b"\t")[0])
+first = recorded("results")
+print({name: len(found) for name, found in first.items()})
+record = first["unmasked"][0]
 print({name: record[name] for name in ("sample", "text", "verdict", "steps", "empty", "ended", "masks", "device")})
 assert len(first["unmasked"]) == 10
 
 # %% [markdown]
-# Everything that determines a verdict (weights, condition, protocol, settings, seed) is in `run.json`, and its hash is
-# the folder's name; these files are all that the table needs. A kill at the wrong moment leaves half a line at the end,
-# for an unfinished sample; we imitate one. The same call then resumes. The batch size may differ, because it only
-# divides the same work differently.
+# Everything that determines a verdict (weights, condition, protocol, settings, seed) describes a run, and its hash is
+# the run's name; `results/ledger.sqlite` is all that the table needs. A batch is recorded completely or not at all,
+# whenever the process is killed. The same call then resumes. The batch size may differ, because it only divides the
+# same work differently.
 
 # %%
-unmasked = next(run for run in LedgerRun.all(Path("results")) if run.what["condition"]["name"] == "unmasked")
-with (unmasked.folder / "records-0.jsonl").open("ab") as file:
-    file.write(b'{"chance": 0.0, "device": "c')
-print(len(unmasked.done()), "samples are done")
 evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20, batch=20)
-second = lines("results")
-assert second["unmasked"][:10] == first["unmasked"]  # finished samples are unchanged, byte by byte
-for found in second.values():  # the rest was added, without duplicates
-    assert len(found) == len({json.loads(line.rpartition(b"\t")[0])["sample"] for line in found}) == 20
+second = recorded("results")
+assert all(record in second["unmasked"] for record in first["unmasked"])  # finished samples are unchanged
+assert {name: len(found) for name, found in second.items()} == dict.fromkeys(second, 20)  # the rest was added
 evaluate("tiny-llada", "tiny-gsm", conditions, "results", limit=20)  # nothing is left to do
-assert lines("results") == second
+assert recorded("results") == second
 
 # %% [markdown]
-# On a cluster that ends jobs after a day, just start the evaluation again. A line that was changed or damaged anywhere
-# but at the end cannot result from a kill, and is an error:
+# On a cluster that ends jobs after a day, just start the evaluation again. Other programs read the records as JSON
+# Lines, each with the description of its run:
 
 # %%
-shutil.copytree("results", "touched", dirs_exist_ok=True)
-touched = sorted(Path("touched").glob("run-*/records-0.jsonl"))[0]
-touched.write_bytes(touched.read_bytes().replace(b'"masks": 0', b'"masks": 1', 1))
-print(shell("sinklens table touched"))
+print(shell("sinklens export results --out records.jsonl"))
+print(Path("records.jsonl").read_text()[:200])
 
 # %% [markdown]
 # ## Many processes, many machines
 #
-# *Shards.* Process i of n takes every n-th sample and writes a separate file; the processes need no communication. As a
-# Slurm array job:
+# *Shards.* Process i of n takes every n-th sample, and all write to one ledger. As a Slurm array job:
 #
 #     sbatch --array=0-7 --gres=gpu:1 --wrap 'sinklens evaluate GSAI-ML/LLaDA-8B-Instruct --protocol llada-gsm8k \
 #         --mask-sinks 0 1 5 10 --controls random --of-unmasked --shard $SLURM_ARRAY_TASK_ID/8 --out /shared/results'
@@ -252,7 +242,6 @@ print(shell("sinklens table touched"))
 # %%
 for number in range(2):
     evaluate("tiny-llada", "tiny-gsm", conditions[:1], "sharded", limit=20, shard=(number, 2))
-print(*sorted(file.name for file in Path("sharded").glob("run-*/*")))
 (whole,) = read_lines("sharded")
 print(whole.condition, whole.accuracy)
 
@@ -295,14 +284,10 @@ print(against.rename(columns=lambda name: name.replace("against_", "")).round(4)
 # %%
 from sinklens.evaluation.ledger import Writer
 
-shutil.copytree("results", "mixed", dirs_exist_ok=True)
-for run in LedgerRun.all(Path("mixed")):
-    if run.what["model"] == "tiny-llada" and run.what["condition"]["masked"]:
-        records = run.records()
-        (run.folder / "records-0.jsonl").unlink()
-        with Writer(run) as writer:
-            for record in records:
-                writer.add(record | {"device": "cuda"})
+for run in LedgerRun.all(Path("results")):
+    moved = run.what["model"] == "tiny-llada" and run.what["condition"]["masked"]
+    with Writer(LedgerRun.of(Path("mixed"), run.what)) as writer:
+        writer.add(*(record | {"device": "cuda" if moved else "cpu"} for record in run.records()))
 print(shell("sinklens table mixed"))
 
 # %% [markdown]

@@ -1,4 +1,4 @@
-"""The command line: ``sinklens demo | trace | lab | analyse | evaluate | score | merge | export | table | hooks | models | train``."""
+"""The command line, ``sinklens COMMAND``: demo, trace, lab, analyse, evaluate, score, merge, export, table, hooks, …"""
 
 import sys
 from collections.abc import Sequence

@@ -1,21 +1,19 @@
 """Conditions: the interventions and the cache policy, or none, under which a model answers. Each has a name.
 
 The conditions of one evaluation get the same samples and the same seed, so their verdicts can be compared sample by
-sample. The ledger stores a condition as the repr of its interventions and policy, which contains all their settings.
+sample. The ledger stores a condition as the identity of its interventions and policy (identity.py), which covers their
+settings, recorded runs that they hold, and the source of classes defined outside sinklens.
 
-Pitfall: two interventions with the same repr would share their records. An intervention whose repr is incomplete, such
-as one that holds a recorded run, is therefore refused; so is such a policy. For a class defined outside sinklens, also
-that of a detector, the ledger also stores a hash of its source, but not of the code that it calls.
+Pitfall: it does not cover the code that such a class calls. Two interventions that differ only there share records.
 """
 
-import hashlib
-import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sinklens.caching import Policy, as_policy, policy_name
 from sinklens.errors import SettingError, nearest
+from sinklens.identity import identify
 from sinklens.integers import as_seed
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.interventions.choice import Scope, as_tuple
@@ -58,9 +56,8 @@ class Condition:
             "" for a condition that is not a control, and for those of `masking`, which tables pair by their settings.
 
     Raises:
-        SettingError: `hooks` are not interventions; an intervention or the policy holds a value that its repr does not
-            fully describe, such as a recorded run, or keeps state outside its dataclass fields; or the condition is a
-            control of itself.
+        SettingError: `hooks` are not interventions; an intervention or the policy cannot be identified, see
+            `sinklens.identity.identify`; or the condition is a control of itself.
     """
 
     name: str
@@ -75,15 +72,7 @@ class Condition:
         object.__setattr__(self, "cache", as_policy(self.cache))
         object.__setattr__(self, "hooks", tuple(hook_list(self.hooks)))
         self._check_names()
-        for part in reversed(self._parts()):  # an inner policy before the one around it
-            _check_state_in_fields(part)
-            for entry in fields(part):
-                if not _is_plain(getattr(part, entry.name)):
-                    kind = "interventions" if isinstance(part, Intervention) else "policies"
-                    raise SettingError(
-                        f"{type(part).__name__}({entry.name}=...) is a {type(getattr(part, entry.name)).__name__}, "
-                        f"which the ledger cannot distinguish from another one; use {kind} with plain settings."
-                    )
+        self.described()  # refuses what cannot be identified
 
     def _check_names(self) -> None:
         for what, name in (("name", self.name), ("control_of", self.control_of)):
@@ -98,24 +87,17 @@ class Condition:
                     f"For a function of your own, write a subclass of Intervention."
                 )
 
-    def _parts(self) -> tuple[Any, ...]:
-        """The interventions, the policy, and the policies inside it."""
-        parts = list(self.hooks) if self.cache is None else [*self.hooks, self.cache]
-        for part in parts:  # grows
-            if isinstance(part, Policy) and is_dataclass(part):
-                parts += [inner for entry in fields(part) if isinstance(inner := getattr(part, entry.name), Policy)]
-        return tuple(parts)
-
     def described(self) -> dict[str, Any]:
         """The condition as plain JSON values; only equal conditions give equal values."""
-        hooks = [repr(hook) for hook in self.hooks]
-        entry = {"name": self.name, "hooks": hooks, "masked": self.masked, "pick": self.pick}
-        classes = [kind for part in self._parts() for kind in _classes(part)]
-        code = [_code_hash(kind) for kind in dict.fromkeys(classes) if not kind.__module__.startswith("sinklens.")]
-        entry |= {"random": "weaker"} if any(OF_WEAKER in hook for hook in hooks) else {}
+        hooks = [identify(hook) for hook in self.hooks]
+        cache = None if self.cache is None else identify(self.cache)
+        code = list(dict.fromkeys(text for one in (*hooks, *([cache] if cache else [])) for text in one.code))
+        entry = {"name": self.name, "hooks": [hook.text for hook in hooks], "masked": self.masked, "pick": self.pick}
+        entry |= {"random": "weaker"} if any(OF_WEAKER in hook.text for hook in hooks) else {}
         entry |= {"of_unmasked": True} if self.of_unmasked else {}
         entry |= {"control_of": self.control_of} if self.control_of else {}
-        return entry | ({} if self.cache is None else {"cache": repr(self.cache)}) | ({"code": code} if code else {})
+        entry |= {"cache": cache.text} if cache else {}
+        return entry | ({"code": code} if code else {})
 
     def hooks_for(self, unmasked: "Callable[[], SinkTrack]") -> list[Intervention]:
         """The interventions of one batch; calls `unmasked` for the batch's unmasked run if they need it."""
@@ -126,52 +108,6 @@ class Condition:
             replace(hook, source=track) if isinstance(hook, OnSinks) and hook.where is None else hook
             for hook in self.hooks
         ]
-
-
-def _check_state_in_fields(part: Any) -> None:
-    """Refuse an intervention or a policy with state that its repr omits."""
-    kind = type(part)
-    unshown = [entry.name for entry in fields(part) if entry.init and not entry.repr] if is_dataclass(part) else []
-    if unshown:
-        raise SettingError(
-            f"{kind.__name__} declares {', '.join(unshown)} with repr=False, so the ledger cannot distinguish two "
-            f"settings of it; declare it without repr=False."
-        )
-    read = {name for name in vars(part) if name.startswith("reads_") and isinstance(part, Policy)}  # follow from fields
-    declared = {entry.name for entry in fields(part)} if is_dataclass(part) else set()
-    outside = sorted(vars(part).keys() - declared - read)
-    if "__dataclass_params__" not in vars(kind) or outside:
-        other = "intervention" if isinstance(part, Intervention) else "policy"
-        raise SettingError(
-            f"{kind.__name__} keeps {', '.join(outside) or 'its settings'} outside dataclass fields, so the ledger "
-            f"cannot distinguish it from another {other}; decorate the class with @dataclass(frozen=True) and "
-            f"declare its settings as fields."
-        )
-
-
-def _classes(value: Any) -> list[type]:
-    """The dataclass of a value, and those of its fields, such as the detector of `MaskSinks`."""
-    if isinstance(value, tuple | list):
-        return [kind for entry in value for kind in _classes(entry)]
-    if not is_dataclass(value):
-        return []
-    return [type(value), *(kind for entry in fields(value) for kind in _classes(getattr(value, entry.name)))]
-
-
-def _code_hash(kind: type) -> str:
-    try:
-        return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
-    except (OSError, TypeError):  # defined without a source file, as in a plain REPL
-        return ""
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether the repr of a value identifies it: numbers, strings, and tuples or dataclasses of these."""
-    if value is None or isinstance(value, str | int | float | range):
-        return True
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return is_dataclass(value) and all(_is_plain(getattr(value, entry.name)) for entry in fields(value))
 
 
 UNMASKED = Condition("unmasked", masked=0)

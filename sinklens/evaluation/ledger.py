@@ -151,7 +151,7 @@ class Writer:
 
 def holds_runs(folder: Path) -> bool:
     """Whether a folder holds a ledger with at least one run, of this version or an earlier one."""
-    return any(folder.glob("run-*/run.json")) or bool(_rows(folder, "SELECT name FROM runs LIMIT 1"))
+    return any(folder.glob("run-*/run.json")) or bool(_rows(folder, "SELECT name FROM runs"))
 
 
 def merge(ledgers: Sequence[str | Path], out: str | Path) -> int:

@@ -27,6 +27,20 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
+def test_ledgers_are_merged_and_exported(tmp_path, capsys):
+    for place in ("a", "b"):
+        planted_run(tmp_path / place, {f"tiny-gsm/{place}": True})
+    merged, file = tmp_path / "merged", tmp_path / "all.jsonl"
+    code, out, _ = run(capsys, "merge", tmp_path / "a", tmp_path / "b", "--out", merged)
+    assert (code, out) == (0, f"2 records were copied. To print the table: sinklens table {merged}\n")
+    assert run(capsys, "export", merged, "--out", file)[:2] == (0, f"2 records were written to {file}.\n")
+    assert [json.loads(line)["record"]["sample"] for line in file.read_text().splitlines()] == [
+        "tiny-gsm/a", "tiny-gsm/b",
+    ]  # fmt: skip
+    code, _, printed = run(capsys, "export", tmp_path, "--out", file)
+    assert (code, "holds no run; create one with" in printed) == (1, True)
+
+
 def test_evaluate_and_table_write_the_table_and_the_figure(tmp_path, capsys):
     flags = ["--task", "tiny-gsm", "--mask-sinks", 0, 1, "--controls", "random", "--limit", 2,
              "--gen-length", 4, "--out", tmp_path]  # fmt: skip

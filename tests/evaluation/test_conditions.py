@@ -3,13 +3,14 @@
 from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 
 import sinklens
 from sinklens.caching import DelayedCache, DualCache, Evict, KeepSinks, NoCache, Policy, Refresh
 from sinklens.errors import SettingError, SinklensError
 from sinklens.evaluation.conditions import CONTROLS, UNMASKED, Condition, masking, under_caches
-from sinklens.interventions import Intervention, MaskSinks, PatchHooks
-from sinklens.sinks.detectors import Detector, EpsilonOverMean
+from sinklens.interventions import Intervention, MaskSinks, Steer
+from sinklens.sinks.detectors import Detector
 from sinklens.sinks.strongest import StrongestKeys
 
 
@@ -77,17 +78,30 @@ def test_only_equal_conditions_have_equal_descriptions():
     assert "top_k=1" in first.described()["hooks"][0]
 
 
-def test_settings_that_the_ledger_cannot_distinguish_are_refused(tiny_llada):
-    run = sinklens.generate(tiny_llada, "Question: 2 + 3?\nAnswer:", steps=2, progress=False)
-    with pytest.raises(
-        SettingError, match=r"MaskSinks\(source=...\) is a SinkTrack, which the ledger cannot distinguish"
-    ):
-        Condition("recorded sinks", (MaskSinks(source=run.sinks),))
-    Condition("by a detector", (MaskSinks(top_k=None, detector=EpsilonOverMean()),))
-    with sinklens.trace(tiny_llada, "Question: 2 + 3?\nAnswer:", steps=2) as t:
-        caches = t.cache(["blocks.0.hook_resid_post"])
-    with pytest.raises(SettingError, match=r"PatchHooks\(source=...\) is a"):
-        Condition("patched", (PatchHooks(source=caches, names=["blocks.0.hook_resid_post"]),))
+def test_recorded_runs_and_tensors_are_described_by_their_values(tiny_llada):
+    """Their repr alone would be equal."""
+    tracks = [
+        sinklens.generate(tiny_llada, text, steps=2, progress=False).sinks for text in ("2 + 3?", "2 + 3?", "2 + 4?")
+    ]
+    first, same, other = (Condition("a", (MaskSinks(source=track),)).described()["hooks"] for track in tracks)
+    assert first == same != other
+    directions = [Condition("a", (Steer(torch.tensor([1.0, value] * 32)),)).described() for value in (1, 1, 2)]
+    assert directions[0] == directions[1] != directions[2]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_only_its_address_identifies_is_refused():
+    with pytest.raises(SettingError, match=r"cannot fingerprint <object object at 0x.*its memory address"):
+        Condition("mine", (Plain(object()),))
+
+
+def test_plain_interventions_and_policies_are_described_by_their_repr():
+    """So do ledgers of earlier versions describe them."""
+    conditions = masking([1, 5], list(CONTROLS), of_unmasked=True, kind=["digit"], part="sink", seed=3)
+    for one in under_caches(conditions, ["dual", "delayed", "keep-sinks:4", "drop-sinks:4", Refresh(every=4)]):
+        assert one.described()["hooks"] == [repr(hook) for hook in one.hooks]
+        assert one.described().get("cache") == (None if one.cache is None else repr(one.cache))
+        assert "code" not in one.described()
 
 
 class NoDataclass(Intervention):
@@ -246,12 +260,11 @@ def test_a_description_includes_the_code_of_a_detector_from_outside():
 def test_policies_from_outside_are_described_by_their_code_or_refused():
     assert len(Condition("mine", cache=Blocks()).described()["code"]) == 1
     assert len(Condition("inside", cache=Refresh(every=4, within=Blocks())).described()["code"]) == 1
-    with pytest.raises(SettingError, match=r"Unsettled keeps every outside dataclass fields"):
+    with pytest.raises(SettingError, match=r"cannot fingerprint .*Unsettled object at"):
         Condition("inside", cache=Refresh(every=4, within=Unsettled(2)))
-    with pytest.raises(SettingError, match=r"Unshown declares share with repr=False, so the ledger cannot"):
-        Condition("mine", cache=Unshown())
-    with pytest.raises(SettingError, match=r"Unsettled keeps every outside dataclass fields.* from another policy"):
+    with pytest.raises(SettingError, match=r"cannot fingerprint .*Unsettled object at"):
         Condition("mine", cache=Unsettled(2))
+    assert "share=0.2" in Condition("mine", cache=Unshown(0.2)).described()["cache"]
     with pytest.raises(SettingError, match=r"list each cache policy once; evict is listed several times"):
         under_caches([UNMASKED], ["evict", Evict(keep=0.5)])
     with pytest.raises(SettingError, match=r"the condition 'cache dual' has a cache policy already; drop cache="):

@@ -16,6 +16,7 @@ from building import shared_model
 from ledgers import repeats
 
 from sinklens.analyses import find
+from sinklens.caching import DualCache
 from sinklens.errors import ControlWarning, LedgerError, PromptError, SettingError, SinklensError
 from sinklens.evaluation import units
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking
@@ -153,7 +154,7 @@ def test_a_second_process_on_a_shard_is_refused_without_damage(tmp_path, uninter
 def test_a_ledger_of_version_0_2_is_finished_for_the_same_evaluation(tmp_path):
     """Its records are recognized by their identity: interventions, random controls and cache policies included."""
     shutil.copytree(Path(__file__).with_name("old_ledger"), tmp_path, dirs_exist_ok=True)
-    mine = Condition("mine", (MaskSinks(top_k=2, pick="random_any"),), cache="dual")
+    mine = Condition("mine", (MaskSinks(top_k=2, pick="random_any"),), cache=DualCache())
     conditions, engine = [*masking([1], controls=["random"]), mine], Counting()
     for run in LedgerRun.all(tmp_path):
         run.begin()
