@@ -3,7 +3,8 @@
 The sources are in three folders, two of which have other names once installed. A temporary folder therefore gets
 links that lay them out as setuptools would, and mkdocstrings reads there. Docstrings are in Google's format, with two
 conventions of this project: several names may share an entry (``layers, heads: numbers``), and examples have no
-heading. `Conventions` rewrites both into standard Google format.
+heading. `Conventions` rewrites both into standard Google format, and shows the arguments of functions that take those
+of a request (`sinklens.arguments.takes`).
 
 Limitation: `mkdocs serve` creates the links once; a new file at the top of sinklens/ needs a restart.
 """
@@ -17,9 +18,12 @@ from typing import Any
 import griffe
 from mkdocs.plugins import event_priority
 
+from sinklens.arguments import with_arguments
+
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY = re.compile(r"^( +)([*\w]+(?:, [*\w]+)+): (.*(?:\n\1 +.*)*)", flags=re.MULTILINE)
 SECTION = re.compile(r"^( *)(?:Args|Attributes):\n((?:\1 +.*\n?|\n(?=\1 ))*)", flags=re.MULTILINE)
+TAKES = re.compile(r"(?:\w+\.)*takes\((\w+)\)")
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1\S.*)*", flags=re.MULTILINE)
 _scratch: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -56,6 +60,23 @@ class Conventions(griffe.Extension):
         """Rewrite the docstring of one object; an alias shows its target's docstring."""
         if obj.docstring is not None:
             obj.docstring.value = plain(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, loader: Any, **kwargs: Any) -> None:
+        """Give functions with ``@takes(Request)`` the arguments of the request."""
+        for function in [one for module in _modules(pkg) for one in module.functions.values() if not one.is_alias]:
+            for decorator in function.decorators:
+                found = TAKES.fullmatch(str(decorator.value))
+                if found is not None:
+                    request = loader.modules_collection[function.resolve(found[1])]
+                    request = request.final_target if request.is_alias else request
+                    own, given = [*function.parameters], [*request["__init__"].parameters]
+                    function.parameters = griffe.Parameters(own[0], *given[1:])
+                    function.docstring.value = with_arguments(function.docstring.value, request.docstring.value)
+
+
+def _modules(module: griffe.Module) -> list[griffe.Module]:
+    """A module and all modules in it."""
+    return [module, *(one for inner in module.modules.values() if not inner.is_alias for one in _modules(inner))]
 
 
 def plain(text: str) -> str:

@@ -10,12 +10,13 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from sinklens.arguments import Words, read_as
 from sinklens.caching.dkv import DelayedCache
 from sinklens.caching.evict import Evict
 from sinklens.caching.fast_dllm import DualCache, PrefixCache
@@ -24,6 +25,7 @@ from sinklens.caching.sinks import KeepSinks
 from sinklens.errors import SettingError, nearest
 from sinklens.sampling.key_cache import History, Policy
 
+CachePolicy = Annotated[Policy | str, Words("a policy such as sinklens.caching.DualCache() or its name, 'dual',")]
 Maker = Callable[..., Policy]
 
 
@@ -66,14 +68,9 @@ def as_policy(cache: Any) -> Policy | None:
     Raises:
         SettingError: it is neither, or no policy has this name.
     """
-    policy = find_policy(cache) if isinstance(cache, str) else cache
-    if policy is None or isinstance(policy, NoCache):
-        return None
-    if not isinstance(policy, Policy):
-        raise SettingError(
-            f"cache= must be a policy such as sinklens.caching.DualCache() or its name, 'dual'; got {cache!r}."
-        )
-    return policy
+    given = read_as(CachePolicy | None, "cache", cache)
+    policy = find_policy(given) if isinstance(given, str) else given
+    return None if isinstance(policy, NoCache) else policy
 
 
 def policy_name(policy: Policy) -> str:

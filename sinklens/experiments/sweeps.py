@@ -20,6 +20,7 @@ import numpy as np
 import xarray as xr
 from torch import Tensor
 
+from sinklens.arguments import Count, read_as
 from sinklens.atomic import atomic_write
 from sinklens.caching import Policy, as_policy
 from sinklens.errors import SettingError
@@ -27,7 +28,6 @@ from sinklens.experiments.comparison import answers_compared, compared
 from sinklens.experiments.metrics import Metric, Places, Work, named_places
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.identity import fingerprint
-from sinklens.integers import as_integer
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.prompts import Prompt
@@ -104,12 +104,12 @@ def sweep(
     prompts = _rows(model, prompts)
     if not listed or not len(prompts):
         raise SettingError("a sweep needs at least one intervention and one prompt.")
-    policy = as_policy(cache)
-    places = _places(listed, metric, replay, out, policy)
-    work = _Sweep(model, seed, chat_template, settings, replay, None if out is None else Path(out), policy)
-    limit = work.rows_within(prompts, memory_gb) if rows is None else as_integer(rows)
-    if limit is None or limit < 1:
-        raise SettingError(f"rows, the number of rows per pass, must be an integer of at least 1; got {rows!r}.")
+    request = RunRequest(
+        prompts, seed=seed, chat_template=chat_template, cache=cache, record_sinks=False, progress=False
+    ).changed(settings=settings)
+    places = _places(listed, metric, replay, out, as_policy(cache))
+    work = _Sweep(model, request, replay, None if out is None else Path(out))
+    limit = work.rows_within(prompts, memory_gb) if rows is None else read_as(Count, "rows", rows)
     size = min(len(prompts), limit)
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     if metric is not None:
@@ -227,24 +227,14 @@ def _shown(parts: Sequence[Any], progress: bool | None) -> Iterator[Any]:
 class _Sweep:
     """State shared by the parts of one sweep."""
 
-    def __init__(
-        self,
-        model: Model,
-        seed: int,
-        chat_template: bool | str,
-        settings: Mapping[str, Any],
-        replay: bool,
-        out: Path | None,
-        cache: Policy | None,
-    ) -> None:
-        self._model, self._seed, self._template, self._given = model, seed, chat_template, dict(settings)
-        self._settings = settings_for(model, self._given)
-        self._replay, self._out, self._cache = replay, out, cache
+    def __init__(self, model: Model, request: RunRequest, replay: bool, out: Path | None) -> None:
+        self._model, self._request, self._replay, self._out = model, request, replay, out
+        self._settings, self._cache = settings_for(model, request.settings), as_policy(request.cache)
         self._weights = model.fingerprint if out is not None else ""
 
     def rows_within(self, prompts: Any, memory_gb: float | int) -> int:
         """Rows per pass that the budget allows."""
-        length = self._model.encode(prompts, self._template)[0].shape[1] + self._settings.gen_length
+        length = self._model.encode(prompts, self._request.chat_template)[0].shape[1] + self._settings.gen_length
         row = bytes_per_row(self._model, length, self._settings, self._replay, cached=self._cache is not None)
         return rows_within(memory_gb, row)
 
@@ -271,11 +261,7 @@ class _Sweep:
 
     def start(self, batch: Any, hooks: Any, replay: Any, copies: int) -> Denoising:
         """A run that has not begun."""
-        request = RunRequest(
-            prompt=batch, settings=self._given, seed=self._seed, chat_template=self._template, hooks=hooks,
-            record_sinks=False, replay=replay, progress=False, copies=copies, cache=self._cache,
-        )  # fmt: skip
-        return Denoising(self._model, request)
+        return Denoising(self._model, self._request.changed(prompt=batch, hooks=hooks, replay=replay, copies=copies))
 
     def run(self, batch: Any, group: Mapping[str, list[Any]], base: Generation, logits: MaskedLogits) -> xr.Dataset:
         """All interventions of `group` in one run."""
@@ -312,13 +298,13 @@ class _Sweep:
     def _part(self, batch: Any, group: Mapping[str, list[Any]]) -> Path | None:
         if self._out is None:
             return None
-        ids, real = self._model.encode(batch, self._template)
+        ids, real = self._model.encode(batch, self._request.chat_template)
         what = {
             "format": FORMAT,
             "model": [self._model.name, self._weights, str(self._model.cfg.dtype)],
             "prompts": [row[keep].tolist() for row, keep in zip(ids, real, strict=True)],
             "interventions": {name: fingerprint(hooks) for name, hooks in group.items()},
-            "settings": [type(self._settings).__name__, asdict(self._settings), self._seed, self._replay],
+            "settings": [type(self._settings).__name__, asdict(self._settings), self._request.seed, self._replay],
         }
         if self._cache is not None:
             what["cache"] = fingerprint(self._cache)

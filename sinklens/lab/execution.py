@@ -177,26 +177,14 @@ def denoising(
         changes: interventions instead of those of `spec`.
         copies: rows of the run; each has the prompt of `spec`.
     """
-    return Denoising(
-        model,
-        RunRequest(
-            prompt=spec.prompt,
-            settings=spec.given,
-            seed=spec.seed,
-            chat_template=spec.chat_template,
-            hooks=[*(built(spec, model) if changes is None else changes), *extra],
-            record_sinks=record,
-            replay=replay,
-            progress=False,
-            copies=copies,
-        ),
-    )
+    hooks = [*(built(spec, model) if changes is None else changes), *extra]
+    request = RunRequest(spec.prompt, hooks=hooks, record_sinks=record, replay=replay, progress=False, **spec.given)
+    return Denoising(model, request.changed(copies=copies))
 
 
 def built(spec: RunSpec, model: "Model") -> list[Intervention]:
     """The interventions of a run; some are computed by runs of other prompts with its settings."""
-    given = {"seed": spec.seed, "chat_template": spec.chat_template, **spec.given}
-    return [change.build(model, given) for change in spec.changes]
+    return [change.build(model, spec.given) for change in spec.changes]
 
 
 def check_start(spec: RunSpec, model: "Model", replay: Generation | None = None) -> None:

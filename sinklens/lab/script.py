@@ -74,10 +74,7 @@ class _Writer:
             return self._names[self.specs.index(spec)]
         replayed = None if spec.replayed is None else self.run(spec.replayed, f"base_of_{name}")
         model = self._model(spec.model)
-        given = {key: value for key, value in spec.given.items() if value is not None}
-        arguments = [model, _literal(spec.prompt), f"seed={_literal(spec.seed)}"]
-        arguments += ["chat_template=True"] if spec.chat_template else []
-        arguments += [f"{key}={_literal(value)}" for key, value in given.items()]
+        arguments = [model, _literal(spec.prompt), *_given(spec)]
         arguments += [_listed(self._changes(spec, model, name))] if spec.changes else []
         arguments += [] if replayed is None else [f"replay={replayed}"]
         if spec.task is not None:
@@ -89,8 +86,7 @@ class _Writer:
 
     def _changes(self, spec: RunSpec, model: str, run: str) -> list[str]:
         """The interventions of a run, after the runs of other prompts that they need."""
-        given = {"seed": spec.seed, **({"chat_template": True} if spec.chat_template else {}), **spec.given}
-        settings = "".join(f", {key}={_literal(value)}" for key, value in given.items() if value is not None)
+        settings = "".join(f", {one}" for one in _given(spec))
         found = []
         for number, change in enumerate(spec.changes):
             value = None
@@ -108,6 +104,12 @@ class _Writer:
             self.lines.append(f"{name} = {self._loading[model]}")
             self._models[model] = name
         return self._models[model]
+
+
+def _given(spec: RunSpec) -> list[str]:
+    """The arguments of a run besides prompt, hooks and replay; the seed always."""
+    given = {"seed": spec.seed} | spec.given
+    return [f"{name}={_literal(value)}" for name, value in given.items() if value is not None]
 
 
 def _literal(value: Any) -> str:

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from sinklens.lab.execution import LiveRun, check_start
 from sinklens.lab.history import ENDED, History
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import Refused, require
-from sinklens.lab.spec import MOST_REPLAYS, CanvasEdit, LabRequest, RunSpec, read_request
+from sinklens.lab.spec import MOST_REPLAYS, CanvasEdit, RunSpec, read_request
 from sinklens.lab.thread import ModelThread
 from sinklens.runs.result import Generation
 
@@ -283,14 +283,11 @@ class Session:
 
     # Steps of the above
 
-    def _specified(self, request: LabRequest) -> RunSpec:
-        """The specification of a request, with what it takes from other runs."""
+    def _specified(self, request: RunSpec) -> RunSpec:
+        """A request with what it takes from the lab and from other runs."""
         name = request.model or next(iter(self.models))
         self.model(name)
-        prompt = request.prompt
-        if request.problem is not None:
-            prompt = problems.problem(*request.problem).prompt
-        assert prompt is not None, "read_request requires a prompt or a problem"
+        prompt = request.prompt if request.task is None else problems.problem(*request.task).prompt
         replayed = None if request.replay is None else self.spec(request.replay)
         deep = f"at most {MOST_REPLAYS} runs replay one another; run it without the replay first."
         require(replayed is None or replayed.replays < MOST_REPLAYS, deep)
@@ -300,10 +297,7 @@ class Session:
             replayed is None or request.canvas is None,
             "a run either replays the canvases of another or continues from an edited canvas, not both.",
         )
-        return RunSpec(
-            name, prompt, request.problem, request.settings, request.sampler, request.seed, request.chat_template,
-            request.chips, request.replay, replayed, self._canvas(request.canvas), request.compare_to,
-        )  # fmt: skip
+        return replace(request, model=name, prompt=prompt, replayed=replayed, canvas=self._canvas(request.canvas))
 
     def _canvas(self, edit: CanvasEdit | None) -> CanvasEdit | None:
         """The edit with the tokens of every position of the answer, and of changed positions of the prompt."""

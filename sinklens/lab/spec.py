@@ -1,5 +1,7 @@
 """What a run of the lab is: everything that decides its canvas, read from a request and written to its record.
 
+The arguments that a run of the lab shares with `sinklens.generate` are those of `RunRequest`, checked by its types.
+
 A `RunSpec` contains the specification of the run that it replays, and the canvas that it continues from, so it can be
 repeated and printed as Python even after those runs were removed.
 
@@ -8,22 +10,25 @@ A record is read with the checks of a request, since anyone who can write to the
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from sinklens.arguments import arguments
+from sinklens.caching import as_policy
 from sinklens.errors import SettingError
-from sinklens.integers import as_seed
 from sinklens.lab.chips import Expression, expressions, is_index, read_chips
 from sinklens.lab.problems import SHIPPED
 from sinklens.lab.refusal import Refused, require
+from sinklens.runs.request import RunRequest
 from sinklens.sampling.registry import SAMPLERS, find_sampler
 
 MOST_CHARACTERS = 20_000  # of a prompt
 MOST_SETTING = 1_000_000
 MOST_REPLAYS = 32  # runs in a chain in which each replays the next
+RUN = arguments(RunRequest)
+OF_RUN = ("seed", "chat_template", "cache")  # arguments of a run that the form has; prompt, hooks and replay are built
 FIELDS = (
-    "model", "prompt", "ids", "problem", "settings", "sampler", "seed", "chat_template", "chips", "replay", "canvas",
-    "compare_to",
+    "model", "prompt", "ids", "problem", "settings", "sampler", *OF_RUN, "chips", "replay", "canvas", "compare_to",
 )  # fmt: skip
 
 
@@ -51,12 +56,13 @@ class RunSpec:
     """Everything that decides a run.
 
     Attributes:
-        model: name of the model in the lab.
-        prompt: the text, or token ids.
+        model: name of the model in the lab; of a request, "" for the first.
+        prompt: the text, or token ids; of a request, "" if `task` names it.
         task: task and index of the problem that the prompt comes from.
         settings: sampler settings that were given.
         sampler: another sampler than the family's.
-        seed, chat_template: as in `sinklens.generate`.
+        seed, cache: as in `sinklens.generate`; a cache policy by name.
+        chat_template: whether the tokenizer's chat template is applied.
         chips: see chips.py.
         replay: id of the run whose canvases are forced.
         replayed: its specification.
@@ -69,8 +75,9 @@ class RunSpec:
     task: tuple[str, int] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     sampler: str | None = None
-    seed: int = 0
-    chat_template: bool = False
+    seed: int = RUN["seed"].default
+    chat_template: bool = RUN["chat_template"].default
+    cache: str | None = RUN["cache"].default
     chips: tuple[dict[str, Any], ...] = ()
     replay: str | None = None
     replayed: "RunSpec | None" = None
@@ -79,8 +86,10 @@ class RunSpec:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings as `sinklens.generate` takes them."""
-        return dict(self.settings) | ({} if self.sampler is None else {"sampler": self.sampler})
+        """The arguments of `sinklens.generate` besides prompt, hooks and replay; those with their default left out."""
+        of_run = {name: getattr(self, name) for name in OF_RUN}
+        changed = {name: value for name, value in of_run.items() if value != RUN[name].default}
+        return changed | dict(self.settings) | ({} if self.sampler is None else {"sampler": self.sampler})
 
     @property
     def changes(self) -> list[Expression]:
@@ -90,14 +99,12 @@ class RunSpec:
     def to_json(self) -> dict[str, Any]:
         """The specification as JSON."""
         edit = self.canvas
-        return {name: getattr(self, name) for name in ("model", "prompt", "sampler", "seed", "chat_template")} | {
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)} | {
             "task": None if self.task is None else list(self.task),
             "settings": dict(self.settings),
             "chips": list(self.chips),
-            "replay": self.replay,
             "replayed": None if self.replayed is None else self.replayed.to_json(),
             "canvas": None if edit is None else {"run": edit.run, "step": edit.step, "tokens": edit.tokens},
-            "compare_to": self.compare_to,
         }
 
     @property
@@ -117,59 +124,30 @@ class RunSpec:
             Refused: it is not one; a record can be damaged or forged.
         """
         names = {entry.name for entry in fields(cls)}
-        require(isinstance(found, dict) and set(found) == names, "the record of a run lacks fields, or has others.")
+        require(isinstance(found, dict), "the record of a run must be an object.")
+        found = {"cache": None} | found  # records of earlier versions have none
+        require(set(found) == names, "the record of a run lacks fields, or has others.")
         require(depth <= MOST_REPLAYS, f"a record holds at most {MOST_REPLAYS} replays.")
         prompt, task, edit = found["prompt"], found["task"], found["canvas"]
         read = read_request(
             {name: found[name] for name in FIELDS if name in names - {"prompt", "canvas"}}
             | {"ids" if isinstance(prompt, list) else "prompt": prompt}
         )
-        require(read.model is not None, "model must be a short text.")
+        require(read.model != "", "model must be a short text.")
         require((found["replay"] is None) == (found["replayed"] is None), "a replay needs the run that it replays.")
         _known_settings(read)
-        return cls(
-            model=read.model or "",
-            prompt=read.prompt or prompt,
+        return replace(
+            read,
             task=None if task is None else _task(task),
-            settings=read.settings,
-            sampler=read.sampler,
-            seed=read.seed,
-            chat_template=read.chat_template,
-            chips=read.chips,
-            replay=read.replay,
             replayed=None if found["replayed"] is None else cls.from_json(found["replayed"], depth + 1),
             canvas=None if edit is None else _edit(edit),
-            compare_to=read.compare_to,
         )
 
 
-@dataclass(frozen=True)
-class LabRequest:
+def read_request(body: Any) -> RunSpec:
     """The body of POST /api/runs, checked as far as that is possible without models and other runs.
 
-    Attributes:
-        prompt: the text or token ids; None if `problem` names it.
-        problem: task and index.
-        replay, compare_to: ids of runs.
-        canvas: run, step and changed cells.
-        model, settings, sampler, seed, chat_template, chips: as in `RunSpec`.
-    """
-
-    model: str | None
-    prompt: str | list[int] | None
-    problem: tuple[str, int] | None
-    settings: dict[str, Any]
-    sampler: str | None
-    seed: int
-    chat_template: bool
-    chips: tuple[dict[str, Any], ...]
-    replay: str | None
-    compare_to: str | None
-    canvas: CanvasEdit | None
-
-
-def read_request(body: Any) -> LabRequest:
-    """A request for a run.
+    Its prompt is "" if a problem names it; ``replayed`` and the other cells of ``canvas`` are not filled in.
 
     Raises:
         Refused: it is malformed, or too large.
@@ -177,11 +155,7 @@ def read_request(body: Any) -> LabRequest:
     require(isinstance(body, dict), f"the request must be a JSON object; got {type(body).__name__}.")
     unknown = sorted(set(body) - set(FIELDS))
     require(not unknown, f"unknown field {str(unknown[:1])[1:-1]:.40}; a run has {', '.join(FIELDS)}.")
-    seed, template = body.get("seed", 0), body.get("chat_template") or False
-    try:
-        seed = as_seed(seed)
-    except SettingError as error:
-        raise Refused(str(error)) from error
+    template = body.get("chat_template") or False
     require(
         template is True or template is False,
         "chat_template must be true or false: a template is code, and the lab runs no code that comes from the page. "
@@ -193,25 +167,38 @@ def read_request(body: Any) -> LabRequest:
         all(value is None or isinstance(value, str | int | float) for value in settings.values()),
         "a setting must be a number, a word, true, false or null.",
     )
-    require("sampler" not in settings, "the sampler is a field of the run, not a setting.")
+    fixed = [name for name in settings if name in RUN or name == "sampler"]
+    require(not fixed, f"{', '.join(fixed[:1])} is a field of the run, not a setting.")
     endless = [name for name, value in settings.items() if isinstance(value, float) and not math.isfinite(value)]
     require(not endless, f"{str(endless[:1])[1:-1]:.40} must be a finite number.")
     large = [name for name, value in settings.items() if isinstance(value, int) and abs(value) > MOST_SETTING]
     require(not large, f"{str(large[:1])[1:-1]:.40} is too large; a setting is at most {MOST_SETTING:,}.")
-    problem = _problem(body.get("problem"))
-    return LabRequest(
-        model=_text(body, "model"),
-        prompt=_prompt(body, problem is not None),
-        problem=problem,
+    task = _problem(body.get("problem"))
+    return RunSpec(
+        model=_text(body, "model") or "",
+        prompt=_prompt(body, task is not None),
+        task=task,
         settings=settings,
         sampler=_text(body, "sampler"),
-        seed=seed,
+        seed=_of_run("seed", body.get("seed", RUN["seed"].default)),
         chat_template=template,
+        cache=_of_run("cache", _text(body, "cache")),
         chips=read_chips(body.get("chips") or []),
         replay=_text(body, "replay"),
         compare_to=_text(body, "compare_to"),
         canvas=_canvas(body.get("canvas")),
     )
+
+
+def _of_run(name: str, given: Any) -> Any:
+    """An argument of `RunRequest`, checked by its type; a cache policy by its name."""
+    try:
+        value = RUN[name].read(given)
+        if name == "cache":
+            as_policy(value)
+    except SettingError as error:
+        raise Refused(str(error)) from error
+    return value
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:
@@ -220,7 +207,7 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _prompt(body: Mapping[str, Any], of_task: bool) -> str | list[int] | None:
+def _prompt(body: Mapping[str, Any], of_task: bool) -> str | list[int]:
     text, ids = body.get("prompt"), body.get("ids")
     count = (text is not None) + (ids is not None) + of_task
     require(count == 1, f"give exactly one of prompt, ids and problem; got {count} of them.")
@@ -232,7 +219,7 @@ def _prompt(body: Mapping[str, Any], of_task: bool) -> str | list[int] | None:
         require(isinstance(text, str), f"prompt must be text; got {type(text).__name__}.")
         most = f"a prompt has at most {MOST_CHARACTERS:,} characters; got {len(text):,}."
         require(len(text) <= MOST_CHARACTERS, most, 413)
-    return text
+    return text or ""
 
 
 def _problem(given: Any) -> tuple[str, int] | None:
@@ -243,7 +230,7 @@ def _problem(given: Any) -> tuple[str, int] | None:
     return given["task"], given["index"]
 
 
-def _known_settings(read: LabRequest) -> None:
+def _known_settings(read: RunSpec) -> None:
     """Refuse names that are not settings of the sampler, or of any if the record does not name it.
 
     Raises:

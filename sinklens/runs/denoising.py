@@ -64,7 +64,7 @@ class Denoising:
         self._vocabulary: dict[int, str] = {}
         self._named: set[str] = set()
         self.controls = ControlLog()
-        self.hooks = self._resolve(request.entries)
+        self.hooks = self._resolve(request.hooks)
         replay, tokens = request.replay, range(min(0, self.state.mask_id), model.cfg.d_vocab)
         self.state.replay = None if replay is None else self._replayed(replay, tokens)
         if self.state.replay is not None:
@@ -151,10 +151,6 @@ class Denoising:
     def _make_recorder(self, record: "bool | Record") -> SinkRecorder | None:
         if record is False:
             return None
-        if record is not True and not isinstance(record, Record):
-            raise SettingError(
-                f"record_sinks must be True, False or a Record such as Record(['values']); got {record!r}."
-            )
         chosen = Record() if record is True else record
         more = VARIABLES if self.state.keys is not None or self.settings.reuses_keys else None
         partial = self.state.keys is not None

@@ -1,63 +1,98 @@
-"""What a run is asked to compute: the arguments that `trace`, `generate` and `sweep` share, as one record.
+"""What a run is asked to compute: the arguments of every function that makes a run, declared once.
 
-Pitfall: only the seed and the form of the hooks are checked at once. Most checks need the model, so they wait until
-`Denoising` reads the request.
+`trace` and `generate` take these arguments (`takes`). `sweep`, `collect` and the lab's form have some of them, with the
+same names and types; the command line makes its options from them.
+
+Pitfall: a request knows no model. What depends on one, such as the settings of its sampler, is checked when `Denoising`
+reads the request.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from copy import copy
+from typing import Annotated, Any, Unpack
 
 from torch import Tensor
 
+from sinklens.arguments import Seed, Words, check_arguments
+from sinklens.caching.registry import CachePolicy
 from sinklens.errors import HookNameError
 from sinklens.hooks.names import HookName
-from sinklens.integers import check_seed_of
 from sinklens.runs.intervention import HookFunction, Intervention
 from sinklens.runs.result import Replayable
-from sinklens.sampling.key_cache import Policy
+from sinklens.sampling import RunSettings
 from sinklens.sinks.record import Record
 
 HOOKS = (
     "hooks= must be a list of (name or predicate, function) pairs and interventions, "
     "[(name, fn), MaskSinks(top_k=1), …]"
 )
+Recorded = Annotated[bool | Record, Words("True, False or a Record such as Record(['values'])")]
 Hooks = Intervention | Sequence[tuple[HookName, HookFunction] | Intervention]
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """The arguments of one run; `sinklens.trace` documents them.
+    """The arguments of one run.
+
+    Args:
+        prompt: a string, a list of strings (left-padded), or token ids [pos] or [batch, pos].
+        seed: the same seed, prompt and settings give the same result. A row's result does not depend on its batch, with
+            three exceptions: with ``threshold=`` or several canvases a finished row waits for the slowest, unchanged;
+            these waiting steps count for interventions that act on the previous step or on given steps; and at a
+            temperature above 0, copies of one prompt in one batch get different random numbers.
+        chat_template: True applies the tokenizer's chat template to text; a string is used as the template.
+        hooks: ``[(name or predicate, fn), …]`` with TransformerLens functions ``fn(value, hook)``, and interventions;
+            ``hook.step`` is the step. They are removed when the run ends.
+        record_sinks: record the sink scores of every step, layer and head; a `sinks.Record` sets what else to record,
+            and where.
+        replay: an earlier run; its canvas is forced at every step, which isolates the effect of an intervention in each
+            step. Its prompts may differ from these if they have the same number of tokens: then this run has its own
+            prompts and the earlier run's answers on its canvases. Or canvases [batch, steps + 1, pos] like
+            ``run.canvas``, with any changes from the second on; the run ends early if one of them leaves nothing to
+            decide.
+        cache: a policy of `sinklens.caching` (`DualCache()`, or its name, "dual"): which keys and values a step
+            computes, reuses or hides. Every policy but `NoCache`, the default, approximates. For bidirectional models
+            only; those with causal or block-causal attention reuse keys exactly (``use_cache``).
+        progress: show a progress bar; by default on a terminal, after a few seconds.
+        **settings: settings of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or
+            `AutoregressiveSettings`. Omitted ones default to the checkpoint's values, then to the sampler's. Passing
+            ``gen_length`` resets the checkpoint's ``steps`` and ``block_length``. ``sampler`` chooses another sampler
+            than the family's, by name (`sampling.SAMPLERS`).
 
     Attributes:
-        prompt: a string, a list of strings, or token ids [pos] or [batch, pos].
-        settings: settings of the sampler as given, and the sampler's name if one is chosen.
-        seed: seed of the random numbers.
-        chat_template: True for the tokenizer's chat template, or a template string.
-        hooks: (name or predicate, function) pairs and interventions.
-        record_sinks: whether sinks are recorded, or what is recorded.
-        replay: an earlier run, or canvases [batch, steps + 1, pos], forced at every step.
-        cache: a cache policy or its name; None computes every position in every step.
-        progress: whether a progress bar is shown; None shows it on a terminal.
-        copies: how many times the prompts are repeated in the batch, one complete copy after another (`sweep`).
-        entries: the hooks as a tuple; a generator can be read only once.
+        settings: the settings as given, and the sampler's name if one is chosen.
+        copies: how many times the prompts are repeated in the batch, one complete copy after another; 1 unless changed.
+
+    Raises:
+        SettingError: an argument has another type or is out of range.
+        HookNameError: `hooks` is not a list.
     """
 
-    prompt: Any
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    chat_template: bool | str = False
-    hooks: Hooks = ()
-    record_sinks: bool | Record = True
-    replay: Replayable | Tensor | None = None
-    cache: Policy | str | None = None
-    progress: bool | None = None
-    copies: int = 1
-    entries: tuple[tuple[HookName, HookFunction] | Intervention, ...] = field(init=False, repr=False, compare=False)
+    def __init__(
+        self,
+        prompt: Any,
+        *,
+        seed: Seed = 0,
+        chat_template: bool | str = False,
+        hooks: Hooks = (),
+        record_sinks: Recorded = True,
+        replay: Replayable | Tensor | None = None,
+        cache: CachePolicy | None = None,
+        progress: bool | None = None,
+        **settings: Unpack[RunSettings],
+    ) -> None:
+        self.prompt, self.seed, self.chat_template, self.hooks = prompt, seed, chat_template, tuple(hook_list(hooks))
+        self.record_sinks, self.replay, self.cache, self.progress = record_sinks, replay, cache, progress
+        self.settings: Mapping[str, Any] = settings
+        self.copies = 1
+        check_arguments(self)
 
-    def __post_init__(self) -> None:
-        check_seed_of(self)
-        object.__setattr__(self, "entries", tuple(hook_list(self.hooks)))
+    def changed(self, **changes: Any) -> "RunRequest":
+        """The same request with other attributes, such as the `settings`."""
+        changed = copy(self)
+        for name, value in changes.items():
+            assert name in vars(self), name
+            setattr(changed, name, tuple(hook_list(value)) if name == "hooks" else value)
+        return changed
 
 
 def hook_list(hooks: Hooks) -> list[Any]:

@@ -49,7 +49,7 @@ def start(model: Model, request: RunRequest) -> Start:
     _refuse_masks(model, ids, real)
     noise = _noise(request, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
     appended, before = ids[:, :0], ids.shape[1]
-    for entry in request.entries:
+    for entry in request.hooks:
         if isinstance(entry, Intervention):
             ids, real, more = entry.extend(model, ids, real)
             appended = torch.cat([appended, more], dim=1)

@@ -14,10 +14,11 @@ are still waiting and raises `HookOrderError` on the requesting line.
 from collections.abc import Sequence
 from functools import partial
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from sinklens.arguments import takes
 from sinklens.errors import HookOrderError, SettingError, SinklensError
 from sinklens.hooks.hook_functions import refuse_other
 from sinklens.hooks.interleaving import BlockTracer, Rows
@@ -27,27 +28,14 @@ from sinklens.runs.caches import StepCaches, chosen_points
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import within
 from sinklens.runs.recorder import after
-from sinklens.runs.request import Hooks, RunRequest
-from sinklens.runs.result import Generation, Replayable
-from sinklens.sampling import RunSettings, sampler_of
-from sinklens.sampling.key_cache import Policy
-from sinklens.sinks.record import Record
+from sinklens.runs.request import RunRequest
+from sinklens.runs.result import Generation
+from sinklens.sampling import sampler_of
 from sinklens.tracing.steps import Steps, StepServer
 
 
-def trace(
-    model: Any,
-    prompt: Any,
-    *,
-    seed: int = 0,
-    chat_template: bool | str = False,
-    hooks: Hooks = (),
-    record_sinks: bool | Record = True,
-    replay: Replayable | Tensor | None = None,
-    cache: Policy | str | None = None,
-    progress: bool | None = None,
-    **settings: Unpack[RunSettings],
-) -> "Trace":
+@takes(RunRequest)
+def trace(model: Any, request: RunRequest) -> "Trace":
     """Open a denoising run; use it as ``with sinklens.trace(model, prompt) as t:``.
 
     Inside the block, `t` reads and writes the values of every step by name:
@@ -61,29 +49,6 @@ def trace(
 
     Args:
         model: a `Model`, or anything `sinklens.load` accepts.
-        prompt: a string, a list of strings (left-padded), or token ids [pos] or [batch, pos].
-        seed: the same seed, prompt and settings give the same result. A row's result does not depend on its batch, with
-            three exceptions: with ``threshold=`` or several canvases a finished row waits for the slowest, unchanged;
-            these waiting steps count for interventions that act on the previous step or on given steps; and at a
-            temperature above 0, copies of one prompt in one batch get different random numbers.
-        chat_template: True applies the tokenizer's chat template to text; a string is used as the template.
-        hooks: ``[(name or predicate, fn), …]`` with TransformerLens functions ``fn(value, hook)``; ``hook.step`` is
-            the step. They are removed when the run ends.
-        record_sinks: record the sink scores of every step, layer and head; a `sinks.Record` sets what else to record,
-            and where.
-        replay: an earlier run; its canvas is forced at every step, which isolates the effect of an intervention in each
-            step. Its prompts may differ from these if they have the same number of tokens: then this run has its own
-            prompts and the earlier run's answers on its canvases. Or canvases [batch, steps + 1, pos] like
-            ``run.canvas``, with any changes from the second on; the run ends early if one of them leaves nothing to
-            decide.
-        cache: a policy of `sinklens.caching` (`DualCache()`, or its name, "dual"): which keys and values a step
-            computes, reuses or hides. Every policy but `NoCache`, the default, approximates. For bidirectional models
-            only; those with causal or block-causal attention reuse keys exactly (``use_cache``).
-        progress: show a progress bar; by default on a terminal, after a few seconds.
-        **settings: settings of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or
-            `AutoregressiveSettings`. Omitted ones default to the checkpoint's values, then to the sampler's. Passing
-            ``gen_length`` resets the checkpoint's ``steps`` and ``block_length``. ``sampler`` chooses another sampler
-            than the family's, by name (`sampling.SAMPLERS`).
 
     Raises:
         PromptError: the prompt is empty, too long, contains the mask token, or is text for a model without a tokenizer.
@@ -91,52 +56,25 @@ def trace(
         HookNameError: a name in `hooks` (or in the block) is not a hook point.
         HookOrderError: the block requested a point that the step had already passed.
     """
-    request = RunRequest(
-        prompt=prompt, settings=dict(settings), seed=seed, chat_template=chat_template, hooks=hooks,
-        record_sinks=record_sinks, replay=replay, cache=cache, progress=progress,
-    )  # fmt: skip
     return Trace(denoising_of(model, request))
 
 
-def generate(
-    model: Any,
-    prompt: Any,
-    *,
-    seed: int = 0,
-    chat_template: bool | str = False,
-    hooks: Hooks = (),
-    record_sinks: bool | Record = True,
-    replay: Replayable | Tensor | None = None,
-    cache: Policy | str | None = None,
-    progress: bool | None = None,
-    **settings: Unpack[RunSettings],
-) -> Generation:
+@takes(RunRequest)
+def generate(model: Any, request: RunRequest) -> Generation:
     """Run denoising without a block.
 
         run = sinklens.generate(model, prompts, gen_length=64, hooks=[("blocks.1.attn.hook_z", fn)])
         run.text, run.canvas, run.unmask_step, run.sinks
 
-    See `trace` for details of the arguments and the errors raised.
-
     Args:
         model: a `Model`, or anything `sinklens.load` accepts.
-        prompt: a string, a list of strings, or token ids [pos] or [batch, pos].
-        seed: seed of the random numbers, which each row draws separately.
-        chat_template: True for the tokenizer's chat template, or a template string.
-        hooks: ``[(name or predicate, fn(value, hook)), …]`` and interventions.
-        record_sinks: record sink scores; a `sinks.Record` sets what else to record.
-        replay: an earlier run, or canvases [batch, steps + 1, pos], forced at every step.
-        cache: a cache policy or its name; None computes every position in every step.
-        progress: show a progress bar; None shows it on a terminal, after a few seconds.
-        **settings: settings of the model's sampler, such as ``gen_length``, ``steps`` and ``temperature``.
 
     Returns:
         The result of the run: text, canvases, when each token was decided, and sinks.
+
+    Raises:
+        SinklensError: see `trace`.
     """
-    request = RunRequest(
-        prompt=prompt, settings=dict(settings), seed=seed, chat_template=chat_template, hooks=hooks,
-        record_sinks=record_sinks, replay=replay, cache=cache, progress=progress,
-    )  # fmt: skip
     return carried_out(denoising_of(model, request))
 
 

@@ -404,8 +404,8 @@ def test_freshness_staleness_and_drift_are_recorded(worded):
 @pytest.mark.parametrize(
     ("cache", "text"),
     [
-        (5, r"cache= must be a policy such as sinklens\.caching\.DualCache\(\) or its name, 'dual'; got 5"),
-        (DualCache, "cache= must be a policy such as"),
+        (5, r"cache must be a policy such as sinklens\.caching\.DualCache\(\) or its name, 'dual', or None; got 5"),
+        (DualCache, "cache must be a policy such as"),
         ("duel", "no cache policy is called 'duel'; known: none, prefix, dual.* Did you mean 'dual'|Nearest"),
         ("dual:3", "'dual:3' is not a cache policy: 'dual' takes no number. Write 'dual' alone"),
         ("keep-sinks:many", "'many' is not a number. Write a number after the colon, or 'keep-sinks' alone"),

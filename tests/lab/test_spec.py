@@ -22,7 +22,10 @@ def test_a_specification_is_read_back():
     base = RunSpec("m", [1, 2], sampler="llada", seed=3, canvas=CanvasEdit("x", 2, {4: 5}))
     settings = {"temperature": 0.5, "remasking": "random", "steps": None}
     chips = read_chips([{"kind": "ablate_head", "layer": 0, "head": 1, "steps": [1, 2]}])
-    for spec in (base, RunSpec("m", "a", ("tiny-gsm", 2), settings, None, 1, True, chips, "r", base, None, "c")):
+    for spec in (
+        base,
+        RunSpec("m", "a", ("tiny-gsm", 2), settings, None, 1, True, "dual", chips, "r", base, None, "c"),
+    ):
         assert RunSpec.from_json(written(spec)) == spec
 
 
