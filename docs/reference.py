@@ -69,9 +69,17 @@ class Conventions(griffe.Extension):
                 if found is not None:
                     request = loader.modules_collection[function.resolve(found[1])]
                     request = request.final_target if request.is_alias else request
-                    own, given = [*function.parameters], [*request["__init__"].parameters]
-                    function.parameters = griffe.Parameters(own[0], *given[1:])
+                    function.parameters = griffe.Parameters(next(iter(function.parameters)), *_arguments(request))
                     function.docstring.value = with_arguments(function.docstring.value, request.docstring.value)
+
+
+def _arguments(request: griffe.Class) -> list[griffe.Parameter]:
+    """The parameters of a class; of a dataclass, whose ``__init__`` griffe adds later, its fields."""
+    if "__init__" in request.members:
+        return [*request.parameters][1:]
+    kind = griffe.ParameterKind.keyword_only
+    fields = request.attributes.items()
+    return [griffe.Parameter(name, annotation=one.annotation, kind=kind, default=one.value) for name, one in fields]
 
 
 def _modules(module: griffe.Module) -> list[griffe.Module]:

@@ -196,9 +196,7 @@ def takes(
 def with_arguments(docstring: str, declaring: str) -> str:
     """A docstring whose ``Args:`` go on with those of another one."""
     further = next(iter(SECTION.findall(inspect.cleandoc(declaring))), "").rstrip()
-    return SECTION.sub(
-        lambda found: f"{found[0].rstrip()}\n{further}\n\n", inspect.cleandoc(docstring), count=1
-    ).rstrip()
+    return SECTION.sub(lambda found: f"{found[0].rstrip()}\n{further}\n", inspect.cleandoc(docstring), count=1).rstrip()
 
 
 def meanings(docstring: str | None) -> dict[str, str]:

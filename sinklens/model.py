@@ -16,9 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from sinklens.arguments import takes
 from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
+from sinklens.checkpoints.loading import LoadRequest
 from sinklens.errors import CheckpointError, SelfCheckError
 from sinklens.fingerprint import fingerprint
 from sinklens.hooks.architectures import architecture_of
@@ -220,35 +220,14 @@ class Model(ModuleMethods, SinglePasses):
         return self.tree.hf
 
 
-def load(
-    name_or_path: Any,
-    *,
-    revision: str | None = None,
-    dtype: str | torch.dtype = "auto",
-    device: str | torch.device | None = None,
-    device_map: Any = None,
-    tokenizer: Any = None,
-    family: str | None = None,
-    block_length: int | None = None,
-    check: bool = True,
-) -> Model:
+@takes(LoadRequest)
+def load(name_or_path: Any, request: LoadRequest) -> Model:
     """Load a model and name every point in it.
 
     Args:
         name_or_path: a shipped checkpoint ("tiny-llada", "tiny-llama"), a hub name, a local folder in the published
             layout (config.json and one or more *.safetensors), a transformers `PreTrainedModel`, or a TransformerLens
             `TransformerBridge`.
-        revision: branch, tag or commit on the hub.
-        dtype: "auto", "float32", "float16", "bfloat16" or a torch dtype. "auto" is the stored dtype, except that models
-            below 10⁹ parameters run in float32 on a CPU.
-        device: e.g. "cpu", "cuda:1"; by default a GPU if one is available.
-        device_map: passed to transformers, e.g. "auto" to spread a model over several GPUs.
-        tokenizer: replaces the checkpoint's tokenizer.
-        family: name of the checkpoint's family (``sinklens models`` lists them), where its config.json does not
-            determine it; by default the family that config.json names.
-        block_length: positions per block of a block-causal model, where config.json does not say it or another one is
-            wanted.
-        check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Returns:
         The model, in evaluation mode; for a transformers model that was loaded before, the same `Model` again.
@@ -259,26 +238,17 @@ def load(
         SelfCheckError: the hook points do not show what the model computes.
     """
     if isinstance(name_or_path, str | Path):
-        checkpoint = load_checkpoint(
-            name_or_path,
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            device_map=device_map,
-            tokenizer=tokenizer,
-            family_name=family,
-            block_length=block_length,
-        )
-        return _with_hook_points(checkpoint, check)
-    if revision is not None or device_map is not None or device is not None or dtype != "auto":
+        return _with_hook_points(load_checkpoint(name_or_path, request), request.check)
+    if (request.revision, request.device_map, request.device, request.dtype) != (None, None, None, "auto"):
         raise CheckpointError(
             "revision, dtype, device and device_map apply only while loading, and this model is already loaded. "
             "Move or convert it before passing it to load."
         )
     known = name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(MODEL_KEY)
+    tokenizer, family, block_length = request.tokenizer, request.family, request.block_length
     if known is not None and tokenizer in (None, known.tokenizer) and family is block_length is None:
         return known
-    return _with_hook_points(_checkpoint_of(name_or_path, tokenizer, family, block_length), check)
+    return _with_hook_points(_checkpoint_of(name_or_path, tokenizer, family, block_length), request.check)
 
 
 def _with_hook_points(checkpoint: Checkpoint, check: bool) -> Model:

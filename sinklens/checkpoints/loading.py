@@ -12,7 +12,7 @@ trained to fill masks. While a diffusion model is loaded, its `generate` raises 
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from sinklens.arguments import Count, check_arguments
 from sinklens.checkpoints import files
 from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
 from sinklens.checkpoints.packing import class_for, stored_shapes
@@ -34,6 +35,53 @@ if TYPE_CHECKING:
 
 DeviceMap = str | dict[str, int | str | torch.device]
 SMALL = 1_000_000_000  # parameters; smaller models run in float32 without a GPU, and load without a progress bar
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """The arguments of loading a model, declared once: `sinklens.load`, the lab and every command that loads take them.
+
+    Attributes:
+        revision: branch, tag or commit on the hub.
+        dtype: "auto", "float32", "float16", "bfloat16" or a torch dtype. "auto" is the stored dtype, except that models
+            below 10⁹ parameters run in float32 on a CPU.
+        device: e.g. "cpu", "cuda:1"; by default a GPU if one is available.
+        device_map: passed to transformers, e.g. "auto" to spread a model over several GPUs.
+        tokenizer: replaces the checkpoint's tokenizer.
+        family: name of the checkpoint's family (``sinklens models`` lists them), where its config.json does not
+            determine it; by default the family that config.json names.
+        block_length: positions per block of a block-causal model, where config.json does not say it or another one is
+            wanted.
+        check: run the self-check (selfcheck.py), which takes a few short passes.
+
+    Raises:
+        SettingError: an argument has another type or is out of range.
+    """
+
+    revision: str | None = None
+    dtype: str | torch.dtype = "auto"
+    device: str | torch.device | int | None = None
+    device_map: DeviceMap | None = None
+    tokenizer: Any = None
+    family: str | None = None
+    block_length: Count | None = None
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+
+
+def fitting(name_or_path: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `LoadRequest` for several models, as they apply to one: ``block_length`` if it is block-causal.
+
+    Raises:
+        CheckpointError: the checkpoint was not found, or its family is unknown or open.
+    """
+    if options.get("block_length") is None:
+        return dict(options)
+    raw = files.read_config(files.find_checkpoint(name_or_path, options.get("revision")))
+    family = choose_family(raw, str(name_or_path), options.get("family"), options["block_length"])
+    return {name: value for name, value in options.items() if name != "block_length" or family.block_causal}
 
 
 @dataclass(frozen=True)
@@ -88,18 +136,8 @@ def build_empty(config: "PreTrainedConfig", model_class: str = "AutoModelForCaus
         ) from error
 
 
-def load_checkpoint(
-    name_or_path: str | Path,
-    *,
-    revision: str | None,
-    dtype: str | torch.dtype,
-    device: str | torch.device | None,
-    device_map: DeviceMap | None,
-    tokenizer: "PreTrainedTokenizerBase | None",
-    family_name: str | None = None,
-    block_length: int | None = None,
-) -> Checkpoint:
-    """Load a checkpoint by name or folder; see `sinklens.load` for the arguments.
+def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoint:
+    """Load a checkpoint by name or folder.
 
     Raises:
         CheckpointError: see `sinklens.load`.
@@ -107,9 +145,11 @@ def load_checkpoint(
 
     import sinklens.hooks.attention as attention
 
-    folder = files.find_checkpoint(name_or_path, revision)
+    device, device_map, tokenizer = request.device, request.device_map, request.tokenizer
+    block_length = request.block_length
+    folder = files.find_checkpoint(name_or_path, request.revision)
     raw = files.read_config(folder)
-    family = choose_family(raw, str(folder), family_name, block_length)
+    family = choose_family(raw, str(folder), request.family, block_length)
     blocks = blocks_for(raw, family, block_length, str(folder))
     config = translate(raw, family, str(folder))
     weights = files.read_headers(folder, family)
@@ -121,7 +161,7 @@ def load_checkpoint(
     if device is not None and device_map is not None:
         raise CheckpointError("pass device= or device_map=, not both.")
     target = _device(device)
-    chosen = _dtype(dtype, weights, target)
+    chosen = _dtype(request.dtype, weights, target)
     found = tokenizer if tokenizer is not None else _tokenizer(folder, config)
     _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
     defaults = _sampler_defaults(folder, family)
@@ -139,7 +179,7 @@ def load_checkpoint(
     _tie(hf, tied, weights, str(folder))
     if device_map is None:
         hf = hf.to(target)
-    return prepare(hf, found, family, raw, str(name_or_path), revision, defaults, blocks)
+    return prepare(hf, found, family, raw, str(name_or_path), request.revision, defaults, blocks)
 
 
 def _tie(hf: "PreTrainedModel", tied: dict[str, str], weights: files.Weights, where: str) -> None:
@@ -333,7 +373,7 @@ def _progress_bars(shown: bool) -> Iterator[None]:
         logging.set_tqdm_hook(before)
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def _device(device: str | torch.device | int | None) -> torch.device:
     """The requested device; by default a GPU if there is one, else the CPU."""
     try:
         found = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
