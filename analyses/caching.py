@@ -1,6 +1,6 @@
 """Do sinks matter more to a cache than other keys, and does a cache hold sinks still?
 
-    sinklens analyse caching tiny-llada tiny-dream tiny-mmada --number 20
+    sinklens analyse caching tiny-llada tiny-dream tiny-mmada --limit 20
 
 A cache reuses keys and values of earlier steps. On the canvases of the exact run (``replay=``), this study leaves
 chosen keys stale and compares the predictions of each step with the exact ones (stale_keys.py says which keys, and when

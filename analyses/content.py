@@ -1,6 +1,6 @@
 """Are strongest keys missed for being sinks, or for what their tokens say?
 
-    sinklens analyse content tiny-llada tiny-mmada tiny-dream --number 50
+    sinklens analyse content tiny-llada tiny-mmada tiny-dream --limit 50
 
 A digit that an answer has to copy is attended to for its content, and is often a sink too (Rulli et al., 2510.15731,
 Eq. 3). At every step, this study masks each head's strongest key of the unchanged run's previous step: all of them;

@@ -67,6 +67,7 @@ class Events(Study):
     """See the module."""
 
     name: ClassVar[str] = "events"
+    under_policies: ClassVar[bool] = True
     needs_mask_token: ClassVar[str] = "its steps accept tokens and take them back, so no single step decides a position"
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:

@@ -77,6 +77,7 @@ class Existence(Study):
     """See the module."""
 
     name: ClassVar[str] = "existence"
+    under_policies: ClassVar[bool] = True
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """See `sink_shares`."""

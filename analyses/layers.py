@@ -44,6 +44,7 @@ class Layers(Study):
     """See the module."""
 
     name: ClassVar[str] = "layers"
+    under_policies: ClassVar[bool] = True
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """See `by_layer`."""

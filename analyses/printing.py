@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 ROWS = 24
-ALONE = "Estimates of a single prompt have no interval; give more prompts (--number or --prompts) for intervals."
+ALONE = "Estimates of a single prompt have no interval; give more prompts (--limit or --prompts) for intervals."
 WIDE = 400  # columns when writing to a file or a pipe, where nothing should wrap
 INTERVAL = ("estimate", "low", "high")
 NUMBERS = (*INTERVAL, "p", "p_holm", "matched_share")  # columns that may have empty cells

@@ -32,10 +32,12 @@ from sinklens.analyses.intervals import RESAMPLES
 from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
 from sinklens.analyses.units import Units, batches, unused
+from sinklens.arguments import Count, Seed, check_arguments
+from sinklens.caching import as_policy
+from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
 from sinklens.folders import check_folder
-from sinklens.integers import as_integer, check_seed_of
 from sinklens.model import load
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling.registry import find_sampler, settings_for
@@ -68,26 +70,32 @@ class Study(ABC):
         batch: prompts per run; the results do not depend on it.
         settings: sampler settings; each model uses those that its sampler has.
         chat_template: as in `sinklens.generate`.
+        cache: a cache policy or its name, for the runs of a study that can measure them under one.
+        under_policies: whether `measure` describes each run as it is, and so also one whose steps reuse keys.
         shown: index of the prompt whose run the figures show.
 
     Raises:
-        SettingError: `batch` is not an integer of at least 1, or `seed` is invalid.
+        SettingError: an argument has another type or is out of range, or the study has no measures under a policy.
     """
 
     name: ClassVar[str]
     needs_mask_token: ClassVar[str] = ""
     together: ClassVar[bool] = True
-    seed: int = 0
-    batch: int = 10
+    under_policies: ClassVar[bool] = False
+    seed: Seed = 0
+    batch: Count = 10
     settings: dict[str, Any] = field(default_factory=dict)
     chat_template: bool | str = False
     shown: int = 0
+    cache: CachePolicy | None = None
 
     def __post_init__(self) -> None:
-        batch = as_integer(self.batch)
-        if batch is None or batch < 1:
-            raise SettingError(f"batch is the number of prompts per run, at least 1; got {self.batch!r}.")
-        check_seed_of(self)
+        check_arguments(self)
+        if as_policy(self.cache) is not None and not self.under_policies:
+            raise SettingError(
+                f"the study {self.name} compares exact steps, so it takes no cache policy; leave cache (--cache) out, "
+                f"or run the study caching, which compares policies."
+            )
 
     def refusal(self, model: "Model") -> str:
         """Why the study cannot measure `model`, to follow its name; empty if it can."""
@@ -134,8 +142,9 @@ class Study(ABC):
         return {}
 
     def generate(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, **more: Any) -> OwnRun:
-        """`own_run` with the study's seed and chat template."""
-        return own_run(model, prompts, settings, seed=self.seed, chat_template=self.chat_template, **more)
+        """`own_run` with the study's seed, chat template and cache policy."""
+        given = {"seed": self.seed, "chat_template": self.chat_template, "cache": as_policy(self.cache)}
+        return own_run(model, prompts, settings, **given | more)
 
     def run(
         self,
@@ -173,8 +182,7 @@ class Study(ABC):
         names = _names(loaded)
         if not names or not prompts:
             raise SettingError("a study needs at least one model and one prompt.")
-        shown = as_integer(self.shown)
-        if shown is None or not 0 <= shown < len(prompts):
+        if not 0 <= self.shown < len(prompts):
             raise SettingError(f"shown is the index of a prompt, 0 to {len(prompts) - 1}; got {self.shown!r}.")
         _check_prompts(prompts, self.chat_template)
         for model in loaded:

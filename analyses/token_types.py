@@ -56,6 +56,7 @@ class TokenTypes(Study):
     """See the module."""
 
     name: ClassVar[str] = "token_types"
+    under_policies: ClassVar[bool] = True
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """See `sinks_by_token`."""

@@ -42,16 +42,16 @@ class LoadRequest:
     """The arguments of loading a model, declared once: `sinklens.load`, the lab and every command that loads take them.
 
     Attributes:
-        revision: branch, tag or commit on the hub.
+        revision: branch, tag or commit on the hub; by default the main branch.
         dtype: "auto", "float32", "float16", "bfloat16" or a torch dtype. "auto" is the stored dtype, except that models
             below 10⁹ parameters run in float32 on a CPU.
         device: e.g. "cpu", "cuda:1"; by default a GPU if one is available.
-        device_map: passed to transformers, e.g. "auto" to spread a model over several GPUs.
+        device_map: passed to transformers, e.g. "auto" to spread a model over several GPUs; by default it is on
+            one device.
         tokenizer: replaces the checkpoint's tokenizer.
         family: name of the checkpoint's family (``sinklens models`` lists them), where its config.json does not
             determine it; by default the family that config.json names.
-        block_length: positions per block of a block-causal model, where config.json does not say it or another one is
-            wanted.
+        block_length: positions per block of a block-causal model; by default the number that config.json names.
         check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Raises:

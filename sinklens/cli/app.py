@@ -9,11 +9,21 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.cli.options import add_cache, add_chat, add_loading, add_seed, add_settings, loading, settings_given
+from sinklens.cli.options import (
+    add_former,
+    add_loading,
+    add_out,
+    add_run,
+    add_settings,
+    loading,
+    run_given,
+    settings_given,
+)
 from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
@@ -42,8 +52,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
-    options, unknown = _parser().parse_known_args(arguments)
-    options.call = sys.argv[1:] if arguments is None else list(arguments)
+    call = sys.argv[1:] if arguments is None else list(arguments)
+    options, unknown = _parser(next((word for word in call if not word.startswith("-")), "")).parse_known_args(call)
+    options.call = call
     if unknown:
         known = re.findall(r"--[a-z0-9-]+", options.parser.format_usage())
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}.{nearest(unknown[0], known)}")
@@ -57,11 +68,8 @@ class _ExactParser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
 
-def _parser() -> argparse.ArgumentParser:
-    from sinklens.cli.evaluation import add_evaluation
-    from sinklens.cli.lab import add_lab
-    from sinklens.cli.studies import add_analyse, add_table
-
+def _parser(called: str | None = None) -> argparse.ArgumentParser:
+    """The parser, with the options of the command that is `called`; by default of all."""
     parser = argparse.ArgumentParser(
         prog="sinklens", description="Look inside diffusion language models while they denoise.",
         epilog="Run sinklens COMMAND --help for the options of a command. From Python: sinklens.load, sinklens.trace.",
@@ -72,26 +80,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="COMMAND",
         parser_class=_ExactParser,
     )
-    _add_demo(commands)
-    _add_trace(commands)
-    add_lab(commands)
-    add_analyse(commands)
-    add_evaluation(commands)
-    add_table(commands)
-    _add_hooks(commands)
-    _add_models(commands)
-    _add_train(commands)
-    for command in commands.choices.values():
+    for name, (text, add) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(parser=command)  # errors about unknown options show this command's usage
+        if called in (None, name):
+            add(command)
     return parser
 
 
-def _add_demo(commands: Any) -> None:
-    text = "trace the shipped models on a held-out problem: watch the answer fill in and the sinks move"
-    demo = commands.add_parser("demo", help=text, description=text)
-    demo.add_argument(
-        "--out", type=Path, default=Path("sinklens-demo"), help="folder for the results (default: %(default)s)"
-    )
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    add_out(demo, "folder for the results")
     demo.add_argument(
         "--problem",
         type=int,
@@ -99,50 +97,39 @@ def _add_demo(commands: Any) -> None:
         metavar="N",
         help="held-out problem, 0 to 499 (default: %(default)s)",
     )
+    add_loading(demo, "dtype", "device")
     demo.set_defaults(command=run_demo)
 
 
-def _add_trace(commands: Any) -> None:
-    text = "run a model on a prompt; write the answer, the sink track, a figure and a report"
-    trace = commands.add_parser("trace", help=text, description=text)
+def _add_trace(trace: argparse.ArgumentParser) -> None:
     trace.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder; see `sinklens models`")
-    trace.add_argument("--prompt", required=True, help="the prompt; @FILE reads it from FILE")
     trace.add_argument(
-        "--out", type=Path, required=True, help="folder for answer.txt, sinks.nc, sinks.png and report.html"
-    )
-    add_seed(trace, "random seed")
-    add_chat(trace)
-    add_loading(trace)
-    trace.add_argument("--family", help="family of the checkpoint (default: the one that its config.json names)")
-    trace.add_argument(
-        "--model-block-length",
-        type=int,
-        metavar="N",
-        help="block length of a block-causal checkpoint (default: the one that its config.json names)",
-    )
-    add_cache(trace, "reuse keys and values under this cache policy")
+        "--prompt", required=True,
+        help="the prompt; @FILE reads it from FILE, from JSON Lines (*.jsonl) with a text or a list of token ids under "
+        "'prompt'",
+    )  # fmt: skip
+    add_out(trace, "folder for answer.txt, sinks.nc, sinks.png and report.html")
     add_settings(trace)
+    add_run(trace)
+    add_loading(trace)
+    add_former(trace, "--model-block-length", "--block-length")
     trace.set_defaults(command=run_trace)
 
 
-def _add_hooks(commands: Any) -> None:
-    text = "list the hook points of a model, with shapes, without loading its weights"
-    hooks = commands.add_parser("hooks", help=text, description=text)
+def _add_hooks(hooks: argparse.ArgumentParser) -> None:
     hooks.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder")
     hooks.add_argument("--all", action="store_true", help="list every layer, not one line for all layers (default: no)")
+    add_loading(hooks, "revision", "family", "block_length")
     hooks.set_defaults(command=run_hooks)
 
 
-def _add_models(commands: Any) -> None:
-    text = "list the models that can be loaded, and how far each family was verified"
-    commands.add_parser("models", help=text, description=text).set_defaults(command=run_models)
+def _add_models(models: argparse.ArgumentParser) -> None:
+    models.set_defaults(command=run_models)
 
 
-def _add_train(commands: Any) -> None:
+def _add_train(train: argparse.ArgumentParser) -> None:
     from sinklens.zoo.recipes import RECIPES
 
-    text = "train a shipped model again, or a variant of one; an interrupted run resumes where it stopped"
-    train = commands.add_parser("train", help=text, description=text)
     train.add_argument("name", metavar="NAME", help=f"{', '.join(RECIPES)}; or planted: a model with hand-set sinks")
     train.add_argument("--run", type=Path, help="folder of the run, also to resume it (default: runs/NAME)")
     train.add_argument("--out", type=Path, help="folder of the finished checkpoint (default: runs/NAME/checkpoint)")
@@ -178,7 +165,7 @@ def run_demo(options: argparse.Namespace) -> None:
     problem = held_out()[options.problem]
     runs = []
     for name in ("tiny-llada", "tiny-llama"):
-        model = load(name)
+        model = load(name, **loading(options))
         with trace(model, problem.prompt) as t:
             pass
         assert t.generation.sinks is not None
@@ -213,9 +200,8 @@ def run_trace(options: argparse.Namespace) -> None:
 
     prompt = _prompt(options.prompt)
     check_folder(options.out, "a trace")
-    model = load(options.model, family=options.family, block_length=options.model_block_length, **loading(options))
-    given = settings_given(options)
-    run = generate(model, prompt, seed=options.seed, chat_template=options.chat, cache=options.cache, **given)
+    model = load(options.model, **loading(options, options.model))
+    run = generate(model, prompt, **run_given(options), **settings_given(options))
     assert run.sinks is not None
     _write_text(options.out / "answer.txt", f"{run.text}\n")
     run.sinks.save(options.out / "sinks.nc")
@@ -227,13 +213,22 @@ def run_trace(options: argparse.Namespace) -> None:
     print(f"Written to {options.out}/: answer.txt, sinks.nc, sinks.png, report.html.")
 
 
-def _prompt(given: str) -> str:
+def _prompt(given: str) -> str | list[int]:
+    """The prompt of ``--prompt``."""
     if not given.startswith("@"):
         return given
+    file = Path(given[1:])
+    if file.suffix == ".jsonl":
+        from sinklens.tasks.prompts import read_prompts
+
+        prompts = read_prompts(file)
+        if len(prompts) > 1:
+            raise SinklensError(f"{file} holds {len(prompts)} prompts, and trace runs one; give a file with one line.")
+        return prompts[0]
     try:
-        return Path(given[1:]).read_text()
+        return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise SinklensError(f"could not read the prompt from {given[1:]}: {error}") from error
+        raise SinklensError(f"could not read the prompt from {file}: {error}") from error
 
 
 def _print_remarks(run: "Generation") -> None:
@@ -249,14 +244,15 @@ def _print_remarks(run: "Generation") -> None:
 
 def run_hooks(options: argparse.Namespace) -> None:
     """`sinklens hooks`."""
-    from sinklens.checkpoints import build_empty, family_of, translate
+    from sinklens.checkpoints import build_empty, translate
     from sinklens.checkpoints.files import find_checkpoint, read_config
+    from sinklens.checkpoints.regimes import choose_family
     from sinklens.hooks import architecture_of
     from sinklens.hooks.tree import HookTree
 
-    folder = find_checkpoint(options.model, None)
+    folder = find_checkpoint(options.model, options.revision)
     raw = read_config(folder)
-    family = family_of(raw, str(folder))
+    family = choose_family(raw, str(folder), options.family, options.block_length)
     config = translate(raw, family, str(folder))
     tree = HookTree(build_empty(config, family.model_class), architecture_of(config.model_type))
     cfg = tree.cfg
@@ -401,3 +397,51 @@ def _write_figure(path: Path, figure: Any) -> None:
 
     with atomic_write(path) as part:
         figure.savefig(part, dpi=150)
+
+
+def _adding(module: str, function: str) -> Callable[[argparse.ArgumentParser], None]:
+    """Adds a command's options by a function that is imported when it is called."""
+    return lambda command: getattr(import_module(f"sinklens.cli.{module}"), function)(command)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "demo": (
+        "trace the shipped models on a held-out problem: watch the answer fill in and the sinks move",
+        _add_demo,
+    ),
+    "trace": ("run a model on a prompt; write the answer, the sink track, a figure and a report", _add_trace),
+    "lab": (
+        "open a live lab in the browser: run the model, change the run by pointing, compare, copy as Python",
+        _adding("lab", "add_lab"),
+    ),
+    "analyse": (
+        "run a study on one or several models; print its tables; write tables, figures and a manifest",
+        _adding("studies", "add_analyse"),
+    ),
+    "evaluate": (
+        "measure the accuracy of models on a task, unmasked and with sinks masked; finished samples are skipped",
+        _adding("evaluation", "add_evaluate"),
+    ),
+    "score": (
+        "run the programs that models wrote, each in isolation, and record whether they are right",
+        _adding("evaluation", "add_score"),
+    ),
+    "merge": (
+        "copy the records of evaluations, such as those of several machines, into one folder; rerun to resume",
+        _adding("evaluation", "add_merge"),
+    ),
+    "export": (
+        "write every record of an evaluation, with the run that it belongs to, as a line of JSON",
+        _adding("evaluation", "add_export"),
+    ),
+    "table": (
+        "print the tables of results from `sinklens evaluate` or `sinklens analyse`, with intervals",
+        _adding("studies", "add_table"),
+    ),
+    "hooks": ("list the hook points of a model, with shapes, without loading its weights", _add_hooks),
+    "models": ("list the models that can be loaded, and how far each family was verified", _add_models),
+    "train": (
+        "train a shipped model again, or a variant of one; an interrupted run resumes where it stopped",
+        _add_train,
+    ),
+}

@@ -11,10 +11,20 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.cli.options import add_cache, add_loading, add_seed, add_settings, loading, refuse_caches, settings_given
+from sinklens.cli.options import (
+    add_limit,
+    add_loading,
+    add_out,
+    add_run,
+    add_settings,
+    loading,
+    refuse_caches,
+    settings_given,
+)
 from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
@@ -23,25 +33,22 @@ if TYPE_CHECKING:
     from sinklens.tasks import Task
 
 
-def add_evaluation(commands: Any) -> None:
-    """Add ``evaluate``, ``score``, ``merge`` and ``export``."""
-    _add_evaluate(commands)
-    _add_score(commands)
-    text = "copy the records of evaluations, such as those of several machines, into one folder; rerun to resume"
-    command = commands.add_parser("merge", help=text, description=text)
+def add_merge(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``merge``."""
     command.add_argument("ledgers", metavar="RESULTS", type=Path, nargs="+", help="folders of `sinklens evaluate`")
     command.add_argument("--out", type=Path, required=True, help="folder of the records; created, or added to")
     command.set_defaults(command=run_merge)
-    text = "write every record of an evaluation, with the run that it belongs to, as a line of JSON"
-    command = commands.add_parser("export", help=text, description=text)
+
+
+def add_export(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``export``."""
     command.add_argument("ledger", metavar="RESULTS", type=Path, help="folder of `sinklens evaluate`")
     command.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file, such as records.jsonl")
     command.set_defaults(command=run_export)
 
 
-def _add_evaluate(commands: Any) -> None:
-    text = "measure the accuracy of models on a task, unmasked and with sinks masked; finished samples are skipped"
-    command = commands.add_parser("evaluate", help=text, description=text)
+def add_evaluate(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``evaluate``."""
     command.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
     command.add_argument("--task", help="e.g. tiny-gsm, tiny-code, gsm8k, humaneval (default: that of --protocol)")
     command.add_argument(
@@ -53,14 +60,18 @@ def _add_evaluate(commands: Any) -> None:
         help="instead of a task: JSON Lines with 'prompt' and 'expected', each a text or a list of token ids; an "
         "answer is right if it equals 'expected' exactly (default: none)",
     )  # fmt: skip
-    command.add_argument(
-        "--out", type=Path, required=True, help="folder of the records; created, or resumed if it exists"
-    )
+    add_out(command, "folder of the records; created, or resumed if it exists")
     command.add_argument("--data", type=Path, help="local file or folder of a published task (default: the hub)")
     _add_masking(command)
-    add_cache(command, "also evaluate every condition under these cache policies", nargs="+", default=[])
+    command.add_argument(
+        "--cache", nargs="+", default=[], metavar="POLICY",
+        help="also evaluate every condition under these cache policies, such as prefix, dual or keep-sinks:4; an "
+        "unknown name lists all (default: every step is exact)",
+    )  # fmt: skip
     _add_execution(command)
     add_settings(command)
+    add_run(command, "seed", "chat_template")
+    add_loading(command)
     command.set_defaults(command=run_evaluate)
 
 
@@ -106,7 +117,7 @@ def _add_masking(command: Any) -> None:
 
 def _add_execution(command: Any) -> None:
     work = command.add_argument_group("execution")
-    work.add_argument("--limit", type=int, metavar="N", help="only the first N samples (default: all)")
+    add_limit(work, "only the first N samples (default: all)")
     work.add_argument(
         "--batch",
         type=int,
@@ -114,7 +125,6 @@ def _add_execution(command: Any) -> None:
         metavar="N",
         help="samples that are run and recorded together (default: %(default)s)",
     )
-    add_seed(work, "seed of sampling and of random keys")
     work.add_argument(
         "--shard",
         default="0/1",
@@ -140,12 +150,10 @@ def _add_execution(command: Any) -> None:
     work.add_argument(
         "--dry-run", action="store_true", help="run a few samples and estimate the total time (default: no)"
     )
-    add_loading(work)
 
 
-def _add_score(commands: Any) -> None:
-    text = "run the programs that models wrote, each in isolation, and record whether they are right"
-    command = commands.add_parser("score", help=text, description=text)
+def add_score(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``score``."""
     command.add_argument("ledger", metavar="RESULTS", type=Path, help="folder that `sinklens evaluate` wrote")
     command.add_argument(
         "--run-generated-code",
@@ -180,9 +188,9 @@ def run_evaluate(options: argparse.Namespace) -> None:
     shared: Options = {
         "task": task, "limit": options.limit, "batch": options.batch,
         "seed": options.seed, "shard": _shard(options.shard), "cache": options.cache,
-        "load": loading(options),
     }  # fmt: skip
     for name in options.models:
+        shared["load"] = loading(options, name)
         if options.dry_run:
             print(_estimate_text(name, estimate(name, protocol, conditions, options.out, **shared)))
             continue
@@ -224,7 +232,8 @@ def _protocol(options: argparse.Namespace) -> "EvalProtocol":
         )
     given = settings_given(options)
     _refuse_unused_settings(given, options.models, options.queries)
-    return protocol.with_settings(given)
+    protocol = protocol.with_settings(given)
+    return replace(protocol, chat_template=True) if options.chat_template else protocol
 
 
 def _refuse_with_prompts(options: argparse.Namespace) -> None:

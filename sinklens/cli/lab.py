@@ -4,7 +4,6 @@ import argparse
 import webbrowser
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from sinklens.cli.options import add_loading, loading
 from sinklens.errors import SettingError
@@ -18,10 +17,9 @@ Open a live lab in the browser. There you can
 More: docs/concepts/lab.md (From a question to an answer)."""
 
 
-def add_lab(commands: Any) -> None:
-    """Add ``lab``."""
-    text = "open a live lab in the browser: run the model, change the run by pointing, compare, copy as Python"
-    lab = commands.add_parser("lab", help=text, description=MORE, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_lab(lab: argparse.ArgumentParser) -> None:
+    """Add the options of ``lab``."""
+    lab.description, lab.formatter_class = MORE, argparse.RawDescriptionHelpFormatter
     lab.add_argument("model", metavar="MODEL", help="shipped name, hub name or folder; see `sinklens models`")
     lab.add_argument(
         "--compare", metavar="MODEL", nargs="+", default=[], help="further models for the same prompts (default: none)"

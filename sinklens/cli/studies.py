@@ -4,63 +4,59 @@
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
-from sinklens.cli.options import add_chat, add_loading, add_seed, add_settings, loading, settings_given
+from sinklens.cli.options import (
+    add_former,
+    add_limit,
+    add_loading,
+    add_out,
+    add_run,
+    add_settings,
+    loading,
+    run_given,
+    settings_given,
+)
 from sinklens.errors import SettingError, SinklensError
 
 
-def add_analyse(commands: Any) -> None:
-    """Add ``analyse``."""
+def add_analyse(analyse: argparse.ArgumentParser) -> None:
+    """Add the options of ``analyse``."""
     from sinklens.analyses import questions
 
-    text = "run a study on one or several models; print its tables; write tables, figures and a manifest"
     listed = "\n".join(f"  {name:<12} {question}" for name, question in questions().items())
-    analyse = commands.add_parser(
-        "analyse", help=text, description=text, epilog=f"studies:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    analyse.epilog, analyse.formatter_class = f"studies:\n{listed}", argparse.RawDescriptionHelpFormatter
     analyse.add_argument(
         "name", metavar="NAME", help="one of the studies below, or a Python file that defines one (STUDY.py)"
     )
     analyse.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
-    analyse.add_argument(
-        "--out",
-        type=Path,
-        help="folder for the results; prompts already finished there are skipped (default: analyses-NAME)",
-    )
+    add_out(analyse, "folder for the results; prompts already finished there are skipped")
     analyse.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help="one prompt per line; or JSON Lines (*.jsonl), also for prompts with line breaks, with a text or a list "
         "of token ids under 'prompt' or 'question' (default: the shipped held-out problems)",
     )  # fmt: skip
-    analyse.add_argument(
-        "--number",
-        type=int,
-        metavar="N",
-        help="only the first N prompts (default: 100 of the shipped problems; all prompts of a file)",
-    )
+    add_limit(analyse, "only the first N prompts (default: 100 of the shipped problems; all prompts of a file)")
+    add_former(analyse, "--number", "--limit")
     analyse.add_argument(
         "--batch", type=int, default=10, metavar="N",
         help="prompts run together, where the study supports it; does not affect the results (default: %(default)s)",
     )  # fmt: skip
-    add_seed(analyse, "seed of the runs and of the intervals")
     analyse.add_argument(
         "--seeds", action="store_true",
         help="the models are training runs that differ in their seed: also print and write every measure over all of "
         "them, with an interval over seeds and prompts, and whether they agree in sign (default: no)",
     )  # fmt: skip
-    add_chat(analyse)
-    add_loading(analyse)
     add_settings(analyse)
+    add_run(analyse)
+    add_loading(analyse)
     analyse.set_defaults(command=run_analyse)
 
 
-def add_table(commands: Any) -> None:
-    """Add ``table``."""
-    text = "print the tables of results from `sinklens evaluate` or `sinklens analyse`, with intervals"
-    command = commands.add_parser("table", help=text, description=text)
+def add_table(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``table``."""
     command.add_argument("ledger", metavar="RESULTS", type=Path, help="folder written by either command")
     command.add_argument(
         "--out",
@@ -84,17 +80,15 @@ def run_analyse(options: argparse.Namespace) -> None:
     from sinklens.model import load
 
     kind = find(options.name)
-    out = options.out or Path(f"analyses-{kind.name}")
+    out = _out(options.out, kind.name)
     prompts = _prompts(options)
     if options.seeds and len(options.models) < 2:
         raise SettingError(
             f"--seeds compares training runs of one recipe; give at least two models, not {options.models[0]} alone."
         )
-    study = kind(
-        seed=options.seed, batch=options.batch, settings=settings_given(options), chat_template=options.chat
-    )  # fmt: skip
+    study = kind(batch=options.batch, settings=settings_given(options), **run_given(options))
     check_folder(out, "a study")
-    models = [load(name, **loading(options)) for name in options.models]
+    models = [load(name, **loading(options, name)) for name in options.models]
     with Counts("prompts") as counts:
         try:
             findings = study.run(models, prompts, out, progress=counts)
@@ -116,19 +110,28 @@ def run_analyse(options: argparse.Namespace) -> None:
     print("\n".join(f"  {file}" for file in files))
 
 
+def _out(given: Path, study: str) -> Path:
+    """The folder of the results; the default of earlier versions where it exists and the present one does not."""
+    former = Path(f"analyses-{study}")
+    if given != Path("sinklens-analyse") or given.exists() or not former.exists():
+        return given
+    print(f"sinklens: going on in {former}, the default of earlier versions; now it is {given}.", file=sys.stderr)
+    return former
+
+
 def _prompts(options: argparse.Namespace) -> list[Any]:
     from sinklens.tasks.prompts import read_prompts
     from sinklens.tasks.word_problems import held_out
 
-    number = options.number
+    number = options.limit
     if number is not None and number < 1:
-        raise SinklensError(f"--number must be at least 1; got {number}.")
+        raise SinklensError(f"--limit must be at least 1; got {number}.")
     if options.prompts is None:
         return [problem.prompt for problem in held_out(number or 100)]
     prompts = read_prompts(options.prompts, number)
     if number is not None and number > len(prompts):
         raise SinklensError(
-            f"--number is {number}, but {options.prompts} holds {len(prompts)} prompts; give at most that many."
+            f"--limit is {number}, but {options.prompts} holds {len(prompts)} prompts; give at most that many."
         )
     return prompts
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sinklens.checkpoints.loading import LoadRequest, fitting
 from sinklens.errors import SinklensError
 from sinklens.lab.session import LabModel
 from sinklens.model import Model, load
@@ -22,8 +23,9 @@ def lab_models(given: Sequence[Any], **options: Any) -> list[LabModel]:
     found: list[LabModel] = []
     for one in given:
         named = isinstance(one, str | Path)
-        model = load(one, **options) if named else load(one)
-        entry = LabModel(_name(one, model), model, _loading(one, options) if named else _of_object(model))
+        chosen = fitting(one, options) if named else {}
+        model = load(one, **chosen)
+        entry = LabModel(_name(one, model), model, _loading(one, chosen) if named else _of_object(model))
         if entry.name in {other.name for other in found}:
             raise SinklensError(f"the lab has the model {entry.name} already; give each model once.")
         found.append(entry)
@@ -38,7 +40,8 @@ def _name(given: Any, model: Model) -> str:
 
 def _loading(given: str | Path, options: Mapping[str, Any]) -> str:
     name = str(Path(given).absolute()) if Path(given).is_dir() else str(given)
-    chosen = [f"{key}={value!r}" for key, value in options.items() if value not in (None, "auto")]
+    usual = vars(LoadRequest())
+    chosen = [f"{key}={value!r}" for key, value in options.items() if value != usual[key]]
     return f"sinklens.load({', '.join([ascii(name), *chosen])})"
 
 

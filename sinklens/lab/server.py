@@ -215,6 +215,7 @@ def open_lab(
     keep: str | Path | None = None,
     port: int = 0,
     public_url: str | None = None,
+    **loading: Any,
 ) -> Lab:
     """Open the lab in a notebook: ``sinklens.lab(model)`` shows it in the cell.
 
@@ -228,6 +229,7 @@ def open_lab(
         port: the port; 0 takes a free one.
         public_url: the address of the lab in a browser behind a reverse proxy, such as
             "https://hub.example.org/user/ann/proxy/{port}/" on JupyterHub; ``{port}`` stands for the port.
+        **loading: arguments of `sinklens.load`, for models given by name or folder.
 
     Returns:
         The lab, with ``url`` and ``close()``.
@@ -242,7 +244,7 @@ def open_lab(
     listener = bound("127.0.0.1", port)
     try:
         read_public(public_url, listener.getsockname()[1])  # before a model is loaded
-        models, folder = lab_models([model, *compare]), None if keep is None else Path(keep)
+        models, folder = lab_models([model, *compare], **loading), None if keep is None else Path(keep)
         lab = Lab(models, keep=folder, host="127.0.0.1", listener=listener, framed=True, public_url=public_url)
     except BaseException:
         listener.close()

@@ -243,7 +243,7 @@ def test_the_manifest_records_what_determines_the_numbers(tiny_llada, tiny_llama
     ("ask", "text"),
     [
         (lambda model: Letters(seed=-1), r"seed must be an integer from 0 to 2\*\*63 - 1; got -1"),
-        (lambda model: Letters(batch=0), r"batch is the number of prompts per run, at least 1; got 0"),
+        (lambda model: Letters(batch=0), r"batch must be an integer of at least 1; got 0"),
         (
             lambda model: Letters(chat_template=True).run([model], ["a", [5, 6]]),
             r"prompt 1 is a list of token ids, to which a chat template cannot be applied; omit chat_template",
@@ -315,7 +315,7 @@ class Lengths(Study):
 def test_a_study_in_a_user_file_runs_from_the_command_line(tmp_path, capsys):
     file, out = tmp_path / "json.py", tmp_path / "out"  # also the name of a standard module
     file.write_text(USER_STUDY)
-    assert main(["analyse", str(file), "tiny-llama", "--number", "3", "--out", str(out)]) == 0
+    assert main(["analyse", str(file), "tiny-llama", "--limit", "3", "--out", str(out)]) == 0
     assert "lengths: 3 prompts, tiny-llama. Written:" in capsys.readouterr().out
     assert json.loads((out / "lengths.json").read_text())["source"]
     with pytest.raises(SettingError, match=r"no such file: .*nowhere\.py"):

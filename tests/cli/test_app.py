@@ -14,8 +14,11 @@ import pytest
 
 from sinklens import SinkTrack
 from sinklens.analyses import STUDIES, questions
+from sinklens.arguments import arguments
+from sinklens.checkpoints.loading import LoadRequest
 from sinklens.cli import main
 from sinklens.cli.app import _parser
+from sinklens.runs.request import RunRequest
 from sinklens.sampling.registry import SAMPLERS, setting_help
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.word_problems import held_out
@@ -98,8 +101,8 @@ def test_models_lists_shipped_models_and_every_family(capsys):
         (["train", "tiny-lada"], "Nearest: tiny-llada"),
         (["analyse", "dynamic", "tiny-llada"], "Nearest: dynamics"),
         (["analyse", "split", "tiny-lada"], "Nearest: tiny-llada"),
-        (["analyse", "split", "tiny-llada", "--number", "0"], "--number must be at least 1"),
-        (["analyse", "split", "tiny-llada", "--batch", "0"], "batch is the number of prompts per run, at least 1"),
+        (["analyse", "split", "tiny-llada", "--limit", "0"], "--limit must be at least 1"),
+        (["analyse", "split", "tiny-llada", "--batch", "0"], "batch must be an integer of at least 1; got 0."),
         (["analyse", "split", "tiny-llada", "--alg", "entropy"], "none of these models has a setting 'alg'"),
         (["analyse", "split", "tiny-llada", "tiny-llada"], "each model can be given only once"),
         (["analyse", "split", "tiny-llada", "--prompts", "/no/such/file"], "could not read prompts from"),
@@ -193,16 +196,73 @@ def test_help_shows_the_question_of_every_study(capsys):
 
 def options_of(command):
     (commands,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return [one for one in commands.choices[command]._actions if one.option_strings and one.dest != "help"]
+    options = [one for one in commands.choices[command]._actions if one.option_strings and one.dest != "help"]
+    return [one for one in options if one.help != argparse.SUPPRESS]  # without former names
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "trace", "analyse", "evaluate", "score", "table", "hooks", "models", "train"]
+    "command", ["demo", "trace", "lab", "analyse", "evaluate", "score", "table", "hooks", "models", "train"]
 )
 def test_help_names_the_default_of_every_option(command):
     for option in options_of(command):
         text = option.help % {"default": option.default}
         assert option.required or text.endswith(")") or "default" in text, f"{option.option_strings[0]}: {text}"
+
+
+LOADING = {"--dtype", "--device", "--device-map", "--revision", "--family", "--block-length"}
+RUN = {"--seed", "--chat", "--cache"}
+
+
+@pytest.mark.parametrize("command", ["trace", "analyse", "evaluate", "lab"])
+def test_every_command_that_loads_or_runs_a_model_has_the_options_for_it(command):
+    names = {name for option in options_of(command) for name in option.option_strings}
+    assert names >= LOADING
+    assert command == "lab" or names >= RUN  # the lab asks for those of a run in its form
+    assert command == "lab" or "--out" in names
+
+
+def test_an_option_has_the_type_and_the_default_of_its_argument():
+    declared = {"--seed": arguments(RunRequest)["seed"], "--dtype": arguments(LoadRequest)["dtype"]}
+    found = {option.option_strings[0]: option for option in options_of("trace")}
+    for name, argument in declared.items():
+        assert found[name].default == argument.default
+    assert found["--seed"].type("7") == 7
+    with pytest.raises(argparse.ArgumentTypeError, match="seed must be an integer from 0"):
+        found["--seed"].type("1.5")
+
+
+@pytest.mark.parametrize("command", ["demo", "trace", "analyse", "evaluate"])
+def test_results_go_to_a_folder_named_after_the_command(command):
+    (out,) = (option for option in options_of(command) if "--out" in option.option_strings)
+    assert out.default == Path(f"sinklens-{command}")
+
+
+def test_a_former_option_is_accepted_with_a_note(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["analyse", "layers", "tiny-llama", "--number", "501"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("sinklens: --number is now --limit.\nsinklens: give 0 to 500 held-out problems")
+    with pytest.raises(SystemExit, match="0"):
+        main(["analyse", "--help"])
+    assert "--number" not in capsys.readouterr().out
+
+
+def test_the_block_length_of_a_block_causal_model_loads_it_and_of_another_sets_its_sampler(tmp_path):
+    asked = ["--prompt", "Question: 2\nAnswer:", "--gen-length", "8", "--block-length", "4"]
+    for model in ("tiny-sdar", "tiny-llada"):
+        assert main(["trace", model, *asked, "--out", str(tmp_path / model)]) == 0
+        track = SinkTrack.open(tmp_path / model / "sinks.nc")
+        assert json.loads(track.data.attrs["settings"])["block_length"] == 4
+
+
+def test_trace_reads_token_ids_from_json_lines(tmp_path, capsys):
+    (tmp_path / "one.jsonl").write_text('{"prompt": [2, 3, 4]}\n')
+    (tmp_path / "two.jsonl").write_text('{"prompt": [2, 3, 4]}\n{"prompt": "a"}\n')
+    call = ["trace", "tiny-llada", "--gen-length", "4", "--out", str(tmp_path / "out")]
+    assert main([*call, "--prompt", f"@{tmp_path / 'one.jsonl'}"]) == 0
+    assert SinkTrack.open(tmp_path / "out" / "sinks.nc").data.sizes["pos"] == 3 + 4
+    assert main([*call, "--prompt", f"@{tmp_path / 'two.jsonl'}"]) == 1
+    assert "holds 2 prompts, and trace runs one" in capsys.readouterr().err
 
 
 def test_abbreviated_options_are_rejected(capsys):
@@ -231,7 +291,7 @@ def test_train_rejects_invalid_steps_and_options_without_effect(arguments, text,
 OUTS = {
     "demo": ["demo"],
     "trace": ["trace", "tiny-llada", "--prompt", "Question: 1", "--gen-length", "4"],
-    "analyse": ["analyse", "layers", "tiny-llada", "--number", "1", "--gen-length", "4"],
+    "analyse": ["analyse", "layers", "tiny-llada", "--limit", "1", "--gen-length", "4"],
     "evaluate": ["evaluate", "tiny-llada", "--task", "tiny-gsm", "--limit", "1", "--gen-length", "4"],
     "train": ["train", "tiny-llada", "--steps", "1", "--run", "run"],
     "planted": ["train", "planted"],
@@ -263,6 +323,8 @@ def test_output_that_cannot_be_written_is_one_message(tmp_path):
     """A real limit: standard output is a file that cannot grow beyond 100 bytes."""
     code = """
 import resource, signal, sys
+from sinklens.arguments import arguments
+from sinklens.checkpoints.loading import LoadRequest
 from sinklens.cli import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 sys.dont_write_bytecode = True  # Python would keep the truncated files and fail on them later
@@ -275,7 +337,7 @@ sys.exit(main(["models"]))
 
 
 def test_an_interrupt_during_imports_is_one_message(capsys, monkeypatch):
-    monkeypatch.setattr("sinklens.cli.app._parser", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("sinklens.cli.app._parser", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["models"]) == 130
     assert capsys.readouterr().err == "sinklens: interrupted; unfinished files were discarded.\n"
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pytest
 import xarray as xr
@@ -59,7 +60,7 @@ def stopped(call, out, more, by):
 def test_a_study_that_is_interrupted_and_killed_resumes_with_another_batch(tmp_path):
     """Real processes: every finished prompt is kept, none is measured twice, and the tables are equal."""
     out = tmp_path / "cut"
-    call = ["analyse", "windows", "tiny-llama", "--number", "8", "--gen-length", "4", "--out", str(out)]
+    call = ["analyse", "windows", "tiny-llama", "--limit", "8", "--gen-length", "4", "--out", str(out)]
     code, errors = stopped([*call, "--batch", "3"], out, 1, signal.SIGINT)
     first = kept(out)
     assert (code, 1 <= first < 8) == (130, True), errors
@@ -120,34 +121,46 @@ def test_an_interrupted_study_resumes_in_another_process_and_writes_the_same_fil
 
 def test_analyse_writes_its_files_and_says_where(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    call = ["analyse", "layers", "tiny-llama", "--number", "2", "--gen-length", "3", "--seed", "4"]
+    call = ["analyse", "layers", "tiny-llama", "--limit", "2", "--gen-length", "3", "--seed", "4"]
     assert main(call) == 0
     printed = capsys.readouterr().out
     tables, _, files = printed.partition("layers: 2 prompts, tiny-llama. Written:\n")
     assert "map: tiny-llama (2 prompts)" in tables
     for line in files.splitlines():
         assert Path(line.strip()).is_file(), line
-    manifest = json.loads((tmp_path / "analyses-layers" / "layers.json").read_text())
+    manifest = json.loads((tmp_path / "sinklens-analyse" / "layers.json").read_text())
     assert (manifest["prompts"], manifest["options"]["seed"]) == (2, 4)
     assert manifest["models"][0]["settings"]["gen_length"] == 3
+
+
+def test_a_study_goes_on_in_the_default_folder_of_earlier_versions(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call = ["analyse", "layers", "tiny-llama", "--limit", "1", "--gen-length", "2"]
+    assert main([*call, "--out", "analyses-layers"]) == 0
+    capsys.readouterr()
+    assert main(call) == 0
+    errors = capsys.readouterr().err
+    assert errors.startswith("sinklens: going on in analyses-layers, the default of earlier versions; now it is ")
+    assert "1 of 1 prompts done" in errors
+    assert not Path("sinklens-analyse").exists()
 
 
 def test_analyse_loads_models_as_requested_and_applies_a_chat_template(tmp_path, capsys):
     folder = shutil.copytree(find_checkpoint("tiny-llama", None), tmp_path / "chatty")
     (folder / "chat_template.jinja").write_text("Question: {{ messages[0]['content'] }}\nAnswer:")
-    call = ["analyse", "layers", str(folder), "--number", "1", "--gen-length", "2", "--out", str(tmp_path / "out")]
+    call = ["analyse", "layers", str(folder), "--limit", "1", "--gen-length", "2", "--out", str(tmp_path / "out")]
     assert main([*call, "--chat", "--dtype", "float64", "--device", "cpu"]) == 0
     manifest = json.loads((tmp_path / "out" / "layers.json").read_text())
     assert manifest["options"]["chat_template"] is True
     assert (manifest["models"][0]["dtype"], manifest["models"][0]["device"]) == ("torch.float64", "cpu")
     capsys.readouterr()
-    assert main(["analyse", "layers", "tiny-llama", "--number", "1", "--chat", "--out", str(tmp_path / "none")]) == 1
+    assert main(["analyse", "layers", "tiny-llama", "--limit", "1", "--chat", "--out", str(tmp_path / "none")]) == 1
     assert "has no chat template. Leave chat_template (--chat) out" in capsys.readouterr().err
 
 
 def test_table_prints_what_analyse_printed(tmp_path, capsys):
     out = tmp_path / "out"
-    call = ["analyse", "layers", "tiny-llada", "tiny-llama", "--number", "2", "--gen-length", "3", "--out", str(out)]
+    call = ["analyse", "layers", "tiny-llada", "tiny-llama", "--limit", "2", "--gen-length", "3", "--out", str(out)]
     assert main(call) == 0
     printed, errors = capsys.readouterr()
     tables = printed.partition("layers: 2 prompts")[0]
@@ -167,7 +180,7 @@ def test_table_prints_what_analyse_printed(tmp_path, capsys):
 
 def test_table_prints_a_study_and_an_evaluation_from_one_folder(tmp_path, capsys):
     """No command writes both into one folder, but earlier versions did."""
-    assert main(["analyse", "layers", "tiny-llama", "--number", "1", "--gen-length", "2", "--out", str(tmp_path)]) == 0
+    assert main(["analyse", "layers", "tiny-llama", "--limit", "1", "--gen-length", "2", "--out", str(tmp_path)]) == 0
     capsys.readouterr()
     planted_run(tmp_path, {"a": True})
     assert main(["table", str(tmp_path)]) == 0
@@ -186,7 +199,7 @@ def test_a_folder_without_a_table_is_rejected_with_the_reason(tmp_path, capsys, 
         "sinklens.analyses.layers.Layers.tables", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(SystemExit, match="130"):
-        main(["analyse", "layers", "tiny-llama", "--number", "1", "--gen-length", "2", "--out", str(out)])
+        main(["analyse", "layers", "tiny-llama", "--limit", "1", "--gen-length", "2", "--out", str(out)])
     assert "keeps the finished prompts (tiny-llama: 1 of 1). To resume:" in capsys.readouterr().err
     assert main(["table", str(out)]) == 1
     assert "holds an unfinished study (layers: tiny-llama: 1 of 1 prompts); rerun the same" in capsys.readouterr().err
@@ -203,8 +216,8 @@ def test_options_for_evaluations_are_rejected_for_a_study(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        (["--number", "501"], "give 0 to 500 held-out problems, as further ones may have been trained on; got 501."),
-        (["--prompts", "a.txt", "--number", "3"], "--number is 3, but a.txt holds 2 prompts;"),
+        (["--limit", "501"], "give 0 to 500 held-out problems, as further ones may have been trained on; got 501."),
+        (["--prompts", "a.txt", "--limit", "3"], "--limit is 3, but a.txt holds 2 prompts;"),
         (["--prompts", "a.jsonl"], "a.jsonl, line 2: not JSON"),
     ],
 )
@@ -218,7 +231,7 @@ def test_missing_and_malformed_prompts_are_rejected(more, text, tmp_path, capsys
 
 def test_seeds_are_summarised_over_all_models(tmp_path, capsys):
     """Two models stand in for two seeds: every estimate over seeds is the mean of the models' estimates."""
-    call = ["analyse", "layers", "tiny-llada", "tiny-llama", "--number", "2", "--gen-length", "3", "--seeds"]
+    call = ["analyse", "layers", "tiny-llada", "tiny-llama", "--limit", "2", "--gen-length", "3", "--seeds"]
     assert main([*call, "--out", str(tmp_path)]) == 0
     assert "over 2 seeds and 2 prompts" in capsys.readouterr().out
     table = pandas.read_csv(tmp_path / "layers-seeds.csv")
@@ -232,3 +245,15 @@ def test_seeds_are_summarised_over_all_models(tmp_path, capsys):
 def test_one_seed_has_no_summary_over_seeds(capsys):
     assert main(["analyse", "layers", "tiny-llama", "--seeds"]) == 1
     assert "--seeds compares training runs of one recipe; give at least two models" in capsys.readouterr().err
+
+
+def test_a_study_of_runs_as_they_are_runs_under_a_policy_and_others_refuse_it(tmp_path, capsys):
+    call = ["tiny-llada", "--limit", "1", "--gen-length", "8", "--block-length", "4", "--cache", "dual"]
+    assert main(["analyse", "layers", *call, "--out", str(tmp_path)]) == 0
+    cached = xr.load_dataset(tmp_path / "layers.nc", engine="h5netcdf")
+    assert json.loads((tmp_path / "layers.json").read_text())["options"]["cache"] == "dual"
+    exact = find("layers")(settings={"gen_length": 8, "block_length": 4}).run("tiny-llada", [held_out(1)[0].prompt])
+    assert not np.array_equal(cached["count"].to_numpy()[0], exact.measured["tiny-llada"]["count"].to_numpy())
+    capsys.readouterr()
+    assert main(["analyse", "heads", *call, "--out", str(tmp_path / "heads")]) == 1
+    assert "the study heads compares exact steps, so it takes no cache policy" in capsys.readouterr().err
