@@ -133,12 +133,17 @@ def read_as(annotation: Any, name: str, given: Any) -> Any:
     raise SettingError(f"{name} must be {allowed}; got {given!r:.80}.")
 
 
-@cache
 def arguments(declared: Callable[..., Any]) -> dict[str, Argument]:
     """The arguments of a class or a function by name, in order; ``**settings`` is not among them.
 
     The meaning comes from the docstring, for a class also from those of its bases.
     """
+    return _declared(declared)
+
+
+@cache
+def _declared(declared: Any) -> dict[str, Argument]:
+    """See `arguments`."""
     described: dict[str, str] = {}
     for one in reversed(inspect.getmro(declared) if isinstance(declared, type) else (declared,)):
         described |= meanings(one.__doc__)
@@ -157,8 +162,7 @@ def check_arguments(record: Any) -> None:
     Raises:
         SettingError: a value has another type or is out of range.
     """
-    declared: Callable[..., Any] = type(record)
-    for argument in arguments(declared).values():
+    for argument in arguments(type(record)).values():
         given = getattr(record, argument.name)
         value = argument.read(given)
         if value is not given:

@@ -6,9 +6,12 @@ from dataclasses import MISSING, asdict, fields
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from sinklens.arguments import arguments
+from sinklens.caching import POLICIES
 from sinklens.errors import SettingError
 from sinklens.lab.chips import CHIPS
 from sinklens.lab.refusal import require
+from sinklens.runs.request import RunRequest
 from sinklens.sampling.registry import SAMPLERS, find_sampler, setting_help, settings_for
 from sinklens.views.html import visible
 
@@ -59,7 +62,15 @@ def of_settings(model: "Model") -> Form:
     family = model.family_record
     fitting = [one.name for one in SAMPLERS.values() if family.attention in one.attention]
     forms = {sampler: _settings(model, sampler) for sampler in fitting}
-    return {"sampler": family.sampler, "samplers": fitting, "fields": forms[family.sampler], "of": forms}
+    of_run = [_cache()] if family.attention == "bidirectional" else []
+    return {"sampler": family.sampler, "samplers": fitting, "fields": forms[family.sampler], "of": forms, "run": of_run}
+
+
+def _cache() -> Form:
+    """The cache policy of a run: a name, with a number where the policy takes one."""
+    declared = arguments(RunRequest)["cache"]
+    words = f"Which keys and values a step reuses: {', '.join(POLICIES)}, or such as keep-sinks:4. Empty: none."
+    return {"name": "cache", "type": "str", "default": declared.default, "help": words}
 
 
 def _settings(model: "Model", sampler: str) -> list[Form]:

@@ -92,7 +92,7 @@ class HeadTrial:
 
     def parts(self, layers: Sequence[int]) -> list[list[Head]]:
         """The heads of `layers` in groups of one pass each."""
-        run = self._outcome.generation(self._model)
+        run = self._outcome.generation(self._model, self._spec.cache)
         row = bytes_per_row(self._model, self._outcome.canvas.shape[1], run.settings)
         rows = max(1, min(MOST_ROWS, MEMORY // row))
         heads = [(layer, head) for layer in layers for head in range(self._model.cfg.n_heads)]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
+from sinklens.caching import as_policy
 from sinklens.lab.chips import is_index
 from sinklens.lab.refusal import require
 from sinklens.runs.result import Answer, Generation
@@ -93,8 +94,8 @@ class Outcome:
             dict(self.attrs),
         )
 
-    def generation(self, model: "Model") -> Generation:
-        """The run as `sinklens.generate` returned it."""
+    def generation(self, model: "Model", cache: str | None) -> Generation:
+        """The run as `sinklens.generate` returned it under the cache policy of this name."""
         kind = find_sampler(self.sampler).settings
         made = {entry.name: self.settings[entry.name] for entry in fields(kind) if entry.init}
         return Generation(
@@ -109,6 +110,7 @@ class Outcome:
             sinks=self.track(),
             single=True,
             model=model,
+            cache=as_policy(cache),
         )
 
     def record(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ canvases up to the step, with the chips, since some of them depend on earlier st
 that were cached before them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from sinklens.lab.execution import confidence_hooks, repeat, texts
 from sinklens.lab.outcome import Outcome
 from sinklens.lab.refusal import require
 from sinklens.lab.spec import RunSpec
+from sinklens.runs.result import Generation
 from sinklens.sinks.record import Record
 from sinklens.views.patterns import patterns_at
 
@@ -37,8 +39,8 @@ def patterns(
     Raises:
         TrackError: no such step or layer.
     """
-    run = outcome.generation(model)
-    if spec.changes or not _alone(outcome, model):
+    run = outcome.generation(model, spec.cache)
+    if spec.changes or not _alone(run):
         wanted = Record(patterns=[(step, layer) for layer in layers])
         run.patterns.update(repeat(spec, model, outcome, steps=step + 1, record=wanted).patterns)
     return patterns_at(run, step, layers)
@@ -69,11 +71,12 @@ def lens(spec: RunSpec, outcome: Outcome, model: "Model", pos: int) -> dict[str,
     """
     from sinklens.experiments import LogitLens, logit_lens
 
-    if spec.changes or not _alone(outcome, model):
+    run = outcome.generation(model, spec.cache)
+    if spec.changes or not _alone(run):
         reader = LogitLens(positions=[pos], top_k=1)
         data = reader.read(repeat(spec, model, outcome, extra=[reader]))
     else:
-        data = logit_lens(model, outcome.generation(model), positions=[pos], top_k=1)
+        data = logit_lens(model, run, positions=[pos], top_k=1)
     words = texts(model, {*np.unique(data["token"]).tolist(), int(data["final_token"][0])})
     tokens = data["token"].to_numpy()[:, :, 0, 0].tolist()
     return {
@@ -101,10 +104,8 @@ def attribution(spec: RunSpec, outcome: Outcome, model: "Model", pos: int, other
     """
     from sinklens.experiments import attribution_patching, of_step
 
-    require(
-        not spec.changes and _alone(outcome, model), "attribution reads runs without changes, a pass for each step."
-    )
-    run, start = outcome.generation(model), outcome.prompt_length
+    run, start = outcome.generation(model, spec.cache), outcome.prompt_length
+    require(not spec.changes and _alone(run), "attribution reads runs without changes, a pass for each step.")
     ids = model.encode(other, chat_template=spec.chat_template).ids.to(model.cfg.device)
     lengths = f"the prompts have {start} and {ids.shape[1]} tokens; give one with as many tokens as the run's prompt."
     require(ids.shape[1] == start, lengths)
@@ -133,13 +134,15 @@ def _plain(values: np.ndarray) -> list[Any]:
     return list(plain.tolist())
 
 
-def _alone(outcome: Outcome, model: "Model") -> bool:
+def _alone(run: Generation) -> bool:
     """Whether one pass over a step's canvas computes what the step did: nothing was cached before it."""
-    return not (model.tree.architecture.encoder or outcome.generation(model).settings.reuses_keys)
+    return not (run.model.tree.architecture.encoder or run.key_reuse)
 
 
 def proposals(spec: RunSpec, outcome: Outcome, model: "Model", step: int) -> dict[int, dict[str, Any]]:
     """The proposals of a step by position: the likeliest tokens, and the confidence that orders the decisions.
+
+    Positions that the step did not compute, under a cache policy, have none.
 
     Raises:
         SettingError: the sampler computes only some of the undecided positions.
@@ -153,6 +156,8 @@ def proposals(spec: RunSpec, outcome: Outcome, model: "Model", step: int) -> dic
     words = texts(model, set(best.indices.flatten().tolist()))
     found = {}
     for place, shares, ids in zip(places, best.values.tolist(), best.indices.tolist(), strict=True):
+        if math.isnan(shares[0]):
+            continue
         listed = [{"id": token, "text": words.get(token), "p": share} for token, share in zip(ids, shares, strict=True)]
         found[place] = {"confidence": _of(confidence.get(step), place), "proposals": listed}
     return found

@@ -206,7 +206,7 @@ class Session:
         if run_id is None:
             raise Refused(f"no page shows a run {slot}; run one in the lab first.", 404)
         spec, outcome = self.outcome(run_id)
-        return outcome.generation(self.model(spec.model))
+        return outcome.generation(self.model(spec.model), spec.cache)
 
     def run(self, run_id: str) -> Run:
         """The run with this id.
@@ -316,7 +316,8 @@ class Session:
         """The run that `spec` replays, if it has ended: one that is still running is checked when its turn comes."""
         if spec.replay is None or self.run(spec.replay).status not in ENDED:
             return None
-        return self.outcome(spec.replay)[1].generation(self.model(spec.model))
+        replayed, outcome = self.outcome(spec.replay)
+        return outcome.generation(self.model(spec.model), replayed.cache)
 
     def _replayed(self, spec: RunSpec) -> Generation | None:
         """The run that `spec` replays."""
@@ -324,7 +325,7 @@ class Session:
             return None
         _, outcome = self.outcome(spec.replay)
         self.model_of(spec.replay)
-        return outcome.generation(self.model(spec.model))
+        return outcome.generation(self.model(spec.model), spec.cache)
 
     def _weights_of(self, name: str) -> str:
         if name not in self._weights:

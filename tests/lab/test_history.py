@@ -40,7 +40,7 @@ def test_an_outcome_is_the_run_it_came_from(run, tiny_llada, tmp_path):
     """Written, read and turned back into a `Generation`."""
     history = History(tmp_path)
     history.save("a", {}, {}, Outcome.of(run))
-    found = History(tmp_path).load("a").generation(tiny_llada)
+    found = History(tmp_path).load("a").generation(tiny_llada, None)
     for name in ("canvas", "undecided", "unmask_step", "real"):
         assert (getattr(found, name) == getattr(run, name)).all(), name
     assert (found.answers, found.settings, found.seed) == (run.answers, run.settings, run.seed)

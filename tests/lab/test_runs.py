@@ -372,3 +372,39 @@ def test_everything_about_a_canvas_model_is_answered():
         assert trial["status"] == "done", trial["error"]
         assert trial["heads"][5]["kl"] == pytest.approx(np.nanmean(expected.under_replay.kl), rel=1e-2, abs=1e-6)
         client.close()
+
+
+def test_a_run_under_a_cache_policy_equals_that_of_generate_and_reads_what_its_steps_computed(client, lab, tiny_llada):
+    settings = SHORT | {"block_length": 4}
+    run = client.submit(prompt=PROMPT, settings=settings, cache="dual")
+    client.ended(run)
+    expected = sinklens.generate(tiny_llada, PROMPT, cache="dual", progress=False, **settings)
+    assert client.get(f"/api/runs/{run}")["canvas"] == expected.canvas[0].tolist()
+    pattern = unpacked(client.get(f"/api/runs/{run}/pattern", step=1, layer=0))
+    computed = ~np.isnan(pattern).any(axis=(0, 2))
+    assert computed.nonzero()[0].tolist() == list(range(expected.prompt_length, expected.prompt_length + 4))
+    assert "cache='dual'" in client.http.get(f"/api/runs/{run}/python").text
+    refused = client.http.get(f"/api/runs/{run}/lens", params={"pos": expected.prompt_length})
+    assert refused.status_code == 400
+    assert "run without cache=" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"cache": "duel"}, "no cache policy is called 'duel'"),
+        ({"cache": 3}, "cache must be a short text or null"),
+        ({"settings": {"hooks": 1}}, "hooks is a field of the run, not a setting"),
+        ({"settings": {"cache": "dual"}}, "cache is a field of the run, not a setting"),
+    ],
+)
+def test_an_argument_of_a_run_is_checked_by_its_type_and_is_no_setting(client, body, text):
+    answer = client.http.post("/api/runs", json={"prompt": PROMPT} | body)
+    assert answer.status_code == 400
+    assert text in answer.json()["error"]
+
+
+def test_the_form_offers_a_policy_where_a_model_can_run_under_one(client):
+    settings = client.get("/api/session")["settings"]
+    assert [field["name"] for field in settings["tiny-llada"]["run"]] == ["cache"]
+    assert settings["tiny-llama"]["run"] == []

@@ -1,6 +1,6 @@
 // The form of a run: model, prompt, seed, sampler settings.
 
-const formFields = { list: [], usual: new Map() };
+const formFields = { list: [], usual: new Map(), run: [] };
 
 function fillModels() {
   const names = lab.session.models.map(({ name }) => name);
@@ -15,16 +15,17 @@ function fillModels() {
 const chosenModel = () => lab.session.models.find(({ name }) => name === byId("model-name").value);
 
 // One input per setting of the model's sampler, with its meaning.
-function fillSettings(given = {}, sampler = null) {
-  const model = chosenModel(), { sampler: usual, samplers = [], fields, of = {} } = lab.session.settings[model.name];
+function fillSettings(given = {}, sampler = null, request = {}) {
+  const model = chosenModel(), { sampler: usual, samplers = [], fields, of = {}, run = [] } = lab.session.settings[model.name];
   const name = sampler || usual, list = of[name] || fields;
   formFields.list = list.map((one) => field(one, given[one.name]));
   formFields.usual = new Map(list.map((one) => [one.name, one.default ?? null]));
-  const boxes = formFields.list.map(({ box }) => box);
+  formFields.run = run.map((one) => field(one, request[one.name]));
+  const boxes = [...formFields.list, ...formFields.run].map(({ box }) => box);
   formFields.sampler = samplers.length > 1 ? field({ name: "sampler", type: "choice", choices: samplers, default: name, help: "How the canvas is filled." }, name) : null;
   if (formFields.sampler) {
     boxes.unshift(formFields.sampler.box);
-    formFields.sampler.box.querySelector("select").addEventListener("change", () => fillSettings({}, formFields.sampler.read()));
+    formFields.sampler.box.querySelector("select").addEventListener("change", () => fillSettings({}, formFields.sampler.read(), ofRun()));
   }
   write(byId("settings-fields"), ...boxes);
   byId("chat-row").hidden = !model.chat_template;
@@ -39,9 +40,12 @@ function changedSettings() {
   return Object.fromEntries(different);
 }
 
+// Arguments of the run that are no settings of its sampler, such as the cache policy.
+const ofRun = () => Object.fromEntries(formFields.run.map(({ name, read }) => [name, read()]));
+
 function requestOfForm() {
   const source = byId("source").value, text = byId("prompt").value, sampler = formFields.sampler ? formFields.sampler.read() : null;
-  const common = { model: byId("model-name").value, settings: changedSettings(), sampler, seed: Number(byId("seed").value), chips: [], replay: null, canvas: null, chat_template: !byId("chat-row").hidden && byId("chat").checked };
+  const common = { model: byId("model-name").value, ...ofRun(), settings: changedSettings(), sampler, seed: Number(byId("seed").value), chips: [], replay: null, canvas: null, chat_template: !byId("chat-row").hidden && byId("chat").checked };
   if (source === "task") return { ...common, problem: { task: byId("task").value, index: Number(byId("task-index").value) } };
   if (source === "text") {
     if (!text.trim()) throw new Error("The prompt is empty; type one, or choose a problem of a task.");
@@ -60,11 +64,11 @@ function fillForm(request) {
   byId("seed").value = request.seed ?? 0;
   byId("chat").checked = Boolean(request.chat_template);
   byId("same").checked = Boolean(request.replay);
-  fillSettings(request.settings || {}, request.sampler);
+  fillSettings(request.settings || {}, request.sampler, request);
 }
 
 function drawForm() {
-  const source = byId("source").value, different = Object.entries(changedSettings());
+  const source = byId("source").value, different = Object.entries({ ...changedSettings(), ...ofRun() }).filter(([, value]) => value !== null);
   byId("task-choice").hidden = source !== "task";
   byId("prompt").readOnly = source === "task";
   byId("prompt-label").firstChild.textContent = source === "ids" ? "Token ids " : "Prompt ";

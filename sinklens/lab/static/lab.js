@@ -64,7 +64,7 @@ async function runB() {
   const canvas = request.canvas || null;
   const replay = byId("same").checked && other === "" && !canvas ? lab.A : null;
   const body = { ...request, chips: lab.chips, canvas, replay, compare_to: lab.A };
-  if (other) Object.assign(body, { model: other, settings: {}, sampler: null });
+  if (other) Object.assign(body, { model: other, settings: {}, sampler: null, cache: null });
   const id = await post(body);
   if (mine !== lab.sent) return undefined;
   Object.assign(lab, { B: id, shown: "B", pair: null });
