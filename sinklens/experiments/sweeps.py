@@ -20,9 +20,10 @@ import numpy as np
 import xarray as xr
 from torch import Tensor
 
-from sinklens.arguments import Count, read_as
+from sinklens.arguments import Count, Seed, read_as
 from sinklens.atomic import atomic_write
 from sinklens.caching import Policy, as_policy
+from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
 from sinklens.experiments.comparison import answers_compared, compared
 from sinklens.experiments.metrics import Metric, Places, Work, named_places
@@ -53,11 +54,11 @@ def sweep(
     metric: Metric | None = None,
     replay: bool = False,
     memory_gb: float | int = 2.0,
-    rows: int | None = None,
+    rows: Count | None = None,
     out: str | Path | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     chat_template: bool | str = False,
-    cache: Policy | str | None = None,
+    cache: CachePolicy | None = None,
     progress: bool | None = None,
     **settings: Any,
 ) -> xr.Dataset:

@@ -20,7 +20,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.caching import Policy, as_policy
+from sinklens.arguments import Count, Seed, read_as
+from sinklens.caching import as_policy
+from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
 from sinklens.experiments.captured import not_ended
 from sinklens.features.places import STATES, Scope, ScopedPlaces, state_masks, states_of, stream_point
@@ -53,9 +55,9 @@ def collect(
     detector: Detector | None = None,
     layers: Sequence[int] | None = None,
     record_sinks: Record | None = None,
-    cache: Policy | str | None = None,
-    batch: int = 16,
-    seed: int = 0,
+    cache: CachePolicy | None = None,
+    batch: Count = 16,
+    seed: Seed = 0,
     chat_template: bool | str = False,
     dtype: Literal["float32", "float16"] = "float32",
     report: Report | None = None,
@@ -123,8 +125,9 @@ def _check(
     layers: Sequence[int] | None, record_sinks: Record | None,
 ) -> None:  # fmt: skip
     """Refuse arguments of `collect` that cannot be carried out."""
-    if isinstance(prompts, str) or not len(prompts) or batch < 1:
-        raise SettingError("collect needs a list of at least one prompt, and a batch of at least 1.")
+    if isinstance(prompts, str) or not len(prompts):
+        raise SettingError("collect needs a list of at least one prompt.")
+    read_as(Count, "batch", batch)
     if detector is None and (layers is not None or record_sinks is not None):
         raise SettingError("layers= and record_sinks= belong to detector=; pass a detector or leave them out.")
     if model.tree.architecture.encoder:
@@ -152,7 +155,7 @@ def _place_settings(
 
 
 def _run_settings(
-    model: Model, prompts: list[Any], settings: dict[str, Any], cache: Policy | str | None
+    model: Model, prompts: list[Any], settings: dict[str, Any], cache: CachePolicy | None
 ) -> dict[str, Any]:
     """What a store records about the model, the prompts, the sampler and its cache policy."""
     policy = as_policy(cache)

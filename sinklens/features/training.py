@@ -16,21 +16,22 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Ge, Lt
 from jaxtyping import Float
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from sinklens.arguments import Count, Positive, Seed, check_arguments
 from sinklens.atomic import atomic_write
 from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.saelens import save_sae
 from sinklens.features.store import ActivationStore
-from sinklens.integers import check_seed_of
 
 STATE = "training.safetensors"
 AUX = 1 / 32
@@ -54,22 +55,19 @@ class Recipe:
         seed: of the initial weights and of the order of the places.
     """
 
-    d_sae: int
-    k: int
-    steps: int = 2000
-    batch: int = 1024
-    learning_rate: float = 1e-3
-    held_out: float = 0.1
-    dead_after: int = 100_000
-    seed: int = 0
+    d_sae: Count
+    k: Count
+    steps: Count = 2000
+    batch: Annotated[int, Ge(2)] = 1024
+    learning_rate: Positive = 1e-3
+    held_out: Annotated[float, Ge(0), Lt(1)] = 0.1
+    dead_after: Count = 100_000
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.k <= self.d_sae or self.steps < 1 or self.batch < 2 or not 0 <= self.held_out < 1:
-            raise SettingError(
-                f"a recipe needs 1 ≤ k ≤ d_sae, at least 1 step, a batch of at least 2 and 0 ≤ held_out < 1; got "
-                f"{self}."
-            )
-        check_seed_of(self)
+        check_arguments(self)
+        if self.k > self.d_sae:
+            raise SettingError(f"k must be at most d_sae, the number of features; got {self.k} of {self.d_sae}.")
 
 
 @dataclass(frozen=True)

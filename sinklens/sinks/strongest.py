@@ -10,12 +10,13 @@ sink, differ between kinds; with ``overall=True`` only keys of the same rank are
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Int
 
+from sinklens.arguments import Count, check_arguments
 from sinklens.errors import SettingError, nearest
 from sinklens.sinks.data import TrackData
 from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
@@ -94,18 +95,15 @@ class StrongestKeys(Detector):
         SettingError: an unknown part or name, or fewer than one key.
     """
 
-    k: int = 1
+    k: Count = 1
     only: str | tuple[str, ...] = ()
     part: Part = "all"
     sink: Detector = field(default_factory=EpsilonOverMean)
     overall: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int | np.integer) or self.k < 1:
-            raise SettingError(f"k must be a number of keys, 1 or more; got {self.k!r}.")
-        if self.part not in get_args(Part):
-            raise SettingError(f"part must be one of {', '.join(get_args(Part))}; got {self.part!r}.")
         require_detector(self.sink)
+        check_arguments(self)
         check_only(self._names)
 
     @property

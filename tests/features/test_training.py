@@ -73,8 +73,12 @@ def test_an_interrupted_training_takes_the_same_steps(tmp_path):
 
 def test_recipes_and_stores_that_do_not_work_are_refused(tmp_path):
     store, _ = planted(tmp_path / "a.zarr", prompts=3, each=10)
-    with pytest.raises(SettingError, match="a recipe needs 1 ≤ k ≤ d_sae"):
+    with pytest.raises(SettingError, match="k must be at most d_sae, the number of features; got 5 of 4"):
         Recipe(d_sae=4, k=5)
+    with pytest.raises(SettingError, match="batch must be an integer of at least 2; got 1"):
+        Recipe(d_sae=4, k=2, batch=1)
+    with pytest.raises(SettingError, match=r"held_out must be a number in \[0, 1\); got 1"):
+        Recipe(d_sae=4, k=2, held_out=1)
     with pytest.raises(SettingError, match="has 30 places to train on, fewer than a batch of 64"):
         train(store, Recipe(d_sae=4, k=2, batch=64, held_out=0.0))
     store._group.update_attributes({"prompts_done": 2})

@@ -87,7 +87,7 @@ def test_only_of_an_intervention_also_leaves_out_kinds(tiny_llada):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"k": 0}, "k must be a number of keys, 1 or more; got 0"),
+        ({"k": 0}, "k must be an integer of at least 1; got 0"),
         ({"part": "both"}, "part must be one of all, sink, other; got 'both'"),
         ({"only": "digits"}, "or 'not' and one of them; 'digits' is neither. .* Nearest: digit"),
         ({"only": ("prompt", "not words")}, "'not words' is neither. .* Nearest: word"),
