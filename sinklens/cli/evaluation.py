@@ -10,7 +10,6 @@ import argparse
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from sinklens.cli.options import (
     add_out,
     add_run,
     add_settings,
+    family_for,
     loading,
     refuse_caches,
     settings_given,
@@ -177,7 +177,7 @@ def run_evaluate(options: argparse.Namespace) -> None:
     from sinklens.evaluation.runner import Options, estimate, evaluate
 
     _refuse_without_effect(options)
-    refuse_caches(options.cache, options.models)
+    refuse_caches(options.cache, options)
     protocol = _protocol(options)
     conditions = masking(
         options.mask_sinks, options.controls, scope=options.scope, queries=options.queries,
@@ -231,7 +231,7 @@ def _protocol(options: argparse.Namespace) -> "EvalProtocol":
             f"the protocol {protocol.name} is for the task {protocol.task}, not {options.task}; remove one of them."
         )
     given = settings_given(options)
-    _refuse_unused_settings(given, options.models, options.queries)
+    _refuse_unused_settings(given, options)
     protocol = protocol.with_settings(given)
     return replace(protocol, chat_template=True) if options.chat_template else protocol
 
@@ -269,15 +269,14 @@ def _check_limit(task: "Task", limit: int | None) -> None:
         )
 
 
-def _refuse_unused_settings(given: dict[str, Any], models: Sequence[str], queries: str) -> None:
+def _refuse_unused_settings(given: dict[str, Any], options: argparse.Namespace) -> None:
     """Reject settings that none of the models has; they would silently have no effect."""
-    from sinklens.checkpoints import family_of
-    from sinklens.checkpoints.files import find_checkpoint, read_config
     from sinklens.sampling.registry import find_sampler
 
+    models, queries = options.models, options.queries
     if not given and queries != "all":
         return
-    samplers = sorted({family_of(read_config(find_checkpoint(name, None)), name).sampler for name in models})
+    samplers = sorted({family_for(name, options).sampler for name in models})
     if queries == "all" and "autoregressive" not in samplers:
         raise SinklensError(
             f"--queries all is for autoregressive models; {', '.join(models)} computes every query at every step."

@@ -14,10 +14,13 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sinklens.arguments import REQUIRED, Argument, arguments
 from sinklens.errors import SinklensError
+
+if TYPE_CHECKING:
+    from sinklens.checkpoints import Family
 
 OF_LOADING = ("dtype", "device", "device_map", "revision", "family", "block_length")
 OF_RUN = ("seed", "chat_template", "cache")
@@ -127,16 +130,24 @@ class _Former(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def refuse_caches(names: Sequence[str], models: Sequence[str]) -> None:
+def family_for(model: str, options: argparse.Namespace) -> "Family":
+    """The family with which `model` is loaded."""
+    from sinklens.checkpoints.files import find_checkpoint, read_config
+    from sinklens.checkpoints.regimes import choose_family
+
+    given = loading(options)
+    raw = read_config(find_checkpoint(model, given.get("revision")))
+    return choose_family(raw, model, given.get("family"), given.get("block_length"))
+
+
+def refuse_caches(names: Sequence[str], options: argparse.Namespace) -> None:
     """Reject unknown policies, and models that cannot run under one, before anything is loaded."""
     from sinklens.caching import as_policy
-    from sinklens.checkpoints import family_of
-    from sinklens.checkpoints.files import find_checkpoint, read_config
 
     if not [name for name in names if as_policy(name) is not None]:
         return
-    for model in models:
-        attention = family_of(read_config(find_checkpoint(model, None)), model).attention
+    for model in options.models:
+        attention = family_for(model, options).attention
         if attention != "bidirectional":
             raise SinklensError(
                 f"--cache is for bidirectional models; the attention of {model} is {attention}. Remove one of them."

@@ -399,3 +399,11 @@ def test_policies_that_cannot_run_are_refused_before_anything_is_evaluated(tmp_p
     code, _, printed = run(capsys, "evaluate", *flags, "--task", "tiny-gsm", "--out", tmp_path / "results")
     assert (code, text in printed) == (1, True), printed
     assert not (tmp_path / "results").exists()
+
+
+def test_the_chat_template_and_the_arguments_of_loading_reach_the_models(tmp_path, capsys):
+    call = ["evaluate", "tiny-llama", "--task", "tiny-gsm", "--limit", "1", "--gen-length", "2"]
+    assert main([*call, "--chat", "--out", str(tmp_path / "chat")]) == 1
+    assert "the tokenizer of tiny-llama has no chat template" in capsys.readouterr().err
+    assert main([*call, "--family", "lama", "--out", str(tmp_path / "family")]) == 1
+    assert "Nearest: llama" in capsys.readouterr().err
