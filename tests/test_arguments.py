@@ -1,75 +1,144 @@
-"""Arguments of the wrong type: a sentence that says what is allowed, not an error from inside."""
+"""The declaration of arguments: what is read from a signature and its docstring, and how values are checked."""
+
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
+from annotated_types import Gt, Le, Lt
 
-import sinklens
-from sinklens.analyses import find
-from sinklens.errors import SinklensError
-from sinklens.evaluation import Accuracy, Limits, mcnemar, paired, score_interval
-from sinklens.experiments import sweep
-from sinklens.interventions import AblateHeads, Activations, MaskSinks
-from sinklens.sinks import Record
-from sinklens.tasks import held_out
-from sinklens.tasks.prompts import Prompts, read_prompts
+from sinklens.arguments import (
+    REQUIRED,
+    Count,
+    NonNegative,
+    Positive,
+    Seed,
+    Share,
+    arguments,
+    check_arguments,
+    meanings,
+    read_as,
+)
+from sinklens.errors import SettingError
 
-PROMPT = "Question: 1 + 2\nAnswer:"
-RIGHT, WRONG = [True, False], np.array([False, False])
+
+@dataclass(frozen=True)
+class Base:
+    """What both share.
+
+    Attributes:
+        width: number of
+            positions.
+    """
+
+    width: Count = 8
 
 
-@pytest.mark.usefixtures("unchecked")
+@dataclass(frozen=True)
+class Window(Base):
+    """A window.
+
+    Attributes:
+        share: share that stays.
+        by, mode: what ranks them: the "score".
+    """
+
+    share: Share | None = None
+    by: Literal["score", "mass"] = "score"
+    mode: "Any" = None
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+
+
+def window(model: Any, *names: str, width: Count, seed: Seed = 0, **settings: Any) -> None:
+    """A window of a model.
+
+    Args:
+        model: the model.
+        width: number of positions.
+        **settings: more.
+
+    Raises:
+        SettingError: never.
+    """
+
+
+def test_a_dataclass_declares_its_fields_and_those_of_its_bases():
+    found = arguments(Window)
+    assert list(found) == ["width", "share", "by", "mode"]
+    assert [one.default for one in found.values()] == [8, None, "score", None]
+    assert [one.type for one in found.values()][:2] == [int, float]
+    assert found["by"].choices == ("score", "mass")
+    assert found["width"].meaning == "number of positions."
+    assert found["by"].meaning == found["mode"].meaning == 'what ranks them: the "score".'
+
+
+def test_a_function_declares_its_named_arguments():
+    found = arguments(window)
+    assert list(found) == ["model", "width", "seed"]
+    assert found["width"].default is REQUIRED
+    assert found["model"].meaning == "the model."
+    assert found["seed"].meaning == ""
+
+
+def test_a_docstring_without_sections_describes_no_argument():
+    assert meanings(None) == meanings("One line: no more.") == {}
+
+
 @pytest.mark.parametrize(
-    ("call", "text"),
+    ("kind", "given"),
     [
-        (lambda model: sweep(model, PROMPT, [AblateHeads()]), "interventions must be a dict of names"),
-        (lambda model: sweep(model, PROMPT, {"a": None}), "hooks= must be a list of"),
-        (
-            lambda model: sweep(model, PROMPT, {"a": AblateHeads()}, rows=1.5),
-            "must be an integer of at least 1; got 1.5",
-        ),
-        (lambda model: sweep(model, PROMPT, {"a": AblateHeads()}, memory_gb="2"), "memory_gb must be a number"),
-        (lambda model: sinklens.generate(model, PROMPT, sampler=3), "sampler must be a name, one of llada"),
-        (lambda model: sinklens.generate(model, PROMPT, hooks=Activations(names=3)), "names must be hook points"),
-        (lambda model: sinklens.load("tiny-llada", device="meta"), "the device 'meta' holds no values"),
-        (lambda model: MaskSinks(top_k=1, only=3), "give a name or a list of names; got 3"),
-        (lambda model: AblateHeads(by="mean", reference=3), "reference must be what head_outputs"),
-        (lambda model: model.tree.resolve(3), "a hook point is named by a text, such as"),
-        (lambda model: Record(3), "quantities must be a list of names"),
-        (lambda model: Record(patterns=3), r"patterns must be a list of \(step, layer\) pairs"),
-        (lambda model: find(3), "a study is found by its name or file"),
-        (lambda model: find("layers")(batch="x"), "batch is the number of prompts per run, at least 1; got 'x'"),
-        (
-            lambda model: find("layers")().run([model], 3),
-            "prompts must be a text, a list of texts, or token ids; got 3",
-        ),
-        (lambda model: find("layers")(shown="x").run([model], [PROMPT]), "shown is the index of a prompt.*got 'x'"),
-        (lambda model: held_out("x"), "give 0 to 500 held-out problems.*got 'x'"),
-        (lambda model: paired([0.5], [1.0]), r"lists of True and False; got float64 values of shape \[1\]"),
-        (lambda model: paired(None, None), "lists of True and False; got object"),
-        (lambda model: mcnemar(-1, 2), "lost and gained must be counts of samples, 0 or more; got -1 and 2"),
-        (lambda model: score_interval([1, 2, 3], (0, 1)), r"an entry for each of 2 values; got \[3\]"),
-        (lambda model: Accuracy(3, 2), "3 of 2 samples cannot be right"),
-        (lambda model: Limits(seconds="x"), r"Limits\(seconds='x'\) is out of range"),
+        (Count, 1), (Seed, 0), (Seed, 2**63 - 1), (Share, 0), (Share, 1.0), (Positive, 1e-9), (NonNegative, 0),
+        (Share | None, None), (bool | str, "a"), (bool, False), (str, ""), (Literal["a", "b"], "b"), (dict, {}),
+        (Any, [1]), ("quoted", 1), (float, np.float32(0.5)), (Annotated[float, Gt(0), Lt(1)], 0.5),
     ],
-)
-def test_an_argument_of_the_wrong_type_is_refused_with_what_is_allowed(tiny_llada, call, text):
-    with pytest.raises(SinklensError, match=text):
-        call(tiny_llada)
+)  # fmt: skip
+def test_a_value_of_the_declared_type_is_kept(kind, given):
+    assert read_as(kind, "it", given) is given
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_lists_of_verdicts_and_names_of_files_are_accepted(tmp_path):
-    assert paired(RIGHT, WRONG) == paired(np.array(RIGHT), WRONG)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "one", "expected": "two"}\n')
-    assert read_prompts(str(tmp_path / "p.jsonl")) == ["one"]
-    assert [sample.prompt for sample in Prompts(str(tmp_path / "p.jsonl")).samples()] == ["one"]
+@pytest.mark.parametrize("given", [np.int64(3), np.uint8(3), np.array(3)])
+def test_an_integer_of_any_type_becomes_pythons(given):
+    assert type(Window(width=given).width) is int
+    assert Window(width=given).width == 3
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
-    [("x = (", r"SyntaxError: .*; line 1"), ("y = 1\nimport no_such_module", r"ModuleNotFoundError: .*; line 2")],
-)
-def test_a_study_file_that_cannot_be_run_names_its_line(tmp_path, text, error):
-    (tmp_path / "study.py").write_text(text)
-    with pytest.raises(SinklensError, match=rf"study.py could not be run \({error}\)"):
-        find(str(tmp_path / "study.py"))
+    ("kind", "given", "text"),
+    [
+        (Count, 0, "it must be an integer of at least 1; got 0."),
+        (Count, True, "it must be an integer of at least 1; got True."),
+        (Count, 1.0, "it must be an integer of at least 1; got 1.0."),
+        (int, "3", "it must be an integer; got '3'."),
+        (Seed, -1, "it must be an integer from 0 to 2**63 - 1; got -1."),
+        (Seed, 2**63, f"it must be an integer from 0 to 2**63 - 1; got {2**63}."),
+        (float, float("nan"), "it must be a finite number; got nan."),
+        (float, True, "it must be a finite number; got True."),
+        (Positive, 0, "it must be a finite number above 0; got 0."),
+        (NonNegative, -0.5, "it must be a finite number of at least 0; got -0.5."),
+        (Annotated[int, Le(4)], 5, "it must be an integer of at most 4; got 5."),
+        (Share | None, 2, "it must be a number from 0 to 1 or None; got 2."),
+        (Annotated[float, Gt(0), Le(1)], 0, "it must be a number in (0, 1]; got 0."),
+        (Annotated[float, Gt(0), Lt(1)], 1, "it must be a number in (0, 1); got 1."),
+        (Literal["a", "b"], "c", "it must be one of a, b; got 'c'."),
+        (Literal["a", "b"], ["a"], "it must be one of a, b; got ['a']."),
+        (bool | str, 1, "it must be True or False or a text; got 1."),
+        (Window | None, "w", "it must be a Window or None; got 'w'."),
+        (str, None, "it must be a text; got None."),
+    ],
+)  # fmt: skip
+def test_another_value_is_refused_with_what_is_allowed(kind, given, text):
+    with pytest.raises(SettingError, match=f"^{re.escape(text)}$"):
+        read_as(kind, "it", given)
+
+
+def test_a_dataclass_refuses_a_field_by_its_name():
+    with pytest.raises(SettingError, match=r"share must be a number from 0 to 1 or None; got 1\.5"):
+        Window(share=1.5)
+
+
+def test_the_declaration_leaves_the_signature_as_it_is():
+    assert list(inspect.signature(Window).parameters) == ["width", "share", "by", "mode"]

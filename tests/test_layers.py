@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of the package
-    ("errors", "memory", "progress", "atomic", "versions", "integers", "folders"),
+    ("errors", "memory", "progress", "atomic", "versions", "integers", "arguments", "folders"),
     ("hooks",),
     ("sampling",),
     ("checkpoints",),

@@ -1,0 +1,215 @@
+"""Arguments declared once: the name, type, range, default and meaning of each, read from a signature and its docstring.
+
+    @dataclass(frozen=True)
+    class Window:
+        \"\"\"Positions that a head sees.
+
+        Attributes:
+            width: number of positions.
+            share: share of them that stays; None keeps all.
+        \"\"\"
+
+        width: Count = 8
+        share: Share | None = None
+
+        def __post_init__(self) -> None:
+            check_arguments(self)             # Window(width=0): "width must be an integer of at least 1; got 0."
+
+`arguments` reads the declaration of a dataclass or a function. The command line, the lab's form and the checks derive
+from it. A range is written as in pydantic and hypothesis, with the marks of `annotated_types` in `Annotated`.
+
+Limitation: values are checked against None, bool, int, float, str, `Literal`, classes and unions of these. Any other
+type, such as a protocol, a sequence or one in quotes, accepts everything; what needs it checks it.
+"""
+
+import inspect
+import math
+import operator
+import re
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from numbers import Real
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from sinklens.errors import SettingError
+from sinklens.integers import MOST_SEED, as_integer
+
+LIMITS = {  # mark of a range -> its attribute, the comparison and the words for a range with this limit alone
+    Ge: ("ge", operator.ge, "of at least"),
+    Gt: ("gt", operator.gt, "above"),
+    Le: ("le", operator.le, "of at most"),
+    Lt: ("lt", operator.lt, "below"),
+}
+REQUIRED = inspect.Parameter.empty  # the default of an argument without one
+REFUSED = object()
+SECTION = re.compile(r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n(?= ))*)", flags=re.MULTILINE)
+ENTRY = re.compile(r"^ {4}([*\w]+(?:, [*\w]+)*): ((?:.*(?:\n {5,}.*)*))", flags=re.MULTILINE)
+
+Count = Annotated[int, Ge(1)]
+Share = Annotated[float, Ge(0), Le(1)]
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Seed = Annotated[int, Ge(0), Le(MOST_SEED)]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument.
+
+    Attributes:
+        name: its name.
+        annotation: its type as declared, with ranges and None.
+        default: its default, or `REQUIRED`.
+        meaning: its entry in the docstring, on one line.
+    """
+
+    name: str
+    annotation: Any
+    default: Any = REQUIRED
+    meaning: str = ""
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types in its union without None, each with its range."""
+        return tuple(kind for kind in _union(self.annotation) if kind is not types.NoneType)
+
+    @property
+    def type(self) -> Any:
+        """The first type of its union, without its range: int, float, bool, str, a `Literal`, or another."""
+        return _bare(self.kinds[0])
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values of a `Literal`; empty for another type."""
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+    def read(self, given: Any) -> Any:
+        """`given`, checked; an integer of any type, e.g. NumPy's, as Python's.
+
+        Raises:
+            SettingError: it has another type or is out of range.
+        """
+        return read_as(self.annotation, self.name, given)
+
+
+def read_as(annotation: Any, name: str, given: Any) -> Any:
+    """`given` as a value of a type, with its range.
+
+    >>> read_as(Count, "width", 3)
+    3
+
+    Raises:
+        SettingError: it has another type or is out of range; the message begins with `name`.
+    """
+    kinds = _union(annotation)
+    for kind in kinds:
+        value = _read(kind, given)
+        if value is not REFUSED:
+            return value
+    raise SettingError(f"{name} must be {' or '.join(map(_described, kinds))}; got {given!r:.80}.")
+
+
+@cache
+def arguments(declared: Callable[..., Any]) -> dict[str, Argument]:
+    """The arguments of a dataclass or a function by name, in order; ``**settings`` is not among them.
+
+    The meaning comes from the docstring, for a class also from those of its bases.
+    """
+    described: dict[str, str] = {}
+    for one in reversed(inspect.getmro(declared) if isinstance(declared, type) else (declared,)):
+        described |= meanings(one.__doc__)
+    return {
+        name: Argument(name, entry.annotation, entry.default, described.get(name, ""))
+        for name, entry in inspect.signature(declared).parameters.items()
+        if entry.kind not in (entry.VAR_KEYWORD, entry.VAR_POSITIONAL)
+    }
+
+
+def check_arguments(record: Any) -> None:
+    """Check every field of a dataclass, which may be frozen, by its declared type; call it in ``__post_init__``.
+
+    Raises:
+        SettingError: a value has another type or is out of range.
+    """
+    for argument in arguments(type(record)).values():
+        given = getattr(record, argument.name)
+        value = argument.read(given)
+        if value is not given:
+            object.__setattr__(record, argument.name, value)
+
+
+def meanings(docstring: str | None) -> dict[str, str]:
+    """The entries under ``Args:`` and ``Attributes:`` of a docstring by name, each on one line."""
+    sections = SECTION.findall(inspect.cleandoc(docstring or ""))
+    entries = [entry for section in sections for entry in ENTRY.findall(section)]
+    return {name.lstrip("*"): " ".join(text.split()) for names, text in entries for name in names.split(", ")}
+
+
+def _read(kind: Any, given: Any) -> Any:
+    """`given` as a value of one type of a union, or `REFUSED`."""
+    bare = _bare(kind)
+    if get_origin(bare) is Literal:
+        return given if isinstance(given, str) and given in get_args(bare) else REFUSED
+    if bare is int:
+        value = as_integer(given)
+        return value if value is not None and _within(kind, value) else REFUSED
+    if bare is float:
+        valid = isinstance(given, Real) and not isinstance(given, bool) and math.isfinite(given)
+        return given if valid and _within(kind, given) else REFUSED
+    checked = isinstance(bare, type) and bare is not Any
+    return REFUSED if checked and not isinstance(given, bare) else given
+
+
+def _within(kind: Any, value: Any) -> bool:
+    """Whether a number is in the range of its type."""
+    return all(compare(value, limit) for compare, limit, _ in _limits(kind))
+
+
+def _limits(kind: Any) -> list[tuple[Callable[[Any, Any], bool], Any, str]]:
+    """The limits of a type: the comparison, the number and the words."""
+    marks = [mark for mark in getattr(kind, "__metadata__", ()) if type(mark) in LIMITS]
+    found = [(LIMITS[type(mark)], mark) for mark in marks]
+    return [(compare, getattr(mark, attribute), words) for (attribute, compare, words), mark in found]
+
+
+def _described(kind: Any) -> str:
+    """A type and its range in words."""
+    bare = _bare(kind)
+    if get_origin(bare) is Literal:
+        return f"one of {', '.join(map(str, get_args(bare)))}"
+    if bare in (int, float):
+        return _number(bare, _limits(kind))
+    words = {types.NoneType: "None", bool: "True or False", str: "a text"}
+    return words.get(bare, f"a {getattr(bare, '__name__', bare)}")
+
+
+def _number(bare: type, limits: list[tuple[Callable[[Any, Any], bool], Any, str]]) -> str:
+    """A number and its range in words."""
+    noun = "an integer" if bare is int else "a number" if len(limits) == 2 else "a finite number"
+    if len(limits) < 2:
+        return " ".join([noun, *(f"{words} {_digits(limit)}" for _, limit, words in limits)])
+    (above, low, _), (below, high, _) = limits
+    if (above, below) == (operator.ge, operator.le):
+        return f"{noun} from {_digits(low)} to {_digits(high)}"
+    first, last = "(" if above is operator.gt else "[", ")" if below is operator.lt else "]"
+    return f"{noun} in {first}{_digits(low)}, {_digits(high)}{last}"
+
+
+def _digits(number: Any) -> str:
+    """A limit in digits; what fills the bits of an integer as a power of two."""
+    full = number > 2**31 and number & (number + 1) == 0
+    return f"2**{number.bit_length()} - 1" if full else f"{number}"
+
+
+def _union(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type alone."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _bare(kind: Any) -> Any:
+    """A type without its range."""
+    return kind.__origin__ if get_origin(kind) is Annotated else kind
