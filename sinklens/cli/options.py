@@ -80,15 +80,11 @@ def settings_given(options: argparse.Namespace) -> dict[str, Any]:
 
 def _default(name: str) -> str:
     """The samplers' defaults in brackets; empty where the meaning explains the default."""
-    from dataclasses import fields
-
     from sinklens.sampling.registry import SAMPLERS, setting_help
 
     if "default" in setting_help(name):
         return ""
-    values = [
-        entry.default for sampler in SAMPLERS.values() for entry in fields(sampler.settings) if entry.name == name
-    ]
+    values = [one[name].default for one in (sampler.settings() for sampler in SAMPLERS.values()) if name in one]
     words = {None: "off", True: "yes", False: "no"}
     texts = [words[value] if value is None or isinstance(value, bool) else str(value) for value in values]
     return f" (default: {', '.join(dict.fromkeys(texts))})"
