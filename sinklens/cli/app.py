@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.cli.options import add_cache, add_chat, add_loading, add_seed, add_settings, loading, settings_given
+from sinklens.cli.options import (
+    CommandParser,
+    add_cache,
+    add_chat,
+    add_loading,
+    add_seed,
+    add_settings,
+    loading,
+    settings_given,
+)
 from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
@@ -50,13 +59,6 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-class _ExactParser(argparse.ArgumentParser):
-    """Rejects abbreviated options: ``--prompt`` and ``--prompts`` are different options."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)
-
-
 def _parser() -> argparse.ArgumentParser:
     from sinklens.cli.evaluation import add_evaluation
     from sinklens.cli.lab import add_lab
@@ -70,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         title="commands",
         required=True,
         metavar="COMMAND",
-        parser_class=_ExactParser,
+        parser_class=CommandParser,
     )
     _add_demo(commands)
     _add_trace(commands)

@@ -1,15 +1,40 @@
 """Sampler settings as command-line flags, one per setting, with the names and meanings of `sinklens.sampling`."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args, get_origin
 
 from sinklens.errors import SinklensError
 from sinklens.integers import as_seed
 
 
-def add_settings(command: argparse.ArgumentParser) -> None:
-    """Add a flag for every sampler setting."""
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command.
+
+    It rejects abbreviated options, since ``--prompt`` and ``--prompts`` are different options, and adds `late` options
+    once the command is chosen.
+
+    Attributes:
+        late: functions that add options and load slow libraries.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+        self.late: list[Callable[[argparse.ArgumentParser], None]] = []
+
+    def parse_known_args(self, *given: Any, **more: Any) -> Any:
+        """See `argparse`."""
+        while self.late:
+            self.late.pop()(self)
+        return super().parse_known_args(*given, **more)
+
+
+def add_settings(command: CommandParser) -> None:
+    """Add a flag for every sampler setting when the command is chosen."""
+    command.late.append(_add_settings)
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
     from sinklens.sampling.registry import SAMPLERS, register_installed, setting_help
     from sinklens.sampling.settings import Settings
 

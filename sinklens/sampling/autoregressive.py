@@ -76,7 +76,7 @@ class AutoregressiveSettings(Truncated):
         running: Int[Tensor, " running"],
     ) -> None:
         """Decode one token in the `running` rows; the others repeat their end token."""
-        logits = state.checked(state.at("hook_logits", state.tree.head(hidden))[:, 0].float())
+        logits = state.checked(state.through("hook_logits", state.tree.head(hidden))[:, 0].float())
         kept = decisions.truncate(logits, self.truncation)
         probs = kept.softmax(dim=-1, dtype=torch.float64)
         where = torch.zeros(len(text), 1, dtype=torch.bool, device=text.device)
@@ -85,12 +85,12 @@ class AutoregressiveSettings(Truncated):
         drawn = decisions.categorical_candidates(probs, noise)
         candidates = state.ids_at(state.tree.denoise.hook_candidates, drawn[:, None])
         confidence = decisions.probability(probs, candidates[:, 0])[:, None]
-        if not torch.equal(state.at("hook_confidence", confidence.clone()), confidence):
+        if not torch.equal(state.through("hook_confidence", confidence.clone()), confidence):
             raise ReadOnlyHookError(
                 "denoise.hook_confidence of an autoregressive model decides nothing, so an edit of it would be lost. "
                 "Edit denoise.hook_candidates to force another token."
             )
-        if not bool(state.at("hook_commit", torch.ones_like(candidates, dtype=torch.bool)).all()):
+        if not bool(state.through("hook_commit", torch.ones_like(candidates, dtype=torch.bool)).all()):
             raise ReadOnlyHookError(
                 "denoise.hook_commit of an autoregressive model cannot be False: every step commits its one token. "
                 "Edit denoise.hook_candidates to force another token, or call t.stop()."

@@ -191,11 +191,11 @@ class _Block:
         hidden = state.tree.canvas_pass.decode(
             canvas, state.real[:, : self._stop], prefix.cache(text[:, : self._start]), self._logits
         )
-        logits = state.checked(state.at("hook_logits", state.tree.head(hidden)))
+        logits = state.checked(state.through("hook_logits", state.tree.head(hidden)))
         logits = logits / self._settings.temperature(step)
         sampled = state.ids_at(state.tree.denoise.hook_candidates, self._draw(logits, canvas))
-        entropy = state.at("hook_entropy", entropies(logits))
-        accepted = state.at("hook_accepted", lowest_entropies(entropy, self._settings.entropy_bound))
+        entropy = state.through("hook_entropy", entropies(logits))
+        accepted = state.through("hook_accepted", lowest_entropies(entropy, self._settings.entropy_bound))
         noise = state.ids_at(state.tree.denoise.hook_renoise, self._noise(canvas))
         left = torch.where(accepted, sampled, noise)
         self._finish(logits, entropy)

@@ -84,9 +84,9 @@ class Llada21Settings(Truncated, WholeBlocks):
         commit = decisions.above_or_best(
             confidence.masked_fill(~masked, -torch.inf), [self.num_to_transfer] * len(canvas), self.threshold
         )
-        commit = state.at("hook_commit", commit)
+        commit = state.through("hook_commit", commit)
         edits = block & ~masked & (drawn.canvas != canvas) & (confidence > self.editing_threshold)
-        edits = state.at("hook_edit", edits)
+        edits = state.through("hook_edit", edits)
         state.end_step(torch.where(commit | edits, drawn.canvas, canvas))
         progress.settle(~masked.any(dim=1) & (state.canvas == canvas).all(dim=1))
 

@@ -91,7 +91,7 @@ class OpenDcoderSettings(DreamRule):
         confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
         counts = (where.sum(dim=1) * (1 - kept)).floor().long().tolist()
         least = decisions.most_confident(torch.where(where, -confidence, -torch.inf), counts, None, state.padding)
-        commit = state.at("hook_commit", (canvas == state.mask_id) & where & ~least)
+        commit = state.through("hook_commit", (canvas == state.mask_id) & where & ~least)
         written = torch.where(commit, drawn.canvas, canvas)
         state.end_step(written.masked_fill(least & ~commit, state.mask_id))
 

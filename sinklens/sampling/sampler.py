@@ -8,12 +8,14 @@ Pitfall: a default may stand for "follows from the others", such as ``steps = 0`
 never holds it; the class attribute does.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sinklens.arguments import Argument, Count, arguments
+from sinklens.arguments import Argument, Count, arguments, meanings
 from sinklens.errors import SettingError
 
 if TYPE_CHECKING:
@@ -38,6 +40,17 @@ class Sampler(ABC):
     """Whether a step decodes the next token, as an autoregressive model does."""
 
     gen_length: Count = 128
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Complete the docstring by the settings that are inherited, so that `help` lists all of them."""
+        super().__init_subclass__(**more)
+        own, text = meanings(cls.__doc__), inspect.cleandoc(cls.__doc__ or cls.__name__)
+        inherited: dict[str, str] = {}
+        for base in reversed(cls.__mro__[1:]):
+            inherited |= meanings(base.__doc__)
+        entries = [f"{name}: {meaning}" for name, meaning in inherited.items() if name not in own]
+        lines = [fill(entry, 112, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries]
+        cls.__doc__ = "\n".join([text, *(() if own else ("", "Attributes:")), *lines])
 
     def __post_init__(self) -> None:
         """Check every setting by its declaration and fill in what is `derived`; subclasses check them together.

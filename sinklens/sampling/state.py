@@ -134,7 +134,7 @@ class State:
             )
         return found
 
-    def at(self, point: str, value: Tensor) -> Tensor:
+    def through(self, point: str, value: Tensor) -> Tensor:
         """`value`, passed through the point ``denoise.<point>`` if it is watched."""
         return at(getattr(self.tree.denoise, point), value)
 
@@ -145,7 +145,7 @@ class State:
             fill: end rows at their end token; see `filled`.
         """
         assert self.step_canvas is not None, "every sampler step sets State.step_canvas"
-        canvas = torch.where(self.at("hook_commit", chosen), proposed, self.step_canvas)
+        canvas = torch.where(self.through("hook_commit", chosen), proposed, self.step_canvas)
         self.end_step(self.filled(canvas) if fill else canvas)
 
     def cache_blocks(self) -> None:

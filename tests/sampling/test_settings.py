@@ -1,11 +1,12 @@
 """Settings: their defaults, and error messages that name what is allowed."""
 
+import inspect
 import math
 
 import pytest
 
 from sinklens.errors import SettingError
-from sinklens.sampling import AutoregressiveSettings, LladaSettings, make_settings
+from sinklens.sampling import SAMPLERS, AutoregressiveSettings, LladaSettings, RunSettings, make_settings
 
 
 def test_steps_and_block_length_follow_gen_length():
@@ -24,6 +25,18 @@ def test_the_passes_of_a_block_follow_from_its_length_and_minimal_topk():
     assert make_settings("llada2", {"gen_length": 24, "minimal_topk": 5, "block_length": 8}, {}).denoising_steps == 4
     assert make_settings("llada2", {"gen_length": 64, "denoising_steps": 99}, {}).denoising_steps == 32
     assert make_settings("llada2.1", {"gen_length": 64, "num_to_transfer": 5}, {}).steps == 2 * (7 + 16)
+
+
+def test_the_keywords_for_type_checkers_are_the_settings_of_all_samplers():
+    declared = {name for sampler in SAMPLERS.values() for name in sampler.settings()}
+    assert set(RunSettings.__annotations__) == {*declared, "sampler"}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_help_describes_every_setting_also_those_of_a_shared_part(name):
+    text = " ".join((inspect.getdoc(SAMPLERS[name]) or "").split())
+    assert [one.name for one in SAMPLERS[name].settings().values() if len(one.meaning) < 10] == []
+    assert [one.name for one in SAMPLERS[name].settings().values() if one.meaning not in text] == []
 
 
 def test_an_autoregressive_step_decodes_one_token():

@@ -34,7 +34,7 @@ class FromNoise(Sampler):
             where = torch.zeros_like(undecided)
             where[:, place] = True
             proposed, _ = state.propose(where, state.logits(canvas, where).argmax(-1), canvas)
-            commit = state.at("hook_commit", where)
+            commit = state.through("hook_commit", where)
             undecided &= ~commit
             canvas = torch.where(commit, proposed, canvas)
             if step == 1:
