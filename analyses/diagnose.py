@@ -160,6 +160,7 @@ def masking(model: "Model", ordinary: bool = False) -> Hooks:
         attended = (scores > 0).sum(dim=-1, keepdim=True)
         rank = attended // 2 if ordinary else torch.zeros_like(attended)
         key = scores.detach().sort(dim=-1, descending=True, stable=True).indices.gather(-1, rank)
+        assert hook.watch.active is not None
         now, layer = torch.where(attended > 0, key, -1)[..., 0], hook.layer()
         active = hook.watch.active[:, None].to(now.device)
         before[layer] = torch.where(active, now, before.get(layer, torch.full_like(now, -1)))

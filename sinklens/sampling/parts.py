@@ -33,7 +33,7 @@ class Steps(Sampler):
         steps: denoising steps of the complete generation; default `gen_length`.
     """
 
-    steps: Count = 0  # type: ignore[assignment]  # a field in place of the property
+    steps: Count = 0
 
     def derived(self) -> dict[str, Any]:
         """See `Sampler.derived`."""
