@@ -15,8 +15,9 @@
         def __post_init__(self) -> None:
             check_arguments(self)             # Window(width=0): "width must be an integer of at least 1; got 0."
 
-`arguments` reads the declaration of a dataclass or a function. The command line, the lab's form and the checks derive
-from it. A range is written as in pydantic and hypothesis, with the marks of `annotated_types` in `Annotated`.
+`arguments` reads the declaration of a class or a function. The command line, the lab's form, the checks and functions
+with the same arguments (`takes`) derive from it. A range is written as in pydantic and hypothesis, with the marks of
+`annotated_types` in `Annotated`.
 
 Limitation: values are checked against None, bool, int, float, str, `Literal`, classes and unions of these. Any other
 type, such as a protocol, a sequence or one in quotes, accepts everything; what needs it checks it.
@@ -31,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -46,8 +47,25 @@ LIMITS = {  # mark of a range -> its attribute, the comparison and the words for
 }
 REQUIRED = inspect.Parameter.empty  # the default of an argument without one
 REFUSED = object()
+UNIONS = (Union, types.UnionType)
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n(?= ))*)", flags=re.MULTILINE)
 ENTRY = re.compile(r"^ {4}([*\w]+(?:, [*\w]+)*): ((?:.*(?:\n {5,}.*)*))", flags=re.MULTILINE)
+
+P = ParamSpec("P")
+Made = TypeVar("Made")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Words:
+    """What the values of a type are in an error, in `Annotated`, where the type alone says too little.
+
+    Attributes:
+        text: completes "must be".
+    """
+
+    text: str
+
 
 Count = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0), Le(1)]
@@ -110,15 +128,22 @@ def read_as(annotation: Any, name: str, given: Any) -> Any:
         value = _read(kind, given)
         if value is not REFUSED:
             return value
-    raise SettingError(f"{name} must be {' or '.join(map(_described, kinds))}; got {given!r:.80}.")
+    *most, last = [words for kind in kinds for words in _described(kind)]
+    allowed = f"{', '.join(most)} or {last}" if most else last
+    raise SettingError(f"{name} must be {allowed}; got {given!r:.80}.")
 
 
-@cache
 def arguments(declared: Callable[..., Any]) -> dict[str, Argument]:
-    """The arguments of a dataclass or a function by name, in order; ``**settings`` is not among them.
+    """The arguments of a class or a function by name, in order; ``**settings`` is not among them.
 
     The meaning comes from the docstring, for a class also from those of its bases.
     """
+    return _declared(declared)
+
+
+@cache
+def _declared(declared: Any) -> dict[str, Argument]:
+    """See `arguments`."""
     described: dict[str, str] = {}
     for one in reversed(inspect.getmro(declared) if isinstance(declared, type) else (declared,)):
         described |= meanings(one.__doc__)
@@ -130,7 +155,9 @@ def arguments(declared: Callable[..., Any]) -> dict[str, Argument]:
 
 
 def check_arguments(record: Any) -> None:
-    """Check every field of a dataclass, which may be frozen, by its declared type; call it in ``__post_init__``.
+    """Check every argument of an object, which keeps each under its name, by the declared type.
+
+    Call it at the end of ``__init__``, or in ``__post_init__`` of a dataclass, which may be frozen.
 
     Raises:
         SettingError: a value has another type or is out of range.
@@ -140,6 +167,41 @@ def check_arguments(record: Any) -> None:
         value = argument.read(given)
         if value is not given:
             object.__setattr__(record, argument.name, value)
+
+
+def takes(
+    request: Callable[P, Made],
+) -> Callable[[Callable[[Any, Made], Result]], Callable[Concatenate[Any, P], Result]]:
+    """Turn a function of a model and a request into one of the model and the request's arguments.
+
+        @takes(RunRequest)
+        def generate(model, request): ...           # generate(model, prompt, seed=1)
+
+    Type checkers and ``help()`` see the arguments with their types, defaults and meanings.
+    """
+
+    def decorate(function: Callable[[Any, Made], Result]) -> Callable[Concatenate[Any, P], Result]:
+        def call(model: Any, *args: P.args, **kwargs: P.kwargs) -> Result:
+            return function(model, request(*args, **kwargs))
+
+        own, given = inspect.signature(function), inspect.signature(request)
+        first = next(iter(own.parameters.values()))
+        call.__name__, call.__qualname__, call.__module__ = (
+            function.__name__,
+            function.__qualname__,
+            function.__module__,
+        )
+        call.__doc__ = with_arguments(function.__doc__ or "", request.__doc__ or "")
+        call.__signature__ = own.replace(parameters=[first, *given.parameters.values()])  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def with_arguments(docstring: str, declaring: str) -> str:
+    """A docstring whose ``Args:`` go on with those of another one."""
+    further = next(iter(SECTION.findall(inspect.cleandoc(declaring))), "").rstrip()
+    return SECTION.sub(lambda found: f"{found[0].rstrip()}\n{further}\n", inspect.cleandoc(docstring), count=1).rstrip()
 
 
 def meanings(docstring: str | None) -> dict[str, str]:
@@ -152,6 +214,8 @@ def meanings(docstring: str | None) -> dict[str, str]:
 def _read(kind: Any, given: Any) -> Any:
     """`given` as a value of one type of a union, or `REFUSED`."""
     bare = _bare(kind)
+    if get_origin(bare) in UNIONS:
+        return next((value for one in get_args(bare) if (value := _read(one, given)) is not REFUSED), REFUSED)
     if get_origin(bare) is Literal:
         return given if isinstance(given, str) and given in get_args(bare) else REFUSED
     if bare is int:
@@ -160,7 +224,7 @@ def _read(kind: Any, given: Any) -> Any:
     if bare is float:
         valid = isinstance(given, Real) and not isinstance(given, bool) and math.isfinite(given)
         return given if valid and _within(kind, given) else REFUSED
-    checked = isinstance(bare, type) and bare is not Any
+    checked = isinstance(bare, type) and bare is not Any and not getattr(bare, "_is_protocol", False)
     return REFUSED if checked and not isinstance(given, bare) else given
 
 
@@ -176,15 +240,18 @@ def _limits(kind: Any) -> list[tuple[Callable[[Any, Any], bool], Any, str]]:
     return [(compare, getattr(mark, attribute), words) for (attribute, compare, words), mark in found]
 
 
-def _described(kind: Any) -> str:
-    """A type and its range in words."""
+def _described(kind: Any) -> list[str]:
+    """A type and its range in words, as alternatives."""
     bare = _bare(kind)
+    words = [mark.text for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, Words)]
+    if words:
+        return words
     if get_origin(bare) is Literal:
-        return f"one of {', '.join(map(str, get_args(bare)))}"
+        return [f"one of {', '.join(map(str, get_args(bare)))}"]
     if bare in (int, float):
-        return _number(bare, _limits(kind))
-    words = {types.NoneType: "None", bool: "True or False", str: "a text"}
-    return words.get(bare, f"a {getattr(bare, '__name__', bare)}")
+        return [_number(bare, _limits(kind))]
+    known = {types.NoneType: ["None"], bool: ["True", "False"], str: ["a text"]}
+    return known.get(bare, [f"a {getattr(bare, '__name__', bare)}"])
 
 
 def _number(bare: type, limits: list[tuple[Callable[[Any, Any], bool], Any, str]]) -> str:
@@ -207,7 +274,7 @@ def _digits(number: Any) -> str:
 
 def _union(annotation: Any) -> tuple[Any, ...]:
     """The types of a union, or the type alone."""
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    return get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
 
 
 def _bare(kind: Any) -> Any:

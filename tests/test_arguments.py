@@ -16,12 +16,16 @@ from sinklens.arguments import (
     Positive,
     Seed,
     Share,
+    Words,
     arguments,
     check_arguments,
     meanings,
     read_as,
+    takes,
 )
 from sinklens.errors import SettingError
+
+NAMED = Annotated[int | str, Words("a number, or its name,")]
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,10 @@ def test_an_integer_of_any_type_becomes_pythons(given):
         (Annotated[float, Gt(0), Lt(1)], 1, "it must be a number in (0, 1); got 1."),
         (Literal["a", "b"], "c", "it must be one of a, b; got 'c'."),
         (Literal["a", "b"], ["a"], "it must be one of a, b; got ['a']."),
-        (bool | str, 1, "it must be True or False or a text; got 1."),
+        (bool | str, 1, "it must be True, False or a text; got 1."),
         (Window | None, "w", "it must be a Window or None; got 'w'."),
         (str, None, "it must be a text; got None."),
+        (NAMED | None, [], "it must be a number, or its name, or None; got []."),
     ],
 )  # fmt: skip
 def test_another_value_is_refused_with_what_is_allowed(kind, given, text):
@@ -138,6 +143,35 @@ def test_another_value_is_refused_with_what_is_allowed(kind, given, text):
 def test_a_dataclass_refuses_a_field_by_its_name():
     with pytest.raises(SettingError, match=r"share must be a number from 0 to 1 or None; got 1\.5"):
         Window(share=1.5)
+
+
+@takes(Window)
+def shown(model: Any, window: Window) -> str:
+    """Show a window.
+
+    Args:
+        model: the model.
+
+    Returns:
+        It as text.
+    """
+    return f"{model}: {window}"
+
+
+def test_a_function_takes_the_arguments_of_its_request():
+    assert shown("m", 3, share=0.5) == f"m: {Window(3, 0.5)}"
+    assert str(inspect.signature(shown)).startswith("(model: Any, width: ")
+    assert list(arguments(shown)) == ["model", *arguments(Window)]
+    with pytest.raises(SettingError, match="width must be an integer"):
+        shown("m", width=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wdth'"):
+        shown("m", wdth=3)
+
+
+def test_the_documentation_of_such_a_function_holds_the_meaning_of_each_argument():
+    assert shown.__name__ == "shown"
+    assert meanings(shown.__doc__) == {"model": "the model.", **meanings(Window.__doc__)}
+    assert shown.__doc__.splitlines()[-3:] == ["", "Returns:", "    It as text."]
 
 
 def test_the_declaration_leaves_the_signature_as_it_is():

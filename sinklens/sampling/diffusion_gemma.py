@@ -184,9 +184,9 @@ class _Block:
         """Run one step; the last one of a canvas leaves its most likely tokens."""
         state, waiting = self._state, self._finished
         state.step_undecided = state.undecided  # before the canvas is shown, since hooks there ask for it
-        state.active = ~waiting
         text = state.through_canvas_point(state.canvas[:, : self._stop])
         state.step_canvas = torch.cat([text, state.canvas[:, self._stop :]], dim=1)
+        state.active = ~waiting
         canvas = text[:, self._start :]
         hidden = state.tree.canvas_pass.decode(
             canvas, state.real[:, : self._stop], prefix.cache(text[:, : self._start]), self._logits
