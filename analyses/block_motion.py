@@ -24,7 +24,7 @@ from sinklens.sinks.quantities import Summed, Variables
 
 if TYPE_CHECKING:
     from sinklens.model import Model
-    from sinklens.sampling import SamplerSettings
+    from sinklens.sampling import Sampler
 
 BLOCK_MOTION = {
     "block_jump_share": "steps of a block at which the strongest key of the block's queries changes, share",
@@ -64,9 +64,7 @@ class BlockSums(Summed):
         return {"block_sum": kept}
 
 
-def block_numbers(
-    model: "Model", real: Bool[Tensor, "batch prompt"], settings: "SamplerSettings"
-) -> Int[Tensor, "batch pos"]:
+def block_numbers(model: "Model", real: Bool[Tensor, "batch prompt"], settings: "Sampler") -> Int[Tensor, "batch pos"]:
     """Block of each position of the prompts and of what follows them; -1 on padding.
 
     Of a block-causal model, those of its attention. Otherwise the prompt is block 0, and blocks of the sampler's
@@ -79,7 +77,7 @@ def block_numbers(
     if blocks is not None:
         extended = torch.nn.functional.pad(real, (0, answer + blocks.length), value=True)
         return blocks.numbers(extended)
-    length = 1 if model.causal else getattr(settings, "block_length", getattr(settings, "canvas_length", answer))
+    length = settings.positions_per_block
     column = torch.arange(start + answer)
     numbers = torch.where(column < start, 0, (column - start).div(length, rounding_mode="floor") + 1)
     return numbers.expand(len(real), -1).masked_fill(~torch.nn.functional.pad(real, (0, answer), value=True), -1)

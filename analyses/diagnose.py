@@ -36,7 +36,6 @@ from sinklens.analyses.runs import active_steps
 from sinklens.analyses.study import SINK, Study
 from sinklens.hooks.front import HookPair
 from sinklens.prompts import SinglePrompt
-from sinklens.runs.activity import active_rows
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
 
@@ -148,7 +147,6 @@ def masking(model: "Model", ordinary: bool = False) -> Hooks:
     step.
     """
     causal = model.causal
-    seen: dict[int, Tensor] = {}
     before: dict[int, Tensor] = {}
 
     def hide(bias: Float[Tensor, "batch head 1 key"], hook: "Point") -> Tensor | None:
@@ -162,17 +160,15 @@ def masking(model: "Model", ordinary: bool = False) -> Hooks:
         attended = (scores > 0).sum(dim=-1, keepdim=True)
         rank = attended // 2 if ordinary else torch.zeros_like(attended)
         key = scores.detach().sort(dim=-1, descending=True, stable=True).indices.gather(-1, rank)
-        seen[hook.layer()] = torch.where(attended > 0, key, -1)[..., 0]
-
-    def settle(working: Bool[Tensor, " batch"]) -> None:
-        for layer, now in seen.items():
-            before[layer] = torch.where(working[:, None], now, before.get(layer, torch.full_like(now, -1)))
+        assert hook.watch.active is not None
+        now, layer = torch.where(attended > 0, key, -1)[..., 0], hook.layer()
+        active = hook.watch.active[:, None].to(now.device)
+        before[layer] = torch.where(active, now, before.get(layer, torch.full_like(now, -1)))
 
     scores = "attn.hook_pattern" if causal else "attn.hook_sink_scores"
     return [
         (lambda name: name.startswith("blocks.") and name.endswith("attn.hook_attn_mask"), hide),
         (lambda name: name.startswith("blocks.") and name.endswith(scores), see),
-        *active_rows(model, settle),
     ]
 
 

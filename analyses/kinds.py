@@ -85,7 +85,7 @@ class Kinds(Study):
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MOTION` [prompt], and what the rows of the other tables are made from."""
         given = settings_for(model, dict(settings))
-        complete: Settings = {**settings, "use_cache": False} if hasattr(given, "use_cache") else settings
+        complete: Settings = {**settings, "use_cache": False} if "use_cache" in given.setting_names() else settings
         _, real = model.encode(list(prompts), self.chat_template)
         numbers = block_numbers(model, real.cpu(), given)
         quantities = list(fixed_queries(model, prompts, self.chat_template, given.gen_length).quantities)

@@ -19,7 +19,7 @@ uncertain ones to begin with. In the control, the two halves are split by attent
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -36,7 +36,7 @@ from sinklens.experiments import attention_to, compare
 from sinklens.hooks.front import HookPair
 from sinklens.interventions import MaskedLogits
 from sinklens.prompts import SinglePrompt
-from sinklens.sampling import AutoregressiveSettings, DreamSettings, LladaSettings, settings_for
+from sinklens.sampling import DreamSettings, LladaSettings, settings_for
 from sinklens.sampling.settings import Settings
 from sinklens.tracing import generate
 
@@ -160,10 +160,10 @@ def orders(model: "Model", settings: Settings) -> dict[str, Settings]:
     """The orders of `ORDERS` that the model's sampler can unmask in, one token per step, with the settings for each."""
     plain = cast(Settings, {name: value for name, value in settings.items() if name not in ("threshold", "steps")})
     defaults = settings_for(model, dict(settings))
-    if isinstance(defaults, AutoregressiveSettings):
+    if defaults.left_to_right:
         return {"position": plain}
     plain["gen_length"] = defaults.gen_length
-    if "steps" not in {field.name for field in fields(defaults)}:  # one block after the other, by its own schedule
+    if "steps" not in defaults.setting_names():  # one block after the other, by its own schedule
         return {"confidence": plain}
     plain["steps"] = defaults.gen_length
     if isinstance(defaults, LladaSettings):

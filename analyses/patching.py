@@ -42,7 +42,7 @@ from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
 from sinklens.hooks.front import HookPair
 from sinklens.prompts import SinglePrompt
-from sinklens.sampling import AutoregressiveSettings, settings_for
+from sinklens.sampling import settings_for
 from sinklens.sampling.settings import Settings
 from sinklens.tracing import generate
 
@@ -117,7 +117,7 @@ class Patching(Study):
         layers = range(-1, model.cfg.n_layers)
         defaults = settings_for(model, dict(settings))
         chosen: Settings = {**settings, "temperature": 0.0}
-        if isinstance(defaults, AutoregressiveSettings):
+        if defaults.left_to_right:
             chosen["use_cache"] = False
         places = {
             "group": list(GROUPS),

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from sinklens.caching import Policy
 from sinklens.prompts import SinglePrompt
-from sinklens.runs.activity import active_rows
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record, SinkTrack
-from sinklens.sinks.active import active_steps, holds_end
+from sinklens.sinks.active import active_steps
 from sinklens.tracing import generate
 
 if TYPE_CHECKING:
@@ -63,20 +62,9 @@ def own_run(
     replay: "Generation | Tensor | None" = None,
     cache: Policy | None = None,
 ) -> OwnRun:
-    """`sinklens.generate`, recording which rows are active at which step.
-
-    They are those of `active_rows`; a row of an autoregressive model is active until it has its end token.
-    """
-    active: list[np.ndarray] = []
+    """`sinklens.generate`, and which rows were active at which step."""
     run = generate(
         model, list(prompts), seed=seed, chat_template=chat_template, record_sinks=record_sinks, progress=False,
-        hooks=[*active_rows(model, lambda rows: active.append(rows.cpu().numpy())), *hooks], replay=replay,
-        cache=cache, **settings,
+        hooks=list(hooks), replay=replay, cache=cache, **settings,
     )  # fmt: skip
-    steps = np.stack(active, axis=1)
-    return OwnRun(run, steps & ~_ended(run) if model.causal else steps)
-
-
-def _ended(run: "Generation") -> Bool[np.ndarray, "batch step"]:
-    """Whether a row of an autoregressive run had its end token before the step."""
-    return holds_end(run.canvas[:, :-1, run.prompt_length :].numpy(), run.model.eos_token_ids)
+    return OwnRun(run, run.active.numpy())

@@ -35,6 +35,7 @@ class Watch:
         handover: passes values to trace blocks and back; None while no nnsight root wraps the tree.
         length: number of text positions up to the end of the pass that runs; None if its keys begin with the text.
         keys: number of keys of the attention that runs, or ran last.
+        active: rows that the current step of a run works on, see `sampling.state.State`; None outside a run.
         peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
             and no hook or trace block is called. None otherwise.
         held: the `held_keys.HeldKeys` of earlier passes that this pass reads; None in a pass that computes all of them.
@@ -47,6 +48,7 @@ class Watch:
         self.step: int | None = None
         self.length: int | None = None
         self.keys = 0
+        self.active: Tensor | None = None
         self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
         self.held: Any = None

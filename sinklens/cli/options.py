@@ -192,7 +192,7 @@ def _settings() -> Mapping[str, list[Argument]]:
 
     found: dict[str, list[Argument]] = {}
     for sampler in SAMPLERS.values():
-        declared = arguments(sampler.settings)
+        declared = sampler.settings()
         for name in sampler.setting_names():
             if declared[name].type in (int, float, bool, str) or declared[name].choices:
                 found.setdefault(name, []).append(declared[name])

@@ -15,7 +15,6 @@ from sinklens.hooks.points import Point
 from sinklens.integers import as_seed
 from sinklens.interventions.heads import HeadOutputs
 from sinklens.model import Model
-from sinklens.runs import activity
 from sinklens.runs.intervention import Pairs, layer_of
 from sinklens.tracing import generate
 
@@ -46,43 +45,36 @@ class _Collected:
         layers = range(model.cfg.n_layers)
         self._model, self._real, self._rng = model, real, torch.Generator().manual_seed(as_seed(seed))
         self._ids: Tensor | None = None
-        self._pass: dict[int, Tensor] = {}
+        self._drawn = torch.zeros(0, dtype=torch.long)
         self._kept: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         self._total = {layer: torch.zeros(()) for layer in layers}
         self._count = dict.fromkeys(layers, 0)
 
     def pairs(self) -> Pairs:
         """The hooks that collect the outputs."""
-        points = [(f"blocks.{layer}.attn.hook_z", self._hold) for layer in self._kept]
-        return [("denoise.hook_canvas", self._begin), *points, *activity.active_rows(self._model, self._take)]
+        return [("denoise.hook_canvas", self._begin), *((f"blocks.{at}.attn.hook_z", self._take) for at in self._kept)]
 
     def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
         self._ids = value
 
-    def _hold(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
-        self._pass[layer_of(hook)] = value.detach()
-
-    def _take(self, working: Bool[Tensor, " batch"]) -> None:
-        """At the end of the step, when it is known which rows were active, add their outputs."""
+    def _take(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
+        """Add the outputs of the rows that are active at the step."""
         assert self._ids is not None
-        active = not_ended(self._model, self._ids[:, self._real.shape[1] :]) if self._model.causal else working
+        assert hook.watch.active is not None
         by_block = not self._model.causal and not self._model.tree.architecture.encoder  # a canvas has no padding
-        drawn: Tensor | None = None
-        for layer, value in self._pass.items():
-            if by_block and value.shape[1] < self._ids.shape[1] and not bool(self._real.all()):
-                raise SettingError(
-                    "head_outputs cannot place the padding of a pass over one block; give prompts of one length, or "
-                    "use_cache=False."
-                )
-            missing = value.shape[1] - self._real.shape[1]
-            mask = torch.nn.functional.pad(self._real, (0, max(0, missing)), value=True)[:, -value.shape[1] :]
-            z = value[mask & active[:, None]].float().cpu()
-            self._total[layer] = self._total[layer] + z.sum(dim=0)
-            self._count[layer] += len(z)
-            if drawn is None:  # the same places in all layers
-                drawn = torch.randperm(len(z), generator=self._rng)[: max(1, POOL // 64)]
-            self._kept[layer].append(z[drawn])
-        self._pass.clear()
+        if by_block and value.shape[1] < self._ids.shape[1] and not bool(self._real.all()):
+            raise SettingError(
+                "head_outputs cannot place the padding of a pass over one block; give prompts of one length, or "
+                "use_cache=False."
+            )
+        layer, missing = layer_of(hook), value.shape[1] - self._real.shape[1]
+        mask = torch.nn.functional.pad(self._real, (0, max(0, missing)), value=True)[:, -value.shape[1] :]
+        z = value[mask & hook.watch.active[:, None]].float().cpu()
+        self._total[layer] = self._total[layer] + z.sum(dim=0)
+        self._count[layer] += len(z)
+        if layer == 0:  # the same places in all layers
+            self._drawn = torch.randperm(len(z), generator=self._rng)[: max(1, POOL // 64)]
+        self._kept[layer].append(z[self._drawn])
 
     def mean(self) -> Float[Tensor, "layer head d_head"]:
         """The mean over all collected outputs."""
@@ -93,9 +85,3 @@ class _Collected:
         pools = [torch.cat(parts) for parts in self._kept.values()]
         drawn = torch.randperm(len(pools[0]), generator=self._rng)[:POOL]
         return torch.stack([pool[drawn % len(pool)] for pool in pools])
-
-
-def not_ended(model: Model, answer: Int[Tensor, "batch answer"]) -> Bool[Tensor, " batch"]:
-    """Rows whose answer holds no end token."""
-    ends = torch.tensor(model.eos_token_ids, dtype=answer.dtype, device=answer.device)
-    return ~torch.isin(answer, ends).any(dim=1)

@@ -255,9 +255,7 @@ def _places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
 
 def _running(run: Generation, step: int) -> Bool[Tensor, "batch 1"]:
     """False at rows of an autoregressive run that had ended before `step`."""
-    if not run.model.causal:
-        return torch.ones(len(run.answers), 1, dtype=torch.bool)
-    return ~_is_end(run, run.canvas[:, step, _positions(run)]).any(dim=1, keepdim=True)
+    return run.active[:, [step]] if run.model.causal else torch.ones(len(run.answers), 1, dtype=torch.bool)
 
 
 def _is_end(run: Generation, ids: Int[Tensor, "*rows pos"]) -> Bool[Tensor, "*rows pos"]:

@@ -72,11 +72,9 @@ def _run(base: Generation, ids: Int[Tensor, "batch pos"], **options: Any) -> Gen
 
 
 def _settings(base: Generation) -> dict[str, Any]:
-    from sinklens.sampling import sampler_of
-
-    sampler = sampler_of(base.settings)  # the run fills in the other fields of the settings
-    given = {name: getattr(base.settings, name) for name in sampler.setting_names()}
-    return {"sampler": sampler.name, "cache": base.cache, **given}
+    chosen = base.settings
+    given = {name: getattr(chosen, name) for name in chosen.setting_names()}  # the run fills in the other fields
+    return {"sampler": chosen.name, "cache": base.cache, **given}
 
 
 def _replaced(ids: Int[Tensor, "batch pos"], model: Model, old: str, new: str) -> Int[Tensor, "batch pos"]:

@@ -67,7 +67,7 @@ def sink_jumps(run: "Generation", detector: Detector | None = None, *, row: int 
         raise SettingError(
             "sink_jumps needs a run of a diffusion model with recorded sinks; repeat it without record_sinks=False."
         )
-    part = run.key_reuse or ("use_cache=True" if getattr(run.settings, "use_cache", False) else "")
+    part = run.key_reuse or ("use_cache=True" if run.settings.caches_keys else "")
     if part:
         raise SettingError(
             f"with {part}, a step sums attention over the queries that it computes, which differ from step to step, so "

@@ -117,9 +117,8 @@ def _parts(numbers: list[int], size: int) -> list[list[int]]:
 def _steps_alone(hooks: Sequence[Any], base: Generation) -> list[int] | None:
     """The steps that have to be run, each alone; None if the run has to begin at its first step."""
     settings, tree = base.settings, base.model.tree
-    reuses = settings.reuses_keys or getattr(settings, "use_cache", False)
-    guided = getattr(settings, "cfg_scale", 0.0) > 0
-    if tree.causal or tree.architecture.encoder or reuses or guided or not hooks:
+    reuses = settings.reuses_keys or settings.caches_keys
+    if tree.causal or tree.architecture.encoder or reuses or settings.guided or not hooks:
         return None
     if not all(isinstance(entry, Intervention) and entry.within_step and not follows_run(entry) for entry in hooks):
         return None

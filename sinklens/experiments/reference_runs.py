@@ -190,13 +190,8 @@ class _Kept(Intervention):
 def _counted(model: Model, run: RunContext, canvas: Canvas, step: int, queries: int) -> Bool[Tensor, "batch query"]:
     """The queries of a pass that count: those of this step, real, in rows that have something left to decide."""
     assert canvas.now is not None
-    ids, undecided, _ = canvas.now
     first, own = run.first(step, queries), run.query_spans(step, queries)[-1]
     real = run.real[:, first : first + queries].clone()
     real[:, : own.start] = False
-    if run.causal:
-        ends = torch.tensor(model.eos_token_ids, dtype=ids.dtype, device=ids.device)
-        active = ~torch.isin(ids[:, run.prompt_length :], ends).any(dim=1)
-    else:
-        active = (undecided & run.real[:, : undecided.shape[1]]).any(dim=1)
-    return real & active[:, None].to(real.device)
+    assert run.tree.watch.active is not None
+    return real & run.tree.watch.active[:, None].to(real.device)

@@ -29,6 +29,7 @@ from sinklens.experiments.comparison import answers_compared, compared
 from sinklens.experiments.metrics import Metric, Places, Work, named_places
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.identity import fingerprint
+from sinklens.integers import is_finite
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.prompts import Prompt
@@ -36,8 +37,7 @@ from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import Intervention
 from sinklens.runs.request import RunRequest, hook_list
 from sinklens.runs.result import Generation
-from sinklens.sampling import AutoregressiveSettings, SamplerSettings, settings_for
-from sinklens.sampling.settings import is_finite
+from sinklens.sampling import Sampler, settings_for
 
 if TYPE_CHECKING:
     from sinklens.runs.request import Hooks
@@ -160,9 +160,7 @@ def activation_bytes(model: Model, length: int) -> int:
     return stream + 3 * cfg.n_heads * length * length * 4 + 3 * cfg.n_layers * cfg.n_heads * length * 4
 
 
-def bytes_per_row(
-    model: Model, length: int, settings: SamplerSettings, replay: bool = False, cached: bool = False
-) -> int:
+def bytes_per_row(model: Model, length: int, settings: Sampler, replay: bool = False, cached: bool = False) -> int:
     """Upper estimate, in bytes, of the memory that one row takes during a run.
 
     It counts the hidden states of a pass, one layer's MLP and explicit map, and logits; under guidance twice that.
@@ -174,7 +172,7 @@ def bytes_per_row(
         cached: the run has a cache policy, which keeps keys before and after the rotation, and values.
     """
     cfg, item = model.cfg, model.cfg.dtype.itemsize
-    causal = isinstance(settings, AutoregressiveSettings)
+    causal = settings.left_to_right
     decided = 1 if causal else settings.gen_length  # positions per pass with logits
     logits = decided * cfg.d_vocab * (item + 4 + 8 + 8)  # as computed, float32, and two float64 copies
     tensors = 2 if causal else 3 * cached
@@ -183,7 +181,7 @@ def bytes_per_row(
     if replay:
         logits += (1 if causal else length) * cfg.d_vocab * item
         kept = settings.steps * (decided + 1) // 2 * cfg.d_vocab * 4
-    passes = 2 if getattr(settings, "cfg_scale", 0.0) > 0 else 1
+    passes = 2 if settings.guided else 1
     return passes * (activation_bytes(model, length) + logits + cache) + kept
 
 

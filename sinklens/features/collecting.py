@@ -24,14 +24,12 @@ from sinklens.arguments import Count, Seed, read_as
 from sinklens.caching import as_policy
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
-from sinklens.experiments.captured import not_ended
 from sinklens.features.places import STATES, Scope, ScopedPlaces, state_masks, states_of, stream_point
 from sinklens.features.store import ActivationStore
 from sinklens.hooks.points import Point
 from sinklens.identity import fingerprint
 from sinklens.interventions.where import AtPositions
 from sinklens.model import Model
-from sinklens.runs.activity import active_rows
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, within
 from sinklens.sampling import settings_for
 from sinklens.sinks import Detector, Record
@@ -92,7 +90,7 @@ def collect(
     _check(model, prompts, point, batch, detector, layers, record_sinks)
     take = _Take(
         stream_point(model, point), scope=states_of(scope), steps=only_steps, positions=positions,
-        by_blocks=bool(getattr(settings_for(model, dict(settings)), "use_cache", False)),
+        by_blocks=settings_for(model, dict(settings)).caches_keys,
     )  # fmt: skip
     found = _Filter(detector, within("layer", layers, model.cfg.n_layers))
     listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
@@ -210,20 +208,20 @@ class _Take(AtPositions):
             held[:] = [(value, places.of(hook, value), hook.step or 0)]
             rows.begin()
 
-        def take(working: Tensor) -> None:
-            assert canvas.now is not None
+        def take(confidence: Tensor, hook: Point) -> None:
+            rows.end(confidence)
+            assert hook.watch.active is not None
             ((value, chosen, step),), columns = held, rows.columns
             if chosen is None:
                 return
             if columns is not None:
                 first = run.first(step, value.shape[1])
                 chosen = chosen & columns[:, first : first + value.shape[1]].to(chosen.device)
-            active = not_ended(model, canvas.now.ids[:, run.prompt_length :]) if model.causal else working
-            own = _own(run, step, value.shape[1]).to(chosen.device)
-            self.kept.append(_rows(value, chosen & own & active[:, None].to(chosen.device), canvas, run, step))
+            own = _own(run, step, value.shape[1]).to(chosen.device) & hook.watch.active[:, None].to(chosen.device)
+            self.kept.append(_rows(value, chosen & own, canvas, run, step))
 
         pairs: Pairs = [("denoise.hook_canvas", canvas.hook), *places.first]
-        pairs += [(self.point, hold), ("denoise.hook_confidence", rows.end), *active_rows(model, take)]
+        pairs += [(self.point, hold), ("denoise.hook_confidence", take)]
         return [*pairs, *places.last]
 
     def rows(self, run: "Generation", first: int, found: _Filter) -> dict[str, np.ndarray]:
@@ -261,7 +259,7 @@ class _RowColumns:
         blocks = self._tree.attention_blocks if self._by_blocks else None
         self._numbers = None if blocks is None else blocks.numbers(self._run.real)
 
-    def end(self, confidence: Float[Tensor, "batch pos"], hook: Point) -> None:
+    def end(self, confidence: Float[Tensor, "batch pos"]) -> None:
         """Set `columns`: the current blocks of the step are those that have a confidence."""
         if self._numbers is None:
             self.columns = self._run.computed()

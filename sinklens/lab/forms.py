@@ -1,18 +1,16 @@
 """What the page can offer: models, sampler settings and kinds of chips, each with its meaning, as JSON."""
 
-import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from sinklens.arguments import arguments
+from sinklens.arguments import Argument, arguments
 from sinklens.caching import POLICIES
 from sinklens.errors import SettingError
 from sinklens.lab.chips import CHIPS
 from sinklens.lab.refusal import require
 from sinklens.runs.request import RunRequest
-from sinklens.sampling.registry import SAMPLERS, find_sampler, setting_help, settings_for
+from sinklens.sampling.registry import SAMPLERS, find_sampler, settings_for
 from sinklens.views.html import visible
 
 if TYPE_CHECKING:
@@ -75,17 +73,15 @@ def _cache() -> Form:
 
 def _settings(model: "Model", sampler: str) -> list[Form]:
     """The settings of a sampler; the defaults are those that a run of the model would use."""
-    found = find_sampler(sampler)
-    hints = get_type_hints(found.settings)
     defaults = _defaults(model, sampler)
     return [
         {
             "name": name,
-            **_type(hints.get(name, str)),
+            **_type(argument),
             "default": defaults.get(name),
-            "help": re.sub(r"^\[[^\]]*\] ?", "", setting_help(name)),
+            "help": argument.meaning,
         }
-        for name in found.setting_names()
+        for name, argument in find_sampler(sampler).settings().items()
     ]
 
 
@@ -94,17 +90,14 @@ def _defaults(model: "Model", sampler: str) -> Mapping[str, Any]:
     try:
         return asdict(settings_for(model, {"sampler": sampler}))
     except SettingError:
-        kind = find_sampler(sampler).settings
-        return {entry.name: entry.default for entry in fields(kind) if entry.default is not MISSING}
+        return {name: argument.default for name, argument in find_sampler(sampler).settings().items()}
 
 
-def _type(hint: Any) -> Form:
+def _type(argument: Argument) -> Form:
     """The type of a setting, and the words that it may be."""
-    if get_origin(hint) in (Union, UnionType):
-        hint = next(part for part in get_args(hint) if part is not NoneType)
-    if get_origin(hint) is Literal:
-        return {"type": "str", "choices": list(get_args(hint))}
-    return {"type": hint.__name__ if hint in (int, float, bool) else "str"}
+    if argument.choices:
+        return {"type": "str", "choices": list(argument.choices)}
+    return {"type": argument.type.__name__ if argument.type in (int, float, bool) else "str"}
 
 
 def of_chips() -> list[Form]:

@@ -13,7 +13,7 @@ from sinklens.caching import as_policy
 from sinklens.lab.chips import is_index
 from sinklens.lab.refusal import require
 from sinklens.runs.result import Answer, Generation
-from sinklens.sampling.registry import find_sampler, sampler_of
+from sinklens.sampling.registry import find_sampler
 from sinklens.sinks.track import SinkTrack, build_track
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Outcome:
             score=score.astype(np.float16) if score.nbytes > LARGE else score,
             prompt_length=run.prompt_length,
             answer=run.answers[0],
-            sampler=sampler_of(run.settings).name,
+            sampler=run.settings.name,
             settings=asdict(run.settings),
             attrs={name: _plain(value) for name, value in run.sinks.data.attrs.items()},
         )
@@ -96,12 +96,13 @@ class Outcome:
 
     def generation(self, model: "Model", cache: str | None) -> Generation:
         """The run as `sinklens.generate` returned it under the cache policy of this name."""
-        kind = find_sampler(self.sampler).settings
+        kind = find_sampler(self.sampler)
         made = {entry.name: self.settings[entry.name] for entry in fields(kind) if entry.init}
         return Generation(
             canvas=torch.from_numpy(self.canvas.copy())[None],
             undecided=torch.from_numpy(self.undecided.copy())[None],
             unmask_step=torch.from_numpy(self.unmask_step.copy())[None],
+            active=torch.ones(1, self.steps, dtype=torch.bool),  # a row alone never waits
             real=torch.from_numpy(self.real.copy())[None],
             prompt_length=self.prompt_length,
             answers=(self.answer,),

@@ -33,7 +33,6 @@ from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.request import HOOKS, RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
 from sinklens.runs.start import start
-from sinklens.sampling import sampler_of
 from sinklens.sampling.loop import Frame, Listener, Trajectory, build_trajectory, check_replay, run
 from sinklens.sampling.registry import never_passed
 from sinklens.sampling.state import State
@@ -91,7 +90,7 @@ class Denoising:
         Raises:
             SettingError: the sampler may leave masks, which an exact run decides in later blocks and a policy does not.
         """
-        if getattr(self.settings, "by_quota", True) or not isinstance(replay, Generation):
+        if not self.settings.leaves_masks or not isinstance(replay, Generation):
             return
         if (replay.cache is None) != (self.state.keys is None):
             raise SettingError(
@@ -103,11 +102,6 @@ class Denoising:
     def rows(self) -> int:
         """Number of prompts in the batch."""
         return self.state.canvas.shape[0]
-
-    @property
-    def guided(self) -> bool:
-        """Whether a pass has unconditional rows after the conditional ones."""
-        return getattr(self.settings, "cfg_scale", 0.0) > 0
 
     def _context(self) -> RunContext:
         """The context that interventions receive."""
@@ -188,7 +182,7 @@ class Denoising:
         for name in self._named:
             point = self.model.tree.hook_dict[name]
             if isinstance(point, SamplerPoint) and point.reached != 0:
-                raise HookOrderError(never_passed(name, sampler_of(self.settings).name))
+                raise HookOrderError(never_passed(name, self.settings.name))
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -213,7 +207,7 @@ class Denoising:
         """`function`, checked to preserve shape, dtype and device; under guidance it sees only the conditional rows."""
 
         def call(value: Tensor, hook: Point) -> Tensor | None:
-            guided = self.guided and value.shape[0] == 2 * self.rows
+            guided = self.settings.guided and value.shape[0] == 2 * self.rows
             seen = value[: self.rows] if guided else value
             changed = function(seen, hook=hook)
             if changed is None:
@@ -250,7 +244,7 @@ class Denoising:
     def _what_to_lower(self) -> str:
         """What was running when memory ran out, and what would need less."""
         state, length = self.state, self.settings.gen_length
-        rows = f"{self.rows} row{'s' * (self.rows > 1)}{', doubled by cfg_scale,' if self.guided else ''}"
+        rows = f"{self.rows} row{'s' * (self.rows > 1)}{', doubled by cfg_scale,' if self.settings.guided else ''}"
         passes = f"{rows} of {state.canvas.shape[1]} positions"
         lower = [] if self.rows == 1 else [f"prompts at a time ({self.rows})"]
         lower += [f"gen_length ({length})", f"the length of the prompt ({state.prompt_length})"]
@@ -275,10 +269,10 @@ class Denoising:
         answers = tuple(self._answer(ids, undecided) for ids, undecided in left)
         real = self.state.real.cpu()
         return Generation(
-            trajectory.canvas, trajectory.undecided, trajectory.unmask_step, real, self.state.prompt_length, answers,
-            self.settings, self.request.seed, self._track(trajectory), isinstance(self.request.prompt, str), self.model,
-            self._recorder.patterns if self._recorder else {}, self.controls.totals(self.rows),
-            as_policy(self.request.cache),
+            trajectory.canvas, trajectory.undecided, trajectory.unmask_step, trajectory.active, real,
+            self.state.prompt_length, answers, self.settings, self.request.seed, self._track(trajectory),
+            isinstance(self.request.prompt, str), self.model, self._recorder.patterns if self._recorder else {},
+            self.controls.totals(self.rows), as_policy(self.request.cache),
         )  # fmt: skip
 
     def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:
@@ -335,7 +329,7 @@ class Denoising:
             "causal": int(self.model.tree.causal),
             "block_length": self.model.block_length or 0,
             "attention": normalizer_name(self.model.config),
-            "sampler": sampler_of(self.settings).name,
+            "sampler": self.settings.name,
             "settings": self._settings_text(),
             "seed": self.request.seed,
             "prompt_length": self.state.prompt_length,

@@ -17,7 +17,7 @@ from sinklens.hooks.points import Point
 from sinklens.model import Model
 from sinklens.runs.recorder import after
 from sinklens.sampling.key_cache import KeyCache
-from sinklens.sampling.settings import SamplerSettings
+from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 
 VARIABLES = {"fresh": ("layer", "pos"), "staleness": ("layer", "pos")}
@@ -32,7 +32,7 @@ def recorded(keys: KeyCache | None) -> dict[str, np.ndarray]:
     return {"fresh": fresh, "staleness": staleness}
 
 
-def key_cache_for(model: Model, settings: SamplerSettings, state: State, cache: Any) -> KeyCache | None:
+def key_cache_for(model: Model, settings: Sampler, state: State, cache: Any) -> KeyCache | None:
     """The cache of a run under the policy `cache`, an object or a name; None if every position is computed.
 
     Raises:
@@ -45,7 +45,7 @@ def key_cache_for(model: Model, settings: SamplerSettings, state: State, cache: 
     return KeyCache(model.tree, policy, state.real, state.mask_id, state.shift)
 
 
-def check_policy(model: Model, settings: SamplerSettings, policy: Policy) -> None:
+def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
     """Refuse runs that a policy cannot apply to.
 
     Raises:
@@ -64,11 +64,12 @@ def check_policy(model: Model, settings: SamplerSettings, policy: Policy) -> Non
             f"{name} is for bidirectional models; the encoder of {model.name} already keeps the keys of the text "
             f"before the canvas. Leave cache= out."
         )
-    if getattr(settings, "cfg_scale", 0.0) > 0:
+    if settings.guided:
         raise SettingError(f"{name} does not support guidance; leave cfg_scale out, or cache=.")
-    if getattr(settings, "alg", "") == "p2":
+    if settings.judges_all_by:
         raise SettingError(
-            f"alg 'p2' judges every answer position in every step, which {name} does not compute; choose another alg."
+            f"{settings.judges_all_by} judges every answer position in every step, which {name} does not compute; "
+            f"choose another, or leave cache= out."
         )
 
 

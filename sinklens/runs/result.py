@@ -13,7 +13,7 @@ from torch import Tensor
 from sinklens.errors import PromptError, SettingError
 from sinklens.model import Model
 from sinklens.runs.control_keys import ControlKeys
-from sinklens.sampling import SamplerSettings
+from sinklens.sampling import Sampler
 from sinklens.sampling.key_cache import Policy
 from sinklens.sinks.track import SinkTrack
 
@@ -117,6 +117,8 @@ class Generation:
         undecided: the undecided positions of each canvas, [batch, steps + 1, pos].
         unmask_step: the step that decided each position, [batch, pos]; -1 for prompt and padding, the number of steps
             for positions that were never decided.
+        active: the rows that each step worked on, [batch, step]; the others had finished their block, their canvas or
+            their answer and waited for the rest of the batch.
         real: False on left padding, [batch, pos].
         prompt_length: number of positions before the answers, including padding.
         answers: one per row.
@@ -133,10 +135,11 @@ class Generation:
     canvas: Int[Tensor, "batch step pos"]
     undecided: Bool[Tensor, "batch step pos"]
     unmask_step: Int[Tensor, "batch pos"]
+    active: Bool[Tensor, "batch _"]
     real: Bool[Tensor, "batch pos"]
     prompt_length: int
     answers: tuple[Answer, ...]
-    settings: SamplerSettings
+    settings: Sampler
     seed: int
     sinks: SinkTrack | None
     single: bool

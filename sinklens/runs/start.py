@@ -17,9 +17,8 @@ from sinklens.errors import PromptError, SettingError
 from sinklens.model import Model
 from sinklens.runs.intervention import Intervention
 from sinklens.runs.request import RunRequest
-from sinklens.sampling import settings_for
+from sinklens.sampling import Sampler, settings_for
 from sinklens.sampling.decisions import RowNoise
-from sinklens.sampling.settings import SamplerSettings
 from sinklens.sampling.state import State
 
 
@@ -32,7 +31,7 @@ class Start:
         state: the sampler's state with the initial canvas.
     """
 
-    settings: SamplerSettings
+    settings: Sampler
     state: State
 
 
@@ -67,7 +66,7 @@ def start(model: Model, request: RunRequest) -> Start:
 
 def _state(
     model: Model,
-    settings: SamplerSettings,
+    settings: Sampler,
     ids: Int[Tensor, "batch prompt"],
     real: Bool[Tensor, "batch prompt"],
     appended: Int[Tensor, "batch appended"],
@@ -105,7 +104,7 @@ def _refuse_masks(model: Model, ids: Tensor, real: Tensor) -> None:
         )
 
 
-def _check_room(model: Model, settings: SamplerSettings, longest: int, extra: int, spare: int) -> None:
+def _check_room(model: Model, settings: Sampler, longest: int, extra: int, spare: int) -> None:
     """Check that the longest row, with `extra` tokens from interventions and sampler, fits into the context."""
     context = model.cfg.n_ctx - spare
     added = f", {extra} of them added to it," if extra else ""
@@ -117,9 +116,9 @@ def _check_room(model: Model, settings: SamplerSettings, longest: int, extra: in
         )
 
 
-def _closing_token(model: Model, settings: SamplerSettings) -> int | None:
+def _closing_token(model: Model, settings: Sampler) -> int | None:
     """The token that the sampler puts at the end of the canvas, if its settings name one."""
-    closing, config = getattr(settings, "closing", "none"), model.config
+    closing, config = settings.closing_token, model.config
     if closing == "none":
         return None
     if closing == "pad":

@@ -1,18 +1,21 @@
 """The samplers: masked, block and canvas diffusion, and left to right. Each is a loop of one function per decision."""
 
-from sinklens.sampling.diffusion_gemma_settings import DiffusionGemmaSettings
-from sinklens.sampling.registry import SAMPLERS, Sampler, make_settings, register, sampler_of, settings_for
-from sinklens.sampling.settings import (
-    AutoregressiveSettings,
-    DreamSettings,
-    LladaSettings,
-    RunSettings,
-    SamplerSettings,
-    Settings,
-)
-from sinklens.sampling.settings_blocks import Bd3lmCardSettings, Bd3lmSettings, FastDllmV2Settings, SdarSettings
-from sinklens.sampling.settings_llada2 import Llada2Settings, Llada21Settings
-from sinklens.sampling.settings_shifted import DreamBlockSettings, OpenDcoderSettings, Rnd1Settings
+from sinklens.sampling.autoregressive import AutoregressiveSettings
+from sinklens.sampling.bd3lm import Bd3lmSettings
+from sinklens.sampling.bd3lm_card import Bd3lmCardSettings
+from sinklens.sampling.diffusion_gemma import DiffusionGemmaSettings
+from sinklens.sampling.dream import DreamSettings
+from sinklens.sampling.dream_blocks import DreamBlockSettings
+from sinklens.sampling.fast_dllm_v2 import FastDllmV2Settings
+from sinklens.sampling.llada import LladaSettings
+from sinklens.sampling.llada2 import Llada2Settings
+from sinklens.sampling.llada21 import Llada21Settings
+from sinklens.sampling.open_dcoder import OpenDcoderSettings
+from sinklens.sampling.registry import SAMPLERS, make_settings, register, settings_for
+from sinklens.sampling.rnd1 import Rnd1Settings
+from sinklens.sampling.sampler import Sampler
+from sinklens.sampling.sdar import SdarSettings
+from sinklens.sampling.settings import RunSettings, Settings
 
 __all__ = [
     "SAMPLERS",
@@ -30,11 +33,9 @@ __all__ = [
     "Rnd1Settings",
     "RunSettings",
     "Sampler",
-    "SamplerSettings",
     "SdarSettings",
     "Settings",
     "make_settings",
     "register",
-    "sampler_of",
     "settings_for",
 ]

@@ -8,93 +8,115 @@ While nothing is watched, rows that have ended leave the batch of the pass, and 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import ReadOnlyHookError
-from sinklens.hooks.points import at
 from sinklens.sampling import decisions
-from sinklens.sampling.settings import AutoregressiveSettings
-from sinklens.sampling.state import State
+from sinklens.sampling.parts import Truncated
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
 
 
-def denoise(state: State, settings: AutoregressiveSettings) -> Iterator[None]:
-    """Yield before each step; when resumed, decode one token into `state.canvas`."""
-    from transformers import DynamicCache
+@dataclass(frozen=True)
+class AutoregressiveSettings(Truncated):
+    """Left-to-right decoding; a step decodes one token.
 
-    cache, cached, rows = None, None, None
-    for position in range(state.prompt_length, state.canvas.shape[1]):
-        if bool(_ended(state, state.canvas[:, :position]).all()):
-            return
-        yield
-        text = state.through_canvas_point(state.canvas[:, :position])
-        state.step_canvas = torch.cat([text, state.canvas[:, position:]], dim=1)
-        running = _running(state, text)
-        kept = rows is not None and bool(torch.isin(running, rows).all())
-        if settings.use_cache and (cache is None or not kept or not _extends(text, cached)):
-            cache = DynamicCache(config=state.tree.hf.config)
-        elif cache is not None and rows is not None and len(running) < len(rows):
-            cache.batch_select_indices(torch.isin(rows, running).nonzero()[:, 0])
-        new = text if cache is None else text[:, cache.get_seq_length() :]
-        state.first = text.shape[1] - new.shape[1]
-        hidden = state.tree.hidden(new[running], state.real[running, :position], cache)[:, -1:]
-        cached, rows = text, running
-        _decode(state, settings, text, hidden, running)
+    `top_p` and `top_k` apply at a temperature above 0, `top_p` to the tokens that `top_k` keeps, as in transformers.
+
+    Attributes:
+        gen_length: maximum number of tokens; a row ends at its end-of-sequence token.
+        use_cache: cache keys and values, so that a step computes only new positions: one, or the current block.
+    """
+
+    name: ClassVar = "autoregressive"
+    attention: ClassVar = ("causal",)
+    left_to_right: ClassVar = True
+    use_cache: bool = True
+
+    @property
+    def caches_keys(self) -> bool:
+        """See `Sampler.caches_keys`."""
+        return self.use_cache
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        from transformers import DynamicCache
+
+        cache, cached, rows = None, None, None
+        for position in range(state.prompt_length, state.canvas.shape[1]):
+            if bool(_ended(state, state.canvas[:, :position]).all()):
+                return
+            yield
+            text = state.through_canvas_point(state.canvas[:, :position])
+            state.step_canvas = torch.cat([text, state.canvas[:, position:]], dim=1)
+            state.active = ~_ended(state, text)
+            running = _running(state)
+            kept = rows is not None and bool(torch.isin(running, rows).all())
+            if self.use_cache and (cache is None or not kept or not _extends(text, cached)):
+                cache = DynamicCache(config=state.tree.hf.config)
+            elif cache is not None and rows is not None and len(running) < len(rows):
+                cache.batch_select_indices(torch.isin(rows, running).nonzero()[:, 0])
+            new = text if cache is None else text[:, cache.get_seq_length() :]
+            state.first = text.shape[1] - new.shape[1]
+            hidden = state.tree.hidden(new[running], state.real[running, :position], cache)[:, -1:]
+            cached, rows = text, running
+            self._decode(state, text, hidden, running)
+
+    def _decode(
+        self,
+        state: "State",
+        text: Int[Tensor, "batch pos"],
+        hidden: Float[Tensor, "running 1 d_model"],
+        running: Int[Tensor, " running"],
+    ) -> None:
+        """Decode one token in the `running` rows; the others repeat their end token."""
+        logits = state.checked(state.through("hook_logits", state.tree.head(hidden))[:, 0].float())
+        kept = decisions.truncate(logits, self.truncation)
+        probs = kept.softmax(dim=-1, dtype=torch.float64)
+        where = torch.zeros(len(text), 1, dtype=torch.bool, device=text.device)
+        where[running] = True
+        noise = state.noise.uniform(where, dtype=torch.float64) if self.temperature > 0 else None
+        drawn = decisions.categorical_candidates(probs, noise)
+        candidates = state.ids_at(state.tree.denoise.hook_candidates, drawn[:, None])
+        confidence = decisions.probability(probs, candidates[:, 0])[:, None]
+        if not torch.equal(state.through("hook_confidence", confidence.clone()), confidence):
+            raise ReadOnlyHookError(
+                "denoise.hook_confidence of an autoregressive model decides nothing, so an edit of it would be lost. "
+                "Edit denoise.hook_candidates to force another token."
+            )
+        if not bool(state.through("hook_commit", torch.ones_like(candidates, dtype=torch.bool)).all()):
+            raise ReadOnlyHookError(
+                "denoise.hook_commit of an autoregressive model cannot be False: every step commits its one token. "
+                "Edit denoise.hook_candidates to force another token, or call t.stop()."
+            )
+        canvas = state.canvas.clone()
+        position = text.shape[1]
+        canvas[:, :position], canvas[running, position] = text, candidates[:, 0]
+        if state.eos_ids:
+            canvas[~state.active, position] = state.eos_ids[0]
+        state.end_step(canvas)
 
 
-def _ended(state: State, text: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+def _ended(state: "State", text: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
     """True for rows of `text` whose answer contains an end-of-sequence token."""
     ends = torch.tensor(state.eos_ids, dtype=text.dtype, device=text.device)
     return torch.isin(text[:, state.prompt_length :], ends).any(dim=1)
 
 
-def _running(state: State, text: Int[Tensor, "batch pos"]) -> Int[Tensor, " running"]:
-    """Indices of the rows that the pass computes: all while anything is watched, else those that have not ended."""
+def _running(state: "State") -> Int[Tensor, " running"]:
+    """Indices of the rows that the pass computes: all while anything is watched, else the active ones."""
     points = state.tree.denoise
     passed = (points.hook_logits, points.hook_candidates, points.hook_confidence, points.hook_commit)
-    running = ~_ended(state, text)
-    if state.tree.is_watched or any(point.watched for point in passed) or not bool(running.any()):
-        running = torch.ones_like(running)
+    everything = state.tree.is_watched or any(point.watched for point in passed) or not bool(state.active.any())
+    running = torch.ones_like(state.active) if everything else state.active
     return running.nonzero()[:, 0]
 
 
 def _extends(text: Int[Tensor, "batch pos"], cached: Int[Tensor, "batch earlier"] | None) -> bool:
     return cached is not None and torch.equal(text[:, : cached.shape[1]], cached)
-
-
-def _decode(
-    state: State,
-    settings: AutoregressiveSettings,
-    text: Int[Tensor, "batch pos"],
-    hidden: Float[Tensor, "running 1 d_model"],
-    running: Int[Tensor, " running"],
-) -> None:
-    """Decode one token in the `running` rows; the others repeat their end token."""
-    denoise_points = state.tree.denoise
-    logits = state.checked(at(denoise_points.hook_logits, state.tree.head(hidden))[:, 0].float())
-    kept = decisions.truncate(logits, settings.truncation)
-    probs = kept.softmax(dim=-1, dtype=torch.float64)
-    where = torch.zeros(len(text), 1, dtype=torch.bool, device=text.device)
-    where[running] = True
-    noise = state.noise.uniform(where, dtype=torch.float64) if settings.temperature > 0 else None
-    drawn = decisions.categorical_candidates(probs, noise)
-    candidates = state.ids_at(denoise_points.hook_candidates, drawn[:, None])
-    confidence = decisions.probability(probs, candidates[:, 0])[:, None]
-    if not torch.equal(at(denoise_points.hook_confidence, confidence.clone()), confidence):
-        raise ReadOnlyHookError(
-            "denoise.hook_confidence of an autoregressive model decides nothing, so an edit of it would be lost. "
-            "Edit denoise.hook_candidates to force another token."
-        )
-    if not bool(at(denoise_points.hook_commit, torch.ones_like(candidates, dtype=torch.bool)).all()):
-        raise ReadOnlyHookError(
-            "denoise.hook_commit of an autoregressive model cannot be False: every step commits its one token. "
-            "Edit denoise.hook_candidates to force another token, or call t.stop()."
-        )
-    canvas = state.canvas.clone()
-    position = text.shape[1]
-    canvas[:, :position], canvas[running, position] = text, candidates[:, 0]
-    if state.eos_ids:
-        canvas[_ended(state, text), position] = state.eos_ids[0]
-    state.end_step(canvas)

@@ -8,57 +8,55 @@ finished block contains an end token ends there (the reference continues it unti
 padding token is an ordinary token (the reference hides it from the next block on).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
-
-from sinklens.hooks.points import at
 from sinklens.sampling import decisions
-from sinklens.sampling.block_cache import BlockCache
-from sinklens.sampling.progress_of_blocks import BlockProgress
-from sinklens.sampling.settings_blocks import Bd3lmCardSettings, Bd3lmSettings
-from sinklens.sampling.state import State
+from sinklens.sampling.blocks import Blockwise
+from sinklens.sampling.parts import Guided, Steps
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
 
 
-def denoise(state: State, settings: Bd3lmSettings) -> Iterator[None]:
-    """Yield before each step; when resumed, run the step on `state.canvas`."""
-    state.shift = state.shift or settings.right_shift_logits
-    schedule = partial(decisions.linear_schedule, steps=settings.steps_per_block)
-    progress = BlockProgress(state, schedule, state.eos_ids if settings.stop else ())
-    state.cache = BlockCache(state.tree) if settings.use_cache else None
-    while progress.advance(state.canvas):
-        yield
-        _step(state, settings, progress)
+@dataclass(frozen=True)
+class Bd3lmSettings(Guided, Blockwise, Steps):
+    """The sampler of dLLM for block diffusion (BD3LM; Arriola et al., 2503.09573, and dLLM's code).
 
+    Attributes:
+        gen_length: number of answer positions; the last block may be shorter than the others.
+        steps: denoising steps of the complete generation; default `gen_length`. Rounded up so that every block has as
+            many; steps that would decide no position are left out.
+        right_shift_logits: logits at i predict the token at i + 1, for models trained to do so.
+    """
 
-def _step(state: State, settings: Bd3lmSettings, progress: BlockProgress) -> None:
-    canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
-    where = (canvas == state.mask_id) & block
-    logits = state.logits(canvas, where, settings.cfg_scale, window=progress.window())
-    commit_most_confident(state, settings, canvas, where, logits, counts)
+    name: ClassVar = "bd3lm"
+    right_shift_logits: bool = False
 
+    def derived(self) -> dict[str, Any]:
+        """See `Sampler.derived`."""
+        found, blocks = super().derived(), -(-self.gen_length // self.block_length)
+        return found | {"steps": blocks * -(-found["steps"] // blocks)}
 
-def commit_most_confident(
-    state: State,
-    settings: Bd3lmSettings | Bd3lmCardSettings,
-    canvas: Int[Tensor, "batch pos"],
-    where: Bool[Tensor, "batch pos"],
-    logits: Float[Tensor, "masked vocab"],
-    counts: Sequence[int],
-) -> None:
-    """End the step: draw tokens at `where` and accept each row's `counts` most confident ones."""
-    noise = None
-    if settings.temperature > 0:
-        noise = state.noise.uniform(where, logits.shape[-1], dtype=torch.float64)
-    candidates = decisions.gumbel_candidates(logits, settings.temperature, noise)
-    proposed, candidates = state.propose(where, candidates, canvas)
-    if settings.remasking == "random":
-        confidence = state.noise.uniform(where, dtype=torch.float32)
-    else:
-        confidence = decisions.probability_by_slices(logits, candidates)
-    spread = state.spread_confidence(where, confidence)
-    commit = at(state.tree.denoise.hook_commit, decisions.most_confident(spread, counts, None))
-    state.end_step(torch.where(commit, proposed, canvas))
+    @property
+    def steps_per_block(self) -> int:
+        """Denoising steps of a block, before those that decide no position are left out."""
+        return self.steps // -(-self.gen_length // self.block_length)
+
+    def lead(self, columns: int) -> int:
+        """The columns that complete the prompts' first block."""
+        return -columns % self.block_length
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        state.shift = state.shift or self.right_shift_logits
+        progress = self.begin(state, partial(decisions.linear_schedule, steps=self.steps_per_block))
+        while progress.advance(state.canvas):
+            yield
+            canvas, counts = state.begin_step(), progress.take_counts()
+            where = (canvas == state.mask_id) & progress.current()
+            logits = state.logits(canvas, where, self.cfg_scale, window=progress.window())
+            proposed, confidence = self.propose(state, canvas, where, logits)
+            state.commit(decisions.most_confident(confidence, counts, None), proposed)

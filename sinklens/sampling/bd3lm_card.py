@@ -13,41 +13,51 @@ differ from those of the run.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
-
-import torch
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 from sinklens.hooks.blocks import Blocks, ruled_by
 from sinklens.sampling import decisions
-from sinklens.sampling.bd3lm import commit_most_confident
-from sinklens.sampling.block_cache import BlockCache
-from sinklens.sampling.progress_of_blocks import BlockProgress
-from sinklens.sampling.settings_blocks import Bd3lmCardSettings
-from sinklens.sampling.state import State
+from sinklens.sampling.blocks import Passes
+from sinklens.sampling.parts import Guided
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
 
 
-def denoise(state: State, settings: Bd3lmCardSettings) -> Iterator[None]:
-    """Yield before each step; when resumed, run the step on `state.canvas`."""
-    blocks = Blocks(settings.block_length, "token")
+@dataclass(frozen=True)
+class Bd3lmCardSettings(Guided, Passes):
+    """The sampler in the model card of dLLM's BD3LM checkpoints, which differs from dLLM's own.
 
-    def shares(masked: int) -> list[int]:
-        counts = decisions.even_schedule(torch.tensor([masked]), settings.denoising_steps)
-        return [count for (count,) in counts if count]
+    The first block completes the prompt's last one; the last block may be shorter than the others.
 
-    progress = BlockProgress(state, shares, state.eos_ids if settings.stop else (), blocks=blocks)
-    state.cache = BlockCache(state.tree) if settings.use_cache else None
-    while progress.advance(state.canvas):
-        yield
-        _step(state, settings, progress, blocks)
+    Attributes:
+        denoising_steps: most passes per block, the published ``steps`` divided among the blocks of `gen_length`;
+            default `block_length`. Each decides its share of the block's masked positions.
+        cfg_scale: classifier-free guidance w: logits = un + (w + 1)(cond − un); 0 turns it off. The unconditional rows
+            have masks in place of the prompt and of finished blocks.
+        stop: end a row in the step that decides an end-of-sequence token; positions may stay masked, also before it.
+    """
 
+    name: ClassVar = "bd3lm-card"
 
-def _step(state: State, settings: Bd3lmCardSettings, progress: BlockProgress, blocks: Blocks) -> None:
-    block, counts, start = progress.current(), progress.take_counts(), state.prompt_length
-    sealed = replace(blocks, sealed=tuple(start if here else 0 for here in block[:, start].tolist()))
-    with ruled_by(state.tree.hf.config, sealed):  # a hook on the canvas may run another pass
-        canvas = state.begin_step()
-        where = (canvas == state.mask_id) & block
-        given = ~block & (canvas != state.mask_id)
-        logits = state.logits(canvas, where, settings.cfg_scale, window=progress.window(), given=given)
-    commit_most_confident(state, settings, canvas, where, logits, counts)
-    progress.end(progress.stops(state.canvas, block))
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        blocks, start = Blocks(self.block_length, "token"), state.prompt_length
+
+        def shares(masked: int) -> list[int]:
+            return [count for count in self.even_shares(masked) if count]
+
+        progress = self.begin(state, shares, blocks=blocks)
+        while progress.advance(state.canvas):
+            yield
+            block, counts = progress.current(), progress.take_counts()
+            sealed = replace(blocks, sealed=tuple(start if here else 0 for here in block[:, start].tolist()))
+            with ruled_by(state.tree.hf.config, sealed):  # a hook on the canvas may run another pass
+                canvas = state.begin_step()
+                where = (canvas == state.mask_id) & block
+                given = ~block & (canvas != state.mask_id)
+                logits = state.logits(canvas, where, self.cfg_scale, window=progress.window(), given=given)
+            proposed, confidence = self.propose(state, canvas, where, logits)
+            state.commit(decisions.most_confident(confidence, counts, None), proposed)
+            progress.end(progress.stops(state.canvas, block))

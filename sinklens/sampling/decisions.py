@@ -13,6 +13,7 @@ prompt does not depend on the rest of its batch.
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +21,24 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.sampling.settings import Truncation
-
 SLICE = 1 << 22
 """Number of logits converted to float64 probabilities at a time."""
+
+
+class Truncation(NamedTuple):
+    """How logits become the distribution that tokens are drawn from.
+
+    Attributes:
+        temperature: divides the logits; 0 draws the most likely token.
+        top_p: keep the smallest set of tokens with this total probability; None keeps all.
+        top_k: keep this many most likely tokens; None keeps all.
+        top_p_first: apply `top_p` to all tokens, then `top_k`; otherwise `top_p` to those that `top_k` keeps.
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    top_p_first: bool = False
 
 
 class RowNoise:

@@ -15,44 +15,140 @@ changes tokens that it has read, it reads the text again.
 Pitfall: positions that do not exist yet hold -1, which is not a token id.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Ge
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.arguments import Count, NonNegative, Positive
 from sinklens.errors import SettingError
-from sinklens.hooks.points import at
 from sinklens.sampling import decisions
-from sinklens.sampling.diffusion_gemma_settings import DiffusionGemmaSettings
-from sinklens.sampling.state import State
+from sinklens.sampling.sampler import Sampler, require
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
+
+Rows = tuple[tuple[int, ...], ...]
 
 
-def denoise(state: State, settings: DiffusionGemmaSettings) -> Iterator[None]:
-    """Yield before each step; when resumed, run the step on `state.canvas`."""
-    _check_canvas(state, settings)
-    prefix = _Prefix(state)
-    ended = torch.zeros(len(state.canvas), dtype=torch.bool, device=state.canvas.device)
-    for number in range(settings.canvases):
-        start = state.prompt_length + number * settings.canvas_length
-        block = _Block(state, settings, start)
-        state.canvas = _begun(state, settings, start)
-        state.undecided = state.canvas < 0
-        state.undecided[:, start:] = True
-        for step in range(settings.max_denoising_steps):
-            yield
-            block.run(step, prefix, ended)
-            if block.over:
-                break
-        ended = ended | _has_end(state, state.canvas[:, start : start + settings.canvas_length])
-        if bool(ended.all()):
-            return
+@dataclass(frozen=True)
+class DiffusionGemmaSettings(Sampler):
+    """DiffusionGemma's sampler (transformers' ``DiffusionGemmaForBlockDiffusion.generate``; bound of 2505.24857).
+
+    The settings have the names of transformers' generation config. Passing ``gen_length`` does not change the number of
+    steps per canvas: every canvas takes up to ``max_denoising_steps``.
+
+    Attributes:
+        gen_length: number of answer positions, a multiple of `canvas_length`.
+        canvas_length: positions that are denoised together; the checkpoint's value fits its training.
+        max_denoising_steps: largest number of steps per canvas.
+        entropy_bound: a step accepts the positions of lowest entropy as long as the entropies of those before add up to
+            at most this, in nats.
+        t_min, t_max: the temperature falls linearly from `t_max` in a canvas's first step towards `t_min`.
+        stability_threshold: a row's canvas is finished if the most likely tokens did not change for this many steps,
+            and its entropy is below `confidence_threshold`; 0 leaves the decision to the entropy.
+        confidence_threshold: mean entropy per position, in nats.
+        pad_token_id: replaces the tokens that follow an end token; None keeps them.
+        start_canvas: token ids of the first canvas, [batch, canvas_length] or one row for all; None draws them. Kept as
+            rows of numbers.
+    """
+
+    name: ClassVar = "diffusion-gemma"
+    attention: ClassVar = ("encoder-decoder",)
+    gen_length: Count = 256
+    canvas_length: Count = 256
+    max_denoising_steps: Count = 48
+    entropy_bound: Positive = 0.1
+    t_min: NonNegative = 0.4
+    t_max: NonNegative = 0.8
+    stability_threshold: Annotated[int, Ge(0)] = 1
+    confidence_threshold: NonNegative = 0.005
+    pad_token_id: int | None = None
+    start_canvas: Any = None
+
+    def derived(self) -> dict[str, Any]:
+        """See `Sampler.derived`."""
+        return {} if self.start_canvas is None else {"start_canvas": self._rows(self.start_canvas)}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length, canvas = self.gen_length, self.canvas_length
+        below, above = length // canvas * canvas, -(-length // canvas) * canvas
+        fitting = f"{below} or {above}" if below else str(above)
+        require(
+            length % canvas == 0,
+            f"gen_length {length} is not a multiple of canvas_length {canvas}, and only complete canvases are "
+            f"generated; choose {fitting}.",
+        )
+        require(
+            self.t_min < self.t_max,
+            f"t_min and t_max must satisfy 0 <= t_min < t_max; got {self.t_min!r} and {self.t_max!r}.",
+        )
+
+    @property
+    def positions_per_block(self) -> int:
+        """See `Sampler.positions_per_block`."""
+        return self.canvas_length
+
+    @property
+    def canvases(self) -> int:
+        """Number of canvases."""
+        return self.gen_length // self.canvas_length
+
+    @property
+    def steps(self) -> int:
+        """Largest number of steps of the complete generation."""
+        return self.canvases * self.max_denoising_steps
+
+    def temperature(self, step: int) -> float:
+        """The temperature of step `step` of a canvas, counted from 0."""
+        left = (self.max_denoising_steps - step) / self.max_denoising_steps
+        return self.t_min + (self.t_max - self.t_min) * left
+
+    def _rows(self, given: Any) -> Rows:
+        """`given`, an array or nested lists, as rows of token ids."""
+        listed = given.tolist() if hasattr(given, "tolist") else given
+        rows = [listed] if isinstance(listed, Sequence) and listed and isinstance(listed[0], int) else listed
+        try:
+            found = tuple(tuple(int(token) for token in row) for row in rows)
+        except (TypeError, ValueError):
+            found = ()
+        if not found or any(len(row) != self.canvas_length for row in found):
+            raise SettingError(
+                f"start_canvas must be token ids [batch, {self.canvas_length}], or one row of {self.canvas_length}; "
+                f"got {given!r:.80}."
+            )
+        return found
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        _check_canvas(state, self)
+        prefix = _Prefix(state)
+        ended = torch.zeros(len(state.canvas), dtype=torch.bool, device=state.canvas.device)
+        for number in range(self.canvases):
+            start = state.prompt_length + number * self.canvas_length
+            block = _Block(state, self, start)
+            state.canvas = _begun(state, self, start)
+            state.undecided = state.canvas < 0
+            state.undecided[:, start:] = True
+            for step in range(self.max_denoising_steps):
+                yield
+                block.run(step, prefix, ended)
+                if block.over:
+                    break
+            ended = ended | _has_end(state, state.canvas[:, start : start + self.canvas_length])
+            if bool(ended.all()):
+                return
 
 
 class _Prefix:
     """The text before the canvas, as the encoder has read it."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: "State") -> None:
         self._state, self._passes = state, state.tree.canvas_pass
         self._cache, self._read = self._passes.new_cache(), state.canvas[:, :0]
 
@@ -75,7 +171,7 @@ class _Block:
         over: whether the last step has run.
     """
 
-    def __init__(self, state: State, settings: DiffusionGemmaSettings, start: int) -> None:
+    def __init__(self, state: "State", settings: DiffusionGemmaSettings, start: int) -> None:
         self._state, self._settings, self._start = state, settings, start
         self._stop = start + settings.canvas_length
         rows, device = len(state.canvas), state.canvas.device
@@ -90,15 +186,16 @@ class _Block:
         state.step_undecided = state.undecided  # before the canvas is shown, since hooks there ask for it
         text = state.through_canvas_point(state.canvas[:, : self._stop])
         state.step_canvas = torch.cat([text, state.canvas[:, self._stop :]], dim=1)
+        state.active = ~waiting
         canvas = text[:, self._start :]
         hidden = state.tree.canvas_pass.decode(
             canvas, state.real[:, : self._stop], prefix.cache(text[:, : self._start]), self._logits
         )
-        logits = state.checked(at(state.tree.denoise.hook_logits, state.tree.head(hidden)))
+        logits = state.checked(state.through("hook_logits", state.tree.head(hidden)))
         logits = logits / self._settings.temperature(step)
         sampled = state.ids_at(state.tree.denoise.hook_candidates, self._draw(logits, canvas))
-        entropy = at(state.tree.denoise.hook_entropy, entropies(logits))
-        accepted = at(state.tree.denoise.hook_accepted, lowest_entropies(entropy, self._settings.entropy_bound))
+        entropy = state.through("hook_entropy", entropies(logits))
+        accepted = state.through("hook_accepted", lowest_entropies(entropy, self._settings.entropy_bound))
         noise = state.ids_at(state.tree.denoise.hook_renoise, self._noise(canvas))
         left = torch.where(accepted, sampled, noise)
         self._finish(logits, entropy)
@@ -117,14 +214,14 @@ class _Block:
 
     def _draw(self, logits: Float[Tensor, "batch pos vocab"], canvas: Tensor) -> Int[Tensor, "batch pos"]:
         """A token at every position; rows that wait keep theirs and draw no random numbers."""
-        active = ~self._finished[:, None].expand_as(canvas)
+        active = self._state.active[:, None].expand_as(canvas)
         noise = self._state.noise.uniform(active, dtype=torch.float64)
         drawn = decisions.categorical_candidates(logits[active].softmax(dim=-1, dtype=torch.float32), noise)
         return canvas.masked_scatter(active, drawn)
 
     def _noise(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
         """Random tokens at every position, also where the step accepts another one."""
-        active = ~self._finished[:, None].expand_as(canvas)
+        active = self._state.active[:, None].expand_as(canvas)
         return canvas.masked_scatter(active, random_tokens(self._state, active))
 
     def _finish(self, logits: Float[Tensor, "batch pos vocab"], entropy: Float[Tensor, "batch pos"]) -> None:
@@ -178,13 +275,13 @@ def lowest_entropies(entropy: Float[Tensor, "batch pos"], bound: float) -> Bool[
     return torch.zeros_like(accepted).scatter(-1, order, accepted)
 
 
-def random_tokens(state: State, where: Bool[Tensor, "batch pos"]) -> Int[Tensor, " drawn"]:
+def random_tokens(state: "State", where: Bool[Tensor, "batch pos"]) -> Int[Tensor, " drawn"]:
     """A token id, uniform over the vocabulary, for every True of `where`."""
     size = state.tree.cfg.d_vocab
     return (state.noise.uniform(where, dtype=torch.float64) * size).long().clamp(max=size - 1)
 
 
-def _begun(state: State, settings: DiffusionGemmaSettings, start: int) -> Int[Tensor, "batch pos"]:
+def _begun(state: "State", settings: DiffusionGemmaSettings, start: int) -> Int[Tensor, "batch pos"]:
     """The text with random tokens on the canvas at `start`, unless a replay or ``start_canvas`` gives them."""
     canvas, place = state.canvas.clone(), slice(start, start + settings.canvas_length)
     everywhere = torch.ones_like(canvas[:, place], dtype=torch.bool)
@@ -198,7 +295,7 @@ def _begun(state: State, settings: DiffusionGemmaSettings, start: int) -> Int[Te
     return canvas
 
 
-def _check_canvas(state: State, settings: DiffusionGemmaSettings) -> None:
+def _check_canvas(state: "State", settings: DiffusionGemmaSettings) -> None:
     rows, length = state.canvas.shape
     if length != state.prompt_length + settings.gen_length:
         raise SettingError(
@@ -217,12 +314,12 @@ def _check_canvas(state: State, settings: DiffusionGemmaSettings) -> None:
         raise SettingError(f"start_canvas has the token id {outside[0]}; the vocabulary is 0 to {size - 1}.")
 
 
-def _has_end(state: State, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+def _has_end(state: "State", tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
     return torch.isin(tokens, torch.tensor(state.eos_ids, dtype=tokens.dtype, device=tokens.device)).any(dim=1)
 
 
 def _padded(
-    state: State, settings: DiffusionGemmaSettings, tokens: Int[Tensor, "batch pos"], ended: Bool[Tensor, " batch"]
+    state: "State", settings: DiffusionGemmaSettings, tokens: Int[Tensor, "batch pos"], ended: Bool[Tensor, " batch"]
 ) -> Int[Tensor, "batch pos"]:
     """`tokens` with padding after the first end token, and everywhere in rows that ended in an earlier canvas."""
     if settings.pad_token_id is None:

@@ -5,63 +5,107 @@ Dream was trained from an autoregressive model's weights: its logits at position
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.hooks.points import at
+from sinklens.arguments import Count, NonNegative
 from sinklens.sampling import decisions
-from sinklens.sampling.proposals import draw
-from sinklens.sampling.settings import DreamSettings
-from sinklens.sampling.state import State
+from sinklens.sampling.parts import DreamRule, StopAtEnd, check_threshold, divisors
+from sinklens.sampling.sampler import require
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
 
 
-def denoise(state: State, settings: DreamSettings) -> Iterator[None]:
-    """Yield before each step; when resumed, run the step on `state.canvas`."""
-    if settings.stop_at_eos:
-        state.require_end_tokens()
-    times = decisions.dream_times(settings.steps, settings.eps)
-    for step in range(settings.steps):
-        if not bool((state.canvas == state.mask_id).any()):
-            return
-        yield
-        _step(state, settings, times, step)
+@dataclass(frozen=True)
+class DreamSettings(StopAtEnd, DreamRule):
+    """Dream's sampler (Ye et al., 2508.15487, and its reference code).
 
+    `top_p` is applied to all tokens, then `top_k` to those that are left.
 
-def _step(state: State, settings: DreamSettings, times: Float[Tensor, " step"], step: int) -> None:
-    canvas = state.begin_step()
-    masks = (canvas == state.mask_id) & state.real
-    where = masks & state.computed()
-    drawn = draw(state, canvas, where, settings.truncation)
-    scores = decisions.dream_confidence(settings.alg, drawn.probs, drawn.candidates)
-    confidence = state.spread_confidence(where, scores)
-    commit = at(
-        state.tree.denoise.hook_commit, _commit(state, settings, where, masks.sum(dim=1), confidence, times, step)
-    )
-    result = torch.where(commit, drawn.canvas, canvas)
-    state.end_step(state.filled(result) if settings.stop_at_eos else result)
+    Attributes:
+        alg: the confidence that orders commits: "origin" commits at random, "maskgit_plus" by probability,
+            "topk_margin" by the margin over the second most likely token, "entropy" by negative entropy.
+        alg_temp: temperature for choosing positions; None or 0 takes the most confident.
+        threshold: also commit every proposal of at least this confidence, in the unit of `alg` (for "entropy" at most
+            0); None turns it off.
+        tokens_per_step: commit by `threshold` alone, the most confident proposal in any case, but in the first i steps
+            at most i times this many tokens; None follows the schedule. With `alg` "maskgit_plus" this is Fast-dLLM's
+            "confidence_threshold" without a cache, whose own `steps` are `gen_length` / `tokens_per_step`.
+    """
 
+    name: ClassVar = "dream"
+    alg: Literal["origin", "maskgit_plus", "topk_margin", "entropy"] = "entropy"
+    alg_temp: NonNegative | None = None
+    threshold: float | None = None
+    tokens_per_step: Count | None = None
 
-def _commit(
-    state: State,
-    settings: DreamSettings,
-    where: Bool[Tensor, "batch pos"],
-    masks: Int[Tensor, " batch"],
-    confidence: Float[Tensor, "batch pos"],
-    times: Float[Tensor, " step"],
-    step: int,
-) -> Bool[Tensor, "batch pos"]:
-    if settings.alg == "origin":
-        share = 1 - times[step + 1] / times[step] if step < settings.steps - 1 else torch.tensor(1.0)
-        drawn = state.noise.uniform(where, dtype=torch.float32) < share.to(where.device)
-        return torch.zeros_like(where).masked_scatter(where, drawn)
-    if settings.tokens_per_step and settings.threshold is not None:
-        later = max(settings.gen_length // settings.tokens_per_step - 1 - step, 0) * settings.tokens_per_step
-        counts = [max(int(n) - later, 0) for n in masks.tolist()]
-        return decisions.confident_within(confidence, counts, settings.threshold, state.padding)
-    counts = decisions.dream_schedule(masks, times, step)
-    if not settings.alg_temp:
-        return decisions.most_confident(confidence, counts, settings.threshold, state.padding)
-    commit = decisions.sampled_by_confidence(confidence, counts, settings.alg_temp, state.noise)
-    return commit if settings.threshold is None else commit | (confidence >= settings.threshold)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.alg != "origin" or self.threshold is None,
+            "alg 'origin' does not use confidences; leave threshold out or choose another alg.",
+        )
+        check_threshold(self.alg, self.threshold)
+        if self.tokens_per_step is not None:
+            self._check_ceiling(self.tokens_per_step)
+
+    def _check_ceiling(self, tokens_per_step: int) -> None:
+        require(
+            self.threshold is not None and not self.alg_temp,
+            "tokens_per_step limits what threshold commits; set threshold, and leave alg_temp out.",
+        )
+        require(
+            self.gen_length % tokens_per_step == 0,
+            f"tokens_per_step {tokens_per_step} does not divide gen_length {self.gen_length}; choose one of "
+            f"{divisors(self.gen_length)}.",
+        )
+        require(
+            self.steps == self.gen_length,
+            "with tokens_per_step, a run ends when no position is masked; leave steps out.",
+        )
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        if self.stop_at_eos:
+            state.require_end_tokens()
+        times = self.times(self.steps)
+        for step in range(self.steps):
+            if not bool((state.canvas == state.mask_id).any()):
+                return
+            yield
+            canvas = state.begin_step()
+            masks = (canvas == state.mask_id) & state.real
+            where = masks & state.computed()
+            drawn = self.draw(state, canvas, where)
+            scores = decisions.dream_confidence(self.alg, drawn.probs, drawn.candidates)
+            confidence = state.spread_confidence(where, scores)
+            chosen = self._chosen(state, where, masks.sum(dim=1), confidence, times, step)
+            state.commit(chosen, drawn.canvas, fill=self.stop_at_eos)
+
+    def _chosen(
+        self,
+        state: "State",
+        where: Bool[Tensor, "batch pos"],
+        masks: Int[Tensor, " batch"],
+        confidence: Float[Tensor, "batch pos"],
+        times: Float[Tensor, " time"],
+        step: int,
+    ) -> Bool[Tensor, "batch pos"]:
+        if self.alg == "origin":
+            share = 1 - times[step + 1] / times[step] if step < self.steps - 1 else torch.tensor(1.0)
+            drawn = state.noise.uniform(where, dtype=torch.float32) < share.to(where.device)
+            return torch.zeros_like(where).masked_scatter(where, drawn)
+        if self.tokens_per_step and self.threshold is not None:
+            later = max(self.gen_length // self.tokens_per_step - 1 - step, 0) * self.tokens_per_step
+            counts = [max(int(n) - later, 0) for n in masks.tolist()]
+            return decisions.confident_within(confidence, counts, self.threshold, state.padding)
+        counts = decisions.dream_schedule(masks, times, step)
+        if not self.alg_temp:
+            return decisions.most_confident(confidence, counts, self.threshold, state.padding)
+        chosen = decisions.sampled_by_confidence(confidence, counts, self.alg_temp, state.noise)
+        return chosen if self.threshold is None else chosen | (confidence >= self.threshold)

@@ -12,50 +12,77 @@ Pitfall: the first token of a block is written however unsure the model is of it
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinklens.hooks.points import at
 from sinklens.sampling import decisions
-from sinklens.sampling.proposals import draw
-from sinklens.sampling.settings_shifted import DreamBlockSettings
-from sinklens.sampling.state import State
+from sinklens.sampling.parts import DreamRule, EqualBlocks, check_threshold
+from sinklens.sampling.sampler import require
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
 
 
-def denoise(state: State, settings: DreamBlockSettings) -> Iterator[None]:
-    """Yield before each step; when resumed, run the step on `state.canvas`."""
-    per_block = settings.steps * settings.block_length // settings.gen_length
-    times = decisions.dream_times(per_block, settings.eps)
-    for start in range(state.prompt_length, state.prompt_length + settings.gen_length, settings.block_length):
-        block = slice(start, start + settings.block_length)
-        for number in range(per_block):
-            if not bool((state.canvas[:, block] == state.mask_id).any()):
-                break
-            yield
-            _step(state, settings, block, times, number)
+@dataclass(frozen=True)
+class DreamBlockSettings(DreamRule, EqualBlocks):
+    """Fast-dLLM's sampler for Dream (NVlabs/Fast-dLLM, v1/dream), for use with or without a cache policy.
 
+    `top_p` is applied to all tokens, then `top_k` to those that are left.
 
-def _step(state: State, settings: DreamBlockSettings, block: slice, times: Float[Tensor, " step"], number: int) -> None:
-    canvas = state.begin_step(block)
-    masks = torch.zeros_like(state.real)
-    decided = slice(block.start, block.start + 1) if number == 0 else block
-    masks[:, decided] = (canvas[:, decided] == state.mask_id) & state.real[:, decided]
-    where = masks & state.computed()
-    drawn = draw(state, canvas, where, settings.truncation)
-    scores = decisions.dream_confidence(settings.alg, drawn.probs, drawn.candidates)
-    confidence = state.spread_confidence(where, scores)
-    counts = _counts(settings, masks.sum(dim=1), times, number)
-    threshold = None if number == 0 else settings.threshold
-    commit = at(state.tree.denoise.hook_commit, decisions.most_confident(confidence, counts, threshold, state.padding))
-    state.end_step(torch.where(commit, drawn.canvas, canvas))
+    Attributes:
+        steps: denoising steps of the complete generation, summed over blocks; default `gen_length`. With a threshold a
+            block ends as soon as it is filled. The first step of a block decides its first token alone, so with one
+            step per block the other positions stay masked, as in Fast-dLLM.
+        alg: the confidence that orders commits: "entropy" (negative entropy), "maskgit_plus" (probability), or
+            "topk_margin" (margin over the second most likely token).
+        threshold: commit every proposal of the block of at least this confidence, in the unit of `alg`, and at least
+            the most confident one, instead of the schedule's share; None follows the schedule. Fast-dLLM's
+            "confidence_threshold" is `alg` "maskgit_plus" with a threshold.
+        eps: time at the end of a block's schedule, above 0.
+    """
 
+    name: ClassVar = "dream-blocks"
+    alg: Literal["entropy", "maskgit_plus", "topk_margin"] = "entropy"
+    threshold: float | None = None
 
-def _counts(
-    settings: DreamBlockSettings, masks: Int[Tensor, " batch"], times: Float[Tensor, " step"], number: int
-) -> list[int]:
-    """Tokens that the step commits in each row, at least those that a threshold allows."""
-    if number == 0 or settings.threshold is not None:
-        return [1] * len(masks)
-    return decisions.dream_schedule(masks, times, number)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.threshold is None or self.steps == self.gen_length,
+            "with a threshold, blocks end when they are filled; leave steps out.",
+        )
+        check_threshold(self.alg, self.threshold)
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        times = self.times(self.steps_per_block)
+        for start in range(state.prompt_length, state.prompt_length + self.gen_length, self.block_length):
+            block = slice(start, start + self.block_length)
+            for number in range(self.steps_per_block):
+                if not bool((state.canvas[:, block] == state.mask_id).any()):
+                    break
+                yield
+                self._step(state, block, times, number)
+
+    def _step(self, state: "State", block: slice, times: Float[Tensor, " time"], number: int) -> None:
+        canvas = state.begin_step(block)
+        masks = torch.zeros_like(state.real)
+        decided = slice(block.start, block.start + 1) if number == 0 else block
+        masks[:, decided] = (canvas[:, decided] == state.mask_id) & state.real[:, decided]
+        where = masks & state.computed()
+        drawn = self.draw(state, canvas, where)
+        scores = decisions.dream_confidence(self.alg, drawn.probs, drawn.candidates)
+        confidence = state.spread_confidence(where, scores)
+        threshold = None if number == 0 else self.threshold
+        counts = self._counts(masks.sum(dim=1), times, number)
+        state.commit(decisions.most_confident(confidence, counts, threshold, state.padding), drawn.canvas)
+
+    def _counts(self, masks: Int[Tensor, " batch"], times: Float[Tensor, " time"], number: int) -> list[int]:
+        """Tokens that the step commits in each row, at least those that a threshold allows."""
+        if number == 0 or self.threshold is not None:
+            return [1] * len(masks)
+        return decisions.dream_schedule(masks, times, number)

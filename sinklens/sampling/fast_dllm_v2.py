@@ -16,49 +16,115 @@ decides the first token of the next one.
 Pitfall: keys of the sub-block cache are stale, so its tokens differ from those of a run without it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Gt, Le
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.hooks.points import at
+from sinklens.arguments import Count, Share
 from sinklens.sampling import decisions
-from sinklens.sampling.block_cache import BlockCache
+from sinklens.sampling.blocks import BlockProgress, Blockwise
 from sinklens.sampling.key_cache import History, KeyCache, Keys, Policy
-from sinklens.sampling.progress_of_blocks import BlockProgress
-from sinklens.sampling.proposals import draw
-from sinklens.sampling.settings_blocks import FastDllmV2Settings
-from sinklens.sampling.state import State
+from sinklens.sampling.parts import Nucleus, divisors
+from sinklens.sampling.sampler import FILLED_IN, require
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
 
 
-def denoise(state: State, settings: FastDllmV2Settings) -> Iterator[None]:
-    """Yield before each step; when resumed, run the step on `state.canvas`."""
-    stop_ids = state.eos_ids if settings.stop else ()
-    progress = BlockProgress(state, lambda masked: [1] * masked, stop_ids, early=True)
-    state.cache = BlockCache(state.tree) if settings.use_cache else None
-    if settings.use_block_cache:
-        policy = SubBlockCache(state, progress, settings.small_block_size)
-        state.keys = KeyCache(state.tree, policy, state.real, state.mask_id, state.shift)
-    while progress.advance(state.canvas):
-        yield
-        _step(state, settings, progress)
+@dataclass(frozen=True)
+class FastDllmV2Settings(Nucleus, Blockwise):
+    """Fast-dLLM v2's sampler (Wu et al., 2509.26328, and its reference code).
 
+    The last block is always complete, as in the reference, unless only its first position is part of the answer: up to
+    ``block_length - 2`` positions after the answer are decided too. The reference's ``max_new_tokens`` counts blocks,
+    the first of which holds prompt tokens: for its result, choose `gen_length` so that prompt and answer fill whole
+    blocks and one position. `top_p` applies at a temperature above 0.
 
-def _step(state: State, settings: FastDllmV2Settings, progress: BlockProgress) -> None:
-    canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
-    where = _next((canvas == state.mask_id) & block, state, settings.small_block_size)
-    drawn = draw(state, canvas, where, settings.truncation, progress.window(), greedy=_offsets(state) == 0)
-    confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
-    commit = decisions.most_confident(confidence, counts, None) | (confidence > settings.threshold)
-    commit = at(state.tree.denoise.hook_commit, commit)
-    state.end_step(torch.where(commit, drawn.canvas, canvas))
+    Attributes:
+        small_block_size: positions per sub-block; default 8, or the block if 8 does not divide it.
+        threshold: besides the most confident proposal, accept all with more confidence than this; 1 accepts one per
+            step.
+        temperature: randomness of the proposed tokens, except the first one of a block; 0 takes the most likely.
+        stop: end a row at its first end-of-sequence token; later positions stay masked.
+        use_block_cache: also compute only the current sub-block where possible, and reuse the keys of the other ones in
+            its block, as they were in the block's last complete pass. This changes results.
+        positions: number of positions that the run decides; set by the run.
+    """
+
+    name: ClassVar = "fast-dllm-v2"
+    top_p: Annotated[float, Gt(0), Le(1)] | None = 0.95
+    small_block_size: Count = 0
+    threshold: Share = 1.0
+    use_block_cache: bool = False
+    positions: int = field(default=0, metadata=FILLED_IN)
+
+    def derived(self) -> dict[str, Any]:
+        """See `Sampler.derived`."""
+        default = 8 if self.block_length % 8 == 0 else self.block_length
+        return super().derived() | {
+            "small_block_size": self.small_block_size or default,
+            "positions": self.positions or self.gen_length,
+        }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.block_length % self.small_block_size == 0,
+            f"small_block_size {self.small_block_size} does not divide block_length {self.block_length}; choose one of "
+            f"{divisors(self.block_length)}.",
+        )
+        require(
+            not (self.use_cache and self.use_block_cache),
+            "use_block_cache caches finished blocks too; leave use_cache out.",
+        )
+
+    @property
+    def steps(self) -> int:
+        """Largest number of steps: each decides at least one position."""
+        return self.positions
+
+    @property
+    def reuses_keys(self) -> bool:
+        """Whether a step computes a single sub-block."""
+        return self.use_block_cache
+
+    def fitted(self, prompt_lengths: Sequence[int]) -> "FastDllmV2Settings":
+        """With the number of positions of the row that has most."""
+        return replace(self, positions=self.gen_length + max(map(self.spare, prompt_lengths)))
+
+    def spare(self, prompt_length: int) -> int:
+        """The positions that complete the last block."""
+        beyond = -(prompt_length + self.gen_length) % self.block_length
+        return 0 if beyond == self.block_length - 1 else beyond
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        progress = self.begin(state, lambda masked: [1] * masked, early=True)
+        if self.use_block_cache:
+            policy = SubBlockCache(state, progress, self.small_block_size)
+            state.keys = KeyCache(state.tree, policy, state.real, state.mask_id, state.shift)
+        while progress.advance(state.canvas):
+            yield
+            self._step(state, progress)
+
+    def _step(self, state: "State", progress: BlockProgress) -> None:
+        canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
+        where = _next((canvas == state.mask_id) & block, state, self.small_block_size)
+        drawn = self.draw(state, canvas, where, progress.window(), greedy=_offsets(state) == 0)
+        confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
+        chosen = decisions.most_confident(confidence, counts, None) | (confidence > self.threshold)
+        state.commit(chosen, drawn.canvas)
 
 
 class SubBlockCache(Policy):
     """The keys that a step computes: those of the sub-block that it decides, or of a complete block."""
 
-    def __init__(self, state: State, progress: BlockProgress, size: int) -> None:
+    def __init__(self, state: "State", progress: BlockProgress, size: int) -> None:
         self._state, self._progress, self._size = state, progress, size
         self._offsets = _offsets(state)
 
@@ -78,14 +144,14 @@ class SubBlockCache(Policy):
         return torch.where(gone, int(Keys.GONE), plan)[:, None]
 
 
-def _next(masked: Bool[Tensor, "batch pos"], state: State, size: int) -> Bool[Tensor, "batch pos"]:
+def _next(masked: Bool[Tensor, "batch pos"], state: "State", size: int) -> Bool[Tensor, "batch pos"]:
     """Each row's masked positions of its first unfinished sub-block; of a block's first position, that one alone."""
     offsets = _offsets(state)
     group = torch.where(offsets == 0, -1, offsets // size).masked_fill(~masked, masked.shape[1])
     return masked & (group == group.amin(dim=1, keepdim=True))
 
 
-def _offsets(state: State) -> Int[Tensor, "batch pos"]:
+def _offsets(state: "State") -> Int[Tensor, "batch pos"]:
     """Place of each position within its block."""
     blocks = state.tree.attention_blocks
     assert blocks is not None

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,7 +24,9 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.held_keys import HeldKeys
-from sinklens.hooks.tree import HookTree
+
+if TYPE_CHECKING:
+    from sinklens.hooks.tree import HookTree
 
 
 class Keys(IntEnum):
@@ -135,7 +138,7 @@ class KeyCache:
     """
 
     def __init__(
-        self, tree: HookTree, policy: Policy, real: Bool[Tensor, "batch pos"], mask_id: int, shift: bool
+        self, tree: "HookTree", policy: Policy, real: Bool[Tensor, "batch pos"], mask_id: int, shift: bool
     ) -> None:
         self.tree, self.policy, self.layers = tree, policy, tree.cfg.n_layers
         self._real, self._mask, self._shift = real, mask_id, shift

@@ -14,8 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.sampling.registry import sampler_of
-from sinklens.sampling.settings import AutoregressiveSettings, SamplerSettings
+from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 
 
@@ -36,10 +35,12 @@ class Frame(NamedTuple):
     Attributes:
         canvas: token ids.
         undecided: as in `State.undecided`.
+        active: rows that the step on it works on; None before the step has run.
     """
 
     canvas: Int[Tensor, "batch pos"]
     undecided: Bool[Tensor, "batch pos"] | None
+    active: Bool[Tensor, " batch"] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,13 @@ class Trajectory:
         unmask_step: step at which each position got its final token; -1 for the prompt and for padding, the number of
             steps for a position that never got one. A token that a hook writes on the canvas of step s counts as
             written by the step before, s - 1.
+        active: rows that each step works on, see `State.active`: [batch, steps].
     """
 
     canvas: Int[Tensor, "batch step pos"]
     undecided: Bool[Tensor, "batch step pos"]
     unmask_step: Int[Tensor, "batch pos"]
+    active: Bool[Tensor, "batch _"]
 
     @property
     def steps(self) -> int:
@@ -67,7 +70,7 @@ class Trajectory:
 
 def run(
     state: State,
-    settings: SamplerSettings,
+    settings: Sampler,
     listeners: Sequence[Listener] = (),
     keep: list[Frame] | None = None,
 ) -> Trajectory:
@@ -75,7 +78,7 @@ def run(
 
     Args:
         state: holds the initial canvas; modified in place.
-        settings: their type selects the sampler.
+        settings: the sampler.
         listeners: called before and after each step, in order.
         keep: a list that receives the canvases as they are made, so that a stopped run keeps its finished steps.
 
@@ -86,7 +89,7 @@ def run(
     frames.append(Frame(state.canvas, state.undecided))
     step = -1
     with torch.no_grad():
-        for step, _ in enumerate(sampler_of(settings).begin(state, settings)):
+        for step, _ in enumerate(settings.denoise(state)):
             if step == 0 and state.replay is not None:  # not before, because a sampler may set the canvas
                 _check_begun(state, settings, state.replay)
             if step > 0:
@@ -105,7 +108,7 @@ def run(
 
 def _finish(step: int, state: State, listeners: Sequence[Listener], frames: list[Frame]) -> None:
     assert state.step_canvas is not None, "every sampler step sets State.step_canvas"
-    frames[-1] = Frame(state.step_canvas, state.step_undecided)
+    frames[-1] = Frame(state.step_canvas, state.step_undecided, state.active)
     frames.append(Frame(state.canvas, state.undecided))
     for listener in listeners:
         listener.after(step, state)
@@ -116,7 +119,10 @@ def build_trajectory(state: State, frames: list[Frame]) -> Trajectory:
     canvas = torch.stack([frame.canvas for frame in frames], dim=1).cpu()
     marked = [frame.undecided for frame in frames if frame.undecided is not None]
     undecided = torch.stack(marked, dim=1).cpu() if len(marked) == len(frames) else canvas == state.mask_id
-    return Trajectory(canvas, undecided, unmask_steps(canvas, undecided, state.real.cpu(), state.prompt_length))
+    rows = [frame.active for frame in frames if frame.active is not None]
+    active = torch.stack(rows, dim=1).cpu() if rows else torch.ones(len(canvas), 0, dtype=torch.bool)
+    unmasked = unmask_steps(canvas, undecided, state.real.cpu(), state.prompt_length)
+    return Trajectory(canvas, undecided, unmasked, active)
 
 
 def unmask_steps(
@@ -137,7 +143,7 @@ def unmask_steps(
 BEGAN = "replay began from another canvas; give the same prompts and settings as the replayed run."
 
 
-def check_replay(state: State, settings: SamplerSettings, replay: Int[Tensor, "batch step pos"]) -> None:
+def check_replay(state: State, settings: Sampler, replay: Int[Tensor, "batch step pos"]) -> None:
     """Check before the run that its steps can replay these canvases; a sampler may yet fill undecided positions.
 
     Raises:
@@ -156,13 +162,13 @@ def check_replay(state: State, settings: SamplerSettings, replay: Int[Tensor, "b
         raise SettingError(BEGAN)
 
 
-def _check_begun(state: State, settings: SamplerSettings, replay: Int[Tensor, "batch step pos"]) -> None:
+def _check_begun(state: State, settings: Sampler, replay: Int[Tensor, "batch step pos"]) -> None:
     """Check the canvas on which the first step works, and that later ones hold what they must."""
     check_replay(state, settings, replay)
     canvases, length = replay.shape[1:]
     if not torch.equal(replay[:, 0].to(state.canvas.device), state.canvas):
         raise SettingError(BEGAN)
-    if isinstance(settings, AutoregressiveSettings):
+    if settings.left_to_right:
         decided = state.prompt_length + torch.arange(canvases)[:, None] > torch.arange(length)
         gaps = ((replay.cpu() < 0) & decided).nonzero()
         if len(gaps):

@@ -9,69 +9,95 @@ the published code. A token that the model no longer proposes can stay.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.hooks.points import at
+from sinklens.arguments import NonNegative
 from sinklens.sampling import decisions
-from sinklens.sampling.proposals import Proposals, draw
-from sinklens.sampling.settings_shifted import OpenDcoderSettings
-from sinklens.sampling.state import State
+from sinklens.sampling.parts import DreamRule, Proposals
+from sinklens.sampling.sampler import require
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
 
 
-def denoise(state: State, settings: OpenDcoderSettings) -> Iterator[None]:
-    """Yield before each step; when resumed, run the step on `state.canvas`."""
-    variable = (state.canvas == state.mask_id) & state.real
-    times = decisions.dream_times(settings.steps, settings.eps)
-    for step in range(settings.steps):
-        if not bool((state.canvas == state.mask_id).any()):
-            return
-        yield
-        if settings.alg == "p2":
-            _plan(state, settings, variable, (step + 1) / settings.steps)
+@dataclass(frozen=True)
+class OpenDcoderSettings(DreamRule):
+    """Open-dCoder's sampler (pengzhangzhi/Open-dLLM, `_mdm_sample`).
+
+    `top_p` is applied to all tokens, then `top_k` to those that are left. The published sampler defaults to many more
+    steps than these models need answer tokens; here the default is one step per token.
+
+    Attributes:
+        steps: denoising steps; default `gen_length`. A run ends early when no position is masked.
+        alg: "entropy", "maskgit_plus" and "topk_margin" commit the most confident masks, by negative entropy,
+            probability or margin over the second most likely token. "p2" judges every answer position again at each
+            step and masks the least probable ones, also tokens that were committed (path planning; 2502.03540).
+        alg_temp: temperature for choosing positions; None or 0 takes the most confident. Not with "p2".
+        eps: time at the end of the schedule, above 0. "p2" does not use it.
+    """
+
+    name: ClassVar = "open-dcoder"
+    alg: Literal["entropy", "maskgit_plus", "topk_margin", "p2"] = "entropy"
+    alg_temp: NonNegative | None = None
+
+    @property
+    def judges_all_by(self) -> str:
+        """See `Sampler.judges_all_by`."""
+        return "alg 'p2'" if self.alg == "p2" else ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.alg != "p2" or not self.alg_temp,
+            "alg 'p2' chooses positions by probability alone; leave alg_temp out or choose another alg.",
+        )
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        variable = (state.canvas == state.mask_id) & state.real
+        times = self.times(self.steps)
+        for step in range(self.steps):
+            if not bool((state.canvas == state.mask_id).any()):
+                return
+            yield
+            if self.alg == "p2":
+                self._plan(state, variable, (step + 1) / self.steps)
+            else:
+                self._step(state, times, step)
+
+    def _step(self, state: "State", times: Float[Tensor, " time"], step: int) -> None:
+        canvas = state.begin_step()
+        masked = (canvas == state.mask_id) & state.real
+        where = masked & state.computed()
+        drawn = self.draw(state, canvas, where)
+        confidence = state.spread_confidence(where, self._confidence(drawn))
+        counts = decisions.dream_schedule(masked.sum(dim=1), times, step)
+        if self.alg_temp:
+            chosen = decisions.sampled_by_confidence(confidence, counts, self.alg_temp, state.noise)
         else:
-            _step(state, settings, times, step)
+            chosen = decisions.most_confident(confidence, counts, None, state.padding)
+        state.commit(chosen, drawn.canvas)
 
+    def _plan(self, state: "State", variable: Bool[Tensor, "batch pos"], kept: float) -> None:
+        """One step of path planning; `kept` is the fraction of variable positions that hold a token after it."""
+        canvas = state.begin_step()
+        where = variable | ((canvas == state.mask_id) & state.real)  # a hook may have masked a prompt token
+        drawn = self.draw(state, canvas, where)
+        confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
+        counts = (where.sum(dim=1) * (1 - kept)).floor().long().tolist()
+        least = decisions.most_confident(torch.where(where, -confidence, -torch.inf), counts, None, state.padding)
+        commit = state.through("hook_commit", (canvas == state.mask_id) & where & ~least)
+        written = torch.where(commit, drawn.canvas, canvas)
+        state.end_step(written.masked_fill(least & ~commit, state.mask_id))
 
-def _step(state: State, settings: OpenDcoderSettings, times: Float[Tensor, " step"], step: int) -> None:
-    canvas = state.begin_step()
-    masked = (canvas == state.mask_id) & state.real
-    where = masked & state.computed()
-    drawn = _draw(state, settings, canvas, where)
-    confidence = state.spread_confidence(where, _confidence(settings, drawn))
-    counts = decisions.dream_schedule(masked.sum(dim=1), times, step)
-    if settings.alg_temp:
-        commit = decisions.sampled_by_confidence(confidence, counts, settings.alg_temp, state.noise)
-    else:
-        commit = decisions.most_confident(confidence, counts, None, state.padding)
-    commit = at(state.tree.denoise.hook_commit, commit)
-    state.end_step(torch.where(commit, drawn.canvas, canvas))
-
-
-def _plan(state: State, settings: OpenDcoderSettings, variable: Bool[Tensor, "batch pos"], kept: float) -> None:
-    """One step of path planning; `kept` is the fraction of variable positions that hold a token after it."""
-    canvas = state.begin_step()
-    where = variable | ((canvas == state.mask_id) & state.real)  # a hook may have masked a prompt token
-    drawn = _draw(state, settings, canvas, where)
-    confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
-    counts = (where.sum(dim=1) * (1 - kept)).floor().long().tolist()
-    least = decisions.most_confident(torch.where(where, -confidence, -torch.inf), counts, None, state.padding)
-    commit = at(state.tree.denoise.hook_commit, (canvas == state.mask_id) & where & ~least)
-    written = torch.where(commit, drawn.canvas, canvas)
-    state.end_step(written.masked_fill(least & ~commit, state.mask_id))
-
-
-def _draw(
-    state: State, settings: OpenDcoderSettings, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]
-) -> Proposals:
-    return draw(state, canvas, where, settings.truncation)
-
-
-def _confidence(settings: OpenDcoderSettings, drawn: Proposals) -> Float[Tensor, " masked"]:
-    if settings.alg == "topk_margin":
-        return decisions.margin(drawn.probs)
-    if settings.alg == "entropy":
-        return decisions.floored_negative_entropy(drawn.probs)
-    return decisions.probability(drawn.probs, drawn.candidates)
+    def _confidence(self, drawn: Proposals) -> Float[Tensor, " masked"]:
+        if self.alg == "topk_margin":
+            return decisions.margin(drawn.probs)
+        if self.alg == "entropy":
+            return decisions.floored_negative_entropy(drawn.probs)
+        return decisions.probability(drawn.probs, drawn.candidates)

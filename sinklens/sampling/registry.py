@@ -4,111 +4,66 @@ A family names its sampler (`Family.sampler`), and ``sampler=`` of a run chooses
 family was trained with. `register` adds a sampler in this process; an installed package adds its own through an entry
 point in the group ``sinklens.samplers``, which names a function without arguments that calls `register`.
 
-Importing this module imports no sampler: `Sampler.steps` may be a reference ``"module:function"``, which is imported
-when a run begins.
-
 Pitfall: matching attention is necessary, not sufficient. A checkpoint trained with one schedule may answer badly under
 another.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from importlib import import_module
+from collections.abc import Mapping
 from importlib.metadata import entry_points
+from inspect import isabstract
 from typing import Any, Protocol, runtime_checkable
 
 from sinklens.errors import SettingError, nearest
-from sinklens.sampling.diffusion_gemma_settings import DiffusionGemmaSettings
-from sinklens.sampling.settings import (
-    AutoregressiveSettings,
-    DreamSettings,
-    LladaSettings,
-    SamplerSettings,
-    require_integer,
-)
-from sinklens.sampling.settings_blocks import Bd3lmCardSettings, Bd3lmSettings, FastDllmV2Settings, SdarSettings
-from sinklens.sampling.settings_llada2 import Llada2Settings, Llada21Settings
-from sinklens.sampling.settings_shifted import DreamBlockSettings, OpenDcoderSettings, Rnd1Settings
+from sinklens.sampling.autoregressive import AutoregressiveSettings
+from sinklens.sampling.bd3lm import Bd3lmSettings
+from sinklens.sampling.bd3lm_card import Bd3lmCardSettings
+from sinklens.sampling.diffusion_gemma import DiffusionGemmaSettings
+from sinklens.sampling.dream import DreamSettings
+from sinklens.sampling.dream_blocks import DreamBlockSettings
+from sinklens.sampling.fast_dllm_v2 import FastDllmV2Settings
+from sinklens.sampling.llada import LladaSettings
+from sinklens.sampling.llada2 import Llada2Settings
+from sinklens.sampling.llada21 import Llada21Settings
+from sinklens.sampling.open_dcoder import OpenDcoderSettings
+from sinklens.sampling.rnd1 import Rnd1Settings
+from sinklens.sampling.sampler import Sampler
+from sinklens.sampling.sdar import SdarSettings
 
 GROUP = "sinklens.samplers"
-Steps = Callable[[Any, Any], Iterator[None]]
 
-
-@dataclass(frozen=True)
-class Sampler:
-    """What makes a sampler: its name, its settings and the function that runs its steps.
-
-    Attributes:
-        name: its name, for `Family.sampler` and ``sampler=``.
-        settings: frozen dataclass of its settings, with ``gen_length`` and ``steps``; no other sampler may use it.
-        steps: a generator function of `sampling.state.State` and the settings, which yields once before each step; or a
-            reference ``"module:function"``.
-        attention: attention of the families that it fits: "bidirectional", "causal", "block-causal" or
-            "encoder-decoder".
-    """
-
-    name: str
-    settings: type[SamplerSettings]
-    steps: Steps | str
-    attention: tuple[str, ...] = ("bidirectional",)
-
-    def begin(self, state: Any, settings: SamplerSettings) -> Iterator[None]:
-        """Start the sampler on `state`."""
-        if isinstance(self.steps, str):
-            module, _, function = self.steps.partition(":")
-            return getattr(import_module(module), function)(state, settings)
-        return self.steps(state, settings)
-
-    def setting_names(self) -> list[str]:
-        """Names of its settings, without fields that a run fills in."""
-        return [entry.name for entry in fields(self.settings) if entry.metadata.get("setting", True)]
-
-
-SAMPLERS: dict[str, Sampler] = {
+SAMPLERS: dict[str, type[Sampler]] = {
     sampler.name: sampler
     for sampler in (
-        Sampler("llada", LladaSettings, "sinklens.sampling.llada:denoise"),
-        Sampler("dream", DreamSettings, "sinklens.sampling.dream:denoise"),
-        Sampler("dream-blocks", DreamBlockSettings, "sinklens.sampling.dream_blocks:denoise"),
-        Sampler("autoregressive", AutoregressiveSettings, "sinklens.sampling.autoregressive:denoise", ("causal",)),
-        Sampler("rnd1", Rnd1Settings, "sinklens.sampling.rnd1:denoise"),
-        Sampler("open-dcoder", OpenDcoderSettings, "sinklens.sampling.open_dcoder:denoise"),
-        Sampler("sdar", SdarSettings, "sinklens.sampling.sdar:denoise", ("block-causal",)),
-        Sampler("llada2", Llada2Settings, "sinklens.sampling.llada2:denoise", ("block-causal",)),
-        Sampler("llada2.1", Llada21Settings, "sinklens.sampling.llada21:denoise", ("block-causal",)),
-        Sampler("bd3lm", Bd3lmSettings, "sinklens.sampling.bd3lm:denoise", ("block-causal",)),
-        Sampler("bd3lm-card", Bd3lmCardSettings, "sinklens.sampling.bd3lm_card:denoise", ("block-causal",)),
-        Sampler("fast-dllm-v2", FastDllmV2Settings, "sinklens.sampling.fast_dllm_v2:denoise", ("block-causal",)),
-        Sampler(
-            "diffusion-gemma",
-            DiffusionGemmaSettings,
-            "sinklens.sampling.diffusion_gemma:denoise",
-            ("encoder-decoder",),
-        ),
+        LladaSettings,
+        DreamSettings,
+        DreamBlockSettings,
+        AutoregressiveSettings,
+        Rnd1Settings,
+        OpenDcoderSettings,
+        SdarSettings,
+        Llada2Settings,
+        Llada21Settings,
+        Bd3lmSettings,
+        Bd3lmCardSettings,
+        FastDllmV2Settings,
+        DiffusionGemmaSettings,
     )
 }
 
 
-def register(sampler: Sampler) -> None:
-    """Add a sampler in this process; registering the same record again has no effect.
+def register(sampler: type[Sampler]) -> None:
+    """Add a sampler in this process; registering the same class again has no effect.
 
     Raises:
-        SettingError: another sampler has the name or the settings class, or the class is not one of settings.
+        SettingError: another sampler has the name, or the class is not a complete sampler.
     """
-    known = SAMPLERS.get(sampler.name)
-    if known is not None and known != sampler:
+    valid = isinstance(sampler, type) and issubclass(sampler, Sampler) and not isabstract(sampler)
+    if not valid or "name" not in vars(sampler):
+        raise SettingError(
+            f"{getattr(sampler, '__name__', sampler)} must be a dataclass derived from Sampler with a name and denoise."
+        )
+    if SAMPLERS.setdefault(sampler.name, sampler) is not sampler:
         raise SettingError(f"a sampler called {sampler.name!r} already exists; choose another name.")
-    if not issubclass(sampler.settings, SamplerSettings) or "gen_length" not in sampler.setting_names():
-        raise SettingError(
-            f"{sampler.settings.__name__} must be a dataclass derived from SamplerSettings with a field gen_length."
-        )
-    owner = next((one for one in SAMPLERS.values() if one.settings is sampler.settings and one != sampler), None)
-    if owner is not None:
-        raise SettingError(
-            f"{sampler.settings.__name__} belongs to the sampler {owner.name!r}; define another settings class."
-        )
-    SAMPLERS[sampler.name] = sampler
 
 
 def register_installed() -> None:
@@ -128,7 +83,7 @@ def register_installed() -> None:
         registers()
 
 
-def find_sampler(name: str) -> Sampler:
+def find_sampler(name: str) -> type[Sampler]:
     """The sampler called `name`.
 
     Raises:
@@ -143,18 +98,6 @@ def find_sampler(name: str) -> Sampler:
     return SAMPLERS[name]
 
 
-def sampler_of(settings: SamplerSettings) -> Sampler:
-    """The sampler that `settings` belong to.
-
-    Raises:
-        SettingError: no sampler has settings of this class.
-    """
-    found = next((sampler for sampler in SAMPLERS.values() if sampler.settings is type(settings)), None)
-    if found is None:
-        raise SettingError(f"no sampler has settings of the class {type(settings).__name__}; see sampling.register.")
-    return found
-
-
 def never_passed(point: str, sampler: str) -> str:
     """The message for a point that a sampler does not pass."""
     return (
@@ -164,15 +107,12 @@ def never_passed(point: str, sampler: str) -> str:
 
 
 def setting_help(name: str) -> str:
-    """Help text for a setting: the samplers that have it, and the description in the first one's docstring."""
-    owners = [sampler for sampler in SAMPLERS.values() if name in sampler.setting_names()]
-    entries = re.split(r"\n {8}(?! )", owners[0].settings.__doc__ or "")
-    texts = [entry.partition(":") for entry in entries if name in entry.partition(":")[0].split(", ")]
-    listed = ", ".join(sampler.name for sampler in owners)
-    return f"[{listed}] {' '.join(texts[0][2].split())}" if texts else f"[{listed}]"
+    """Help text for a setting: the samplers that have it, and its meaning in the first one."""
+    owners = [sampler for sampler in SAMPLERS.values() if name in sampler.settings()]
+    return f"[{', '.join(owner.name for owner in owners)}] {owners[0].settings()[name].meaning}"
 
 
-def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplerSettings:
+def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sampler:
     """Validate the given settings and fill in the defaults of the checkpoint, then of the sampler.
 
     Args:
@@ -185,28 +125,23 @@ def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str,
         SettingError: a setting is unknown, belongs to another sampler, or is out of range.
     """
     found = find_sampler(sampler)
-    known = found.setting_names()
+    known = found.settings()
     chosen = {name: value for name, value in given.items() if value is not None}
     for name in chosen:
         if name not in known:
             raise SettingError(_unknown(name, found))
-    for name in ("gen_length", "steps", "block_length"):
-        if name in chosen:
-            require_integer(name, chosen[name])
+    chosen = {name: known[name].read(value) for name, value in chosen.items()}
     kept = dict(defaults)
     if "gen_length" in chosen:  # the checkpoint's steps and block_length fit its own gen_length
         kept = {name: value for name, value in kept.items() if name not in ("steps", "block_length")}
-    try:
-        return found.settings(**{**kept, **chosen})
-    except TypeError as error:
-        raise SettingError(f"a setting has the wrong type: {error}. Given: {dict(chosen)}.") from error
+    return found(**{**kept, **chosen})
 
 
 ELSEWHERE = {"fwd_hooks": "hooks=", "max_new_tokens": "gen_length="}
 """What TransformerLens and transformers call an argument of a run."""
 
 
-def _unknown(name: str, sampler: Sampler) -> str:
+def _unknown(name: str, sampler: type[Sampler]) -> str:
     known = sampler.setting_names()
     owners = [other.name for other in SAMPLERS.values() if name in other.setting_names()]
     if name in ELSEWHERE:
@@ -233,7 +168,7 @@ class Sampled(Protocol):
         """What was loaded."""
 
 
-def settings_for(model: Sampled, given: Mapping[str, Any]) -> SamplerSettings:
+def settings_for(model: Sampled, given: Mapping[str, Any]) -> Sampler:
     """The settings of a run of `model`: those `given`, then the checkpoint's, then the sampler's defaults.
 
     ``given["sampler"]`` chooses another sampler than the family's; the checkpoint's settings are then not used, except

@@ -12,48 +12,87 @@ Pitfall: with more steps than masks, steps without a commit repeat the same pass
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.hooks.points import at
+from sinklens.arguments import NonNegative
 from sinklens.sampling import decisions
-from sinklens.sampling.settings_shifted import Rnd1Settings
-from sinklens.sampling.state import State
+from sinklens.sampling.parts import Steps, Truncated
+from sinklens.sampling.sampler import require
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
 
 
-def denoise(state: State, settings: Rnd1Settings) -> Iterator[None]:
-    """Yield before each step; when resumed, run the step on `state.canvas`."""
-    start = ((state.canvas == state.mask_id) & state.real).sum(dim=1).tolist()
-    schedules = [decisions.entropy_schedule(masks, settings.steps) for masks in start]
-    for number, keep in enumerate(zip(*schedules, strict=True)):
-        if not bool((state.canvas == state.mask_id).any()):
-            return
-        yield
-        _step(state, settings, keep, last=number == settings.steps - 1)
+@dataclass(frozen=True)
+class Rnd1Settings(Truncated, Steps):
+    """RND1's sampler (RadicalNumerics/RND1, rnd/sampling.py).
 
+    The published sampler defaults to many more steps than these models need answer tokens; here the default is one step
+    per token.
 
-def _step(state: State, settings: Rnd1Settings, keep: Sequence[int], last: bool) -> None:
-    canvas = state.begin_step()
-    masked = (canvas == state.mask_id) & state.real
-    where = masked & state.computed()
-    logits = state.logits(canvas, where)
-    kept = decisions.truncate(logits, settings.truncation)
-    probs = kept.softmax(dim=-1, dtype=torch.float64)
-    noise = None if settings.greedy else state.noise.uniform(where, dtype=torch.float64)
-    proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
-    certainty = decisions.certainty(probs)
-    bounded = settings.eb_gamma is not None and not last
-    confidence = state.spread_confidence(where, decisions.probability(probs, candidates) if bounded else certainty)
-    if bounded:
-        commit = _within_gamma(confidence, where, certainty, settings.eb_gamma or 0.0)
-    else:
-        masks = masked.sum(dim=1).tolist()
-        counts = [max(0, n - k) for n, k in zip(masks, keep, strict=True)]
-        commit = decisions.most_confident(confidence, counts, None, state.padding)
-    commit = at(state.tree.denoise.hook_commit, commit)
-    state.end_step(torch.where(commit, proposed, canvas))
+    Attributes:
+        gen_length: number of answer positions, all masked at the start; `closing` comes after them.
+        steps: denoising steps; default `gen_length`. After step i of N, ⌊m·(N − 1 − i)/N⌋ of the m masks remain,
+            where the quotient is rounded to float32 as in the published code.
+        temperature: divides the logits, including those that determine the order of commits; above 0.
+        top_p: propose from the smallest set of tokens with this total probability, among those that `top_k` keeps; None
+            turns it off.
+        greedy: take the most likely token instead of a random one.
+        eb_gamma: in every step but the last, commit tokens in order of falling probability while the sum of their
+            entropies, minus the largest, is at most this (in nats), and at least one. None commits the tokens of lowest
+            entropy by the schedule.
+        closing: the token that follows the answer: "pad" as in the published code, "eos", or "none".
+    """
+
+    name: ClassVar = "rnd1"
+    temperature: NonNegative = 1.0
+    greedy: bool = True
+    eb_gamma: NonNegative | None = None
+    closing: Literal["pad", "eos", "none"] = "pad"
+
+    @property
+    def closing_token(self) -> str:
+        """See `Sampler.closing_token`."""
+        return self.closing
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.temperature > 0, "temperature must be above 0; pass greedy=True for the most likely tokens.")
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        start = ((state.canvas == state.mask_id) & state.real).sum(dim=1).tolist()
+        schedules = [decisions.entropy_schedule(masks, self.steps) for masks in start]
+        for number, keep in enumerate(zip(*schedules, strict=True)):
+            if not bool((state.canvas == state.mask_id).any()):
+                return
+            yield
+            self._step(state, keep, last=number == self.steps - 1)
+
+    def _step(self, state: "State", keep: Sequence[int], last: bool) -> None:
+        canvas = state.begin_step()
+        masked = (canvas == state.mask_id) & state.real
+        where = masked & state.computed()
+        logits = state.logits(canvas, where)
+        kept = decisions.truncate(logits, self.truncation)
+        probs = kept.softmax(dim=-1, dtype=torch.float64)
+        noise = None if self.greedy else state.noise.uniform(where, dtype=torch.float64)
+        proposed, candidates = state.propose(where, decisions.categorical_candidates(probs, noise), canvas)
+        certainty = decisions.certainty(probs)
+        bounded = self.eb_gamma is not None and not last
+        confidence = state.spread_confidence(where, decisions.probability(probs, candidates) if bounded else certainty)
+        if bounded:
+            chosen = _within_gamma(confidence, where, certainty, self.eb_gamma or 0.0)
+        else:
+            masks = masked.sum(dim=1).tolist()
+            counts = [max(0, n - k) for n, k in zip(masks, keep, strict=True)]
+            chosen = decisions.most_confident(confidence, counts, None, state.padding)
+        state.commit(chosen, proposed)
 
 
 def _within_gamma(

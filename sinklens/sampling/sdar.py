@@ -12,55 +12,83 @@ Pitfall: a finished block is not decided again. A position of it that a hook mas
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.hooks.points import at
+from sinklens.arguments import Count, Positive, Share
 from sinklens.sampling import decisions
-from sinklens.sampling.progress_of_blocks import BlockProgress, even_passes
-from sinklens.sampling.proposals import Proposals, draw
-from sinklens.sampling.settings_blocks import SdarSettings
-from sinklens.sampling.state import State
+from sinklens.sampling.blocks import Passes, WholeBlocks
+from sinklens.sampling.parts import Proposals, Truncated
+from sinklens.sampling.sampler import require
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
 
 
-def denoise(state: State, settings: SdarSettings) -> Iterator[None]:
-    """Yield before each step; when resumed, run the step on `state.canvas`."""
-    progress = even_passes(state, settings)
-    while progress.advance(state.canvas):
-        yield
-        _step(state, settings, progress)
+@dataclass(frozen=True)
+class SdarSettings(Truncated, Passes, WholeBlocks):
+    """SDAR's sampler (Cheng et al., 2510.06303), which has three published implementations.
 
+    Blocks are decoded from left to right. The first one may begin with prompt tokens; the last one is always complete,
+    so up to ``block_length - 1`` positions after the answer are decided too: they are part of ``run.tokens``, not of
+    the answer.
 
-def _step(state: State, settings: SdarSettings, progress: BlockProgress) -> None:
-    canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
-    where = (canvas == state.mask_id) & block
-    drawn = draw(state, canvas, where, settings.truncation, progress.window())
-    confidence = state.spread_confidence(where, _confidence(settings, drawn))
-    commit = at(state.tree.denoise.hook_commit, _commit(settings, where, confidence, counts))
-    state.end_step(torch.where(commit, drawn.canvas, canvas))
+    Attributes:
+        remasking_strategy: which proposals a pass accepts: "sequential", the leftmost; "low_confidence_static", the
+            most confident; "low_confidence_dynamic", all above `threshold` if these are at least the share;
+            "entropy_bounded", those of lowest entropy whose sum stays below `eb_threshold`, at least one.
+        threshold: confidence of "low_confidence_dynamic".
+        eb_threshold: entropy of "entropy_bounded", in nats.
+        confidence_of: the confidence of a proposal is its probability in the distribution it was drawn from, "draw"
+            (generate.py, JetEngine), or without temperature, `top_p` and `top_k`, "model" (OpenCompass).
+    """
 
+    name: ClassVar = "sdar"
+    TRUNCATES_GREEDY: ClassVar = True
+    block_length: Count = 4
+    remasking_strategy: Literal["sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded"] = (
+        "low_confidence_dynamic"
+    )
+    threshold: Share = 0.85
+    eb_threshold: Positive = 0.35
+    confidence_of: Literal["draw", "model"] = "draw"
 
-def _confidence(settings: SdarSettings, drawn: Proposals) -> Float[Tensor, " masked"]:
-    if settings.remasking_strategy == "entropy_bounded":
-        return decisions.clamped_negative_entropy(drawn.probs)
-    if settings.confidence_of == "model":
-        return decisions.probability_by_slices(drawn.logits, drawn.candidates)
-    return decisions.probability(drawn.probs, drawn.candidates)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.denoising_steps <= self.block_length,
+            f"denoising_steps {self.denoising_steps} is more than block_length {self.block_length}: each pass decides "
+            f"at least one position; give at most {self.block_length}.",
+        )
 
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        progress = self.begin(state, lambda masked: self.even_shares(self.block_length))
+        while progress.advance(state.canvas):
+            yield
+            canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
+            where = (canvas == state.mask_id) & block
+            drawn = self.draw(state, canvas, where, progress.window())
+            confidence = state.spread_confidence(where, self._confidence(drawn))
+            state.commit(self._chosen(where, confidence, counts), drawn.canvas)
 
-def _commit(
-    settings: SdarSettings,
-    where: Bool[Tensor, "batch pos"],
-    confidence: Float[Tensor, "batch pos"],
-    counts: list[int],
-) -> Bool[Tensor, "batch pos"]:
-    strategy = settings.remasking_strategy
-    if strategy == "sequential":
-        return decisions.leftmost(where, counts)
-    if strategy == "entropy_bounded":
-        return decisions.within_entropy(confidence, settings.eb_threshold)
-    if strategy == "low_confidence_static":
-        return decisions.most_confident(confidence, counts, None)
-    return decisions.above_or_best(confidence, counts, settings.threshold)
+    def _confidence(self, drawn: Proposals) -> Float[Tensor, " masked"]:
+        if self.remasking_strategy == "entropy_bounded":
+            return decisions.clamped_negative_entropy(drawn.probs)
+        if self.confidence_of == "model":
+            return decisions.probability_by_slices(drawn.logits, drawn.candidates)
+        return decisions.probability(drawn.probs, drawn.candidates)
+
+    def _chosen(
+        self, where: Bool[Tensor, "batch pos"], confidence: Float[Tensor, "batch pos"], counts: list[int]
+    ) -> Bool[Tensor, "batch pos"]:
+        if self.remasking_strategy == "sequential":
+            return decisions.leftmost(where, counts)
+        if self.remasking_strategy == "entropy_bounded":
+            return decisions.within_entropy(confidence, self.eb_threshold)
+        if self.remasking_strategy == "low_confidence_static":
+            return decisions.most_confident(confidence, counts, None)
+        return decisions.above_or_best(confidence, counts, self.threshold)

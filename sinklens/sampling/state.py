@@ -46,6 +46,9 @@ class State:
         replay: canvases of an earlier run, forced after every step; None for a free run.
         replay_undecided: their undecided positions; None if only canvases were given.
         steps_done: number of finished steps.
+        active: rows that the current step works on. The others have finished their block, their canvas or their answer
+            and wait; they may pass through the model again, but the step changes nothing in them. `logits` sets it to
+            the rows in which the step can decide a position, before the pass; all rows until then.
     """
 
     tree: HookTree
@@ -67,12 +70,24 @@ class State:
     replay_undecided: Bool[Tensor, "batch step pos"] | None = None
     steps_done: int = 0
 
+    def __post_init__(self) -> None:
+        self.active = torch.ones_like(self.canvas[:, 0], dtype=torch.bool)
+
+    @property
+    def active(self) -> Bool[Tensor, " batch"]:
+        return self._active
+
+    @active.setter
+    def active(self, rows: Bool[Tensor, " batch"]) -> None:
+        self._active = self.tree.watch.active = rows  # for hooks
+
     def begin_step(self, block: slice | None = None) -> Int[Tensor, "batch pos"]:
         """The canvas that the step works on: the last step's result, passed through ``denoise.hook_canvas``.
 
         Args:
             block: columns of the active block, for a policy; None for a sampler that decides anywhere in the answer.
         """
+        self.active = torch.ones_like(self.active)
         self.step_undecided = self.undecided
         self.step_canvas = self.through_canvas_point(self.canvas)
         if self.keys is not None:
@@ -118,6 +133,24 @@ class State:
                 f"{size - 1}.{mask}"
             )
         return found
+
+    def through(self, point: str, value: Tensor) -> Tensor:
+        """`value`, passed through the point ``denoise.<point>`` if it is watched."""
+        return at(getattr(self.tree.denoise, point), value)
+
+    def commit(self, chosen: Bool[Tensor, "batch pos"], proposed: Int[Tensor, "batch pos"], fill: bool = False) -> None:
+        """End the step: pass `chosen` through ``denoise.hook_commit``, and write what is `proposed` there.
+
+        Args:
+            fill: end rows at their end token; see `filled`.
+        """
+        assert self.step_canvas is not None, "every sampler step sets State.step_canvas"
+        canvas = torch.where(self.through("hook_commit", chosen), proposed, self.step_canvas)
+        self.end_step(self.filled(canvas) if fill else canvas)
+
+    def cache_blocks(self) -> None:
+        """Cache the keys and values of finished blocks from now on."""
+        self.cache = BlockCache(self.tree)
 
     def end_step(self, canvas: Int[Tensor, "batch pos"], undecided: Bool[Tensor, "batch pos"] | None = None) -> None:
         """End the step with `canvas` and its `undecided` positions, or with those of the replayed run."""
@@ -181,6 +214,7 @@ class State:
         """
         point = self.tree.denoise.hook_logits
         rows, real = canvas, self.real
+        self.active = where.any(dim=1)
         if cfg_scale > 0:
             if given is None:
                 given = (torch.arange(canvas.shape[1], device=canvas.device) < self.prompt_length).expand_as(canvas)
@@ -189,7 +223,7 @@ class State:
         if self.keys is not None:
             hidden, where = self._partial(canvas, where)
         elif self.cache is None or window is None:
-            running = self._running(where)
+            running = self._running()
             chosen = running.repeat(len(rows) // len(where))
             with self._rule_of(running):
                 hidden, where = self.tree.hidden(rows[chosen], real[chosen]), where[running]
@@ -221,13 +255,12 @@ class State:
             )
         return logits
 
-    def _running(self, where: Bool[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
-        """The rows that the pass computes: all while anything is watched, else those that the step can decide."""
-        deciding = where.any(dim=1)
-        alone = bool(deciding.any()) and not bool(deciding.all())
+    def _running(self) -> Bool[Tensor, " batch"]:
+        """The rows that the pass computes: all while anything is watched, else the active ones."""
+        alone = bool(self.active.any()) and not bool(self.active.all())
         if alone and not self.tree.denoise.hook_logits.watched and not self.tree.is_watched:
-            return deciding
-        return torch.ones_like(deciding)
+            return self.active
+        return torch.ones_like(self.active)
 
     def _rule_of(self, running: Bool[Tensor, " batch"]) -> AbstractContextManager[None]:
         """The attention rule of a pass over the `running` rows, where it differs from row to row."""

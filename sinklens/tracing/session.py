@@ -30,7 +30,6 @@ from sinklens.runs.intervention import within
 from sinklens.runs.recorder import after
 from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Generation
-from sinklens.sampling import sampler_of
 from sinklens.tracing.steps import Steps, StepServer
 
 
@@ -296,12 +295,12 @@ class Trace(BlockTracer):
         if self._generation is not None:
             raise SinklensError("this trace has already run; call sinklens.trace(...) again for another run.")
         _refuse_nesting(self._denoising.model)
-        self.server = StepServer(self._denoising.model, sampler_of(self._denoising.settings).name)
+        self.server = StepServer(self._denoising.model, self._denoising.settings.name)
 
     def rows(self) -> Rows:
         """The rows that a block sees: under guidance the conditional rows of a pass, otherwise all."""
         rows = self._denoising.rows
-        return Rows(rows, 2 * rows if self._denoising.guided else rows)
+        return Rows(rows, 2 * rows if self._denoising.settings.guided else rows)
 
     def carry_out(self) -> Generation:
         """Run all steps and store the result."""

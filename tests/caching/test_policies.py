@@ -27,8 +27,7 @@ from sinklens.errors import ReadOnlyHookError, SettingError
 from sinklens.experiments.captured import head_outputs
 from sinklens.experiments.lens import LogitLens
 from sinklens.interventions import AblateHeads, AblateValues, Activations, MaskSinks, PatchHooks
-from sinklens.sampling import SamplerSettings
-from sinklens.sampling.registry import SAMPLERS, Sampler, register
+from sinklens.sampling import SAMPLERS, Sampler, register
 from sinklens.sinks import Record, TopK
 
 PROMPTS = ["one two three four five six", "seven eight nine"]
@@ -472,23 +471,23 @@ def test_what_needs_complete_passes_is_refused_under_a_policy(worded):
 
 
 @dataclass(frozen=True)
-class RevisitingSettings(SamplerSettings):
+class Revisiting(Sampler):
+    """Chooses every answer token again in every step, as remasking and editing samplers do."""
+
+    name = "revisiting"
     gen_length: int = 4
-    steps: int = 4
 
-
-def revisit(state, settings):
-    """Choose every answer token again in every step, as remasking and editing samplers do."""
-    variable = state.canvas == state.mask_id
-    for _ in range(settings.steps):
-        yield
-        canvas = state.begin_step()
-        state.end_step(canvas.masked_scatter(variable, state.logits(canvas, variable).argmax(-1)))
+    def denoise(self, state):
+        variable = state.canvas == state.mask_id
+        for _ in range(self.steps):
+            yield
+            canvas = state.begin_step()
+            state.end_step(canvas.masked_scatter(variable, state.logits(canvas, variable).argmax(-1)))
 
 
 def test_a_sampler_that_revisits_tokens_runs_where_the_policy_computes_them_and_is_refused_elsewhere(worded):
     """The dual cache computes the block, here the answer; the delayed cache leaves written tokens out."""
-    register(Sampler("revisiting", RevisitingSettings, revisit))
+    register(Revisiting)
     try:
         model, prompt = worded("llama"), PROMPTS[0]
         run = sinklens.generate(model, prompt, sampler="revisiting", cache=DualCache())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sinklens.sampling import decisions
-from sinklens.sampling.settings import Truncation
+from sinklens.sampling.decisions import Truncation
 
 
 @pytest.mark.parametrize(

@@ -7,43 +7,30 @@ import torch
 
 import sinklens
 from sinklens.errors import HookOrderError, SettingError
-from sinklens.hooks.points import at
-from sinklens.sampling import SAMPLERS, LladaSettings, Sampler, SamplerSettings, register, sampler_of
+from sinklens.sampling import SAMPLERS, LladaSettings, Sampler, register
 from sinklens.sampling.registry import find_sampler
 
 
 @dataclass(frozen=True)
-class RightToLeft(SamplerSettings):
-    """Fills one position per step, from the right.
+class RightToLeft(Sampler):
+    """Fills one position per step, from the right."""
 
-    Attributes:
-        gen_length: number of answer positions.
-    """
+    name = "from-the-right"
 
-    gen_length: int = 8
-
-    @property
-    def steps(self) -> int:
-        return self.gen_length
-
-
-def from_the_right(state, settings):
-    for _ in range(settings.steps):
-        yield
-        canvas = state.begin_step()
-        where = torch.zeros_like(canvas, dtype=torch.bool)
-        where[:, -1 - state.steps_done] = True
-        tokens = state.logits(canvas, where).argmax(-1)
-        proposed, _ = state.propose(where, tokens, canvas)
-        commit = at(state.tree.denoise.hook_commit, where)
-        state.end_step(torch.where(commit, proposed, canvas))
+    def denoise(self, state):
+        for _ in range(self.steps):
+            yield
+            canvas = state.begin_step()
+            where = torch.zeros_like(canvas, dtype=torch.bool)
+            where[:, -1 - state.steps_done] = True
+            proposed, _ = state.propose(where, state.logits(canvas, where).argmax(-1), canvas)
+            state.commit(where, proposed)
 
 
 @pytest.fixture
 def right_to_left():
-    sampler = Sampler("from-the-right", RightToLeft, from_the_right)
-    register(sampler)
-    yield sampler
+    register(RightToLeft)
+    yield RightToLeft
     del SAMPLERS["from-the-right"]
 
 
@@ -79,7 +66,7 @@ def test_a_point_that_the_sampler_does_not_pass_is_refused_by_name(tiny_llada, r
 
 def test_dreams_sampler_runs_a_llada_model(tiny_llada):
     run = sinklens.generate(tiny_llada, "2 + 3", sampler="dream", gen_length=4, alg="topk_margin")
-    assert sampler_of(run.settings).name == "dream"
+    assert run.settings.name == "dream"
     assert run.answers[0].masks == 0
 
 
@@ -102,12 +89,24 @@ def test_a_setting_of_another_sampler_is_refused(tiny_llada, right_to_left):
         sinklens.generate(tiny_llada, "2 + 3", sampler="from-the-right", alg="entropy")
 
 
-def test_names_and_settings_classes_are_unique(right_to_left):
-    register(right_to_left)  # the same record again
+@dataclass(frozen=True)
+class Unnamed(RightToLeft):
+    """Inherits the name of another sampler."""
+
+
+@dataclass(frozen=True)
+class Other(RightToLeft):
+    """Takes the name of another sampler."""
+
+    name = "from-the-right"
+
+
+def test_a_name_belongs_to_one_class_which_has_steps(right_to_left):
+    register(right_to_left)  # the same class again
     with pytest.raises(SettingError, match="a sampler called 'from-the-right' already exists"):
-        register(Sampler("from-the-right", RightToLeft, "other:steps"))
-    with pytest.raises(SettingError, match="RightToLeft belongs to the sampler 'from-the-right'"):
-        register(Sampler("another", RightToLeft, from_the_right))
-    with pytest.raises(SettingError, match=r"SamplerSettings must be a dataclass derived .* with a field gen_length"):
-        register(Sampler("another", SamplerSettings, from_the_right))
-    assert find_sampler("llada").settings is LladaSettings
+        register(Other)
+    for incomplete in (Sampler, Unnamed, dict):
+        with pytest.raises(SettingError, match=rf"{incomplete.__name__} must be a dataclass derived from Sampler with"):
+            register(incomplete)
+    assert find_sampler("from-the-right") is RightToLeft
+    assert find_sampler("llada") is LladaSettings

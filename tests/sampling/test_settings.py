@@ -1,11 +1,12 @@
 """Settings: their defaults, and error messages that name what is allowed."""
 
+import inspect
 import math
 
 import pytest
 
 from sinklens.errors import SettingError
-from sinklens.sampling import AutoregressiveSettings, LladaSettings, make_settings
+from sinklens.sampling import SAMPLERS, AutoregressiveSettings, LladaSettings, RunSettings, make_settings
 
 
 def test_steps_and_block_length_follow_gen_length():
@@ -26,6 +27,18 @@ def test_the_passes_of_a_block_follow_from_its_length_and_minimal_topk():
     assert make_settings("llada2.1", {"gen_length": 64, "num_to_transfer": 5}, {}).steps == 2 * (7 + 16)
 
 
+def test_the_keywords_for_type_checkers_are_the_settings_of_all_samplers():
+    declared = {name for sampler in SAMPLERS.values() for name in sampler.settings()}
+    assert set(RunSettings.__annotations__) == {*declared, "sampler"}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_help_describes_every_setting_also_those_of_a_shared_part(name):
+    text = " ".join((inspect.getdoc(SAMPLERS[name]) or "").split())
+    assert [one.name for one in SAMPLERS[name].settings().values() if len(one.meaning) < 10] == []
+    assert [one.name for one in SAMPLERS[name].settings().values() if one.meaning not in text] == []
+
+
 def test_an_autoregressive_step_decodes_one_token():
     assert AutoregressiveSettings(gen_length=9).steps == 9
 
@@ -43,16 +56,16 @@ def test_an_autoregressive_step_decodes_one_token():
         ("llada", {"temperature": math.inf}, r"temperature must be a finite number of at least 0; got inf"),
         ("llada", {"cfg_scale": -0.5}, r"cfg_scale must be a finite number of at least 0; got -0.5"),
         ("llada", {"cfg_scale": math.inf}, r"cfg_scale must be a finite number"),
-        ("llada", {"threshold": math.nan}, r"threshold must be a number from 0 to 1; got nan"),
-        ("llada", {"threshold": -1.0}, r"threshold must be a number from 0 to 1; got -1.0"),
-        ("llada", {"threshold": 5.0}, r"threshold must be a number from 0 to 1; got 5.0"),
+        ("llada", {"threshold": math.nan}, r"threshold must be a number from 0 to 1 or None; got nan"),
+        ("llada", {"threshold": -1.0}, r"threshold must be a number from 0 to 1 or None; got -1.0"),
+        ("llada", {"threshold": 5.0}, r"threshold must be a number from 0 to 1 or None; got 5.0"),
         ("sdar", {"threshold": 1.5}, r"threshold must be a number from 0 to 1; got 1.5"),
         ("llada2", {"threshold": 1.5}, r"threshold must be a number from 0 to 1; got 1.5"),
         ("llada2.1", {"editing_threshold": 1.5}, r"editing_threshold must be a number from 0 to 1; got 1.5"),
         ("fast-dllm-v2", {"threshold": 1.5}, r"threshold must be a number from 0 to 1; got 1.5"),
         ("llada", {"remasking": "random", "threshold": 0.5}, r"'random' does not use confidences"),
-        ("dream", {"threshold": math.nan}, r"threshold must be a finite number, in the unit of alg; got nan"),
-        ("dream", {"alg_temp": -1.0}, r"alg_temp must be a finite number of at least 0; got -1.0"),
+        ("dream", {"threshold": math.nan}, r"threshold must be a finite number or None; got nan"),
+        ("dream", {"alg_temp": -1.0}, r"alg_temp must be a finite number of at least 0 or None; got -1.0"),
         ("llada", {"remasking": "low-confidence"}, r"remasking.*low_confidence.*random"),
         ("llada", {"stpes": 4}, r"stpes is not a setting of the llada sampler: no sampler has it. Nearest: steps"),
         ("llada", {"fwd_hooks": []}, r"fwd_hooks is not a setting of the llada sampler: pass hooks=\."),
@@ -61,7 +74,7 @@ def test_an_autoregressive_step_decodes_one_token():
         ("dream", {"logits_eos_inf": True}, r"belongs to the llada sampler\."),
         ("autoregressive", {"threshold": 0.9}, r"it belongs to the llada, dream.* and \S+ samplers\."),
         ("dream", {"alg": "entrpoy"}, r"alg.*origin.*maskgit_plus.*topk_margin.*entropy"),
-        ("dream", {"eps": 0.0}, r"eps must be between 0 and 1"),
+        ("dream", {"eps": 0.0}, r"eps must be a number in \(0, 1\); got 0.0"),
         ("dream", {"alg": "origin", "threshold": 0.9}, r"'origin' does not use confidences"),
         ("dream", {"threshold": 0.9}, r"'entropy' compares negative entropies, .*threshold 0.9; .*alg='maskgit_plus'"),
         ("dream-blocks", {"threshold": 0.9}, r"no proposal reaches threshold 0.9"),
@@ -70,10 +83,10 @@ def test_an_autoregressive_step_decodes_one_token():
         ("dream", {"tokens_per_step": 0, "threshold": -0.1}, r"tokens_per_step must be an integer of at least 1"),
         ("dream", {"tokens_per_step": 5, "threshold": -0.1, "gen_length": 24}, r"5 does not divide gen_length 24"),
         ("dream", {"tokens_per_step": 2, "threshold": -0.1, "gen_length": 24, "steps": 12}, r"leave steps out"),
-        ("dream", {"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ("dream", {"top_p": 0.0}, r"top_p must be a number in \(0, 1\] or None; got 0.0"),
         ("autoregressive", {"top_k": 0}, r"top_k must be an integer of at least 1"),
         ("autoregressive", {"steps": 4}, r"steps is not a setting of the autoregressive sampler"),
-        ("llada", {"temperature": "hot"}, r"wrong type"),
+        ("llada", {"temperature": "hot"}, r"temperature must be a finite number of at least 0; got 'hot'"),
         ("llada2", {"gen_length": 8, "minimal_topk": 9}, r"minimal_topk 9 is more than gen_length 8, .* at most 8"),
         ("llada2", {"eos_early_stop": True, "stop": False}, r"eos_early_stop=True ends rows .* stop=False forbids"),
         ("llada2.1", {"max_post_steps": -1}, r"max_post_steps must be an integer of at least 0; got -1"),

@@ -7,50 +7,44 @@ import torch
 
 import sinklens
 from sinklens.experiments import compare
-from sinklens.hooks.points import at
 from sinklens.interventions import MaskedLogits, MaskSinks
-from sinklens.sampling import SAMPLERS, Sampler, SamplerSettings, register
+from sinklens.sampling import SAMPLERS, Sampler, register
 
 NOISE = 7  # an ordinary token
 
 
 @dataclass(frozen=True)
-class FromNoise(SamplerSettings):
-    """Decides one position per step, from the left, on a canvas of noise; takes the first one back after step 1.
+class FromNoise(Sampler):
+    """Decides one position per step, from the left, on a canvas of noise; takes the first one back after step 1."""
 
-    Attributes:
-        gen_length: number of answer positions.
-    """
-
-    gen_length: int = 3
+    name = "from-noise"
 
     @property
-    def steps(self) -> int:
+    def steps(self):
         return self.gen_length + 1
 
-
-def denoise(state, settings):
-    answer = torch.arange(state.canvas.shape[1]) >= state.prompt_length
-    state.canvas = state.canvas.masked_fill(answer, NOISE)
-    state.undecided = answer.expand_as(state.canvas).clone()
-    for step in range(settings.steps):
-        yield
-        canvas, undecided = state.begin_step(), state.undecided.clone()
-        place = state.prompt_length + (step if step < settings.gen_length else 0)
-        where = torch.zeros_like(undecided)
-        where[:, place] = True
-        proposed, _ = state.propose(where, state.logits(canvas, where).argmax(-1), canvas)
-        commit = at(state.tree.denoise.hook_commit, where)
-        undecided &= ~commit
-        canvas = torch.where(commit, proposed, canvas)
-        if step == 1:
-            undecided[:, state.prompt_length], canvas[:, state.prompt_length] = True, NOISE
-        state.end_step(canvas, undecided)
+    def denoise(self, state):
+        answer = torch.arange(state.canvas.shape[1]) >= state.prompt_length
+        state.canvas = state.canvas.masked_fill(answer, NOISE)
+        state.undecided = answer.expand_as(state.canvas).clone()
+        for step in range(self.steps):
+            yield
+            canvas, undecided = state.begin_step(), state.undecided.clone()
+            place = state.prompt_length + (step if step < self.gen_length else 0)
+            where = torch.zeros_like(undecided)
+            where[:, place] = True
+            proposed, _ = state.propose(where, state.logits(canvas, where).argmax(-1), canvas)
+            commit = state.through("hook_commit", where)
+            undecided &= ~commit
+            canvas = torch.where(commit, proposed, canvas)
+            if step == 1:
+                undecided[:, state.prompt_length], canvas[:, state.prompt_length] = True, NOISE
+            state.end_step(canvas, undecided)
 
 
 @pytest.fixture(autouse=True)
 def _from_noise():
-    register(Sampler("from-noise", FromNoise, denoise))
+    register(FromNoise)
     yield
     del SAMPLERS["from-noise"]
 

@@ -1,21 +1,29 @@
-"""How far each row of a block-by-block run has come: its current block, and the passes that the block had.
+"""Decoding block by block under block-causal attention: the shared settings, and how far each row has come.
 
 Pitfall: blocks are counted by the model's attention rule (hooks/blocks.py). If they are counted from each row's first
 token, the blocks of two rows may lie at different columns.
+
+Pitfall: the block length is the model's, not the run's, because attention depends on it. It is a setting only so that a
+run records it; a value other than the model's is an error.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sinklens.arguments import Count
 from sinklens.hooks.blocks import Blocks
 from sinklens.sampling import decisions
-from sinklens.sampling.block_cache import BlockCache
-from sinklens.sampling.settings_blocks import SdarSettings
-from sinklens.sampling.settings_llada2 import Llada2Settings
-from sinklens.sampling.state import State
+from sinklens.sampling.sampler import FILLED_IN, Sampler
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
+
+Schedule = Callable[[int], Sequence[int]]
 
 
 class BlockProgress:
@@ -32,8 +40,8 @@ class BlockProgress:
 
     def __init__(
         self,
-        state: State,
-        schedule: Callable[[int], Sequence[int]],
+        state: "State",
+        schedule: Schedule,
         stop_ids: tuple[int, ...],
         early: bool = False,
         blocks: Blocks | None = None,
@@ -112,12 +120,91 @@ class BlockProgress:
         return [plan.pop(0) if here else 0 for plan, here in zip(self._plans, running, strict=True)]
 
 
-def even_passes(state: State, settings: SdarSettings | Llada2Settings) -> BlockProgress:
-    """The progress of a run whose passes decide equal shares of a complete block; sets up the block cache.
+@dataclass(frozen=True)
+class Blockwise(Sampler):
+    """Blocks of the model's length, decoded from left to right.
 
-    A block that begins with prompt tokens gets the same passes.
+    Attributes:
+        block_length: positions per block; always the model's.
+        stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
+        use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.
     """
-    shares = decisions.even_schedule(torch.tensor([settings.block_length]), settings.denoising_steps)
-    planned = [count for (count,) in shares]
-    state.cache = BlockCache(state.tree) if settings.use_cache else None
-    return BlockProgress(state, lambda masked: planned, state.eos_ids if settings.stop else ())
+
+    attention: ClassVar = ("block-causal",)
+    block_length: Count = 32
+    stop: bool = True
+    use_cache: bool = False
+
+    @property
+    def positions_per_block(self) -> int:
+        """See `Sampler.positions_per_block`."""
+        return self.block_length
+
+    @property
+    def caches_keys(self) -> bool:
+        """See `Sampler.caches_keys`."""
+        return self.use_cache
+
+    def stop_ids(self, state: "State") -> tuple[int, ...]:
+        """The tokens that end a row."""
+        return state.eos_ids if self.stop else ()
+
+    def begin(self, state: "State", schedule: Schedule, **more: Any) -> BlockProgress:
+        """The progress of a run at its start, see `BlockProgress`; sets up the cache of finished blocks."""
+        if self.use_cache:
+            state.cache_blocks()
+        return BlockProgress(state, schedule, self.stop_ids(state), **more)
+
+
+@dataclass(frozen=True)
+class BlocksOfRows(Blockwise):
+    """Blocks that are counted in each row, so that the number of steps depends on the prompts.
+
+    Attributes:
+        blocks: number of blocks of the row that has most; set by the run.
+    """
+
+    blocks: int = field(default=0, metadata=FILLED_IN, kw_only=True)
+
+    def derived(self) -> dict[str, Any]:
+        """See `Sampler.derived`."""
+        return super().derived() | {"blocks": self.blocks or -(-self.gen_length // self.block_length)}
+
+    def fitted(self, prompt_lengths: Sequence[int]) -> "BlocksOfRows":
+        """With the number of blocks of the row that has most."""
+        size = self.block_length
+        return replace(self, blocks=max(-(-(n + self.gen_length) // size) - n // size for n in prompt_lengths))
+
+
+@dataclass(frozen=True)
+class WholeBlocks(BlocksOfRows):
+    """Blocks of which the last one is always complete: positions after the answer are decided too."""
+
+    def spare(self, prompt_length: int) -> int:
+        """The positions that complete the last block."""
+        return -(prompt_length + self.gen_length) % self.block_length
+
+
+@dataclass(frozen=True)
+class Passes(BlocksOfRows):
+    """A largest number of passes per block.
+
+    Attributes:
+        denoising_steps: most passes per block; default `block_length`. Each decides its share of a block's positions.
+    """
+
+    denoising_steps: Count = 0
+
+    def derived(self) -> dict[str, Any]:
+        """See `Sampler.derived`."""
+        return super().derived() | {"denoising_steps": self.denoising_steps or self.block_length}
+
+    @property
+    def steps(self) -> int:
+        """Largest number of steps: the passes of all blocks."""
+        return self.blocks * min(self.denoising_steps, self.block_length)
+
+    def even_shares(self, positions: int) -> list[int]:
+        """How many of a block's masked positions each pass decides."""
+        shares = decisions.even_schedule(torch.tensor([positions]), self.denoising_steps)
+        return [count for (count,) in shares]

@@ -1,0 +1,263 @@
+"""Parts that samplers share, each with its settings: steps, equal blocks, guidance, truncated draws, the end of a row.
+
+A part is a base class of samplers. It declares its settings once, and holds what a step does with them.
+
+Pitfall: `Proposals.canvas` keeps its own tokens where nothing is proposed; only `where` says which are proposals.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from annotated_types import Gt, Le, Lt
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.arguments import Count, NonNegative
+from sinklens.sampling import decisions
+from sinklens.sampling.decisions import Truncation
+from sinklens.sampling.sampler import Sampler, require
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
+
+Remasking = Literal["low_confidence", "random"]
+
+
+@dataclass(frozen=True)
+class Steps(Sampler):
+    """A number of steps that the user chooses.
+
+    Attributes:
+        steps: denoising steps of the complete generation; default `gen_length`.
+    """
+
+    steps: Count = 0
+
+    def derived(self) -> dict[str, Any]:
+        """See `Sampler.derived`."""
+        return super().derived() | {"steps": self.steps or self.gen_length}
+
+
+@dataclass(frozen=True)
+class EqualBlocks(Steps):
+    """Blocks of equal length, decoded from left to right with equally many steps each.
+
+    Attributes:
+        block_length: blocks of this length are decoded from left to right; default 32, or `gen_length` if 32 does not
+            divide it.
+    """
+
+    block_length: Count = 0
+
+    def derived(self) -> dict[str, Any]:
+        """See `Sampler.derived`."""
+        default = 32 if self.gen_length % 32 == 0 else self.gen_length
+        return super().derived() | {"block_length": self.block_length or default}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length, size = self.gen_length, self.block_length
+        require(
+            length % size == 0,
+            f"block_length {size} does not divide gen_length {length}; choose one of {divisors(length)}.",
+        )
+        blocks = length // size
+        require(
+            self.steps % blocks == 0,
+            f"steps {self.steps} cannot be divided among {blocks} blocks (gen_length {length} / block_length {size}); "
+            f"give a multiple of {blocks}.",
+        )
+
+    @property
+    def positions_per_block(self) -> int:
+        """See `Sampler.positions_per_block`."""
+        return self.block_length
+
+    @property
+    def steps_per_block(self) -> int:
+        """Steps of each block."""
+        return self.steps * self.block_length // self.gen_length
+
+
+@dataclass(frozen=True)
+class StopAtEnd(Sampler):
+    """Rows that end at their end-of-text token.
+
+    Attributes:
+        stop_at_eos: end a row when its answer holds an end-of-text token and everything before it is decided; masks
+            after it become that token. The reference code decides them too.
+    """
+
+    stop_at_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Guided(Sampler):
+    """Tokens drawn by Gumbel noise under classifier-free guidance; the most confident, or random ones, are kept.
+
+    Attributes:
+        temperature: randomness of the proposed tokens; 0 takes the most likely. Here, of Gumbel noise in float64.
+        cfg_scale: classifier-free guidance w: logits = un + (w + 1)(cond − un); 0 turns it off.
+        remasking: which proposals stay masked: the least confident, or random ones.
+    """
+
+    temperature: NonNegative = 0.0
+    cfg_scale: NonNegative = 0.0
+    remasking: Remasking = "low_confidence"
+
+    @property
+    def guided(self) -> bool:
+        """See `Sampler.guided`."""
+        return self.cfg_scale > 0
+
+    def propose(
+        self,
+        state: "State",
+        canvas: Int[Tensor, "batch pos"],
+        where: Bool[Tensor, "batch pos"],
+        logits: Float[Tensor, "masked vocab"],
+    ) -> tuple[Int[Tensor, "batch pos"], Float[Tensor, "batch pos"]]:
+        """The canvas with a token drawn at every True of `where`, and the confidence of each."""
+        noise = None
+        if self.temperature > 0:
+            noise = state.noise.uniform(where, logits.shape[-1], dtype=torch.float64)
+        candidates = decisions.gumbel_candidates(logits, self.temperature, noise)
+        proposed, candidates = state.propose(where, candidates, canvas)
+        if self.remasking == "random":
+            confidence = state.noise.uniform(where, dtype=torch.float32)
+        else:
+            confidence = self.confidence(state, logits, candidates)
+        return proposed, state.spread_confidence(where, confidence)
+
+    def confidence(
+        self, state: "State", logits: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
+    ) -> Float[Tensor, " masked"]:
+        """The confidence of proposed tokens: their probability."""
+        return decisions.probability_by_slices(logits, candidates)
+
+
+class Proposals(NamedTuple):
+    """The proposals of a step, at the positions ``masked`` of its canvas.
+
+    Attributes:
+        logits: before temperature and truncation.
+        probs: the distribution that the tokens were drawn from, in float64.
+        candidates: the tokens.
+        canvas: the step's canvas with the tokens.
+    """
+
+    logits: Float[Tensor, "masked vocab"]
+    probs: Float[Tensor, "masked vocab"]
+    candidates: Int[Tensor, " masked"]
+    canvas: Int[Tensor, "batch pos"]
+
+
+@dataclass(frozen=True)
+class Nucleus(Sampler):
+    """Tokens drawn from the nucleus of a distribution.
+
+    Attributes:
+        temperature: randomness of the proposed tokens; 0 takes the most likely.
+        top_p: propose from the smallest set of tokens with this total probability; None turns it off.
+    """
+
+    TOP_P_FIRST: ClassVar[bool] = False
+    """Whether `top_p` applies to all tokens and then `top_k`; otherwise `top_p` to those that `top_k` keeps."""
+
+    TRUNCATES_GREEDY: ClassVar[bool] = False
+    """Whether the published sampler truncates at temperature 0 too, where this changes confidences but no token."""
+
+    temperature: NonNegative = 0.0
+    top_p: Annotated[float, Gt(0), Le(1)] | None = None
+
+    @property
+    def truncation(self) -> Truncation:
+        """What a step applies to its logits."""
+        if self.temperature == 0 and not self.TRUNCATES_GREEDY:
+            return Truncation()
+        return Truncation(self.temperature, self.top_p, self.most_likely, self.TOP_P_FIRST)
+
+    @property
+    def most_likely(self) -> int | None:
+        """How many of the most likely tokens are kept; None for all."""
+        return None
+
+    def draw(
+        self,
+        state: "State",
+        canvas: Int[Tensor, "batch pos"],
+        where: Bool[Tensor, "batch pos"],
+        window: slice | None = None,
+        greedy: Bool[Tensor, "batch pos"] | None = None,
+    ) -> Proposals:
+        """Draw a token at every True of `where`; at temperature 0 the most likely one.
+
+        It passes ``denoise.hook_logits``, then ``denoise.hook_candidates``.
+
+        Args:
+            window: as in `State.logits`.
+            greedy: positions that get the most likely token of the model's own distribution whatever the temperature.
+        """
+        logits = state.logits(canvas, where, window=window)
+        probs = decisions.truncate(logits, self.truncation).softmax(dim=-1, dtype=torch.float64)
+        noise = state.noise.uniform(where, dtype=torch.float64) if self.temperature > 0 else None
+        drawn = decisions.categorical_candidates(probs, noise)
+        if greedy is not None and self.temperature > 0:
+            best = greedy[where]
+            probs[best] = logits[best].softmax(dim=-1, dtype=torch.float64)
+            drawn[best] = logits[best].argmax(dim=-1)
+        proposed, candidates = state.propose(where, drawn, canvas)
+        return Proposals(logits, probs, candidates, proposed)
+
+
+@dataclass(frozen=True)
+class Truncated(Nucleus):
+    """Tokens drawn from a distribution truncated by `top_p` and `top_k`; by `top_k` first, unless the sampler says so.
+
+    Attributes:
+        top_k: propose from this many most likely tokens; None turns it off.
+    """
+
+    top_k: Count | None = None
+
+    @property
+    def most_likely(self) -> int | None:
+        """See `Nucleus.most_likely`."""
+        return self.top_k
+
+
+@dataclass(frozen=True)
+class DreamRule(Truncated, Steps):
+    """What Dream's samplers share: a confidence that orders commits, and a time that falls from 1 to `eps`.
+
+    Attributes:
+        alg: the confidence that orders commits: "origin" commits at random, "maskgit_plus" by probability,
+            "topk_margin" by the margin over the second most likely token, "entropy" by negative entropy.
+        eps: time at the end of the schedule, above 0.
+    """
+
+    TOP_P_FIRST: ClassVar = True
+    TRUNCATES_GREEDY: ClassVar = True
+    alg: Literal["origin", "maskgit_plus", "topk_margin", "entropy", "p2"] = "entropy"
+    eps: Annotated[float, Gt(0), Lt(1)] = 1e-3
+
+    def times(self, steps: int) -> Float[Tensor, " time"]:
+        """The times of a schedule of `steps` steps."""
+        return decisions.dream_times(steps, self.eps)
+
+
+def check_threshold(alg: str, threshold: float | None) -> None:
+    """Check that a threshold in the unit of Dream's confidence `alg` can be reached."""
+    require(
+        threshold is None or alg != "entropy" or threshold <= 0,
+        f"alg 'entropy' compares negative entropies, at most 0, so no proposal reaches threshold {threshold}; "
+        f"choose alg='maskgit_plus' for a threshold on the probability, or give one in nats, such as -0.1.",
+    )
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number, in words."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return ", ".join(map(str, sorted({*small, *(number // d for d in small)})))
