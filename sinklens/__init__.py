@@ -37,8 +37,8 @@ _HOMES = {
     "trace": "sinklens.tracing",
 }
 _MODULES = (
-    "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions", "lab", "sampling",
-    "sinks", "tasks", "views", "zoo",
+    "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions", "lab",
+    "likelihood", "sampling", "sinks", "tasks", "views", "zoo",
 )  # fmt: skip
 
 

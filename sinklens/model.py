@@ -28,7 +28,7 @@ from sinklens.hooks.offload import device_of, value_of
 from sinklens.hooks.sizes import Sizes
 from sinklens.hooks.tree import HookTree
 from sinklens.passes import SinglePasses
-from sinklens.prompts import adds_start
+from sinklens.prompts import Prompt, adds_start
 from sinklens.selfcheck import check as run_check
 from sinklens.tokens import ModuleMethods
 
@@ -55,7 +55,8 @@ ELSEWHERE = {  # methods of TransformerLens and transformers models that a `Mode
     "generator": "tracer.result is the ids, in a block of model.generate.",
     "input_to_embed": "read the hook point hook_embed.",
 }
-RUN = "sinklens.tracing.generating:generate_as"  # found by name when it is called: runs are built on models
+RUN = "sinklens.tracing.generating:generate_as"  # these are found by name when they are called: they use models
+LIKELIHOOD = "sinklens.likelihood.estimate:likelihood"
 MODEL_KEY = "sinklens_model"  # key in the __dict__ of a transformers model under which its `Model` is kept
 
 
@@ -195,9 +196,23 @@ class Model(ModuleMethods, SinglePasses):
             SettingError: an argument has no meaning in a run of this model, or a setting is invalid.
             PromptError: the prompt is missing or invalid.
         """
-        module, _, function = RUN.partition(":")
         prompt = options.pop("input_ids", None) if input is None else input
-        return getattr(import_module(module), function)(self, prompt, max_new_tokens=max_new_tokens, **options)
+        return _found(RUN)(self, prompt, max_new_tokens=max_new_tokens, **options)
+
+    def likelihood(self, prompt: Prompt, answer: Prompt, **options: Any) -> Any:
+        """Log-likelihood of an answer given its prompt, or a lower bound of it, in nats, with its standard error.
+
+            model.likelihood("Question: ...", " 7").value
+            model.likelihood("Question: ...", [" 7", " 8"], hooks=MaskSinks(top_k=1, same_step=True))    # choices
+
+        Args:
+            prompt, answer: text or token ids; several prompts need as many answers, several answers may share a prompt.
+            options: those of `sinklens.likelihood.likelihood`: ``hooks``, ``mc_num``, ``batch``, ``exact``, …
+
+        Returns:
+            A `sinklens.likelihood.Likelihood`, or one for each of several answers.
+        """
+        return _found(LIKELIHOOD)(self, prompt, answer, **options)
 
     def __getattr__(self, name: str) -> Any:
         if name in ELSEWHERE:
@@ -262,6 +277,12 @@ def _with_hook_points(checkpoint: Checkpoint, check: bool) -> Model:
             raise
     checkpoint.hf.__dict__[MODEL_KEY] = model
     return model
+
+
+def _found(name: str) -> Any:
+    """A function of a higher floor, called "module:function"."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
 
 
 @contextmanager

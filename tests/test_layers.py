@@ -20,6 +20,7 @@ FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of th
     ("runs",),
     ("tracing",),
     ("interventions",),
+    ("likelihood",),
     ("experiments",),
     ("features",),
     ("views",),

@@ -1,0 +1,23 @@
+"""Likelihoods: how probable a model finds a given answer, with standard errors, under any intervention.
+
+No sampler is involved, so a likelihood is free of the settings that move accuracies. Differences between conditions are
+paired: they share the masks of every answer.
+"""
+
+from sinklens.likelihood.draws import DrawRule
+from sinklens.likelihood.estimate import LikelihoodRequest, likelihood, likelihoods
+from sinklens.likelihood.pairs import Pair
+from sinklens.likelihood.result import Difference, Likelihood, LossCurve, curve, difference
+
+__all__ = [
+    "Difference",
+    "DrawRule",
+    "Likelihood",
+    "LikelihoodRequest",
+    "LossCurve",
+    "Pair",
+    "curve",
+    "difference",
+    "likelihood",
+    "likelihoods",
+]

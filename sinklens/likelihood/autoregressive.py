@@ -1,0 +1,138 @@
+"""Exact log-likelihoods of autoregressive models.
+
+Without hooks, the prompt of several answers is computed once: its keys and values are copied to each answer. Under
+hooks, the answers are forced token by token in a run, so that an intervention means what it means in `generate`; the
+sinks of the step before are those of the token before.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+
+from sinklens.errors import SettingError
+from sinklens.hooks.points import Point
+from sinklens.likelihood.batches import Batches
+from sinklens.likelihood.pairs import Pair, by_prompt
+from sinklens.likelihood.result import Likelihood
+from sinklens.model import Model
+from sinklens.tracing import generate
+
+
+class Scored:
+    """Log-likelihoods of pairs, filled in batches.
+
+    Attributes:
+        losses: −log p of each answer token, by pair.
+        greedy: whether the most likely tokens are the answer, by pair.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.losses = [np.full(len(pair.answer), np.nan) for pair in pairs]
+        self.greedy = [True] * len(pairs)
+
+    def put(self, number: int, start: int, logits: Float[Tensor, "pos vocab"], tokens: Int[Tensor, " pos"]) -> None:
+        """Store the tokens of pair `number` from position `start` on, given the logits that predict them."""
+        lost = cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, tokens, reduction="none")
+        self.losses[number][start : start + len(tokens)] = lost.double().cpu().numpy()
+        self.greedy[number] &= bool((logits.argmax(dim=-1) == tokens).all())
+
+    def result(self, number: int, pair: Pair) -> Likelihood:
+        """The likelihood of a pair."""
+        losses = self.losses[number][None]
+        ones, blocks = np.ones_like(losses), np.zeros(losses.shape[1], dtype=np.int64)
+        return Likelihood.of("likelihood", pair.answer, losses, ones, ones, blocks)
+
+
+@torch.no_grad()
+def score(model: Model, pairs: Sequence[Pair], batches: Batches) -> Scored:
+    """Score the pairs; answers of one prompt share its keys and values."""
+    found = Scored(pairs)
+    shared = sorted(by_prompt(pairs).items(), key=lambda entry: len(entry[0]))
+
+    def positions(entry: tuple[tuple[int, ...], list[int]]) -> int:
+        return len(entry[0]) + sum(len(pairs[number].answer) for number in entry[1])
+
+    def work(batch: Sequence[tuple[tuple[int, ...], list[int]]]) -> None:
+        _score(model, pairs, batch, found)
+
+    for alone in (True, False):  # a prompt of one token leaves nothing to share
+        batches.run([entry for entry in shared if (len(entry[0]) == 1) is alone], positions, work)
+    return found
+
+
+def _score(
+    model: Model, pairs: Sequence[Pair], batch: Sequence[tuple[tuple[int, ...], list[int]]], found: Scored
+) -> None:
+    """Score the answers of some prompts: one pass over the prompts but for their last tokens, and one over the rest."""
+    from transformers import DynamicCache
+
+    numbers = [number for _, several in batch for number in several]
+    source = torch.tensor([row for row, (_, several) in enumerate(batch) for _ in several])
+    cache, real = None, None
+    if len(batch[0][0]) > 1:
+        prompts, real = model.reader.padded([list(prompt[:-1]) for prompt, _ in batch])
+        cache = DynamicCache(config=model.tree.hf.config)
+        model.tree.hidden(prompts, real, cache)
+        cache.batch_select_indices(source.to(prompts.device))
+        real = real[source.to(real.device)]
+    rest, _ = model.reader.padded([[pairs[n].prompt[-1], *pairs[n].answer[:-1]] for n in numbers], "right")
+    if real is not None:  # what follows an answer is later than all of its tokens, so it needs no mask
+        real = pad(real, (0, rest.shape[1]), value=True)
+    hidden = model.tree.hidden(rest, real, cache)
+    for number, row in zip(numbers, hidden, strict=True):
+        answer = torch.tensor(pairs[number].answer, device=rest.device)
+        found.put(number, 0, model.tree.head(row[: len(answer)]), answer)
+
+
+def score_forced(model: Model, pairs: Sequence[Pair], hooks: Sequence[Any], seed: int, batches: Batches) -> Scored:
+    """Score the pairs in runs under `hooks` that are forced to write the answers.
+
+    Raises:
+        SettingError: an answer holds an end token before its end, where a run ends.
+    """
+    found = Scored(pairs)
+    _refuse_ends(model, pairs)
+    for length in sorted({len(pair.answer) for pair in pairs}):
+        same = sorted((n for n, pair in enumerate(pairs) if len(pair.answer) == length), key=lambda n: pairs[n].prompt)
+
+        def work(numbers: Sequence[int]) -> None:
+            _force(model, pairs, numbers, hooks, seed, found)
+
+        batches.run(same, lambda number: len(pairs[number].prompt) + len(pairs[number].answer), work)
+    return found
+
+
+def _force(
+    model: Model, pairs: Sequence[Pair], numbers: Sequence[int], hooks: Sequence[Any], seed: int, found: Scored
+) -> None:
+    answers = torch.tensor([pairs[number].answer for number in numbers], device=model.cfg.device)
+
+    def read(logits: Float[Tensor, "batch 1 vocab"], hook: Point) -> None:
+        step = int(hook.step or 0)
+        for row, number in enumerate(numbers):
+            found.put(number, step, logits[row], answers[row, step : step + 1])
+
+    def force(candidates: Int[Tensor, "batch 1"], hook: Point) -> Tensor:
+        step = int(hook.step or 0)
+        return answers[:, step : step + 1].to(candidates)
+
+    generate(
+        model, [list(pairs[number].prompt) for number in numbers], seed=seed, record_sinks=False, progress=False,
+        gen_length=answers.shape[1],
+        hooks=[*hooks, ("denoise.hook_logits", read), ("denoise.hook_candidates", force)],
+    )  # fmt: skip
+
+
+def _refuse_ends(model: Model, pairs: Sequence[Pair]) -> None:
+    for number, pair in enumerate(pairs):
+        ends = [place for place, token in enumerate(pair.answer[:-1]) if token in model.eos_token_ids]
+        if ends:
+            raise SettingError(
+                f"answer {number} holds an end token at position {ends[0]}, where a run under hooks ends; pass the "
+                f"answer up to it, or leave hooks= out."
+            )

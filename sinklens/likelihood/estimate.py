@@ -1,0 +1,117 @@
+"""`likelihood`: log p of an answer given its prompt, or a bound of it, under hooks or without.
+
+Autoregressive models give it exactly. Masked diffusion models give a lower bound, estimated from random masks of the
+answer (draws.py) or computed from all of them. DiffusionGemma has neither: its canvas holds random tokens, its passes
+are conditioned on the logits of the step before, and no procedure has been published.
+
+Silent failure that is refused: "the sinks of the previous step" do not exist in a pass over a masked answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sinklens.errors import SettingError
+from sinklens.integers import as_integer
+from sinklens.likelihood.autoregressive import score, score_forced
+from sinklens.likelihood.batches import Batches
+from sinklens.likelihood.diffusion import bounds
+from sinklens.likelihood.draws import DrawRule, Masking
+from sinklens.likelihood.hooked_pass import HookedPass, refuse_earlier
+from sinklens.likelihood.pairs import Pair, is_several, pairs_of
+from sinklens.likelihood.result import Likelihood
+from sinklens.model import Model
+from sinklens.prompts import Prompt
+from sinklens.runs.control_keys import ControlLog
+from sinklens.runs.request import Hooks, hook_list
+
+
+@dataclass(frozen=True, kw_only=True)
+class LikelihoodRequest:
+    """How likelihoods are computed; `likelihood` documents the arguments.
+
+    Raises:
+        SettingError: a value is out of range.
+    """
+
+    rule: DrawRule = field(default_factory=DrawRule)
+    cfg_scale: float = 0.0
+    hooks: Hooks = ()
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hooks", tuple(hook_list(self.hooks)))
+        if not self.cfg_scale >= 0:
+            raise SettingError(f"cfg_scale must be a number of at least 0; got {self.cfg_scale!r}.")
+        count = as_integer(self.rows)
+        if self.rows is not None and (count is None or count < 1):
+            raise SettingError(f"rows must be a number of rows per pass, 1 or more, or None; got {self.rows!r}.")
+
+
+def likelihood(
+    model: Model,
+    prompt: Prompt,
+    answer: Prompt,
+    *,
+    hooks: Hooks = (),
+    mc_num: int = 128,
+    batch: int = 16,
+    masking: Masking = "count",
+    exact: bool = False,
+    cfg_scale: float = 0.0,
+    seed: int = 0,
+    chat_template: bool | str = False,
+    rows: int | None = None,
+) -> Likelihood | list[Likelihood]:
+    """Log-likelihood of an answer, or a lower bound of it, in nats.
+
+        model.likelihood("Question: ...\\nAnswer:", " 7")                             # one answer
+        model.likelihood(question, [" 7", " 8"], hooks=MaskSinks(top_k=1, same_step=True))    # choices
+
+    Args:
+        prompt: text or token ids; several need as many answers.
+        answer: text or token ids; several answers may share one prompt.
+        hooks: as in `sinklens.generate`. In a diffusion model they act in each pass, which is step 0 of a run of one
+            step; in an autoregressive model, in a run that is forced to write the answer.
+        mc_num, batch, masking, exact, seed: which masks; see `DrawRule`. Autoregressive models ignore all but `seed`.
+        cfg_scale: classifier-free guidance, as in LLaDA's sampler: the prompt is masked in the unconditional rows.
+        chat_template: as in `sinklens.generate`, for text prompts.
+        rows: most rows in a pass; by default as many as have 16,384 positions, and fewer once memory runs out.
+
+    Returns:
+        The result for one answer, or one for each.
+
+    Raises:
+        PromptError: a prompt or answer is empty, too long, or contains the mask token.
+        SettingError: a setting is out of range; the model has no likelihood; an intervention needs an earlier step.
+        DeviceMemoryError: a single row does not fit into memory.
+    """
+    request = LikelihoodRequest(
+        rule=DrawRule(mc_num, batch, masking, exact, seed), cfg_scale=cfg_scale, hooks=hooks, rows=rows
+    )
+    found = likelihoods(model, pairs_of(model, prompt, answer, chat_template), request)
+    return found if is_several(prompt) or is_several(answer) else found[0]
+
+
+def likelihoods(model: Model, pairs: Sequence[Pair], request: LikelihoodRequest) -> list[Likelihood]:
+    """The likelihood of each pair; see `likelihood`."""
+    model.tree.refuse_unusable()
+    batches, hooks = Batches(request.rows), tuple(hook_list(request.hooks))
+    if model.causal:
+        if request.cfg_scale:
+            raise SettingError(
+                f"{model.name} is autoregressive and has no mask token to guide with; leave cfg_scale out."
+            )
+        seed = request.rule.seed
+        scored = score_forced(model, pairs, hooks, seed, batches) if hooks else score(model, pairs, batches)
+        return [scored.result(number, pair) for number, pair in enumerate(pairs)]
+    if model.mask_token_id is None:
+        raise SettingError(
+            f"{model.family} models have no likelihood here: their canvas holds random tokens instead of masks, each "
+            f"pass depends on the logits of the one before, and no procedure has been published. Compare answers with "
+            f"sinklens evaluate."
+        )
+    refuse_earlier(hooks, model)
+    passes = HookedPass(model, hooks, request.cfg_scale, request.rule.seed, ControlLog())
+    found = bounds(passes, pairs, request.rule, batches)
+    passes.controls.report()
+    return found

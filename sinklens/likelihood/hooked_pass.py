@@ -1,0 +1,237 @@
+"""One pass over prompts and partly masked answers, under hooks: a run of one step that decides nothing.
+
+Interventions get the context of a run with one step, step 0. The pass goes through ``denoise.hook_canvas``, all points
+of the model, and ``denoise.hook_logits``; under guidance, hooks see the conditional rows.
+
+Not available: what needs a step before this one, or a decision of a sampler. `refuse_earlier` names what to use
+instead.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sinklens.errors import HookNameError, PromptError, SettingError
+from sinklens.hooks import names
+from sinklens.hooks.hook_functions import takes_hook
+from sinklens.hooks.points import Point
+from sinklens.interventions.choice import KeyChoice
+from sinklens.interventions.keys import HoldSinks
+from sinklens.interventions.patching import FreezePattern
+from sinklens.interventions.where import AtPositions, Where
+from sinklens.model import Model
+from sinklens.runs.control_keys import ControlLog
+from sinklens.runs.intervention import HookFunction, Intervention, RunContext, refuse_off_canvas, row_key
+from sinklens.runs.request import HOOKS
+from sinklens.sampling.decisions import RowNoise
+from sinklens.sampling.state import State
+from sinklens.sinks.detectors import Detector
+
+PASSED = ("denoise.hook_canvas", "denoise.hook_logits")
+INSTEAD = (
+    "pass same_step=True for the keys of the pass itself, where= a state, token kind or array, positions=, or "
+    "source= with same_step=True"
+)
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """Rows of prompts and answers of equal length.
+
+    Attributes:
+        prompts: left-padded.
+        real: False on padding of the prompts.
+        answers: with masks.
+        masked: tokens of the answers whose loss counts.
+    """
+
+    prompts: Int[Tensor, "row prompt"]
+    real: Bool[Tensor, "row prompt"]
+    answers: Int[Tensor, "row pos"]
+    masked: Bool[Tensor, "row pos"]
+
+
+@dataclass(frozen=True)
+class HookedPass:
+    """Runs passes of a masked diffusion model under `hooks`.
+
+    Attributes:
+        model: the model.
+        hooks: (name or predicate, function) pairs and interventions.
+        cfg_scale: strength of classifier-free guidance; 0 for none.
+        seed: of random keys.
+        controls: counts the keys of controls.
+    """
+
+    model: Model
+    hooks: tuple[Any, ...]
+    cfg_scale: float
+    seed: int
+    controls: ControlLog
+
+    @torch.no_grad()
+    def logits(self, given: Canvas) -> Float[Tensor, "masked vocab"]:
+        """Logits, in float32, of the masked tokens, row by row.
+
+        Raises:
+            SettingError: an intervention changed which tokens of the answer are masked.
+            PromptError: interventions made the text longer than the context.
+        """
+        prompts, real, appended = self._extended(given)
+        answer = slice(prompts.shape[1], prompts.shape[1] + given.answers.shape[1])
+        beyond = torch.zeros_like(appended, dtype=torch.bool)
+        canvas = torch.cat([prompts, given.answers, appended], dim=1)
+        real = torch.cat([real, torch.ones_like(given.masked), ~beyond], dim=1)
+        where = torch.cat([torch.zeros_like(prompts, dtype=torch.bool), given.masked, beyond], dim=1)
+        self._check_length(int(real.sum(dim=1).max()))
+        state = self._state(canvas, real, prompts.shape[1])
+        with self._hooked(state, given):
+            seen = state.begin_step()
+            if not torch.equal(seen[:, answer], given.answers):
+                raise SettingError(
+                    "an intervention changed answer tokens of a likelihood, whose masks are drawn; restrict it to the "
+                    "prompt, or change activations."
+                )
+            return state.logits(seen, where, self.cfg_scale)
+
+    def _check_length(self, positions: int) -> None:
+        if positions > self.model.cfg.n_ctx:
+            raise PromptError(
+                f"with the tokens that interventions add, a pass would need {positions} positions; {self.model.name} "
+                f"has {self.model.cfg.n_ctx}. Shorten the prompt."
+            )
+
+    def _extended(self, given: Canvas) -> tuple[Tensor, Tensor, Tensor]:
+        """Prompts, which are real, and what follows the answers, as interventions and blocks need them."""
+        prompts, real, appended = given.prompts, given.real, given.prompts[:, :0]
+        for entry in self.hooks:
+            if isinstance(entry, Intervention):
+                prompts, real, more = entry.extend(self.model, prompts, real)
+                appended = torch.cat([appended, more], dim=1)
+        blocks = self.model.checkpoint.blocks
+        if blocks is not None and blocks.start == "column":
+            lead = (-prompts.shape[1] % blocks.length, 0)
+            prompts, real = pad(prompts, lead, value=self.model.reader.pad), pad(real, lead, value=False)
+        return prompts, real, appended
+
+    def _state(self, canvas: Tensor, real: Tensor, prompt_length: int) -> State:
+        model = self.model
+        assert model.mask_token_id is not None
+        return State(
+            tree=model.tree, canvas=canvas, real=real, prompt_length=prompt_length, mask_id=model.mask_token_id,
+            eos_ids=model.eos_token_ids, eot_id=None, noise=RowNoise(self.seed, []),
+            shift=model.family_record.shift,
+        )  # fmt: skip
+
+    def _context(self, state: State) -> RunContext:
+        """The context of the one step; random keys of a row depend on its canvas."""
+        rows = zip(state.canvas, state.real, strict=True)
+        return RunContext(
+            tree=self.model.tree,
+            real=state.real,
+            prompt_length=state.prompt_length,
+            steps=1,
+            mask_id=state.mask_id,
+            seed=self.seed,
+            row_keys=tuple(row_key(row[keep].tolist()) for row, keep in rows),
+            vocabulary=self._texts,
+            special=self.model.special_tokens,
+            controls=self.controls,
+        )
+
+    def _texts(self, tokens: Sequence[int]) -> dict[int, str]:
+        tokenizer = self.model.tokenizer
+        return {} if tokenizer is None else {token: str(tokenizer.decode([token])) for token in tokens if token >= 0}
+
+    @contextmanager
+    def _hooked(self, state: State, given: Canvas) -> Iterator[None]:
+        tree, rows = self.model.tree, len(given.answers)
+        pairs = self._pairs(state)
+        if self.cfg_scale > 0:
+            pairs = [(name, _of_rows(function, rows)) for name, function in pairs]
+        try:
+            tree.watch.step = 0
+            with tree.hooks(pairs):
+                yield
+        finally:
+            tree.watch.step = None
+
+    def _pairs(self, state: State) -> list[tuple[str, HookFunction]]:
+        """The (point, function) pairs of one pass.
+
+        Raises:
+            HookNameError: an entry is neither an intervention nor a pair, or names no point.
+            SettingError: it acts at a point that the pass does not reach.
+        """
+        model, found = self.model, []
+        for entry in self.hooks:
+            if isinstance(entry, Intervention):
+                pairs = entry.hooks_for(model, self._context(state))
+            elif isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1]) and takes_hook(entry[1]):
+                pairs = [(name, entry[1]) for name in names.select(entry[0], model.hook_names(), model.cfg.n_layers)]
+            else:
+                raise HookNameError(f"{HOOKS}; got {entry!r}.")
+            for name, _ in pairs:
+                if name.startswith("denoise.") and name not in PASSED:
+                    raise SettingError(
+                        f"{_label(entry)} acts at {name}, but a likelihood decides no token, so its passes do not "
+                        f"reach that point; they reach {', '.join(PASSED)} and the points of the model."
+                    )
+            found += pairs
+        return found
+
+
+def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
+    """Refuse interventions that need a step before the pass, or complete passes where a model has none.
+
+    Raises:
+        SettingError: naming what to use instead.
+    """
+    for entry in hooks:
+        refuse_off_canvas(entry, model)
+        rule = _rule(entry)
+        if rule == "earlier" or (isinstance(rule, KeyChoice) and not rule.same_step):
+            raise SettingError(
+                f"{_label(entry)} acts on the sinks of the previous step, and a likelihood is one pass without one: "
+                f"{INSTEAD}."
+            )
+        if isinstance(entry, HoldSinks | FreezePattern):
+            raise SettingError(
+                f"{_label(entry)} repeats attention of an earlier step, and a likelihood is one pass without one; use "
+                f"it in sinklens.generate."
+            )
+
+
+def _rule(entry: Any) -> KeyChoice | str | None:
+    """The rule by which an intervention chooses keys; "earlier" for a bare detector, which reads the step before."""
+    where = entry.where if isinstance(entry, AtPositions) else None
+    if isinstance(where, Where):
+        return where
+    if isinstance(where, Detector):
+        return "earlier"
+    return entry if where is None and isinstance(entry, KeyChoice) else None
+
+
+def _label(entry: Any) -> str:
+    return type(entry).__name__ if isinstance(entry, Intervention) else f"a hook function at {entry[0]!r}"
+
+
+def _of_rows(function: HookFunction, rows: int) -> Callable[..., Any]:
+    """`function` on the first `rows` of a value; the others, of guidance, follow unchanged."""
+
+    def call(value: Tensor, hook: Point) -> Tensor | None:
+        if value.shape[0] != 2 * rows:
+            return function(value, hook=hook)
+        changed = function(value[:rows], hook=hook)
+        if changed is None:
+            return None
+        sizes = torch.broadcast_shapes(changed.shape[1:], value.shape[1:])
+        return torch.cat([changed.expand(-1, *sizes), value[rows:].expand(-1, *sizes)])
+
+    return call
