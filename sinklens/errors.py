@@ -1,8 +1,7 @@
 """Errors that sinklens raises; each message states what was given, what is allowed, and what to do.
 
 `SinklensError` is the base class to catch. The subclasses also derive from the built-in error a caller would expect
-(`ValueError`, `KeyError`, ...), so code that catches those keeps working. All are defined here except `NotServed` in
-evaluation/harness.py, which only occurs with lm-evaluation-harness.
+(`ValueError`, `KeyError`, ...), so code that catches those keeps working.
 
 Not included: `AttributeError` for missing names of an object or module; errors inside the processes that isolate
 generated programs, which the caller gets as an outcome; and plain `ValueError`s of sinklens.zoo, which trains the

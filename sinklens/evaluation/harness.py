@@ -5,8 +5,8 @@
 
 The harness has no plugin mechanism, so the second command registers the model and then calls the harness's own command
 line. The harness builds prompts and judges answers; this module encodes the prompts, generates the answers and cuts
-them at the task's stop texts. Only tasks that generate are supported. Tasks that score given answers by likelihood are
-refused: a diffusion model does not give the likelihood of a text, only bounds that depend on how they are sampled.
+them at the task's stop texts. Tasks that score given answers get likelihoods (sinklens/likelihood): exact ones of an
+autoregressive model, bounds of a masked diffusion model, estimated as LLaDA's evaluation script does.
 
 Sampler settings come from, in order of precedence: the model's arguments, the task (``max_gen_toks`` is `gen_length`),
 the checkpoint, the sampler's defaults.
@@ -30,6 +30,10 @@ from sinklens.interventions import MaskSinks
 from sinklens.interventions.choice import Scope
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.key_places import Reach
+from sinklens.likelihood.batches import Batches
+from sinklens.likelihood.draws import DrawRule, Masking
+from sinklens.likelihood.estimate import LikelihoodRequest, scores
+from sinklens.likelihood.pairs import Pair, check, divided, longest
 from sinklens.model import load
 from sinklens.runs.policies import check_policy
 from sinklens.runs.request import hook_list
@@ -42,6 +46,7 @@ try:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise SettingError(f"this needs lm-evaluation-harness ({error}): pip install 'sinklens[lm-eval]'.") from error
 
@@ -51,11 +56,8 @@ LENGTHS = (
     "max_tokens",
     "max_completion_tokens",
 )  # synonyms; the first one given counts
+AT_ONCE = 256  # requests whose losses are in memory together
 RANDOMNESS = ("temperature", "top_p", "top_k")  # ignored if a task sets do_sample: false
-
-
-class NotServed(SinklensError, NotImplementedError):
-    """The harness asked for something that a diffusion model does not have."""
 
 
 @register_model("sinklens")
@@ -66,11 +68,16 @@ class SinklensLM(LM):
         pretrained: what `sinklens.load` takes.
         hooks: as in `sinklens.generate`; applied in every run.
         mask_sinks: short for ``hooks=MaskSinks(top_k=mask_sinks)``, for the command line; 0 masks nothing.
-        mask_pick, mask_scope, mask_queries: `pick`, `scope` and `queries` of that `MaskSinks`.
-        batch_size: prompts per run; answers do not depend on it.
+        mask_pick, mask_scope, mask_queries, mask_same_step: `pick`, `scope`, `queries` and `same_step` of that
+            `MaskSinks`. Likelihoods of diffusion models need ``mask_same_step=True``.
+        batch_size: prompts per run; answers do not depend on it. Likelihoods find the rows of a pass by themselves.
         seed: for sampling, and for the random keys of `mask_sinks`. Repeats of a request use seed, seed + 1, ….
         cache: a cache policy or its name, such as "dual" or "keep-sinks:4"; None computes every position. It is not
             the harness's response cache.
+        mc_num, mc_batch, mc_masking: `mc_num`, `batch` and `masking` of the likelihood of a diffusion model; see
+            `sinklens.likelihood.DrawRule`. Its guidance is the setting ``cfg_scale``.
+        check_greedy: whether a diffusion model also decodes each answer of a likelihood task, for metrics that ask
+            whether it would write it (lambada's accuracy); without it they get False, as LLaDA's script recommends.
         revision, dtype, device: as in `sinklens.load`. "cuda:0", the default of the harness's command line, is
             ignored on a machine without a GPU.
         settings: sampler settings; they override the task's.
@@ -89,9 +96,14 @@ class SinklensLM(LM):
         mask_pick: Pick = "strongest",
         mask_scope: Scope = "head",
         mask_queries: Reach = "newest",
+        mask_same_step: bool = False,
         batch_size: int | str = 8,
         seed: int = 0,
         cache: Policy | str | None = None,
+        mc_num: int = 128,
+        mc_batch: int = 16,
+        mc_masking: Masking = "count",
+        check_greedy: bool = False,
         revision: str | None = None,
         dtype: Any = "auto",
         device: str | None = None,
@@ -108,8 +120,12 @@ class SinklensLM(LM):
             raise SettingError(f"give hooks or mask_sinks, not both; got {self.hooks} and {mask_sinks}.")
         if mask_sinks:
             self.hooks = [
-                MaskSinks(top_k=mask_sinks, pick=mask_pick, scope=mask_scope, queries=mask_queries, seed=seed)
-            ]
+                MaskSinks(
+                    top_k=mask_sinks, pick=mask_pick, scope=mask_scope, queries=mask_queries, seed=seed,
+                    same_step=mask_same_step,
+                )
+            ]  # fmt: skip
+        self.rule, self.check_greedy = DrawRule(mc_num, mc_batch, mc_masking, seed=self.seed), check_greedy
         given: dict[str, Any] = {
             "revision": revision,
             "device": _available(device),
@@ -191,17 +207,75 @@ class SinklensLM(LM):
                 bar.update(len(places))
         return answers
 
-    def loglikelihood(self, requests: list[Instance]) -> NoReturn:
-        """Not supported: a diffusion model has no likelihood of a given answer."""
-        raise NotServed(
-            "only tasks that generate (output_type: generate_until) are supported; this one compares likelihoods of "
-            "given answers, which a diffusion model does not have. Choose a generating variant, e.g. gsm8k or "
-            "humaneval; for an autoregressive model use the harness's own --model hf."
-        )
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """For (context, continuation) requests: log-likelihood or bound in nats, and whether greedy decoding writes it.
 
-    def loglikelihood_rolling(self, requests: list[Instance]) -> NoReturn:
-        """Not supported: a diffusion model has no likelihood of a given text."""
-        self.loglikelihood(requests)
+        A pair longer than the context loses the first tokens of its context, as in the harness's own models.
+
+        Raises:
+            PromptError: a continuation is empty or longer than the context.
+            SettingError: the model has no likelihood, a hook needs an earlier step, or a cache policy is set.
+        """
+        return self._scored([self._pair(*request.args) for request in requests], disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods or bounds of complete texts, in windows of the context, as in the harness's own models.
+
+        Each window sees the tokens before it that fit; the bound of a text is the sum over its windows.
+        """
+        most = longest(self.model) - 1
+        windows = [
+            [
+                Pair(tuple(before), tuple(after))
+                for before, after in map(
+                    make_disjoint_window,
+                    get_rolling_token_windows(self.encode(request.args[0]), self.prefix_token_id, most, 1),
+                )
+            ]
+            for request in requests
+        ]
+        found = iter(self._scored([pair for several in windows for pair in several], disable_tqdm))
+        return [sum(next(found)[0] for _ in several) for several in windows]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context: the start token, or else an end token."""
+        start = self.tokenizer.bos_token_id
+        return int(self.model.eos_token_ids[0] if start is None else start)
+
+    def _pair(self, context: str, continuation: str) -> Pair:
+        """Token ids of one request."""
+        if context:
+            pair = divided(context, continuation, self.encode)
+        else:
+            after = list(self.tokenizer(continuation, add_special_tokens=False).input_ids)
+            before = [] if after[:1] == [self.prefix_token_id] else [self.prefix_token_id]
+            pair = Pair(tuple([*before, *after][:1]), tuple([*before, *after][1:]))
+        room = longest(self.model) - len(pair.answer)
+        return pair._replace(prompt=pair.prompt[max(0, len(pair.prompt) - max(room, 1)) :])
+
+    def _scored(self, pairs: Sequence[Pair], disable_tqdm: bool) -> list[tuple[float, bool]]:
+        from tqdm import tqdm
+
+        if self.cache is not None:
+            raise SettingError(
+                f"{self.cache!r} reuses keys of earlier steps, and a likelihood is one pass without any; leave cache= "
+                f"out, or measure the policy on a task that generates."
+            )
+        for number, pair in enumerate(pairs):
+            check(self.model, pair, number)
+        request = LikelihoodRequest(
+            rule=self.rule, cfg_scale=float(self.settings.get("cfg_scale", 0.0)), hooks=self.hooks
+        )
+        batches, found = Batches(), []
+        with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+            for start in range(0, len(pairs), AT_ONCE):
+                some = pairs[start : start + AT_ONCE]
+                scored = scores(self.model, some, request, batches, self.check_greedy)
+                greedy = scored.greedy or [False] * len(some)
+                found += [(one.value, right) for one, right in zip(scored.likelihoods, greedy, strict=True)]
+                bar.update(len(some))
+        return found
 
     def set_cache_hook(self, cache_hook: Any) -> NoReturn:
         """Not supported: the harness calls this to cache responses."""
@@ -222,6 +296,7 @@ class SinklensLM(LM):
             "hooks": [repr(hook) for hook in self.hooks],
             "cache": repr(self.cache) if self.cache else "",
             "settings": asdict(settings_for(self.model, self.settings)),
+            "likelihood": asdict(self.rule),
             "seed": self.seed,
         }
 

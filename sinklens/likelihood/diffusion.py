@@ -69,13 +69,18 @@ def bounds(passes: HookedPass, pairs: Sequence[Pair], rule: DrawRule, batches: B
     ]
 
 
-def _parts(model: Model, number: int, pair: Pair, rule: DrawRule) -> Iterator[_Part]:
-    """The blocks of one answer; a single one unless the model is block-causal."""
+def block_ends(model: Model, pair: Pair) -> list[int]:
+    """Where the blocks of an answer end, in its tokens; a single one unless the model is block-causal."""
     blocks, length = model.checkpoint.blocks, len(pair.answer)
-    ends = [length]
-    if blocks is not None:
-        before = len(pair.prompt) % blocks.length if blocks.start == "token" else 0
-        ends = [*range(blocks.length - before, length, blocks.length), length]
+    if blocks is None:
+        return [length]
+    before = len(pair.prompt) % blocks.length if blocks.start == "token" else 0
+    return [*range(blocks.length - before, length, blocks.length), length]
+
+
+def _parts(model: Model, number: int, pair: Pair, rule: DrawRule) -> Iterator[_Part]:
+    """The blocks of one answer."""
+    ends = block_ends(model, pair)
     for block, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)):
         yield _Part(number, block, start, stop, rule.draw(pair.prompt, stop - start, block))
 

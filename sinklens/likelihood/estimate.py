@@ -16,6 +16,7 @@ from sinklens.likelihood.autoregressive import score, score_forced
 from sinklens.likelihood.batches import Batches
 from sinklens.likelihood.diffusion import bounds
 from sinklens.likelihood.draws import DrawRule, Masking
+from sinklens.likelihood.greedy import writes
 from sinklens.likelihood.hooked_pass import HookedPass, refuse_earlier
 from sinklens.likelihood.pairs import Pair, is_several, pairs_of
 from sinklens.likelihood.result import Likelihood
@@ -62,7 +63,7 @@ def likelihood(
     chat_template: bool | str = False,
     rows: int | None = None,
 ) -> Likelihood | list[Likelihood]:
-    """Log-likelihood of an answer, or a lower bound of it, in nats.
+    """Log-likelihood of an answer, or a lower bound of it, in nats, with its standard error.
 
         model.likelihood("Question: ...\\nAnswer:", " 7")                             # one answer
         model.likelihood(question, [" 7", " 8"], hooks=MaskSinks(top_k=1, same_step=True))    # choices
@@ -92,10 +93,30 @@ def likelihood(
     return found if is_several(prompt) or is_several(answer) else found[0]
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Likelihoods of some pairs.
+
+    Attributes:
+        likelihoods: one for each pair.
+        greedy: whether greedy decoding writes the answer; None if not asked, in a diffusion model.
+    """
+
+    likelihoods: list[Likelihood]
+    greedy: list[bool] | None
+
+
 def likelihoods(model: Model, pairs: Sequence[Pair], request: LikelihoodRequest) -> list[Likelihood]:
     """The likelihood of each pair; see `likelihood`."""
+    return scores(model, pairs, request, Batches(request.rows)).likelihoods
+
+
+def scores(
+    model: Model, pairs: Sequence[Pair], request: LikelihoodRequest, batches: Batches, greedy: bool = False
+) -> Scores:
+    """The likelihood of each pair, and whether greedy decoding writes the answer; see `likelihood`."""
     model.tree.refuse_unusable()
-    batches, hooks = Batches(request.rows), tuple(hook_list(request.hooks))
+    hooks = tuple(hook_list(request.hooks))
     if model.causal:
         if request.cfg_scale:
             raise SettingError(
@@ -103,7 +124,7 @@ def likelihoods(model: Model, pairs: Sequence[Pair], request: LikelihoodRequest)
             )
         seed = request.rule.seed
         scored = score_forced(model, pairs, hooks, seed, batches) if hooks else score(model, pairs, batches)
-        return [scored.result(number, pair) for number, pair in enumerate(pairs)]
+        return Scores([scored.result(number, pair) for number, pair in enumerate(pairs)], scored.greedy)
     if model.mask_token_id is None:
         raise SettingError(
             f"{model.family} models have no likelihood here: their canvas holds random tokens instead of masks, each "
@@ -114,4 +135,4 @@ def likelihoods(model: Model, pairs: Sequence[Pair], request: LikelihoodRequest)
     passes = HookedPass(model, hooks, request.cfg_scale, request.rule.seed, ControlLog())
     found = bounds(passes, pairs, request.rule, batches)
     passes.controls.report()
-    return found
+    return Scores(found, writes(passes, pairs, batches) if greedy else None)

@@ -93,10 +93,15 @@ def check(model: Model, pair: Pair, number: int) -> None:
             f"likelihood draws itself."
         )
     length = len(pair.prompt) + len(pair.answer)
-    if length > model.cfg.n_ctx:
+    if length > longest(model):
         raise PromptError(
-            f"pair {number} has {length} tokens; {model.name} has {model.cfg.n_ctx} positions. Shorten the prompt."
+            f"pair {number} has {length} tokens, and {model.name} takes at most {longest(model)}. Shorten the prompt."
         )
+
+
+def longest(model: Model) -> int:
+    """The most tokens that a pair may have; an autoregressive model does not read the last one."""
+    return model.cfg.n_ctx + model.causal
 
 
 def by_prompt(pairs: Sequence[Pair]) -> dict[tuple[int, ...], list[int]]:

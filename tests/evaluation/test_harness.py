@@ -9,7 +9,7 @@ import pytest
 
 import sinklens
 from sinklens.caching import Evict
-from sinklens.errors import PromptError, SettingError, SinklensError
+from sinklens.errors import PromptError, SettingError
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, Job
@@ -54,10 +54,6 @@ filter_list:
       - {function: take_first}
 metric_list:
   - metric: exact_match
-"""
-CHOOSING = """
-doc_to_choice: ["1", "2"]
-doc_to_target: 0
 """
 # The harness's own task, except that its data are replaced by local copies.
 HARNESS_TASK = """
@@ -200,14 +196,6 @@ def test_the_response_cache_is_refused_and_the_cache_of_prompts_is_not(words, ti
         model = SinklensLM(tiny_llada, mask_sinks=count)
         assert answers(run(model, words(), cache_requests=True)) == model.generate_until(requests, True)
         assert list((tmp_path / "requests").iterdir()), "nothing was cached, so the test shows nothing"
-
-
-def test_tasks_that_compare_likelihoods_are_refused(words, tiny_llada):
-    with pytest.raises(NotImplementedError, match=r"only tasks that generate .* are supported") as caught:
-        run(SinklensLM(tiny_llada), words("multiple_choice", CHOOSING))
-    assert isinstance(caught.value, SinklensError)
-    with pytest.raises(SinklensError, match=r"which a diffusion model does not have"):
-        SinklensLM(tiny_llada).loglikelihood_rolling([])
 
 
 def test_a_tasks_length_and_temperature_apply_unless_the_models_arguments_set_them(tiny_llada, monkeypatch):

@@ -197,7 +197,7 @@ def test_answers_of_equal_length_and_all_seeds_of_a_condition_share_their_masks(
     [
         ([5], [], {}, PromptError, r"answer 0 is empty"),
         ([5], [60], {}, PromptError, r"pair 0 contains the mask token \(60\)"),
-        ([5] * 62, [6] * 3, {}, PromptError, r"pair 0 has 65 tokens; .* has 64 positions"),
+        ([5] * 62, [6] * 3, {}, PromptError, r"pair 0 has 65 tokens, and .* takes at most 64"),
         ([[5], [6]], [[1], [2], [3]], {}, PromptError, r"got 2 prompts and 3 answers"),
         ([5], [6], {"rows": 0}, SettingError, r"rows must be a number of rows per pass, 1 or more, or None; got 0"),
         ([5], [6], {"cfg_scale": -1.0}, SettingError, r"cfg_scale must be a number of at least 0; got -1.0"),

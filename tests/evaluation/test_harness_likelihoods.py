@@ -1,0 +1,202 @@
+"""Likelihood tasks of the harness, by its own YAML, on local data in their published formats."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import sinklens
+from sinklens.errors import PromptError, SettingError
+from sinklens.interventions import MaskSinks
+from sinklens.likelihood import DrawRule, LikelihoodRequest, Pair, likelihood, likelihoods
+
+lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+
+import torch  # noqa: E402
+from building import random_model  # noqa: E402
+from lm_eval import evaluator  # noqa: E402
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from sinklens.evaluation.harness import SinklensLM  # noqa: E402
+from sinklens.likelihood.batches import Batches  # noqa: E402
+from sinklens.likelihood.greedy import writes  # noqa: E402
+from sinklens.likelihood.hooked_pass import HookedPass  # noqa: E402
+from sinklens.runs.control_keys import ControlLog  # noqa: E402
+
+TASK = """
+include: {original}
+task: {name}
+dataset_path: json
+dataset_name: null
+dataset_kwargs:
+  data_files: {{{split}: "{data}"}}
+  cache_dir: "{cache}"
+training_split: null
+fewshot_split: null
+{other}_split: null
+"""
+STORY = "Kim has 20 balls. She buys 18 more. "
+DATA = {  # YAML of the harness -> split, documents as published
+    "arc/arc_easy": ("test", [
+        {"id": "1", "question": STORY + "How many?", "choices": {"text": ["38", "28", "12"], "label": ["A", "B", "C"]},
+         "answerKey": "A"},
+        {"id": "2", "question": STORY * 12, "choices": {"text": ["38 balls", "28"], "label": ["1", "2"]},
+         "answerKey": "2"},
+    ]),
+    "hellaswag/hellaswag": ("validation", [
+        {"ind": 4, "activity_label": "Counting", "ctx_a": "Kim has 20 balls.", "ctx_b": "she", "ctx": "",
+         "endings": ["buys 18 more.", "loses [step] 3  coins.", "[title] Answer"], "label": "0"},
+    ]),
+    "piqa/piqa": ("validation", [{"goal": "Count the balls.", "sol1": "Add them.", "sol2": "Drop all.", "label": 1}]),
+    "winogrande/default": ("validation", [
+        {"sentence": "Kim gave Sam 3 balls, so _ has more now.", "option1": "Kim", "option2": "Sam", "answer": "2"},
+    ]),
+    "truthfulqa/truthfulqa_mc1": ("validation", [
+        {"question": "How many balls?", "mc1_targets": {"choices": ["20", "38 balls.", "3"], "labels": [1, 0, 0]}},
+    ]),
+    "mmlu/default/_default_template_yaml": ("test", [
+        {"question": "How many balls?", "subject": "x", "choices": ["2", "38", "4", "5"], "answer": 1},
+    ]),
+    "lambada/lambada_openai": ("test", [{"text": STORY + "Answer 38"}, {"text": "Kim has 20 balls"}]),
+    "wikitext/wikitext": ("test", [{"page": STORY * 25}, {"page": "Question : 3 ."}]),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    """No network, and no slow inspection of the machine for the header of the results."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)
+
+
+def evaluate(model, folder, originals):
+    """Responses of each task, document by document, and the scores."""
+    root = Path(next(iter(lm_eval.__path__))) / "tasks"
+    for original in originals:
+        name = original.replace("/", "-")
+        split, documents = DATA[original]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents))
+        file = root / original if original.endswith("yaml") else root / f"{original}.yaml"
+        (folder / f"{name}.yaml").write_text(
+            TASK.format(
+                original=file, name=name, split=split, data=folder / f"{name}.jsonl", cache=folder / "cache",
+                other={"test": "validation", "validation": "test"}[split],
+            )
+        )  # fmt: skip
+    names = [original.replace("/", "-") for original in originals]
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=names, task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        bootstrap_iters=0, log_samples=True,
+    )  # fmt: skip
+    responses = {
+        name: [one[0] for sample in found["samples"][name] for one in sample["resps"]] for name in names
+    }  # fmt: skip
+    return responses, found["results"]
+
+
+def test_autoregressive_results_equal_those_of_the_harnesss_own_class(tmp_path):
+    """In float64, so that the order of sums does not show."""
+    model = sinklens.load("tiny-llama", dtype="float64")
+    ours, our_scores = evaluate(SinklensLM(model), tmp_path, DATA)
+    theirs, their_scores = evaluate(HFLM(model.tree.hf, tokenizer=model.tokenizer, batch_size=4), tmp_path, DATA)
+    assert set(ours) == set(theirs)
+    for name in ours:
+        assert len(ours[name]) == len(theirs[name]) > 0
+        for one, other in zip(ours[name], theirs[name], strict=True):
+            if isinstance(other, tuple):
+                assert one == (pytest.approx(other[0], abs=1e-6), other[1])
+            else:
+                assert one == pytest.approx(other, abs=1e-6)
+        for metric, value in their_scores[name].items():
+            assert our_scores[name][metric] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value)
+
+
+def test_bounds_of_a_diffusion_model_reach_the_harness(tmp_path, tiny_llada):
+    settings = {"mc_num": 8, "mc_batch": 4}
+    found, scores = evaluate(SinklensLM(tiny_llada, seed=3, **settings), tmp_path, ["arc/arc_easy"])
+    _, (document, _) = DATA["arc/arc_easy"]
+    prompt = f"Question: {document['question']}\nAnswer:"
+    wanted = likelihood(
+        tiny_llada, prompt, [f" {text}" for text in document["choices"]["text"]], mc_num=8, batch=4, seed=3
+    )  # fmt: skip
+    assert found["arc-arc_easy"][:3] == [(pytest.approx(one.value, rel=1e-5), False) for one in wanted]
+    assert 0 <= scores["arc-arc_easy"]["acc,none"] <= 1
+    masked, _ = evaluate(
+        SinklensLM(tiny_llada, mask_sinks=1, mask_same_step=True, seed=3, **settings), tmp_path, ["arc/arc_easy"]
+    )  # fmt: skip
+    hooks = MaskSinks(top_k=1, same_step=True, seed=3)
+    wanted = likelihood(tiny_llada, prompt, " 38", mc_num=8, batch=4, seed=3, hooks=hooks)
+    assert masked["arc-arc_easy"][0][0] == pytest.approx(wanted.value, rel=1e-5)
+
+
+def request(*arguments):
+    return Instance("loglikelihood", {}, arguments, 0)
+
+
+def test_rolling_bounds_sum_over_windows(tiny_llada):
+    model = SinklensLM(tiny_llada, mc_num=4, mc_batch=2)
+    (found,) = model.loglikelihood_rolling([request(STORY * 20)], disable_tqdm=True)
+    tokens, start = model.encode(STORY * 20), model.prefix_token_id
+    size = tiny_llada.cfg.n_ctx - 1  # a window of all positions: one token of context and the tokens that it predicts
+    last = Pair(tuple(tokens[-size - 1 : -(len(tokens) % size)]), tuple(tokens[-(len(tokens) % size) :]))
+    assert size < len(tokens) < 2 * size
+    windows = [Pair((start,), tuple(tokens[:size])), last]
+    wanted = likelihoods(tiny_llada, windows, LikelihoodRequest(rule=DrawRule(4, 2)))
+    assert found == pytest.approx(sum(one.value for one in wanted), rel=1e-5)
+
+
+def test_an_answer_is_greedy_if_the_model_would_write_it(tiny_llada):
+    prompt = f"Question: {STORY}How many balls does Kim have now?\nAnswer:"
+    run = sinklens.generate(tiny_llada, prompt, gen_length=6, steps=6, block_length=6)
+    text = tiny_llada.to_string(run.tokens[0, run.prompt_length :])
+    model = SinklensLM(tiny_llada, mc_num=2, mc_batch=2, check_greedy=True)
+    requests = [request(prompt, text), request(prompt, text.replace("20", "21")), request(prompt, " Kim")]
+    assert [greedy for _, greedy in model.loglikelihood(requests, disable_tqdm=True)] == [True, False, True]
+    assert not SinklensLM(tiny_llada, mc_num=2, mc_batch=2).loglikelihood(requests[:1], disable_tqdm=True)[0][1]
+
+
+def suffix_greedy_prediction(model, prefix, target):
+    """``suffix_greedy_prediction`` of LLaDA's eval_llada.py, with the prompt's ids."""
+    seq = torch.full((1, len(prefix) + len(target)), model.mask_token_id)
+    seq[0, : len(prefix)] = torch.tensor(prefix)
+    for _ in range(len(target)):
+        mask_index = seq == model.mask_token_id
+        logits = model.tree.hf(seq).logits[mask_index]
+        x0 = torch.argmax(logits, dim=-1)
+        p = torch.softmax(logits.to(torch.float32), dim=-1)
+        confidence = torch.gather(p, dim=-1, index=torch.unsqueeze(x0, -1)).squeeze(dim=-1)
+        _, index = torch.sort(confidence, descending=True)
+        x0[index[1:]] = model.mask_token_id
+        seq[mask_index] = x0.clone()
+    return seq[0, len(prefix) :].tolist()
+
+
+def test_greedy_answers_equal_those_of_lladas_script():
+    model = random_model()
+    passes = HookedPass(model, (), 0.0, 0, ControlLog())
+    pairs = []
+    for prefix in ([5, 9, 3], [7], [8, 2, 2, 4]):
+        for length in (1, 3, 5):
+            written = suffix_greedy_prediction(model, prefix, [0] * length)
+            pairs += [Pair(tuple(prefix), tuple(written)), Pair(tuple(prefix), (*written[:-1], (written[-1] + 1) % 60))]
+    kept = [pair for pair in pairs if model.mask_token_id not in pair.answer]
+    wanted = [
+        suffix_greedy_prediction(model, list(one.prompt), [0] * len(one.answer)) == list(one.answer) for one in kept
+    ]
+    assert writes(passes, kept, Batches()) == wanted
+    assert sum(wanted) > 5
+
+
+def test_what_a_likelihood_does_not_have_is_refused(tiny_llada):
+    pair = [request("Question: 3?\nAnswer:", " 4")]
+    with pytest.raises(SettingError, match=r"MaskSinks acts on the sinks of the previous step.*same_step=True"):
+        SinklensLM(tiny_llada, mask_sinks=1).loglikelihood(pair, disable_tqdm=True)
+    with pytest.raises(SettingError, match=r"reuses keys of earlier steps, and a likelihood is one pass without any"):
+        SinklensLM(tiny_llada, cache="dual").loglikelihood(pair, disable_tqdm=True)
+    with pytest.raises(PromptError, match=r"pair 0 has \d+ tokens, and .* takes at most 128"):
+        SinklensLM(tiny_llada).loglikelihood([request("x", STORY * 20)], disable_tqdm=True)
+    with pytest.raises(SettingError, match=r"diffusion-gemma models have no likelihood here"):
+        SinklensLM("tiny-canvas").loglikelihood(pair, disable_tqdm=True)
