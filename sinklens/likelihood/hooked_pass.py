@@ -25,6 +25,7 @@ from sinklens.interventions.choice import KeyChoice
 from sinklens.interventions.keys import HoldSinks
 from sinklens.interventions.patching import FreezePattern
 from sinklens.interventions.where import AtPositions, Where
+from sinklens.likelihood.plans import planned
 from sinklens.model import Model
 from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, refuse_off_canvas, row_key
@@ -84,6 +85,7 @@ class HookedPass:
             PromptError: interventions made the text longer than the context.
         """
         prompts, real, appended = self._extended(given)
+        hooks = [planned(entry, prompts, real, given.masked) for entry in self.hooks]
         answer = slice(prompts.shape[1], prompts.shape[1] + given.answers.shape[1])
         beyond = torch.zeros_like(appended, dtype=torch.bool)
         canvas = torch.cat([prompts, given.answers, appended], dim=1)
@@ -91,7 +93,7 @@ class HookedPass:
         where = torch.cat([torch.zeros_like(prompts, dtype=torch.bool), given.masked, beyond], dim=1)
         self._check_length(int(real.sum(dim=1).max()))
         state = self._state(canvas, real, prompts.shape[1])
-        with self._hooked(state, given):
+        with self._hooked(hooks, state):
             seen = state.begin_step()
             if not torch.equal(seen[:, answer], given.answers):
                 raise SettingError(
@@ -150,9 +152,9 @@ class HookedPass:
         return {} if tokenizer is None else {token: str(tokenizer.decode([token])) for token in tokens if token >= 0}
 
     @contextmanager
-    def _hooked(self, state: State, given: Canvas) -> Iterator[None]:
-        tree, rows = self.model.tree, len(given.answers)
-        pairs = self._pairs(state)
+    def _hooked(self, hooks: Sequence[Any], state: State) -> Iterator[None]:
+        tree, rows = self.model.tree, len(state.canvas)
+        pairs = self._pairs(hooks, state)
         if self.cfg_scale > 0:
             pairs = [(name, _of_rows(function, rows)) for name, function in pairs]
         try:
@@ -162,7 +164,7 @@ class HookedPass:
         finally:
             tree.watch.step = None
 
-    def _pairs(self, state: State) -> list[tuple[str, HookFunction]]:
+    def _pairs(self, hooks: Sequence[Any], state: State) -> list[tuple[str, HookFunction]]:
         """The (point, function) pairs of one pass.
 
         Raises:
@@ -170,7 +172,7 @@ class HookedPass:
             SettingError: it acts at a point that the pass does not reach.
         """
         model, found = self.model, []
-        for entry in self.hooks:
+        for entry in hooks:
             if isinstance(entry, Intervention):
                 pairs = entry.hooks_for(model, self._context(state))
             elif isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1]) and takes_hook(entry[1]):

@@ -145,6 +145,36 @@ def test_keys_are_masked_by_a_detector(llada):
     assert found != pytest.approx(likelihood(llada, PROMPT, ANSWER, exact=True).value, rel=1e-4)
 
 
+def test_a_run_is_a_plan_each_pass_takes_its_step_with_as_many_masked_tokens(llada):
+    other = [4, 9, 3, 6]  # makes the run pad the prompt
+    run = sinklens.generate(llada, [PROMPT, other], gen_length=5, steps=5, block_length=5)
+    assert run.sinks is not None
+    scores = run.sinks.data["score"].to_numpy()[0, :, :, :, 1:8]  # [step, layer, head, pos], without the padding
+    undecided = (run.canvas[0, :-1, 4:8] == 60).sum(1).tolist()  # of the first four answer positions, by step
+
+    def logits(ids):
+        step = int(np.abs(np.array(undecided) - int((ids[0] == 60).sum())).argmin())
+        edits = {}
+        for layer in range(llada.cfg.n_layers):
+            of_layer = torch.from_numpy(scores[step, layer])[None]
+            keys = torch.zeros_like(of_layer, dtype=torch.bool).scatter(-1, of_layer.topk(1).indices, True)
+            edits[f"blocks.{layer}.attn.hook_attn_mask"] = hiding(keys)
+        return plain_pass(llada, ids, edits=edits).logits
+
+    wanted = all_masks(logits, 60, PROMPT, ANSWER)
+    hooks = MaskSinks(top_k=1, same_step=True, source=run)
+    assert likelihood(llada, PROMPT, ANSWER, exact=True, hooks=hooks).value == pytest.approx(wanted, rel=1e-4)
+    by_place = MaskSinks(top_k=None, where=Where(top_k=1, same_step=True, source=run))
+    assert likelihood(llada, PROMPT, ANSWER, exact=True, hooks=by_place).value == pytest.approx(wanted, rel=1e-4)
+    likelihood(llada, PROMPT, ANSWER, exact=True, hooks=AblateHeads(where=run.sinks, layers=[0], heads=[0]))
+    with pytest.raises(SettingError, match=r"MaskSinks acts on the sinks of the previous step.*source= with same_step"):
+        likelihood(llada, PROMPT, ANSWER, hooks=MaskSinks(top_k=1, source=run))
+    with pytest.raises(SettingError, match=r"source has no run of the prompt of row 0; record one with the prompts"):
+        likelihood(llada, [1, 2], ANSWER, hooks=hooks)
+    with pytest.raises(SettingError, match=r"at least 6 answer positions, as the answer has tokens; it has 5"):
+        likelihood(llada, PROMPT, [*ANSWER, 1, 2], hooks=hooks)
+
+
 @pytest.mark.parametrize("pick", ["random", "same_mass", "nearest", "permuted", "weakest", "random_any"])
 def test_controls_do_not_depend_on_the_batch_and_share_the_masks(llada, pick):
     hooks = MaskSinks(top_k=1, pick=pick, same_step=True)
