@@ -13,10 +13,10 @@ PATIENCE = 3.0  # seconds before a bar appears by default
 
 
 class Progress:
-    """A listener (see sampling/loop.py) that shows how many steps are done."""
+    """A listener (see sampling/loop.py) that shows how many steps are done; `what` names the work."""
 
-    def __init__(self, steps: int, wanted: bool | None) -> None:
-        self._steps, self._wanted = steps, wanted
+    def __init__(self, steps: int, wanted: bool | None, what: str = "denoising") -> None:
+        self._steps, self._wanted, self._what = steps, wanted, what
         self._started = time.monotonic()
         self._bar: Any = None
         self._task: Any = None
@@ -48,12 +48,12 @@ class Progress:
         from rich.console import Console
 
         self._bar = progress.Progress(
-            progress.TextColumn("denoising"),
+            progress.TextColumn(self._what),
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
             progress.TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
         )
-        self._task = self._bar.add_task("denoising", total=self._steps, completed=done)
+        self._task = self._bar.add_task(self._what, total=self._steps, completed=done)
         self._bar.start()

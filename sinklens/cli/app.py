@@ -1,4 +1,4 @@
-"""The command line: ``sinklens demo | trace | lab | analyse | evaluate | score | table | hooks | models | train``.
+"""The command line: ``sinklens demo | trace | lab | analyse | evaluate | score | likelihood | table | hooks | …``.
 
 Exit codes: 0 success; 1 an error explained by the message; 2 a command line that cannot be parsed, with an unknown or
 missing option or a value of the wrong form; 130 interrupted. Files are written atomically: an interrupted command
@@ -433,6 +433,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "export": (
         "write every record of an evaluation, with the run that it belongs to, as a line of JSON",
         _adding("evaluation", "add_export"),
+    ),
+    "likelihood": (
+        "multiple choice by likelihood: accuracy and log-likelihood of the right answer, with sinks masked",
+        _adding("likelihood", "add_likelihood"),
     ),
     "table": (
         "print the tables of results from `sinklens evaluate` or `sinklens analyse`, with intervals",

@@ -41,8 +41,7 @@ def add_run(command: Any, *names: str) -> None:
     """Add options for arguments of a run; all by default."""
     from sinklens.runs.request import RunRequest
 
-    for name in names or OF_RUN:
-        _add(command, arguments(RunRequest)[name])
+    add_declared(command, RunRequest, *(names or OF_RUN))
 
 
 def run_given(options: argparse.Namespace) -> dict[str, Any]:
@@ -68,6 +67,12 @@ def loading(options: argparse.Namespace, model: str | None = None) -> dict[str, 
         given["block_length"] = options.set_block_length
     given = {name: value for name, value in given.items() if value is not None}
     return given if model is None else fitting(model, given)
+
+
+def add_declared(command: Any, declared: Any, *names: str) -> None:
+    """Add options for the arguments `names` that `declared` declares."""
+    for name in names:
+        _add(command, arguments(declared)[name])
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from sinklens.likelihood.batches import Batches
 from sinklens.likelihood.draws import DrawRule, Draws
 from sinklens.likelihood.hooked_pass import Canvas, HookedPass
 from sinklens.likelihood.pairs import Pair
-from sinklens.likelihood.result import Likelihood
+from sinklens.likelihood.result import Kind, Likelihood
 from sinklens.model import Model
 
 
@@ -121,7 +121,7 @@ def _compute(passes: HookedPass, pairs: Sequence[Pair], batch: Sequence[_Row], l
     places = np.split(lost, np.cumsum([sum(row.masked) for row in batch])[:-1])
     for row, values in zip(batch, places, strict=True):
         columns = row.part.start + np.flatnonzero(row.masked)
-        losses[row.part.pair][np.ix_(row.draws, columns)] = values
+        losses[row.part.pair][np.array(row.draws)[:, None], columns] = values
 
 
 def _result(pair: Pair, parts: Sequence[_Part], losses: np.ndarray, rule: DrawRule) -> Likelihood:
@@ -132,5 +132,5 @@ def _result(pair: Pair, parts: Sequence[_Part], losses: np.ndarray, rule: DrawRu
         shares[:count, there] = part.draws.shares.numpy()[:, None]
         weights[:count, there] = part.draws.weights.numpy()[:, None]
         blocks[there] = part.number
-    kind = "bound" if rule.exact else "estimate"
+    kind: Kind = "bound" if rule.exact else "estimate"
     return Likelihood.of(kind, pair.answer, losses, shares, weights, blocks, rule.batch)

@@ -1,0 +1,185 @@
+"""Multiple choice by likelihood: which of the given answers does a model find most probable, and at what cost of masks?
+
+Every condition gets the same questions, and in a diffusion model the same mask draws, so accuracies and log-likelihoods
+are compared question by question. Sinks are masked by the pass itself (``same_step``) in a diffusion model, and by the
+token before in an autoregressive one.
+
+Pitfall: longer answers are less probable. `Question` therefore suits answers of similar length; there is no
+normalization by length, as in the harness's plain ``acc``.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+
+from sinklens.errors import SettingError, TaskError
+from sinklens.evaluation.conditions import Condition
+from sinklens.evaluation.statistics import Accuracy, Paired, paired
+from sinklens.interventions import MaskSinks
+from sinklens.likelihood.estimate import LikelihoodRequest, likelihoods
+from sinklens.likelihood.pairs import Pair, pairs_of
+from sinklens.likelihood.result import Difference, Likelihood, difference
+from sinklens.model import Model
+from sinklens.progress import Progress
+from sinklens.tasks.base import check_limit
+from sinklens.tasks.word_problems import Problem, held_out
+
+APART = (1, -1, 10)  # how far wrong results of `word_problem_choices` are from the right one
+
+
+@dataclass(frozen=True)
+class Question:
+    """A multiple-choice question.
+
+    Attributes:
+        prompt: the text before the answers.
+        choices: the answers, each as it follows the prompt.
+        right: index of the right one.
+    """
+
+    prompt: str
+    choices: tuple[str, ...]
+    right: int
+
+
+@dataclass(frozen=True)
+class ChoiceResult:
+    """The answers of one model under one condition.
+
+    Attributes:
+        condition: the condition.
+        likelihoods: those of every choice, by question.
+        right: index of the right choice, by question.
+    """
+
+    condition: Condition
+    likelihoods: tuple[tuple[Likelihood, ...], ...]
+    right: tuple[int, ...]
+
+    @property
+    def verdicts(self) -> Bool[np.ndarray, " question"]:
+        """Whether the right choice is the most probable one; the first of equals counts."""
+        chosen = [int(np.argmax([one.value for one in choices])) for choices in self.likelihoods]
+        return np.array(chosen) == np.array(self.right)
+
+    @property
+    def accuracy(self) -> Accuracy:
+        """Share of questions whose right choice is the most probable one."""
+        return Accuracy(int(self.verdicts.sum()), len(self.right))
+
+    @property
+    def of_right(self) -> list[Likelihood]:
+        """The likelihoods of the right choices."""
+        return [choices[right] for choices, right in zip(self.likelihoods, self.right, strict=True)]
+
+    def accuracy_against(self, base: "ChoiceResult") -> Paired:
+        """The difference of the accuracies, this one minus that of `base`, paired by question."""
+        return paired(base.verdicts, self.verdicts)
+
+    def likelihood_against(self, base: "ChoiceResult") -> Difference:
+        """The mean difference of the right choices' log-likelihoods in nats, paired by question and mask draw."""
+        return difference(base.of_right, self.of_right)
+
+
+def word_problem_choices(limit: int | None = None) -> list[Question]:
+    """The held-out word problems with four worked answers that differ in the result; the right one is the first."""
+    check_limit(limit)
+    return [_question(problem) for problem in held_out()[:limit]]
+
+
+def _question(problem: Problem) -> Question:
+    results = [problem.result, *(n if (n := problem.result + apart) >= 0 else problem.result + 2 for apart in APART)]
+    steps, _, _ = problem.answer.rpartition(f"= {problem.result}")
+    end = problem.answer[len(steps) + len(f"= {problem.result}") :].rpartition("#### ")[0]
+    return Question(problem.prompt, tuple(f" {steps}= {result}{end}#### {result}" for result in results), 0)
+
+
+def read_choices(file: Path, limit: int | None = None) -> list[Question]:
+    """Questions from JSON Lines with "prompt", "choices" (a list of texts) and "answer" (the index of the right one).
+
+    A choice that does not begin with a space gets one, as in the harness.
+
+    Raises:
+        TaskError: the file is missing, or a line is malformed.
+    """
+    check_limit(limit)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()[:limit]
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"cannot read {file} ({error}); pass a file of JSON Lines.") from error
+    found = [_read(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise TaskError(f"{file} holds no questions; every line is one, with prompt, choices and answer.")
+    return found
+
+
+def _read(line: str, where: str) -> Question:
+    try:
+        given = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TaskError(f"{where} is not JSON: {error}.") from error
+    fields: dict[str, Any] = given if isinstance(given, dict) else {}
+    prompt, choices, right = (fields.get(name) for name in ("prompt", "choices", "answer"))
+    texts = isinstance(choices, list) and len(choices) > 1 and all(isinstance(one, str) and one for one in choices)
+    if not (isinstance(prompt, str) and texts and type(right) is int and 0 <= right < len(choices)):
+        raise TaskError(
+            f"{where} must have prompt, a text; choices, two or more texts; and answer, the index of the right one, "
+            f"from 0; got {line:.80}."
+        )
+    return Question(prompt, tuple(one if one[0].isspace() else f" {one}" for one in choices), right)
+
+
+def answer(
+    model: Model,
+    questions: Sequence[Question],
+    conditions: Sequence[Condition],
+    request: LikelihoodRequest,
+    progress: bool | None = None,
+) -> list[ChoiceResult]:
+    """Score every choice under every condition; `request` has no hooks of its own.
+
+    Raises:
+        SettingError: a condition has a cache policy or takes the sinks of another run, or see `likelihoods`.
+    """
+    several = [pairs_of(model, question.prompt, list(question.choices), False) for question in questions]
+    hooks = [_hooks(condition, model) for condition in conditions]
+    found: list[ChoiceResult] = []
+    with Progress(len(conditions) * len(questions), progress, "scoring") as bar:
+        for condition, entries in zip(conditions, hooks, strict=True):
+            under, scored = replace(request, hooks=entries), list[tuple[Likelihood, ...]]()
+            for pairs in _in_groups(several):
+                bar.before(len(found) * len(questions) + len(scored), None)
+                scored += _grouped(likelihoods(model, [pair for one in pairs for pair in one], under), pairs)
+                bar.after(len(found) * len(questions) + len(scored) - 1, None)
+            found.append(ChoiceResult(condition, tuple(scored), tuple(question.right for question in questions)))
+    return found
+
+
+def _hooks(condition: Condition, model: Model) -> list[Any]:
+    """The interventions of a condition; in a diffusion model, masks of sinks are those of the same pass."""
+    if condition.cache is not None or condition.of_unmasked:
+        raise SettingError(
+            f"{condition.name!r} needs earlier steps or another run, which a likelihood does not have; leave cache= "
+            f"and of_unmasked= out."
+        )
+    return [replace(hook, same_step=True) if _by_rule(hook) and not model.causal else hook for hook in condition.hooks]
+
+
+def _by_rule(hook: Any) -> bool:
+    """Whether an intervention masks sinks by their scores."""
+    return isinstance(hook, MaskSinks) and hook.where is None
+
+
+def _in_groups(several: Sequence[list[Pair]], size: int = 16) -> Iterable[Sequence[list[Pair]]]:
+    return (several[start : start + size] for start in range(0, len(several), size))
+
+
+def _grouped(flat: Sequence[Likelihood], pairs: Sequence[Sequence[Pair]]) -> list[tuple[Likelihood, ...]]:
+    """`flat` divided by question."""
+    rest = iter(flat)
+    return [tuple(next(rest) for _ in choices) for choices in pairs]
