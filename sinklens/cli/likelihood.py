@@ -55,7 +55,7 @@ def add_likelihood(command: argparse.ArgumentParser) -> None:
 def run_likelihood(options: argparse.Namespace) -> None:
     """`sinklens likelihood`."""
     from sinklens.atomic import atomic_write
-    from sinklens.evaluation.choices import answer, read_choices, word_problem_choices
+    from sinklens.evaluation.choices import answer_questions, read_choices, word_problem_choices
     from sinklens.evaluation.conditions import masking
     from sinklens.likelihood import DrawRule, LikelihoodRequest
     from sinklens.model import load
@@ -69,7 +69,7 @@ def run_likelihood(options: argparse.Namespace) -> None:
         model = load(name, **loading(options, name))
         guidance = 0.0 if model.causal else options.cfg_scale
         request = LikelihoodRequest(rule=rule, cfg_scale=guidance, rows=options.rows)
-        rows += lines(name, answer(model, questions, conditions, request))
+        rows += lines(name, answer_questions(model, questions, conditions, request))
     _show(rows)
     if options.out is not None:
         import pandas as pd

@@ -20,9 +20,9 @@ from jaxtyping import Bool
 from sinklens.errors import SettingError, TaskError
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.statistics import Accuracy, Paired, paired
-from sinklens.interventions import MaskSinks
+from sinklens.interventions import Intervention, MaskSinks
 from sinklens.likelihood.estimate import LikelihoodRequest, likelihoods
-from sinklens.likelihood.pairs import Pair, pairs_of
+from sinklens.likelihood.pairs import PromptAnswer, pairs_of
 from sinklens.likelihood.result import Difference, Likelihood, difference
 from sinklens.model import Model
 from sinklens.progress import Progress
@@ -123,18 +123,18 @@ def _read(line: str, where: str) -> Question:
         given = json.loads(line)
     except json.JSONDecodeError as error:
         raise TaskError(f"{where} is not JSON: {error}.") from error
-    fields: dict[str, Any] = given if isinstance(given, dict) else {}
-    prompt, choices, right = (fields.get(name) for name in ("prompt", "choices", "answer"))
-    texts = isinstance(choices, list) and len(choices) > 1 and all(isinstance(one, str) and one for one in choices)
-    if not (isinstance(prompt, str) and texts and type(right) is int and 0 <= right < len(choices)):
-        raise TaskError(
-            f"{where} must have prompt, a text; choices, two or more texts; and answer, the index of the right one, "
-            f"from 0; got {line:.80}."
-        )
-    return Question(prompt, tuple(one if one[0].isspace() else f" {one}" for one in choices), right)
+    match given:
+        case {"prompt": str(prompt), "choices": [_, _, *_] as choices, "answer": right} if (
+            all(isinstance(one, str) and one for one in choices) and type(right) is int and 0 <= right < len(choices)
+        ):
+            return Question(prompt, tuple(one if one[0].isspace() else f" {one}" for one in choices), right)
+    raise TaskError(
+        f"{where} must have prompt, a text; choices, two or more texts; and answer, the index of the right one, from "
+        f"0; got {line:.80}."
+    )
 
 
-def answer(
+def answer_questions(
     model: Model,
     questions: Sequence[Question],
     conditions: Sequence[Condition],
@@ -167,19 +167,19 @@ def _hooks(condition: Condition, model: Model) -> list[Any]:
             f"{condition.name!r} needs earlier steps or another run, which a likelihood does not have; leave cache= "
             f"and of_unmasked= out."
         )
-    return [replace(hook, same_step=True) if _by_rule(hook) and not model.causal else hook for hook in condition.hooks]
+    return [_of_the_pass(hook) if not model.causal else hook for hook in condition.hooks]
 
 
-def _by_rule(hook: Any) -> bool:
-    """Whether an intervention masks sinks by their scores."""
-    return isinstance(hook, MaskSinks) and hook.where is None
+def _of_the_pass(hook: Intervention) -> Intervention:
+    """`hook`; a mask of sinks by their scores takes those of the pass itself."""
+    return replace(hook, same_step=True) if isinstance(hook, MaskSinks) and hook.where is None else hook
 
 
-def _in_groups(several: Sequence[list[Pair]], size: int = 16) -> Iterable[Sequence[list[Pair]]]:
+def _in_groups(several: Sequence[list[PromptAnswer]], size: int = 16) -> Iterable[Sequence[list[PromptAnswer]]]:
     return (several[start : start + size] for start in range(0, len(several), size))
 
 
-def _grouped(flat: Sequence[Likelihood], pairs: Sequence[Sequence[Pair]]) -> list[tuple[Likelihood, ...]]:
+def _grouped(flat: Sequence[Likelihood], pairs: Sequence[Sequence[PromptAnswer]]) -> list[tuple[Likelihood, ...]]:
     """`flat` divided by question."""
     rest = iter(flat)
     return [tuple(next(rest) for _ in choices) for choices in pairs]

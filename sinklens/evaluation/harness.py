@@ -32,8 +32,8 @@ from sinklens.interventions.controls import Pick
 from sinklens.interventions.key_places import Reach
 from sinklens.likelihood.batches import Batches
 from sinklens.likelihood.draws import DrawRule, Masking
-from sinklens.likelihood.estimate import LikelihoodRequest, scores
-from sinklens.likelihood.pairs import Pair, check, divided, longest
+from sinklens.likelihood.estimate import LikelihoodRequest, refuse_cache, scores
+from sinklens.likelihood.pairs import PromptAnswer, check_pair, divided, longest
 from sinklens.model import load
 from sinklens.runs.policies import check_policy
 from sinklens.runs.request import hook_list
@@ -56,7 +56,7 @@ LENGTHS = (
     "max_tokens",
     "max_completion_tokens",
 )  # synonyms; the first one given counts
-AT_ONCE = 256  # requests whose losses are in memory together
+AT_ONCE = 64  # requests whose losses are in memory together
 RANDOMNESS = ("temperature", "top_p", "top_k")  # ignored if a task sets do_sample: false
 
 
@@ -226,7 +226,7 @@ class SinklensLM(LM):
         most = longest(self.model) - 1
         windows = [
             [
-                Pair(tuple(before), tuple(after))
+                PromptAnswer(tuple(before), tuple(after))
                 for before, after in map(
                     make_disjoint_window,
                     get_rolling_token_windows(self.encode(request.args[0]), self.prefix_token_id, most, 1),
@@ -243,27 +243,23 @@ class SinklensLM(LM):
         start = self.tokenizer.bos_token_id
         return int(self.model.eos_token_ids[0] if start is None else start)
 
-    def _pair(self, context: str, continuation: str) -> Pair:
+    def _pair(self, context: str, continuation: str) -> PromptAnswer:
         """Token ids of one request."""
         if context:
             pair = divided(context, continuation, self.encode)
         else:
             after = list(self.tokenizer(continuation, add_special_tokens=False).input_ids)
             before = [] if after[:1] == [self.prefix_token_id] else [self.prefix_token_id]
-            pair = Pair(tuple([*before, *after][:1]), tuple([*before, *after][1:]))
+            pair = PromptAnswer(tuple([*before, *after][:1]), tuple([*before, *after][1:]))
         room = longest(self.model) - len(pair.answer)
         return pair._replace(prompt=pair.prompt[max(0, len(pair.prompt) - max(room, 1)) :])
 
-    def _scored(self, pairs: Sequence[Pair], disable_tqdm: bool) -> list[tuple[float, bool]]:
+    def _scored(self, pairs: Sequence[PromptAnswer], disable_tqdm: bool) -> list[tuple[float, bool]]:
         from tqdm import tqdm
 
-        if self.cache is not None:
-            raise SettingError(
-                f"{self.cache!r} reuses keys of earlier steps, and a likelihood is one pass without any; leave cache= "
-                f"out, or measure the policy on a task that generates."
-            )
+        refuse_cache(self.cache)
         for number, pair in enumerate(pairs):
-            check(self.model, pair, number)
+            check_pair(self.model, pair, number)
         request = LikelihoodRequest(
             rule=self.rule, cfg_scale=float(self.settings.get("cfg_scale", 0.0)), hooks=self.hooks
         )

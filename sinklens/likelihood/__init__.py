@@ -6,7 +6,7 @@ paired: they share the masks of every answer.
 
 from sinklens.likelihood.draws import DrawRule
 from sinklens.likelihood.estimate import LikelihoodRequest, likelihood, likelihoods
-from sinklens.likelihood.pairs import Pair
+from sinklens.likelihood.pairs import PromptAnswer
 from sinklens.likelihood.result import Difference, Likelihood, LossCurve, curve, difference
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "Likelihood",
     "LikelihoodRequest",
     "LossCurve",
-    "Pair",
+    "PromptAnswer",
     "curve",
     "difference",
     "likelihood",

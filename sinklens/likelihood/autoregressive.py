@@ -17,13 +17,13 @@ from torch.nn.functional import cross_entropy, pad
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.likelihood.batches import Batches
-from sinklens.likelihood.pairs import Pair, by_prompt
+from sinklens.likelihood.pairs import PromptAnswer, by_prompt
 from sinklens.likelihood.result import Likelihood
 from sinklens.model import Model
 from sinklens.tracing import generate
 
 
-class Scored:
+class TokenScores:
     """Log-likelihoods of pairs, filled in batches.
 
     Attributes:
@@ -31,27 +31,32 @@ class Scored:
         greedy: whether the most likely tokens are the answer, by pair.
     """
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
+    def __init__(self, pairs: Sequence[PromptAnswer]) -> None:
         self.losses = [np.full(len(pair.answer), np.nan) for pair in pairs]
         self.greedy = [True] * len(pairs)
 
-    def put(self, number: int, start: int, logits: Float[Tensor, "pos vocab"], tokens: Int[Tensor, " pos"]) -> None:
-        """Store the tokens of pair `number` from position `start` on, given the logits that predict them."""
-        lost = cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, tokens, reduction="none")
-        self.losses[number][start : start + len(tokens)] = lost.double().cpu().numpy()
+    def put(self, number: int, logits: Float[Tensor, "pos vocab"], tokens: Int[Tensor, " pos"]) -> None:
+        """Store the tokens of pair `number`, given the logits that predict them."""
+        self.losses[number][:] = _losses(logits, tokens)
         self.greedy[number] &= bool((logits.argmax(dim=-1) == tokens).all())
 
-    def result(self, number: int, pair: Pair) -> Likelihood:
+    def result(self, number: int, pair: PromptAnswer) -> Likelihood:
         """The likelihood of a pair."""
         losses = self.losses[number][None]
         ones, blocks = np.ones_like(losses), np.zeros(losses.shape[1], dtype=np.int64)
         return Likelihood.of("likelihood", pair.answer, losses, ones, ones, blocks)
 
 
+def _losses(logits: Float[Tensor, "token vocab"], tokens: Int[Tensor, " token"]) -> Float[np.ndarray, " token"]:
+    """−log p of each token, at least in float32."""
+    precise = logits if logits.dtype == torch.float64 else logits.float()
+    return cross_entropy(precise, tokens, reduction="none").double().cpu().numpy()
+
+
 @torch.no_grad()
-def score(model: Model, pairs: Sequence[Pair], batches: Batches) -> Scored:
+def score_exactly(model: Model, pairs: Sequence[PromptAnswer], batches: Batches) -> TokenScores:
     """Score the pairs; answers of one prompt share its keys and values."""
-    found = Scored(pairs)
+    found = TokenScores(pairs)
     shared = sorted(by_prompt(pairs).items(), key=lambda entry: len(entry[0]))
 
     def positions(entry: tuple[tuple[int, ...], list[int]]) -> int:
@@ -66,7 +71,7 @@ def score(model: Model, pairs: Sequence[Pair], batches: Batches) -> Scored:
 
 
 def _score(
-    model: Model, pairs: Sequence[Pair], batch: Sequence[tuple[tuple[int, ...], list[int]]], found: Scored
+    model: Model, pairs: Sequence[PromptAnswer], batch: Sequence[tuple[tuple[int, ...], list[int]]], found: TokenScores
 ) -> None:
     """Score the answers of some prompts: one pass over the prompts but for their last tokens, and one over the rest."""
     from transformers import DynamicCache
@@ -86,16 +91,18 @@ def _score(
     hidden = model.tree.hidden(rest, real, cache)
     for number, row in zip(numbers, hidden, strict=True):
         answer = torch.tensor(pairs[number].answer, device=rest.device)
-        found.put(number, 0, model.tree.head(row[: len(answer)]), answer)
+        found.put(number, model.tree.head(row[: len(answer)]), answer)
 
 
-def score_forced(model: Model, pairs: Sequence[Pair], hooks: Sequence[Any], seed: int, batches: Batches) -> Scored:
+def score_forced(
+    model: Model, pairs: Sequence[PromptAnswer], hooks: Sequence[Any], seed: int, batches: Batches
+) -> TokenScores:
     """Score the pairs in runs under `hooks` that are forced to write the answers.
 
     Raises:
         SettingError: an answer holds an end token before its end, where a run ends.
     """
-    found = Scored(pairs)
+    found = TokenScores(pairs)
     _refuse_ends(model, pairs)
     for length in sorted({len(pair.answer) for pair in pairs}):
         same = sorted((n for n, pair in enumerate(pairs) if len(pair.answer) == length), key=lambda n: pairs[n].prompt)
@@ -108,14 +115,21 @@ def score_forced(model: Model, pairs: Sequence[Pair], hooks: Sequence[Any], seed
 
 
 def _force(
-    model: Model, pairs: Sequence[Pair], numbers: Sequence[int], hooks: Sequence[Any], seed: int, found: Scored
+    model: Model,
+    pairs: Sequence[PromptAnswer],
+    numbers: Sequence[int],
+    hooks: Sequence[Any],
+    seed: int,
+    found: TokenScores,
 ) -> None:
     answers = torch.tensor([pairs[number].answer for number in numbers], device=model.cfg.device)
 
     def read(logits: Float[Tensor, "batch 1 vocab"], hook: Point) -> None:
         step = int(hook.step or 0)
-        for row, number in enumerate(numbers):
-            found.put(number, step, logits[row], answers[row, step : step + 1])
+        lost, right = _losses(logits[:, 0], answers[:, step]), logits[:, 0].argmax(dim=-1) == answers[:, step]
+        for number, loss, greedy in zip(numbers, lost, right.tolist(), strict=True):
+            found.losses[number][step] = loss
+            found.greedy[number] &= greedy
 
     def force(candidates: Int[Tensor, "batch 1"], hook: Point) -> Tensor:
         step = int(hook.step or 0)
@@ -128,7 +142,7 @@ def _force(
     )  # fmt: skip
 
 
-def _refuse_ends(model: Model, pairs: Sequence[Pair]) -> None:
+def _refuse_ends(model: Model, pairs: Sequence[PromptAnswer]) -> None:
     for number, pair in enumerate(pairs):
         ends = [place for place, token in enumerate(pair.answer[:-1]) if token in model.eos_token_ids]
         if ends:

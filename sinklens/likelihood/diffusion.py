@@ -16,10 +16,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sinklens.likelihood.batches import Batches
-from sinklens.likelihood.draws import DrawRule, Draws
-from sinklens.likelihood.hooked_pass import Canvas, HookedPass
-from sinklens.likelihood.pairs import Pair
-from sinklens.likelihood.result import Kind, Likelihood
+from sinklens.likelihood.draws import DrawRule, MaskDraws
+from sinklens.likelihood.hooked_pass import HookedPass, MaskedRows
+from sinklens.likelihood.pairs import PromptAnswer
+from sinklens.likelihood.result import Likelihood, ValueKind
 from sinklens.model import Model
 
 
@@ -38,7 +38,7 @@ class _Part:
     number: int
     start: int
     stop: int
-    draws: Draws
+    draws: MaskDraws
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Row:
     draws: tuple[int, ...]
 
 
-def bounds(passes: HookedPass, pairs: Sequence[Pair], rule: DrawRule, batches: Batches) -> list[Likelihood]:
+def bounds(passes: HookedPass, pairs: Sequence[PromptAnswer], rule: DrawRule, batches: Batches) -> list[Likelihood]:
     """The bound of each pair."""
     parts = [part for number, pair in enumerate(pairs) for part in _parts(passes.model, number, pair, rule)]
     rows = [row for part in parts for row in _rows(part) if any(row.masked)]
@@ -69,7 +69,7 @@ def bounds(passes: HookedPass, pairs: Sequence[Pair], rule: DrawRule, batches: B
     ]
 
 
-def block_ends(model: Model, pair: Pair) -> list[int]:
+def block_ends(model: Model, pair: PromptAnswer) -> list[int]:
     """Where the blocks of an answer end, in its tokens; a single one unless the model is block-causal."""
     blocks, length = model.checkpoint.blocks, len(pair.answer)
     if blocks is None:
@@ -78,7 +78,7 @@ def block_ends(model: Model, pair: Pair) -> list[int]:
     return [*range(blocks.length - before, length, blocks.length), length]
 
 
-def _parts(model: Model, number: int, pair: Pair, rule: DrawRule) -> Iterator[_Part]:
+def _parts(model: Model, number: int, pair: PromptAnswer, rule: DrawRule) -> Iterator[_Part]:
     """The blocks of one answer."""
     ends = block_ends(model, pair)
     for block, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -105,7 +105,9 @@ def _by_length(rows: Sequence[_Row]) -> Iterator[Sequence[_Row]]:
         yield rows[start:]
 
 
-def _compute(passes: HookedPass, pairs: Sequence[Pair], batch: Sequence[_Row], losses: list[np.ndarray]) -> None:
+def _compute(
+    passes: HookedPass, pairs: Sequence[PromptAnswer], batch: Sequence[_Row], losses: list[np.ndarray]
+) -> None:
     """Write the losses of the masked tokens of `batch` into `losses`."""
     model = passes.model
     assert model.mask_token_id is not None
@@ -113,10 +115,8 @@ def _compute(passes: HookedPass, pairs: Sequence[Pair], batch: Sequence[_Row], l
     texts = [(*pair.prompt, *pair.answer[:stop]) for pair in (pairs[row.part.pair] for row in batch)]
     ids, real = model.reader.padded([list(text) for text in texts])
     answers, length = ids[:, -stop:], ids.shape[1] - stop
-    masked = torch.zeros_like(answers, dtype=torch.bool)
-    for place, row in enumerate(batch):
-        masked[place, row.part.start :] = torch.tensor(row.masked)
-    given = Canvas(ids[:, :length], real[:, :length], answers.masked_fill(masked, model.mask_token_id), masked)
+    masked = torch.tensor([(False,) * row.part.start + row.masked for row in batch], device=ids.device)
+    given = MaskedRows(ids[:, :length], real[:, :length], answers.masked_fill(masked, model.mask_token_id), masked)
     lost = cross_entropy(passes.logits(given), answers[masked], reduction="none").double().cpu().numpy()
     places = np.split(lost, np.cumsum([sum(row.masked) for row in batch])[:-1])
     for row, values in zip(batch, places, strict=True):
@@ -124,7 +124,7 @@ def _compute(passes: HookedPass, pairs: Sequence[Pair], batch: Sequence[_Row], l
         losses[row.part.pair][np.array(row.draws)[:, None], columns] = values
 
 
-def _result(pair: Pair, parts: Sequence[_Part], losses: np.ndarray, rule: DrawRule) -> Likelihood:
+def _result(pair: PromptAnswer, parts: Sequence[_Part], losses: np.ndarray, rule: DrawRule) -> Likelihood:
     shares, weights = np.ones_like(losses), np.zeros_like(losses)
     blocks = np.zeros(len(pair.answer), dtype=np.int64)
     for part in parts:
@@ -132,5 +132,5 @@ def _result(pair: Pair, parts: Sequence[_Part], losses: np.ndarray, rule: DrawRu
         shares[:count, there] = part.draws.shares.numpy()[:, None]
         weights[:count, there] = part.draws.weights.numpy()[:, None]
         blocks[there] = part.number
-    kind: Kind = "bound" if rule.exact else "estimate"
+    kind: ValueKind = "bound" if rule.exact else "estimate"
     return Likelihood.of(kind, pair.answer, losses, shares, weights, blocks, rule.batch)

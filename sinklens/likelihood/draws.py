@@ -36,7 +36,7 @@ MOST_ENUMERATED = 8
 
 
 @dataclass(frozen=True)
-class Draws:
+class MaskDraws:
     """Masks of the answer tokens of one block.
 
     Attributes:
@@ -86,7 +86,7 @@ class DrawRule:
         if self.masking not in get_args(Masking):
             raise SettingError(f"masking must be one of {', '.join(get_args(Masking))}; got {self.masking!r}.")
 
-    def draw(self, prompt: Sequence[int], length: int, block: int = 0) -> Draws:
+    def draw(self, prompt: Sequence[int], length: int, block: int = 0) -> MaskDraws:
         """The masks of the `length` answer tokens of a block.
 
         Raises:
@@ -100,7 +100,7 @@ class DrawRule:
             for number in range(self.mc_num // self.batch)
         ]
         masked, shares = (torch.cat(part) for part in zip(*parts, strict=True))
-        return Draws(masked, shares, 1 / (shares * self.mc_num))
+        return MaskDraws(masked, shares, 1 / (shares * self.mc_num))
 
 
 def generator_of(seed: int, prompt: Sequence[int], length: int, block: int, batch: int) -> torch.Generator:
@@ -130,7 +130,7 @@ def by_rate(
     return torch.rand(batch, length, generator=generator) < rates[:, None], rates.double()
 
 
-def every_mask(length: int) -> Draws:
+def every_mask(length: int) -> MaskDraws:
     """All 2^L − 1 masks of `length` tokens, each with the weight 1 / (k · C(L, k)).
 
     Raises:
@@ -147,4 +147,4 @@ def every_mask(length: int) -> Draws:
         masked[row, list(places)] = True
     counts = masked.sum(dim=1).tolist()
     weights = torch.tensor([1 / (count * comb(length, count)) for count in counts], dtype=torch.float64)
-    return Draws(masked, torch.tensor(counts, dtype=torch.float64) / length, weights)
+    return MaskDraws(masked, torch.tensor(counts, dtype=torch.float64) / length, weights)

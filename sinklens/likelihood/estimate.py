@@ -10,15 +10,16 @@ Silent failure that is refused: "the sinks of the previous step" do not exist in
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sinklens.caching import Policy, as_policy
 from sinklens.errors import SettingError
 from sinklens.integers import as_integer
-from sinklens.likelihood.autoregressive import score, score_forced
+from sinklens.likelihood.autoregressive import score_exactly, score_forced
 from sinklens.likelihood.batches import Batches
 from sinklens.likelihood.diffusion import bounds
 from sinklens.likelihood.draws import DrawRule, Masking
 from sinklens.likelihood.greedy import writes
 from sinklens.likelihood.hooked_pass import HookedPass, refuse_earlier
-from sinklens.likelihood.pairs import Pair, is_several, pairs_of
+from sinklens.likelihood.pairs import PromptAnswer, is_several, pairs_of
 from sinklens.likelihood.result import Likelihood
 from sinklens.model import Model
 from sinklens.prompts import Prompt
@@ -62,6 +63,7 @@ def likelihood(
     seed: int = 0,
     chat_template: bool | str = False,
     rows: int | None = None,
+    cache: Policy | str | None = None,
 ) -> Likelihood | list[Likelihood]:
     """Log-likelihood of an answer, or a lower bound of it, in nats, with its standard error.
 
@@ -77,6 +79,7 @@ def likelihood(
         cfg_scale: classifier-free guidance, as in LLaDA's sampler: the prompt is masked in the unconditional rows.
         chat_template: as in `sinklens.generate`, for text prompts.
         rows: most rows in a pass; by default as many as have 16,384 positions, and fewer once memory runs out.
+        cache: not available, since a cache policy reuses keys of earlier steps; None or "none".
 
     Returns:
         The result for one answer, or one for each.
@@ -86,6 +89,7 @@ def likelihood(
         SettingError: a setting is out of range; the model has no likelihood; an intervention needs an earlier step.
         DeviceMemoryError: a single row does not fit into memory.
     """
+    refuse_cache(cache)
     request = LikelihoodRequest(
         rule=DrawRule(mc_num, batch, masking, exact, seed), cfg_scale=cfg_scale, hooks=hooks, rows=rows
     )
@@ -93,8 +97,22 @@ def likelihood(
     return found if is_several(prompt) or is_several(answer) else found[0]
 
 
+def refuse_cache(cache: Policy | str | None) -> None:
+    """Refuse a cache policy.
+
+    Raises:
+        SettingError: there is one.
+    """
+    policy = as_policy(cache)
+    if policy is not None:
+        raise SettingError(
+            f"{policy!r} reuses keys of earlier steps, and a likelihood is one pass without any; leave cache= out, or "
+            f"measure the policy on answers that are generated, with sinklens evaluate --cache."
+        )
+
+
 @dataclass(frozen=True)
-class Scores:
+class ScoredAnswers:
     """Likelihoods of some pairs.
 
     Attributes:
@@ -106,14 +124,14 @@ class Scores:
     greedy: list[bool] | None
 
 
-def likelihoods(model: Model, pairs: Sequence[Pair], request: LikelihoodRequest) -> list[Likelihood]:
+def likelihoods(model: Model, pairs: Sequence[PromptAnswer], request: LikelihoodRequest) -> list[Likelihood]:
     """The likelihood of each pair; see `likelihood`."""
     return scores(model, pairs, request, Batches(request.rows)).likelihoods
 
 
 def scores(
-    model: Model, pairs: Sequence[Pair], request: LikelihoodRequest, batches: Batches, greedy: bool = False
-) -> Scores:
+    model: Model, pairs: Sequence[PromptAnswer], request: LikelihoodRequest, batches: Batches, greedy: bool = False
+) -> ScoredAnswers:
     """The likelihood of each pair, and whether greedy decoding writes the answer; see `likelihood`."""
     model.tree.refuse_unusable()
     hooks = tuple(hook_list(request.hooks))
@@ -123,8 +141,8 @@ def scores(
                 f"{model.name} is autoregressive and has no mask token to guide with; leave cfg_scale out."
             )
         seed = request.rule.seed
-        scored = score_forced(model, pairs, hooks, seed, batches) if hooks else score(model, pairs, batches)
-        return Scores([scored.result(number, pair) for number, pair in enumerate(pairs)], scored.greedy)
+        scored = score_forced(model, pairs, hooks, seed, batches) if hooks else score_exactly(model, pairs, batches)
+        return ScoredAnswers([scored.result(number, pair) for number, pair in enumerate(pairs)], scored.greedy)
     if model.mask_token_id is None:
         raise SettingError(
             f"{model.family} models have no likelihood here: their canvas holds random tokens instead of masks, each "
@@ -135,4 +153,4 @@ def scores(
     passes = HookedPass(model, hooks, request.cfg_scale, request.rule.seed, ControlLog())
     found = bounds(passes, pairs, request.rule, batches)
     passes.controls.report()
-    return Scores(found, writes(passes, pairs, batches) if greedy else None)
+    return ScoredAnswers(found, writes(passes, pairs, batches) if greedy else None)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from sinklens.likelihood.batches import Batches
 from sinklens.likelihood.diffusion import block_ends
-from sinklens.likelihood.hooked_pass import Canvas, HookedPass
-from sinklens.likelihood.pairs import Pair
+from sinklens.likelihood.hooked_pass import HookedPass, MaskedRows
+from sinklens.likelihood.pairs import PromptAnswer
 
 
-def writes(passes: HookedPass, pairs: Sequence[Pair], batches: Batches) -> list[bool]:
+def writes(passes: HookedPass, pairs: Sequence[PromptAnswer], batches: Batches) -> list[bool]:
     """Whether greedy decoding gives exactly the answer, for each pair."""
     found, blocks = [True] * len(pairs), dict[tuple[int, int], list[int]]()
     for number, pair in enumerate(pairs):
@@ -33,7 +33,7 @@ def writes(passes: HookedPass, pairs: Sequence[Pair], batches: Batches) -> list[
     return found
 
 
-def _block(passes: HookedPass, pairs: Sequence[Pair], start: int, stop: int) -> list[bool]:
+def _block(passes: HookedPass, pairs: Sequence[PromptAnswer], start: int, stop: int) -> list[bool]:
     """Whether the answer tokens from `start` to `stop` are written after those before them."""
     ids, real = passes.model.reader.padded([[*pair.prompt, *pair.answer[:stop]] for pair in pairs])
     length = ids.shape[1] - stop
@@ -42,7 +42,7 @@ def _block(passes: HookedPass, pairs: Sequence[Pair], start: int, stop: int) -> 
     assert passes.model.mask_token_id is not None
     answers = wanted.masked_fill(masked, passes.model.mask_token_id)
     for _ in range(stop - start):
-        logits = passes.logits(Canvas(ids[:, :length], real[:, :length], answers, masked))
+        logits = passes.logits(MaskedRows(ids[:, :length], real[:, :length], answers, masked))
         answers, masked = _decided(answers, masked, logits)
     return (answers == wanted).all(dim=1).tolist()
 

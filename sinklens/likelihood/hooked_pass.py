@@ -42,7 +42,7 @@ INSTEAD = (
 
 
 @dataclass(frozen=True)
-class Canvas:
+class MaskedRows:
     """Rows of prompts and answers of equal length.
 
     Attributes:
@@ -77,7 +77,7 @@ class HookedPass:
     controls: ControlLog
 
     @torch.no_grad()
-    def logits(self, given: Canvas) -> Float[Tensor, "masked vocab"]:
+    def logits(self, given: MaskedRows) -> Float[Tensor, "masked vocab"]:
         """Logits, in float32, of the masked tokens, row by row.
 
         Raises:
@@ -109,7 +109,7 @@ class HookedPass:
                 f"has {self.model.cfg.n_ctx}. Shorten the prompt."
             )
 
-    def _extended(self, given: Canvas) -> tuple[Tensor, Tensor, Tensor]:
+    def _extended(self, given: MaskedRows) -> tuple[Tensor, Tensor, Tensor]:
         """Prompts, which are real, and what follows the answers, as interventions and blocks need them."""
         prompts, real, appended = given.prompts, given.real, given.prompts[:, :0]
         for entry in self.hooks:

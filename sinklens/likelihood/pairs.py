@@ -17,23 +17,23 @@ from sinklens.errors import PromptError
 from sinklens.model import Model
 
 
-class Pair(NamedTuple):
+class PromptAnswer(NamedTuple):
     """Token ids of a prompt and its answer."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
 
-def divided(prompt: str, answer: str, encode: Callable[[str], list[int]]) -> Pair:
+def divided(prompt: str, answer: str, encode: Callable[[str], list[int]]) -> PromptAnswer:
     """The pair of two texts, tokenized together by `encode`; the prompt is not empty."""
     spaces = len(prompt) - len(prompt.rstrip())
     if spaces:
         prompt, answer = prompt[:-spaces], prompt[-spaces:] + answer
     before = encode(prompt)
-    return Pair(tuple(before), tuple(encode(prompt + answer)[len(before) :]))
+    return PromptAnswer(tuple(before), tuple(encode(prompt + answer)[len(before) :]))
 
 
-def pairs_of(model: Model, prompt: Any, answer: Any, chat_template: bool | str) -> list[Pair]:
+def pairs_of(model: Model, prompt: Any, answer: Any, chat_template: bool | str) -> list[PromptAnswer]:
     """The pairs of a prompt and an answer, of lists of both, or of one prompt and several answers.
 
     Raises:
@@ -47,7 +47,7 @@ def pairs_of(model: Model, prompt: Any, answer: Any, chat_template: bool | str) 
         )
     found = [_pair(model, *texts, chat_template) for texts in zip(prompts, answers, strict=True)]
     for number, pair in enumerate(found):
-        check(model, pair, number)
+        check_pair(model, pair, number)
     return found
 
 
@@ -58,11 +58,11 @@ def is_several(given: Any) -> bool:
     return not isinstance(given, str) and len(given) > 0 and not isinstance(given[0], int | np.integer)
 
 
-def _pair(model: Model, prompt: Any, answer: Any, chat_template: bool | str) -> Pair:
+def _pair(model: Model, prompt: Any, answer: Any, chat_template: bool | str) -> PromptAnswer:
     if isinstance(prompt, str) and isinstance(answer, str) and chat_template is False and prompt.strip():
         return divided(prompt, answer, lambda text: _ids(model, text))
     before = _ids(model, prompt, chat_template) if len(prompt) else []
-    return Pair(tuple(before), tuple(_ids(model, answer, prepend_bos=False)))
+    return PromptAnswer(tuple(before), tuple(_ids(model, answer, prepend_bos=False)))
 
 
 def _ids(model: Model, given: Any, chat_template: bool | str = False, prepend_bos: bool | None = None) -> list[int]:
@@ -74,7 +74,7 @@ def _ids(model: Model, given: Any, chat_template: bool | str = False, prepend_bo
     return model.reader.read(given, chat_template, prepend_bos).ids[0].tolist() if len(given) else []
 
 
-def check(model: Model, pair: Pair, number: int) -> None:
+def check_pair(model: Model, pair: PromptAnswer, number: int) -> None:
     """Refuse a pair that has no likelihood.
 
     Raises:
@@ -104,7 +104,7 @@ def longest(model: Model) -> int:
     return model.cfg.n_ctx + model.causal
 
 
-def by_prompt(pairs: Sequence[Pair]) -> dict[tuple[int, ...], list[int]]:
+def by_prompt(pairs: Sequence[PromptAnswer]) -> dict[tuple[int, ...], list[int]]:
     """Indices of the pairs of each prompt, in order."""
     found: dict[tuple[int, ...], list[int]] = {}
     for number, pair in enumerate(pairs):

@@ -34,7 +34,7 @@ def planned(
     """
 
     def steps_of(track: SinkTrack) -> SinkTrack:
-        return matched(track, *(part.cpu().numpy() for part in (prompts, real, masked)))
+        return steps_for_rows(track, *(part.cpu().numpy() for part in (prompts, real, masked)))
 
     changed: Mapping[str, Any] = {}
     where = entry.where if isinstance(entry, AtPositions) else None
@@ -47,7 +47,7 @@ def planned(
     return replace(entry, **changed) if changed else entry
 
 
-def matched(
+def steps_for_rows(
     track: SinkTrack,
     prompts: Int[np.ndarray, "row prompt"],
     real: Bool[np.ndarray, "row prompt"],

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 from sinklens.errors import SettingError
 
-Kind = Literal["likelihood", "bound", "estimate"]
+ValueKind = Literal["likelihood", "bound", "estimate"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Likelihood:
 
     value: float
     standard_error: float
-    kind: Kind
+    kind: ValueKind
     tokens: tuple[int, ...]
     losses: Float[np.ndarray, "draw pos"]
     shares: Float[np.ndarray, "draw pos"]
@@ -65,7 +65,7 @@ class Likelihood:
     @classmethod
     def of(
         cls,
-        kind: Kind,
+        kind: ValueKind,
         tokens: Sequence[int],
         losses: Float[np.ndarray, "draw pos"],
         shares: Float[np.ndarray, "draw pos"],

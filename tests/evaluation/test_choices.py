@@ -8,7 +8,7 @@ import pytest
 from sinklens.cli import main
 from sinklens.cli.likelihood import lines
 from sinklens.errors import SettingError, TaskError
-from sinklens.evaluation.choices import ChoiceResult, Question, answer, read_choices, word_problem_choices
+from sinklens.evaluation.choices import ChoiceResult, Question, answer_questions, read_choices, word_problem_choices
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking, under_caches
 from sinklens.interventions import MaskSinks
 from sinklens.likelihood import DrawRule, Likelihood, LikelihoodRequest, difference, likelihood
@@ -61,7 +61,9 @@ def test_conditions_are_compared_question_by_question():
 
 
 def test_every_condition_has_the_same_draws_and_masks_sinks_of_the_pass_itself(tiny_llada):
-    plain, masked, control = answer(tiny_llada, SHORT, masking([1], ["random"]), LikelihoodRequest(rule=RULE), False)
+    plain, masked, control = answer_questions(
+        tiny_llada, SHORT, masking([1], ["random"]), LikelihoodRequest(rule=RULE), False
+    )
     difference(plain.of_right, masked.of_right)  # refuses other draws
     difference(control.of_right, masked.of_right)
     for hooks, result in (((), plain), (MaskSinks(top_k=1, same_step=True), masked)):
@@ -70,7 +72,7 @@ def test_every_condition_has_the_same_draws_and_masks_sinks_of_the_pass_itself(t
 
 
 def test_an_autoregressive_model_masks_the_sinks_of_the_token_before(tiny_llama):
-    _, masked = answer(tiny_llama, SHORT, masking([1]), LikelihoodRequest(rule=RULE), False)
+    _, masked = answer_questions(tiny_llama, SHORT, masking([1]), LikelihoodRequest(rule=RULE), False)
     wanted = likelihood(tiny_llama, SHORT[0].prompt, list(SHORT[0].choices), hooks=MaskSinks(top_k=1))
     assert [one.value for one in masked.likelihoods[0]] == pytest.approx([one.value for one in wanted], rel=1e-5)
 
@@ -78,7 +80,7 @@ def test_an_autoregressive_model_masks_the_sinks_of_the_token_before(tiny_llama)
 def test_conditions_that_need_earlier_steps_are_refused(tiny_llada):
     for condition in (under_caches([UNMASKED], "dual")[1], masking([1], of_unmasked=True)[2]):
         with pytest.raises(SettingError, match=r"needs earlier steps or another run"):
-            answer(tiny_llada, SHORT, [condition], LikelihoodRequest(rule=RULE), False)
+            answer_questions(tiny_llada, SHORT, [condition], LikelihoodRequest(rule=RULE), False)
 
 
 def test_a_file_of_choices_is_read_and_checked(tmp_path):

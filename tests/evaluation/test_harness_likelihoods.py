@@ -8,7 +8,7 @@ import pytest
 import sinklens
 from sinklens.errors import PromptError, SettingError
 from sinklens.interventions import MaskSinks
-from sinklens.likelihood import DrawRule, LikelihoodRequest, Pair, likelihood, likelihoods
+from sinklens.likelihood import DrawRule, LikelihoodRequest, PromptAnswer, likelihood, likelihoods
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 
@@ -141,9 +141,9 @@ def test_rolling_bounds_sum_over_windows(tiny_llada):
     (found,) = model.loglikelihood_rolling([request(STORY * 20)], disable_tqdm=True)
     tokens, start = model.encode(STORY * 20), model.prefix_token_id
     size = tiny_llada.cfg.n_ctx - 1  # a window of all positions: one token of context and the tokens that it predicts
-    last = Pair(tuple(tokens[-size - 1 : -(len(tokens) % size)]), tuple(tokens[-(len(tokens) % size) :]))
+    last = PromptAnswer(tuple(tokens[-size - 1 : -(len(tokens) % size)]), tuple(tokens[-(len(tokens) % size) :]))
     assert size < len(tokens) < 2 * size
-    windows = [Pair((start,), tuple(tokens[:size])), last]
+    windows = [PromptAnswer((start,), tuple(tokens[:size])), last]
     wanted = likelihoods(tiny_llada, windows, LikelihoodRequest(rule=DrawRule(4, 2)))
     assert found == pytest.approx(sum(one.value for one in wanted), rel=1e-5)
 
@@ -181,7 +181,10 @@ def test_greedy_answers_equal_those_of_lladas_script():
     for prefix in ([5, 9, 3], [7], [8, 2, 2, 4]):
         for length in (1, 3, 5):
             written = suffix_greedy_prediction(model, prefix, [0] * length)
-            pairs += [Pair(tuple(prefix), tuple(written)), Pair(tuple(prefix), (*written[:-1], (written[-1] + 1) % 60))]
+            pairs += [
+                PromptAnswer(tuple(prefix), tuple(written)),
+                PromptAnswer(tuple(prefix), (*written[:-1], (written[-1] + 1) % 60)),
+            ]
     kept = [pair for pair in pairs if model.mask_token_id not in pair.answer]
     wanted = [
         suffix_greedy_prediction(model, list(one.prompt), [0] * len(one.answer)) == list(one.answer) for one in kept

@@ -9,11 +9,14 @@ import sinklens
 from sinklens.errors import PromptError, SettingError
 from sinklens.hooks.tree import HookTree
 from sinklens.interventions import AblateHeads, MaskSinks
-from sinklens.likelihood import LikelihoodRequest, Pair, likelihood, likelihoods
+from sinklens.likelihood import LikelihoodRequest, PromptAnswer, likelihood, likelihoods
 
 PAIRS = [
-    Pair((5, 9, 3, 2), (7, 11)), Pair((4,), (1, 8, 3)), Pair((5, 9, 3, 2), (8, 1, 9)), Pair((6, 6), (2,)),
-    Pair((4,), (9,)), Pair((1, 2, 3, 4, 5, 6), (7, 7)),
+    PromptAnswer(prompt, answer)
+    for prompt, answer in (
+        ((5, 9, 3, 2), (7, 11)), ((4,), (1, 8, 3)), ((5, 9, 3, 2), (8, 1, 9)), ((6, 6), (2,)), ((4,), (9,)),
+        ((1, 2, 3, 4, 5, 6), (7, 7)),
+    )
 ]  # fmt: skip
 
 

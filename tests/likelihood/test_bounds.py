@@ -10,7 +10,7 @@ from likelihood_oracle import LladaScript, all_masks
 import sinklens
 from sinklens.errors import DeviceMemoryError, PromptError, SettingError
 from sinklens.hooks.tree import HookTree
-from sinklens.likelihood import DrawRule, LikelihoodRequest, Pair, difference, likelihood, likelihoods
+from sinklens.likelihood import DrawRule, LikelihoodRequest, PromptAnswer, difference, likelihood, likelihoods
 from sinklens.likelihood.draws import generator_of
 
 PROMPT, ANSWER = [5, 9, 3], [7, 11, 2, 8, 4]
@@ -120,7 +120,10 @@ def test_per_token_parts_and_the_curve_are_those_of_the_masks(llada):
     assert drawn.position_errors.max() < 0.05 * abs(found.positions).mean()
 
 
-PAIRS = [Pair((5, 9, 3), (7, 11)), Pair((4,), (1, 2, 3)), Pair((5, 9, 3), (8, 1)), Pair((), (3, 9)), Pair((6, 6), (2,))]
+PAIRS = [
+    PromptAnswer(prompt, answer)
+    for prompt, answer in (((5, 9, 3), (7, 11)), ((4,), (1, 2, 3)), ((5, 9, 3), (8, 1)), ((), (3, 9)), ((6, 6), (2,)))
+]
 
 
 @pytest.mark.parametrize("name", ["llada", "dream", "sdar", "bd3lm-qwen3"])
@@ -201,6 +204,7 @@ def test_answers_of_equal_length_and_all_seeds_of_a_condition_share_their_masks(
         ([[5], [6]], [[1], [2], [3]], {}, PromptError, r"got 2 prompts and 3 answers"),
         ([5], [6], {"rows": 0}, SettingError, r"rows must be a number of rows per pass, 1 or more, or None; got 0"),
         ([5], [6], {"cfg_scale": -1.0}, SettingError, r"cfg_scale must be a number of at least 0; got -1.0"),
+        ([5], [6], {"cache": "dual"}, SettingError, r"DualCache\(.*reuses keys of earlier steps.*evaluate --cache"),
         ([5], [6] * 9, {"exact": True}, SettingError, r"for at most 8 tokens"),
     ],
 )
