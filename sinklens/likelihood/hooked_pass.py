@@ -7,7 +7,7 @@ Not available: what needs a step before this one, or a decision of a sampler. `r
 instead.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinklens.errors import HookNameError, PromptError, SettingError
+from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError
 from sinklens.hooks import names
-from sinklens.hooks.hook_functions import takes_hook
+from sinklens.hooks.hook_functions import label, same_shape, shape_of, takes_hook
 from sinklens.hooks.points import Point
 from sinklens.interventions.choice import KeyChoice
 from sinklens.interventions.keys import HoldSinks
@@ -153,15 +153,17 @@ class HookedPass:
 
     @contextmanager
     def _hooked(self, hooks: Sequence[Any], state: State) -> Iterator[None]:
-        tree, rows = self.model.tree, len(state.canvas)
-        pairs = self._pairs(hooks, state)
-        if self.cfg_scale > 0:
-            pairs = [(name, _of_rows(function, rows)) for name, function in pairs]
+        tree, rows, handles = self.model.tree, len(state.canvas), []
         try:
             tree.watch.step = 0
-            with tree.hooks(pairs):
-                yield
+            for name, function in self._pairs(hooks, state):
+                point: Point = tree.hook_dict[name]  # type: ignore[assignment]
+                handles.append((point, point.add_hook(_checked(function, rows, self.cfg_scale > 0))))
+            yield
         finally:
+            for point, handle in handles:
+                handle.hook.remove()
+                point.fwd_hooks.remove(handle)
             tree.watch.step = None
 
     def _pairs(self, hooks: Sequence[Any], state: State) -> list[tuple[str, HookFunction]]:
@@ -182,7 +184,7 @@ class HookedPass:
             for name, _ in pairs:
                 if name.startswith("denoise.") and name not in PASSED:
                     raise SettingError(
-                        f"{_label(entry)} acts at {name}, but a likelihood decides no token, so its passes do not "
+                        f"{_named(entry)} acts at {name}, but a likelihood decides no token, so its passes do not "
                         f"reach that point; they reach {', '.join(PASSED)} and the points of the model."
                     )
             found += pairs
@@ -200,12 +202,12 @@ def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
         rule = _rule(entry)
         if rule == "earlier" or (isinstance(rule, KeyChoice) and not rule.same_step):
             raise SettingError(
-                f"{_label(entry)} acts on the sinks of the previous step, and a likelihood is one pass without one: "
+                f"{_named(entry)} acts on the sinks of the previous step, and a likelihood is one pass without one: "
                 f"{INSTEAD}."
             )
         if isinstance(entry, HoldSinks | FreezePattern):
             raise SettingError(
-                f"{_label(entry)} repeats attention of an earlier step, and a likelihood is one pass without one; use "
+                f"{_named(entry)} repeats attention of an earlier step, and a likelihood is one pass without one; use "
                 f"it in sinklens.generate."
             )
 
@@ -220,20 +222,24 @@ def _rule(entry: Any) -> KeyChoice | str | None:
     return entry if where is None and isinstance(entry, KeyChoice) else None
 
 
-def _label(entry: Any) -> str:
+def _named(entry: Any) -> str:
     return type(entry).__name__ if isinstance(entry, Intervention) else f"a hook function at {entry[0]!r}"
 
 
-def _of_rows(function: HookFunction, rows: int) -> Callable[..., Any]:
-    """`function` on the first `rows` of a value; the others, of guidance, follow unchanged."""
+def _checked(function: HookFunction, rows: int, guided: bool) -> HookFunction:
+    """`function`, checked to preserve the shape; under guidance it sees the first `rows`, the conditional ones."""
 
     def call(value: Tensor, hook: Point) -> Tensor | None:
-        if value.shape[0] != 2 * rows:
-            return function(value, hook=hook)
-        changed = function(value[:rows], hook=hook)
+        seen, rest = (value[:rows], value[rows:]) if guided and len(value) == 2 * rows else (value, value[:0])
+        changed = function(seen, hook=hook)
         if changed is None:
             return None
-        sizes = torch.broadcast_shapes(changed.shape[1:], value.shape[1:])
-        return torch.cat([changed.expand(-1, *sizes), value[rows:].expand(-1, *sizes)])
+        if not same_shape(changed, seen, hook.name or ""):
+            raise HookFunctionError(
+                f"{label(function)} at {hook.name} got a value of shape {list(seen.shape)} and returned "
+                f"{shape_of(changed)}; return the same shape, or None to change nothing."
+            )
+        sizes = torch.broadcast_shapes(changed.shape[1:], rest.shape[1:])
+        return torch.cat([changed.expand(-1, *sizes), rest.expand(-1, *sizes)]) if len(rest) else changed
 
     return call

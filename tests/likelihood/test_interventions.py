@@ -7,7 +7,7 @@ from building import plain_pass, random_model
 from likelihood_oracle import LladaScript, all_masks
 
 import sinklens
-from sinklens.errors import HookNameError, SettingError
+from sinklens.errors import HookFunctionError, HookNameError, SettingError
 from sinklens.interventions import (
     AblateHeads,
     ForceTokens,
@@ -196,6 +196,11 @@ def test_other_interventions_change_a_pass_as_they_change_a_step(llada):
         sinklens.generate(llada, [PROMPT], gen_length=4, steps=4, block_length=4, hooks=[hook, read])
         found = likelihood(llada, PROMPT, ANSWER, exact=True, hooks=[hook])
         np.testing.assert_allclose(found.losses[-1], -seen[0][range(4), ANSWER], rtol=1e-4)
+
+
+def test_a_hook_function_keeps_the_shape(llada):
+    with pytest.raises(HookFunctionError, match=r"hook function <lambda> at blocks.0.attn.hook_z got a value of shape"):
+        likelihood(llada, PROMPT, ANSWER, hooks=[("blocks.0.attn.hook_z", lambda value, hook: value[:, :1])])
 
 
 def test_tokens_around_the_answer_are_given(llada):
