@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinklens.arguments import Count, Seed, check_arguments
 from sinklens.errors import SettingError
-from sinklens.integers import as_integer, check_seed_of
 
 Masking = Literal["count", "rate"]
 LEAST_RATE = 1e-3  # of Dream's and SMDM's scripts
@@ -66,25 +66,19 @@ class DrawRule:
         SettingError: a value is out of range.
     """
 
-    mc_num: int = 128
-    batch: int = 16
+    mc_num: Count = 128
+    batch: Count = 16
     masking: Masking = "count"
     exact: bool = False
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        check_seed_of(self)
-        for name in ("mc_num", "batch"):
-            number = as_integer(getattr(self, name))
-            if number is None or number < 1:
-                raise SettingError(f"{name} must be a number of draws, 1 or more; got {getattr(self, name)!r}.")
+        check_arguments(self)
         if self.mc_num % self.batch:
             raise SettingError(
                 f"mc_num {self.mc_num} is not a multiple of batch {self.batch}, the draws that share one random start; "
                 f"pass batch={next(n for n in range(min(self.batch, self.mc_num), 0, -1) if self.mc_num % n == 0)}."
             )
-        if self.masking not in get_args(Masking):
-            raise SettingError(f"masking must be one of {', '.join(get_args(Masking))}; got {self.masking!r}.")
 
     def draw(self, prompt: Sequence[int], length: int, block: int = 0) -> MaskDraws:
         """The masks of the `length` answer tokens of a block.

@@ -10,9 +10,9 @@ Silent failure that is refused: "the sinks of the previous step" do not exist in
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sinklens.arguments import Count, NonNegative, check_arguments
 from sinklens.caching import Policy, as_policy
 from sinklens.errors import SettingError
-from sinklens.integers import as_integer
 from sinklens.likelihood.autoregressive import score_exactly, score_forced
 from sinklens.likelihood.batches import Batches
 from sinklens.likelihood.diffusion import bounds
@@ -29,24 +29,26 @@ from sinklens.runs.request import Hooks, hook_list
 
 @dataclass(frozen=True, kw_only=True)
 class LikelihoodRequest:
-    """How likelihoods are computed; `likelihood` documents the arguments.
+    """How likelihoods are computed.
+
+    Attributes:
+        rule: which masks are drawn, in a diffusion model.
+        cfg_scale: strength of classifier-free guidance; 0 for none.
+        hooks: (name or predicate, function) pairs and interventions.
+        rows: most rows in a pass; None for as many as have 16,384 positions.
 
     Raises:
         SettingError: a value is out of range.
     """
 
     rule: DrawRule = field(default_factory=DrawRule)
-    cfg_scale: float = 0.0
+    cfg_scale: NonNegative = 0.0
     hooks: Hooks = ()
-    rows: int | None = None
+    rows: Count | None = None
 
     def __post_init__(self) -> None:
+        check_arguments(self)
         object.__setattr__(self, "hooks", tuple(hook_list(self.hooks)))
-        if not self.cfg_scale >= 0:
-            raise SettingError(f"cfg_scale must be a number of at least 0; got {self.cfg_scale!r}.")
-        count = as_integer(self.rows)
-        if self.rows is not None and (count is None or count < 1):
-            raise SettingError(f"rows must be a number of rows per pass, 1 or more, or None; got {self.rows!r}.")
 
 
 def likelihood(

@@ -86,8 +86,8 @@ def test_draws_depend_on_seed_prompt_length_and_block_and_on_nothing_else():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mc_num": 0}, r"mc_num must be a number of draws, 1 or more; got 0"),
-        ({"batch": True}, r"batch must be a number of draws, 1 or more; got True"),
+        ({"mc_num": 0}, r"mc_num must be an integer of at least 1; got 0"),
+        ({"batch": True}, r"batch must be an integer of at least 1; got True"),
         ({"mc_num": 10, "batch": 16}, r"mc_num 10 is not a multiple of batch 16.*pass batch=10"),
         ({"mc_num": 100, "batch": 16}, r"mc_num 100 is not a multiple of batch 16.*pass batch=10"),
         ({"masking": "half"}, r"masking must be one of count, rate; got 'half'"),
