@@ -58,7 +58,7 @@ class DrawRule:
         mc_num: number of draws per pair, and per block of a block-causal model.
         batch: draws that share one random start; it divides `mc_num`. Batches are independent, so standard errors need
             at least two. LLaDA's scripts call it ``batch_size``; passes may have other numbers of rows.
-        masking: "count" or "rate", see above.
+        masking: "count" draws how many tokens are masked, as LLaDA; "rate" the probability of each, as Dream.
         exact: enumerate all masks instead, which needs at most 8 answer tokens, or 8 in each block.
         seed: of the draws.
 
