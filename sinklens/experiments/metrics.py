@@ -22,7 +22,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.hooks.points import Point
-from sinklens.interventions.where import follows_run
+from sinklens.interventions.places import follows_run
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext
 from sinklens.runs.result import Generation

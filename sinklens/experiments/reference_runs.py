@@ -18,9 +18,8 @@ from sinklens.hooks import names as hook_names
 from sinklens.hooks.names import HookName
 from sinklens.hooks.points import Point
 from sinklens.interventions.donors import Donors, labels_now
-from sinklens.interventions.places import Places
+from sinklens.interventions.places import AtPositions, Places
 from sinklens.interventions.streams import Directions, StreamPoint
-from sinklens.interventions.where import AtPositions
 from sinklens.model import Model
 from sinklens.prompts import Prompt
 from sinklens.runs.caches import chosen_points

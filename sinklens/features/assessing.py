@@ -26,7 +26,7 @@ from sinklens.features.places import Scope, ScopedPlaces, states_of, stream_poin
 from sinklens.features.splice import SpliceSAE
 from sinklens.hooks.points import Point
 from sinklens.interventions import MaskedLogits
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions
 from sinklens.runs.intervention import Pairs, RunContext
 from sinklens.tracing import generate
 

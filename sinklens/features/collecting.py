@@ -28,7 +28,7 @@ from sinklens.features.places import STATES, Scope, ScopedPlaces, state_masks, s
 from sinklens.features.store import ActivationStore
 from sinklens.hooks.points import Point
 from sinklens.identity import fingerprint
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions
 from sinklens.model import Model
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, within
 from sinklens.sampling import settings_for

@@ -19,8 +19,7 @@ from torch import Tensor
 from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import Places, of_any_head
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions, Places, of_any_head
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, Snapshot
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import Scope, ScopedPlaces, states_of, stream_point
 from sinklens.hooks.points import Point
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions
 from sinklens.runs.intervention import Pairs, RunContext, refuse, refuse_empty, whole_numbers
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.interventions.places import Places
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions, Places
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, place_mask, refuse
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Acceptance(AtPositions):
             here = found[:, stop - value.shape[1] : stop].to(value.device)
             return value | here if self.accepts else value & ~here
 
-        return [*places.first(), ("denoise.hook_canvas", canvas.hook), (POINT, decide), *places.last()]
+        return places.around([("denoise.hook_canvas", canvas.hook), (POINT, decide)])
 
     def _refuse_prompt(self, run: RunContext) -> None:
         prompt = run.prompt_length

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import Places
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions, Places
 from sinklens.runs.intervention import Distances, Intervention, Pairs, RunContext, place_mask, refuse
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class Remask(AtPositions):
             found = places.at(hook.step or 0, None)
             return None if found is None else value.masked_fill(found.any(dim=1) & answer, run.mask_id)
 
-        return [*places.first(), ("denoise.hook_canvas", remask), *places.last()]
+        return places.around([("denoise.hook_canvas", remask)])
 
 
 @dataclass(frozen=True, kw_only=True)

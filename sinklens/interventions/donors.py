@@ -20,9 +20,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.integers import check_seed_of
 from sinklens.interventions.kinds_now import kinds_now, states_now
-from sinklens.interventions.patching import along, at_heads, head_axis
-from sinklens.interventions.places import Places
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions, Places, along, at_heads, head_axis
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of, refuse_empty
 from sinklens.sinks.kinds import Kind, State
@@ -200,4 +198,4 @@ class Resample(AtPositions):
             chosen = along(mask, name, value)
             return torch.where(chosen if self.heads is None else chosen & at_heads(self.heads, name, value), new, value)
 
-        return [*draws.first(), *places.first(), *((name, resample) for name in points), *places.last()]
+        return [*draws.first(), *places.around([(name, resample) for name in points])]

@@ -18,11 +18,9 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.integers import check_seed_of
-from sinklens.interventions.choice import Scope
 from sinklens.interventions.controls import Pick
-from sinklens.interventions.places import Places, on_heads
-from sinklens.interventions.selection import Selection
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions
+from sinklens.interventions.selection import Scope, Selection
 from sinklens.runs.control_keys import ControlCount
 from sinklens.runs.intervention import Pairs, QuerySpan, RunContext, layer_of, refuse, refuse_empty
 
@@ -82,7 +80,6 @@ class AblateHeads(AtPositions):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
         if self.by == "mean" and self.reference is None and model.causal:
             raise SettingError(
                 "the mean over a row's positions would leak later positions in a causal model; pass "
@@ -96,16 +93,10 @@ class AblateHeads(AtPositions):
                 f"{list(sizes)}; compute it with head_outputs(model, prompts)."
             )
 
-        def ablate(value: Float[Tensor, "batch pos head d_head"], hook: Point) -> Tensor | None:
-            rows = places.of_queries(hook, value.shape[1], value.device)
-            if rows is None:
-                return None
-            new = self._replacement(value, layer_of(hook), run, hook.step)
-            ablated = on_heads(rows, heads, value.shape[2]).transpose(1, 2)
-            return torch.where(ablated[..., None], new.to(value), value)
+        def replacement(z: Float[Tensor, "batch pos head d_head"], hook: Point) -> Tensor:
+            return self._replacement(z, layer_of(hook), run, hook.step)
 
-        acts = [(f"blocks.{layer}.attn.hook_z", ablate) for layer in layers]
-        return [*places.first(), *acts, *places.last()]
+        return self.edits(model, run, "attn.hook_z", replacement)
 
     def _replacement(self, z: Tensor, layer: int, run: RunContext | None, step: int | None) -> Tensor:
         if self.by == "zero":
@@ -143,21 +134,15 @@ class AblateMLPs(AtPositions):
 
     within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
+    acts_on: ClassVar[str] = "hook_mlp_out"
 
     def __post_init__(self) -> None:
         refuse_empty(self)
         refuse(self, "heads")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        layers, places = self.chosen_layers(model), Places(self, model, run)
-
-        def ablate(value: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor | None:
-            rows = places.of_queries(hook, value.shape[1], value.device)
-            return None if rows is None else value.masked_fill(rows.any(dim=1)[..., None], 0.0)
-
-        acts = [(f"blocks.{layer}.hook_mlp_out", ablate) for layer in layers]
-        return [*places.first(), *acts, *places.last()]
+    def edit(self, value: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(value)
 
 
 def _all_real(run: RunContext, queries: int, step: int | None) -> Bool[Tensor, "batch pos"]:
@@ -219,24 +204,19 @@ class AblateSinkAttention(AtPositions):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
         counted = None if run is None else self.selection.count_in(run, type(self).__name__)
+        heads = self.chosen_heads(model)
 
-        def ablate(pattern: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            rows = places.of_queries(hook, pattern.shape[2], pattern.device)
-            if rows is None:
-                return None
+        def removed(pattern: Float[Tensor, "batch head query key"], hook: Point) -> Tensor:
             sinks = self._sinks(pattern, layer_of(hook), run, hook.step or 0, counted, heads)
-            removed = sinks & on_heads(rows, heads, pattern.shape[1])[..., None]
-            left = pattern.masked_fill(removed, 0.0)
+            left = pattern.masked_fill(sinks, 0.0)
             if self.mass == "drop":
                 return left
             sums = left.sum(dim=-1, keepdim=True)
             spread = left * pattern.sum(dim=-1, keepdim=True) / sums.clamp(min=1e-30)
-            return torch.where(removed.any(dim=-1, keepdim=True) & (sums > 0), spread, left)
+            return torch.where(sinks.any(dim=-1, keepdim=True) & (sums > 0), spread, left)
 
-        acts = [(f"blocks.{layer}.attn.hook_pattern", ablate) for layer in layers]
-        return [*places.first(), *acts, *places.last()]
+        return self.edits(model, run, "attn.hook_pattern", removed)
 
     def _sinks(
         self, pattern: Float[Tensor, "batch head query key"], layer: int, run: RunContext | None, step: int,

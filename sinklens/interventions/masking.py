@@ -12,6 +12,7 @@ are masked instead. With ``source=`` set to a run without masking, the sets are 
 whose pattern was all zero at step t − 1 has no strongest key, so none of its keys is masked.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -24,11 +25,8 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.key_places import AtKeys, KeyPlaces, check_queries
-from sinklens.interventions.places import Places, head_mask
-from sinklens.interventions.previous_sinks import planned_steps
-from sinklens.interventions.selection import Selection
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtKeys, AtPositions, Places, check_reach, head_mask
+from sinklens.interventions.where import Where, recorded
 from sinklens.runs.intervention import (
     Distances,
     Pairs,
@@ -44,15 +42,21 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 
+UNDETERMINED = (
+    "a track determines the masked keys only where they follow from its scores alone: not with random keys or other "
+    "controls, only=, source=, where= or same_step=, and not in an autoregressive run."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OnSinks(AtKeys):
     """Base class of interventions at step t on the sinks of step t − 1; subclasses define what happens to them.
 
     Attributes:
-        top_k, detector, scope, pick, only, seed, persistent: which keys; see `ChoiceRule`. With a detector, `where` or
+        top_k, detector, scope, pick, only, seed, persistent: which keys; see `Selection`. With a detector, `where` or
             neither, pass ``top_k=None``.
-        same_step, source: the step and the run of their scores; see `KeyChoice`.
-        where: the keys instead of a rule: all keys there, at the same step; see `AtPositions`.
+        same_step, source: the step and the run of their scores; see `Selection`.
+        where: all keys there, at the same step, instead of those chosen by score; see `AtPositions`.
         queries: in an autoregressive run, the "newest" token; "each" token, the prompt's included, by the keys of the
             step that it belongs to; or "all" tokens, by the keys of the newest one.
         positions: keys that may be chosen.
@@ -66,13 +70,9 @@ class OnSinks(AtKeys):
     queries: str = "newest"
 
     def __post_init__(self) -> None:
-        check_queries(self.queries)
+        check_reach(self.queries)
         _check_places(self)
-        self.check_keys()
-
-    def chosen(self, model: "Model", run: RunContext | None) -> KeyPlaces:
-        """The keys of one run."""
-        return KeyPlaces(self, model, run, self.queries)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,60 +98,43 @@ class MaskSinks(OnSinks):
             SettingError: for other controls than the weakest keys, kinds or states, a source or `same_step`, which a
                 track does not determine.
         """
-        if (
-            self.pick not in ("strongest", "weakest")
-            or self.only
-            or self.track is not None
-            or self.where is not None
-            or self.same_step
-            or track.causal
-        ):
-            raise SettingError(
-                "a track determines the masked keys only where they follow from its scores alone: not with random "
-                "keys or other controls, only=, source=, where= or same_step=, and not in an autoregressive run."
-            )
-        real, steps = torch.from_numpy(track.data["is_real"].to_numpy()), track.data["step"].to_numpy().tolist()
-        found = np.zeros(track.data["score"].shape, dtype=bool)
-        layers = within("layer", self.layers, found.shape[2])
-        heads = within("head", self.heads, found.shape[3])
+        if self.pick not in ("strongest", "weakest") or self.only or self.track is not None or self.where is not None:
+            raise SettingError(UNDETERMINED)
+        if self.same_step or track.causal:
+            raise SettingError(UNDETERMINED)
+        score = track.data["score"]
+        real, steps = torch.from_numpy(track.data["is_real"].to_numpy()), score["step"].to_numpy().tolist()
+        among, found = place_mask(self.positions, real), np.zeros(score.shape, dtype=bool)
+        layers, heads = within("layer", self.layers, found.shape[2]), within("head", self.heads, found.shape[3])
         for step in within("step", self.steps, planned_steps(track)):
             if step not in steps or step - 1 not in steps:
                 continue
-            before = track.isel(step=steps.index(step - 1)).scores()
-            scores = torch.from_numpy(before.fillna(0.0).to_numpy()[:, 0])
-            known = torch.from_numpy(before.notnull().any("head").to_numpy()[:, 0])
-            now = torch.from_numpy(track.data["score"].notnull().any("head").to_numpy()[:, steps.index(step)])
-            for group in _alike(known, layers):
-                by_layer, there = {layer: scores[:, layer] for layer in group}, real & known[:, group[0]]
-                chosen = Selection.of(self).choose(by_layer, there, None, None, step, place_mask(self.positions, real))
-                for layer, keys in chosen.items():
-                    present = keys & now[:, layer, None]
-                    found[:, steps.index(step), layer, heads] = present.numpy()[:, heads]
-        return track.data["score"].copy(data=found)
+            seen = recorded(track, steps.index(step - 1), layers, real.device)
+            keys = Where.like(self).taken(seen, real, among, step)
+            now = (
+                score.isel(step=steps.index(step), layer=layers)
+                .notnull()
+                .any("head")
+                .to_numpy()[:, :, None, : keys.shape[-1]]
+            )
+            here = found[:, steps.index(step)]
+            here[np.ix_(range(len(found)), layers, heads, range(keys.shape[-1]))] = (keys.numpy() & now)[:, :, heads]
+        return score.copy(data=found)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        chosen = self.chosen(model, run)
-
-        def forbid(value: Tensor, hook: Point) -> Tensor | None:
-            found = chosen.at(hook, value)
-            if found is None or not found.any():
-                return None
-            return value.masked_fill(found.keys, -torch.inf)
-
-        return chosen.pairs(forbid)
+        return hiding(self.key_places(model, run), self.queries)
 
 
-def _alike(known: Bool[Tensor, "batch layer pos"], layers: Sequence[int]) -> list[list[int]]:
-    """Groups of `layers` that have scores at the same positions."""
-    groups: list[list[int]] = []
-    for layer in layers:
-        group = next((group for group in groups if torch.equal(known[:, group[0]], known[:, layer])), None)
-        if group is None:
-            groups.append([layer])
-        else:
-            group.append(layer)
-    return groups
+def hiding(places: Places, queries: str) -> Pairs:
+    """The hooks that hide the keys of `places` from queries."""
+
+    def hide(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
+        found = places.keys_at(hook, value, queries)
+        return None if found is None or not found.any() else value.masked_fill(found.keys, -torch.inf)
+
+    points = [(f"blocks.{layer}.attn.hook_attn_mask", hide) for layer in places.layers]
+    return places.around([*places.counts(), *points])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,22 +161,22 @@ class KeepKeys(AtKeys):
     def __post_init__(self) -> None:
         _check_window(self.window)
         _check_places(self)
-        self.check_keys()
+        super().__post_init__()
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        chosen = KeyPlaces(self, model, run)
-        distances = Distances()
+        places, distances = self.key_places(model, run), Distances()
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
-            found = chosen.at(hook, value)
+            found = places.keys_at(hook, value, "newest")
             if found is None:
                 return None
             distance = distances.of(value)
             seen = found.keys | (distance.abs() <= self.window) | ~found.rows[:, None, :, None]
-            return without(value, seen, distance, chosen.heads, model, run)
+            return without(value, seen, distance, places.heads, model, run)
 
-        return [*distances.pairs(chosen.layers), *chosen.pairs(forbid)]
+        points = [(f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in places.layers]
+        return [*distances.pairs(places.layers), *places.around([*places.counts(), *points])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,3 +282,9 @@ def _check_places(what: AtKeys) -> None:
             f"{type(what).__name__} acts on the sinks of the previous step, so steps=[0] alone has no effect. Name a "
             f"later step, or pass same_step=True."
         )
+
+
+def planned_steps(track: SinkTrack) -> int:
+    """Number of steps planned for the run of `track`, the base of negative indices; if unknown, the recorded number."""
+    planned = json.loads(track.data.attrs.get("settings", "{}")).get("steps")
+    return int(track.data["step"].to_numpy().max()) + 1 if planned is None else int(planned)

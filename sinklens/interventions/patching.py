@@ -22,8 +22,7 @@ from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
 from sinklens.integers import as_integer
 from sinklens.interventions.kept_patterns import KeptPatterns
-from sinklens.interventions.places import Places, head_mask, layer_at, on_heads
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at_heads, head_axis, layer_at
 from sinklens.runs.caches import StepCaches, chosen_points, require_columns
 from sinklens.runs.intervention import (
     Intervention,
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from transformer_lens import ActivationCache
 
     from sinklens.model import Model
-
-CANVAS = "denoise.hook_canvas"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +144,7 @@ class PatchHooks(AtPositions):
             if any(name not in self.source[step + self.shift] for step in chosen):
                 raise SettingError(f"source does not hold {name!r}; it holds {', '.join(example)}.")
             if self.heads is not None:
-                axes = axes_of(name)
+                axes = names.axes_of(name)
                 sizes = {"head": model.cfg.n_heads, "kv_head": model.cfg.n_key_value_heads}
                 within("head", self.heads, sizes[axes[head_axis(name)]])
         if self.where is not None and self.source_positions is not None:
@@ -181,13 +178,13 @@ class PatchHooks(AtPositions):
                 changed = value
             return changed
 
-        return [*places.first(), *((name, patch) for name in points), *places.last()]
+        return places.around([(name, patch) for name in points])
 
     def _places(self, points: Sequence[str], model: "Model", run: RunContext | None, limited: bool) -> Places:
         """The positions to patch at `points`."""
         layered = [name for name in points if name.startswith("blocks.")]
         layers = sorted({int(name.split(".")[1]) for name in layered})
-        places = Places(self, model, run, layers, queries=any(map(of_queries, points)))
+        places = Places(self, model, run, layers, of="queries" if any(map(of_queries, points)) else None)
         for name in points:
             if name not in layered:
                 places.refuse_by_layer(name)
@@ -243,7 +240,7 @@ class PatchHooks(AtPositions):
             return new
         if here.shape[axis] == 1:  # the source may have recomputed the queries of earlier steps
             new = new.narrow(axis, new.shape[axis] - 1, 1)
-        if "key" in axes_of(name) and new.shape[-1] == run.prompt_length + step + self.shift:
+        if "key" in names.axes_of(name) and new.shape[-1] == run.prompt_length + step + self.shift:
             hidden = -torch.inf if name.endswith("hook_attn_scores") else 0.0  # keys after the query
             new = torch.nn.functional.pad(new, (0, max(0, here.shape[-1] - new.shape[-1])), value=hidden)
         return new
@@ -295,7 +292,7 @@ def of_window(new: Tensor, here: Tensor, name: str, hook: Point, run: RunContext
     """`new`, a value at all columns, at those that the pass of a diffusion run computes; others are unchanged."""
     length, keys, held = run.real.shape[1], hook.key_positions, hook.watch.held
     queries = range(run.first_column(), keys.stop if held is None else held.window.stop)
-    for axis, kind in enumerate(axes_of(name)):
+    for axis, kind in enumerate(names.axes_of(name)):
         size = here.shape[axis] if kind in ("pos", "key") else len(queries)  # a mask may have one row for all
         if kind in ("pos", "query", "query|1", "key") and new.shape[axis] == length > size:
             new = new.narrow(axis, keys.start if kind == "key" else queries.start, size)
@@ -354,50 +351,9 @@ def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[T
     return found
 
 
-def axes_of(name: str) -> list[str]:
-    """The axes of a point's value, as in its table."""
-    return names.axes_of(name)
-
-
 def of_queries(name: str) -> bool:
     """Whether a point's positions are the queries of a pass; with a key/value cache there are fewer than keys."""
-    return not name.startswith("denoise.") and not {"pos", "query"}.isdisjoint(axes_of(name))
-
-
-def along(mask: Bool[Tensor, "#batch #head pos"], name: str, value: Tensor) -> Bool[Tensor, "..."]:
-    """`mask` along the axes of `value` at the point `name`; one without heads has the positions of any head."""
-    axes = axes_of(name)
-    head = next((axes.index(axis) for axis in ("head", "kv_head") if axis in axes), None)
-    if head is None:
-        mask = mask.any(dim=1, keepdim=True)
-    elif mask.shape[1] > value.shape[head]:
-        mask = mask.unflatten(1, (value.shape[head], -1)).any(dim=2)
-    shape = [1] * value.ndim
-    shape[0], shape[names.position_axis(name) % value.ndim] = mask.shape[0], mask.shape[2]
-    if head is None:
-        return mask[:, 0].reshape(shape)
-    shape[head] = mask.shape[1]
-    return (mask if head < names.position_axis(name) % value.ndim else mask.transpose(1, 2)).reshape(shape)
-
-
-def at_heads(heads: Sequence[int], name: str, value: Tensor) -> Bool[Tensor, "..."]:
-    """True at `heads` along the head axis of `value`, of size 1 along the others."""
-    axis = head_axis(name)
-    chosen = head_mask(within("head", heads, value.shape[axis]), value.shape[axis], value.device)
-    return chosen.view([-1 if other == axis else 1 for other in range(value.ndim)])
-
-
-def head_axis(name: str) -> int:
-    """The head axis of a point's value.
-
-    Raises:
-        SettingError: the point has no head axis.
-    """
-    axes = axes_of(name)
-    for axis in ("head", "kv_head"):
-        if axis in axes:
-            return axes.index(axis)
-    raise SettingError(f"{name} has no head axis ({' '.join(axes)}); omit heads=, or patch an attn point.")
+    return not name.startswith("denoise.") and not {"pos", "query"}.isdisjoint(names.axes_of(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,18 +381,15 @@ class FreezePattern(AtPositions):
                 "FreezePattern reuses the pattern of an earlier step of a diffusion run; use it in generate or trace "
                 "with a diffusion model."
             )
-        layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
         at = within("step", [self.at], run.steps)[0]
         kept = KeptPatterns("FreezePattern", at, run)
 
-        def freeze(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            step = hook.step or 0
-            if step == at:
+        def keep(value: Float[Tensor, "batch head query key"], hook: Point) -> None:
+            if hook.step == at:
                 kept.keep(value, hook)
-            rows = places.of_queries(hook, value.shape[2], value.device) if step > at else None
-            if rows is None:
-                return None
-            return torch.where(on_heads(rows, heads, value.shape[1])[..., None], kept.of(value, hook), value)
 
-        acts = [(f"blocks.{layer}.attn.hook_pattern", freeze) for layer in layers]
-        return [*places.first(), *acts, *places.last()]
+        def frozen(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
+            return kept.of(value, hook) if (hook.step or 0) > at else None
+
+        keeps = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in self.chosen_layers(model)]
+        return [*keeps, *self.edits(model, run, "attn.hook_pattern", frozen)]

@@ -29,7 +29,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.patching import PatchHooks, patched_steps
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext, refuse, within
 
 if TYPE_CHECKING:

@@ -66,14 +66,14 @@ class AblateValues(OnSinks):
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        chosen = self.chosen(model, run)
-        assert run is not None, "KeyPlaces rejects a single pass"
+        places = self.key_places(model, run)
+        assert run is not None
         draws = None if self.reference is None else Draws(self.reference, self.match, self.seed, run)
         values, changes = _Values(run, model.block_length, draws), dict[int, Tensor]()
 
         def compute(pattern: Float[Tensor, "batch head query key"], hook: Point) -> None:
             changes.pop(layer_of(hook), None)
-            found = chosen.at(hook, pattern)
+            found = places.keys_at(hook, pattern, self.queries)
             if found is not None and found.any():
                 changes[layer_of(hook)] = values.change(hook, pattern, found.keys, self.by)
 
@@ -82,10 +82,11 @@ class AblateValues(OnSinks):
             return None if difference is None else (z.float() + difference).to(z.dtype)
 
         prefixes = (ENCODER, "") if model.tree.architecture.encoder else ("",)  # the text before, and the canvas
-        kept = [(f"{one}blocks.{layer}.attn.hook_v", values.keep) for one in prefixes for layer in chosen.layers]
-        changed = [(f"blocks.{layer}.attn.hook_z", change) for layer in chosen.layers]
+        kept = [(f"{one}blocks.{layer}.attn.hook_v", values.keep) for one in prefixes for layer in places.layers]
+        computed = [(f"blocks.{layer}.attn.hook_pattern", compute) for layer in places.layers]
+        changed = [(f"blocks.{layer}.attn.hook_z", change) for layer in places.layers]
         first = [] if draws is None else draws.first()
-        return [*first, *kept, *chosen.pairs(compute, "hook_pattern"), *changed]
+        return [*first, *kept, *places.around([*places.counts(), *computed]), *changed]
 
 
 class _Values:
