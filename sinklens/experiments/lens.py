@@ -30,7 +30,7 @@ from sinklens.errors import SettingError
 from sinklens.experiments.attribution import exact_step, of_step
 from sinklens.experiments.tuned_lens import TunedLens, masked_share
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, layer_of, place_mask, refuse, within
+from sinklens.runs.intervention import Pairs, Reader, RunContext, layer_of, place_mask, refuse, within
 from sinklens.runs.result import require_run
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def logit_lens(
     return _dataset(model, run, request, streams)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogitLens(Intervention):
+@dataclass(kw_only=True, eq=False)
+class LogitLens(Reader):
     """Collects a run's residual streams for the lens and changes nothing.
 
     ``lens = LogitLens(layers=[3]); run = generate(..., hooks=[MaskSinks(), lens]); lens.read(run)``. List it last to

@@ -24,7 +24,7 @@ from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import follows_run
 from sinklens.runs.denoising import Denoising
-from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext
+from sinklens.runs.intervention import Canvas, Intervention, Pairs, Reader, RunContext
 from sinklens.runs.result import Generation
 
 
@@ -183,8 +183,8 @@ class _Values:
         return xr.Dataset({"metric": (dims, self.values), "metric_base": (dims[1:], self.base)}, steps)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reading(Intervention):
+@dataclass(kw_only=True, eq=False)
+class _Reading(Reader):
     """Evaluates the metric at every step of a run of several copies of the prompts.
 
     Attributes:

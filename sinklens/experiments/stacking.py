@@ -15,11 +15,11 @@ from sinklens.errors import HookFunctionError, SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.model import Model
-from sinklens.runs.intervention import HookFunction, Intervention, Pairs, RunContext, refuse_off_canvas
+from sinklens.runs.intervention import HookFunction, HookSource, Pairs, RunContext, refuse_off_canvas
 from sinklens.runs.result import Generation
 
 
-class Stacked(Intervention):
+class Stacked(HookSource):
     """Divides the rows of a batch among interventions: the first acts on the first ``rows / count``, and so on.
 
     Args:
@@ -29,8 +29,7 @@ class Stacked(Intervention):
     on_canvas: ClassVar[bool] = True  # as far as what is listed is
 
     def __init__(self, listed: Sequence[Sequence[Any]]) -> None:
-        super().__init__()
-        object.__setattr__(self, "listed", listed)
+        self.listed = listed
 
     def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`.
@@ -38,7 +37,7 @@ class Stacked(Intervention):
         Raises:
             SettingError: in a single pass, or if the rows do not divide evenly.
         """
-        listed: Sequence[Sequence[Any]] = self.__dict__["listed"]
+        listed = self.listed
         if run is None or len(run.real) % len(listed):
             raise SettingError(
                 f"{len(listed)} stacked interventions need a run with a multiple of {len(listed)} rows; got "
@@ -52,11 +51,11 @@ class Stacked(Intervention):
             context = replace(
                 run, real=run.real[rows], row_keys=run.row_keys[rows], controls=run.controls.of_rows(rows),
                 marked=_of_rows(run.marked, rows), computed=_of_rows(run.computed, rows),
-                decidable=_of_rows(run.decidable, rows),
+                decidable=_of_rows(run.decidable, rows), choices=None,
             )  # fmt: skip
             for entry in hooks:
                 refuse_off_canvas(entry, model)
-                pairs = entry.hooks_for(model, context) if isinstance(entry, Intervention) else [entry]
+                pairs = entry.hooks_for(model, context) if isinstance(entry, HookSource) else [entry]
                 for name, function in pairs:
                     for point in names.select(name, known, layers):
                         by_point.setdefault(point, [[] for _ in listed])[number].append(function)

@@ -28,9 +28,8 @@ from sinklens.features.places import STATES, Scope, ScopedPlaces, state_masks, s
 from sinklens.features.store import ActivationStore
 from sinklens.hooks.points import Point
 from sinklens.identity import fingerprint
-from sinklens.interventions.places import AtPositions
 from sinklens.model import Model
-from sinklens.runs.intervention import Canvas, Pairs, RunContext, within
+from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, within
 from sinklens.sampling import settings_for
 from sinklens.sinks import Detector, Record
 from sinklens.tracing import generate
@@ -182,9 +181,9 @@ class _Filter:
         return np.asarray(found[places["row"], places["step"], places["column"]])
 
 
-@dataclass(frozen=True)
-class _Take(AtPositions):
-    """Keeps the activations of a run at a point, with their places, and changes nothing.
+@dataclass(eq=False)
+class _Take(Reader):
+    """Keeps the activations of a run at a point, with their places.
 
     Attributes:
         by_blocks: whether keys of finished blocks are cached, if the model has blocks.
@@ -194,7 +193,7 @@ class _Take(AtPositions):
     _: KW_ONLY
     scope: Scope = "all"
     by_blocks: bool = False
-    kept: list[dict[str, np.ndarray]] = field(default_factory=list, init=False, repr=False, compare=False)
+    kept: list[dict[str, np.ndarray]] = field(default_factory=list, init=False, repr=False)
 
     def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""

@@ -19,8 +19,8 @@ from torch import Tensor
 from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import AtPositions, Places, of_any_head
-from sinklens.runs.intervention import Canvas, Pairs, RunContext, Snapshot
+from sinklens.interventions.places import Places, of_any_head
+from sinklens.runs.intervention import Canvas, HookSource, Pairs, RunContext, Snapshot
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -79,7 +79,7 @@ class ScopedPlaces:
     List `first` before the hooks that use it, and `last` after them.
     """
 
-    def __init__(self, what: AtPositions, scope: Scope, model: "Model", run: RunContext | None, point: str) -> None:
+    def __init__(self, what: HookSource, scope: Scope, model: "Model", run: RunContext | None, point: str) -> None:
         self._states, self._run = states_of(scope), run
         inside = [int(point.split(".")[1])] if point.startswith("blocks.") else []
         self._heads = range(model.cfg.n_heads)

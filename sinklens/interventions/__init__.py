@@ -20,7 +20,7 @@ from sinklens.interventions.streams import ClampStream, Directions, Steer
 from sinklens.interventions.values import AblateValues
 from sinklens.interventions.where import InArray, OfKind, Positions, Rule, Where
 from sinklens.runs.caches import StepCaches
-from sinklens.runs.intervention import Intervention, RunContext
+from sinklens.runs.intervention import Intervention, Reader, RunContext
 
 __all__ = [
     "AblateHeads",
@@ -49,6 +49,7 @@ __all__ = [
     "PatchHooks",
     "PathPatch",
     "Positions",
+    "Reader",
     "Remask",
     "Renoise",
     "Resample",

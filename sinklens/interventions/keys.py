@@ -20,7 +20,6 @@ from sinklens.interventions.controls import largest
 from sinklens.interventions.kept_patterns import KeptPatterns
 from sinklens.interventions.masking import hiding
 from sinklens.interventions.places import Places, head_mask
-from sinklens.interventions.where import Rule
 from sinklens.runs.intervention import Intervention, Pairs, RunContext, refuse, refuse_empty, within
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ class HideKeys(Intervention):
 
     within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
-    rule: ClassVar[Rule | None] = None
 
     def __post_init__(self) -> None:
         refuse_empty(self)

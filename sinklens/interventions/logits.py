@@ -13,14 +13,14 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext
+from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext
 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
 
-@dataclass(frozen=True, kw_only=True)
-class MaskedLogits(Intervention):
+@dataclass(kw_only=True, eq=False)
+class MaskedLogits(Reader):
     """Keeps every step's logits at the masked positions and changes nothing; list it last to see all edits.
 
     Attributes:
@@ -31,7 +31,7 @@ class MaskedLogits(Intervention):
 
     on_canvas: ClassVar[bool] = True
 
-    kept: dict[int, Float[Tensor, "masked vocab"]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    kept: dict[int, Float[Tensor, "masked vocab"]] = field(default_factory=dict, init=False, repr=False)
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""

@@ -25,8 +25,10 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
+from sinklens.identity import fingerprint
 from sinklens.interventions.places import AtKeys, AtPositions, Places, check_reach, head_mask
-from sinklens.interventions.where import Where, recorded
+from sinklens.interventions.scores import recorded
+from sinklens.interventions.where import Where
 from sinklens.runs.intervention import (
     Distances,
     Pairs,
@@ -40,6 +42,7 @@ from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 
 UNDETERMINED = (
@@ -89,15 +92,19 @@ class MaskSinks(OnSinks):
 
     on_canvas: ClassVar[bool] = True
 
-    def keys(self, track: SinkTrack) -> Bool[xr.DataArray, "batch step layer head pos"]:
-        """The keys that were masked in the diffusion run that `track` recorded with this intervention in its hooks.
+    def keys(self, track: "SinkTrack | Generation") -> Bool[xr.DataArray, "batch step layer head pos"]:
+        """The keys that were masked in a run with this intervention in its hooks.
 
-        For a part of a track, those of the steps whose previous step is also in the part.
+        Args:
+            track: the run, which recorded them (`Generation.chosen`); or its sinks, by which a diffusion run without
+                controls chose them. Of a part of a track, those of the steps whose previous step is also in the part.
 
         Raises:
-            SettingError: for other controls than the weakest keys, kinds or states, a source or `same_step`, which a
-                track does not determine.
+            SettingError: a run without this intervention or without sinks. A track alone: for other controls than the
+                weakest keys, kinds or states, a source or `same_step`, which a track does not determine.
         """
+        if not isinstance(track, SinkTrack):
+            return self._recorded(track)
         if self.pick not in ("strongest", "weakest") or self.only or self.track is not None or self.where is not None:
             raise SettingError(UNDETERMINED)
         if self.same_step or track.causal:
@@ -120,6 +127,21 @@ class MaskSinks(OnSinks):
             here = found[:, steps.index(step)]
             here[np.ix_(range(len(found)), layers, heads, range(keys.shape[-1]))] = (keys.numpy() & now)[:, :, heads]
         return score.copy(data=found)
+
+    def _recorded(self, run: "Generation") -> Bool[xr.DataArray, "batch step layer head pos"]:
+        """The keys that `run` recorded, of those that have a score there."""
+        listed = [choice for choice in run.chosen if isinstance(choice.of, MaskSinks)]
+        found = next((choice for choice in listed if fingerprint(choice.of) == fingerprint(self)), None)
+        if found is None or run.sinks is None:
+            raise SettingError(
+                "the run did not record what this MaskSinks masked; list it in hooks= of the run, and leave "
+                "record_sinks on."
+            )
+        score = run.sinks.data["score"]
+        known = score.notnull().any("head").to_numpy()[:, :, :, None]
+        places = found.places.to_numpy()[:, : score.sizes["step"]] & known
+        layers = np.isin(np.arange(score.sizes["layer"]), within("layer", self.layers, score.sizes["layer"]))
+        return score.copy(data=np.broadcast_to(places, score.shape) & layers[:, None, None])
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""

@@ -25,9 +25,9 @@ from sinklens.interventions.kept_patterns import KeptPatterns
 from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at_heads, head_axis, layer_at
 from sinklens.runs.caches import StepCaches, chosen_points, require_columns
 from sinklens.runs.intervention import (
-    Intervention,
     Pairs,
     QuerySpan,
+    Reader,
     RunContext,
     place_mask,
     refuse,
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 
-@dataclass(frozen=True, kw_only=True)
-class Activations(Intervention):
+@dataclass(kw_only=True, eq=False)
+class Activations(Reader):
     """Keeps values of a run and changes none: ``kept = Activations(names=[...]); generate(..., hooks=[kept])``.
 
     List it last to see the edits of other hooks. After the run ``kept.caches[step]`` is an `ActivationCache`; a second
@@ -66,7 +66,7 @@ class Activations(Intervention):
         """See `Intervention.hooks_for`."""
         in_step = self.step_test(run)
         kept = StepCaches(model.tree)
-        object.__setattr__(self, "caches", kept)  # a new one: the old one may be the source of a patch in this run
+        self.caches = kept  # a new one: the old one may be the source of a patch in this run
 
         def keep(value: Tensor, hook: Point) -> None:
             if in_step(hook.step):

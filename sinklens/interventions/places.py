@@ -26,6 +26,7 @@ from sinklens.interventions.selection import Selection
 from sinklens.interventions.where import Chooser, Found, Moment, Rule, Site, Where, as_rule
 from sinklens.runs.intervention import (
     Canvas,
+    HookSource,
     Intervention,
     Pairs,
     QuerySpan,
@@ -79,7 +80,7 @@ class Places:
 
     def __init__(
         self,
-        what: Any,
+        what: HookSource,
         model: "Model",
         run: RunContext | None,
         layers: Sequence[int] | None = None,
@@ -101,6 +102,8 @@ class Places:
                 f"computed, so {name} would change nothing. Pass a SinkTrack of another run or Where(source=..., "
                 f"same_step=True); or change keys, with AblateValues or MaskSinks."
             )
+        follows = self._chooser is not None and not self._chooser.fixed
+        self._choice = run.choices.begin(what) if follows and run is not None and run.choices is not None else None
         self._found: dict[int, Found | None] = {}  # by step; in a diffusion run of the current step alone
         self._some: list[bool] | None = None
         self._canvas = None if run is None else Canvas(run)
@@ -154,6 +157,8 @@ class Places:
             mask = mask & (self._fixed & real[:, None])[:, None]
             if self._only_heads is not None and len(self.heads) < len(self._only_heads):
                 mask = mask & self._only_heads.to(mask.device)[:, None]
+            if self._choice is not None:
+                self._choice.keep(now.step, mask)
             found = found._replace(mask=mask)
             if self._only_heads is not None and not self._run.causal:
                 self._some = mask.any(dim=0).flatten(1).any(dim=1).tolist()

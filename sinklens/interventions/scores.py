@@ -1,4 +1,4 @@
-"""The scores of each step, collected while a run lasts for the rules of the next step.
+"""The scores by which a rule chooses: those of the step before, collected while a run lasts, or those of another run.
 
 In a diffusion run they are the column sums of ``hook_sink_scores``. In an autoregressive run they are the last token's
 attention, which is computed here from its query, all keys and the additive mask.
@@ -8,16 +8,18 @@ scores or to the pattern. List interventions on the mask before this one.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.errors import SettingError
 from sinklens.hooks.normalizers import normalizer_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import Scores
-from sinklens.runs.intervention import Pairs, RunContext, layer_of
+from sinklens.runs.intervention import Pairs, RunContext, Snapshot, layer_of, row_key
+from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -81,3 +83,91 @@ class StepScores:
         counts = real.sum(dim=1)[:, None, None]  # uniform attention is 1, as in column sums
         weights = normalizer_of(self._run.tree.hf)(scores[:, :, None], counts[..., None])[:, :, 0]
         self.now[layer_of(hook)] = (weights * counts).to(self._run.real.device)
+
+
+class Evidence(NamedTuple):
+    """By what keys are chosen.
+
+    Attributes:
+        scores: by layer; empty if there are none.
+        canvas: the canvas that they belong to.
+        starts: see `Moment`.
+        track: the recorded step that they come from, if any.
+        there: keys that have a score; None for all except padding.
+    """
+
+    scores: dict[int, Scores]
+    canvas: Snapshot | None = None
+    starts: dict[int, int] = {}  # noqa: RUF012
+    track: SinkTrack | None = None
+    there: Bool[Tensor, "batch key"] | None = None
+
+
+def recorded(source: SinkTrack, place: int, layers: list[int], device: torch.device) -> Evidence:
+    """The data recorded at one index of the step axis; rows that had ended by then have no score there."""
+    track = source.isel(step=place, layer=layers)
+    token, score = track.data["token_id"].to_numpy()[:, 0], torch.from_numpy(track.scores().to_numpy()[:, 0])
+    there = ~score.isnan().all(dim=2).all(dim=1)
+    if not bool(there.any()):
+        return Evidence({})
+    length = int(there.any(dim=0).nonzero().max()) + 1  # how many an autoregressive run has decoded
+    known = (~score.isnan()).any(dim=2).any(dim=0)  # [layer, pos]
+    starts = dict(zip(layers, known.long().argmax(dim=1).tolist(), strict=True))
+    score, there = score[..., :length].nan_to_num(0.0).to(device), there[:, :length].to(device)
+    undecided = torch.from_numpy(track.data["masked"].to_numpy()[:, 0, :length]).to(device)
+    canvas = Snapshot(torch.from_numpy(token[:, :length]).to(device), undecided)
+    return Evidence({layer: score[:, at] for at, layer in enumerate(layers)}, canvas, starts, track, there)
+
+
+def check_second_pass(run: RunContext) -> None:
+    if run.causal:
+        raise SettingError("same_step needs a second pass over the canvas; it is available in diffusion runs only.")
+    if run.tree.architecture.encoder:
+        raise SettingError(
+            "same_step needs a second pass over the canvas, which lacks the self-conditioning of the step in a "
+            "model with an encoder; use the sinks of the previous step."
+        )
+
+
+def check_source(source: SinkTrack, run: RunContext) -> None:
+    if source.causal != run.causal:
+        kinds = ["autoregressive" if causal else "diffusion" for causal in (source.causal, run.causal)]
+        raise SettingError(
+            f"source is a run of another kind of model, {kinds[0]}, and this run is {kinds[1]}; record it with "
+            f"this model."
+        )
+    (rows, length), cfg = run.real.shape, run.tree.cfg
+    for axis, size in {"batch": rows, "pos": length, "layer": cfg.n_layers, "head": cfg.n_heads}.items():
+        if source.data.sizes[axis] != size:
+            raise SettingError(
+                f"source has {source.data.sizes[axis]} along {axis}, this run {size}; record it with this model "
+                f"and these prompts."
+            )
+
+
+def check_prompts(source: SinkTrack, run: RunContext, ids: Int[Tensor, "batch pos"]) -> None:
+    """Check that each row has the source's prompt, either as given or as it is on the canvas."""
+    length = run.prompt_length
+    recorded = torch.from_numpy(source.data["token_id"].isel(step=0).to_numpy()[:, :length]).to(ids)
+    real = torch.from_numpy(source.data["is_real"].to_numpy()[:, :length])
+    either = (real | run.real[:, :length].cpu()).to(ids.device) & (recorded >= 0)  # a row may be missing here
+    for row in ((recorded != ids[:, :length]) & either).any(dim=1).nonzero()[:, 0].tolist():
+        if row_key(recorded[row].cpu()[real[row]].tolist()) != run.row_keys[row]:
+            raise SettingError(
+                f"source was recorded with another prompt in row {row}; record it with the prompts of this run, in "
+                f"the same order."
+            )
+
+
+def by_start(scores: dict[int, Scores], starts: dict[int, int]) -> dict[int, dict[int, Scores]]:
+    """The layers whose keys begin at the same text position."""
+    grouped: dict[int, dict[int, Scores]] = {}
+    for layer, values in scores.items():
+        grouped.setdefault(starts.get(layer, 0), {})[layer] = values
+    return grouped
+
+
+def place_of(track: SinkTrack, step: int) -> int | None:
+    """Index of a run's step on the step axis of `track`, which may hold only some steps; None if it is missing."""
+    places = (track.data["step"].to_numpy() == step).nonzero()[0]
+    return int(places[0]) if len(places) else None

@@ -16,19 +16,29 @@ unless it has a `source`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.interventions.kinds_now import of_kind
+from sinklens.interventions.scores import (
+    Evidence,
+    by_start,
+    check_prompts,
+    check_second_pass,
+    check_source,
+    place_of,
+    recorded,
+)
 from sinklens.interventions.selection import Selection, as_tuple
 from sinklens.runs.control_keys import ControlCount
-from sinklens.runs.intervention import RunContext, Snapshot, place_mask, row_key, within
+from sinklens.runs.intervention import RunContext, Snapshot, place_mask, within
 from sinklens.sinks.detectors import AXES, Detector, EpsilonOverMean
 from sinklens.sinks.strongest import check_only
 from sinklens.sinks.track import SinkTrack
@@ -157,74 +167,58 @@ class Rule:
         return Chooser(found)
 
     def __and__(self, other: Any) -> "Rule":
-        return And(self, as_rule(other))
+        return Combined((self, as_rule(other)), every=True)
 
     def __or__(self, other: Any) -> "Rule":
-        return Or(self, as_rule(other))
+        return Combined((self, as_rule(other)), every=False)
 
     def __invert__(self) -> "Rule":
         return Not(self)
 
     def __rand__(self, other: Any) -> "Rule":
-        return And(as_rule(other), self)
+        return Combined((as_rule(other), self), every=True)
 
     def __ror__(self, other: Any) -> "Rule":
-        return Or(as_rule(other), self)
+        return Combined((as_rule(other), self), every=False)
 
     __array_ufunc__ = None  # so that ``array & rule`` is a rule
 
 
 @dataclass(frozen=True)
-class _Pair(Rule):
-    """Two rules."""
+class Combined(Rule):
+    """Where `every` one of several rules is, as with ``&``; or where any of them is, as with ``|``."""
 
-    one: Rule
-    other: Rule
+    rules: tuple[Rule, ...]
+    every: bool
 
     @property
     def follows_run(self) -> bool:
         """See `Rule.follows_run`."""
-        return self.one.follows_run or self.other.follows_run
-
-    def joined(self, one: Found | None, other: Found | None) -> Found | None:
-        """The places of a step, from those of the two rules."""
-        raise NotImplementedError
+        return any(rule.follows_run for rule in self.rules)
 
     def start(self, site: Site) -> Chooser:
         """See `Rule.start`."""
-        one, other = self.one.start(site), self.other.start(site)
+        parts = [rule.start(site) for rule in self.rules]
+
+        def found(now: Moment) -> Found | None:
+            known = [one for part in parts if (one := part.at(now)) is not None]
+            if not known or (self.every and len(known) < len(parts)):
+                return None
+            length = max(one.mask.shape[-1] for one in known)  # some cover only the text so far
+            masks = [torch.nn.functional.pad(one.mask, (0, length - one.mask.shape[-1])) for one in known]
+            rows = [one.rows for one in known if one.rows is not None]
+            if self.every:
+                return Found(reduce(torch.bitwise_and, masks), torch.stack(rows).all(dim=0) if rows else None)
+            judged = torch.stack(rows).any(dim=0) if len(rows) == len(known) else None
+            return Found(reduce(torch.bitwise_or, masks), judged)
+
         return Chooser(
-            lambda now: self.joined(one.at(now), other.at(now)),
-            one.by_layer or other.by_layer,
-            one.past or other.past,
-            one.fixed and other.fixed,
-            one.scored | other.scored,
+            found,
+            by_layer=any(part.by_layer for part in parts),
+            past=any(part.past for part in parts),
+            fixed=all(part.fixed for part in parts),
+            scored=frozenset[int]().union(*(part.scored for part in parts)),
         )
-
-
-@dataclass(frozen=True)
-class And(_Pair):
-    """Where both rules are, ``one & other``."""
-
-    def joined(self, one: Found | None, other: Found | None) -> Found | None:
-        """See `_Pair.joined`."""
-        if one is None or other is None:
-            return None
-        masks, rows = _as_long(one.mask, other.mask), [rows for rows in (one.rows, other.rows) if rows is not None]
-        return Found(masks[0] & masks[1], torch.stack(rows).all(dim=0) if rows else None)
-
-
-@dataclass(frozen=True)
-class Or(_Pair):
-    """Where either rule is, ``one | other``."""
-
-    def joined(self, one: Found | None, other: Found | None) -> Found | None:
-        """See `_Pair.joined`."""
-        if one is None or other is None:
-            return one or other
-        masks = _as_long(one.mask, other.mask)
-        known = None if one.rows is None or other.rows is None else one.rows | other.rows
-        return Found(masks[0] | masks[1], known)
 
 
 @dataclass(frozen=True)
@@ -251,15 +245,17 @@ class Not(Rule):
         return inner._replace(at=found)
 
 
-def _as_long(one: Mask, other: Mask) -> tuple[Mask, Mask]:
-    """The two masks, the shorter one extended; one may cover only the text so far."""
-    length = max(one.shape[-1], other.shape[-1])
-    one, other = (torch.nn.functional.pad(mask, (0, length - mask.shape[-1])) for mask in (one, other))
-    return one, other
+class OfStep(Rule):
+    """Base class of rules whose places do not depend on earlier steps."""
+
+    @property
+    def follows_run(self) -> bool:
+        """See `Rule.follows_run`."""
+        return False
 
 
 @dataclass(frozen=True)
-class OfKind(Rule):
+class OfKind(OfStep):
     """Positions whose state or token kind is one of those named, on the canvas as the step begins.
 
     Attributes:
@@ -269,11 +265,6 @@ class OfKind(Rule):
     """
 
     names: str | Sequence[str]
-
-    @property
-    def follows_run(self) -> bool:
-        """See `Rule.follows_run`; only the canvas of the step matters."""
-        return False
 
     def start(self, site: Site) -> Chooser:
         """See `Rule.start`."""
@@ -294,15 +285,10 @@ class OfKind(Rule):
 
 
 @dataclass(frozen=True)
-class Positions(Rule):
+class Positions(OfStep):
     """Fixed positions of every row, as in ``positions=``: padding does not count, negative ones count from the end."""
 
     positions: Sequence[int] | None
-
-    @property
-    def follows_run(self) -> bool:
-        """See `Rule.follows_run`."""
-        return False
 
     def start(self, site: Site) -> Chooser:
         """See `Rule.start`."""
@@ -311,7 +297,7 @@ class Positions(Rule):
 
 
 @dataclass(frozen=True, eq=False)
-class InArray(Rule):
+class InArray(OfStep):
     """Positions marked in a boolean array; they are columns of the canvas, left padding included, as in a track.
 
     Attributes:
@@ -320,11 +306,6 @@ class InArray(Rule):
     """
 
     marked: Any
-
-    @property
-    def follows_run(self) -> bool:
-        """See `Rule.follows_run`."""
-        return False
 
     def start(self, site: Site) -> Chooser:
         """See `Rule.start`."""
@@ -459,9 +440,9 @@ class Where(Selection, Rule):
         if self.of is not None:
             layers, heads = within("layer", self.of[:1], cfg.n_layers), within("head", self.of[1:], cfg.n_heads)
         if source is not None:
-            _check_source(source, run)
+            check_source(source, run)
         elif self.same_step:
-            _check_second_pass(run)
+            check_second_pass(run)
         counted = self.count_in(run, site.name)
         checked = source is None
         among = torch.ones_like(run.real) if site.among is None else site.among
@@ -470,7 +451,7 @@ class Where(Selection, Rule):
             nonlocal checked
             assert now.canvas is not None, "every step of a run has a canvas"
             if source is not None and not checked:
-                _check_prompts(source, run, now.canvas.ids)
+                check_prompts(source, run, now.canvas.ids)
                 checked = True
             seen = self._evidence(now, layers)
             if not seen.scores:
@@ -504,7 +485,7 @@ class Where(Selection, Rule):
         real, among = real[:, :keys], among[:, :keys]
         among = among if seen.there is None else among & seen.there
         found: dict[int, Tensor] = {}
-        for start, layers in _by_start(seen.scores, seen.starts).items():
+        for start, layers in by_start(seen.scores, seen.starts).items():
             if self.scope == "model" and len(layers) < len(seen.scores):
                 raise SettingError(
                     "scope='model' pools the scores of all layers, but layers with a sliding window have different "
@@ -530,94 +511,6 @@ class Where(Selection, Rule):
         peeked = run.tree.peek(now.canvas.ids, run.real, names)
         here = {layer: peeked[name].to(now.canvas.ids.device) for layer, name in zip(layers, names, strict=True)}
         return Evidence(here, now.canvas)
-
-
-class Evidence(NamedTuple):
-    """By what keys are chosen.
-
-    Attributes:
-        scores: by layer; empty if there are none.
-        canvas: the canvas that they belong to.
-        starts: see `Moment`.
-        track: the recorded step that they come from, if any.
-        there: keys that have a score; None for all except padding.
-    """
-
-    scores: Scores
-    canvas: Snapshot | None = None
-    starts: dict[int, int] = {}  # noqa: RUF012
-    track: SinkTrack | None = None
-    there: Bool[Tensor, "batch key"] | None = None
-
-
-def recorded(source: SinkTrack, place: int, layers: list[int], device: torch.device) -> Evidence:
-    """The data recorded at one index of the step axis; rows that had ended by then have no score there."""
-    track = source.isel(step=place, layer=layers)
-    token, score = track.data["token_id"].to_numpy()[:, 0], torch.from_numpy(track.scores().to_numpy()[:, 0])
-    there = ~score.isnan().all(dim=2).all(dim=1)
-    if not bool(there.any()):
-        return Evidence({})
-    length = int(there.any(dim=0).nonzero().max()) + 1  # how many an autoregressive run has decoded
-    known = (~score.isnan()).any(dim=2).any(dim=0)  # [layer, pos]
-    starts = dict(zip(layers, known.long().argmax(dim=1).tolist(), strict=True))
-    score, there = score[..., :length].nan_to_num(0.0).to(device), there[:, :length].to(device)
-    undecided = torch.from_numpy(track.data["masked"].to_numpy()[:, 0, :length]).to(device)
-    canvas = Snapshot(torch.from_numpy(token[:, :length]).to(device), undecided)
-    return Evidence({layer: score[:, at] for at, layer in enumerate(layers)}, canvas, starts, track, there)
-
-
-def _check_second_pass(run: RunContext) -> None:
-    if run.causal:
-        raise SettingError("same_step needs a second pass over the canvas; it is available in diffusion runs only.")
-    if run.tree.architecture.encoder:
-        raise SettingError(
-            "same_step needs a second pass over the canvas, which lacks the self-conditioning of the step in a "
-            "model with an encoder; use the sinks of the previous step."
-        )
-
-
-def _check_source(source: SinkTrack, run: RunContext) -> None:
-    if source.causal != run.causal:
-        kinds = ["autoregressive" if causal else "diffusion" for causal in (source.causal, run.causal)]
-        raise SettingError(
-            f"source is a run of another kind of model, {kinds[0]}, and this run is {kinds[1]}; record it with "
-            f"this model."
-        )
-    (rows, length), cfg = run.real.shape, run.tree.cfg
-    for axis, size in {"batch": rows, "pos": length, "layer": cfg.n_layers, "head": cfg.n_heads}.items():
-        if source.data.sizes[axis] != size:
-            raise SettingError(
-                f"source has {source.data.sizes[axis]} along {axis}, this run {size}; record it with this model "
-                f"and these prompts."
-            )
-
-
-def _check_prompts(source: SinkTrack, run: RunContext, ids: Int[Tensor, "batch pos"]) -> None:
-    """Check that each row has the source's prompt, either as given or as it is on the canvas."""
-    length = run.prompt_length
-    recorded = torch.from_numpy(source.data["token_id"].isel(step=0).to_numpy()[:, :length]).to(ids)
-    real = torch.from_numpy(source.data["is_real"].to_numpy()[:, :length])
-    either = (real | run.real[:, :length].cpu()).to(ids.device) & (recorded >= 0)  # a row may be missing here
-    for row in ((recorded != ids[:, :length]) & either).any(dim=1).nonzero()[:, 0].tolist():
-        if row_key(recorded[row].cpu()[real[row]].tolist()) != run.row_keys[row]:
-            raise SettingError(
-                f"source was recorded with another prompt in row {row}; record it with the prompts of this run, in "
-                f"the same order."
-            )
-
-
-def _by_start(scores: Scores, starts: dict[int, int]) -> dict[int, Scores]:
-    """The layers whose keys begin at the same text position."""
-    grouped: dict[int, Scores] = {}
-    for layer, values in scores.items():
-        grouped.setdefault(starts.get(layer, 0), {})[layer] = values
-    return grouped
-
-
-def place_of(track: SinkTrack, step: int) -> int | None:
-    """Index of a run's step on the step axis of `track`, which may hold only some steps; None if it is missing."""
-    places = (track.data["step"].to_numpy() == step).nonzero()[0]
-    return int(places[0]) if len(places) else None
 
 
 def _is_names(value: object) -> bool:

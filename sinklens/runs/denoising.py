@@ -26,8 +26,9 @@ from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.points import Point, SamplerPoint
 from sinklens.memory import explained
 from sinklens.model import Model
+from sinklens.runs.choices import ChoiceLog
 from sinklens.runs.control_keys import ControlLog
-from sinklens.runs.intervention import HookFunction, Intervention, RunContext, refuse_off_canvas, row_key
+from sinklens.runs.intervention import HookFunction, HookSource, RunContext, refuse_off_canvas, row_key
 from sinklens.runs.policies import VARIABLES, key_cache_for, read_by_policy, recorded
 from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.request import HOOKS, RunRequest
@@ -63,6 +64,7 @@ class Denoising:
         self._vocabulary: dict[int, str] = {}
         self._named: set[str] = set()
         self.controls = ControlLog()
+        self._choices = ChoiceLog(self.settings.steps, self.state.canvas.shape[1])
         self.hooks = self._resolve(request.hooks)
         replay, tokens = request.replay, range(min(0, self.state.mask_id), model.cfg.d_vocab)
         self.state.replay = None if replay is None else self._replayed(replay, tokens)
@@ -121,6 +123,7 @@ class Denoising:
             computed=lambda: None if state.keys is None else state.keys.computed,
             decidable=lambda: None if state.keys is None else state.keys.decidable,
             controls=self.controls,
+            choices=None if self.request.record_sinks is False else self._choices,
             settings=self._settings_text(),
         )
 
@@ -157,7 +160,7 @@ class Denoising:
         known, layers = self.model.hook_names(), self.model.cfg.n_layers
         found = []
         for entry in entries:
-            if isinstance(entry, Intervention):
+            if isinstance(entry, HookSource):
                 refuse_off_canvas(entry, self.model)
                 found += entry.hooks_for(self.model, self._context())
                 continue
@@ -272,7 +275,7 @@ class Denoising:
             trajectory.canvas, trajectory.undecided, trajectory.unmask_step, trajectory.active, real,
             self.state.prompt_length, answers, self.settings, self.request.seed, self._track(trajectory),
             isinstance(self.request.prompt, str), self.model, self._recorder.patterns if self._recorder else {},
-            self.controls.totals(self.rows), as_policy(self.request.cache),
+            self.controls.totals(self.rows), as_policy(self.request.cache), tuple(self._choices.choices),
         )  # fmt: skip
 
     def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:

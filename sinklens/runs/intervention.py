@@ -28,6 +28,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
 from sinklens.integers import as_integer
+from sinklens.runs.choices import ChoiceLog
 from sinklens.runs.control_keys import ControlLog
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class RunContext:
         decidable: of these, the ones that the step can decide: with what predicts them; None without a policy.
         controls: counts the keys of controls.
         settings: those of the sampler, as JSON.
+        choices: keeps the places that rules choose; None if the run does not record them.
     """
 
     tree: "HookTree"
@@ -88,6 +90,7 @@ class RunContext:
     decidable: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
     controls: ControlLog = field(default_factory=ControlLog)
     settings: str = "{}"
+    choices: ChoiceLog | None = None
 
     @property
     def causal(self) -> bool:
@@ -117,9 +120,8 @@ class RunContext:
         return [QuerySpan(0, 0, prompt), *later] if prompt else later
 
 
-@dataclass(frozen=True, kw_only=True)
-class Intervention(ABC):
-    """A change of a model's computation, restricted to some places.
+class HookSource(ABC):
+    """What ``hooks=`` takes besides (point, function) pairs: an `Intervention`, or a `Reader`, which changes nothing.
 
     Attributes:
         steps: step indices; negative ones count from the end of the planned steps. None means all.
@@ -134,10 +136,15 @@ class Intervention(ABC):
     within_step: ClassVar[bool] = False
     """Whether what it does at a step depends on that step alone, so that the steps before need not run."""
 
-    steps: Sequence[int] | None = None
-    layers: Sequence[int] | None = None
-    heads: Sequence[int] | None = None
-    positions: Sequence[int] | None = None
+    steps: Sequence[int] | None
+    layers: Sequence[int] | None
+    heads: Sequence[int] | None
+    positions: Sequence[int] | None
+
+    @property
+    def rule(self) -> Any:
+        """The rule of its places, an `interventions.Rule`; None for everywhere."""
+        return None
 
     @abstractmethod
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
@@ -190,13 +197,36 @@ class Intervention(ABC):
         return lambda step: step in chosen
 
 
+@dataclass(frozen=True, kw_only=True)
+class Intervention(HookSource):
+    """A change of a model's computation, restricted to some places; see `HookSource`."""
+
+    steps: Sequence[int] | None = None
+    layers: Sequence[int] | None = None
+    heads: Sequence[int] | None = None
+    positions: Sequence[int] | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Reader(HookSource):
+    """Reads a run and changes nothing; what it read of the last run is in its attributes.
+
+    List it last to see the edits of the others. See `HookSource`.
+    """
+
+    steps: Sequence[int] | None = None
+    layers: Sequence[int] | None = None
+    heads: Sequence[int] | None = None
+    positions: Sequence[int] | None = None
+
+
 def refuse_off_canvas(entry: Any, model: "Model") -> None:
     """Refuse an intervention that needs complete passes, for a model whose passes cover one canvas.
 
     Raises:
         SettingError: it is not `Intervention.on_canvas`.
     """
-    if model.tree.architecture.encoder and isinstance(entry, Intervention) and not entry.on_canvas:
+    if model.tree.architecture.encoder and isinstance(entry, HookSource) and not entry.on_canvas:
         raise SettingError(
             f"{type(entry).__name__} is not available for {model.family} models, whose passes cover one canvas; use "
             f"hook functions, or interventions with on_canvas = True such as MaskSinks."
@@ -260,7 +290,7 @@ def place_mask(positions: Sequence[int] | None, real: Bool[Tensor, "batch pos"])
     return mask
 
 
-def refuse(what: Intervention, *restrictions: str) -> None:
+def refuse(what: HookSource, *restrictions: str) -> None:
     """Reject restrictions that `what` does not support, instead of ignoring them.
 
     Raises:
@@ -271,7 +301,7 @@ def refuse(what: Intervention, *restrictions: str) -> None:
             raise SettingError(f"{type(what).__name__} does not support {name}=; leave it out.")
 
 
-def refuse_empty(what: Intervention, *more: str) -> None:
+def refuse_empty(what: HookSource, *more: str) -> None:
     """Reject empty restrictions, which would silently change nothing.
 
     Args:

@@ -17,7 +17,7 @@ from sinklens.arguments import Seed, Words, check_arguments
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import HookNameError
 from sinklens.hooks.names import HookName
-from sinklens.runs.intervention import HookFunction, Intervention
+from sinklens.runs.intervention import HookFunction, HookSource
 from sinklens.runs.result import Replayable
 from sinklens.sampling import RunSettings
 from sinklens.sinks.record import Record
@@ -27,7 +27,7 @@ HOOKS = (
     "[(name, fn), MaskSinks(top_k=1), …]"
 )
 Recorded = Annotated[bool | Record, Words("True, False or a Record such as Record(['values'])")]
-Hooks = Intervention | Sequence[tuple[HookName, HookFunction] | Intervention]
+Hooks = HookSource | Sequence[tuple[HookName, HookFunction] | HookSource]
 
 
 class RunRequest:
@@ -101,7 +101,7 @@ def hook_list(hooks: Hooks) -> list[Any]:
     Raises:
         HookNameError: it is neither an intervention nor a list.
     """
-    if isinstance(hooks, Intervention):
+    if isinstance(hooks, HookSource):
         return [hooks]
     if not isinstance(hooks, Iterable) or isinstance(hooks, str | Mapping):
         raise HookNameError(f"{HOOKS}; got {hooks!r:.80}.")
