@@ -18,7 +18,7 @@ from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.streams import ClampStream, Directions, Steer
 from sinklens.interventions.values import AblateValues
-from sinklens.interventions.where import InArray, OfKind, Positions, Rule, Where
+from sinklens.interventions.where import InArray, Moment, OfKind, Positions, Rule, Where
 from sinklens.runs.caches import StepCaches
 from sinklens.runs.intervention import Intervention, Reader, RunContext
 
@@ -44,6 +44,7 @@ __all__ = [
     "KeepKeys",
     "MaskSinks",
     "MaskedLogits",
+    "Moment",
     "OfKind",
     "OnSinks",
     "PatchHooks",

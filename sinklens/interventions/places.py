@@ -23,7 +23,7 @@ from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.scores import StepScores
 from sinklens.interventions.selection import Selection
-from sinklens.interventions.where import Chooser, Found, Moment, Rule, Site, Where, as_rule
+from sinklens.interventions.where import Found, Moment, Positions, Rule, Site, Where, as_rule
 from sinklens.runs.intervention import (
     Canvas,
     HookSource,
@@ -87,27 +87,28 @@ class Places:
         of: Literal["queries", "keys"] | None = "queries",
         pool: bool = False,
     ) -> None:
-        rule, of_keys, name = what.rule, of == "keys", type(what).__name__
+        of_keys, name = of == "keys", type(what).__name__
+        rule = Positions(None) if what.rule is None and of_keys and run is not None else what.rule
         self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
         self.layers = what.chosen_layers(model) if layers is None else list(layers)
         self.heads = what.chosen_heads(model) if of_keys or rule is not None else list(range(model.cfg.n_heads))
-        self._only_heads = head_mask(self.heads, model.cfg.n_heads, torch.device("cpu")) if of_keys else None
+        self._only = head_mask(self.heads, model.cfg.n_heads, torch.device("cpu")) if of_keys else None
         self._fixed = None if run is None else place_mask(what.positions, run.real)[:, None]
         among = self._fixed[:, 0] if self._fixed is not None and pool else None
         self._site = Site(name, model, run, self.layers, self.heads, among)
-        self._chooser: Chooser | None = None if rule is None else rule.start(self._site)
-        if of == "queries" and self._chooser is not None and self._chooser.past:
+        chooser = self._chooser = None if rule is None else rule.start(self._site)
+        if of == "queries" and chooser is not None and chooser.past:
             raise SettingError(
                 f"where={rule!r} finds keys of the text before, whose queries an autoregressive run has already "
                 f"computed, so {name} would change nothing. Pass a SinkTrack of another run or Where(source=..., "
                 f"same_step=True); or change keys, with AblateValues or MaskSinks."
             )
-        follows = self._chooser is not None and not self._chooser.fixed
-        self._choice = run.choices.begin(what) if follows and run is not None and run.choices is not None else None
+        follows = run is not None and chooser is not None and not chooser.fixed
+        self._canvas = Canvas(run) if run is not None and follows else None
+        self._scores = StepScores(model, run, chooser.scored) if run is not None and chooser is not None else None
+        self._choice = run.choices.begin(what) if run is not None and run.choices is not None and follows else None
         self._found: dict[int, Found | None] = {}  # by step; in a diffusion run of the current step alone
         self._some: list[bool] | None = None
-        self._canvas = None if run is None else Canvas(run)
-        self._scores = None if run is None or rule is None else StepScores(model, run, self._chooser.scored)
         self._size = 0
 
     # --- hooks ---
@@ -118,9 +119,7 @@ class Places:
 
     def first(self) -> Pairs:
         """The hooks that find places; list them before those that use them."""
-        if self._chooser is None or self._chooser.fixed or self._scores is None:
-            return []
-        return [(CANVAS, self._begin), *self._scores.first()]
+        return [] if self._canvas is None or self._scores is None else [(CANVAS, self._begin), *self._scores.first()]
 
     def last(self) -> Pairs:
         """The hooks that keep the scores of a step for the next; list them last."""
@@ -140,28 +139,25 @@ class Places:
         assert self._scores is not None
         self._canvas.hook(value, hook)
         scores, starts = self._scores.begin()
-        step = int(hook.step or 0)
-        if self._in_step(step):
+        self._forget()
+        if self._in_step(step := int(hook.step or 0)):
             self._choose(Moment(self._site, step, self._canvas.now, self._canvas.before, scores, starts))
-        else:
-            self._forget()
 
     def _choose(self, now: Moment) -> None:
         """Evaluate the rule, and limit what it finds to the positions and the heads of the intervention."""
         assert self._chooser is not None
-        self._forget()
         found = self._chooser.at(now)
         if found is not None and self._run is not None and self._fixed is not None:
             mask, real = found.mask, self._run.real
             mask = torch.nn.functional.pad(mask, (0, real.shape[1] - mask.shape[-1]))  # not decoded yet
             mask = mask & (self._fixed & real[:, None])[:, None]
-            if self._only_heads is not None and len(self.heads) < len(self._only_heads):
-                mask = mask & self._only_heads.to(mask.device)[:, None]
+            if self._only is not None and not bool(self._only.all()):
+                mask = mask & self._only.to(mask.device)[:, None]
             if self._choice is not None:
                 self._choice.keep(now.step, mask)
-            found = found._replace(mask=mask)
-            if self._only_heads is not None and not self._run.causal:
+            if self._only is not None and not self._run.causal:
                 self._some = mask.any(dim=0).flatten(1).any(dim=1).tolist()
+            found = found._replace(mask=mask)
         self._found[now.step] = found
 
     def _forget(self) -> None:
@@ -172,8 +168,8 @@ class Places:
 
     def _of_step(self, step: int) -> Found | None:
         """What the rule found for a step."""
-        assert self._chooser is not None
-        if self._chooser.fixed and step not in self._found:
+        if self._chooser is not None and self._chooser.fixed and step not in self._found:
+            self._forget()
             self._choose(Moment(self._site, step, None, None, {}, {}))
         return self._found.get(step)
 
@@ -269,12 +265,11 @@ class Places:
         """
         layer, step, width, device = layer_of(hook), int(hook.step or 0), value.shape[-1], value.device
         if self._run is None:
-            mask = self._of_single_pass(layer, width, device)
-            mask = mask & head_mask(self.heads, value.shape[1], device)[:, None]
-            return KeyMask(mask[:, :, None], torch.ones(1, 1, dtype=torch.bool, device=device))
+            single = self._of_single_pass(layer, width, device) & head_mask(self.heads, value.shape[1], device)[:, None]
+            return KeyMask(single[:, :, None], torch.ones(1, 1, dtype=torch.bool, device=device))
         if self._run.causal:
             return self._causal_keys(layer, step, value, reach)
-        mask = self._keys(step, layer)
+        mask = self.at(step, layer)
         if mask is None:
             return None
         place = hook.key_positions if self._run.tree.watch.length is not None else range(width)
@@ -283,16 +278,10 @@ class Places:
         some = None if self._some is None else self._some[layer if len(self._some) > 1 else 0]
         return KeyMask(mask[:, :, None], self._rows_of(step)[:, None].to(device), some)
 
-    def _keys(self, step: int, layer: int) -> Bool[Tensor, "batch #head pos"] | None:
-        mask = self.at(step, layer)
-        if mask is None or self._chooser is not None or self._only_heads is None:
-            return mask
-        return mask & self._only_heads.to(mask.device)[:, None]
-
     def _rows_of(self, step: int) -> Bool[Tensor, " batch"]:
         """Rows whose keys are known."""
         assert self._run is not None
-        found = None if self._chooser is None else self._of_step(step)
+        found = self._of_step(step)
         return self._run.real.any(dim=1) if found is None or found.rows is None else found.rows
 
     def _causal_keys(self, layer: int, step: int, value: Tensor, reach: str) -> KeyMask | None:
@@ -308,7 +297,7 @@ class Places:
         found = torch.zeros(*value.shape[:2], 1 if reach == "all" else size, width, dtype=torch.bool, device=device)
         rows = torch.zeros(len(value), found.shape[2], dtype=torch.bool, device=device)
         for span in spans:
-            keys = self._keys(span.step, layer)
+            keys = self.at(span.step, layer)
             if keys is None:
                 continue
             own = slice(

@@ -18,6 +18,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.normalizers import normalizer_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import Scores
+from sinklens.runs.activity import active_rows
 from sinklens.runs.intervention import Pairs, RunContext, Snapshot, layer_of, row_key
 from sinklens.sinks.track import SinkTrack
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StepScores:
-    """The scores of some layers.
+    """The scores of some layers. A row that waits for others keeps those of the last step that worked on it.
 
     Attributes:
         now: by layer, those of the step that runs, on the device where keys are chosen.
@@ -37,14 +38,16 @@ class StepScores:
         self._run, self._layers, self._scale = run, sorted(layers), model.cfg.d_head**-0.5
         self.now: dict[int, Scores] = {}
         self.starts: dict[int, int] = {}
+        self._before: dict[int, Scores] = {}
+        self._waits = [] if run.causal or len(run.real) == 1 or not self._layers else active_rows(model, self._settle)
         self._query: Tensor | None = None
         self._key: Tensor | None = None
 
     def begin(self) -> tuple[dict[int, Scores], dict[int, int]]:
         """Begin a step; returns `now` and `starts` of the step before."""
-        before = self.now, self.starts
+        self._before, starts = self.now, self.starts
         self.now, self.starts = {}, {}
-        return before
+        return self._before, starts
 
     def first(self) -> Pairs:
         """Hooks to list before those that use the scores."""
@@ -57,13 +60,19 @@ class StepScores:
     def last(self) -> Pairs:
         """Hooks to list after them, which see the attention as it was used."""
         point, keep = ("hook_attn_mask", self._last_row) if self._run.causal else ("hook_sink_scores", self._keep)
-        return [(f"blocks.{layer}.attn.{point}", keep) for layer in self._layers]
+        return [*((f"blocks.{layer}.attn.{point}", keep) for layer in self._layers), *self._waits]
 
     def _keep(self, value: Scores, hook: Point) -> None:
         if self._run.tree.watch.length is not None:
             start = self.starts[layer_of(hook)] = hook.key_positions.start
             value = torch.nn.functional.pad(value, (start, 0))
         self.now[layer_of(hook)] = value.to(self._run.real.device)  # layers may be on several devices
+
+    def _settle(self, working: Bool[Tensor, " batch"]) -> None:
+        for layer, before in self._before.items():
+            now = self.now[layer]
+            if now.shape == before.shape:  # otherwise a new canvas has begun, for all rows
+                self.now[layer] = torch.where(working.to(now.device)[:, None, None], now, before)
 
     def _keep_query(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
         self._query = value

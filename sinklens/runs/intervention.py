@@ -121,14 +121,7 @@ class RunContext:
 
 
 class HookSource(ABC):
-    """What ``hooks=`` takes besides (point, function) pairs: an `Intervention`, or a `Reader`, which changes nothing.
-
-    Attributes:
-        steps: step indices; negative ones count from the end of the planned steps. None means all.
-        layers, heads: indices; negative ones count from the end. None means all.
-        positions: position indices, not counting padding; negative ones count from the end of the canvas, or of the ids
-            in a single pass. None means all.
-    """
+    """What ``hooks=`` takes besides (point, function) pairs: an `Intervention`, or a `Reader` that changes nothing."""
 
     on_canvas: ClassVar[bool] = False
     """Whether it is exact where a pass covers only the canvas of a step, and its keys are the text in reach."""
@@ -199,7 +192,14 @@ class HookSource(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Intervention(HookSource):
-    """A change of a model's computation, restricted to some places; see `HookSource`."""
+    """A change of a model's computation, restricted to some places.
+
+    Attributes:
+        steps: step indices; negative ones count from the end of the planned steps. None means all.
+        layers, heads: indices; negative ones count from the end. None means all.
+        positions: position indices, not counting padding; negative ones count from the end of the canvas, or of the ids
+            in a single pass. None means all.
+    """
 
     steps: Sequence[int] | None = None
     layers: Sequence[int] | None = None
@@ -211,7 +211,7 @@ class Intervention(HookSource):
 class Reader(HookSource):
     """Reads a run and changes nothing; what it read of the last run is in its attributes.
 
-    List it last to see the edits of the others. See `HookSource`.
+    List it last to see the edits of the others. It takes the restrictions of an `Intervention`, or refuses them.
     """
 
     steps: Sequence[int] | None = None

@@ -24,6 +24,7 @@ from sinklens.interventions import (
 )
 from sinklens.interventions.places import AtPositions, follows_run
 from sinklens.sinks import EpsilonOverMean, TopK
+from sinklens.tasks.word_problems import held_out
 
 WAYS = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
 
@@ -211,6 +212,20 @@ def test_only_what_where_takes_combines():
         _ = OfKind("digit") & 3
     with pytest.raises(SettingError, match=r"where must be a detector, a Where, .* got 3"):
         _ = 3 | OfKind("digit")
+
+
+def test_keys_do_not_depend_on_how_long_a_row_waits_for_others(tiny_llada):
+    """Rows finish their blocks at different steps; a waiting row keeps the scores of its own last step."""
+    prompts = [problem.prompt for problem in held_out(6)]
+    settings = {"gen_length": 32, "block_length": 8, "threshold": 0.9, "record_sinks": False, "progress": False}
+    together = sinklens.generate(tiny_llada, prompts, hooks=MaskSinks(top_k=2), **settings)
+    waits = 0
+    for row, prompt in enumerate(prompts):
+        alone = sinklens.generate(tiny_llada, [prompt], hooks=MaskSinks(top_k=2), **settings)
+        answers = [run.tokens[at, run.prompt_length :] for run, at in ((alone, 0), (together, row))]
+        assert torch.equal(*answers)
+        waits += together.steps_run - alone.steps_run
+    assert waits > 10
 
 
 # --- what a run records ---
