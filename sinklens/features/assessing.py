@@ -22,10 +22,11 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SAE
-from sinklens.features.places import Scope, ScopedPlaces, states_of, stream_point
+from sinklens.features.places import InScope, PointPlaces, Scope, states_of, stream_point
 from sinklens.features.splice import SpliceSAE
 from sinklens.hooks.points import Point
 from sinklens.interventions import MaskedLogits
+from sinklens.interventions.where import Rule
 from sinklens.runs.intervention import Pairs, Reader, RunContext
 from sinklens.tracing import generate
 
@@ -129,13 +130,18 @@ class _Moments(Reader):
     scope: Scope = "all"
     sums: dict[str, Any] = field(default_factory=dict, init=False)
 
+    @property
+    def rule(self) -> Rule | None:
+        """The rule of ``scope=``."""
+        return InScope.within(self.scope)
+
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
-        places = ScopedPlaces(self, self.scope, model, run, self.point)
+        places = PointPlaces(self, model, run, self.point)
         sums = self.sums = {"count": 0, "missed": 0.0, "squares": 0.0, "total": 0.0, "fired": 0}
 
         def add(value: Tensor, hook: Point) -> None:
-            chosen = places.of(hook, value)
+            chosen = places.selected(hook, value)
             if chosen is None or not bool(chosen.any()):
                 return
             x = value[chosen].flatten(1).float()
@@ -146,7 +152,7 @@ class _Moments(Reader):
             sums["total"] = sums["total"] + x.double().sum(dim=0).cpu()
             sums["fired"] = sums["fired"] + (features > 0).sum(dim=0).cpu()
 
-        return [*places.first, (self.point, add), *places.last]
+        return places.around([(self.point, add)])
 
     @property
     def count(self) -> int:

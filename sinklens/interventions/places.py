@@ -11,7 +11,7 @@ Limitation: in a single pass there are no steps and no padding, so only arrays a
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -23,7 +23,7 @@ from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.scores import StepScores
 from sinklens.interventions.selection import Selection
-from sinklens.interventions.where import Found, Moment, Positions, Rule, Site, Where, as_rule
+from sinklens.interventions.where import Found, Moment, Positions, Rule, Where, as_rule
 from sinklens.runs.intervention import (
     Canvas,
     HookSource,
@@ -95,8 +95,8 @@ class Places:
         self._only = head_mask(self.heads, model.cfg.n_heads, torch.device("cpu")) if of_keys else None
         self._fixed = None if run is None else place_mask(what.positions, run.real)[:, None]
         among = self._fixed[:, 0] if self._fixed is not None and pool else None
-        self._site = Site(name, model, run, self.layers, self.heads, among)
-        chooser = self._chooser = None if rule is None else rule.start(self._site)
+        now = self._now = Moment(name, model, run, self.layers, self.heads, among)
+        chooser = self._chooser = None if rule is None else rule.start(now)
         if of == "queries" and chooser is not None and chooser.past:
             raise SettingError(
                 f"where={rule!r} finds keys of the text before, whose queries an autoregressive run has already "
@@ -138,10 +138,10 @@ class Places:
         assert self._canvas is not None
         assert self._scores is not None
         self._canvas.hook(value, hook)
-        scores, starts = self._scores.begin()
+        before = self._scores.begin(self._canvas.before)
         self._forget()
         if self._in_step(step := int(hook.step or 0)):
-            self._choose(Moment(self._site, step, self._canvas.now, self._canvas.before, scores, starts))
+            self._choose(replace(self._now, step=step, canvas=self._canvas.now, before=before))
 
     def _choose(self, now: Moment) -> None:
         """Evaluate the rule, and limit what it finds to the positions and the heads of the intervention."""
@@ -170,7 +170,7 @@ class Places:
         """What the rule found for a step."""
         if self._chooser is not None and self._chooser.fixed and step not in self._found:
             self._forget()
-            self._choose(Moment(self._site, step, None, None, {}, {}))
+            self._choose(replace(self._now, step=step))
         return self._found.get(step)
 
     # --- what was found ---
@@ -324,11 +324,6 @@ def head_mask(heads: Sequence[int], size: int, device: torch.device) -> Bool[Ten
     chosen = torch.zeros(size, dtype=torch.bool, device=device)
     chosen[list(heads)] = True
     return chosen
-
-
-def of_any_head(mask: Bool[Tensor, "#batch #head query"], heads: Sequence[int]) -> Bool[Tensor, "#batch query"]:
-    """The positions that any of `heads` has."""
-    return mask[:, 0] if mask.shape[1] == 1 else mask[:, list(heads)].any(dim=1)
 
 
 def along(mask: Bool[Tensor, "#batch #head pos"], name: str, value: Tensor) -> Bool[Tensor, "..."]:

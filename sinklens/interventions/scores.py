@@ -26,6 +26,24 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 
+class ScoredStep(NamedTuple):
+    """The scores of a step, by which keys are chosen.
+
+    Attributes:
+        scores: by layer; empty if there are none.
+        canvas: the canvas that they belong to.
+        starts: by layer, the first text position with a score, where a window hides those before it.
+        track: the recorded step that they come from, if any.
+        there: keys that have a score; None for all except padding.
+    """
+
+    scores: dict[int, Scores]
+    canvas: Snapshot | None = None
+    starts: dict[int, int] = {}  # noqa: RUF012
+    track: SinkTrack | None = None
+    there: Bool[Tensor, "batch key"] | None = None
+
+
 class StepScores:
     """The scores of some layers. A row that waits for others keeps those of the last step that worked on it.
 
@@ -43,11 +61,11 @@ class StepScores:
         self._query: Tensor | None = None
         self._key: Tensor | None = None
 
-    def begin(self) -> tuple[dict[int, Scores], dict[int, int]]:
-        """Begin a step; returns `now` and `starts` of the step before."""
+    def begin(self, canvas: Snapshot | None) -> ScoredStep:
+        """Begin a step; returns the scores of the step before, whose canvas was `canvas`."""
         self._before, starts = self.now, self.starts
         self.now, self.starts = {}, {}
-        return self._before, starts
+        return ScoredStep(self._before, canvas, starts)
 
     def first(self) -> Pairs:
         """Hooks to list before those that use the scores."""
@@ -94,38 +112,20 @@ class StepScores:
         self.now[layer_of(hook)] = (weights * counts).to(self._run.real.device)
 
 
-class Evidence(NamedTuple):
-    """By what keys are chosen.
-
-    Attributes:
-        scores: by layer; empty if there are none.
-        canvas: the canvas that they belong to.
-        starts: see `Moment`.
-        track: the recorded step that they come from, if any.
-        there: keys that have a score; None for all except padding.
-    """
-
-    scores: dict[int, Scores]
-    canvas: Snapshot | None = None
-    starts: dict[int, int] = {}  # noqa: RUF012
-    track: SinkTrack | None = None
-    there: Bool[Tensor, "batch key"] | None = None
-
-
-def recorded(source: SinkTrack, place: int, layers: list[int], device: torch.device) -> Evidence:
+def recorded(source: SinkTrack, place: int, layers: list[int], device: torch.device) -> ScoredStep:
     """The data recorded at one index of the step axis; rows that had ended by then have no score there."""
     track = source.isel(step=place, layer=layers)
     token, score = track.data["token_id"].to_numpy()[:, 0], torch.from_numpy(track.scores().to_numpy()[:, 0])
     there = ~score.isnan().all(dim=2).all(dim=1)
     if not bool(there.any()):
-        return Evidence({})
+        return ScoredStep({})
     length = int(there.any(dim=0).nonzero().max()) + 1  # how many an autoregressive run has decoded
     known = (~score.isnan()).any(dim=2).any(dim=0)  # [layer, pos]
     starts = dict(zip(layers, known.long().argmax(dim=1).tolist(), strict=True))
     score, there = score[..., :length].nan_to_num(0.0).to(device), there[:, :length].to(device)
     undecided = torch.from_numpy(track.data["masked"].to_numpy()[:, 0, :length]).to(device)
     canvas = Snapshot(torch.from_numpy(token[:, :length]).to(device), undecided)
-    return Evidence({layer: score[:, at] for at, layer in enumerate(layers)}, canvas, starts, track, there)
+    return ScoredStep({layer: score[:, at] for at, layer in enumerate(layers)}, canvas, starts, track, there)
 
 
 def check_second_pass(run: RunContext) -> None:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.interventions.kinds_now import of_kind
 from sinklens.interventions.scores import (
-    Evidence,
+    ScoredStep,
     by_start,
     check_prompts,
     check_second_pass,
@@ -47,12 +47,13 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 Mask = Bool[Tensor, "#batch #layer #head pos"]
-Scores = dict[int, Float[Tensor, "batch head key"]]
+
+NO_SCORES = ScoredStep({})
 
 
-@dataclass(frozen=True)
-class Site:
-    """The run in which a rule is evaluated, and for which intervention.
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """What a rule sees of a run when a step begins; before the first step, `step` and `canvas` have no meaning.
 
     Attributes:
         name: the intervention, for errors.
@@ -60,6 +61,9 @@ class Site:
         run: the run; None for a single pass.
         layers, heads: those that the intervention changes.
         among: keys that may be chosen by score; None for all.
+        step: the step.
+        canvas: its canvas; None where a rule depends on the step's number alone.
+        before: the scores of the step before, and the canvas that they belong to.
     """
 
     name: str
@@ -68,6 +72,9 @@ class Site:
     layers: Sequence[int]
     heads: Sequence[int]
     among: Bool[Tensor, "batch pos"] | None = None
+    step: int = 0
+    canvas: Snapshot | None = None
+    before: ScoredStep = NO_SCORES
 
     def size(self, axis: str) -> int | None:
         """The size of an axis; None if a single pass does not fix it."""
@@ -89,25 +96,6 @@ class Site:
                 f"sinklens.generate, or pass an array."
             )
         return self.run
-
-
-class Moment(NamedTuple):
-    """What a rule sees when a step begins.
-
-    Attributes:
-        site: the run and the intervention.
-        step: the step.
-        canvas, before: the canvas of this step and of the one before; None where there is none.
-        scores: by layer, the scores of the step before; empty if there are none.
-        starts: by layer, the first text position with a score, where a window hides those before it.
-    """
-
-    site: Site
-    step: int
-    canvas: Snapshot | None
-    before: Snapshot | None
-    scores: Scores
-    starts: dict[int, int]
 
 
 class Found(NamedTuple):
@@ -152,13 +140,13 @@ class Rule:
         """The places of a step, each axis complete or of size 1; None for nowhere. Padding never counts."""
         raise NotImplementedError(f"{type(self).__name__} is a Rule and must define at(self, now).")
 
-    def start(self, site: Site) -> Chooser:
+    def start(self, now: Moment) -> Chooser:
         """The rule in one run; override it to check the rule against the run, or to keep state.
 
         Raises:
             SettingError: the rule has no meaning there.
         """
-        site.need_run()
+        now.need_run()
 
         def found(now: Moment) -> Found | None:
             mask = self.at(now)
@@ -196,9 +184,9 @@ class Combined(Rule):
         """See `Rule.follows_run`."""
         return any(rule.follows_run for rule in self.rules)
 
-    def start(self, site: Site) -> Chooser:
+    def start(self, now: Moment) -> Chooser:
         """See `Rule.start`."""
-        parts = [rule.start(site) for rule in self.rules]
+        parts = [rule.start(now) for rule in self.rules]
 
         def found(now: Moment) -> Found | None:
             known = [one for part in parts if (one := part.at(now)) is not None]
@@ -232,9 +220,9 @@ class Not(Rule):
         """See `Rule.follows_run`."""
         return self.rule.follows_run
 
-    def start(self, site: Site) -> Chooser:
+    def start(self, now: Moment) -> Chooser:
         """See `Rule.start`."""
-        inner = self.rule.start(site)
+        inner = self.rule.start(now)
 
         def found(now: Moment) -> Found | None:
             places = inner.at(now)
@@ -266,21 +254,21 @@ class OfKind(OfStep):
 
     names: str | Sequence[str]
 
-    def start(self, site: Site) -> Chooser:
+    def start(self, now: Moment) -> Chooser:
         """See `Rule.start`."""
-        names, run = as_tuple(self.names), site.need_run()
+        names, run = as_tuple(self.names), now.need_run()
         check_only(names, "where")
         if run.causal and {"masked", "mask"} & set(names):
             raise SettingError(
                 f"where={self.names!r}: an autoregressive run has no masked positions; name 'prompt', 'committed' or "
                 f"a kind."
             )
-        return super().start(site)
+        return super().start(now)
 
     def at(self, now: Moment) -> Mask:
         """See `Rule.at`."""
         assert now.canvas is not None, "every step of a run has a canvas"
-        kind = of_kind(as_tuple(self.names), now.site.need_run(), now.canvas, f"where={self.names!r}")
+        kind = of_kind(as_tuple(self.names), now.need_run(), now.canvas, f"where={self.names!r}")
         return kind[:, None, None]
 
 
@@ -290,9 +278,9 @@ class Positions(OfStep):
 
     positions: Sequence[int] | None
 
-    def start(self, site: Site) -> Chooser:
+    def start(self, now: Moment) -> Chooser:
         """See `Rule.start`."""
-        found = Found(place_mask(self.positions, site.need_run().real)[:, None, None])
+        found = Found(place_mask(self.positions, now.need_run().real)[:, None, None])
         return Chooser(lambda now: found, fixed=True)
 
 
@@ -307,16 +295,16 @@ class InArray(OfStep):
 
     marked: Any
 
-    def start(self, site: Site) -> Chooser:
+    def start(self, now: Moment) -> Chooser:
         """See `Rule.start`."""
         where, steps = self.marked, None
         if isinstance(where, xr.DataArray):
             if "step" in where.coords:
                 where = where if "step" in where.dims else where.expand_dims("step")
                 steps = where["step"].to_numpy().tolist()
-                within("step", steps, site.size("step") or 1)
+                within("step", steps, now.size("step") or 1)
             where = _all_axes(where)
-        marked = checked_array(where, AXES, site, steps)
+        marked = checked_array(where, AXES, now, steps)
 
         def at(now: Moment) -> Found | None:
             if steps is not None and now.step not in steps:
@@ -336,7 +324,7 @@ def _all_axes(where: xr.DataArray) -> xr.DataArray:
 
 
 def checked_array(
-    where: Any, axes: Sequence[str], site: Site, steps: Sequence[int] | None = None
+    where: Any, axes: Sequence[str], now: Moment, steps: Sequence[int] | None = None
 ) -> Bool[Tensor, "..."]:
     """`where` as a tensor, once its type and axes are those of the run.
 
@@ -355,14 +343,14 @@ def checked_array(
             f"where must have the axes [{', '.join(axes)}], those that do not matter with size 1; got shape {shape}."
         )
     for axis, size in zip(axes, shape, strict=True):
-        known = len(steps) if axis == "step" and steps else site.size(axis)
+        known = len(steps) if axis == "step" and steps else now.size(axis)
         if known is not None and size not in (1, known):
             hint = " A DataArray, such as track.detect(), may lack steps." if axis == "step" else ""
             raise SettingError(f"where has {size} along {axis}, this run {known}; give 1 or {known}.{hint}")
-    if site.run is None:
+    if now.run is None:
         return values
-    values = values.to(site.run.real.device)
-    real = site.run.real.view(len(site.run.real), *[1] * (len(axes) - 2), -1)
+    values = values.to(now.run.real.device)
+    real = now.run.real.view(len(now.run.real), *[1] * (len(axes) - 2), -1)
     if shape[0] > 1 and shape[-1] > 1 and bool((wrong := values & ~real).any()):
         first = wrong.nonzero()[0].tolist()
         raise SettingError(
@@ -383,18 +371,18 @@ class ByStep(Rule):
 
     function: Callable[[int], Any]
 
-    def start(self, site: Site) -> Chooser:
+    def start(self, now: Moment) -> Chooser:
         """See `Rule.start`."""
-        site.need_run()
+        now.need_run()
 
         def found(now: Moment) -> Found | None:
             given = self.function(now.step)
             if isinstance(given, Tensor | np.ndarray | xr.DataArray) and given.dtype in (torch.bool, np.bool_):
-                return Found(checked_array(given, [axis for axis in AXES if axis != "step"], site))
+                return Found(checked_array(given, [axis for axis in AXES if axis != "step"], now))
             if given is None:
                 return None
             rule = OfKind(given) if _is_names(given) else Positions(given)
-            return rule.start(site).at(now)
+            return rule.start(now).at(now)
 
         return Chooser(found)
 
@@ -433,19 +421,19 @@ class Where(Selection, Rule):
         earlier = self.track is None or bool(self.only) or self.pick == "same_kind"
         return self.persistent or (earlier and not self.same_step)
 
-    def start(self, site: Site) -> Chooser:
+    def start(self, now: Moment) -> Chooser:
         """See `Rule.start`."""
-        run, source, cfg = site.need_run(), self.track, site.model.cfg
-        layers, heads = list(site.layers), list(site.heads)
+        run, source, cfg = now.need_run(), self.track, now.model.cfg
+        layers, heads = list(now.layers), list(now.heads)
         if self.of is not None:
             layers, heads = within("layer", self.of[:1], cfg.n_layers), within("head", self.of[1:], cfg.n_heads)
         if source is not None:
             check_source(source, run)
         elif self.same_step:
             check_second_pass(run)
-        counted = self.count_in(run, site.name)
+        counted = self.count_in(run, now.name)
         checked = source is None
-        among = torch.ones_like(run.real) if site.among is None else site.among
+        among = torch.ones_like(run.real) if now.among is None else now.among
 
         def found(now: Moment) -> Found | None:
             nonlocal checked
@@ -471,7 +459,7 @@ class Where(Selection, Rule):
 
     def taken(
         self,
-        seen: "Evidence",
+        seen: "ScoredStep",
         real: Bool[Tensor, "batch pos"],
         among: Bool[Tensor, "batch pos"],
         step: int,
@@ -498,19 +486,20 @@ class Where(Selection, Rule):
             )  # fmt: skip
         return torch.stack([found[layer] for layer in seen.scores], dim=1)
 
-    def _evidence(self, now: Moment, layers: list[int]) -> "Evidence":
+    def _evidence(self, now: Moment, layers: list[int]) -> "ScoredStep":
         """The scores of the step that `source` and `same_step` name."""
-        run, source = now.site.need_run(), self.track
+        run, source = now.need_run(), self.track
         assert now.canvas is not None
         if source is not None:
             place = place_of(source, now.step if self.same_step else now.step - 1)
-            return Evidence({}) if place is None else recorded(source, place, layers, now.canvas.ids.device)
+            return ScoredStep({}) if place is None else recorded(source, place, layers, now.canvas.ids.device)
         if not self.same_step:
-            return Evidence({layer: now.scores[layer] for layer in layers if now.scores}, now.before, now.starts)
+            scores = now.before.scores
+            return now.before._replace(scores={layer: scores[layer] for layer in layers if scores})
         names = [f"blocks.{layer}.attn.hook_sink_scores" for layer in layers]
         peeked = run.tree.peek(now.canvas.ids, run.real, names)
         here = {layer: peeked[name].to(now.canvas.ids.device) for layer, name in zip(layers, names, strict=True)}
-        return Evidence(here, now.canvas)
+        return ScoredStep(here, now.canvas)
 
 
 def _is_names(value: object) -> bool:
