@@ -45,12 +45,6 @@ if TYPE_CHECKING:
     from sinklens.runs.result import Generation
 
 
-UNDETERMINED = (
-    "a track determines the masked keys only where they follow from its scores alone: not with random keys or other "
-    "controls, only=, source=, where= or same_step=, and not in an autoregressive run."
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OnSinks(AtKeys):
     """Base class of interventions at step t on the sinks of step t − 1; subclasses define what happens to them.
@@ -96,8 +90,9 @@ class MaskSinks(OnSinks):
         """The keys that were masked in a run with this intervention in its hooks.
 
         Args:
-            track: the run, which recorded them (`Generation.chosen`); or its sinks, by which a diffusion run without
-                controls chose them. Of a part of a track, those of the steps whose previous step is also in the part.
+            track: the run, which recorded them (`Generation.chosen`); or its sinks, which determine them in a diffusion
+                run without controls whose rows do not wait for each other. Of a part of a track, those of the steps
+                whose previous step is also in the part.
 
         Raises:
             SettingError: a run without this intervention or without sinks. A track alone: for other controls than the
@@ -105,28 +100,25 @@ class MaskSinks(OnSinks):
         """
         if not isinstance(track, SinkTrack):
             return self._recorded(track)
-        if self.pick not in ("strongest", "weakest") or self.only or self.track is not None or self.where is not None:
-            raise SettingError(UNDETERMINED)
-        if self.same_step or track.causal:
-            raise SettingError(UNDETERMINED)
+        other = self.pick not in ("strongest", "weakest") or self.track is not None or self.where is not None
+        if other or self.only or self.same_step or track.causal:
+            raise SettingError(
+                "a track determines the masked keys only where they follow from its scores alone: not with random keys "
+                "or other controls, only=, source=, where= or same_step=, and not in an autoregressive run. Pass the "
+                "run, which recorded them."
+            )
         score = track.data["score"]
         real, steps = torch.from_numpy(track.data["is_real"].to_numpy()), score["step"].to_numpy().tolist()
-        among, found = place_mask(self.positions, real), np.zeros(score.shape, dtype=bool)
+        among, found = place_mask(self.positions, real), torch.zeros(score.shape, dtype=torch.bool)
         layers, heads = within("layer", self.layers, found.shape[2]), within("head", self.heads, found.shape[3])
         for step in within("step", self.steps, planned_steps(track)):
-            if step not in steps or step - 1 not in steps:
-                continue
-            seen = recorded(track, steps.index(step - 1), layers, real.device)
-            keys = Where.like(self).taken(seen, real, among, step)
-            now = (
-                score.isel(step=steps.index(step), layer=layers)
-                .notnull()
-                .any("head")
-                .to_numpy()[:, :, None, : keys.shape[-1]]
-            )
-            here = found[:, steps.index(step)]
-            here[np.ix_(range(len(found)), layers, heads, range(keys.shape[-1]))] = (keys.numpy() & now)[:, :, heads]
-        return score.copy(data=found)
+            if step in steps and step - 1 in steps:
+                seen = recorded(track, steps.index(step - 1), layers, real.device)
+                keys = Where.like(self).taken(seen, real, among, step)
+                chosen = torch.zeros(len(real), len(layers), *found.shape[3:], dtype=torch.bool)
+                chosen[:, :, heads, : keys.shape[-1]] = keys[:, :, heads]
+                found[:, steps.index(step), layers] = chosen
+        return score.copy(data=found.numpy() & _scored(score))
 
     def _recorded(self, run: "Generation") -> Bool[xr.DataArray, "batch step layer head pos"]:
         """The keys that `run` recorded, of those that have a score there."""
@@ -138,10 +130,9 @@ class MaskSinks(OnSinks):
                 "record_sinks on."
             )
         score = run.sinks.data["score"]
-        known = score.notnull().any("head").to_numpy()[:, :, :, None]
-        places = found.places.to_numpy()[:, : score.sizes["step"]] & known
         layers = np.isin(np.arange(score.sizes["layer"]), within("layer", self.layers, score.sizes["layer"]))
-        return score.copy(data=np.broadcast_to(places, score.shape) & layers[:, None, None])
+        places = found.places.to_numpy()[:, : score.sizes["step"]] & layers[:, None, None]
+        return score.copy(data=places & _scored(score))
 
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """See `Intervention.hooks_for`."""
@@ -304,6 +295,11 @@ def _check_places(what: AtKeys) -> None:
             f"{type(what).__name__} acts on the sinks of the previous step, so steps=[0] alone has no effect. Name a "
             f"later step, or pass same_step=True."
         )
+
+
+def _scored(score: Float[xr.DataArray, "batch step layer head pos"]) -> np.ndarray:
+    """The keys of each step and layer that have a score in any head."""
+    return np.broadcast_to(score.notnull().any("head").to_numpy()[:, :, :, None], score.shape)
 
 
 def planned_steps(track: SinkTrack) -> int:

@@ -94,6 +94,7 @@ class Places:
         self.heads = what.chosen_heads(model) if of_keys or rule is not None else list(range(model.cfg.n_heads))
         self._only = head_mask(self.heads, model.cfg.n_heads, torch.device("cpu")) if of_keys else None
         self._fixed = None if run is None else place_mask(what.positions, run.real)[:, None]
+        self._limit = None if run is None or self._fixed is None else (self._fixed & run.real[:, None])[:, None]
         among = self._fixed[:, 0] if self._fixed is not None and pool else None
         now = self._now = Moment(name, model, run, self.layers, self.heads, among)
         chooser = self._chooser = None if rule is None else rule.start(now)
@@ -147,10 +148,9 @@ class Places:
         """Evaluate the rule, and limit what it finds to the positions and the heads of the intervention."""
         assert self._chooser is not None
         found = self._chooser.at(now)
-        if found is not None and self._run is not None and self._fixed is not None:
-            mask, real = found.mask, self._run.real
-            mask = torch.nn.functional.pad(mask, (0, real.shape[1] - mask.shape[-1]))  # not decoded yet
-            mask = mask & (self._fixed & real[:, None])[:, None]
+        if found is not None and self._run is not None and self._limit is not None:
+            missing = self._limit.shape[-1] - found.mask.shape[-1]  # not decoded yet
+            mask = (torch.nn.functional.pad(found.mask, (0, missing)) if missing else found.mask) & self._limit
             if self._only is not None and not bool(self._only.all()):
                 mask = mask & self._only.to(mask.device)[:, None]
             if self._choice is not None:

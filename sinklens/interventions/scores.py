@@ -87,6 +87,8 @@ class StepScores:
         self.now[layer_of(hook)] = value.to(self._run.real.device)  # layers may be on several devices
 
     def _settle(self, working: Bool[Tensor, " batch"]) -> None:
+        if bool(working.all()):
+            return
         for layer, before in self._before.items():
             now = self.now[layer]
             if now.shape == before.shape:  # otherwise a new canvas has begun, for all rows
