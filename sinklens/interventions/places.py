@@ -95,6 +95,7 @@ class Places:
         self._only = head_mask(self.heads, model.cfg.n_heads, torch.device("cpu")) if of_keys else None
         self._fixed = None if run is None else place_mask(what.positions, run.real)[:, None]
         self._limit = None if run is None or self._fixed is None else (self._fixed & run.real[:, None])[:, None]
+        self._rows = None if run is None else run.real.any(dim=1)
         among = self._fixed[:, 0] if self._fixed is not None and pool else None
         now = self._now = Moment(name, model, run, self.layers, self.heads, among)
         chooser = self._chooser = None if rule is None else rule.start(now)
@@ -273,16 +274,17 @@ class Places:
         if mask is None:
             return None
         place = hook.key_positions if self._run.tree.watch.length is not None else range(width)
-        missing = max(0, place.stop - mask.shape[-1])  # positions that are new, or not among the keys of the pass
-        mask = torch.nn.functional.pad(mask, (0, missing))[..., place.start : place.stop].to(device)
+        if place.stop > mask.shape[-1]:  # positions that are new, or not among the keys of the pass
+            mask = torch.nn.functional.pad(mask, (0, place.stop - mask.shape[-1]))
+        mask = mask[..., place.start : place.stop].to(device)
         some = None if self._some is None else self._some[layer if len(self._some) > 1 else 0]
         return KeyMask(mask[:, :, None], self._rows_of(step)[:, None].to(device), some)
 
     def _rows_of(self, step: int) -> Bool[Tensor, " batch"]:
         """Rows whose keys are known."""
-        assert self._run is not None
+        assert self._rows is not None
         found = self._of_step(step)
-        return self._run.real.any(dim=1) if found is None or found.rows is None else found.rows
+        return self._rows if found is None or found.rows is None else found.rows
 
     def _causal_keys(self, layer: int, step: int, value: Tensor, reach: str) -> KeyMask | None:
         """In a causal pass, each token keeps the keys of the step that it belongs to, even when recomputed."""
