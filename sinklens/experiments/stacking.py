@@ -52,6 +52,7 @@ class Stacked(HookSource):
                 run, real=run.real[rows], row_keys=run.row_keys[rows], controls=run.controls.of_rows(rows),
                 marked=_of_rows(run.marked, rows), computed=_of_rows(run.computed, rows),
                 decidable=_of_rows(run.decidable, rows), choices=None,
+                active=_of_rows(run.active, rows),
             )  # fmt: skip
             for entry in hooks:
                 refuse_off_canvas(entry, model)

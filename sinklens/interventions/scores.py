@@ -18,7 +18,6 @@ from sinklens.errors import SettingError
 from sinklens.hooks.normalizers import normalizer_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import Scores
-from sinklens.runs.activity import active_rows
 from sinklens.runs.intervention import Pairs, RunContext, Snapshot, layer_of, row_key
 from sinklens.sinks.track import SinkTrack
 
@@ -57,7 +56,6 @@ class StepScores:
         self.now: dict[int, Scores] = {}
         self.starts: dict[int, int] = {}
         self._before: dict[int, Scores] = {}
-        self._waits = [] if run.causal or len(run.real) == 1 or not self._layers else active_rows(model, self._settle)
         self._query: Tensor | None = None
         self._key: Tensor | None = None
 
@@ -78,21 +76,17 @@ class StepScores:
     def last(self) -> Pairs:
         """Hooks to list after them, which see the attention as it was used."""
         point, keep = ("hook_attn_mask", self._last_row) if self._run.causal else ("hook_sink_scores", self._keep)
-        return [*((f"blocks.{layer}.attn.{point}", keep) for layer in self._layers), *self._waits]
+        return [(f"blocks.{layer}.attn.{point}", keep) for layer in self._layers]
 
     def _keep(self, value: Scores, hook: Point) -> None:
         if self._run.tree.watch.length is not None:
             start = self.starts[layer_of(hook)] = hook.key_positions.start
             value = torch.nn.functional.pad(value, (start, 0))
-        self.now[layer_of(hook)] = value.to(self._run.real.device)  # layers may be on several devices
-
-    def _settle(self, working: Bool[Tensor, " batch"]) -> None:
-        if bool(working.all()):
-            return
-        for layer, before in self._before.items():
-            now = self.now[layer]
-            if now.shape == before.shape:  # otherwise a new canvas has begun, for all rows
-                self.now[layer] = torch.where(working.to(now.device)[:, None, None], now, before)
+        layer, value, active = layer_of(hook), value.to(self._run.real.device), self._run.active()
+        before = self._before.get(layer)
+        if active is not None and before is not None and before.shape == value.shape and len(value) > 1:
+            value = torch.where(active.to(value.device)[:, None, None], value, before)
+        self.now[layer] = value  # layers may be on several devices
 
     def _keep_query(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
         self._query = value

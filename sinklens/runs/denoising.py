@@ -122,6 +122,7 @@ class Denoising:
             first_column=lambda: state.first,
             computed=lambda: None if state.keys is None else state.keys.computed,
             decidable=lambda: None if state.keys is None else state.keys.decidable,
+            active=lambda: state.active,
             controls=self.controls,
             choices=None if self.request.record_sinks is False else self._choices,
             settings=self._settings_text(),

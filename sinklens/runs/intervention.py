@@ -70,6 +70,7 @@ class RunContext:
         first_column: returns the first canvas column that the current pass of a diffusion run computes.
         computed: returns the positions that the current step computes under a cache policy; None without a policy.
         decidable: of these, the ones that the step can decide: with what predicts them; None without a policy.
+        active: returns the rows that the current step works on; the others wait. None where this is unknown.
         controls: counts the keys of controls.
         settings: those of the sampler, as JSON.
         choices: keeps the places that rules choose; None if the run does not record them.
@@ -88,6 +89,7 @@ class RunContext:
     first_column: Callable[[], int] = lambda: 0
     computed: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
     decidable: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
+    active: Callable[[], Bool[Tensor, " batch"] | None] = lambda: None
     controls: ControlLog = field(default_factory=ControlLog)
     settings: str = "{}"
     choices: ChoiceLog | None = None

@@ -37,7 +37,7 @@ class RunRequest:
         prompt: a string, a list of strings (left-padded), or token ids [pos] or [batch, pos].
         seed: the same seed, prompt and settings give the same result. A row's result does not depend on its batch, with
             three exceptions: with ``threshold=`` or several canvases a finished row waits for the slowest, unchanged;
-            these waiting steps count for interventions that act on the previous step or on given steps; and at a
+            these waiting steps count for interventions at given steps, and for keys drawn at every step; and at a
             temperature above 0, copies of one prompt in one batch get different random numbers.
         chat_template: True applies the tokenizer's chat template to text; a string is used as the template.
         hooks: ``[(name or predicate, fn), …]`` with TransformerLens functions ``fn(value, hook)``, and interventions;
