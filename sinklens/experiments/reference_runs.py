@@ -138,9 +138,8 @@ class _Mean(Reader):
         """The mean at every layer."""
         return torch.stack([self.sums[layer] / self.counts[layer] for layer in sorted(self.sums)])
 
-    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        assert run is not None
+    def pairs(self, model: Model, run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         places, canvas = Places(self, model, run), Canvas(run)
 
         def add(value: Float[Tensor, "batch pos d_model"], hook: Point) -> None:
@@ -173,9 +172,8 @@ class _Kept(Reader):
         names = ("step", "state", "position", "kind", "answer")
         return Donors(values, *(torch.cat(self.labels[name]) for name in names))
 
-    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        assert run is not None
+    def pairs(self, model: Model, run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         in_step, canvas = self.step_test(run), Canvas(run)
 
         def keep(value: Tensor, hook: Point) -> None:
@@ -200,5 +198,5 @@ def _counted(model: Model, run: RunContext, canvas: Canvas, step: int, queries: 
     first, own = run.first(step, queries), run.query_spans(step, queries)[-1]
     real = run.real[:, first : first + queries].clone()
     real[:, : own.start] = False
-    assert run.tree.watch.active is not None
-    return real & run.tree.watch.active[:, None].to(real.device)
+    assert run.forward_pass.active is not None
+    return real & run.forward_pass.active[:, None].to(real.device)

@@ -329,6 +329,7 @@ def _rows_of(run: Generation, rows: slice) -> Generation:
         canvas=run.canvas[rows],
         undecided=run.undecided[rows],
         unmask_step=run.unmask_step[rows],
+        active=run.active[rows],
         real=run.real[rows],
         answers=run.answers[rows],
         control_keys=None if run.control_keys is None else run.control_keys[rows],

@@ -135,8 +135,8 @@ class _Moments(Reader):
         """The rule of ``scope=``."""
         return InScope.within(self.scope)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         places = PointPlaces(self, model, run, self.point)
         sums = self.sums = {"count": 0, "missed": 0.0, "squares": 0.0, "total": 0.0, "fired": 0}
 

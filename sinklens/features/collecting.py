@@ -201,9 +201,8 @@ class _Take(Reader):
         """The rule of ``scope=``."""
         return InScope.within(self.scope)
 
-    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        assert run is not None, "collect runs the model"
+    def pairs(self, model: Model, run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         places, canvas = PointPlaces(self, model, run, self.point), Canvas(run)
         held: list[tuple[Tensor, Tensor | None, int]] = []
         rows = _RowColumns(model, run, self.by_blocks)
@@ -215,15 +214,15 @@ class _Take(Reader):
 
         def take(confidence: Tensor, hook: Point) -> None:
             rows.end(confidence)
-            assert hook.watch.active is not None
-            ((value, chosen, step),), columns = held, rows.columns
+            ((value, chosen, step),), columns, active = held, rows.columns, hook.forward_pass.active
+            assert active is not None
             if chosen is None:
                 return
             if columns is not None:
                 first = run.first(step, value.shape[1])
                 chosen = chosen & columns[:, first : first + value.shape[1]].to(chosen.device)
-            own = _own(run, step, value.shape[1]).to(chosen.device) & hook.watch.active[:, None].to(chosen.device)
-            self.kept.append(_rows(value, chosen & own, canvas, run, step))
+            own = _own(run, step, value.shape[1]).to(chosen.device)
+            self.kept.append(_rows(value, chosen & own & active[:, None].to(chosen.device), canvas, run, step))
 
         pairs: Pairs = [("denoise.hook_canvas", canvas.hook), *places.first()]
         pairs += [(self.point, hold), ("denoise.hook_confidence", take)]

@@ -90,7 +90,7 @@ class InScope(OfStep):
 
     def start(self, now: Moment) -> Chooser:
         """See `Rule.start`."""
-        if now.run is None:
+        if now.run.single:
             raise SettingError(
                 f"scope={self.scope!r} needs a run, which knows the state of each position; in a single pass use "
                 f"scope='all' with positions=."
@@ -109,13 +109,11 @@ class InScope(OfStep):
 class PointPlaces(Places):
     """The places of an intervention at one point; `selected` leaves out padding."""
 
-    def __init__(self, what: HookSource, model: "Model", run: RunContext | None, point: str) -> None:
+    def __init__(self, what: HookSource, model: "Model", run: RunContext, point: str) -> None:
         inside = [int(point.split(".")[1])] if point.startswith("blocks.") else []
         super().__init__(what, model, run, inside)
         if not inside:
             self.refuse_by_layer(point)
-        self._real = None if run is None else run.real
-        self._first = None if run is None else run.first
 
     def selected(self, hook: Point, value: Tensor) -> Bool[Tensor, "batch pos"] | None:
         """True at the places of a value [batch, pos, ...]; None if there are none in this pass."""
@@ -124,7 +122,5 @@ class PointPlaces(Places):
         if found is None:
             return None
         active = found.any(dim=1).expand(rows, -1)
-        if self._real is None or self._first is None:
-            return active
-        first = self._first(hook.step or 0, queries)
-        return active & self._real[:, first : first + queries].to(value.device)
+        first = hook.forward_pass.first(queries)
+        return active & hook.forward_pass.real[:, first : first + queries].to(value.device)

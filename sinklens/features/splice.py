@@ -89,8 +89,8 @@ class SpliceSAE(AtPositions):
         """The rule of ``scope=`` and ``where=``."""
         return InScope.within(self.scope, super().rule)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         name = stream_point(model, self.point)
         places = PointPlaces(self, model, run, name)
 

@@ -38,13 +38,13 @@ class Acceptance(AtPositions):
     def __post_init__(self) -> None:
         refuse(self, "layers", "heads")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """The hooks of ``denoise.hook_accepted``, and those that find positions.
 
         Raises:
             SettingError: a single pass, a model without this point, positions of the prompt, or see `Places`.
         """
-        if run is None or POINT not in model.hook_names():
+        if run.single or POINT not in model.hook_names():
             raise SettingError(
                 f"{type(self).__name__} changes which tokens a step accepts on a canvas of random tokens; a single "
                 f"pass and other models do not accept any. With a mask token, use Remask or ForceTokens."

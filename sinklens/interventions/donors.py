@@ -9,7 +9,7 @@ Limitation: exact matching needs many donors. A position without one is an error
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -168,6 +168,8 @@ class Resample(AtPositions):
         positions, where: positions whose values are replaced.
     """
 
+    needs_run: ClassVar[str] = "Resample matches donors to the steps of a run; use it in trace or generate."
+
     donors: Donors
     names: Sequence[str] | Any | None = None
     match: Sequence[str] = MATCHED
@@ -177,10 +179,8 @@ class Resample(AtPositions):
         refuse_empty(self)
         check_seed_of(self)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        if run is None:
-            raise SettingError("Resample matches donors to the steps of a run; use it in trace or generate.")
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         points = chosen_points(list(self.donors.values) if self.names is None else self.names, model, self.layers)
         for name in points:
             self.donors.of_point(name)

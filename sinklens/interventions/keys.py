@@ -48,8 +48,8 @@ class HideKeys(Intervention):
         if self.positions is None:
             raise SettingError("HideKeys needs positions=, the keys to hide: without any key no query could attend.")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         return hiding(Places(self, model, run, of="keys"), "each")
 
 
@@ -70,6 +70,11 @@ class HoldSinks(Intervention):
             under a cache policy or with cached blocks.
     """
 
+    needs_run: ClassVar[str] = (
+        "HoldSinks repeats attention of an earlier step of a diffusion run; use it in generate or trace with a "
+        "diffusion model."
+    )
+
     at: int
     top_k: int = 1
 
@@ -79,13 +84,10 @@ class HoldSinks(Intervention):
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1:
             raise SettingError(f"top_k must be a number of keys, 1 or more; got {self.top_k!r}.")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        if run is None or run.causal:
-            raise SettingError(
-                "HoldSinks repeats attention of an earlier step of a diffusion run; use it in generate or trace with a "
-                "diffusion model."
-            )
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        if run.causal:
+            raise SettingError(self.needs_run)
         layers, heads, in_step = self.chosen_layers(model), self.chosen_heads(model), self.step_test(run)
         at = within("step", [self.at], run.steps)[0]
         kept = KeptPatterns("HoldSinks", at, run)

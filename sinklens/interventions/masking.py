@@ -30,7 +30,6 @@ from sinklens.interventions.places import AtKeys, AtPositions, Places, check_rea
 from sinklens.interventions.scores import recorded
 from sinklens.interventions.where import Where
 from sinklens.runs.intervention import (
-    Distances,
     Pairs,
     RunContext,
     place_mask,
@@ -134,8 +133,8 @@ class MaskSinks(OnSinks):
         places = found.places.to_numpy()[:, : score.sizes["step"]] & layers[:, None, None]
         return score.copy(data=places & _scored(score))
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         return hiding(self.key_places(model, run), self.queries)
 
 
@@ -147,7 +146,7 @@ def hiding(places: Places, queries: str) -> Pairs:
         return None if found is None or not found.any() else value.masked_fill(found.keys, -torch.inf)
 
     points = [(f"blocks.{layer}.attn.hook_attn_mask", hide) for layer in places.layers]
-    return places.around([*places.counts(), *points])
+    return places.around(points)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,20 +175,20 @@ class KeepKeys(AtKeys):
         _check_places(self)
         super().__post_init__()
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        places, distances = self.key_places(model, run), Distances()
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        places = self.key_places(model, run)
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
             found = places.keys_at(hook, value, "newest")
             if found is None:
                 return None
-            distance = distances.of(value)
+            distance = hook.forward_pass.distances(value.device)
             seen = found.keys | (distance.abs() <= self.window) | ~found.rows[:, None, :, None]
             return without(value, seen, distance, places.heads, model, run)
 
         points = [(f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in places.layers]
-        return [*distances.pairs(places.layers), *places.around([*places.counts(), *points])]
+        return places.around(points)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,32 +226,29 @@ class WindowAttention(AtPositions):
         for size in sides if self.width is None else [self.width]:
             _check_window(size)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         if model.causal and self.width is None and self.left is None:
             raise SettingError(
                 f"right={self.right} changes nothing in an autoregressive model, whose queries see no later key; give "
                 f"left=, or use a diffusion model."
             )
         layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
-        distances = Distances()
-        always = None if run is None else place_mask(self.always, run.real)
+        always = None if run.single else place_mask(self.always, run.real)
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
-            distance = distances.of(value)
+            distance = hook.forward_pass.distances(value.device)
             queries, keys = distance.shape
             rows = places.of_queries(hook, queries, value.device)
             if rows is None:
                 return None
-            if run is None or always is None:
-                free = place_mask(self.always, value.new_ones(1, keys).bool())
-            else:
-                free = always[:, text_of_keys(run, keys)]
+            free = place_mask(self.always, hook.forward_pass.real) if always is None else always
+            free = free[:, text_of_keys(run, keys)]
             seen = (self._within(distance) | free[:, None].to(value.device))[:, None] | ~rows[..., None]
             return without(value, seen, distance, heads, model, run)
 
         acts = [(f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in layers]
-        return [*places.first(), *distances.pairs(layers), *acts, *places.last()]
+        return [*places.first(), *acts, *places.last()]
 
     def _within(self, distance: Int[Tensor, "query key"]) -> Bool[Tensor, "query key"]:
         """Whether key − query is in the window."""
@@ -264,21 +260,21 @@ class WindowAttention(AtPositions):
 
 
 def without(
-    value: Tensor, seen: Tensor, distance: Tensor, heads: Sequence[int], model: "Model", run: RunContext | None
+    value: Tensor, seen: Tensor, distance: Tensor, heads: Sequence[int], model: "Model", run: RunContext
 ) -> Float[Tensor, "batch head query key"] | None:
     """The additive mask `value` with keys not `seen` by `heads` set to −∞; None if there are none."""
     hidden = head_mask(heads, value.shape[1], value.device)[:, None, None] & ~seen
     if model.causal:  # later keys are hidden anyway, and so is padding
         hidden = hidden & (distance <= 0)
-    if run is not None:
+    if not run.single:
         hidden = hidden & run.real[:, None, None, text_of_keys(run, value.shape[-1])].to(value.device)
     return value.masked_fill(hidden, -torch.inf) if bool(hidden.any()) else None
 
 
 def text_of_keys(run: RunContext, keys: int) -> slice:
     """The text positions of the keys of a pass."""
-    length = run.tree.watch.length
-    return slice(0, keys) if length is None else slice(length - keys, length)
+    stop = run.forward_pass.keys.stop
+    return slice(stop - keys, stop)
 
 
 def _check_window(width: object) -> None:

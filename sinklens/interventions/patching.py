@@ -22,7 +22,7 @@ from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
 from sinklens.integers import as_integer
 from sinklens.interventions.kept_patterns import KeptPatterns
-from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at_heads, head_axis, layer_at
+from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at_heads, head_axis
 from sinklens.runs.caches import StepCaches, chosen_points, require_columns
 from sinklens.runs.intervention import (
     Pairs,
@@ -62,8 +62,8 @@ class Activations(Reader):
     def __post_init__(self) -> None:
         refuse(self, "heads", "positions")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         in_step = self.step_test(run)
         kept = StepCaches(model.tree)
         self.caches = kept  # a new one: the old one may be the source of a patch in this run
@@ -135,8 +135,8 @@ class PatchHooks(AtPositions):
         """See `Intervention.acting_steps`."""
         return patched_steps(self.source, self.shift) if self.steps is None else super().acting_steps(steps)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         chosen, example = self._chosen_steps(run), self.source[min(self.source)]
         default = [str(name) for name in example if not str(name).endswith(READ_ONLY)]
         points = chosen_points(default if self.names is None else self.names, model, self.layers)
@@ -152,7 +152,7 @@ class PatchHooks(AtPositions):
                 "source_positions= pairs with positions=; where= takes the values of the same positions."
             )
         limited = self.positions is not None or self.where is not None
-        columns = None if run is None or self.positions is None else _columns(self.positions, run.real)
+        columns = None if run.single or self.positions is None else _columns(self.positions, run.real)
         places = self._places(points, model, run, limited)
 
         def patch(value: Tensor, hook: Point) -> Tensor | None:
@@ -163,14 +163,14 @@ class PatchHooks(AtPositions):
             for part in parts:
                 if part.step not in chosen:
                     continue
-                mask = places.of_span(layer_at(hook), part, first, value.device) if limited else None
+                mask = places.of_span(hook, part, first, value.device) if limited else None
                 if limited and mask is None:
                     continue
                 here = value.narrow(axis, part.start, part.stop - part.start)
                 columns_here = range(first + part.start, first + part.stop)
                 require_columns(self.source[part.step + self.shift], name, part.step, columns_here)
                 new = self._of_step(part.step, here, name, axis, run)
-                if run is not None and not run.causal:
+                if not run.single and not run.causal:
                     new = of_window(new, here, name, hook, run)
                 shifted = None if columns is None else columns.to(value.device) - first - part.start
                 new = self._chosen_of(here, new, name, axis, shifted, mask)
@@ -180,7 +180,7 @@ class PatchHooks(AtPositions):
 
         return places.around([(name, patch) for name in points])
 
-    def _places(self, points: Sequence[str], model: "Model", run: RunContext | None, limited: bool) -> Places:
+    def _places(self, points: Sequence[str], model: "Model", run: RunContext, limited: bool) -> Places:
         """The positions to patch at `points`."""
         layered = [name for name in points if name.startswith("blocks.")]
         layers = sorted({int(name.split(".")[1]) for name in layered})
@@ -195,10 +195,10 @@ class PatchHooks(AtPositions):
                 )
         return places
 
-    def _chosen_steps(self, run: RunContext | None) -> frozenset[int]:
+    def _chosen_steps(self, run: RunContext) -> frozenset[int]:
         """Steps of this run at which values are patched."""
         available = sorted(self.source)
-        if run is None:
+        if run.single:
             self.step_test(run)
             steps = [0]
         else:
@@ -228,7 +228,7 @@ class PatchHooks(AtPositions):
             f"{run.steps - 1}. Name the steps to patch (steps=), or pass a part of source."
         )
 
-    def _of_step(self, step: int, here: Tensor, name: str, axis: int, run: RunContext | None) -> Tensor:
+    def _of_step(self, step: int, here: Tensor, name: str, axis: int, run: RunContext) -> Tensor:
         """The source's values for the queries `here`, which belong to `step`."""
         new = self.source[step + self.shift][name].to(here)
         if len(new) not in (1, len(here)):
@@ -236,7 +236,7 @@ class PatchHooks(AtPositions):
                 f"source has {len(new)} rows at {name}, this run {len(here)}; pass one row or {len(here)}."
             )
         new = new.expand(len(here), *new.shape[1:])
-        if run is None or not run.causal or not of_queries(name):
+        if run.single or not run.causal or not of_queries(name):
             return new
         if here.shape[axis] == 1:  # the source may have recomputed the queries of earlier steps
             new = new.narrow(axis, new.shape[axis] - 1, 1)
@@ -290,8 +290,7 @@ class PatchHooks(AtPositions):
 
 def of_window(new: Tensor, here: Tensor, name: str, hook: Point, run: RunContext) -> Tensor:
     """`new`, a value at all columns, at those that the pass of a diffusion run computes; others are unchanged."""
-    length, keys, held = run.real.shape[1], hook.key_positions, hook.watch.held
-    queries = range(run.first_column(), keys.stop if held is None else held.window.stop)
+    length, keys, queries = run.real.shape[1], hook.forward_pass.keys, hook.forward_pass.queries
     for axis, kind in enumerate(names.axes_of(name)):
         size = here.shape[axis] if kind in ("pos", "key") else len(queries)  # a mask may have one row for all
         if kind in ("pos", "query", "query|1", "key") and new.shape[axis] == length > size:
@@ -304,9 +303,9 @@ def patched_steps(source: Mapping[int, Any], shift: int) -> list[int]:
     return sorted(step - shift for step in source if step >= shift)
 
 
-def _parts(name: str, size: int, run: RunContext | None, step: int) -> tuple[int, list[QuerySpan]]:
+def _parts(name: str, size: int, run: RunContext, step: int) -> tuple[int, list[QuerySpan]]:
     """Canvas column at which a value of `size` positions begins, and its positions by step."""
-    if run is None:
+    if run.single:
         return 0, [QuerySpan(step, 0, size)]
     if not run.causal:  # with cached blocks, a pass has only the later queries, and logits
         part = of_queries(name) or name == "denoise.hook_logits"
@@ -370,17 +369,19 @@ class FreezePattern(AtPositions):
         SettingError: a step that computes other positions than step `at`, under a cache policy or with cached blocks.
     """
 
+    needs_run: ClassVar[str] = (
+        "FreezePattern reuses the pattern of an earlier step of a diffusion run; use it in generate or trace with a "
+        "diffusion model."
+    )
+
     on_canvas: ClassVar[bool] = True
 
     at: int
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        if run is None or run.causal:
-            raise SettingError(
-                "FreezePattern reuses the pattern of an earlier step of a diffusion run; use it in generate or trace "
-                "with a diffusion model."
-            )
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        if run.causal:
+            raise SettingError(self.needs_run)
         at = within("step", [self.at], run.steps)[0]
         kept = KeptPatterns("FreezePattern", at, run)
 

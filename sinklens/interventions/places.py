@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -82,20 +82,20 @@ class Places:
         self,
         what: HookSource,
         model: "Model",
-        run: RunContext | None,
+        run: RunContext,
         layers: Sequence[int] | None = None,
         of: Literal["queries", "keys"] | None = "queries",
         pool: bool = False,
     ) -> None:
         of_keys, name = of == "keys", type(what).__name__
-        rule = Positions(None) if what.rule is None and of_keys and run is not None else what.rule
+        rule = Positions(None) if what.rule is None and of_keys and not run.single else what.rule
         self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
         self.layers = what.chosen_layers(model) if layers is None else list(layers)
         self.heads = what.chosen_heads(model) if of_keys or rule is not None else list(range(model.cfg.n_heads))
         self._only = head_mask(self.heads, model.cfg.n_heads, torch.device("cpu")) if of_keys else None
-        self._fixed = None if run is None else place_mask(what.positions, run.real)[:, None]
-        self._limit = None if run is None or self._fixed is None else (self._fixed & run.real[:, None])[:, None]
-        self._rows = None if run is None else run.real.any(dim=1)
+        self._fixed = None if run.single else place_mask(what.positions, run.real)[:, None]
+        self._limit = None if self._fixed is None else (self._fixed & run.real[:, None])[:, None]
+        self._rows = run.real.any(dim=1)
         among = self._fixed[:, 0] if self._fixed is not None and pool else None
         now = self._now = Moment(name, model, run, self.layers, self.heads, among)
         chooser = self._chooser = None if rule is None else rule.start(now)
@@ -105,13 +105,12 @@ class Places:
                 f"computed, so {name} would change nothing. Pass a SinkTrack of another run or Where(source=..., "
                 f"same_step=True); or change keys, with AblateValues or MaskSinks."
             )
-        follows = run is not None and chooser is not None and not chooser.fixed
-        self._canvas = Canvas(run) if run is not None and follows else None
-        self._scores = StepScores(model, run, chooser.scored) if run is not None and chooser is not None else None
-        self._choice = run.choices.begin(what) if run is not None and run.choices is not None and follows else None
+        follows = chooser is not None and not chooser.fixed
+        self._canvas = Canvas(run) if follows else None
+        self._scores = None if chooser is None else StepScores(model, run, chooser.scored)
+        self._choice = run.choices.begin(what) if run.choices is not None and follows else None
         self._found: dict[int, Found | None] = {}  # by step; in a diffusion run of the current step alone
         self._some: list[bool] | None = None
-        self._size = 0
 
     # --- hooks ---
 
@@ -127,14 +126,6 @@ class Places:
         """The hooks that keep the scores of a step for the next; list them last."""
         return [] if self._scores is None else self._scores.last()
 
-    def counts(self) -> Pairs:
-        """The hooks that count the queries of a causal pass, for `keys_at`; a one-row mask does not show them."""
-        layers = self.layers if self._run is not None and self._run.causal else []
-        return [(f"blocks.{layer}.attn.hook_rot_q", self._count) for layer in layers]
-
-    def _count(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
-        self._size = value.shape[1]
-
     def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
         """Choose the places of a step; the scores collected so far are those of the step before."""
         assert self._canvas is not None
@@ -149,7 +140,7 @@ class Places:
         """Evaluate the rule, and limit what it finds to the positions and the heads of the intervention."""
         assert self._chooser is not None
         found = self._chooser.at(now)
-        if found is not None and self._run is not None and self._limit is not None:
+        if found is not None and self._limit is not None:
             missing = self._limit.shape[-1] - found.mask.shape[-1]  # not decoded yet
             mask = (torch.nn.functional.pad(found.mask, (0, missing)) if missing else found.mask) & self._limit
             if self._only is not None and not bool(self._only.all()):
@@ -163,7 +154,7 @@ class Places:
 
     def _forget(self) -> None:
         """Drop the places of earlier steps, unless their queries may be computed again."""
-        if self._run is None or not self._run.causal:
+        if not self._run.causal:
             self._found.clear()
             self._some = None
 
@@ -205,13 +196,12 @@ class Places:
 
     def of_queries(self, hook: Point, queries: int, device: torch.device) -> Bool[Tensor, "#batch #head query"] | None:
         """The affected queries of the pass of a point; None if there are none at this step."""
-        step, layer = hook.step or 0, layer_at(hook)
-        if self._run is None:
-            return self._of_single_pass(layer, queries, device)
-        first, spans = self._run.first(step, queries), self._run.query_spans(step, queries)
+        if self._run.single:
+            return self._of_single_pass(hook, queries, device)
+        first, spans = hook.forward_pass.first(queries), hook.forward_pass.spans(queries)
         if len(spans) == 1:
-            return self.of_span(layer, spans[0], first, device)
-        found = [(span, mask) for span in spans if (mask := self.of_span(layer, span, first, device)) is not None]
+            return self.of_span(hook, spans[0], first, device)
+        found = [(span, mask) for span in spans if (mask := self.of_span(hook, span, first, device)) is not None]
         if not found:
             return None
         heads = max(mask.shape[1] for _, mask in found)
@@ -221,22 +211,23 @@ class Places:
         return rows
 
     def of_span(
-        self, layer: int | None, span: QuerySpan, first: int, device: torch.device
+        self, hook: Point, span: QuerySpan, first: int, device: torch.device
     ) -> Bool[Tensor, "#batch #head query"] | None:
         """The affected positions of a span of a pass whose first one is text position `first`; None if none are."""
-        if self._run is None:
-            return self._of_single_pass(layer, span.stop - span.start, device)
-        mask = self.at(span.step, layer)
+        if self._run.single:
+            return self._of_single_pass(hook, span.stop - span.start, device)
+        mask = self.at(span.step, layer_at(hook))
         return None if mask is None else mask[..., first + span.start : first + span.stop].to(device)
 
-    def _of_single_pass(self, layer: int | None, size: int, device: torch.device) -> Bool[Tensor, "#batch #head pos"]:
+    def _of_single_pass(self, hook: Point, size: int, device: torch.device) -> Bool[Tensor, "#batch #head pos"]:
         """The affected positions of a single pass."""
-        fixed = place_mask(self._positions, torch.ones(1, size, dtype=torch.bool, device=device))[:, None]
+        first, real = hook.forward_pass.first(size), hook.forward_pass.real
+        fixed = place_mask(self._positions, real)[:, None, first : first + size].to(device)
         if self._chooser is None:
             return fixed
         found = self._of_step(0)
         assert found is not None, "a single pass has only places that do not depend on a run"
-        mask = _of_layer(found.mask, layer)
+        mask = _of_layer(found.mask, layer_at(hook))
         if mask.shape[-1] not in (1, size):
             raise SettingError(f"where has {mask.shape[-1]} positions, and the pass {size}; give one for each.")
         return mask.to(device) & fixed
@@ -257,7 +248,7 @@ class Places:
     # --- keys ---
 
     def keys_at(self, hook: Point, value: Tensor, reach: str = "each") -> KeyMask | None:
-        """The keys of this layer and pass; None if there is nothing to do. List `counts` before.
+        """The keys of this layer and pass; None if there is nothing to do.
 
         Args:
             value: of an attention point, with the axes batch, head, query and key.
@@ -265,15 +256,15 @@ class Places:
                 keys of the step that it belongs to, or "all" tokens of a pass by the keys of the newest one.
         """
         layer, step, width, device = layer_of(hook), int(hook.step or 0), value.shape[-1], value.device
-        if self._run is None:
-            single = self._of_single_pass(layer, width, device) & head_mask(self.heads, value.shape[1], device)[:, None]
+        if self._run.single:
+            single = self._of_single_pass(hook, width, device) & head_mask(self.heads, value.shape[1], device)[:, None]
             return KeyMask(single[:, :, None], torch.ones(1, 1, dtype=torch.bool, device=device))
         if self._run.causal:
-            return self._causal_keys(layer, step, value, reach)
+            return self._causal_keys(layer, step, value, reach, hook.forward_pass.spans())
         mask = self.at(step, layer)
         if mask is None:
             return None
-        place = hook.key_positions if self._run.tree.watch.length is not None else range(width)
+        place = hook.forward_pass.keys
         if place.stop > mask.shape[-1]:  # positions that are new, or not among the keys of the pass
             mask = torch.nn.functional.pad(mask, (0, place.stop - mask.shape[-1]))
         mask = mask[..., place.start : place.stop].to(device)
@@ -282,20 +273,20 @@ class Places:
 
     def _rows_of(self, step: int) -> Bool[Tensor, " batch"]:
         """Rows whose keys are known."""
-        assert self._rows is not None
         found = self._of_step(step)
         return self._rows if found is None or found.rows is None else found.rows
 
-    def _causal_keys(self, layer: int, step: int, value: Tensor, reach: str) -> KeyMask | None:
+    def _causal_keys(
+        self, layer: int, step: int, value: Tensor, reach: str, spans: Sequence[QuerySpan]
+    ) -> KeyMask | None:
         """In a causal pass, each token keeps the keys of the step that it belongs to, even when recomputed."""
-        assert self._run is not None
-        size, width, device = self._size, value.shape[-1], value.device
+        size, width, device = spans[-1].stop, value.shape[-1], value.device
         if reach == "all" and size < width:
             raise SettingError(
                 "queries='all' changes what earlier tokens computed, which a key/value cache has already stored; run "
                 "with use_cache=False."
             )
-        spans = [QuerySpan(step, 0, size)] if reach == "all" else self._run.query_spans(step, size)
+        spans = [QuerySpan(step, 0, size)] if reach == "all" else spans
         found = torch.zeros(*value.shape[:2], 1 if reach == "all" else size, width, dtype=torch.bool, device=device)
         rows = torch.zeros(len(value), found.shape[2], dtype=torch.bool, device=device)
         for span in spans:
@@ -376,7 +367,7 @@ class AtPositions(Intervention):
             def edit(self, z, hook):
                 return self.factor * z
 
-    One that acts elsewhere than at one point of each layer, or that prepares itself for a run, defines `hooks_for` with
+    One that acts elsewhere than at one point of each layer, or that prepares itself for a run, defines `pairs` with
     `edits` or `Places`.
 
     Attributes:
@@ -406,14 +397,14 @@ class AtPositions(Intervention):
 
     def edit(self, value: Tensor, hook: Point) -> Tensor | None:
         """The new value of the point, of the same shape; only the chosen places take it. None changes nothing."""
-        raise NotImplementedError(f"{type(self).__name__} must define edit(self, value, hook), or hooks_for.")
+        raise NotImplementedError(f"{type(self).__name__} must define edit(self, value, hook), or pairs.")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         return self.edits(model, run, self.acts_on, self.edit)
 
     def edits(
-        self, model: "Model", run: RunContext | None, point: str, edit: Edit, layers: Sequence[int] | None = None
+        self, model: "Model", run: RunContext, point: str, edit: Edit, layers: Sequence[int] | None = None
     ) -> Pairs:
         """The hooks that replace the value of `point` by that of `edit`, at the places of this intervention alone.
 
@@ -468,13 +459,13 @@ class AtKeys(Selection, AtPositions):
         """The rule of the keys."""
         return Where.like(self) if self.where is None else as_rule(self.where)
 
-    def key_places(self, model: "Model", run: RunContext | None) -> Places:
+    def key_places(self, model: "Model", run: RunContext) -> Places:
         """The keys of one run; a choice by scores is one among ``positions=``.
 
         Raises:
             SettingError: a single pass, for keys chosen by scores; or see `Places`.
         """
-        if run is None and self.where is None:
+        if run.single and self.where is None:
             raise SettingError(
                 f"{type(self).__name__} acts on the sinks of an earlier step, which a single pass does not have; use "
                 f"it in sinklens.trace or sinklens.generate."

@@ -79,14 +79,14 @@ class StepScores:
         return [(f"blocks.{layer}.attn.{point}", keep) for layer in self._layers]
 
     def _keep(self, value: Scores, hook: Point) -> None:
-        if self._run.tree.watch.length is not None:
-            start = self.starts[layer_of(hook)] = hook.key_positions.start
+        layer, start, active = layer_of(hook), hook.forward_pass.keys.start, hook.forward_pass.active
+        if start:
+            self.starts[layer] = start
             value = torch.nn.functional.pad(value, (start, 0))
-        layer, value, active = layer_of(hook), value.to(self._run.real.device), self._run.active()
-        before = self._before.get(layer)
+        value, before = value.to(self._run.real.device), self._before.get(layer)  # layers may be on several devices
         if active is not None and before is not None and before.shape == value.shape and len(value) > 1:
             value = torch.where(active.to(value.device)[:, None, None], value, before)
-        self.now[layer] = value  # layers may be on several devices
+        self.now[layer] = value
 
     def _keep_query(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
         self._query = value

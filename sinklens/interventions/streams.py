@@ -85,8 +85,8 @@ class Steer(AtPositions):
             return self.direction.point if isinstance(self.direction, Directions) else "hook_resid_pre"
         return self.point
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         layers, directions = self.chosen_layers(model), self._of_layers(model)
         norms = directions.norm(dim=-1, keepdim=True)
         if self.mode != "add" and bool((norms[layers] == 0).any()):
@@ -149,8 +149,8 @@ class ClampStream(AtPositions):
         if self.mode == "limit" and bool((values < 0).any()):
             raise SettingError(f"a limit must not be negative; got at={self.at!r}.")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         for dim in self.dims:
             within("dim", [dim], model.cfg.d_model)
         dims, at = [int(dim) for dim in self.dims], torch.as_tensor(self.at)

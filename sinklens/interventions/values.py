@@ -64,10 +64,9 @@ class AblateValues(OnSinks):
         if (self.by == "resample") != (self.reference is not None):
             raise SettingError("by='resample' and reference=donors(model, prompts, names) belong together.")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         places = self.key_places(model, run)
-        assert run is not None
         draws = None if self.reference is None else Draws(self.reference, self.match, self.seed, run)
         values, changes = _Values(run, model.block_length, draws), dict[int, Tensor]()
 
@@ -86,7 +85,7 @@ class AblateValues(OnSinks):
         computed = [(f"blocks.{layer}.attn.hook_pattern", compute) for layer in places.layers]
         changed = [(f"blocks.{layer}.attn.hook_z", change) for layer in places.layers]
         first = [] if draws is None else draws.first()
-        return [*first, *kept, *places.around([*places.counts(), *computed]), *changed]
+        return [*first, *kept, *places.around(computed), *changed]
 
 
 class _Values:
@@ -131,9 +130,9 @@ class _Values:
         self, values: Float[Tensor, "batch key head d_head"], hook: Point
     ) -> Float[Tensor, "batch #key head d_head"]:
         """The mean value of the keys that each query can see; never of padding."""
-        place, held = slice(hook.key_positions.start, hook.key_positions.stop), hook.watch.held
+        place, gone = slice(hook.key_positions.start, hook.key_positions.stop), hook.forward_pass.gone
         real = self._run.real[:, place].to(values.device)
-        seen = real if held is None else real & ~held.gone[:, layer_of(hook)].to(real.device)
+        seen = real if gone is None else real & ~gone[:, layer_of(hook)].to(real.device)
         weights = seen[..., None, None].to(values)
         if self._block is None:
             return (values * weights).sum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)

@@ -58,7 +58,7 @@ class Moment:
     Attributes:
         name: the intervention, for errors.
         model: the model.
-        run: the run; None for a single pass.
+        run: the run, or the single pass.
         layers, heads: those that the intervention changes.
         among: keys that may be chosen by score; None for all.
         step: the step.
@@ -68,7 +68,7 @@ class Moment:
 
     name: str
     model: "Model"
-    run: RunContext | None
+    run: RunContext
     layers: Sequence[int]
     heads: Sequence[int]
     among: Bool[Tensor, "batch pos"] | None = None
@@ -79,7 +79,7 @@ class Moment:
     def size(self, axis: str) -> int | None:
         """The size of an axis; None if a single pass does not fix it."""
         sizes: dict[str, int] = {"layer": self.model.cfg.n_layers, "head": self.model.cfg.n_heads}
-        if self.run is None:
+        if self.run.single:
             return (sizes | {"step": 1}).get(axis)
         batch, length = self.run.real.shape
         return (sizes | {"batch": batch, "step": self.run.steps, "pos": length})[axis]
@@ -90,7 +90,7 @@ class Moment:
         Raises:
             SettingError: a single pass.
         """
-        if self.run is None:
+        if self.run.single:
             raise SettingError(
                 f"{self.name} finds its places in a run, which a single pass is not; use sinklens.trace or "
                 f"sinklens.generate, or pass an array."
@@ -347,7 +347,7 @@ def checked_array(
         if known is not None and size not in (1, known):
             hint = " A DataArray, such as track.detect(), may lack steps." if axis == "step" else ""
             raise SettingError(f"where has {size} along {axis}, this run {known}; give 1 or {known}.{hint}")
-    if now.run is None:
+    if now.run.single:
         return values
     values = values.to(now.run.real.device)
     real = now.run.real.view(len(now.run.real), *[1] * (len(axes) - 2), -1)

@@ -21,6 +21,7 @@ from torch import Tensor
 from sinklens.caching import as_policy
 from sinklens.errors import HookFunctionError, HookNameError, HookOrderError, SettingError, SinklensError
 from sinklens.hooks import names
+from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.hook_functions import label, refuse_kind, same_shape, shape_of, takes_hook
 from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.points import Point, SamplerPoint
@@ -118,11 +119,6 @@ class Denoising:
             row_keys=self._row_keys,
             vocabulary=self._texts,
             special=self.model.special_tokens,
-            marked=lambda: state.step_undecided,
-            first_column=lambda: state.first,
-            computed=lambda: None if state.keys is None else state.keys.computed,
-            decidable=lambda: None if state.keys is None else state.keys.decidable,
-            active=lambda: state.active,
             controls=self.controls,
             choices=None if self.request.record_sinks is False else self._choices,
             settings=self._settings_text(),
@@ -205,7 +201,7 @@ class Denoising:
             for point, handle in handles:
                 handle.hook.remove()
                 point.fwd_hooks.remove(handle)
-            tree.watch.step = None
+            tree.watch.forward_pass = ForwardPass()
 
     def _checked(self, function: HookFunction) -> HookFunction:
         """`function`, checked to preserve shape, dtype and device; under guidance it sees only the conditional rows."""
@@ -304,7 +300,7 @@ class Denoising:
         self.describe()  # first, because a step is readable as soon as it is in the store
         assert state.step_canvas is not None
         canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
-        self._recorder.end_step(step, state.first, canvases | recorded(state.keys))
+        self._recorder.end_step(step, canvases | recorded(state.keys))
 
     @property
     def latest(self) -> dict[str, np.ndarray]:

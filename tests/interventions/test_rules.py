@@ -192,7 +192,7 @@ def test_what_a_subclass_must_define_is_said():
     class Nothing(AtPositions):
         acts_on = "attn.hook_z"
 
-    with pytest.raises(NotImplementedError, match=r"Nothing must define edit\(self, value, hook\), or hooks_for"):
+    with pytest.raises(NotImplementedError, match=r"Nothing must define edit\(self, value, hook\), or pairs"):
         shared_model().run_with_hooks(torch.tensor([[1, 2]]), fwd_hooks=Nothing().hooks_for(shared_model()))
     with pytest.raises(NotImplementedError, match=r"Rule is a Rule and must define at\(self, now\)"):
         watch(shared_model(), torch.tensor([[3, 4, 5]]), [AblateHeads(where=Rule())])
