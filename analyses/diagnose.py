@@ -34,20 +34,21 @@ from sinklens.analyses.answers import is_right
 from sinklens.analyses.intervals import corrected, interval_table, verdict
 from sinklens.analyses.runs import active_steps
 from sinklens.analyses.study import SINK, Study
-from sinklens.hooks.front import HookPair
+from sinklens.interventions import MaskSinks, Rule
+from sinklens.interventions.where import Moment
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
+from sinklens.sinks.data import TrackData
+from sinklens.sinks.detectors import Detector
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-    from sinklens.hooks.points import Point
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
-Hooks = list[HookPair]
 FIRST = 4  # positions
 BINS = 20  # of the sequence's length: the first holds the first 5 %
 PARTS = 10  # of a run's steps
@@ -100,7 +101,7 @@ class Diagnose(Study):
         base = self.generate(model, prompts, settings)
         masked, ordinary, cut = (
             self.generate(model, prompts, settings, record_sinks=False, hooks=hooks)
-            for hooks in (masking(model), masking(model, ordinary=True), hiding(start, end))
+            for hooks in (masking(), masking(ordinary=True), hiding(start, end))
         )
         same = self.generate(model, prompts, settings, hooks=hiding(start, end), replay=base.run)
         assert same.run.sinks is not None
@@ -137,50 +138,47 @@ class Diagnose(Study):
         return {"page": _page(measured, self.tables(measured)["signs"], self.seed)}
 
 
-def masking(model: "Model", ordinary: bool = False) -> Hooks:
-    """Hooks that hide from every head, at each step, its strongest key of the previous step, by −∞ on the mask.
+@dataclass(frozen=True)
+class OrdinaryKey(Detector):
+    """The key of median strength among those that a head attends to; none where it attends to nothing."""
 
-    With `ordinary`, as a control, the key of median strength among those it attends to is hidden instead. Nothing is
-    hidden at the first step. Strength is measured on the attention as it was used, so a hidden key is not the strongest
-    of its step, and may be visible again at the next. In an autoregressive model it is the last query's strongest key,
-    hidden from the last query (Rulli et al., Sec. 4.3). A row that waits for others keeps the key of its last active
-    step.
+    def detect(self, track: TrackData) -> xr.DataArray:
+        """See `Detector.detect`."""
+        score = track.scores()
+        values = score.fillna(-np.inf).to_numpy()
+        order = np.argsort(-values, axis=-1, kind="stable")
+        attended = (values > 0).sum(axis=-1, keepdims=True)
+        found = np.zeros(values.shape, dtype=bool)
+        np.put_along_axis(found, np.take_along_axis(order, attended // 2, axis=-1), attended > 0, axis=-1)
+        return score.copy(data=found)
+
+
+def masking(ordinary: bool = False) -> MaskSinks:
+    """Hide from every head, at each step, its strongest key of the previous step (Rulli et al., Sec. 4.3).
+
+    With `ordinary`, as a control, the key of median strength among those it attends to is hidden instead.
     """
-    causal = model.causal
-    before: dict[int, Tensor] = {}
-
-    def hide(bias: Float[Tensor, "batch head 1 key"], hook: "Point") -> Tensor | None:
-        if hook.layer() not in before:
-            return None
-        places = torch.arange(bias.shape[-1], device=bias.device)
-        return bias.masked_fill((places == before[hook.layer()][..., None])[:, :, None], -torch.inf)
-
-    def see(value: Tensor, hook: "Point") -> None:
-        scores = value[:, :, -1] if causal else value
-        attended = (scores > 0).sum(dim=-1, keepdim=True)
-        rank = attended // 2 if ordinary else torch.zeros_like(attended)
-        key = scores.detach().sort(dim=-1, descending=True, stable=True).indices.gather(-1, rank)
-        assert hook.watch.active is not None
-        now, layer = torch.where(attended > 0, key, -1)[..., 0], hook.layer()
-        active = hook.watch.active[:, None].to(now.device)
-        before[layer] = torch.where(active, now, before.get(layer, torch.full_like(now, -1)))
-
-    scores = "attn.hook_pattern" if causal else "attn.hook_sink_scores"
-    return [
-        (lambda name: name.startswith("blocks.") and name.endswith("attn.hook_attn_mask"), hide),
-        (lambda name: name.startswith("blocks.") and name.endswith(scores), see),
-    ]
+    return MaskSinks(top_k=None, detector=OrdinaryKey()) if ordinary else MaskSinks(top_k=1)
 
 
-def hiding(start: Int[Tensor, " batch"], end: Int[Tensor, " batch"]) -> Hooks:
-    """Hooks that hide the keys from `start` up to `end` from all queries of all heads, at every step."""
+@dataclass(frozen=True, eq=False)
+class Between(Rule):
+    """The columns of each row from `first` up to `stop`."""
 
-    def hide(bias: Float[Tensor, "batch head 1 key"], hook: "Point") -> Tensor:
-        places = torch.arange(bias.shape[-1], device=bias.device)
-        hidden = (places >= start.to(bias.device)[:, None]) & (places < end.to(bias.device)[:, None])
-        return bias.masked_fill(hidden[:, None, None], -torch.inf)
+    first: Int[Tensor, " batch"]
+    stop: Int[Tensor, " batch"]
 
-    return [(lambda name: name.endswith("attn.hook_attn_mask"), hide)]
+    def at(self, now: Moment) -> Bool[Tensor, "batch 1 1 pos"]:
+        """See `Rule.at`."""
+        assert now.canvas is not None
+        places = torch.arange(now.canvas.ids.shape[1], device=now.canvas.ids.device)
+        first, stop = (bound.to(places.device)[:, None] for bound in (self.first, self.stop))
+        return ((places >= first) & (places < stop))[:, None, None]
+
+
+def hiding(start: Int[Tensor, " batch"], end: Int[Tensor, " batch"]) -> MaskSinks:
+    """Hide the keys from `start` up to `end` from all queries of all heads, at every step."""
+    return MaskSinks(top_k=None, where=Between(start, end), queries="each")
 
 
 def middle_third(real: Bool[Tensor, "batch pos"]) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:

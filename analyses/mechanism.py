@@ -24,7 +24,6 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
-import torch
 import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -33,7 +32,6 @@ from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, u
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import attention_to, compare
-from sinklens.hooks.front import HookPair
 from sinklens.interventions import MaskedLogits
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling import DreamSettings, LladaSettings, settings_for
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-    from sinklens.hooks.points import Point
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
@@ -103,10 +100,9 @@ class Mechanism(Study):
         base = generate(model, [prompt], hooks=[kept], record_sinks=False, **arguments)
         found = []
         for mask in masked(unchanged(self, model, prompt, settings)).values():
-            hidden, changed = MaskedKeys(model), MaskedLogits()
-            hooks: list[Any] = [mask, *hidden.hooks(), changed]
-            run = generate(model, [prompt], hooks=hooks, record_sinks=False, replay=base, **arguments)
-            mass = attention_to(base, hidden.keys(base))
+            changed = MaskedLogits()
+            run = generate(model, [prompt], hooks=[mask, changed], replay=base, **arguments)
+            mass = attention_to(base, mask.keys(run))
             compared = compare(base, run, kept.kept, changed.kept, above_median(base, mass))
             found.append(changes(compared, correlations(base, mass, kept.kept, changed.kept)))
         return xr.concat(found, dim="pick").assign_coords(pick=list(PICKS))
@@ -177,31 +173,6 @@ def orders(model: "Model", settings: Settings) -> dict[str, Settings]:
         return {"confidence": plain}
     by_confidence = "entropy" if defaults.alg == "origin" else defaults.alg
     return {"confidence": {**plain, "alg": by_confidence}, "random": {**plain, "alg": "origin"}}
-
-
-class MaskedKeys:
-    """Records which keys were masked, from the additive mask of a run of one row.
-
-    List its hooks after the intervention that masks.
-    """
-
-    def __init__(self, model: "Model") -> None:
-        self._layers, self._seen = model.cfg.n_layers, dict[tuple[int, int], Tensor]()
-
-    def hooks(self) -> list[HookPair]:
-        """Hooks to pass to the run."""
-        return [(lambda name: name.endswith("attn.hook_attn_mask"), self._see)]
-
-    def _see(self, bias: Float[Tensor, "batch head query key"], hook: "Point") -> None:
-        assert hook.step is not None
-        self._seen[hook.step, hook.layer()] = (bias[:, :, 0] == -torch.inf).cpu()
-
-    def keys(self, run: "Generation") -> Bool[xr.DataArray, "batch step layer head pos"]:
-        """The masked keys by step, layer and head, in the form that `attention_to` takes."""
-        steps = [
-            torch.stack([self._seen[step, layer] for layer in range(self._layers)], 1) for step in range(run.steps_run)
-        ]
-        return xr.DataArray(torch.stack(steps, 1).numpy(), dims=("batch", "step", "layer", "head", "pos"))
 
 
 def above_median(run: "Generation", mass: Float[np.ndarray, "batch step pos"]) -> Bool[np.ndarray, "batch step pos"]:

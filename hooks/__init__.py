@@ -10,14 +10,21 @@ from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architectu
 from sinklens.hooks.names import HookName, PointSpec, aliases, resolve, select, table
 
 if TYPE_CHECKING:
+    from sinklens.hooks.forward_pass import ForwardPass
     from sinklens.hooks.points import Point, Watch
     from sinklens.hooks.tree import HookTree
 
-_LAZY = {"HookTree": "sinklens.hooks.tree", "Point": "sinklens.hooks.points", "Watch": "sinklens.hooks.points"}
+_LAZY = {
+    "ForwardPass": "sinklens.hooks.forward_pass",
+    "HookTree": "sinklens.hooks.tree",
+    "Point": "sinklens.hooks.points",
+    "Watch": "sinklens.hooks.points",
+}
 
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
+    "ForwardPass",
     "HookName",
     "HookTree",
     "Point",

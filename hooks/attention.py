@@ -21,6 +21,7 @@ Caveat: the explicit path computes a pattern with another kernel than the fused 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -114,7 +115,7 @@ def attention(
             operands = _operands(module, query, key, value, attention_mask, None, counted, scaling, kwargs)
             return torch.matmul(_pattern(operands), operands.value).transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    points.hook_rot_k.watch.keys = key.shape[2]
+    _show_keys_in_reach(points.hook_rot_k, key.shape[2])
     query = at(points.hook_rot_q, query.transpose(1, 2)).transpose(1, 2)
     if points.hook_rot_k.watched:
         key = _shown_keys(points.hook_rot_k, key, query.shape[2])
@@ -130,14 +131,22 @@ def attention(
     return at(points.hook_z, _mix(points, operands).transpose(1, 2)).contiguous(), None
 
 
+def _show_keys_in_reach(point: "Point", keys: int) -> None:
+    """Describe the pass with the last `keys` keys, where a layer with a sliding window has others."""
+    forward_pass = point.forward_pass
+    if keys != len(forward_pass.keys):
+        stop = forward_pass.keys.stop
+        point.watch.forward_pass = replace(forward_pass, keys=range(stop - keys, stop))
+
+
 def _shown_keys(
     point: "Point", key: Float[Tensor, "batch kv_head key d_head"], new: int
 ) -> Float[Tensor, "batch kv_head key d_head"]:
     """The keys after hooks; if a pass stores its `new` keys, later passes read them as hooks left them."""
-    watch = point.watch
-    shared = watch.held is not None or watch.stores  # then a copy: the keys of earlier passes are used again
+    stores = point.forward_pass.mode == "encode"
+    shared = point.watch.held is not None or stores  # then a copy: the keys of earlier passes are used again
     shown = point(key.transpose(1, 2).clone() if shared else key.transpose(1, 2)).transpose(1, 2)
-    if watch.stores:
+    if stores:
         key[:, :, -new:] = shown[:, :, -new:]
     return shown
 
@@ -268,7 +277,7 @@ def _show_sums(points: "AttentionPoints", operands: Operands, pattern: Float[Ten
 
 def _summed(points: "AttentionPoints", operands: Operands) -> Bool[Tensor, "batch query"] | None:
     """The queries that sink scores sum over: real ones, of those that the run chose. None means all."""
-    real, chosen = operands.real_queries(), points.hook_sink_scores.watch.queries
+    real, chosen = operands.real_queries(), points.hook_sink_scores.forward_pass.counted
     if chosen is None:
         return real
     chosen = chosen.to(operands.query.device).repeat(len(operands.query) // len(chosen), 1)  # rows of guidance follow
@@ -287,9 +296,9 @@ def _show_sinks(points: "AttentionPoints", scores: Float[Tensor, "batch head key
 
 def _show_fresh(points: "AttentionPoints", key: Tensor, mask: Tensor | None, queries: int) -> None:
     """Which keys this pass computes, through ``hook_fresh``; of cached keys before the window, none."""
-    held = points.hook_fresh.watch.held
-    if held is not None:
-        fresh = held.fresh_in(points.hook_fresh.layer())
+    planned = points.hook_fresh.forward_pass.fresh
+    if planned is not None:
+        fresh = planned[:, points.hook_fresh.layer()]
     else:
         fresh = (torch.arange(key.shape[2], device=key.device) >= key.shape[2] - queries).expand(key.shape[0], -1)
         fresh = fresh if mask is None else fresh & mask[:, 0, -1]

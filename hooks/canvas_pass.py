@@ -11,8 +11,7 @@ cache of transformers keeping the tensor that attention gets.
 Limitation: the cache holds no padding mask; pass the mask of the complete text to every pass.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,8 +44,13 @@ class CanvasPass:
             real: False on padding, for the text in the cache and the new positions; None without padding.
         """
         encoder = self._hf.get_submodule(self._architecture.encoder)
-        with self._reaching(cache.get_seq_length() + ids.shape[1], stores=True):
+        before = self._watch.forward_pass
+        self._cover(cache, ids)
+        self._watch.forward_pass = replace(self._watch.forward_pass, mode="encode")
+        try:
             encoder(input_ids=ids, attention_mask=_mask(real), past_key_values=cache)
+        finally:
+            self._watch.forward_pass = before
 
     def decode(
         self,
@@ -62,13 +66,13 @@ class CanvasPass:
             self_conditioning: the logits of the step before; None for the first step.
         """
         decoder = self._hf.get_submodule(self._architecture.base)
-        with self._reaching(cache.get_seq_length() + canvas.shape[1]):
-            return decoder(
-                decoder_input_ids=canvas,
-                past_key_values=cache,
-                self_conditioning_logits=self_conditioning,
-                decoder_attention_mask=_mask(real),
-            ).last_hidden_state
+        self._cover(cache, canvas)
+        return decoder(
+            decoder_input_ids=canvas,
+            past_key_values=cache,
+            self_conditioning_logits=self_conditioning,
+            decoder_attention_mask=_mask(real),
+        ).last_hidden_state
 
     def hidden(
         self, ids: Int[Tensor, "batch pos"], real: Real, self_conditioning: Tensor | None
@@ -89,14 +93,10 @@ class CanvasPass:
         self.encode(ids[:, :start], None if real is None else real[:, :start], cache)
         return self.decode(ids[:, start:], real, cache, self_conditioning)
 
-    @contextmanager
-    def _reaching(self, length: int, stores: bool = False) -> Iterator[None]:
-        """Record where the keys of this pass end, and whether they are stored."""
-        self._watch.length, self._watch.stores = length, stores
-        try:
-            yield
-        finally:
-            self._watch.length, self._watch.stores = None, False
+    def _cover(self, cache: Any, ids: Tensor) -> None:
+        """Describe the pass over `ids`, which follow the text in `cache`."""
+        start, stop = cache.get_seq_length(), cache.get_seq_length() + ids.shape[1]
+        self._watch.forward_pass = replace(self._watch.forward_pass, queries=range(start, stop), keys=range(stop))
 
 
 def _mask(real: Real) -> Tensor | None:

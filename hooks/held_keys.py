@@ -15,6 +15,7 @@ leaves its mark on the entries of that step until they are computed again.
 """
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -50,9 +51,8 @@ class HeldKeys:
 
     Attributes:
         window: the columns that the pass computes.
-        fresh: keys that the pass computes and uses.
+        fresh: keys that the pass computes and uses; never padding.
         gone: keys that no query may see.
-        computed: positions whose key is fresh in any layer; never padding.
         edited: positions of which a hook changed a stale key or value in this pass.
     """
 
@@ -67,7 +67,6 @@ class HeldKeys:
         self.fresh: Bool[Tensor, "batch layer pos"]
         self.gone: Bool[Tensor, "batch layer pos"]
         self.edited = torch.zeros_like(real)
-        self.computed: Bool[Tensor, "batch pos"] = torch.zeros_like(real)
 
     def hidden(
         self,
@@ -80,9 +79,11 @@ class HeldKeys:
         self.window, self.fresh, self.gone = window, fresh, gone
         self.edited = torch.zeros_like(self._real)
         self._changed.clear()
-        self._prepare()
         watch, base = self._tree.watch, self._base()
-        watch.keys, watch.held = canvas.shape[1], self
+        queries, keys = range(window.start, window.stop), range(canvas.shape[1])
+        watch.forward_pass = replace(watch.forward_pass, queries=queries, keys=keys, fresh=fresh, gone=gone)
+        self._prepare()
+        watch.held = self
         try:
             output = base(
                 input_ids=canvas[:, window], position_ids=self._positions[:, window], attention_mask=None,
@@ -96,8 +97,9 @@ class HeldKeys:
         """What all layers of the pass share: where all rows are fresh, and what is hidden and counted."""
         inside = self.fresh[:, :, self.window]
         self._uniform = inside.all(dim=2).all(dim=0).tolist()  # by layer: the window's keys are fresh in every row
-        self.computed = self.fresh.any(dim=1) & self._real
-        counted = self.computed[:, self.window]
+        computed = self._tree.watch.forward_pass.computed
+        assert computed is not None
+        counted = computed[:, self.window]
         visible = self._real[:, None] & ~self.gone
         self._hides = (~visible).any(dim=2).any(dim=0).tolist()
         self._visible = visible
@@ -164,10 +166,6 @@ class HeldKeys:
             keys, self._values[layer] if values is None else values.transpose(1, 2), mask,
             None if counted is None else counted.to(key.device),
         )  # fmt: skip
-
-    def fresh_in(self, layer: int) -> Bool[Tensor, "batch pos"]:
-        """The positions whose keys in `layer` this pass computes and uses; padding is not fresh."""
-        return self.fresh[:, layer] & self._real
 
     def _edited_keys(self, layer: int) -> Float[Tensor, "batch kv_head key d_head"]:
         """The rotated keys, with the edits that a hook made to stale ones at ``hook_k``."""

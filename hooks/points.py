@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
+from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.hook_functions import label, refuse_kind, same_kind
 
 if TYPE_CHECKING:
@@ -28,33 +29,23 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """State that all points of one tree share: the current step, the trace blocks and the peek.
+    """State that all points of one tree share: the current pass, the trace blocks and the peek.
 
     Attributes:
-        step: number of the current denoising step; None outside a run.
+        forward_pass: the pass that runs, or ran last.
         handover: passes values to trace blocks and back; None while no nnsight root wraps the tree.
-        length: number of text positions up to the end of the pass that runs; None if its keys begin with the text.
-        keys: number of keys of the attention that runs, or ran last.
-        active: rows that the current step of a run works on, see `sampling.state.State`; None outside a run.
         peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
             and no hook or trace block is called. None otherwise.
         held: the `held_keys.HeldKeys` of earlier passes that this pass reads; None in a pass that computes all of them.
-        stores: whether this pass writes its keys to a cache that later passes read.
         sample: the `sampled_sums.QuerySample` that estimates sink scores; None where they are exact.
-        queries: the queries that sink scores sum over, [batch, pos]; None for all. For passes over all positions.
     """
 
     def __init__(self) -> None:
-        self.step: int | None = None
-        self.length: int | None = None
-        self.keys = 0
-        self.active: Tensor | None = None
+        self.forward_pass = ForwardPass()
         self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
         self.held: Any = None
-        self.stores = False
         self.sample: Any = None
-        self.queries: Tensor | None = None
 
     def parked_at(self, name: str) -> bool:
         """Whether a trace block already waits at this visit of the point called `name`."""
@@ -62,10 +53,11 @@ class Watch:
 
 
 class Point(HookPoint):
-    """A TransformerLens `HookPoint` with `watched` and `step`.
+    """A TransformerLens `HookPoint` with `watched` and `forward_pass`.
 
     TransformerLens hook functions ``fn(value, hook)`` get the point as `hook`; ``hook.name``, ``hook.layer()`` and
-    ``hook.ctx`` are TransformerLens's, ``hook.step`` is the denoising step (None outside a run).
+    ``hook.ctx`` are TransformerLens's, ``hook.forward_pass`` describes the pass, and ``hook.step`` is its step
+    (None outside a run).
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -74,9 +66,14 @@ class Point(HookPoint):
         self._functions: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
     @property
+    def forward_pass(self) -> ForwardPass:
+        """The pass that runs, or ran last."""
+        return self.watch.forward_pass
+
+    @property
     def step(self) -> int | None:
         """Number of the current denoising step; None outside a run."""
-        return self.watch.step
+        return self.watch.forward_pass.step
 
     @property
     def key_positions(self) -> range:
@@ -85,8 +82,7 @@ class Point(HookPoint):
         With a key/value cache, the keys are the last positions up to the end of the pass: all of them, or in a layer
         with a sliding window those in reach. There are no keys of later blocks.
         """
-        length = self.watch.keys if self.watch.length is None else self.watch.length
-        return range(length - self.watch.keys, length)
+        return self.watch.forward_pass.keys
 
     @property
     def watched(self) -> bool:
@@ -153,7 +149,7 @@ class SamplerPoint(Point):
     @property
     def watched(self) -> bool:
         """As `Point.watched`; only the sampler asks, when it comes to the point."""
-        self.reached = self.watch.step
+        self.reached = self.step
         return super().watched
 
 

@@ -26,6 +26,7 @@ from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbo
 from sinklens.hooks.architectures import Architecture, check_modules
 from sinklens.hooks.blocks import Blocks, blocks_of
 from sinklens.hooks.canvas_pass import CanvasPass
+from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
@@ -43,7 +44,7 @@ class HookTree(ModelWeights, HookFront):
 
     Attributes:
         hf: the transformers model.
-        watch: the step, the trace blocks and the peek, which the points share.
+        watch: the pass, the trace blocks and the peek, which the points share.
         cfg: axis lengths and switches under TransformerLens's names.
         tokenizer_of: returns the tokenizer of the model that owns the tree; None without one.
         masks: how a masked diffusion model reads a canvas; None for other models.
@@ -202,6 +203,8 @@ class HookTree(ModelWeights, HookFront):
         the embeddings of `input_ids`. In a tree with an encoder, the last positions of `input_ids` are the canvas, and
         the output has these positions only.
         """
+        if self.watch.forward_pass.step is None:
+            self._begin_single_pass(input_ids, attention_mask)
         if self.architecture.encoder:
             return self.canvas_pass.hidden(input_ids, attention_mask, self_conditioning)
         position_ids = None
@@ -211,7 +214,8 @@ class HookTree(ModelWeights, HookFront):
             if bool(attention_mask.all()) and past_key_values is None:
                 attention_mask = None
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        self.watch.keys = cached + input_ids.shape[1]
+        stop = cached + input_ids.shape[1]
+        self.watch.forward_pass = replace(self.watch.forward_pass, queries=range(cached, stop), keys=range(stop))
         base = self.hf.get_submodule(self.architecture.base)
         output = base(
             input_ids=input_ids if stream is None else None,
@@ -222,6 +226,11 @@ class HookTree(ModelWeights, HookFront):
             use_cache=past_key_values is not None,
         )
         return output.last_hidden_state
+
+    def _begin_single_pass(self, ids: Tensor, real: Tensor | None) -> None:
+        """Describe a pass outside a run, whose padding only its mask shows."""
+        everywhere = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
+        self.watch.forward_pass = ForwardPass(real=everywhere if real is None else real.bool())
 
     @torch.no_grad()
     def peek(
@@ -246,15 +255,15 @@ class HookTree(ModelWeights, HookFront):
             raise SinklensError(
                 "another peek is running; call peek after it returns (hooks are not called during a peek)."
             )
-        handover, keys, held = self.watch.handover, self.watch.keys, self.watch.held
+        handover, running, held = self.watch.handover, self.watch.forward_pass, self.watch.held
         self.watch.peeked = peeked = dict.fromkeys(wanted)
-        self.watch.held = None
+        self.watch.forward_pass, self.watch.held = ForwardPass(step=running.step), None
         try:  # a trace block that waits for one of transformers' modules must not be served here
             with nullcontext() if handover is None else handover.suspended():
                 self.hidden(input_ids, attention_mask)
             return {name: value for name, value in peeked.items() if value is not None}
         finally:
-            self.watch.peeked, self.watch.keys, self.watch.held = None, keys, held
+            self.watch.peeked, self.watch.forward_pass, self.watch.held = None, running, held
 
     def refuse_unusable(self) -> None:
         """Refuse a released or compiled model. Called once per run or single pass, as it takes longer than the points.

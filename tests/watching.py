@@ -95,7 +95,7 @@ def hidden(keys: Tensor) -> Tensor:
 
 def unwatched(model: Model) -> bool:
     """Whether no hook is left on any point, and no step counts."""
-    return not any(point.watched for point in model.tree.hook_points()) and model.tree.watch.step is None
+    return not any(point.watched for point in model.tree.hook_points()) and model.tree.watch.forward_pass.step is None
 
 
 def masked_keys(watched, step):

@@ -16,10 +16,10 @@ from sinklens.errors import SettingError, nearest
 from sinklens.identity import identify
 from sinklens.integers import as_seed
 from sinklens.interventions import Intervention, MaskSinks
-from sinklens.interventions.choice import Scope, as_tuple
 from sinklens.interventions.controls import DRAWN, Pick
-from sinklens.interventions.key_places import Reach
 from sinklens.interventions.masking import OnSinks
+from sinklens.interventions.places import Reach
+from sinklens.interventions.selection import Scope, as_tuple
 from sinklens.runs.intervention import whole_numbers
 from sinklens.runs.request import hook_list
 from sinklens.sinks.strongest import Part, StrongestKeys

@@ -27,9 +27,9 @@ from sinklens.caching import Policy, as_policy
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.integers import as_seed
 from sinklens.interventions import MaskSinks
-from sinklens.interventions.choice import Scope
 from sinklens.interventions.controls import Pick
-from sinklens.interventions.key_places import Reach
+from sinklens.interventions.places import Reach
+from sinklens.interventions.selection import Scope
 from sinklens.likelihood.batches import Batches
 from sinklens.likelihood.draws import DrawRule, Masking
 from sinklens.likelihood.estimate import LikelihoodRequest, refuse_cache, scores

@@ -28,9 +28,8 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks import names
-from sinklens.hooks.names import READ_ONLY
+from sinklens.hooks.names import READ_ONLY, axes_of
 from sinklens.hooks.points import Point
-from sinklens.interventions.patching import axes_of
 from sinklens.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within

@@ -60,7 +60,7 @@ class _Collected:
     def _take(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
         """Add the outputs of the rows that are active at the step."""
         assert self._ids is not None
-        assert hook.watch.active is not None
+        assert hook.forward_pass.active is not None
         by_block = not self._model.causal and not self._model.tree.architecture.encoder  # a canvas has no padding
         if by_block and value.shape[1] < self._ids.shape[1] and not bool(self._real.all()):
             raise SettingError(
@@ -69,7 +69,7 @@ class _Collected:
             )
         layer, missing = layer_of(hook), value.shape[1] - self._real.shape[1]
         mask = torch.nn.functional.pad(self._real, (0, max(0, missing)), value=True)[:, -value.shape[1] :]
-        z = value[mask & hook.watch.active[:, None]].float().cpu()
+        z = value[mask & hook.forward_pass.active[:, None]].float().cpu()
         self._total[layer] = self._total[layer] + z.sum(dim=0)
         self._count[layer] += len(z)
         if layer == 0:  # the same places in all layers

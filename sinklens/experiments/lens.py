@@ -18,7 +18,7 @@ tuned lens (tuned_lens.py), passed as ``lens=``, moves the streams to the last l
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from sinklens.errors import SettingError
 from sinklens.experiments.attribution import exact_step, of_step
 from sinklens.experiments.tuned_lens import TunedLens, masked_share
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, layer_of, place_mask, refuse, within
+from sinklens.runs.intervention import Pairs, Reader, RunContext, layer_of, place_mask, refuse, within
 from sinklens.runs.result import require_run
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def logit_lens(
     return _dataset(model, run, request, streams)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogitLens(Intervention):
+@dataclass(kw_only=True, eq=False)
+class LogitLens(Reader):
     """Collects a run's residual streams for the lens and changes nothing.
 
     ``lens = LogitLens(layers=[3]); run = generate(..., hooks=[MaskSinks(), lens]); lens.read(run)``. List it last to
@@ -116,16 +116,16 @@ class LogitLens(Intervention):
         kept: by (step, layer), the streams [place, d_model] that predict the chosen positions, row after row.
     """
 
+    needs_run: ClassVar[str] = "LogitLens reads a run; use it in sinklens.trace or sinklens.generate."
+
     top_k: int = 5
     kept: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         refuse(self, "heads")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        if run is None:
-            raise SettingError("LogitLens reads a run; use it in sinklens.trace or sinklens.generate.")
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         _check_top_k(model, self.top_k)
         layers, in_step = self.chosen_layers(model), self.step_test(run)
         wanted = streams_before(model, run.real, place_mask(self.positions, run.real))

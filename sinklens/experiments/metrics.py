@@ -21,10 +21,11 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.stacking import Repeated, Stacked
+from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point
-from sinklens.interventions.where import follows_run
+from sinklens.interventions.places import follows_run
 from sinklens.runs.denoising import Denoising
-from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext
+from sinklens.runs.intervention import Canvas, Intervention, Pairs, Reader, RunContext
 from sinklens.runs.result import Generation
 
 
@@ -146,12 +147,12 @@ def _pass(denoising: Denoising, base: Generation, step: int) -> _Output:
     tree, canvas = state.tree, base.canvas[:, step].to(state.canvas.device)
     state.canvas = canvas.repeat(len(state.canvas) // len(canvas), 1)
     with tree.hooks(fwd_hooks=denoising.hooks):
-        tree.watch.step = step
+        state.announce(step)
         try:
             ids = state.begin_step()
             logits = state.logits(ids, torch.ones_like(ids, dtype=torch.bool))
         finally:
-            tree.watch.step = None
+            tree.watch.forward_pass = ForwardPass()
     return _Output(logits.view(*ids.shape, -1), ids, state.undecided_before() & state.real)
 
 
@@ -183,8 +184,8 @@ class _Values:
         return xr.Dataset({"metric": (dims, self.values), "metric_base": (dims[1:], self.base)}, steps)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reading(Intervention):
+@dataclass(kw_only=True, eq=False)
+class _Reading(Reader):
     """Evaluates the metric at every step of a run of several copies of the prompts.
 
     Attributes:
@@ -197,9 +198,8 @@ class _Reading(Intervention):
     numbers: Sequence[int | None]
     found: _Values
 
-    def hooks_for(self, model: Any, run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        assert run is not None
+    def pairs(self, model: Any, run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         canvas = Canvas(run)
 
         def read(value: Float[Tensor, "row pos vocab"], hook: Point) -> None:
@@ -207,8 +207,8 @@ class _Reading(Intervention):
             ids, size = canvas.now.ids, value.shape[1]
             undecided = canvas.now.undecided & run.real[:, : ids.shape[1]].to(ids.device)
             if not run.causal and size < ids.shape[1]:  # with cached blocks, or a canvas after its text
-                first = ids.shape[1] - size if run.tree.architecture.encoder else run.first(hook.step or 0, size)
-                ids, undecided = ids[:, first : first + size], undecided[:, first : first + size]
+                here = slice(hook.forward_pass.queries.start, hook.forward_pass.queries.stop)
+                ids, undecided = ids[:, here], undecided[:, here]
             output = _Output(value.detach().float(), ids, undecided).chunks(len(self.numbers))
             for number, one in zip(self.numbers, output, strict=True):
                 self.found.keep(number, hook.step or 0, one, output[0].logits)

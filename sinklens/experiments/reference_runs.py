@@ -7,6 +7,7 @@ Caveat: a direction between two sets of prompts holds every difference between t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.donors import Donors, labels_now
 from sinklens.interventions.places import Places
 from sinklens.interventions.streams import Directions, StreamPoint
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.where import Rule, as_rule
 from sinklens.model import Model
 from sinklens.prompts import Prompt
 from sinklens.runs.caches import chosen_points
-from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, layer_of
+from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, layer_of
 from sinklens.tracing import generate
 
 
@@ -109,30 +110,37 @@ def refuse_canvas(model: Model, what: str) -> None:
         )
 
 
-class _Mean(AtPositions):
-    """Sums the stream over the places of a run."""
+@dataclass(kw_only=True, eq=False)
+class _Mean(Reader):
+    """Sums the stream over the places of a run.
 
-    def __init__(self, where: Any, steps: Sequence[int] | None, point: StreamPoint) -> None:
-        super().__init__(where=where, steps=steps)
-        object.__setattr__(self, "_point", point)
-        object.__setattr__(self, "_sums", {})
-        object.__setattr__(self, "_counts", {})
+    Attributes:
+        where, point: see `difference_of_means`.
+        sums, counts: by layer.
+    """
+
+    where: Any
+    point: StreamPoint
+    sums: dict[int, Tensor] = field(default_factory=dict, init=False)
+    counts: dict[int, int] = field(default_factory=dict, init=False)
+
+    @property
+    def rule(self) -> Rule | None:
+        """See `HookSource.rule`."""
+        return None if self.where is None else as_rule(self.where)
 
     @property
     def count(self) -> int:
         """Number of positions."""
-        return int(max(self.__dict__["_counts"].values(), default=0))
+        return max(self.counts.values(), default=0)
 
     def mean(self) -> Float[Tensor, "layer d_model"]:
         """The mean at every layer."""
-        sums, counts = self.__dict__["_sums"], self.__dict__["_counts"]
-        return torch.stack([sums[layer] / counts[layer] for layer in sorted(sums)])
+        return torch.stack([self.sums[layer] / self.counts[layer] for layer in sorted(self.sums)])
 
-    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        assert run is not None
-        places, canvas, layers = Places(self, model, run), Canvas(run), range(model.cfg.n_layers)
-        sums, counts, point = self.__dict__["_sums"], self.__dict__["_counts"], self.__dict__["_point"]
+    def pairs(self, model: Model, run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        places, canvas = Places(self, model, run), Canvas(run)
 
         def add(value: Float[Tensor, "batch pos d_model"], hook: Point) -> None:
             step, queries, layer = int(hook.step or 0), value.shape[1], layer_of(hook)
@@ -141,50 +149,47 @@ class _Mean(AtPositions):
                 return
             counted = rows.any(dim=1) & _counted(model, run, canvas, step, queries).to(value.device)
             chosen = value[counted.expand(len(value), -1)].double()
-            sums[layer] = sums.get(layer, 0) + chosen.sum(dim=0).cpu()
-            counts[layer] = counts.get(layer, 0) + len(chosen)
+            self.sums[layer] = self.sums.get(layer, 0) + chosen.sum(dim=0).cpu()
+            self.counts[layer] = self.counts.get(layer, 0) + len(chosen)
 
-        acts = [(f"blocks.{layer}.{point}", add) for layer in layers]
-        return [("denoise.hook_canvas", canvas.hook), *places.first(), *acts, *places.last()]
+        acts = [(f"blocks.{layer}.{self.point}", add) for layer in places.layers]
+        return [("denoise.hook_canvas", canvas.hook), *places.around(acts)]
 
 
-class _Kept(Intervention):
+@dataclass(kw_only=True, eq=False)
+class _Kept(Reader):
     """Keeps the values of points at each step, with the labels of their positions."""
 
-    def __init__(self, points: Sequence[str], steps: Sequence[int] | None) -> None:
-        super().__init__(steps=steps)
-        object.__setattr__(self, "_points", list(points))
-        object.__setattr__(self, "_values", {name: [] for name in points})
-        object.__setattr__(self, "_labels", {})
+    points: Sequence[str]
+    values: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
+    labels: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
 
     def donors(self) -> Donors:
         """Everything that was kept."""
-        labels = self.__dict__["_labels"]
-        if not labels:
+        if not self.labels:
             raise SettingError("the runs have no position at these steps; choose others.")
-        values = {name: torch.cat(parts) for name, parts in self.__dict__["_values"].items()}
-        return Donors(values, *(torch.cat(labels[name]) for name in ("step", "state", "position", "kind", "answer")))
+        values = {name: torch.cat(self.values[name]) for name in self.points}
+        names = ("step", "state", "position", "kind", "answer")
+        return Donors(values, *(torch.cat(self.labels[name]) for name in names))
 
-    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        assert run is not None
-        in_step, canvas, points = self.step_test(run), Canvas(run), self.__dict__["_points"]
-        values, labels = self.__dict__["_values"], self.__dict__["_labels"]
+    def pairs(self, model: Model, run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        in_step, canvas = self.step_test(run), Canvas(run)
 
         def keep(value: Tensor, hook: Point) -> None:
             step, queries, name = int(hook.step or 0), value.shape[1], str(hook.name)
             if not in_step(step):
                 return
             counted = _counted(model, run, canvas, step, queries)
-            values[name].append(value[counted.to(value.device)].detach().cpu())
-            if name == points[0]:
+            self.values.setdefault(name, []).append(value[counted.to(value.device)].detach().cpu())
+            if name == self.points[0]:
                 first = run.first(step, queries)
                 now = labels_now(run, canvas.now, step, kinds=model.tokenizer is not None)
                 for label, codes in now.items():
                     part = codes[:, first : first + queries][counted.to(codes.device)]
-                    labels.setdefault(label, []).append(part.cpu())
+                    self.labels.setdefault(label, []).append(part.cpu())
 
-        return [("denoise.hook_canvas", canvas.hook), *((name, keep) for name in points)]
+        return [("denoise.hook_canvas", canvas.hook), *((name, keep) for name in self.points)]
 
 
 def _counted(model: Model, run: RunContext, canvas: Canvas, step: int, queries: int) -> Bool[Tensor, "batch query"]:
@@ -193,5 +198,5 @@ def _counted(model: Model, run: RunContext, canvas: Canvas, step: int, queries: 
     first, own = run.first(step, queries), run.query_spans(step, queries)[-1]
     real = run.real[:, first : first + queries].clone()
     real[:, : own.start] = False
-    assert run.tree.watch.active is not None
-    return real & run.tree.watch.active[:, None].to(real.device)
+    assert run.forward_pass.active is not None
+    return real & run.forward_pass.active[:, None].to(real.device)

@@ -3,7 +3,7 @@
 Pitfall: a hook function that returns a value of another shape would shift the rows of the others; it is refused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -15,11 +15,11 @@ from sinklens.errors import HookFunctionError, SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.model import Model
-from sinklens.runs.intervention import HookFunction, Intervention, Pairs, RunContext, refuse_off_canvas
+from sinklens.runs.intervention import HookFunction, HookSource, Pairs, RunContext, refuse_off_canvas
 from sinklens.runs.result import Generation
 
 
-class Stacked(Intervention):
+class Stacked(HookSource):
     """Divides the rows of a batch among interventions: the first acts on the first ``rows / count``, and so on.
 
     Args:
@@ -29,20 +29,19 @@ class Stacked(Intervention):
     on_canvas: ClassVar[bool] = True  # as far as what is listed is
 
     def __init__(self, listed: Sequence[Sequence[Any]]) -> None:
-        super().__init__()
-        object.__setattr__(self, "listed", listed)
+        self.listed = listed
 
-    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`.
+    def pairs(self, model: Model, run: RunContext) -> Pairs:
+        """See `HookSource.pairs`.
 
         Raises:
             SettingError: in a single pass, or if the rows do not divide evenly.
         """
-        listed: Sequence[Sequence[Any]] = self.__dict__["listed"]
-        if run is None or len(run.real) % len(listed):
+        listed = self.listed
+        if run.single or len(run.real) % len(listed):
             raise SettingError(
                 f"{len(listed)} stacked interventions need a run with a multiple of {len(listed)} rows; got "
-                f"{'a single pass' if run is None else len(run.real)}."
+                f"{'a single pass' if run.single else len(run.real)}."
             )
         count = len(run.real) // len(listed)
         known, layers = model.hook_names(), model.cfg.n_layers
@@ -50,13 +49,11 @@ class Stacked(Intervention):
         for number, hooks in enumerate(listed):
             rows = slice(number * count, (number + 1) * count)
             context = replace(
-                run, real=run.real[rows], row_keys=run.row_keys[rows], controls=run.controls.of_rows(rows),
-                marked=_of_rows(run.marked, rows), computed=_of_rows(run.computed, rows),
-                decidable=_of_rows(run.decidable, rows),
-            )  # fmt: skip
+                run, real=run.real[rows], row_keys=run.row_keys[rows], controls=run.controls.of_rows(rows), choices=None
+            )
             for entry in hooks:
                 refuse_off_canvas(entry, model)
-                pairs = entry.hooks_for(model, context) if isinstance(entry, Intervention) else [entry]
+                pairs = entry.hooks_for(model, context) if isinstance(entry, HookSource) else [entry]
                 for name, function in pairs:
                     for point in names.select(name, known, layers):
                         by_point.setdefault(point, [[] for _ in listed])[number].append(function)
@@ -80,29 +77,23 @@ class Repeated:
         return cls(run.canvas.repeat(copies, 1, 1), run.undecided.repeat(copies, 1, 1))
 
 
-def _of_rows(values: Callable[[], Tensor | None], rows: slice) -> Callable[[], Tensor | None]:
-    """`values`, restricted to some rows."""
-
-    def restricted() -> Tensor | None:
-        found = values()
-        return None if found is None else found[rows]
-
-    return restricted
-
-
 def _on_rows(functions: Sequence[Sequence[HookFunction]], count: int) -> HookFunction:
     """One hook function that calls each list of functions on its rows."""
 
     def call(value: Tensor, hook: Point) -> Tensor | None:
-        parts, changed = [], False
-        for number, listed in enumerate(functions):
-            part = value[number * count : (number + 1) * count]
-            for function in listed:
-                returned = function(part, hook=hook)
-                if returned is not None:
-                    _check_rows(returned, part, function, hook)
-                    part, changed = returned, True
-            parts.append(part)
+        parts, changed, every = [], False, hook.forward_pass
+        try:
+            for number, listed in enumerate(functions):
+                rows = slice(number * count, (number + 1) * count)
+                part, hook.watch.forward_pass = value[rows], every.of_rows(rows)
+                for function in listed:
+                    returned = function(part, hook=hook)
+                    if returned is not None:
+                        _check_rows(returned, part, function, hook)
+                        part, changed = returned, True
+                parts.append(part)
+        finally:
+            hook.watch.forward_pass = every
         if not changed:
             return None
         longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]

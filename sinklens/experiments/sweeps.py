@@ -34,7 +34,7 @@ from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.prompts import Prompt
 from sinklens.runs.denoising import Denoising
-from sinklens.runs.intervention import Intervention
+from sinklens.runs.intervention import HookSource
 from sinklens.runs.request import RunRequest, hook_list
 from sinklens.runs.result import Generation
 from sinklens.sampling import Sampler, settings_for
@@ -200,7 +200,7 @@ def rows_within(memory_gb: float | int, row: int) -> int:
 
 def _needs_separate_run(hooks: Sequence[Any]) -> bool:
     """Whether the interventions lengthen the canvas, so that others cannot share their run."""
-    return any(type(entry).extend is not Intervention.extend for entry in hooks if isinstance(entry, Intervention))
+    return any(type(entry).extend is not HookSource.extend for entry in hooks if isinstance(entry, HookSource))
 
 
 def _groups(listed: Mapping[str, list[Any]], size: int) -> list[Group]:
@@ -329,6 +329,7 @@ def _rows_of(run: Generation, rows: slice) -> Generation:
         canvas=run.canvas[rows],
         undecided=run.undecided[rows],
         unmask_step=run.unmask_step[rows],
+        active=run.active[rows],
         real=run.real[rows],
         answers=run.answers[rows],
         control_keys=None if run.control_keys is None else run.control_keys[rows],

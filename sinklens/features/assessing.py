@@ -13,7 +13,7 @@ look at the losses.
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SAE
-from sinklens.features.places import Scope, ScopedPlaces, states_of, stream_point
+from sinklens.features.places import InScope, PointPlaces, Scope, states_of, stream_point
 from sinklens.features.splice import SpliceSAE
 from sinklens.hooks.points import Point
 from sinklens.interventions import MaskedLogits
-from sinklens.interventions.where import AtPositions
-from sinklens.runs.intervention import Pairs, RunContext
+from sinklens.interventions.where import Rule
+from sinklens.runs.intervention import Pairs, Reader, RunContext
 from sinklens.tracing import generate
 
 if TYPE_CHECKING:
@@ -116,23 +116,32 @@ def _loss(base: "Generation", run: "Generation", logits: MaskedLogits) -> float:
     return float(torch.cat(parts).mean())
 
 
-@dataclass(frozen=True, eq=False)
-class _Moments(AtPositions):
-    """Sums over the places of a run, and changes nothing."""
+@dataclass(eq=False)
+class _Moments(Reader):
+    """Sums over the places of a run.
+
+    Attributes:
+        sums: those of the last run.
+    """
 
     sae: Any
     point: str
     _: KW_ONLY
     scope: Scope = "all"
+    sums: dict[str, Any] = field(default_factory=dict, init=False)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        places = ScopedPlaces(self, self.scope, model, run, self.point)
-        sums: dict[str, Any] = {"count": 0, "missed": 0.0, "squares": 0.0, "total": 0.0, "fired": 0}
-        object.__setattr__(self, "_sums", sums)
+    @property
+    def rule(self) -> Rule | None:
+        """The rule of ``scope=``."""
+        return InScope.within(self.scope)
+
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        places = PointPlaces(self, model, run, self.point)
+        sums = self.sums = {"count": 0, "missed": 0.0, "squares": 0.0, "total": 0.0, "fired": 0}
 
         def add(value: Tensor, hook: Point) -> None:
-            chosen = places.of(hook, value)
+            chosen = places.selected(hook, value)
             if chosen is None or not bool(chosen.any()):
                 return
             x = value[chosen].flatten(1).float()
@@ -143,12 +152,7 @@ class _Moments(AtPositions):
             sums["total"] = sums["total"] + x.double().sum(dim=0).cpu()
             sums["fired"] = sums["fired"] + (features > 0).sum(dim=0).cpu()
 
-        return [*places.first, (self.point, add), *places.last]
-
-    @property
-    def sums(self) -> dict[str, Any]:
-        """The sums of the last run."""
-        return self._sums  # type: ignore[attr-defined]
+        return places.around([(self.point, add)])
 
     @property
     def count(self) -> int:

@@ -24,13 +24,13 @@ from sinklens.arguments import Count, Seed, read_as
 from sinklens.caching import as_policy
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
-from sinklens.features.places import STATES, Scope, ScopedPlaces, state_masks, states_of, stream_point
+from sinklens.features.places import STATES, InScope, PointPlaces, Scope, state_masks, states_of, stream_point
 from sinklens.features.store import ActivationStore
 from sinklens.hooks.points import Point
 from sinklens.identity import fingerprint
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.where import Rule
 from sinklens.model import Model
-from sinklens.runs.intervention import Canvas, Pairs, RunContext, within
+from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, within
 from sinklens.sampling import settings_for
 from sinklens.sinks import Detector, Record
 from sinklens.tracing import generate
@@ -182,9 +182,9 @@ class _Filter:
         return np.asarray(found[places["row"], places["step"], places["column"]])
 
 
-@dataclass(frozen=True)
-class _Take(AtPositions):
-    """Keeps the activations of a run at a point, with their places, and changes nothing.
+@dataclass(eq=False)
+class _Take(Reader):
+    """Keeps the activations of a run at a point, with their places.
 
     Attributes:
         by_blocks: whether keys of finished blocks are cached, if the model has blocks.
@@ -194,35 +194,39 @@ class _Take(AtPositions):
     _: KW_ONLY
     scope: Scope = "all"
     by_blocks: bool = False
-    kept: list[dict[str, np.ndarray]] = field(default_factory=list, init=False, repr=False, compare=False)
+    kept: list[dict[str, np.ndarray]] = field(default_factory=list, init=False, repr=False)
 
-    def hooks_for(self, model: Model, run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        assert run is not None, "collect runs the model"
-        places, canvas = ScopedPlaces(self, self.scope, model, run, self.point), Canvas(run)
+    @property
+    def rule(self) -> Rule | None:
+        """The rule of ``scope=``."""
+        return InScope.within(self.scope)
+
+    def pairs(self, model: Model, run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        places, canvas = PointPlaces(self, model, run, self.point), Canvas(run)
         held: list[tuple[Tensor, Tensor | None, int]] = []
         rows = _RowColumns(model, run, self.by_blocks)
         self.kept.clear()
 
         def hold(value: Tensor, hook: Point) -> None:
-            held[:] = [(value, places.of(hook, value), hook.step or 0)]
+            held[:] = [(value, places.selected(hook, value), hook.step or 0)]
             rows.begin()
 
         def take(confidence: Tensor, hook: Point) -> None:
             rows.end(confidence)
-            assert hook.watch.active is not None
-            ((value, chosen, step),), columns = held, rows.columns
+            ((value, chosen, step),), columns, active = held, rows.columns, hook.forward_pass.active
+            assert active is not None
             if chosen is None:
                 return
             if columns is not None:
                 first = run.first(step, value.shape[1])
                 chosen = chosen & columns[:, first : first + value.shape[1]].to(chosen.device)
-            own = _own(run, step, value.shape[1]).to(chosen.device) & hook.watch.active[:, None].to(chosen.device)
-            self.kept.append(_rows(value, chosen & own, canvas, run, step))
+            own = _own(run, step, value.shape[1]).to(chosen.device)
+            self.kept.append(_rows(value, chosen & own & active[:, None].to(chosen.device), canvas, run, step))
 
-        pairs: Pairs = [("denoise.hook_canvas", canvas.hook), *places.first]
+        pairs: Pairs = [("denoise.hook_canvas", canvas.hook), *places.first()]
         pairs += [(self.point, hold), ("denoise.hook_confidence", take)]
-        return [*pairs, *places.last]
+        return [*pairs, *places.last()]
 
     def rows(self, run: "Generation", first: int, found: _Filter) -> dict[str, np.ndarray]:
         """What was kept of a run whose prompts are numbered from `first`, as rows of a store."""

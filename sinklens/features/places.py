@@ -10,6 +10,7 @@ cover every position.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +20,9 @@ from torch import Tensor
 from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import Places, of_any_head
-from sinklens.interventions.where import AtPositions
-from sinklens.runs.intervention import Canvas, Pairs, RunContext, Snapshot
+from sinklens.interventions.places import Places
+from sinklens.interventions.where import Chooser, Moment, OfStep, Rule
+from sinklens.runs.intervention import HookSource, RunContext, Snapshot
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -74,63 +75,52 @@ def stream_point(model: "Model", point: str) -> str:
     return name
 
 
-class ScopedPlaces:
-    """Selects the queries of a pass that are in scope, at the steps and positions of an intervention.
+@dataclass(frozen=True)
+class InScope(OfStep):
+    """Positions whose state is in a scope."""
 
-    List `first` before the hooks that use it, and `last` after them.
-    """
+    scope: Scope
 
-    def __init__(self, what: AtPositions, scope: Scope, model: "Model", run: RunContext | None, point: str) -> None:
-        self._states, self._run = states_of(scope), run
-        inside = [int(point.split(".")[1])] if point.startswith("blocks.") else []
-        self._heads = range(model.cfg.n_heads)
-        self._positions = Places(what, model, run, inside)
-        if not inside:
-            self._positions.refuse_by_layer(point)
-        self._everywhere = self._states == STATES
-        if not self._everywhere and run is None:
+    @classmethod
+    def within(cls, scope: Scope, where: Rule | None = None) -> Rule | None:
+        """The rule of a scope, limited to that of ``where=``; None for all positions."""
+        if states_of(scope) == STATES:
+            return where
+        return cls(scope) if where is None else cls(scope) & where
+
+    def start(self, now: Moment) -> Chooser:
+        """See `Rule.start`."""
+        if now.run.single:
             raise SettingError(
-                f"scope={scope!r} needs a run, which knows the state of each position; in a single pass use "
+                f"scope={self.scope!r} needs a run, which knows the state of each position; in a single pass use "
                 f"scope='all' with positions=."
             )
-        if self._states == ("masked",) and model.mask_token_id is None:
-            raise SettingError(f"scope='masked' selects nothing: {model.name} has no mask token. Use 'decided'.")
-        self._canvas = None if run is None else Canvas(run)
+        if states_of(self.scope) == ("masked",) and now.model.mask_token_id is None:
+            raise SettingError(f"scope='masked' selects nothing: {now.model.name} has no mask token. Use 'decided'.")
+        return super().start(now)
 
-    @property
-    def first(self) -> Pairs:
-        """The hooks that find positions, and keep the canvas of the step."""
-        if self._canvas is None or self._everywhere:
-            return self._positions.first()
-        return [("denoise.hook_canvas", self._canvas.hook), *self._positions.first()]
+    def at(self, now: Moment) -> Bool[Tensor, "batch 1 1 pos"]:
+        """See `Rule.at`."""
+        assert now.canvas is not None, "every step of a run has a canvas"
+        masks = state_masks(now.canvas, now.need_run().prompt_length)
+        return torch.stack([masks[name] for name in states_of(self.scope)]).any(dim=0)[:, None, None]
 
-    @property
-    def last(self) -> Pairs:
-        """The hooks that keep what the next step needs."""
-        return self._positions.last()
 
-    def of(self, hook: Point, value: Tensor) -> Bool[Tensor, "batch pos"] | None:
-        """True at the selected places of a pass; None if no place is selected. Padding is never selected.
+class PointPlaces(Places):
+    """The places of an intervention at one point; `selected` leaves out padding."""
 
-        Args:
-            hook: the point.
-            value: its value, [batch, pos, ...].
-        """
-        (rows, queries), step = value.shape[:2], hook.step or 0
-        found = self._positions.of_queries(hook, queries, value.device)
+    def __init__(self, what: HookSource, model: "Model", run: RunContext, point: str) -> None:
+        inside = [int(point.split(".")[1])] if point.startswith("blocks.") else []
+        super().__init__(what, model, run, inside)
+        if not inside:
+            self.refuse_by_layer(point)
+
+    def selected(self, hook: Point, value: Tensor) -> Bool[Tensor, "batch pos"] | None:
+        """True at the places of a value [batch, pos, ...]; None if there are none in this pass."""
+        rows, queries = value.shape[:2]
+        found = self.of_queries(hook, queries, value.device)
         if found is None:
             return None
-        active = of_any_head(found, self._heads).expand(rows, -1)
-        if self._run is None:
-            return active
-        first = self._run.first(step, queries)
-        here = slice(first, first + queries)
-        active = active & self._run.real[:, here].to(value.device)
-        if self._everywhere:
-            return active
-        assert self._canvas is not None, "a scope needs a run"
-        assert self._canvas.now is not None, "the canvas point comes before every other"
-        states = state_masks(self._canvas.now, self._run.prompt_length)
-        chosen = torch.stack([states[name] for name in self._states]).any(dim=0)
-        chosen = torch.nn.functional.pad(chosen, (0, max(0, here.stop - chosen.shape[1])))
-        return active & chosen[:, here].to(value.device)
+        active = found.any(dim=1).expand(rows, -1)
+        first = hook.forward_pass.first(queries)
+        return active & hook.forward_pass.real[:, first : first + queries].to(value.device)

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SAE
-from sinklens.features.places import Scope, ScopedPlaces, states_of, stream_point
+from sinklens.features.places import InScope, PointPlaces, Scope, states_of, stream_point
 from sinklens.hooks.points import Point
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions
+from sinklens.interventions.where import Rule
 from sinklens.runs.intervention import Pairs, RunContext, refuse, refuse_empty, whole_numbers
 
 if TYPE_CHECKING:
@@ -83,13 +84,18 @@ class SpliceSAE(AtPositions):
             if min(listed) < 0:
                 raise SettingError(f"features are numbers from 0; got {min(listed)}.")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    @property
+    def rule(self) -> Rule | None:
+        """The rule of ``scope=`` and ``where=``."""
+        return InScope.within(self.scope, super().rule)
+
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         name = stream_point(model, self.point)
-        places = ScopedPlaces(self, self.scope, model, run, name)
+        places = PointPlaces(self, model, run, name)
 
         def splice(value: Tensor, hook: Point) -> Tensor | None:
-            chosen = places.of(hook, value)
+            chosen = places.selected(hook, value)
             if chosen is None or not bool(chosen.any()):
                 return None
             x = value[chosen]
@@ -97,7 +103,7 @@ class SpliceSAE(AtPositions):
             changed[chosen] = self.changed(x.flatten(1).float()).to(value.dtype).view_as(x)
             return changed
 
-        return [*places.first, (name, splice), *places.last]
+        return places.around([(name, splice)])
 
     def changed(self, x: Tensor) -> Tensor:
         """The new activations [place, d_in] of activations [place, d_in]."""

@@ -15,11 +15,12 @@ from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowA
 from sinklens.interventions.noise import FixedNoise
 from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks
 from sinklens.interventions.paths import PathPatch
+from sinklens.interventions.places import AtPositions
 from sinklens.interventions.streams import ClampStream, Directions, Steer
 from sinklens.interventions.values import AblateValues
-from sinklens.interventions.where import AtPositions, Where
+from sinklens.interventions.where import InArray, Moment, OfKind, Positions, Rule, Where
 from sinklens.runs.caches import StepCaches
-from sinklens.runs.intervention import Intervention, RunContext
+from sinklens.runs.intervention import Intervention, Reader, RunContext
 
 __all__ = [
     "AblateHeads",
@@ -38,16 +39,22 @@ __all__ = [
     "HeadOutputs",
     "HideKeys",
     "HoldSinks",
+    "InArray",
     "Intervention",
     "KeepKeys",
     "MaskSinks",
     "MaskedLogits",
+    "Moment",
+    "OfKind",
     "OnSinks",
     "PatchHooks",
     "PathPatch",
+    "Positions",
+    "Reader",
     "Remask",
     "Renoise",
     "Resample",
+    "Rule",
     "RunContext",
     "SinkToken",
     "Steer",

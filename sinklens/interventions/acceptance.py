@@ -17,8 +17,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.interventions.places import Places
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions, Places
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, place_mask, refuse
 
 if TYPE_CHECKING:
@@ -39,13 +38,13 @@ class Acceptance(AtPositions):
     def __post_init__(self) -> None:
         refuse(self, "layers", "heads")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """The hooks of ``denoise.hook_accepted``, and those that find positions.
 
         Raises:
             SettingError: a single pass, a model without this point, positions of the prompt, or see `Places`.
         """
-        if run is None or POINT not in model.hook_names():
+        if run.single or POINT not in model.hook_names():
             raise SettingError(
                 f"{type(self).__name__} changes which tokens a step accepts on a canvas of random tokens; a single "
                 f"pass and other models do not accept any. With a mask token, use Remask or ForceTokens."
@@ -63,7 +62,7 @@ class Acceptance(AtPositions):
             here = found[:, stop - value.shape[1] : stop].to(value.device)
             return value | here if self.accepts else value & ~here
 
-        return [*places.first(), ("denoise.hook_canvas", canvas.hook), (POINT, decide), *places.last()]
+        return places.around([("denoise.hook_canvas", canvas.hook), (POINT, decide)])
 
     def _refuse_prompt(self, run: RunContext) -> None:
         prompt = run.prompt_length

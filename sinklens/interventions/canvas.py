@@ -14,9 +14,8 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import Places
-from sinklens.interventions.where import AtPositions
-from sinklens.runs.intervention import Distances, Intervention, Pairs, RunContext, place_mask, refuse
+from sinklens.interventions.places import AtPositions, Places
+from sinklens.runs.intervention import Intervention, Pairs, RunContext, place_mask, refuse
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -42,8 +41,8 @@ class ForceTokens(Intervention):
     def __post_init__(self) -> None:
         refuse(self, "layers", "heads", "positions")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         run = _require_run(self, run)
         in_step = self.step_test(run)
         for token in self.tokens.values():
@@ -85,8 +84,8 @@ class Remask(AtPositions):
     def __post_init__(self) -> None:
         refuse(self, "layers", "heads")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         run = _require_run(self, run)
         if run.causal:
             raise SettingError("an autoregressive model has no mask token; use Remask with diffusion models only.")
@@ -102,7 +101,7 @@ class Remask(AtPositions):
             found = places.at(hook.step or 0, None)
             return None if found is None else value.masked_fill(found.any(dim=1) & answer, run.mask_id)
 
-        return [*places.first(), ("denoise.hook_canvas", remask), *places.last()]
+        return places.around([("denoise.hook_canvas", remask)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +136,8 @@ class Suffix(Intervention):
             )
         return ids, real, suffix.to(ids.device).expand(len(ids), -1)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`; only the canvas that the run starts from is changed."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`; only the canvas that the run starts from is changed."""
         _require_run(self, run)
         return []
 
@@ -194,23 +193,22 @@ class SinkToken(AtPositions):
             raise SettingError(f"{model.name} defines neither a start nor an end token; pass one as token=.")
         return candidates[0]
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`; in a single pass the ids already begin or end with the extra token."""
-        layers, places, distances = self.chosen_layers(model), Places(self, model, run), Distances()
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`; in a single pass the ids already begin or end with the extra token."""
+        layers, places = self.chosen_layers(model), Places(self, model, run)
 
         def extra(hook: Point, queries: int, device: torch.device) -> Bool[Tensor, "rows query"] | None:
             """Where the extra token is among the queries of a pass; None if absent or if there is nothing to do."""
             rows = places.of_queries(hook, queries, device)
             if rows is None:
                 return None
-            first = 0 if run is None else run.first(hook.step or 0, queries)
-            real = rows.new_ones(1, queries) if run is None else run.real
+            first, real = hook.forward_pass.first(queries), hook.forward_pass.real
             place = place_mask([0 if self.at == "front" else -1], real)[:, first : first + queries]
             found = place.to(device) & rows[:, 0]
             return found if bool(found.any()) else None
 
         def alone(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            distance = distances.of(value)
+            distance = hook.forward_pass.distances(value.device)
             token = extra(hook, len(distance), value.device)
             if token is None:
                 return None
@@ -227,7 +225,7 @@ class SinkToken(AtPositions):
             if self.value == "zero":
                 pairs.append((f"{at}.hook_v", empty))
             if not model.causal:  # a causal first token sees only itself anyway
-                pairs += [*distances.pairs([layer]), (f"{at}.hook_attn_mask", alone)]
+                pairs.append((f"{at}.hook_attn_mask", alone))
         return pairs
 
 
@@ -236,8 +234,8 @@ def _check_token(token: int, model: "Model") -> None:
         raise SettingError(f"token {token} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}.")
 
 
-def _require_run(what: Intervention, run: RunContext | None) -> RunContext:
-    if run is None:
+def _require_run(what: Intervention, run: RunContext) -> RunContext:
+    if run.single:
         raise SettingError(
             f"{type(what).__name__} changes the canvas of a run; for a single pass change the ids, or use generate."
         )

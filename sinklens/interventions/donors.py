@@ -9,7 +9,7 @@ Limitation: exact matching needs many donors. A position without one is an error
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,9 +20,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.integers import check_seed_of
 from sinklens.interventions.kinds_now import kinds_now, states_now
-from sinklens.interventions.patching import along, at_heads, head_axis
-from sinklens.interventions.places import Places
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions, Places, along, at_heads, head_axis
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of, refuse_empty
 from sinklens.sinks.kinds import Kind, State
@@ -170,6 +168,8 @@ class Resample(AtPositions):
         positions, where: positions whose values are replaced.
     """
 
+    needs_run: ClassVar[str] = "Resample matches donors to the steps of a run; use it in trace or generate."
+
     donors: Donors
     names: Sequence[str] | Any | None = None
     match: Sequence[str] = MATCHED
@@ -179,10 +179,8 @@ class Resample(AtPositions):
         refuse_empty(self)
         check_seed_of(self)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        if run is None:
-            raise SettingError("Resample matches donors to the steps of a run; use it in trace or generate.")
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         points = chosen_points(list(self.donors.values) if self.names is None else self.names, model, self.layers)
         for name in points:
             self.donors.of_point(name)
@@ -200,4 +198,4 @@ class Resample(AtPositions):
             chosen = along(mask, name, value)
             return torch.where(chosen if self.heads is None else chosen & at_heads(self.heads, name, value), new, value)
 
-        return [*draws.first(), *places.first(), *((name, resample) for name in points), *places.last()]
+        return [*draws.first(), *places.around([(name, resample) for name in points])]

@@ -18,13 +18,11 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.integers import check_seed_of
-from sinklens.interventions.choice import Scope
 from sinklens.interventions.controls import Pick
-from sinklens.interventions.places import Places, on_heads
-from sinklens.interventions.selection import Selection
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions
+from sinklens.interventions.selection import Scope, Selection
 from sinklens.runs.control_keys import ControlCount
-from sinklens.runs.intervention import Pairs, QuerySpan, RunContext, layer_of, refuse, refuse_empty
+from sinklens.runs.intervention import Pairs, RunContext, layer_of, refuse, refuse_empty
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -80,9 +78,8 @@ class AblateHeads(AtPositions):
             raise SettingError("by='zero' does not use reference=; pass by='mean' or by='resample', or omit it.")
         check_seed_of(self)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         if self.by == "mean" and self.reference is None and model.causal:
             raise SettingError(
                 "the mean over a row's positions would leak later positions in a causal model; pass "
@@ -96,38 +93,31 @@ class AblateHeads(AtPositions):
                 f"{list(sizes)}; compute it with head_outputs(model, prompts)."
             )
 
-        def ablate(value: Float[Tensor, "batch pos head d_head"], hook: Point) -> Tensor | None:
-            rows = places.of_queries(hook, value.shape[1], value.device)
-            if rows is None:
-                return None
-            new = self._replacement(value, layer_of(hook), run, hook.step)
-            ablated = on_heads(rows, heads, value.shape[2]).transpose(1, 2)
-            return torch.where(ablated[..., None], new.to(value), value)
+        def replacement(z: Float[Tensor, "batch pos head d_head"], hook: Point) -> Tensor:
+            return self._replacement(z, hook, run)
 
-        acts = [(f"blocks.{layer}.attn.hook_z", ablate) for layer in layers]
-        return [*places.first(), *acts, *places.last()]
+        return self.edits(model, run, "attn.hook_z", replacement)
 
-    def _replacement(self, z: Tensor, layer: int, run: RunContext | None, step: int | None) -> Tensor:
+    def _replacement(self, z: Tensor, hook: Point, run: RunContext) -> Tensor:
         if self.by == "zero":
             return torch.zeros_like(z)
         if self.reference is None:
-            real = z.new_ones(z.shape[:2]) if run is None else _all_real(run, z.shape[1], step).to(z)
+            real = _all_real(hook, z.shape[1]).to(z)
             weights = real / real.sum(dim=1, keepdim=True)
             return torch.einsum("bp,bphd->bhd", weights, z)[:, None].expand_as(z)
         if self.by == "mean":
-            return self.reference.mean[layer].to(z).expand_as(z)
-        places = self._drawn(len(self.reference.pool[layer]), z, layer, run, step or 0)
-        return self.reference.pool[layer][places]
+            return self.reference.mean[layer_of(hook)].to(z).expand_as(z)
+        pool = self.reference.pool[layer_of(hook)]
+        return pool[self._drawn(len(pool), z, hook, run)]
 
-    def _drawn(self, size: int, z: Tensor, layer: int, run: RunContext | None, step: int) -> Int[Tensor, "batch pos"]:
+    def _drawn(self, size: int, z: Tensor, hook: Point, run: RunContext) -> Int[Tensor, "batch pos"]:
         """A random number below `size` for each position; in an autoregressive run the same at every step."""
         batch, queries = z.shape[:2]
-        real = torch.ones(batch, queries, dtype=torch.bool) if run is None else run.real.cpu()
-        first = 0 if run is None else run.first(step, queries)
+        real, first = hook.forward_pass.real.cpu(), hook.forward_pass.first(queries)
         drawn = torch.zeros(real.shape, dtype=torch.long)
         for row in range(batch):
-            key = 0 if run is None else run.row_keys[row]
-            rng = np.random.default_rng([self.seed, key, 0 if run is None or run.causal else step, layer])
+            key, step = 0 if run.single else run.row_keys[row], 0 if run.causal else hook.step or 0
+            rng = np.random.default_rng([self.seed, key, step, layer_of(hook)])
             drawn[row, real[row]] = torch.from_numpy(rng.integers(size, size=int(real[row].sum())))
         return drawn[:, first : first + queries]
 
@@ -143,37 +133,31 @@ class AblateMLPs(AtPositions):
 
     within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
+    acts_on: ClassVar[str] = "hook_mlp_out"
 
     def __post_init__(self) -> None:
         refuse_empty(self)
         refuse(self, "heads")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        layers, places = self.chosen_layers(model), Places(self, model, run)
-
-        def ablate(value: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor | None:
-            rows = places.of_queries(hook, value.shape[1], value.device)
-            return None if rows is None else value.masked_fill(rows.any(dim=1)[..., None], 0.0)
-
-        acts = [(f"blocks.{layer}.hook_mlp_out", ablate) for layer in layers]
-        return [*places.first(), *acts, *places.last()]
+    def edit(self, value: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(value)
 
 
-def _all_real(run: RunContext, queries: int, step: int | None) -> Bool[Tensor, "batch pos"]:
+def _all_real(hook: Point, queries: int) -> Bool[Tensor, "batch pos"]:
     """The real positions of the canvas, if a pass computes all of them.
 
     Raises:
         SettingError: it does not.
     """
-    computed = run.computed()
-    left = None if computed is None else run.real & ~computed.to(run.real.device)
-    if queries < run.real.shape[1] or (left is not None and bool(left.any())):
+    real, computed = hook.forward_pass.real, hook.forward_pass.computed
+    left = None if computed is None else real & ~computed.to(real.device)
+    if queries < real.shape[1] or (left is not None and bool(left.any())):
         raise SettingError(
-            f"by='mean' without reference= is the mean over all positions of a row, and step {step} computes only some "
-            f"of them; pass reference=head_outputs(model, prompts), or run without a cache."
+            f"by='mean' without reference= is the mean over all positions of a row, and step {hook.step} computes only "
+            f"some of them; pass reference=head_outputs(model, prompts), or run without a cache."
         )
-    return run.real
+    return real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,41 +201,36 @@ class AblateSinkAttention(AtPositions):
             raise SettingError("pick='same_kind' needs the tokens of the step; use MaskSinks(same_step=True).")
         _ = self.selection
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
-        counted = None if run is None else self.selection.count_in(run, type(self).__name__)
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        counted = self.selection.count_in(run, type(self).__name__)
+        heads = self.chosen_heads(model)
 
-        def ablate(pattern: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            rows = places.of_queries(hook, pattern.shape[2], pattern.device)
-            if rows is None:
-                return None
-            sinks = self._sinks(pattern, layer_of(hook), run, hook.step or 0, counted, heads)
-            removed = sinks & on_heads(rows, heads, pattern.shape[1])[..., None]
-            left = pattern.masked_fill(removed, 0.0)
+        def removed(pattern: Float[Tensor, "batch head query key"], hook: Point) -> Tensor:
+            sinks = self._sinks(pattern, hook, run, counted, heads)
+            left = pattern.masked_fill(sinks, 0.0)
             if self.mass == "drop":
                 return left
             sums = left.sum(dim=-1, keepdim=True)
             spread = left * pattern.sum(dim=-1, keepdim=True) / sums.clamp(min=1e-30)
-            return torch.where(removed.any(dim=-1, keepdim=True) & (sums > 0), spread, left)
+            return torch.where(sinks.any(dim=-1, keepdim=True) & (sums > 0), spread, left)
 
-        acts = [(f"blocks.{layer}.attn.hook_pattern", ablate) for layer in layers]
-        return [*places.first(), *acts, *places.last()]
+        return self.edits(model, run, "attn.hook_pattern", removed)
 
     def _sinks(
-        self, pattern: Float[Tensor, "batch head query key"], layer: int, run: RunContext | None, step: int,
+        self, pattern: Float[Tensor, "batch head query key"], hook: Point, run: RunContext,
         counted: ControlCount | None, heads: list[int],
     ) -> Bool[Tensor, "batch head query key"]:  # fmt: skip
         """The keys whose attention is removed from each query."""
-        batch, _, queries, keys = pattern.shape
-        real = pattern.new_ones(batch, keys).bool() if run is None else run.real[:, :keys].to(pattern.device)
+        queries, keys = pattern.shape[2:]
+        real, layer, step = hook.forward_pass.real[:, :keys].to(pattern.device), layer_of(hook), hook.step or 0
         found = torch.zeros_like(pattern, dtype=torch.bool)
-        for part in [QuerySpan(step, 0, queries)] if run is None else run.query_spans(step, queries):
+        for part in hook.forward_pass.spans(queries):
             rows, end = slice(part.start, part.stop), keys - queries + part.stop  # later keys do not exist yet
             real_queries = real[:, keys - queries :][:, rows]
             scores = (pattern[:, :, rows, :end].float() * real_queries[:, None, :, None]).sum(dim=2)
             chosen = self.selection.choose(
-                {layer: scores}, real[:, :end], run, None, part.step,
+                {layer: scores}, real[:, :end], None if run.single else run, None, part.step,
                 counted=counted if part.step == step else None, heads=heads,
             )  # fmt: skip
             found[:, :, rows, :end] = chosen[layer][:, :, None]

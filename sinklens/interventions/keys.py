@@ -18,18 +18,9 @@ from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import largest
 from sinklens.interventions.kept_patterns import KeptPatterns
-from sinklens.interventions.masking import text_of_keys, without
-from sinklens.interventions.places import on_heads
-from sinklens.runs.intervention import (
-    Distances,
-    Intervention,
-    Pairs,
-    RunContext,
-    place_mask,
-    refuse,
-    refuse_empty,
-    within,
-)
+from sinklens.interventions.masking import hiding
+from sinklens.interventions.places import Places, head_mask
+from sinklens.runs.intervention import Intervention, Pairs, RunContext, refuse, refuse_empty, within
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -57,26 +48,9 @@ class HideKeys(Intervention):
         if self.positions is None:
             raise SettingError("HideKeys needs positions=, the keys to hide: without any key no query could attend.")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        layers, heads = self.chosen_layers(model), self.chosen_heads(model)
-        in_step, distances = self.step_test(run), Distances()
-        places = None if run is None else place_mask(self.positions, run.real)
-
-        def hide(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            distance = distances.of(value)
-            queries, keys = distance.shape
-            rows = torch.ones(queries, dtype=torch.bool, device=value.device)
-            if run is None or places is None:
-                hidden = place_mask(self.positions, torch.ones(1, keys, dtype=torch.bool, device=value.device))
-            else:
-                hidden = places[:, text_of_keys(run, keys)].to(value.device)
-                for span in run.query_spans(hook.step or 0, queries):
-                    rows[span.start : span.stop] = in_step(span.step)
-            seen = ~(hidden[:, None, :] & rows[:, None])
-            return without(value, seen[:, None], distance, heads, model, run)
-
-        return [*distances.pairs(layers), *((f"blocks.{layer}.attn.hook_attn_mask", hide) for layer in layers)]
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        return hiding(Places(self, model, run, of="keys"), "each")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +70,11 @@ class HoldSinks(Intervention):
             under a cache policy or with cached blocks.
     """
 
+    needs_run: ClassVar[str] = (
+        "HoldSinks repeats attention of an earlier step of a diffusion run; use it in generate or trace with a "
+        "diffusion model."
+    )
+
     at: int
     top_k: int = 1
 
@@ -105,13 +84,10 @@ class HoldSinks(Intervention):
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1:
             raise SettingError(f"top_k must be a number of keys, 1 or more; got {self.top_k!r}.")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        if run is None or run.causal:
-            raise SettingError(
-                "HoldSinks repeats attention of an earlier step of a diffusion run; use it in generate or trace with a "
-                "diffusion model."
-            )
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        if run.causal:
+            raise SettingError(self.needs_run)
         layers, heads, in_step = self.chosen_layers(model), self.chosen_heads(model), self.step_test(run)
         at = within("step", [self.at], run.steps)[0]
         kept = KeptPatterns("HoldSinks", at, run)
@@ -138,7 +114,9 @@ class HoldSinks(Intervention):
         scores = (pattern.float() * queries[:, None, :, None]).sum(dim=2)
         number = torch.full((len(scores), 1, 1), self.top_k, device=scores.device)
         allowed = run.real[:, keys.start : keys.stop].to(scores.device)
-        return on_heads(largest(scores, allowed[:, None], number), heads, scores.shape[1])[:, :, None]
+        return (largest(scores, allowed[:, None], number) & head_mask(heads, scores.shape[1], scores.device)[:, None])[
+            :, :, None
+        ]
 
 
 def _held(

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext
+from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext
 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
 
-@dataclass(frozen=True, kw_only=True)
-class MaskedLogits(Intervention):
+@dataclass(kw_only=True, eq=False)
+class MaskedLogits(Reader):
     """Keeps every step's logits at the masked positions and changes nothing; list it last to see all edits.
 
     Attributes:
@@ -29,14 +29,14 @@ class MaskedLogits(Intervention):
             replaces them. For LLaDA-8B with 256 masked positions a step takes 130 MB, so limit `steps`.
     """
 
+    needs_run: ClassVar[str] = "a single pass returns its logits; use MaskedLogits in a run of several steps."
+
     on_canvas: ClassVar[bool] = True
 
-    kept: dict[int, Float[Tensor, "masked vocab"]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    kept: dict[int, Float[Tensor, "masked vocab"]] = field(default_factory=dict, init=False, repr=False)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        if run is None:
-            raise SettingError("a single pass returns its logits; use MaskedLogits in a run of several steps.")
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         in_step = self.step_test(run)
         canvas, encoder = Canvas(run), model.tree.architecture.encoder
         self.kept.clear()
@@ -45,11 +45,11 @@ class MaskedLogits(Intervention):
             if not in_step(hook.step):
                 return
             assert canvas.now is not None
-            undecided, decidable = canvas.now.undecided, run.decidable()
+            undecided, decidable = canvas.now.undecided, hook.forward_pass.decidable
             if decidable is not None:
                 where = undecided & run.real
                 kept = value.new_full((int(where.sum()), value.shape[-1]), torch.nan)
-                columns = slice(run.first_column(), run.first_column() + value.shape[1])
+                columns = slice(hook.forward_pass.queries.start, hook.forward_pass.queries.stop)
                 kept[(where & decidable)[where]] = value[(where & decidable)[:, columns]]
                 self.kept[hook.step or 0] = kept.detach().float().cpu()
                 return

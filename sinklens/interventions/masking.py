@@ -12,6 +12,7 @@ are masked instead. With ``source=`` set to a run without masking, the sets are 
 whose pattern was all zero at step t − 1 has no strongest key, so none of its keys is masked.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -24,13 +25,11 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.key_places import AtKeys, KeyPlaces, check_queries
-from sinklens.interventions.places import Places, head_mask
-from sinklens.interventions.previous_sinks import planned_steps
-from sinklens.interventions.selection import Selection
-from sinklens.interventions.where import AtPositions
+from sinklens.identity import fingerprint
+from sinklens.interventions.places import AtKeys, AtPositions, Places, check_reach, head_mask
+from sinklens.interventions.scores import recorded
+from sinklens.interventions.where import Where
 from sinklens.runs.intervention import (
-    Distances,
     Pairs,
     RunContext,
     place_mask,
@@ -42,6 +41,7 @@ from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,10 @@ class OnSinks(AtKeys):
     """Base class of interventions at step t on the sinks of step t − 1; subclasses define what happens to them.
 
     Attributes:
-        top_k, detector, scope, pick, only, seed, persistent: which keys; see `ChoiceRule`. With a detector, `where` or
+        top_k, detector, scope, pick, only, seed, persistent: which keys; see `Selection`. With a detector, `where` or
             neither, pass ``top_k=None``.
-        same_step, source: the step and the run of their scores; see `KeyChoice`.
-        where: the keys instead of a rule: all keys there, at the same step; see `AtPositions`.
+        same_step, source: the step and the run of their scores; see `Selection`.
+        where: all keys there, at the same step, instead of those chosen by score; see `AtPositions`.
         queries: in an autoregressive run, the "newest" token; "each" token, the prompt's included, by the keys of the
             step that it belongs to; or "all" tokens, by the keys of the newest one.
         positions: keys that may be chosen.
@@ -66,13 +66,9 @@ class OnSinks(AtKeys):
     queries: str = "newest"
 
     def __post_init__(self) -> None:
-        check_queries(self.queries)
+        check_reach(self.queries)
         _check_places(self)
-        self.check_keys()
-
-    def chosen(self, model: "Model", run: RunContext | None) -> KeyPlaces:
-        """The keys of one run."""
-        return KeyPlaces(self, model, run, self.queries)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,69 +85,68 @@ class MaskSinks(OnSinks):
 
     on_canvas: ClassVar[bool] = True
 
-    def keys(self, track: SinkTrack) -> Bool[xr.DataArray, "batch step layer head pos"]:
-        """The keys that were masked in the diffusion run that `track` recorded with this intervention in its hooks.
+    def keys(self, track: "SinkTrack | Generation") -> Bool[xr.DataArray, "batch step layer head pos"]:
+        """The keys that were masked in a run with this intervention in its hooks.
 
-        For a part of a track, those of the steps whose previous step is also in the part.
+        Args:
+            track: the run, which recorded them (`Generation.chosen`); or its sinks, which determine them in a diffusion
+                run without controls whose rows do not wait for each other. Of a part of a track, those of the steps
+                whose previous step is also in the part.
 
         Raises:
-            SettingError: for other controls than the weakest keys, kinds or states, a source or `same_step`, which a
-                track does not determine.
+            SettingError: a run without this intervention or without sinks. A track alone: for other controls than the
+                weakest keys, kinds or states, a source or `same_step`, which a track does not determine.
         """
-        if (
-            self.pick not in ("strongest", "weakest")
-            or self.only
-            or self.track is not None
-            or self.where is not None
-            or self.same_step
-            or track.causal
-        ):
+        if not isinstance(track, SinkTrack):
+            return self._recorded(track)
+        other = self.pick not in ("strongest", "weakest") or self.track is not None or self.where is not None
+        if other or self.only or self.same_step or track.causal:
             raise SettingError(
-                "a track determines the masked keys only where they follow from its scores alone: not with random "
-                "keys or other controls, only=, source=, where= or same_step=, and not in an autoregressive run."
+                "a track determines the masked keys only where they follow from its scores alone: not with random keys "
+                "or other controls, only=, source=, where= or same_step=, and not in an autoregressive run. Pass the "
+                "run, which recorded them."
             )
-        real, steps = torch.from_numpy(track.data["is_real"].to_numpy()), track.data["step"].to_numpy().tolist()
-        found = np.zeros(track.data["score"].shape, dtype=bool)
-        layers = within("layer", self.layers, found.shape[2])
-        heads = within("head", self.heads, found.shape[3])
+        score = track.data["score"]
+        real, steps = torch.from_numpy(track.data["is_real"].to_numpy()), score["step"].to_numpy().tolist()
+        among, found = place_mask(self.positions, real), torch.zeros(score.shape, dtype=torch.bool)
+        layers, heads = within("layer", self.layers, found.shape[2]), within("head", self.heads, found.shape[3])
         for step in within("step", self.steps, planned_steps(track)):
-            if step not in steps or step - 1 not in steps:
-                continue
-            before = track.isel(step=steps.index(step - 1)).scores()
-            scores = torch.from_numpy(before.fillna(0.0).to_numpy()[:, 0])
-            known = torch.from_numpy(before.notnull().any("head").to_numpy()[:, 0])
-            now = torch.from_numpy(track.data["score"].notnull().any("head").to_numpy()[:, steps.index(step)])
-            for group in _alike(known, layers):
-                by_layer, there = {layer: scores[:, layer] for layer in group}, real & known[:, group[0]]
-                chosen = Selection.of(self).choose(by_layer, there, None, None, step, place_mask(self.positions, real))
-                for layer, keys in chosen.items():
-                    present = keys & now[:, layer, None]
-                    found[:, steps.index(step), layer, heads] = present.numpy()[:, heads]
-        return track.data["score"].copy(data=found)
+            if step in steps and step - 1 in steps:
+                seen = recorded(track, steps.index(step - 1), layers, real.device)
+                keys = Where.like(self).taken(seen, real, among, step)
+                chosen = torch.zeros(len(real), len(layers), *found.shape[3:], dtype=torch.bool)
+                chosen[:, :, heads, : keys.shape[-1]] = keys[:, :, heads]
+                found[:, steps.index(step), layers] = chosen
+        return score.copy(data=found.numpy() & _scored(score))
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        chosen = self.chosen(model, run)
+    def _recorded(self, run: "Generation") -> Bool[xr.DataArray, "batch step layer head pos"]:
+        """The keys that `run` recorded, of those that have a score there."""
+        listed = [choice for choice in run.chosen if isinstance(choice.of, MaskSinks)]
+        found = next((choice for choice in listed if fingerprint(choice.of) == fingerprint(self)), None)
+        if found is None or run.sinks is None:
+            raise SettingError(
+                "the run did not record what this MaskSinks masked; list it in hooks= of the run, and leave "
+                "record_sinks on."
+            )
+        score = run.sinks.data["score"]
+        layers = np.isin(np.arange(score.sizes["layer"]), within("layer", self.layers, score.sizes["layer"]))
+        places = found.places.to_numpy()[:, : score.sizes["step"]] & layers[:, None, None]
+        return score.copy(data=places & _scored(score))
 
-        def forbid(value: Tensor, hook: Point) -> Tensor | None:
-            found = chosen.at(hook, value)
-            if found is None or not found.any():
-                return None
-            return value.masked_fill(found.keys, -torch.inf)
-
-        return chosen.pairs(forbid)
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        return hiding(self.key_places(model, run), self.queries)
 
 
-def _alike(known: Bool[Tensor, "batch layer pos"], layers: Sequence[int]) -> list[list[int]]:
-    """Groups of `layers` that have scores at the same positions."""
-    groups: list[list[int]] = []
-    for layer in layers:
-        group = next((group for group in groups if torch.equal(known[:, group[0]], known[:, layer])), None)
-        if group is None:
-            groups.append([layer])
-        else:
-            group.append(layer)
-    return groups
+def hiding(places: Places, queries: str) -> Pairs:
+    """The hooks that hide the keys of `places` from queries."""
+
+    def hide(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
+        found = places.keys_at(hook, value, queries)
+        return None if found is None or not found.any() else value.masked_fill(found.keys, -torch.inf)
+
+    points = [(f"blocks.{layer}.attn.hook_attn_mask", hide) for layer in places.layers]
+    return places.around(points)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,22 +173,22 @@ class KeepKeys(AtKeys):
     def __post_init__(self) -> None:
         _check_window(self.window)
         _check_places(self)
-        self.check_keys()
+        super().__post_init__()
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        chosen = KeyPlaces(self, model, run)
-        distances = Distances()
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        places = self.key_places(model, run)
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
-            found = chosen.at(hook, value)
+            found = places.keys_at(hook, value, "newest")
             if found is None:
                 return None
-            distance = distances.of(value)
+            distance = hook.forward_pass.distances(value.device)
             seen = found.keys | (distance.abs() <= self.window) | ~found.rows[:, None, :, None]
-            return without(value, seen, distance, chosen.heads, model, run)
+            return without(value, seen, distance, places.heads, model, run)
 
-        return [*distances.pairs(chosen.layers), *chosen.pairs(forbid)]
+        points = [(f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in places.layers]
+        return places.around(points)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,32 +226,29 @@ class WindowAttention(AtPositions):
         for size in sides if self.width is None else [self.width]:
             _check_window(size)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         if model.causal and self.width is None and self.left is None:
             raise SettingError(
                 f"right={self.right} changes nothing in an autoregressive model, whose queries see no later key; give "
                 f"left=, or use a diffusion model."
             )
         layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
-        distances = Distances()
-        always = None if run is None else place_mask(self.always, run.real)
+        always = None if run.single else place_mask(self.always, run.real)
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
-            distance = distances.of(value)
+            distance = hook.forward_pass.distances(value.device)
             queries, keys = distance.shape
             rows = places.of_queries(hook, queries, value.device)
             if rows is None:
                 return None
-            if run is None or always is None:
-                free = place_mask(self.always, value.new_ones(1, keys).bool())
-            else:
-                free = always[:, text_of_keys(run, keys)]
+            free = place_mask(self.always, hook.forward_pass.real) if always is None else always
+            free = free[:, text_of_keys(run, keys)]
             seen = (self._within(distance) | free[:, None].to(value.device))[:, None] | ~rows[..., None]
             return without(value, seen, distance, heads, model, run)
 
         acts = [(f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in layers]
-        return [*places.first(), *distances.pairs(layers), *acts, *places.last()]
+        return [*places.first(), *acts, *places.last()]
 
     def _within(self, distance: Int[Tensor, "query key"]) -> Bool[Tensor, "query key"]:
         """Whether key − query is in the window."""
@@ -268,21 +260,21 @@ class WindowAttention(AtPositions):
 
 
 def without(
-    value: Tensor, seen: Tensor, distance: Tensor, heads: Sequence[int], model: "Model", run: RunContext | None
+    value: Tensor, seen: Tensor, distance: Tensor, heads: Sequence[int], model: "Model", run: RunContext
 ) -> Float[Tensor, "batch head query key"] | None:
     """The additive mask `value` with keys not `seen` by `heads` set to −∞; None if there are none."""
     hidden = head_mask(heads, value.shape[1], value.device)[:, None, None] & ~seen
     if model.causal:  # later keys are hidden anyway, and so is padding
         hidden = hidden & (distance <= 0)
-    if run is not None:
+    if not run.single:
         hidden = hidden & run.real[:, None, None, text_of_keys(run, value.shape[-1])].to(value.device)
     return value.masked_fill(hidden, -torch.inf) if bool(hidden.any()) else None
 
 
 def text_of_keys(run: RunContext, keys: int) -> slice:
     """The text positions of the keys of a pass."""
-    length = run.tree.watch.length
-    return slice(0, keys) if length is None else slice(length - keys, length)
+    stop = run.forward_pass.keys.stop
+    return slice(stop - keys, stop)
 
 
 def _check_window(width: object) -> None:
@@ -299,3 +291,14 @@ def _check_places(what: AtKeys) -> None:
             f"{type(what).__name__} acts on the sinks of the previous step, so steps=[0] alone has no effect. Name a "
             f"later step, or pass same_step=True."
         )
+
+
+def _scored(score: Float[xr.DataArray, "batch step layer head pos"]) -> np.ndarray:
+    """The keys of each step and layer that have a score in any head."""
+    return np.broadcast_to(score.notnull().any("head").to_numpy()[:, :, :, None], score.shape)
+
+
+def planned_steps(track: SinkTrack) -> int:
+    """Number of steps planned for the run of `track`, the base of negative indices; if unknown, the recorded number."""
+    planned = json.loads(track.data.attrs.get("settings", "{}")).get("steps")
+    return int(track.data["step"].to_numpy().max()) + 1 if planned is None else int(planned)

@@ -32,24 +32,26 @@ class FixedNoise(Intervention):
         renoised: token ids that replace the rejected ones in each step; None leaves them random.
     """
 
+    needs_run: ClassVar[str] = (
+        "FixedNoise sets the draws of a run whose canvas is random tokens; it has no effect in a single pass or for "
+        "other models."
+    )
+
     on_canvas: ClassVar[bool] = True
 
     starts: Int[Tensor, "canvas batch pos"] | None = None
     sampled: Int[Tensor, "step batch pos"] | None = None
     renoised: Int[Tensor, "step batch pos"] | None = None
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """The hooks of the sampler's points.
 
         Raises:
             SettingError: a single pass, a model without these points, a restriction, or nothing given.
         """
         refuse(self, "steps", "layers", "heads", "positions")
-        if run is None or not model.tree.architecture.encoder:
-            raise SettingError(
-                "FixedNoise sets the draws of a run whose canvas is random tokens; it has no effect in a single pass "
-                "or for other models."
-            )
+        if not model.tree.architecture.encoder:
+            raise SettingError(self.needs_run)
         given = {"hook_candidates": self.sampled, "hook_renoise": self.renoised}
         pairs: Pairs = [(f"denoise.{name}", _Draws(name, draws)) for name, draws in given.items() if draws is not None]
         if self.starts is not None:

@@ -22,13 +22,12 @@ from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
 from sinklens.integers import as_integer
 from sinklens.interventions.kept_patterns import KeptPatterns
-from sinklens.interventions.places import Places, head_mask, layer_at, on_heads
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at_heads, head_axis
 from sinklens.runs.caches import StepCaches, chosen_points, require_columns
 from sinklens.runs.intervention import (
-    Intervention,
     Pairs,
     QuerySpan,
+    Reader,
     RunContext,
     place_mask,
     refuse,
@@ -42,11 +41,9 @@ if TYPE_CHECKING:
 
     from sinklens.model import Model
 
-CANVAS = "denoise.hook_canvas"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Activations(Intervention):
+@dataclass(kw_only=True, eq=False)
+class Activations(Reader):
     """Keeps values of a run and changes none: ``kept = Activations(names=[...]); generate(..., hooks=[kept])``.
 
     List it last to see the edits of other hooks. After the run ``kept.caches[step]`` is an `ActivationCache`; a second
@@ -65,11 +62,11 @@ class Activations(Intervention):
     def __post_init__(self) -> None:
         refuse(self, "heads", "positions")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         in_step = self.step_test(run)
         kept = StepCaches(model.tree)
-        object.__setattr__(self, "caches", kept)  # a new one: the old one may be the source of a patch in this run
+        self.caches = kept  # a new one: the old one may be the source of a patch in this run
 
         def keep(value: Tensor, hook: Point) -> None:
             if in_step(hook.step):
@@ -138,8 +135,8 @@ class PatchHooks(AtPositions):
         """See `Intervention.acting_steps`."""
         return patched_steps(self.source, self.shift) if self.steps is None else super().acting_steps(steps)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         chosen, example = self._chosen_steps(run), self.source[min(self.source)]
         default = [str(name) for name in example if not str(name).endswith(READ_ONLY)]
         points = chosen_points(default if self.names is None else self.names, model, self.layers)
@@ -147,7 +144,7 @@ class PatchHooks(AtPositions):
             if any(name not in self.source[step + self.shift] for step in chosen):
                 raise SettingError(f"source does not hold {name!r}; it holds {', '.join(example)}.")
             if self.heads is not None:
-                axes = axes_of(name)
+                axes = names.axes_of(name)
                 sizes = {"head": model.cfg.n_heads, "kv_head": model.cfg.n_key_value_heads}
                 within("head", self.heads, sizes[axes[head_axis(name)]])
         if self.where is not None and self.source_positions is not None:
@@ -155,7 +152,7 @@ class PatchHooks(AtPositions):
                 "source_positions= pairs with positions=; where= takes the values of the same positions."
             )
         limited = self.positions is not None or self.where is not None
-        columns = None if run is None or self.positions is None else _columns(self.positions, run.real)
+        columns = None if run.single or self.positions is None else _columns(self.positions, run.real)
         places = self._places(points, model, run, limited)
 
         def patch(value: Tensor, hook: Point) -> Tensor | None:
@@ -166,14 +163,14 @@ class PatchHooks(AtPositions):
             for part in parts:
                 if part.step not in chosen:
                     continue
-                mask = places.of_span(layer_at(hook), part, first, value.device) if limited else None
+                mask = places.of_span(hook, part, first, value.device) if limited else None
                 if limited and mask is None:
                     continue
                 here = value.narrow(axis, part.start, part.stop - part.start)
                 columns_here = range(first + part.start, first + part.stop)
                 require_columns(self.source[part.step + self.shift], name, part.step, columns_here)
                 new = self._of_step(part.step, here, name, axis, run)
-                if run is not None and not run.causal:
+                if not run.single and not run.causal:
                     new = of_window(new, here, name, hook, run)
                 shifted = None if columns is None else columns.to(value.device) - first - part.start
                 new = self._chosen_of(here, new, name, axis, shifted, mask)
@@ -181,13 +178,13 @@ class PatchHooks(AtPositions):
                 changed = value
             return changed
 
-        return [*places.first(), *((name, patch) for name in points), *places.last()]
+        return places.around([(name, patch) for name in points])
 
-    def _places(self, points: Sequence[str], model: "Model", run: RunContext | None, limited: bool) -> Places:
+    def _places(self, points: Sequence[str], model: "Model", run: RunContext, limited: bool) -> Places:
         """The positions to patch at `points`."""
         layered = [name for name in points if name.startswith("blocks.")]
         layers = sorted({int(name.split(".")[1]) for name in layered})
-        places = Places(self, model, run, layers, queries=any(map(of_queries, points)))
+        places = Places(self, model, run, layers, of="queries" if any(map(of_queries, points)) else None)
         for name in points:
             if name not in layered:
                 places.refuse_by_layer(name)
@@ -198,10 +195,10 @@ class PatchHooks(AtPositions):
                 )
         return places
 
-    def _chosen_steps(self, run: RunContext | None) -> frozenset[int]:
+    def _chosen_steps(self, run: RunContext) -> frozenset[int]:
         """Steps of this run at which values are patched."""
         available = sorted(self.source)
-        if run is None:
+        if run.single:
             self.step_test(run)
             steps = [0]
         else:
@@ -231,7 +228,7 @@ class PatchHooks(AtPositions):
             f"{run.steps - 1}. Name the steps to patch (steps=), or pass a part of source."
         )
 
-    def _of_step(self, step: int, here: Tensor, name: str, axis: int, run: RunContext | None) -> Tensor:
+    def _of_step(self, step: int, here: Tensor, name: str, axis: int, run: RunContext) -> Tensor:
         """The source's values for the queries `here`, which belong to `step`."""
         new = self.source[step + self.shift][name].to(here)
         if len(new) not in (1, len(here)):
@@ -239,11 +236,11 @@ class PatchHooks(AtPositions):
                 f"source has {len(new)} rows at {name}, this run {len(here)}; pass one row or {len(here)}."
             )
         new = new.expand(len(here), *new.shape[1:])
-        if run is None or not run.causal or not of_queries(name):
+        if run.single or not run.causal or not of_queries(name):
             return new
         if here.shape[axis] == 1:  # the source may have recomputed the queries of earlier steps
             new = new.narrow(axis, new.shape[axis] - 1, 1)
-        if "key" in axes_of(name) and new.shape[-1] == run.prompt_length + step + self.shift:
+        if "key" in names.axes_of(name) and new.shape[-1] == run.prompt_length + step + self.shift:
             hidden = -torch.inf if name.endswith("hook_attn_scores") else 0.0  # keys after the query
             new = torch.nn.functional.pad(new, (0, max(0, here.shape[-1] - new.shape[-1])), value=hidden)
         return new
@@ -293,9 +290,8 @@ class PatchHooks(AtPositions):
 
 def of_window(new: Tensor, here: Tensor, name: str, hook: Point, run: RunContext) -> Tensor:
     """`new`, a value at all columns, at those that the pass of a diffusion run computes; others are unchanged."""
-    length, keys, held = run.real.shape[1], hook.key_positions, hook.watch.held
-    queries = range(run.first_column(), keys.stop if held is None else held.window.stop)
-    for axis, kind in enumerate(axes_of(name)):
+    length, keys, queries = run.real.shape[1], hook.forward_pass.keys, hook.forward_pass.queries
+    for axis, kind in enumerate(names.axes_of(name)):
         size = here.shape[axis] if kind in ("pos", "key") else len(queries)  # a mask may have one row for all
         if kind in ("pos", "query", "query|1", "key") and new.shape[axis] == length > size:
             new = new.narrow(axis, keys.start if kind == "key" else queries.start, size)
@@ -307,9 +303,9 @@ def patched_steps(source: Mapping[int, Any], shift: int) -> list[int]:
     return sorted(step - shift for step in source if step >= shift)
 
 
-def _parts(name: str, size: int, run: RunContext | None, step: int) -> tuple[int, list[QuerySpan]]:
+def _parts(name: str, size: int, run: RunContext, step: int) -> tuple[int, list[QuerySpan]]:
     """Canvas column at which a value of `size` positions begins, and its positions by step."""
-    if run is None:
+    if run.single:
         return 0, [QuerySpan(step, 0, size)]
     if not run.causal:  # with cached blocks, a pass has only the later queries, and logits
         part = of_queries(name) or name == "denoise.hook_logits"
@@ -354,50 +350,9 @@ def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[T
     return found
 
 
-def axes_of(name: str) -> list[str]:
-    """The axes of a point's value, as in its table."""
-    return names.axes_of(name)
-
-
 def of_queries(name: str) -> bool:
     """Whether a point's positions are the queries of a pass; with a key/value cache there are fewer than keys."""
-    return not name.startswith("denoise.") and not {"pos", "query"}.isdisjoint(axes_of(name))
-
-
-def along(mask: Bool[Tensor, "#batch #head pos"], name: str, value: Tensor) -> Bool[Tensor, "..."]:
-    """`mask` along the axes of `value` at the point `name`; one without heads has the positions of any head."""
-    axes = axes_of(name)
-    head = next((axes.index(axis) for axis in ("head", "kv_head") if axis in axes), None)
-    if head is None:
-        mask = mask.any(dim=1, keepdim=True)
-    elif mask.shape[1] > value.shape[head]:
-        mask = mask.unflatten(1, (value.shape[head], -1)).any(dim=2)
-    shape = [1] * value.ndim
-    shape[0], shape[names.position_axis(name) % value.ndim] = mask.shape[0], mask.shape[2]
-    if head is None:
-        return mask[:, 0].reshape(shape)
-    shape[head] = mask.shape[1]
-    return (mask if head < names.position_axis(name) % value.ndim else mask.transpose(1, 2)).reshape(shape)
-
-
-def at_heads(heads: Sequence[int], name: str, value: Tensor) -> Bool[Tensor, "..."]:
-    """True at `heads` along the head axis of `value`, of size 1 along the others."""
-    axis = head_axis(name)
-    chosen = head_mask(within("head", heads, value.shape[axis]), value.shape[axis], value.device)
-    return chosen.view([-1 if other == axis else 1 for other in range(value.ndim)])
-
-
-def head_axis(name: str) -> int:
-    """The head axis of a point's value.
-
-    Raises:
-        SettingError: the point has no head axis.
-    """
-    axes = axes_of(name)
-    for axis in ("head", "kv_head"):
-        if axis in axes:
-            return axes.index(axis)
-    raise SettingError(f"{name} has no head axis ({' '.join(axes)}); omit heads=, or patch an attn point.")
+    return not name.startswith("denoise.") and not {"pos", "query"}.isdisjoint(names.axes_of(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,29 +369,28 @@ class FreezePattern(AtPositions):
         SettingError: a step that computes other positions than step `at`, under a cache policy or with cached blocks.
     """
 
+    needs_run: ClassVar[str] = (
+        "FreezePattern reuses the pattern of an earlier step of a diffusion run; use it in generate or trace with a "
+        "diffusion model."
+    )
+
     on_canvas: ClassVar[bool] = True
 
     at: int
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        if run is None or run.causal:
-            raise SettingError(
-                "FreezePattern reuses the pattern of an earlier step of a diffusion run; use it in generate or trace "
-                "with a diffusion model."
-            )
-        layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        if run.causal:
+            raise SettingError(self.needs_run)
         at = within("step", [self.at], run.steps)[0]
         kept = KeptPatterns("FreezePattern", at, run)
 
-        def freeze(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
-            step = hook.step or 0
-            if step == at:
+        def keep(value: Float[Tensor, "batch head query key"], hook: Point) -> None:
+            if hook.step == at:
                 kept.keep(value, hook)
-            rows = places.of_queries(hook, value.shape[2], value.device) if step > at else None
-            if rows is None:
-                return None
-            return torch.where(on_heads(rows, heads, value.shape[1])[..., None], kept.of(value, hook), value)
 
-        acts = [(f"blocks.{layer}.attn.hook_pattern", freeze) for layer in layers]
-        return [*places.first(), *acts, *places.last()]
+        def frozen(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
+            return kept.of(value, hook) if (hook.step or 0) > at else None
+
+        keeps = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in self.chosen_layers(model)]
+        return [*keeps, *self.edits(model, run, "attn.hook_pattern", frozen)]

@@ -29,7 +29,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.patching import PatchHooks, patched_steps
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext, refuse, within
 
 if TYPE_CHECKING:
@@ -189,8 +189,8 @@ class PathPatch(AtPositions):
         """See `Intervention.acting_steps`."""
         return patched_steps(self.source, self.shift) if self.steps is None else super().acting_steps(steps)
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         senders = [Sender.named(name, model) for name in _several(self.sender)]
         receivers = [Receiver.named(name, model) for name in _several(self.receiver)]
         _check_order(senders, receivers, model)
@@ -205,9 +205,7 @@ class PathPatch(AtPositions):
             pairs.append((reader.point, _receives(reader, model, changes, streams)))
         return pairs
 
-    def _sends(
-        self, sender: Sender, model: "Model", run: RunContext | None, changes: dict[str, Stream | None]
-    ) -> Pairs:
+    def _sends(self, sender: Sender, model: "Model", run: RunContext, changes: dict[str, Stream | None]) -> Pairs:
         """Hooks that keep the change that the source would make of what `sender` writes, and change nothing."""
         heads = None if sender.head is None else [sender.head]
         patch = PatchHooks(

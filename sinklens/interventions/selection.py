@@ -1,7 +1,8 @@
-"""Which keys of a head an intervention takes: by score, by a detector, or others as a control (controls.py).
+"""Keys chosen by their scores: the strongest, those of a detector, or others as a control (controls.py).
 
-Everything here works on one step: scores [batch, head, key] of each layer, and the keys that may be taken. The heads of
-a layer or the complete model may share a set; scores are then averaged first.
+`Selection.choose` works on one step: scores [batch, head, key] of each layer, and the keys that may be taken. The heads
+of a layer or the complete model may share a set; scores are then averaged first. `where.Where` is the rule that finds
+the scores of a run.
 
 Caveat: the number of keys that exist differs between rows of a padded batch. Where fewer than `top_k` keys may be
 taken, all of them are, and padding never is. Where all scores are 0, because a head's pattern is all zero, there is no
@@ -10,9 +11,9 @@ strongest key, and none is taken.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,13 +21,21 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, TrackError
+from sinklens.integers import as_integer, check_seed_of
 from sinklens.interventions import controls
-from sinklens.interventions.choice import ChoiceRule
-from sinklens.interventions.controls import Keys, Scores
+from sinklens.interventions.controls import DRAWN, PICKS, Keys, Pick, Scores
 from sinklens.interventions.kinds_now import kinds_now, of_kind
 from sinklens.runs.control_keys import ControlCount
 from sinklens.runs.intervention import RunContext, Snapshot
-from sinklens.sinks.track import SinkTrack, build_track
+from sinklens.sinks.strongest import check_only
+from sinklens.sinks.track import SinkTrack, build_track, require_detector
+
+if TYPE_CHECKING:
+    from sinklens.runs.result import Generation
+    from sinklens.sinks.detectors import Detector
+
+Scope = Literal["head", "layer", "model"]
+ITSELF: Literal["itself"] = "itself"
 
 
 class _Step(NamedTuple):
@@ -55,16 +64,113 @@ class _Step(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection(ChoiceRule):
-    """Chooses keys by a rule; see `ChoiceRule`."""
+class Selection:
+    """Which keys of a step are chosen, and by the scores of which run and step.
 
-    @classmethod
-    def of(cls, rule: ChoiceRule) -> "Selection":
-        """The selection by the rule of an intervention or a `Where`."""
-        return cls(**{field.name: getattr(rule, field.name) for field in fields(ChoiceRule)})
+    Attributes:
+        top_k: number of strongest keys per head; None if `detector` chooses them. The paper masks 1, 5 and 10.
+        detector: finds the keys in a one-step track; its strength is not used.
+        scope: one set per "head", per "layer" (scores averaged over its heads), or for the "model".
+        pick: "strongest", or other keys as a control:
+            "weakest": as many of the weakest;
+            "random": as many random keys that are weaker than all of the strongest;
+            "random_any": as many random keys of any strength, possibly the strongest themselves;
+            "same_mass": random keys of that rest, as many as together receive the attention of the strongest;
+            "same_kind": for each of the strongest a random key of that rest with the same kind of token;
+            "nearest": for each of the strongest the nearest position of that rest;
+            "permuted": the strongest keys of another head, the same head throughout the run.
+        only: states ("prompt", "masked", "committed") or token kinds that may be taken, any of them; "not digit", for
+            example, leaves out digits.
+        seed: seed of random keys, which depend only on the seed, the row's prompt, the step, the layer and the head.
+        persistent: draw random keys once per run, not at every step: a key is replaced only while it may not be taken,
+            as when it becomes one of the strongest. In an autoregressive run keys of the prompt are taken first,
+            because only they exist at every step.
+        same_step: use the scores of step t itself, from an unmasked pass before it; doubles the work, diffusion only.
+        source: "itself", or another run of the same prompts, or its `sinks`: uses the scores of that run at step t − 1
+            (at step t with `same_step`), by its recorded column sums, and nothing at steps that it lacks for the run or
+            for a row. A part of a track holds the steps listed in its ``step`` coordinate.
+    """
+
+    top_k: int | None = None
+    detector: "Detector | None" = None
+    scope: Scope = "head"
+    pick: Pick = "strongest"
+    only: str | Sequence[str] = ()
+    seed: int = 0
+    persistent: bool = False
+    same_step: bool = False
+    source: "SinkTrack | Generation | Literal['itself']" = ITSELF
 
     def __post_init__(self) -> None:
         self.check_rule()
+
+    @property
+    def only_names(self) -> tuple[str, ...]:
+        """`only` as a tuple."""
+        return as_tuple(self.only)
+
+    def check_rule(self) -> None:
+        """Reject settings that exclude each other.
+
+        Raises:
+            SettingError: neither or both of `top_k` and `detector`, an unknown name, a control without its scope, an
+                invalid seed, or a source without sinks.
+        """
+        if self.top_k is not None and self.detector is not None:
+            raise SettingError("pass either top_k, a number of keys per head, or detector, not both.")
+        if self.top_k is None and self.detector is None:
+            raise SettingError(
+                "no keys are named; pass top_k, a number of keys per head, or detector; an intervention also takes "
+                "where=. positions= alone only restricts which of them count."
+            )
+        if self.detector is not None:
+            require_detector(self.detector)
+        count = as_integer(self.top_k)
+        if self.top_k is not None and (count is None or count < 0):
+            raise SettingError(f"top_k must be a number of keys, 0 or more; got {self.top_k}.")
+        if self.pick not in PICKS:
+            renamed = " It is now called 'random'." if self.pick == "random_rest" else ""
+            raise SettingError(f"pick must be one of {', '.join(PICKS)}; got {self.pick!r}.{renamed}")
+        if self.scope not in ("head", "layer", "model"):
+            raise SettingError(f"scope must be 'head', 'layer' or 'model'; got {self.scope!r}.")
+        if self.pick == "permuted" and self.scope != "head":
+            raise SettingError(
+                f"pick='permuted' exchanges sets of keys between heads, but scope={self.scope!r} makes all sets equal; "
+                f"use scope='head'."
+            )
+        if self.persistent and self.pick not in DRAWN:
+            raise SettingError(
+                f"persistent=True needs random keys, pick={' or '.join(map(repr, DRAWN))}; pick={self.pick!r} draws "
+                f"none. Leave it out."
+            )
+        check_only(self.only_names)
+        check_seed_of(self)
+        _ = self.track
+
+    @property
+    def track(self) -> SinkTrack | None:
+        """The recorded scores; None for those of the run itself.
+
+        Raises:
+            SettingError: `source` recorded no sinks, or is not a run.
+        """
+        if isinstance(self.source, str) and self.source == ITSELF:
+            return None
+        found = self.source if isinstance(self.source, SinkTrack) else getattr(self.source, "sinks", None)
+        if not isinstance(found, SinkTrack):
+            raise SettingError(
+                f"source must be another run or its sinks; got {self.source!r}. A run made with record_sinks=False has "
+                f"none; repeat it without that setting."
+            )
+        return found
+
+    def is_default(self) -> bool:
+        """Whether all but `top_k`, `detector` and `seed` have their default values."""
+        return all(
+            getattr(self, field.name) == field.default
+            for field in fields(Selection)
+            if field.name not in ("top_k", "detector", "source", "seed")
+        ) and (isinstance(self.source, str) and self.source == ITSELF)
 
     def choose(
         self,
@@ -271,3 +377,14 @@ def _need(value: Needed | None) -> Needed:
             "detectors, only=, random keys and other controls need a run; use sinklens.trace or sinklens.generate."
         )
     return value
+
+
+def as_tuple(only: "str | Sequence[str]") -> tuple[str, ...]:
+    """`only` as a tuple, from one name or several.
+
+    Raises:
+        SettingError: it is neither.
+    """
+    if not isinstance(only, Iterable):
+        raise SettingError(f"give a name or a list of names; got {only!r}.")
+    return (only,) if isinstance(only, str) else tuple(only)

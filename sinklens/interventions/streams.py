@@ -11,7 +11,7 @@ Pitfall: a large coefficient moves the stream to where no text ever puts it. Com
 norm.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
@@ -21,8 +21,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import Places
-from sinklens.interventions.where import AtPositions
+from sinklens.interventions.places import AtPositions
 from sinklens.runs.intervention import Pairs, RunContext, layer_of, refuse, refuse_empty, within
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 StreamPoint = Literal["hook_resid_pre", "hook_resid_mid", "hook_resid_post"]
 SteerMode = Literal["add", "project_out", "set"]
-Change = Callable[[Float[Tensor, "batch pos d_model"], int], Float[Tensor, "batch pos d_model"]]
 
 
 @dataclass(frozen=True)
@@ -87,23 +85,23 @@ class Steer(AtPositions):
             return self.direction.point if isinstance(self.direction, Directions) else "hook_resid_pre"
         return self.point
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         layers, directions = self.chosen_layers(model), self._of_layers(model)
         norms = directions.norm(dim=-1, keepdim=True)
         if self.mode != "add" and bool((norms[layers] == 0).any()):
             raise SettingError(f"mode={self.mode!r} needs a direction that is not zero.")
 
-        def steered(stream: Tensor, layer: int) -> Tensor:
+        def steered(stream: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor:
             h, c = stream.float(), float(self.coefficient)
-            along = directions[layer].to(h)
+            along = directions[layer_of(hook)].to(h)
             if self.mode == "add":
                 return h + c * along
             unit = along / along.norm()
             component = (h @ unit)[..., None]
             return h - c * component * unit if self.mode == "project_out" else h + (c - component) * unit
 
-        return on_stream(self, model, run, layers, self._point, steered)
+        return self.edits(model, run, self._point, steered)
 
     def _of_layers(self, model: "Model") -> Float[Tensor, "layer d_model"]:
         """The direction at each layer."""
@@ -151,34 +149,19 @@ class ClampStream(AtPositions):
         if self.mode == "limit" and bool((values < 0).any()):
             raise SettingError(f"a limit must not be negative; got at={self.at!r}.")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
         for dim in self.dims:
             within("dim", [dim], model.cfg.d_model)
         dims, at = [int(dim) for dim in self.dims], torch.as_tensor(self.at)
 
-        def clamped(stream: Tensor, layer: int) -> Tensor:
+        def clamped(stream: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor:
             new, bound = stream.clone(), at.to(stream)
             before = stream[..., dims]
             new[..., dims] = bound.expand_as(before) if self.mode == "set" else before.clamp(-bound, bound)
             return new
 
-        return on_stream(self, model, run, within("layer", [self.layer], model.cfg.n_layers), self.point, clamped)
-
-
-def on_stream(
-    what: AtPositions, model: "Model", run: RunContext | None, layers: Sequence[int], point: str, change: Change
-) -> Pairs:
-    """The hooks of `change`, a function of the stream and its layer, at the positions of `what`."""
-    places = Places(what, model, run, layers)
-
-    def act(value: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor | None:
-        rows = places.of_queries(hook, value.shape[1], value.device)
-        if rows is None:
-            return None
-        return torch.where(rows.any(dim=1)[..., None], change(value, layer_of(hook)).to(value.dtype), value)
-
-    return [*places.first(), *((f"blocks.{layer}.{point}", act) for layer in layers), *places.last()]
+        return self.edits(model, run, self.point, clamped, within("layer", [self.layer], model.cfg.n_layers))
 
 
 def _check_point(point: str) -> None:

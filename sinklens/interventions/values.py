@@ -64,16 +64,15 @@ class AblateValues(OnSinks):
         if (self.by == "resample") != (self.reference is not None):
             raise SettingError("by='resample' and reference=donors(model, prompts, names) belong together.")
 
-    def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
-        """See `Intervention.hooks_for`."""
-        chosen = self.chosen(model, run)
-        assert run is not None, "KeyPlaces rejects a single pass"
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        places = self.key_places(model, run)
         draws = None if self.reference is None else Draws(self.reference, self.match, self.seed, run)
         values, changes = _Values(run, model.block_length, draws), dict[int, Tensor]()
 
         def compute(pattern: Float[Tensor, "batch head query key"], hook: Point) -> None:
             changes.pop(layer_of(hook), None)
-            found = chosen.at(hook, pattern)
+            found = places.keys_at(hook, pattern, self.queries)
             if found is not None and found.any():
                 changes[layer_of(hook)] = values.change(hook, pattern, found.keys, self.by)
 
@@ -82,10 +81,11 @@ class AblateValues(OnSinks):
             return None if difference is None else (z.float() + difference).to(z.dtype)
 
         prefixes = (ENCODER, "") if model.tree.architecture.encoder else ("",)  # the text before, and the canvas
-        kept = [(f"{one}blocks.{layer}.attn.hook_v", values.keep) for one in prefixes for layer in chosen.layers]
-        changed = [(f"blocks.{layer}.attn.hook_z", change) for layer in chosen.layers]
+        kept = [(f"{one}blocks.{layer}.attn.hook_v", values.keep) for one in prefixes for layer in places.layers]
+        computed = [(f"blocks.{layer}.attn.hook_pattern", compute) for layer in places.layers]
+        changed = [(f"blocks.{layer}.attn.hook_z", change) for layer in places.layers]
         first = [] if draws is None else draws.first()
-        return [*first, *kept, *chosen.pairs(compute, "hook_pattern"), *changed]
+        return [*first, *kept, *places.around(computed), *changed]
 
 
 class _Values:
@@ -130,9 +130,9 @@ class _Values:
         self, values: Float[Tensor, "batch key head d_head"], hook: Point
     ) -> Float[Tensor, "batch #key head d_head"]:
         """The mean value of the keys that each query can see; never of padding."""
-        place, held = slice(hook.key_positions.start, hook.key_positions.stop), hook.watch.held
+        place, gone = slice(hook.key_positions.start, hook.key_positions.stop), hook.forward_pass.gone
         real = self._run.real[:, place].to(values.device)
-        seen = real if held is None else real & ~held.gone[:, layer_of(hook)].to(real.device)
+        seen = real if gone is None else real & ~gone[:, layer_of(hook)].to(real.device)
         weights = seen[..., None, None].to(values)
         if self._block is None:
             return (values * weights).sum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)

@@ -19,20 +19,20 @@ from torch.nn.functional import pad
 
 from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError
 from sinklens.hooks import names
+from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.hook_functions import label, same_shape, shape_of, takes_hook
 from sinklens.hooks.points import Point
-from sinklens.interventions.choice import KeyChoice
 from sinklens.interventions.keys import HoldSinks
 from sinklens.interventions.patching import FreezePattern
-from sinklens.interventions.where import AtPositions, Where
-from sinklens.likelihood.plans import planned
+from sinklens.interventions.places import AtPositions
+from sinklens.interventions.where import Where
+from sinklens.likelihood.plans import leaves, planned
 from sinklens.model import Model
 from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.intervention import HookFunction, Intervention, RunContext, refuse_off_canvas, row_key
 from sinklens.runs.request import HOOKS
 from sinklens.sampling.decisions import RowNoise
 from sinklens.sampling.state import State
-from sinklens.sinks.detectors import Detector
 
 PASSED = ("denoise.hook_canvas", "denoise.hook_logits")
 INSTEAD = (
@@ -155,7 +155,7 @@ class HookedPass:
     def _hooked(self, hooks: Sequence[Any], state: State) -> Iterator[None]:
         tree, rows, handles = self.model.tree, len(state.canvas), []
         try:
-            tree.watch.step = 0
+            state.announce(0)
             for name, function in self._pairs(hooks, state):
                 point: Point = tree.hook_dict[name]  # type: ignore[assignment]
                 handles.append((point, point.add_hook(_checked(function, rows, self.cfg_scale > 0))))
@@ -164,7 +164,7 @@ class HookedPass:
             for point, handle in handles:
                 handle.hook.remove()
                 point.fwd_hooks.remove(handle)
-            tree.watch.step = None
+            tree.watch.forward_pass = ForwardPass()
 
     def _pairs(self, hooks: Sequence[Any], state: State) -> list[tuple[str, HookFunction]]:
         """The (point, function) pairs of one pass.
@@ -199,8 +199,8 @@ def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
     """
     for entry in hooks:
         refuse_off_canvas(entry, model)
-        rule = _rule(entry)
-        if rule == "earlier" or (isinstance(rule, KeyChoice) and not rule.same_step):
+        rule = entry.rule if isinstance(entry, AtPositions) else None
+        if any(isinstance(leaf, Where) and not leaf.same_step for leaf in leaves(rule)):
             raise SettingError(
                 f"{_named(entry)} acts on the sinks of the previous step, and a likelihood is one pass without one: "
                 f"{INSTEAD}."
@@ -210,16 +210,6 @@ def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
                 f"{_named(entry)} repeats attention of an earlier step, and a likelihood is one pass without one; use "
                 f"it in sinklens.generate."
             )
-
-
-def _rule(entry: Any) -> KeyChoice | str | None:
-    """The rule by which an intervention chooses keys; "earlier" for a bare detector, which reads the step before."""
-    where = entry.where if isinstance(entry, AtPositions) else None
-    if isinstance(where, Where):
-        return where
-    if isinstance(where, Detector):
-        return "earlier"
-    return entry if where is None and isinstance(entry, KeyChoice) else None
 
 
 def _named(entry: Any) -> str:

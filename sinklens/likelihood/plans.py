@@ -7,7 +7,7 @@ with the nearest number). Which tokens are masked differs.
 Pitfall: a run that decides several tokens per step lacks some numbers; the nearest step then stands in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.interventions.choice import KeyChoice
-from sinklens.interventions.where import AtPositions, Where
+from sinklens.interventions.places import AtPositions
+from sinklens.interventions.selection import Selection
+from sinklens.interventions.where import Combined, Not, Rule, Where
 from sinklens.sinks.track import SinkTrack, build_track
 
 
@@ -36,15 +37,33 @@ def planned(
     def steps_of(track: SinkTrack) -> SinkTrack:
         return steps_for_rows(track, *(part.cpu().numpy() for part in (prompts, real, masked)))
 
-    changed: Mapping[str, Any] = {}
-    where = entry.where if isinstance(entry, AtPositions) else None
-    if isinstance(where, SinkTrack):
-        changed = {"where": steps_of(where)}
-    elif isinstance(where, Where) and where.track is not None:
-        changed = {"where": replace(where, source=steps_of(where.track))}
-    elif isinstance(entry, KeyChoice) and entry.track is not None:
-        changed = {"source": steps_of(entry.track)}
-    return replace(entry, **changed) if changed else entry
+    if not isinstance(entry, AtPositions):
+        return entry
+    if entry.where is not None:
+        return replace(entry, where=_planned(entry.rule, steps_of))
+    track = entry.track if isinstance(entry, Selection) else None
+    return entry if track is None else replace(entry, source=steps_of(track))
+
+
+def leaves(rule: Rule | None) -> Iterator[Rule]:
+    """The rules that a rule combines, or the rule itself."""
+    if isinstance(rule, Combined):
+        for one in rule.rules:
+            yield from leaves(one)
+    elif isinstance(rule, Not):
+        yield from leaves(rule.rule)
+    elif rule is not None:
+        yield rule
+
+
+def _planned(rule: Rule | None, steps_of: Callable[[SinkTrack], SinkTrack]) -> Rule | None:
+    """`rule` with the steps of its recorded runs."""
+    if isinstance(rule, Combined):
+        return replace(rule, rules=tuple(_planned(one, steps_of) for one in rule.rules))
+    if isinstance(rule, Not):
+        return replace(rule, rule=_planned(rule.rule, steps_of))
+    track = rule.track if isinstance(rule, Where) else None
+    return rule if track is None else replace(rule, source=steps_of(track))
 
 
 def steps_for_rows(

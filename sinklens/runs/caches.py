@@ -43,13 +43,12 @@ class StepCaches(Mapping[int, "ActivationCache"]):
 
     def _window(self, value: Tensor, point: Point) -> range | None:
         """The columns of a value, where a pass of a diffusion run computes some of them; None for all."""
-        name, held, stop = str(point.name), point.watch.held, point.key_positions.stop
-        if held is not None:
-            return None if names.covers_all_columns(name) else range(held.window.start, held.window.stop)
+        name, forward_pass = str(point.name), point.forward_pass
         if self._tree.causal or name.startswith("denoise.") or {"pos", "query"}.isdisjoint(names.axes_of(name)):
             return None
-        size = value.shape[names.position_axis(name)]
-        return None if size == stop else range(stop - size, stop)
+        columns, every = forward_pass.columns(name), range(forward_pass.keys.stop)
+        planned = forward_pass.fresh is not None and not names.covers_all_columns(name)
+        return columns if planned or columns != every else None
 
     def __getitem__(self, step: int) -> "ActivationCache":
         from sinklens.hooks.spellings import HookCache

@@ -21,13 +21,15 @@ from torch import Tensor
 from sinklens.caching import as_policy
 from sinklens.errors import HookFunctionError, HookNameError, HookOrderError, SettingError, SinklensError
 from sinklens.hooks import names
+from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.hook_functions import label, refuse_kind, same_shape, shape_of, takes_hook
 from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.points import Point, SamplerPoint
 from sinklens.memory import explained
 from sinklens.model import Model
+from sinklens.runs.choices import ChoiceLog
 from sinklens.runs.control_keys import ControlLog
-from sinklens.runs.intervention import HookFunction, Intervention, RunContext, refuse_off_canvas, row_key
+from sinklens.runs.intervention import HookFunction, HookSource, RunContext, refuse_off_canvas, row_key
 from sinklens.runs.policies import VARIABLES, key_cache_for, read_by_policy, recorded
 from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.request import HOOKS, RunRequest
@@ -63,6 +65,7 @@ class Denoising:
         self._vocabulary: dict[int, str] = {}
         self._named: set[str] = set()
         self.controls = ControlLog()
+        self._choices = ChoiceLog(self.settings.steps, self.state.canvas.shape[1])
         self.hooks = self._resolve(request.hooks)
         replay, tokens = request.replay, range(min(0, self.state.mask_id), model.cfg.d_vocab)
         self.state.replay = None if replay is None else self._replayed(replay, tokens)
@@ -116,11 +119,8 @@ class Denoising:
             row_keys=self._row_keys,
             vocabulary=self._texts,
             special=self.model.special_tokens,
-            marked=lambda: state.step_undecided,
-            first_column=lambda: state.first,
-            computed=lambda: None if state.keys is None else state.keys.computed,
-            decidable=lambda: None if state.keys is None else state.keys.decidable,
             controls=self.controls,
+            choices=None if self.request.record_sinks is False else self._choices,
             settings=self._settings_text(),
         )
 
@@ -157,7 +157,7 @@ class Denoising:
         known, layers = self.model.hook_names(), self.model.cfg.n_layers
         found = []
         for entry in entries:
-            if isinstance(entry, Intervention):
+            if isinstance(entry, HookSource):
                 refuse_off_canvas(entry, self.model)
                 found += entry.hooks_for(self.model, self._context())
                 continue
@@ -201,7 +201,7 @@ class Denoising:
             for point, handle in handles:
                 handle.hook.remove()
                 point.fwd_hooks.remove(handle)
-            tree.watch.step = None
+            tree.watch.forward_pass = ForwardPass()
 
     def _checked(self, function: HookFunction) -> HookFunction:
         """`function`, checked to preserve shape, dtype and device; under guidance it sees only the conditional rows."""
@@ -272,7 +272,7 @@ class Denoising:
             trajectory.canvas, trajectory.undecided, trajectory.unmask_step, trajectory.active, real,
             self.state.prompt_length, answers, self.settings, self.request.seed, self._track(trajectory),
             isinstance(self.request.prompt, str), self.model, self._recorder.patterns if self._recorder else {},
-            self.controls.totals(self.rows), as_policy(self.request.cache),
+            self.controls.totals(self.rows), as_policy(self.request.cache), tuple(self._choices.choices),
         )  # fmt: skip
 
     def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:
@@ -300,7 +300,7 @@ class Denoising:
         self.describe()  # first, because a step is readable as soon as it is in the store
         assert state.step_canvas is not None
         canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
-        self._recorder.end_step(step, state.first, canvases | recorded(state.keys))
+        self._recorder.end_step(step, canvases | recorded(state.keys))
 
     @property
     def latest(self) -> dict[str, np.ndarray]:

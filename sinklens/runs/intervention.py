@@ -15,19 +15,21 @@ a point after them.
 """
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.hooks.forward_pass import ForwardPass, QuerySpan
 from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
 from sinklens.integers import as_integer
+from sinklens.runs.choices import ChoiceLog
 from sinklens.runs.control_keys import ControlLog
 
 if TYPE_CHECKING:
@@ -38,26 +40,13 @@ HookFunction = Callable[..., Any]
 Pairs = list[tuple[str, HookFunction]]
 
 
-class QuerySpan(NamedTuple):
-    """Queries of a pass that belong to one step.
-
-    Attributes:
-        step: the step that owns them.
-        start, stop: their range of indices in the pass.
-    """
-
-    step: int
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True)
 class RunContext:
     """What an intervention knows about the run that it changes.
 
     Attributes:
         tree: the model's tree of hook points.
-        real: False on left padding.
+        real: False on left padding; without positions in a single pass, whose padding ``hook.forward_pass.real`` gives.
         prompt_length: number of positions before the answer, including padding.
         steps: number of planned steps.
         mask_id: the mask token; -1 in an autoregressive run.
@@ -65,12 +54,10 @@ class RunContext:
         row_keys: one number per row that depends only on its prompt, to seed random choices.
         vocabulary: returns the text of token ids.
         special: ids of special tokens, as in `Model.special_tokens`.
-        marked: returns the undecided positions of the current step if the sampler marks them, as `State.undecided`.
-        first_column: returns the first canvas column that the current pass of a diffusion run computes.
-        computed: returns the positions that the current step computes under a cache policy; None without a policy.
-        decidable: of these, the ones that the step can decide: with what predicts them; None without a policy.
         controls: counts the keys of controls.
         settings: those of the sampler, as JSON.
+        choices: keeps the places that rules choose; None if the run does not record them.
+        single: whether it is a single pass, which is a run of one step without a number.
     """
 
     tree: "HookTree"
@@ -82,76 +69,97 @@ class RunContext:
     row_keys: tuple[int, ...]
     vocabulary: Callable[[Sequence[int]], dict[int, str]]
     special: dict[str, list[int]]
-    marked: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
-    first_column: Callable[[], int] = lambda: 0
-    computed: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
-    decidable: Callable[[], Bool[Tensor, "batch pos"] | None] = lambda: None
     controls: ControlLog = field(default_factory=ControlLog)
     settings: str = "{}"
+    choices: ChoiceLog | None = None
+    single: bool = False
+
+    @classmethod
+    def of_single_pass(cls, model: "Model") -> "RunContext":
+        """The context of one pass outside a run."""
+        mask = -1 if model.mask_token_id is None else model.mask_token_id
+        unknown = torch.ones(1, 0, dtype=torch.bool, device=model.cfg.device)
+        return cls(model.tree, unknown, 0, 1, mask, 0, (), lambda tokens: {}, model.special_tokens, single=True)
 
     @property
     def causal(self) -> bool:
         """Whether queries attend only to their own and earlier keys."""
         return self.tree.causal
 
+    @property
+    def forward_pass(self) -> ForwardPass:
+        """The pass that runs, or ran last; hook functions also have it as ``hook.forward_pass``."""
+        return self.tree.watch.forward_pass
+
     def undecided(self, ids: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
         """The undecided positions of the current step, which works on the canvas `ids`."""
-        marked = self.marked()
+        marked = self.forward_pass.undecided
         return ids == self.mask_id if marked is None else marked[:, : ids.shape[1]]
 
     def first(self, step: int, queries: int) -> int:
-        """Canvas column of the first of `queries` in a pass; not 0 if earlier ones are cached."""
-        if self.tree.watch.length is not None:
-            return self.tree.watch.length - queries
-        if not self.causal and queries == self.real.shape[1]:
-            return 0  # keys and values of all columns, of which the pass may compute a part
-        return self.prompt_length + step - queries if self.causal else self.first_column()
+        """As `ForwardPass.first`."""
+        return self.forward_pass.first(queries)
 
     def query_spans(self, step: int, queries: int) -> list[QuerySpan]:
-        """The queries of a pass, grouped by the step that owns them; in a diffusion run, all belong to `step`."""
-        if not self.causal:
-            return [QuerySpan(step, 0, queries)]
-        first = self.first(step, queries)
-        prompt = min(queries, max(0, self.prompt_length - first))
-        later = [QuerySpan(first + row - self.prompt_length + 1, row, row + 1) for row in range(prompt, queries)]
-        return [QuerySpan(0, 0, prompt), *later] if prompt else later
+        """As `ForwardPass.spans`."""
+        return self.forward_pass.spans(queries)
+
+    def first_column(self) -> int:
+        """The first query of the pass."""
+        return self.forward_pass.queries.start
+
+    def computed(self) -> Bool[Tensor, "batch pos"] | None:
+        """As `ForwardPass.computed`."""
+        return self.forward_pass.computed
+
+    def decidable(self) -> Bool[Tensor, "batch pos"] | None:
+        """As `ForwardPass.decidable`."""
+        return self.forward_pass.decidable
 
 
-@dataclass(frozen=True, kw_only=True)
-class Intervention(ABC):
-    """A change of a model's computation, restricted to some places.
-
-    Attributes:
-        steps: step indices; negative ones count from the end of the planned steps. None means all.
-        layers, heads: indices; negative ones count from the end. None means all.
-        positions: position indices, not counting padding; negative ones count from the end of the canvas, or of the ids
-            in a single pass. None means all.
-    """
+class HookSource(ABC):
+    """What ``hooks=`` takes besides (point, function) pairs: an `Intervention`, or a `Reader` that changes nothing."""
 
     on_canvas: ClassVar[bool] = False
     """Whether it is exact where a pass covers only the canvas of a step, and its keys are the text in reach."""
 
+    needs_run: ClassVar[str] = ""
+    """Why it does not work in a single pass, for the error; empty if it does."""
+
     within_step: ClassVar[bool] = False
     """Whether what it does at a step depends on that step alone, so that the steps before need not run."""
 
-    steps: Sequence[int] | None = None
-    layers: Sequence[int] | None = None
-    heads: Sequence[int] | None = None
-    positions: Sequence[int] | None = None
+    steps: Sequence[int] | None
+    layers: Sequence[int] | None
+    heads: Sequence[int] | None
+    positions: Sequence[int] | None
 
-    @abstractmethod
+    @property
+    def rule(self) -> Any:
+        """The rule of its places, an `interventions.Rule`; None for everywhere."""
+        return None
+
     def hooks_for(self, model: "Model", run: RunContext | None = None) -> Pairs:
         """The (point, function) pairs for one run, or for one pass.
 
         Args:
             model: the model to run.
-            run: the context passed by `sinklens.trace` and `generate`; None for a single pass, whose rows have no
-                padding.
+            run: the context passed by `sinklens.trace` and `generate`; None for a single pass.
 
         Raises:
-            SettingError: a step, layer, head or position does not exist, or the intervention needs something that a
-                single pass lacks.
+            SettingError: a step, layer, head or position does not exist, or a single pass will not do.
         """
+        if run is None and self.needs_run:
+            raise SettingError(self.needs_run)
+        return self.pairs(model, RunContext.of_single_pass(model) if run is None else run)
+
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """What `hooks_for` returns; a subclass defines it. A single pass is a run of one step.
+
+        Raises:
+            SettingError: see `hooks_for`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define pairs(self, model, run).")
 
     def extend(
         self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]
@@ -177,17 +185,47 @@ class Intervention(ABC):
         """A test for whether a step is selected; outside a run there are no steps, and its argument is None.
 
         Raises:
-            SettingError: `steps` is set, but there is no run; or it is empty.
+            SettingError: `steps` is set in a single pass; or it is empty.
         """
         refuse_empty(self)
         if self.steps is None:
             return lambda step: True
-        if run is None:
+        if run is None or run.single:
             raise SettingError(
                 "steps= applies to a run with several steps; omit it in a single pass, or use sinklens.generate."
             )
         chosen = frozenset(within("step", self.steps, run.steps))
         return lambda step: step in chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervention(HookSource):
+    """A change of a model's computation, restricted to some places.
+
+    Attributes:
+        steps: step indices; negative ones count from the end of the planned steps. None means all.
+        layers, heads: indices; negative ones count from the end. None means all.
+        positions: position indices, not counting padding; negative ones count from the end of the canvas, or of the ids
+            in a single pass. None means all.
+    """
+
+    steps: Sequence[int] | None = None
+    layers: Sequence[int] | None = None
+    heads: Sequence[int] | None = None
+    positions: Sequence[int] | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Reader(HookSource):
+    """Reads a run and changes nothing; what it read of the last run is in its attributes.
+
+    List it last to see the edits of the others. It takes the restrictions of an `Intervention`, or refuses them.
+    """
+
+    steps: Sequence[int] | None = None
+    layers: Sequence[int] | None = None
+    heads: Sequence[int] | None = None
+    positions: Sequence[int] | None = None
 
 
 def refuse_off_canvas(entry: Any, model: "Model") -> None:
@@ -196,7 +234,7 @@ def refuse_off_canvas(entry: Any, model: "Model") -> None:
     Raises:
         SettingError: it is not `Intervention.on_canvas`.
     """
-    if model.tree.architecture.encoder and isinstance(entry, Intervention) and not entry.on_canvas:
+    if model.tree.architecture.encoder and isinstance(entry, HookSource) and not entry.on_canvas:
         raise SettingError(
             f"{type(entry).__name__} is not available for {model.family} models, whose passes cover one canvas; use "
             f"hook functions, or interventions with on_canvas = True such as MaskSinks."
@@ -260,7 +298,7 @@ def place_mask(positions: Sequence[int] | None, real: Bool[Tensor, "batch pos"])
     return mask
 
 
-def refuse(what: Intervention, *restrictions: str) -> None:
+def refuse(what: HookSource, *restrictions: str) -> None:
     """Reject restrictions that `what` does not support, instead of ignoring them.
 
     Raises:
@@ -271,7 +309,7 @@ def refuse(what: Intervention, *restrictions: str) -> None:
             raise SettingError(f"{type(what).__name__} does not support {name}=; leave it out.")
 
 
-def refuse_empty(what: Intervention, *more: str) -> None:
+def refuse_empty(what: HookSource, *more: str) -> None:
     """Reject empty restrictions, which would silently change nothing.
 
     Args:
@@ -287,31 +325,6 @@ def refuse_empty(what: Intervention, *more: str) -> None:
                 f"{name} is empty, so {type(what).__name__} would change nothing. Name at least one, pass None for "
                 f"all, or leave the intervention out."
             )
-
-
-class Distances:
-    """Key position minus query position in a pass; counts the queries, which a one-row additive mask does not show.
-
-    List its hooks before those that use it.
-    """
-
-    def __init__(self) -> None:
-        self._queries = 0
-        self._first: int | None = None
-
-    def pairs(self, layers: Sequence[int]) -> Pairs:
-        """The hooks that count the queries."""
-        return [(f"blocks.{layer}.attn.hook_rot_q", self._count) for layer in layers]
-
-    def _count(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
-        self._queries, held = value.shape[1], hook.watch.held
-        self._first = None if held is None else held.window.start
-
-    def of(self, mask: Tensor) -> Int[Tensor, "query key"]:
-        """The distances for the additive mask `mask`; queries are the last positions, or the computed window."""
-        keys = torch.arange(mask.shape[-1], device=mask.device)
-        first = len(keys) - self._queries if self._first is None else self._first
-        return keys[None, :] - keys[first : first + self._queries, None]
 
 
 def row_key(prompt: Sequence[int]) -> int:

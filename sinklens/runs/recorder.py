@@ -16,7 +16,8 @@ own plan computes; all others are NaN, so that a record does not depend on the o
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +25,30 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, SinklensError
-from sinklens.hooks.names import covers_all_columns, position_axis
+from sinklens.hooks.forward_pass import ForwardPass
+from sinklens.hooks.names import covers_all_columns
 from sinklens.hooks.sampled_sums import QuerySample
-from sinklens.sinks.quantities import Quantity, Scores
+from sinklens.sinks.quantities import Quantity
 from sinklens.sinks.record import Place, Record
 from sinklens.sinks.stores import MemoryStore, Store, ZarrStore
 
 if TYPE_CHECKING:
-    from sinklens.hooks.held_keys import HeldKeys
     from sinklens.hooks.points import Point
     from sinklens.hooks.tree import HookTree
+
+
+class Kept(NamedTuple):
+    """What a step keeps of a point of one layer.
+
+    Attributes:
+        value: the value, or what a quantity keeps of it.
+        columns: the positions that it covers.
+        computed: of these, the ones that a row's plan computes under a policy; None for all.
+    """
+
+    value: Tensor
+    columns: range
+    computed: Bool[Tensor, "batch window"] | None
 
 
 class SinkRecorder:
@@ -73,12 +88,8 @@ class SinkRecorder:
         self._wanted = {_within(place, steps, layers) for place in record.patterns}
         self.patterns: dict[Place, Float[Tensor, "batch head query key"]] = {}
         self.latest: dict[str, np.ndarray] = {}
-        self._kept: dict[tuple[str, int], Tensor] = {}
-        self._places: dict[tuple[str, int], range] = {}
-        self._computed: dict[tuple[str, int], Tensor] = {}  # under a policy, at points of the window
-        self._before: dict[tuple[str, int], Tensor] = {}
-        self._compared: dict[tuple[str, int], Tensor] = {}
-        self._rows_of: dict[int, Tensor] = {}
+        self._kept: dict[tuple[str, int], Kept] = {}
+        self._earlier: dict[tuple[str, int], Tensor] = {}  # of the step before, to join or to compare with
         self._watching: list[Any] = []
         axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
         axes |= dict(more or {}) | ({} if self._queries is None else {"computed": ("pos",)})
@@ -106,24 +117,19 @@ class SinkRecorder:
                 self.store.flush()
             raise
         finally:
-            self._tree.watch.sample = self._tree.watch.queries = None
+            self._tree.watch.sample = None
             for handle in [*handles, *self._watching]:
                 handle.remove()
             self._watching.clear()
 
     def _keeper(self, quantity: Quantity, layer: int, name: str) -> Callable[[Tensor], None]:
-        axis, complete = -1 if quantity.of_keys else position_axis(name), covers_all_columns(name)
+        complete = covers_all_columns(name)
 
         def keep(value: Tensor) -> None:
-            if self._tree.watch.length is not None:  # the pass covers the last positions of a text of this length
-                length = self._tree.watch.length
-                self._places[quantity.name, layer] = range(length - value.shape[axis], length)
-            elif (held := self._tree.watch.held) is not None:
-                window = slice(0, value.shape[axis]) if complete else held.window
-                self._places[quantity.name, layer] = range(window.start, window.stop)
-                if not complete:
-                    self._computed[quantity.name, layer] = held.computed
-            self._kept[quantity.name, layer] = quantity.keep(value[: self._rows])
+            forward_pass = self._tree.watch.forward_pass
+            columns = forward_pass.keys if quantity.of_keys else forward_pass.columns(name)
+            computed = None if complete or forward_pass.computed is None else forward_pass.computed[:, _slice(columns)]
+            self._kept[quantity.name, layer] = Kept(quantity.keep(value[: self._rows]), columns, computed)
 
         return keep
 
@@ -136,23 +142,24 @@ class SinkRecorder:
         if self._queries is not None:
             if step >= self._queries.shape[1]:
                 raise SettingError(f"Record(queries=...) has {step} steps, and the run goes on; give queries for more.")
-            self._tree.watch.queries = self._queries[:, step]
+            watch = self._tree.watch
+            watch.forward_pass = replace(watch.forward_pass, counted=self._queries[:, step])
         causal = self._tree.causal
         for layer in sorted({layer for at, layer in self._wanted if at == step or (causal and at > step)}):
             point: Point = self._tree.hook_dict[f"blocks.{layer}.attn.hook_pattern"]  # type: ignore[assignment]
 
             def keep(value: Tensor, layer: int = layer) -> None:
-                rows, held = value[: self._rows].detach().clone(), self._tree.watch.held
-                self._rows_of[layer] = rows if held is None else _of_all_queries(rows, held)
+                rows = _of_all_queries(value[: self._rows].detach(), self._tree.watch.forward_pass)
+                self._kept["pattern", layer] = Kept(rows, range(rows.shape[2]), None)
 
             self._watching.append(after(point, keep))
 
-    def end_step(self, step: int, first: int, canvases: dict[str, np.ndarray]) -> None:
+    def end_step(self, step: int, canvases: dict[str, np.ndarray]) -> None:
         """Move the step's variables to the store.
 
+        In an autoregressive run with a cache, values are joined to those of the steps before.
+
         Args:
-            first: first column that the pass computed; earlier keys were cached. In an autoregressive run the values
-                are joined to those of the steps before; otherwise earlier columns are missing.
             canvases: ``token_id``, ``masked`` and ``committed`` of the step, [batch, pos], and the variables `more`.
 
         Raises:
@@ -161,16 +168,12 @@ class SinkRecorder:
         for handle in self._watching:
             handle.remove()
         self._watching.clear()
-        causal = self._tree.causal
-        extends, first = causal and first > 0, 0 if causal else first
         variables: dict[str, list[Tensor]] = {}
         for part, layer, _ in self._points:
-            for name, value in self._finished(part, layer, extends, first).items():
+            for name, value in self._finished(part, layer).items():
                 variables.setdefault(name, []).append(value)
         for layer in range(self._tree.cfg.n_layers):
-            self._keep_pattern(step, layer, extends)
-        if not causal:
-            self._before.clear()
+            self._keep_pattern(step, layer)
         arrays = {  # layers may be on several devices
             name: torch.stack([value.to(layers[0].device) for value in layers], dim=1).cpu().numpy()
             for name, layers in variables.items()
@@ -180,20 +183,22 @@ class SinkRecorder:
         self.latest = arrays | canvases
         self.store.append(self.latest)
 
-    def _finished(self, part: Quantity, layer: int, extends: bool, first: int) -> dict[str, Tensor]:
+    @property
+    def _extends(self) -> bool:
+        """Whether the pass continues those of the steps before."""
+        return self._tree.causal and self._tree.watch.forward_pass.queries.start > 0
+
+    def _finished(self, part: Quantity, layer: int) -> dict[str, Tensor]:
         """The variables of one quantity in one layer, padded to the length of the canvas."""
-        kept = self._kept.pop((part.name, layer))
-        if extends and (part.name, layer) in self._before:
-            kept = part.join(self._before[part.name, layer], kept)
-        self._before[part.name, layer] = kept
+        kept, columns, computed = self._kept.pop((part.name, layer))
+        earlier = self._earlier.get((part.name, layer))
+        if self._extends and earlier is not None:
+            kept, columns = part.join(earlier, kept), range(columns.stop)
+        if self._tree.causal or part.compares:
+            self._earlier[part.name, layer] = kept
         if part.compares:
-            earlier, self._compared[part.name, layer] = self._compared.get((part.name, layer)), kept
             kept = part.since(earlier, kept)
-        exists = self._before[Scores.name, layer].shape[-1]  # scores come first in every layer
-        first = 0 if part.name == Scores.name else first  # scores are about keys, cached ones included
-        place = self._places.pop((part.name, layer), range(first, exists))
-        computed = self._computed.pop((part.name, layer), None)
-        real = (self._real if computed is None else computed)[:, place.start : place.stop].to(kept.device)
+        real = (self._real[:, _slice(columns)] if computed is None else computed).to(kept.device)
         found = part.finish(kept, real, self._tree.cfg.n_heads)
         shapes = {name: ("batch", *axes) for name, axes in part.variables.items()}
         if {name: value.ndim for name, value in found.items()} != {name: len(axes) for name, axes in shapes.items()}:
@@ -201,27 +206,34 @@ class SinkRecorder:
             raise SettingError(f"quantity {part.name!r} declares {shapes}, but its finish returned {returned}.")
         length = self._real.shape[1]
         return {
-            name: _filled(value, shapes[name], place.start, length, None if computed is None else real)
+            name: _filled(value, shapes[name], columns.start, length, None if computed is None else real)
             for name, value in found.items()
         }
 
-    def _keep_pattern(self, step: int, layer: int, extends: bool) -> None:
-        rows = self._rows_of.pop(layer, None)
-        if rows is None:
+    def _keep_pattern(self, step: int, layer: int) -> None:
+        if ("pattern", layer) not in self._kept:
             return
-        before = self._before.get(("pattern", layer))
-        if extends and before is not None:
+        rows = self._kept.pop(("pattern", layer)).value
+        before = self._earlier.get(("pattern", layer))
+        if self._extends and before is not None:
             rows = torch.cat([torch.nn.functional.pad(before, (0, rows.shape[-1] - before.shape[-1])), rows], dim=2)
-        self._before["pattern", layer] = rows
+        if self._tree.causal:
+            self._earlier["pattern", layer] = rows
         if (step, layer) in self._wanted:
             self.patterns[step, layer] = rows.cpu()
 
 
-def _of_all_queries(rows: Float[Tensor, "batch head window key"], held: "HeldKeys") -> Tensor:
-    """The map of a window with one row per column, NaN for queries that the row's plan does not compute."""
+def _slice(columns: range) -> slice:
+    return slice(columns.start, columns.stop)
+
+
+def _of_all_queries(rows: Float[Tensor, "batch head window key"], forward_pass: ForwardPass) -> Tensor:
+    """A copy of a map; under a policy with one row per column, NaN for queries that the row's plan does not compute."""
+    if forward_pass.computed is None:
+        return rows.clone()
     found = rows.new_full((*rows.shape[:2], rows.shape[3], rows.shape[3]), torch.nan)
-    found[:, :, held.window] = rows
-    return found.masked_fill(~held.computed.to(rows.device)[:, None, :, None], torch.nan)
+    found[:, :, _slice(forward_pass.queries)] = rows
+    return found.masked_fill(~forward_pass.computed.to(rows.device)[:, None, :, None], torch.nan)
 
 
 def _sample(tree: "HookTree", row_keys: Sequence[int]) -> QuerySample:

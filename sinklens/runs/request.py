@@ -17,7 +17,7 @@ from sinklens.arguments import Seed, Words, check_arguments
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import HookNameError
 from sinklens.hooks.names import HookName
-from sinklens.runs.intervention import HookFunction, Intervention
+from sinklens.runs.intervention import HookFunction, HookSource
 from sinklens.runs.result import Replayable
 from sinklens.sampling import RunSettings
 from sinklens.sinks.record import Record
@@ -27,7 +27,7 @@ HOOKS = (
     "[(name, fn), MaskSinks(top_k=1), …]"
 )
 Recorded = Annotated[bool | Record, Words("True, False or a Record such as Record(['values'])")]
-Hooks = Intervention | Sequence[tuple[HookName, HookFunction] | Intervention]
+Hooks = HookSource | Sequence[tuple[HookName, HookFunction] | HookSource]
 
 
 class RunRequest:
@@ -37,7 +37,7 @@ class RunRequest:
         prompt: a string, a list of strings (left-padded), or token ids [pos] or [batch, pos].
         seed: the same seed, prompt and settings give the same result. A row's result does not depend on its batch, with
             three exceptions: with ``threshold=`` or several canvases a finished row waits for the slowest, unchanged;
-            these waiting steps count for interventions that act on the previous step or on given steps; and at a
+            these waiting steps count for interventions at given steps, and for keys drawn at every step; and at a
             temperature above 0, copies of one prompt in one batch get different random numbers.
         chat_template: True applies the tokenizer's chat template to text; a string is used as the template.
         hooks: ``[(name or predicate, fn), …]`` with TransformerLens functions ``fn(value, hook)``, and interventions;
@@ -101,7 +101,7 @@ def hook_list(hooks: Hooks) -> list[Any]:
     Raises:
         HookNameError: it is neither an intervention nor a list.
     """
-    if isinstance(hooks, Intervention):
+    if isinstance(hooks, HookSource):
         return [hooks]
     if not isinstance(hooks, Iterable) or isinstance(hooks, str | Mapping):
         raise HookNameError(f"{HOOKS}; got {hooks!r:.80}.")

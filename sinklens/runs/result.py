@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
 from sinklens.model import Model
+from sinklens.runs.choices import Choice
 from sinklens.runs.control_keys import ControlKeys
 from sinklens.sampling import Sampler
 from sinklens.sampling.key_cache import Policy
@@ -129,6 +130,7 @@ class Generation:
         model: the model that ran.
         control_keys: the keys that controls (``pick=``) picked and controlled for; None if the run has no control.
         cache: the cache policy; None for an exact run.
+        chosen: where the interventions acted whose places follow the run; none if sinks were not recorded.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
@@ -147,6 +149,7 @@ class Generation:
     patterns: dict[tuple[int, int], Float[Tensor, "batch head query key"]] = field(default_factory=dict, repr=False)
     control_keys: ControlKeys | None = field(default=None, repr=False)
     cache: Policy | None = None
+    chosen: tuple[Choice, ...] = field(default=(), repr=False)
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:

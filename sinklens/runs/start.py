@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from sinklens.errors import PromptError, SettingError
 from sinklens.model import Model
-from sinklens.runs.intervention import Intervention
+from sinklens.runs.intervention import HookSource
 from sinklens.runs.request import RunRequest
 from sinklens.sampling import Sampler, settings_for
 from sinklens.sampling.decisions import RowNoise
@@ -49,7 +49,7 @@ def start(model: Model, request: RunRequest) -> Start:
     noise = _noise(request, [row[keep].tolist() for row, keep in zip(ids, real, strict=True)])
     appended, before = ids[:, :0], ids.shape[1]
     for entry in request.hooks:
-        if isinstance(entry, Intervention):
+        if isinstance(entry, HookSource):
             ids, real, more = entry.extend(model, ids, real)
             appended = torch.cat([appended, more], dim=1)
     added = ids.shape[1] - before

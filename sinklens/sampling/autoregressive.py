@@ -53,8 +53,7 @@ class AutoregressiveSettings(Truncated):
             if bool(_ended(state, state.canvas[:, :position]).all()):
                 return
             yield
-            text = state.through_canvas_point(state.canvas[:, :position])
-            state.step_canvas = torch.cat([text, state.canvas[:, position:]], dim=1)
+            text = state.begin_step(stop=position)[:, :position]
             state.active = ~_ended(state, text)
             running = _running(state)
             kept = rows is not None and bool(torch.isin(running, rows).all())
@@ -63,7 +62,6 @@ class AutoregressiveSettings(Truncated):
             elif cache is not None and rows is not None and len(running) < len(rows):
                 cache.batch_select_indices(torch.isin(rows, running).nonzero()[:, 0])
             new = text if cache is None else text[:, cache.get_seq_length() :]
-            state.first = text.shape[1] - new.shape[1]
             hidden = state.tree.hidden(new[running], state.real[running, :position], cache)[:, -1:]
             cached, rows = text, running
             self._decode(state, text, hidden, running)

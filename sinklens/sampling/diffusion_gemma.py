@@ -183,9 +183,7 @@ class _Block:
     def run(self, step: int, prefix: _Prefix, ended: Bool[Tensor, " batch"]) -> None:
         """Run one step; the last one of a canvas leaves its most likely tokens."""
         state, waiting = self._state, self._finished
-        state.step_undecided = state.undecided  # before the canvas is shown, since hooks there ask for it
-        text = state.through_canvas_point(state.canvas[:, : self._stop])
-        state.step_canvas = torch.cat([text, state.canvas[:, self._stop :]], dim=1)
+        text = state.begin_step(stop=self._stop)[:, : self._stop]
         state.active = ~waiting
         canvas = text[:, self._start :]
         hidden = state.tree.canvas_pass.decode(

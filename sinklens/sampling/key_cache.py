@@ -14,7 +14,7 @@ Pitfall: the window is contiguous. Fresh positions that lie far apart cost as mu
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -245,6 +245,8 @@ class KeyCache:
     def hidden(self, canvas: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch window d_model"]:
         """The final-norm outputs of the window's columns; logits that predict the next position are not shifted."""
         before = [self._held.keys(layer).clone() for layer in range(self.fresh.shape[1])] if self._compares else None
+        watch = self.tree.watch
+        watch.forward_pass = replace(watch.forward_pass, decidable=self.decidable)
         hidden = self._held.hidden(canvas, self.window, self.fresh, self.gone)
         if self.policy.reads_drift:
             self.drift = self._drift(before)

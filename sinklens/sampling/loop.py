@@ -97,7 +97,7 @@ def run(
             frames[-1] = Frame(state.canvas, state.undecided)
             if state.replay is not None and step >= state.replay.shape[1] - 1:
                 break  # the replayed run ended here
-            state.tree.watch.step = step
+            state.announce(step)
             for listener in listeners:
                 listener.before(step, state)
         else:

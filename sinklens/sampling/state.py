@@ -6,7 +6,7 @@ the last step it knows that the run has ended.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sinklens.errors import HookFunctionError, NotANumberError, SettingError
 from sinklens.hooks.blocks import ruled_by
+from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point, at
 from sinklens.hooks.tree import HookTree
 from sinklens.sampling.block_cache import BlockCache, one_later
@@ -40,7 +41,6 @@ class State:
             without a mask token sets it before its first yield and passes it to `end_step`.
         step_canvas: the canvas that the current step works on, with edits at ``denoise.hook_canvas``.
         step_undecided: the undecided positions of `step_canvas`; None as for `undecided`.
-        first: first canvas column that the last pass computed; the keys of earlier ones were cached.
         cache: keys of finished blocks, for samplers that decode block by block; None computes the complete canvas.
         keys: keys and values that steps reuse under a policy (`cache=` of a run); None computes all positions.
         replay: canvases of an earlier run, forced after every step; None for a free run.
@@ -63,7 +63,6 @@ class State:
     undecided: Bool[Tensor, "batch pos"] | None = None
     step_canvas: Int[Tensor, "batch pos"] | None = None
     step_undecided: Bool[Tensor, "batch pos"] | None = None
-    first: int = 0
     cache: BlockCache | None = None
     keys: KeyCache | None = None
     replay: Int[Tensor, "batch step pos"] | None = None
@@ -71,7 +70,7 @@ class State:
     steps_done: int = 0
 
     def __post_init__(self) -> None:
-        self.active = torch.ones_like(self.canvas[:, 0], dtype=torch.bool)
+        self._active = torch.ones_like(self.canvas[:, 0], dtype=torch.bool)
 
     @property
     def active(self) -> Bool[Tensor, " batch"]:
@@ -79,17 +78,30 @@ class State:
 
     @active.setter
     def active(self, rows: Bool[Tensor, " batch"]) -> None:
-        self._active = self.tree.watch.active = rows  # for hooks
+        self._active, watch = rows, self.tree.watch
+        watch.forward_pass = replace(watch.forward_pass, active=rows)
 
-    def begin_step(self, block: slice | None = None) -> Int[Tensor, "batch pos"]:
+    def announce(self, step: int) -> None:
+        """Describe the pass of `step` to every point, before its canvas is settled."""
+        watch = self.tree.watch
+        before = watch.forward_pass if self.steps_done else ForwardPass()
+        watch.forward_pass = replace(
+            before, step=step, mode="causal" if self.tree.causal else "denoise", prompt_length=self.prompt_length,
+            real=self.real, undecided=self.undecided, active=None,
+        )  # fmt: skip
+
+    def begin_step(self, block: slice | None = None, stop: int | None = None) -> Int[Tensor, "batch pos"]:
         """The canvas that the step works on: the last step's result, passed through ``denoise.hook_canvas``.
 
         Args:
             block: columns of the active block, for a policy; None for a sampler that decides anywhere in the answer.
+            stop: where the text ends that ``denoise.hook_canvas`` shows; None for the complete canvas.
         """
+        self.step_undecided, watch = self.undecided, self.tree.watch
         self.active = torch.ones_like(self.active)
-        self.step_undecided = self.undecided
-        self.step_canvas = self.through_canvas_point(self.canvas)
+        text = self.through_canvas_point(self.canvas[:, :stop])
+        self.step_canvas = text if stop is None else torch.cat([text, self.canvas[:, stop:]], dim=1)
+        watch.forward_pass = replace(watch.forward_pass, undecided=self.undecided_before())
         if self.keys is not None:
             edited = self.step_canvas != self.canvas
             self.keys.plan(self.step_canvas, self.undecided_before(), edited, block or self.answer)
@@ -230,10 +242,9 @@ class State:
             if self.shift:  # logits at i - 1 predict position i
                 hidden = one_later(hidden, real[chosen])
         else:
-            self.first = self.cache.first(rows)
             hidden = self.cache.hidden(rows, real, window)
             hidden = self.cache.shifted(hidden, real[:, : window.stop]) if self.shift else hidden
-            where = where[:, self.first : window.stop]
+            where = where[:, window.stop - hidden.shape[1] : window.stop]
         parts = hidden.chunk(2) if cfg_scale > 0 else (hidden,)
         if point.watched or self.tree.head_awaited:
             return self.checked(point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where].float())
@@ -279,7 +290,6 @@ class State:
                 "this sampler decides positions that the cache policy does not compute; it has to restrict them to "
                 "State.computed() before it calls State.logits. Leave cache= out, or change the sampler."
             )
-        self.first = self.keys.window.start
         hidden = self.keys.hidden(canvas)
         if self.shift:
             hidden = one_later(hidden, self.real[:, : self.keys.window.stop])

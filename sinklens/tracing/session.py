@@ -173,7 +173,7 @@ class Trace(BlockTracer):
     @property
     def step(self) -> int | None:
         """The current step; None outside the block."""
-        return self._denoising.model.tree.watch.step
+        return self._denoising.model.tree.watch.forward_pass.step
 
     def stop(self) -> None:
         """End the run here; the rest of the block does not run.

@@ -33,9 +33,7 @@ def test_each_head_loses_its_strongest_or_an_ordinary_key_of_the_previous_step(n
     model = request.getfixturevalue(name)
     places = [(step, layer) for step in range(4) for layer in range(4)]
     causal = model.config.is_causal
-    run = sinklens.generate(
-        model, PROMPTS, gen_length=6, hooks=masking(model, ordinary), record_sinks=Record(patterns=places)
-    )
+    run = sinklens.generate(model, PROMPTS, gen_length=6, hooks=masking(ordinary), record_sinks=Record(patterns=places))
     hidden = 0
     for step, layer in places:
         pattern = run.patterns[step, layer]
@@ -60,7 +58,7 @@ def test_each_head_loses_its_strongest_or_an_ordinary_key_of_the_previous_step(n
 
 def test_nothing_is_hidden_at_the_first_step(tiny_llada):
     base = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=8, steps=1)
-    masked = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=8, steps=1, hooks=masking(tiny_llada))
+    masked = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=8, steps=1, hooks=masking())
     np.testing.assert_array_equal(base.tokens, masked.tokens)
     xr.testing.assert_allclose(base.sinks.data["score"], masked.sinks.data["score"])
 

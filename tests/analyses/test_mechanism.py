@@ -15,7 +15,6 @@ from sinklens.analyses.mechanism import (
     ORDERS,
     PICKS,
     TOP_K,
-    MaskedKeys,
     Mechanism,
     above_median,
     changes,
@@ -70,14 +69,6 @@ def test_means_cover_only_steps_with_both_halves():
     assert float(found["difference"]) == pytest.approx(-0.3)
     assert float(found["correlation"]) == 0.5
     np.testing.assert_array_equal(found["change_attended_step"], [-0.4, np.nan, np.nan])
-
-
-def test_masked_keys_are_read_from_the_additive_mask(tiny_llada):
-    change, hidden = MaskSinks(top_k=2, layers=[1, 3]), MaskedKeys(tiny_llada)
-    run = sinklens.generate(tiny_llada, [PROMPT], hooks=[change, *hidden.hooks()], **SETTINGS)
-    expected = change.keys(run.sinks)
-    np.testing.assert_array_equal(hidden.keys(run), expected)
-    assert int(expected.sum()) == 5 * 2 * 6 * 2
 
 
 def test_orders_unmask_as_named_one_token_per_step(tiny_llada, tiny_llama):

@@ -32,7 +32,7 @@ def test_a_hook_sees_the_undecided_positions_of_its_own_step(model):
     class Snapshots(Intervention):
         on_canvas = True
 
-        def hooks_for(self, model, run=None):
+        def pairs(self, model, run):
             canvas = Canvas(run)
             keep = ("denoise.hook_logits", lambda value, hook: seen.append(canvas.now.undecided.clone()))
             return [("denoise.hook_canvas", canvas.hook), keep]
@@ -70,7 +70,7 @@ def test_an_intervention_on_complete_passes_is_refused_inside_a_sweep(model):
 class Unfit(Intervention):
     """An intervention that needs complete passes."""
 
-    def hooks_for(self, model, run=None):
+    def pairs(self, model, run):
         return []
 
 

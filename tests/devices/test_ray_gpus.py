@@ -25,7 +25,7 @@ class Noting(Intervention):
 
     folder: str
 
-    def hooks_for(self, model, run=None):
+    def pairs(self, model, run):
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
         (Path(self.folder) / str(os.getpid())).write_text(f"{seen} {model.cfg.device.type}")
         return []

@@ -111,7 +111,7 @@ class NoDataclass(Intervention):
         super().__init__()
         object.__setattr__(self, "factor", factor)
 
-    def hooks_for(self, model, run=None):
+    def pairs(self, model, run):
         return []
 
 
@@ -124,7 +124,7 @@ class HiddenState(Intervention):
     def __post_init__(self):
         object.__setattr__(self, "doubled", 2 * self.factor)
 
-    def hooks_for(self, model, run=None):
+    def pairs(self, model, run):
         return []
 
 
@@ -134,7 +134,7 @@ class Plain(Intervention):
 
     factor: float = 1.0
 
-    def hooks_for(self, model, run=None):
+    def pairs(self, model, run):
         return []
 
 

@@ -5,6 +5,7 @@ import torch
 from building import random_ids, shared_model
 from torch import nn
 
+from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point, Watch, at
 
 NAME = "blocks.1.attn.hook_z"
@@ -92,7 +93,7 @@ def test_a_hook_receives_name_layer_and_step(point):
     received = []
     point.add_hook(lambda value, hook: received.append((hook.name, hook.layer(), hook.step)))
     point(torch.ones(1))
-    point.watch.step = 4
+    point.watch.forward_pass = ForwardPass(step=4)
     point(torch.ones(1))
     assert received == [(NAME, 1, None), (NAME, 1, 4)]
 

@@ -8,6 +8,7 @@ from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
+from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.names import axes_of
 from sinklens.hooks.spellings import HookCache
 from sinklens.interventions import AblateHeads, Activations, FreezePattern, PatchHooks, WindowAttention
@@ -305,10 +306,10 @@ def test_step_caches_report_what_they_hold(worded):
     with pytest.raises(SettingError, match="step 5 was not cached; cached steps: none"):
         caches[5]
     point = model.tree.hook_embed
-    model.tree.watch.step = 2
+    model.tree.watch.forward_pass = ForwardPass(step=2)
     value = torch.ones(1, 3, 24)
     caches.keep(value, point)
-    model.tree.watch.step = None
+    model.tree.watch.forward_pass = ForwardPass()
     value += 1
     assert (2 in caches, list(caches), len(caches)) == (True, [2], 1)
     assert (caches[2]["hook_embed"] == 1).all()

@@ -186,7 +186,7 @@ def test_under_guidance_the_unconditional_rows_keep_their_values(worded):
     def outputs(hooks):
         kept, point = {}, model.tree.hook_dict["blocks.0.hook_attn_out"]
         handle = point.register_forward_hook(
-            lambda _module, _args, output: kept.setdefault(model.tree.watch.step, output.clone())
+            lambda _module, _args, output: kept.setdefault(model.tree.watch.forward_pass.step, output.clone())
         )
         try:
             watch(model, [LONG], hooks, [], cfg_scale=1.0, replay=base)

@@ -334,7 +334,7 @@ def test_under_guidance_only_conditional_rows_change_at_their_places(worded):
     point = model.tree.hook_dict[Z]
 
     def keep(_module, _args, _kwargs, output):
-        seen.setdefault(model.tree.watch.step, []).append(output.clone())
+        seen.setdefault(model.tree.watch.forward_pass.step, []).append(output.clone())
 
     for hooks in ([], [AblateHeads(where=marked, layers=[1])]):
         handle = point.register_forward_hook(keep, with_kwargs=True)  # after the edits

@@ -247,6 +247,7 @@ def test_tokens_around_the_answer_are_given(llada):
             r"pass same_step=True for the keys of the pass itself, where=",
         ),
         (AblateHeads(where=Where(top_k=1)), r"AblateHeads acts on the sinks of the previous step"),
+        (AblateHeads(where="prompt" & ~Where(top_k=1), layers=[0]), r"AblateHeads acts on the sinks of the previous"),
         (HoldSinks(at=0), r"HoldSinks repeats attention of an earlier step"),
         (FreezePattern(at=0), r"FreezePattern repeats attention of an earlier step"),
         (AblateHeads(steps=[3], layers=[0], heads=[0]), r"step 3 does not exist; there are 1, 0 to 0"),
@@ -260,4 +261,4 @@ def test_what_a_pass_does_not_have_is_refused(llada, hooks, message):
     with pytest.raises(error, match=message):
         likelihood(llada, PROMPT, ANSWER, hooks=hooks)
     assert not any(point.fwd_hooks for point in llada.tree.hook_dict.values())
-    assert llada.tree.watch.step is None
+    assert llada.tree.watch.forward_pass.step is None

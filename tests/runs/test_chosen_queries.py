@@ -40,7 +40,7 @@ def test_scores_are_sums_of_the_chosen_real_rows_and_logits_do_not_change(worded
     np.testing.assert_allclose(score, rows.sum(axis=2), atol=1e-5)
     percent = run.sinks.scores("percent").isel(step=2, layer=1).sum("pos").to_numpy()
     np.testing.assert_allclose(percent, 100, rtol=1e-4)
-    assert model.tree.watch.queries is None
+    assert model.tree.watch.forward_pass.counted is None
     for (step, layer), pattern in patterns.items():
         score = run.sinks["score"].isel(step=step, layer=layer).to_numpy()
         np.testing.assert_allclose(score, (pattern.numpy() * counted[:, step, None, :, None]).sum(axis=2), atol=1e-5)
@@ -55,7 +55,7 @@ def test_queries_that_do_not_fit_are_refused(worded, queries):
         sinklens.generate(model, PROMPTS, record_sinks=Record(queries=queries[:1]), **SETTINGS)
     with pytest.raises(SettingError, match="has 3 steps, and the run goes on; give queries for more"):
         sinklens.generate(model, PROMPTS, record_sinks=Record(queries=queries[:, :3]), **SETTINGS)
-    assert model.tree.watch.queries is None
+    assert model.tree.watch.forward_pass.counted is None
     for other, given in ((worded("llama", True), {}), (model, {"cache": "dual"})):
         with pytest.raises(SettingError, match="queries= is for bidirectional models without a cache policy"):
             sinklens.generate(other, PROMPTS, gen_length=6, record_sinks=Record(queries=queries), **given)

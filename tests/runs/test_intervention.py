@@ -9,6 +9,7 @@ from watching import LONG, PADDED, SHORT, logits_of, short, unwatched, watch
 import sinklens
 from sinklens.errors import HookNameError, SettingError
 from sinklens.experiments import head_outputs
+from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point, Watch
 from sinklens.interventions import (
     AblateHeads,
@@ -25,7 +26,7 @@ from sinklens.interventions import (
     WindowAttention,
 )
 from sinklens.interventions.places import Places
-from sinklens.runs.intervention import QuerySpan, place_mask, within
+from sinklens.runs.intervention import place_mask, within
 from sinklens.sinks import EpsilonOverMean
 
 Z = "blocks.1.attn.hook_z"
@@ -378,20 +379,15 @@ def run_context(causal):
     return RunContext(shared_model("llama", causal).tree, real, 3, 3, 60, 0, (0, 1), lambda ids: {}, {})
 
 
-def test_a_position_of_an_autoregressive_run_belongs_to_the_step_that_first_reads_it():
-    run = run_context(causal=True)
-    assert run.query_spans(0, 3) == [QuerySpan(0, 0, 3)]
-    assert run.query_spans(2, 5) == [QuerySpan(0, 0, 3), QuerySpan(1, 3, 4), QuerySpan(2, 4, 5)]
-    assert run.query_spans(2, 1) == [QuerySpan(2, 0, 1)]
-    assert (run.first(2, 5), run.first(2, 1)) == (0, 4)
-    assert run_context(causal=False).query_spans(2, 6) == [QuerySpan(2, 0, 6)]
-    assert run_context(causal=False).first(2, 6) == 0
-
-
 def affected(given, run, step, queries):
-    """The affected queries of a pass, for each row."""
-    watch_of_point = Watch()
-    watch_of_point.step, point = step, Point(watch_of_point)
+    """The affected queries of a pass over the last `queries` positions of the text, for each row."""
+    watch_of_point, causal = Watch(), run.causal
+    stop = 3 + step if causal else queries
+    watch_of_point.forward_pass = ForwardPass(
+        step, mode="causal" if causal else None, queries=range(stop - queries, stop), keys=range(stop), prompt_length=3,
+        real=torch.ones(1, stop, dtype=torch.bool) if run.single else run.real,
+    )  # fmt: skip
+    point = Point(watch_of_point)
     point.name = Z
     found = Places(AblateHeads(**given), shared_model(), run).of_queries(point, queries, torch.device("cpu"))
     return None if found is None else found[:, 0].int().tolist()
@@ -408,7 +404,7 @@ def test_the_affected_queries_are_those_at_the_positions_that_the_steps_own():
     assert affected(placed, causal, 2, 1) == [[1], [1]]
     assert affected({"steps": [-1], "positions": [1]}, diffusion, 1, 6) is None
     assert affected({"steps": [-1], "positions": [1]}, diffusion, 2, 6) == [[0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
-    assert affected({"positions": [-1]}, None, None, 3) == [[0, 0, 1]]
+    assert affected({"positions": [-1]}, RunContext.of_single_pass(shared_model()), None, 3) == [[0, 0, 1]]
 
 
 def test_unsupported_restrictions_are_rejected():

@@ -1,0 +1,121 @@
+"""What one pass of the model covers: which queries and keys, for which rows, at which step.
+
+Whoever runs a pass describes it: a sampler's step, a cache, the encoder, or a single pass. Every point shows the
+description as ``hook.forward_pass``, so hook functions, recorders and caches read it there and do not work it out from
+the shapes of values.
+
+*Positions* are columns of the batch, padding included. A description changes by being replaced. Until the pass of a
+step begins, as at ``denoise.hook_canvas``, `queries`, `keys`, `fresh`, `gone` and `decidable` are those of the pass
+before.
+
+Pitfall: the rows of tensors are those of the canvas. Under guidance a pass repeats them; in passes that leave out rows,
+nothing is watched.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.hooks.names import axes_of, covers_all_columns
+
+Mode = Literal["causal", "denoise", "encode"]
+
+
+class QuerySpan(NamedTuple):
+    """Queries of a pass that belong to one step.
+
+    Attributes:
+        step: the step that owns them.
+        start, stop: their range of indices in the pass.
+    """
+
+    step: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardPass:
+    """One pass of the model.
+
+    Attributes:
+        step: number of the denoising step; None outside a run.
+        time: noise level that the model gets; None for a model that gets none.
+        mode: "causal" decodes left to right, "denoise" is a step on a canvas, "encode" is the encoder's pass over the
+            text before a canvas, whose keys later passes read; None is a single pass.
+        queries: positions whose stream the pass computes.
+        keys: positions of the keys that its queries attend to; in a layer with a sliding window those in reach.
+        prompt_length: positions before the answer, padding included; 0 outside a run.
+        real: False on padding; empty before the first pass.
+        fresh: keys that the pass computes under a cache policy, never padding; None without a policy.
+        gone: keys that the policy hides from every query; None without a policy.
+        decidable: positions that the step can decide under a policy: those computed with what predicts them; None
+            without a policy.
+        active: rows that the step works on; the others wait. None for all.
+        undecided: undecided positions that the step works on; None until its canvas is settled, and in a single pass.
+            A sampler without a mask token says so before ``denoise.hook_canvas``.
+        counted: queries that sink scores sum over; None for all.
+    """
+
+    step: int | None = None
+    time: Float[Tensor, " batch"] | None = None
+    mode: Mode | None = None
+    queries: range = range(0)
+    keys: range = range(0)
+    prompt_length: int = 0
+    real: Bool[Tensor, "batch pos"] = field(default_factory=lambda: torch.ones(0, 0, dtype=torch.bool))
+    fresh: Bool[Tensor, "batch layer pos"] | None = None
+    gone: Bool[Tensor, "batch layer pos"] | None = None
+    decidable: Bool[Tensor, "batch pos"] | None = None
+    active: Bool[Tensor, " batch"] | None = None
+    undecided: Bool[Tensor, "batch pos"] | None = None
+    counted: Bool[Tensor, "batch pos"] | None = None
+
+    @cached_property
+    def computed(self) -> Bool[Tensor, "batch pos"] | None:
+        """Positions that the pass computes in any layer under a cache policy; None if it computes all its queries."""
+        return None if self.fresh is None else self.fresh.any(dim=1)
+
+    def first(self, size: int) -> int:
+        """Position at which a value with `size` positions begins.
+
+        A value covers all keys, as ``hook_k`` under a cache policy, or the queries, or the last of them, as
+        ``denoise.hook_logits`` of an autoregressive run.
+        """
+        return self.keys.start if size == len(self.keys) else max(0, self.queries.stop - size)
+
+    def columns(self, name: str) -> range:
+        """Positions along the position axis of the value at the point `name` of a layer; of a map, its queries."""
+        axes = axes_of(name)
+        if ("key" in axes and "query" not in axes) or (self.fresh is not None and covers_all_columns(name)):
+            return self.keys
+        return self.queries
+
+    def spans(self, size: int | None = None) -> list[QuerySpan]:
+        """The queries, or the last `size` of them, grouped by the step that owns them.
+
+        In an autoregressive run, step 0 owns the prompt, and each later token belongs to the step that first reads it.
+        In other passes all queries belong to `step`.
+        """
+        size = len(self.queries) if size is None else size
+        if self.mode != "causal":
+            return [QuerySpan(self.step or 0, 0, size)]
+        first = self.queries.stop - size
+        prompt = min(size, max(0, self.prompt_length - first))
+        later = [QuerySpan(first + row - self.prompt_length + 1, row, row + 1) for row in range(prompt, size)]
+        return [QuerySpan(0, 0, prompt), *later] if prompt else later
+
+    def distances(self, device: torch.device) -> Int[Tensor, "query key"]:
+        """Key position minus query position."""
+        keys = torch.arange(self.keys.start, self.keys.stop, device=device)
+        return keys[None, :] - torch.arange(self.queries.start, self.queries.stop, device=device)[:, None]
+
+    def of_rows(self, rows: slice) -> "ForwardPass":
+        """The pass for some rows of the batch."""
+        names = ("time", "real", "fresh", "gone", "decidable", "active", "undecided", "counted")
+        found = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: value[rows] for name, value in found.items() if value is not None})

@@ -1,0 +1,65 @@
+"""The places that the rules of a run chose, kept as they are chosen.
+
+A run that records sinks also records where its interventions acted: `Generation.chosen` has one `Choice` for each
+intervention whose places follow the run. Passed as ``where=``, its `Choice.places` repeat the choice in another run of
+the same prompts.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from jaxtyping import Bool
+from torch import Tensor
+
+from sinklens.sinks.data import AXES
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The places of one intervention in a run.
+
+    Attributes:
+        of: the intervention.
+        sizes: steps and positions of the run.
+        packed: by step, the mask [batch, layer, head, pos] with eight positions in a byte; nowhere at other steps.
+    """
+
+    of: Any
+    sizes: tuple[int, int]
+    packed: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
+
+    def keep(self, step: int, mask: Bool[Tensor, "#batch #layer #head pos"]) -> None:
+        """Keep the places of a step."""
+        self.packed[step] = np.packbits(mask.cpu().numpy(), axis=-1)
+
+    @property
+    def places(self) -> Bool[xr.DataArray, "#batch step #layer #head pos"]:
+        """True at the places; an axis along which they never differ has size 1."""
+        steps, length = self.sizes
+        masks = {step: np.unpackbits(mask, axis=-1, count=length).astype(bool) for step, mask in self.packed.items()}
+        shape = np.broadcast_shapes((1, 1, 1, length), *(mask.shape for mask in masks.values()))
+        found = np.zeros((shape[0], steps, *shape[1:]), dtype=bool)
+        for step, mask in masks.items():
+            found[:, step] = mask
+        return xr.DataArray(found, dims=AXES, coords={"step": range(steps)})
+
+
+@dataclass
+class ChoiceLog:
+    """The choices of a run.
+
+    Attributes:
+        steps, length: planned steps, and positions.
+        choices: one for each intervention with a rule.
+    """
+
+    steps: int
+    length: int
+    choices: list[Choice] = field(default_factory=list)
+
+    def begin(self, what: Any) -> Choice:
+        """The choice of another intervention."""
+        self.choices.append(Choice(what, (self.steps, self.length)))
+        return self.choices[-1]

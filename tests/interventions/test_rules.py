@@ -1,0 +1,281 @@
+"""Rules that combine, rules and interventions of one's own, and the places that a run records, against loops."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from building import shared_model
+from watching import PADDED, logits_of, watch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.interventions import (
+    AblateHeads,
+    AblateMLPs,
+    InArray,
+    KeepKeys,
+    MaskSinks,
+    OfKind,
+    Positions,
+    Rule,
+    Where,
+)
+from sinklens.interventions.places import AtPositions, follows_run
+from sinklens.sinks import EpsilonOverMean, TopK
+from sinklens.tasks.word_problems import held_out
+
+WAYS = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
+
+
+def chosen_in(model, where, intervention=AblateHeads, **settings):
+    """The places of `where` in a run, [batch, step, layer, head, pos]; and the run."""
+    run = watch(model, PADDED, [intervention(where=where)], [], record_sinks=True, **settings).run
+    (choice,) = run.chosen
+    steps = choice.places.isel(step=slice(run.steps_run)).to_numpy()
+    shape = (len(run.real), run.steps_run, 3, 6, run.real.shape[1])
+    return np.broadcast_to(steps, shape), run
+
+
+def strongest(run, number):
+    """The strongest keys of the step before, [batch, step, layer, head, pos]; nowhere at step 0."""
+    scores = run.sinks.scores().fillna(-1.0).to_numpy()
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., :number]
+    found = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(found, order, True, axis=-1)
+    return np.concatenate([np.zeros_like(found[:, :1]), found[:, :-1]], axis=1)
+
+
+def states(run):
+    """Whether each position is undecided, and whether it is in the prompt; [batch, step, 1, 1, pos]."""
+    undecided = run.undecided[:, :-1].numpy()[:, :, None, None]
+    return undecided, np.broadcast_to(np.arange(run.real.shape[1]) < run.prompt_length, undecided.shape)
+
+
+TWO = Where(top_k=2)
+COMBINED = {
+    "and": (TWO & "prompt", lambda top, masked, prompt: top & prompt),
+    "or": (TWO | OfKind("masked"), lambda top, masked, prompt: top | masked),
+    "not": (~OfKind("masked"), lambda top, masked, prompt: ~masked & (top | True)),
+    "not the strongest": (~TWO & OfKind("prompt"), lambda top, masked, prompt: ~top & prompt),
+    "a text first": ("prompt" & TWO, lambda top, masked, prompt: top & prompt),
+    "nested": (~(TWO | "prompt") | (TWO & "masked"), lambda top, masked, prompt: (~(top | prompt)) | (top & masked)),
+    "positions": (
+        OfKind("prompt") & ~Positions([0]),
+        lambda top, masked, prompt: prompt & ~(np.arange(15) == np.array([3, 0])[:, None])[:, None, None, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_combined_rules_are_at_the_places_of_a_loop_over_the_parts(worded, name):
+    rule, expected = COMBINED[name]
+    found, run = chosen_in(worded(), rule)
+    wanted = expected(strongest(run, 2), *states(run)) & run.real.numpy()[:, None, None, None]
+    by_scores = name not in ("not", "positions")
+    first = 1 if by_scores else 0  # without scores, a rule and its complement are nowhere
+    np.testing.assert_array_equal(found[:, first:], np.broadcast_to(wanted, found.shape)[:, first:])
+    if by_scores and name not in ("or", "nested"):
+        assert not found[:, 0].any()
+    assert found.any()
+    assert not found.all()
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_a_combination_equals_the_array_that_it_stands_for(worded, architecture, causal, settings):
+    model = worded(architecture, causal)
+    base = watch(model, PADDED, points=[], **settings).run
+    marked = torch.rand(2, base.settings.steps, 3, 6, base.real.shape[1], generator=torch.manual_seed(1)) < 0.5
+    marked &= base.real[:, None, None, None]
+    prompt = torch.arange(base.real.shape[1]) < base.prompt_length
+    for rule, array in (
+        (InArray(marked) & "prompt", marked & prompt),
+        (~(InArray(marked) | "prompt"), ~(marked | prompt) & base.real[:, None, None, None]),
+        (marked.numpy() & OfKind("prompt"), marked & prompt),
+    ):
+        one, other = (
+            watch(model, PADDED, [AblateHeads(where=where)], ["hook_logits"], **settings) for where in (rule, array)
+        )
+        assert torch.equal(logits_of(one), logits_of(other))
+        assert not torch.equal(logits_of(one), logits_of(watch(model, PADDED, [], ["hook_logits"], **settings)))
+
+
+@pytest.mark.parametrize("intervention", [MaskSinks, KeepKeys])
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_keys_that_two_rules_share_are_those_of_the_smaller(worded, architecture, causal, settings, intervention):
+    """The three strongest keys and the strongest one share the strongest one."""
+    model = worded(architecture, causal)
+    both = intervention(top_k=None, where=Where(top_k=3) & Where(top_k=1))
+    runs = [
+        watch(model, PADDED, [hooks], ["hook_logits"], **settings)
+        for hooks in (both, intervention(top_k=None, where=Where(top_k=1)))
+    ]
+    assert torch.equal(*map(logits_of, runs))
+
+
+@dataclass(frozen=True)
+class EveryThird(Rule):
+    """Every third position of the canvas, from the step's number on."""
+
+    def at(self, now):
+        positions = torch.arange(now.canvas.ids.shape[1])
+        return (positions % 3 == now.step % 3)[None, None, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleHeads(AtPositions):
+    """Multiply the output of heads, z = A·V, by a factor."""
+
+    acts_on = "attn.hook_z"
+    factor: float
+
+    def edit(self, value, hook):
+        return self.factor * value
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_a_rule_of_ones_own_is_an_array_of_its_places(worded, architecture, causal, settings):
+    model = worded(architecture, causal)
+    base = watch(model, PADDED, points=[], **settings).run
+    length, steps = base.real.shape[1], base.settings.steps
+    places = torch.arange(length) % 3 == torch.arange(steps)[:, None] % 3
+    array = places[None, :, None, None] & base.real[:, None, None, None]
+    one, other = (
+        watch(model, PADDED, [AblateHeads(where=where)], ["hook_logits"], **settings) for where in (EveryThird(), array)
+    )
+    assert torch.equal(logits_of(one), logits_of(other))
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_an_intervention_of_ones_own_edits_its_places_alone(worded, architecture, causal, settings):
+    model = worded(architecture, causal)
+    base = watch(model, PADDED, points=["hook_z"], **settings)
+    length, prompt = base.run.real.shape[1], base.run.prompt_length
+    scaled = ScaleHeads(factor=3.0, layers=[1], heads=[0, 4], steps=[1, 2], positions=[0, 2, -1, prompt - length])
+    changed = watch(model, PADDED, [scaled], ["hook_z"], replay=base.run, **settings)
+    count = 0
+    for step in range(base.run.steps_run):
+        name = "blocks.1.attn.hook_z"
+        before, after = base.values[step][name], changed.values[step][name]
+        size = before.shape[1]
+        first = prompt + step - size if causal else 0
+        expected = before.clone()
+        for row in range(2):
+            start = int(base.run.real[row].long().argmax())
+            for query in range(size):
+                owner = max(0, first + query - prompt + 1) if causal else step
+                if owner in (1, 2) and first + query in (start, start + 2, length - 1, prompt):
+                    expected[row, query, [0, 4]] *= 3.0
+                    count += 1
+        torch.testing.assert_close(after, expected)
+    assert count
+    zeros = watch(model, PADDED, [ScaleHeads(factor=0.0, heads=[2], where=~OfKind("prompt"))], ["hook_logits"])
+    ablated = watch(model, PADDED, [AblateHeads(heads=[2], where="not prompt")], ["hook_logits"])
+    assert torch.equal(logits_of(zeros), logits_of(ablated))
+
+
+def test_heads_at_a_point_without_heads_are_rejected():
+    @dataclass(frozen=True, kw_only=True)
+    class Louder(AtPositions):
+        acts_on = "hook_mlp_out"
+
+        def edit(self, value, hook):
+            return 2 * value
+
+    with pytest.raises(SettingError, match=r"blocks\.0\.hook_mlp_out has no head axis .*; omit heads="):
+        Louder(heads=[1]).hooks_for(shared_model())
+
+
+def test_what_a_subclass_must_define_is_said():
+    @dataclass(frozen=True, kw_only=True)
+    class Nothing(AtPositions):
+        acts_on = "attn.hook_z"
+
+    with pytest.raises(NotImplementedError, match=r"Nothing must define edit\(self, value, hook\), or pairs"):
+        shared_model().run_with_hooks(torch.tensor([[1, 2]]), fwd_hooks=Nothing().hooks_for(shared_model()))
+    with pytest.raises(NotImplementedError, match=r"Rule is a Rule and must define at\(self, now\)"):
+        watch(shared_model(), torch.tensor([[3, 4, 5]]), [AblateHeads(where=Rule())])
+
+
+def test_whether_places_follow_the_run_is_known_of_every_rule():
+    follows = [TopK(1), Where(top_k=1), EveryThird(), ~TWO, OfKind("digit") | TWO, lambda step: [0]]
+    others = ["digit", OfKind("digit"), ~OfKind("digit"), Positions([1]), torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)]
+    assert all(follows_run(AblateHeads(where=where)) for where in follows)
+    assert not any(follows_run(AblateHeads(where=where)) for where in (*others, None, Where(top_k=1, same_step=True)))
+    assert follows_run(MaskSinks())
+    assert not follows_run(MaskSinks(top_k=None, where="digit"))
+
+
+def test_only_what_where_takes_combines():
+    with pytest.raises(SettingError, match=r"where must be a detector, a Where, .* got 3"):
+        _ = OfKind("digit") & 3
+    with pytest.raises(SettingError, match=r"where must be a detector, a Where, .* got 3"):
+        _ = 3 | OfKind("digit")
+
+
+def test_keys_do_not_depend_on_how_long_a_row_waits_for_others(tiny_llada):
+    """Rows finish their blocks at different steps; a waiting row keeps the scores of its own last step."""
+    prompts = [problem.prompt for problem in held_out(6)]
+    settings = {"gen_length": 32, "block_length": 8, "threshold": 0.9, "record_sinks": False, "progress": False}
+    together = sinklens.generate(tiny_llada, prompts, hooks=MaskSinks(top_k=2), **settings)
+    waits = 0
+    for row, prompt in enumerate(prompts):
+        alone = sinklens.generate(tiny_llada, [prompt], hooks=MaskSinks(top_k=2), **settings)
+        answers = [run.tokens[at, run.prompt_length :] for run, at in ((alone, 0), (together, row))]
+        assert torch.equal(*answers)
+        waits += together.steps_run - alone.steps_run
+    assert waits > 10
+
+
+# --- what a run records ---
+
+
+CHOICES = {
+    "the strongest": MaskSinks(top_k=2, layers=[0, 2], heads=[1, 5]),
+    "random keys": MaskSinks(top_k=2, pick="random", seed=3),
+    "keys of a kind": MaskSinks(top_k=3, only="prompt"),
+    "a detector's": MaskSinks(top_k=None, detector=EpsilonOverMean(epsilon=0.5)),
+    "at places": MaskSinks(top_k=None, where=Where(top_k=2) & "prompt", layers=[1]),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("llama", True)])
+def test_a_run_records_the_keys_that_got_no_attention(worded, architecture, causal, name):
+    masking = CHOICES[name]
+    watched = watch(worded(architecture, causal), PADDED, [masking], ["hook_attn_mask"], record_sinks=True)
+    run = watched.run
+    keys, count = masking.keys(run).to_numpy(), 0
+    for step in range(run.steps_run):
+        mask = watched.stacked("hook_attn_mask", step)[..., -1, :]  # [layer, batch, head, key]
+        hidden = (mask == -torch.inf).transpose(0, 1).numpy() & run.real[:, None, None, : mask.shape[-1]].numpy()
+        np.testing.assert_array_equal(keys[:, step][..., : mask.shape[-1]], hidden)
+        count += hidden.sum()
+    assert count > 10
+
+
+def test_recorded_places_repeat_a_choice_in_another_run(worded):
+    model, random = worded(), MaskSinks(top_k=2, pick="random", seed=3)
+    first = watch(model, PADDED, [random], ["hook_logits"], record_sinks=True)
+    again = MaskSinks(top_k=None, where=first.run.chosen[0].places)
+    assert torch.equal(logits_of(watch(model, PADDED, [again], ["hook_logits"])), logits_of(first))
+    assert first.run.chosen[0].of is random
+
+
+def test_the_record_agrees_with_the_keys_that_follow_from_the_track(tiny_llada):
+    masking = MaskSinks(top_k=2, layers=[1, 3])
+    run = sinklens.generate(tiny_llada, "Question: Ben has 9 eggs.\nAnswer:", gen_length=8, hooks=masking)
+    xr.testing.assert_equal(masking.keys(run), masking.keys(run.sinks))
+    assert int(masking.keys(run).sum()) == 7 * 2 * 6 * 2
+
+
+def test_runs_without_a_record_are_rejected(worded):
+    model = worded()
+    recorded = watch(model, PADDED, [MaskSinks(top_k=1)], [], record_sinks=True).run
+    plain = watch(model, PADDED, [MaskSinks(top_k=2), AblateMLPs(layers=[0])], []).run
+    assert plain.chosen == ()
+    assert watch(model, PADDED, [AblateMLPs(layers=[0])], [], record_sinks=True).run.chosen == ()
+    for run in (recorded, plain):
+        with pytest.raises(SettingError, match="the run did not record what this MaskSinks masked; list it in hooks="):
+            MaskSinks(top_k=2).keys(run)
