@@ -29,7 +29,7 @@ from sinklens.interventions.where import Where
 from sinklens.likelihood.plans import leaves, planned
 from sinklens.model import Model
 from sinklens.runs.control_keys import ControlLog
-from sinklens.runs.intervention import HookFunction, Intervention, RunContext, refuse_off_canvas, row_key
+from sinklens.runs.intervention import HookFunction, HookSource, RunContext, refuse_off_canvas, row_key
 from sinklens.runs.request import HOOKS
 from sinklens.sampling.decisions import RowNoise
 from sinklens.sampling.state import State
@@ -113,7 +113,7 @@ class HookedPass:
         """Prompts, which are real, and what follows the answers, as interventions and blocks need them."""
         prompts, real, appended = given.prompts, given.real, given.prompts[:, :0]
         for entry in self.hooks:
-            if isinstance(entry, Intervention):
+            if isinstance(entry, HookSource):
                 prompts, real, more = entry.extend(self.model, prompts, real)
                 appended = torch.cat([appended, more], dim=1)
         blocks = self.model.checkpoint.blocks
@@ -175,7 +175,7 @@ class HookedPass:
         """
         model, found = self.model, []
         for entry in hooks:
-            if isinstance(entry, Intervention):
+            if isinstance(entry, HookSource):
                 pairs = entry.hooks_for(model, self._context(state))
             elif isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1]) and takes_hook(entry[1]):
                 pairs = [(name, entry[1]) for name in names.select(entry[0], model.hook_names(), model.cfg.n_layers)]
@@ -213,7 +213,7 @@ def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
 
 
 def _named(entry: Any) -> str:
-    return type(entry).__name__ if isinstance(entry, Intervention) else f"a hook function at {entry[0]!r}"
+    return type(entry).__name__ if isinstance(entry, HookSource) else f"a hook function at {entry[0]!r}"
 
 
 def _checked(function: HookFunction, rows: int, guided: bool) -> HookFunction:

@@ -175,7 +175,11 @@ BODIES = {  # name: (body, status, text)
     "NaN": (b'{"prompt": "a", "settings": {"temperature": NaN}}', 400, "numbers must be finite"),
     "an infinite number": (b'{"prompt": "a", "settings": {"temperature": 1e999}}', 400, "numbers must be finite"),
     "many digits": (f'{{"prompt": "a", "seed": {"9" * 5000}}}'.encode(), 400, "with at most 4,300 digits"),
-    "a sampler among the settings": (RUN | {"settings": {"sampler": "llada"}}, 400, "the sampler is a field"),
+    "a sampler among the settings": (
+        RUN | {"settings": {"sampler": "llada"}},
+        400,
+        "sampler is a field of the run, not a setting",
+    ),
     "an unknown field": ({"prompt": "a", "code": "1"}, 400, "unknown field 'code'"),
     "no prompt": ({}, 400, "exactly one of prompt, ids and problem; got 0"),
     "two prompts": ({"prompt": "a", "ids": [1]}, 400, "exactly one of prompt, ids and problem; got 2"),

@@ -173,7 +173,7 @@ class _Watch:
     """Waits for a verdict, an exceeded limit or the end of the time, whichever comes first."""
 
     def __init__(self, checker: Child, candidate: Child, limits: Limits, key: str) -> None:
-        self._children = {"the tests' own process": checker, "the program": candidate}
+        self._processes = {"the tests' own process": checker, "the program": candidate}
         self._checker, self._candidate, self._limits, self._key = checker, candidate, limits, key
         self._verdict: dict[str, Any] | None = None
         self._printed = {"stdout": bytearray(), "stderr": bytearray()}
@@ -220,7 +220,7 @@ class _Watch:
         return bool(data)
 
     def _exceeded(self) -> bool:
-        for who, child in self._children.items():
+        for who, child in self._processes.items():
             if child.overfilled(self._limits.file_mb):
                 self._overfilled = who
         return bool(self._overfilled) or self._flooded()
