@@ -16,9 +16,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.interventions.places import AtPositions
-from sinklens.interventions.selection import Selection
-from sinklens.interventions.where import Combined, Not, Rule, Where
+from sinklens.interventions.places import AtKeys, AtPositions
+from sinklens.interventions.where import Combined, Not, Rule, Where, as_rule
 from sinklens.sinks.track import SinkTrack, build_track
 
 
@@ -40,9 +39,10 @@ def planned(
     if not isinstance(entry, AtPositions):
         return entry
     if entry.where is not None:
-        return replace(entry, where=_planned(entry.rule, steps_of))
-    track = entry.track if isinstance(entry, Selection) else None
-    return entry if track is None else replace(entry, source=steps_of(track))
+        return replace(entry, where=_planned(as_rule(entry.where), steps_of))
+    if isinstance(entry, AtKeys) and entry.track is not None:
+        return replace(entry, source=steps_of(entry.track))
+    return entry
 
 
 def leaves(rule: Rule | None) -> Iterator[Rule]:
@@ -56,14 +56,15 @@ def leaves(rule: Rule | None) -> Iterator[Rule]:
         yield rule
 
 
-def _planned(rule: Rule | None, steps_of: Callable[[SinkTrack], SinkTrack]) -> Rule | None:
+def _planned(rule: Rule, steps_of: Callable[[SinkTrack], SinkTrack]) -> Rule:
     """`rule` with the steps of its recorded runs."""
     if isinstance(rule, Combined):
         return replace(rule, rules=tuple(_planned(one, steps_of) for one in rule.rules))
     if isinstance(rule, Not):
         return replace(rule, rule=_planned(rule.rule, steps_of))
-    track = rule.track if isinstance(rule, Where) else None
-    return rule if track is None else replace(rule, source=steps_of(track))
+    if isinstance(rule, Where) and rule.track is not None:
+        return replace(rule, source=steps_of(rule.track))
+    return rule
 
 
 def steps_for_rows(
