@@ -11,7 +11,7 @@ temperature above 0, give each prompt once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool
@@ -26,7 +26,8 @@ from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from sinklens.model import Model
-    from sinklens.runs.result import Generation
+    from sinklens.runs.request import Hooks
+from sinklens.runs.result import Generation
 
 __all__ = ["OwnRun", "active_steps", "own_run"]
 
@@ -58,7 +59,7 @@ def own_run(
     seed: int = 0,
     chat_template: bool | str = False,
     record_sinks: bool | Record = True,
-    hooks: Sequence[Any] = (),
+    hooks: Hooks = (),
     replay: "Generation | Tensor | None" = None,
     cache: Policy | None = None,
 ) -> OwnRun:
