@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sinklens.caching import Policy
 from sinklens.prompts import SinglePrompt
+from sinklens.runs.request import Hooks
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record, SinkTrack
 from sinklens.sinks.active import active_steps
