@@ -63,8 +63,10 @@ class Architecture:
         head: language-model head, on the outer module.
         ln1, attn, ln2, mlp: below a layer; `attn` calls transformers' attention interface.
         q, k, v, o: projections below `attn`.
-        gate, up, down: below `mlp`, computing down(act(gate(x)) * up(x)).
+        gate, up, down: below `mlp`, computing down(act(gate(x)) * up(x)); with `gate` "", down(act(up(x))).
         eps: name of the norms' epsilon attribute.
+        config_eps: config key of that number.
+        centered: the norms subtract the mean (LayerNorm), instead of dividing by the root mean square alone.
         activation: config key of the MLP's activation function.
         q_norm, k_norm: norms of queries and keys below `attn`; "" if the architecture has none. A layer without the
             modules has no such norms.
@@ -79,6 +81,10 @@ class Architecture:
             the keys and values that `base` reads; "" if the architecture has none.
         self_conditioning: below `base`, the module that adds the last step's prediction to the embeddings; "" without
             one.
+        time: below `base`, the module that turns the noise level of each row into the vector that modulations are made
+            from; "" if the network is not conditioned on it.
+        modulation: below a layer and below `base`, the module that makes shifts, scales and gates from that vector.
+        modulate: below `base`, the module that applies the last shift and scale.
     """
 
     base: str = "model"
@@ -99,6 +105,8 @@ class Architecture:
     up: str = "up_proj"
     down: str = "down_proj"
     eps: str = "variance_epsilon"
+    config_eps: str = "rms_norm_eps"
+    centered: bool = False
     activation: str = "hidden_act"
     q_norm: str = ""
     k_norm: str = ""
@@ -111,6 +119,9 @@ class Architecture:
     softcap: str = ""
     encoder: str = ""
     self_conditioning: str = ""
+    time: str = ""
+    modulation: str = ""
+    modulate: str = ""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -150,6 +161,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         softcap="final_logit_softcapping",
         encoder="model.encoder.language_model",
         self_conditioning="self_conditioning",
+    ),
+    "adaln_dit": Architecture(
+        gate="",
+        eps="eps",
+        config_eps="layer_norm_eps",
+        centered=True,
+        time="time_embed",
+        modulation="modulation",
+        modulate="modulate",
     ),
 }
 

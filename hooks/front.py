@@ -54,7 +54,8 @@ class Keeper:
 
     def __call__(self, value: Tensor, hook: HookPoint, ending: str = "") -> None:
         name = hook.name or ""
-        kept = self.pos_slice.apply(value.detach().to(self.device), dim=names.position_axis(name))
+        kept, axis = value.detach().to(self.device), names.position_axis(name)
+        kept = kept if axis is None else self.pos_slice.apply(kept, dim=axis)
         kept = kept[0] if self.remove_batch_dim and len(kept) == 1 else kept
         for key in (name, *self.keys.get(name, ())):
             self.store[key + ending] = kept

@@ -37,14 +37,18 @@ class Points(nn.Module):
 class NormPoints(Points):
     """The points of one norm; calling the group applies the norm, as TransformerLens's helpers do."""
 
-    def __init__(self, watch: Watch, norm: nn.Module) -> None:
-        super().__init__(names.NORM, watch)
+    def __init__(self, watch: Watch, norm: nn.Module, parts: names.Parts = names.PLAIN) -> None:
+        super().__init__(names.norm_specs(parts), watch)
         self.__dict__["_norm"] = norm  # not a submodule: the layer owns the norm
 
     @property
     def w(self) -> Float[Tensor, " d_model"]:
         """Learned weight of the norm."""
         return weight_of(self.__dict__["_norm"])
+
+    def any_watched(self) -> bool:
+        """Whether a point inside the norm is watched."""
+        return self.hook_scale.watched or self.hook_normalized.watched
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The norm of `x`, including its learned weight; hooks on its points are not called."""
@@ -95,8 +99,8 @@ class AttentionPoints(AttentionWeights, Points):
 class MlpPoints(MlpWeights, Points):
     """The points of one MLP, and its weights in TransformerLens's shapes."""
 
-    def __init__(self, watch: Watch, projections: dict[str, nn.Module]) -> None:
-        super().__init__(names.MLP, watch)
+    def __init__(self, watch: Watch, projections: dict[str, nn.Module], parts: names.Parts) -> None:
+        super().__init__(names.mlp_specs(parts), watch)
         self.__dict__["_projections"] = projections
 
 
@@ -142,30 +146,36 @@ class Block(nn.Module):
         self.parts = parts_of(layer, architecture)
         attn: Any = layer.get_submodule(architecture.attn)
         self.hook_resid_pre = Point(watch)
-        self.ln1 = NormPoints(watch, layer.get_submodule(architecture.ln1))
+        if self.parts.modulated:
+            self.adaln = Points(names.MODULATION, watch)
+        self.ln1 = NormPoints(watch, layer.get_submodule(architecture.ln1), self.parts)
         projections = {letter: projection(attn, architecture, letter) for letter in ("q", "k", "v", "o")}
         norms = head_norms(attn, architecture) if self.parts.qk_norm else {}
         self.attn = AttentionPoints(watch, projections, norms, attn.head_dim, self.parts)
         if architecture.ln1_post:
             self.ln1_post = NormPoints(watch, layer.get_submodule(architecture.ln1_post))
+        if self.parts.modulated:
+            self.hook_attn_ungated = Point(watch)
         self.hook_attn_out = Point(watch)
         self.hook_resid_mid = Point(watch)
         self.hook_mlp_in = Point(watch)
-        self.ln2 = NormPoints(watch, layer.get_submodule(architecture.ln2))
+        self.ln2 = NormPoints(watch, layer.get_submodule(architecture.ln2), self.parts)
         self.mlp = self._mlp(watch, layer, architecture, number)
         if architecture.ln2_post:
             self.ln2_post = NormPoints(watch, layer.get_submodule(architecture.ln2_post))
+        if self.parts.modulated:
+            self.hook_mlp_ungated = Point(watch)
         self.hook_mlp_out = Point(watch)
         self.hook_resid_post = Point(watch)
 
     def _mlp(self, watch: Watch, layer: nn.Module, architecture: Architecture, number: int) -> Points:
         if self.parts.experts and not self.parts.dense:
             return ExpertPoints(watch, self.parts, number, layer.get_submodule(architecture.ln2))
-        paths = {part: getattr(architecture, part) for part in ("gate", "up", "down")}
+        paths = {part: path for part in ("gate", "up", "down") if (path := getattr(architecture, part))}
         projections = _below(layer, architecture.mlp, paths)
         if self.parts.experts:
             return BranchPoints(watch, self.parts, projections)
-        return MlpPoints(watch, projections)
+        return MlpPoints(watch, projections, self.parts)
 
 
 def parts_of(layer: nn.Module, architecture: Architecture) -> names.Parts:
@@ -181,6 +191,8 @@ def parts_of(layer: nn.Module, architecture: Architecture) -> names.Parts:
         experts=mixed,
         shared=beside or (bool(shared) and _has(layer, f"{architecture.mlp}.{shared}")),
         post_norms=bool(architecture.ln1_post),
+        gated=bool(architecture.gate),
+        modulated=bool(architecture.modulation),
     )
 
 

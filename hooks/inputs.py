@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sinklens.hooks.architectures import Architecture
+from sinklens.hooks.modulation import SHIFTED, modulated
 from sinklens.hooks.offload import class_forward, value_of, weight_of
 from sinklens.hooks.points import Point
 
@@ -101,4 +102,8 @@ class LayerInputs:
         """Copies of the stream, passed through `point` and the norm; calls the norm's class, bypassing its taps."""
         assert self.stream is not None
         copies = point(repeat(self.stream, "batch pos d_model -> batch pos head d_model", head=heads).contiguous())
-        return class_forward(self.norm, copies)
+        normalized = class_forward(self.norm, copies)
+        if SHIFTED not in self.points.__dict__:
+            return normalized
+        shift, scale = (part[:, None] for part in self.points.__dict__[SHIFTED])
+        return modulated(normalized, shift, scale)

@@ -96,6 +96,23 @@ SPLIT_INPUTS = tuple(
 )
 ATTN_IN = PointSpec("hook_attn_in", "batch pos head d_model", PER_HEAD.format("queries, keys and values"))
 MLP_IN = PointSpec("hook_mlp_in", "batch pos d_model", "residual stream that the MLP reads, before the norm")
+TIME = (
+    PointSpec("hook_time", "batch", "noise level of each row, as the network reads it; 0 in an untimed network"),
+    PointSpec("hook_cond", "batch d_cond", "vector that all modulations are made from"),
+)
+"""The points of a network that is conditioned on the noise level, before its blocks."""
+MODULATION = tuple(
+    PointSpec(f"hook_{part}_{what}", "batch d_model", f"{what} of {of}; the same for all positions of a row")
+    for part, of in (("attn", "what attention reads and writes"), ("mlp", "what the MLP reads and writes"))
+    for what in ("shift", "scale", "gate")
+)
+FINAL_MODULATION = tuple(
+    PointSpec(f"hook_final_{what}", "batch d_model", f"{what} of what the language-model head reads")
+    for what in ("shift", "scale")
+)
+MODULATED = PointSpec("hook_modulated", "batch pos d_model", "the norm's output times 1 + scale, plus shift")
+ATTN_UNGATED = PointSpec("hook_attn_ungated", "batch pos d_model", "attention output, before its gate")
+MLP_UNGATED = PointSpec("hook_mlp_ungated", "batch pos d_model", "MLP output, before its gate")
 RESID_PRE = PointSpec("hook_resid_pre", "batch pos d_model", "residual stream entering the block")
 ATTN_OUT = PointSpec("hook_attn_out", "batch pos d_model", "what attention adds to the stream")
 RESID_MID = PointSpec("hook_resid_mid", "batch pos d_model", "residual stream between attention and MLP")
@@ -180,6 +197,8 @@ class Parts(NamedTuple):
         experts: the MLP is a mixture of experts.
         shared: the output of a shared expert, or of a dense MLP beside the experts, is added to the mixture.
         post_norms: what attention and the MLP add to the stream is normalized.
+        gated: a dense MLP multiplies its activations by a second branch.
+        modulated: shifts, scales and gates made from the noise level act on attention and the MLP.
     """
 
     qk_norm: bool = False
@@ -188,10 +207,12 @@ class Parts(NamedTuple):
     experts: bool = False
     shared: bool = False
     post_norms: bool = False
+    gated: bool = True
+    modulated: bool = False
 
 
 PLAIN = Parts()
-EVERY = Parts(qk_norm=True, dense=True, experts=True, shared=True, post_norms=True)
+EVERY = Parts(qk_norm=True, dense=True, experts=True, shared=True, post_norms=True, modulated=True)
 
 
 def merged(layers: Sequence[Parts]) -> Parts:
@@ -331,14 +352,17 @@ def axes_of(name: str) -> list[str]:
     return next(spec.axes for spec in rows if spec.name == last).split()
 
 
-def position_axis(name: str) -> int:
+def position_axis(name: str) -> int | None:
     """The position axis of a point's value, counted from the end; with queries and keys, the query axis.
+
+    None if the value belongs to a row as a whole, such as its noise level.
 
     >>> position_axis("blocks.0.attn.hook_pattern"), position_axis("blocks.0.attn.hook_sink_scores")
     (-2, -1)
     """
     axes = axes_of(name.removesuffix("_grad"))
-    return next(axes.index(axis) for axis in ("pos", "query", "key") if axis in axes) - len(axes)
+    found = [axes.index(axis) for axis in ("pos", "query", "key") if axis in axes]
+    return found[0] - len(axes) if found else None
 
 
 def covers_all_columns(name: str) -> bool:
@@ -364,20 +388,31 @@ def attention_specs(parts: Parts = PLAIN) -> list[PointSpec]:
 def mlp_specs(parts: Parts = PLAIN) -> list[PointSpec]:
     """The rows of an MLP, in the order the forward pass reaches them."""
     experts = [*EXPERTS, SHARED] if parts.shared else list(EXPERTS)
-    return [*(MLP if parts.dense else ()), *(experts if parts.experts else ())]
+    dense = MLP if parts.gated else tuple(spec for spec in MLP if spec.name != "hook_pre_linear")
+    return [*(dense if parts.dense else ()), *(experts if parts.experts else ())]
+
+
+def norm_specs(parts: Parts = PLAIN) -> tuple[PointSpec, ...]:
+    """The rows of a norm that a sublayer or the head reads."""
+    return (*NORM, MODULATED) if parts.modulated else NORM
 
 
 def block_specs(parts: Parts = PLAIN) -> Iterable[tuple[str, PointSpec]]:
     """Each dotted name below a block with its row, in the order the forward pass reaches them."""
     yield RESID_PRE.name, RESID_PRE
-    yield from ((f"ln1.{spec.name}", spec) for spec in NORM)
+    yield from ((f"adaln.{spec.name}", spec) for spec in MODULATION if parts.modulated)
+    yield from ((f"ln1.{spec.name}", spec) for spec in norm_specs(parts))
     yield from ((f"attn.{spec.name}", spec) for spec in attention_specs(parts))
     yield from ((f"ln1_post.{spec.name}", spec) for spec in NORM if parts.post_norms)
+    if parts.modulated:
+        yield ATTN_UNGATED.name, ATTN_UNGATED
     yield ATTN_OUT.name, ATTN_OUT
     yield RESID_MID.name, RESID_MID
-    yield from ((f"ln2.{spec.name}", spec) for spec in NORM)
+    yield from ((f"ln2.{spec.name}", spec) for spec in norm_specs(parts))
     yield from ((f"mlp.{spec.name}", spec) for spec in mlp_specs(parts))
     yield from ((f"ln2_post.{spec.name}", spec) for spec in NORM if parts.post_norms)
+    if parts.modulated:
+        yield MLP_UNGATED.name, MLP_UNGATED
     yield MLP_OUT.name, MLP_OUT
     yield RESID_POST.name, RESID_POST
 
@@ -389,8 +424,12 @@ def table(parts: Parts = PLAIN) -> list[tuple[str, PointSpec]]:
         parts: what the layers have; with both `dense` and `experts`, each layer has the points of one of them.
     """
     rows = [(f"denoise.{DENOISE[0].name}", DENOISE[0]), (EMBED[0].name, EMBED[0])]
+    rows += [(spec.name, spec) for spec in TIME if parts.modulated]
     rows += [(f"blocks.{{l}}.{name}", spec) for name, spec in block_specs(parts)]
     rows += [(f"ln_final.{spec.name}", spec) for spec in NORM]
+    if parts.modulated:
+        rows += [(spec.name, spec) for spec in FINAL_MODULATION]
+        rows.append((f"ln_final.{MODULATED.name}", MODULATED))
     rows += [(f"denoise.{spec.name}", spec) for spec in DENOISE[1:]]
     return rows
 

@@ -37,6 +37,7 @@ class Sizes:
     eps: float = 1e-6
     num_experts: int | None = None
     experts_per_token: int | None = None
+    d_cond: int | None = None
     normalization_type: str = "RMS"
     positional_embedding_type: str = "rotary"
     default_prepend_bos: bool = False
@@ -88,7 +89,11 @@ def sizes_of(hf: PreTrainedModel, architecture: Architecture) -> Sizes:
         device=device_of(hf.get_input_embeddings()),
         dtype=first.dtype,
         act_fn=getattr(config, architecture.activation),
-        eps=config.rms_norm_eps,
+        eps=getattr(config, architecture.config_eps),
+        normalization_type="LN" if architecture.centered else "RMS",
+        final_rms=not architecture.centered,
+        gated_mlp=bool(architecture.gate),
         num_experts=getattr(config, experts.count, None) if experts else None,
         experts_per_token=getattr(config, experts.chosen, None) if experts else None,
+        d_cond=getattr(config, "cond_dim", None) if architecture.time else None,
     )

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 from einops import einsum, rearrange
 from torch import Tensor, nn
 
-from sinklens.hooks import attention
+from sinklens.hooks import attention, modulation
 from sinklens.hooks.architectures import Architecture, Experts
 from sinklens.hooks.experts import ExpertTaps
 from sinklens.hooks.interleaving import replace_body
+from sinklens.hooks.modulation import BLOCK
 from sinklens.hooks.offload import value_of, weight_of
 from sinklens.hooks.points import Point, at
 
 if TYPE_CHECKING:
     from sinklens.hooks.groups import AttentionPoints, Block, EncoderPoints, NormPoints, Points
 
-BLOCK = "sinklens_block"  # key in a layer's __dict__, like attention.POINTS
 
 
 def connect(
@@ -46,7 +46,7 @@ def connect(
         undo: removes the taps when it is closed.
     """
     _tap_output(undo, base.get_submodule(architecture.embed), embed)
-    _tap_norm(undo, base.get_submodule(architecture.norm), ln_final, architecture.eps)
+    _tap_norm(undo, base.get_submodule(architecture.norm), ln_final, architecture)
     layers: Any = base.get_submodule(architecture.layers)
     for layer, block in zip(layers, blocks, strict=True):
         _connect_layer(layer, block, architecture, undo)
@@ -67,10 +67,24 @@ def connect_encoder(
     undo.callback(mixer.register_forward_pre_hook(tap).remove)
 
 
+def connect_time(undo: ExitStack, base: nn.Module, architecture: Architecture, tree: Any) -> None:
+    """Install the taps of the noise level and of the last modulation of a network that is conditioned on it."""
+    embedding = base.get_submodule(architecture.time)
+    _tap_input(undo, embedding, tree.hook_time)
+    _tap_output(undo, embedding, tree.hook_cond)
+    points = (tree.hook_final_shift, tree.hook_final_scale)
+    undo.callback(
+        base.get_submodule(architecture.modulation)
+        .register_forward_hook(lambda _module, _inputs, output: modulation.shown(points, output))
+        .remove
+    )
+    _tap_output(undo, base.get_submodule(architecture.modulate), tree.ln_final.hook_modulated)
+
+
 def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
     attn: Any = layer.get_submodule(architecture.attn)
-    _tap_norm(undo, layer.get_submodule(architecture.ln1), block.ln1, architecture.eps)
-    _tap_norm(undo, layer.get_submodule(architecture.ln2), block.ln2, architecture.eps)
+    _tap_norm(undo, layer.get_submodule(architecture.ln1), block.ln1, architecture)
+    _tap_norm(undo, layer.get_submodule(architecture.ln2), block.ln2, architecture)
     for name in ("q", "k"):
         _tap_heads(
             undo, attn.get_submodule(getattr(architecture, name)), getattr(block.attn, f"hook_{name}"), attn.head_dim
@@ -80,14 +94,18 @@ def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture,
     else:
         _tap_heads(undo, attn.get_submodule(architecture.v), block.attn.hook_v, attn.head_dim)
     if architecture.ln1_post:
-        _tap_norm(undo, layer.get_submodule(architecture.ln1_post), block.ln1_post, architecture.eps)
-        _tap_norm(undo, layer.get_submodule(architecture.ln2_post), block.ln2_post, architecture.eps)
+        _tap_norm(undo, layer.get_submodule(architecture.ln1_post), block.ln1_post, architecture)
+        _tap_norm(undo, layer.get_submodule(architecture.ln2_post), block.ln2_post, architecture)
     if block.parts.qk_norm:
         _tap_output(undo, attn.get_submodule(architecture.q_norm), block.attn.hook_q_normed)
         _tap_output(undo, attn.get_submodule(architecture.k_norm), block.attn.hook_k_normed)
     attn.__dict__[attention.POINTS] = block.attn
     undo.callback(attn.__dict__.pop, attention.POINTS)
-    _tap_result(undo, attn.get_submodule(architecture.o), block.attn)
+    output = attn.get_submodule(architecture.o)
+    if architecture.modulation:
+        modulation.tap_mixed(undo, output, block.attn)
+    else:
+        _tap_result(undo, output, block.attn)
     _connect_mlp(layer, block, architecture, undo)
     _replace_forward(layer, block, architecture, undo)
 
@@ -101,22 +119,27 @@ def _connect_mlp(layer: nn.Module, block: "Block", architecture: Architecture, u
             _tap_output(undo, mlp.get_submodule(experts.shared), block.mlp.hook_shared_out)
     if not block.parts.dense:
         return
-    _tap_output(undo, mlp.get_submodule(architecture.gate), block.mlp.hook_pre)
-    _tap_output(undo, mlp.get_submodule(architecture.up), block.mlp.hook_pre_linear)
+    up = mlp.get_submodule(architecture.up)
+    if architecture.gate:
+        _tap_output(undo, mlp.get_submodule(architecture.gate), block.mlp.hook_pre)
+        _tap_output(undo, up, block.mlp.hook_pre_linear)
+    else:
+        _tap_output(undo, up, block.mlp.hook_pre)
     _tap_input(undo, mlp.get_submodule(architecture.down), block.mlp.hook_post)
 
 
 def _replace_forward(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
-    """Make `layer` run `_block_forward`, also inside accelerate's and nnsight's wrappers."""
+    """Make `layer` run the forward with points, also inside accelerate's and nnsight's wrappers."""
     cls: Any = type(layer)
+    forward = modulation.block_forward if architecture.modulation else _block_forward
     layer.__dict__[BLOCK] = block, architecture
-    layer.__class__ = type(cls.__name__, (cls,), {"forward": _block_forward, "__module__": cls.__module__})
+    layer.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
     undo.callback(layer.__dict__.pop, BLOCK)
     undo.callback(setattr, layer, "__class__", cls)
-    undo.callback(replace_body(layer, cls.forward, _block_forward))
+    undo.callback(replace_body(layer, cls.forward, forward))
     wrapped = layer.__dict__.get("_old_forward")
     if getattr(wrapped, "__func__", None) is cls.forward:
-        layer.__dict__["_old_forward"] = MethodType(_block_forward, layer)
+        layer.__dict__["_old_forward"] = MethodType(forward, layer)
         undo.callback(layer.__dict__.__setitem__, "_old_forward", wrapped)
 
 
@@ -178,14 +201,16 @@ def _tap_heads(undo: ExitStack, module: nn.Module, point: Point, d_head: int) ->
     undo.callback(module.register_forward_hook(tap).remove)
 
 
-def _tap_norm(undo: ExitStack, norm: Any, points: "Points", eps: str) -> None:
-    """Tap a root-mean-square norm: weight · x / sqrt(mean(x²) + eps)."""
+def _tap_norm(undo: ExitStack, norm: Any, points: "Points", architecture: Architecture) -> None:
+    """Tap a norm: weight · x / sqrt(mean(x²) + eps), of x minus its mean if the architecture centers it."""
 
     def tap(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
         if not points.any_watched():
             return None
         x = inputs[0].float()
-        scale = at(points.hook_scale, (x.pow(2).mean(-1, keepdim=True) + getattr(norm, eps)).sqrt())
+        if architecture.centered:
+            x = x - x.mean(-1, keepdim=True)
+        scale = at(points.hook_scale, (x.pow(2).mean(-1, keepdim=True) + getattr(norm, architecture.eps)).sqrt())
         normalized = at(points.hook_normalized, (x / scale).to(output.dtype))
         return weight_of(norm) * normalized
 

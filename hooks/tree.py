@@ -36,7 +36,7 @@ from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
 from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
-from sinklens.hooks.taps import connect, connect_encoder
+from sinklens.hooks.taps import connect, connect_encoder, connect_time
 
 
 class HookTree(ModelWeights, HookFront):
@@ -68,16 +68,22 @@ class HookTree(ModelWeights, HookFront):
         if architecture.encoder:
             self.encoder = EncoderPoints(self.watch, hf.get_submodule(architecture.encoder), architecture)
         self.hook_embed = Point(self.watch)
+        if architecture.time:
+            for spec in (*names.TIME, *names.FINAL_MODULATION):
+                setattr(self, spec.name, Point(self.watch))
         base = hf.get_submodule(architecture.base)
         layers: Any = base.get_submodule(architecture.layers)
         self.blocks = nn.ModuleList(
             Block(self.watch, layer, architecture, number) for number, layer in enumerate(layers)
         )
-        self.ln_final = NormPoints(self.watch, base.get_submodule(architecture.norm))
+        modulated = names.Parts(modulated=bool(architecture.modulation))
+        self.ln_final = NormPoints(self.watch, base.get_submodule(architecture.norm), modulated)
         self.hf = hf
         self._setup_points()
         self.hook_dict = ByPoint(self.spelled, self.hook_dict)
         connect(self._undo, base, architecture, self.hook_embed, self.ln_final, self.blocks)
+        if architecture.time:
+            connect_time(self._undo, base, architecture, self)
         if architecture.encoder:
             connect_encoder(self._undo, hf, architecture, self.encoder, self.denoise)
         self._inputs = [
@@ -196,6 +202,7 @@ class HookTree(ModelWeights, HookFront):
         past_key_values: Any = None,
         stream: Float[Tensor, "batch pos d_model"] | None = None,
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
+        time: Float[Tensor, "#batch"] | float | None = None,
     ) -> Float[Tensor, "batch _ d_model"]:
         """The final-norm output of one pass; `past_key_values` is a transformers cache and is extended in place.
 
@@ -224,6 +231,7 @@ class HookTree(ModelWeights, HookFront):
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=past_key_values is not None,
+            **({"time": time} if self.architecture.time else {}),
         )
         return output.last_hidden_state
 
@@ -304,6 +312,7 @@ class HookTree(ModelWeights, HookFront):
         stop_at_layer: int | None = None,
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
         targets: Int[Tensor, "batch pos"] | None = None,
+        time: Float[Tensor, "#batch"] | float | None = None,
     ) -> Any:
         """One pass over `input_ids` [batch, pos]: raw logits, or what `return_type` selects.
 
@@ -318,6 +327,7 @@ class HookTree(ModelWeights, HookFront):
             self_conditioning: logits of the step before, for a model whose canvas is random tokens; the last
                 ``canvas_length`` of `input_ids` are then the canvas, and the logits are those of the canvas.
             targets: for the loss of a canvas with masks: the ids behind them; other positions are not read.
+            time: noise level of each row, or one for all rows, for a network that reads it; an untimed one ignores it.
 
         Raises:
             PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
@@ -328,6 +338,8 @@ class HookTree(ModelWeights, HookFront):
         partial_pass.check_return_type(return_type, from_stream)
         self._check_input(input_ids, from_stream)
         self._check_canvas(start_at_layer, stop_at_layer, self_conditioning)
+        if time is not None and not self.architecture.time:
+            raise SettingError("this model is not conditioned on the noise level; leave time= out.")
         if isinstance(input_ids, PaddedIds):
             attention_mask = input_ids.is_real if attention_mask is None else attention_mask
             input_ids = input_ids.plain
@@ -338,7 +350,7 @@ class HookTree(ModelWeights, HookFront):
         loss = None if return_type not in partial_pass.LOSSES else self.loss_of(ids, attention_mask, targets)
 
         def run() -> Tensor:
-            return self.hidden(ids, attention_mask, stream=stream, self_conditioning=self_conditioning)
+            return self.hidden(ids, attention_mask, stream=stream, self_conditioning=self_conditioning, time=time)
 
         with partial_pass.stepping_over(base, self.architecture.layers, layers.start):
             if stop_at_layer is not None:

@@ -124,13 +124,18 @@ class AttentionWeights:
 
 
 class MlpWeights:
-    """Weights of one gated MLP, ``(act(x @ W_gate) * (x @ W_in)) @ W_out``, as properties of its group of points.
+    """Weights of one MLP, ``(act(x @ W_gate) * (x @ W_in)) @ W_out``, as properties of its group of points.
+
+    Without a gate it computes ``act(x @ W_in + b_in) @ W_out``, and W_gate and b_gate raise a `SettingError`.
 
     The layer owns them; the group stores its projections under ``_projections`` in its ``__dict__``, by name.
     """
 
     def _linear(self, name: str) -> nn.Linear:
-        return self.__dict__["_projections"][name]
+        projections = self.__dict__["_projections"]
+        if name not in projections:
+            raise SettingError("the MLP of this model has no gate, so it has no W_gate and b_gate; W_in precedes hook_pre.")
+        return projections[name]
 
     @property
     def W_gate(self) -> Float[Tensor, "d_model d_mlp"]:

@@ -35,6 +35,7 @@ from sinklens.hooks.normalizers import normalizer_of, softmax
 from sinklens.hooks.tree import HookTree
 
 TOKENS = 6
+TIME = 0.5
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 HIDDEN = -1e4  # added to the scores of a key: no attention, in every dtype
 READ_ONLY = tuple(f"attn.{name}" for name in names.READ_ONLY)
@@ -45,7 +46,8 @@ INDICES = "hook_expert_indices"
 def kinds_of(parts: names.Parts) -> list[str]:
     """The editable points after the embedding, for a last layer with these parts; ``{}`` stands for the layer."""
     inside = [f"blocks.{{}}.{name}" for name, _ in names.block_specs(parts) if name not in READ_ONLY]
-    return [*inside, *(f"ln_final.{spec.name}" for spec in names.NORM)]
+    final = [spec.name for spec in names.FINAL_MODULATION if parts.modulated]
+    return [*inside, *(f"ln_final.{spec.name}" for spec in names.norm_specs(parts)), *final]
 
 
 def check(tree: HookTree, causal: bool) -> None:
@@ -61,13 +63,17 @@ def check(tree: HookTree, causal: bool) -> None:
         blocks = blocks_of(tree.hf.config)
         tokens = TOKENS if blocks is None else max(TOKENS, blocks.length + 2)  # more than one block
         ids = (torch.arange(tokens) * 7 + 3).remainder(tree.cfg.d_vocab)[None].to(tree.cfg.device)
-        plain = tree(ids)
+        plain = tree(ids, **_time(tree))
         _check_finite(plain)
         seen, hooked = _watched_pass(tree, ids)
-        _check_change(tree, plain, hooked[:1], lambda hooks: tree.run_with_hooks(ids, fwd_hooks=hooks))
+        _check_change(
+            tree, plain, hooked[:1], lambda hooks: tree.run_with_hooks(ids, fwd_hooks=hooks, **_time(tree))
+        )
         _check_points(tree, seen, tokens)
         _check_patterns(tree, seen, "", causal, blocks)
         _check_embedding(tree, ids)
+        if tree.architecture.time and (silent := _silent(tree, ids, {spec.name: [spec.name] for spec in names.TIME})):
+            _refuse_silent(silent)
         _check_edits(tree, ids, seen, hooked)
 
 
@@ -176,7 +182,12 @@ def _watched_pass(tree: HookTree, ids: Int[Tensor, "1 pos"]) -> tuple[dict[str, 
 def _spreading(tree: HookTree, ids: Int[Tensor, "1 pos"], hooks: list[HookPair]) -> Float[Tensor, "row pos vocab"]:
     """Logits of a pass that ends with more rows than it started with."""
     with tree.hooks(fwd_hooks=hooks):
-        return tree.hf(input_ids=ids, use_cache=False).logits
+        return tree.hf(input_ids=ids, use_cache=False, **_time(tree)).logits
+
+
+def _time(tree: HookTree) -> dict[str, float]:
+    """A noise level for passes of a network that reads one."""
+    return {"time": TIME} if tree.architecture.time else {}
 
 
 def _entry(tree: HookTree) -> str:
@@ -220,7 +231,7 @@ def _shape(tree: HookTree, name: str, tokens: int, seen: dict[str, list[Tensor]]
     sizes = {
         "batch": 1, "pos": tokens, "query": tokens, "key": keys, "head": cfg.n_heads, "d_head": d_head,
         "kv_head": kv_head, "d_model": cfg.d_model, "d_mlp": cfg.d_mlp, "query|1": 1, "1": 1,
-        "expert": cfg.num_experts or 0, "k": cfg.experts_per_token or 0,
+        "expert": cfg.num_experts or 0, "k": cfg.experts_per_token or 0, "d_cond": cfg.d_cond or 0,
     }  # fmt: skip
     return tuple(sizes[axis] for axis in names.axes_of(kind))
 
@@ -263,7 +274,8 @@ def _check_embedding(tree: HookTree, ids: Int[Tensor, "1 pos"]) -> None:
         raise _ArrivedError(torch.equal(value, put[0]))
 
     try:
-        tree.run_with_hooks(ids, fwd_hooks=[(EMBED, edit), (f"blocks.0.{names.RESID_PRE.name}", arrive)])
+        hooks = [(EMBED, edit), (f"blocks.0.{names.RESID_PRE.name}", arrive)]
+        tree.run_with_hooks(ids, fwd_hooks=hooks, **_time(tree))
     except _ArrivedError as arrived:
         if not arrived.args[0]:
             _refuse_silent([EMBED])
@@ -339,9 +351,9 @@ def _silent(tree: HookTree, ids: Int[Tensor, "1 pos"], places: dict[str, Sequenc
     values = [f"blocks.{layer}.attn.hook_v" for layer in range(tree.cfg.n_layers)]
     hooks: list[HookPair] = [*((name, vary) for name in values), *((name, edit) for name in rows)]
     batch = ids.expand(len(places), -1)
-    before = tree.run_with_hooks(batch, fwd_hooks=hooks)
+    before = tree.run_with_hooks(batch, fwd_hooks=hooks, **_time(tree))
     editing = True
-    after = tree.run_with_hooks(batch, fwd_hooks=hooks)
+    after = tree.run_with_hooks(batch, fwd_hooks=hooks, **_time(tree))
     return [kind for row, kind in enumerate(places) if _same(tree, before[row], after[row])]
 
 

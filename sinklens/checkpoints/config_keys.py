@@ -125,6 +125,35 @@ LLADA2_REQUIRED: Required = {
     "use_sliding_window": (False,),
     "using_split_qkv_in_self_attention": (False,),
 }
+DIT_NEEDED = ("vocab_size", "model_length", "hidden_dim", "cond_dim", "n_blocks", "n_heads")
+GIDD_NEEDED = (
+    "vocab_size", "max_seq_len", "hidden_size", "timestep_cond_dim", "num_hidden_layers", "num_attention_heads",
+    "p_uniform", "t_eps",
+)  # fmt: skip
+SEDD_NEEDED = (
+    "tokens", "model.hidden_size", "model.cond_dim", "model.n_blocks", "model.n_heads", "model.length",
+    "model.scale_by_sigma",
+)  # fmt: skip
+SEDD_REQUIRED: Required = {"graph.type": ("absorb",), "noise.type": ("loglinear",), "model.type": ("ddit",)}
+DIT_RENAMES = {
+    r"^backbone\.": "",
+    r"^vocab_embed\.embedding$": "model.embed_tokens.weight",
+    r"^sigma_map\.mlp\.0\.": "model.time_embed.in_proj.",
+    r"^sigma_map\.mlp\.2\.": "model.time_embed.out_proj.",
+    r"^blocks\.": "model.layers.",
+    r"\.norm1\.": ".input_layernorm.",
+    r"\.norm2\.": ".post_attention_layernorm.",
+    r"\.attn_(qkv|out)\.": r".self_attn.attn_\1.",
+    r"\.attn_out\.": ".o_proj.",
+    r"\.mlp\.0\.": ".mlp.up_proj.",
+    r"\.mlp\.2\.": ".mlp.down_proj.",
+    r"\.adaLN_modulation\.": ".modulation.",
+    r"^output_layer\.norm_final\.": "model.norm.",
+    r"^output_layer\.modulation\.": "model.modulation.",
+    r"^output_layer\.linear\.": "lm_head.",
+}
+DIT_IGNORED = r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|sampling_eps_(min|max))$"
+DIT_FUSED = {"attn_qkv.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight")}
 LLADA2_RENAMES = {
     r"^model\.word_embeddings\.": "model.embed_tokens.",
     r"\.attention\.dense\.": ".self_attn.o_proj.",

@@ -16,6 +16,7 @@ _SAME = (
     "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range", "attention_dropout",
     "sinklens_attention",
 )  # fmt: skip
+_DIT_ROTATION: Config = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
 
 def llada_moe(config: Config) -> Config:
@@ -74,6 +75,46 @@ def llada2(config: Config) -> Config:
         "num_mtp_layers": 0,
         "rope_parameters": rotation,
         "partial_rotary_factor": rotation["partial_rotary_factor"],
+    }
+
+
+def dit(config: Config) -> Config:
+    """The config of MDLM, BD3-LM or Duo as that of dit.py. Duo has no ``time_conditioning``: it is always timed."""
+    return {
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_dim"],
+        "cond_dim": config["cond_dim"],
+        "num_hidden_layers": config["n_blocks"],
+        "num_attention_heads": config["n_heads"],
+        "max_position_embeddings": config["model_length"],
+        "time_conditioning": config.get("time_conditioning", True),
+        **_DIT_ROTATION,
+    }
+
+
+def sedd(config: Config) -> Config:
+    """SEDD's training configuration as the config of dit.py; the mask token comes after the ``tokens`` others."""
+    model = config["model"]
+    return {
+        "vocab_size": config["tokens"] + 1,
+        "hidden_size": model["hidden_size"],
+        "cond_dim": model["cond_dim"],
+        "num_hidden_layers": model["n_blocks"],
+        "num_attention_heads": model["n_heads"],
+        "max_position_embeddings": model["length"],
+        "scale_by_sigma": model["scale_by_sigma"],
+        **_DIT_ROTATION,
+    }
+
+
+def gidd(config: Config) -> Config:
+    """GIDD's config as that of dit.py."""
+    same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "p_uniform", "t_eps")
+    return {
+        **{key: config[key] for key in same},
+        "cond_dim": config["timestep_cond_dim"],
+        "max_position_embeddings": config["max_seq_len"],
+        **_DIT_ROTATION,
     }
 
 

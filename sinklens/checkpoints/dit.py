@@ -26,7 +26,9 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from sinklens.checkpoints.config_keys import DIT_IGNORED
 from sinklens.errors import SettingError
+from sinklens.hooks.modulation import modulated
 
 FREQUENCIES = 256  # sinusoids of the time embedding, fixed in all published checkpoints
 
@@ -117,11 +119,16 @@ class DitNorm(nn.Module):
         return self.weight * nn.functional.layer_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
-def modulated(
-    x: Float[Tensor, "batch pos d_model"], shift: Float[Tensor, "batch d_model"], scale: Float[Tensor, "batch d_model"]
-) -> Float[Tensor, "batch pos d_model"]:
-    """x · (1 + scale) + shift, the same for all positions of a row."""
-    return x * (1 + scale[:, None]) + shift[:, None]
+class Modulate(nn.Module):
+    """`modulated` as a module, so that its output can be watched."""
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch pos d_model"],
+        shift: Float[Tensor, "batch d_model"],
+        scale: Float[Tensor, "batch d_model"],
+    ) -> Float[Tensor, "batch pos d_model"]:
+        return modulated(x, shift, scale)
 
 
 class DitAttention(nn.Module):
@@ -196,6 +203,7 @@ class DitPreTrainedModel(PreTrainedModel):
     config_class = DitConfig
     base_model_prefix = "model"
     _no_split_modules = ["DitBlock"]
+    _keys_to_ignore_on_load_unexpected = [DIT_IGNORED]
     _supports_sdpa = True
     _supports_attention_backend = True
 
@@ -211,6 +219,7 @@ class DitModel(DitPreTrainedModel):
         self.layers = nn.ModuleList(DitBlock(config, number) for number in range(config.num_hidden_layers))
         self.norm = DitNorm(config.hidden_size, config.layer_norm_eps)
         self.modulation = nn.Linear(config.cond_dim, 2 * config.hidden_size)
+        self.modulate = Modulate()
         self.post_init()
 
     def forward(
@@ -242,8 +251,8 @@ class DitModel(DitPreTrainedModel):
             stream = layer(
                 stream, condition=condition, attention_mask=mask, position_embeddings=rotation, **kwargs
             )
-        shift, scale = self.modulation(condition).chunk(2, dim=-1)
-        return BaseModelOutput(last_hidden_state=modulated(self.norm(stream), shift, scale))
+        shift, scale = self.modulation(condition.expand(len(stream), -1)).chunk(2, dim=-1)
+        return BaseModelOutput(last_hidden_state=self.modulate(self.norm(stream), shift, scale))
 
     def time_of(
         self, time: Float[Tensor, " batch"] | float | None, rows: int, device: torch.device

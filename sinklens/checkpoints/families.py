@@ -10,11 +10,16 @@ Limitation: a config value that the translation cannot express raises an error t
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sinklens.checkpoints.config_keys import (
     BLOCK_DIFFUSION,
+    DIT_FUSED,
+    DIT_IGNORED,
+    DIT_NEEDED,
+    DIT_RENAMES,
     GEMMA_SETTINGS,
+    GIDD_NEEDED,
     LLADA2_NEEDED,
     LLADA2_RENAMES,
     LLADA2_REQUIRED,
@@ -29,6 +34,8 @@ from sinklens.checkpoints.config_keys import (
     RND1_NEEDED,
     RND1_REQUIRED,
     ROTATION,
+    SEDD_NEEDED,
+    SEDD_REQUIRED,
     Required,
 )
 from sinklens.hooks.blocks import Start
@@ -65,14 +72,17 @@ class Family:
         needed: keys that config.json must have.
         fused: name of a stored weight -> the weights that it holds one after another along its first axis, both below
             the module that owns them.
+        ignored: regular expression of stored names that are recomputed, such as rotary tables; they are not loaded.
         required: config key -> values that can be expressed; a missing key is accepted, unless `defaults` has it. A dot
             leads into a part of the config, as in ``text_config.use_bidirectional_attention``.
         defaults: config key -> the value that the published code uses if config.json lacks the key.
         renames: regular expression -> replacement, applied to weight names in order; at most one group.
         mask_token_id: used if neither the config nor the tokenizer names one.
+        mask_is_last: then the last id of the vocabulary is used.
         eot_token_id: end-of-turn token, for the option that keeps it from being committed early.
         verified: how far agreement with the reference code was checked.
         model_class: transformers' auto class that builds the model.
+        module: the module that defines the class, and registers it with transformers; "" for a class of transformers.
         class_attention: name of the attention if transformers' class decides which of its passes are causal; "" if
             `causal` decides.
         masked: whether undecided positions hold a mask token; False for a canvas of random tokens.
@@ -106,7 +116,10 @@ class Family:
     convert: str = ""
     needed: tuple[str, ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ignored: str = ""
+    mask_is_last: bool = False
     model_class: str = "AutoModelForCausalLM"
+    module: str = ""
     class_attention: str = ""
     masked: bool = True
     config_settings: Mapping[str, str] = field(default_factory=dict)
@@ -126,6 +139,18 @@ class Family:
         return "causal" if self.causal else "block-causal" if self.block_causal else "bidirectional"
 
 
+_DIT = Family(  # what the families of dit.py share
+    "",
+    (),
+    "adaln_dit",
+    "",
+    "logits, patterns, stream and modulations equal the reference code's on tiny weights; full size built, not run",
+    convert="sinklens.checkpoints.conversions:dit",
+    renames=DIT_RENAMES,
+    ignored=DIT_IGNORED,
+    fused=DIT_FUSED,
+    module="sinklens.checkpoints.dit",
+)
 FAMILIES: list[Family] = [
     Family(
         "llada",
@@ -366,6 +391,56 @@ FAMILIES: list[Family] = [
         generation_settings=GEMMA_SETTINGS,
         refused_tokens={"image_token_id": "image"},
         own_classes=("DiffusionGemmaForBlockDiffusion",),
+    ),
+    replace(
+        _DIT,
+        name="mdlm",
+        model_types=("mdlm",),
+        sampler="mdlm",
+        needed=(*DIT_NEEDED, "time_conditioning"),
+        mask_is_last=True,
+        own_classes=("MDLM",),
+    ),
+    replace(
+        _DIT,
+        name="bd3lm-owt",
+        model_types=("bd3lm",),
+        sampler="bd3lm-owt",
+        needed=(*DIT_NEEDED, "time_conditioning"),
+        required={"adaln": (True,), "cross_attn": (True,), "causal": (False,)},
+        mask_is_last=True,
+        block_causal=True,
+        block_length_key="block_size",
+        blocks_start="column",
+        own_classes=("BD3LM",),
+    ),
+    replace(
+        _DIT,
+        name="duo",
+        model_types=("duo",),
+        sampler="duo",
+        needed=DIT_NEEDED,
+        required={"causal": (False,)},
+        masked=False,
+        own_classes=("DUO",),
+    ),
+    replace(
+        _DIT,
+        name="sedd",
+        sampler="sedd",
+        convert="sinklens.checkpoints.conversions:sedd",
+        needed=SEDD_NEEDED,
+        required=SEDD_REQUIRED,
+        mask_is_last=True,
+    ),
+    replace(
+        _DIT,
+        name="gidd",
+        model_types=("dit",),
+        sampler="gidd",
+        convert="sinklens.checkpoints.conversions:gidd",
+        needed=GIDD_NEEDED,
+        own_classes=("DIT",),
     ),
 ]
 

@@ -135,6 +135,8 @@ def read_headers(folder: Path, family: Family) -> Weights:
         try:
             with safe_open(file, framework="pt") as opened:
                 for stored in opened.keys():  # noqa: SIM118 — safe_open is not a mapping
+                    if family.ignored and re.search(family.ignored, stored):
+                        continue
                     part = opened.get_slice(stored)
                     name = rename(stored, family)
                     shapes[name], original[name] = tuple(part.get_shape()), stored

@@ -262,11 +262,11 @@ def _restorer(hf: "PreTrainedModel") -> Callable[[], None]:
 def _refuse_decoding(hf: "PreTrainedModel", name: str, undo: ExitStack) -> None:
     """Make transformers' left-to-right decoding of a diffusion model an error, including in its pipelines.
 
-    A class with a `generate` of its own keeps it.
+    A class with a `generate` of its own keeps it, and one without any cannot decode.
     """
     from transformers import GenerationMixin
 
-    if type(hf).generate is not GenerationMixin.generate:
+    if not isinstance(hf, GenerationMixin) or type(hf).generate is not GenerationMixin.generate:
         return
     before = {"generate": hf.__dict__["generate"]} if "generate" in hf.__dict__ else {}
     hf.__dict__["generate"] = partial(_refused_decoding, name)
@@ -289,7 +289,8 @@ def _mask_token(
     if family.causal or not family.masked:
         return None
     named = (raw.get("mask_token_id"), getattr(tokenizer, "mask_token_id", None), family.mask_token_id)
-    mask = next((token for token in named if token is not None), None)
+    last = vocabulary - 1 if family.mask_is_last else None
+    mask = next((token for token in (*named, last) if token is not None), None)
     if not isinstance(mask, int) or not 0 <= mask < vocabulary:
         raise CheckpointError(
             f"{name}: no usable mask token (found {mask!r}, vocabulary {vocabulary}); "

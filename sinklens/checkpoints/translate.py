@@ -70,6 +70,8 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
             f"{where}: config.json has a quantization_config, and quantized weights are not supported. Load the "
             f"checkpoint that was quantized."
         )
+    if family.module:
+        import_module(family.module)
     try:
         made = CONFIG_MAPPING[family.architecture](**_settings({**family.defaults, **config}, family, where))
     except CheckpointError:
@@ -184,10 +186,11 @@ def check_required(config: dict[str, Any], family: Family, where: str) -> None:
 
 def _converted(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     """The settings that the family's own function makes of a config."""
-    missing = [key for key in family.needed if config.get(key) is None]
+    missing = [key for key in family.needed if value_at(config, key) is None]
     if missing:
         raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
-    _check_theta(config["rope_theta"], where)
+    if "rope_theta" in family.needed:
+        _check_theta(config["rope_theta"], where)
     module, _, function = family.convert.partition(":")
     return getattr(import_module(module), function)(config)
 
