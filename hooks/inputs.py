@@ -105,5 +105,4 @@ class LayerInputs:
         normalized = class_forward(self.norm, copies)
         if SHIFTED not in self.points.__dict__:
             return normalized
-        shift, scale = (part[:, None] for part in self.points.__dict__[SHIFTED])
-        return modulated(normalized, shift, scale)
+        return modulated(normalized, *self.points.__dict__[SHIFTED])

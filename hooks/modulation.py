@@ -29,10 +29,13 @@ MIXED = "sinklens_mixed"  # key in a group of attention points: the heads' outpu
 
 
 def modulated(
-    x: Float[Tensor, "batch pos d_model"], shift: Float[Tensor, "batch d_model"], scale: Float[Tensor, "batch d_model"]
-) -> Float[Tensor, "batch pos d_model"]:
-    """x · (1 + scale) + shift, the same for all positions of a row."""
-    return x * (1 + scale[:, None]) + shift[:, None]
+    x: Float[Tensor, "batch pos *head d_model"],
+    shift: Float[Tensor, "batch d_model"],
+    scale: Float[Tensor, "batch d_model"],
+) -> Float[Tensor, "batch pos *head d_model"]:
+    """x · (1 + scale) + shift, the same for all positions of a row, and for each head's copy of x."""
+    between = (slice(None), *(None,) * (x.ndim - 2))
+    return x * (1 + scale[between]) + shift[between]
 
 
 def shown(points: Sequence[Point], together: Float[Tensor, "batch parts"]) -> Float[Tensor, "batch parts"] | None:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from sinklens.hooks.groups import AttentionPoints, Block, EncoderPoints, NormPoints, Points
 
 
-
 def connect(
     undo: ExitStack,
     base: nn.Module,

@@ -202,7 +202,7 @@ class HookTree(ModelWeights, HookFront):
         past_key_values: Any = None,
         stream: Float[Tensor, "batch pos d_model"] | None = None,
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
-        time: Float[Tensor, "#batch"] | float | None = None,
+        time: Float[Tensor, " _"] | float | None = None,
     ) -> Float[Tensor, "batch _ d_model"]:
         """The final-norm output of one pass; `past_key_values` is a transformers cache and is extended in place.
 
@@ -312,7 +312,7 @@ class HookTree(ModelWeights, HookFront):
         stop_at_layer: int | None = None,
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
         targets: Int[Tensor, "batch pos"] | None = None,
-        time: Float[Tensor, "#batch"] | float | None = None,
+        time: Float[Tensor, " _"] | float | None = None,
     ) -> Any:
         """One pass over `input_ids` [batch, pos]: raw logits, or what `return_type` selects.
 

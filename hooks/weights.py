@@ -134,7 +134,9 @@ class MlpWeights:
     def _linear(self, name: str) -> nn.Linear:
         projections = self.__dict__["_projections"]
         if name not in projections:
-            raise SettingError("the MLP of this model has no gate, so it has no W_gate and b_gate; W_in precedes hook_pre.")
+            raise SettingError(
+                "the MLP of this model has no gate, so it has no W_gate and b_gate; W_in precedes hook_pre."
+            )
         return projections[name]
 
     @property

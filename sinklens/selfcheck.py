@@ -66,9 +66,7 @@ def check(tree: HookTree, causal: bool) -> None:
         plain = tree(ids, **_time(tree))
         _check_finite(plain)
         seen, hooked = _watched_pass(tree, ids)
-        _check_change(
-            tree, plain, hooked[:1], lambda hooks: tree.run_with_hooks(ids, fwd_hooks=hooks, **_time(tree))
-        )
+        _check_change(tree, plain, hooked[:1], lambda hooks: tree.run_with_hooks(ids, fwd_hooks=hooks, **_time(tree)))
         _check_points(tree, seen, tokens)
         _check_patterns(tree, seen, "", causal, blocks)
         _check_embedding(tree, ids)

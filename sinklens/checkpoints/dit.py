@@ -1,7 +1,7 @@
 """The network of MDLM, BD3-LM, SEDD, Duo and GIDD: a DiT, a transformer whose blocks are modulated by a noise level.
 
-The noise level of each row, its *time*, becomes one vector (`TimeEmbedding`), and every block makes a shift, a scale and
-a gate from it for its attention and for its MLP (adaptive layer norm, "adaLN"; Peebles & Xie 2023, arXiv 2212.09748):
+The noise level of each row, its *time*, becomes one vector (`TimeEmbedding`). From it every block makes a shift, a
+scale and a gate for its attention and for its MLP (adaptive layer norm, "adaLN"; Peebles & Xie 2023, arXiv 2212.09748):
 
     x = x + gate_1 · attention(LN_1(x) · (1 + scale_1) + shift_1)
     x = x + gate_2 · mlp(LN_2(x) · (1 + scale_2) + shift_2)
@@ -13,7 +13,7 @@ its sampler. A network with ``time_conditioning`` False ignores its time: all mo
 Pitfall: a new network has zero gates and zero logits, because the authors start training there.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -30,6 +30,7 @@ from sinklens.checkpoints.config_keys import DIT_IGNORED
 from sinklens.errors import SettingError
 from sinklens.hooks.modulation import modulated
 
+Time = Float[Tensor, " _"] | float | None  # the noise level of each row, or of all rows
 FREQUENCIES = 256  # sinusoids of the time embedding, fixed in all published checkpoints
 
 
@@ -202,8 +203,8 @@ class DitPreTrainedModel(PreTrainedModel):
 
     config_class = DitConfig
     base_model_prefix = "model"
-    _no_split_modules = ["DitBlock"]
-    _keys_to_ignore_on_load_unexpected = [DIT_IGNORED]
+    _no_split_modules: ClassVar = ["DitBlock"]
+    _keys_to_ignore_on_load_unexpected: ClassVar = [DIT_IGNORED]
     _supports_sdpa = True
     _supports_attention_backend = True
 
@@ -225,7 +226,7 @@ class DitModel(DitPreTrainedModel):
     def forward(
         self,
         input_ids: Int[Tensor, "batch pos"] | None = None,
-        time: Float[Tensor, " batch"] | None = None,
+        time: Time = None,
         attention_mask: Tensor | None = None,
         position_ids: Int[Tensor, "batch pos"] | None = None,
         inputs_embeds: Float[Tensor, "batch pos d_model"] | None = None,
@@ -242,21 +243,15 @@ class DitModel(DitPreTrainedModel):
         stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             position_ids = torch.arange(stream.shape[1], device=stream.device)[None]
-        mask = create_causal_mask(
-            self.config, stream, attention_mask, past_key_values=None, position_ids=position_ids
-        )
+        mask = create_causal_mask(self.config, stream, attention_mask, past_key_values=None, position_ids=position_ids)
         condition = self.time_embed(self.time_of(time, len(stream), stream.device))
         rotation = self.rotary_emb(stream, position_ids=position_ids)
         for layer in self.layers:
-            stream = layer(
-                stream, condition=condition, attention_mask=mask, position_embeddings=rotation, **kwargs
-            )
+            stream = layer(stream, condition=condition, attention_mask=mask, position_embeddings=rotation, **kwargs)
         shift, scale = self.modulation(condition.expand(len(stream), -1)).chunk(2, dim=-1)
         return BaseModelOutput(last_hidden_state=self.modulate(self.norm(stream), shift, scale))
 
-    def time_of(
-        self, time: Float[Tensor, " batch"] | float | None, rows: int, device: torch.device
-    ) -> Float[Tensor, " batch"]:
+    def time_of(self, time: Time, rows: int, device: torch.device) -> Float[Tensor, " batch"]:
         """The time of each row as the network reads it: zeros for an untimed network.
 
         Raises:
@@ -284,7 +279,7 @@ class DitForMaskedLM(DitPreTrainedModel):
         self.post_init()
 
     def forward(
-        self, input_ids: Int[Tensor, "batch pos"] | None = None, time: Tensor | None = None, **kwargs: Any
+        self, input_ids: Int[Tensor, "batch pos"] | None = None, time: Time = None, **kwargs: Any
     ) -> CausalLMOutput:
         """Raw logits; see `DitModel.forward`."""
         hidden = self.model(input_ids=input_ids, time=time, **kwargs).last_hidden_state

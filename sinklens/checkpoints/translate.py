@@ -37,6 +37,11 @@ def family_of(config: dict[str, Any], where: str) -> Family:
         register_installed()
     if named and kind in BY_MODEL_TYPE:
         return BY_MODEL_TYPE[kind]
+    if {"graph", "tokens", "model"} <= config.keys():
+        raise CheckpointError(
+            f"{where}: config.json has no model_type, but looks like SEDD's training configuration; if it is, pass "
+            f"family='sedd'."
+        )
     needs_code = (
         " It asks for code in its repository (auto_map), which sinklens never runs." if config.get("auto_map") else ""
     )
