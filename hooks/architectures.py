@@ -59,13 +59,17 @@ class Architecture:
 
     Attributes:
         base: the module that computes the last hidden state from ids.
-        embed, layers, norm, rotary: below `base`; `rotary` returns cosines and sines of positions.
+        embed, layers, norm, rotary: below `base`; `rotary` returns cosines and sines of positions, "" without rotation.
+        positions: below `base`, the learned embedding of positions; "" without one.
         head: language-model head, on the outer module.
         ln1, attn, ln2, mlp: below a layer; `attn` calls transformers' attention interface.
         q, k, v, o: projections below `attn`.
+        fused: below `attn`, the projection that holds q, k and v side by side; they are then its children, which
+            split_projection.py makes. "" without one.
         gate, up, down: below `mlp`, computing down(act(gate(x)) * up(x)); with `gate` "", down(act(up(x))).
         eps: name of the norms' epsilon attribute.
         config_eps: config key of that number.
+        config_mlp: config key of the MLP's width; None there stands for four times that of the stream.
         centered: the norms subtract the mean (LayerNorm), instead of dividing by the root mean square alone.
         activation: config key of the MLP's activation function.
         q_norm, k_norm: norms of queries and keys below `attn`; "" if the architecture has none. A layer without the
@@ -89,6 +93,7 @@ class Architecture:
 
     base: str = "model"
     embed: str = "embed_tokens"
+    positions: str = ""
     layers: str = "layers"
     norm: str = "norm"
     rotary: str = "rotary_emb"
@@ -101,11 +106,13 @@ class Architecture:
     k: str = "k_proj"
     v: str = "v_proj"
     o: str = "o_proj"
+    fused: str = ""
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     eps: str = "variance_epsilon"
     config_eps: str = "rms_norm_eps"
+    config_mlp: str = "intermediate_size"
     centered: bool = False
     activation: str = "hidden_act"
     q_norm: str = ""
@@ -162,6 +169,30 @@ ARCHITECTURES: dict[str, Architecture] = {
         encoder="model.encoder.language_model",
         self_conditioning="self_conditioning",
     ),
+    "gpt2": Architecture(
+        base="transformer",
+        embed="wte",
+        positions="wpe",
+        layers="h",
+        norm="ln_f",
+        rotary="",
+        ln1="ln_1",
+        attn="attn",
+        ln2="ln_2",
+        q="c_attn.q",
+        k="c_attn.k",
+        v="c_attn.v",
+        o="c_proj",
+        fused="c_attn",
+        gate="",
+        up="c_fc",
+        down="c_proj",
+        eps="eps",
+        config_eps="layer_norm_epsilon",
+        config_mlp="n_inner",
+        activation="activation_function",
+        centered=True,
+    ),
     "adaln_dit": Architecture(
         gate="",
         eps="eps",
@@ -197,8 +228,9 @@ def check_modules(hf: "nn.Module", architecture: Architecture) -> None:
     """
     base = _child(hf, architecture, "base")
     _child(hf, architecture, "head")
-    for field in ("embed", "norm", "rotary"):
-        _child(base, architecture, field)
+    for field in ("embed", "norm", "rotary", "positions"):
+        if getattr(architecture, field):
+            _child(base, architecture, field)
     for layer in _child(base, architecture, "layers").children():
         for field in ("ln1", "ln2", "mlp"):
             _child(layer, architecture, field)

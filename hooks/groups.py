@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sinklens.hooks import names
 from sinklens.hooks.architectures import Architecture
-from sinklens.hooks.offload import class_forward, weight_of
+from sinklens.hooks.offload import class_forward, value_of, weight_of
 from sinklens.hooks.points import Point, Watch
 from sinklens.hooks.weights import AttentionWeights, ExpertWeights, HeadNorm, MlpWeights
 
@@ -45,6 +45,12 @@ class NormPoints(Points):
     def w(self) -> Float[Tensor, " d_model"]:
         """Learned weight of the norm."""
         return weight_of(self.__dict__["_norm"])
+
+    @property
+    def b(self) -> Float[Tensor, " d_model"] | None:
+        """Learned bias of the norm; None if it has none."""
+        norm = self.__dict__["_norm"]
+        return value_of(norm, "bias") if hasattr(norm, "bias") else None
 
     def any_watched(self) -> bool:
         """Whether a point inside the norm is watched."""
@@ -193,6 +199,7 @@ def parts_of(layer: nn.Module, architecture: Architecture) -> names.Parts:
         post_norms=bool(architecture.ln1_post),
         gated=bool(architecture.gate),
         modulated=bool(architecture.modulation),
+        positions=bool(architecture.positions),
     )
 
 

@@ -23,6 +23,7 @@ from transformer_lens.utilities import composition_scores
 
 from sinklens.errors import PromptError, SettingError
 from sinklens.hooks import rotary
+from sinklens.hooks.offload import weight_of
 from sinklens.hooks.weights import Embed, Unembed
 
 ATTENTION = tuple(f"{kind}_{letter}" for letter in "QKVO" for kind in "Wb")
@@ -88,6 +89,17 @@ class ModelWeights:
         return self.embed.W_E
 
     @property
+    def W_pos(self) -> Float[Tensor, "pos d_model"]:
+        """Learned embeddings of positions.
+
+        Raises:
+            SettingError: the model has none.
+        """
+        if not self.architecture.positions:
+            raise SettingError("this model rotates queries and keys by position; it has no learned positions.")
+        return weight_of(self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.positions}"))
+
+    @property
     def QK(self) -> FactoredMatrix:
         """W_Q W_Kᵀ of every head, [layer, head, d_model, d_model]; grouped keys are repeated to the query heads."""
         return FactoredMatrix(self.W_Q, self.expand_kv_heads(self.W_K).transpose(-2, -1))
@@ -149,6 +161,10 @@ class ModelWeights:
         Key/value heads are repeated to the query heads. A layer with experts has no "mlp.W_in" and the like.
         """
         found = {"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "unembed.b_U": self.b_U, "ln_final.w": self.ln_final.w}
+        if self.ln_final.b is not None:
+            found["ln_final.b"] = self.ln_final.b
+        if self.architecture.positions:
+            found["pos_embed.W_pos"] = self.W_pos
         for layer, block in enumerate(self.blocks):
             found |= {f"blocks.{layer}.{name}": weight for name, weight in self._of_layer(block)}
         return found
@@ -162,8 +178,11 @@ class ModelWeights:
                 weight.repeat_interleave(self.cfg.n_heads // len(weight), dim=0) if grouped else weight,
             )
         if block.parts.dense:
-            yield from ((f"mlp.{name}", getattr(block.mlp, name)) for name in MLP)
-        yield from ((f"{norm}.w", getattr(block, norm).w) for norm in ("ln1", "ln2"))
+            named = MLP if block.parts.gated else MLP[2:]
+            yield from ((f"mlp.{name}", getattr(block.mlp, name)) for name in named)
+        for norm in ("ln1", "ln2"):
+            weights = {"w": getattr(block, norm).w, "b": getattr(block, norm).b}
+            yield from ((f"{norm}.{name}", weight) for name, weight in weights.items() if weight is not None)
         norms = {f"attn.{letter}_norm.w": getattr(block.attn, f"{letter}_norm") for letter in "qk"}
         yield from ((name, norm.w) for name, norm in norms.items() if norm is not None)
 

@@ -58,7 +58,7 @@ def tap_mixed(undo: ExitStack, output_projection: nn.Linear, points: "AttentionP
 
 def block_forward(self: nn.Module, hidden_states: Tensor, condition: Tensor, **kwargs: Any) -> Tensor:
     """Forward of a pre-norm block with modulation, with its points."""
-    block, architecture = self.__dict__[BLOCK]
+    block, architecture, _ = self.__dict__[BLOCK]
     module = self.get_submodule
     resid_pre = at(block.hook_resid_pre, hidden_states)
     made = module(architecture.modulation)(condition.expand(len(resid_pre), -1))

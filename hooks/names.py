@@ -96,6 +96,7 @@ SPLIT_INPUTS = tuple(
 )
 ATTN_IN = PointSpec("hook_attn_in", "batch pos head d_model", PER_HEAD.format("queries, keys and values"))
 MLP_IN = PointSpec("hook_mlp_in", "batch pos d_model", "residual stream that the MLP reads, before the norm")
+POSITIONS = PointSpec("hook_pos_embed", "batch pos d_model", "learned embeddings of the positions")
 TIME = (
     PointSpec("hook_time", "batch", "noise level of each row, as the network reads it; 0 in an untimed network"),
     PointSpec("hook_cond", "batch d_cond", "vector that all modulations are made from"),
@@ -177,6 +178,7 @@ _OPTIONAL_ALIASES = {
 }
 _SWITCHED_ALIASES = {name.removeprefix("attn."): name for name in SWITCHED if name.startswith("attn.")}
 _ROOT_ALIASES = {"embed.hook_out": "hook_embed"}
+_OPTIONAL_ROOT_ALIASES = {"pos_embed.hook_out": POSITIONS.name}
 # TransformerLens 4's points outside the blocks that have no point here, and what shows the same value.
 _ELSEWHERE = {
     "embed.hook_in": "the token ids of the pass, whose embeddings are at hook_embed; those of a step of a run are at "
@@ -199,6 +201,7 @@ class Parts(NamedTuple):
         post_norms: what attention and the MLP add to the stream is normalized.
         gated: a dense MLP multiplies its activations by a second branch.
         modulated: shifts, scales and gates made from the noise level act on attention and the MLP.
+        positions: the embeddings of positions are learned and added to those of the tokens.
     """
 
     qk_norm: bool = False
@@ -209,10 +212,11 @@ class Parts(NamedTuple):
     post_norms: bool = False
     gated: bool = True
     modulated: bool = False
+    positions: bool = False
 
 
 PLAIN = Parts()
-EVERY = Parts(qk_norm=True, dense=True, experts=True, shared=True, post_norms=True, modulated=True)
+EVERY = Parts(qk_norm=True, dense=True, experts=True, shared=True, post_norms=True, modulated=True, positions=True)
 
 
 def merged(layers: Sequence[Parts]) -> Parts:
@@ -233,7 +237,7 @@ def _in_blocks(below: dict[str, str], n_layers: int) -> dict[str, str]:
 
 def _every_alias(n_layers: int) -> list[tuple[str, str]]:
     """Spellings and points: those of `aliases`, of points that are off by default, and of points of some layers."""
-    found = aliases(n_layers) | _in_blocks(_SWITCHED_ALIASES, n_layers)
+    found = aliases(n_layers) | _OPTIONAL_ROOT_ALIASES | _in_blocks(_SWITCHED_ALIASES, n_layers)
     return [*found.items(), *_in_blocks(_OPTIONAL_ALIASES, n_layers).items()]
 
 
@@ -424,6 +428,7 @@ def table(parts: Parts = PLAIN) -> list[tuple[str, PointSpec]]:
         parts: what the layers have; with both `dense` and `experts`, each layer has the points of one of them.
     """
     rows = [(f"denoise.{DENOISE[0].name}", DENOISE[0]), (EMBED[0].name, EMBED[0])]
+    rows += [(POSITIONS.name, POSITIONS)] if parts.positions else []
     rows += [(spec.name, spec) for spec in TIME if parts.modulated]
     rows += [(f"blocks.{{l}}.{name}", spec) for name, spec in block_specs(parts)]
     rows += [(f"ln_final.{spec.name}", spec) for spec in NORM]

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 
 def weight_of(module: Any) -> Tensor:
-    """The weight of `module`, on the device where the module computes."""
-    return value_of(module, "weight")
+    """The weight of `module`, on the device where the module computes; of a projection [out, in]."""
+    weight = value_of(module, "weight")
+    return weight.T if isinstance(module, Conv1D) else weight  # GPT-2 stores [in, out]
 
 
 def value_of(root: Any, name: str) -> Any:

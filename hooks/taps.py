@@ -13,6 +13,7 @@ The rewritten forward is therefore defined on a subclass and replaces the origin
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from inspect import signature
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,11 @@ def connect_encoder(
         return (inputs[0], point(inputs[1])) if point.watched else None
 
     undo.callback(mixer.register_forward_pre_hook(tap).remove)
+
+
+def connect_positions(undo: ExitStack, base: nn.Module, architecture: Architecture, point: Point) -> None:
+    """Install the tap of learned embeddings of positions."""
+    _tap_output(undo, base.get_submodule(architecture.positions), point)
 
 
 def connect_time(undo: ExitStack, base: nn.Module, architecture: Architecture, tree: Any) -> None:
@@ -131,7 +137,8 @@ def _replace_forward(layer: nn.Module, block: "Block", architecture: Architectur
     """Make `layer` run the forward with points, also inside accelerate's and nnsight's wrappers."""
     cls: Any = type(layer)
     forward = modulation.block_forward if architecture.modulation else _block_forward
-    layer.__dict__[BLOCK] = block, architecture
+    arguments = list(signature(cls.forward).parameters)[2:]  # after the layer itself and the stream
+    layer.__dict__[BLOCK] = block, architecture, arguments
     layer.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
     undo.callback(layer.__dict__.pop, BLOCK)
     undo.callback(setattr, layer, "__class__", cls)
@@ -142,9 +149,10 @@ def _replace_forward(layer: nn.Module, block: "Block", architecture: Architectur
         undo.callback(layer.__dict__.__setitem__, "_old_forward", wrapped)
 
 
-def _block_forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+def _block_forward(self: nn.Module, hidden_states: Tensor, *given: Any, **kwargs: Any) -> Tensor:
     """Forward of a pre-norm block, with its residual points."""
-    block, architecture = self.__dict__[BLOCK]
+    block, architecture, arguments = self.__dict__[BLOCK]
+    kwargs |= dict(zip(arguments, given, strict=False))
     ln1, attn = self.get_submodule(architecture.ln1), self.get_submodule(architecture.attn)
     ln2, mlp = self.get_submodule(architecture.ln2), self.get_submodule(architecture.mlp)
     resid_pre = at(block.hook_resid_pre, hidden_states)
@@ -200,8 +208,8 @@ def _tap_heads(undo: ExitStack, module: nn.Module, point: Point, d_head: int) ->
     undo.callback(module.register_forward_hook(tap).remove)
 
 
-def _tap_norm(undo: ExitStack, norm: Any, points: "Points", architecture: Architecture) -> None:
-    """Tap a norm: weight · x / sqrt(mean(x²) + eps), of x minus its mean if the architecture centers it."""
+def _tap_norm(undo: ExitStack, norm: Any, points: "NormPoints", architecture: Architecture) -> None:
+    """Tap a norm: weight · x / sqrt(mean(x²) + eps) + bias, of x minus its mean if the architecture centers it."""
 
     def tap(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
         if not points.any_watched():
@@ -211,7 +219,8 @@ def _tap_norm(undo: ExitStack, norm: Any, points: "Points", architecture: Archit
             x = x - x.mean(-1, keepdim=True)
         scale = at(points.hook_scale, (x.pow(2).mean(-1, keepdim=True) + getattr(norm, architecture.eps)).sqrt())
         normalized = at(points.hook_normalized, (x / scale).to(output.dtype))
-        return weight_of(norm) * normalized
+        scaled = weight_of(norm) * normalized
+        return scaled if points.b is None else scaled + points.b
 
     undo.callback(norm.register_forward_hook(tap).remove)
 

@@ -36,7 +36,8 @@ from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
 from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
-from sinklens.hooks.taps import connect, connect_encoder, connect_time
+from sinklens.hooks.split_projection import split
+from sinklens.hooks.taps import connect, connect_encoder, connect_positions, connect_time
 
 
 class HookTree(ModelWeights, HookFront):
@@ -57,17 +58,21 @@ class HookTree(ModelWeights, HookFront):
         self.watch = Watch()
         self.architecture = architecture
         self.cfg = sizes_of(hf, architecture)
+        self._undo = ExitStack()
+        if architecture.fused:
+            split_all(self._undo, hf, architecture)
         check_modules(hf, architecture)
         self.tokenizer_of: Callable[[], Any] = lambda: None
         self.masks: Masks | None = None
         self._switches = Switches()
         self.disconnected = False
-        self._undo = ExitStack()
         self._sampler_specs = _sampler_specs(hf, architecture)
         self.denoise = Points(self._sampler_specs, self.watch, SamplerPoint)
         if architecture.encoder:
             self.encoder = EncoderPoints(self.watch, hf.get_submodule(architecture.encoder), architecture)
         self.hook_embed = Point(self.watch)
+        if architecture.positions:
+            self.hook_pos_embed = Point(self.watch)
         if architecture.time:
             for spec in (*names.TIME, *names.FINAL_MODULATION):
                 setattr(self, spec.name, Point(self.watch))
@@ -82,6 +87,8 @@ class HookTree(ModelWeights, HookFront):
         self._setup_points()
         self.hook_dict = ByPoint(self.spelled, self.hook_dict)
         connect(self._undo, base, architecture, self.hook_embed, self.ln_final, self.blocks)
+        if architecture.positions:
+            connect_positions(self._undo, base, architecture, self.hook_pos_embed)
         if architecture.time:
             connect_time(self._undo, base, architecture, self)
         if architecture.encoder:
@@ -223,6 +230,9 @@ class HookTree(ModelWeights, HookFront):
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         stop = cached + input_ids.shape[1]
         self.watch.forward_pass = replace(self.watch.forward_pass, queries=range(cached, stop), keys=range(stop))
+        if self.architecture.positions and position_ids is None:
+            columns = torch.arange(cached, stop, device=input_ids.device)
+            position_ids = columns.expand(len(input_ids), -1)  # hook_pos_embed has every row
         base = self.hf.get_submodule(self.architecture.base)
         output = base(
             input_ids=input_ids if stream is None else None,
@@ -405,6 +415,13 @@ class HookTree(ModelWeights, HookFront):
                 f"start_at_layer takes the residual-stream tensor that enters the layer, "
                 f"[batch, pos, {self.cfg.d_model}]; got {kind}."
             )
+
+
+def split_all(undo: ExitStack, hf: PreTrainedModel, architecture: Architecture) -> None:
+    """Split the fused projection of every layer."""
+    layers: Any = hf.get_submodule(f"{architecture.base}.{architecture.layers}")
+    for layer in layers:
+        split(undo, layer.get_submodule(f"{architecture.attn}.{architecture.fused}"))
 
 
 def _sampler_specs(hf: PreTrainedModel, architecture: Architecture) -> tuple[names.PointSpec, ...]:

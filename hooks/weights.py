@@ -33,7 +33,8 @@ def per_head(linear: nn.Linear, d_head: int) -> Float[Tensor, "head d_model d_he
 def bias_of(linear: nn.Linear) -> Float[Tensor, " out"]:
     """The bias of a projection; zeros if it has none."""
     bias: Tensor | None = value_of(linear, "bias")
-    return weight_of(linear).new_zeros(linear.out_features) if bias is None else bias
+    weight = weight_of(linear)
+    return weight.new_zeros(len(weight)) if bias is None else bias
 
 
 class HeadNorm:

@@ -69,8 +69,12 @@ def check(tree: HookTree, causal: bool) -> None:
         _check_change(tree, plain, hooked[:1], lambda hooks: tree.run_with_hooks(ids, fwd_hooks=hooks, **_time(tree)))
         _check_points(tree, seen, tokens)
         _check_patterns(tree, seen, "", causal, blocks)
-        _check_embedding(tree, ids)
-        if tree.architecture.time and (silent := _silent(tree, ids, {spec.name: [spec.name] for spec in names.TIME})):
+        outside = list(names.TIME) if tree.architecture.time else []
+        if tree.architecture.positions:
+            outside += [*names.EMBED, names.POSITIONS]  # their sum enters the first layer
+        else:
+            _check_embedding(tree, ids)
+        if outside and (silent := _silent(tree, ids, {spec.name: [spec.name] for spec in outside})):
             _refuse_silent(silent)
         _check_edits(tree, ids, seen, hooked)
 

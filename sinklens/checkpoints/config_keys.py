@@ -125,6 +125,12 @@ LLADA2_REQUIRED: Required = {
     "use_sliding_window": (False,),
     "using_split_qkv_in_self_attention": (False,),
 }
+GPT2_RENAMES = {
+    r"^embed_tokens\.": "transformer.wte.",
+    r"^denoise_model\.": "transformer.",
+    r"^(wte|wpe|h|ln_f)\.": r"transformer.\1.",
+}
+GPT2_IGNORED = r"\.attn\.(masked_)?bias$"  # the causal mask, which older files hold as a buffer
 DIT_NEEDED = ("vocab_size", "model_length", "hidden_dim", "cond_dim", "n_blocks", "n_heads")
 GIDD_NEEDED = (
     "vocab_size", "max_seq_len", "hidden_size", "timestep_cond_dim", "num_hidden_layers", "num_attention_heads",
