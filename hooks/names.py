@@ -139,6 +139,8 @@ NOISE = (
     PointSpec("hook_renoise", "batch pos", "random token ids, which replace the tokens that are not accepted"),
 )
 """The sampler's points of a model whose canvas is random tokens; all but the first have the canvas's positions."""
+UNIFORM = PointSpec("hook_uniform", "batch pos vocab|1", "uniform random numbers, which the tokens are drawn with")
+"""The sampler's point of a network that is told the noise level: every step draws, so a run is repeated by its numbers."""
 ENCODER = "encoder."
 """Prefix of the points of an encoder, which has the points of the blocks for the text before the canvas."""
 
@@ -352,7 +354,7 @@ def axes_of(name: str) -> list[str]:
     ['batch', 'head', 'query', 'key']
     """
     last = name.rsplit(".", 1)[-1]
-    rows = [*(spec for _, spec in table(EVERY)), *(spec for _, spec in SWITCHED.values()), EDIT, *NOISE]
+    rows = [*(spec for _, spec in table(EVERY)), *(spec for _, spec in SWITCHED.values()), EDIT, *NOISE, UNIFORM]
     return next(spec.axes for spec in rows if spec.name == last).split()
 
 

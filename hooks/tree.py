@@ -428,4 +428,6 @@ def _sampler_specs(hf: PreTrainedModel, architecture: Architecture) -> tuple[nam
     """The rows of the sampler's points."""
     if architecture.encoder:
         return names.NOISE
+    if architecture.time:
+        return (names.DENOISE[0], names.UNIFORM, *names.DENOISE[1:])
     return names.DENOISE if blocks_of(hf.config) is None else (*names.DENOISE, names.EDIT)

@@ -49,6 +49,7 @@ class State:
         active: rows that the current step works on. The others have finished their block, their canvas or their answer
             and wait; they may pass through the model again, but the step changes nothing in them. `logits` sets it to
             the rows in which the step can decide a position, before the pass; all rows until then.
+        time: noise level of each row in the next pass, for a network that reads it; its sampler sets it.
     """
 
     tree: HookTree
@@ -68,6 +69,7 @@ class State:
     replay: Int[Tensor, "batch step pos"] | None = None
     replay_undecided: Bool[Tensor, "batch step pos"] | None = None
     steps_done: int = 0
+    time: Float[Tensor, " batch"] | None = None
 
     def __post_init__(self) -> None:
         self._active = torch.ones_like(self.canvas[:, 0], dtype=torch.bool)
@@ -238,7 +240,8 @@ class State:
             running = self._running()
             chosen = running.repeat(len(rows) // len(where))
             with self._rule_of(running):
-                hidden, where = self.tree.hidden(rows[chosen], real[chosen]), where[running]
+                time = None if self.time is None else self.time[running]
+                hidden, where = self.tree.hidden(rows[chosen], real[chosen], time=time), where[running]
             if self.shift:  # logits at i - 1 predict position i
                 hidden = one_later(hidden, real[chosen])
         else:
