@@ -331,3 +331,18 @@ def sampled_by_confidence(
     scores = confidence[where].double() / alg_temp - torch.log(-torch.log(uniform))
     spread = torch.full_like(confidence, -torch.inf, dtype=torch.float64).masked_scatter(where, scores)
     return most_confident(spread, counts, None)
+
+
+def exponential_race(
+    weights: Float[Tensor, "*positions vocab"], uniform: Float[Tensor, "*positions vocab"]
+) -> Int[Tensor, "*positions"]:
+    """Draw each token with a probability proportional to its weight: argmax_v weight_v / (1e-10 − log(u_v + 1e-10)).
+
+    Weights need not sum to 1; one that is not positive never wins (SEDD's catsample.py, used by MDLM and Duo).
+    """
+    return (weights / (1e-10 - (uniform + 1e-10).log())).argmax(dim=-1)
+
+
+def log_linear_sigma(time: Float[Tensor, "*shape"], eps: float = 1e-3) -> Float[Tensor, "*shape"]:
+    """The noise level σ(t) = −log(1 − (1 − ε) t) of the log-linear schedule; 6.9078 at t = 1 for ε = 1e-3."""
+    return -(1 - (1 - eps) * time).log()
