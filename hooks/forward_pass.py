@@ -44,7 +44,7 @@ class ForwardPass:
 
     Attributes:
         step: number of the denoising step; None outside a run.
-        time: noise level that the model gets; None for a model that gets none.
+        time: noise level of each row that the model gets; None for a model that gets none.
         mode: "causal" decodes left to right, "denoise" is a step on a canvas, "encode" is the encoder's pass over the
             text before a canvas, whose keys later passes read; None is a single pass.
         queries: positions whose stream the pass computes.

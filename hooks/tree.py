@@ -219,6 +219,8 @@ class HookTree(ModelWeights, HookFront):
         """
         if self.watch.forward_pass.step is None:
             self._begin_single_pass(input_ids, attention_mask)
+        if self.architecture.time:
+            time = self._time_of(time, input_ids)
         if self.architecture.encoder:
             return self.canvas_pass.hidden(input_ids, attention_mask, self_conditioning)
         position_ids = None
@@ -244,6 +246,15 @@ class HookTree(ModelWeights, HookFront):
             **({"time": time} if self.architecture.time else {}),
         )
         return output.last_hidden_state
+
+    def _time_of(self, time: Float[Tensor, " _"] | float | None, ids: Tensor) -> Float[Tensor, " batch"]:
+        """The noise level of each row of a pass: `time`, or that of the step."""
+        described = self.watch.forward_pass
+        base: Any = self.hf.get_submodule(self.architecture.base)
+        found = base.time_of(described.time if time is None else time, len(ids), ids.device)
+        if described.step is None:
+            self.watch.forward_pass = replace(described, time=found)
+        return found
 
     def _begin_single_pass(self, ids: Tensor, real: Tensor | None) -> None:
         """Describe a pass outside a run, whose padding only its mask shows."""

@@ -49,7 +49,7 @@ class State:
         active: rows that the current step works on. The others have finished their block, their canvas or their answer
             and wait; they may pass through the model again, but the step changes nothing in them. `logits` sets it to
             the rows in which the step can decide a position, before the pass; all rows until then.
-        time: noise level of each row in the next pass, for a network that reads it; its sampler sets it.
+        time: noise level of each row, for a network that reads it; its sampler sets it before `begin_step`.
     """
 
     tree: HookTree
@@ -69,10 +69,18 @@ class State:
     replay: Int[Tensor, "batch step pos"] | None = None
     replay_undecided: Bool[Tensor, "batch step pos"] | None = None
     steps_done: int = 0
-    time: Float[Tensor, " batch"] | None = None
 
     def __post_init__(self) -> None:
         self._active = torch.ones_like(self.canvas[:, 0], dtype=torch.bool)
+
+    @property
+    def time(self) -> Float[Tensor, " batch"] | None:
+        return self.tree.watch.forward_pass.time
+
+    @time.setter
+    def time(self, level: Float[Tensor, " batch"]) -> None:
+        watch = self.tree.watch
+        watch.forward_pass = replace(watch.forward_pass, time=level)
 
     @property
     def active(self) -> Bool[Tensor, " batch"]:

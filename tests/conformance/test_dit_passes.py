@@ -229,3 +229,11 @@ def test_a_config_that_means_another_network_is_refused(conformance, name, key, 
 def test_sedd_has_no_model_type_and_is_opened_by_name(conformance):
     with pytest.raises(CheckpointError, match=r"looks like SEDD.*pass family='sedd'"):
         sinklens.load(conformance / "sedd")
+
+
+def test_hooks_read_the_noise_level_of_their_pass(model, stored):
+    seen = []
+    time = torch.tensor([0.2, 0.8])
+    keep = ("blocks.0.hook_resid_pre", lambda value, hook: seen.append(hook.forward_pass.time))
+    model.run_with_hooks(stored["input_ids"].long(), time=time, fwd_hooks=[keep])
+    assert torch.equal(seen[0], time if model.config.time_conditioning else torch.zeros(2))
