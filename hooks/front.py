@@ -54,8 +54,9 @@ class Keeper:
 
     def __call__(self, value: Tensor, hook: HookPoint, ending: str = "") -> None:
         name = hook.name or ""
-        kept, axis = value.detach().to(self.device), names.position_axis(name)
-        kept = kept if axis is None else self.pos_slice.apply(kept, dim=axis)
+        kept = value.detach().to(self.device)
+        if names.has_positions(name):
+            kept = self.pos_slice.apply(kept, dim=names.position_axis(name))
         kept = kept[0] if self.remove_batch_dim and len(kept) == 1 else kept
         for key in (name, *self.keys.get(name, ())):
             self.store[key + ending] = kept

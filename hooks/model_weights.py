@@ -254,8 +254,14 @@ class ModelWeights:
 
         Raises:
             PromptError: a text that is not exactly one token.
-            SettingError: `tokens` is not a text, an id or a tensor of ids.
+            SettingError: `tokens` is not a text, an id or a tensor of ids; or the noise level acts between the final
+                norm and the head, so that directions differ from row to row.
         """
+        if self.architecture.modulation:
+            raise SettingError(
+                "the noise level scales what the head reads, so a token's direction differs from row to row: it is "
+                "W_U[:, token] * (1 + hook_final_scale) * ln_final.w."
+            )
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)
         if isinstance(tokens, Tensor) and tokens.numel() == 1:

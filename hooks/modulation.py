@@ -46,7 +46,7 @@ def shown(points: Sequence[Point], together: Float[Tensor, "batch parts"]) -> Fl
     return torch.cat([at(point, part) for point, part in zip(points, parts, strict=True)], dim=-1)
 
 
-def tap_mixed(undo: ExitStack, output_projection: nn.Linear, points: "AttentionPoints") -> None:
+def tap_mixed(undo: ExitStack, output_projection: nn.Module, points: "AttentionPoints") -> None:
     """Keep what enters the output projection while ``hook_result`` is watched; `block_forward` makes its value."""
 
     def tap(_module: nn.Module, inputs: tuple[Tensor], _output: Tensor) -> None:

@@ -358,17 +358,21 @@ def axes_of(name: str) -> list[str]:
     return next(spec.axes for spec in rows if spec.name == last).split()
 
 
-def position_axis(name: str) -> int | None:
-    """The position axis of a point's value, counted from the end; with queries and keys, the query axis.
+def has_positions(name: str) -> bool:
+    """Whether a point's value has a position axis; a value of a complete row, such as its noise level, has none."""
+    return not {"pos", "query", "key"}.isdisjoint(axes_of(name.removesuffix("_grad")))
 
-    None if the value belongs to a row as a whole, such as its noise level.
+
+def position_axis(name: str) -> int:
+    """The position axis of a point's value, counted from the end; with queries and keys, the query axis.
 
     >>> position_axis("blocks.0.attn.hook_pattern"), position_axis("blocks.0.attn.hook_sink_scores")
     (-2, -1)
     """
     axes = axes_of(name.removesuffix("_grad"))
-    found = [axes.index(axis) for axis in ("pos", "query", "key") if axis in axes]
-    return found[0] - len(axes) if found else None
+    if not has_positions(name):
+        raise SettingError(f"{name} has one value for each row, so it has no positions; leave positions out.")
+    return next(axes.index(axis) for axis in ("pos", "query", "key") if axis in axes) - len(axes)
 
 
 def covers_all_columns(name: str) -> bool:

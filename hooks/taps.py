@@ -225,7 +225,7 @@ def _tap_norm(undo: ExitStack, norm: Any, points: "NormPoints", architecture: Ar
     undo.callback(norm.register_forward_hook(tap).remove)
 
 
-def _tap_result(undo: ExitStack, output_projection: nn.Linear, points: "AttentionPoints") -> None:
+def _tap_result(undo: ExitStack, output_projection: nn.Module, points: "AttentionPoints") -> None:
     """Tap the output projection; the point sees the output of each head, as added to the stream."""
 
     def tap(module: nn.Module, inputs: tuple[Tensor], _output: Tensor) -> Tensor | None:

@@ -25,12 +25,12 @@ from sinklens.errors import SettingError
 from sinklens.hooks.offload import class_forward, value_of, weight_of
 
 
-def per_head(linear: nn.Linear, d_head: int) -> Float[Tensor, "head d_model d_head"]:
+def per_head(linear: nn.Module, d_head: int) -> Float[Tensor, "head d_model d_head"]:
     """The weights of a projection into heads."""
     return weight_of(linear).unflatten(0, (-1, d_head)).transpose(-1, -2)
 
 
-def bias_of(linear: nn.Linear) -> Float[Tensor, " out"]:
+def bias_of(linear: nn.Module) -> Float[Tensor, " out"]:
     """The bias of a projection; zeros if it has none."""
     bias: Tensor | None = value_of(linear, "bias")
     weight = weight_of(linear)
@@ -75,7 +75,7 @@ class AttentionWeights:
         """The norm of the keys; None if the layer does not normalize them."""
         return self.__dict__["_norms"].get("k")
 
-    def _project(self, letter: str) -> tuple[nn.Linear, int]:
+    def _project(self, letter: str) -> tuple[nn.Module, int]:
         projections, d_head = self.__dict__["_projections"]
         return projections[letter], d_head
 
@@ -132,7 +132,7 @@ class MlpWeights:
     The layer owns them; the group stores its projections under ``_projections`` in its ``__dict__``, by name.
     """
 
-    def _linear(self, name: str) -> nn.Linear:
+    def _linear(self, name: str) -> nn.Module:
         projections = self.__dict__["_projections"]
         if name not in projections:
             raise SettingError(

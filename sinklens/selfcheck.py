@@ -187,7 +187,7 @@ def _spreading(tree: HookTree, ids: Int[Tensor, "1 pos"], hooks: list[HookPair])
         return tree.hf(input_ids=ids, use_cache=False, **_time(tree)).logits
 
 
-def _time(tree: HookTree) -> dict[str, float]:
+def _time(tree: HookTree) -> dict[str, Any]:
     """A noise level for passes of a network that reads one."""
     return {"time": TIME} if tree.architecture.time else {}
 

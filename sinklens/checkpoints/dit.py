@@ -54,7 +54,7 @@ class DitConfig(PreTrainedConfig):
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     num_key_value_heads: int | None = None
-    intermediate_size: int | None = None
+    intermediate_size: int | None = None  # four times the width
     hidden_act: str = "gelu_pytorch_tanh"
     max_position_embeddings: int = 1024
     layer_norm_eps: float = 1e-5
@@ -73,8 +73,6 @@ class DitConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
@@ -164,8 +162,9 @@ class DitMlp(nn.Module):
 
     def __init__(self, config: DitConfig) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        width = config.intermediate_size or 4 * config.hidden_size
+        self.up_proj = nn.Linear(config.hidden_size, width)
+        self.down_proj = nn.Linear(width, config.hidden_size)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:

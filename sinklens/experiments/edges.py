@@ -27,7 +27,7 @@ from sinklens.errors import SettingError
 from sinklens.experiments.attribution import EMBED, Metric, Pair, differentiable, metric_value, wide
 from sinklens.experiments.sweeps import activation_bytes, rows_within
 from sinklens.hooks.points import Point
-from sinklens.interventions.paths import Receiver, Sender
+from sinklens.interventions.paths import Receiver, Sender, centered, refuse_indirect
 from sinklens.prompts import Prompt
 from sinklens.runs.intervention import HookFunction, Pairs
 
@@ -77,7 +77,7 @@ def edge_attribution(
     Raises:
         SettingError: as `attribution_patching`; a model with norms after its sublayers.
     """
-    refuse_post_norms(model)
+    refuse_indirect(model, "a table of edges")
     senders, receivers = senders_of(model), receivers_of(model)
     pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask)
     slopes: dict[str, Tensor] = {}
@@ -122,7 +122,7 @@ def path_patching_effects(
     Raises:
         SettingError: also a budget below one edge, or fewer edges per pass than 1.
     """
-    refuse_post_norms(model)
+    refuse_indirect(model, "a table of edges")
     first = senders_of(model) if senders is None else [Sender.named(name, model) for name in senders]
     last = receivers_of(model) if receivers is None else [Receiver.named(name, model) for name in receivers]
     pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask)
@@ -194,14 +194,6 @@ def _changed_rows(
     return receive
 
 
-def refuse_post_norms(model: "Model") -> None:
-    if model.tree.architecture.ln1_post:
-        raise SettingError(
-            f"a {model.config.model_type} model normalizes what its sublayers write, so there are no direct paths of "
-            f"single heads; use attribution_patching."
-        )
-
-
 def _slopes(
     pair: Pair, metric: Metric, receivers: Sequence[Receiver], mix: Pairs
 ) -> Iterator[tuple[str, Float[Tensor, "batch pos d_model"]]]:
@@ -221,7 +213,8 @@ def _slopes(
 def _pulled_back(receiver: Receiver, slope: Tensor, stream: Stream, model: "Model") -> Stream:
     """The gradient at the receiver's point as one of the stream that it reads, before its norm.
 
-    Of y = x / r, r² = mean(x²) + eps: ∂m/∂x = u / r − x (x · u) / (d r³), where u = ∂m/∂y.
+    Of y = x / r, r² = mean(x²) + eps: ∂m/∂x = u / r − x (x · u) / (d r³), where u = ∂m/∂y; of a norm that subtracts
+    the mean, the same with x and the result minus their means.
     """
     if receiver.name == "logits":
         return slope
@@ -229,9 +222,10 @@ def _pulled_back(receiver: Receiver, slope: Tensor, stream: Stream, model: "Mode
         block = model.blocks[receiver.layer]
         weight = getattr(block.attn, f"W_{receiver.letter.upper()}")[receiver.head]
         slope = slope[:, :, receiver.head] @ wide(weight).T * wide(block.ln1.w)
+    stream = centered(stream, model)
     scale = (stream.pow(2).mean(dim=-1, keepdim=True) + model.cfg.eps).sqrt()
     along = (stream * slope).sum(dim=-1, keepdim=True)
-    return slope / scale - stream * along / (stream.shape[-1] * scale**3)
+    return centered(slope / scale - stream * along / (stream.shape[-1] * scale**3), model)
 
 
 def _effects(

@@ -251,7 +251,16 @@ def _dataset(
 
 
 def log_probabilities(model: "Model", stream: Float[Tensor, "place d_model"]) -> Float[Tensor, "place vocab"]:
-    """log softmax(W_U · norm(stream)), without calling hooks."""
+    """log softmax(W_U · norm(stream)), without calling hooks.
+
+    Raises:
+        SettingError: the noise level acts between norm and head.
+    """
+    if model.tree.architecture.modulation:
+        raise SettingError(
+            f"the head of a {model.config.model_type} model reads the last norm shifted and scaled by the noise level, "
+            f"which a lens leaves out; see ln_final.hook_modulated, hook_final_shift and hook_final_scale."
+        )
     model.tree.watch.peeked = {}  # hooks on the norm's points are not called
     try:
         return model.tree.head(model.tree.ln_final(stream)).float().log_softmax(dim=-1)

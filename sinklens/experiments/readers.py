@@ -22,8 +22,8 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.attribution import Pair, exact_step, wide
-from sinklens.experiments.edges import Stream, copies_within, receivers_of, refuse_post_norms, stacked_patches
-from sinklens.interventions.paths import Receiver
+from sinklens.experiments.edges import Stream, copies_within, receivers_of, stacked_patches
+from sinklens.interventions.paths import Receiver, refuse_indirect
 from sinklens.runs.intervention import within
 from sinklens.runs.result import require_run
 
@@ -74,7 +74,7 @@ def read_attribution(
     """
     require_run(run, "run")
     model = run.model
-    refuse_post_norms(model)
+    refuse_indirect(model, "readers")
     layer, step = within("layer", [layer], model.cfg.n_layers)[0], within("step", [step], run.steps_run)[0]
     heads = within("head", None if head is None else [head], model.cfg.n_heads)
     row = within("row", [row], len(run.canvas))[0]

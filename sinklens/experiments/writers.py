@@ -27,6 +27,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.experiments.attribution import exact_step, wide
 from sinklens.hooks.rotary import rotations
+from sinklens.interventions.paths import refuse_indirect
 from sinklens.runs.intervention import within
 from sinklens.runs.result import require_run
 
@@ -166,10 +167,11 @@ class _Read:
     @classmethod
     def of(cls, model: "Model", ids: Tensor, layer: int, head: int) -> "_Read":
         """Read the points in one pass over `ids` [pos]."""
-        if model.blocks[layer].parts.post_norms:
+        refuse_indirect(model, "write_attribution")
+        if model.tree.architecture.centered:
             raise SettingError(
-                f"a {model.config.model_type} model normalizes what its sublayers write, so its stream is not the sum "
-                f"of the heads' outputs; write_attribution is not available for it."
+                f"write_attribution divides the stream by its root mean square, and the norms of a "
+                f"{model.config.model_type} model also subtract its mean; use edge_attribution."
             )
         attn = f"blocks.{layer}.attn"
         points = ["hook_embed", f"blocks.{layer}.ln1.hook_scale"]

@@ -146,9 +146,29 @@ def _exists(match: re.Match[str], heads: int, model: "Model") -> tuple[int, int]
 
 
 def _normalized(stream: Stream, model: "Model") -> Stream:
-    """The stream divided by its root mean square, without a norm's weight."""
-    wide = stream.to(torch.promote_types(stream.dtype, torch.float32))
+    """The stream as a norm leaves it, without the norm's weight and bias."""
+    wide = centered(stream.to(torch.promote_types(stream.dtype, torch.float32)), model)
     return wide / (wide.pow(2).mean(dim=-1, keepdim=True) + model.cfg.eps).sqrt()
+
+
+def centered(stream: Stream, model: "Model") -> Stream:
+    """The stream minus its mean, if the model's norms subtract it."""
+    return stream - stream.mean(dim=-1, keepdim=True) if model.tree.architecture.centered else stream
+
+
+def refuse_indirect(model: "Model", what: str) -> None:
+    """Refuse a model whose heads and MLPs do not write to the stream directly.
+
+    Raises:
+        SettingError: its sublayers' outputs are normalized, or gated by the noise level.
+    """
+    architecture, kind = model.tree.architecture, model.config.model_type
+    if architecture.ln1_post or architecture.modulation:
+        how = "normalizes" if architecture.ln1_post else "gates and shifts by the noise level"
+        raise SettingError(
+            f"a {kind} model {how} what its sublayers read or write, so there is no direct path of a single head; "
+            f"{what} is not available for it."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,11 +258,7 @@ def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model
     """Reject paths that do not exist."""
     if not senders or not receivers:
         raise SettingError(f"PathPatch needs at least one sender, {SENDERS}, and one receiver, {RECEIVERS}.")
-    if model.tree.architecture.ln1_post:
-        raise SettingError(
-            f"a {model.config.model_type} model normalizes what its sublayers write, so there is no direct path of a "
-            f"single head; PathPatch is not available for it."
-        )
+    refuse_indirect(model, "PathPatch")
     for sender in senders:
         for receiver in receivers:
             if sender.depth >= receiver.depth:

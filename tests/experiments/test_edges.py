@@ -140,5 +140,5 @@ def test_a_model_without_direct_paths_is_refused(monkeypatch):
 
     model = shared_model()
     monkeypatch.setattr(model.tree, "architecture", replace(model.tree.architecture, ln1_post="norm"))
-    with pytest.raises(SettingError, match="normalizes what its sublayers write, so there are no direct paths of sin"):
+    with pytest.raises(SettingError, match="normalizes what its sublayers read or write, so there is no direct path"):
         edge_attribution(model, *neighbours(), bent)
