@@ -60,6 +60,7 @@ class PromptReader:
         pad: id of the padding token.
         device: device of the returned ids.
         refused: token ids that prompts must not contain, and what they stand for.
+        unconditional: whether a row may have no tokens, for a model that also generates without a prompt.
     """
 
     name: str
@@ -68,6 +69,7 @@ class PromptReader:
     pad: int
     device: torch.device
     refused: Mapping[int, str] = field(default_factory=dict)
+    unconditional: bool = False
 
     def encode(self, prompt: Prompt, chat_template: bool | str = False, prepend_bos: bool | None = None) -> Encoded:
         """Ids left-padded to equal length, and which are real.
@@ -80,13 +82,14 @@ class PromptReader:
         if _unmarked(prompt):
             self._refuse_padding(given.ids.flip(1), "end", lone=given.ids.shape[1] + 1)
         self._refuse_tokens(given)
-        starts = given.real[:, 0].long() + (given.real.long().diff(dim=1) == 1).sum(dim=1)
-        if not bool((starts == 1).all()):
+        starts = given.real[:, :1].long().sum(dim=1) + (given.real.long().diff(dim=1) == 1).sum(dim=1)
+        scattered = (starts > 1) | ((starts == 0) & (not self.unconditional))
+        if bool(scattered.any()):
             raise PromptError(
                 f"attention_mask has a row whose real tokens are not contiguous "
-                f"({given.real[starts != 1][0].long().tolist()}); padding must be before or after them."
+                f"({given.real[scattered][0].long().tolist()}); padding must be before or after them."
             )
-        if bool(given.real[:, -1].all()):
+        if bool(given.real[:, -1:].all()):
             return given
         return self.padded([row[keep].tolist() for row, keep in zip(given.ids, given.real, strict=True)])
 
@@ -149,7 +152,7 @@ class PromptReader:
 
     def padded(self, rows: Sequence[list[int]], side: str = "left") -> Encoded:
         """Rows of token ids as one batch, padded on the "left" or the "right"."""
-        for row in rows:
+        for row in filter(None, rows):
             self._check_range(min(row), max(row))
         length = max(len(row) for row in rows)
 
@@ -177,9 +180,10 @@ class PromptReader:
     def _ids(self, given: Any, side: str = "left") -> Encoded:
         """Token ids from an array or from lists."""
         if not isinstance(given, Tensor | np.ndarray):
-            return self.padded(_rows(given), side)
-        ids = _array(given).to(self.device)
-        self._check_range(int(ids.min()), int(ids.max()))
+            return self.padded(_rows(given, self.unconditional), side)
+        ids = _array(given, self.unconditional).to(self.device)
+        if ids.numel():
+            self._check_range(int(ids.min()), int(ids.max()))
         return Encoded(ids, torch.ones_like(ids, dtype=torch.bool))
 
     def _check_range(self, low: int, high: int) -> None:
@@ -225,7 +229,7 @@ class PromptReader:
                 f"{self.name} has no tokenizer, so it accepts token ids [batch, pos], not text; "
                 f"pass one with sinklens.load(..., tokenizer=...)."
             )
-        if not text:
+        if not text and not self.unconditional:
             raise PromptError("the prompt is empty; pass at least one character.")
         if broken := re.search("[\ud800-\udfff]", text):
             raise PromptError(
@@ -238,7 +242,7 @@ class PromptReader:
             raise PromptError("a chat template determines the start token; leave prepend_bos out.")
         else:
             ids = self._in_template(text, chat_template)
-        if not ids:
+        if text and not ids:
             raise PromptError(f"the tokenizer of {self.name} returns no tokens for {text!r}; pass other text.")
         return ids
 
@@ -348,8 +352,8 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
         raise PromptError(f"a dict prompt needs input_ids; got {', '.join(prompt) or 'an empty dict'}.")
 
 
-def _rows(given: Any) -> list[list[int]]:
-    """Rows of token ids from lists.
+def _rows(given: Any, empty: bool = False) -> list[list[int]]:
+    """Rows of token ids from lists; without any tokens only if `empty`.
 
     Raises:
         PromptError: `given` is not rows of token ids.
@@ -360,7 +364,7 @@ def _rows(given: Any) -> list[list[int]]:
         raise PromptError("the list of prompts is empty; pass at least one.")
     one = _row_of(given)
     rows = [_row_of(entry) for entry in given] if one is None else [one]
-    if any(row == [] for row in rows):
+    if not empty and any(row == [] for row in rows):
         raise PromptError(f"row {rows.index([])} of the token ids is empty; pass at least one token.")
     if any(row is None for row in rows):
         kinds = ", ".join(sorted({type(entry).__name__ for entry in given}))
@@ -382,14 +386,14 @@ def _row_of(given: Any) -> list[int] | None:
     return None if None in row else [token for token in row if token is not None]
 
 
-def _array(given: Tensor | np.ndarray) -> Int[Tensor, "batch pos"]:
-    """Token ids from an array with one or more rows.
+def _array(given: Tensor | np.ndarray, empty: bool = False) -> Int[Tensor, "batch pos"]:
+    """Token ids from an array with one or more rows; rows have no tokens only if `empty`.
 
     Raises:
         PromptError: the array is not of integers, is empty, or has more than two axes.
     """
     ids = given.as_subclass(Tensor) if isinstance(given, Tensor) else _from_numpy(given)
-    if not _is_integer(ids.dtype) or ids.ndim not in (1, 2) or ids.numel() == 0:
+    if not _is_integer(ids.dtype) or ids.ndim not in (1, 2) or len(ids) == 0 or (ids.numel() == 0 and not empty):
         raise PromptError(
             f"token ids must be a non-empty integer tensor [pos] or [batch, pos]; "
             f"got {ids.dtype} of shape {list(ids.shape)}."

@@ -52,7 +52,8 @@ class TokenMethods:
         pad_token_id = getattr(self.tokenizer, "pad_token_id", None)
         pad = pad_token_id if pad_token_id is not None else next(iter(self.eos_token_ids), 0)
         refused = self.checkpoint.refused_tokens
-        return PromptReader(self.name, self.tokenizer, self.cfg.d_vocab, pad, self.cfg.device, refused)
+        unconditional = self.family_record.unconditional
+        return PromptReader(self.name, self.tokenizer, self.cfg.d_vocab, pad, self.cfg.device, refused, unconditional)
 
     def encode(
         self, prompt: Prompt, chat_template: bool | str = False, *, prepend_bos: bool | None = None, gen_length: int = 0

@@ -87,6 +87,7 @@ class Family:
         module: the module that defines the class, and registers it with transformers; "" for a class of transformers.
         class_attention: name of the attention if transformers' class decides which of its passes are causal; "" if
             `causal` decides.
+        unconditional: whether it also generates without a prompt: an empty text, or a row without ids.
         masked: whether undecided positions hold a mask token; False for a canvas of random tokens.
         config_settings: config key -> sampler setting that it is the default of.
         generation_settings: key of generation_config.json -> sampler setting that it is the default of; a dot leads
@@ -123,6 +124,7 @@ class Family:
     model_class: str = "AutoModelForCausalLM"
     module: str = ""
     class_attention: str = ""
+    unconditional: bool = False
     masked: bool = True
     config_settings: Mapping[str, str] = field(default_factory=dict)
     generation_settings: Mapping[str, str] = field(default_factory=dict)
@@ -152,6 +154,7 @@ _DIT = Family(  # what the families of dit.py share
     ignored=DIT_IGNORED,
     fused=DIT_FUSED,
     module="sinklens.checkpoints.dit",
+    unconditional=True,
 )
 FAMILIES: list[Family] = [
     Family(
@@ -426,6 +429,7 @@ FAMILIES: list[Family] = [
         block_causal=True,
         block_length_key="block_size",
         blocks_start="column",
+        unconditional=False,  # its text begins with the start token
         own_classes=("BD3LM",),
     ),
     replace(

@@ -123,7 +123,7 @@ def _steps_alone(hooks: Sequence[Any], base: Generation) -> list[int] | None:
         return None
     if not all(isinstance(entry, Intervention) and entry.within_step and not follows_run(entry) for entry in hooks):
         return None
-    named = {step for entry in hooks for step in entry.acting_steps(settings.steps)}
+    named = {step for entry in hooks for step in entry.acting_steps(settings.most_steps)}
     return sorted(step for step in named if 0 <= step < base.steps_run)
 
 

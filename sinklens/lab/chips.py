@@ -130,7 +130,7 @@ class Source(Computed):
             422,
         )
         name = model.tree.resolve(self.point)
-        return {step: {name: torch.zeros(1, columns, model.cfg.d_model)} for step in range(there.settings.steps)}
+        return {step: {name: torch.zeros(1, columns, model.cfg.d_model)} for step in range(there.settings.most_steps)}
 
     def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
         """See `Computed`."""

@@ -86,7 +86,7 @@ class LiveRun:
         Raises:
             DeviceMemoryError: memory ran out; the model remains usable.
         """
-        state, planned = self.denoising.state, self.denoising.settings.steps
+        state, planned = self.denoising.state, self.denoising.settings.most_steps
         self._began = time.perf_counter()
         self._report(
             "started", steps=planned, prompt_length=state.prompt_length, positions=state.canvas.shape[1],
@@ -129,7 +129,7 @@ class LiveRun:
             sinks=strongest(latest["score"][0]),
             tokens=self._new_tokens(canvas.tolist()),
             seconds=round(seconds, 3),
-            left=round(seconds / done * (self.denoising.settings.steps - done), 3),
+            left=round(seconds / done * (self.denoising.settings.most_steps - done), 3),
         )
 
     def _new_tokens(self, ids: Sequence[int]) -> dict[int, str]:

@@ -355,7 +355,7 @@ class Session:
             run.live, run.status = live, "running"
             if run.stopped:
                 live.stop()
-            run.facts |= {"steps": live.denoising.settings.steps, "gen_length": live.denoising.settings.gen_length}
+            run.facts |= {"steps": live.denoising.settings.most_steps, "gen_length": live.denoising.settings.gen_length}
         outcome = live.carry_out()
         status = "cancelled" if live.stopped and (outcome is None or outcome.steps < run.facts["steps"]) else "done"
         _note(run, live, outcome)

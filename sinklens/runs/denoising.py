@@ -113,7 +113,7 @@ class Denoising:
             tree=self.model.tree,
             real=state.real,
             prompt_length=state.prompt_length,
-            steps=self.settings.steps,
+            steps=self.settings.most_steps,
             mask_id=state.mask_id,
             seed=self.request.seed,
             row_keys=self._row_keys,
@@ -149,7 +149,7 @@ class Denoising:
         more = VARIABLES if self.state.keys is not None or self.settings.reuses_keys else None
         partial = self.state.keys is not None
         return SinkRecorder(
-            chosen, self.model.tree, self.state.real.cpu(), self.settings.steps, more, partial, self._row_keys
+            chosen, self.model.tree, self.state.real.cpu(), self.settings.most_steps, more, partial, self._row_keys
         )
 
     def _resolve(self, entries: Sequence[Any]) -> list[tuple[str, HookFunction]]:
@@ -237,7 +237,7 @@ class Denoising:
         with (
             explained(self._what_to_lower),
             self._hooked(),
-            Progress(self.settings.steps, self.request.progress) as bar,
+            Progress(self.settings.most_steps, self.request.progress) as bar,
         ):
             return run(self.state, self.settings, [_Recording(self), *listeners, bar], self._frames)
 
@@ -254,8 +254,8 @@ class Denoising:
             lower.append("the steps and layers of Record(patterns=…)")
         return (
             f"{self.model.name} ran out of memory on {self.model.cfg.device} in step {len(self._frames) - 1} of "
-            f"{self.settings.steps}, with {passes}. Lower one of: {'; '.join(lower)}. A block that reads hook_pattern, "
-            f"hook_attn_scores, hook_result or hook_logits needs more memory than one that does not; "
+            f"{self.settings.most_steps}, with {passes}. Lower one of: {'; '.join(lower)}. A block that reads "
+            f"hook_pattern, hook_attn_scores, hook_result or hook_logits needs more memory than one that does not; "
             f"Record(to='run.zarr') keeps recorded steps on disk. The model remains usable."
         )
 

@@ -158,7 +158,7 @@ class Generation:
 
     @property
     def steps_run(self) -> int:
-        """Number of steps that ran; fewer than `settings.steps` if the run ended early."""
+        """Number of steps that ran; fewer than `settings.most_steps` if the run ended early."""
         return self.canvas.shape[1] - 1
 
     @property
@@ -183,6 +183,6 @@ class Generation:
     def __repr__(self) -> str:
         masks, empty = sum(a.masks for a in self.answers), sum(a.empty for a in self.answers)
         return (
-            f"Generation({len(self.answers)} answers, {self.steps_run} of {self.settings.steps} steps, "
+            f"Generation({len(self.answers)} answers, {self.steps_run} of {self.settings.most_steps} steps, "
             f"{sum(a.ended for a in self.answers)} ended, {empty} empty, {masks} positions still masked)"
         )

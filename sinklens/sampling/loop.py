@@ -155,8 +155,10 @@ def check_replay(state: State, settings: Sampler, replay: Int[Tensor, "batch ste
             f"replay holds {batch} rows of {length} positions, this run {state.canvas.shape[0]} of "
             f"{state.canvas.shape[1]}; give the same prompts and gen_length as the replayed run."
         )
-    if canvases - 1 > settings.steps:
-        raise SettingError(f"replay has {canvases - 1} steps, this run at most {settings.steps}; give the same steps.")
+    if canvases - 1 > settings.most_steps:
+        raise SettingError(
+            f"replay has {canvases - 1} steps, this run at most {settings.most_steps}; give the same steps."
+        )
     decided = state.canvas != state.mask_id
     if not torch.equal(replay[:, 0].to(state.canvas.device)[decided], state.canvas[decided]):
         raise SettingError(BEGAN)

@@ -36,6 +36,9 @@ class Sampler(ABC):
     attention: ClassVar[tuple[str, ...]] = ("bidirectional",)
     """Attention of the families that it fits: "bidirectional", "causal", "block-causal" or "encoder-decoder"."""
 
+    masked: ClassVar[bool] = True
+    """Whether undecided positions hold the mask token, as in `Family.masked`."""
+
     left_to_right: ClassVar[bool] = False
     """Whether a step decodes the next token, as an autoregressive model does."""
 
@@ -75,8 +78,13 @@ class Sampler(ABC):
 
     @property
     def steps(self) -> int:
-        """Largest number of steps of a run."""
+        """Denoising steps of a run; a setting of many samplers."""
         return self.gen_length
+
+    @property
+    def most_steps(self) -> int:
+        """Largest number of steps of a run, with any that the sampler adds."""
+        return self.steps
 
     @property
     def positions_per_block(self) -> int:

@@ -160,6 +160,20 @@ class State:
         """`value`, passed through the point ``denoise.<point>`` if it is watched."""
         return at(getattr(self.tree.denoise, point), value)
 
+    def uniform(
+        self, where: Bool[Tensor, "batch pos"], size: int, dtype: torch.dtype
+    ) -> Float[Tensor, "masked {size}"]:
+        """`size` numbers of U[0, 1) for every True of `where`, passed through ``denoise.hook_uniform``.
+
+        The point has all positions of the canvas; its numbers elsewhere are 0 and have no effect.
+        """
+        drawn, point = self.noise.uniform(where, size, dtype=dtype), self.tree.denoise.hook_uniform
+        if not point.watched:
+            return drawn
+        everywhere = drawn.new_zeros(*where.shape, size)
+        everywhere[where] = drawn
+        return point(everywhere)[where]
+
     def commit(self, chosen: Bool[Tensor, "batch pos"], proposed: Int[Tensor, "batch pos"], fill: bool = False) -> None:
         """End the step: pass `chosen` through ``denoise.hook_commit``, and write what is `proposed` there.
 

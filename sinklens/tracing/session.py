@@ -163,7 +163,7 @@ class Trace(BlockTracer):
     @property
     def planned(self) -> int:
         """Number of planned steps; fewer run if all rows end early."""
-        return self._denoising.settings.steps
+        return self._denoising.settings.most_steps
 
     @property
     def running(self) -> bool:
