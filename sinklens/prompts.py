@@ -160,8 +160,8 @@ class PromptReader:
             padding = [value] * (length - len(row))
             return padding + row if side == "left" else row + padding
 
-        ids = torch.tensor([filled(row, self.pad) for row in rows])
-        real = torch.tensor([filled([True] * len(row), False) for row in rows])
+        ids = torch.tensor([filled(row, self.pad) for row in rows], dtype=torch.long)
+        real = torch.tensor([filled([True] * len(row), False) for row in rows], dtype=torch.bool)
         return Encoded(ids.to(self.device), real.to(self.device))
 
     def warn_right_padding(self, prompt: Any, given: Encoded) -> None:

@@ -346,3 +346,64 @@ def exponential_race(
 def log_linear_sigma(time: Float[Tensor, "*shape"], eps: float = 1e-3) -> Float[Tensor, "*shape"]:
     """The noise level σ(t) = −log(1 − (1 − ε) t) of the log-linear schedule; 6.9078 at t = 1 for ε = 1e-3."""
     return -(1 - (1 - eps) * time).log()
+
+
+def token_probabilities(logits: Float[Tensor, "masked vocab"], mask_id: int) -> Float[Tensor, "masked vocab"]:
+    """The distribution of the token behind a mask: softmax without the mask token, whose probability is 0."""
+    logits = logits.clone()
+    logits[:, mask_id] = -torch.inf
+    return logits.softmax(dim=-1)
+
+
+def posterior_weights(
+    probs: Float[Tensor, "masked vocab"], mask_id: int, stays: Float[Tensor, "*masked"]
+) -> Float[Tensor, "masked vocab"]:
+    """The distribution of a masked position after a step: the mask with probability `stays`, else a token of `probs`.
+
+    With linear noise, a step from time t to s has `stays` = s / t (MDLM, BD3-LM).
+    """
+    weights = probs * (1 - stays)[..., None]
+    weights[:, mask_id] = stays.to(weights.dtype)
+    return weights
+
+
+def euler_weights(
+    score: Float[Tensor, "masked vocab"], mask_id: int, rate: Float[Tensor, ""]
+) -> Float[Tensor, "masked vocab"]:
+    """SEDD's Euler step at masked positions: `rate` · score for tokens, one minus their sum for the mask.
+
+    The mask's weight may be negative; it then never wins an `exponential_race`.
+    """
+    weights = score * rate
+    weights[:, mask_id] = 0
+    weights[:, mask_id] = 1 - weights.sum(dim=-1)
+    return weights
+
+
+def analytic_weights(
+    score: Float[Tensor, "masked vocab"], mask_id: int, decrease: Float[Tensor, ""]
+) -> Float[Tensor, "masked vocab"]:
+    """SEDD's analytic step at masked positions, when the noise level falls by `decrease` δ (arXiv 2310.16834, 5.2).
+
+    Tokens get (e^δ − 1) · score. The mask gets e^δ · score + (1 − e^δ) Σ score, which may be negative.
+    """
+    weights = score * decrease.exp()
+    weights[:, mask_id] += (1 - decrease.exp()) * score.sum(dim=-1)
+    kept = weights[:, mask_id].clone()
+    weights = weights * (1 - (-decrease).exp())
+    weights[:, mask_id] = kept
+    return weights
+
+
+def capped_nucleus(probs: Float[Tensor, "masked vocab"], total: float) -> Float[Tensor, "masked vocab"]:
+    """BD3-LM's nucleus: the most likely tokens whose probabilities sum to at most `total`, renormalized; at least one.
+
+    The token that crosses `total` is left out, unlike in `truncate`.
+    """
+    if total >= 1:
+        return probs
+    ordered, order = probs.sort(dim=-1, descending=True)
+    kept = ordered.cumsum(dim=-1) <= total
+    kept[..., 0] = True
+    found = torch.zeros_like(probs).scatter(-1, order, ordered * kept)
+    return found / found.sum(dim=-1, keepdim=True)

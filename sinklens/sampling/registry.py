@@ -17,6 +17,7 @@ from sinklens.errors import SettingError, nearest
 from sinklens.sampling.autoregressive import AutoregressiveSettings
 from sinklens.sampling.bd3lm import Bd3lmSettings
 from sinklens.sampling.bd3lm_card import Bd3lmCardSettings
+from sinklens.sampling.bd3lm_owt import Bd3lmOwtSettings
 from sinklens.sampling.diffusion_gemma import DiffusionGemmaSettings
 from sinklens.sampling.dream import DreamSettings
 from sinklens.sampling.dream_blocks import DreamBlockSettings
@@ -24,10 +25,12 @@ from sinklens.sampling.fast_dllm_v2 import FastDllmV2Settings
 from sinklens.sampling.llada import LladaSettings
 from sinklens.sampling.llada2 import Llada2Settings
 from sinklens.sampling.llada21 import Llada21Settings
+from sinklens.sampling.mdlm import MdlmSettings
 from sinklens.sampling.open_dcoder import OpenDcoderSettings
 from sinklens.sampling.rnd1 import Rnd1Settings
 from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.sdar import SdarSettings
+from sinklens.sampling.sedd import SeddSettings
 
 GROUP = "sinklens.samplers"
 
@@ -47,6 +50,9 @@ SAMPLERS: dict[str, type[Sampler]] = {
         Bd3lmCardSettings,
         FastDllmV2Settings,
         DiffusionGemmaSettings,
+        MdlmSettings,
+        SeddSettings,
+        Bd3lmOwtSettings,
     )
 }
 

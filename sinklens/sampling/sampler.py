@@ -42,6 +42,9 @@ class Sampler(ABC):
     left_to_right: ClassVar[bool] = False
     """Whether a step decodes the next token, as an autoregressive model does."""
 
+    sets_time: ClassVar[bool] = False
+    """Whether it sets `State.time`, for networks that read a noise level."""
+
     gen_length: Count = 128
 
     def __init_subclass__(cls, **more: Any) -> None:

@@ -53,6 +53,11 @@ class Settings(TypedDict, total=False):
     stability_threshold: int
     confidence_threshold: float
     pad_token_id: int
+    predictor: Literal["ddpm", "ddpm_cache", "analytic", "euler"]
+    noise_removal: bool
+    first_hitting: bool
+    num_steps: int
+    nucleus_p: float
 
 
 class RunSettings(Settings, total=False):

@@ -160,9 +160,7 @@ class State:
         """`value`, passed through the point ``denoise.<point>`` if it is watched."""
         return at(getattr(self.tree.denoise, point), value)
 
-    def uniform(
-        self, where: Bool[Tensor, "batch pos"], size: int, dtype: torch.dtype
-    ) -> Float[Tensor, "masked {size}"]:
+    def uniform(self, where: Bool[Tensor, "batch pos"], size: int, dtype: torch.dtype) -> Float[Tensor, "drawn vocab"]:
         """`size` numbers of U[0, 1) for every True of `where`, passed through ``denoise.hook_uniform``.
 
         The point has all positions of the canvas; its numbers elsewhere are 0 and have no effect.

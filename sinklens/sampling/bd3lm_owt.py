@@ -1,0 +1,163 @@
+"""The sampler of BD3-LM's authors: block after block, one token per step or as many as the time allows.
+
+A block begins at time 1. With `first_hitting`, the time falls to t · u^(1/m) in every step, where m positions of the
+block are masked and u is a uniform random number; then one of the m positions, drawn uniformly, gets a token. Without
+it, the time falls in equal steps to 0. A step from t to s decides each masked position with probability 1 − s/t, and
+the step at time 0 all that are left, where the published code writes token 0.
+
+Rows are independent: each row's block has its own time, and a row whose block is finished waits for the others.
+``denoise.hook_uniform`` holds the numbers that tokens are drawn with, ``denoise.hook_commit`` the position that
+`first_hitting` drew, and ``hook_time`` the noise level; a run is repeated by writing them there.
+
+The text begins with the start token, which is part of the prompt. The published code can also slide its window over a
+longer text, keep keys of finished blocks, and start again if a text repeats itself; this sampler does none of these.
+
+Pitfall: a block's prediction is used again until one of its tokens changes, as in the published code. A network that
+reads its noise level therefore reads the one of the last change.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import torch
+from annotated_types import Gt, Le
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinklens.arguments import Count
+from sinklens.errors import PromptError
+from sinklens.sampling import decisions
+from sinklens.sampling.noise_levels import LastPrediction
+from sinklens.sampling.sampler import Sampler, require
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
+
+LARGEST_TIME = 0.999  # its noise level, 6.9078, is the largest that the network reads
+
+
+@dataclass(frozen=True)
+class Bd3lmOwtSettings(Sampler):
+    """BD3-LM's sampler (Arriola et al., 2503.09573, and its reference code).
+
+    Attributes:
+        gen_length: number of answer positions; the last block may be shorter than the others.
+        block_length: positions per block; always the model's.
+        first_hitting: decide one position per step. False decides each with the probability that its time has come.
+        num_steps: largest number of steps per block, and without `first_hitting` the number of its times.
+        nucleus_p: draw from the most likely tokens whose probabilities sum to at most this; 1 draws from all.
+    """
+
+    name: ClassVar = "bd3lm-owt"
+    attention: ClassVar = ("block-causal",)
+    sets_time: ClassVar = True
+    block_length: Count = 16
+    first_hitting: bool = True
+    num_steps: Count = 5000
+    nucleus_p: Annotated[float, Gt(0), Le(1)] = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not self.first_hitting or self.num_steps >= self.block_length,
+            f"num_steps {self.num_steps} is less than block_length {self.block_length}, and first_hitting decides one "
+            f"position per step; give at least {self.block_length}, or first_hitting=False.",
+        )
+
+    @property
+    def steps(self) -> int:
+        """See `Sampler.steps`."""
+        return (
+            self.gen_length if self.first_hitting else self.num_steps * (-(-self.gen_length // self.block_length) + 1)
+        )
+
+    @property
+    def positions_per_block(self) -> int:
+        """See `Sampler.positions_per_block`."""
+        return self.block_length
+
+    def fitted(self, prompt_lengths: Sequence[int]) -> "Bd3lmOwtSettings":
+        """These settings.
+
+        Raises:
+            PromptError: the prompts differ in length, so that their blocks would lie at different places.
+        """
+        if len(set(prompt_lengths)) > 1:
+            raise PromptError(
+                f"the prompts have {min(prompt_lengths)} to {max(prompt_lengths)} tokens; blocks are counted from the "
+                f"first column, so the {self.name} sampler takes prompts of one length. Run the others separately."
+            )
+        return self
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        last = LastPrediction()
+        columns = torch.arange(state.canvas.shape[1], device=state.canvas.device)
+        for start in range(0, len(columns), self.block_length):
+            block = _Block(self, state, columns // self.block_length == start // self.block_length)
+            for step in range(self.num_steps):
+                if not bool(block.masked().any()):
+                    break
+                yield
+                block.run(step, last)
+
+
+class _Block:
+    """One block of all rows while it is denoised."""
+
+    def __init__(self, settings: Bd3lmOwtSettings, state: "State", columns: Bool[Tensor, " pos"]) -> None:
+        self._settings, self._state, self._columns = settings, state, columns
+        rows, device = len(state.canvas), state.canvas.device
+        self._time = torch.ones(rows, dtype=torch.float64, device=device)
+        self._read = torch.zeros(rows, device=device)
+        self._seen: Tensor | None = None
+
+    def masked(self) -> Bool[Tensor, "batch pos"]:
+        """The positions of the block that are masked."""
+        return (self._state.canvas == self._state.mask_id) & self._columns
+
+    def run(self, step: int, last: LastPrediction) -> None:
+        """Run step `step` of the block."""
+        state, settings = self._state, self._settings
+        canvas = state.begin_step()
+        where = (canvas == state.mask_id) & self._columns
+        stays = self._pass_time(step, where)
+        state.time = self._noise_level(canvas)
+        logits = last.logits(state, canvas, where)
+        logits[:, state.mask_id] = -torch.inf
+        probs = decisions.capped_nucleus(logits.log_softmax(dim=-1).double().exp(), settings.nucleus_p)
+        weights = decisions.posterior_weights(probs, state.mask_id, stays)
+        drawn = decisions.exponential_race(weights, state.uniform(where, weights.shape[-1], weights.dtype))
+        proposed, _ = state.propose(where, drawn, canvas)
+        chosen = where & (proposed != state.mask_id)
+        state.commit(self._one_of(chosen) if settings.first_hitting else chosen, proposed)
+
+    def _pass_time(self, step: int, where: Bool[Tensor, "batch pos"]) -> Float[Tensor, ""]:
+        """Advance the rows' times; the probability with which a masked position stays masked."""
+        if self._settings.first_hitting:
+            waiting = where.sum(dim=1)
+            drawn = self._state.noise.uniform(waiting[:, None] > 0, dtype=torch.float64)
+            fall = torch.ones_like(self._time).masked_scatter(waiting > 0, drawn)
+            self._time = self._time * fall ** (1 / waiting.clamp(min=1))
+            return torch.zeros((), device=where.device)
+        time = torch.linspace(1, 0, self._settings.num_steps, device=where.device)[step]
+        self._time = time.double().expand(len(where))
+        return (time - 1 / self._settings.num_steps) / time if time > 0 else time
+
+    def _noise_level(self, canvas: Tensor) -> Float[Tensor, " batch"]:
+        """What the network reads: σ of each row's time, as it was when the row's canvas last changed."""
+        sigma = decisions.log_linear_sigma(self._time.clamp(max=LARGEST_TIME), eps=0.0).float()
+        if self._seen is not None:
+            sigma = torch.where((canvas == self._seen).all(dim=1), self._read, sigma)
+        self._seen, self._read = canvas, sigma
+        return sigma
+
+    def _one_of(self, chosen: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+        """One position of each row of `chosen`, drawn uniformly."""
+        counts, rows = chosen.sum(dim=1), chosen.any(dim=1, keepdim=True)
+        drawn = torch.zeros_like(self._time).masked_scatter(
+            rows[:, 0], self._state.noise.uniform(rows, dtype=torch.float64)
+        )
+        number = (drawn * counts).long() + 1
+        return chosen & (chosen.cumsum(dim=1) == number[:, None])

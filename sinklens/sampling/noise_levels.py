@@ -1,0 +1,138 @@
+"""What samplers of networks that read a noise level share: a falling time, a closing step, a prediction used again.
+
+The time falls in equal steps from 1 to 1e-5, the noise level σ with it (`decisions.log_linear_sigma`). Every step draws
+a token or the mask at every masked position, by an `exponential_race` of weights that the sampler computes; decided
+positions do not change. The random numbers pass through ``denoise.hook_uniform``, so a hook can repeat a run by them.
+
+Pitfall: a run ends when no position is masked. The published code runs its other steps too, and they change nothing.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.sampling import decisions
+from sinklens.sampling.parts import Steps
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
+
+LAST_TIME = 1e-5
+
+
+class Moment(NamedTuple):
+    """The times of a step, as 0-dimensional float32 tensors.
+
+    Attributes:
+        time: when it begins.
+        until: when it ends; in the closing step, the 0 of a canvas without noise.
+        closing: whether it is the closing step.
+    """
+
+    time: Float[Tensor, ""]
+    until: Float[Tensor, ""]
+    closing: bool
+
+    @property
+    def sigma(self) -> Float[Tensor, ""]:
+        """The noise level when it begins."""
+        return decisions.log_linear_sigma(self.time)
+
+    @property
+    def decrease(self) -> Float[Tensor, ""]:
+        """By how much the noise level falls."""
+        return self.sigma - decisions.log_linear_sigma(self.until)
+
+
+@dataclass(frozen=True)
+class FallingTime(Steps):
+    """A time that falls from 1 to 1e-5.
+
+    Attributes:
+        steps: updates of the complete generation; default `gen_length`. `noise_removal` adds one step.
+        noise_removal: end with a step that decides every position that is still masked.
+    """
+
+    sets_time: ClassVar = True
+    noise_removal: bool = True
+
+    @property
+    def most_steps(self) -> int:
+        """See `Sampler.most_steps`."""
+        return self.steps + self.noise_removal
+
+    @property
+    def leaves_masks(self) -> bool:
+        """See `Sampler.leaves_masks`."""
+        return not self.noise_removal
+
+    def moments(self) -> Iterator[Moment]:
+        """The times of all steps."""
+        times, length = torch.linspace(1, LAST_TIME, self.steps + 1), (1 - LAST_TIME) / self.steps
+        for time in times[:-1]:
+            yield Moment(time, time - length, closing=False)
+        if self.noise_removal:
+            yield Moment(times[-1], torch.zeros(()), closing=True)
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        last = LastPrediction()
+        for moment in self.moments():
+            if not bool((state.canvas == state.mask_id).any()):
+                return
+            yield
+            canvas = state.begin_step()
+            where = (canvas == state.mask_id) & state.computed()
+            sigma = moment.sigma.to(canvas.device)
+            state.time = sigma.expand(len(canvas))
+            weights = self.weights(state, last.logits(state, canvas, where), moment)
+            if moment.closing:
+                weights[:, state.mask_id] = 0
+            if self.draws(moment):
+                drawn = decisions.exponential_race(weights, state.uniform(where, weights.shape[-1], weights.dtype))
+            else:
+                drawn = weights.argmax(dim=-1)
+            proposed, _ = state.propose(where, drawn, canvas)
+            state.commit(where & (proposed != state.mask_id), proposed)
+
+    @abstractmethod
+    def weights(
+        self, state: "State", logits: Float[Tensor, "masked vocab"], moment: Moment
+    ) -> Float[Tensor, "masked vocab"]:
+        """The weights of a step's draw at the masked positions; the mask's are not read in the closing step."""
+
+    def draws(self, moment: Moment) -> bool:
+        """Whether the step draws; otherwise it takes the largest weight."""
+        return True
+
+
+class LastPrediction:
+    """The logits of the last pass, used again while the canvas, and any time that the network reads, stay the same.
+
+    While anything is watched, every step has its pass, which computes the same logits unless a hook changes them.
+    """
+
+    def __init__(self) -> None:
+        self._canvas: Tensor | None = None
+
+    def logits(
+        self, state: "State", canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]
+    ) -> Float[Tensor, "masked vocab"]:
+        """As `State.logits`."""
+        if not self._holds(state, canvas, where):
+            self._logits = state.logits(canvas, where)
+            self._canvas, self._where, self._time = canvas, where, state.time
+        state.active = where.any(dim=1)
+        return self._logits.clone()
+
+    def _holds(self, state: "State", canvas: Tensor, where: Tensor) -> bool:
+        if self._canvas is None or state.tree.is_watched or state.tree.denoise.hook_logits.watched:
+            return False
+        if state.tree.hf.config.time_conditioning and not torch.equal(self._time, state.time):
+            return False
+        return torch.equal(self._canvas, canvas) and torch.equal(self._where, where)

@@ -1,0 +1,48 @@
+"""SEDD's sampler: steps along the scores of an absorbing diffusion.
+
+The network gives log scores: the log ratio of the probabilities of the canvas with another token at a position, and of
+the canvas as it is. Only scores of masked positions are used, as a decided token never changes.
+
+Fixed tokens are the prompt, and those that `interventions.Suffix` appends.
+
+Pitfall: scores are not probabilities; at a masked position of a trained network they sum to about 1 / expm1(σ).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from sinklens.sampling import decisions
+from sinklens.sampling.noise_levels import FallingTime, Moment
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
+
+
+@dataclass(frozen=True)
+class SeddSettings(FallingTime):
+    """SEDD's sampler (Lou et al., 2310.16834, and its reference code).
+
+    Attributes:
+        predictor: the update: "euler" or "analytic".
+        noise_removal: end with an analytic step in which no position stays masked.
+    """
+
+    name: ClassVar = "sedd"
+    predictor: Literal["euler", "analytic"] = "euler"
+
+    def weights(
+        self, state: "State", logits: Float[Tensor, "masked vocab"], moment: Moment
+    ) -> Float[Tensor, "masked vocab"]:
+        """See `FallingTime.weights`."""
+        if state.tree.hf.config.scale_by_sigma:
+            logits = logits - moment.sigma.expm1().log() - math.log(logits.shape[-1] - 1)
+        score = logits.exp()
+        score[:, state.mask_id] = 1
+        if self.predictor == "analytic" or moment.closing:
+            return decisions.analytic_weights(score, state.mask_id, moment.decrease)
+        rate = 0.999 / (1 - 0.999 * moment.time)
+        return decisions.euler_weights(score, state.mask_id, rate * (moment.time - moment.until))
