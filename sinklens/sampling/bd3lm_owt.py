@@ -120,10 +120,10 @@ class _Block:
     def run(self, step: int, last: LastPrediction) -> None:
         """Run step `step` of the block."""
         state, settings = self._state, self._settings
+        stays = self._pass_time(step, self.masked())
+        state.time = self._noise_level(state.canvas)
         canvas = state.begin_step()
         where = (canvas == state.mask_id) & self._columns
-        stays = self._pass_time(step, where)
-        state.time = self._noise_level(canvas)
         logits = last.logits(state, canvas, where)
         logits[:, state.mask_id] = -torch.inf
         probs = decisions.capped_nucleus(logits.log_softmax(dim=-1).double().exp(), settings.nucleus_p)

@@ -86,10 +86,9 @@ class FallingTime(Steps):
             if not bool((state.canvas == state.mask_id).any()):
                 return
             yield
+            state.time = moment.sigma.to(state.canvas.device).expand(len(state.canvas))
             canvas = state.begin_step()
             where = (canvas == state.mask_id) & state.computed()
-            sigma = moment.sigma.to(canvas.device)
-            state.time = sigma.expand(len(canvas))
             weights = self.weights(state, last.logits(state, canvas, where), moment)
             if moment.closing:
                 weights[:, state.mask_id] = 0
