@@ -62,7 +62,7 @@ class ForwardPass:
     """
 
     step: int | None = None
-    time: Float[Tensor, " batch"] | None = None
+    time: Float[Tensor, " _"] | None = None
     mode: Mode | None = None
     queries: range = range(0)
     keys: range = range(0)

@@ -286,7 +286,8 @@ class HookTree(ModelWeights, HookFront):
             )
         handover, running, held = self.watch.handover, self.watch.forward_pass, self.watch.held
         self.watch.peeked = peeked = dict.fromkeys(wanted)
-        self.watch.forward_pass, self.watch.held = ForwardPass(step=running.step), None
+        self.watch.forward_pass = ForwardPass(step=running.step, time=running.time)
+        self.watch.held = None
         try:  # a trace block that waits for one of transformers' modules must not be served here
             with nullcontext() if handover is None else handover.suspended():
                 self.hidden(input_ids, attention_mask)

@@ -49,7 +49,8 @@ def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
     """Refuse runs that a policy cannot apply to.
 
     Raises:
-        SettingError: the model is not bidirectional, or the settings need positions that a policy leaves out.
+        SettingError: the model is not bidirectional or reads a noise level, or the settings need positions that a
+            policy leaves out.
     """
     name = type(policy).__name__
     attention = model.family_record.attention
@@ -63,6 +64,11 @@ def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
         raise SettingError(
             f"{name} is for bidirectional models; the encoder of {model.name} already keeps the keys of the text "
             f"before the canvas. Leave cache= out."
+        )
+    if model.tree.architecture.time and model.config.time_conditioning:
+        raise SettingError(
+            f"{name} reuses keys of earlier steps, and those of {model.name} change with the noise level of each step; "
+            f"leave cache= out."
         )
     if settings.guided:
         raise SettingError(f"{name} does not support guidance; leave cfg_scale out, or cache=.")

@@ -130,7 +130,8 @@ class LastPrediction:
         return self._logits.clone()
 
     def _holds(self, state: "State", canvas: Tensor, where: Tensor) -> bool:
-        if self._canvas is None or state.tree.is_watched or state.tree.denoise.hook_logits.watched:
+        watched = state.tree.is_watched or state.tree.denoise.hook_logits.watched
+        if self._canvas is None or watched or state.keys is not None:  # a policy plans on passes that run
             return False
         if state.tree.hf.config.time_conditioning and not torch.equal(self._time, state.time):
             return False

@@ -7,18 +7,48 @@ from building import random_hf
 from layouts import ARCHITECTURES, causal, llada_names, public_weights
 
 from sinklens.checkpoints import BY_MODEL_TYPE, FAMILIES, family_named
+from sinklens.checkpoints.dit import DitConfig, DitForMaskedLM
 from sinklens.checkpoints.files import rename
 from sinklens.checkpoints.packing import stored_shapes
 from sinklens.hooks.architectures import ARCHITECTURES as WITH_POINTS
 from sinklens.sampling import SAMPLERS
 
 LLADAS = ["llada", "mmada"]
-STANDARD = [family for family in FAMILIES if not family.class_attention]  # the others have files of their own
+STANDARD = [family for family in FAMILIES if not (family.class_attention or family.module)]
+OWN_FILES = ["diffusion-gemma", "mdlm", "bd3lm-owt", "duo", "sedd", "gidd"]
+DIT = [family for family in FAMILIES if family.module == "sinklens.checkpoints.dit"]
+DIT_NAMES = {
+    "vocab_embed.embedding": (11, 8),
+    "sigma_map.mlp.0.weight": (6, 256),
+    "sigma_map.mlp.0.bias": (6,),
+    "sigma_map.mlp.2.weight": (6, 6),
+    "sigma_map.mlp.2.bias": (6,),
+    "output_layer.norm_final.weight": (8,),
+    "output_layer.adaLN_modulation.weight": (16, 6),
+    "output_layer.adaLN_modulation.bias": (16,),
+    "output_layer.linear.weight": (11, 8),
+    "output_layer.linear.bias": (11,),
+}
+"""Weights outside the blocks, for 11 tokens, width 8 and a conditioning of width 6, as the repositories name them."""
+
+DIT_BLOCK = {
+    "norm1.weight": (8,),
+    "norm2.weight": (8,),
+    "attn_qkv.weight": (24, 8),
+    "attn_out.weight": (8, 8),
+    "mlp.0.weight": (32, 8),
+    "mlp.0.bias": (32,),
+    "mlp.2.weight": (8, 32),
+    "mlp.2.bias": (8,),
+    "adaLN_modulation.weight": (48, 6),
+    "adaLN_modulation.bias": (48,),
+}
+DIT_RECOMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "sampling_eps_min", "backbone.rotary_emb.inv_freq")
 
 
 def test_every_family_is_tested_here():
     assert {family.name: family.architecture for family in STANDARD} == ARCHITECTURES
-    assert [family.name for family in FAMILIES if family not in STANDARD] == ["diffusion-gemma"]
+    assert [family.name for family in FAMILIES if family not in STANDARD] == OWN_FILES
 
 
 def test_families_that_share_a_model_type_say_how_they_were_trained():
@@ -59,3 +89,16 @@ def test_public_names_become_exactly_the_parameters_of_the_class(family):
 def test_renames_are_plain_substitutions(name):
     """transformers accepts patterns with at most one group."""
     assert all(re.compile(pattern).groups <= 1 for pattern in family_named(name).renames)
+
+
+@pytest.mark.parametrize("prefix", ["", "backbone."])
+@pytest.mark.parametrize("family", DIT, ids=lambda family: family.name)
+def test_names_of_a_modulated_network_become_exactly_its_parameters(family, prefix):
+    sizes = {"vocab_size": 11, "hidden_size": 8, "cond_dim": 6, "num_hidden_layers": 2, "num_attention_heads": 2}
+    hf = DitForMaskedLM(DitConfig(**sizes))
+    blocks = {f"blocks.{layer}.{name}": shape for layer in range(2) for name, shape in DIT_BLOCK.items()}
+    renamed = {rename(prefix + name, family): shape for name, shape in (DIT_NAMES | blocks).items()}
+    shapes = {name: tuple(value.shape) for name, value in hf.state_dict().items()}
+    assert renamed == stored_shapes(shapes, family.fused)
+    assert all(re.search(family.ignored, name) for name in DIT_RECOMPUTED)
+    assert not any(re.search(family.ignored, name) for name in renamed)

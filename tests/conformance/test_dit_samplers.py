@@ -11,6 +11,7 @@ from published import largest_difference
 from safetensors.torch import load_file
 
 import sinklens
+from sinklens.caching import PrefixCache
 from sinklens.errors import PromptError, SettingError
 from sinklens.interventions import MaskSinks, Suffix
 
@@ -186,6 +187,43 @@ def test_bd3lm_refuses_what_it_cannot_run(conformance):
         sinklens.generate(model, [[161]], gen_length=4, num_steps=3)
     with pytest.raises(PromptError, match="row 0 of the token ids is empty"):
         sinklens.generate(model, [[]], gen_length=4)
+
+
+@pytest.mark.parametrize("name", ["mdlm", "sedd"])
+def test_prompts_may_differ_in_length_and_be_empty(conformance, name):
+    model, settings = _model(conformance / name), {"gen_length": 7, "seed": 2, "record_sinks": False}
+    batch = sinklens.generate(model, [[5, 6, 7], [], [9]], **settings)
+    for row, prompt in ((1, []), (2, [9])):
+        alone = sinklens.generate(model, [prompt], **settings)
+        assert torch.equal(batch.canvas[row, -1, -7:], alone.canvas[0, -1, -7:])
+    unprompted = sinklens.generate(model, torch.zeros(1, 0, dtype=torch.long), **settings)
+    assert torch.equal(unprompted.canvas[0, -1], batch.canvas[1, -1, -7:])
+
+
+def test_sinks_of_the_same_step_are_measured_at_the_steps_noise_level(conformance):
+    """The separate pass that measures them reads the noise level that the step reads."""
+    model, at, seen = _model(conformance / "sedd"), "blocks.0.attn.hook_pattern", {}
+    keep = (lambda name: name in (at, "hook_time"), lambda value, hook: seen.update({(hook.name, hook.step): value}))
+    run = sinklens.generate(model, [[5]], gen_length=8, hooks=[MaskSinks(top_k=1, same_step=True), keep], seed=1)
+    for step in range(run.steps_run):
+        with torch.no_grad():
+            _, plain = model.run_with_cache(run.canvas[:, step], time=seen["hook_time", step], names_filter=at)
+        strongest = plain[at].sum(2).argmax(-1)
+        left = plain[at].scatter(-1, strongest[:, :, None, None].expand(-1, -1, plain[at].shape[2], 1), 0.0)
+        assert largest_difference(seen[at, step], left / left.sum(-1, keepdim=True)) < 1e-5
+
+
+def test_cache_policies_are_for_untimed_networks(conformance):
+    settings = {"gen_length": 6, "cache": PrefixCache(), "record_sinks": False}
+    with pytest.raises(
+        SettingError, match=r"PrefixCache reuses keys of earlier steps, and those of .* change with the"
+    ):
+        sinklens.generate(_model(conformance / "sedd"), [[5]], **settings)
+    model = _model(conformance / "mdlm")
+    free = sinklens.generate(model, [[5, 7, 8]], **settings)
+    watched = sinklens.generate(model, [[5, 7, 8]], **settings | {"record_sinks": True})
+    assert torch.equal(free.canvas, watched.canvas)
+    assert free.answers[0].masks == 0
 
 
 def test_a_sampler_without_a_noise_level_is_refused_where_the_network_reads_it(conformance, tiny_llada):
