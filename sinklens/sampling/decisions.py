@@ -362,8 +362,9 @@ def posterior_weights(
 
     With linear noise, a step from time t to s has `stays` = s / t (MDLM, BD3-LM).
     """
+    stays = stays.to(probs)
     weights = probs * (1 - stays)[..., None]
-    weights[:, mask_id] = stays.to(weights.dtype)
+    weights[:, mask_id] = stays
     return weights
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.sampling import decisions
-from sinklens.sampling.noise_levels import FallingTime, Moment
+from sinklens.sampling.noise_levels import FallingTime, StepTime
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State
@@ -37,21 +37,21 @@ class MdlmSettings(FallingTime):
     predictor: Literal["ddpm", "ddpm_cache", "analytic"] = "ddpm_cache"
 
     def weights(
-        self, state: "State", logits: Float[Tensor, "masked vocab"], moment: Moment
+        self, state: "State", logits: Float[Tensor, "masked vocab"], times: StepTime
     ) -> Float[Tensor, "masked vocab"]:
         """See `FallingTime.weights`."""
         probs = decisions.token_probabilities(logits, state.mask_id)
         if self.predictor == "analytic":
-            score = probs / moment.sigma.expm1()
+            score = probs / times.sigma.expm1()
             score[:, state.mask_id] = 1
-            return decisions.analytic_weights(score, state.mask_id, moment.decrease)
-        if moment.closing:
+            return decisions.analytic_weights(score, state.mask_id, times.decrease)
+        if times.closing:
             return probs
-        time, until = moment.time, moment.until
+        time, until = times.time, times.until
         if self.predictor == "ddpm":
             time, until = (1 - (-decisions.log_linear_sigma(one)).exp() for one in (time, until))
         return decisions.posterior_weights(probs, state.mask_id, until / time)
 
-    def draws(self, moment: Moment) -> bool:
+    def draws(self, times: StepTime) -> bool:
         """See `FallingTime.draws`."""
-        return self.predictor == "analytic" or not moment.closing
+        return self.predictor == "analytic" or not times.closing

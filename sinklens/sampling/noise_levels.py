@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LAST_TIME = 1e-5
 
 
-class Moment(NamedTuple):
+class StepTime(NamedTuple):
     """The times of a step, as 0-dimensional float32 tensors.
 
     Attributes:
@@ -66,33 +66,28 @@ class FallingTime(Steps):
         """See `Sampler.most_steps`."""
         return self.steps + self.noise_removal
 
-    @property
-    def leaves_masks(self) -> bool:
-        """See `Sampler.leaves_masks`."""
-        return not self.noise_removal
-
-    def moments(self) -> Iterator[Moment]:
+    def schedule(self) -> Iterator[StepTime]:
         """The times of all steps."""
         times, length = torch.linspace(1, LAST_TIME, self.steps + 1), (1 - LAST_TIME) / self.steps
         for time in times[:-1]:
-            yield Moment(time, time - length, closing=False)
+            yield StepTime(time, time - length, closing=False)
         if self.noise_removal:
-            yield Moment(times[-1], torch.zeros(()), closing=True)
+            yield StepTime(times[-1], torch.zeros(()), closing=True)
 
     def denoise(self, state: "State") -> Iterator[None]:
         """See `Sampler.denoise`."""
         last = LastPrediction()
-        for moment in self.moments():
+        for times in self.schedule():
             if not bool((state.canvas == state.mask_id).any()):
                 return
             yield
-            state.time = moment.sigma.to(state.canvas.device).expand(len(state.canvas))
+            state.time = times.sigma.to(state.canvas.device).expand(len(state.canvas))
             canvas = state.begin_step()
             where = (canvas == state.mask_id) & state.computed()
-            weights = self.weights(state, last.logits(state, canvas, where), moment)
-            if moment.closing:
+            weights = self.weights(state, last.logits(state, canvas, where), times)
+            if times.closing:
                 weights[:, state.mask_id] = 0
-            if self.draws(moment):
+            if self.draws(times):
                 drawn = decisions.exponential_race(weights, state.uniform(where, weights.shape[-1], weights.dtype))
             else:
                 drawn = weights.argmax(dim=-1)
@@ -101,11 +96,11 @@ class FallingTime(Steps):
 
     @abstractmethod
     def weights(
-        self, state: "State", logits: Float[Tensor, "masked vocab"], moment: Moment
+        self, state: "State", logits: Float[Tensor, "masked vocab"], times: StepTime
     ) -> Float[Tensor, "masked vocab"]:
         """The weights of a step's draw at the masked positions; the mask's are not read in the closing step."""
 
-    def draws(self, moment: Moment) -> bool:
+    def draws(self, times: StepTime) -> bool:
         """Whether the step draws; otherwise it takes the largest weight."""
         return True
 

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.sampling import decisions
-from sinklens.sampling.noise_levels import FallingTime, Moment
+from sinklens.sampling.noise_levels import FallingTime, StepTime
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State
@@ -35,14 +35,14 @@ class SeddSettings(FallingTime):
     predictor: Literal["euler", "analytic"] = "euler"
 
     def weights(
-        self, state: "State", logits: Float[Tensor, "masked vocab"], moment: Moment
+        self, state: "State", logits: Float[Tensor, "masked vocab"], times: StepTime
     ) -> Float[Tensor, "masked vocab"]:
         """See `FallingTime.weights`."""
         if state.tree.hf.config.scale_by_sigma:
-            logits = logits - moment.sigma.expm1().log() - math.log(logits.shape[-1] - 1)
+            logits = logits - times.sigma.expm1().log() - math.log(logits.shape[-1] - 1)
         score = logits.exp()
         score[:, state.mask_id] = 1
-        if self.predictor == "analytic" or moment.closing:
-            return decisions.analytic_weights(score, state.mask_id, moment.decrease)
-        rate = 0.999 / (1 - 0.999 * moment.time)
-        return decisions.euler_weights(score, state.mask_id, rate * (moment.time - moment.until))
+        if self.predictor == "analytic" or times.closing:
+            return decisions.analytic_weights(score, state.mask_id, times.decrease)
+        rate = 0.999 / (1 - 0.999 * times.time)
+        return decisions.euler_weights(score, state.mask_id, rate * (times.time - times.until))
