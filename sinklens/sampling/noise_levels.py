@@ -112,22 +112,18 @@ class LastPrediction:
     """
 
     def __init__(self) -> None:
-        self._canvas: Tensor | None = None
+        self._read: list[Tensor] = []
 
     def logits(
         self, state: "State", canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]
     ) -> Float[Tensor, "masked vocab"]:
         """As `State.logits`."""
-        if not self._holds(state, canvas, where):
-            self._logits = state.logits(canvas, where)
-            self._canvas, self._where, self._time = canvas, where, state.time
+        read = [canvas, where]
+        if state.tree.hf.config.time_conditioning and state.time is not None:
+            read.append(state.time)
+        same = len(self._read) == len(read) and all(map(torch.equal, self._read, read))
+        watched = state.tree.is_watched or state.tree.denoise.hook_logits.watched
+        if watched or state.keys is not None or not same:  # a policy plans on passes that run
+            self._logits, self._read = state.logits(canvas, where), read
         state.active = where.any(dim=1)
         return self._logits.clone()
-
-    def _holds(self, state: "State", canvas: Tensor, where: Tensor) -> bool:
-        watched = state.tree.is_watched or state.tree.denoise.hook_logits.watched
-        if self._canvas is None or watched or state.keys is not None:  # a policy plans on passes that run
-            return False
-        if state.tree.hf.config.time_conditioning and not torch.equal(self._time, state.time):
-            return False
-        return torch.equal(self._canvas, canvas) and torch.equal(self._where, where)
