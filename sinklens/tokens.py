@@ -9,6 +9,7 @@ Silent failure: if the tokenizer adds a start token, a fragment of a longer text
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
@@ -52,8 +53,7 @@ class TokenMethods:
         pad_token_id = getattr(self.tokenizer, "pad_token_id", None)
         pad = pad_token_id if pad_token_id is not None else next(iter(self.eos_token_ids), 0)
         refused = self.checkpoint.refused_tokens
-        unconditional = self.family_record.unconditional
-        return PromptReader(self.name, self.tokenizer, self.cfg.d_vocab, pad, self.cfg.device, refused, unconditional)
+        return PromptReader(self.name, self.tokenizer, self.cfg.d_vocab, pad, self.cfg.device, refused)
 
     def encode(
         self, prompt: Prompt, chat_template: bool | str = False, *, prepend_bos: bool | None = None, gen_length: int = 0
@@ -72,7 +72,8 @@ class TokenMethods:
             PromptError: the prompt is empty, not token ids, outside the vocabulary, padded without an attention mask,
                 or text without a tokenizer.
         """
-        ids, real = self.reader.encode(prompt, chat_template, prepend_bos)
+        reader = replace(self.reader, unconditional=self.family_record.unconditional)  # a single pass needs tokens
+        ids, real = reader.encode(prompt, chat_template, prepend_bos)
         if not gen_length:
             return Encoded(ids, real)
         self._check_length(int(real.sum(dim=1).max()) + gen_length)

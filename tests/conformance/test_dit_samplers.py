@@ -198,6 +198,9 @@ def test_prompts_may_differ_in_length_and_be_empty(conformance, name):
         assert torch.equal(batch.canvas[row, -1, -7:], alone.canvas[0, -1, -7:])
     unprompted = sinklens.generate(model, torch.zeros(1, 0, dtype=torch.long), **settings)
     assert torch.equal(unprompted.canvas[0, -1], batch.canvas[1, -1, -7:])
+    assert model.to_canvas([[]], gen_length=3).tolist() == [[model.mask_token_id] * 3]
+    with pytest.raises(PromptError, match="row 0 of the token ids is empty; pass at least one token"):
+        model([[]], time=0.5)
 
 
 def test_sinks_of_the_same_step_are_measured_at_the_steps_noise_level(conformance):
