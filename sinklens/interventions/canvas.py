@@ -89,6 +89,10 @@ class Remask(AtPositions):
         run = _require_run(self, run)
         if run.causal:
             raise SettingError("an autoregressive model has no mask token; use Remask with diffusion models only.")
+        if not model.family_record.masked:
+            raise SettingError(
+                f"{model.family} models have no mask token; use ForceTokens to put tokens on the canvas."
+            )
         places, prompt = Places(self, model, run), run.prompt_length
         places.refuse_by_layer("denoise.hook_canvas")
         if self.positions is not None and bool(place_mask(self.positions, run.real)[:, :prompt].any()):

@@ -10,7 +10,7 @@ from sinklens.errors import SettingError
 from sinklens.lab.chips import CHIPS
 from sinklens.lab.refusal import require
 from sinklens.runs.request import RunRequest
-from sinklens.sampling.registry import SAMPLERS, find_sampler, settings_for
+from sinklens.sampling.registry import SAMPLERS, find_sampler, fits, settings_for
 from sinklens.views.html import visible
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def token_of(model: "Model", text: str) -> Form:
 def of_settings(model: "Model") -> Form:
     """The samplers that fit a model, and the settings of each."""
     family = model.family_record
-    fitting = [one.name for one in SAMPLERS.values() if family.attention in one.attention]
+    fitting = [one.name for one in SAMPLERS.values() if fits(one, family)]
     forms = {sampler: _settings(model, sampler) for sampler in fitting}
     of_run = [_cache()] if family.attention == "bidirectional" else []
     return {"sampler": family.sampler, "samplers": fitting, "fields": forms[family.sampler], "of": forms, "run": of_run}

@@ -7,13 +7,16 @@ from sinklens.sampling.bd3lm_owt import Bd3lmOwtSettings
 from sinklens.sampling.diffusion_gemma import DiffusionGemmaSettings
 from sinklens.sampling.dream import DreamSettings
 from sinklens.sampling.dream_blocks import DreamBlockSettings
+from sinklens.sampling.duo import DuoSettings
 from sinklens.sampling.fast_dllm_v2 import FastDllmV2Settings
+from sinklens.sampling.gidd import GiddCorrectionSettings, GiddSettings
 from sinklens.sampling.llada import LladaSettings
 from sinklens.sampling.llada2 import Llada2Settings
 from sinklens.sampling.llada21 import Llada21Settings
 from sinklens.sampling.mdlm import MdlmSettings
 from sinklens.sampling.open_dcoder import OpenDcoderSettings
 from sinklens.sampling.registry import SAMPLERS, make_settings, register, settings_for
+from sinklens.sampling.remdm import RemdmSettings
 from sinklens.sampling.rnd1 import Rnd1Settings
 from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.sdar import SdarSettings
@@ -29,12 +32,16 @@ __all__ = [
     "DiffusionGemmaSettings",
     "DreamBlockSettings",
     "DreamSettings",
+    "DuoSettings",
     "FastDllmV2Settings",
+    "GiddCorrectionSettings",
+    "GiddSettings",
     "Llada2Settings",
     "Llada21Settings",
     "LladaSettings",
     "MdlmSettings",
     "OpenDcoderSettings",
+    "RemdmSettings",
     "Rnd1Settings",
     "RunSettings",
     "Sampler",

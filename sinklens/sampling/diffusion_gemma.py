@@ -15,9 +15,9 @@ changes tokens that it has read, it reads the text again.
 Pitfall: positions that do not exist yet hold -1, which is not a token id.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Ge
@@ -27,16 +27,15 @@ from torch import Tensor
 from sinklens.arguments import Count, NonNegative, Positive
 from sinklens.errors import SettingError
 from sinklens.sampling import decisions
-from sinklens.sampling.sampler import Sampler, require
+from sinklens.sampling.random_canvas import RandomCanvas, random_tokens
+from sinklens.sampling.sampler import require
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State
 
-Rows = tuple[tuple[int, ...], ...]
-
 
 @dataclass(frozen=True)
-class DiffusionGemmaSettings(Sampler):
+class DiffusionGemmaSettings(RandomCanvas):
     """DiffusionGemma's sampler (transformers' ``DiffusionGemmaForBlockDiffusion.generate``; bound of 2505.24857).
 
     The settings have the names of transformers' generation config. Passing ``gen_length`` does not change the number of
@@ -53,12 +52,11 @@ class DiffusionGemmaSettings(Sampler):
             and its entropy is below `confidence_threshold`; 0 leaves the decision to the entropy.
         confidence_threshold: mean entropy per position, in nats.
         pad_token_id: replaces the tokens that follow an end token; None keeps them.
-        start_canvas: token ids of the first canvas, [batch, canvas_length] or one row for all; None draws them. Kept as
-            rows of numbers.
     """
 
     name: ClassVar = "diffusion-gemma"
     attention: ClassVar = ("encoder-decoder",)
+    masked: ClassVar = False
     gen_length: Count = 256
     canvas_length: Count = 256
     max_denoising_steps: Count = 48
@@ -68,11 +66,6 @@ class DiffusionGemmaSettings(Sampler):
     stability_threshold: Annotated[int, Ge(0)] = 1
     confidence_threshold: NonNegative = 0.005
     pad_token_id: int | None = None
-    start_canvas: Any = None
-
-    def derived(self) -> dict[str, Any]:
-        """See `Sampler.derived`."""
-        return {} if self.start_canvas is None else {"start_canvas": self._rows(self.start_canvas)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,21 +102,6 @@ class DiffusionGemmaSettings(Sampler):
         left = (self.max_denoising_steps - step) / self.max_denoising_steps
         return self.t_min + (self.t_max - self.t_min) * left
 
-    def _rows(self, given: Any) -> Rows:
-        """`given`, an array or nested lists, as rows of token ids."""
-        listed = given.tolist() if hasattr(given, "tolist") else given
-        rows = [listed] if isinstance(listed, Sequence) and listed and isinstance(listed[0], int) else listed
-        try:
-            found = tuple(tuple(int(token) for token in row) for row in rows)
-        except (TypeError, ValueError):
-            found = ()
-        if not found or any(len(row) != self.canvas_length for row in found):
-            raise SettingError(
-                f"start_canvas must be token ids [batch, {self.canvas_length}], or one row of {self.canvas_length}; "
-                f"got {given!r:.80}."
-            )
-        return found
-
     def denoise(self, state: "State") -> Iterator[None]:
         """See `Sampler.denoise`."""
         _check_canvas(state, self)
@@ -132,7 +110,7 @@ class DiffusionGemmaSettings(Sampler):
         for number in range(self.canvases):
             start = state.prompt_length + number * self.canvas_length
             block = _Block(state, self, start)
-            state.canvas = _begun(state, self, start)
+            state.canvas = self.begun(state, start)
             state.undecided = state.canvas < 0
             state.undecided[:, start:] = True
             for step in range(self.max_denoising_steps):
@@ -273,43 +251,13 @@ def lowest_entropies(entropy: Float[Tensor, "batch pos"], bound: float) -> Bool[
     return torch.zeros_like(accepted).scatter(-1, order, accepted)
 
 
-def random_tokens(state: "State", where: Bool[Tensor, "batch pos"]) -> Int[Tensor, " drawn"]:
-    """A token id, uniform over the vocabulary, for every True of `where`."""
-    size = state.tree.cfg.d_vocab
-    return (state.noise.uniform(where, dtype=torch.float64) * size).long().clamp(max=size - 1)
-
-
-def _begun(state: "State", settings: DiffusionGemmaSettings, start: int) -> Int[Tensor, "batch pos"]:
-    """The text with random tokens on the canvas at `start`, unless a replay or ``start_canvas`` gives them."""
-    canvas, place = state.canvas.clone(), slice(start, start + settings.canvas_length)
-    everywhere = torch.ones_like(canvas[:, place], dtype=torch.bool)
-    drawn = random_tokens(state, everywhere).view_as(canvas[:, place])
-    if settings.start_canvas is not None and start == state.prompt_length:
-        drawn = torch.tensor(settings.start_canvas, device=canvas.device).expand_as(drawn)
-    replay = state.replay
-    if replay is not None and replay.shape[::2] == canvas.shape and state.steps_done < replay.shape[1]:
-        drawn = replay[:, state.steps_done, place].to(canvas.device)
-    canvas[:, place] = drawn
-    return canvas
-
-
 def _check_canvas(state: "State", settings: DiffusionGemmaSettings) -> None:
-    rows, length = state.canvas.shape
-    if length != state.prompt_length + settings.gen_length:
+    if state.canvas.shape[1] != state.prompt_length + settings.gen_length:
         raise SettingError(
             "an intervention puts tokens after the answer, but this model reads nothing that follows its canvas; put "
             "them before the prompt."
         )
-    given = settings.start_canvas
-    if given is None:
-        return
-    if len(given) not in (1, rows):
-        raise SettingError(
-            f"start_canvas has {len(given)} rows, but there are {rows} prompts; give one row, or {rows}."
-        )
-    size = state.tree.cfg.d_vocab
-    if outside := [token for row in given for token in row if not 0 <= token < size]:
-        raise SettingError(f"start_canvas has the token id {outside[0]}; the vocabulary is 0 to {size - 1}.")
+    settings.check_start(state)
 
 
 def _has_end(state: "State", tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:

@@ -21,12 +21,15 @@ from sinklens.sampling.bd3lm_owt import Bd3lmOwtSettings
 from sinklens.sampling.diffusion_gemma import DiffusionGemmaSettings
 from sinklens.sampling.dream import DreamSettings
 from sinklens.sampling.dream_blocks import DreamBlockSettings
+from sinklens.sampling.duo import DuoSettings
 from sinklens.sampling.fast_dllm_v2 import FastDllmV2Settings
+from sinklens.sampling.gidd import GiddCorrectionSettings, GiddSettings
 from sinklens.sampling.llada import LladaSettings
 from sinklens.sampling.llada2 import Llada2Settings
 from sinklens.sampling.llada21 import Llada21Settings
 from sinklens.sampling.mdlm import MdlmSettings
 from sinklens.sampling.open_dcoder import OpenDcoderSettings
+from sinklens.sampling.remdm import RemdmSettings
 from sinklens.sampling.rnd1 import Rnd1Settings
 from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.sdar import SdarSettings
@@ -53,6 +56,10 @@ SAMPLERS: dict[str, type[Sampler]] = {
         MdlmSettings,
         SeddSettings,
         Bd3lmOwtSettings,
+        DuoSettings,
+        RemdmSettings,
+        GiddSettings,
+        GiddCorrectionSettings,
     )
 }
 
@@ -174,6 +181,11 @@ class Sampled(Protocol):
         """What was loaded."""
 
 
+def fits(sampler: type[Sampler], family: Any) -> bool:
+    """Whether `sampler` decodes a family's models: by their attention, and by whether they have a mask token."""
+    return family.attention in sampler.attention and (family.causal or sampler.masked is family.masked)
+
+
 def settings_for(model: Sampled, given: Mapping[str, Any]) -> Sampler:
     """The settings of a run of `model`: those `given`, then the checkpoint's, then the sampler's defaults.
 
@@ -181,16 +193,22 @@ def settings_for(model: Sampled, given: Mapping[str, Any]) -> Sampler:
     for those that both samplers have.
 
     Raises:
-        SettingError: the sampler does not fit the family's attention; or see `make_settings`.
+        SettingError: the sampler does not fit the family's attention or mask token; or see `make_settings`.
     """
     family = model.family_record
     name = given.get("sampler") or family.sampler
     sampler = find_sampler(name)
-    if family.attention not in sampler.attention:
-        fitting = [one.name for one in SAMPLERS.values() if family.attention in one.attention]
+    if not fits(sampler, family):
+        fitting = ", ".join(one.name for one in SAMPLERS.values() if fits(one, family))
+        if family.attention in sampler.attention:
+            needs, has = ("a", "no") if sampler.masked else ("no", "a")
+            raise SettingError(
+                f"the {name} sampler is for models with {needs} mask token, but {family.name} models have {has} mask "
+                f"token; choose one of {fitting}."
+            )
         raise SettingError(
             f"the {name} sampler fits {' or '.join(sampler.attention)} attention, but {family.name} models were "
-            f"trained with {family.attention} attention; choose one of {', '.join(fitting)}."
+            f"trained with {family.attention} attention; choose one of {fitting}."
         )
     defaults = model.checkpoint.defaults
     if name != family.sampler:

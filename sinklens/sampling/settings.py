@@ -58,6 +58,17 @@ class Settings(TypedDict, total=False):
     first_hitting: bool
     num_steps: int
     nucleus_p: float
+    final_step: Literal["ancestral", "greedy", "none"]
+    time_profile: str
+    high_mode: str
+    middle_mode: str
+    low_mode: str
+    high_frac: float
+    middle_frac: float
+    min_p: float
+    t0: float
+    early_stopping: bool
+    early_stopping_patience: int
 
 
 class RunSettings(Settings, total=False):

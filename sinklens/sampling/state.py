@@ -172,15 +172,22 @@ class State:
         everywhere[where] = drawn
         return point(everywhere)[where]
 
-    def commit(self, chosen: Bool[Tensor, "batch pos"], proposed: Int[Tensor, "batch pos"], fill: bool = False) -> None:
+    def commit(
+        self,
+        chosen: Bool[Tensor, "batch pos"],
+        proposed: Int[Tensor, "batch pos"],
+        fill: bool = False,
+        undecided: Bool[Tensor, "batch pos"] | None = None,
+    ) -> None:
         """End the step: pass `chosen` through ``denoise.hook_commit``, and write what is `proposed` there.
 
         Args:
             fill: end rows at their end token; see `filled`.
+            undecided: as in `end_step`.
         """
         assert self.step_canvas is not None, "every sampler step sets State.step_canvas"
         canvas = torch.where(self.through("hook_commit", chosen), proposed, self.step_canvas)
-        self.end_step(self.filled(canvas) if fill else canvas)
+        self.end_step(self.filled(canvas) if fill else canvas, undecided)
 
     def cache_blocks(self) -> None:
         """Cache the keys and values of finished blocks from now on."""

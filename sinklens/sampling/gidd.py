@@ -1,0 +1,227 @@
+"""GIDD's samplers: from masks to text under masked and uniform noise, and the correction of a finished text.
+
+Noise is a mix of the mask and of random tokens; the checkpoint says how much of it is random (``p_uniform``). Every
+step draws every answer position again: a mask may become a token, a token another token, and a token a mask again. A
+position is *undecided* while it holds the mask, so being decided is provisional, and a token that is not the mask may
+still be noise. The network reads the time itself, not a noise level.
+
+At time t, with π(t) the noise, a token is distributed as α(t) x + β(t) π: its weight on the clean token is (1 − t) / C,
+on the mask t / C, and on each other token c / (C (V − 1)), where c = B √(t (1 − t)), C = 1 + c, and B depends on
+``p_uniform`` (von Rütte et al., 2503.04482).
+
+Pitfall: a mask that the last step leaves stays on the canvas; no step removes it.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+
+import torch
+from annotated_types import Ge, Gt, Lt
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.arguments import Count
+from sinklens.errors import SettingError
+from sinklens.sampling import decisions
+from sinklens.sampling.parts import Steps
+from sinklens.sampling.psi import answer
+from sinklens.sampling.random_canvas import RandomCanvas
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
+
+
+class Mixture(NamedTuple):
+    """How a clean token and noise mix at one time.
+
+    Attributes:
+        alpha: weight of the clean token.
+        noise: weight that the noise adds to each token.
+    """
+
+    alpha: Float[Tensor, ""]
+    noise: Float[Tensor, " vocab"]
+
+    def of(self, probs: Float[Tensor, "drawn vocab"]) -> Float[Tensor, "drawn vocab"]:
+        """The distribution of the tokens, given that of the clean ones."""
+        return self.alpha * probs + self.noise
+
+
+@dataclass(frozen=True)
+class GiddSettings(Steps):
+    """GIDD's sampler (von Rütte et al., 2503.04482, and its reference code).
+
+    As in the reference code, the first step takes the canvas of masks for one at time 1 − 1/N, and the last step
+    changes nothing.
+
+    Attributes:
+        min_p: never draw tokens with a lower probability; the most likely one can always be drawn.
+    """
+
+    name: ClassVar = "gidd"
+    sets_time: ClassVar = True
+    min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
+
+    @property
+    def judges_all_by(self) -> str:
+        """See `Sampler.judges_all_by`."""
+        return f"sampler={self.name!r}"
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        check_gidd(state, self.name)
+        eps = state.tree.hf.config.t_eps
+        times = eps + (1 - 2 * eps) * torch.linspace(0, 1, self.steps + 1)
+        for number in reversed(range(self.steps)):
+            yield
+            self._step(state, times[number], times[max(0, number - 1)])
+
+    def _step(self, state: "State", time: Float[Tensor, ""], until: Float[Tensor, ""]) -> None:
+        canvas = state.begin_step()
+        where = answer(state, self.gen_length)
+        state.time = time.to(canvas.device).expand(len(canvas))
+        probs = clean_probs(state.logits(canvas, where), state.mask_id)
+        weights = reverse(probs, canvas[where], mixture(state, time), mixture(state, until))
+        if self.min_p > 0:
+            lowest = weights.amax(dim=-1, keepdim=True).clamp(max=self.min_p)
+            weights = weights.masked_fill(weights < lowest, 0.0)
+        uniform = state.uniform(where, 1, weights.dtype)[:, 0]
+        proposed, drawn = state.propose(where, decisions.categorical_candidates(weights, uniform), canvas)
+        state.spread_confidence(where, decisions.probability(probs, drawn))
+        state.commit(where, proposed)
+
+
+@dataclass(frozen=True)
+class GiddCorrectionSettings(RandomCanvas, Steps):
+    """GIDD's self-correction of a finished text, ``start_canvas``: every step replaces at most one token.
+
+    A step draws a token at every position and keeps the most likely of those that differ from the text; of several with
+    the same probability, the first. Rows are corrected independently.
+
+    Attributes:
+        gen_length: number of positions of the text.
+        steps: largest number of corrections of a row; default `gen_length`.
+        start_canvas: the text: token ids [batch, pos], or one row for all; None corrects random tokens. Kept as rows of
+            numbers.
+        temperature: divides the logits, above 0.
+        t0: the time that the network reads.
+        early_stopping: end a row when a correction changes nothing, or when the share of tokens that the model
+            considers the most likely has not risen for more than `early_stopping_patience` corrections; the last of
+            these is dropped.
+        early_stopping_patience: see `early_stopping`.
+    """
+
+    name: ClassVar = "gidd-self-correction"
+    sets_time: ClassVar = True
+    temperature: Annotated[float, Gt(0)] = 0.1
+    t0: Annotated[float, Gt(0), Lt(1)] = 0.01
+    early_stopping: bool = True
+    early_stopping_patience: Count = 32
+
+    @property
+    def judges_all_by(self) -> str:
+        """See `Sampler.judges_all_by`."""
+        return f"sampler={self.name!r}"
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        check_gidd(state, self.name)
+        self.check_start(state)
+        state.canvas = self.begun(state, state.prompt_length)
+        rows = _Rows(state)
+        for _ in range(self.steps):
+            if not bool(rows.running.any()):
+                return
+            yield
+            self._step(state, rows)
+
+    def _step(self, state: "State", rows: "_Rows") -> None:
+        canvas = state.begin_step()
+        where = answer(state, self.gen_length) & rows.running[:, None]
+        state.time = torch.full((len(canvas),), self.t0, device=canvas.device)
+        logits = state.logits(canvas, where)
+        probs = clean_probs(logits / self.temperature, state.mask_id)
+        uniform = state.uniform(where, 1, probs.dtype)[:, 0]
+        proposed, drawn = state.propose(where, decisions.categorical_candidates(probs, uniform), canvas)
+        confidence = state.spread_confidence(where, decisions.probability(probs, drawn))
+        differs = where & (proposed != canvas)
+        best = confidence.masked_fill(~differs, -torch.inf).argmax(dim=1, keepdim=True)
+        chosen = differs & torch.zeros_like(differs).scatter(1, best, True)
+        likely = canvas.masked_scatter(where, clean_probs(logits, state.mask_id).argmax(dim=-1))
+        state.commit(chosen & self._kept(rows, torch.where(chosen, proposed, canvas), likely, where, chosen), proposed)
+
+    def _kept(
+        self,
+        rows: "_Rows",
+        corrected: Int[Tensor, "batch pos"],
+        likely: Int[Tensor, "batch pos"],
+        where: Bool[Tensor, "batch pos"],
+        chosen: Bool[Tensor, "batch pos"],
+    ) -> Bool[Tensor, "batch 1"]:
+        """Whether each row keeps its correction; ends rows."""
+        if not self.early_stopping:
+            return torch.ones_like(chosen[:, :1])
+        agreement = ((corrected == likely) & where).sum(dim=1)
+        rises = agreement > rows.most
+        rows.most = torch.where(rises, agreement, rows.most)
+        rows.waited = torch.where(rises, 0, rows.waited + 1)
+        kept = rows.waited <= self.early_stopping_patience
+        rows.running = rows.running & kept & chosen.any(dim=1)
+        return kept[:, None]
+
+
+class _Rows:
+    """What the rows remember of earlier corrections.
+
+    Attributes:
+        running: rows that are still corrected.
+        most: largest number of tokens so far that the model considers the most likely.
+        waited: corrections since.
+    """
+
+    def __init__(self, state: "State") -> None:
+        self.running = torch.ones_like(state.canvas[:, 0], dtype=torch.bool)
+        self.most, self.waited = torch.full_like(state.canvas[:, 0], -1), torch.zeros_like(state.canvas[:, 0])
+
+
+def check_gidd(state: "State", sampler: str) -> None:
+    """Refuse other networks than GIDD's, whose config says how noise is mixed.
+
+    Raises:
+        SettingError: the network is another one.
+    """
+    if state.tree.hf.config.p_uniform is None:
+        raise SettingError(
+            f"the {sampler} sampler needs a GIDD checkpoint: this one's config has no p_uniform; leave sampler= out."
+        )
+
+
+def clean_probs(logits: Float[Tensor, "drawn vocab"], mask_id: int) -> Float[Tensor, "drawn vocab"]:
+    """Probabilities of the clean tokens, which are never the mask."""
+    return logits.index_fill(-1, torch.tensor([mask_id], device=logits.device), -torch.inf).softmax(dim=-1)
+
+
+def mixture(state: "State", time: Float[Tensor, ""]) -> Mixture:
+    """The mixture at `time`; see the module."""
+    size, uniform = state.tree.cfg.d_vocab, max(math.exp(-20), state.tree.hf.config.p_uniform)
+    factor = math.exp(max(math.log(2 * uniform / (1 - uniform)), -20))
+    spread = (time * (1 - time)).sqrt() * factor
+    total = 1 + spread
+    noise = (spread / (total * (size - 1))).repeat(size)
+    noise[state.mask_id] = time / total
+    return Mixture((1 - time) / total, noise.to(state.canvas.device))
+
+
+def reverse(
+    probs: Float[Tensor, "drawn vocab"], present: Int[Tensor, " drawn"], now: Mixture, until: Mixture
+) -> Float[Tensor, "drawn vocab"]:
+    """Weights of the tokens at an earlier time, given the `present` ones and the probabilities of the clean ones.
+
+    (r [y = x] + b(x)) q_s(y) / q_t(x), with r = α_t / α_s, b = β_t π_t − r β_s π_s, and q the mixture of p and noise.
+    """
+    ratio, place = now.alpha / until.alpha, present[:, None]
+    earlier, given = until.of(probs), now.of(probs).gather(-1, place)
+    added = (now.noise - ratio * until.noise)[present][:, None]
+    return (earlier * added).scatter_add(-1, place, ratio * earlier.gather(-1, place)) / given

@@ -1,0 +1,227 @@
+"""Duo, GIDD and MDLM under ψ samplers: every canvas equals the authors', with their random numbers."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.interventions import ForceTokens, MaskSinks, Remask
+
+OTHERS = {"mdlm": {"ddpm", "ddpm_cache", "analytic", "semi_ar"}}
+"""Stored runs of other samplers."""
+RUNS = [
+    *(("duo", number) for number in range(7)),
+    *(("gidd", number) for number in range(5)),
+    *(("mdlm", number) for number in range(5, 8)),
+]
+
+
+@cache
+def _model(folder: Path) -> sinklens.Model:
+    return sinklens.load(folder)
+
+
+@cache
+def _stored(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    return json.loads((folder / "expected.json").read_text())["generate"], load_file(folder / "expected.safetensors")
+
+
+def _given(draws: Tensor) -> list[Any]:
+    """A hook that gives the stored numbers, [step, batch, pos, vocab | 1]; k stands for (k + 0.5) / 65536."""
+    numbers = (draws.double() + 0.5) / 65536
+    return [("denoise.hook_uniform", lambda value, hook: numbers[hook.step].to(value))]
+
+
+def _without_prompt(rows: int) -> Tensor:
+    return torch.zeros(rows, 0, dtype=torch.long)
+
+
+def _repeated(folder: Path, number: int, **more: Any) -> sinklens.runs.result.Generation:
+    """A stored run of updates, repeated with its numbers."""
+    run, stored = _stored(folder)[0][number], _stored(folder)[1]
+    draws, start = stored[f"gen{number}.draws"], stored[f"gen{number}.start"]
+    if folder.name == "gidd":
+        settings = {"steps": run["num_denoising_steps"], "min_p": run["min_p"]}
+        draws = draws[..., None]
+    else:
+        settings = {"steps": run["steps"], "noise_removal": run["noise_removal"], "top_p": run["p_nucleus"]}
+        settings |= {"eps": run["eps"], **run.get("psi", {})}
+        settings |= {"start_canvas": start} if folder.name == "duo" else {"sampler": "remdm"}
+    prompt = _without_prompt(run["batch"])
+    return sinklens.generate(_model(folder), prompt, gen_length=run["length"], hooks=_given(draws), **settings, **more)
+
+
+def _corrected(folder: Path, number: int) -> sinklens.runs.result.Generation:
+    """A stored self-correction; its numbers are stored row after row."""
+    run, stored = _stored(folder)[0][number], _stored(folder)[1]
+    counts = run["corrections_per_row"]
+    draws = torch.zeros(max(counts), len(counts), run["length"], 1)
+    for row, part in enumerate(stored[f"gen{number}.draws"].long().split(counts)):
+        draws[: len(part), row] = part[..., None].float()
+    names = ("temperature", "t0", "early_stopping", "early_stopping_patience")
+    return sinklens.generate(
+        _model(folder), _without_prompt(run["rows"]), sampler="gidd-self-correction", gen_length=run["length"],
+        steps=run["num_inference_steps"], start_canvas=stored[f"gen{number}.start"], hooks=_given(draws),
+        **{name: run[name] for name in names},
+    )  # fmt: skip
+
+
+def test_every_run_of_the_references_is_compared(conformance):
+    for name in ("duo", "gidd", "mdlm"):
+        runs = _stored(conformance / name)[0]
+        ours = {number for number, run in enumerate(runs) if run["sampler"] not in OTHERS.get(name, ())}
+        assert ours == {number for folder, number in RUNS if folder == name}
+
+
+@pytest.mark.parametrize(("name", "number"), [run for run in RUNS if run not in (("gidd", 3), ("gidd", 4))])
+def test_every_canvas_equals_the_references_with_its_numbers(conformance, name, number):
+    stored = _stored(conformance / name)[1]
+    run = _repeated(conformance / name, number)
+    expected = stored[f"gen{number}.canvas"].long().transpose(0, 1)
+    assert torch.equal(run.canvas[:, 0], stored[f"gen{number}.start"].long())
+    assert torch.equal(run.canvas[:, 1 : expected.shape[1] + 1], expected)
+    assert torch.equal(run.tokens, stored[f"gen{number}.result"].long())
+    greedy = _stored(conformance / name)[0][number].get("noise_removal") == "greedy"
+    assert run.steps_run == expected.shape[1] + greedy == run.settings.most_steps
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_every_self_correction_equals_the_references_with_its_numbers(conformance, number):
+    run, stored = _corrected(conformance / "gidd", number), _stored(conformance / "gidd")[1]
+    assert torch.equal(run.tokens, stored[f"gen{number}.result"].long())
+    counts = _stored(conformance / "gidd")[0][number]["corrections_per_row"]
+    assert run.active.sum(dim=1).tolist() == counts
+    for row in range(len(run.tokens)):
+        entering = stored[f"gen{number}.entering"][stored[f"gen{number}.row"] == row].long()
+        assert torch.equal(run.canvas[row, : counts[row]], entering[1:])  # the first call of a row has no effect
+
+
+def test_the_network_reads_the_stored_noise_levels(conformance):
+    for name, number, level in (("duo", 5, "sigma"), ("gidd", 0, "t")):
+        seen: list[Tensor] = []
+        expected = _stored(conformance / name)[1][f"gen{number}.{level}"]
+        model = _model(conformance / name)
+        with model.hooks(fwd_hooks=[("hook_time", lambda value, hook, seen=seen: seen.append(value.clone()))]):
+            run = _repeated(conformance / name, number, record_sinks=False)
+        assert torch.equal(torch.stack(seen), expected[:, None].expand(-1, len(run.tokens)))
+
+
+KINDS = {
+    "duo": {"steps": 5},
+    "duo psi": {"steps": 5, "low_mode": "constant-0.5", "top_p": 0.9},
+    "gidd": {"steps": 6},
+    "gidd correction": {
+        "sampler": "gidd-self-correction",
+        "steps": 4,
+        "temperature": 3.0,
+        "start_canvas": [3, 40, 77, 12, 99, 54],
+    },
+    "mdlm": {"sampler": "remdm", "steps": 6, "low_mode": "max-capped-0.4"},
+}
+PROMPTS = [[5, 9, 13], [8, 2, 4, 6, 7]]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def model(kind, conformance):
+    return _model(conformance / kind.split()[0])
+
+
+def _generate(model: sinklens.Model, kind: str, prompts: Any = PROMPTS, **more: Any) -> Any:
+    return sinklens.generate(model, prompts, gen_length=6, **KINDS[kind], **more)
+
+
+def test_rows_do_not_depend_on_their_batch_and_copies_differ(model, kind):
+    both = _generate(model, kind, seed=3)
+    for row, prompt in enumerate(PROMPTS):
+        alone = _generate(model, kind, [prompt], seed=3)
+        steps = alone.canvas.shape[1]
+        assert torch.equal(both.canvas[row, :steps, -6:], alone.canvas[0, :, -6:])
+    copies = _generate(model, kind, [PROMPTS[0]] * 2, seed=3)
+    assert torch.equal(copies.canvas[0], _generate(model, kind, PROMPTS[:1], seed=3).canvas[0])
+    assert not torch.equal(copies.canvas[0], copies.canvas[1])
+    assert torch.equal(both.canvas, _generate(model, kind, seed=3).canvas)
+    assert not torch.equal(both.canvas, _generate(model, kind, seed=4).canvas[:, : both.canvas.shape[1]])
+
+
+def test_a_prompt_is_on_every_canvas(model, kind):
+    run = _generate(model, kind)
+    for row, prompt in enumerate(PROMPTS):
+        assert (run.canvas[row, :, run.prompt_length - len(prompt) : run.prompt_length] == torch.tensor(prompt)).all()
+    assert not run.undecided[:, :, : run.prompt_length].any()
+
+
+def test_undecided_positions_are_masks_or_in_duo_all_until_the_end(model, kind):
+    run = _generate(model, kind)
+    if kind.startswith("duo"):
+        assert run.undecided[:, :-1, run.prompt_length :].all()
+        assert not run.undecided[:, -1].any()
+        assert run.answers[0].masks == 0
+    else:
+        assert torch.equal(run.undecided, run.canvas == model.mask_token_id)
+    assert bool((run.canvas[:, 1:] != run.canvas[:, :-1]).any())
+
+
+def test_a_trace_records_and_a_replay_repeats_it(model, kind):
+    with sinklens.trace(model, PROMPTS, gen_length=6, **KINDS[kind]) as t:
+        patterns = []
+        for _ in t.steps:
+            patterns.append(t["blocks.1.attn.hook_pattern"].clone())
+    score = torch.from_numpy(t.sinks["score"].to_numpy())[:, :, 1]
+    for step, pattern in enumerate(patterns):
+        torch.testing.assert_close(score[:, step].nan_to_num(0.0), pattern.sum(dim=2), atol=1e-4, rtol=1e-4)
+    again = _generate(model, kind, replay=t)
+    assert torch.equal(again.canvas, t.canvas)
+    assert torch.equal(again.undecided, t.undecided)
+
+
+def test_masked_sinks_change_the_run_and_hide_their_keys(model, kind):
+    zeros: list[int] = []
+    count = ("blocks.1.attn.hook_pattern", lambda value, hook: zeros.append(int((value[1, 0, 0] == 0).sum())))
+    base = _generate(model, kind)
+    _generate(model, kind, hooks=[MaskSinks(top_k=1), count], replay=base)
+    assert zeros == [0] + [1] * (base.steps_run - 1)
+
+
+def test_a_forced_token_is_on_the_canvas_of_its_step(model, kind):
+    steps = _generate(model, kind).steps_run
+    run = _generate(model, kind, hooks=[ForceTokens(tokens={-1: 11}, steps=[steps - 1])])
+    assert (run.canvas[:, steps - 1, -1] == 11).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("duo", {"cfg_scale": 1.0}, "cfg_scale is not a setting of the duo sampler"),
+        ("duo", {"sampler": "llada"}, "the llada sampler is for models with a mask token, but duo models have no mask"),
+        ("mdlm", {"sampler": "duo"}, "the duo sampler is for models with no mask token, but mdlm models have a mask"),
+        ("mdlm", {"sampler": "gidd"}, "the gidd sampler needs a GIDD checkpoint: this one's config has no p_uniform"),
+        ("duo", {"cache": "prefix"}, "sampler='duo' judges every answer position in every step"),
+        ("gidd", {"cache": "prefix"}, "sampler='gidd' judges every answer position in every step"),
+        ("duo", {"high_mode": "max-capped"}, "high_mode must be one of pure-posterior, pure-pc, constant-E"),
+        ("duo", {"low_mode": "constant-2"}, r"with E from 0 to 1; got 'constant-2'"),
+        ("duo", {"time_profile": "linear-constant-linear-2"}, "time_profile must be 'linear', or"),
+        ("duo", {"high_frac": 0.6, "middle_frac": 0.5}, "take 8 of 7 times and leave none for the end"),
+        ("duo", {"start_canvas": [[1, 2]]}, r"start_canvas must be token ids \[batch, 6\]"),
+        ("duo", {"hooks": [Remask(positions=[-1])]}, "duo models have no mask token; use ForceTokens"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_by_name(conformance, name, given, message):
+    with pytest.raises(SettingError, match=message):
+        sinklens.generate(_model(conformance / name), PROMPTS, gen_length=6, **given)
+
+
+def test_a_part_of_one_time_has_kappa_1():
+    settings = sinklens.sampling.DuoSettings(gen_length=4, steps=4, high_frac=0.2, high_mode="max-capped-0.1")
+    assert settings.updates()[0].kappa == 1
