@@ -267,6 +267,7 @@ class HookTree(ModelWeights, HookFront):
         input_ids: Int[Tensor, "batch pos"],
         attention_mask: Bool[Tensor, "batch pos"] | None,
         names: Iterable[str],
+        time: Float[Tensor, " _"] | None = None,
     ) -> dict[str, Tensor]:
         """Run a separate pass, without hooks or trace blocks, and return the values of the points called `names`.
 
@@ -290,7 +291,7 @@ class HookTree(ModelWeights, HookFront):
         self.watch.held = None
         try:  # a trace block that waits for one of transformers' modules must not be served here
             with nullcontext() if handover is None else handover.suspended():
-                self.hidden(input_ids, attention_mask)
+                self.hidden(input_ids, attention_mask, time=time)
             return {name: value for name, value in peeked.items() if value is not None}
         finally:
             self.watch.peeked, self.watch.forward_pass, self.watch.held = None, running, held

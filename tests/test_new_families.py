@@ -1,5 +1,6 @@
 """Pages, evaluations, replays, masked sinks and ablated heads work in every family that is not plain Llama or Qwen."""
 
+import json
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +28,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rnd1": {"steps": 5},
     "open-dcoder": {"alg": "p2", "steps": 5},
     "diffusion-gemma": {"max_denoising_steps": 4, "entropy_bound": 1.5, "pad_token_id": 0},
+    "duo": {"steps": 4},
+    "gidd": {"steps": 5},
+    "mdlm": {"sampler": "remdm", "steps": 5, "low_mode": "max-capped-0.3"},
 }
+STORED = ("diffusion-gemma", "duo", "gidd", "mdlm")
+"""Families whose reference weights are read, with this file's tokenizer."""
 PROMPTS = ["w5 w9 w13 w21 w30", "w7 w8 w30 w31 w9 w12 w40"]
 LENGTH = 8
 
@@ -35,13 +41,17 @@ LENGTH = 8
 @cache
 def model_of(name: str, folder: Path, conformance: Path) -> sinklens.Model:
     place = folder / name
-    if name != "diffusion-gemma":
+    if name not in STORED:
         write_family(place, name)
         return sinklens.load(write_tokenizer(place), **arguments(name))
     write_tokenizer(place)
-    for file in ("config.json", "generation_config.json", "model.safetensors"):
-        (place / file).symlink_to(conformance / name / file)
-    return sinklens.load(place, family="diffusion_gemma")
+    config = json.loads((conformance / name / "config.json").read_text())
+    config |= {"gidd": {"max_seq_len": 64}, "mdlm": {"model_length": 64}}.get(name, {})
+    (place / "config.json").write_text(json.dumps(config))
+    (place / "model.safetensors").symlink_to(conformance / name / "model.safetensors")
+    if name == "diffusion-gemma":
+        (place / "generation_config.json").symlink_to(conformance / name / "generation_config.json")
+    return sinklens.load(place, family=name)
 
 
 @pytest.fixture(scope="module")

@@ -289,7 +289,7 @@ def attention_to(
     for step in steps:
         exists = int((run.canvas[0, step] >= 0).sum())
         ids, real = run.canvas[:, step, :exists].to(device), run.real[:, :exists].to(device)
-        seen = run.model.tree.peek(ids, real, names)
+        seen = run.model.tree.peek(ids, real, names, run.time_at(step))
         wanted = torch.from_numpy(keys.sel(step=step).transpose("batch", "layer", "head", "pos").to_numpy())
         mass = torch.zeros(ids.shape)
         for layer, name in enumerate(names):

@@ -93,7 +93,8 @@ def logit_lens(
 
     def streams(step: int, sources: Tensor) -> list[Tensor]:
         ids, real = exact_step(run, step)
-        seen = model.tree.peek(ids[[row]], real[[row]], points)
+        time = run.time_at(step)
+        seen = model.tree.peek(ids[[row]], real[[row]], points, None if time is None else time[[row]])
         return _moved(lens, run, row, step, chosen, [seen[name][0, sources.to(seen[name].device)] for name in points])
 
     request = _Request(row, within("step", steps, run.steps_run), chosen, places & run.real[row], top_k)

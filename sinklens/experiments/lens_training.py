@@ -104,7 +104,7 @@ def _streams(run: "Generation") -> Iterator[tuple[float, Float[Tensor, "layer pl
     points = [f"blocks.{layer}.hook_resid_post" for layer in range(model.cfg.n_layers)]
     for step in range(run.steps_run):
         ids, real = exact_step(run, step)
-        seen = model.tree.peek(ids, real, points)
+        seen = model.tree.peek(ids, real, points, run.time_at(step))
         streams = torch.stack([seen[name].float().cpu() for name in points])
         sources = streams_before(model, run.real, run.undecided[:, step])
         for row, places in enumerate(sources):

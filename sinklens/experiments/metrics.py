@@ -145,7 +145,9 @@ def _pass(denoising: Denoising, base: Generation, step: int) -> _Output:
     """One step of a run that has not begun, on the canvas of the base run."""
     state = denoising.state
     tree, canvas = state.tree, base.canvas[:, step].to(state.canvas.device)
-    state.canvas = canvas.repeat(len(state.canvas) // len(canvas), 1)
+    copies, time = len(state.canvas) // len(canvas), base.time_at(step)
+    state.canvas = canvas.repeat(copies, 1)
+    state.time = None if time is None else time.to(canvas.device).repeat(copies)
     with tree.hooks(fwd_hooks=denoising.hooks):
         state.announce(step)
         try:

@@ -332,6 +332,7 @@ def _rows_of(run: Generation, rows: slice) -> Generation:
         active=run.active[rows],
         real=run.real[rows],
         answers=run.answers[rows],
+        time=None if run.time is None else run.time[rows],
         control_keys=None if run.control_keys is None else run.control_keys[rows],
     )
 

@@ -46,7 +46,7 @@ def read_features(run: "Generation", sae: SAE, point: str, *, steps: Sequence[in
     read = []
     for step in chosen:
         ids, real = exact_step(run, step)
-        x = run.model.tree.peek(ids, real, [name])[name].flatten(2).float()
+        x = run.model.tree.peek(ids, real, [name], run.time_at(step))[name].flatten(2).float()
         found = sae.encode(x.flatten(0, 1)).unflatten(0, x.shape[:2]).float().cpu()
         found[~real.cpu()] = torch.nan
         missing = run.canvas.shape[2] - found.shape[1]

@@ -1,7 +1,7 @@
 """The result of a run as arrays, the form in which the lab keeps runs, shows them and writes them to disk."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class Outcome:
         answer: the answer.
         sampler, settings: the sampler and its settings, with defaults filled in.
         attrs: attributes of the sink track: the run's provenance, and the text of its tokens.
+        time: the noise level that the network read in each step; None for a network that reads none.
     """
 
     canvas: Int[np.ndarray, "frame pos"]
@@ -52,6 +53,7 @@ class Outcome:
     sampler: str
     settings: Mapping[str, Any]
     attrs: Mapping[str, Any]
+    time: Sequence[float] | None = None
 
     @classmethod
     def of(cls, run: Generation) -> "Outcome":
@@ -70,6 +72,7 @@ class Outcome:
             sampler=run.settings.name,
             settings=asdict(run.settings),
             attrs={name: _plain(value) for name, value in run.sinks.data.attrs.items()},
+            time=None if run.time is None else run.time[0].tolist(),
         )
 
     @property
@@ -112,12 +115,14 @@ class Outcome:
             single=True,
             model=model,
             cache=as_policy(cache),
+            time=None if self.time is None else torch.tensor([self.time]),
         )
 
     def record(self) -> dict[str, Any]:
         """Everything but the arrays, as JSON."""
         plain = {"prompt_length": self.prompt_length, "sampler": self.sampler, "settings": dict(self.settings)}
-        return plain | {"answer": asdict(self.answer), "attrs": dict(self.attrs)}
+        time = None if self.time is None else list(self.time)
+        return plain | {"answer": asdict(self.answer), "attrs": dict(self.attrs), "time": time}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> "Outcome":
@@ -129,7 +134,7 @@ class Outcome:
         _check(record, arrays)
         parts: dict[str, Any] = {name: arrays[name] for name in ARRAYS}
         parts |= {name: record[name] for name in ("prompt_length", "sampler", "settings", "attrs")}
-        return cls(answer=Answer(**record["answer"]), **parts)
+        return cls(answer=Answer(**record["answer"]), time=record.get("time"), **parts)
 
 
 def _plain(value: Any) -> Any:
@@ -154,6 +159,9 @@ def _check(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         all(isinstance(record[name], dict) for name in ("settings", "attrs", "answer")), "its record is incomplete."
     )
     require(isinstance(record["sampler"], str), "its sampler is not a name.")
+    time = record.get("time")
+    numbers = isinstance(time, list) and len(time) == frames - 1 and all(type(number) is float for number in time)
+    require(time is None or numbers, "its noise levels are not one number for each step.")
     words = json.loads(record["attrs"].get("vocabulary", "{}"))
     require(all(token.lstrip("-").isdigit() for token in words), "its vocabulary is not one of token ids.")
     types = {"text": (str, type(None)), "ended": (bool,), "tokens": (int,), "masks": (int,)}

@@ -273,6 +273,7 @@ class Denoising:
             self.state.prompt_length, answers, self.settings, self.request.seed, self._track(trajectory),
             isinstance(self.request.prompt, str), self.model, self._recorder.patterns if self._recorder else {},
             self.controls.totals(self.rows), as_policy(self.request.cache), tuple(self._choices.choices),
+            trajectory.time,
         )  # fmt: skip
 
     def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:

@@ -131,6 +131,7 @@ class Generation:
         control_keys: the keys that controls (``pick=``) picked and controlled for; None if the run has no control.
         cache: the cache policy; None for an exact run.
         chosen: where the interventions acted whose places follow the run; none if sinks were not recorded.
+        time: the noise level that the network read in each step, [batch, step]; None for a network that reads none.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
@@ -150,6 +151,7 @@ class Generation:
     control_keys: ControlKeys | None = field(default=None, repr=False)
     cache: Policy | None = None
     chosen: tuple[Choice, ...] = field(default=(), repr=False)
+    time: Float[Tensor, "batch _"] | None = None
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:
@@ -160,6 +162,10 @@ class Generation:
     def steps_run(self) -> int:
         """Number of steps that ran; fewer than `settings.most_steps` if the run ended early."""
         return self.canvas.shape[1] - 1
+
+    def time_at(self, step: int) -> Float[Tensor, " batch"] | None:
+        """The noise level of each row in a step, for another pass over its canvas; None without `time`."""
+        return None if self.time is None else self.time[:, step]
 
     @property
     def key_reuse(self) -> str:

@@ -79,9 +79,9 @@ class GiddSettings(Steps):
             self._step(state, times[number], times[max(0, number - 1)])
 
     def _step(self, state: "State", time: Float[Tensor, ""], until: Float[Tensor, ""]) -> None:
+        state.time = time.to(state.canvas.device).expand(len(state.canvas))
         canvas = state.begin_step()
         where = answer(state, self.gen_length)
-        state.time = time.to(canvas.device).expand(len(canvas))
         probs = clean_probs(state.logits(canvas, where), state.mask_id)
         weights = reverse(probs, canvas[where], mixture(state, time), mixture(state, until))
         if self.min_p > 0:
@@ -138,9 +138,9 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
             self._step(state, rows)
 
     def _step(self, state: "State", rows: "_Rows") -> None:
+        state.time = torch.full_like(state.canvas[:, 0], self.t0, dtype=torch.float32)
         canvas = state.begin_step()
         where = answer(state, self.gen_length) & rows.running[:, None]
-        state.time = torch.full((len(canvas),), self.t0, device=canvas.device)
         logits = state.logits(canvas, where)
         probs = clean_probs(logits / self.temperature, state.mask_id)
         uniform = state.uniform(where, 1, probs.dtype)[:, 0]

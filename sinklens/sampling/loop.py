@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -36,11 +36,13 @@ class Frame(NamedTuple):
         canvas: token ids.
         undecided: as in `State.undecided`.
         active: rows that the step on it works on; None before the step has run.
+        time: as in `State.time`.
     """
 
     canvas: Int[Tensor, "batch pos"]
     undecided: Bool[Tensor, "batch pos"] | None
     active: Bool[Tensor, " batch"] | None = None
+    time: Float[Tensor, " batch"] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,14 @@ class Trajectory:
             steps for a position that never got one. A token that a hook writes on the canvas of step s counts as
             written by the step before, s - 1.
         active: rows that each step works on, see `State.active`: [batch, steps].
+        time: noise level that the network reads in each step: [batch, steps]; None for a network that reads none.
     """
 
     canvas: Int[Tensor, "batch step pos"]
     undecided: Bool[Tensor, "batch step pos"]
     unmask_step: Int[Tensor, "batch pos"]
     active: Bool[Tensor, "batch _"]
+    time: Float[Tensor, "batch _"] | None = None
 
     @property
     def steps(self) -> int:
@@ -108,7 +112,7 @@ def run(
 
 def _finish(step: int, state: State, listeners: Sequence[Listener], frames: list[Frame]) -> None:
     assert state.step_canvas is not None, "every sampler step sets State.step_canvas"
-    frames[-1] = Frame(state.step_canvas, state.step_undecided, state.active)
+    frames[-1] = Frame(state.step_canvas, state.step_undecided, state.active, state.time)
     frames.append(Frame(state.canvas, state.undecided))
     for listener in listeners:
         listener.after(step, state)
@@ -122,7 +126,8 @@ def build_trajectory(state: State, frames: list[Frame]) -> Trajectory:
     rows = [frame.active for frame in frames if frame.active is not None]
     active = torch.stack(rows, dim=1).cpu() if rows else torch.ones(len(canvas), 0, dtype=torch.bool)
     unmasked = unmask_steps(canvas, undecided, state.real.cpu(), state.prompt_length)
-    return Trajectory(canvas, undecided, unmasked, active)
+    times = [frame.time for frame in frames if frame.time is not None]
+    return Trajectory(canvas, undecided, unmasked, active, torch.stack(times, dim=1).cpu() if times else None)
 
 
 def unmask_steps(

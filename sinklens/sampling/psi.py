@@ -166,9 +166,9 @@ class PsiSampler(Steps):
             self._step(state, update, last=number == len(updates) - 1)
 
     def _step(self, state: "State", update: Update, last: bool) -> None:
+        state.time = -update.alpha_t.log().to(state.canvas.device).expand(len(state.canvas))
         canvas = state.begin_step()
         where = answer(state, self.gen_length)
-        state.time = -update.alpha_t.log().to(canvas.device).expand(len(canvas))
         present = canvas[where]
         logs = self.log_probs(state, state.logits(canvas, where), present).double()
         probs = logs.exp()

@@ -112,7 +112,9 @@ def _computed(
     names = {layer: f"blocks.{layer}.attn.hook_pattern" for layer in layers}
     ids = run.canvas[row, step][exists][None].to(model.cfg.device)
     with torch.no_grad():
-        _, cache = model.tree.run_with_cache(ids, names_filter=list(names.values()))
+        time = run.time_at(step)
+        given = {} if time is None else {"time": time[row : row + 1]}
+        _, cache = model.tree.run_with_cache(ids, names_filter=list(names.values()), **given)
     found = {layer: cache[name][0].float().cpu() for layer, name in names.items()}
     track = recorded(run)
     policy = track.data.attrs.get("cache")

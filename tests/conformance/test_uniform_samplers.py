@@ -111,6 +111,8 @@ def test_the_network_reads_the_stored_noise_levels(conformance):
         with model.hooks(fwd_hooks=[("hook_time", lambda value, hook, seen=seen: seen.append(value.clone()))]):
             run = _repeated(conformance / name, number, record_sinks=False)
         assert torch.equal(torch.stack(seen), expected[:, None].expand(-1, len(run.tokens)))
+        assert torch.equal(run.time, torch.stack(seen, dim=1))
+        assert torch.equal(run.time_at(1), seen[1])
 
 
 KINDS = {
@@ -192,6 +194,27 @@ def test_masked_sinks_change_the_run_and_hide_their_keys(model, kind):
     base = _generate(model, kind)
     _generate(model, kind, hooks=[MaskSinks(top_k=1), count], replay=base)
     assert zeros == [0] + [1] * (base.steps_run - 1)
+
+
+def test_a_pass_over_a_step_reads_its_noise_level(model, kind):
+    shown: list[Tensor] = []
+    watched = ("blocks.1.attn.hook_pattern", lambda value, hook: shown.append(value[0, 0, 2:, 2:].clone()))
+    run = _generate(model, kind, hooks=[watched])
+    for step in (0, run.steps_run - 1):
+        found = sinklens.views.pattern_at(_generate(model, kind, replay=run), step, 1)
+        torch.testing.assert_close(found[0], shown[step].float(), atol=1e-5, rtol=1e-4)
+    same_step = _generate(model, kind, hooks=[MaskSinks(top_k=1, same_step=True), watched], replay=run)
+    assert same_step.steps_run == run.steps_run
+
+
+def test_the_lab_keeps_the_noise_levels(model, kind):
+    from sinklens.lab.outcome import ARRAYS, Outcome
+
+    run = _generate(model, kind, PROMPTS[:1])
+    kept = Outcome.of(run)
+    again = Outcome.from_record(kept.record(), {name: getattr(kept, name) for name in ARRAYS}).generation(model)
+    assert torch.equal(again.time, run.time)
+    assert again.settings == run.settings
 
 
 def test_a_forced_token_is_on_the_canvas_of_its_step(model, kind):
