@@ -113,8 +113,8 @@ def _computed(
     ids = run.canvas[row, step][exists][None].to(model.cfg.device)
     with torch.no_grad():
         time = run.time_at(step)
-        given = {} if time is None else {"time": time[row : row + 1]}
-        _, cache = model.tree.run_with_cache(ids, names_filter=list(names.values()), **given)
+        time = None if time is None else time[[row]]
+        _, cache = model.tree.run_with_cache(ids, names_filter=list(names.values()), time=time)
     found = {layer: cache[name][0].float().cpu() for layer, name in names.items()}
     track = recorded(run)
     policy = track.data.attrs.get("cache")
