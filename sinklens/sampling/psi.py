@@ -60,8 +60,8 @@ class PsiSampler(Steps):
     """ψ samplers of s-sahoo/duo; the ancestral sampler with the default settings.
 
     Attributes:
-        steps: updates of the complete generation; default `gen_length`. `noise_removal` may add one step.
-        noise_removal: the closing step, at the last time: "ancestral" draws once more, without noise in the result;
+        steps: updates of the complete generation; default `gen_length`. `final_step` may add one step.
+        final_step: the closing step, at the last time: "ancestral" draws once more, without noise in the result;
             "greedy" takes the most likely tokens, without `top_p`; "none" leaves the step out.
         top_p: draw from the smallest set of tokens whose total probability exceeds this; None turns it off. In the
             published code, p_nucleus.
@@ -75,7 +75,7 @@ class PsiSampler(Steps):
     """
 
     sets_time: ClassVar = True
-    noise_removal: Literal["ancestral", "greedy", "none"] = "ancestral"
+    final_step: Literal["ancestral", "greedy", "none"] = "ancestral"
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
     eps: Annotated[float, Gt(0), Lt(1)] = 1e-5
     time_profile: str = "linear"
@@ -98,7 +98,7 @@ class PsiSampler(Steps):
     @property
     def most_steps(self) -> int:
         """See `Sampler.most_steps`."""
-        return self.steps + (self.noise_removal != "none")
+        return self.steps + (self.final_step != "none")
 
     @property
     def judges_all_by(self) -> str:
@@ -152,9 +152,9 @@ class PsiSampler(Steps):
         for number, (time, later) in enumerate(pairwise(times)):
             until = time - (time - later)  # rounded as in the published code
             found.append(Update(clean_share(time), clean_share(until), kappas[number]))
-        if self.noise_removal != "none":
+        if self.final_step != "none":
             one = torch.ones(())
-            found.append(Update(clean_share(times[-1]), one, one, greedy=self.noise_removal == "greedy"))
+            found.append(Update(clean_share(times[-1]), one, one, greedy=self.final_step == "greedy"))
         return found
 
     def denoise(self, state: "State") -> Iterator[None]:
