@@ -67,6 +67,6 @@ def own_run(
     """`sinklens.generate`, and which rows were active at which step."""
     run = generate(
         model, list(prompts), seed=seed, chat_template=chat_template, record_sinks=record_sinks, progress=False,
-        hooks=list(hooks), replay=replay, cache=cache, **settings,
+        hooks=hooks, replay=replay, cache=cache, **settings,
     )  # fmt: skip
     return OwnRun(run, run.active.numpy())
