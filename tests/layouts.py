@@ -61,7 +61,7 @@ LLADA_BLOCK = {
 
 def causal(family: str) -> bool:
     """Whether a family sees earlier tokens only."""
-    return family in ("llama", "qwen2", "qwen3", "qwen3-moe")
+    return family in ("llama", "qwen2", "qwen3", "qwen3-moe", "gpt2")
 
 
 def arguments(family: str) -> dict[str, Any]:
