@@ -219,7 +219,7 @@ class _Take(Reader):
             if chosen is None:
                 return
             if columns is not None:
-                first = run.first(step, value.shape[1])
+                first = hook.forward_pass.first(value.shape[1])
                 chosen = chosen & columns[:, first : first + value.shape[1]].to(chosen.device)
             own = _own(run, step, value.shape[1]).to(chosen.device)
             self.kept.append(_rows(value, chosen & own & active[:, None].to(chosen.device), canvas, run, step))
@@ -266,7 +266,7 @@ class _RowColumns:
     def end(self, confidence: Float[Tensor, "batch pos"]) -> None:
         """Set `columns`: the current blocks of the step are those that have a confidence."""
         if self._numbers is None:
-            self.columns = self._run.computed()
+            self.columns = self._run.forward_pass.computed
             return
         undecided = confidence.to(self._numbers.device) > -torch.inf
         block = torch.where(undecided, self._numbers, -1).amax(dim=1)
@@ -277,7 +277,7 @@ class _RowColumns:
 def _own(run: RunContext, step: int, queries: int) -> Tensor:
     """True at the queries that belong to the step; a pass without a cache recomputes those of earlier steps."""
     own = torch.zeros(queries, dtype=torch.bool)
-    for span in run.query_spans(step, queries):
+    for span in run.forward_pass.spans(queries):
         own[span.start : span.stop] = span.step == step
     return own
 
@@ -286,7 +286,7 @@ def _rows(value: Tensor, chosen: Tensor, canvas: Canvas, run: RunContext, step: 
     """The chosen places of a pass."""
     assert canvas.now is not None
     row, column = (index.cpu() for index in chosen.nonzero(as_tuple=True))
-    column = column + run.first(step, value.shape[1])
+    column = column + run.forward_pass.first(value.shape[1])
     states = state_masks(canvas.now, run.prompt_length)
     state = sum(number * states[name].cpu() for number, name in enumerate(STATES))
     assert isinstance(state, Tensor)

@@ -188,11 +188,11 @@ class Resample(AtPositions):
         places, draws = Places(self, model, run), Draws(self.donors, self.match, self.seed, run)
 
         def resample(value: Tensor, hook: Point) -> Tensor | None:
-            step, queries, name = int(hook.step or 0), value.shape[1], str(hook.name)
+            queries, name = value.shape[1], str(hook.name)
             mask = places.of_queries(hook, queries, value.device)
             if mask is None:
                 return None
-            first = run.first(step, queries)
+            first = hook.forward_pass.first(queries)
             wanted = torch.nn.functional.pad(mask.any(dim=1), (first, 0))
             new = draws.values(hook, name, wanted, value.dtype)[:, first:]
             chosen = along(mask, name, value)

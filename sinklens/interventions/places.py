@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks import names
+from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.points import Point
 from sinklens.interventions.scores import StepScores
 from sinklens.interventions.selection import Selection
@@ -29,7 +30,6 @@ from sinklens.runs.intervention import (
     HookSource,
     Intervention,
     Pairs,
-    QuerySpan,
     RunContext,
     layer_of,
     place_mask,
