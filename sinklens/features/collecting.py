@@ -10,7 +10,7 @@ hardly different activations; collect "masked" and "decided" positions separatel
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +30,7 @@ from sinklens.hooks.points import Point
 from sinklens.identity import fingerprint
 from sinklens.interventions.where import Rule
 from sinklens.model import Model
+from sinklens.progress import OnProgress
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, within
 from sinklens.sampling import settings_for
 from sinklens.sinks import Detector, Record
@@ -37,8 +38,6 @@ from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
-
-Report = Callable[[int, int], None]
 
 
 def collect(
@@ -58,7 +57,7 @@ def collect(
     seed: Seed = 0,
     chat_template: bool | str = False,
     dtype: Literal["float32", "float16"] = "float32",
-    report: Report | None = None,
+    report: OnProgress | None = None,
     **settings: Any,
 ) -> ActivationStore:
     """Run `model` on `prompts` and write the activations at `point` to a Zarr store; the same call resumes.

@@ -27,7 +27,7 @@ Part = Literal["all", "sink", "other"]
 STATES = ("prompt", "masked", "committed")
 SYNONYMS = {"mask": "masked", "decided": "committed"}
 """Further names of states."""
-KINDS = tuple(kind.name.lower() for kind in Kind if kind not in (Kind.MISSING, Kind.MASK))
+KIND_NAMES = tuple(kind.name.lower() for kind in Kind if kind not in (Kind.MISSING, Kind.MASK))
 NOT = "not "
 
 
@@ -37,7 +37,7 @@ def check_only(only: Sequence[str], argument: str = "only") -> None:
     Raises:
         SettingError: an unknown name.
     """
-    known = [*STATES, *SYNONYMS, *KINDS]
+    known = [*STATES, *SYNONYMS, *KIND_NAMES]
     for name in only:
         if name.removeprefix(NOT) not in known:
             raise SettingError(
@@ -48,7 +48,7 @@ def check_only(only: Sequence[str], argument: str = "only") -> None:
 
 def needs_text(only: Sequence[str]) -> bool:
     """Whether `only` names a token kind."""
-    return any(name.removeprefix(NOT) in KINDS for name in only)
+    return any(name.removeprefix(NOT) in KIND_NAMES for name in only)
 
 
 def in_only(
@@ -67,7 +67,7 @@ def in_only(
     def union(names: Sequence[str]) -> np.ndarray:
         found = np.zeros(shape, dtype=bool)
         for name in names:
-            if name in KINDS:
+            if name in KIND_NAMES:
                 found = found | (codes == int(Kind[name.upper()]))
             else:
                 found = found | by_state[SYNONYMS.get(name, name)]
