@@ -20,7 +20,7 @@ from sinklens.arguments import Count, check_arguments
 from sinklens.errors import SettingError, nearest
 from sinklens.sinks.data import TrackData
 from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
-from sinklens.sinks.kinds import Kind, State, kinds, states
+from sinklens.sinks.kinds import Kind, PlaceState, kinds, states
 from sinklens.sinks.track import SinkTrack
 
 Part = Literal["all", "sink", "other"]
@@ -130,7 +130,7 @@ class StrongestKeys(Detector):
         """Places in `only`, [batch, step, pos]."""
         part = SinkTrack(track.data)
         state = states(part)
-        by_state = {name: (state == State[name.upper()]).to_numpy() for name in STATES}
+        by_state = {name: (state == PlaceState[name.upper()]).to_numpy() for name in STATES}
         codes = kinds(part).to_numpy() if needs_text(self._names) else None
         return state.copy(data=in_only(self._names, by_state, codes))
 
