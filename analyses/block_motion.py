@@ -35,7 +35,7 @@ BLOCK_MOTION = {
     "jump_share_inside": "block_jump_share where the key was in the block",
     "jump_share_outside": "block_jump_share where the key was outside the block",
 }
-Numbers = Int[np.ndarray, "batch pos"]
+BlockNumbers = Int[np.ndarray, "batch pos"]
 
 
 class BlockSums(Summed):
@@ -83,7 +83,7 @@ def block_numbers(model: "Model", real: Bool[Tensor, "batch prompt"], settings: 
     return numbers.expand(len(real), -1).masked_fill(~torch.nn.functional.pad(real, (0, answer), value=True), -1)
 
 
-def current_blocks(track: SinkTrack, numbers: Numbers) -> Float[np.ndarray, "batch step"]:
+def current_blocks(track: SinkTrack, numbers: BlockNumbers) -> Float[np.ndarray, "batch step"]:
     """The block of the first undecided position of each step; that of the step before where nothing is undecided.
 
     NaN in an autoregressive run, where undecided positions do not exist yet, and at steps that a row does not have.
@@ -97,7 +97,7 @@ def current_blocks(track: SinkTrack, numbers: Numbers) -> Float[np.ndarray, "bat
     return np.where(exists.any(axis=-1), found, np.nan)
 
 
-def block_motion(track: SinkTrack, numbers: Numbers) -> dict[str, Float[np.ndarray, " batch"]]:
+def block_motion(track: SinkTrack, numbers: BlockNumbers) -> dict[str, Float[np.ndarray, " batch"]]:
     """`BLOCK_MOTION` of every row; NaN where there is nothing to compare.
 
     Shares of steps are means over the heads, of every head over its pairs of steps in one block.

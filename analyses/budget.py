@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 BUDGETS = (2, 4, 8, 16, 32)
-KINDS = {
+KEY_KINDS = {
     "strongest": "strongest keys",
     "mixed": "strongest and near",
     "near": "nearest keys",
@@ -68,12 +68,12 @@ class Budget(Study):
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
             track = unchanged(self, model, prompt, settings)
-            listed = {f"{kind} {keys}": restricted(kind, keys, steps, track) for keys in BUDGETS for kind in KINDS}
+            listed = {f"{kind} {keys}": restricted(kind, keys, steps, track) for keys in BUDGETS for kind in KEY_KINDS}
             found = effects(self, model, prompt, settings, listed)
-            sizes = (len(BUDGETS), len(KINDS))
+            sizes = (len(BUDGETS), len(KEY_KINDS))
             return xr.Dataset({name: (axes, found[name].to_numpy().reshape(sizes)) for name in MEANINGS})
 
-        return each_prompt(prompts, one).assign_coords(budget=list(BUDGETS), kind=list(KINDS))
+        return each_prompt(prompts, one).assign_coords(budget=list(BUDGETS), kind=list(KEY_KINDS))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``budget``: every measure by number and kind of keys; ``gain``: strongest minus random keys."""
@@ -88,14 +88,14 @@ class Budget(Study):
 
         table = interval_table(measured, list(SHOWN), self.seed)
         along = "keys visible to every query besides itself"
-        return {"budget": kinds_of_keys(table, "budget", "kind", KINDS, MEANINGS, along)}
+        return {"budget": kinds_of_keys(table, "budget", "kind", KEY_KINDS, MEANINGS, along)}
 
 
 def restricted(kind: str, keys: int, steps: int, track: SinkTrack) -> list[Intervention]:
     """Interventions that leave every query itself and `keys` keys, from step 1 on.
 
     Args:
-        kind: a key of `KINDS`.
+        kind: a key of `KEY_KINDS`.
         keys: budget. An odd number of near keys is reduced by one where they are on both sides; the number of other
             keys is capped at the number of prompt tokens.
         steps: number of steps of the run.

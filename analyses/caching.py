@@ -38,8 +38,8 @@ from sinklens.analyses.stale_keys import (
     EVERYWHERE,
     KEYS,
     TREATED,
-    Condition,
     Sets,
+    Staleness,
     candidates,
     chosen_keys,
     conditions,
@@ -128,7 +128,7 @@ class Caching(Study):
         stale = steps % self.every > 0
         kl, changed = self._planned(base, prompt, settings, [fresh_keys(one, sets, allowed) for one in chosen], logits)
         for condition, divergence, other in zip(chosen, kl, changed, strict=True):
-            place = dict(zip(Condition._fields, condition, strict=True))
+            place = dict(zip(Staleness._fields, condition, strict=True))
             found["kl"].loc[place], found["proposals"].loc[place] = (
                 known_mean(divergence[stale]),
                 known_mean(other[stale]),

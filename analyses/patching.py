@@ -58,7 +58,7 @@ GROUPS = {"number": "the number", "prompt": "rest of the prompt", "answer": "ans
 STARTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.75)  # of the steps that the corrupted run took
 
 
-class Pair(NamedTuple):
+class RunPair(NamedTuple):
     """The runs of two prompts, and where they differ.
 
     Attributes:
@@ -143,7 +143,7 @@ class Patching(Study):
 
         return each_prompt(prompts, one)
 
-    def _pair(self, model: "Model", prompt: str, settings: Settings) -> Pair | None:
+    def _pair(self, model: "Model", prompt: str, settings: Settings) -> RunPair | None:
         """The two runs of a prompt, or None if the pair is not usable."""
         other = with_another_number(prompt)
         if other is None:
@@ -159,9 +159,9 @@ class Patching(Study):
         differ = differ & ~number
         if clean.answers[0].tokens != corrupted.answers[0].tokens or not bool(differ.any()):
             return None
-        return Pair(clean, corrupted, number, differ)
+        return RunPair(clean, corrupted, number, differ)
 
-    def _run(self, pair: Pair, patches: Sequence["Patch | None"], settings: Settings, replay: bool) -> "Gaps":
+    def _run(self, pair: RunPair, patches: Sequence["Patch | None"], settings: Settings, replay: bool) -> "Gaps":
         """One run of the corrupted prompt, with a different patch in each row."""
         gaps, copies = Gaps(pair, patches), len(patches)
         prompt = pair.corrupted.canvas[:, 0, : pair.corrupted.prompt_length].repeat(copies, 1)
@@ -173,7 +173,7 @@ class Patching(Study):
         return gaps
 
     def _restored(
-        self, pair: Pair, layers: range, settings: Settings, steps: int
+        self, pair: RunPair, layers: range, settings: Settings, steps: int
     ) -> tuple[Float[np.ndarray, "group layer step"], Float[np.ndarray, " step"]]:
         every, prompt = torch.ones_like(pair.number), torch.arange(len(pair.number)) < pair.clean.prompt_length
         where = {"number": pair.number, "prompt": prompt & ~pair.number, "answer": ~prompt}
@@ -182,7 +182,7 @@ class Patching(Study):
         moved = (gaps[2:] - gaps[0]).reshape(len(GROUPS), len(layers), steps)
         return moved, gaps[1] - gaps[0]
 
-    def _flipped(self, pair: Pair, layers: range, settings: Settings) -> Float[np.ndarray, "layer start"]:
+    def _flipped(self, pair: RunPair, layers: range, settings: Settings) -> Float[np.ndarray, "layer start"]:
         starts = [int(share * pair.corrupted.steps_run) for share in STARTS]
         rows = [Patch(layer, pair.number, start) for layer in layers for start in starts]
         run = self._run(pair, rows, settings, replay=False).run
@@ -227,7 +227,7 @@ class Gaps:
         run: the finished run; None before.
     """
 
-    def __init__(self, pair: Pair, patches: Sequence["Patch | None"]) -> None:
+    def __init__(self, pair: RunPair, patches: Sequence["Patch | None"]) -> None:
         self._pair, self._patches, self._model = pair, patches, pair.clean.model
         self._gaps: dict[int, Float[Tensor, " row"]] = {}
         self._clean: dict[int, Tensor] = {}

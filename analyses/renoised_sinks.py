@@ -63,7 +63,7 @@ MEASURES = {
 }
 
 
-class Place(NamedTuple):
+class RenoisedSink(NamedTuple):
     """A sink on an accepted token, and its control.
 
     Attributes:
@@ -77,7 +77,7 @@ class Place(NamedTuple):
     heads: Bool[np.ndarray, "layer head"]
 
 
-class Found(NamedTuple):
+class ChosenSinks(NamedTuple):
     """The places of one row.
 
     Attributes:
@@ -85,7 +85,7 @@ class Found(NamedTuple):
         share: share of all places that have a control; NaN without places.
     """
 
-    chosen: list[Place]
+    chosen: list[RenoisedSink]
     share: float
 
 
@@ -93,7 +93,7 @@ def renoised_sinks(run_with: RunWith, base: OwnRun, length: int, steps: int, num
     """What each prompt contributes to `renoised_rows`.
 
     ``still_sinks`` [prompt, group, condition]: pairs of a place and a head that have a sink at the next step;
-    ``renoised_sinks`` [prompt]: of how many pairs; ``control_share`` [prompt]: see `Found.share`.
+    ``renoised_sinks`` [prompt]: of how many pairs; ``control_share`` [prompt]: see `ChosenSinks.share`.
 
     Args:
         run_with: repeats the run with more hooks, as far as the first canvas, and returns its sinks.
@@ -154,7 +154,7 @@ def _hooks(where: Bool[np.ndarray, "batch step pos"], length: int, renoised: boo
     ]
 
 
-def places(base: OwnRun, length: int, number: int, seed: int) -> list[Found]:
+def places(base: OwnRun, length: int, number: int, seed: int) -> list[ChosenSinks]:
     """Up to `number` places of each row, at random; they depend on the row's prompt and on `seed`, not on its batch."""
     assert base.run.sinks is not None, "the run recorded no sinks"
     run, answer = base.run, slice(base.run.prompt_length, base.run.prompt_length + length)
@@ -169,7 +169,7 @@ def places(base: OwnRun, length: int, number: int, seed: int) -> list[Found]:
         rng = np.random.default_rng([seed, row_key(prompt)])
         drawn = rng.permutation(len(controlled))[:number]
         share = len(controlled) / len(listed) if listed else np.nan
-        found.append(Found([controlled[place] for place in sorted(drawn)], share))
+        found.append(ChosenSinks([controlled[place] for place in sorted(drawn)], share))
     return found
 
 
@@ -187,14 +187,14 @@ def _kept(base: OwnRun, answer: slice) -> Bool[np.ndarray, "batch step pos"]:
 
 def _place(
     step: int, pos: int, sinks: Bool[np.ndarray, "layer head pos"], kept: Bool[np.ndarray, " pos"]
-) -> Place | None:
+) -> RenoisedSink | None:
     """The place at a step and position, with -1 for a missing control; None if it is not a sink."""
     heads = sinks[..., pos]
     if not heads.any():
         return None
     free = np.flatnonzero(kept & ~(sinks & heads[..., None]).any(axis=(0, 1)))
     control = int(free[np.abs(free - pos).argmin()]) if len(free) else -1
-    return Place(step, (pos, control), heads)
+    return RenoisedSink(step, (pos, control), heads)
 
 
 def renoised_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:

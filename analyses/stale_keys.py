@@ -40,7 +40,7 @@ EVERYWHERE = "all"
 Sets = dict[str, Bool[np.ndarray, "step layer pos"]]
 
 
-class Condition(NamedTuple):
+class Staleness(NamedTuple):
     """What one run leaves stale.
 
     Attributes:
@@ -54,10 +54,10 @@ class Condition(NamedTuple):
     layer: str
 
 
-def conditions(layers: int) -> list[Condition]:
+def conditions(layers: int) -> list[Staleness]:
     """Every choice of keys in all layers; sinks, keys of the same mass and none also in single layers."""
-    everywhere = [Condition(*names, EVERYWHERE) for names in product(CHANGES, KEYS)]
-    single = [Condition(*names) for names in product(CHANGES, ("none", "sink", "same_mass"), layer_names(layers))]
+    everywhere = [Staleness(*names, EVERYWHERE) for names in product(CHANGES, KEYS)]
+    single = [Staleness(*names) for names in product(CHANGES, ("none", "sink", "same_mass"), layer_names(layers))]
     return [one for one in [*everywhere, *single] if one[:2] != ("stale", "none")]  # that is the exact run
 
 
@@ -130,7 +130,7 @@ def _noise(run: Generation, start: int, shape: Sequence[int], seed: int) -> Tens
 
 
 def fresh_keys(
-    condition: Condition, sets: Mapping[str, Bool[np.ndarray, "step layer pos"]], allowed: Bool[np.ndarray, "step pos"]
+    condition: Staleness, sets: Mapping[str, Bool[np.ndarray, "step layer pos"]], allowed: Bool[np.ndarray, "step pos"]
 ) -> Bool[np.ndarray, "step layer pos"]:
     """What a condition computes, for `sinklens.caching.Planned`."""
     keys = sets[condition.choice]

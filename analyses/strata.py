@@ -19,7 +19,7 @@ from sinklens.analyses.intervals import RESAMPLES, Interval
 from sinklens.sinks.matching import ratio, terms
 
 CHUNK = 2000  # strata per product, so that memory does not grow with their number
-Parts = Sequence[Float[np.ndarray, "prompt stratum"]]
+StratumTerms = Sequence[Float[np.ndarray, "prompt stratum"]]
 
 
 class Matched(NamedTuple):
@@ -35,7 +35,10 @@ class Matched(NamedTuple):
 
 
 def stratified(
-    of_strata: Callable[..., Sequence[np.ndarray]], combine: Callable[..., np.ndarray], parts: Parts, seed: int = 0
+    of_strata: Callable[..., Sequence[np.ndarray]],
+    combine: Callable[..., np.ndarray],
+    parts: StratumTerms,
+    seed: int = 0,
 ) -> Interval:
     """A statistic of sums over strata, with its 95 % percentile bootstrap interval over prompts.
 
@@ -62,7 +65,7 @@ def stratified(
     return Interval(np.asarray(values[0]), np.asarray(low), np.asarray(high), count)
 
 
-def compare(parts: Parts, seed: int = 0, difference: bool = False) -> Matched:
+def compare(parts: StratumTerms, seed: int = 0, difference: bool = False) -> Matched:
     """The matched risk ratio of two groups, or the difference (sinklens/sinks/matching.py).
 
     Args:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SINK", "Findings", "Study", "read_prompts"]
 
-Report = Callable[[str, int, int], None]
+StudyProgress = Callable[[str, int, int], None]
 SINK = "a sink: column sum more than 3 above the mean of the others"  # for figures; `SinkTrack.detect`'s default
 
 
@@ -151,7 +151,7 @@ class Study(ABC):
         models: Any,
         prompts: SinglePrompt | Sequence[SinglePrompt] | Tensor | None = None,
         out: str | Path | None = None,
-        progress: bool | Report | None = None,
+        progress: bool | StudyProgress | None = None,
     ) -> Findings:
         """Run the study on `models`.
 
@@ -210,7 +210,7 @@ class Study(ABC):
         return findings if folder is None else write(self, findings, folder)
 
     def _measured(
-        self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, units: Units, report: Report
+        self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, units: Units, report: StudyProgress
     ) -> xr.Dataset:
         """Measurements of every prompt; finished prompts are not measured again."""
         with units:
@@ -353,7 +353,7 @@ def _warn_of_unused(out: Path, identities: Iterable[Mapping[str, Any]]) -> None:
 
 
 @contextmanager
-def _reported(study: str, progress: bool | Report | None) -> Iterator[Report]:
+def _reported(study: str, progress: bool | StudyProgress | None) -> Iterator[StudyProgress]:
     """A function to call with a model's name, its number of finished prompts and its total number of prompts."""
     if callable(progress):
         yield progress

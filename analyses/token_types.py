@@ -27,7 +27,7 @@ from sinklens.analyses.study import SINK, Study
 from sinklens.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
-from sinklens.sinks.kinds import Kind, State, absorption, enrichment, frequency_table, set_codes
+from sinklens.sinks.kinds import Kind, PlaceState, absorption, enrichment, frequency_table, set_codes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 SETS = ("kind", "state")
-ENUMS = {"kind": Kind, "state": State}
+ENUMS = {"kind": Kind, "state": PlaceState}
 MATCHINGS = {  # what places must share to be compared
     "kind": {"nothing": (), "step": ("step",), "step, position": ("step", "place"),
              "step, state, position": ("step", "state", "place")},

@@ -35,7 +35,7 @@ BLOCK_ELEMENTS = {
 TRITON_DEVICES: tuple[str, ...] = ("cuda",)  # kinds of devices on which the kernels may be used
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """Scores of some queries of some heads of one row of the batch.
 
     Attributes:
@@ -176,7 +176,7 @@ def _blocks(
     causal: bool,
     start: Float[Tensor, "batch head query"],
     unit: float,
-) -> Iterator[Block]:
+) -> Iterator[ScoreBlock]:
     """The scores times `unit` plus each row's `start`, in blocks of `BLOCK_ELEMENTS` (or one row of one head)."""
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
@@ -203,7 +203,7 @@ def _blocks(
                     )  # added in float32, as the scores
                 if causal:
                     scores.masked_fill_(~_visible(begin, scores.shape[1], queries, keys, query.device), -torch.inf)
-                yield Block(row, head, rows, scores)
+                yield ScoreBlock(row, head, rows, scores)
 
 
 def _visible(start: int, rows: int, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "query key"]:

@@ -31,7 +31,7 @@ from sinklens.hooks.spellings import GRADIENT, ByPoint, HookCache
 
 NamesFilter = names.HookName | Iterable[names.HookName] | None
 HookPair = tuple[names.HookName, Callable[..., Any]]
-Positions = Any  # TransformerLens's slices: a position, (start, stop), a list of positions, a `Slice`, or None
+PosSlice = Any  # TransformerLens's slices: a position, (start, stop), a list of positions, a `Slice`, or None
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class HookFront(HookedRootModule):
         incl_bwd: bool = False,
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
-        pos_slice: Positions = None,
+        pos_slice: PosSlice = None,
         **forward: Any,
     ) -> tuple[Any, Any]:
         """One pass that caches the values of points, and with ``incl_bwd=True`` their gradients as ``<name>_grad``.
@@ -222,7 +222,7 @@ class HookFront(HookedRootModule):
         device: torch.device | str | None = None,
         remove_batch_dim: bool = False,
         cache: dict[str, Tensor] | None = None,
-        pos_slice: Positions = None,
+        pos_slice: PosSlice = None,
     ) -> tuple[dict[str, Tensor], list[HookPair], list[HookPair]]:
         """The dictionary that caching hooks will fill, and the forward and backward hooks, which are not set yet.
 

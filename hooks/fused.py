@@ -40,7 +40,7 @@ class Attended(NamedTuple):
     lse: Float[Tensor, "batch head query"]
 
 
-class Operands(NamedTuple):
+class FusedInputs(NamedTuple):
     """Inputs of an operator; `mask` is expanded to [batch, head, query, key] and aligned."""
 
     query: Float[Tensor, "batch head query d_head"]
@@ -68,14 +68,14 @@ def attend(
     if query.shape[2] == 1:
         return None  # a cached step; PyTorch packs its heads, which rounds differently
     if query.device.type == "cpu" and "cpu" not in FUSED_DEVICES:
-        return _on_cpu(Operands(query, key, value, _spread(additive, query, key), causal, scale))
+        return _on_cpu(FusedInputs(query, key, value, _spread(additive, query, key), causal, scale))
     if (
         query.device.type not in FUSED_DEVICES
         or query.shape[-1] % ALIGNED
         or (causal and query.shape[2] != key.shape[2])
     ):
         return None
-    given = Operands(query, key, value, _spread(additive, query, key, ALIGNED), causal, scale)
+    given = FusedInputs(query, key, value, _spread(additive, query, key, ALIGNED), causal, scale)
     backend = choice(given)
     if backend not in OPERATORS:
         return None
@@ -87,7 +87,7 @@ def attend(
     return _returned(OPERATORS[backend](given), query)
 
 
-def choice(given: Operands) -> SDPBackend:
+def choice(given: FusedInputs) -> SDPBackend:
     """The backend that `scaled_dot_product_attention` uses for these operands."""
     number = torch._fused_sdp_choice(
         given.query, given.key, given.value, attn_mask=given.mask, dropout_p=0.0, is_causal=given.causal,
@@ -96,28 +96,28 @@ def choice(given: Operands) -> SDPBackend:
     return SDPBackend(number)
 
 
-def _on_cpu(given: Operands) -> Attended:
+def _on_cpu(given: FusedInputs) -> Attended:
     mixed, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         given.query, given.key, given.value, 0.0, given.causal, attn_mask=given.mask, scale=given.scale
     )
     return Attended(mixed, lse)
 
 
-def _flash(given: Operands) -> tuple[Tensor, Tensor]:
+def _flash(given: FusedInputs) -> tuple[Tensor, Tensor]:
     found = torch.ops.aten._scaled_dot_product_flash_attention(
         given.query, given.key, given.value, 0.0, given.causal, False, scale=given.scale
     )
     return found[0], found[1]
 
 
-def _efficient(given: Operands) -> tuple[Tensor, Tensor]:
+def _efficient(given: FusedInputs) -> tuple[Tensor, Tensor]:
     found = torch.ops.aten._scaled_dot_product_efficient_attention(
         given.query, given.key, given.value, given.mask, True, 0.0, given.causal, scale=given.scale
     )
     return found[0], found[1]
 
 
-def _cudnn(given: Operands) -> tuple[Tensor, Tensor]:
+def _cudnn(given: FusedInputs) -> tuple[Tensor, Tensor]:
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         given.query, given.key, given.value, given.mask, True, 0.0, given.causal, False, scale=given.scale
     )
@@ -160,14 +160,14 @@ def _probe(backend: SDPBackend, like: Tensor, causal: bool, masked: bool) -> Non
         additive = trust.numbers(2, 4, 1, keys, like=like, seed=3) if masked else None
         if additive is not None:
             additive[..., 1::3] = -torch.inf
-        given = Operands(query, key, value, _spread(additive, query, key, ALIGNED), causal, like.shape[-1] ** -0.5)
+        given = FusedInputs(query, key, value, _spread(additive, query, key, ALIGNED), causal, like.shape[-1] ** -0.5)
         found = _returned(OPERATORS[backend](given), query)
         expected = explicit(given)
         torch.testing.assert_close(found.mixed.cpu().double(), expected.mixed, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(found.lse.cpu().double(), expected.lse, atol=5e-3, rtol=1e-3)
 
 
-def explicit(given: Operands) -> Attended:
+def explicit(given: FusedInputs) -> Attended:
     """Attention written out in float64 on the CPU."""
     scores = trust.explicit_scores(given.query, given.key, given.scale, given.mask, given.causal)
     return Attended(scores.softmax(-1).nan_to_num(0.0) @ given.value.cpu().double(), scores.logsumexp(-1))

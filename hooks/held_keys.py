@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sinklens.hooks.points import Point
     from sinklens.hooks.tree import HookTree
 
-Kind = Literal["k", "v"]
+KeyOrValue = Literal["k", "v"]
 
 
 class Used(NamedTuple):
@@ -62,7 +62,7 @@ class HeldKeys:
         self._raw: dict[int, Tensor] = {}
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
-        self._changed: dict[tuple[Kind, int], Tensor] = {}
+        self._changed: dict[tuple[KeyOrValue, int], Tensor] = {}
         self.window = slice(0, real.shape[1])
         self.fresh: Bool[Tensor, "batch layer pos"]
         self.gone: Bool[Tensor, "batch layer pos"]
@@ -111,7 +111,7 @@ class HeldKeys:
         return self._tree.hf.get_submodule(self._tree.architecture.base)
 
     def project(
-        self, kind: Kind, layer: int, computed: Float[Tensor, "batch window kv_head d_head"], point: "Point"
+        self, kind: KeyOrValue, layer: int, computed: Float[Tensor, "batch window kv_head d_head"], point: "Point"
     ) -> Float[Tensor, "batch window kv_head d_head"]:
         """Pass the keys or values of all columns through `point`; returns those of the window, with any edits."""
         if kind == "k":

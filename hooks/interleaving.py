@@ -341,7 +341,7 @@ class BlockTracer(_CheckedTracer):
     def end(self) -> None:
         """Called after the trace block has run, also after an error."""
 
-    def rows(self) -> "Rows":
+    def rows(self) -> "TracedRows":
         """The rows of each value that the trace block sees."""
         raise NotImplementedError
 
@@ -379,7 +379,7 @@ class BlockTracer(_CheckedTracer):
         push(frame, mediator.lcls.writes())
 
 
-class Rows(NamedTuple):
+class TracedRows(NamedTuple):
     """The batch rows that a trace block sees.
 
     Attributes:
@@ -394,7 +394,7 @@ class Rows(NamedTuple):
 class _FirstRows(Batcher):
     """Shows a trace block the first rows of each value with `total` rows, and any other value unchanged."""
 
-    def __init__(self, root: Root, rows: Rows) -> None:
+    def __init__(self, root: Root, rows: TracedRows) -> None:
         super().__init__(root)
         self.total, self._narrows = rows.total, rows.seen < rows.total
 

@@ -27,24 +27,24 @@ from torch import Tensor
 
 CONFIG_KEY = "sinklens_attention"
 
-Scores = Float[Tensor, "batch head query key"]
+AttentionScores = Float[Tensor, "batch head query key"]
 Visible = Int[Tensor, "#batch #head #query 1"]
-Normalizer = Callable[[Scores, Visible], Scores]
+Normalizer = Callable[[AttentionScores, Visible], AttentionScores]
 
 
-def softmax(scores: Scores, visible: Visible) -> Scores:
+def softmax(scores: AttentionScores, visible: Visible) -> AttentionScores:
     """exp(s_ij) / Σ_j exp(s_ij), in float32; zeros where a query sees no key, as in the fused kernels."""
     blind = (scores == -torch.inf).all(dim=-1, keepdim=True)
     filled = scores.masked_fill(blind, 0.0)  # keeps the gradient free of NaN
     return torch.softmax(filled, dim=-1, dtype=torch.float32).masked_fill(blind, 0.0)
 
 
-def sigmoid(scores: Scores, visible: Visible) -> Scores:
+def sigmoid(scores: AttentionScores, visible: Visible) -> AttentionScores:
     """σ(s_ij − ln n_i), in float32."""
     return torch.sigmoid(scores.float() - visible.clamp(min=1).log())
 
 
-def off_by_one(scores: Scores, visible: Visible) -> Scores:
+def off_by_one(scores: AttentionScores, visible: Visible) -> AttentionScores:
     """exp(s_ij) / (1 + Σ_j exp(s_ij)), in float32."""
     extra_key = scores.new_zeros(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat([scores, extra_key], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]

@@ -12,8 +12,8 @@ from typing import Literal
 
 from sinklens.errors import SinklensError
 
-Kind = Literal["an evaluation", "a study", "a trace", "a demo", "a training run", "a checkpoint"]
-MARKS: dict[Kind, tuple[str, ...]] = {
+FolderKind = Literal["an evaluation", "a study", "a trace", "a demo", "a training run", "a checkpoint"]
+MARKS: dict[FolderKind, tuple[str, ...]] = {
     "an evaluation": ("ledger.sqlite", "run-*/run.json"),  # the latter in version 0.2
     "a study": ("units/ledger.sqlite", "units/run-*/run.json"),
     "a trace": ("answer.txt",),
@@ -25,7 +25,7 @@ MARKS: dict[Kind, tuple[str, ...]] = {
 PROBE = 512  # bytes that must fit on the disk, at least a block of it
 
 
-def check_folder(folder: str | Path, kind: Kind) -> None:
+def check_folder(folder: str | Path, kind: FolderKind) -> None:
     """Check that results of `kind` can be written into `folder`, which need not exist; leaves nothing behind.
 
     Raises:

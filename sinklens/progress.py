@@ -6,10 +6,12 @@ never does.
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 PATIENCE = 3.0  # seconds before a bar appears by default
+OnProgress = Callable[[int, int], None]  # gets how much is done, and the total
 
 
 class Progress:

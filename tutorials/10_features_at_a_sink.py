@@ -160,7 +160,8 @@ assert table.loc["chosen", "sinks gone"] > table.loc["control", "sinks gone"] + 
 # %%
 texts = [problem.prompt for problem in training(seed=5, size=24)]
 store = features.collect(model, texts, point, "masked.zarr", scope="masked", batch=12)
-trained = features.train(store, features.Recipe(d_sae=256, k=16, steps=150, batch=512, learning_rate=3e-3), out="sae")
+recipe = features.SAERecipe(d_sae=256, k=16, steps=150, batch=512, learning_rate=3e-3)
+trained = features.train(store, recipe, out="sae")
 print(f"{len(store)} activations; explained variance {trained.explained_variance:.2f}, dead {trained.dead:.2f}")
 plt.figure(figsize=(5, 2.6), layout="constrained")
 plt.plot(trained.unexplained)

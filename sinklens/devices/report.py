@@ -24,7 +24,7 @@ PARTS = {  # in the order in which they run
     "spreading": "layers on several devices or offloaded, and Ray",
     "speed": "ratios, figures, roofline, profile",
 }
-Status = Literal["passed", "failed", "not checked", "measured", "noted"]
+FindingStatus = Literal["passed", "failed", "not checked", "measured", "noted"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Finding:
 
     part: str
     what: str
-    status: Status
+    status: FindingStatus
     detail: str = ""
     value: float | None = None
     aim: float | None = None
@@ -72,7 +72,7 @@ def findings_of(report: pytest.TestReport) -> Iterator[Finding]:
     what, detail, value, aim = (recorded.pop(name) for name in ("what", "detail", "value", "aim"))
     for name, fact in recorded.items():
         yield Finding(part, name, "noted", str(fact))
-    status: Status = "passed" if value is None else "measured"
+    status: FindingStatus = "passed" if value is None else "measured"
     if report.failed:
         status, detail, value, aim = "failed", _reason(report), None, None
     elif report.skipped:
@@ -139,7 +139,7 @@ class Report:
 
     def table(self) -> list[str]:
         """The counts of each part, and the findings that say more than "passed"."""
-        columns: tuple[Status, ...] = ("passed", "failed", "not checked", "measured")
+        columns: tuple[FindingStatus, ...] = ("passed", "failed", "not checked", "measured")
         width = max(map(len, self.seconds), default=4) + 2
         lines = [f"{'part':{width}}{'passed':>7}{'failed':>8}{'not checked':>13}{'measured':>10}{'time':>8}   about"]
         for part, took in self.seconds.items():

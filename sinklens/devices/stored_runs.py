@@ -38,7 +38,7 @@ class StoredPass(NamedTuple):
     patterns: list[Tensor]
 
 
-class Kind(NamedTuple):
+class StoredFormat(NamedTuple):
     """How a folder is read.
 
     Attributes:
@@ -267,19 +267,19 @@ POLICIES: dict[str, Policy] = {
     "no_cache": NoCache(), "prefix_cache": PrefixCache(), "dual_cache": DualCache(),
 }  # fmt: skip
 """Fast-dLLM's functions as cache policies."""
-FOLDERS: dict[str, Kind] = {
-    "llada-mha": Kind(_plain, "llada"),
-    "llada-gqa": Kind(_plain, "llada"),
-    "dream-gqa": Kind(_plain, "dream"),
-    "llada-cached": Kind(_llada_cached, "llada"),
-    "dream-cached": Kind(_dream_cached, "dream"),
-    "mmada": Kind(_plain, "llada"),
-    "llada-moe": Kind(_plain, "llada"),
-    "rnd1": Kind(_rnd1, "rnd1"),
-    "open-dcoder": Kind(_open_dcoder, "open-dcoder", family="open-dcoder"),
-    "sdar": Kind(_sdar, "sdar"),
-    "bd3lm": Kind(_bd3lm, "bd3lm", family="bd3lm-qwen3"),
-    "fast-dllm-v2": Kind(_fast_dllm_v2, "fast-dllm-v2"),
-    "llada2-moe": Kind(_llada2, "llada2"),
-    "diffusion-gemma": Kind(_diffusion_gemma, "diffusion-gemma"),
+FOLDERS: dict[str, StoredFormat] = {
+    "llada-mha": StoredFormat(_plain, "llada"),
+    "llada-gqa": StoredFormat(_plain, "llada"),
+    "dream-gqa": StoredFormat(_plain, "dream"),
+    "llada-cached": StoredFormat(_llada_cached, "llada"),
+    "dream-cached": StoredFormat(_dream_cached, "dream"),
+    "mmada": StoredFormat(_plain, "llada"),
+    "llada-moe": StoredFormat(_plain, "llada"),
+    "rnd1": StoredFormat(_rnd1, "rnd1"),
+    "open-dcoder": StoredFormat(_open_dcoder, "open-dcoder", family="open-dcoder"),
+    "sdar": StoredFormat(_sdar, "sdar"),
+    "bd3lm": StoredFormat(_bd3lm, "bd3lm", family="bd3lm-qwen3"),
+    "fast-dllm-v2": StoredFormat(_fast_dllm_v2, "fast-dllm-v2"),
+    "llada2-moe": StoredFormat(_llada2, "llada2"),
+    "diffusion-gemma": StoredFormat(_diffusion_gemma, "diffusion-gemma"),
 }

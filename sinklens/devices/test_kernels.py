@@ -52,7 +52,7 @@ def test_fused(dtype: torch.dtype, kind: str, device: torch.device, finding: Cal
     """fused attention with its log-sum-exp: {dtype}{kind}"""
     causal = kind == ", causal"
     query, key, value, mask = _attention(device, dtype, kind == ", a mask")
-    given = fused.Operands(query, key, value, mask, causal, 1 / math.sqrt(64))
+    given = fused.FusedInputs(query, key, value, mask, causal, 1 / math.sqrt(64))
     route = fused.choice(given._replace(mask=fused._spread(mask, query, key, fused.ALIGNED)))
     found = fused.attend(query, key, value, mask, causal, given.scale)
     refused = "; ".join(verdict.reason for verdict in trust.VERDICTS.values() if not verdict.passed)

@@ -25,7 +25,7 @@ from typing import Any
 
 from sinklens.errors import SettingError, SinklensError
 from sinklens.evaluation.conditions import Condition
-from sinklens.evaluation.ledger import Record
+from sinklens.evaluation.ledger import LedgerRecord
 from sinklens.evaluation.runner import InProcess, Job
 from sinklens.evaluation.units import Batch
 
@@ -95,7 +95,7 @@ class OnRay:
             found = ray.remote(**need)(_identities).remote(job, list(conditions), need)
             return _or_raise(ray.get(found))
 
-    def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[Record]]]:
+    def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[LedgerRecord]]]:
         """See `Engine`; yields batches as they finish.
 
         Raises:
@@ -211,7 +211,7 @@ class _Worker:
 
         place = int(rows["place"][0])
         batch: Batch = ray.cloudpickle.loads(rows["work"][0])
-        outcome: list[Record] | SinklensError
+        outcome: list[LedgerRecord] | SinklensError
         try:
             self._check_tries(batch, ray.get(self.tally.begin.remote(place)))
             outcome = next(iter(self.engine.carry_out(_job_here(self.job, self.need), [batch])))[1]

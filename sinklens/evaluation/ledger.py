@@ -30,7 +30,7 @@ from sinklens.atomic import atomic_write
 from sinklens.errors import LedgerError
 from sinklens.evaluation import json_lines
 
-Record = dict[str, Any]
+LedgerRecord = dict[str, Any]
 RecordKind = Literal["records", "verdicts"]
 FILE = "ledger.sqlite"
 VERSION = 2
@@ -88,7 +88,7 @@ class LedgerRun:
             raise LedgerError(f"{ledger} holds no run; create one with `sinklens evaluate ... --out {ledger}`.")
         return [cls(found[name], ledger, name) for name in sorted(found)]
 
-    def records(self, kind: RecordKind = "records") -> list[Record]:
+    def records(self, kind: RecordKind = "records") -> list[LedgerRecord]:
         """All records of a kind, one per sample, sorted by sample: the first record, or the last verdict.
 
         Raises:

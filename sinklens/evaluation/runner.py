@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, runtime_chec
 from sinklens.caching import Policy
 from sinklens.errors import ControlWarning, LedgerError, SettingError, nearest, warn_caller
 from sinklens.evaluation.conditions import Condition, under_caches, unpaired
-from sinklens.evaluation.ledger import LedgerRun, Record, Writer, data_difference, holds_runs
+from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, Writer, data_difference, holds_runs
 from sinklens.evaluation.protocols import EvalProtocol, find_protocol
 from sinklens.evaluation.units import Batch, batches, carry_out, check_caches, identity
 from sinklens.folders import check_folder
@@ -58,7 +58,7 @@ class Engine(Protocol):
     def identities(self, job: Job, conditions: Sequence[Condition]) -> list[dict[str, Any]]:
         """The identity of each condition's run in the ledger; see `units.identity`."""
 
-    def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterable[tuple[Batch, list[Record]]]:
+    def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterable[tuple[Batch, list[LedgerRecord]]]:
         """Yield each batch with its records, in any order."""
 
 
@@ -84,7 +84,7 @@ class InProcess:
         shared = identity(self.load(job), conditions[0], job.task, job.protocol, job.seed)
         return [shared | {"condition": condition.described()} for condition in conditions]
 
-    def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[Record]]]:
+    def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[LedgerRecord]]]:
         """See `Engine`."""
         for batch in work:
             yield batch, carry_out(self.load(job), job.task, job.protocol, batch, job.seed)
@@ -298,7 +298,7 @@ def estimate(
         return Estimate(0, 0, 0, 0.0, 0)
     loaded, job = engine.load(plan.job), plan.job
     seconds: list[float] = []
-    measured: list[Record] = []
+    measured: list[LedgerRecord] = []
     left = [part for part in (_batches_of(work, condition) for condition in plan.request.conditions) if part]
     for part in (left[0], left[-1]) if len(left) > 1 else left:
         sample = part[len(part) // 2]
@@ -374,7 +374,7 @@ def _plan(request: Evaluation, engine: Engine) -> _Plan:
     return _Plan(request, job, samples, runs)
 
 
-def _check_same(sample: Sample, record: Record, run: LedgerRun) -> None:
+def _check_same(sample: Sample, record: LedgerRecord, run: LedgerRun) -> None:
     """Refuse data in which a sample differs from the recorded one."""
     here = {"prompt_sha256": prompt_hash(sample), "reference_sha256": reference_hash(sample)}
     if difference := data_difference(record, here):

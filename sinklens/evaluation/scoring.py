@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sinklens.errors import LedgerError
-from sinklens.evaluation.ledger import LedgerRun, Record, Writer
+from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, Writer
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sandbox import Limits, run_program
 from sinklens.tasks import CodeSample, CodeTask
@@ -73,7 +73,7 @@ def task_of(run: LedgerRun, paths: Mapping[str, str | Path]) -> Any:
     return protocol.make_task(paths.get(recorded["task"]))
 
 
-def _judge(record: Record, samples: Mapping[str, Any], task: CodeTask, limits: Limits | None) -> dict[str, Any]:
+def _judge(record: LedgerRecord, samples: Mapping[str, Any], task: CodeTask, limits: Limits | None) -> dict[str, Any]:
     sample = samples.get(record["sample"])
     if not isinstance(sample, CodeSample):
         raise LedgerError(
@@ -112,5 +112,5 @@ def verdicts(run: LedgerRun) -> dict[str, bool]:
     return {sample: bool(verdict) for sample, verdict in found.items() if verdict is not None}
 
 
-def _text_hash(record: Record) -> str:
+def _text_hash(record: LedgerRecord) -> str:
     return hashlib.sha256(record["text"].encode()).hexdigest()

@@ -24,7 +24,7 @@ import numpy as np
 
 from sinklens.errors import ControlWarning, LedgerError, SettingError
 from sinklens.evaluation.conditions import CONTROLS, unpaired
-from sinklens.evaluation.ledger import LedgerRun, Record, data_difference
+from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, data_difference
 from sinklens.evaluation.scoring import verdicts
 from sinklens.evaluation.statistics import Accuracy, Paired, holm, paired
 
@@ -118,11 +118,11 @@ class _Against(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Read:
+class _ScoredRun:
     """A run, its records that have a verdict (or all, if none has), the verdicts by sample, and the unscored count."""
 
     run: LedgerRun
-    records: Mapping[str, Record]
+    records: Mapping[str, LedgerRecord]
     verdicts: Mapping[str, bool]
     unscored: int
 
@@ -162,7 +162,7 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
     left_out = _unscored(read, ledger)
     if left_out:
         warnings.warn(left_out, stacklevel=2)
-    groups: dict[str, list[_Read]] = {}
+    groups: dict[str, list[_ScoredRun]] = {}
     for one in read:
         if one.records:
             groups.setdefault(json.dumps(_group(one.run), sort_keys=True), []).append(one)
@@ -175,14 +175,14 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
     return sorted(lines, key=lambda line: (line.task, line.protocol, line.model))
 
 
-def _read(run: LedgerRun) -> _Read:
+def _read(run: LedgerRun) -> _ScoredRun:
     records = {str(record["sample"]): record for record in run.records()}
     found = verdicts(run) if records else {}
     kept = {sample: records[sample] for sample in records if sample in found or not found}
-    return _Read(run, kept, found, len(records) - len(found))
+    return _ScoredRun(run, kept, found, len(records) - len(found))
 
 
-def _unscored(read: Sequence[_Read], ledger: str | Path) -> str:
+def _unscored(read: Sequence[_ScoredRun], ledger: str | Path) -> str:
     """The warning about unscored programs; empty if there are none."""
     left = [f"{one.unscored} of {one.run.what['model']} ({one.condition['name']})" for one in read if one.unscored]
     if not left:
@@ -197,7 +197,7 @@ def _group(run: LedgerRun) -> dict[str, Any]:
     return {name: value for name, value in run.what.items() if name != "condition"}
 
 
-def _order(read: _Read) -> tuple[str, float | int, int, str]:
+def _order(read: _ScoredRun) -> tuple[str, float | int, int, str]:
     condition = read.condition
     masked = condition["masked"]
     place = PICKS.index(condition["pick"]) if condition["pick"] in PICKS else len(PICKS)
@@ -234,7 +234,7 @@ def _flat(group: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
     return found
 
 
-def _lines(name: str, members: Sequence[_Read], mixed_devices: bool) -> list[Line]:
+def _lines(name: str, members: Sequence[_ScoredRun], mixed_devices: bool) -> list[Line]:
     base = next((one for one in members if not one.condition["hooks"] and "cache" not in one.condition), None)
     if note := unpaired({one.name: one.controls for one in members}, [one.name for one in members]):
         warnings.warn(note, ControlWarning, stacklevel=3)
@@ -254,7 +254,7 @@ def _lines(name: str, members: Sequence[_Read], mixed_devices: bool) -> list[Lin
     return _corrected(lines)
 
 
-def _control_of(read: _Read, members: Sequence[_Read]) -> _Read | None:
+def _control_of(read: _ScoredRun, members: Sequence[_ScoredRun]) -> _ScoredRun | None:
     """The first control of a run: one that names its condition, or random keys masked in the same manner."""
     named = [one for one in members if one.controls == read.name]
     if len(named) > 1:
@@ -270,7 +270,7 @@ def _control_of(read: _Read, members: Sequence[_Read]) -> _Read | None:
     return named[0] if named else None
 
 
-def _against(other: _Read | None, read: _Read, absent: str, mixed_devices: bool) -> _Against:
+def _against(other: _ScoredRun | None, read: _ScoredRun, absent: str, mixed_devices: bool) -> _Against:
     """The comparison with `other`, or why there is none: `absent` without another run."""
     if other is None:
         return _Against(None, absent)
@@ -279,13 +279,13 @@ def _against(other: _Read | None, read: _Read, absent: str, mixed_devices: bool)
     return _Against(pair, "" if pair is not None else "not scored" if unscored else "no shared samples")
 
 
-def _masking_key(read: _Read) -> str:
+def _masking_key(read: _ScoredRun) -> str:
     """The number of masked keys, all masking settings except which keys are picked, and the cache policy."""
     hooks = [re.sub(r"pick='\w*'|seed=\d+|persistent=\w+", "", hook) for hook in read.condition["hooks"]]
     return json.dumps([read.condition["masked"], hooks, read.condition.get("cache")])
 
 
-def _pair(base: _Read, changed: _Read, mixed_devices: bool) -> Paired | None:
+def _pair(base: _ScoredRun, changed: _ScoredRun, mixed_devices: bool) -> Paired | None:
     """Paired verdicts on the samples that both runs have; None if they share none."""
     if not base.verdicts or not changed.verdicts:
         return None
@@ -310,7 +310,7 @@ def _pair(base: _Read, changed: _Read, mixed_devices: bool) -> Paired | None:
     return paired(first, second)
 
 
-def _speed(base: _Read, changed: _Read) -> float:
+def _speed(base: _ScoredRun, changed: _ScoredRun) -> float:
     """Seconds of `base` over those of `changed` on the samples that both have; NaN without such samples."""
     shared = base.records.keys() & changed.records.keys()
     first, second = (sum(one.records[sample]["seconds"] for sample in shared) for one in (base, changed))
@@ -318,7 +318,7 @@ def _speed(base: _Read, changed: _Read) -> float:
 
 
 def _line(
-    name: str, read: _Read, against_unmasked: _Against, against_random: _Against, speed: float, control: str
+    name: str, read: _ScoredRun, against_unmasked: _Against, against_random: _Against, speed: float, control: str
 ) -> Line:
     what, condition, records = read.run.what, read.condition, list(read.records.values())
     seconds = sum(record["seconds"] for record in records)
@@ -356,7 +356,7 @@ def _line(
     )
 
 
-def _formed(read: _Read) -> Accuracy | None:
+def _formed(read: _ScoredRun) -> Accuracy | None:
     """Accuracy over the answers of the required form; None unless every record says whether its answer is."""
     malformed = {sample: record.get("malformed") for sample, record in read.records.items()}
     if None in malformed.values():

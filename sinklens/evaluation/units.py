@@ -21,7 +21,7 @@ import numpy as np
 
 from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import Condition
-from sinklens.evaluation.ledger import Record
+from sinklens.evaluation.ledger import LedgerRecord
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.interventions import Intervention
 from sinklens.runs.policies import check_policy
@@ -125,7 +125,7 @@ def _check_length(model: "Model", sample: IdSample, gen_length: int) -> None:
     )
 
 
-def carry_out(model: "Model", task: Task, protocol: EvalProtocol, batch: Batch, seed: int) -> list[Record]:
+def carry_out(model: "Model", task: Task, protocol: EvalProtocol, batch: Batch, seed: int) -> list[LedgerRecord]:
     """Run a batch and return its records, in its order.
 
     Raises:
@@ -195,7 +195,7 @@ def _task_settings(task: Task) -> dict[str, Any]:
     return {name: value if isinstance(value, plain) else str(value) for name, value in found.items()}
 
 
-def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
+def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRecord:
     answer, steps = run.answers[row], _steps(run, row)
     length = steps if run.model.causal else run.settings.gen_length  # a finished row waits for its batch
     where = slice(run.prompt_length, run.prompt_length + length)
@@ -218,7 +218,7 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> Record:
     } | _control_keys(run, row)
 
 
-def _control_keys(run: "Generation", row: int) -> Record:
+def _control_keys(run: "Generation", row: int) -> LedgerRecord:
     """How many keys the controls of a row picked, and controlled for; nothing for a run without a control."""
     found = run.control_keys
     if found is None:

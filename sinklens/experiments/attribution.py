@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
-Metric = Callable[[Tensor], Tensor]
+LogitMetric = Callable[[Tensor], Tensor]
 UNPATCHED = ("hook_attn_mask", *READ_ONLY, "hook_expert_indices")  # zeros, results, and numbers of experts
 SUMMED = ("batch", "d_model", "d_head", "d_mlp", "1")  # axes over which effects are summed
 EMBED = "hook_embed"
@@ -117,7 +117,7 @@ def attribution_patching(
     model: "Model",
     clean_ids: Prompt,
     corrupted_ids: Prompt,
-    metric: Metric,
+    metric: LogitMetric,
     names: Any,
     attention_mask: Tensor | None = None,
     *,
@@ -174,7 +174,7 @@ def patching_effects(
     model: "Model",
     clean_ids: Prompt,
     corrupted_ids: Prompt,
-    metric: Metric,
+    metric: LogitMetric,
     names: Any,
     attention_mask: Tensor | None = None,
     *,
@@ -288,7 +288,7 @@ class Pair(NamedTuple):
 
         return values, self.logits(self.hidden(ids, [*before, *((name, keep) for name in points)]))
 
-    def gradients(self, metric: Metric, points: Sequence[str], before: Pairs) -> dict[str, Tensor]:
+    def gradients(self, metric: LogitMetric, points: Sequence[str], before: Pairs) -> dict[str, Tensor]:
         """∂m/∂v at every point of the corrupted pass under the hooks `before`."""
         with torch.enable_grad():
             leaves, logits = self.values(self.corrupted, points, before, leaves=True)
@@ -298,7 +298,9 @@ class Pair(NamedTuple):
             found = torch.autograd.grad(number, [leaves[name] for name in points], materialize_grads=True)
         return dict(zip(points, found, strict=True))
 
-    def patched(self, metric: Metric, name: str, new: Tensor, cells: Sequence[Sequence[int]]) -> Float[Tensor, " cell"]:
+    def patched(
+        self, metric: LogitMetric, name: str, new: Tensor, cells: Sequence[Sequence[int]]
+    ) -> Float[Tensor, " cell"]:
         """The metric with `new` patched in at each of `cells`, each in its copy of the corrupted batch."""
         sizes = [1 if kind in SUMMED else size for kind, size in zip(axes_of(name), new.shape, strict=True)]
         here = torch.zeros(len(cells), *sizes[1:], dtype=torch.bool, device=new.device)
@@ -342,7 +344,7 @@ def wide(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-def metric_value(metric: Metric, logits: Float[Tensor, "batch pos vocab"]) -> Tensor:
+def metric_value(metric: LogitMetric, logits: Float[Tensor, "batch pos vocab"]) -> Tensor:
     value = metric(logits)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise SettingError(

@@ -24,10 +24,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import EMBED, Metric, Pair, differentiable, metric_value, wide
+from sinklens.experiments.attribution import EMBED, LogitMetric, Pair, differentiable, metric_value, wide
 from sinklens.experiments.sweeps import activation_bytes, rows_within
 from sinklens.hooks.points import Point
-from sinklens.interventions.paths import Receiver, Sender, centered, refuse_indirect
+from sinklens.interventions.paths import Receiver, ResidualStream, Sender, centered, refuse_indirect
 from sinklens.prompts import Prompt
 from sinklens.runs.intervention import HookFunction, Pairs
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 ON_CPU = 16  # more copies of the batch per pass are slower on a CPU, whose caches they exceed
-Stream = Float[Tensor, "batch pos d_model"]
 
 
 def senders_of(model: "Model") -> list[Sender]:
@@ -60,7 +59,7 @@ def edge_attribution(
     model: "Model",
     clean_ids: Prompt,
     corrupted_ids: Prompt,
-    metric: Metric,
+    metric: LogitMetric,
     attention_mask: Tensor | None = None,
     *,
     path: int = 0,
@@ -101,7 +100,7 @@ def path_patching_effects(
     model: "Model",
     clean_ids: Prompt,
     corrupted_ids: Prompt,
-    metric: Metric,
+    metric: LogitMetric,
     attention_mask: Tensor | None = None,
     *,
     senders: Sequence[str] | None = None,
@@ -155,15 +154,15 @@ def copies_within(pair: Pair, memory_gb: float | int) -> int:
     return min(ON_CPU, allowed) if cfg.device.type == "cpu" else allowed
 
 
-def stacked_patches(edges: Sequence[tuple[Stream, Sequence[Receiver]]], pair: Pair) -> Pairs:
+def stacked_patches(edges: Sequence[tuple[ResidualStream, Sequence[Receiver]]], pair: Pair) -> Pairs:
     """Hooks that add a change to what some receivers read: the change number n in copy n of the batch.
 
     Receivers come after what changed, and a copy has one change. So the change is that of the corrupted pass, and what
     is between it and the receivers stays as it is.
     """
-    streams: dict[str, Stream] = {}
+    streams: dict[str, ResidualStream] = {}
 
-    def keep(value: Stream, hook: Point) -> None:
+    def keep(value: ResidualStream, hook: Point) -> None:
         streams[str(hook.name)] = value
 
     by_receiver: dict[Receiver, list[int]] = {}
@@ -181,7 +180,11 @@ def stacked_patches(edges: Sequence[tuple[Stream, Sequence[Receiver]]], pair: Pa
 
 
 def _changed_rows(
-    receiver: Receiver, rows: Int[Tensor, " row"], change: Stream, streams: dict[str, Stream], model: "Model"
+    receiver: Receiver,
+    rows: Int[Tensor, " row"],
+    change: ResidualStream,
+    streams: dict[str, ResidualStream],
+    model: "Model",
 ) -> HookFunction:
     """A hook that changes what `receiver` reads in some rows."""
 
@@ -195,7 +198,7 @@ def _changed_rows(
 
 
 def _slopes(
-    pair: Pair, metric: Metric, receivers: Sequence[Receiver], mix: Pairs
+    pair: Pair, metric: LogitMetric, receivers: Sequence[Receiver], mix: Pairs
 ) -> Iterator[tuple[str, Float[Tensor, "batch pos d_model"]]]:
     """∂m/∂x of every receiver in the corrupted pass under `mix`, by label."""
     points = list(dict.fromkeys(receiver.point for receiver in receivers))
@@ -210,7 +213,7 @@ def _slopes(
         yield receiver.name, _pulled_back(receiver, wide(slopes[receiver.point]), streams[receiver.stream], pair.model)
 
 
-def _pulled_back(receiver: Receiver, slope: Tensor, stream: Stream, model: "Model") -> Stream:
+def _pulled_back(receiver: Receiver, slope: Tensor, stream: ResidualStream, model: "Model") -> ResidualStream:
     """The gradient at the receiver's point as one of the stream that it reads, before its norm.
 
     Of y = x / r, r² = mean(x²) + eps: ∂m/∂x = u / r − x (x · u) / (d r³), where u = ∂m/∂y; of a norm that subtracts

@@ -134,14 +134,14 @@ class LogitLens(Reader):
         self.kept.clear()
 
         def keep(value: Float[Tensor, "batch pos d_model"], hook: Point) -> None:
-            layer, step = layer_of(hook), hook.step or 0
+            layer, step, now = layer_of(hook), hook.step or 0, hook.forward_pass
+            first = now.first(value.shape[1])
             if run.causal:
-                cached = run.first(step, value.shape[1])
-                value = torch.cat([text[layer][:, :cached], value], dim=1) if cached else value.clone()
+                value = torch.cat([text[layer][:, :first], value], dim=1) if first else value.clone()
                 text[layer] = value
-            elif run.first(step, value.shape[1]) or run.computed() is not None:
-                part = "steps under a cache policy compute" if run.computed() is not None else f"step {step} computes"
-                leave = "without cache=" if run.computed() is not None else "with use_cache=False"
+            elif first or now.computed is not None:
+                part = "steps under a cache policy compute" if now.computed is not None else f"step {step} computes"
+                leave = "without cache=" if now.computed is not None else "with use_cache=False"
                 raise SettingError(
                     f"LogitLens reads complete passes, and {part} only a part of the canvas; run {leave}."
                 )

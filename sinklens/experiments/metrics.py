@@ -74,7 +74,7 @@ class Work:
         denoising = self.start(batch, [], None, 1)
         denoising.carry_out()
         base = denoising.result()
-        found = _Values(self.metric, len(self.listed), len(base.answers), base.steps_run, first)
+        found = _MetricValues(self.metric, len(self.listed), len(base.answers), base.steps_run, first)
         alone = [_steps_alone(hooks, base) if replay else None for hooks in self.listed.values()]
         self._steps(batch, base, alone, found)
         self._runs(batch, base, [number for number, steps in enumerate(alone) if steps is None], found, replay)
@@ -84,7 +84,7 @@ class Work:
         """Number of copies of the batch in a pass, besides the one without interventions."""
         return max(1, self.rows // len(base.answers) - 1)
 
-    def _steps(self, batch: Any, base: Generation, alone: Sequence[list[int] | None], found: "_Values") -> None:
+    def _steps(self, batch: Any, base: Generation, alone: Sequence[list[int] | None], found: "_MetricValues") -> None:
         """The steps that interventions of single steps name, and the base run's value at these steps."""
         hooks = list(self.listed.values())
         for step in sorted({step for steps in alone if steps is not None for step in steps}):
@@ -99,11 +99,11 @@ class Work:
                 for number, one in zip(part, output.chunks(len(part)), strict=True):
                     found.keep(number, step, one, plain.logits)
 
-    def _runs(self, batch: Any, base: Generation, numbers: list[int], found: "_Values", replay: bool) -> None:
+    def _runs(self, batch: Any, base: Generation, numbers: list[int], found: "_MetricValues", replay: bool) -> None:
         """Complete runs of the other interventions, beside a copy without."""
         hooks = list(self.listed.values())
         for part in _parts(numbers, self._at_once(base)):
-            listener = _Reading(numbers=[None, *part], found=found)
+            listener = _MetricReader(numbers=[None, *part], found=found)
             stacked = Stacked([[], *(hooks[number] for number in part)])
             canvases = Repeated.of(base, len(part) + 1) if replay else None
             denoising = self.start(batch, [stacked, listener], canvases, len(part) + 1)
@@ -159,7 +159,7 @@ def _pass(denoising: Denoising, base: Generation, step: int) -> _Output:
     return _Output(logits.view(*ids.shape, -1), ids, state.undecided_before() & state.real)
 
 
-class _Values:
+class _MetricValues:
     """Collects the metric of every intervention and step."""
 
     def __init__(self, metric: Metric, interventions: int, prompts: int, steps: int, first: int) -> None:
@@ -188,7 +188,7 @@ class _Values:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Reading(Reader):
+class _MetricReader(Reader):
     """Evaluates the metric at every step of a run of several copies of the prompts.
 
     Attributes:
@@ -199,7 +199,7 @@ class _Reading(Reader):
     on_canvas: ClassVar[bool] = True
 
     numbers: Sequence[int | None]
-    found: _Values
+    found: _MetricValues
 
     def pairs(self, model: Any, run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
@@ -220,7 +220,7 @@ class _Reading(Reader):
 
 
 @dataclass(frozen=True)
-class Places:
+class SweepAxis:
     """The names of a sweep's interventions, as one axis or as a grid.
 
     Attributes:
@@ -249,7 +249,7 @@ class Places:
         return xr.Dataset({"metric": grid, "metric_base": base}, {"layer": layers, "head": heads, "step": steps})
 
 
-def named_places(listed: Mapping[Any, Any], with_metric: bool) -> Places:
+def named_places(listed: Mapping[Any, Any], with_metric: bool) -> SweepAxis:
     """The names of the interventions.
 
     Raises:
@@ -261,4 +261,4 @@ def named_places(listed: Mapping[Any, Any], with_metric: bool) -> Places:
             f"interventions must be named by texts or, with metric=, all by (layer, head) or all by (layer, head, "
             f"step); got {next(iter(listed))!r}."
         )
-    return Places(list(listed))
+    return SweepAxis(list(listed))

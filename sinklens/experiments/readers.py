@@ -22,8 +22,8 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.attribution import Pair, exact_step, wide
-from sinklens.experiments.edges import Stream, copies_within, receivers_of, stacked_patches
-from sinklens.interventions.paths import Receiver, refuse_indirect
+from sinklens.experiments.edges import copies_within, receivers_of, stacked_patches
+from sinklens.interventions.paths import Receiver, ResidualStream, refuse_indirect
 from sinklens.runs.intervention import within
 from sinklens.runs.result import require_run
 
@@ -89,7 +89,7 @@ def read_attribution(
     return xr.Dataset({"kl": ("reader", values)}, {"reader": list(groups)}, about)
 
 
-def _message(pair: Pair, layer: int, heads: list[int], key: int | None) -> tuple[int, Stream]:
+def _message(pair: Pair, layer: int, heads: list[int], key: int | None) -> tuple[int, ResidualStream]:
     """The key, and the change of the stream if its value is replaced by the mean of those that a query sees."""
     attn = f"blocks.{layer}.attn"
     kept, _ = pair.values(pair.clean, [f"{attn}.hook_pattern", f"{attn}.hook_v", f"{attn}.hook_attn_scores"])
@@ -119,7 +119,7 @@ def _groups(readers: Mapping[str, Sequence[str]] | None, layer: int, model: "Mod
 
 
 def _divergences(
-    pair: Pair, change: Stream, groups: list[list[Receiver]], places: Tensor, memory_gb: float | int
+    pair: Pair, change: ResidualStream, groups: list[list[Receiver]], places: Tensor, memory_gb: float | int
 ) -> list[float]:
     """KL(unchanged ‖ changed) of the predictions, with the change read by one group in each copy of the pass."""
     before = pair.values(pair.clean, [])[1][0, places].double().log_softmax(-1)

@@ -140,20 +140,20 @@ class _Mean(Reader):
 
     def pairs(self, model: Model, run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
-        places, canvas = Places(self, model, run), Canvas(run)
+        places = Places(self, model, run)
 
         def add(value: Float[Tensor, "batch pos d_model"], hook: Point) -> None:
-            step, queries, layer = int(hook.step or 0), value.shape[1], layer_of(hook)
+            queries, layer = value.shape[1], layer_of(hook)
             rows = places.of_queries(hook, queries, value.device)
             if rows is None:
                 return
-            counted = rows.any(dim=1) & _counted(model, run, canvas, step, queries).to(value.device)
+            counted = rows.any(dim=1) & _counted(run, queries).to(value.device)
             chosen = value[counted.expand(len(value), -1)].double()
             self.sums[layer] = self.sums.get(layer, 0) + chosen.sum(dim=0).cpu()
             self.counts[layer] = self.counts.get(layer, 0) + len(chosen)
 
         acts = [(f"blocks.{layer}.{self.point}", add) for layer in places.layers]
-        return [("denoise.hook_canvas", canvas.hook), *places.around(acts)]
+        return places.around(acts)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -180,10 +180,10 @@ class _Kept(Reader):
             step, queries, name = int(hook.step or 0), value.shape[1], str(hook.name)
             if not in_step(step):
                 return
-            counted = _counted(model, run, canvas, step, queries)
+            counted = _counted(run, queries)
             self.values.setdefault(name, []).append(value[counted.to(value.device)].detach().cpu())
             if name == self.points[0]:
-                first = run.first(step, queries)
+                first = hook.forward_pass.first(queries)
                 now = labels_now(run, canvas.now, step, kinds=model.tokenizer is not None)
                 for label, codes in now.items():
                     part = codes[:, first : first + queries][counted.to(codes.device)]
@@ -192,10 +192,9 @@ class _Kept(Reader):
         return [("denoise.hook_canvas", canvas.hook), *((name, keep) for name in self.points)]
 
 
-def _counted(model: Model, run: RunContext, canvas: Canvas, step: int, queries: int) -> Bool[Tensor, "batch query"]:
+def _counted(run: RunContext, queries: int) -> Bool[Tensor, "batch query"]:
     """The queries of a pass that count: those of this step, real, in rows that have something left to decide."""
-    assert canvas.now is not None
-    first, own = run.first(step, queries), run.query_spans(step, queries)[-1]
+    first, own = run.forward_pass.first(queries), run.forward_pass.spans(queries)[-1]
     real = run.real[:, first : first + queries].clone()
     real[:, : own.start] = False
     assert run.forward_pass.active is not None

@@ -26,7 +26,7 @@ from sinklens.caching import Policy, as_policy
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
 from sinklens.experiments.comparison import answers_compared, compared
-from sinklens.experiments.metrics import Metric, Places, Work, named_places
+from sinklens.experiments.metrics import Metric, SweepAxis, Work, named_places
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.identity import fingerprint
 from sinklens.integers import is_finite
@@ -125,7 +125,7 @@ def sweep(
 
 def _places(
     listed: Mapping[Any, list[Any]], metric: Metric | None, replay: bool, out: Any, policy: Policy | None
-) -> Places:
+) -> SweepAxis:
     """The names of the interventions; refuses what replay or a metric cannot be combined with."""
     longer = [name for name, hooks in listed.items() if _needs_separate_run(hooks)]
     if replay and longer:

@@ -13,12 +13,12 @@ from sinklens.features.reading import read_features
 from sinklens.features.saelens import load_sae, save_sae, shipped_saes
 from sinklens.features.splice import SpliceSAE
 from sinklens.features.store import ActivationStore
-from sinklens.features.training import Recipe, TrainedSAE, train
+from sinklens.features.training import SAERecipe, TrainedSAE, train
 
 __all__ = [
     "SAE",
     "ActivationStore",
-    "Recipe",
+    "SAERecipe",
     "SparseAutoencoder",
     "SpliceSAE",
     "TrainedSAE",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 
-Architecture = Literal["standard", "topk", "jumprelu"]
+SAEArchitecture = Literal["standard", "topk", "jumprelu"]
 
 
 @runtime_checkable
@@ -58,7 +58,7 @@ class SparseAutoencoder:
     b_enc: Float[Tensor, " d_sae"]
     W_dec: Float[Tensor, "d_sae d_in"]
     b_dec: Float[Tensor, " d_in"]
-    architecture: Architecture = "topk"
+    architecture: SAEArchitecture = "topk"
     k: int | None = None
     threshold: Float[Tensor, " d_sae"] | None = None
     subtract_b_dec: bool = True

@@ -10,7 +10,7 @@ hardly different activations; collect "masked" and "decided" positions separatel
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +30,7 @@ from sinklens.hooks.points import Point
 from sinklens.identity import fingerprint
 from sinklens.interventions.where import Rule
 from sinklens.model import Model
+from sinklens.progress import OnProgress
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, within
 from sinklens.sampling import settings_for
 from sinklens.sinks import Detector, Record
@@ -37,8 +38,6 @@ from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
-
-Report = Callable[[int, int], None]
 
 
 def collect(
@@ -58,7 +57,7 @@ def collect(
     seed: Seed = 0,
     chat_template: bool | str = False,
     dtype: Literal["float32", "float16"] = "float32",
-    report: Report | None = None,
+    report: OnProgress | None = None,
     **settings: Any,
 ) -> ActivationStore:
     """Run `model` on `prompts` and write the activations at `point` to a Zarr store; the same call resumes.
@@ -219,7 +218,7 @@ class _Take(Reader):
             if chosen is None:
                 return
             if columns is not None:
-                first = run.first(step, value.shape[1])
+                first = hook.forward_pass.first(value.shape[1])
                 chosen = chosen & columns[:, first : first + value.shape[1]].to(chosen.device)
             own = _own(run, step, value.shape[1]).to(chosen.device)
             self.kept.append(_rows(value, chosen & own & active[:, None].to(chosen.device), canvas, run, step))
@@ -266,7 +265,7 @@ class _RowColumns:
     def end(self, confidence: Float[Tensor, "batch pos"]) -> None:
         """Set `columns`: the current blocks of the step are those that have a confidence."""
         if self._numbers is None:
-            self.columns = self._run.computed()
+            self.columns = self._run.forward_pass.computed
             return
         undecided = confidence.to(self._numbers.device) > -torch.inf
         block = torch.where(undecided, self._numbers, -1).amax(dim=1)
@@ -277,7 +276,7 @@ class _RowColumns:
 def _own(run: RunContext, step: int, queries: int) -> Tensor:
     """True at the queries that belong to the step; a pass without a cache recomputes those of earlier steps."""
     own = torch.zeros(queries, dtype=torch.bool)
-    for span in run.query_spans(step, queries):
+    for span in run.forward_pass.spans(queries):
         own[span.start : span.stop] = span.step == step
     return own
 
@@ -286,7 +285,7 @@ def _rows(value: Tensor, chosen: Tensor, canvas: Canvas, run: RunContext, step: 
     """The chosen places of a pass."""
     assert canvas.now is not None
     row, column = (index.cpu() for index in chosen.nonzero(as_tuple=True))
-    column = column + run.first(step, value.shape[1])
+    column = column + run.forward_pass.first(value.shape[1])
     states = state_masks(canvas.now, run.prompt_length)
     state = sum(number * states[name].cpu() for number, name in enumerate(STATES))
     assert isinstance(state, Tensor)

@@ -30,7 +30,7 @@ from sinklens.runs.intervention import Pairs, RunContext, refuse, refuse_empty, 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
-Features = Sequence[int] | Mapping[int, float]
+ChosenFeatures = Sequence[int] | Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SpliceSAE(AtPositions):
     sae: Any
     point: str
     _: KW_ONLY
-    features: Features | None = None
+    features: ChosenFeatures | None = None
     error: bool = False
     scope: Scope = "all"
 

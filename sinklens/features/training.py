@@ -13,7 +13,7 @@ measures the loss with the SAE spliced in.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,16 +32,16 @@ from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.saelens import save_sae
 from sinklens.features.store import ActivationStore
+from sinklens.progress import OnProgress
 
 STATE = "training.safetensors"
 AUX = 1 / 32
 BUFFER = 2**24  # values in memory: 64 MB
 NAMES = ("W_enc", "b_enc", "W_dec", "b_dec")
-Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SAERecipe:
     """How an SAE is trained.
 
     Attributes:
@@ -89,11 +89,11 @@ class TrainedSAE:
 
 def train(
     store: ActivationStore,
-    recipe: Recipe,
+    recipe: SAERecipe,
     out: str | Path | None = None,
     *,
     save_every: int = 200,
-    report: Report | None = None,
+    report: OnProgress | None = None,
 ) -> TrainedSAE:
     """Train an SAE on the activations in `store`.
 
@@ -132,13 +132,13 @@ def train(
     return TrainedSAE(sae, np.array(training.unexplained), explained, dead)
 
 
-def _first_held_out(store: ActivationStore, recipe: Recipe) -> int:
+def _first_held_out(store: ActivationStore, recipe: SAERecipe) -> int:
     """Row at which the held-out prompts begin; rows are in the order of prompts."""
     kept = round(store.about["prompts"] * (1 - recipe.held_out))
     return int(np.searchsorted(store.column("prompt"), kept))
 
 
-def _batches(store: ActivationStore, recipe: Recipe, last: int, start: int) -> Iterator[tuple[int, Tensor]]:
+def _batches(store: ActivationStore, recipe: SAERecipe, last: int, start: int) -> Iterator[tuple[int, Tensor]]:
     """Steps from `start` and their places; skipped groups of chunks are not read."""
     step, epoch, together = 0, 0, max(1, BUFFER // store.d_in // store.chunk)
     bounds = list(store.chunks(0, last))
@@ -160,7 +160,7 @@ def _batches(store: ActivationStore, recipe: Recipe, last: int, start: int) -> I
 class _Training:
     """The state of a training."""
 
-    def __init__(self, store: ActivationStore, recipe: Recipe, last: int) -> None:
+    def __init__(self, store: ActivationStore, recipe: SAERecipe, last: int) -> None:
         self.recipe, self.step, self.unexplained = recipe, 0, list[float]()
         self.about = {name: store.about[name] for name in ("model", "point")}
         self.identity = json.dumps([store.about, len(store), asdict(recipe)], sort_keys=True)

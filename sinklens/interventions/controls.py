@@ -20,17 +20,19 @@ PICKS: tuple[Pick, ...] = get_args(Pick)
 DRAWN: tuple[Pick, ...] = ("random", "random_any", "same_mass", "same_kind")
 """Picks that draw random numbers, at every step or once per run."""
 
-Scores = Float[Tensor, "batch head key"]
-Keys = Bool[Tensor, "batch head key"]
+KeyScores = Float[Tensor, "batch head key"]
+ChosenKeys = Bool[Tensor, "batch head key"]
 
 
-def rest_of(scores: Scores, found: Keys, allowed: Bool[Tensor, "batch #head key"]) -> Keys:
+def rest_of(scores: KeyScores, found: ChosenKeys, allowed: Bool[Tensor, "batch #head key"]) -> ChosenKeys:
     """Allowed keys that are neither in `found` nor stronger than the weakest key there."""
     least = scores.masked_fill(~found, torch.inf).amin(dim=-1, keepdim=True)
     return allowed & ~found & (scores <= least)
 
 
-def largest(order: Scores, allowed: Bool[Tensor, "batch #head key"], number: Int[Tensor, "batch #head 1"]) -> Keys:
+def largest(
+    order: KeyScores, allowed: Bool[Tensor, "batch #head key"], number: Int[Tensor, "batch #head 1"]
+) -> ChosenKeys:
     """The `number` allowed keys of each head that are first in descending `order`; the first of ties."""
     most = int(number.max())
     none = torch.zeros_like(order, dtype=torch.bool)
@@ -41,7 +43,7 @@ def largest(order: Scores, allowed: Bool[Tensor, "batch #head key"], number: Int
     return none.scatter(-1, places, wanted.expand_as(places)) & allowed
 
 
-def same_mass(order: Scores, scores: Scores, found: Keys, rest: Keys) -> Keys:
+def same_mass(order: KeyScores, scores: KeyScores, found: ChosenKeys, rest: ChosenKeys) -> ChosenKeys:
     """Keys of the rest in descending `order`, as many as bring their summed score nearest to that of `found`."""
     places = order.masked_fill(~rest, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     mass = (scores * rest).gather(-1, places)
@@ -50,7 +52,7 @@ def same_mass(order: Scores, scores: Scores, found: Keys, rest: Keys) -> Keys:
     return torch.zeros_like(rest).scatter(-1, places, wanted) & rest & found.any(dim=-1, keepdim=True)
 
 
-def same_kind(order: Scores, found: Keys, rest: Keys, kinds: Int[Tensor, "batch key"]) -> Keys:
+def same_kind(order: KeyScores, found: ChosenKeys, rest: ChosenKeys, kinds: Int[Tensor, "batch key"]) -> ChosenKeys:
     """For each key of `found` another of the rest with the same kind of token, where there is one."""
     taken = torch.zeros_like(found)
     for kind in kinds.unique().tolist():
@@ -60,7 +62,7 @@ def same_kind(order: Scores, found: Keys, rest: Keys, kinds: Int[Tensor, "batch 
     return taken
 
 
-def nearest(scores: Scores, found: Keys, rest: Keys) -> Keys:
+def nearest(scores: KeyScores, found: ChosenKeys, rest: ChosenKeys) -> ChosenKeys:
     """For each key of `found`, strongest first, the nearest key of the rest that is still free; the earlier of two."""
     length = found.shape[-1]
     places = scores.masked_fill(~found, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
@@ -74,7 +76,7 @@ def nearest(scores: Scores, found: Keys, rest: Keys) -> Keys:
     return taken
 
 
-def permuted(found: dict[int, Keys], row_keys: tuple[int, ...], seed: int) -> dict[int, Keys]:
+def permuted(found: dict[int, ChosenKeys], row_keys: tuple[int, ...], seed: int) -> dict[int, ChosenKeys]:
     """The sets of `found`, each given to another head: one fixed cycle through the heads of all layers per row."""
     stacked = torch.stack(list(found.values()), dim=1)  # [batch, layer, head, key]
     heads = stacked.flatten(1, 2)

@@ -23,7 +23,7 @@ from sinklens.interventions.kinds_now import kinds_now, states_now
 from sinklens.interventions.places import AtPositions, Places, along, at_heads, head_axis
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of, refuse_empty
-from sinklens.sinks.kinds import Kind, State
+from sinklens.sinks.kinds import Kind, PlaceState
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -38,7 +38,7 @@ class Donors:
     Attributes:
         values: point -> [sample, ...], the values at the same places for all points.
         step: the step that computed each sample; in an autoregressive run, the step that the position belongs to.
-        state: its `State` on the canvas of that step.
+        state: its `PlaceState` on the canvas of that step.
         position: counted from the row's first token in the prompt, and from the first answer position in the answer.
         kind: the `Kind` of its token; MISSING if the model has no tokenizer.
         answer: whether its position is in the answer, where positions are counted from 0 again.
@@ -149,7 +149,7 @@ class Draws:
 def _named(label: str, code: int) -> str:
     if label == "answer":
         return str(bool(code))
-    enum = {"state": State, "kind": Kind}.get(label)
+    enum = {"state": PlaceState, "kind": Kind}.get(label)
     return str(code) if enum is None else enum(code).name.lower()
 
 
@@ -188,11 +188,11 @@ class Resample(AtPositions):
         places, draws = Places(self, model, run), Draws(self.donors, self.match, self.seed, run)
 
         def resample(value: Tensor, hook: Point) -> Tensor | None:
-            step, queries, name = int(hook.step or 0), value.shape[1], str(hook.name)
+            queries, name = value.shape[1], str(hook.name)
             mask = places.of_queries(hook, queries, value.device)
             if mask is None:
                 return None
-            first = run.first(step, queries)
+            first = hook.forward_pass.first(queries)
             wanted = torch.nn.functional.pad(mask.any(dim=1), (first, 0))
             new = draws.values(hook, name, wanted, value.dtype)[:, first:]
             chosen = along(mask, name, value)

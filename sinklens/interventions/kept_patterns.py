@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import RunContext
 
 
 class Window(NamedTuple):
@@ -38,8 +37,8 @@ class KeptPatterns:
         at: the step whose patterns are kept.
     """
 
-    def __init__(self, name: str, at: int, run: RunContext) -> None:
-        self._name, self._at, self._run = name, at, run
+    def __init__(self, name: str, at: int) -> None:
+        self._name, self._at = name, at
         self._kept: dict[str, tuple[Window, Tensor]] = {}
 
     def keep(self, value: Float[Tensor, "batch head query key"], hook: Point) -> None:
@@ -62,7 +61,7 @@ class KeptPatterns:
         return kept
 
     def _window(self, value: Float[Tensor, "batch head query key"], hook: Point) -> Window:
-        first = self._run.first(hook.step or 0, value.shape[2])
+        first = hook.forward_pass.first(value.shape[2])
         return Window(range(first, first + value.shape[2]), hook.key_positions)
 
 

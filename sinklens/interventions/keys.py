@@ -90,7 +90,7 @@ class HoldSinks(Intervention):
             raise SettingError(self.needs_run)
         layers, heads, in_step = self.chosen_layers(model), self.chosen_heads(model), self.step_test(run)
         at = within("step", [self.at], run.steps)[0]
-        kept = KeptPatterns("HoldSinks", at, run)
+        kept = KeptPatterns("HoldSinks", at)
         columns: dict[str, Bool[Tensor, "batch head 1 key"]] = {}
 
         def hold(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
@@ -108,7 +108,8 @@ class HoldSinks(Intervention):
         self, pattern: Float[Tensor, "batch head query key"], run: RunContext, hook: Point, heads: list[int]
     ) -> Bool[Tensor, "batch head 1 key"]:
         """The strongest keys of the chosen heads, by the computed queries that are not padding."""
-        first, computed, keys = run.first(hook.step or 0, pattern.shape[2]), run.computed(), hook.key_positions
+        now, keys = hook.forward_pass, hook.key_positions
+        first, computed = now.first(pattern.shape[2]), now.computed
         counted = run.real if computed is None else run.real & computed.to(run.real.device)
         queries = counted[:, first : first + pattern.shape[2]].to(pattern.device)
         scores = (pattern.float() * queries[:, None, :, None]).sum(dim=2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, TrackError
 from sinklens.runs.intervention import RunContext, Snapshot
-from sinklens.sinks.kinds import State, kind_codes, kinds_of_tokens
+from sinklens.sinks.kinds import PlaceState, kind_codes, kinds_of_tokens
 from sinklens.sinks.strongest import STATES, in_only, needs_text
 
 
@@ -37,19 +37,19 @@ def kinds_now(run: RunContext, canvas: Snapshot, reason: str) -> Int[Tensor, "ba
 
 
 def states_now(run: RunContext, canvas: Snapshot) -> Int[Tensor, "batch pos"]:
-    """The `State` of each position; MISSING on padding and where nothing is decoded yet."""
+    """The `PlaceState` of each position; MISSING on padding and where nothing is decoded yet."""
     ids, masked = canvas.ids, canvas.undecided
     length = ids.shape[1]
     prompt = torch.arange(length, device=ids.device) < run.prompt_length
-    codes = torch.where(prompt, int(State.PROMPT), int(State.COMMITTED)).expand_as(ids)
-    codes = torch.where(masked, int(State.MASKED), codes)
-    return torch.where(run.real[:, :length].to(ids.device) & (ids >= 0), codes, int(State.MISSING))
+    codes = torch.where(prompt, int(PlaceState.PROMPT), int(PlaceState.COMMITTED)).expand_as(ids)
+    codes = torch.where(masked, int(PlaceState.MASKED), codes)
+    return torch.where(run.real[:, :length].to(ids.device) & (ids >= 0), codes, int(PlaceState.MISSING))
 
 
 def of_kind(names: Sequence[str], run: RunContext, canvas: Snapshot, reason: str) -> Bool[Tensor, "batch pos"]:
     """Positions whose state or token kind is among `names`, which may begin with "not "."""
     states = states_now(run, canvas).cpu().numpy()
-    by_state = {name: states == int(State[name.upper()]) for name in STATES}
+    by_state = {name: states == int(PlaceState[name.upper()]) for name in STATES}
     codes = kinds_now(run, canvas, reason).cpu().numpy() if needs_text(names) else None
-    keep = in_only(names, by_state, codes) & (states != int(State.MISSING))
+    keep = in_only(names, by_state, codes) & (states != int(PlaceState.MISSING))
     return torch.from_numpy(keep).to(canvas.ids.device)

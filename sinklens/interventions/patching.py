@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks import names
+from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
 from sinklens.integers import as_integer
@@ -26,7 +27,6 @@ from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at
 from sinklens.runs.caches import StepCaches, chosen_points, require_columns
 from sinklens.runs.intervention import (
     Pairs,
-    QuerySpan,
     Reader,
     RunContext,
     place_mask,
@@ -309,9 +309,9 @@ def _parts(name: str, size: int, run: RunContext, step: int) -> tuple[int, list[
         return 0, [QuerySpan(step, 0, size)]
     if not run.causal:  # with cached blocks, a pass has only the later queries, and logits
         part = of_queries(name) or name == "denoise.hook_logits"
-        return run.first(step, size) if part else 0, [QuerySpan(step, 0, size)]
+        return run.forward_pass.first(size) if part else 0, [QuerySpan(step, 0, size)]
     if of_queries(name):
-        return run.first(step, size), run.query_spans(step, size)
+        return run.forward_pass.first(size), run.forward_pass.spans(size)
     decoding = name.startswith("denoise.") and name != CANVAS  # a single position, the one being decoded
     return run.prompt_length + step if decoding else 0, [QuerySpan(step, 0, size)]
 
@@ -383,7 +383,7 @@ class FreezePattern(AtPositions):
         if run.causal:
             raise SettingError(self.needs_run)
         at = within("step", [self.at], run.steps)[0]
-        kept = KeptPatterns("FreezePattern", at, run)
+        kept = KeptPatterns("FreezePattern", at)
 
         def keep(value: Float[Tensor, "batch head query key"], hook: Point) -> None:
             if hook.step == at:

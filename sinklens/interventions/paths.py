@@ -35,7 +35,7 @@ from sinklens.runs.intervention import HookFunction, Pairs, RunContext, refuse, 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
-Stream = Float[Tensor, "batch pos d_model"]
+ResidualStream = Float[Tensor, "batch pos d_model"]
 SENDERS = "'embed', 'L1H3' (head 3 of layer 1) or '1_mlp_out'"
 RECEIVERS = "'L2H4.q', 'L2H4.k', 'L2H4.v', '2_mlp_in' or 'logits'"
 
@@ -74,7 +74,7 @@ class Sender(NamedTuple):
             return cls(name, f"blocks.{layer}.hook_mlp_out", layer, None, 2 * layer + 1)
         raise SettingError(f"a sender is {SENDERS}; got {name!r}.")
 
-    def written(self, change: Tensor, model: "Model") -> Stream:
+    def written(self, change: Tensor, model: "Model") -> ResidualStream:
         """The change of the stream that a change at `point` makes."""
         if self.head is None:
             return change
@@ -126,7 +126,7 @@ class Receiver(NamedTuple):
             return cls(name, f"{block}.ln2.hook_normalized", f"{block}.hook_resid_mid", "", layer, None, 2 * layer + 1)
         raise SettingError(f"a receiver is {RECEIVERS}; got {name!r}.")
 
-    def changed(self, value: Tensor, stream: Stream, change: Stream, model: "Model") -> Tensor:
+    def changed(self, value: Tensor, stream: ResidualStream, change: ResidualStream, model: "Model") -> Tensor:
         """The value at `point` if the receiver reads `stream` + `change`; unchanged where `change` is 0."""
         if self.name == "logits":
             return value + change
@@ -145,13 +145,13 @@ def _exists(match: re.Match[str], heads: int, model: "Model") -> tuple[int, int]
     return layer, within("head", [int(match[2])], heads)[0]
 
 
-def _normalized(stream: Stream, model: "Model") -> Stream:
+def _normalized(stream: ResidualStream, model: "Model") -> ResidualStream:
     """The stream as a norm leaves it, without the norm's weight and bias."""
     wide = centered(stream.to(torch.promote_types(stream.dtype, torch.float32)), model)
     return wide / (wide.pow(2).mean(dim=-1, keepdim=True) + model.cfg.eps).sqrt()
 
 
-def centered(stream: Stream, model: "Model") -> Stream:
+def centered(stream: ResidualStream, model: "Model") -> ResidualStream:
     """The stream minus its mean, if the model's norms subtract it."""
     return stream - stream.mean(dim=-1, keepdim=True) if model.tree.architecture.centered else stream
 
@@ -214,8 +214,8 @@ class PathPatch(AtPositions):
         senders = [Sender.named(name, model) for name in _several(self.sender)]
         receivers = [Receiver.named(name, model) for name in _several(self.receiver)]
         _check_order(senders, receivers, model)
-        changes: dict[str, Stream | None] = {}
-        streams: dict[str, Stream] = {}
+        changes: dict[str, ResidualStream | None] = {}
+        streams: dict[str, ResidualStream] = {}
         pairs: Pairs = []
         for one in sorted(senders, key=lambda one: one.depth):
             pairs += self._sends(one, model, run, changes)
@@ -225,7 +225,9 @@ class PathPatch(AtPositions):
             pairs.append((reader.point, _receives(reader, model, changes, streams)))
         return pairs
 
-    def _sends(self, sender: Sender, model: "Model", run: RunContext, changes: dict[str, Stream | None]) -> Pairs:
+    def _sends(
+        self, sender: Sender, model: "Model", run: RunContext, changes: dict[str, ResidualStream | None]
+    ) -> Pairs:
         """Hooks that keep the change that the source would make of what `sender` writes, and change nothing."""
         heads = None if sender.head is None else [sender.head]
         patch = PatchHooks(
@@ -239,7 +241,7 @@ class PathPatch(AtPositions):
 
 
 def _keeps_change(
-    patch: HookFunction, sender: Sender, model: "Model", changes: dict[str, Stream | None]
+    patch: HookFunction, sender: Sender, model: "Model", changes: dict[str, ResidualStream | None]
 ) -> HookFunction:
     """A hook that keeps what `patch` would change, and changes nothing."""
 
@@ -269,15 +271,15 @@ def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model
                 )
 
 
-def _keeps(streams: dict[str, Stream]) -> HookFunction:
-    def keep(value: Stream, hook: Point) -> None:
+def _keeps(streams: dict[str, ResidualStream]) -> HookFunction:
+    def keep(value: ResidualStream, hook: Point) -> None:
         streams[str(hook.name)] = value
 
     return keep
 
 
 def _receives(
-    receiver: Receiver, model: "Model", changes: dict[str, Stream | None], streams: dict[str, Stream]
+    receiver: Receiver, model: "Model", changes: dict[str, ResidualStream | None], streams: dict[str, ResidualStream]
 ) -> HookFunction:
     def receive(value: Tensor, hook: Point) -> Tensor | None:
         found = [change for change in changes.values() if change is not None]

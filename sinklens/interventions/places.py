@@ -20,16 +20,16 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks import names
+from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.points import Point
 from sinklens.interventions.scores import StepScores
 from sinklens.interventions.selection import Selection
-from sinklens.interventions.where import Found, Moment, Positions, Rule, Where, as_rule
+from sinklens.interventions.where import Moment, Positions, Rule, StepPlaces, Where, as_rule
 from sinklens.runs.intervention import (
     Canvas,
     HookSource,
     Intervention,
     Pairs,
-    QuerySpan,
     RunContext,
     layer_of,
     place_mask,
@@ -109,7 +109,7 @@ class Places:
         self._canvas = Canvas(run) if follows else None
         self._scores = None if chooser is None else StepScores(model, run, chooser.scored)
         self._choice = run.choices.begin(what) if run.choices is not None and follows else None
-        self._found: dict[int, Found | None] = {}  # by step; in a diffusion run of the current step alone
+        self._found: dict[int, StepPlaces | None] = {}  # by step; in a diffusion run of the current step alone
         self._some: list[bool] | None = None
 
     # --- hooks ---
@@ -158,7 +158,7 @@ class Places:
             self._found.clear()
             self._some = None
 
-    def _of_step(self, step: int) -> Found | None:
+    def _of_step(self, step: int) -> StepPlaces | None:
         """What the rule found for a step."""
         if self._chooser is not None and self._chooser.fixed and step not in self._found:
             self._forget()

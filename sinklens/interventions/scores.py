@@ -17,7 +17,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.normalizers import normalizer_of
 from sinklens.hooks.points import Point
-from sinklens.interventions.controls import Scores
+from sinklens.interventions.controls import KeyScores
 from sinklens.runs.intervention import Pairs, RunContext, Snapshot, layer_of, row_key
 from sinklens.sinks.track import SinkTrack
 
@@ -36,7 +36,7 @@ class ScoredStep(NamedTuple):
         there: keys that have a score; None for all except padding.
     """
 
-    scores: dict[int, Scores]
+    scores: dict[int, KeyScores]
     canvas: Snapshot | None = None
     starts: dict[int, int] = {}  # noqa: RUF012
     track: SinkTrack | None = None
@@ -53,9 +53,9 @@ class StepScores:
 
     def __init__(self, model: "Model", run: RunContext, layers: Iterable[int]) -> None:
         self._run, self._layers, self._scale = run, sorted(layers), model.cfg.d_head**-0.5
-        self.now: dict[int, Scores] = {}
+        self.now: dict[int, KeyScores] = {}
         self.starts: dict[int, int] = {}
-        self._before: dict[int, Scores] = {}
+        self._before: dict[int, KeyScores] = {}
         self._query: Tensor | None = None
         self._key: Tensor | None = None
 
@@ -78,7 +78,7 @@ class StepScores:
         point, keep = ("hook_attn_mask", self._last_row) if self._run.causal else ("hook_sink_scores", self._keep)
         return [(f"blocks.{layer}.attn.{point}", keep) for layer in self._layers]
 
-    def _keep(self, value: Scores, hook: Point) -> None:
+    def _keep(self, value: KeyScores, hook: Point) -> None:
         layer, start, active = layer_of(hook), hook.forward_pass.keys.start, hook.forward_pass.active
         if start:
             self.starts[layer] = start
@@ -164,9 +164,9 @@ def check_prompts(source: SinkTrack, run: RunContext, ids: Int[Tensor, "batch po
             )
 
 
-def by_start(scores: dict[int, Scores], starts: dict[int, int]) -> dict[int, dict[int, Scores]]:
+def by_start(scores: dict[int, KeyScores], starts: dict[int, int]) -> dict[int, dict[int, KeyScores]]:
     """The layers whose keys begin at the same text position."""
-    grouped: dict[int, dict[int, Scores]] = {}
+    grouped: dict[int, dict[int, KeyScores]] = {}
     for layer, values in scores.items():
         grouped.setdefault(starts.get(layer, 0), {})[layer] = values
     return grouped

@@ -23,7 +23,7 @@ from torch import Tensor
 from sinklens.errors import SettingError, TrackError
 from sinklens.integers import as_integer, check_seed_of
 from sinklens.interventions import controls
-from sinklens.interventions.controls import DRAWN, PICKS, Keys, Pick, Scores
+from sinklens.interventions.controls import DRAWN, PICKS, ChosenKeys, KeyScores, Pick
 from sinklens.interventions.kinds_now import kinds_now, of_kind
 from sinklens.runs.control_keys import ControlCount
 from sinklens.runs.intervention import RunContext, Snapshot
@@ -50,7 +50,7 @@ class _Step(NamedTuple):
         track: the recorded step that the scores come from, if any.
     """
 
-    scores: dict[int, Scores]
+    scores: dict[int, KeyScores]
     real: Bool[Tensor, "batch key"]
     allowed: Bool[Tensor, "batch key"]
     run: RunContext | None
@@ -174,7 +174,7 @@ class Selection:
 
     def choose(
         self,
-        layers: dict[int, Scores],
+        layers: dict[int, KeyScores],
         real: Bool[Tensor, "batch key"],
         run: RunContext | None,
         canvas: Snapshot | None,
@@ -183,7 +183,7 @@ class Selection:
         track: SinkTrack | None = None,
         counted: ControlCount | None = None,
         heads: Sequence[int] | None = None,
-    ) -> dict[int, Keys]:
+    ) -> dict[int, ChosenKeys]:
         """The chosen keys of every layer.
 
         Args:
@@ -222,7 +222,7 @@ class Selection:
         """Begin to count the keys of a control in a run of the intervention `name`; None for the strongest keys."""
         return None if self.pick == "strongest" else run.controls.begin(f"{name}(pick={self.pick!r})")
 
-    def _count(self, found: Keys, taken: Keys, counted: ControlCount, heads: Any) -> None:
+    def _count(self, found: ChosenKeys, taken: ChosenKeys, counted: ControlCount, heads: Any) -> None:
         """Count the keys of a layer and those that they control for."""
         requested, picked = found[:, heads].sum(dim=-1), taken[:, heads].sum(dim=-1)
         if self.pick == "permuted":  # as many keys over all heads
@@ -231,14 +231,14 @@ class Selection:
             short = (picked == 0) & (requested > 0) if self.pick == "same_mass" else picked < requested
         counted.add(requested, picked, short)
 
-    def _plain(self, now: _Step) -> dict[int, Keys]:
+    def _plain(self, now: _Step) -> dict[int, ChosenKeys]:
         """`top_k` keys of each head: the strongest, the weakest, or random ones."""
         number = now.number(self.top_k)
         if self.pick != "random_any":
             return self._picked_at_once(now, number)
         return {layer: self._picked(scores, now, number, layer) for layer, scores in now.scores.items()}
 
-    def _found(self, now: _Step) -> dict[int, Keys]:
+    def _found(self, now: _Step) -> dict[int, ChosenKeys]:
         """The strongest keys, or those of the detector, whatever `pick` is."""
         if self.detector is None:
             return replace(self, pick="strongest", persistent=False)._plain(now)
@@ -246,7 +246,7 @@ class Selection:
         detected = self._detected(known, _need(now.run), _need(now.canvas), now.track)
         return {layer: keys & now.allowed[:, None] for layer, keys in detected.items()}
 
-    def _control(self, now: _Step, found: dict[int, Keys]) -> dict[int, Keys]:
+    def _control(self, now: _Step, found: dict[int, ChosenKeys]) -> dict[int, ChosenKeys]:
         """The control of the strongest keys `found`."""
         if self.pick == "permuted":
             return controls.permuted(found, _need(now.run).row_keys, self.seed)
@@ -270,7 +270,7 @@ class Selection:
                     taken[layer] = controls.largest(order, rest, number)
         return taken
 
-    def _pooled(self, layers: dict[int, Scores]) -> dict[int, Scores]:
+    def _pooled(self, layers: dict[int, KeyScores]) -> dict[int, KeyScores]:
         if self.scope == "head":
             return layers
         means = {layer: scores.mean(dim=1, keepdim=True) for layer, scores in layers.items()}
@@ -279,14 +279,14 @@ class Selection:
             means = dict.fromkeys(means, mean)
         return {layer: mean.expand_as(layers[layer]) for layer, mean in means.items()}
 
-    def _picked_at_once(self, now: _Step, number: Int[Tensor, "batch heads 1"]) -> dict[int, Keys]:
+    def _picked_at_once(self, now: _Step, number: Int[Tensor, "batch heads 1"]) -> dict[int, ChosenKeys]:
         """`_picked` of all layers as one batch: on a GPU, thirty short sorts are slower than one long one."""
         count, rows = len(now.scores), len(now.allowed)
         stacked = now._replace(allowed=now.allowed.repeat(count, 1))
         found = self._picked(torch.cat(list(now.scores.values())), stacked, number.repeat(count, 1, 1), 0)
         return dict(zip(now.scores, found.split(rows), strict=True))
 
-    def _picked(self, scores: Scores, now: _Step, number: Int[Tensor, "batch heads 1"], layer: int) -> Keys:
+    def _picked(self, scores: KeyScores, now: _Step, number: Int[Tensor, "batch heads 1"], layer: int) -> ChosenKeys:
         """The first `number` keys of each head in the order given by `pick`; only allowed keys are taken."""
         attends = (scores != 0).any(dim=-1, keepdim=True)
         if self.pick == "random_any":
@@ -295,7 +295,7 @@ class Selection:
             scores = -scores
         return controls.largest(scores, now.allowed[:, None], number) & attends
 
-    def _noise(self, scores: Scores, run: RunContext, step: int, layer: int) -> Scores:
+    def _noise(self, scores: KeyScores, run: RunContext, step: int, layer: int) -> KeyScores:
         """Random scores, independent of padding and of the rest of the batch; `scope` says which heads share them.
 
         Persistent ones are drawn for all positions of the run, so that those of a position never change.
@@ -316,7 +316,7 @@ class Selection:
             drawn[row] = complete[:, :keys]
         return drawn.to(scores.device)
 
-    def _track(self, layers: dict[int, Scores], run: RunContext, canvas: Snapshot) -> SinkTrack:
+    def _track(self, layers: dict[int, KeyScores], run: RunContext, canvas: Snapshot) -> SinkTrack:
         """A track of one step, for detectors and token kinds.
 
         Every key counts as visible to every query whose attention the scores hold: in an autoregressive run that is
@@ -343,8 +343,8 @@ class Selection:
         return SinkTrack(track.data.assign(computed=(("batch", "step", "pos"), computed)))
 
     def _detected(
-        self, layers: dict[int, Scores], run: RunContext, canvas: Snapshot, track: SinkTrack | None
-    ) -> dict[int, Keys]:
+        self, layers: dict[int, KeyScores], run: RunContext, canvas: Snapshot, track: SinkTrack | None
+    ) -> dict[int, ChosenKeys]:
         assert self.detector is not None
         if track is None:
             track = self._track(layers, run, canvas)
@@ -360,7 +360,7 @@ class Selection:
         return {layer: torch.from_numpy(found[:, at]).to(canvas.ids.device) for at, layer in enumerate(layers)}
 
 
-def _with_scores(track: SinkTrack, layers: dict[int, Scores]) -> SinkTrack:
+def _with_scores(track: SinkTrack, layers: dict[int, KeyScores]) -> SinkTrack:
     """One step of `track` with other scores."""
     scores = torch.stack(list(layers.values()), dim=1)[:, None].cpu().numpy()
     missing = track.data.sizes["pos"] - scores.shape[-1]  # not decoded yet

@@ -97,7 +97,7 @@ class _Values:
 
     def keep(self, value: Float[Tensor, "batch pos kv_head d_head"], hook: Point) -> None:
         """The hook function of ``hook_v``."""
-        first = self._run.first(int(hook.step or 0), value.shape[1])
+        first = hook.forward_pass.first(value.shape[1])
         earlier = [self._kept[layer_of(hook)][:, :first]] if first else []
         self._kept[layer_of(hook)] = torch.cat([*earlier, value.detach()], dim=1)
 

@@ -98,7 +98,7 @@ class Moment:
         return self.run
 
 
-class Found(NamedTuple):
+class StepPlaces(NamedTuple):
     """The places of a step.
 
     Attributes:
@@ -121,7 +121,7 @@ class Chooser(NamedTuple):
         scored: the layers whose scores of the step before it reads.
     """
 
-    at: Callable[[Moment], Found | None]
+    at: Callable[[Moment], StepPlaces | None]
     by_layer: bool = False
     past: bool = False
     fixed: bool = False
@@ -148,9 +148,9 @@ class Rule:
         """
         now.need_run()
 
-        def found(now: Moment) -> Found | None:
+        def found(now: Moment) -> StepPlaces | None:
             mask = self.at(now)
-            return None if mask is None else Found(mask)
+            return None if mask is None else StepPlaces(mask)
 
         return Chooser(found)
 
@@ -188,7 +188,7 @@ class Combined(Rule):
         """See `Rule.start`."""
         parts = [rule.start(now) for rule in self.rules]
 
-        def found(now: Moment) -> Found | None:
+        def found(now: Moment) -> StepPlaces | None:
             known = [one for part in parts if (one := part.at(now)) is not None]
             if not known or (self.every and len(known) < len(parts)):
                 return None
@@ -196,9 +196,9 @@ class Combined(Rule):
             masks = [torch.nn.functional.pad(one.mask, (0, length - one.mask.shape[-1])) for one in known]
             rows = [one.rows for one in known if one.rows is not None]
             if self.every:
-                return Found(reduce(torch.bitwise_and, masks), torch.stack(rows).all(dim=0) if rows else None)
+                return StepPlaces(reduce(torch.bitwise_and, masks), torch.stack(rows).all(dim=0) if rows else None)
             judged = torch.stack(rows).any(dim=0) if len(rows) == len(known) else None
-            return Found(reduce(torch.bitwise_or, masks), judged)
+            return StepPlaces(reduce(torch.bitwise_or, masks), judged)
 
         return Chooser(
             found,
@@ -224,11 +224,11 @@ class Not(Rule):
         """See `Rule.start`."""
         inner = self.rule.start(now)
 
-        def found(now: Moment) -> Found | None:
+        def found(now: Moment) -> StepPlaces | None:
             places = inner.at(now)
             if places is None or places.rows is None:
-                return places and Found(~places.mask)
-            return Found(~places.mask & places.rows[:, None, None, None], places.rows)
+                return places and StepPlaces(~places.mask)
+            return StepPlaces(~places.mask & places.rows[:, None, None, None], places.rows)
 
         return inner._replace(at=found)
 
@@ -280,7 +280,7 @@ class Positions(OfStep):
 
     def start(self, now: Moment) -> Chooser:
         """See `Rule.start`."""
-        found = Found(place_mask(self.positions, now.need_run().real)[:, None, None])
+        found = StepPlaces(place_mask(self.positions, now.need_run().real)[:, None, None])
         return Chooser(lambda now: found, fixed=True)
 
 
@@ -306,11 +306,11 @@ class InArray(OfStep):
             where = _all_axes(where)
         marked = checked_array(where, AXES, now, steps)
 
-        def at(now: Moment) -> Found | None:
+        def at(now: Moment) -> StepPlaces | None:
             if steps is not None and now.step not in steps:
                 return None
             place = now.step if steps is None else steps.index(now.step)
-            return Found(marked[:, place if marked.shape[1] > 1 else 0])
+            return StepPlaces(marked[:, place if marked.shape[1] > 1 else 0])
 
         return Chooser(at, by_layer=marked.shape[2] > 1, fixed=True)
 
@@ -375,10 +375,10 @@ class ByStep(Rule):
         """See `Rule.start`."""
         now.need_run()
 
-        def found(now: Moment) -> Found | None:
+        def found(now: Moment) -> StepPlaces | None:
             given = self.function(now.step)
             if isinstance(given, Tensor | np.ndarray | xr.DataArray) and given.dtype in (torch.bool, np.bool_):
-                return Found(checked_array(given, [axis for axis in AXES if axis != "step"], now))
+                return StepPlaces(checked_array(given, [axis for axis in AXES if axis != "step"], now))
             if given is None:
                 return None
             rule = OfKind(given) if _is_names(given) else Positions(given)
@@ -435,7 +435,7 @@ class Where(Selection, Rule):
         checked = source is None
         among = torch.ones_like(run.real) if now.among is None else now.among
 
-        def found(now: Moment) -> Found | None:
+        def found(now: Moment) -> StepPlaces | None:
             nonlocal checked
             assert now.canvas is not None, "every step of a run has a canvas"
             if source is not None and not checked:
@@ -451,7 +451,7 @@ class Where(Selection, Rule):
                 complete = chosen.new_zeros(len(chosen), cfg.n_layers, *chosen.shape[2:])
                 complete[:, layers] = chosen
                 chosen = complete
-            return Found(chosen, (run.real if seen.there is None else seen.there).any(dim=1))
+            return StepPlaces(chosen, (run.real if seen.there is None else seen.there).any(dim=1))
 
         past = run.causal and not (self.same_step and source is not None)
         scored = frozenset() if source is not None or self.same_step else frozenset(layers)

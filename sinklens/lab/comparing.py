@@ -15,7 +15,7 @@ import numpy as np
 from sinklens.experiments.comparison import compared
 from sinklens.interventions import MaskedLogits
 from sinklens.lab.execution import repeat
-from sinklens.lab.outcome import Outcome
+from sinklens.lab.outcome import RunOutcome
 from sinklens.lab.problems import stated_number
 from sinklens.lab.spec import RunSpec
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROOM = 512_000_000  # bytes of logits kept for one comparison
 
 
-def differences(first: Outcome, second: Outcome) -> dict[str, Any]:
+def differences(first: RunOutcome, second: RunOutcome) -> dict[str, Any]:
     """Where two runs differ.
 
     ``cells``: [step, position of the first run] at which the canvases hold different ids, step 0 being the canvas that
@@ -53,7 +53,7 @@ def differences(first: Outcome, second: Outcome) -> dict[str, Any]:
     }
 
 
-def _moved(first: Outcome, second: Outcome, starts: tuple[int, int], steps: int) -> list[float] | None:
+def _moved(first: RunOutcome, second: RunOutcome, starts: tuple[int, int], steps: int) -> list[float] | None:
     if first.score.shape[1:3] != second.score.shape[1:3]:
         return None
     one, two = (
@@ -63,7 +63,7 @@ def _moved(first: Outcome, second: Outcome, starts: tuple[int, int], steps: int)
     return [round(float(share), 4) for share in (one != two).mean(axis=(1, 2))]
 
 
-def why_not(specs: Sequence[RunSpec], outcomes: Sequence[Outcome]) -> str | None:
+def why_not(specs: Sequence[RunSpec], outcomes: Sequence[RunOutcome]) -> str | None:
     """Why the KL divergence of two runs is undefined; None if it is defined."""
     first, second = outcomes
     lengths = [outcome.settings["gen_length"] for outcome in outcomes]
@@ -81,7 +81,7 @@ def why_not(specs: Sequence[RunSpec], outcomes: Sequence[Outcome]) -> str | None
     return None
 
 
-def divergence(specs: Sequence[RunSpec], outcomes: Sequence[Outcome], model: "Model") -> list[float | None]:
+def divergence(specs: Sequence[RunSpec], outcomes: Sequence[RunOutcome], model: "Model") -> list[float | None]:
     """Mean KL divergence per step in nats, of the second run's distributions from the first's.
 
     See `experiments.compare`. None at steps without a position that is undecided in both, and at steps left out because
@@ -99,7 +99,7 @@ def divergence(specs: Sequence[RunSpec], outcomes: Sequence[Outcome], model: "Mo
     return listed + [None] * (steps - len(listed))
 
 
-def fitting(outcomes: Sequence[Outcome], model: "Model", steps: int, rows: int) -> list[int]:
+def fitting(outcomes: Sequence[RunOutcome], model: "Model", steps: int, rows: int) -> list[int]:
     """Steps whose logits, of `rows` rows, fit into `ROOM`: all, or evenly spread ones."""
     undecided = max(int(outcome.undecided[:steps].sum(axis=1).max()) for outcome in outcomes)
     each = 4 * model.cfg.d_vocab * max(1, undecided) * rows

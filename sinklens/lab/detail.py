@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from sinklens.lab.execution import LiveRun, snapshot, texts
-from sinklens.lab.outcome import Outcome
+from sinklens.lab.outcome import RunOutcome
 from sinklens.lab.refusal import require
-from sinklens.lab.session import Run, Session
+from sinklens.lab.session import LabRun, Session
 from sinklens.views.report_data import Numbers
 from sinklens.views.run_data import layer_maps, run_data
 
@@ -23,7 +23,7 @@ def packed(array: np.ndarray) -> dict[str, Any]:
     return {"shape": list(array.shape), "dtype": "float16", "data": base64.b64encode(data).decode()}
 
 
-def detail(session: Session, run: Run) -> dict[str, Any]:
+def detail(session: Session, run: LabRun) -> dict[str, Any]:
     """Everything that the page needs of a run, finished or under way; without steps, what was requested."""
     found = {"summary": run.summary(), "spec": run.spec.to_json(), "chips": list(run.spec.chips)}
     if run.readable:
@@ -32,7 +32,7 @@ def detail(session: Session, run: Run) -> dict[str, Any]:
     return found | ({} if live is None or not live.scores else _of_live(live))
 
 
-def _of_outcome(outcome: Outcome, run: Run, session: Session) -> dict[str, Any]:
+def _of_outcome(outcome: RunOutcome, run: LabRun, session: Session) -> dict[str, Any]:
     loaded = run.spec.model in session.models
     return {
         "canvas": outcome.canvas.tolist(),
@@ -54,7 +54,7 @@ def _of_outcome(outcome: Outcome, run: Run, session: Session) -> dict[str, Any]:
     }
 
 
-def numbers_of(session: Session, run: Run) -> Numbers:
+def numbers_of(session: Session, run: LabRun) -> Numbers:
     """The figures' numbers of a run that has ended; those of the latest runs are kept."""
     return _numbers(session, run.id)
 
@@ -65,7 +65,7 @@ def _numbers(session: Session, run_id: str) -> Numbers:
     return Numbers(outcome.track(), outcome.canvas)
 
 
-def maps_of_layer(session: Session, run: Run, layer: int | None) -> dict[str, Any]:
+def maps_of_layer(session: Session, run: LabRun, layer: int | None) -> dict[str, Any]:
     """The maps of one layer; None: of the mean over all heads.
 
     Raises:
@@ -100,7 +100,7 @@ def _scores(score: np.ndarray) -> dict[str, Any]:
     return packed(score)
 
 
-def scores_of_layer(run: Run, session: Session, layer: int) -> dict[str, Any]:
+def scores_of_layer(run: LabRun, session: Session, layer: int) -> dict[str, Any]:
     """The scores of one layer.
 
     Raises:

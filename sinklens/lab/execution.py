@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sinklens.errors import SinklensError
 from sinklens.hooks.points import Point
-from sinklens.lab.outcome import Outcome
+from sinklens.lab.outcome import RunOutcome
 from sinklens.lab.refusal import Refused
 from sinklens.lab.spec import RunSpec
 from sinklens.runs.denoising import Denoising
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 CONFIDENCE = "denoise.hook_confidence"
 STRONGEST = 3  # keys of each head that a step reports
-Report = Callable[..., None]
+OnEvent = Callable[..., None]
 
 
-class Stopped(Exception):
+class RunCancelled(Exception):
     """The run was cancelled."""
 
 
@@ -55,7 +55,7 @@ class LiveRun:
         seconds: time since the first step began.
     """
 
-    def __init__(self, spec: RunSpec, model: "Model", replay: Generation | None, report: Report) -> None:
+    def __init__(self, spec: RunSpec, model: "Model", replay: Generation | None, report: OnEvent) -> None:
         """Prepare the run; see `Denoising` for the errors raised."""
         self._report, self._spec = report, spec
         self._stop = threading.Event()
@@ -80,7 +80,7 @@ class LiveRun:
         """Seconds since the run began."""
         return time.perf_counter() - self._began
 
-    def carry_out(self) -> Outcome | None:
+    def carry_out(self) -> RunOutcome | None:
         """Run all steps, or those before it was stopped; None if none finished.
 
         Raises:
@@ -92,19 +92,19 @@ class LiveRun:
             "started", steps=planned, prompt_length=state.prompt_length, positions=state.canvas.shape[1],
             canvas=state.canvas[0].tolist(), tokens=self._new_tokens(state.canvas[0].tolist()),
         )  # fmt: skip
-        with suppress(Stopped):
+        with suppress(RunCancelled):
             self.denoising.carry_out([self])
         return self.finished()
 
-    def finished(self) -> Outcome | None:
+    def finished(self) -> RunOutcome | None:
         """The steps that are finished; None if none is."""
         run = self.denoising.result()
-        return None if run.sinks is None else Outcome.of(run)
+        return None if run.sinks is None else RunOutcome.of(run)
 
     def before(self, step: int, state: "State") -> None:
         """Stop if that was requested."""
         if self._stop.is_set():
-            raise Stopped
+            raise RunCancelled
         if step == 0:
             self.canvases.append(state.canvas[0].cpu().numpy())
             self.undecided.append(state.undecided_after()[0].cpu().numpy())
@@ -228,7 +228,7 @@ def _blamed(spec: RunSpec, model: "Model", error: Exception) -> Refused:
 def repeat(
     spec: RunSpec,
     model: "Model",
-    outcome: Outcome,
+    outcome: RunOutcome,
     *,
     steps: int | None = None,
     extra: Sequence[Any] = (),
@@ -258,7 +258,7 @@ def repeat(
 
 
 def snapshot(live: LiveRun) -> Mapping[str, Any]:
-    """The steps so far of a run under way, in the form of `Outcome`'s arrays."""
+    """The steps so far of a run under way, in the form of `RunOutcome`'s arrays."""
     done = len(live.scores)
     return {
         "canvas": list(live.canvases[: done + 1]),

@@ -22,8 +22,8 @@ from sinklens.experiments.sweeps import bytes_per_row
 from sinklens.interventions import AblateHeads, MaskedLogits
 from sinklens.lab import problems
 from sinklens.lab.comparing import fitting, why_not
-from sinklens.lab.execution import Stopped, built, denoising, repeat
-from sinklens.lab.outcome import Outcome
+from sinklens.lab.execution import RunCancelled, built, denoising, repeat
+from sinklens.lab.outcome import RunOutcome
 from sinklens.lab.spec import RunSpec
 from sinklens.runs.intervention import Intervention
 from sinklens.runs.result import Generation
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MEMORY = 1_000_000_000  # bytes that a pass of several heads may take besides the weights; see `bytes_per_row`
 MOST_ROWS = 8  # heads per pass
-Head = tuple[int, int]  # layer, head
+LayerHead = tuple[int, int]  # layer, head
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Stop:
     def before(self, step: int, state: "State") -> None:
         """Stop if that was requested."""
         if self.requested.is_set():
-            raise Stopped
+            raise RunCancelled
 
     def after(self, step: int, state: "State") -> None:
         """Nothing to do."""
@@ -85,12 +85,12 @@ class HeadTrial:
         stop: ends the trial.
     """
 
-    def __init__(self, spec: RunSpec, outcome: Outcome, model: "Model", by: str, stop: Stop) -> None:
+    def __init__(self, spec: RunSpec, outcome: RunOutcome, model: "Model", by: str, stop: Stop) -> None:
         self._spec, self._outcome, self._model, self._by, self.stop = spec, outcome, model, by, stop
         self.why = why_not([spec, spec], [outcome, outcome])
         self.number = problems.stated_number(outcome.answer.text)
 
-    def parts(self, layers: Sequence[int]) -> list[list[Head]]:
+    def parts(self, layers: Sequence[int]) -> list[list[LayerHead]]:
         """The heads of `layers` in groups of one pass each."""
         run = self._outcome.generation(self._model, self._spec.cache)
         row = bytes_per_row(self._model, self._outcome.canvas.shape[1], run.settings)
@@ -98,11 +98,11 @@ class HeadTrial:
         heads = [(layer, head) for layer in layers for head in range(self._model.cfg.n_heads)]
         return [heads[start : start + rows] for start in range(0, len(heads), rows)]
 
-    def measure(self, heads: Sequence[Head]) -> list[dict[str, object]]:
+    def measure(self, heads: Sequence[LayerHead]) -> list[dict[str, object]]:
         """The effects of some heads, as JSON of `HeadEffect`.
 
         Raises:
-            Stopped: the trial was stopped.
+            RunCancelled: the trial was stopped.
         """
         kls = [None] * len(heads) if self.why else self._divergences(heads)
         effects = zip(heads, kls, self._answers(heads), strict=True)
@@ -111,7 +111,7 @@ class HeadTrial:
             for (layer, head), kl, (same, changed, text, right) in effects
         ]
 
-    def _ablations(self, heads: Sequence[Head]) -> Stacked:
+    def _ablations(self, heads: Sequence[LayerHead]) -> Stacked:
         """The run's own interventions and the ablation of one head, for each row."""
         return Stacked(
             [
@@ -138,7 +138,7 @@ class HeadTrial:
             listeners=[self.stop],
         )  # fmt: skip
 
-    def _divergences(self, heads: Sequence[Head]) -> list[float | None]:
+    def _divergences(self, heads: Sequence[LayerHead]) -> list[float | None]:
         base, logits = self._base
         kept = MaskedLogits(steps=logits.steps)
         self._again(kept, [self._ablations(heads)], len(heads))
@@ -149,7 +149,9 @@ class HeadTrial:
             found.append(None if np.isnan(kl).all() else float(np.nanmean(kl)))
         return found
 
-    def _answers(self, heads: Sequence[Head]) -> Iterator[tuple[bool | None, float | None, str | None, bool | None]]:
+    def _answers(
+        self, heads: Sequence[LayerHead]
+    ) -> Iterator[tuple[bool | None, float | None, str | None, bool | None]]:
         """``same``, ``changed``, ``text`` and ``right`` of each head."""
         if self._spec.replay is not None:
             yield from [(None, None, None, None)] * len(heads)

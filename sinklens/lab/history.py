@@ -29,7 +29,7 @@ import numpy as np
 
 from sinklens.atomic import atomic_write
 from sinklens.errors import SinklensError
-from sinklens.lab.outcome import ARRAYS, Outcome
+from sinklens.lab.outcome import ARRAYS, RunOutcome
 from sinklens.lab.refusal import Refused, read_json, require
 from sinklens.lab.spec import RunSpec
 
@@ -46,7 +46,7 @@ MOST_STATES = 2_000
 STATE_CHARACTERS = 64_000
 
 
-class Kept(NamedTuple):
+class SavedRun(NamedTuple):
     """A run found on disk.
 
     Attributes:
@@ -64,7 +64,7 @@ class Kept(NamedTuple):
     facts: dict[str, Any]
 
 
-class History:
+class RunHistory:
     """A folder of runs and states.
 
     Attributes:
@@ -82,8 +82,8 @@ class History:
         self._temporary = tempfile.TemporaryDirectory(prefix="sinklens-lab-") if folder is None else None
         self.kept = folder is not None
         self.folder = Path(self._temporary.name) if self._temporary else Path(folder or ".").absolute()
-        self._recent: OrderedDict[str, Outcome] = OrderedDict()
-        self._unwritten: OrderedDict[str, Outcome] = OrderedDict()
+        self._recent: OrderedDict[str, RunOutcome] = OrderedDict()
+        self._unwritten: OrderedDict[str, RunOutcome] = OrderedDict()
         try:
             for part in ("runs", "states"):
                 (self.folder / part).mkdir(parents=True, exist_ok=True)
@@ -94,12 +94,12 @@ class History:
         self.notes = self._read_notes()
         self._states = {file.stem for file in (self.folder / "states").glob("*.json")}
 
-    def runs(self) -> list[Kept]:
+    def runs(self) -> list[SavedRun]:
         """The runs in the folder, oldest first, with those that cannot be read."""
         files = (self.folder / "runs").glob("*.npz")  # one with a dot is being written, or was left by a kill
         return sorted((_found(file) for file in files if ID.fullmatch(file.stem)), key=lambda run: run.created)
 
-    def save(self, run: str, summary: dict[str, Any], spec: dict[str, Any], outcome: Outcome) -> None:
+    def save(self, run: str, summary: dict[str, Any], spec: dict[str, Any], outcome: RunOutcome) -> None:
         """Write a run, or hold it in memory if that fails.
 
         Raises:
@@ -113,7 +113,7 @@ class History:
         del self._unwritten[run]
         _limited(self._recent, run, outcome, IN_MEMORY)
 
-    def load(self, run: str) -> Outcome:
+    def load(self, run: str) -> RunOutcome:
         """The outcome of a run.
 
         Raises:
@@ -124,7 +124,7 @@ class History:
             return known
         try:
             record, arrays = _read(self._file(run), ARRAYS)
-            outcome = Outcome.from_record(record["outcome"], arrays)
+            outcome = RunOutcome.from_record(record["outcome"], arrays)
         except Exception as error:  # NumPy may raise anything for a damaged or forged file
             raise Refused(f"the run's file can no longer be read: {error}. Run it again.", 410) from error
         _limited(self._recent, run, outcome, IN_MEMORY)
@@ -218,7 +218,7 @@ def _set_aside(file: Path, kept: Mapping[str, Any], damage: str) -> None:
     warnings.warn(text.encode("ascii", "backslashreplace").decode(), stacklevel=2)
 
 
-def _limited(kept: OrderedDict[str, Outcome], run: str, outcome: Outcome, most: int) -> None:
+def _limited(kept: OrderedDict[str, RunOutcome], run: str, outcome: RunOutcome, most: int) -> None:
     """Add an outcome; of more than `most`, the oldest is dropped."""
     kept[run] = outcome
     while len(kept) > most:
@@ -235,7 +235,7 @@ def _read(file: Path, names: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict
         return record, {name: arrays[name] for name in names}
 
 
-def _found(file: Path) -> Kept:
+def _found(file: Path) -> SavedRun:
     """The run in a file, or why it cannot be read."""
     try:
         record, _ = _read(file)
@@ -246,9 +246,9 @@ def _found(file: Path) -> Kept:
         facts = {name: summary.get(name) for name in FACTS}
         for name, value in facts.items():
             require(value is None or type(value) in FACTS[name], f"{name} of its summary has the wrong type.")
-        return Kept(file.stem, created, status, RunSpec.from_json(record["spec"]), facts)
+        return SavedRun(file.stem, created, status, RunSpec.from_json(record["spec"]), facts)
     except Exception as error:  # noqa: BLE001 — NumPy may raise anything for a damaged or forged file
         reason = str(error) if isinstance(error, Refused | SinklensError) else f"{type(error).__name__}: {error}"
         text = f"{file.name} is damaged, or not a run of this version of the lab: {reason:.300}"
         warnings.warn(text.encode("ascii", "backslashreplace").decode(), stacklevel=2)
-        return Kept(file.stem, 0.0, "failed", None, {"error": text.encode("utf-8", "replace").decode()})
+        return SavedRun(file.stem, 0.0, "failed", None, {"error": text.encode("utf-8", "replace").decode()})

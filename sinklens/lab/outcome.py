@@ -24,7 +24,7 @@ LARGE = 64_000_000  # bytes of scores above which they are kept in float16
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What the lab keeps of a run: canvases, decisions, sink scores and the answer.
 
     Attributes:
@@ -56,7 +56,7 @@ class Outcome:
     time: Sequence[float] | None = None
 
     @classmethod
-    def of(cls, run: Generation) -> "Outcome":
+    def of(cls, run: Generation) -> "RunOutcome":
         """The outcome of a run of one prompt with at least one step."""
         assert run.sinks is not None, "a run of the lab records its sinks"
         score = run.sinks.data["score"].to_numpy()[0]
@@ -125,7 +125,7 @@ class Outcome:
         return plain | {"answer": asdict(self.answer), "attrs": dict(self.attrs), "time": time}
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> "Outcome":
+    def from_record(cls, record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> "RunOutcome":
         """The outcome with this record and these arrays, which may be damaged or forged.
 
         Raises:

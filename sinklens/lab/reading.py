@@ -17,7 +17,7 @@ from torch import Tensor
 from sinklens.interventions import MaskedLogits
 from sinklens.lab.comparing import fitting
 from sinklens.lab.execution import confidence_hooks, repeat, texts
-from sinklens.lab.outcome import Outcome
+from sinklens.lab.outcome import RunOutcome
 from sinklens.lab.refusal import require
 from sinklens.lab.spec import RunSpec
 from sinklens.runs.result import Generation
@@ -32,7 +32,7 @@ OUTPUTS = {"attention": "hook_attn_out", "mlp": "hook_mlp_out"}
 
 
 def patterns(
-    spec: RunSpec, outcome: Outcome, model: "Model", step: int, layers: Sequence[int]
+    spec: RunSpec, outcome: RunOutcome, model: "Model", step: int, layers: Sequence[int]
 ) -> Mapping[int, Float[Tensor, "head query key"]]:
     """Attention patterns of one step by layer, on the positions that exist at the step.
 
@@ -46,7 +46,7 @@ def patterns(
     return patterns_at(run, step, layers)
 
 
-def certainty(spec: RunSpec, outcome: Outcome, model: "Model") -> Float[np.ndarray, "measure step pos"]:
+def certainty(spec: RunSpec, outcome: RunOutcome, model: "Model") -> Float[np.ndarray, "measure step pos"]:
     """How sure each step is of each undecided position: the largest probability, and the entropy in nats.
 
     NaN at decided positions, at those that the step does not compute, and at steps left out because the logits of all
@@ -64,7 +64,7 @@ def certainty(spec: RunSpec, outcome: Outcome, model: "Model") -> Float[np.ndarr
     return found[:, :, outcome.real]
 
 
-def lens(spec: RunSpec, outcome: Outcome, model: "Model", pos: int) -> dict[str, Any]:
+def lens(spec: RunSpec, outcome: RunOutcome, model: "Model", pos: int) -> dict[str, Any]:
     """What each layer predicts at a position, at each step: the logit lens of `experiments.logit_lens`.
 
     ``token``, ``p``, ``entropy`` (nats) and ``final_p``, the probability of the run's final token: [step, layer].
@@ -91,7 +91,7 @@ def lens(spec: RunSpec, outcome: Outcome, model: "Model", pos: int) -> dict[str,
     }
 
 
-def attribution(spec: RunSpec, outcome: Outcome, model: "Model", pos: int, other: str) -> dict[str, Any]:
+def attribution(spec: RunSpec, outcome: RunOutcome, model: "Model", pos: int, other: str) -> dict[str, Any]:
     """Which layers carry what distinguishes the prompt from another one, for the final token of a position.
 
     ``attention`` and ``mlp`` [step, layer]: the estimated change of the token's log-probability, in nats, if the
@@ -139,7 +139,7 @@ def _alone(run: Generation) -> bool:
     return not (run.model.tree.architecture.encoder or run.key_reuse)
 
 
-def proposals(spec: RunSpec, outcome: Outcome, model: "Model", step: int) -> dict[int, dict[str, Any]]:
+def proposals(spec: RunSpec, outcome: RunOutcome, model: "Model", step: int) -> dict[int, dict[str, Any]]:
     """The proposals of a step by position: the likeliest tokens, and the confidence that orders the decisions.
 
     Positions that the step did not compute, under a cache policy, have none.
@@ -163,7 +163,7 @@ def proposals(spec: RunSpec, outcome: Outcome, model: "Model", step: int) -> dic
     return found
 
 
-def _places(outcome: Outcome, causal: bool, step: int) -> list[int]:
+def _places(outcome: RunOutcome, causal: bool, step: int) -> list[int]:
     """Positions whose logits `MaskedLogits` kept, in its order."""
     if causal:
         return [outcome.prompt_length + step]

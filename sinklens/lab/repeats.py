@@ -21,7 +21,7 @@ from sinklens.errors import SinklensError
 from sinklens.evaluation.statistics import Accuracy, paired
 from sinklens.lab import problems
 from sinklens.lab.chips import is_index
-from sinklens.lab.execution import Stopped, denoising
+from sinklens.lab.execution import RunCancelled, denoising
 from sinklens.lab.heads import Stop
 from sinklens.lab.refusal import Refused, require
 from sinklens.lab.session import Session
@@ -132,7 +132,7 @@ class Repeats:
         try:
             self._measure(made, made.specs[len(made.changed)])
             made.status = "running" if len(made.changed) < len(made.specs) else "done"
-        except Stopped:
+        except RunCancelled:
             made.status = "cancelled"
         except (SinklensError, Refused) as error:
             made.status, made.error = "failed", str(error)
@@ -145,7 +145,7 @@ class Repeats:
 
     def _measure(self, made: Repetitions, specs: tuple[RunSpec, RunSpec]) -> None:
         if made.stop.requested.is_set():
-            raise Stopped
+            raise RunCancelled
         texts, verdicts = [], []
         for spec in specs:
             model = self._session.model(spec.model)

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from sinklens.lab.comparing import differences, divergence, why_not
-from sinklens.lab.outcome import Outcome
+from sinklens.lab.outcome import RunOutcome
 from sinklens.lab.reading import patterns
 from sinklens.lab.spec import RunSpec
 from sinklens.views.report import build
@@ -40,7 +40,7 @@ iframe {{ flex: 1 1 340px; height: 100vh; border: 0; outline: 1px solid #888; }}
 """
 
 
-def page(spec: RunSpec, outcome: Outcome, model: "Model", budget: float = BUDGET) -> str:
+def page(spec: RunSpec, outcome: RunOutcome, model: "Model", budget: float = BUDGET) -> str:
     """The report of a run.
 
     Raises:
@@ -65,7 +65,7 @@ def changed(spec: RunSpec) -> str:
     return "; ".join([*changes, *([] if spec.replay is None else [f"replays run {spec.replay}"])]) or "none"
 
 
-def pair(pages: Sequence[str], specs: Sequence[RunSpec], outcomes: Sequence[Outcome], model: "Model") -> str:
+def pair(pages: Sequence[str], specs: Sequence[RunSpec], outcomes: Sequence[RunOutcome], model: "Model") -> str:
     """Two reports beside each other, or below each other on a narrow screen, below their comparison.
 
     Args:

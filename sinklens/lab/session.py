@@ -22,8 +22,8 @@ from sinklens.errors import SinklensError
 from sinklens.lab import problems
 from sinklens.lab.events import EventLog
 from sinklens.lab.execution import LiveRun, check_start
-from sinklens.lab.history import ENDED, History
-from sinklens.lab.outcome import Outcome
+from sinklens.lab.history import ENDED, RunHistory
+from sinklens.lab.outcome import RunOutcome
 from sinklens.lab.refusal import Refused, require
 from sinklens.lab.spec import MOST_REPLAYS, CanvasEdit, RunSpec, read_request
 from sinklens.lab.thread import ModelThread
@@ -53,7 +53,7 @@ class LabModel:
 
 
 @dataclass
-class Run:
+class LabRun:
     """A run and what became of it.
 
     Attributes:
@@ -119,16 +119,16 @@ class Session:
     def __init__(self, models: list[LabModel], keep: Path | None = None) -> None:
         """Open the lab with the runs in `keep`."""
         self.models = {entry.name: entry for entry in models}
-        self.events, self.history, self.thread = EventLog(), History(keep), ModelThread()
+        self.events, self.history, self.thread = EventLog(), RunHistory(keep), ModelThread()
         self.at_close: list[Callable[[], None]] = []
         self.shown: dict[str, str | None] = {"A": None, "B": None}
         self._lock = threading.RLock()
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, LabRun] = {}
         self._weights: dict[str, str] = {}
         for found in self.history.runs():
             spec = found.spec or RunSpec(next(iter(self.models)), "")
             facts = found.facts | self.history.notes.get(found.id, {})
-            self._runs[found.id] = Run(found.id, spec, found.status, found.created, facts, damaged=not found.spec)
+            self._runs[found.id] = LabRun(found.id, spec, found.status, found.created, facts, damaged=not found.spec)
 
     # Runs
 
@@ -138,7 +138,7 @@ class Session:
         Raises:
             Refused: the request is malformed, names something unknown, cannot begin, or the queue is full.
         """
-        run = Run(secrets.token_hex(8), self._specified(read_request(body)))
+        run = LabRun(secrets.token_hex(8), self._specified(read_request(body)))
         check_start(run.spec, self.model(run.spec.model), self._ended_replay(run.spec))
         with self._lock:  # the run reports nothing before it has taken this lock
             self.thread.run(run.id, lambda: self._carry_out(run))
@@ -208,7 +208,7 @@ class Session:
         spec, outcome = self.outcome(run_id)
         return outcome.generation(self.model(spec.model), spec.cache)
 
-    def run(self, run_id: str) -> Run:
+    def run(self, run_id: str) -> LabRun:
         """The run with this id.
 
         Raises:
@@ -235,7 +235,7 @@ class Session:
         with self._lock:
             return [run.summary() for run in self._runs.values()]
 
-    def outcome(self, run_id: str) -> tuple[RunSpec, Outcome]:
+    def outcome(self, run_id: str) -> tuple[RunSpec, RunOutcome]:
         """The specification and outcome of a run that has ended.
 
         Raises:
@@ -332,7 +332,7 @@ class Session:
             self._weights[name] = self.model(name).fingerprint
         return self._weights[name]
 
-    def _carry_out(self, run: Run) -> None:
+    def _carry_out(self, run: LabRun) -> None:
         """Run in the model thread; whatever goes wrong there becomes the run's error."""
         try:
             self._attempt(run)
@@ -344,7 +344,7 @@ class Session:
         finally:
             run.live = None
 
-    def _attempt(self, run: Run) -> None:
+    def _attempt(self, run: LabRun) -> None:
         def report(kind: str, **data: Any) -> None:
             self.events.add(kind, run=run.id, **data)
 
@@ -365,7 +365,7 @@ class Session:
             run.facts["right"] = self._right(run.spec, outcome)
         self._finish(run, status, outcome)
 
-    def _fail(self, run: Run, text: str) -> None:
+    def _fail(self, run: LabRun, text: str) -> None:
         """End a run with an error and the steps that it finished."""
         outcome = None
         if run.live is not None:
@@ -376,7 +376,7 @@ class Session:
         print(f"sinklens lab: run {run.id} failed: {text}", file=sys.stderr)
         self._finish(run, "failed", outcome)
 
-    def _finish(self, run: Run, status: str, outcome: Outcome | None) -> None:
+    def _finish(self, run: LabRun, status: str, outcome: RunOutcome | None) -> None:
         """Write the run, then announce it: a run that a tab has seen finished is not lost, unless it says so."""
         if outcome is not None and not run.removed:
             try:
@@ -392,7 +392,7 @@ class Session:
         said = {"error": run.facts["error"]} if run.facts.get("error") else {}
         self.events.add(status, run=run.id, summary=run.summary(), **said)
 
-    def _right(self, spec: RunSpec, outcome: Outcome) -> bool | None:
+    def _right(self, spec: RunSpec, outcome: RunOutcome) -> bool | None:
         if spec.task is None:
             return None
         model = self.model(spec.model)
@@ -414,7 +414,7 @@ class Session:
         return {name: entry.loading for name, entry in self.models.items()}
 
 
-def _note(run: Run, live: LiveRun, outcome: Outcome | None) -> None:
+def _note(run: LabRun, live: LiveRun, outcome: RunOutcome | None) -> None:
     """Note in the summary what a run came to."""
     run.facts |= {"seconds": round(live.seconds, 3), "steps_run": 0 if outcome is None else outcome.steps}
     if outcome is not None:

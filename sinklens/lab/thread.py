@@ -21,7 +21,7 @@ MOST_COMPUTATIONS = 32  # waiting
 Result = TypeVar("Result")
 
 
-class Job(NamedTuple):
+class WorkItem(NamedTuple):
     """Work for the model thread.
 
     Attributes:
@@ -40,9 +40,9 @@ class ModelThread:
 
     def __init__(self) -> None:
         self._ready = threading.Condition()
-        self._computations: deque[Job] = deque()
-        self._runs: deque[Job] = deque()
-        self._background: deque[Job] = deque()
+        self._computations: deque[WorkItem] = deque()
+        self._runs: deque[WorkItem] = deque()
+        self._background: deque[WorkItem] = deque()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="sinklens-lab-model", daemon=True)
         self._thread.start()
@@ -56,7 +56,7 @@ class ModelThread:
         with self._ready:
             full = f"{MOST_RUNS} runs are waiting, which is the most; wait for one, or cancel one."
             require(len(self._runs) < MOST_RUNS, full, 429)
-            self._runs.append(Job(run, work, Future()))
+            self._runs.append(WorkItem(run, work, Future()))
             self._ready.notify()
 
     def compute(self, work: Callable[[], Result]) -> "Future[Result]":
@@ -69,7 +69,7 @@ class ModelThread:
         with self._ready:
             full = f"{MOST_COMPUTATIONS} computations are waiting for the model, which is the most; try again later."
             require(len(self._computations) < MOST_COMPUTATIONS, full, 429)
-            self._computations.append(Job(None, work, future))
+            self._computations.append(WorkItem(None, work, future))
             self._ready.notify()
         return future
 
@@ -77,7 +77,7 @@ class ModelThread:
         """Queue a short part of background work, which runs when nothing else waits; it raises nothing."""
         with self._ready:
             if not self._closed:
-                self._background.append(Job(None, work, Future()))
+                self._background.append(WorkItem(None, work, Future()))
                 self._ready.notify()
 
     def withdraw(self, run: str) -> bool:
@@ -102,7 +102,7 @@ class ModelThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> WorkItem | None:
         with self._ready:
             queues = (self._computations, self._runs, self._background)
             while not (self._closed or any(queues)):

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sinklens.errors import SinklensError
-from sinklens.lab.execution import Stopped
-from sinklens.lab.heads import Head, HeadTrial, Stop
+from sinklens.lab.execution import RunCancelled
+from sinklens.lab.heads import HeadTrial, LayerHead, Stop
 from sinklens.lab.refusal import Refused, require
 from sinklens.lab.session import Session
 
@@ -130,16 +130,16 @@ class Trials:
             for trial in self._trials.values():
                 trial.stop.requested.set()
 
-    def _carry_out(self, trial: Trial, work: HeadTrial, parts: list[list[Head]]) -> None:
+    def _carry_out(self, trial: Trial, work: HeadTrial, parts: list[list[LayerHead]]) -> None:
         """Try the next group of heads, in the model thread, and queue the group after it."""
         found: list[dict[str, Any]] = []
         try:
             if trial.stop.requested.is_set():
-                raise Stopped
+                raise RunCancelled
             found = work.measure(parts[0])
             trial.found.extend(found)
             trial.status = "running" if parts[1:] else "done"
-        except Stopped:
+        except RunCancelled:
             trial.status = "cancelled"
         except (SinklensError, Refused) as error:
             trial.status, trial.error = "failed", str(error)

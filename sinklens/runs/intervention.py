@@ -25,7 +25,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.hooks.forward_pass import ForwardPass, QuerySpan
+from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
 from sinklens.integers import as_integer
@@ -90,31 +90,6 @@ class RunContext:
     def forward_pass(self) -> ForwardPass:
         """The pass that runs, or ran last; hook functions also have it as ``hook.forward_pass``."""
         return self.tree.watch.forward_pass
-
-    def undecided(self, ids: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """The undecided positions of the current step, which works on the canvas `ids`."""
-        marked = self.forward_pass.undecided
-        return ids == self.mask_id if marked is None else marked[:, : ids.shape[1]]
-
-    def first(self, step: int, queries: int) -> int:
-        """As `ForwardPass.first`."""
-        return self.forward_pass.first(queries)
-
-    def query_spans(self, step: int, queries: int) -> list[QuerySpan]:
-        """As `ForwardPass.spans`."""
-        return self.forward_pass.spans(queries)
-
-    def first_column(self) -> int:
-        """The first query of the pass."""
-        return self.forward_pass.queries.start
-
-    def computed(self) -> Bool[Tensor, "batch pos"] | None:
-        """As `ForwardPass.computed`."""
-        return self.forward_pass.computed
-
-    def decidable(self) -> Bool[Tensor, "batch pos"] | None:
-        """As `ForwardPass.decidable`."""
-        return self.forward_pass.decidable
 
 
 class HookSource(ABC):
@@ -371,5 +346,7 @@ class Canvas:
     def hook(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
         """The hook function of ``denoise.hook_canvas``."""
         if self.now is not None:  # the next step is planned after this point
-            self.before = self.now._replace(computed=self._run.computed())
-        self.now = Snapshot(value.clone(), self._run.undecided(value))
+            self.before = self.now._replace(computed=self._run.forward_pass.computed)
+        marked = self._run.forward_pass.undecided
+        undecided = value == self._run.mask_id if marked is None else marked[:, : value.shape[1]]
+        self.now = Snapshot(value.clone(), undecided)

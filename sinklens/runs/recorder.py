@@ -29,7 +29,7 @@ from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.names import covers_all_columns
 from sinklens.hooks.sampled_sums import QuerySample
 from sinklens.sinks.quantities import Quantity
-from sinklens.sinks.record import Place, Record
+from sinklens.sinks.record import Record, StepLayer
 from sinklens.sinks.stores import MemoryStore, Store, ZarrStore
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class SinkRecorder:
             for part in quantities
         ]
         self._wanted = {_within(place, steps, layers) for place in record.patterns}
-        self.patterns: dict[Place, Float[Tensor, "batch head query key"]] = {}
+        self.patterns: dict[StepLayer, Float[Tensor, "batch head query key"]] = {}
         self.latest: dict[str, np.ndarray] = {}
         self._kept: dict[tuple[str, int], Kept] = {}
         self._earlier: dict[tuple[str, int], Tensor] = {}  # of the step before, to join or to compare with
@@ -318,7 +318,7 @@ def _filled(
     return torch.nn.functional.pad(last, missing, value=missing_value).movedim(-1, axis)
 
 
-def _within(place: Place, steps: int, layers: int) -> Place:
+def _within(place: StepLayer, steps: int, layers: int) -> StepLayer:
     step, layer = place
     if not (-steps <= step < steps and -layers <= layer < layers):
         raise SettingError(

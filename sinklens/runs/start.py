@@ -23,7 +23,7 @@ from sinklens.sampling.state import State
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """The start of a run.
 
     Attributes:
@@ -35,7 +35,7 @@ class Start:
     state: State
 
 
-def start(model: Model, request: RunRequest) -> Start:
+def start(model: Model, request: RunRequest) -> RunStart:
     """Encode the prompts and build the settings and the initial state.
 
     Raises:
@@ -63,7 +63,7 @@ def start(model: Model, request: RunRequest) -> Start:
     settings = settings.fitted(lengths)
     spare = [settings.spare(n) for n in lengths]
     _check_room(model, settings, max(lengths) + appended.shape[1], added + appended.shape[1], max(spare))
-    return Start(settings, _state(model, settings, ids, real, appended, spare, noise))
+    return RunStart(settings, _state(model, settings, ids, real, appended, spare, noise))
 
 
 def _state(

@@ -1,7 +1,7 @@
 """The kinds and states of the tokens that are sinks: newlines, punctuation, masks, end tokens, words.
 
-Each place (row, step, position) of a track has one `Kind`, from its token's text and position, and one `State`: part of
-the prompt, still masked, or committed before the step began. Places that do not exist (padding, tokens that an
+Each place (row, step, position) of a track has one `Kind`, from its token's text and position, and one `PlaceState`:
+part of the prompt, still masked, or committed before the step began. Places that do not exist (padding, tokens that an
 autoregressive run has not decoded yet, and every place of a row after its end) are MISSING and never counted.
 
 Whether sinks prefer a kind needs a baseline: on a canvas full of masks most sinks are masks, preferred or not. So
@@ -57,7 +57,7 @@ class Kind(IntEnum):
     WORD = 9
 
 
-class State(IntEnum):
+class PlaceState(IntEnum):
     """The state of a place when the step began.
 
     MISSING: as in `Kind`. MASKED: undecided. PROMPT: given. COMMITTED: decided at an earlier step.
@@ -158,10 +158,10 @@ def kind_codes(
 
 
 def states(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
-    """The `State` of every place, as an integer code: ``states(track) == State.MASKED``."""
-    decided = np.where(_answer(track), State.COMMITTED, State.PROMPT)
-    codes = np.where(track.data["masked"].to_numpy(), State.MASKED, decided)
-    return _coded(np.where(_existing(track), codes, State.MISSING), State)
+    """The `PlaceState` of every place, as an integer code: ``states(track) == PlaceState.MASKED``."""
+    decided = np.where(_answer(track), PlaceState.COMMITTED, PlaceState.PROMPT)
+    codes = np.where(track.data["masked"].to_numpy(), PlaceState.MASKED, decided)
+    return _coded(np.where(_existing(track), codes, PlaceState.MISSING), PlaceState)
 
 
 def absorption(track: SinkTrack, by: str = "kind") -> Float[xr.DataArray, "batch step layer set"]:
@@ -295,7 +295,7 @@ def set_codes(track: SinkTrack, by: str) -> tuple[np.ndarray, list[str]]:
     if by == "kind":
         return kinds(track).to_numpy(), _names(Kind)
     if by == "state":
-        return states(track).to_numpy(), _names(State)
+        return states(track).to_numpy(), _names(PlaceState)
     raise TrackError(f"by must be 'kind' or 'state'; got {by!r}.")
 
 

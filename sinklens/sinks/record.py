@@ -17,7 +17,7 @@ from sinklens.integers import as_integer
 from sinklens.sinks.quantities import BY_NAME, Quantity, SampledScores, Scores
 from sinklens.sinks.stores import CANVASES, refuse_existing
 
-Place = tuple[int, int]
+StepLayer = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Record:
     """
 
     quantities: Sequence[str | Quantity] = ()
-    patterns: Sequence[Place] = ()
+    patterns: Sequence[StepLayer] = ()
     to: str | Path | None = None
     dtype: str = "float32"
     overwrite: bool = False

@@ -20,14 +20,14 @@ from sinklens.arguments import Count, check_arguments
 from sinklens.errors import SettingError, nearest
 from sinklens.sinks.data import TrackData
 from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
-from sinklens.sinks.kinds import Kind, State, kinds, states
+from sinklens.sinks.kinds import Kind, PlaceState, kinds, states
 from sinklens.sinks.track import SinkTrack
 
 Part = Literal["all", "sink", "other"]
 STATES = ("prompt", "masked", "committed")
 SYNONYMS = {"mask": "masked", "decided": "committed"}
 """Further names of states."""
-KINDS = tuple(kind.name.lower() for kind in Kind if kind not in (Kind.MISSING, Kind.MASK))
+KIND_NAMES = tuple(kind.name.lower() for kind in Kind if kind not in (Kind.MISSING, Kind.MASK))
 NOT = "not "
 
 
@@ -37,7 +37,7 @@ def check_only(only: Sequence[str], argument: str = "only") -> None:
     Raises:
         SettingError: an unknown name.
     """
-    known = [*STATES, *SYNONYMS, *KINDS]
+    known = [*STATES, *SYNONYMS, *KIND_NAMES]
     for name in only:
         if name.removeprefix(NOT) not in known:
             raise SettingError(
@@ -48,7 +48,7 @@ def check_only(only: Sequence[str], argument: str = "only") -> None:
 
 def needs_text(only: Sequence[str]) -> bool:
     """Whether `only` names a token kind."""
-    return any(name.removeprefix(NOT) in KINDS for name in only)
+    return any(name.removeprefix(NOT) in KIND_NAMES for name in only)
 
 
 def in_only(
@@ -67,7 +67,7 @@ def in_only(
     def union(names: Sequence[str]) -> np.ndarray:
         found = np.zeros(shape, dtype=bool)
         for name in names:
-            if name in KINDS:
+            if name in KIND_NAMES:
                 found = found | (codes == int(Kind[name.upper()]))
             else:
                 found = found | by_state[SYNONYMS.get(name, name)]
@@ -130,7 +130,7 @@ class StrongestKeys(Detector):
         """Places in `only`, [batch, step, pos]."""
         part = SinkTrack(track.data)
         state = states(part)
-        by_state = {name: (state == State[name.upper()]).to_numpy() for name in STATES}
+        by_state = {name: (state == PlaceState[name.upper()]).to_numpy() for name in STATES}
         codes = kinds(part).to_numpy() if needs_text(self._names) else None
         return state.copy(data=in_only(self._names, by_state, codes))
 

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from sinklens.errors import TaskError
 from sinklens.tasks.base import Sample, Task, check_limit, cut
-from sinklens.tasks.published import HubSet, Record, choose, read_file, read_hub
+from sinklens.tasks.published import DataRow, HubSet, choose, read_file, read_hub
 
 FIELDS = ("question", "answer")
 FEW_SHOT_SEED = 1234
@@ -129,7 +129,7 @@ class Gsm8k(Task):
             for number, (record, before) in enumerate(zip(kept, self._before(len(kept)), strict=True))
         ]
 
-    def _worked(self, record: Record) -> str:
+    def _worked(self, record: DataRow) -> str:
         """The worked answer, ending in the style's sentence."""
         work, _, number = record["answer"].rpartition("#### ")
         return f" {work}{self._style.sentence.format(number.strip())}"
@@ -149,11 +149,11 @@ class Gsm8k(Task):
         rng = random.Random(FEW_SHOT_SEED)
         return [self._written(rng.sample(pool, shots)) for _ in range(count)]
 
-    def _written(self, examples: list[Record]) -> str:
+    def _written(self, examples: list[DataRow]) -> str:
         question = self._style.question
         return "".join(f"{question.format(record['question'])} {record['answer']}\n\n" for record in examples)
 
-    def _pool(self) -> list[Record]:
+    def _pool(self) -> list[DataRow]:
         if self.examples is not None:
             return read_file(self.examples, FIELDS)
         if not self._style.drawn:

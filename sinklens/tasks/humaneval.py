@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sinklens.errors import TaskError
 from sinklens.tasks.base import CodeSample, CodeTask, check_limit
-from sinklens.tasks.published import HubSet, Record, choose, read_file, read_hub
+from sinklens.tasks.published import DataRow, HubSet, choose, read_file, read_hub
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
 STYLES = ("humaneval", "humaneval-instruct")
@@ -63,7 +63,7 @@ class HumanEval(CodeTask):
         _require_distinct(samples, records)
         return samples[:limit]
 
-    def _sample(self, record: Record) -> CodeSample:
+    def _sample(self, record: DataRow) -> CodeSample:
         stub, instruct = record["prompt"], self.style == "humaneval-instruct"
         return CodeSample(
             f"{self.style}/{record['task_id'].rpartition('/')[2]}",
@@ -76,7 +76,7 @@ class HumanEval(CodeTask):
         )
 
 
-def _require_distinct(samples: Sequence[CodeSample], records: Sequence[Record]) -> None:
+def _require_distinct(samples: Sequence[CodeSample], records: Sequence[DataRow]) -> None:
     """Refuse records that would share a sample id, and so each other's results.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from sinklens.errors import TaskError
 
-Record = Mapping[str, str]
+DataRow = Mapping[str, str]
 
 
 class HubSet(NamedTuple):
@@ -28,7 +28,7 @@ class HubSet(NamedTuple):
     split: str
 
 
-def read_file(path: Path, fields: Sequence[str]) -> list[Record]:
+def read_file(path: Path, fields: Sequence[str]) -> list[DataRow]:
     """Read the records of a JSON Lines file.
 
     Args:
@@ -57,7 +57,7 @@ def _text(path: Path) -> str:
         raise TaskError(f"{path} is not UTF-8 ({error}); save it as UTF-8, or unzip it first.") from error
 
 
-def _record(line: str, fields: Sequence[str], where: str) -> Record:
+def _record(line: str, fields: Sequence[str], where: str) -> DataRow:
     try:
         found = json.loads(line)
     except json.JSONDecodeError as error:
@@ -65,7 +65,7 @@ def _record(line: str, fields: Sequence[str], where: str) -> Record:
     return _checked(found, fields, where)
 
 
-def _checked(found: Any, fields: Sequence[str], where: str) -> Record:
+def _checked(found: Any, fields: Sequence[str], where: str) -> DataRow:
     missing = [name for name in fields if not isinstance(found, Mapping) or not isinstance(found.get(name), str)]
     if missing:
         raise TaskError(f"{where} has no text in {', '.join(missing)}; the task reads {', '.join(fields)}.")
@@ -89,7 +89,7 @@ def choose(path: Path, names: Iterable[str]) -> Path:
 
 
 @cache
-def read_hub(source: HubSet, fields: tuple[str, ...]) -> list[Record]:
+def read_hub(source: HubSet, fields: tuple[str, ...]) -> list[DataRow]:
     """Read the records of a data set on the hub, once per process.
 
     Raises:

@@ -31,7 +31,7 @@ PARAMETERS = {
     "any list": ITEMS,
     "word": ("word", "text", "name", "line", "note", "title", "key", "label", "month", "s", "t", "w"),
 }
-KINDS = tuple(TEMPLATES)
+FUNCTION_KINDS = tuple(TEMPLATES)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Function:
     """One function of the set.
 
     Attributes:
-        kind: the template, one of `KINDS`.
+        kind: the template, one of `FUNCTION_KINDS`.
         entry_point: its name.
         parameters: their names.
         doc: the docstring.
@@ -98,7 +98,7 @@ def stream(seed: int) -> Iterator[Function]:
     """Yield functions endlessly, all templates equally likely; equal seeds give equal streams."""
     rng = random.Random(seed)
     while True:
-        kind = rng.choice(KINDS)
+        kind = rng.choice(FUNCTION_KINDS)
         template = TEMPLATES[kind]
         parameters = tuple(rng.sample(PARAMETERS[template.takes], 2 if template.takes == "two numbers" else 1))
         constants: tuple[int, ...] = ()
@@ -113,7 +113,7 @@ def stream(seed: int) -> Iterator[Function]:
 def held_out() -> list[Function]:
     """The first `HELD_OUT_EACH` distinct functions of each template of the held-out seed, in a fixed order."""
     functions: list[Function] = []
-    missing = Counter(dict.fromkeys(KINDS, HELD_OUT_EACH))
+    missing = Counter(dict.fromkeys(FUNCTION_KINDS, HELD_OUT_EACH))
     for function in distinct(stream(HELD_OUT_SEED), attrgetter("identity")):
         if missing[function.kind]:
             functions.append(function)

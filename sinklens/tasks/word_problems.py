@@ -39,7 +39,7 @@ class Problem:
     """One word problem.
 
     Attributes:
-        kind: the template, one of `KINDS`.
+        kind: the template, one of `PROBLEM_KINDS`.
         question: the text of the question, without the prompt format.
         answer: the worked answer; its last line is ``#### <result>``.
         result: the number that the question asks for.
@@ -146,7 +146,7 @@ _TEMPLATES = {
     "groups-then-more": _groups_then_more,
     "together": _together,
 }
-KINDS = tuple(_TEMPLATES)
+PROBLEM_KINDS = tuple(_TEMPLATES)
 _ONE_STEP: dict[str, Callable[..., tuple[str, str, int]]] = {
     "more": _more,
     "fewer": _fewer,
@@ -167,7 +167,7 @@ def stream(seed: int) -> Iterator[Problem]:
     """Yield problems endlessly, all kinds equally likely; equal seeds give equal streams."""
     rng = random.Random(seed)
     while True:
-        kind = rng.choice(KINDS)
+        kind = rng.choice(PROBLEM_KINDS)
         question, work, result = _TEMPLATES[kind](rng, _cast(rng))
         yield Problem(kind, question, f"{work}\n#### {result}", result)
 

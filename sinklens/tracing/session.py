@@ -21,7 +21,7 @@ from torch import Tensor
 from sinklens.arguments import takes
 from sinklens.errors import HookOrderError, SettingError, SinklensError
 from sinklens.hooks.hook_functions import refuse_other
-from sinklens.hooks.interleaving import BlockTracer, Rows
+from sinklens.hooks.interleaving import BlockTracer, TracedRows
 from sinklens.hooks.points import Point
 from sinklens.model import Model, load
 from sinklens.runs.caches import StepCaches, chosen_points
@@ -297,10 +297,10 @@ class Trace(BlockTracer):
         _refuse_nesting(self._denoising.model)
         self.server = StepServer(self._denoising.model, self._denoising.settings.name)
 
-    def rows(self) -> Rows:
+    def rows(self) -> TracedRows:
         """The rows that a block sees: under guidance the conditional rows of a pass, otherwise all."""
         rows = self._denoising.rows
-        return Rows(rows, 2 * rows if self._denoising.settings.guided else rows)
+        return TracedRows(rows, 2 * rows if self._denoising.settings.guided else rows)
 
     def carry_out(self) -> Generation:
         """Run all steps and store the result."""

@@ -5,7 +5,7 @@ every ``<`` escaped, and deflated bytes in base64. Its Content-Security-Policy l
 their hashes and forbids all fetching, so model text that became markup by mistake could not do anything.
 
 Pitfall: a frame inside a document is subject to the document's policy as well as its own, so the outer policy has to
-allow what the frame runs (`Parts.allowed`).
+allow what the frame runs (`PageFiles.allowed`).
 """
 
 import base64
@@ -28,7 +28,7 @@ NOT_YET, MASKED = "", "░"
 
 
 @dataclass(frozen=True)
-class Parts:
+class PageFiles:
     """Files of ``page/`` that make a document, in order.
 
     Attributes:
@@ -42,7 +42,7 @@ class Parts:
     styles: Sequence[str]
     scripts: Sequence[str]
     library: bool = True
-    frame: "Parts | None" = None
+    frame: "PageFiles | None" = None
 
     def style(self) -> str:
         """The content of its style element."""
@@ -69,9 +69,9 @@ class Parts:
         return fill(_asset(f"{self.template}.html"), filled)
 
 
-HEADS = Parts("heads", ["heads.css"], ["chunks.js", "heads.js"])
+HEADS = PageFiles("heads", ["heads.css"], ["chunks.js", "heads.js"])
 COMPONENTS = ("chunks.js", "dom.js", "run.js", "controls.js", "tokens.js", "figures.js", "attention.js")
-REPORT = Parts("report", ["report.css"], [*COMPONENTS, "report.js", "start.js"], frame=HEADS)
+REPORT = PageFiles("report", ["report.css"], [*COMPONENTS, "report.js", "start.js"], frame=HEADS)
 
 
 def bundle(scripts: Iterable[str]) -> str:

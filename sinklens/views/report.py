@@ -25,7 +25,7 @@ from sinklens.sinks.track import SinkTrack
 from sinklens.views.attention import CELLS
 from sinklens.views.html import HEADS, REPORT, circuitsvis_chunk, json_block, spelled
 from sinklens.views.patterns import generation_of, patterns_at, recorded
-from sinklens.views.report_budget import Patterns, Scores, fit_patterns, fit_scores, wanted_of
+from sinklens.views.report_budget import PageScores, Patterns, fit_patterns, fit_scores, wanted_of
 from sinklens.views.report_data import Material, Numbers
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def build(
     return page
 
 
-def _page(material: Material, numbers: Numbers, scores: Scores, patterns: Patterns) -> str:
+def _page(material: Material, numbers: Numbers, scores: PageScores, patterns: Patterns) -> str:
     attributes = material.track.data.attrs
     places = sorted(patterns.sides)
     info = {
@@ -168,7 +168,7 @@ def _settings(attributes: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, spelled(str(value))) for name, value in settings.items()]
 
 
-def _notes(numbers: Numbers, scores: Scores, patterns: Patterns) -> list[str]:
+def _notes(numbers: Numbers, scores: PageScores, patterns: Patterns) -> list[str]:
     """How to read the page, and what it leaves out."""
     layers = len({layer for _, layer in patterns.sides})
     cells = f"each cell covers {patterns.block} × {patterns.block} positions and shows the largest value"

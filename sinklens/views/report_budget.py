@@ -15,11 +15,10 @@ import numpy as np
 from jaxtyping import UInt8
 
 from sinklens.errors import SettingError, TrackError
+from sinklens.sinks.record import StepLayer
 from sinklens.views.attention import pooled
 from sinklens.views.html import chunk
 from sinklens.views.report_data import Material, Numbers
-
-Place = tuple[int, int]
 
 DEFAULT_STEPS = 4  # steps whose attention a page holds
 SCORES_SHARE = 0.35  # of the room, if attention patterns are wanted too
@@ -37,7 +36,7 @@ class Wanted:
         named: whether the caller named steps or layers, so that missing patterns are an error.
     """
 
-    places: list[Place]
+    places: list[StepLayer]
     more: list[int] = field(default_factory=list)
     named: bool = False
 
@@ -76,7 +75,7 @@ def wanted_of(
 
 
 @dataclass
-class Scores:
+class PageScores:
     """Scores in the page.
 
     Attributes:
@@ -109,7 +108,7 @@ class Scores:
         return True
 
 
-def fit_scores(numbers: Numbers, wanted: Wanted, room: int) -> Scores:
+def fit_scores(numbers: Numbers, wanted: Wanted, room: int) -> PageScores:
     """Scores of as many layers as fit; if not even one fits, of fewer steps.
 
     Raises:
@@ -119,7 +118,7 @@ def fit_scores(numbers: Numbers, wanted: Wanted, room: int) -> Scores:
     first, *others = dict.fromkeys([*wanted.layers(), *numbers.layers_by_motion()])
     for every in range(1, numbers.steps + 1):
         kept = sorted({*range(0, numbers.steps, every), numbers.steps - 1, *wanted.steps()})
-        scores = Scores(kept)
+        scores = PageScores(kept)
         scores.blocks = {name: chunk(name, content) for name, content in numbers.shared_chunks(kept).items()}
         if scores.add(numbers, None, room) and scores.add(numbers, first, room):
             for layer in others:
@@ -146,8 +145,8 @@ class Patterns:
     """
 
     block: int = 1
-    sides: dict[Place, int] = field(default_factory=dict)
-    blocks: dict[Place, str] = field(default_factory=dict)
+    sides: dict[StepLayer, int] = field(default_factory=dict)
+    blocks: dict[StepLayer, str] = field(default_factory=dict)
     left_out: int = 0
     why: str = ""
 
@@ -155,7 +154,7 @@ class Patterns:
         """Bytes in the page."""
         return sum(map(len, self.blocks.values()))
 
-    def add(self, patterns: Mapping[Place, UInt8[np.ndarray, "head query key"]], room: int) -> bool:
+    def add(self, patterns: Mapping[StepLayer, UInt8[np.ndarray, "head query key"]], room: int) -> bool:
         """Add all `patterns` if they fit; returns whether they did."""
         blocks, sides, weight = {}, {}, self.weight()
         for (step, layer), pattern in patterns.items():
@@ -208,7 +207,7 @@ def fit_patterns(material: Material, wanted: Wanted, room: int) -> Patterns:
     return patterns
 
 
-def _quantised(material: Material, places: Sequence[Place]) -> dict[Place, UInt8[np.ndarray, "head query key"]]:
+def _quantised(material: Material, places: Sequence[StepLayer]) -> dict[StepLayer, UInt8[np.ndarray, "head query key"]]:
     """Attention a as round(255 √a): eight bits that distinguish 1/512 from 2/512, with an error of at most √a / 255."""
     assert material.patterns is not None
     sizes = material.track.data.sizes

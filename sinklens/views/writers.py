@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
 
-KINDS = ("embed", "head", "mlp", "bias", "rest")
+WRITER_KINDS = ("embed", "head", "mlp", "bias", "rest")
 
 
 def writer_bars(
@@ -39,7 +39,7 @@ def writer_bars(
     order = np.argsort(-np.abs(parts.to_numpy()))
     kept, others = parts[order[:top]], parts[order[top:]]
     names, values = [*kept["writer"].values, f"{others.size} others"], [*kept.values, float(others.sum())]
-    colour = dict(zip(KINDS, colours(len(KINDS)), strict=True))
+    colour = dict(zip(WRITER_KINDS, colours(len(WRITER_KINDS)), strict=True))
     shades = [*(colour[kind] for kind in kept["kind"].values), "0.7"]
     shown = len(values) if others.size else len(values) - 1
     ax = axes_or_new(ax, (5.0, 0.6 + 0.26 * shown))

@@ -25,7 +25,7 @@ from sinklens.zoo.recipes import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-Weights = dict[str, Float[Tensor, "..."]]
+StateDict = dict[str, Float[Tensor, "..."]]
 LLADA_NAMES = {
     "model.embed_tokens.": "model.transformer.wte.",
     "model.norm.": "model.transformer.ln_f.",
@@ -248,15 +248,15 @@ def _gemma_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTra
     }
 
 
-def _llada_weights(model: "PreTrainedModel") -> Weights:
+def _llada_weights(model: "PreTrainedModel") -> StateDict:
     return {_llada_name(name): value for name, value in model.state_dict().items()}
 
 
-def _same_weights(model: "PreTrainedModel") -> Weights:
+def _same_weights(model: "PreTrainedModel") -> StateDict:
     return model.state_dict()
 
 
-def _single_experts(model: "PreTrainedModel") -> Weights:
+def _single_experts(model: "PreTrainedModel") -> StateDict:
     """Each expert alone: transformers stacks gate and up projections, in this order, and then the experts."""
     stored = dict[str, Tensor]()
     for name, value in model.state_dict().items():
@@ -272,7 +272,7 @@ def _single_experts(model: "PreTrainedModel") -> Weights:
     return stored
 
 
-def _untied_weights(model: "PreTrainedModel") -> Weights:
+def _untied_weights(model: "PreTrainedModel") -> StateDict:
     """Without the weights that are the same tensor as another one."""
     tied = set(model.all_tied_weights_keys)
     return {name: value for name, value in model.state_dict().items() if name not in tied}
@@ -308,7 +308,7 @@ class Format:
     """
 
     config: Callable[[Recipe, "PreTrainedConfig", "PreTrainedTokenizerFast"], dict[str, Any]]
-    weights: Callable[["PreTrainedModel"], Weights]
+    weights: Callable[["PreTrainedModel"], StateDict]
     generation: Callable[[Recipe, "PreTrainedTokenizerFast"], dict[str, Any]]
 
 

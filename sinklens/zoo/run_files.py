@@ -18,10 +18,10 @@ import torch
 from sinklens.atomic import atomic_write
 from sinklens.errors import CheckpointError, SinklensError
 
-Record = dict[str, Any]  # plain JSON values
+JSONRecord = dict[str, Any]  # plain JSON values
 
 
-def read_records(file: Path) -> list[Record]:
+def read_records(file: Path) -> list[JSONRecord]:
     """Every complete record; empty if there is no file.
 
     Raises:
@@ -38,7 +38,7 @@ def read_records(file: Path) -> list[Record]:
     return records
 
 
-def append_record(file: Path, record: Record) -> None:
+def append_record(file: Path, record: JSONRecord) -> None:
     """Write one record after the complete ones."""
     if file.exists():
         os.truncate(file, file.read_bytes().rfind(b"\n") + 1)

@@ -34,7 +34,7 @@ ENTRIES = 400  # paragraphs of a dictionary per document
 
 
 @dataclass(frozen=True)
-class Source:
+class DebianPackage:
     """One Debian package.
 
     Attributes:
@@ -53,24 +53,24 @@ class Source:
 
 
 SOURCES = (
-    Source("anarchism", "usr/share/doc/anarchism/html/*.html"),
-    Source("bible-kjv-text", "usr/lib/bible.data", "bible", readers=("bible-kjv",)),
-    Source("dict-gcide", "usr/share/dictd/gcide.dict.dz", "dictionary"),
-    Source("dict-jargon", "usr/share/dictd/jargon.dict.dz", "dictionary"),
-    Source("erlang-doc", "usr/share/doc/erlang-doc/doc/**/*.html"),
-    Source("gimp-help-en", "usr/share/gimp/2.0/help/en/*.html"),
-    Source("git-doc", "usr/share/doc/git-doc/**/*.html"),
-    Source("installation-guide-amd64", "usr/share/doc/installation-guide-amd64/en/*.html"),
-    Source("linux-doc-6.1", "usr/share/doc/linux-doc-6.1/html/**/*.html"),
-    Source("perl-doc", "usr/share/perl/*/pod/*.pod", "pod"),
-    Source("postgresql-doc-15", "usr/share/doc/postgresql-doc-15/html/*.html"),
-    Source("python-django-doc", "usr/share/doc/python-django-doc/html/**/*.html"),
-    Source("python3.11-doc", "usr/share/doc/python3.11/html/**/*.html"),
-    Source("apache2-doc", "usr/share/doc/apache2-doc/manual/en/**/*.html", held_out=True),
-    Source("debian-reference-en", "usr/share/debian-reference/*.html", held_out=True),
-    Source("developers-reference", "usr/share/developers-reference/*.html", held_out=True),
-    Source("dict-foldoc", "usr/share/dictd/foldoc.dict.dz", "dictionary", held_out=True),
-    Source("sqlite3-doc", "usr/share/doc/sqlite3/**/*.html", held_out=True),
+    DebianPackage("anarchism", "usr/share/doc/anarchism/html/*.html"),
+    DebianPackage("bible-kjv-text", "usr/lib/bible.data", "bible", readers=("bible-kjv",)),
+    DebianPackage("dict-gcide", "usr/share/dictd/gcide.dict.dz", "dictionary"),
+    DebianPackage("dict-jargon", "usr/share/dictd/jargon.dict.dz", "dictionary"),
+    DebianPackage("erlang-doc", "usr/share/doc/erlang-doc/doc/**/*.html"),
+    DebianPackage("gimp-help-en", "usr/share/gimp/2.0/help/en/*.html"),
+    DebianPackage("git-doc", "usr/share/doc/git-doc/**/*.html"),
+    DebianPackage("installation-guide-amd64", "usr/share/doc/installation-guide-amd64/en/*.html"),
+    DebianPackage("linux-doc-6.1", "usr/share/doc/linux-doc-6.1/html/**/*.html"),
+    DebianPackage("perl-doc", "usr/share/perl/*/pod/*.pod", "pod"),
+    DebianPackage("postgresql-doc-15", "usr/share/doc/postgresql-doc-15/html/*.html"),
+    DebianPackage("python-django-doc", "usr/share/doc/python-django-doc/html/**/*.html"),
+    DebianPackage("python3.11-doc", "usr/share/doc/python3.11/html/**/*.html"),
+    DebianPackage("apache2-doc", "usr/share/doc/apache2-doc/manual/en/**/*.html", held_out=True),
+    DebianPackage("debian-reference-en", "usr/share/debian-reference/*.html", held_out=True),
+    DebianPackage("developers-reference", "usr/share/developers-reference/*.html", held_out=True),
+    DebianPackage("dict-foldoc", "usr/share/dictd/foldoc.dict.dz", "dictionary", held_out=True),
+    DebianPackage("sqlite3-doc", "usr/share/doc/sqlite3/**/*.html", held_out=True),
 )
 
 
@@ -160,7 +160,7 @@ _FORMATS: dict[str, Callable[[bytes], list[str]]] = {
 }
 
 
-def _pages(source: Source, root: Path) -> Iterator[tuple[str, list[str]]]:
+def _pages(source: DebianPackage, root: Path) -> Iterator[tuple[str, list[str]]]:
     """Name and paragraphs of every document of a source that is unpacked below `root`."""
     if source.format == "bible":
         yield from _books(root)
@@ -183,7 +183,7 @@ def _books(root: Path) -> Iterator[tuple[str, list[str]]]:
     yield from books.items()
 
 
-def gather(out: Path, sources: Sequence[Source] = SOURCES) -> Iterator[str]:
+def gather(out: Path, sources: Sequence[DebianPackage] = SOURCES) -> Iterator[str]:
     """Fetch the sources and write their documents to `out`, JSON Lines; yield a line of progress per source.
 
     Paragraphs that occurred before, in any source, are left out. Held-out sources come first, so what they share with
@@ -216,7 +216,7 @@ def _new(paragraphs: Sequence[str], seen: set[bytes]) -> Iterator[str]:
             yield line
 
 
-def _fetch(source: Source, folder: Path) -> None:
+def _fetch(source: DebianPackage, folder: Path) -> None:
     """Download a package, and those that it needs to be read, and unpack them in `folder`."""
     for package in (source.package, *source.readers):
         try:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.analyses.budget import BUDGETS, KINDS, Budget, restricted
+from sinklens.analyses.budget import BUDGETS, KEY_KINDS, Budget, restricted
 from sinklens.experiments import effect
 from sinklens.sinks import Record
 from sinklens.tasks.word_problems import held_out
@@ -14,7 +14,7 @@ PROMPT = held_out(1)[0].prompt
 STEPS = 6
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KEY_KINDS)
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
 def test_every_query_sees_itself_and_the_budgeted_number_of_keys(name, kind, request):
     model = request.getfixturevalue(name)
@@ -46,7 +46,7 @@ def test_every_query_sees_itself_and_the_budgeted_number_of_keys(name, kind, req
 def test_a_prompt_shorter_than_the_budget_keeps_all_keys(tiny_llama):
     """A prompt of a few tokens has fewer than 32 keys."""
     data = Budget().measure(tiny_llama, ["Tom has"], {"gen_length": 3}).isel(prompt=0)
-    assert data["kl"].shape == (len(BUDGETS), len(KINDS))
+    assert data["kl"].shape == (len(BUDGETS), len(KEY_KINDS))
     assert float(abs(data["kl"].sel(budget=32, kind="near"))) < 1e-9
     assert data["kl"].notnull().all()
     assert data["right"].isnull().all()

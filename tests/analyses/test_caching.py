@@ -10,7 +10,7 @@ import xarray as xr
 import sinklens
 from sinklens.analyses.caching import MOTION, POLICIES, SOURCES, Caching, claim_values
 from sinklens.analyses.seeds import write_seeds
-from sinklens.analyses.stale_keys import Condition, candidates, chosen_keys, conditions, costs, fresh_keys
+from sinklens.analyses.stale_keys import Staleness, candidates, chosen_keys, conditions, costs, fresh_keys
 from sinklens.caching import Planned
 from sinklens.errors import SettingError
 from sinklens.experiments import effect
@@ -47,7 +47,7 @@ def measured(tiny_dream):
 
 @pytest.mark.parametrize(
     "condition",
-    [Condition("stale", "sink", "all"), Condition("fresh", "same_mass", "2"), Condition("fresh", "none", "all")],
+    [Staleness("stale", "sink", "all"), Staleness("fresh", "same_mass", "2"), Staleness("fresh", "none", "all")],
 )
 def test_the_cost_of_a_choice_is_the_effect_of_a_policy_with_these_stale_keys(
     tiny_dream, run, sets, measured, condition
@@ -64,7 +64,7 @@ def test_the_cost_of_a_choice_is_the_effect_of_a_policy_with_these_stale_keys(
 
 
 def test_keys_of_the_first_layer_are_never_out_of_date(tiny_dream, sets):
-    fresh = fresh_keys(Condition("fresh", "none", "0"), sets[1], sets[0])
+    fresh = fresh_keys(Staleness("fresh", "none", "0"), sets[1], sets[0])
     assert (~fresh).sum() > 100
     found = effect(tiny_dream, PROMPTS[1], cache=Planned(fresh[None]), **SETTINGS)
     assert float(found.under_replay["kl"].max()) < 1e-8

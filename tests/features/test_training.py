@@ -8,7 +8,7 @@ from watching import PADDED, entered
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.features import ActivationStore, Recipe, assess, load_sae, train
+from sinklens.features import ActivationStore, SAERecipe, assess, load_sae, train
 from sinklens.features.assessing import Mean
 
 POINT = "blocks.1.hook_resid_post"
@@ -33,7 +33,7 @@ def planted(folder, prompts=40, each=200, d_in=16, size=24, scale=50.0):
 @pytest.mark.extended
 def test_a_planted_dictionary_is_found_again(tmp_path):
     store, directions = planted(tmp_path / "a.zarr")
-    trained = train(store, Recipe(d_sae=64, k=2, steps=1200, batch=256, learning_rate=3e-3, dead_after=5000))
+    trained = train(store, SAERecipe(d_sae=64, k=2, steps=1200, batch=256, learning_rate=3e-3, dead_after=5000))
     likeness = torch.nn.functional.normalize(trained.sae.W_dec, dim=1) @ directions.T
     assert float((likeness.max(dim=0).values > 0.95).float().mean()) > 0.9
     assert trained.explained_variance > 0.9
@@ -50,7 +50,7 @@ def by_hand(store, sae, first):
 
 def test_an_interrupted_training_takes_the_same_steps(tmp_path):
     store, _ = planted(tmp_path / "a.zarr", prompts=10, each=60)
-    recipe = Recipe(d_sae=20, k=2, steps=30, batch=64, dead_after=300)
+    recipe = SAERecipe(d_sae=20, k=2, steps=30, batch=64, dead_after=300)
     complete = train(store, recipe, tmp_path / "complete")
 
     def stop(done, total):
@@ -68,22 +68,22 @@ def test_an_interrupted_training_takes_the_same_steps(tmp_path):
     assert torch.equal(read.W_enc, again.sae.W_enc)
     assert (read.k, read.point, read.model) == (2, POINT, "planted")
     with pytest.raises(SettingError, match="training with another recipe or other activations"):
-        train(store, Recipe(d_sae=20, k=3, steps=30, batch=64), tmp_path / "out")
+        train(store, SAERecipe(d_sae=20, k=3, steps=30, batch=64), tmp_path / "out")
 
 
 def test_recipes_and_stores_that_do_not_work_are_refused(tmp_path):
     store, _ = planted(tmp_path / "a.zarr", prompts=3, each=10)
     with pytest.raises(SettingError, match="k must be at most d_sae, the number of features; got 5 of 4"):
-        Recipe(d_sae=4, k=5)
+        SAERecipe(d_sae=4, k=5)
     with pytest.raises(SettingError, match="batch must be an integer of at least 2; got 1"):
-        Recipe(d_sae=4, k=2, batch=1)
+        SAERecipe(d_sae=4, k=2, batch=1)
     with pytest.raises(SettingError, match=r"held_out must be a number in \[0, 1\); got 1"):
-        Recipe(d_sae=4, k=2, held_out=1)
+        SAERecipe(d_sae=4, k=2, held_out=1)
     with pytest.raises(SettingError, match="has 30 places to train on, fewer than a batch of 64"):
-        train(store, Recipe(d_sae=4, k=2, batch=64, held_out=0.0))
+        train(store, SAERecipe(d_sae=4, k=2, batch=64, held_out=0.0))
     store._group.update_attributes({"prompts_done": 2})
     with pytest.raises(SettingError, match="is not finished; repeat the collect call"):
-        train(ActivationStore(store.path), Recipe(d_sae=4, k=2))
+        train(ActivationStore(store.path), SAERecipe(d_sae=4, k=2))
 
 
 def losses(run, sae, masked):

@@ -6,7 +6,7 @@ from building import random_ids, random_model
 from torch.nn.attention import SDPBackend
 
 from sinklens.hooks import fused, trust
-from sinklens.hooks.fused import Operands, attend
+from sinklens.hooks.fused import FusedInputs, attend
 
 SCALE = 0.37
 SIGNATURES = {
@@ -38,7 +38,7 @@ def test_the_log_sum_exp_of_a_gpu_operator_has_one_number_per_query(backend):
     """The meta device computes shapes only: one operator pads its rows to 96, one returns an additional axis."""
     query, key, value = operands(device="meta", dtype=torch.bfloat16)
     mask = fused._spread(torch.zeros(2, 1, 1, 65, device="meta"), query, key, fused.ALIGNED)
-    given = Operands(query, key, value, None if backend is SDPBackend.FLASH_ATTENTION else mask, False, SCALE)
+    given = FusedInputs(query, key, value, None if backend is SDPBackend.FLASH_ATTENTION else mask, False, SCALE)
     found = fused._returned(fused.OPERATORS[backend](given), query)
     assert found.mixed.shape == (2, 4, 65, 64)
     assert (found.lse.shape, found.lse.dtype) == ((2, 4, 65), torch.float32)
@@ -62,7 +62,7 @@ def test_on_a_cpu_outputs_and_log_sum_exp_equal_attention_written_out(causal, ma
     query, key, value = operands()
     additive = torch.randn(2, 4, 1, 65) if masked and not causal else None
     found = attend(query, key, value, additive, causal, SCALE)
-    expected = fused.explicit(Operands(query, key, value, additive, causal, SCALE))
+    expected = fused.explicit(FusedInputs(query, key, value, additive, causal, SCALE))
     torch.testing.assert_close(found.mixed.double(), expected.mixed, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.lse.double(), expected.lse, atol=1e-5, rtol=1e-5)
 
@@ -94,7 +94,7 @@ def test_a_gpu_operator_is_used_after_it_has_agreed(like_a_gpu):
     query, key, value = operands()
     additive = torch.randn(2, 1, 1, 65)
     found = attend(query, key, value, additive, False, SCALE)
-    expected = fused.explicit(Operands(query, key, value, additive, False, SCALE))
+    expected = fused.explicit(FusedInputs(query, key, value, additive, False, SCALE))
     torch.testing.assert_close(found.lse.double(), expected.lse, atol=1e-5, rtol=1e-5)
     assert [verdict.passed for verdict in trust.VERDICTS.values()] == [True]
 

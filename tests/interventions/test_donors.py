@@ -7,7 +7,7 @@ from watching import LONG, PADDED, SHORT, entered, unwatched, watch
 from sinklens.errors import SettingError
 from sinklens.experiments import difference_of_means, donors
 from sinklens.interventions import AblateValues, Donors, Resample
-from sinklens.sinks.kinds import Kind, State
+from sinklens.sinks.kinds import Kind, PlaceState
 
 WAYS = [("llama", False, {}), ("sdar", False, {}), ("sdar", False, {"use_cache": True}),
         ("llama", True, {}), ("llama", True, {"use_cache": False})]  # fmt: skip
@@ -21,7 +21,7 @@ def labels_by_hand(run, row, column, step):
     token, answer = int(run.canvas[row, step, column]), column - run.prompt_length
     masked = not causal and token == model.mask_token_id
     start = int(run.real[row].long().argmax())
-    state = State.MASKED if masked else State.COMMITTED if answer >= 0 else State.PROMPT
+    state = PlaceState.MASKED if masked else PlaceState.COMMITTED if answer >= 0 else PlaceState.PROMPT
     special = {token: Kind[name.upper()] for name, ids in model.special_tokens.items() for token in ids}
     kind = Kind.MASK if masked else special.get(token, Kind.WORD)
     if kind == Kind.END and column == start and answer < 0:
@@ -96,7 +96,7 @@ def test_a_resampled_value_is_that_of_a_matching_donor(worded, architecture, cau
             _, state, *_ = label = labels_by_hand(watched.run, row, column, step)
             z, before = values[Z][row, column - first], plain.values[step][Z][row, column - first]
             assert torch.equal(z[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
-            if state != (State.PROMPT if causal else State.MASKED):
+            if state != (PlaceState.PROMPT if causal else PlaceState.MASKED):
                 assert torch.equal(z, before)
                 continue
             same = (found.values[Z][:, [0, 4]] == z[[0, 4]]).flatten(1).all(dim=1).nonzero()[:, 0].tolist()
@@ -116,8 +116,8 @@ def test_a_position_of_the_prompt_is_not_matched_with_one_of_the_answer(worded):
         for column in range(3):
             at = (found.values[Z] == values[Z][0, column]).flatten(1).all(dim=1)
             assert bool(at.any())
-            assert set(found.state[at].tolist()) == {int(State.PROMPT)}, (step, column)
-    assert set(found.state.tolist()) > {int(State.PROMPT)}
+            assert set(found.state[at].tolist()) == {int(PlaceState.PROMPT)}, (step, column)
+    assert set(found.state.tolist()) > {int(PlaceState.PROMPT)}
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), [WAYS[0], *WAYS[3:]])

@@ -20,9 +20,9 @@ import sinklens
 from sinklens.errors import SinklensError
 from sinklens.lab import session
 from sinklens.lab.execution import LiveRun
-from sinklens.lab.history import History
+from sinklens.lab.history import RunHistory
 from sinklens.lab.loading import lab_models
-from sinklens.lab.outcome import ARRAYS, Outcome
+from sinklens.lab.outcome import ARRAYS, RunOutcome
 from sinklens.lab.refusal import Refused
 from sinklens.lab.session import LabModel, Session
 from sinklens.lab.spec import RunSpec
@@ -38,9 +38,9 @@ def run(tiny_llada):
 
 def test_an_outcome_is_the_run_it_came_from(run, tiny_llada, tmp_path):
     """Written, read and turned back into a `Generation`."""
-    history = History(tmp_path)
-    history.save("a", {}, {}, Outcome.of(run))
-    found = History(tmp_path).load("a").generation(tiny_llada, None)
+    history = RunHistory(tmp_path)
+    history.save("a", {}, {}, RunOutcome.of(run))
+    found = RunHistory(tmp_path).load("a").generation(tiny_llada, None)
     for name in ("canvas", "undecided", "unmask_step", "real"):
         assert (getattr(found, name) == getattr(run, name)).all(), name
     assert (found.answers, found.settings, found.seed) == (run.answers, run.settings, run.seed)
@@ -67,22 +67,22 @@ def test_damaged_notes_are_set_aside_with_a_warning(tmp_path, text, left):
     with pytest.warns(
         UserWarning, match=rf"notes.json is damaged: .* opens with {len(left)} names .* kept as notes\.dam"
     ):
-        opened = History(tmp_path)
+        opened = RunHistory(tmp_path)
     assert opened.notes == left
     assert [file.read_text() for file in tmp_path.glob("notes.damaged-*.json")] == [text]
     opened.note("c", "third", "new")
-    assert History(tmp_path).notes == left | {"c": {"name": "third", "note": "new"}}  # without a warning
+    assert RunHistory(tmp_path).notes == left | {"c": {"name": "third", "note": "new"}}  # without a warning
 
 
 def test_a_damaged_file_is_listed_and_the_others_open(run, tmp_path):
-    history = History(tmp_path)
-    history.save("good", SUMMARY, SPEC, Outcome.of(run))
+    history = RunHistory(tmp_path)
+    history.save("good", SUMMARY, SPEC, RunOutcome.of(run))
     complete = (tmp_path / "runs" / "good.npz").read_bytes()
     (tmp_path / "runs" / "cut.npz").write_bytes(complete[: len(complete) // 2])
     (tmp_path / "runs" / ".good.123.part.npz").write_bytes(b"")
     (tmp_path / "runs" / "ends with a space .npz").write_bytes(complete)
     with pytest.warns(UserWarning, match=r"cut\.npz is damaged, or not a run of this version of the lab: BadZipFile"):
-        cut, good = History(tmp_path).runs()
+        cut, good = RunHistory(tmp_path).runs()
     assert (cut.id, cut.status, cut.spec, good.id) == ("cut", "failed", None, "good")
     assert good.spec == RunSpec.from_json(SPEC)
     assert good.facts["text"] == "a"
@@ -105,11 +105,11 @@ DAMAGED = {  # name: (what differs in the summary, what differs in the record, t
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_forged_record_is_listed_as_damaged(run, tmp_path, name):
     summary, record, text = DAMAGED[name]
-    forged = {"summary": SUMMARY | summary, "spec": SPEC, "outcome": Outcome.of(run).record()} | record
-    History(tmp_path)
+    forged = {"summary": SUMMARY | summary, "spec": SPEC, "outcome": RunOutcome.of(run).record()} | record
+    RunHistory(tmp_path)
     np.savez(tmp_path / "runs" / "forged.npz", record=np.array(json.dumps(forged)))
     with pytest.warns(UserWarning, match=text):
-        (found,) = History(tmp_path).runs()
+        (found,) = RunHistory(tmp_path).runs()
     assert text in found.facts["error"]
     json.dumps(found.facts, allow_nan=False).encode()
 
@@ -122,7 +122,7 @@ BROKEN = {  # array -> what a forged file has instead
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_forged_arrays_are_refused_when_they_are_read(run, tmp_path, name):
-    outcome, history = Outcome.of(run), History(tmp_path)
+    outcome, history = RunOutcome.of(run), RunHistory(tmp_path)
     arrays = {entry: getattr(outcome, entry) for entry in ARRAYS} | {name: BROKEN[name]}
     record = json.dumps({"summary": SUMMARY, "spec": SPEC, "outcome": outcome.record()})
     np.savez(tmp_path / "runs" / "forged.npz", record=np.array(record), **arrays)
@@ -172,7 +172,7 @@ def test_a_late_error_keeps_the_finished_steps(tiny_llada, tmp_path, monkeypatch
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SinklensError, match=r"could not create .*file.* Choose another folder for --keep"):
-        History(tmp_path / "file")
+        RunHistory(tmp_path / "file")
 
 
 def finished(opened: Session, run: str) -> str:
@@ -225,7 +225,7 @@ def test_a_kept_run_is_read_with_the_weights_that_made_it(run, tmp_path):
     kept = opened.submit({"ids": [3, 4, 5], "settings": {"gen_length": 4}})
     assert finished(opened, kept) == "done"
     opened.close()
-    History(tmp_path).save("empty", {"created": 0.0}, {}, Outcome.of(run))
+    RunHistory(tmp_path).save("empty", {"created": 0.0}, {}, RunOutcome.of(run))
     with pytest.warns(UserWarning, match=r"empty\.npz is damaged, or not a run of this version of the lab: KeyError"):
         same = Session([LabModel("mine", first, "")], tmp_path)
     assert same.model_of(kept) is first

@@ -8,7 +8,7 @@ import sinklens
 from sinklens.lab import comparing, reading, saving
 from sinklens.lab.execution import denoising
 from sinklens.lab.heads import HeadTrial, Stop
-from sinklens.lab.outcome import Outcome
+from sinklens.lab.outcome import RunOutcome
 from sinklens.lab.spec import RunSpec
 from sinklens.sinks import Record
 
@@ -24,7 +24,7 @@ def canvas_model():
 def outcome_of(spec, model):
     run = denoising(spec, model)
     run.carry_out()
-    return Outcome.of(run.result())
+    return RunOutcome.of(run.result())
 
 
 @pytest.mark.parametrize("chips", [(), (ABLATED,)], ids=["unchanged", "with a chip"])

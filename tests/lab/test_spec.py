@@ -7,7 +7,7 @@ import pytest
 from sinklens.lab.chips import read_chips
 from sinklens.lab.refusal import Refused
 from sinklens.lab.script import script
-from sinklens.lab.session import LabModel, Run, Session
+from sinklens.lab.session import LabModel, LabRun, Session
 from sinklens.lab.spec import MOST_REPLAYS, CanvasEdit, RunSpec
 
 CODE = "1); __import__('os').system('true') #"
@@ -78,7 +78,7 @@ def test_replays_do_not_nest_without_end(tiny_llada):
     with pytest.raises(Refused, match="a record holds at most 32 replays"):
         RunSpec.from_json(written(deeper))
     opened = Session([LabModel("m", tiny_llada, "")])
-    opened._runs["x"] = Run("x", spec)
+    opened._runs["x"] = LabRun("x", spec)
     with pytest.raises(Refused, match="at most 32 runs replay one another"):
         opened.submit({"prompt": "a", "replay": "x"})
     opened.close()

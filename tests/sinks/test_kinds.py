@@ -9,7 +9,7 @@ import pytest
 import sinklens
 from sinklens.errors import TrackError
 from sinklens.sinks import Detector, EpsilonOverMean, TopK, build_track
-from sinklens.sinks.kinds import Kind, State, absorption, enrichment, frequency_table, kinds, states, text_kind
+from sinklens.sinks.kinds import Kind, PlaceState, absorption, enrichment, frequency_table, kinds, states, text_kind
 from sinklens.tasks.word_problems import held_out
 
 START, END, MASK, USER = 1, 2, 3, 4
@@ -85,7 +85,7 @@ def test_a_hand_made_canvas_has_the_expected_kinds():
             ["start", "word", "end", "space", "digit", "newline", "word"],
         ],
     ]
-    assert names(states(track), State)[0] == [
+    assert names(states(track), PlaceState)[0] == [
         ["missing", "prompt", "prompt", "prompt", "masked", "masked", "masked"],
         ["missing", "prompt", "prompt", "prompt", "committed", "masked", "committed"],
     ]
@@ -113,7 +113,7 @@ def test_tokens_not_yet_decoded_are_missing():
         ["start", "word", "missing", "missing"],
         ["start", "word", "punctuation", "missing"],
     ]
-    assert names(states(track), State)[0] == [
+    assert names(states(track), PlaceState)[0] == [
         ["prompt", "prompt", "missing", "missing"],
         ["prompt", "prompt", "committed", "missing"],
     ]
@@ -123,7 +123,7 @@ def test_tokens_not_yet_decoded_are_missing():
 def test_absorption_is_the_naive_sum_of_head_averaged_scores(by):
     track = random_track()
     score, codes = track.data["score"].to_numpy(), (kinds if by == "kind" else states)(track).to_numpy()
-    enum, found = (Kind, State)[by == "state"], absorption(track, by)
+    enum, found = (Kind, PlaceState)[by == "state"], absorption(track, by)
     assert found.dims == ("batch", "step", "layer", by)
     for row, step, layer in np.ndindex(2, 3, 2):
         there = [j for j in range(8) if not (row == 0 and j < 2)]
@@ -147,7 +147,7 @@ def test_a_layer_with_all_zero_patterns_has_no_absorption():
 def test_enrichment_is_the_naive_ratio_of_counted_shares(by):
     track, detector = random_track(1), EpsilonOverMean(0.5)
     sinks, codes = track.detect(detector).to_numpy(), (kinds if by == "kind" else states)(track).to_numpy()
-    enum, found = (Kind, State)[by == "state"], enrichment(track, detector, by)
+    enum, found = (Kind, PlaceState)[by == "state"], enrichment(track, detector, by)
     for row in range(2):
         at, among = Counter(), Counter()
         expected = Counter()

@@ -8,7 +8,7 @@ from planting import planted
 
 from sinklens.errors import TrackError
 from sinklens.sinks import Detector
-from sinklens.sinks.kinds import Kind, State, enrichment, kinds, states
+from sinklens.sinks.kinds import Kind, PlaceState, enrichment, kinds, states
 from sinklens.sinks.matching import matched_enrichment, risk_difference, risk_ratio, strata
 
 MASK, WORD = 1, 5
@@ -118,4 +118,4 @@ def test_matching_by_anything_else_is_rejected():
         strata(track, ["layer"])
     with pytest.raises(TrackError, match=r"by='state' cannot be matched by state; use matched=\['step', 'position'\]"):
         matched_enrichment(track, by="state")
-    assert State.MASKED == 1
+    assert PlaceState.MASKED == 1

@@ -8,7 +8,7 @@ import sinklens
 from sinklens.errors import SettingError, TrackError
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
-from sinklens.sinks.kinds import Kind, State, kinds, states
+from sinklens.sinks.kinds import Kind, PlaceState, kinds, states
 from sinklens.tasks.word_problems import held_out
 
 
@@ -50,8 +50,8 @@ def test_the_parts_equal_those_of_an_explicit_loop(causal):
         ("digit", lambda kind, state: kind == Kind.DIGIT),
         ("not digit", lambda kind, state: kind != Kind.DIGIT),
         (("digit", "newline"), lambda kind, state: kind in (Kind.DIGIT, Kind.NEWLINE)),
-        (("prompt", "not digit", "not start"), lambda kind, state: state == State.PROMPT and kind not in (3, 5)),
-        ("committed", lambda kind, state: state == State.COMMITTED),
+        (("prompt", "not digit", "not start"), lambda kind, state: state == PlaceState.PROMPT and kind not in (3, 5)),
+        ("committed", lambda kind, state: state == PlaceState.COMMITTED),
     ],
 )
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
@@ -62,7 +62,7 @@ def test_the_strongest_keys_of_a_kind_have_that_kind(request, name, only, wanted
     found, scores = StrongestKeys(2, only).detect(track).to_numpy(), track.scores().to_numpy()
     overall = StrongestKeys(2, only, overall=True).detect(track).to_numpy()
     codes, state = kinds(track).to_numpy(), states(track).to_numpy()
-    exists, strongest = state != State.MISSING, track.top(2).to_numpy()
+    exists, strongest = state != PlaceState.MISSING, track.top(2).to_numpy()
     for row, step, layer, head in np.ndindex(scores.shape[:4]):
         keys = [key for key in range(scores.shape[4])
                 if exists[row, step, key] and wanted(codes[row, step, key], state[row, step, key])]  # fmt: skip

@@ -9,7 +9,7 @@ from programs import program
 
 from sinklens.tasks import tiny_code
 from sinklens.tasks.functions import TEMPLATES
-from sinklens.tasks.tiny_code import KINDS, TinyCode, held_out, training
+from sinklens.tasks.tiny_code import FUNCTION_KINDS, TinyCode, held_out, training
 from sinklens.zoo.corpus import ANSWER_LENGTH
 
 SWAPS = (
@@ -72,7 +72,7 @@ def test_a_body_of_another_template_fails(samples):
 
 
 def test_fields_are_those_of_humaneval(samples):
-    assert len(samples) == len({sample.id for sample in samples}) == 3 * len(KINDS)
+    assert len(samples) == len({sample.id for sample in samples}) == 3 * len(FUNCTION_KINDS)
     for sample in samples:
         assert sample.prompt == sample.stub
         assert re.fullmatch(rf'def {sample.entry_point}\([a-z, ]+\):\n """[^"]+"""\n', sample.prompt)
@@ -83,9 +83,9 @@ def test_fields_are_those_of_humaneval(samples):
 
 def test_all_templates_occur_and_a_seed_is_reproducible():
     functions = training(9, 5000)
-    assert {function.kind for function in functions} == set(KINDS)
-    assert len(KINDS) > 60
-    assert Counter(function.kind for function in held_out()) == dict.fromkeys(KINDS, 3)
+    assert {function.kind for function in functions} == set(FUNCTION_KINDS)
+    assert len(FUNCTION_KINDS) > 60
+    assert Counter(function.kind for function in held_out()) == dict.fromkeys(FUNCTION_KINDS, 3)
     assert training(9, 50) == training(9, 50) != training(10, 50)
     wordings = {(function.kind, function.entry_point) for function in functions}
     assert wordings == {(kind, name) for kind, template in TEMPLATES.items() for name in template.names}
@@ -94,7 +94,7 @@ def test_all_templates_occur_and_a_seed_is_reproducible():
 @pytest.mark.extended
 def test_held_out_functions_are_never_trained_on_under_any_docstring():
     excluded = {(f.entry_point, f.parameters, f.body) for f in held_out()}
-    assert len(excluded) == 3 * len(KINDS)
+    assert len(excluded) == 3 * len(FUNCTION_KINDS)
     trained = {(f.entry_point, f.parameters, f.body) for f in training(1, 30_000)}
     assert not excluded & trained
     assert not {f.prompt for f in held_out()} & {f.prompt for f in training(1, 30_000)}

@@ -6,7 +6,7 @@ import pytest
 
 from sinklens.errors import TaskError
 from sinklens.tasks import word_problems
-from sinklens.tasks.word_problems import KINDS, RANGES, held_out, in_range, read_answer, training
+from sinklens.tasks.word_problems import PROBLEM_KINDS, RANGES, held_out, in_range, read_answer, training
 from sinklens.zoo.tokenizer import END, MASK, START, train_tokenizer
 
 
@@ -29,7 +29,7 @@ def test_every_worked_step_is_correct_arithmetic_and_the_last_line_is_the_result
 
 
 def test_all_kinds_occur_and_a_seed_is_reproducible(problems):
-    assert {problem.kind for problem in problems} == set(KINDS)
+    assert {problem.kind for problem in problems} == set(PROBLEM_KINDS)
     assert training(9, 50) == training(9, 50) != training(10, 50)
     assert held_out(20) == held_out(500)[:20]
 

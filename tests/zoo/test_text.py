@@ -14,7 +14,7 @@ from sinklens.cli import main
 from sinklens.errors import SinklensError
 from sinklens.zoo import RECIPES, text, train
 from sinklens.zoo.export import export
-from sinklens.zoo.text import Source, dictionary_paragraphs, gather, html_paragraphs, is_prose, pod_paragraphs
+from sinklens.zoo.text import DebianPackage, dictionary_paragraphs, gather, html_paragraphs, is_prose, pod_paragraphs
 from sinklens.zoo.text_scores import held_out, random_masks, score, score_checkpoint, window_losses
 from sinklens.zoo.text_windows import DOCUMENTS, text_corpus, text_tokenizer
 
@@ -87,11 +87,11 @@ def test_a_paragraph_is_kept_once_and_by_the_held_out_source_first(tmp_path, mon
         "test": both + both.replace(" of ", "  of ").replace("sentence", "Sentence"),
     }
 
-    def unpack(source: Source, folder: Path) -> None:
+    def unpack(source: DebianPackage, folder: Path) -> None:
         (folder / "page.html").write_text(pages[source.package])
 
     monkeypatch.setattr(text, "_fetch", unpack)
-    sources = [Source("train", "*.html"), Source("test", "*.html", held_out=True)]
+    sources = [DebianPackage("train", "*.html"), DebianPackage("test", "*.html", held_out=True)]
     assert len(list(gather(tmp_path / "out.jsonl", sources))) == 2
     found = {document.source: document.text for document in text.read_documents(tmp_path / "out.jsonl")}
     assert found == {
@@ -106,7 +106,7 @@ def test_a_package_that_cannot_be_fetched_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(text.subprocess, "run", fail)
     with pytest.raises(SinklensError, match=r"could not download Debian's package no-such .*apt-get update"):
-        list(gather(tmp_path / "out.jsonl", [Source("no-such", "*.html")]))
+        list(gather(tmp_path / "out.jsonl", [DebianPackage("no-such", "*.html")]))
     assert not (tmp_path / "out.jsonl").exists()
 
 

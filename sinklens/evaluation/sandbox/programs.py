@@ -30,7 +30,7 @@ from sinklens.evaluation.sandbox.wire_format import (
 )
 
 TEXT_LIMIT = 2000  # characters of an error's text that are kept
-Report = Callable[..., None]
+SendVerdict = Callable[..., None]
 
 
 def candidate(task: dict[str, Any], calls: int, replies: int) -> None:
@@ -151,7 +151,7 @@ def _rebuilt(kind: str, text: str) -> Exception:
     return CandidateError(f"{kind}: {text}")
 
 
-def checker(task: dict[str, Any], calls: int, replies: int, report: Report) -> None:
+def checker(task: dict[str, Any], calls: int, replies: int, report: SendVerdict) -> None:
     """Execute ``task["test"]`` and its ``check``; report one verdict.
 
     Verdicts: "passed" with the key; "failed", with what happened and, if the candidate raised, the name of that error;

@@ -31,7 +31,7 @@ MASKED_EQUAL = 7  # SCMP_CMP_MASKED_EQ
 CLONE_THREAD = 0x10000
 
 
-class Condition(ctypes.Structure):
+class ArgumentComparison(ctypes.Structure):
     """libseccomp's ``scmp_arg_cmp``: an argument of a call, and what it is compared with."""
 
     _fields_ = (
@@ -52,11 +52,11 @@ def compiled_filter() -> bytes:
         raise SinklensError(f"libseccomp is not installed ({error}). Install it: {INSTALL}") from error
     library.seccomp_init.restype = ctypes.c_void_p
     rules = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ALLOW)))
-    new_process = Condition(0, MASKED_EQUAL, CLONE_THREAD, 0)  # clone without the flag that makes a thread
+    new_process = ArgumentComparison(0, MASKED_EQUAL, CLONE_THREAD, 0)  # clone without the flag that makes a thread
 
-    def refuse(name: str, code: int, *conditions: Condition) -> None:
+    def refuse(name: str, code: int, *conditions: ArgumentComparison) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
-        array = (Condition * len(conditions))(*conditions)
+        array = (ArgumentComparison * len(conditions))(*conditions)
         if number != -1:  # else this libseccomp does not know the call
             action = ctypes.c_uint32(ERROR | code)
             _check(library.seccomp_rule_add_array(rules, action, number, len(conditions), array), name)
