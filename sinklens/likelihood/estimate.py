@@ -2,7 +2,8 @@
 
 Autoregressive models give it exactly. Masked diffusion models give a lower bound, estimated from random masks of the
 answer (draws.py) or computed from all of them. DiffusionGemma has neither: its canvas holds random tokens, its passes
-are conditioned on the logits of the step before, and no procedure has been published.
+are conditioned on the logits of the step before, and no procedure has been published. The bounds of MDLM, BD3-LM, SEDD,
+Duo and GIDD, which weight losses by their noise schedules, are not available.
 
 Silent failure that is refused: "the sinks of the previous step" do not exist in a pass over a masked answer.
 """
@@ -145,6 +146,11 @@ def scores(
         seed = request.rule.seed
         scored = score_forced(model, pairs, hooks, seed, batches) if hooks else score_exactly(model, pairs, batches)
         return ScoredAnswers([scored.result(number, pair) for number, pair in enumerate(pairs)], scored.greedy)
+    if model.tree.architecture.time:
+        raise SettingError(
+            f"the published bound of {model.family} models weights their losses by the noise schedule and leaves the "
+            f"mask out of their predictions, which likelihoods here do not. Compare answers with sinklens evaluate."
+        )
     if model.mask_token_id is None:
         raise SettingError(
             f"{model.family} models have no likelihood here: their canvas holds random tokens instead of masks, each "
