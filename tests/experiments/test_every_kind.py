@@ -59,7 +59,7 @@ REFUSED = {
     ("writers", "policy"): r"with cache=.*, steps read keys and values as earlier steps computed them",
     ("writers", "canvas"): "also reads the predictions of the step before, which a separate pass over a canvas lacks",
     ("readers", "policy"): r"with cache=.*, steps read keys and values as earlier steps computed them",
-    ("readers", "canvas"): "normalizes what its sublayers read or write, so there is no direct path of agle heads",
+    ("readers", "canvas"): "normalizes what its sublayers read or write, so there is no direct path of a single head",
     ("lens", "policy"): r"with cache=.*, steps read keys and values as earlier steps computed them",
     ("lens", "canvas"): "also reads the predictions of the step before, which a separate pass over a canvas lacks",
     ("lens in the run", "policy"): (
@@ -73,7 +73,7 @@ REFUSED = {
     ("paths", "autoregressive"): "steps of an autoregressive run share keys and values",
     ("paths", "policy"): r"with cache=.*, steps share keys and values, not only the canvas",
     ("paths", "canvas"): "PathPatch is not available for diffusion-gemma models, whose passes cover one canvas",
-    ("edges", "canvas"): "normalizes what its sublayers read or write, so there is no direct path of agle heads",
+    ("edges", "canvas"): "normalizes what its sublayers read or write, so there is no direct path of a single head",
     ("sweep", "cached blocks"): "MaskedLogits needs the logits of all masked positions; run with use_cache=False",
     ("effect", "cached blocks"): "MaskedLogits needs the logits of all masked positions; run with use_cache=False",
     (
