@@ -1,15 +1,15 @@
 """What one pass of the model covers: which queries and keys, for which rows, at which step.
 
-Whoever runs a pass describes it: a sampler's step, a cache, the encoder, or a single pass. Every point shows the
-description as ``hook.forward_pass``, so hook functions, recorders and caches read it there and do not work it out from
-the shapes of values.
+The description is made by what runs the pass: a sampler's step, a cache, the encoder, or a single pass. Every point has
+it as ``hook.forward_pass``. Hook functions, recorders and caches read it there instead of inferring it from the shapes
+of values.
 
-*Positions* are columns of the batch, padding included. A description changes by being replaced. Until the pass of a
-step begins, as at ``denoise.hook_canvas``, `queries`, `keys`, `fresh`, `gone` and `decidable` are those of the pass
-before.
+*Positions* are columns of the batch, padding included. A description is immutable; a change replaces it. Until the pass
+of a step begins, as at ``denoise.hook_canvas``, `queries`, `keys`, `fresh`, `gone` and `decidable` are those of the
+pass before.
 
-Pitfall: the rows of tensors are those of the canvas. Under guidance a pass repeats them; in passes that leave out rows,
-nothing is watched.
+Pitfall: the rows of tensors are those of the canvas. Under guidance a pass repeats them. A pass may leave out rows, but
+only while nothing is watched.
 """
 
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,8 @@
 """One projection that makes queries, keys and values, split into three that can be tapped and read one by one.
 
 GPT-2 keeps the three side by side in one matrix. `split` gives the module that owns it three children, ``q``, ``k`` and
-``v``, which compute their columns of it, and makes it join what they return. Weights and their names stay as they are:
-the children hold no parameters.
+``v``, each of which computes its own columns; the module joins their results. Weights and their names do not change,
+since the children hold no parameters.
 
 Caveat: three products replace one, so values can differ in the last bits from those of the unsplit module.
 """

@@ -15,12 +15,12 @@
         def __post_init__(self) -> None:
             check_arguments(self)             # Window(width=0): "width must be an integer of at least 1; got 0."
 
-`arguments` reads the declaration of a class or a function. The command line, the lab's form, the checks and functions
-with the same arguments (`takes`) derive from it. A range is written as in pydantic and hypothesis, with the marks of
+`arguments` reads the declaration of a class or a function. The command line, the lab's form, the checks, and functions
+with the same arguments (`takes`) are derived from it. Ranges are written as for pydantic and hypothesis, with
 `annotated_types` in `Annotated`.
 
 Limitation: values are checked against None, bool, int, float, str, `Literal`, classes and unions of these. Any other
-type, such as a protocol, a sequence or one in quotes, accepts everything; what needs it checks it.
+type, such as a protocol, a sequence or one in quotes, accepts every value; the code that uses the value checks it.
 """
 
 import inspect

@@ -7,8 +7,8 @@ scale and a gate for its attention and for its MLP (adaptive layer norm, "adaLN"
     x = x + gate_2 · mlp(LN_2(x) · (1 + scale_2) + shift_2)
 
 transformers has no class for it, so this one is registered with transformers under the ``model_type`` "adaln_dit", and
-everything else treats it like a class of transformers. Which number a family passes as time (sigma or t) is a matter of
-its sampler. A network with ``time_conditioning`` False ignores its time: all modulations are constants.
+everything else treats it like a class of transformers. The sampler of each family decides which number it passes as the
+time, sigma or t. A network with ``time_conditioning`` False ignores its time: all modulations are constants.
 
 Pitfall: a new network has zero gates and zero logits, because the authors start training there.
 """

@@ -1,6 +1,6 @@
 """The command ``sinklens likelihood``: multiple choice by likelihood, unmasked and with sinks masked.
 
-Pitfall: nothing is recorded on the way; an interrupted command starts again.
+Pitfall: no intermediate results are saved; an interrupted command starts over.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 Tests marked `large` take sizes that need an accelerator, tests marked `small` those for a CPU; `cuda` says why a test
 needs a CUDA device. Each test also has the name of its part as a marker: ``-m "kernels or hooking"``.
 
-Pitfall: with ``python -m pytest --pyargs sinklens.devices`` pytest reads this file too late for options; they have
+Pitfall: with ``python -m pytest --pyargs sinklens.devices`` pytest reads this file too late to add options: all have
 their defaults, and everything runs in one process.
 """
 

@@ -1,11 +1,11 @@
-"""Multiple choice by likelihood: which of the given answers does a model find most probable, and at what cost of masks?
+"""Multiple choice by likelihood: which answer does a model find most probable, and what does masking sinks change?
 
 Every condition gets the same questions, and in a diffusion model the same mask draws, so accuracies and log-likelihoods
-are compared question by question. Sinks are masked by the pass itself (``same_step``) in a diffusion model, and by the
-token before in an autoregressive one.
+are compared question by question. In a diffusion model, masked sinks are those of the same pass (``same_step``); in an
+autoregressive model, those of the token before.
 
-Pitfall: longer answers are less probable. `Question` therefore suits answers of similar length; there is no
-normalization by length, as in the harness's plain ``acc``.
+Pitfall: longer answers are less probable. Give a `Question` answers of similar length: as in the harness's plain
+``acc``, nothing is normalized by length.
 """
 
 import json

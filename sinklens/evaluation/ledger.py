@@ -1,17 +1,17 @@
 """Ledgers: one record for each finished unit of work, in an SQLite database.
 
 A *ledger* is a folder with a database, ``ledger.sqlite``. It holds *runs*: a description of an evaluation (checkpoint,
-weights, intervention, protocol, seed) and its records, as JSON. A run is named by a hash of its description, so another
-setting makes another run. Verdicts on generated programs, which run later, are records of another kind.
+weights, intervention, protocol, seed) and its records, as JSON. A run is named by a hash of its description, so a
+different setting makes a different run. Verdicts on generated programs, which run later, are records of another kind.
 
-A record is on disk when `Writer.add` returns, and records added together are stored together or not at all, whatever
-is killed and whenever the disk is full. Several processes may write into one ledger, each to its own *shard*: a lock
-that ends with its process keeps two of them from doing the same work.
+A record is on disk when `Writer.add` returns, and records added together are stored together or not at all, even if a
+process is killed or the disk is full. Several processes may write into one ledger, each to its own *shard*. A shard has
+a lock, so that no two processes do the same work; the lock ends with its process.
 
-Ledgers of earlier versions are read where they are (json_lines.py), and new records go into a database beside them.
+Ledgers of earlier versions are read in place (json_lines.py); new records go into a database beside them.
 
-Limitation: SQLite's write-ahead log needs all processes on one machine, so it is used on local file systems only, and a
-rollback journal elsewhere. That needs a file system with working locks; without them, give each machine its own folder
+Limitation: SQLite's write-ahead log needs all processes on one machine, so it is used on local file systems only.
+Elsewhere SQLite uses a rollback journal, which needs working file locks; without them, give each machine its own folder
 and `merge` the ledgers.
 """
 

@@ -2,12 +2,12 @@
 
 `Places` evaluates a rule (where.py) when a step begins, and it alone asks which queries and keys a pass has. In a
 diffusion run the places of a step apply to all queries of its pass. In an autoregressive run each query has the places
-of the step that owns it, also in later passes that compute it again, so a key/value cache changes nothing.
+of the step that owns it, also when a later pass computes it again; a key/value cache therefore changes nothing.
 
-An intervention is a rule and an *edit*: `AtPositions.edit` replaces values at a point of the chosen layers, and acts at
-the chosen places alone. `AtKeys` is for interventions on keys, whose places are keys instead of queries.
+An intervention is a rule and an *edit*: `AtPositions.edit` replaces the values at a point of the chosen layers, only at
+the chosen places. `AtKeys` is for interventions on keys, whose places are keys instead of queries.
 
-Limitation: in a single pass there are no steps and no padding, so only arrays and ``positions=`` have a meaning.
+Limitation: in a single pass there are no steps and no padding, so only arrays and ``positions=`` are meaningful.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The scores by which a rule chooses: those of the step before, collected while a run lasts, or those of another run.
+"""The scores that a rule chooses by: those of the step before, collected during the run, or those of another run.
 
 In a diffusion run they are the column sums of ``hook_sink_scores``. In an autoregressive run they are the last token's
 attention, which is computed here from its query, all keys and the additive mask.

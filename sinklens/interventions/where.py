@@ -1,8 +1,8 @@
 """Rules: where an intervention acts. At each step a rule is a boolean mask over layer, head and position.
 
-``where=`` of an intervention takes a rule, or anything that `as_rule` makes one of. Rules combine: ``one & other`` is
-where both are, ``one | other`` where either is, and ``~one`` everywhere else in the text. One of the two sides may be
-anything that ``where=`` takes:
+``where=`` of an intervention takes a rule, or anything that `as_rule` turns into one. Rules combine: ``one & other``
+selects the places of both, ``one | other`` those of either, and ``~one`` all others in the text. One of the two sides
+may be anything that ``where=`` takes:
 
     AblateHeads(where=OfKind("digit") & ~Where(top_k=3))  # digits that are not among the head's three strongest keys
     MaskSinks(top_k=None, where=Where(detector=EpsilonOverMean()) & "prompt")
@@ -10,8 +10,8 @@ anything that ``where=`` takes:
 A rule does not know what is done at its places, and an intervention does not know how they are found. An intervention
 evaluates its rule once per step, when the step begins (places.py). A rule of your own is a subclass with `Rule.at`.
 
-Pitfall: the scores of the step before do not exist at step 0. A `Where` is nowhere there, and so is its complement,
-unless it has a `source`.
+Pitfall: the scores of the step before do not exist at step 0. A `Where` without a `source` selects nothing there, and
+neither does its complement.
 """
 
 from collections.abc import Callable, Sequence

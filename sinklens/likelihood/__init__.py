@@ -1,7 +1,7 @@
 """Likelihoods: how probable a model finds a given answer, with standard errors, under any intervention.
 
-No sampler is involved, so a likelihood is free of the settings that move accuracies. Differences between conditions are
-paired: they share the masks of every answer.
+No sampler is involved, so a likelihood does not depend on the settings that change accuracies. Differences between
+conditions are paired: all conditions share the masks of every answer.
 """
 
 from sinklens.likelihood.draws import DrawRule

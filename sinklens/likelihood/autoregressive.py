@@ -1,8 +1,8 @@
 """Exact log-likelihoods of autoregressive models.
 
 Without hooks, the prompt of several answers is computed once: its keys and values are copied to each answer. Under
-hooks, the answers are forced token by token in a run, so that an intervention means what it means in `generate`; the
-sinks of the step before are those of the token before.
+hooks, a run is forced to write the answers token by token, so interventions act as in `generate`: the sinks of the step
+before are those of the token before.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Work in batches that fit into memory: out of memory halves the batch and goes on.
+"""Work in batches that fit into memory: when memory runs out, the batch is halved and the work continues.
 
 Pitfall: a batch that just fits leaves nothing for other processes on the device; pass `rows` where memory is shared.
 """

@@ -1,11 +1,11 @@
 """Bounds of masked diffusion models: passes over answers with some tokens masked.
 
-A block-causal model is evaluated block by block: earlier blocks of the answer are given, the tokens of one block are
-masked, and later blocks are left out, which no query of the block would see. Its bound is the sum over the blocks. A
-block that begins with tokens of the prompt has fewer answer tokens, which alone are masked.
+A block-causal model is evaluated block by block: earlier blocks of the answer are given, tokens of one block are
+masked, and later blocks, which the block would not see, are left out. The bound is the sum over the blocks. If a block
+begins with tokens of the prompt, only its answer tokens are masked.
 
-Equal masks of an answer are computed once. Rows of a batch have answers of equal length, so only prompts are padded,
-and the position −1 is the last answer token of every row.
+If a mask of an answer is drawn twice, it is computed once. All rows of a batch have answers of equal length, so only
+prompts are padded, and position −1 is the last answer token of every row.
 """
 
 from collections.abc import Iterator, Sequence

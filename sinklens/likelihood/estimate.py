@@ -5,7 +5,8 @@ answer (draws.py) or computed from all of them. DiffusionGemma has neither: its 
 are conditioned on the logits of the step before, and no procedure has been published. The bounds of MDLM, BD3-LM, SEDD,
 Duo and GIDD, which weight losses by their noise schedules, are not available.
 
-Silent failure that is refused: "the sinks of the previous step" do not exist in a pass over a masked answer.
+Pitfall: a pass over a masked answer has no previous step. Interventions that need one are refused, because they would
+fail silently.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Whether a masked diffusion model would write a given answer: one token per step, the most confident first.
 
 This is ``suffix_greedy_prediction`` of LLaDA's eval_llada.py: the answer starts completely masked, and each pass
-decides the masked token of the highest probability. A block-causal model does so block by block. It takes as many
-passes as the longest answer has tokens.
+decides the masked token of the highest probability. A block-causal model does so block by block. There is one pass for
+each token of the longest answer.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,8 @@
 Interventions get the context of a run with one step, step 0. The pass goes through ``denoise.hook_canvas``, all points
 of the model, and ``denoise.hook_logits``; under guidance, hooks see the conditional rows.
 
-Not available: what needs a step before this one, or a decision of a sampler. `refuse_earlier` names what to use
-instead.
+Limitation: interventions that need an earlier step or a sampler's decision are refused. `refuse_earlier` names what to
+use instead.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,10 +1,10 @@
 """Prompts and answers as token ids.
 
 A text pair is tokenized together and then divided, as in lm-evaluation-harness: spaces at the end of the prompt belong
-to the answer, whose tokens are those after as many as the prompt alone has.
+to the answer. The prompt gets as many tokens as it has alone; the others are the answer's.
 
-Pitfall: where prompt and answer share a token, the division falls before or after it, and the prompt differs from the
-one that a run would get.
+Pitfall: if prompt and answer share a token, the division falls before or after it, and the prompt differs from the one
+that a run would get.
 """
 
 from collections.abc import Callable, Sequence

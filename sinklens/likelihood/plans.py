@@ -2,9 +2,10 @@
 
 A run has many steps and a likelihood's pass has one, so each row of a pass gets the sinks of one step of the run with
 its prompt: the first step that begins with as many masked tokens, among as many answer tokens, as the row has (or else
-with the nearest number). Which tokens are masked differs.
+with the nearest number). The masked tokens themselves differ.
 
-Pitfall: a run that decides several tokens per step lacks some numbers; the nearest step then stands in.
+Pitfall: a run that decides several tokens per step skips some numbers of masked tokens; the nearest step then stands
+in.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,9 +1,10 @@
 """The likelihood of an answer with its standard error, its curve over the share masked, and paired differences.
 
 All values are natural logarithms (nats). Standard errors of one answer come from the spread between independent batches
-of draws; those of many answers from the spread between answers, which contains that of the draws.
+of draws; those of many answers come from the spread between answers, which includes that of the draws.
 
-Pitfall: the bounds of two models differ by more than their likelihoods may, because each has a gap of its own.
+Pitfall: the bounds of two models may differ by more than their likelihoods do, because the gap between bound and
+likelihood differs from model to model.
 """
 
 import math

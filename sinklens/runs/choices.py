@@ -1,4 +1,4 @@
-"""The places that the rules of a run chose, kept as they are chosen.
+"""The places that the rules of a run chose, recorded during the run.
 
 A run that records sinks also records where its interventions acted: `Generation.chosen` has one `Choice` for each
 intervention whose places follow the run. Passed as ``where=``, its `Choice.places` repeat the choice in another run of

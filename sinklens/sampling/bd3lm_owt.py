@@ -3,17 +3,17 @@
 A block begins at time 1. With `first_hitting`, the time falls to t · u^(1/m) in every step, where m positions of the
 block are masked and u is a uniform random number; then one of the m positions, drawn uniformly, gets a token. Without
 it, the time falls in equal steps to 0. A step from t to s decides each masked position with probability 1 − s/t, and
-the step at time 0 all that are left, where the published code writes token 0.
+the step at time 0 decides all that are left; the published code writes token 0 there.
 
 Rows are independent: each row's block has its own time, and a row whose block is finished waits for the others.
 ``denoise.hook_uniform`` holds the numbers that tokens are drawn with, ``denoise.hook_commit`` the position that
-`first_hitting` drew, and ``hook_time`` the noise level; a run is repeated by writing them there.
+`first_hitting` drew, and ``hook_time`` the noise level; writing those of an earlier run there repeats it.
 
 The text begins with the start token, which is part of the prompt. The published code can also slide its window over a
 longer text, keep keys of finished blocks, and start again if a text repeats itself; this sampler does none of these.
 
-Pitfall: a block's prediction is used again until one of its tokens changes, as in the published code. A network that
-reads its noise level therefore reads the one of the last change.
+Pitfall: a block's prediction is reused until one of its tokens changes, as in the published code. A network that reads
+the noise level therefore gets the one at the last change.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,10 +1,10 @@
 """Duo's sampler: every token of the canvas may change in every update, and no token is a mask.
 
 Noise is a token drawn uniformly from the vocabulary, so no position shows whether it is decided. All answer positions
-are therefore *undecided* until the last step, which ends the run. What a step changed is the difference of two canvases
-of ``run.canvas``; ``denoise.hook_confidence`` is the model's probability of the token that each position gets.
+are therefore *undecided* until the last step, which ends the run. To see what a step changed, compare consecutive
+canvases of ``run.canvas``. ``denoise.hook_confidence`` is the model's probability of the token that each position gets.
 
-The published code has no prompts. Here a prompt stays on the canvas in every pass and is never drawn.
+The published code has no prompts. Here the prompt is on the canvas in every pass and never changes.
 
 Pitfall: `unmask_step` of an answer position is the last step, whenever its token was last changed.
 """

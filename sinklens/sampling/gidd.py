@@ -2,14 +2,14 @@
 
 Noise is a mix of the mask and of random tokens; the checkpoint says how much of it is random (``p_uniform``). Every
 step draws every answer position again: a mask may become a token, a token another token, and a token a mask again. A
-position is *undecided* while it holds the mask, so being decided is provisional, and a token that is not the mask may
-still be noise. The network reads the time itself, not a noise level.
+position is *undecided* while it holds the mask. Decisions are provisional: a token that is not the mask may still be
+noise. The network reads the time itself, not a noise level.
 
 At time t, with π(t) the noise, a token is distributed as α(t) x + β(t) π: its weight on the clean token is (1 − t) / C,
 on the mask t / C, and on each other token c / (C (V − 1)), where c = B √(t (1 − t)), C = 1 + c, and B depends on
 ``p_uniform`` (von Rütte et al., 2503.04482).
 
-Pitfall: a mask that the last step leaves stays on the canvas; no step removes it.
+Pitfall: masks that remain after the last step stay in the text.
 """
 
 import math

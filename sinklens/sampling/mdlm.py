@@ -1,7 +1,7 @@
-"""MDLM's sampler: a time falls from 1 to 0, and every mask is decided with the probability that its time comes.
+"""MDLM's sampler: a time falls from 1 to 0, and each step decides some of the masked positions at random.
 
 A step from time t to s decides a masked position with probability (t − s) / t and draws its token from the model's
-distribution without the mask. Decided positions stay, the prompt's included.
+distribution without the mask. Decided positions, including the prompt's, do not change.
 
 Pitfall: "ddpm" computes with 0.999 t where "ddpm_cache" computes with t. The same random numbers therefore may give
 different texts.

@@ -1,10 +1,12 @@
-"""What samplers of networks that read a noise level share: a falling time, a closing step, a prediction used again.
+"""What samplers of networks that read a noise level share: a falling time, a closing step, a reused prediction.
 
-The time falls in equal steps from 1 to 1e-5, the noise level σ with it (`decisions.log_linear_sigma`). Every step draws
-a token or the mask at every masked position, by an `exponential_race` of weights that the sampler computes; decided
-positions do not change. The random numbers pass through ``denoise.hook_uniform``, so a hook can repeat a run by them.
+The time falls in equal steps from 1 to 1e-5, and the noise level σ falls with it (`decisions.log_linear_sigma`). Every
+step draws a token or the mask at every masked position, by an `exponential_race` of weights that the sampler computes;
+decided positions do not change. The random numbers pass through ``denoise.hook_uniform``, where a hook can set them to
+repeat a run.
 
-Pitfall: a run ends when no position is masked. The published code runs its other steps too, and they change nothing.
+Pitfall: a run ends when no position is masked. The published code goes through its remaining steps, which change
+nothing.
 """
 
 from abc import abstractmethod

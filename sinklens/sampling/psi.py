@@ -6,11 +6,11 @@ weight 1 − κ: predict the clean tokens, then add noise up to time s again. Th
 ancestral sampling.
 
 How much noise there is at time t: a token is still the clean one with probability α(t) = 1 − 0.999 t; the network reads
-σ = −log α. What noise is, a mask or a random token, is the subclass's.
+σ = −log α. The subclass says what noise is: a mask or a random token.
 
 The published code has two rules that look like mistakes and are kept: "max-rescale-E" multiplies by E twice, and the
-number in "constant-remdm-0.02" is what follows the last hyphen. It fails on a segment of one time with a mode that
-needs two; here such a time has κ = 1.
+number in "constant-remdm-0.02" is what follows the last hyphen. It fails if a mode that needs two times gets a segment
+of one; here κ is 1 at that time.
 
 Pitfall: with the default fractions of 0, only `low_mode` has an effect.
 """

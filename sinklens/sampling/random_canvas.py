@@ -1,6 +1,6 @@
 """A canvas that begins as random tokens, for models without a mask token.
 
-A replay gives the canvases of the earlier run, and ``start_canvas`` the first one; otherwise each token is drawn
+A replay takes the canvases of the earlier run, and ``start_canvas`` sets the first one; otherwise each token is drawn
 uniformly from the vocabulary.
 """
 

@@ -3,10 +3,10 @@
 With κ = 1 (the default) nothing is masked again: this is ancestral sampling as s-sahoo/duo computes it for MDLM. A
 decided position predicts its own token, whatever the network says (SUBS), and a masked one never the mask.
 
-The published code leaves out a pass if the update before changed nothing and the network is untimed. Here every step
-has its pass, which gives the same tokens.
+If the previous update changed nothing and the network is untimed, the published code skips the pass. Here every step
+runs its pass; the tokens are the same.
 
-Pitfall: the draws of decided positions count: with the random numbers of another sampler, other texts come out.
+Pitfall: decided positions use random numbers too, so the numbers of another sampler's run give a different text.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
-"""What every sampler is: a frozen dataclass whose fields are its settings, with the steps that they determine.
+"""The base class of all samplers: a frozen dataclass of settings, with the denoising steps that they determine.
 
-A sampler is one file. Each setting is a field, declared once with its type and range (sinklens/arguments.py) and
-documented once under ``Attributes:``; parts that several samplers share are base classes (parts.py, blocks.py). What a
-run, a policy or a study has to know about a sampler is a property that the class declares.
+A sampler is written in one file. Each setting is a field, declared once with its type and range (sinklens/arguments.py)
+and documented once under ``Attributes:``; parts that several samplers share are base classes (parts.py, blocks.py).
+What a run, a policy or a study has to know about a sampler is a property that the class declares.
 
-Pitfall: a default may stand for "follows from the others", such as ``steps = 0``. `derived` replaces it, so an instance
-never holds it; the class attribute does.
+Pitfall: a default such as ``steps = 0`` may mean "follows from the other settings". `derived` replaces it, so only the
+class attribute holds it, never an instance.
 """
 
 import inspect

@@ -1,7 +1,8 @@
 """SEDD's sampler: steps along the scores of an absorbing diffusion.
 
-The network gives log scores: the log ratio of the probabilities of the canvas with another token at a position, and of
-the canvas as it is. Only scores of masked positions are used, as a decided token never changes.
+For each position and token the network gives a log score: the log ratio of two probabilities, that of the canvas with
+this token at this position and that of the canvas as it is. Only scores of masked positions are used, since a decided
+token never changes.
 
 Fixed tokens are the prompt, and those that `interventions.Suffix` appends.
 
