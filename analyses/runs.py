@@ -27,8 +27,7 @@ from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from sinklens.model import Model
-    from sinklens.runs.request import Hooks
-from sinklens.runs.result import Generation
+    from sinklens.runs.result import Generation
 
 __all__ = ["OwnRun", "active_steps", "own_run"]
 

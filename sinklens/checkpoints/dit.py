@@ -260,11 +260,15 @@ class DitModel(DitPreTrainedModel):
             return torch.zeros(rows, device=device)
         if time is None:
             raise SettingError(
-                "this network reads the noise level of its canvas; pass time=, a number or one number for each row."
+                "this network reads the noise level of its canvas; pass time=, a number or one number for each row. "
+                "run.time[:, step] holds the noise levels of a step of a run."
             )
         times = torch.as_tensor(time, dtype=torch.float32, device=device).reshape(-1)
         if len(times) not in (1, rows):
-            raise SettingError(f"time= has {len(times)} numbers for a batch of {rows} rows; pass one, or {rows}.")
+            allowed = "one" if rows == 1 else f"one, or {rows}"
+            raise SettingError(f"time= has {len(times)} numbers, but the batch has {rows} rows; pass {allowed}.")
+        if not bool((times >= 0).all()) or bool(times.isinf().any()):
+            raise SettingError(f"time= must be finite numbers of at least 0; got {times.tolist()}.")
         return times.expand(rows)
 
 

@@ -108,7 +108,7 @@ class Places:
         follows = chooser is not None and not chooser.fixed
         self._canvas = Canvas(run) if follows else None
         self._scores = None if chooser is None else StepScores(model, run, chooser.scored)
-        self._choice = run.choices.begin(what) if run.choices is not None and follows else None
+        self._choice = run.choices.begin(what) if run.choices is not None and chooser is not None else None
         self._found: dict[int, StepPlaces | None] = {}  # by step; in a diffusion run of the current step alone
         self._some: list[bool] | None = None
 
@@ -396,7 +396,10 @@ class AtPositions(Intervention):
         return None if self.where is None else as_rule(self.where)
 
     def edit(self, value: Tensor, hook: Point) -> Tensor | None:
-        """The new value of the point, of the same shape; only the chosen places take it. None changes nothing."""
+        """The new value of the point, of the same shape; only the chosen places take it.
+
+        It may return a new tensor, or edit `value`, which is a copy, in place.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define edit(self, value, hook), or pairs.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
@@ -424,8 +427,11 @@ class AtPositions(Intervention):
 
         def act(value: Tensor, hook: Point) -> Tensor | None:
             chosen = places.along(hook, value, heads)
-            new = None if chosen is None else edit(value, hook)
-            return None if chosen is None or new is None else torch.where(chosen, new.to(value), value)
+            if chosen is None:
+                return None
+            given = value.clone()  # an edit in place must not reach the other places
+            new = edit(given, hook)
+            return torch.where(chosen, (given if new is None else new).to(value), value)
 
         return places.around([(name, act) for name in points])
 

@@ -169,6 +169,11 @@ class Rule:
     def __ror__(self, other: Any) -> "Rule":
         return Combined((as_rule(other), self), every=False)
 
+    def __bool__(self) -> bool:
+        raise SettingError(
+            "a rule is neither true nor false; combine rules with &, | and ~ instead of and, or and not."
+        )
+
     __array_ufunc__ = None  # so that ``array & rule`` is a rule
 
 
@@ -185,7 +190,18 @@ class Combined(Rule):
         return any(rule.follows_run for rule in self.rules)
 
     def start(self, now: Moment) -> Chooser:
-        """See `Rule.start`."""
+        """See `Rule.start`.
+
+        Raises:
+            SettingError: with ``&``, a control of sinks, which the other rules would make smaller.
+        """
+        controls = [rule for rule in self.rules if isinstance(rule, Where) and rule.pick != "strongest"]
+        if self.every and controls:
+            raise SettingError(
+                f"{now.name}: Where(pick={controls[0].pick!r}) draws as many keys as there are sinks, and & would then "
+                f"leave out some of them. Restrict the draw itself: Where(pick={controls[0].pick!r}, only=[...]), or "
+                f"positions= of the intervention; for another control pass an array."
+            )
         parts = [rule.start(now) for rule in self.rules]
 
         def found(now: Moment) -> StepPlaces | None:

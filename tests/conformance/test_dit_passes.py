@@ -139,8 +139,10 @@ def test_a_timed_network_needs_its_time_and_others_refuse_it(model, stored, tiny
     if model.config.time_conditioning:
         with pytest.raises(SettingError, match="reads the noise level of its canvas; pass time="):
             model(ids)
-        with pytest.raises(SettingError, match="time= has 3 numbers for a batch of 2 rows; pass one, or 2"):
+        with pytest.raises(SettingError, match="time= has 3 numbers, but the batch has 2 rows; pass one, or 2"):
             model(ids, time=torch.rand(3))
+        with pytest.raises(SettingError, match="must be finite numbers of at least 0"):
+            model(ids, time=float("nan"))
     else:
         assert torch.equal(model(ids), model(ids, time=3.0))
     with pytest.raises(SettingError, match="not conditioned on the noise level; leave time= out"):

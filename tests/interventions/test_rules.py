@@ -175,6 +175,50 @@ def test_an_intervention_of_ones_own_edits_its_places_alone(worded, architecture
     assert torch.equal(logits_of(zeros), logits_of(ablated))
 
 
+@pytest.mark.parametrize("returned", [True, False])
+def test_an_edit_in_place_changes_its_places_alone(worded, returned):
+    @dataclass(frozen=True, kw_only=True)
+    class InPlace(AtPositions):
+        acts_on = "attn.hook_z"
+
+        def edit(self, value, hook):
+            value *= 3.0
+            return value if returned else None
+
+    model, places = worded("llama", False), {"layers": [1], "heads": [0], "positions": [1], "steps": [0]}
+    found, expected = (
+        watch(model, PADDED, [one], ["hook_logits"]) for one in (InPlace(**places), ScaleHeads(factor=3.0, **places))
+    )
+    plain = watch(model, PADDED, points=["hook_logits"])
+    assert torch.equal(logits_of(found), logits_of(expected))
+    assert not torch.equal(logits_of(found), logits_of(plain))
+
+
+def test_a_control_that_another_rule_would_make_smaller_is_refused(worded):
+    control = Where(top_k=2, pick="random")
+    with pytest.raises(
+        SettingError, match=r"Where\(pick='random'\) draws as many keys as there are sinks, and & would"
+    ):
+        watch(worded("llama", False), PADDED, [AblateHeads(where=control & "prompt")])
+    watch(worded("llama", False), PADDED, [AblateHeads(where=control | "prompt")])
+
+
+def test_a_rule_is_neither_true_nor_false():
+    with pytest.raises(SettingError, match=r"combine rules with &, \| and ~"):
+        _ = Where(top_k=1) and OfKind("digit")
+
+
+def test_places_given_as_an_array_are_recorded(tiny_llada):
+    prompt = "Question: Ben has 9 eggs.\nAnswer:"
+    base = sinklens.generate(tiny_llada, prompt, gen_length=8)
+    marked = torch.zeros(1, 1, 1, 1, base.real.shape[1], dtype=torch.bool)
+    marked[..., -2] = True
+    mask = MaskSinks(top_k=None, where=marked)
+    kept = mask.keys(sinklens.generate(tiny_llada, prompt, gen_length=8, hooks=mask))
+    assert bool(kept.isel(pos=-2).all())
+    assert int(kept.sum()) == int(kept.isel(pos=-2).sum())
+
+
 def test_heads_at_a_point_without_heads_are_rejected():
     @dataclass(frozen=True, kw_only=True)
     class Louder(AtPositions):
