@@ -81,7 +81,9 @@ class HeldKeys:
         self._changed.clear()
         watch, base = self._tree.watch, self._base()
         queries, keys = range(window.start, window.stop), range(canvas.shape[1])
-        watch.forward_pass = replace(watch.forward_pass, queries=queries, keys=keys, fresh=fresh, gone=gone)
+        watch.forward_pass = replace(
+            watch.forward_pass, real=self._real, queries=queries, keys=keys, fresh=fresh, gone=gone
+        )
         self._prepare()
         watch.held = self
         try:

@@ -213,11 +213,13 @@ def test_a_pass_over_a_step_reads_its_noise_level(model, kind):
 
 
 def test_the_lab_keeps_the_noise_levels(model, kind):
-    from sinklens.lab.outcome import ARRAYS, Outcome
+    from sinklens.lab.outcome import ARRAYS, RunOutcome
 
     run = _generate(model, kind, PROMPTS[:1])
-    kept = Outcome.of(run)
-    again = Outcome.from_record(kept.record(), {name: getattr(kept, name) for name in ARRAYS}).generation(model, None)
+    kept = RunOutcome.of(run)
+    again = RunOutcome.from_record(kept.record(), {name: getattr(kept, name) for name in ARRAYS}).generation(
+        model, None
+    )
     assert torch.equal(again.time, run.time)
     assert again.settings == run.settings
 
