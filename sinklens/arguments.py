@@ -224,8 +224,12 @@ def _read(kind: Any, given: Any) -> Any:
     if bare is float:
         valid = isinstance(given, Real) and not isinstance(given, bool) and math.isfinite(given)
         return given if valid and _within(kind, given) else REFUSED
-    checked = isinstance(bare, type) and bare is not Any and not getattr(bare, "_is_protocol", False)
-    return REFUSED if checked and not isinstance(given, bare) else given
+    if bare is Any or not isinstance(bare, type):
+        return given
+    try:
+        return given if isinstance(given, bare) else REFUSED
+    except TypeError:  # a type that cannot be checked, such as a protocol
+        return given
 
 
 def _within(kind: Any, value: Any) -> bool:

@@ -112,7 +112,7 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
     add_settings(trace)
     add_run(trace)
     add_loading(trace)
-    add_former(trace, "--model-block-length", "--block-length")
+    add_former(trace, "--model-block-length", "--block-length", "set_block_length")
     trace.set_defaults(command=run_trace)
 
 

@@ -14,6 +14,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sinklens.arguments import REQUIRED, Argument, arguments
@@ -54,7 +55,7 @@ def add_loading(command: Any, *names: str) -> None:
     from sinklens.checkpoints.loading import LoadRequest
 
     for name in names or OF_LOADING:
-        if flag(name) not in command._option_string_actions:  # --block-length is a setting, too
+        with suppress(argparse.ArgumentError):  # --block-length may be there already, as a setting
             _add(command, arguments(LoadRequest)[name])
 
 
@@ -114,13 +115,11 @@ def add_limit(command: Any, help: str) -> None:
     command.add_argument("--limit", type=int, metavar="N", help=help)
 
 
-def add_former(command: Any, former: str, now: str) -> None:
-    """Accept the former name of an option, which is not listed, with a note."""
-    action = command._option_string_actions[now]
+def add_former(command: Any, former: str, now: str, dest: str) -> None:
+    """Accept the former name of an option for a number, which is not listed, with a note; `dest` is where it goes."""
     command.add_argument(
-        former, dest=action.dest, type=action.type, action=_Former, now=now, default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )  # fmt: skip
+        former, dest=dest, type=int, action=_Former, now=now, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
 
 
 class _Former(argparse.Action):

@@ -39,7 +39,7 @@ def add_analyse(analyse: argparse.ArgumentParser) -> None:
         "of token ids under 'prompt' or 'question' (default: the shipped held-out problems)",
     )  # fmt: skip
     add_limit(analyse, "only the first N prompts (default: 100 of the shipped problems; all prompts of a file)")
-    add_former(analyse, "--number", "--limit")
+    add_former(analyse, "--number", "--limit", "limit")
     analyse.add_argument(
         "--batch", type=int, default=10, metavar="N",
         help="prompts run together, where the study supports it; does not affect the results (default: %(default)s)",

@@ -234,7 +234,7 @@ def _writing(folder: Path) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(folder / FILE, timeout=WAIT, isolation_level="IMMEDIATE")) as database:
             database.execute(f"PRAGMA journal_mode = {'WAL' if file_system(folder) in LOCAL else 'DELETE'}")
             database.execute("PRAGMA synchronous = FULL")
-            if not _version(database, folder):
+            if not _stored_version(database, folder):
                 database.executescript(SCHEMA)
             yield database
 
@@ -248,10 +248,12 @@ def _rows(folder: Path, query: str, *values: str) -> list[tuple[str, ...]]:
     alone = not os.access(folder, os.W_OK) and not file.with_name(f"{FILE}-wal").exists()
     uri = f"{file.absolute().as_uri()}?{'immutable=1' if alone else 'mode=rw'}"
     with _errors(NOT_READ, folder), closing(sqlite3.connect(uri, timeout=WAIT, uri=True)) as database:
-        return database.execute(f"{query} ORDER BY rowid", values).fetchall() if _version(database, folder) else []
+        return (
+            database.execute(f"{query} ORDER BY rowid", values).fetchall() if _stored_version(database, folder) else []
+        )
 
 
-def _version(database: sqlite3.Connection, folder: Path) -> int:
+def _stored_version(database: sqlite3.Connection, folder: Path) -> int:
     """The version of a database; 0 before its tables exist."""
     ((version,),) = database.execute("PRAGMA user_version")
     if version not in (0, VERSION):

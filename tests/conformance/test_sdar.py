@@ -210,7 +210,7 @@ def test_a_block_length_is_asked_for_and_checked(reference, tmp_path, load):
     folder = reference.write(tmp_path / "silent")
     with pytest.raises(CheckpointError, match=r"does not give the block length .* sinklens.load\(..., block_len"):
         sinklens.load(folder)
-    with pytest.raises(CheckpointError, match="block_length must be an integer of at least 1 or None; got 0"):
+    with pytest.raises(SettingError, match="block_length must be an integer of at least 1 or None; got 0"):
         sinklens.load(folder, block_length=0)
     stated = reference.write(tmp_path / "stated", block_size=8)
     assert sinklens.load(stated).block_length == 8
