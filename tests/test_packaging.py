@@ -80,7 +80,7 @@ loaded("sinklens")
 import sinklens.analyses, sinklens.checkpoints, sinklens.evaluation, sinklens.sinks, sinklens.zoo
 loaded("packages of lazy names")
 from sinklens.cli import main
-for command in ([], ["analyse"], ["train"], ["evaluate"]):
+for command in ([], ["train"]):  # others show the declarations of what they run, which load it
     try:
         main([*command, "--help"])
     except SystemExit:
@@ -90,7 +90,7 @@ loaded("the lab", ("starlette", "uvicorn"))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     steps = done.stderr.splitlines()
-    assert len(steps) == 7
+    assert len(steps) == 5
     assert [step for step in steps if not step.endswith(" []")] == []
 
 

@@ -14,7 +14,6 @@ from importlib.metadata import entry_points
 from sinklens.checkpoints.families import BY_CLASS, BY_MODEL_TYPE, FAMILIES, Family
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architecture_of
-from sinklens.sampling.registry import find_sampler
 
 GROUP = "sinklens.families"
 
@@ -48,6 +47,8 @@ def register(family: Family, architecture: Architecture | None = None) -> None:
 
 
 def _validate(family: Family) -> None:
+    from sinklens.sampling.registry import find_sampler
+
     if isinstance(family.model_types, str) or not family.model_types:
         raise CheckpointError(f"model_types must be a tuple of names, such as ('newdlm',); got {family.model_types!r}.")
     try:
