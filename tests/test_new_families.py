@@ -92,11 +92,14 @@ def test_masked_sinks_hide_the_strongest_key_of_the_step_before_and_no_other(mod
     base, plain = base_of(model, family)
     _, masked = patterns_of(model, family, hooks=[MaskSinks(top_k=1)], replay=base)
     assert masked.keys() == plain.keys()
+    kept = {}  # by layer; a row that waits keeps the sinks of its own last step
     for before, step in pairwise([None, *range(base.steps_run)]):
         for layer in range(model.cfg.n_layers):
             hidden = plain[step, layer] == 0
             if before is not None:
-                strongest = masked[before, layer].clamp(min=0).sum(2).argmax(-1)
+                found = masked[before, layer].clamp(min=0).sum(2).argmax(-1)
+                strongest = torch.where(base.active[:, before, None], found, kept.get(layer, found))
+                kept[layer] = strongest
                 hidden |= torch.zeros_like(hidden).scatter(-1, strongest[:, :, None, None].expand(
                     -1, -1, hidden.shape[2], 1), True) & (plain[step, layer] >= 0)  # fmt: skip
             assert torch.equal(masked[step, layer] == 0, hidden), (step, layer)

@@ -58,7 +58,8 @@ def token_of(model: "Model", text: str) -> Form:
 def of_settings(model: "Model") -> Form:
     """The samplers that fit a model, and the settings of each."""
     family = model.family_record
-    fitting = [one.name for one in SAMPLERS.values() if fits(one, family)]
+    timed = bool(model.tree.architecture.time)
+    fitting = [one.name for one in SAMPLERS.values() if fits(one, family) and (timed or not one.sets_time)]
     forms = {sampler: _settings(model, sampler) for sampler in fitting}
     of_run = [_cache()] if family.attention == "bidirectional" else []
     return {"sampler": family.sampler, "samplers": fitting, "fields": forms[family.sampler], "of": forms, "run": of_run}

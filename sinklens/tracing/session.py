@@ -277,7 +277,7 @@ class Trace(BlockTracer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in Generation.__dataclass_fields__ or name in ("tokens", "text", "steps_run", "key_reuse"):
+        if name in Generation.__dataclass_fields__ or name in ("tokens", "text", "steps_run", "key_reuse", "time_at"):
             if self._generation is None:
                 raise HookOrderError(f"t.{name} is available after the run; read it below the `with` block.")
             return getattr(self._generation, name)

@@ -95,9 +95,11 @@ def test_a_model_without_a_head_is_rejected():
 
 
 def test_a_model_of_an_unknown_family_is_rejected():
-    config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=8)
-    with pytest.raises(CheckpointError, match="GPT2LMHeadModel: model_type 'gpt2' is not a known family"):
-        sinklens.load(transformers.GPT2LMHeadModel(config))
+    config = transformers.OPTConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8, max_position_embeddings=8
+    )
+    with pytest.raises(CheckpointError, match="OPTForCausalLM: model_type 'opt' is not a known family"):
+        sinklens.load(transformers.OPTForCausalLM(config))
 
 
 def test_a_bidirectional_sliding_window_of_a_model_in_memory_is_rejected():

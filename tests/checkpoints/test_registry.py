@@ -92,10 +92,10 @@ def test_a_new_architecture_is_registered_with_its_family():
     [
         ({"name": "dream"}, None, r"a family called 'dream' already exists with another record; choose"),
         ({"model_types": ("new", "llama")}, None, r"model_type 'llama' already belongs to the family 'llama'"),
-        ({"sampler": "mdlm"}, None, r"no sampler is called 'mdlm'; known: llada, dream, dream-blocks, autoregressive"),
+        ({"sampler": "gpt"}, None, r"no sampler is called 'gpt'; known: llada, dream, dream-blocks, autoregressive"),
         ({"model_types": ()}, None, r"model_types must be a tuple of names, such as \('newdlm',\); got \(\)"),
         ({"model_types": "ours"}, None, r"model_types must be a tuple of names, .*; got 'ours'"),
-        ({"architecture": "gpt2"}, None, r"'gpt2' has no hook points; .*checkpoints\.register"),
+        ({"architecture": "opt"}, None, r"'opt' has no hook points; .*checkpoints\.register"),
         ({}, Architecture(q="wq"), r"'llama' is already registered with other module names; leave architecture= out"),
     ],
 )  # fmt: skip

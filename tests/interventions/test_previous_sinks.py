@@ -164,9 +164,9 @@ def test_same_step_runs_a_second_pass_only_where_needed(worded, monkeypatch):
     tree = model.tree
     original = tree.hidden
 
-    def hidden(self, *given):
+    def hidden(self, *given, **named):
         passes.append(self.watch.forward_pass.step)
-        return original(*given)
+        return original(*given, **named)
 
     monkeypatch.setattr(type(tree), "hidden", hidden)
     watch(model, PADDED, [MaskSinks(top_k=2, same_step=True, steps=[1, 3])], [])
