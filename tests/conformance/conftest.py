@@ -7,7 +7,6 @@ batches and interventions.
 from pathlib import Path
 
 import pytest
-from published import Reference
 
 PASSES = ("test_every_run_of_", "test_the_config_is_", "test_logits_", "test_sink_scores_are_")
 RUNS = ("test_every_canvas_", "test_canvases_are_equal_")
@@ -29,6 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def reference(request, conformance):
+    from published import Reference  # here, as pytest may read this file before Triton's interpreter is chosen
+
     return Reference(conformance / request.module.FOLDER)
 
 
