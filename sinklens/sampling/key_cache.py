@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.hooks.held_keys import HeldKeys
+from sinklens.hooks.window_cache import WindowCache
 
 if TYPE_CHECKING:
     from sinklens.hooks.tree import HookTree
@@ -142,7 +142,7 @@ class KeyCache:
     ) -> None:
         self.tree, self.policy, self.layers = tree, policy, tree.cfg.n_layers
         self._real, self._mask, self._shift = real, mask_id, shift
-        self._held = HeldKeys(tree, real)
+        self._held = WindowCache(tree, real)
         shape = (real.shape[0], self.layers, real.shape[1])
         self._computed = torch.full(shape, -1, dtype=torch.long, device=real.device)  # step of each entry
         self._written = torch.full(real.shape, -1, dtype=torch.long, device=real.device)
