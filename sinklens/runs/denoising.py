@@ -34,6 +34,7 @@ from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.request import HOOKS, RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
 from sinklens.runs.start import start
+from sinklens.sampling.key_cache import PolicyCache
 from sinklens.sampling.loop import Frame, Listener, Trajectory, build_trajectory, check_replay, run
 from sinklens.sampling.registry import never_passed
 from sinklens.sampling.state import State
@@ -337,7 +338,7 @@ class Denoising:
             "dtype": str(self.model.cfg.dtype),
             "device": str(self.model.cfg.device),
             "versions": json.dumps(versions("torch", "transformers", "nnsight")),
-        } | ({} if self.state.keys is None else {"cache": repr(self.state.keys.policy)})
+        } | ({"cache": repr(self.state.keys.policy)} if isinstance(self.state.keys, PolicyCache) else {})
 
 
 class _Recording:

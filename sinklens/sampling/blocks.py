@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sinklens.hooks.blocks import Blocks
 from sinklens.sampling import decisions
+from sinklens.sampling.key_cache import KeyCache
 from sinklens.sampling.sampler import FILLED_IN, Sampler
 from sinklens.utils.arguments import Count
 
@@ -152,7 +153,7 @@ class Blockwise(Sampler):
     def begin(self, state: "State", schedule: Schedule, **more: Any) -> BlockProgress:
         """The progress of a run at its start, see `BlockProgress`; sets up the cache of finished blocks."""
         if self.use_cache:
-            state.cache_blocks()
+            state.keys = KeyCache(state.tree)
         return BlockProgress(state, schedule, self.stop_ids(state), **more)
 
 
