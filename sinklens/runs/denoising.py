@@ -29,7 +29,7 @@ from sinklens.model import Model
 from sinklens.runs.choices import ChoiceLog
 from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.intervention import HookFunction, HookSource, RunContext, refuse_off_canvas, row_key
-from sinklens.runs.policies import VARIABLES, key_cache_for, read_by_policy, recorded
+from sinklens.runs.policies import VARIABLES, follow, read_by_policy, recorded
 from sinklens.runs.recorder import SinkRecorder, step_canvases
 from sinklens.runs.request import HOOKS, RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
@@ -62,7 +62,7 @@ class Denoising:
         self.model, self.request = model, request
         started = start(model, request)
         self.settings, self.state = started.settings, started.state
-        self.state.keys = key_cache_for(model, self.settings, self.state, request.cache)
+        follow(request.cache, model, self.settings, self.state)
         self._vocabulary: dict[int, str] = {}
         self._named: set[str] = set()
         self.controls = ControlLog()

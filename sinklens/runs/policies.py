@@ -32,17 +32,16 @@ def recorded(keys: KeyCache | None) -> dict[str, np.ndarray]:
     return {"fresh": fresh, "staleness": staleness}
 
 
-def key_cache_for(model: Model, settings: Sampler, state: State, cache: Any) -> PolicyCache | None:
-    """The cache of a run under the policy `cache`, an object or a name; None if every position is computed.
+def follow(cache: Any, model: Model, settings: Sampler, state: State) -> None:
+    """Let a run reuse keys under the policy `cache`, an object or a name, if it is one that reuses any.
 
     Raises:
         SettingError: `cache` is not a policy, or this run cannot have one.
     """
     policy = as_policy(cache)
-    if policy is None:
-        return None
-    check_policy(model, settings, policy)
-    return PolicyCache(state, policy)
+    if policy is not None:
+        check_policy(model, settings, policy)
+        state.cache_keys(policy)
 
 
 def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from sinklens.errors import ReadOnlyHookError
 from sinklens.sampling import decisions
-from sinklens.sampling.key_cache import KeyCache
 from sinklens.sampling.parts import Truncated
 
 if TYPE_CHECKING:
@@ -47,7 +46,8 @@ class AutoregressiveSettings(Truncated):
 
     def denoise(self, state: "State") -> Iterator[None]:
         """See `Sampler.denoise`."""
-        keys = state.keys = KeyCache(state.tree) if self.use_cache else None
+        if self.use_cache:
+            state.cache_keys()
         for position in range(state.prompt_length, state.canvas.shape[1]):
             if bool(_ended(state, state.canvas[:, :position]).all()):
                 return
@@ -55,10 +55,10 @@ class AutoregressiveSettings(Truncated):
             text = state.begin_step(slice(position, position), position)[:, :position]
             state.active = ~_ended(state, text)
             running, real = _running(state), state.real[:, :position]
-            if keys is None:
+            if state.keys is None:
                 hidden = state.tree.hidden(text[running], real[running])
             else:
-                hidden = keys.hidden(text, real, running)
+                hidden = state.keys.hidden(text, real, running)
             self._decode(state, text, hidden[:, -1:], running)
 
     def _decode(

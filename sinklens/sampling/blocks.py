@@ -17,7 +17,6 @@ from torch import Tensor
 
 from sinklens.hooks.blocks import Blocks
 from sinklens.sampling import decisions
-from sinklens.sampling.key_cache import KeyCache
 from sinklens.sampling.sampler import FILLED_IN, Sampler
 from sinklens.utils.arguments import Count
 
@@ -153,7 +152,7 @@ class Blockwise(Sampler):
     def begin(self, state: "State", schedule: Schedule, **more: Any) -> BlockProgress:
         """The progress of a run at its start, see `BlockProgress`; sets up the cache of finished blocks."""
         if self.use_cache:
-            state.keys = KeyCache(state.tree)
+            state.cache_keys()
         return BlockProgress(state, schedule, self.stop_ids(state), **more)
 
 

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.sampling import decisions
-from sinklens.sampling.key_cache import KeyCache
 from sinklens.sampling.random_canvas import RandomCanvas, random_tokens
 from sinklens.sampling.sampler import require
 from sinklens.utils.arguments import Count, NonNegative, Positive
@@ -106,7 +105,7 @@ class DiffusionGemmaSettings(RandomCanvas):
     def denoise(self, state: "State") -> Iterator[None]:
         """See `Sampler.denoise`."""
         _check_canvas(state, self)
-        state.keys = KeyCache(state.tree, state.tree.canvas_pass.encode)
+        state.cache_keys(read=state.tree.canvas_pass.encode)
         ended = torch.zeros(len(state.canvas), dtype=torch.bool, device=state.canvas.device)
         for number in range(self.canvases):
             start = state.prompt_length + number * self.canvas_length

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Blockwise
-from sinklens.sampling.key_cache import History, Keys, Policy, PolicyCache
+from sinklens.sampling.key_cache import History, Keys, Policy
 from sinklens.sampling.parts import Nucleus, divisors
 from sinklens.sampling.sampler import FILLED_IN, require
 from sinklens.utils.arguments import Count, Share
@@ -106,7 +106,7 @@ class FastDllmV2Settings(Nucleus, Blockwise):
         """See `Sampler.denoise`."""
         progress = self.begin(state, lambda masked: [1] * masked, early=True)
         if self.use_block_cache:
-            state.keys = PolicyCache(state, SubBlockCache(state, progress, self.small_block_size))
+            state.cache_keys(SubBlockCache(state, progress, self.small_block_size))
         while progress.advance(state.canvas):
             yield
             self._step(state, progress)

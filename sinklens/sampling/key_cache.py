@@ -35,7 +35,6 @@ from sinklens.hooks.window_cache import WindowCache
 
 if TYPE_CHECKING:
     from sinklens.hooks.tree import HookTree
-    from sinklens.sampling.state import State
 
 
 class Keys(IntEnum):
@@ -162,13 +161,20 @@ class KeyCache:
         self._last: Float[Tensor, "batch 1 d_model"] | None = None  # output at the last column that is kept
         self.before: Float[Tensor, "batch 1 d_model"] | None = None
 
-    def plan(self, state: "State", block: slice | None) -> None:
+    def plan(
+        self,
+        canvas: Int[Tensor, "batch pos"],
+        undecided: Bool[Tensor, "batch pos"],
+        edited: Bool[Tensor, "batch pos"],
+        block: slice | None,
+    ) -> None:
         """Plan the next step.
 
         Args:
+            edited: positions whose token a hook changed before the step.
             block: columns of the active block; None if the step may change any position, so that nothing is kept.
         """
-        self._block = slice(0, state.canvas.shape[1]) if block is None else block
+        self._block = slice(0, canvas.shape[1]) if block is None else block
 
     def first(self, text: Int[Tensor, "batch pos"], rows: Int[Tensor, " running"] | None = None) -> int:
         """The first column of `text` that a pass must compute; empties the cache if kept tokens have changed."""
@@ -212,6 +218,9 @@ class KeyCache:
 class PolicyCache(KeyCache):
     """The cached keys and values of one run under a policy.
 
+    Args:
+        answer: columns of the answer, the block of a sampler that has none.
+
     Attributes:
         policy: the policy.
         layers: number of layers.
@@ -221,11 +230,19 @@ class PolicyCache(KeyCache):
         scores, queries, drift: as in `History`; whoever drives the run sets the first two during a step.
     """
 
-    def __init__(self, state: "State", policy: Policy) -> None:
-        super().__init__(state.tree)
-        self.policy, self.layers, real = policy, state.tree.cfg.n_layers, state.real
-        self._real, self._mask, self._shift = real, state.mask_id, state.shift
-        self.store = WindowCache(state.tree, real)
+    def __init__(
+        self,
+        tree: "HookTree",
+        policy: Policy,
+        real: Bool[Tensor, "batch pos"],
+        answer: slice,
+        mask_id: int,
+        shift: bool,
+    ) -> None:
+        super().__init__(tree)
+        self.policy, self.layers = policy, tree.cfg.n_layers
+        self._real, self._answer, self._mask, self._shift = real, answer, mask_id, shift
+        self.store = WindowCache(tree, real)
         shape = (real.shape[0], self.layers, real.shape[1])
         self._computed = torch.full(shape, -1, dtype=torch.long, device=real.device)  # step of each entry
         self._written = torch.full(real.shape, -1, dtype=torch.long, device=real.device)
@@ -241,21 +258,23 @@ class PolicyCache(KeyCache):
         """Positions whose stream the current step computes."""
         return self.fresh.any(dim=1) & self._real
 
-    def plan(self, state: "State", block: slice | None) -> None:
+    def plan(
+        self,
+        canvas: Int[Tensor, "batch pos"],
+        undecided: Bool[Tensor, "batch pos"],
+        edited: Bool[Tensor, "batch pos"],
+        block: slice | None,
+    ) -> None:
         """Plan the next step.
-
-        Args:
-            block: columns of the active block; None for the answer.
 
         Raises:
             SettingError: the policy returned something else than `Policy.plan` describes, or nothing fresh.
         """
-        canvas, undecided, block = state.step_canvas, state.undecided_before(), block or state.answer
-        assert canvas is not None, "a step is planned when its canvas is settled"
+        block = block or self._answer
         self._step += 1
         self._step_in_block = self._step_in_block + 1 if block == self.block else 0
         self.block = block
-        self._forget(canvas, canvas != state.canvas)
+        self._forget(canvas, edited)
         plan = self._checked(self.policy.plan(self._history(canvas, undecided)))
         self.gone = self._hidden = (plan == Keys.GONE) & self._real[:, None]
         self.fresh = ((plan == Keys.FRESH) | ((self._computed < 0) & ~self.gone)) & self._real[:, None]

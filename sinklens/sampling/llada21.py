@@ -22,7 +22,6 @@ from torch import Tensor
 
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, WholeBlocks
-from sinklens.sampling.key_cache import KeyCache
 from sinklens.sampling.parts import Truncated
 from sinklens.utils.arguments import Count, Share
 
@@ -71,7 +70,7 @@ class Llada21Settings(Truncated, WholeBlocks):
         """See `Sampler.denoise`."""
         progress = _EditProgress(state, self)
         if self.use_cache:
-            state.keys = KeyCache(state.tree)
+            state.cache_keys()
         while progress.advance(state.canvas):
             yield
             self._step(state, progress)

@@ -5,6 +5,7 @@ Between two steps its caller (loop.py) can therefore publish the step number, re
 the last step it knows that the run has ended.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point, at
 from sinklens.hooks.tree import HookTree
 from sinklens.sampling.decisions import RowNoise
-from sinklens.sampling.key_cache import KeyCache, one_later
+from sinklens.sampling.key_cache import KeyCache, Policy, PolicyCache, one_later
 
 
 @dataclass
@@ -111,7 +112,7 @@ class State:
         self.step_canvas = text if stop is None else torch.cat([text, self.canvas[:, stop:]], dim=1)
         watch.forward_pass = replace(watch.forward_pass, undecided=self.undecided_before())
         if self.keys is not None:
-            self.keys.plan(self, block)
+            self.keys.plan(self.step_canvas, self.undecided_before(), self.step_canvas != self.canvas, block)
         return self.step_canvas
 
     @property
@@ -185,6 +186,16 @@ class State:
         assert self.step_canvas is not None, "every sampler step sets State.step_canvas"
         canvas = torch.where(self.through("hook_commit", chosen), proposed, self.step_canvas)
         self.end_step(self.filled(canvas) if fill else canvas, undecided)
+
+    def cache_keys(self, policy: Policy | None = None, read: Callable[..., Tensor] | None = None) -> None:
+        """Let steps reuse keys and values from now on: under a policy, or exactly.
+
+        Args:
+            read: the pass that computes them, as in `KeyCache`.
+        """
+        self.keys = KeyCache(self.tree, read)
+        if policy is not None:
+            self.keys = PolicyCache(self.tree, policy, self.real, self.answer, self.mask_id, self.shift)
 
     def end_step(self, canvas: Int[Tensor, "batch pos"], undecided: Bool[Tensor, "batch pos"] | None = None) -> None:
         """End the step with `canvas` and its `undecided` positions, or with those of the replayed run."""
