@@ -38,6 +38,7 @@ from sinklens.runs.intervention import (
     within,
 )
 from sinklens.sinks.track import SinkTrack
+from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -278,7 +279,8 @@ def text_of_keys(run: RunContext, keys: int) -> slice:
 
 
 def _check_window(width: object) -> None:
-    if isinstance(width, bool) or not isinstance(width, int | np.integer) or width < 0:
+    number = as_integer(width)
+    if number is None or number < 0:
         raise SettingError(f"a window must be an integer number of positions, 0 or more; got {width!r}.")
 
 
