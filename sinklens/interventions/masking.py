@@ -234,22 +234,18 @@ class WindowAttention(AtPositions):
                 f"right={self.right} changes nothing in an autoregressive model, whose queries see no later key; give "
                 f"left=, or use a diffusion model."
             )
-        layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
-        always = None if run.single else place_mask(self.always, run.real)
+        places, heads = Places(self, model, run), self.chosen_heads(model)
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
             distance = hook.forward_pass.distances(value.device)
-            queries, keys = distance.shape
-            rows = places.of_queries(hook, queries, value.device)
+            rows = places.of_queries(hook, len(distance), value.device)
             if rows is None:
                 return None
-            free = place_mask(self.always, hook.forward_pass.real) if always is None else always
-            free = free[:, text_of_keys(run, keys)]
-            seen = (self._within(distance) | free[:, None].to(value.device))[:, None] | ~rows[..., None]
+            always = place_mask(self.always, hook.forward_pass.real)[:, text_of_keys(run, value.shape[-1])]
+            seen = (self._within(distance) | always[:, None].to(value.device))[:, None] | ~rows[..., None]
             return without(value, seen, distance, heads, model, run)
 
-        acts = [(f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in layers]
-        return [*places.first(), *acts, *places.last()]
+        return places.around([(f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in places.layers])
 
     def _within(self, distance: Int[Tensor, "query key"]) -> Bool[Tensor, "query key"]:
         """Whether key − query is in the window."""
