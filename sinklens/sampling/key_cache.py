@@ -174,6 +174,8 @@ class KeyCache:
             edited: positions whose token a hook changed before the step.
             block: columns of the active block; None if the step may change any position, so that nothing is kept.
         """
+        if block is None:
+            self._empty()
         self._block = slice(0, canvas.shape[1]) if block is None else block
 
     def first(self, text: Int[Tensor, "batch pos"], rows: Int[Tensor, " running"] | None = None) -> int:
