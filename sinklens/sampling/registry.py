@@ -19,6 +19,7 @@ from sinklens.sampling.bd3lm import Bd3lmSettings
 from sinklens.sampling.bd3lm_card import Bd3lmCardSettings
 from sinklens.sampling.bd3lm_owt import Bd3lmOwtSettings
 from sinklens.sampling.diffusion_gemma import DiffusionGemmaSettings
+from sinklens.sampling.diffullama import DiffuLlamaSettings
 from sinklens.sampling.dream import DreamSettings
 from sinklens.sampling.dream_blocks import DreamBlockSettings
 from sinklens.sampling.duo import DuoSettings
@@ -60,6 +61,7 @@ SAMPLERS: dict[str, type[Sampler]] = {
         RemdmSettings,
         GiddSettings,
         GiddCorrectionSettings,
+        DiffuLlamaSettings,
     )
 }
 
