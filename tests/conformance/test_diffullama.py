@@ -120,7 +120,9 @@ def test_masks_of_its_training_give_the_references_logits(conformance, name):
         assert largest_difference(found, tensors[f"{key}.logits"]) < TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "number"), [(name, number) for name, count in RUNS.items() for number in range(count)])
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, number) for name, count in RUNS.items() for number in range(count)]
+)
 def test_every_canvas_equals_the_references(conformance, name, number):
     folder = conformance / name
     for row in range(_reference(folder).runs[number]["batch"]):
