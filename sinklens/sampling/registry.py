@@ -18,8 +18,8 @@ from sinklens.sampling.autoregressive import AutoregressiveSettings
 from sinklens.sampling.bd3lm import Bd3lmSettings
 from sinklens.sampling.bd3lm_card import Bd3lmCardSettings
 from sinklens.sampling.bd3lm_owt import Bd3lmOwtSettings
-from sinklens.sampling.diffusion_gemma import DiffusionGemmaSettings
 from sinklens.sampling.diffullama import DiffuLlamaSettings
+from sinklens.sampling.diffusion_gemma import DiffusionGemmaSettings
 from sinklens.sampling.dream import DreamSettings
 from sinklens.sampling.dream_blocks import DreamBlockSettings
 from sinklens.sampling.duo import DuoSettings

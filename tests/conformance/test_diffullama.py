@@ -19,6 +19,7 @@ from sinklens.interventions import MaskSinks, Suffix
 
 TOLERANCE = 1e-4
 RUNS = {"diffullama": 8, "diffugpt": 7}
+NUMBERED = [(name, number) for name, count in RUNS.items() for number in range(count)]
 FULL_SIZE = {
     "diffullama": {
         "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -265,7 +266,9 @@ def test_more_stored_rows_than_the_config_names_are_tokens(conformance, tmp_path
 
 
 def test_diffugpt_needs_a_mask_token(conformance):
-    with pytest.raises(CheckpointError, match="no usable mask token .found None, vocabulary 287.; pass mask_token_id="):
+    with pytest.raises(
+        CheckpointError, match=r"no usable mask token \(found None, vocabulary 287\); pass mask_token_id="
+    ):
         sinklens.load(conformance / "diffugpt", family="diffugpt")
 
 
