@@ -39,9 +39,13 @@ class Page:
         return self
 
     def without_changes(self):
-        """Remove the changes that the newest run brought along, in one script: fewer changes would be run as B."""
+        """Remove the changes and settings that the newest run brought along.
+
+        In one script: fewer changes would be run as B.
+        """
         self.browser.js(
             "document.getElementById('same').checked = false; document.getElementById('model-b').value = ''; "
+            "document.getElementById('model-name').dispatchEvent(new Event('change')); "
             "const remove = '#chips [aria-label^=Remove]'; "
             "while (document.querySelector(remove)) document.querySelector(remove).click()"
         )

@@ -5,6 +5,7 @@ Between two steps its caller (loop.py) can therefore publish the step number, re
 the last step it knows that the run has ended.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError, NotANumberError, SettingError
+from sinklens.errors import HookFunctionError, NotANumberError, ReadOnlyHookError, SettingError
 from sinklens.hooks.blocks import ruled_by
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point, at
@@ -342,8 +343,28 @@ class State:
         self, where: Bool[Tensor, "batch pos"], confidence: Float[Tensor, " masked"]
     ) -> Float[Tensor, "batch pos"]:
         """Confidences on the canvas, −inf outside `where`, passed through ``denoise.hook_confidence``."""
-        everywhere = torch.full(where.shape, -torch.inf, dtype=torch.float64, device=where.device)
-        return at(self.tree.denoise.hook_confidence, everywhere.masked_scatter(where, confidence.double()))
+        return at(self.tree.denoise.hook_confidence, _spread(where, confidence))
+
+    def show_confidence(self, where: Bool[Tensor, "batch pos"], confidence: Callable[[], Tensor]) -> None:
+        """`spread_confidence` where the step decides without it; computes it only if somebody reads it.
+
+        Raises:
+            ReadOnlyHookError: a hook or trace block changed it.
+        """
+        point = self.tree.denoise.hook_confidence
+        if not point.watched:
+            return
+        shown = _spread(where, confidence())
+        if not torch.equal(point(shown.clone()), shown):
+            raise ReadOnlyHookError(
+                f"{point.name} decides nothing with this sampler, so an edit of it would be lost. Edit "
+                f"denoise.hook_candidates to force another token."
+            )
+
+
+def _spread(where: Bool[Tensor, "batch pos"], values: Float[Tensor, " masked"]) -> Float[Tensor, "batch pos"]:
+    everywhere = torch.full(where.shape, -torch.inf, dtype=torch.float64, device=where.device)
+    return everywhere.masked_scatter(where, values.double())
 
 
 def _guided(logits: list[Tensor], scale: float) -> Tensor:

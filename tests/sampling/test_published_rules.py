@@ -8,7 +8,6 @@ import copy
 import random
 from collections.abc import Callable
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import published_rules as rules
 import pytest
 import torch
 from building import random_hf
+from random_cases import determined, distinct, in_parts
 
 import sinklens
 from sinklens.checkpoints import Family
@@ -24,6 +24,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.blocks import Blocks
 from sinklens.model import Model
 from sinklens.sampling.decisions import RowNoise
+from sinklens.sampling.registry import SAMPLERS as REGISTERED
 
 VOCABULARY, MASK, ENDS = 13, 12, (3, 7)
 SIZES = {
@@ -31,11 +32,6 @@ SIZES = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "mask_token_id": MASK,
     "initializer_range": 0.5,
 }  # fmt: skip
-PARTS = [range(3), *(range(first, first + 50) for first in range(3, 203, 50))]
-in_parts = pytest.mark.parametrize(
-    "cases", [PARTS[0], *(pytest.param(some, marks=pytest.mark.extended) for some in PARTS[1:])], ids=str
-)
-"""Of 203 cases, the first three are part of `make test`."""
 
 Settings = dict[str, Any]
 
@@ -195,21 +191,6 @@ SAMPLERS: dict[str, tuple[Callable[[random.Random], Settings], Any, str, bool]] 
 """Sampler -> how its settings are drawn, its published rules, and the attention and shift of its models."""
 
 
-def distinct(canvases: list[rules.Ids]) -> list[rules.Ids]:
-    """Without repetitions: in a batch, a row may wait for the others."""
-    return [canvas for canvas, _ in groupby(canvases)]
-
-
-def determined(compare: Callable[[random.Random], None], name: str) -> None:
-    """Compare one case; where the rules leave a choice open, another one is drawn."""
-    for attempt in range(50):
-        try:
-            return compare(random.Random(f"{name} {attempt}"))
-        except rules.UndeterminedError:
-            continue
-    raise AssertionError(f"no case {name} without equal scores")
-
-
 def compare(sampler: str, seed: int, rng: random.Random) -> None:
     given = SAMPLERS[sampler][0](rng)
     prompts = [[rng.randrange(MASK) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 3))]
@@ -235,6 +216,11 @@ def compare_runs(sampler: str, given: Settings, prompts: list[rules.Ids], seed: 
         assert distinct(ours) == distinct([ours[0], *canvases]), case_of
         if len(prompts) == 1:
             assert run.steps_run == len(canvases), case_of
+
+
+def test_every_sampler_without_a_noise_level_has_rules():
+    ours = {name for name, sampler in REGISTERED.items() if not sampler.sets_time}
+    assert {*SAMPLERS, "diffusion-gemma"} == ours
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
