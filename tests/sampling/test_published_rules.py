@@ -107,6 +107,13 @@ def open_dcoder(rng: random.Random) -> Settings:
     return given | {"alg_temp": None if given["alg"] == "p2" else rng.choice([None, 0.0, 0.001, 0.5])}
 
 
+def diffullama(rng: random.Random) -> Settings:
+    return {
+        "gen_length": rng.randint(1, 10), "steps": rng.randint(1, 14), "order": rng.choice(["random", "confidence"]),
+        "temperature": rng.choice([0.5, 0.9, 1.5]), "top_p": rng.choice([0.3, 0.9, 1.0]), "greedy": rng.random() < 0.3,
+    }  # fmt: skip
+
+
 def rnd1(rng: random.Random) -> Settings:
     given = {"gen_length": rng.choice([1, 2, 5, 9, 22]), "steps": rng.choice([1, 3, 5, 9, 12, 22])}
     given |= truncation(rng) | {"temperature": rng.choice([0.3, 1.0, 1.5]), "greedy": rng.random() < 0.6}
@@ -179,6 +186,7 @@ SAMPLERS: dict[str, tuple[Callable[[random.Random], Settings], Any, str, bool]] 
     "dream": (dream, rules.dream, "full", True),
     "dream-blocks": (dream_blocks, rules.dream_blocks, "full", True),
     "open-dcoder": (open_dcoder, rules.open_dcoder, "full", True),
+    "diffullama": (diffullama, rules.diffullama, "full", True),
     "rnd1": (rnd1, rules.rnd1, "full", True),
     "sdar": (sdar, rules.sdar, "block", False),
     "llada2": (llada2, rules.llada2, "block", False),
