@@ -265,9 +265,10 @@ def test_equal_confidences_are_ordered_alike_alone_and_in_a_batch(sampler):
     _, _, attention, shift = SAMPLERS[sampler]
     model, _ = model_of(attention, shift, 6 if attention == "block" else 0)
     given: Settings = {"gen_length": 8, "temperature": 1.0} | (
-        {"top_p": 1e-6} if sampler == "fast-dllm-v2" else {"top_k": 1}
+        {"top_p": 1e-6} if sampler in ("fast-dllm-v2", "diffullama") else {"top_k": 1}
     )
     given |= {"remasking_strategy": "low_confidence_static"} if sampler == "sdar" else {}
+    given |= {"order": "confidence"} if sampler == "diffullama" else {}
     prompts = [[5, 9, 1, 4, 8, 2, 0], [6, 10], [1, 2, 0, 11]]
     together = sinklens.generate(model, prompts, sampler=sampler, record_sinks=False, **given)
     for row, prompt in enumerate(prompts):
