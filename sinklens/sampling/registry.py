@@ -190,14 +190,10 @@ class Sampled(Protocol):
     def tree(self) -> Any:
         """Its hook points."""
 
-    @property
-    def config(self) -> Any:
-        """The config of its network."""
-
 
 def misfit(sampler: type[Sampler], model: Sampled) -> str:
     """Why `sampler` does not decode a model, as the end of a sentence; "" if it does."""
-    family, config, timed = model.family_record, model.config, bool(model.tree.architecture.time)
+    family, config, timed = model.family_record, model.tree.hf.config, bool(model.tree.architecture.time)
     if family.attention not in sampler.attention:
         return (
             f"fits {' or '.join(sampler.attention)} attention, but {family.name} models were trained with "
