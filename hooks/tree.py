@@ -441,6 +441,5 @@ def _sampler_specs(hf: PreTrainedModel, architecture: Architecture, drawn: bool)
     """The rows of the sampler's points."""
     if architecture.encoder:
         return names.NOISE
-    if drawn:
-        return (names.DENOISE[0], names.UNIFORM, *names.DENOISE[1:])
-    return names.DENOISE if blocks_of(hf.config) is None else (*names.DENOISE, names.EDIT)
+    first, *rest = names.DENOISE
+    return (first, *[names.UNIFORM] * drawn, *rest, *[names.EDIT] * (blocks_of(hf.config) is not None))
