@@ -19,12 +19,16 @@ import torch
 from huggingface_hub.dataclasses import strict
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import initialization, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 from sinklens.checkpoints.config_keys import DIT_IGNORED
 from sinklens.errors import SettingError
@@ -138,6 +142,7 @@ class DitAttention(nn.Module):
         self.config, self.layer_idx, self.is_causal = config, layer_idx, False
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.scaling = self.head_dim**-0.5
+        self.num_key_value_groups = 1
         width = config.hidden_size
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
 
@@ -152,7 +157,7 @@ class DitAttention(nn.Module):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (linear(hidden_states).view(shape).transpose(1, 2) for linear in projections)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         mixed, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0, **kwargs)
         return self.o_proj(mixed.reshape(*hidden_states.shape)), None
 
@@ -206,6 +211,17 @@ class DitPreTrainedModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected: ClassVar = [DIT_IGNORED]
     _supports_sdpa = True
     _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """transformers' initial weights, and zeros for all modulations and the head, as in the authors' code."""
+        super()._init_weights(module)
+        zeros = getattr(module, "modulation", None) if isinstance(module, (DitBlock, DitModel)) else None
+        if isinstance(module, DitForMaskedLM):
+            zeros = module.lm_head
+        if zeros is not None:
+            initialization.zeros_(zeros.weight)
+            initialization.zeros_(zeros.bias)
 
 
 class DitModel(DitPreTrainedModel):

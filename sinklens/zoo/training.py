@@ -32,6 +32,7 @@ from sinklens.zoo.block_loss import block_loss
 from sinklens.zoo.canvas_loss import canvas_loss
 from sinklens.zoo.corpus import Corpus, build_corpus
 from sinklens.zoo.initial import build_model, fit_norms
+from sinklens.zoo.noise_losses import noise_loss
 from sinklens.zoo.recipes import DEFAULTS, Recipe
 from sinklens.zoo.run_files import append_record, read_tensors, write_tensors
 from sinklens.zoo.text_windows import TextCorpus, text_corpus, text_tokenizer
@@ -92,6 +93,8 @@ LOSSES = {
     "causal": _causal_loss,
     "blocks": block_loss,
     "uniform": canvas_loss,
+    "mdlm": noise_loss,
+    "duo": noise_loss,
 }
 
 
@@ -99,7 +102,9 @@ def make_tokenizer(recipe: Recipe) -> "PreTrainedTokenizerFast":
     """The tokenizer of the recipe's training rows and of its checkpoint."""
     if recipe.windows:
         return text_tokenizer(recipe)
-    return train_tokenizer(start=recipe.start_token != "absent", with_pictures=recipe.pictures > 0)
+    return train_tokenizer(
+        start=recipe.start_token != "absent", with_pictures=recipe.pictures > 0, mask_last=recipe.d_cond > 0
+    )
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
