@@ -91,6 +91,8 @@ DESCRIPTIONS = {
     "dream": "A masked-diffusion (Dream format, shifted prediction)",
     "sdar": "A block-causal masked-diffusion (SDAR format)",
     "diffusion-gemma": "A diffusion (DiffusionGemma format: uniform noise instead of a mask token, self-conditioning)",
+    "mdlm": "A masked-diffusion (MDLM format, without a noise level)",
+    "duo": "A diffusion (Duo format: uniform noise instead of a mask token; it reads the noise level)",
     "llama": "An autoregressive (Llama format)",
 }
 PARAMETERS = {"llada-moe": "3.8 million parameters, of which a token uses 1.6 million"}
