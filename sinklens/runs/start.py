@@ -103,7 +103,7 @@ def _check_time(model: Model, settings: Sampler) -> None:
         raise SettingError(
             f"the {settings.name} sampler sets a noise level, and {model.name} does not read one; leave sampler= out."
         )
-    if conditioned and model.config.time_conditioning and not settings.sets_time:
+    if model.tree.timed and not settings.sets_time:
         raise SettingError(
             f"{model.name} reads the noise level of its canvas, which the {settings.name} sampler does not set; leave "
             f"sampler= out."
