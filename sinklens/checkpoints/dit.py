@@ -19,7 +19,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import initialization, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, initialization
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput

@@ -131,8 +131,8 @@ class Generation:
         control_keys: the keys that controls (``pick=``) picked and controlled for; None if the run has no control.
         cache: the cache policy; None for an exact run.
         chosen: where the interventions acted whose places follow the run; none if sinks were not recorded.
-        time: the noise level of each step, [batch, step]; None if its sampler sets none. An untimed network does not read
-            it, and `ForceTime` does not change it.
+        time: the noise level of each step, [batch, step]; None if its sampler sets none. An untimed network does not
+            read it, and `ForceTime` does not change it.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
