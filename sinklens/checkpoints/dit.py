@@ -10,7 +10,8 @@ transformers has no class for it, so this one is registered with transformers un
 everything else treats it like a class of transformers. The sampler of each family decides which number it passes as the
 time, sigma or t. A network with ``time_conditioning`` False ignores its time: all modulations are constants.
 
-Pitfall: a new network has zero gates and zero logits, because the authors start training there.
+Pitfall: a new network has the initial weights of transformers' classes, so its gates are small random numbers. The
+authors start training with gates and logits of zero.
 """
 
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, initialization
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
@@ -211,17 +212,6 @@ class DitPreTrainedModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected: ClassVar = [DIT_IGNORED]
     _supports_sdpa = True
     _supports_attention_backend = True
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """transformers' initial weights, and zeros for all modulations and the head, as in the authors' code."""
-        super()._init_weights(module)
-        zeros = getattr(module, "modulation", None) if isinstance(module, (DitBlock, DitModel)) else None
-        if isinstance(module, DitForMaskedLM):
-            zeros = module.lm_head
-        if zeros is not None:
-            initialization.zeros_(zeros.weight)
-            initialization.zeros_(zeros.bias)
 
 
 class DitModel(DitPreTrainedModel):

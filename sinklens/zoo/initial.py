@@ -1,8 +1,9 @@
 """The models that the recipes train, at step 0: their sizes, and the weights of the checkpoint that they start from.
 
 All families get the recipe's width, depth and heads, with as many key-value heads as query heads; `_SIZES` adds what a
-family's config needs besides. DiffusionGemma's class also has a vision tower, which text never reaches: it gets the
-smallest one that transformers can build, and its weights keep their initial values.
+family's config needs besides. MDLM and Duo have MLPs of four times the width. DiffusionGemma's class also has a vision
+tower, which text never reaches: it gets the smallest one that transformers can build, and its weights keep their
+initial values.
 
 `fit_norms` is for a model that starts from a causal one without norms of queries and keys, as tiny-sdar does. A norm
 removes the length of a query, which the other weights count on; with weights of one, the model computes something else

@@ -3,7 +3,8 @@
 tiny-llada and tiny-llama are twins: they differ only in the objective and are trained only on word problems. The
 ``-skills`` recipes continue from the end of these with small functions and the four skills in addition to the problems,
 so their checkpoints answer every generated task. tiny-dream and tiny-sdar start from tiny-llama, and tiny-mmada from
-tiny-llada. tiny-llada-moe has experts, and tiny-canvas has noise instead of a mask token; both start from scratch. The
+tiny-llada. tiny-llada-moe has experts, tiny-canvas has noise instead of a mask token, and tiny-mdlm and tiny-duo are
+twins with the network of the families MDLM and Duo, which differ only in their noise; all start from scratch. The
 ``-seed-`` recipes repeat tiny-llada, tiny-llama, tiny-dream and tiny-mmada with another seed. The ``tiny-text`` recipes
 are twins, masked and causal, trained on English text (text.py) instead of problems. Each remaining recipe
 changes one setting of tiny-llada's first cycle. Compare it with tiny-llada's weights at the end of that cycle,

@@ -1,12 +1,12 @@
-"""Trains the tiny checkpoints: one data set and loop, five objectives.
+"""Trains the tiny checkpoints: one data set and loop, seven objectives.
 
 The *masked* objective is LLaDA's: draw t ~ U(0, 1] per row, mask each eligible token with probability t, and compute
 the cross-entropy of the masked tokens, weighted by 1/t. In most rows only the answer is eligible; in every eighth row,
 all tokens except the start token are. The *shifted* objective predicts the token at position i from position i − 1,
 like Dream, which thereby keeps what its initial autoregressive weights have learned. The *causal* objective is
 next-token cross-entropy on the same rows, with the same small weight on the prompt. block_loss.py has the objective of
-block-causal models and canvas_loss.py that of models without a mask token. Models with experts add their load-balancing
-loss.
+block-causal models, canvas_loss.py that of canvas models, and noise_losses.py those of MDLM and Duo. Models with
+experts add their load-balancing loss.
 
 Every batch is a function of (seed, step), so an interrupted and resumed run equals an uninterrupted one. The state is
 written to a temporary file and moved into place (run_files.py): a kill at any moment leaves the last complete state.

@@ -19,7 +19,7 @@ SETTINGS = {"gen_length": 8, "steps": 6}
 
 @pytest.fixture(scope="module")
 def model(toy):
-    """The toy with noise on its weights: a new one has gates of 0, and ignores its noise level."""
+    """The toy with noise on its weights, which otherwise hardly depends on its noise level."""
     model, generator = toy("tiny-duo"), torch.Generator().manual_seed(4)
     before = {name: value.clone() for name, value in model.hf.state_dict().items()}
     with torch.no_grad():

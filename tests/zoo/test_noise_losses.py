@@ -13,7 +13,7 @@ SLOPE = -0.999  # of α(t) = 1 − 0.999 t
 
 @pytest.fixture(scope="module", params=["tiny-mdlm", "tiny-duo"])
 def toy(request, small):
-    """A toy's initial model with noise on its weights, which otherwise predicts all tokens equally."""
+    """A toy's initial model with noise on its weights, which otherwise hardly depends on its input."""
     recipe = small(request.param)
     model = training.build_model(recipe, training.make_tokenizer(recipe))
     generator = torch.Generator().manual_seed(4)
