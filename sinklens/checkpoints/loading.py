@@ -76,16 +76,20 @@ class LoadRequest:
 
 
 def fitting(name_or_path: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `LoadRequest` for several models, as they apply to one: ``block_length`` if it is block-causal.
+    """Arguments of `LoadRequest` for several models, as they apply to one of them.
+
+    Returns:
+        Them, with ``block_length`` only if it is block-causal and ``mask_token_id`` only if it has a mask token.
 
     Raises:
         CheckpointError: the checkpoint was not found, or its family is unknown or open.
     """
-    if options.get("block_length") is None:
+    if options.get("block_length") is None and options.get("mask_token_id") is None:
         return dict(options)
     raw = files.read_config(files.find_checkpoint(name_or_path, options.get("revision")))
-    family = choose_family(raw, str(name_or_path), options.get("family"), options["block_length"])
-    return {name: value for name, value in options.items() if name != "block_length" or family.block_causal}
+    family = choose_family(raw, str(name_or_path), options.get("family"), options.get("block_length"))
+    fits = {"block_length": family.block_causal, "mask_token_id": family.masked and not family.causal}
+    return {name: value for name, value in options.items() if fits.get(name, True)}
 
 
 @dataclass(frozen=True)
