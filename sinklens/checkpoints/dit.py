@@ -152,7 +152,8 @@ class DitAttention(nn.Module):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (linear(hidden_states).view(shape).transpose(1, 2) for linear in projections)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        kind, fused = self.config._attn_implementation, ALL_ATTENTION_FUNCTIONS["sdpa"]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, fused)
         mixed, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0, **kwargs)
         return self.o_proj(mixed.reshape(*hidden_states.shape)), None
 

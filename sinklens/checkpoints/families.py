@@ -93,6 +93,8 @@ class Family:
         generation_settings: key of generation_config.json -> sampler setting that it is the default of; a dot leads
             into a part.
         refused_tokens: config key of a token id -> what the token stands for; prompts that contain it are refused.
+        bound: how the likelihood of a diffusion model is bounded, see sinklens/likelihood/noise.py: "masks", "subs",
+            "score entropy", "uniform" or "mixture"; "" if no bound is published.
     """
 
     name: str
@@ -129,6 +131,7 @@ class Family:
     config_settings: Mapping[str, str] = field(default_factory=dict)
     generation_settings: Mapping[str, str] = field(default_factory=dict)
     refused_tokens: Mapping[str, str] = field(default_factory=dict)
+    bound: str = "masks"
 
     @property
     def stock(self) -> bool:
@@ -407,11 +410,13 @@ FAMILIES: list[Family] = [
         config_settings={"canvas_length": "canvas_length"},
         generation_settings=GEMMA_SETTINGS,
         refused_tokens={"image_token_id": "image"},
+        bound="",
         own_classes=("DiffusionGemmaForBlockDiffusion",),
     ),
     replace(
         _DIT,
         name="mdlm",
+        bound="subs",
         model_types=("mdlm",),
         sampler="mdlm",
         needed=(*DIT_NEEDED, "time_conditioning"),
@@ -421,6 +426,7 @@ FAMILIES: list[Family] = [
     replace(
         _DIT,
         name="bd3lm-owt",
+        bound="subs",
         model_types=("bd3lm",),
         sampler="bd3lm-owt",
         needed=(*DIT_NEEDED, "time_conditioning"),
@@ -435,6 +441,7 @@ FAMILIES: list[Family] = [
     replace(
         _DIT,
         name="duo",
+        bound="uniform",
         model_types=("duo",),
         sampler="duo",
         needed=DIT_NEEDED,
@@ -445,6 +452,7 @@ FAMILIES: list[Family] = [
     replace(
         _DIT,
         name="sedd",
+        bound="score entropy",
         sampler="sedd",
         convert="sinklens.checkpoints.conversions:sedd",
         needed=SEDD_NEEDED,
@@ -454,6 +462,7 @@ FAMILIES: list[Family] = [
     replace(
         _DIT,
         name="gidd",
+        bound="mixture",
         model_types=("dit",),
         sampler="gidd",
         convert="sinklens.checkpoints.conversions:gidd",
