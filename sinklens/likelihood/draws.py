@@ -98,7 +98,6 @@ class DrawRule:
         masked, shares = (torch.cat(part) for part in zip(*parts, strict=True))
         return MaskDraws(masked, shares, 1 / (shares * self.mc_num))
 
-
     def numbers(
         self, prompt: Sequence[int], length: int, block: int = 0
     ) -> tuple[Float[Tensor, " draw"], Float[Tensor, "draw pos"], Float[Tensor, "draw pos"]]:
@@ -106,7 +105,9 @@ class DrawRule:
         parts = []
         for number in range(self.mc_num // self.batch):
             generator = generator_of(self.seed, prompt, length, block, number)
-            start = (torch.rand(1, generator=generator, dtype=torch.float64) + torch.arange(self.batch) / self.batch) % 1
+            start = (
+                torch.rand(1, generator=generator, dtype=torch.float64) + torch.arange(self.batch) / self.batch
+            ) % 1
             parts.append((start, *torch.rand(2, self.batch, length, generator=generator, dtype=torch.float64)))
         start, chance, choice = (torch.cat(part) for part in zip(*parts, strict=True))
         return start, chance, choice

@@ -177,6 +177,7 @@ def expected(name, model, prompt, answer, nodes):
     return integral(loss, name, answer, nodes, interval(name))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["mdlm-timed", "bd3lm-owt-timed", "sedd", "duo", "gidd"])
 def test_estimates_scatter_around_the_integral_over_time_and_noise(model_of, name):
     """Two tokens after a prompt of two, which is one block of BD3-LM."""
@@ -233,10 +234,10 @@ def test_the_bound_is_the_log_likelihood_if_the_prediction_is_perfect(model_of, 
 
         return loss
 
-    for answer in ((0, 2), (3, 3), (1, 0)):
+    for answer in ((0, 2), (3, 3)):
         wanted = math.log(table[PAIRS_OF_TOKENS.index(answer)])
         span = (1e-9, 1 - 1e-9) if name.startswith("gidd") else interval(name)
-        assert integral(loss_of(answer), name, answer, 120, span) == pytest.approx(wanted, rel=4e-3)
+        assert integral(loss_of(answer), name, answer, 60, span) == pytest.approx(wanted, rel=4e-3)
 
 
 # --- surfaces ---------------------------------------------------------------------------------------------------
