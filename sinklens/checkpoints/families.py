@@ -93,7 +93,7 @@ class Family:
         generation_settings: key of generation_config.json -> sampler setting that it is the default of; a dot leads
             into a part.
         refused_tokens: config key of a token id -> what the token stands for; prompts that contain it are refused.
-        bound: how the likelihood of a diffusion model is bounded, see sinklens/likelihood/noise.py: "masks", "subs",
+        bound: how the likelihood of a diffusion model is bounded, see sinklens/likelihood: "masks", "subs",
             "score entropy", "uniform" or "mixture"; "" if no bound is published.
     """
 

@@ -18,9 +18,9 @@ from sinklens.likelihood.autoregressive import score_exactly, score_forced
 from sinklens.likelihood.batches import Batches
 from sinklens.likelihood.diffusion import bounds
 from sinklens.likelihood.draws import DrawRule, Masking
+from sinklens.likelihood.families import noise_of
 from sinklens.likelihood.greedy import writes
 from sinklens.likelihood.hooked_pass import HookedPass, refuse_earlier
-from sinklens.likelihood.noise import noise_of
 from sinklens.likelihood.pairs import PromptAnswer, is_several, pairs_of
 from sinklens.likelihood.result import Likelihood
 from sinklens.model import Model
@@ -154,7 +154,7 @@ def scores(
             f"{'cfg_scale' if request.cfg_scale else 'check_greedy'} is for models without a noise schedule; no such "
             f"procedure is published for {model.family} models. Leave it out."
         )
-    refuse_earlier(hooks, model)
+    refuse_earlier(hooks, model, noise.only_masks)
     passes = HookedPass(model, hooks, request.cfg_scale, request.rule.seed, ControlLog())
     found = bounds(passes, noise, pairs, request.rule, batches)
     passes.controls.report()

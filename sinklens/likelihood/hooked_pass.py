@@ -25,7 +25,7 @@ from sinklens.hooks.hook_functions import label, same_shape, shape_of, takes_hoo
 from sinklens.hooks.points import Point
 from sinklens.interventions.keys import HoldSinks
 from sinklens.interventions.patching import FreezePattern
-from sinklens.interventions.places import AtPositions
+from sinklens.interventions.places import AtKeys, AtPositions
 from sinklens.interventions.where import Where
 from sinklens.likelihood.plans import leaves, planned
 from sinklens.model import Model
@@ -211,8 +211,11 @@ def blocks_of_text(model: Model) -> Blocks | None:
     return replace(blocks, start="token") if blocks is not None and model.tree.architecture.time else blocks
 
 
-def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
+def refuse_earlier(hooks: Sequence[Any], model: Model, only_masks: bool = True) -> None:
     """Refuse interventions that need a step before the pass, or complete passes where a model has none.
+
+    Args:
+        only_masks: whether masks are the noise of an answer, so that their number finds the step of a recorded run.
 
     Raises:
         SettingError: naming what to use instead.
@@ -224,6 +227,13 @@ def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
             raise SettingError(
                 f"{_named(entry)} acts on the sinks of the previous step, and a likelihood is one pass without one: "
                 f"{INSTEAD}."
+            )
+        tracks = [leaf.track for leaf in leaves(rule) if isinstance(leaf, Where)]
+        tracks += [entry.track] if isinstance(entry, AtKeys) else []
+        if not only_masks and any(track is not None for track in tracks):
+            raise SettingError(
+                f"{_named(entry)} takes the sinks of a recorded run, whose step is found by the number of masks, and "
+                f"{model.family} models add random tokens; pass same_step=True without source=."
             )
         if isinstance(entry, HoldSinks | FreezePattern):
             raise SettingError(

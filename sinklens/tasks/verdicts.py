@@ -135,12 +135,9 @@ class JsonSchema(Verdict):
     form: ClassVar[str] = "a JSON schema"
 
     def read(self, expected: Any) -> str | None:
-        validator = _jsonschema()
-        try:
-            validator.check_schema(expected)
-        except _schema_error():
-            return None
-        return json.dumps(expected, sort_keys=True) if isinstance(expected, dict) else None
+        schema = _jsonschema()
+        metaschema = schema(schema.META_SCHEMA)
+        return json.dumps(expected, sort_keys=True) if metaschema.is_valid(expected) else None
 
     def right(self, prompt: str, text: str, expected: str) -> bool:
         found = self._parsed(text)
@@ -252,9 +249,3 @@ def _jsonschema() -> Any:
     except ImportError as error:
         raise TaskError(f"the verdict json-schema needs jsonschema ({error}): pip install jsonschema.") from error
     return Draft202012Validator
-
-
-def _schema_error() -> type[Exception]:
-    from jsonschema.exceptions import SchemaError
-
-    return SchemaError

@@ -12,7 +12,7 @@ import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import MaskSinks
 from sinklens.likelihood import DrawRule, LikelihoodRequest, PromptAnswer, difference, likelihood, likelihoods
-from sinklens.likelihood.noise import noise_of
+from sinklens.likelihood.families import noise_of
 
 V = 5
 MADE = {
@@ -293,6 +293,13 @@ def test_random_tokens_are_paired_by_their_draws(model_of):
 def test_what_is_not_published_is_refused(model_of, name, given, message):
     with pytest.raises(SettingError, match=message):
         likelihood(model_of(name), [1], [2, 3], **given)
+
+
+def test_a_recorded_run_has_no_step_for_random_tokens(model_of):
+    model = model_of("duo")
+    run = sinklens.generate(model, [[2, 1]], gen_length=2, steps=4)
+    with pytest.raises(SettingError, match=r"found by the number of masks, and duo models add random tokens"):
+        likelihood(model, [2, 1], [3, 0], hooks=MaskSinks(top_k=1, source=run, same_step=True))
 
 
 @pytest.mark.parametrize("folder", ["mdlm", "bd3lm-owt", "duo", "sedd", "gidd"])
