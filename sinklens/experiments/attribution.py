@@ -34,7 +34,7 @@ from sinklens.model.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within
 from sinklens.runs.result import require_run
-from sinklens.sampling.block_cache import one_later
+from sinklens.sampling.key_cache import one_later
 
 if TYPE_CHECKING:
     from sinklens.model import Model
