@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from sinklens.likelihood.hooked_pass import HookedPass, blocks_of_text
 from sinklens.model import Model
-from sinklens.sampling.block_cache import one_later
+from sinklens.sampling.key_cache import one_later
 
 Ids = tuple[int, ...]
 
