@@ -60,6 +60,11 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
         help="instead of a task: JSON Lines with 'prompt' and 'expected', each a text or a list of token ids; an "
         "answer is right if it equals 'expected' exactly (default: none)",
     )  # fmt: skip
+    command.add_argument(
+        "--verdict", metavar="NAME",
+        help="with --prompts, how answers are judged: exact, extraction, choice, json-schema, refusal, attack, "
+        "infilling or code (default: equality)",
+    )  # fmt: skip
     add_out(command, "folder of the records; created, or resumed if it exists")
     command.add_argument("--data", type=Path, help="local file or folder of a published task (default: the hub)")
     _add_masking(command)
@@ -215,7 +220,9 @@ def _protocol(options: argparse.Namespace) -> "EvalProtocol":
 
     if options.prompts is not None:
         _refuse_with_prompts(options)
-        options.task = "prompts"
+        options.task = "prompts" if options.verdict is None else f"prompts-{options.verdict}"
+    elif options.verdict is not None:
+        raise SinklensError("--verdict is for the answers to --prompts FILE; the verdicts of tasks are fixed.")
     if options.protocol is None and options.task is None:
         raise SinklensError(
             "name a task (--task tiny-gsm) or a protocol (--protocol llada-gsm8k), or give a file (--prompts FILE)."
@@ -237,8 +244,15 @@ def _protocol(options: argparse.Namespace) -> "EvalProtocol":
 
 
 def _refuse_with_prompts(options: argparse.Namespace) -> None:
+    from sinklens.tasks import NAMES
+
+    if options.verdict is not None and f"prompts-{options.verdict}" not in NAMES:
+        known = [name.removeprefix("prompts-") for name in NAMES if name.startswith("prompts-")]
+        raise SinklensError(
+            f"no verdict is called {options.verdict!r}; known: {', '.join(known)}.{nearest(options.verdict, known)}"
+        )
     for name in ("task", "protocol", "data"):
-        if getattr(options, name) not in (None, "prompts"):
+        if getattr(options, name) is not None and not str(getattr(options, name)).startswith("prompts"):
             raise SinklensError(f"--prompts replaces --{name}; give only one of them.")
 
 

@@ -23,13 +23,15 @@ from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import LedgerRecord
 from sinklens.evaluation.protocols import EvalProtocol
-from sinklens.interventions import Intervention
+from sinklens.interventions import Intervention, Suffix
+from sinklens.runs.identity import fingerprint
 from sinklens.runs.policies import check_policy
 from sinklens.sampling import settings_for
 from sinklens.sinks.motion import static_share
 from sinklens.sinks.track import SinkTrack
 from sinklens.tasks import Sample, Task
 from sinklens.tasks.prompts import IdSample, Prompts, before_end, model_input, prompt_hash, reference_hash
+from sinklens.tasks.verdicts import Verdict
 from sinklens.tracing import generate
 from sinklens.utils.versions import versions
 
@@ -54,7 +56,15 @@ class Batch:
 
 
 def batches(condition: Condition, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
-    """Group samples of similar length, keeping equal prompts apart; the order depends only on the samples."""
+    """Group samples of similar length, keeping equal prompts and different suffixes apart.
+
+    The order depends only on the samples.
+    """
+    for suffix in sorted({sample.suffix for sample in samples}):
+        yield from _with_one_suffix(condition, [sample for sample in samples if sample.suffix == suffix], size)
+
+
+def _with_one_suffix(condition: Condition, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
     ordered = sorted(samples, key=lambda sample: (len(model_input(sample)), sample.id))
     for part in equals_apart(ordered, model_input, size):
         yield Batch(condition, tuple(part))
@@ -147,6 +157,8 @@ def carry_out(model: "Model", task: Task, protocol: EvalProtocol, batch: Batch, 
     def run_with(hooks: Sequence[Intervention]) -> "Generation":
         prompts = [token_ids(model, sample, protocol.chat_template) for sample in batch.samples]
         settings: dict[str, Any] = protocol.given(model.family_record.sampler)
+        suffix = batch.samples[0].suffix  # all have the same
+        hooks = [*hooks, Suffix(text=suffix)] if suffix else hooks
         return generate(model, prompts, seed=seed, hooks=hooks, progress=False, cache=batch.condition.cache, **settings)
 
     def unmasked() -> SinkTrack:
@@ -203,7 +215,10 @@ def _task_settings(task: Task) -> dict[str, Any]:
         return {}
     found = {entry.name: getattr(task, entry.name) for entry in fields(task) if entry.name not in ("path", "examples")}
     plain = (str, int, float, type(None))
-    return {name: value if isinstance(value, plain) else str(value) for name, value in found.items()}
+    return {
+        name: value if isinstance(value, plain) else fingerprint(value) if isinstance(value, Verdict) else str(value)
+        for name, value in found.items()
+    }
 
 
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRecord:

@@ -46,8 +46,9 @@ class Likelihood:
         standard_error: of `value`; 0 if nothing was drawn, NaN if there is a single batch of draws.
         kind: "likelihood" of an autoregressive model; "bound" from all masks; "estimate" of the bound from draws.
         tokens: ids of the answer.
-        losses: −log p of the masked tokens in each draw; NaN where not masked.
-        shares: share that is masked of the block of each token.
+        losses: −log p of the masked tokens in each draw; NaN where not masked. In SEDD, Duo and GIDD, the terms of
+            their bounds (noise.py).
+        shares: share that is masked, or noise, of the block of each token.
         weights: factor of each loss in −`value`.
         blocks: block of each token, from 0; all 0 unless the model is block-causal.
         batch: draws that share one random start.
@@ -197,12 +198,17 @@ def _check_paired(first: Sequence[Likelihood], second: Sequence[Likelihood]) -> 
             f"paired likelihoods need the same answers, at least one; got {len(first)} and {len(second)}."
         )
     for number, (one, two) in enumerate(zip(first, second, strict=True)):
-        same = one.tokens == two.tokens and np.array_equal(np.isnan(one.losses), np.isnan(two.losses))
+        same = one.tokens == two.tokens and _draws_of(one) == _draws_of(two)
         if not same:
             raise SettingError(
                 f"answer {number} has other {'tokens' if one.tokens != two.tokens else 'mask draws'} in the two "
                 f"conditions, so they cannot be paired; give the same answers, seed, mc_num, batch and masking."
             )
+
+
+def _draws_of(one: Likelihood) -> tuple[bytes, ...]:
+    """What distinguishes the draws of an answer: which tokens have a loss, and the shares of noise."""
+    return np.isnan(one.losses).tobytes(), one.shares.tobytes()
 
 
 def _paired_error(one: Likelihood, two: Likelihood) -> float:
