@@ -24,7 +24,7 @@ import xarray as xr
 
 from sinklens.experiments import sweep
 from sinklens.interventions import MaskSinks
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 from sinklens.tasks.word_problems import held_out, read_answer

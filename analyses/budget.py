@@ -30,7 +30,7 @@ from sinklens.analyses.answers import MEANINGS, each_prompt, effects, unchanged
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.interventions import Intervention, KeepKeys, WindowAttention
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling import settings_for
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack

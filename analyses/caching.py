@@ -50,7 +50,7 @@ from sinklens.analyses.stale_keys import (
 from sinklens.analyses.study import SINK, Study
 from sinklens.caching import DelayedCache, DualCache, KeepSinks, Planned, Policy, Refresh
 from sinklens.interventions import MaskedLogits
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Detector, EpsilonOverMean, Record, SinkTrack
 

@@ -38,7 +38,7 @@ from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.rewriting import embedding_change, masked_again
 from sinklens.analyses.study import SINK, Study
 from sinklens.experiments import Jump, jump_undone, read_attribution, sink_jumps, write_attribution
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks.kinds import kinds
 from sinklens.sinks.matching import ratio

@@ -28,7 +28,7 @@ from sinklens.analyses.answers import each_prompt, free_effects, unchanged
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.runs.intervention import layer_of
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack

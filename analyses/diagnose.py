@@ -36,7 +36,7 @@ from sinklens.analyses.runs import active_steps
 from sinklens.analyses.study import SINK, Study
 from sinklens.interventions import MaskSinks, Rule
 from sinklens.interventions.where import Moment
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
 from sinklens.sinks.data import TrackData

@@ -26,7 +26,7 @@ from sinklens.analyses.diagnose import right_answers
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.motion import existing, jumps, strongest_key

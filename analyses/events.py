@@ -37,7 +37,7 @@ from sinklens.analyses.ranks import partial_rank_correlation, rank_correlation, 
 from sinklens.analyses.rewriting import CHANGES, WRITTEN, written_over
 from sinklens.analyses.strata import Matched, compare, correlation_within, stratified, two_groups
 from sinklens.analyses.study import Study
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
 from sinklens.sinks.matching import ratio

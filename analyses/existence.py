@@ -19,7 +19,7 @@ import xarray as xr
 
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import (
     Broadcast,

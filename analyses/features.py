@@ -36,8 +36,8 @@ from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
 from sinklens.experiments import compare
 from sinklens.features import SparseAutoencoder, SpliceSAE, load_sae
-from sinklens.identity import fingerprint
 from sinklens.interventions import MaskedLogits
+from sinklens.runs.identity import fingerprint
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.word_problems import training
 

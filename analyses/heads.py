@@ -26,7 +26,7 @@ from sinklens.analyses.intervals import RANGES, interval_rows, interval_table, m
 from sinklens.analyses.study import Study
 from sinklens.experiments import head_outputs
 from sinklens.interventions import AblateHeads, HeadOutputs
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 from sinklens.tasks.word_problems import training

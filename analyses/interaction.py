@@ -25,7 +25,7 @@ from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import compare
 from sinklens.interventions import MaskedLogits, MaskSinks, WindowAttention
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.tracing import generate
 

@@ -18,7 +18,7 @@ import xarray as xr
 
 from sinklens.analyses.intervals import corrected, interval_table, verdict
 from sinklens.analyses.study import SINK, Study
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, Unit, motion
 

@@ -34,7 +34,7 @@ from sinklens.analyses.ranks import partial_rank_correlation, rank_correlation
 from sinklens.analyses.strata import compare, two_groups
 from sinklens.analyses.study import SINK, Study
 from sinklens.experiments import logit_lens
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record
 

@@ -33,7 +33,7 @@ from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import attention_to, compare
 from sinklens.interventions import MaskedLogits
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling import DreamSettings, LladaSettings, settings_for
 from sinklens.sampling.settings import Settings
 from sinklens.tracing import generate

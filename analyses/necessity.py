@@ -24,7 +24,7 @@ from sinklens.analyses.answers import MEANINGS, each_prompt, effects, free_effec
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Detector, EpsilonOverMean, SinkTrack, StrongestKeys
 from sinklens.sinks.strongest import Marked, Part, mark

@@ -15,7 +15,7 @@ import torch
 import xarray as xr
 
 from sinklens.analyses.intervals import interval_table
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sinks import Record, SinkTrack, motion
 from sinklens.sinks.detectors import bounded
 from sinklens.sinks.nulls import FixedQueries, causal_null

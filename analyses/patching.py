@@ -41,7 +41,7 @@ from sinklens.analyses.intervals import Interval, interval_rows, interval_table,
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
 from sinklens.hooks.front import HookPair
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling import settings_for
 from sinklens.sampling.settings import Settings
 from sinklens.tracing import generate

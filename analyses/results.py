@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import xarray as xr
 
-from sinklens.atomic import atomic_write
+from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,7 +18,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from sinklens.caching import Policy
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.runs.request import Hooks
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record, SinkTrack

@@ -21,8 +21,8 @@ from jaxtyping import Float
 
 from sinklens.analyses.results import Findings
 from sinklens.analyses.study import Study
-from sinklens.atomic import atomic_write
 from sinklens.errors import SettingError
+from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]

@@ -39,7 +39,7 @@ from torch import Tensor
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.hooks.front import HookPair
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record
 

@@ -32,19 +32,19 @@ from sinklens.analyses.intervals import RESAMPLES
 from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
 from sinklens.analyses.units import Units, batches, unused
-from sinklens.arguments import Count, Seed, check_arguments
 from sinklens.caching import as_policy
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
-from sinklens.folders import check_folder
 from sinklens.model import load
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.registry import find_sampler, settings_for
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.prompts import read_prompts
 from sinklens.tasks.word_problems import held_out
-from sinklens.versions import versions
+from sinklens.utils.arguments import Count, Seed, check_arguments
+from sinklens.utils.folders import check_folder
+from sinklens.utils.versions import versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,7 +24,7 @@ import xarray as xr
 from sinklens.analyses.intervals import Interval, interval_rows, interval_table, pooled
 from sinklens.analyses.strata import compare
 from sinklens.analyses.study import SINK, Study
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.kinds import Kind, PlaceState, absorption, enrichment, frequency_table, set_codes

@@ -22,7 +22,7 @@ import xarray as xr
 
 from sinklens.errors import SettingError
 from sinklens.evaluation.ledger import LedgerRun, Writer, holds_runs
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 
 FOLDER = "units"
 

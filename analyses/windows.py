@@ -22,7 +22,7 @@ from sinklens.analyses.answers import MEANINGS, each_prompt, effects
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import Study
 from sinklens.interventions import WindowAttention
-from sinklens.prompts import SinglePrompt
+from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ The sources are in three folders, two of which have other names once installed. 
 links that lay them out as setuptools would, and mkdocstrings reads there. Docstrings are in Google's format, with two
 conventions of this project: several names may share an entry (``layers, heads: numbers``), and examples have no
 heading. `Conventions` rewrites both into standard Google format, and shows the arguments of functions that take those
-of a request (`sinklens.arguments.takes`).
+of a request (`sinklens.utils.arguments.takes`).
 
 Limitation: `mkdocs serve` creates the links once; a new file at the top of sinklens/ needs a restart.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import griffe
 from mkdocs.plugins import event_priority
 
-from sinklens.arguments import with_arguments
+from sinklens.utils.arguments import with_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY = re.compile(r"^( +)([*\w]+(?:, [*\w]+)+): (.*(?:\n\1 +.*)*)", flags=re.MULTILINE)

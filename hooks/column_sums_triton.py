@@ -34,7 +34,7 @@ from triton.runtime.errors import OutOfResources
 
 from sinklens.hooks import tiles, trust
 from sinklens.hooks.tiles import Tile
-from sinklens.versions import versions
+from sinklens.utils.versions import versions
 
 LOG2_E = math.log2(math.e)  # exponentials use base 2, which the hardware implements
 PROBES = ((1, 17), (17, 17), (65, 63), (127, 300))  # queries and keys of the first-use test

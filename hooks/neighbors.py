@@ -5,7 +5,7 @@ With another version of TransformerLens or nnsight, a model would fail later, wi
 Limitation: a module that was imported before is not checked again.
 """
 
-from sinklens.versions import check_versions
+from sinklens.utils.versions import check_versions
 
 CHECKED = ("nnsight", "transformer-lens", "transformers")
 

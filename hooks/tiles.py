@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sinklens.atomic import atomic_write
 from sinklens.errors import SinklensError
+from sinklens.utils.atomic import atomic_write
 
 LONG = 512 * 512  # scores per head; shorter calls use the default tile, at little cost
 

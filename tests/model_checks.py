@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-import sinklens.model
+import sinklens.model.model
 from sinklens.hooks.tree import HookTree
-from sinklens.selfcheck import check
+from sinklens.model.selfcheck import check
 
 _passed: set[Any] = set()
 
 
 def check_equal_models_once() -> None:
     """Skip the check of a model that equals one that passed; tests of the check call it themselves."""
-    sinklens.model.run_check = check_unless_passed
+    sinklens.model.model.run_check = check_unless_passed
 
 
 def check_unless_passed(tree: HookTree, causal: bool) -> None:

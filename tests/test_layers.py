@@ -9,13 +9,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of the package
-    ("errors", "memory", "progress", "atomic", "versions", "integers", "arguments", "folders"),
+    ("errors",),
+    ("utils",),
     ("hooks",),
     ("sampling",),
     ("checkpoints",),
-    ("model", "passes", "tokens", "prompts", "fingerprint", "selfcheck"),
+    ("model",),
     ("sinks",),
-    ("identity",),
     ("caching",),
     ("runs",),
     ("tracing",),

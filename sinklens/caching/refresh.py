@@ -20,8 +20,8 @@ from torch import Tensor
 from sinklens.caching.dkv import require_count
 from sinklens.caching.fast_dllm import DualCache
 from sinklens.errors import SettingError
-from sinklens.integers import is_finite
 from sinklens.sampling.key_cache import History, Policy
+from sinklens.utils.integers import is_finite
 
 
 @dataclass(frozen=True)

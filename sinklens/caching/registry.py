@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinklens.arguments import Words, read_as
 from sinklens.caching.dkv import DelayedCache
 from sinklens.caching.evict import Evict
 from sinklens.caching.fast_dllm import DualCache, PrefixCache
@@ -24,6 +23,7 @@ from sinklens.caching.refresh import Refresh
 from sinklens.caching.sinks import KeepSinks
 from sinklens.errors import SettingError, nearest
 from sinklens.sampling.key_cache import History, Policy
+from sinklens.utils.arguments import Words, read_as
 
 CachePolicy = Annotated[Policy | str, Words("a policy such as sinklens.caching.DualCache() or its name, 'dual',")]
 Maker = Callable[..., Policy]

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from sinklens.arguments import Count, check_arguments
 from sinklens.checkpoints import files
 from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
 from sinklens.checkpoints.packing import class_for, stored_shapes
@@ -29,6 +28,7 @@ from sinklens.checkpoints.regimes import blocks_for, choose_family
 from sinklens.checkpoints.translate import check_required, one_spelling, translate, value_at
 from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, warn_caller
 from sinklens.hooks.blocks import Blocks, write
+from sinklens.utils.arguments import Count, check_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

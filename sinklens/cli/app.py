@@ -153,10 +153,10 @@ def run_demo(options: argparse.Namespace) -> None:
     """`sinklens demo`: both twins on one held-out problem."""
     from rich.console import Console
 
-    from sinklens.folders import check_folder
     from sinklens.model import load
     from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out
     from sinklens.tracing import trace
+    from sinklens.utils.folders import check_folder
     from sinklens.views import report, sink_paths, terminal
 
     if not 0 <= options.problem < HELD_OUT_SIZE:
@@ -193,9 +193,9 @@ def run_trace(options: argparse.Namespace) -> None:
     """`sinklens trace`."""
     from rich.console import Console
 
-    from sinklens.folders import check_folder
     from sinklens.model import load
     from sinklens.tracing import generate
+    from sinklens.utils.folders import check_folder
     from sinklens.views import most_moving_head, report, sink_path, terminal
 
     prompt = _prompt(options.prompt)
@@ -306,7 +306,7 @@ def run_train(options: argparse.Namespace) -> None:
     """`sinklens train`."""
     import dataclasses
 
-    from sinklens.folders import check_folder, require_writable
+    from sinklens.utils.folders import check_folder, require_writable
     from sinklens.zoo import RECIPES, curve, planted_checkpoint, train
     from sinklens.zoo.export import export
 
@@ -386,14 +386,14 @@ def _refuse_with_planted(options: argparse.Namespace) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    from sinklens.atomic import atomic_write
+    from sinklens.utils.atomic import atomic_write
 
     with atomic_write(path) as part:
         part.write_text(text)
 
 
 def _write_figure(path: Path, figure: Any) -> None:
-    from sinklens.atomic import atomic_write
+    from sinklens.utils.atomic import atomic_write
 
     with atomic_write(path) as part:
         figure.savefig(part, dpi=150)

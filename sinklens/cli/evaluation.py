@@ -375,7 +375,7 @@ def _score_progress(run: Any, done: int, total: int) -> None:
 def run_merge(options: argparse.Namespace) -> None:
     """`sinklens merge`."""
     from sinklens.evaluation.ledger import merge
-    from sinklens.folders import check_folder
+    from sinklens.utils.folders import check_folder
 
     check_folder(options.out, "an evaluation")
     print(
@@ -392,10 +392,10 @@ def run_export(options: argparse.Namespace) -> None:
 
 def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
     """Print the tables of a ledger, and write table.csv and the figures to `out`."""
-    from sinklens.atomic import atomic_write
     from sinklens.cli.printing import show
     from sinklens.evaluation.tables import frame, read_lines
-    from sinklens.folders import require_writable
+    from sinklens.utils.atomic import atomic_write
+    from sinklens.utils.folders import require_writable
     from sinklens.views import accuracy_by_speed, accuracy_curves
 
     require_writable(out)

@@ -54,11 +54,11 @@ def add_likelihood(command: argparse.ArgumentParser) -> None:
 
 def run_likelihood(options: argparse.Namespace) -> None:
     """`sinklens likelihood`."""
-    from sinklens.atomic import atomic_write
     from sinklens.evaluation.choices import answer_questions, read_choices, word_problem_choices
     from sinklens.evaluation.conditions import masking
     from sinklens.likelihood import DrawRule, LikelihoodRequest
     from sinklens.model import load
+    from sinklens.utils.atomic import atomic_write
 
     conditions = masking(options.mask_sinks, options.controls, seed=options.seed)
     rule = DrawRule(options.mc_num, options.batch, options.masking, seed=options.seed)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from sinklens.arguments import REQUIRED, Argument, arguments
 from sinklens.errors import SinklensError
+from sinklens.utils.arguments import REQUIRED, Argument, arguments
 
 if TYPE_CHECKING:
     from sinklens.checkpoints import Family

@@ -76,8 +76,8 @@ def run_analyse(options: argparse.Namespace) -> None:
     from sinklens.analyses.printing import show
     from sinklens.analyses.seeds import write_seeds
     from sinklens.evaluation.counting import Counts
-    from sinklens.folders import check_folder
     from sinklens.model import load
+    from sinklens.utils.folders import check_folder
 
     kind = find(options.name)
     out = _out(options.out, kind.name)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
-from sinklens.atomic import atomic_write
+from sinklens.utils.atomic import atomic_write
 
 PARTS = {  # in the order in which they run
     "environment": "the device, its memory, and package versions",

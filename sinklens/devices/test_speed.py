@@ -24,9 +24,9 @@ from sinklens.devices.plain import ANSWER, LLADA_8B, TINY, blank, plain_loop, ra
 from sinklens.errors import DeviceMemoryError
 from sinklens.hooks import column_sums
 from sinklens.interventions import MaskSinks
-from sinklens.memory import release
 from sinklens.model import Model, load
 from sinklens.tracing import generate
+from sinklens.utils.memory import release
 
 SPARE = 24e9  # bytes reserved for activations when choosing the number of layers
 

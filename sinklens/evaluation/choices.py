@@ -25,9 +25,9 @@ from sinklens.likelihood.estimate import LikelihoodRequest, likelihoods
 from sinklens.likelihood.pairs import PromptAnswer, pairs_of
 from sinklens.likelihood.result import Difference, Likelihood, difference
 from sinklens.model import Model
-from sinklens.progress import Progress
 from sinklens.tasks.base import check_limit
 from sinklens.tasks.word_problems import Problem, held_out
+from sinklens.utils.progress import Progress
 
 APART = (1, -1, 10)  # how far wrong results of `word_problem_choices` are from the right one
 

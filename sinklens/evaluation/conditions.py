@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from sinklens.caching import Policy, as_policy, policy_name
 from sinklens.errors import SettingError, nearest
-from sinklens.identity import identify
-from sinklens.integers import as_seed
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.interventions.controls import DRAWN, Pick
 from sinklens.interventions.masking import OnSinks
 from sinklens.interventions.places import Reach
 from sinklens.interventions.selection import Scope, as_tuple
+from sinklens.runs.identity import identify
 from sinklens.runs.intervention import whole_numbers
 from sinklens.runs.request import hook_list
 from sinklens.sinks.strongest import Part, StrongestKeys
+from sinklens.utils.integers import as_seed
 
 if TYPE_CHECKING:
     from sinklens.sinks.track import SinkTrack
@@ -57,7 +57,7 @@ class Condition:
 
     Raises:
         SettingError: `hooks` are not interventions; an intervention or the policy cannot be identified, see
-            `sinklens.identity.identify`; or the condition is a control of itself.
+            `sinklens.runs.identity.identify`; or the condition is a control of itself.
     """
 
     name: str

@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 
 from sinklens.caching import Policy, as_policy
 from sinklens.errors import PromptError, SettingError, SinklensError
-from sinklens.integers import as_seed
 from sinklens.interventions import MaskSinks
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.places import Reach
@@ -40,6 +39,7 @@ from sinklens.runs.request import hook_list
 from sinklens.sampling import settings_for
 from sinklens.tasks.base import cut
 from sinklens.tracing import generate
+from sinklens.utils.integers import as_seed
 
 try:
     import lm_eval.models  # noqa: F401  the harness's own models, which it no longer loads once ours is registered

@@ -26,9 +26,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from sinklens.atomic import atomic_write
 from sinklens.errors import LedgerError
 from sinklens.evaluation import json_lines
+from sinklens.utils.atomic import atomic_write
 
 LedgerRecord = dict[str, Any]
 RecordKind = Literal["records", "verdicts"]

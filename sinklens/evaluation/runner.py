@@ -24,11 +24,11 @@ from sinklens.evaluation.conditions import Condition, under_caches, unpaired
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, Writer, data_difference, holds_runs
 from sinklens.evaluation.protocols import EvalProtocol, find_protocol
 from sinklens.evaluation.units import Batch, batches, carry_out, check_caches, identity
-from sinklens.folders import check_folder
-from sinklens.integers import as_integer, check_seed_of
 from sinklens.model import load
 from sinklens.tasks import Sample, Task
 from sinklens.tasks.prompts import prompt_hash, reference_hash
+from sinklens.utils.folders import check_folder
+from sinklens.utils.integers import as_integer, check_seed_of
 
 if TYPE_CHECKING:
     from sinklens.model import Model

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Shaped
 
 from sinklens.errors import SettingError
-from sinklens.integers import as_integer
+from sinklens.utils.integers import as_integer
 
 Z = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
 HALVINGS = 45  # of a range of at most 4: the limits are exact to 1e-13

@@ -31,7 +31,7 @@ from sinklens.sinks.track import SinkTrack
 from sinklens.tasks import Sample, Task
 from sinklens.tasks.prompts import Ids, IdSample, Prompts, before_end, model_input, prompt_hash, reference_hash
 from sinklens.tracing import generate
-from sinklens.versions import versions
+from sinklens.utils.versions import versions
 
 if TYPE_CHECKING:
     from sinklens.model import Model

@@ -30,7 +30,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks import names
 from sinklens.hooks.names import READ_ONLY, axes_of
 from sinklens.hooks.points import Point
-from sinklens.prompts import Prompt
+from sinklens.model.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within
 from sinklens.runs.result import require_run

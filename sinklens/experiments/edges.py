@@ -28,7 +28,7 @@ from sinklens.experiments.attribution import EMBED, LogitMetric, Pair, different
 from sinklens.experiments.sweeps import activation_bytes, rows_within
 from sinklens.hooks.points import Point
 from sinklens.interventions.paths import Receiver, ResidualStream, Sender, centered, refuse_indirect
-from sinklens.prompts import Prompt
+from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import HookFunction, Pairs
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from sinklens.errors import SettingError
 from sinklens.experiments.attribution import exact_step
 from sinklens.experiments.lens import log_probabilities, streams_before
 from sinklens.experiments.tuned_lens import TunedLens, masked_share
-from sinklens.integers import as_seed
 from sinklens.tracing import generate
+from sinklens.utils.integers import as_seed
 
 if TYPE_CHECKING:
     from sinklens.model import Model

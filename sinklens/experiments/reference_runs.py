@@ -23,7 +23,7 @@ from sinklens.interventions.places import Places
 from sinklens.interventions.streams import Directions, StreamPoint
 from sinklens.interventions.where import Rule, as_rule
 from sinklens.model import Model
-from sinklens.prompts import Prompt
+from sinklens.model.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, layer_of
 from sinklens.tracing import generate

@@ -20,24 +20,24 @@ import numpy as np
 import xarray as xr
 from torch import Tensor
 
-from sinklens.arguments import Count, Seed, read_as
-from sinklens.atomic import atomic_write
 from sinklens.caching import Policy, as_policy
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
 from sinklens.experiments.comparison import answers_compared, compared
 from sinklens.experiments.metrics import Metric, SweepAxis, Work, named_places
 from sinklens.experiments.stacking import Repeated, Stacked
-from sinklens.identity import fingerprint
-from sinklens.integers import is_finite
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
-from sinklens.prompts import Prompt
+from sinklens.model.prompts import Prompt
 from sinklens.runs.denoising import Denoising
+from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import HookSource
 from sinklens.runs.request import RunRequest, hook_list
 from sinklens.runs.result import Generation
 from sinklens.sampling import Sampler, settings_for
+from sinklens.utils.arguments import Count, Seed, read_as
+from sinklens.utils.atomic import atomic_write
+from sinklens.utils.integers import is_finite
 
 if TYPE_CHECKING:
     from sinklens.runs.request import Hooks
@@ -77,7 +77,8 @@ def sweep(
         memory_gb: budget for everything a pass holds besides the weights, in 10⁹ bytes; see `bytes_per_row`.
         rows: rows per pass, instead of a budget; one intervention on one prompt is one row.
         out: folder in which finished parts are kept; an interrupted sweep of the same model, prompts, interventions
-            and settings resumes from there. `sinklens.identity.fingerprint` decides which interventions are the same.
+            and settings resumes from there. `sinklens.runs.identity.fingerprint` decides which interventions are
+            the same.
         cache: a cache policy or its name, for every run, also those that the others are compared with.
         progress: show a progress bar; by default on a terminal.
         seed, chat_template, **settings: as in `sinklens.generate`.

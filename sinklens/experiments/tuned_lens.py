@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sinklens.atomic import atomic_write
 from sinklens.errors import CheckpointError, SettingError
+from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
     from sinklens.model import Model

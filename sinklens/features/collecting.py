@@ -20,21 +20,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.arguments import Count, Seed, read_as
 from sinklens.caching import as_policy
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
 from sinklens.features.places import STATES, InScope, PointPlaces, Scope, state_masks, states_of, stream_point
 from sinklens.features.store import ActivationStore
 from sinklens.hooks.points import Point
-from sinklens.identity import fingerprint
 from sinklens.interventions.where import Rule
 from sinklens.model import Model
-from sinklens.progress import OnProgress
+from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, within
 from sinklens.sampling import settings_for
 from sinklens.sinks import Detector, Record
 from sinklens.tracing import generate
+from sinklens.utils.arguments import Count, Seed, read_as
+from sinklens.utils.progress import OnProgress
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation

@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from sinklens.atomic import atomic_write
 from sinklens.errors import CheckpointError, SettingError, nearest
 from sinklens.features.autoencoder import SparseAutoencoder
+from sinklens.utils.atomic import atomic_write
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 SHIPPED_FOLDER = "shipped"

@@ -26,13 +26,13 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from sinklens.arguments import Count, Positive, Seed, check_arguments
-from sinklens.atomic import atomic_write
 from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.saelens import save_sae
 from sinklens.features.store import ActivationStore
-from sinklens.progress import OnProgress
+from sinklens.utils.arguments import Count, Positive, Seed, check_arguments
+from sinklens.utils.atomic import atomic_write
+from sinklens.utils.progress import OnProgress
 
 STATE = "training.safetensors"
 AUX = 1 / 32

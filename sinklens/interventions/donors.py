@@ -18,12 +18,12 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.integers import check_seed_of
 from sinklens.interventions.kinds_now import kinds_now, states_now
 from sinklens.interventions.places import AtPositions, Places, along, at_heads, head_axis
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of, refuse_empty
 from sinklens.sinks.kinds import Kind, PlaceState
+from sinklens.utils.integers import check_seed_of
 
 if TYPE_CHECKING:
     from sinklens.model import Model

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.integers import check_seed_of
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.selection import Scope, Selection
 from sinklens.runs.control_keys import ControlCount
 from sinklens.runs.intervention import Pairs, RunContext, layer_of, refuse, refuse_empty
+from sinklens.utils.integers import check_seed_of
 
 if TYPE_CHECKING:
     from sinklens.model import Model

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.identity import fingerprint
 from sinklens.interventions.places import AtKeys, AtPositions, Places, check_reach, head_mask
 from sinklens.interventions.scores import recorded
 from sinklens.interventions.where import Where
+from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import (
     Pairs,
     RunContext,

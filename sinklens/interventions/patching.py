@@ -21,7 +21,6 @@ from sinklens.hooks import names
 from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
-from sinklens.integers import as_integer
 from sinklens.interventions.kept_patterns import KeptPatterns
 from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at_heads, head_axis
 from sinklens.runs.caches import StepCaches, chosen_points, require_columns
@@ -35,6 +34,7 @@ from sinklens.runs.intervention import (
     whole_numbers,
     within,
 )
+from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache

@@ -21,7 +21,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, TrackError
-from sinklens.integers import as_integer, check_seed_of
 from sinklens.interventions import controls
 from sinklens.interventions.controls import DRAWN, PICKS, ChosenKeys, KeyScores, Pick
 from sinklens.interventions.kinds_now import kinds_now, of_kind
@@ -29,6 +28,7 @@ from sinklens.runs.control_keys import ControlCount
 from sinklens.runs.intervention import RunContext, Snapshot
 from sinklens.sinks.strongest import check_only
 from sinklens.sinks.track import SinkTrack, build_track, require_detector
+from sinklens.utils.integers import as_integer, check_seed_of
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation

@@ -27,7 +27,7 @@ from sinklens.lab.security import MOST_BYTES, App, Guard, Guarded, framing
 from sinklens.lab.session import Session
 from sinklens.lab.spec import MOST_CHARACTERS
 from sinklens.lab.trials import Trials
-from sinklens.versions import version_of
+from sinklens.utils.versions import version_of
 
 PATIENCE = 30  # seconds that the body of a request may take
 REMEMBERED = 64  # results that are not computed again

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sinklens.arguments import Argument, arguments
 from sinklens.caching import POLICIES
 from sinklens.errors import SettingError
 from sinklens.lab.chips import CHIPS
 from sinklens.lab.refusal import require
 from sinklens.runs.request import RunRequest
 from sinklens.sampling.registry import SAMPLERS, find_sampler, fits, settings_for
+from sinklens.utils.arguments import Argument, arguments
 from sinklens.views.html import visible
 
 if TYPE_CHECKING:

@@ -27,11 +27,11 @@ from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
 
-from sinklens.atomic import atomic_write
 from sinklens.errors import SinklensError
 from sinklens.lab.outcome import ARRAYS, RunOutcome
 from sinklens.lab.refusal import Refused, read_json, require
 from sinklens.lab.spec import RunSpec
+from sinklens.utils.atomic import atomic_write
 
 NOTES = "notes.json"
 IN_MEMORY = 4  # outcomes that are not read again

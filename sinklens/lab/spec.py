@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from sinklens.arguments import arguments
 from sinklens.caching import as_policy
 from sinklens.errors import SettingError
 from sinklens.lab.chips import Expression, expressions, is_index, read_chips
@@ -21,6 +20,7 @@ from sinklens.lab.problems import SHIPPED
 from sinklens.lab.refusal import Refused, require
 from sinklens.runs.request import RunRequest
 from sinklens.sampling.registry import SAMPLERS, find_sampler
+from sinklens.utils.arguments import arguments
 
 MOST_CHARACTERS = 20_000  # of a prompt
 MOST_SETTING = 1_000_000

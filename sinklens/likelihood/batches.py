@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from sinklens.errors import DeviceMemoryError
-from sinklens.memory import explained
+from sinklens.utils.memory import explained
 
 Row = TypeVar("Row")
 POSITIONS = 16384  # of a first batch: 128 draws of 128 tokens

@@ -28,8 +28,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.arguments import Count, Seed, check_arguments
 from sinklens.errors import SettingError
+from sinklens.utils.arguments import Count, Seed, check_arguments
 
 Masking = Literal["count", "rate"]
 LEAST_RATE = 1e-3  # of Dream's and SMDM's scripts

@@ -12,7 +12,6 @@ fail silently.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sinklens.arguments import Count, NonNegative, check_arguments
 from sinklens.caching import Policy, as_policy
 from sinklens.errors import SettingError
 from sinklens.likelihood.autoregressive import score_exactly, score_forced
@@ -24,9 +23,10 @@ from sinklens.likelihood.hooked_pass import HookedPass, refuse_earlier
 from sinklens.likelihood.pairs import PromptAnswer, is_several, pairs_of
 from sinklens.likelihood.result import Likelihood
 from sinklens.model import Model
-from sinklens.prompts import Prompt
+from sinklens.model.prompts import Prompt
 from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.request import Hooks, hook_list
+from sinklens.utils.arguments import Count, NonNegative, check_arguments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.hook_functions import label, refuse_kind, same_shape, shape_of, takes_hook
 from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.points import Point, SamplerPoint
-from sinklens.memory import explained
 from sinklens.model import Model
 from sinklens.runs.choices import ChoiceLog
 from sinklens.runs.control_keys import ControlLog
@@ -40,7 +39,8 @@ from sinklens.sampling.registry import never_passed
 from sinklens.sampling.state import State
 from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
-from sinklens.versions import versions
+from sinklens.utils.memory import explained
+from sinklens.utils.versions import versions
 
 COSTLY = ("hook_pattern", "hook_attn_scores", "hook_result", "hook_logits")  # points with large values
 
@@ -232,7 +232,7 @@ class Denoising:
         Raises:
             DeviceMemoryError: memory ran out; the model remains usable.
         """
-        from sinklens.progress import Progress
+        from sinklens.utils.progress import Progress
 
         with (
             explained(self._what_to_lower),

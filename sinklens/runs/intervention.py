@@ -28,9 +28,9 @@ from sinklens.errors import SettingError
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
-from sinklens.integers import as_integer
 from sinklens.runs.choices import ChoiceLog
 from sinklens.runs.control_keys import ControlLog
+from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
     from sinklens.hooks.tree import HookTree

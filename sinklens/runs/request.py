@@ -13,7 +13,6 @@ from typing import Annotated, Any, Unpack
 
 from torch import Tensor
 
-from sinklens.arguments import Seed, Words, check_arguments
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import HookNameError
 from sinklens.hooks.names import HookName
@@ -21,6 +20,7 @@ from sinklens.runs.intervention import HookFunction, HookSource
 from sinklens.runs.result import Replayable
 from sinklens.sampling import RunSettings
 from sinklens.sinks.record import Record
+from sinklens.utils.arguments import Seed, Words, check_arguments
 
 HOOKS = (
     "hooks= must be a list of (name or predicate, function) pairs and interventions, "

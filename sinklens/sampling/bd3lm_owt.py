@@ -25,11 +25,11 @@ from annotated_types import Gt, Le
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.arguments import Count
 from sinklens.errors import PromptError
 from sinklens.sampling import decisions
 from sinklens.sampling.noise_levels import LastPrediction
 from sinklens.sampling.sampler import Sampler, require
+from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

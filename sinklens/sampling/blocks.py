@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.arguments import Count
 from sinklens.hooks.blocks import Blocks
 from sinklens.sampling import decisions
 from sinklens.sampling.sampler import FILLED_IN, Sampler
+from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

@@ -24,11 +24,11 @@ from annotated_types import Ge
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.arguments import Count, NonNegative, Positive
 from sinklens.errors import SettingError
 from sinklens.sampling import decisions
 from sinklens.sampling.random_canvas import RandomCanvas, random_tokens
 from sinklens.sampling.sampler import require
+from sinklens.utils.arguments import Count, NonNegative, Positive
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

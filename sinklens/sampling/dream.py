@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.arguments import Count, NonNegative
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import DreamRule, StopAtEnd, check_threshold, divisors
 from sinklens.sampling.sampler import require
+from sinklens.utils.arguments import Count, NonNegative
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

@@ -25,12 +25,12 @@ from annotated_types import Gt, Le
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.arguments import Count, Share
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Blockwise
 from sinklens.sampling.key_cache import History, KeyCache, Keys, Policy
 from sinklens.sampling.parts import Nucleus, divisors
 from sinklens.sampling.sampler import FILLED_IN, require
+from sinklens.utils.arguments import Count, Share
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

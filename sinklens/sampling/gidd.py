@@ -22,12 +22,12 @@ from annotated_types import Ge, Gt, Lt
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.arguments import Count
 from sinklens.errors import SettingError
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import Steps
 from sinklens.sampling.psi import answer
 from sinklens.sampling.random_canvas import RandomCanvas
+from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinklens.arguments import NonNegative, Share
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import EqualBlocks, Guided, StopAtEnd
 from sinklens.sampling.sampler import require
+from sinklens.utils.arguments import NonNegative, Share
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

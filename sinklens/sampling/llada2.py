@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sinklens.arguments import Count, Share
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import Passes, WholeBlocks
 from sinklens.sampling.parts import Truncated
 from sinklens.sampling.sampler import require
+from sinklens.utils.arguments import Count, Share
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

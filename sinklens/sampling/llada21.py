@@ -20,10 +20,10 @@ from annotated_types import Ge
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.arguments import Count, Share
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, WholeBlocks
 from sinklens.sampling.parts import Truncated
+from sinklens.utils.arguments import Count, Share
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.arguments import NonNegative
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import DreamRule, Proposals
 from sinklens.sampling.sampler import require
+from sinklens.utils.arguments import NonNegative
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

@@ -26,12 +26,12 @@ from annotated_types import Gt, Le, Lt
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.arguments import Share
 from sinklens.errors import SettingError
 from sinklens.sampling import decisions
 from sinklens.sampling.decisions import Truncation
 from sinklens.sampling.parts import Steps
 from sinklens.sampling.sampler import require
+from sinklens.utils.arguments import Share
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

@@ -1,7 +1,8 @@
 """The base class of all samplers: a frozen dataclass of settings, with the denoising steps that they determine.
 
-A sampler is written in one file. Each setting is a field, declared once with its type and range (sinklens/arguments.py)
-and documented once under ``Attributes:``; parts that several samplers share are base classes (parts.py, blocks.py).
+A sampler is written in one file. Each setting is a field, declared once with its type and range
+(sinklens/utils/arguments.py) and documented once under ``Attributes:``; parts that several samplers share are base
+classes (parts.py, blocks.py).
 What a run, a policy or a study has to know about a sampler is a property that the class declares.
 
 Pitfall: a default such as ``steps = 0`` may mean "follows from the other settings". `derived` replaces it, so only the
@@ -15,8 +16,8 @@ from dataclasses import dataclass, fields
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sinklens.arguments import Argument, Count, arguments, meanings
 from sinklens.errors import SettingError
+from sinklens.utils.arguments import Argument, Count, arguments, meanings
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

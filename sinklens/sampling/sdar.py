@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.arguments import Count, Positive, Share
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import Passes, WholeBlocks
 from sinklens.sampling.parts import Proposals, Truncated
 from sinklens.sampling.sampler import require
+from sinklens.utils.arguments import Count, Positive, Share
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

@@ -27,7 +27,7 @@ import xarray as xr
 from jaxtyping import Float, Int
 
 from sinklens.errors import TrackError, nearest
-from sinklens.integers import as_integer
+from sinklens.utils.integers import as_integer
 
 Unit = Literal["sum", "percent", "fraction", "visible"]
 REQUIRED = ("score", "token_id", "masked", "committed", "is_real")

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from sinklens.atomic import atomic_write
 from sinklens.errors import SinklensError, TrackError
 from sinklens.sinks.active import nothing
 from sinklens.sinks.data import TrackData
 from sinklens.sinks.stores import FINISHED, FORMAT, FORMATS, WIDE, WRITTEN, beside, is_store, restore
+from sinklens.utils.atomic import atomic_write
 
 SAME = ("model", "revision", "family", "causal", "settings", "dtype")  # must match to concatenate tracks
 

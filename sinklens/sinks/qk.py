@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import TrackError
-from sinklens.integers import as_integer
+from sinklens.utils.integers import as_integer
 
 _VERDICTS = {
     "uniform": "no more than if all keys were equal",

@@ -13,9 +13,9 @@ import torch
 
 from sinklens.errors import SettingError, nearest
 from sinklens.hooks.sampled_sums import QuerySample
-from sinklens.integers import as_integer
 from sinklens.sinks.quantities import BY_NAME, Quantity, SampledScores, Scores
 from sinklens.sinks.stores import CANVASES, refuse_existing
+from sinklens.utils.integers import as_integer
 
 StepLayer = tuple[int, int]
 

@@ -16,12 +16,12 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Int
 
-from sinklens.arguments import Count, check_arguments
 from sinklens.errors import SettingError, nearest
 from sinklens.sinks.data import TrackData
 from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
 from sinklens.sinks.kinds import Kind, PlaceState, kinds, states
 from sinklens.sinks.track import SinkTrack
+from sinklens.utils.arguments import Count, check_arguments
 
 Part = Literal["all", "sink", "other"]
 STATES = ("prompt", "masked", "committed")

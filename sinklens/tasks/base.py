@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from sinklens.errors import TaskError
-from sinklens.integers import as_integer
+from sinklens.utils.integers import as_integer
 
 
 @dataclass(frozen=True)

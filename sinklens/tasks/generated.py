@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TypeVar
 
 from sinklens.errors import TaskError
-from sinklens.integers import as_seed
+from sinklens.utils.integers import as_seed
 
 Item = TypeVar("Item")
 

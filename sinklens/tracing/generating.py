@@ -18,12 +18,12 @@ from sinklens.errors import PromptError, SettingError
 from sinklens.hooks.interleaving import opens_block
 from sinklens.hooks.padded import PaddedIds
 from sinklens.model import Model
-from sinklens.passes import known_options
-from sinklens.prompts import Encoded, Prompt
+from sinklens.model.passes import known_options
+from sinklens.model.prompts import Encoded, Prompt
+from sinklens.model.tokens import side_of
 from sinklens.runs.request import Hooks, RunRequest
 from sinklens.runs.result import Generation
 from sinklens.sampling.registry import find_sampler
-from sinklens.tokens import side_of
 from sinklens.tracing.session import Trace, carried_out, denoising_of
 
 RETURN_TYPES = ("input", "str", "tokens")

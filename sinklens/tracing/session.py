@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sinklens.arguments import takes
 from sinklens.errors import HookOrderError, SettingError, SinklensError
 from sinklens.hooks.hook_functions import refuse_other
 from sinklens.hooks.interleaving import BlockTracer, TracedRows
@@ -31,6 +30,7 @@ from sinklens.runs.recorder import after
 from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Generation
 from sinklens.tracing.steps import Steps, StepServer
+from sinklens.utils.arguments import takes
 
 
 @takes(RunRequest)

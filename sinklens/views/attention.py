@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from sinklens.atomic import atomic_write
 from sinklens.errors import TrackError
+from sinklens.utils.atomic import atomic_write
 from sinklens.views.html import HEADS, circuitsvis_chunk, json_block, token_texts
 from sinklens.views.patterns import generation_of, pattern_at, recorded
 

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.atomic import atomic_write
 from sinklens.errors import SettingError
 from sinklens.sinks.track import SinkTrack
+from sinklens.utils.atomic import atomic_write
 from sinklens.views.attention import CELLS
 from sinklens.views.html import HEADS, REPORT, circuitsvis_chunk, json_block, spelled
 from sinklens.views.patterns import generation_of, patterns_at, recorded

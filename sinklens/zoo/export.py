@@ -13,10 +13,10 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.atomic import atomic_write
 from sinklens.errors import SinklensError
 from sinklens.evaluation.statistics import Accuracy
-from sinklens.folders import require_writable
+from sinklens.utils.atomic import atomic_write
+from sinklens.utils.folders import require_writable
 from sinklens.zoo import pictures
 from sinklens.zoo.corpus import ANSWER_LENGTH
 from sinklens.zoo.formats import FORMATS

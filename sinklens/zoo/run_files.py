@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from sinklens.atomic import atomic_write
 from sinklens.errors import CheckpointError, SinklensError
+from sinklens.utils.atomic import atomic_write
 
 JSONRecord = dict[str, Any]  # plain JSON values
 

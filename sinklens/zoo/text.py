@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
-from sinklens.atomic import atomic_write
 from sinklens.errors import SinklensError
+from sinklens.utils.atomic import atomic_write
 
 MIN_WORDS = 6
 LETTERS = 0.75  # share of a paragraph's characters that are letters or spaces

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinklens.atomic import atomic_write
+from sinklens.utils.atomic import atomic_write
 from sinklens.zoo.recipes import Recipe
 from sinklens.zoo.text import read_documents
 from sinklens.zoo.tokenizer import END, MASK, START, wrap_tokenizer

@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.folders import check_folder
+from sinklens.utils.folders import check_folder
 from sinklens.zoo.block_loss import block_loss
 from sinklens.zoo.canvas_loss import canvas_loss
 from sinklens.zoo.corpus import Corpus, build_corpus

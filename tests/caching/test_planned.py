@@ -8,7 +8,7 @@ import xarray as xr
 import sinklens
 from sinklens.caching import Keys, Planned
 from sinklens.errors import SettingError
-from sinklens.identity import fingerprint
+from sinklens.runs.identity import fingerprint
 
 PROMPTS = ["one two three four five six", "seven eight nine"]
 STEPS = 4

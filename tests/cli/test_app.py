@@ -14,7 +14,6 @@ import pytest
 
 from sinklens import SinkTrack
 from sinklens.analyses import STUDIES, questions
-from sinklens.arguments import arguments
 from sinklens.checkpoints.loading import LoadRequest
 from sinklens.cli import main
 from sinklens.cli.app import _parser
@@ -22,6 +21,7 @@ from sinklens.runs.request import RunRequest
 from sinklens.sampling.registry import SAMPLERS, setting_help
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.word_problems import held_out
+from sinklens.utils.arguments import arguments
 
 PROMPT = held_out(1)[0].prompt
 COMMAND = [sys.executable, "-m", "sinklens.cli"]
@@ -324,7 +324,7 @@ def test_output_that_cannot_be_written_is_one_message(tmp_path):
     """A real limit: standard output is a file that cannot grow beyond 100 bytes."""
     code = """
 import resource, signal, sys
-from sinklens.arguments import arguments
+from sinklens.utils.arguments import arguments
 from sinklens.checkpoints.loading import LoadRequest
 from sinklens.cli import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

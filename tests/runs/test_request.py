@@ -8,7 +8,6 @@ import torch
 import sinklens
 from sinklens.analyses import find
 from sinklens.analyses.runs import own_run
-from sinklens.arguments import REQUIRED, arguments, meanings
 from sinklens.checkpoints.loading import LoadRequest
 from sinklens.errors import HookNameError, SettingError
 from sinklens.experiments import effect, sweep
@@ -16,6 +15,7 @@ from sinklens.features import collect
 from sinklens.interventions import AblateHeads
 from sinklens.lab.spec import RunSpec
 from sinklens.runs.request import RunRequest
+from sinklens.utils.arguments import REQUIRED, arguments, meanings
 
 DECLARED = arguments(RunRequest)
 SOME = ("seed", "chat_template", "cache", "progress")  # of functions that also have arguments of their own

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinklens.errors import PromptError, PromptWarning, nearest, warn_caller
 from sinklens.hooks.padded import PaddedIds
-from sinklens.integers import as_integer
+from sinklens.utils.integers import as_integer
 
 
 class Encoded(NamedTuple):

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
 from sinklens.hooks.padded import PaddedIds
-from sinklens.integers import as_integer
-from sinklens.prompts import Encoded, Prompt, PromptReader
+from sinklens.model.prompts import Encoded, Prompt, PromptReader
 from sinklens.sampling import settings_for
+from sinklens.utils.integers import as_integer
 
 Self = TypeVar("Self", bound="ModuleMethods")
 TokenIds = Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray

@@ -15,13 +15,13 @@ from sinklens.checkpoints import from_pretrained_model
 from sinklens.errors import SelfCheckError
 from sinklens.hooks import attention, names
 from sinklens.model import Model, load
-from sinklens.selfcheck import _other, check
+from sinklens.model.selfcheck import _other, check
 
 
 @pytest.fixture(autouse=True)
 def _always(monkeypatch):
     """`load` checks every model here, also one that equals a model that passed."""
-    monkeypatch.setattr("sinklens.model.run_check", check)
+    monkeypatch.setattr("sinklens.model.model.run_check", check)
 
 
 def unchecked(causal: bool = False, dtype: torch.dtype = torch.float32) -> Model:

@@ -10,8 +10,8 @@ from building import random_hf, random_ids, random_model
 
 import sinklens
 from sinklens.errors import DeviceMemoryError
-from sinklens.memory import explained
 from sinklens.sinks import Record
+from sinklens.utils.memory import explained
 
 GIVEN = {"gen_length": 4, "steps": 4, "progress": False}
 MESSAGE = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB. And much more."

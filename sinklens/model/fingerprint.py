@@ -37,7 +37,7 @@ class BitSums(NamedTuple):
     weighted: int
 
 
-def fingerprint(weights: Iterable[tuple[str, Tensor]], described: str) -> str:
+def weights_fingerprint(weights: Iterable[tuple[str, Tensor]], described: str) -> str:
     """Sixteen hexadecimal digits for named tensors and a text that describes the rest of the model."""
     digest = hashlib.sha256(described.encode())
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:

@@ -3,7 +3,7 @@
 import pytest
 
 from sinklens.errors import SinklensError
-from sinklens.folders import MARKS, check_folder, require_writable
+from sinklens.utils.folders import MARKS, check_folder, require_writable
 
 
 @pytest.mark.parametrize("name", ["new", "new/deeper", "there"])

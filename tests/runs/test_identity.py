@@ -12,8 +12,8 @@ import torch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.identity import fingerprint, identify
 from sinklens.interventions import AblateHeads, Activations, HeadOutputs, MaskSinks, PatchHooks
+from sinklens.runs.identity import fingerprint, identify
 from sinklens.sinks import EpsilonOverMean, TopK
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sinklens.fingerprint import PERIOD, ROWS, bit_sums, fingerprint
+from sinklens.model.fingerprint import PERIOD, ROWS, bit_sums, weights_fingerprint
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64]
 
@@ -58,31 +58,31 @@ def test_a_view_that_starts_at_an_odd_index_has_the_sums_of_its_values(pool):
 @pytest.mark.parametrize("place", [0, 1, PERIOD, PERIOD + 1, 2 * PERIOD - 1, 2 * PERIOD + 4])
 def test_changing_one_bit_of_one_value_changes_the_fingerprint(dtype, place):
     values = torch.randn(2 * PERIOD + 5).to(dtype)
-    before = fingerprint([("w", values)], "")
+    before = weights_fingerprint([("w", values)], "")
     bits = values.view(torch.int16 if dtype is torch.bfloat16 else torch.int32)
     bits[place] ^= 1
-    assert fingerprint([("w", values)], "") != before
+    assert weights_fingerprint([("w", values)], "") != before
     bits[place] ^= 1
-    assert fingerprint([("w", values)], "") == before
+    assert weights_fingerprint([("w", values)], "") == before
 
 
 def test_exchanging_two_values_changes_the_fingerprint():
     values = torch.randn(2 * PERIOD + 5).to(torch.bfloat16)
-    before = fingerprint([("w", values)], "")
+    before = weights_fingerprint([("w", values)], "")
     values[[7, PERIOD + 8]] = values[[PERIOD + 8, 7]]
-    assert fingerprint([("w", values)], "") != before
+    assert weights_fingerprint([("w", values)], "") != before
 
 
 def test_all_dtypes_that_represent_the_values_exactly_give_one_fingerprint():
     values = torch.randint(-200, 200, (3 * PERIOD,)).to(torch.bfloat16) / 256
-    found = {fingerprint([("w", values.to(dtype))], "") for dtype in DTYPES}
+    found = {weights_fingerprint([("w", values.to(dtype))], "") for dtype in DTYPES}
     assert len(found) == 1
 
 
 def test_names_shapes_and_the_description_change_the_fingerprint():
     values = torch.randn(6)
     given = [("w", values), ("v", values), ("w", values.reshape(2, 3))]
-    found = {fingerprint([entry], described) for entry in given for described in ("a", "b")}
+    found = {weights_fingerprint([entry], described) for entry in given for described in ("a", "b")}
     assert len(found) == 6
 
 

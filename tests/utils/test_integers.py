@@ -10,9 +10,9 @@ from sinklens.errors import SettingError
 from sinklens.evaluation import UNMASKED, evaluate, masking
 from sinklens.experiments import effect, head_outputs, sweep
 from sinklens.features import SAERecipe
-from sinklens.integers import as_integer, as_seed
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.tasks import word_problems
+from sinklens.utils.integers import as_integer, as_seed
 
 PROMPT = "Question: 1 + 2\nAnswer:"
 FEW = {"gen_length": 4, "steps": 2, "progress": False}

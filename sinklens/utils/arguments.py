@@ -37,7 +37,7 @@ from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, Uni
 from annotated_types import Ge, Gt, Le, Lt
 
 from sinklens.errors import SettingError
-from sinklens.integers import MOST_SEED, as_integer
+from sinklens.utils.integers import MOST_SEED, as_integer
 
 LIMITS = {  # mark of a range -> its attribute, the comparison and the words for a range with this limit alone
     Ge: ("ge", operator.ge, "of at least"),

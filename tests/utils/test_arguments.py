@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from annotated_types import Gt, Le, Lt
 
-from sinklens.arguments import (
+from sinklens.errors import SettingError
+from sinklens.utils.arguments import (
     REQUIRED,
     Count,
     NonNegative,
@@ -23,7 +24,6 @@ from sinklens.arguments import (
     read_as,
     takes,
 )
-from sinklens.errors import SettingError
 
 NAMED = Annotated[int | str, Words("a number, or its name,")]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sinklens import versions
 from sinklens.errors import SinklensError
 from sinklens.hooks import neighbors
+from sinklens.utils import versions
 
 
 def test_the_installed_versions_are_those_that_sinklens_needs():

@@ -14,7 +14,7 @@ from sinklens.errors import PromptError
 from sinklens.experiments import patching_effects, sweep
 from sinklens.interventions import MaskSinks
 from sinklens.model import load
-from sinklens.prompts import Encoded
+from sinklens.model.prompts import Encoded
 
 SHORT, LONG = "Tom has 3 apples.", "Tom has 3 apples and 4 pears. How many?"
 

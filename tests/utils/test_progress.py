@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from sinklens import progress
-from sinklens.progress import Progress
+from sinklens.utils import progress
+from sinklens.utils.progress import Progress
 
 
 def run_bar(steps, wanted):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sinklens.errors import PromptWarning, SettingError, SinklensError, warn_caller
 from sinklens.hooks.interleaving import Root
-from sinklens.prompts import Encoded, Prompt
-from sinklens.tokens import TokenMethods, side_of
+from sinklens.model.prompts import Encoded, Prompt
+from sinklens.model.tokens import TokenMethods, side_of
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache

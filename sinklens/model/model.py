@@ -16,21 +16,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.arguments import takes
 from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
 from sinklens.checkpoints.loading import LoadRequest
 from sinklens.errors import CheckpointError, SelfCheckError
-from sinklens.fingerprint import fingerprint
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.losses import Masks
 from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.offload import device_of, value_of
 from sinklens.hooks.sizes import Sizes
 from sinklens.hooks.tree import HookTree
-from sinklens.passes import SinglePasses
-from sinklens.prompts import Prompt, adds_start
-from sinklens.selfcheck import check as run_check
-from sinklens.tokens import ModuleMethods
+from sinklens.model.fingerprint import weights_fingerprint
+from sinklens.model.passes import SinglePasses
+from sinklens.model.prompts import Prompt, adds_start
+from sinklens.model.selfcheck import check as run_check
+from sinklens.model.tokens import ModuleMethods
+from sinklens.utils.arguments import takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -164,7 +164,7 @@ class Model(ModuleMethods, SinglePasses):
         if self.tokenizer is not None:
             described += [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]
         hf = self.tree.hf
-        return fingerprint(((name, value_of(hf, name)) for name in hf.state_dict()), repr(described))
+        return weights_fingerprint(((name, value_of(hf, name)) for name in hf.state_dict()), repr(described))
 
     def hook_names(self) -> list[str]:
         """Names of all hook points, in the order in which a step reaches them."""
