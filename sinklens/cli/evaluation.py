@@ -1,14 +1,13 @@
-"""The commands ``sinklens evaluate``, ``score``, ``merge`` and ``export``, and `write_table` for ``table``.
+"""The commands ``sinklens evaluate``, ``score``, ``merge`` and ``export``.
 
-They read flags, call `sinklens.evaluation.runner`, ``scoring``, ``ledger`` and ``tables``, and print; tables are
-printed by printing.py. Only ``score`` runs generated programs, and only with ``--run-generated-code``.
+They read flags, call `sinklens.evaluation.runner`, ``scoring`` and ``ledger``, and print; tables are
+printed by tables.py. Only ``score`` runs generated programs, and only with ``--run-generated-code``.
 
 Pitfall: ``evaluate`` with other settings adds new runs beside the old ones. ``table`` names the settings that differ.
 """
 
 import argparse
 import sys
-import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +68,11 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
         "unknown name lists all (default: every step is exact)",
     )  # fmt: skip
     _add_execution(command)
+    command.add_argument(
+        "--regimes", nargs="*", metavar="REGIME",
+        help="run every condition in several decoding regimes: diffusion (one block), blocks (those of the settings, "
+        "or of 32) or blocks:N; without a value diffusion and blocks (default: the settings' own)",
+    )  # fmt: skip
     add_settings(command)
     add_run(command, "seed", "chat_template")
     add_loading(command)
@@ -388,30 +392,3 @@ def run_export(options: argparse.Namespace) -> None:
     from sinklens.evaluation.ledger import export
 
     print(f"{export(options.ledger, options.out)} records were written to {options.out}.")
-
-
-def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
-    """Print the tables of a ledger, and write table.csv and the figures to `out`."""
-    from sinklens.cli.printing import show
-    from sinklens.evaluation.tables import frame, read_lines
-    from sinklens.utils.atomic import atomic_write
-    from sinklens.utils.folders import require_writable
-    from sinklens.views import accuracy_by_speed, accuracy_curves
-
-    require_writable(out)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        lines = read_lines(ledger, mixed_devices=mixed_devices)
-    with atomic_write(out / "table.csv") as part:
-        frame(lines).to_csv(part, index=False)
-    written = ["table.csv"]
-    scored = [line for line in lines if line.accuracy.total]
-    figures = {"accuracy": accuracy_curves(frame(scored))} if scored else {}
-    if any(line.cache and line.masked == 0 for line in scored):
-        figures["speed"] = accuracy_by_speed(frame(scored))
-    for name in (f"{name}.{kind}" for name in figures for kind in ("png", "svg")):
-        with atomic_write(out / name) as part:
-            figures[name.partition(".")[0]].savefig(part, dpi=160, bbox_inches="tight")
-        written.append(name)
-    show(lines, [str(note.message) for note in caught])
-    print(f"Written: {', '.join(str(out / name) for name in written)}.")

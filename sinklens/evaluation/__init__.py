@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from sinklens.evaluation.conditions import UNMASKED, Condition, masking, under_caches
     from sinklens.evaluation.distributed import OnRay
     from sinklens.evaluation.ledger import LedgerRun, Writer
+    from sinklens.evaluation.lines import Line, frame
     from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol
     from sinklens.evaluation.runner import Estimate, estimate, evaluate
     from sinklens.evaluation.sandbox import Limits, available_isolation, run_program
     from sinklens.evaluation.scoring import score
     from sinklens.evaluation.statistics import Accuracy, Paired, holm, mcnemar, paired, score_interval, score_p
-    from sinklens.evaluation.tables import Line, frame, read_lines
+    from sinklens.evaluation.tables import read_lines
 
 __all__ = [
     "PROTOCOLS",
@@ -54,11 +55,12 @@ _MODULES = {
     "distributed": ("OnRay",),
     "runner": ("Estimate", "estimate", "evaluate"),
     "ledger": ("LedgerRun", "Writer"),
+    "lines": ("Line", "frame"),
     "protocols": ("PROTOCOLS", "EvalProtocol"),
     "sandbox": ("Limits", "available_isolation", "run_program"),
     "scoring": ("score",),
     "statistics": ("Accuracy", "Paired", "holm", "mcnemar", "paired", "score_interval", "score_p"),
-    "tables": ("Line", "frame", "read_lines"),
+    "tables": ("read_lines",),
 }
 
 

@@ -92,6 +92,35 @@ class HarnessProtocol:
         return shlex.join(call)
 
 
+STUDY = "Rulli et al., 2510.15731, Table 1"
+# Accuracy with 0, 1, 5 and 10 sinks masked. The study calls the checkpoints "instruct" without naming them; these are
+# the published instruct checkpoints of each model.
+_OF_STUDY = {
+    "llada-gsm8k": {
+        "GSAI-ML/LLaDA-8B-Instruct": (0.76, 0.75, 0.73, 0.55),
+        "Gen-Verse/MMaDA-8B-MixCoT": (0.54, 0.53, 0.54, 0.37),
+        "meta-llama/Llama-3.1-8B-Instruct": (0.85, 0.02, 0.02, 0.01),
+    },
+    "dream-gsm8k": {"Dream-org/Dream-v0-Instruct-7B": (0.82, 0.79, 0.78, 0.75)},
+    "llada-humaneval": {
+        "GSAI-ML/LLaDA-8B-Instruct": (0.37, 0.37, 0.39, 0.35),
+        "Gen-Verse/MMaDA-8B-MixCoT": (0.16, 0.16, 0.18, 0.09),
+        "meta-llama/Llama-3.1-8B-Instruct": (0.66, 0.00, 0.00, 0.00),
+    },
+    "dream-humaneval": {"Dream-org/Dream-v0-Instruct-7B": (0.60, 0.64, 0.61, 0.57)},
+}
+
+
+def of_study(protocol: str) -> tuple[Published, ...]:
+    """The study's scores under a protocol, for each model and number of masked sinks."""
+    samples = 1319 if protocol.endswith("gsm8k") else 164
+    return tuple(
+        Published(model, score, STUDY, samples, masked)
+        for model, scores in _OF_STUDY[protocol].items()
+        for masked, score in zip((0, 1, 5, 10), scores, strict=True)
+    )
+
+
 LLADA_BASE, LLADA_INSTRUCT = "GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct"
 LLADA_15, LLADA2_MINI = "GSAI-ML/LLaDA-1.5", "inclusionAI/LLaDA2.0-mini"
 DREAM_BASE, DREAM_INSTRUCT = "Dream-org/Dream-v0-Base-7B", "Dream-org/Dream-v0-Instruct-7B"
@@ -125,7 +154,9 @@ def _llada_base() -> list[HarnessProtocol]:
         if cfg:
             score = Published(LLADA_BASE, guided, f"{EVAL_MD}, with guidance", _TEST_SETS.get(task))
             settings = draws | {"cfg_scale": cfg}
-            found.append(HarnessProtocol(f"llada-base-{task}-cfg", task, settings, (score,), shots, unstated=open_[-1:]))
+            found.append(
+                HarnessProtocol(f"llada-base-{task}-cfg", task, settings, (score,), shots, unstated=open_[-1:])
+            )
     return found
 
 
@@ -156,11 +187,12 @@ def _dream_base() -> list[HarnessProtocol]:
     generated = [
         HarnessProtocol(
             f"dream-base-{task}", task,
-            {"gen_length": 512, "steps": 512, "temperature": temperature, "top_p": 0.95},
+            {"gen_length": length, "steps": length, "temperature": temperature, "top_p": 0.95},
             (Published(DREAM_BASE, score, DREAM_PAPER, samples),), shots, unstated=("alg", BOS),
         )
-        for task, shots, temperature, score, samples in (
-            ("mbpp", 3, 0.2, 0.562, 500), ("minerva_math", 4, 0.0, 0.396, 5000), ("bbh", 3, 0.0, 0.579, 6511),
+        for task, length, shots, temperature, score, samples in (
+            ("gsm8k_cot", 256, 8, 0.0, 0.772, 1319), ("mbpp", 512, 3, 0.2, 0.562, 500),
+            ("minerva_math", 512, 4, 0.0, 0.396, 5000), ("bbh", 512, 3, 0.0, 0.579, 6511),
         )
     ]  # fmt: skip
     return likelihoods + generated

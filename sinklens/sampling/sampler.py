@@ -46,6 +46,9 @@ class Sampler(ABC):
     sets_time: ClassVar[bool] = False
     """Whether it sets `State.time`, for networks that read a noise level."""
 
+    blocks_by: ClassVar[str] = ""
+    """The sampler that follows the same rule block by block, where this one has no `block_length`; "" for none."""
+
     gen_length: Count = 128
 
     def __init_subclass__(cls, **more: Any) -> None:

@@ -16,7 +16,8 @@ from sinklens.checkpoints.files import find_checkpoint
 from sinklens.cli import main
 from sinklens.evaluation.conditions import masking, under_caches
 from sinklens.evaluation.ledger import LedgerRun
-from sinklens.evaluation.tables import frame, read_lines
+from sinklens.evaluation.lines import frame
+from sinklens.evaluation.tables import read_lines
 from sinklens.tasks.word_problems import held_out
 from sinklens.views import accuracy_by_speed, accuracy_curves
 
