@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from sinklens.cli.options import (
     refuse_caches,
     settings_given,
 )
+from sinklens.cli.planning import add_planning, print_plan
 from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
@@ -151,9 +153,7 @@ def _add_execution(command: Any) -> None:
         "--cpus-per-worker", type=float, default=1, metavar="N", help="[ray] cores per worker (default: %(default)s)"
     )
     work.add_argument("--address", help="[ray] address of a running cluster, e.g. auto (default: start one here)")
-    work.add_argument(
-        "--dry-run", action="store_true", help="run a few samples and estimate the total time (default: no)"
-    )
+    add_planning(work)
 
 
 def add_score(command: argparse.ArgumentParser) -> None:
@@ -178,7 +178,8 @@ def run_evaluate(options: argparse.Namespace) -> None:
     """`sinklens evaluate`."""
     from sinklens.evaluation.conditions import masking
     from sinklens.evaluation.counting import Counts
-    from sinklens.evaluation.runner import Options, estimate, evaluate
+    from sinklens.evaluation.regimes import BOTH
+    from sinklens.evaluation.runner import Options, evaluate
 
     _refuse_without_effect(options)
     refuse_caches(options.cache, options)
@@ -193,20 +194,22 @@ def run_evaluate(options: argparse.Namespace) -> None:
         "task": task, "limit": options.limit, "batch": options.batch,
         "seed": options.seed, "shard": _shard(options.shard), "cache": options.cache,
     }  # fmt: skip
-    for name in options.models:
-        shared["load"] = loading(options, name)
+    regimes = [""] if options.regimes is None else options.regimes or BOTH
+    for name, regime in product(options.models, regimes):
+        shared["load"], here = loading(options, name), replace(protocol, regime=regime)
         if options.dry_run:
-            print(_estimate_text(name, estimate(name, protocol, conditions, options.out, **shared)))
+            print_plan(options, name, here, conditions, shared)
             continue
         with Counts("samples") as counts:
 
             def report(
-                condition: "Condition", done: int, total: int, name: str = name, counts: Counts = counts
-            ) -> None:
-                counts(f"{name}: {condition.name}", done, total)
+                condition: "Condition", done: int, total: int,
+                label: str = f"{name}, {regime}" if regime else name, counts: Counts = counts,
+            ) -> None:  # fmt: skip
+                counts(f"{label}: {condition.name}", done, total)
 
             try:
-                evaluate(name, protocol, conditions, options.out, engine=_engine(options), progress=report, **shared)
+                evaluate(name, here, conditions, options.out, engine=_engine(options), progress=report, **shared)
             except KeyboardInterrupt:
                 counts.stop(options.out, options.call)
     if not options.dry_run:
@@ -255,9 +258,11 @@ def _refuse_without_effect(options: argparse.Namespace) -> None:
         "controls": [], "of_unmasked": False, "kind": [], "part": "all", "scope": "head", "queries": "newest",
     }  # fmt: skip
     ray = {"workers": None, "gpus_per_worker": None, "cpus_per_worker": 1, "address": None}
+    planned = {"card": "h100", "cards": 1, "utilization": 0.4, "price": None}
     for defaults, needs, met in (
         (masks, "--mask-sinks with a K above 0", any(options.mask_sinks)),
         (ray, "--engine ray", options.engine == "ray"),
+        (planned, "--dry-run", options.dry_run),
     ):
         for name, value in defaults.items():
             if getattr(options, name) != value and not met:
@@ -311,22 +316,6 @@ def _engine(options: argparse.Namespace) -> Any:
         workers=options.workers, gpus_per_worker=options.gpus_per_worker, cpus_per_worker=options.cpus_per_worker,
         address=options.address,
     )  # fmt: skip
-
-
-def _estimate_text(name: str, cost: Any) -> str:
-    if not cost.units:
-        return f"{name}: all samples are already finished."
-    return (
-        f"{name}: {cost.units:,} samples to do, {cost.tokens:,} tokens in {cost.passes:,} forward passes of a row; "
-        f"about {_duration(cost.seconds)} in one process here (estimated from {cost.measured} samples)."
-    )
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} seconds"
 
 
 def _print_next_command(out: Path) -> None:
