@@ -144,12 +144,16 @@ def _elsewhere(line: Line, lines: Sequence[Line]) -> str:
         return ""
     made = ("protocol", "seed", "regime", "dtype", "revision", "model")
     differing = [
-        f"{name} {getattr(other, name) or 'unset'}, here {getattr(line, name) or 'unset'}"
+        f"{name} {_word(getattr(other, name))}, here {_word(getattr(line, name))}"
         for other in others[:1]
         for name in made
         if getattr(other, name) != getattr(line, name)
     ]
     return f"the unmasked run differs: {'; '.join(differing)}"
+
+
+def _word(value: Any) -> str:
+    return "unset" if value == "" else str(value)
 
 
 def _claim(

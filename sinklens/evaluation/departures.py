@@ -15,7 +15,7 @@ from sinklens.errors import SettingError
 from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol
 from sinklens.evaluation.published import Published
 from sinklens.evaluation.statistics import Accuracy, Gap, unpaired_gap
-from sinklens.sampling.registry import make_settings
+from sinklens.sampling.registry import find_sampler, make_settings
 
 OF_TASK = ("task", "shots", "extractor", "chat_template", "sampler")
 
@@ -43,13 +43,17 @@ def _of_sampler(what: Mapping[str, Any], protocol: EvalProtocol) -> list[str]:
     if protocol.settings and not stated:
         return [f"the {sampler} sampler, for which {protocol.name} states nothing"]
     try:
-        expected = vars(make_settings(sampler, stated, {})) if stated else {}
+        known = find_sampler(sampler).setting_names()
+        lengths = {
+            name: value for name, value in what["settings"].items() if name in ("gen_length", "steps") and name in known
+        }
+        expected = vars(make_settings(sampler, lengths | stated, {})) if stated else {}  # lengths may be left open
     except SettingError:  # a sampler that is not installed here, or settings that need the checkpoint's
         expected = stated
     return [
         _text(name, value, expected[name], "" if name in stated else ", the sampler's default")
         for name, value in what["settings"].items()
-        if name in expected and value != expected[name] and (name in stated or name not in ("gen_length", "steps"))
+        if name in expected and value != expected[name]
     ]
 
 
@@ -79,7 +83,7 @@ class Baseline:
     def verdict(self) -> str:
         """ "agrees", "below" or "above" by the interval of `gap`; "departs", or "no number"."""
         if self.gap is None:
-            return "departs" if self.departs else "no number"
+            return "no number" if self.published.score is None else "departs"
         return "below" if self.gap.high < 0 else "above" if self.gap.low > 0 else "agrees"
 
 

@@ -134,9 +134,7 @@ def _names(groups: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     for group in groups:
         namesakes = [other for other in groups if _label(other) == _label(group)]
-        differing = sorted(
-            {name for other in namesakes for name, value in _flat(other) if (name, value) not in _flat(group)}
-        )
+        differing = {name for other in namesakes for name, _ in {*_flat(other)} ^ {*_flat(group)}}
         details = [f"{name.rpartition('.')[2]} {value}" for name, value in _flat(group) if name in differing]
         found.append(f"{group['model']} ({', '.join(details)})" if details else str(group["model"]))
     return found

@@ -16,7 +16,7 @@ from sinklens.sinks.stores import MemoryStore, Store
 if TYPE_CHECKING:
     from sinklens.sinks.track import SinkTrack
 
-AT_ONCE = 64 * 2**20  # bytes of steps that are collected before they are handed over
+AT_ONCE = 16 * 2**20  # bytes of steps that are collected before they are handed over
 
 
 class ReducingStore(Store):
