@@ -168,7 +168,7 @@ def _claim(
     )  # fmt: skip
 
 
-def formatted(found: Sequence[Claim], kind: str) -> str:
+def format_claims(found: Sequence[Claim], kind: str) -> str:
     """The claims as text.
 
     Args:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sinklens.sampling.sampler import Sampler
 
 CHARACTERS = 4  # of a token, for prompts of models without a tokenizer
+TEMPORARY = 8  # arrays of the size of the scores that are at hand, at most, while sinks are summed up
 SAMPLED = 200  # prompts that are read for their length
 
 
@@ -144,7 +145,7 @@ def plan(model: "Model", protocol: EvalProtocol, conditions: Sequence[Condition]
         samples=len(samples), runs=runs, prompt_tokens=prompt, counted=counted, passes=passes,
         flops=passes * each + len(samples) * runs * rows * first, parameters=sizes.parameters, weights=sizes.weights,
         row_bytes=round(rows * _row_bytes(model, settings, queries)) + scores,
-        host_bytes=2 * AT_ONCE, host_row_bytes=scores + steps * length * 10,
+        host_bytes=TEMPORARY * AT_ONCE, host_row_bytes=TEMPORARY * scores + steps * length * 10,
         disk_row_bytes=steps * scores if any(one.of_unmasked for one in conditions) else 0,
     )  # fmt: skip
 

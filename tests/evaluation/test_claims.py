@@ -13,7 +13,7 @@ import pytest
 from ledgers import planted_run
 
 from sinklens.errors import LedgerError, SettingError
-from sinklens.evaluation.claims import FORMATS, Claim, claims, formatted
+from sinklens.evaluation.claims import FORMATS, Claim, claims, format_claims
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.ledger import export
 from sinklens.evaluation.tables import read_lines
@@ -58,8 +58,8 @@ def test_there_is_a_line_for_every_accuracy_and_comparison(ledger):
 
 def test_all_formats_say_the_same(ledger):
     found = claims(read_lines(ledger))
-    read = json.loads(formatted(found, "json"))
-    rows = list(csv.DictReader(io.StringIO(formatted(found, "csv"))))
+    read = json.loads(format_claims(found, "json"))
+    rows = list(csv.DictReader(io.StringIO(format_claims(found, "csv"))))
     assert len(read) == len(rows) == len(found)
     for claim, plain, row in zip(found, read, rows, strict=True):
         assert set(plain) == set(row) == set(Claim.__annotations__)
@@ -67,8 +67,8 @@ def test_all_formats_say_the_same(ledger):
             given = getattr(claim, name)
             assert value == given or (value is None and math.isnan(given))
             assert row[name] == ("" if value is None else str(value))
-    markdown = formatted(found, "markdown").splitlines()
-    latex = formatted(found, "latex").splitlines()
+    markdown = format_claims(found, "markdown").splitlines()
+    latex = format_claims(found, "latex").splitlines()
     assert len(markdown) == len(found) + 2
     assert latex[:2] == [r"\begin{tabular}{lllllllllllll}", r"\toprule"]
     assert len([line for line in latex if line.endswith(r"\\")]) == len(found) + 1
@@ -80,8 +80,8 @@ def test_all_formats_say_the_same(ledger):
 def test_latex_and_markdown_escape_what_would_break_them(tmp_path):
     planted_run(tmp_path, {"a": True}, UNMASKED, model="/m/50%_a|b&c")
     found = claims(read_lines(tmp_path))
-    assert r"/m/50\%\_a|b\&c & unmasked" in formatted(found, "latex")
-    assert r"| /m/50%_a\|b&c | unmasked |" in formatted(found, "markdown")
+    assert r"/m/50\%\_a|b\&c & unmasked" in format_claims(found, "latex")
+    assert r"| /m/50%_a\|b&c | unmasked |" in format_claims(found, "markdown")
 
 
 def test_runs_of_different_versions_are_not_compared_and_the_difference_is_named(tmp_path):
@@ -129,8 +129,8 @@ def test_a_baseline_is_beside_its_published_score_before_any_intervention(tmp_pa
 
 def test_an_unknown_format_names_the_known_ones():
     with pytest.raises(SettingError, match=r"one of markdown, latex, csv, json; got 'markdwon'. Nearest: markdown"):
-        formatted([], "markdwon")
-    assert all(formatted([], kind) for kind in FORMATS)
+        format_claims([], "markdwon")
+    assert all(format_claims([], kind) for kind in FORMATS)
 
 
 @pytest.mark.parametrize("form", ["old_ledger", "old_database"])
