@@ -89,7 +89,7 @@ def plan_lines(found: "Plan", card: "Card", options: argparse.Namespace) -> list
     return lines
 
 
-def _gb(size: float) -> str:
+def _gb(size: float | int) -> str:
     return f"{size / 1e9:,.2f} GB"
 
 

@@ -133,8 +133,8 @@ def test_the_papers_numbers_are_shown_beside_the_papers_models_only(tmp_path, ca
         planted_run(tmp_path, {"gsm8k/0": True}, condition, model="GSAI-ML/LLaDA-8B-Instruct", protocol="llada-gsm8k")
         planted_run(tmp_path, {"gsm8k/0": True}, condition, protocol="llada-gsm8k")
     _, out, _ = run(capsys, "table", tmp_path)
-    head, rows = next(line for line in out.splitlines() if "masked" in line), out.splitlines()
-    assert head.count("in the paper") == 1
+    rows = out.splitlines()
+    assert [line.count("in the paper") for line in rows if "in the paper" in line] == [1]
     assert next(row for row in rows if "nothing" in row).count("0.76") == 1
     assert next(row for row in rows if "1 sink" in row).count("0.75") == 1
 

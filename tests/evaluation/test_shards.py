@@ -32,16 +32,12 @@ def reproducible(run):
 @pytest.mark.slow
 def test_array_tasks_that_are_killed_resume_and_the_ledger_equals_that_of_one_process(tmp_path):
     out = tmp_path / "shared"
-    tasks = [start(number, out) for number in range(3)]
-    for number, task in enumerate(tasks[:2]):  # the third runs to its end beside them
-        for line in task.stderr:
-            if "1 of 3" in line:  # its first sample is recorded, the others are not
-                break
+    for number in range(2):
+        task = start(number, out)
+        assert any("1 of 3" in line for line in task.stderr), "no sample was recorded"
         os.kill(task.pid, signal.SIGKILL)
         assert task.wait() == -signal.SIGKILL, f"task {number} was not killed in mid-run"
-    assert tasks[2].wait() == 0, tasks[2].stderr.read()
-    before = {run.name: len(run.done()) for run in LedgerRun.all(out)}
-    assert 5 <= sum(before.values()) < 18
+    assert 2 <= sum(len(run.done()) for run in LedgerRun.all(out)) < 12
 
     again = [start(number, out) for number in range(3)]
     assert [task.wait() for task in again] == [0, 0, 0], [task.stderr.read() for task in again]
