@@ -37,7 +37,7 @@ class LossCurve:
     draws: Int[np.ndarray, " bin"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Likelihood:
     """The log-likelihood of one answer given its prompt.
 
@@ -79,6 +79,12 @@ class Likelihood:
         parts = -np.where(np.isnan(losses), 0.0, losses * weights)
         error = float(_between_batches(parts.sum(axis=1), batch)) if kind == "estimate" else 0.0
         return cls(float(parts.sum()), error, kind, tuple(tokens), losses, shares, weights, blocks, batch)
+
+    def __repr__(self) -> str:
+        """Value, standard error and what they rest on, on one line: the arrays are long."""
+        error = f" ± {self.standard_error:.3f}" if self.kind == "estimate" else ""
+        drawn = {"estimate": f", {len(self.losses)} draws", "bound": f", {len(self.losses)} masks"}.get(self.kind, "")
+        return f"Likelihood({self.value:.3f}{error} nats, {self.kind}, {len(self.tokens)} tokens{drawn})"
 
     @property
     def draws(self) -> Float[np.ndarray, " draw"]:
