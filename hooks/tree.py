@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError
+from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError, warn_caller
 from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbors checks versions, before the others
 from sinklens.hooks.architectures import Architecture, check_modules
 from sinklens.hooks.blocks import Blocks, blocks_of
@@ -124,6 +124,11 @@ class HookTree(ModelWeights, HookFront):
         found = [name for name in self.hook_dict if name in on and not name.startswith("denoise.")]
         canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs)
         return [canvas, *found, *others]
+
+    @property
+    def timed(self) -> bool:
+        """Whether the network reads the noise level that it is given."""
+        return bool(self.architecture.time) and bool(self.hf.config.time_conditioning)
 
     @property
     def causal(self) -> bool:
@@ -350,7 +355,8 @@ class HookTree(ModelWeights, HookFront):
             self_conditioning: logits of the step before, for a model whose canvas is random tokens; the last
                 ``canvas_length`` of `input_ids` are then the canvas, and the logits are those of the canvas.
             targets: for the loss of a canvas with masks: the ids behind them; other positions are not read.
-            time: noise level of each row, or one for all rows, for a network that reads it; an untimed one ignores it.
+            time: noise level of each row, or one for all rows, for a network that reads it; an untimed one ignores it,
+                with a warning.
 
         Raises:
             PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
@@ -363,6 +369,12 @@ class HookTree(ModelWeights, HookFront):
         self._check_canvas(start_at_layer, stop_at_layer, self_conditioning)
         if time is not None and not self.architecture.time:
             raise SettingError("this model is not conditioned on the noise level; leave time= out.")
+        if time is not None and not self.timed:
+            warn_caller(
+                "this network is untimed: it reads noise level 0 whatever it gets, so time= has no effect. Leave it "
+                "out, or use a timed network, such as Duo or SEDD.",
+                UserWarning,
+            )
         if isinstance(input_ids, PaddedIds):
             attention_mask = input_ids.is_real if attention_mask is None else attention_mask
             input_ids = input_ids.plain
@@ -441,6 +453,5 @@ def _sampler_specs(hf: PreTrainedModel, architecture: Architecture, drawn: bool)
     """The rows of the sampler's points."""
     if architecture.encoder:
         return names.NOISE
-    if drawn:
-        return (names.DENOISE[0], names.UNIFORM, *names.DENOISE[1:])
-    return names.DENOISE if blocks_of(hf.config) is None else (*names.DENOISE, names.EDIT)
+    first, *rest = names.DENOISE
+    return (first, *[names.UNIFORM] * drawn, *rest, *[names.EDIT] * (blocks_of(hf.config) is not None))

@@ -77,12 +77,7 @@ class AutoregressiveSettings(Truncated):
         noise = state.noise.uniform(where, dtype=torch.float64) if self.temperature > 0 else None
         drawn = decisions.categorical_candidates(probs, noise)
         candidates = state.ids_at(state.tree.denoise.hook_candidates, drawn[:, None])
-        confidence = decisions.probability(probs, candidates[:, 0])[:, None]
-        if not torch.equal(state.through("hook_confidence", confidence.clone()), confidence):
-            raise ReadOnlyHookError(
-                "denoise.hook_confidence of an autoregressive model decides nothing, so an edit of it would be lost. "
-                "Edit denoise.hook_candidates to force another token."
-            )
+        state.show_confidence(torch.ones_like(where), lambda: decisions.probability(probs, candidates[:, 0]))
         if not bool(state.through("hook_commit", torch.ones_like(candidates, dtype=torch.bool)).all()):
             raise ReadOnlyHookError(
                 "denoise.hook_commit of an autoregressive model cannot be False: every step commits its one token. "

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError, NotANumberError, SettingError
+from sinklens.errors import HookFunctionError, NotANumberError, ReadOnlyHookError, SettingError
 from sinklens.hooks.blocks import ruled_by
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point, at
@@ -162,12 +162,13 @@ class State:
         return at(getattr(self.tree.denoise, point), value)
 
     def uniform(self, where: Bool[Tensor, "batch pos"], size: int, dtype: torch.dtype) -> Float[Tensor, "drawn vocab"]:
-        """`size` numbers of U[0, 1) for every True of `where`, passed through ``denoise.hook_uniform``.
+        """`size` numbers of U[0, 1) for every True of `where`, passed through ``denoise.hook_uniform`` if there is one.
 
-        The point has all positions of the canvas; its numbers elsewhere are 0 and have no effect.
+        Only families whose own samplers draw by these numbers have the point, which
+        holds all positions of the canvas; its numbers elsewhere are 0 and have no effect.
         """
-        drawn, point = self.noise.uniform(where, size, dtype=dtype), self.tree.denoise.hook_uniform
-        if not point.watched:
+        drawn, point = self.noise.uniform(where, size, dtype=dtype), self.tree.hook_dict.get("denoise.hook_uniform")
+        if point is None or not point.watched:
             return drawn
         everywhere = drawn.new_zeros(*where.shape, size)
         everywhere[where] = drawn
@@ -349,8 +350,28 @@ class State:
         self, where: Bool[Tensor, "batch pos"], confidence: Float[Tensor, " masked"]
     ) -> Float[Tensor, "batch pos"]:
         """Confidences on the canvas, −inf outside `where`, passed through ``denoise.hook_confidence``."""
-        everywhere = torch.full(where.shape, -torch.inf, dtype=torch.float64, device=where.device)
-        return at(self.tree.denoise.hook_confidence, everywhere.masked_scatter(where, confidence.double()))
+        return at(self.tree.denoise.hook_confidence, _spread(where, confidence))
+
+    def show_confidence(self, where: Bool[Tensor, "batch pos"], confidence: Callable[[], Tensor]) -> None:
+        """`spread_confidence` where the step decides without it; computes it only if somebody reads it.
+
+        Raises:
+            ReadOnlyHookError: a hook or trace block changed it.
+        """
+        point = self.tree.denoise.hook_confidence
+        if not point.watched:
+            return
+        shown = _spread(where, confidence())
+        if not torch.equal(point(shown.clone()), shown):
+            raise ReadOnlyHookError(
+                f"{point.name} decides nothing with this sampler, so an edit of it would be lost. Edit "
+                f"denoise.hook_candidates to force another token."
+            )
+
+
+def _spread(where: Bool[Tensor, "batch pos"], values: Float[Tensor, " masked"]) -> Float[Tensor, "batch pos"]:
+    everywhere = torch.full(where.shape, -torch.inf, dtype=torch.float64, device=where.device)
+    return everywhere.masked_scatter(where, values.double())
 
 
 def _guided(logits: list[Tensor], scale: float) -> Tensor:
