@@ -215,7 +215,7 @@ def _dream_instruct() -> list[HarnessProtocol]:
 
 def _open_compass() -> list[HarnessProtocol]:
     """Scores of LLaDA Instruct and 1.5 on tasks that only OpenCompass runs with these settings: EVAL.md's tables."""
-    rows = (
+    rows: tuple[tuple[str, str, tuple[tuple[str, float, int, int, dict[str, bool]], ...]], ...] = (
         (LLADA_INSTRUCT, "llada-instruct", (
             ("mmlu", 0.655, 3, 3, {}), ("mmlu-pro", 0.370, 256, 256, {}), ("hellaswag", 0.746, 3, 3, {}),
             ("arc-c", 0.885, 512, 512, {}), ("math", 0.319, 512, 512, {"confidence_eos_eot_inf": True}),
