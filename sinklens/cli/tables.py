@@ -38,7 +38,7 @@ def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
 
 def print_claims(ledger: Path, kind: str, *, mixed_devices: bool) -> None:
     """Print one line per claim of a ledger; warnings go to standard error."""
-    from sinklens.evaluation.claims import claims, format_claims
+    from sinklens.evaluation.claim_lines import claims, format_claims
     from sinklens.evaluation.tables import read_lines
 
     with warnings.catch_warnings(record=True) as caught:

@@ -10,7 +10,7 @@ re-exported here, because importing it needs the extra ``lm-eval``.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sinklens.evaluation.claims import Claim, claims, format_claims
+    from sinklens.evaluation.claim_lines import Claim, claims, format_claims
     from sinklens.evaluation.conditions import UNMASKED, Condition, masking, under_caches
     from sinklens.evaluation.departures import Baseline, baselines
     from sinklens.evaluation.distributed import OnRay
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "claims": ("Claim", "claims", "format_claims"),
+    "claim_lines": ("Claim", "claims", "format_claims"),
     "conditions": ("UNMASKED", "Condition", "masking", "under_caches"),
     "departures": ("Baseline", "baselines"),
     "distributed": ("OnRay",),

@@ -13,7 +13,7 @@ import pytest
 from ledgers import planted_run
 
 from sinklens.errors import LedgerError, SettingError
-from sinklens.evaluation.claims import FORMATS, Claim, claims, format_claims
+from sinklens.evaluation.claim_lines import FORMATS, Claim, claims, format_claims
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.ledger import export
 from sinklens.evaluation.tables import read_lines
