@@ -3,29 +3,24 @@
 import numpy as np
 import pytest
 import torch
-from building import random_ids, shared_model
+from building import random_ids
 from watching import LONG, PADDED, SHORT, logits_of, short, unwatched, watch
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
 from sinklens.experiments import head_outputs
-from sinklens.hooks.forward_pass import ForwardPass
-from sinklens.hooks.points import Point, Watch
 from sinklens.interventions import (
     AblateHeads,
     AblateSinkAttention,
-    Activations,
     ForceTokens,
     FreezePattern,
     KeepKeys,
     MaskSinks,
     PatchHooks,
     Remask,
-    RunContext,
     SinkToken,
     WindowAttention,
 )
-from sinklens.interventions.places import Places
 from sinklens.runs.intervention import place_mask, within
 from sinklens.sinks import EpsilonOverMean
 
@@ -202,25 +197,6 @@ def test_hooks_a_block_and_run_with_hooks_give_equal_logits(worded):
         torch.testing.assert_close(by_pass, by_block[step], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("same_step", [False, True])
-def test_masking_sinks_by_hand_in_a_block_equals_the_intervention(worded, same_step):
-    model, logits, keys = worded(), [], None
-    by_hooks = watch(model, [LONG], [MaskSinks(top_k=2, layers=[1], same_step=same_step)], ["hook_logits"])
-    with sinklens.trace(model, LONG, **short(model, {})) as t:
-        for _ in t.steps:
-            ids = t["denoise.hook_canvas"]
-            if same_step:
-                seen = model.tree.peek(ids, None, ["blocks.1.attn.hook_sink_scores"])
-                keys = seen["blocks.1.attn.hook_sink_scores"].topk(2).indices
-            if keys is not None:
-                mask = t["blocks.1.attn.hook_attn_mask"]
-                mask.scatter_(-1, keys[:, :, None], -torch.inf)
-            if not same_step:
-                keys = t["blocks.1.attn.hook_sink_scores"].topk(2).indices
-            logits.append(t["denoise.hook_logits"])
-    assert torch.equal(torch.stack(logits, dim=1), logits_of(by_hooks))
-
-
 def test_a_block_sees_and_edits_values_after_interventions(worded):
     """Hooks run inside a point, the block after it."""
     model, hooks = worded(), [WindowAttention(width=1)]
@@ -371,42 +347,3 @@ def test_tensors_restrict_an_intervention_like_lists(worded):
     )
     assert torch.equal(logits_of(listed), logits_of(tensors))
     assert not torch.equal(logits_of(listed), logits_of(watch(worded(), PADDED, [], ["hook_logits"])))
-
-
-def run_context(causal):
-    """The context of a run with 3 prompt tokens, one of them padding in the first row."""
-    real = torch.tensor([[False, True, True, True, True, True], [True] * 6])
-    return RunContext(shared_model("llama", causal).tree, real, 3, 3, 60, 0, (0, 1), lambda ids: {}, {})
-
-
-def affected(given, run, step, queries):
-    """The affected queries of a pass over the last `queries` positions of the text, for each row."""
-    watch_of_point, causal = Watch(), run.causal
-    stop = 3 + step if causal else queries
-    watch_of_point.forward_pass = ForwardPass(
-        step, mode="causal" if causal else None, queries=range(stop - queries, stop), keys=range(stop), prompt_length=3,
-        real=torch.ones(1, stop, dtype=torch.bool) if run.single else run.real,
-    )  # fmt: skip
-    point = Point(watch_of_point)
-    point.name = Z
-    found = Places(AblateHeads(**given), shared_model(), run).of_queries(point, queries, torch.device("cpu"))
-    return None if found is None else found[:, 0].int().tolist()
-
-
-def test_the_affected_queries_are_those_at_the_positions_that_the_steps_own():
-    causal, diffusion = run_context(causal=True), run_context(causal=False)
-    assert affected({"steps": [1]}, causal, 0, 3) is None
-    assert affected({"steps": [1]}, causal, 1, 1) == [[1], [1]]
-    assert affected({"steps": [1]}, causal, 2, 1) is None
-    assert affected({"steps": [1]}, causal, 2, 5) == [[0, 0, 0, 1, 0]] * 2
-    placed = {"steps": [0, 2], "positions": [1, -2]}
-    assert affected(placed, causal, 2, 5) == [[0, 0, 1, 0, 1], [0, 1, 0, 0, 1]]
-    assert affected(placed, causal, 2, 1) == [[1], [1]]
-    assert affected({"steps": [-1], "positions": [1]}, diffusion, 1, 6) is None
-    assert affected({"steps": [-1], "positions": [1]}, diffusion, 2, 6) == [[0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
-    assert affected({"positions": [-1]}, RunContext.of_single_pass(shared_model()), None, 3) == [[0, 0, 1]]
-
-
-def test_unsupported_restrictions_are_rejected():
-    with pytest.raises(SettingError, match="Activations does not support heads=; leave it out"):
-        Activations(names=[Z], heads=[1])
