@@ -174,21 +174,6 @@ def test_enrichment_is_the_naive_ratio_of_counted_shares(by):
                 assert cell[["enrichment", "matched"]].to_array().isnull().all()
 
 
-def test_many_masks_make_many_mask_sinks_but_no_enrichment():
-    """Every position is a sink, six of eight are masks: three quarters of the sinks, enrichment 1."""
-    found = enrichment(canvas_track([[[5, 6, 3, 3, 3, 3, 3, 3]]], 2), TopK(8)).sel(kind="mask").isel(batch=0)
-    assert (found["sink_share"].item(), found["enrichment"].item()) == (0.75, 1.0)
-
-
-def test_a_planted_preference_has_the_expected_enrichment():
-    """One sink of four positions, always the newline: four times as often as chance; words never."""
-    track = canvas_track([[[1, 5, 6, 3]] * 3], 3, score=np.tile([0.2, 0.3, 3.0, 0.5], (1, 3, 2, 2, 1)))
-    found = enrichment(track, TopK(1))["enrichment"].isel(batch=0)
-    assert found.sel(kind="newline").item() == pytest.approx(4)
-    assert found.sel(kind=["word", "mask"]).to_numpy().tolist() == [0, 0]
-    assert np.isnan(found.sel(kind="digit"))
-
-
 class Above(Detector):
     """Sinks are positions with a score above one half."""
 
