@@ -3,12 +3,12 @@
 import pytest
 import torch
 from building import random_ids, shared_model
-from watching import LONG, PADDED, SHORT, add, again, entered, hidden, logits_of, unwatched, watch
+from watching import LONG, PADDED, SHORT, add, again, entered, hidden, unwatched, watch
 
 import sinklens
 from sinklens.caching import DualCache
-from sinklens.errors import SettingError, SinklensError
-from sinklens.interventions import ForceTokens, KeepKeys, MaskSinks, WindowAttention
+from sinklens.errors import SettingError
+from sinklens.interventions import ForceTokens, KeepKeys, MaskSinks
 from sinklens.sinks import EpsilonOverMean, NoOp, Record, SinkTrack, SmallValueNorm, TopK
 
 WAYS = [("llama", False, {}), ("dream", False, {}), ("qwen2", True, {}), ("qwen2", True, {"use_cache": False})]
@@ -82,29 +82,6 @@ def test_without_a_source_such_a_detector_is_rejected_with_advice(worded):
     assert unwatched(worded())
 
 
-def test_steps_that_the_source_lacks_are_unchanged(worded):
-    model = worded()
-    base = watch(model, PADDED, points=[], record_sinks=True).run
-    watched = watch(model, PADDED, [MaskSinks(top_k=3, source=base.sinks.isel(step=slice(0, 2)))])
-    assert (watched.stacked("hook_pattern", 2)[:, 1] == 0).any()
-    assert not (watched.stacked("hook_pattern", 3)[:, 1] == 0).any()
-
-
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_steps_selected_from_a_source_keep_their_numbers(worded, architecture, causal, settings):
-    """The sinks of steps 0 and 3 are masked at steps 1 and 4, as with the complete source, and none at the others."""
-    model, settings = worded(architecture, causal), settings | ({} if causal else {"gen_length": 8, "steps": 8})
-    base = watch(model, PADDED, points=[], record_sinks=True, **settings).run
-    cut = base.sinks.isel(step=[0, 3])
-    masked = [
-        ignored(model, PADDED, masking, settings)
-        for masking in (MaskSinks(top_k=2, source=cut), MaskSinks(top_k=2, source=base, steps=[1, 4]))
-    ]
-    assert masked[0] == masked[1]
-    assert {step for step, *_ in masked[0]} == {1, 4}
-
-
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("kind", [MaskSinks, pytest.param(KeepKeys, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("short", [0, 1])
@@ -173,20 +150,6 @@ def test_same_step_runs_a_second_pass_only_where_needed(worded, monkeypatch):
     assert passes == [0, 1, 1, 2, 3, 3]
 
 
-def test_same_step_sees_the_first_block_as_the_model_cards_sampler_does(worded):
-    """Its prompt does not see the answer; the second pass finds the sinks that a run without masks recorded."""
-    model, settings = worded("sdar"), {"sampler": "bd3lm-card", "gen_length": 6, "use_cache": False}
-    base = sinklens.generate(model, PADDED, **settings)
-    peeked, recorded = (
-        watch(model, PADDED, [MaskSinks(top_k=2, **given)], ["hook_attn_mask"], replay=base, **settings)
-        for given in ({"same_step": True}, {"same_step": True, "source": base.sinks})
-    )
-    for step in range(base.steps_run):
-        found, expected = (watched.stacked("hook_attn_mask", step) for watched in (peeked, recorded))
-        assert torch.equal(found, expected)
-        assert (expected == -torch.inf).any()
-
-
 @pytest.mark.parametrize("raw", [False, True], ids=["points", "modules"])
 def test_a_trace_block_does_not_see_the_second_pass(tiny_llada, raw):
     prompt, settings = "Question: Tom has 2 apples.", {"gen_length": 4, "steps": 2, "record_sinks": False}
@@ -198,22 +161,6 @@ def test_a_trace_block_does_not_see_the_second_pass(tiny_llada, raw):
             served.append(t.hf.model.layers[1].mlp.output if raw else t["blocks.1.hook_mlp_out"])
     assert len(seen) == len(served) == 2
     assert all(torch.equal(a, b) for a, b in zip(seen, served, strict=True))
-
-
-def test_the_last_row_includes_earlier_edits_of_the_mask(worded):
-    """In an autoregressive run; a diffusion run reads the scores after all edits, in either order."""
-    window, masking = WindowAttention(width=2), MaskSinks(top_k=1)
-    watched = watch(worded("llama", True), [LONG], [window, masking])
-    for step in range(1, watched.run.steps_run):
-        before, now = (watched.stacked("hook_pattern", at)[:, 0, :, -1] for at in (step - 1, step))
-        strongest = before.argmax(dim=-1, keepdim=True)
-        assert (before.gather(-1, strongest) > 0).all()
-        assert (now.gather(-1, strongest) == 0).all()
-    diffusion = worded()
-    both = [
-        logits_of(watch(diffusion, [LONG], order, ["hook_logits"])) for order in ([window, masking], [masking, window])
-    ]
-    assert torch.equal(*both)
 
 
 @pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
@@ -254,14 +201,3 @@ def test_an_autoregressive_run_has_no_second_pass(worded):
         SettingError, match="same_step needs a second pass over the canvas; it is available in diffusion runs only"
     ):
         watch(worded("llama", True), PADDED, [MaskSinks(same_step=True)])
-
-
-def test_a_nested_peek_is_rejected_and_leaves_the_model_unchanged(worded):
-    model = worded()
-    ids = random_ids()
-    before = model(ids)
-    model.tree.watch.peeked = {}
-    with pytest.raises(SinklensError, match="another peek is running"):
-        model.tree.peek(ids, None, ["hook_embed"])
-    model.tree.watch.peeked = None
-    assert torch.equal(model(ids), before)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 from building import shared_model
 from watching import PADDED, logits_of, watch
 
@@ -15,7 +14,6 @@ from sinklens.interventions import (
     AblateHeads,
     AblateMLPs,
     InArray,
-    KeepKeys,
     MaskSinks,
     OfKind,
     Positions,
@@ -101,19 +99,6 @@ def test_a_combination_equals_the_array_that_it_stands_for(worded, architecture,
         assert not torch.equal(logits_of(one), logits_of(watch(model, PADDED, [], ["hook_logits"], **settings)))
 
 
-@pytest.mark.parametrize("intervention", [MaskSinks, KeepKeys])
-@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_keys_that_two_rules_share_are_those_of_the_smaller(worded, architecture, causal, settings, intervention):
-    """The three strongest keys and the strongest one share the strongest one."""
-    model = worded(architecture, causal)
-    both = intervention(top_k=None, where=Where(top_k=3) & Where(top_k=1))
-    runs = [
-        watch(model, PADDED, [hooks], ["hook_logits"], **settings)
-        for hooks in (both, intervention(top_k=None, where=Where(top_k=1)))
-    ]
-    assert torch.equal(*map(logits_of, runs))
-
-
 @dataclass(frozen=True)
 class EveryThird(Rule):
     """Every third position of the canvas, from the step's number on."""
@@ -132,19 +117,6 @@ class ScaleHeads(AtPositions):
 
     def edit(self, value, hook):
         return self.factor * value
-
-
-@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_a_rule_of_ones_own_is_an_array_of_its_places(worded, architecture, causal, settings):
-    model = worded(architecture, causal)
-    base = watch(model, PADDED, points=[], **settings).run
-    length, steps = base.real.shape[1], base.settings.steps
-    places = torch.arange(length) % 3 == torch.arange(steps)[:, None] % 3
-    array = places[None, :, None, None] & base.real[:, None, None, None]
-    one, other = (
-        watch(model, PADDED, [AblateHeads(where=where)], ["hook_logits"], **settings) for where in (EveryThird(), array)
-    )
-    assert torch.equal(logits_of(one), logits_of(other))
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
@@ -175,25 +147,6 @@ def test_an_intervention_of_ones_own_edits_its_places_alone(worded, architecture
     assert torch.equal(logits_of(zeros), logits_of(ablated))
 
 
-@pytest.mark.parametrize("returned", [True, False])
-def test_an_edit_in_place_changes_its_places_alone(worded, returned):
-    @dataclass(frozen=True, kw_only=True)
-    class InPlace(AtPositions):
-        acts_on = "attn.hook_z"
-
-        def edit(self, value, hook):
-            value *= 3.0
-            return value if returned else None
-
-    model, places = worded("llama", False), {"layers": [1], "heads": [0], "positions": [1], "steps": [0]}
-    found, expected = (
-        watch(model, PADDED, [one], ["hook_logits"]) for one in (InPlace(**places), ScaleHeads(factor=3.0, **places))
-    )
-    plain = watch(model, PADDED, points=["hook_logits"])
-    assert torch.equal(logits_of(found), logits_of(expected))
-    assert not torch.equal(logits_of(found), logits_of(plain))
-
-
 def test_a_control_that_another_rule_would_make_smaller_is_refused(worded):
     control = Where(top_k=2, pick="random")
     with pytest.raises(
@@ -206,17 +159,6 @@ def test_a_control_that_another_rule_would_make_smaller_is_refused(worded):
 def test_a_rule_is_neither_true_nor_false():
     with pytest.raises(SettingError, match=r"combine rules with &, \| and ~"):
         _ = Where(top_k=1) and OfKind("digit")
-
-
-def test_places_given_as_an_array_are_recorded(tiny_llada):
-    prompt = "Question: Ben has 9 eggs.\nAnswer:"
-    base = sinklens.generate(tiny_llada, prompt, gen_length=8)
-    marked = torch.zeros(1, 1, 1, 1, base.real.shape[1], dtype=torch.bool)
-    marked[..., -2] = True
-    mask = MaskSinks(top_k=None, where=marked)
-    kept = mask.keys(sinklens.generate(tiny_llada, prompt, gen_length=8, hooks=mask))
-    assert bool(kept.isel(pos=-2).all())
-    assert int(kept.sum()) == int(kept.isel(pos=-2).sum())
 
 
 def test_heads_at_a_point_without_heads_are_rejected():
@@ -297,21 +239,6 @@ def test_a_run_records_the_keys_that_got_no_attention(worded, architecture, caus
         np.testing.assert_array_equal(keys[:, step][..., : mask.shape[-1]], hidden)
         count += hidden.sum()
     assert count > 10
-
-
-def test_recorded_places_repeat_a_choice_in_another_run(worded):
-    model, random = worded(), MaskSinks(top_k=2, pick="random", seed=3)
-    first = watch(model, PADDED, [random], ["hook_logits"], record_sinks=True)
-    again = MaskSinks(top_k=None, where=first.run.chosen[0].places)
-    assert torch.equal(logits_of(watch(model, PADDED, [again], ["hook_logits"])), logits_of(first))
-    assert first.run.chosen[0].of is random
-
-
-def test_the_record_agrees_with_the_keys_that_follow_from_the_track(tiny_llada):
-    masking = MaskSinks(top_k=2, layers=[1, 3])
-    run = sinklens.generate(tiny_llada, "Question: Ben has 9 eggs.\nAnswer:", gen_length=8, hooks=masking)
-    xr.testing.assert_equal(masking.keys(run), masking.keys(run.sinks))
-    assert int(masking.keys(run).sum()) == 7 * 2 * 6 * 2
 
 
 def test_runs_without_a_record_are_rejected(worded):

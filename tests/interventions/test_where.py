@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from watching import LONG, PADDED, SHORT, again, entered, in_complete_blocks, logits_of, unwatched, watch
+from watching import LONG, PADDED, SHORT, again, entered, in_complete_blocks, unwatched, watch
 
 from sinklens.errors import SettingError
 from sinklens.interventions import (
@@ -218,21 +218,6 @@ def test_a_named_array_may_lack_axes_and_steps(worded):
     assert torch.equal(outputs(model, every), outputs(model, np.repeat(marked[:, 2:3], 4, axis=1)))
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_masking_at_places_by_score_equals_masking_by_the_rule(worded, architecture, causal, settings):
-    """Also a control of it; the keys are those of the step before, for the newest query."""
-    model = worded(architecture, causal)
-    for rule in ({"top_k": 2}, {"top_k": 2, "pick": "random", "persistent": True, "seed": 4}):
-        pair = [MaskSinks(**rule), MaskSinks(top_k=None, where=Where(**rule))]
-        one, other = (watch(model, PADDED, [hooks], ["hook_attn_mask", "hook_logits"], **settings) for hooks in pair)
-        assert torch.equal(logits_of(one), logits_of(other))
-        for step in range(1, one.run.steps_run):
-            masks = [watched.stacked("hook_attn_mask", step)[..., -1, :] for watched in (one, other)]
-            assert torch.equal(*masks)
-            assert (masks[0] == -torch.inf).sum() >= 2 * 3 * 2 * 6
-
-
 @pytest.mark.parametrize("hooks", [MaskSinks, KeepKeys], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("settings", [{}, {"use_cache": False}], ids=["cached", "recomputed"])
 def test_masked_and_kept_keys_are_those_of_each_tokens_step(worded, hooks, settings):
@@ -301,14 +286,6 @@ def test_kinds_and_states_are_those_of_the_tokens_on_the_canvas(tiny_llada, wher
             assert bool((z == 0).all()) == bool(here)
             found += bool(here)
     assert found > 8
-
-
-def test_committed_tokens_can_be_masked_again(worded):
-    model = worded()
-    run = watch(model, PADDED, [Remask(where="committed", steps=[2])], []).run
-    answer = run.canvas[:, :, run.prompt_length :]
-    assert (answer[:, 1] != model.mask_token_id).any()
-    assert (answer[:, 2] == model.mask_token_id).all()
 
 
 @pytest.mark.parametrize("where", ["masked", TopK(2), Where(top_k=2, pick="random"), "array"], ids=str)
