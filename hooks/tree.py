@@ -53,7 +53,7 @@ class HookTree(ModelWeights, HookFront):
         encoder: the points of the encoder, in a tree that has one; see canvas_pass.py.
     """
 
-    def __init__(self, hf: PreTrainedModel, architecture: Architecture) -> None:
+    def __init__(self, hf: PreTrainedModel, architecture: Architecture, drawn: bool = False) -> None:
         super().__init__()
         self.watch = Watch()
         self.architecture = architecture
@@ -66,7 +66,7 @@ class HookTree(ModelWeights, HookFront):
         self.masks: Masks | None = None
         self._switches = Switches()
         self.disconnected = False
-        self._sampler_specs = _sampler_specs(hf, architecture)
+        self._sampler_specs = _sampler_specs(hf, architecture, drawn)
         self.denoise = Points(self._sampler_specs, self.watch, SamplerPoint)
         if architecture.encoder:
             self.encoder = EncoderPoints(self.watch, hf.get_submodule(architecture.encoder), architecture)
@@ -437,10 +437,10 @@ def split_all(undo: ExitStack, hf: PreTrainedModel, architecture: Architecture) 
         split(undo, layer.get_submodule(f"{architecture.attn}.{architecture.fused}"))
 
 
-def _sampler_specs(hf: PreTrainedModel, architecture: Architecture) -> tuple[names.PointSpec, ...]:
+def _sampler_specs(hf: PreTrainedModel, architecture: Architecture, drawn: bool) -> tuple[names.PointSpec, ...]:
     """The rows of the sampler's points."""
     if architecture.encoder:
         return names.NOISE
-    if architecture.time:
+    if drawn:
         return (names.DENOISE[0], names.UNIFORM, *names.DENOISE[1:])
     return names.DENOISE if blocks_of(hf.config) is None else (*names.DENOISE, names.EDIT)

@@ -23,7 +23,7 @@ from sinklens.utils.arguments import REQUIRED, Argument, arguments
 if TYPE_CHECKING:
     from sinklens.checkpoints import Family
 
-OF_LOADING = ("dtype", "device", "device_map", "revision", "family", "block_length")
+OF_LOADING = ("dtype", "device", "device_map", "revision", "family", "block_length", "mask_token_id")
 OF_RUN = ("seed", "chat_template", "cache")
 FLAGS = {"chat_template": "--chat"}  # others are called as the argument
 WORDS = {  # where the command line needs other words than Python

@@ -18,6 +18,7 @@ from sinklens.sampling.autoregressive import AutoregressiveSettings
 from sinklens.sampling.bd3lm import Bd3lmSettings
 from sinklens.sampling.bd3lm_card import Bd3lmCardSettings
 from sinklens.sampling.bd3lm_owt import Bd3lmOwtSettings
+from sinklens.sampling.diffullama import DiffuLlamaSettings
 from sinklens.sampling.diffusion_gemma import DiffusionGemmaSettings
 from sinklens.sampling.dream import DreamSettings
 from sinklens.sampling.dream_blocks import DreamBlockSettings
@@ -60,6 +61,7 @@ SAMPLERS: dict[str, type[Sampler]] = {
         RemdmSettings,
         GiddSettings,
         GiddCorrectionSettings,
+        DiffuLlamaSettings,
     )
 }
 

@@ -111,6 +111,9 @@ class State:
         self.active = torch.ones_like(self.active)
         text = self.through_canvas_point(self.canvas[:, :stop])
         self.step_canvas = text if stop is None else torch.cat([text, self.canvas[:, stop:]], dim=1)
+        if self.undecided is not None and self.mask_id >= 0:  # a hook that writes a token decides its position
+            edited = self.step_canvas != self.canvas
+            self.step_undecided = torch.where(edited, self.step_canvas == self.mask_id, self.undecided)
         watch.forward_pass = replace(watch.forward_pass, undecided=self.undecided_before())
         if self.keys is not None:
             edited = self.step_canvas != self.canvas
@@ -183,10 +186,13 @@ class State:
 
         Args:
             fill: end rows at their end token; see `filled`.
-            undecided: as in `end_step`.
+            undecided: as in `end_step`; by default those of the step without the committed ones.
         """
         assert self.step_canvas is not None, "every sampler step sets State.step_canvas"
-        canvas = torch.where(self.through("hook_commit", chosen), proposed, self.step_canvas)
+        chosen = self.through("hook_commit", chosen)
+        canvas = torch.where(chosen, proposed, self.step_canvas)
+        if undecided is None and self.step_undecided is not None:
+            undecided = self.step_undecided & ~chosen
         self.end_step(self.filled(canvas) if fill else canvas, undecided)
 
     def cache_blocks(self) -> None:

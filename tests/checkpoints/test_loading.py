@@ -358,7 +358,7 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickles": (_pickle, r"It has pickles \(pytorch_model\.bin\), which can run code and are rejected"),
     "mask token outside": (
         lambda folder: change_config(folder, mask_token_id=61),
-        r"llada: no usable mask token \(found 61, vocabulary 61\); set mask_token_id",
+        r"llada: no usable mask token \(found 61, vocabulary 61\); pass mask_token_id=",
     ),
     "mask token of the family outside": (
         lambda folder: change_config(folder, mask_token_id=None),
