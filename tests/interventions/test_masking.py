@@ -221,20 +221,6 @@ def test_more_keys_than_positions_are_rejected(worded, architecture, causal, cac
     assert unwatched(model)
 
 
-def test_under_guidance_only_conditional_rows_are_masked(worded):
-    model, seen = worded(), []
-    point = model.tree.blocks[1].attn.hook_pattern
-    handle = point.register_forward_hook(lambda *given: seen.append(given[-1].clone()), with_kwargs=True)
-    try:
-        watch(model, PADDED, [MaskSinks(top_k=2, steps=[1])], [], cfg_scale=1.0)
-    finally:
-        handle.remove()
-    masked = (seen[1][:2] == 0).all(dim=2)  # keys of the conditional rows without any attention
-    masked[0, :, :3] = False  # padding
-    assert (masked.sum(dim=-1) == 2).all()
-    assert not (seen[1][2:][:, :, 3:, 3:] == 0).any()
-
-
 WINDOWS = [
     {"width": 0, "always": [0, -1]},
     {"width": 2, "always": [], "heads": [0, 4]},

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from building import EACH
-from watching import PADDED, SHORT, again, entered, in_complete_blocks, unwatched, watch
+from watching import PADDED, again, entered, in_complete_blocks, unwatched, watch
 
 from sinklens.errors import SettingError
 from sinklens.interventions import AblateValues
@@ -152,16 +152,6 @@ def test_values_at_places_equal_those_of_a_loop_for_the_queries_of_each_step(
         wanted = torch.stack([plain.values[f"blocks.{layer}.attn.hook_z"] for layer in range(3)])[:, :, part]
         torch.testing.assert_close(z[:, counted], wanted[:, counted], atol=1e-3, rtol=1e-3)
     assert unwatched(model)
-
-
-@pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
-def test_a_row_alone_gets_the_values_that_it_gets_in_a_batch(worded, architecture, causal, settings):
-    ablate = AblateValues(top_k=2, pick="random", persistent=True)
-    both, one = (watch(worded(architecture, causal), prompts, [ablate], ["hook_z"], **settings)
-                 for prompts in (PADDED, [SHORT]))  # fmt: skip
-    for step in range(min(both.run.steps_run, one.run.steps_run)):
-        alone = one.stacked("hook_z", step)[:, 0]
-        torch.testing.assert_close(both.stacked("hook_z", step)[:, 0, -alone.shape[1] :], alone, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("unchecked")

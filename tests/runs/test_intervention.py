@@ -4,25 +4,32 @@ import numpy as np
 import pytest
 import torch
 from building import random_ids
+from planted_saes import random_sae
 from watching import LONG, PADDED, SHORT, logits_of, short, unwatched, watch
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
 from sinklens.experiments import head_outputs
+from sinklens.features import SpliceSAE
 from sinklens.interventions import (
     AblateHeads,
     AblateSinkAttention,
+    AblateValues,
+    ClampStream,
     ForceTokens,
     FreezePattern,
+    HideKeys,
     KeepKeys,
     MaskSinks,
     PatchHooks,
     Remask,
     SinkToken,
+    Steer,
+    Where,
     WindowAttention,
 )
 from sinklens.runs.intervention import place_mask, within
-from sinklens.sinks import EpsilonOverMean
+from sinklens.sinks import EpsilonOverMean, TopK
 
 Z = "blocks.1.attn.hook_z"
 OUTPUTS = torch.sin(torch.arange(8 * 2 * 6 * 4.0)).view(8, 1, 2, 6, 4)
@@ -55,9 +62,20 @@ BOTH = {
     "patch": PatchHooks(
         source={step: {Z: OUTPUTS[step]} for step in (0, 2)}, positions=[1, -6], source_positions=[0, 1]
     ),
+    "replace values": AblateValues(top_k=2),
+    "replace values of random keys": AblateValues(top_k=2, pick="random", persistent=True, by="zero"),
+    "hide keys": HideKeys(positions=[0, 3], layers=[0, 2], heads=[1, -1]),
+    "steer": Steer(torch.linspace(-1.0, 2.0, 24), 2.0, layers=[1], where="committed"),
+    "clamp": ClampStream(1, dims=[3, -4], at=[0.05, 0.1], mode="limit"),
+    "ablate at decided tokens": AblateHeads(where="committed", heads=[1]),
+    "splice": SpliceSAE(random_sae(), "blocks.1.hook_resid_post", scope="committed", steps=[1, 2, 3]),
 }  # fmt: skip
 DIFFUSION = BOTH | {
     "mask masks": MaskSinks(top_k=3, only=["masked"]),
+    "ablate at the strongest keys": AblateHeads(where=TopK(2), heads=[0, 3], steps=[1, 2, 3]),
+    "ablate at random keys and states": AblateHeads(where=Where(top_k=2, pick="random") | "committed", heads=[1]),
+    "ablate at masks": AblateHeads(where="masked", layers=[1]),
+    "splice masks": SpliceSAE(random_sae(), Z, scope="masked", features=[2, 11, 30], error=True),
     "mask the same step's": MaskSinks(top_k=3, same_step=True),
     "the row's mean head": AblateHeads(by="mean", heads=[0, 5]),
     "freeze the pattern": FreezePattern(at=1, layers=[0, 1], positions=[0, 3, -4]),
@@ -100,7 +118,18 @@ def bases(worded):
 @pytest.mark.parametrize(
     ("architecture", "causal", "name"),
     [*(("llama", False, name) for name in DIFFUSION), *(("llama", True, name) for name in BOTH)]
-    + [("dream", False, name) for name in ("mask sinks", "mask random keys", "window", "sink token behind", "patch")],
+    + [
+        ("dream", False, name)
+        for name in (
+            "mask sinks",
+            "mask random keys",
+            "window",
+            "sink token behind",
+            "patch",
+            "replace values",
+            "splice masks",
+        )
+    ],
 )
 def test_a_prompts_result_does_not_depend_on_its_batch_or_padding(
     worded, interventions, bases, architecture, causal, name
@@ -168,9 +197,9 @@ def test_an_error_in_a_trace_block_leaves_no_hooks(worded, interventions, name):
 # --- the same edit in three ways ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["window", "ablate heads", "ablate attention to sinks", "the row's mean head", "patch"]
-)
+@pytest.mark.parametrize("name", [
+    "window", "ablate heads", "ablate attention to sinks", "the row's mean head", "patch", "hide keys", "clamp",
+])  # fmt: skip
 def test_a_single_pass_with_hooks_for_equals_the_first_step_of_a_run(worded, interventions, name):
     model = worded()
     intervention = interventions(model, name)
@@ -262,21 +291,13 @@ def test_an_entry_that_is_neither_intervention_nor_pair_is_rejected_and_shown(wo
         sinklens.generate(worded(), LONG, hooks=hooks, gen_length=8)
 
 
-@pytest.mark.parametrize(
-    "name", ["mask sinks", "ablate heads", "ablate attention to sinks", "patch", "freeze the pattern"]
-)
+@pytest.mark.parametrize("name", [
+    "mask sinks", "ablate heads", "ablate attention to sinks", "patch", "freeze the pattern", "window", "keep keys",
+    "sink token", "replace values", "ablate at the strongest keys", "ablate at masks", "steer", "splice",
+])  # fmt: skip
 def test_under_guidance_only_conditional_rows_are_changed(worded, interventions, name):
-    check_guidance(worded(), interventions(worded(), name))
-
-
-@pytest.mark.parametrize("name", ["window", "keep keys", "sink token"])
-def test_under_guidance_masks_per_query_change_only_conditional_rows(worded, interventions, name):
-    check_guidance(worded(), interventions(worded(), name))
-
-
-def check_guidance(model, intervention):
-    """Check that the unconditional rows of a step equal those of the run without the intervention, on one canvas."""
-    seen = []
+    """On one canvas, the unconditional rows of a step equal those of the run without the intervention."""
+    model, intervention, seen = worded(), interventions(worded(), name), []
     point = model.tree.blocks[-1].hook_resid_post
     handle = point.register_forward_hook(lambda *given: seen.append(given[-1].clone()), with_kwargs=True)
     try:
