@@ -97,6 +97,18 @@ def test_records_added_together_are_stored_together_or_not_at_all(tmp_path):
     assert run.records() == [*ENTRIES[:2], ENTRIES[4]]
 
 
+def test_two_processes_on_one_ledger_do_not_corrupt_it(tmp_path):
+    """This process writes for as long as the other takes to start, and to find it."""
+    run = LedgerRun.of(tmp_path, WHAT).begin()
+    with Writer(run) as writer:
+        for entry in ENTRIES[:20]:
+            writer.add(entry)
+        _, stderr = worker(tmp_path).communicate(timeout=60)
+    assert b"another process is writing" in stderr
+    worker(tmp_path).communicate(timeout=60)
+    assert run.records() == ENTRIES
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_kills_at_random_moments_lose_and_repeat_no_sample(tmp_path, mode):
     """A sample is printed once it has been added, so everything that was printed must be kept."""

@@ -228,6 +228,10 @@ def test_malformed_answers_are_listed_apart_from_wrong_ones(tmp_path):
     assert frame([line])[["malformed", "right_of_formed"]].to_numpy().tolist() == [[0.5, 0.6]]
 
 
+def test_records_of_version_0_1_have_no_share_of_malformed_answers(ledger):
+    assert all(math.isnan(line.malformed) and line.formed is None for line in read_lines(ledger))
+
+
 def test_the_frame_contains_every_number_and_nan_for_missing_ones(ledger):
     table = frame(read_lines(ledger))
     row = table[table["condition"] == "1 sink"].iloc[0]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from building import KINDS, left_padding, plain_pass, random_ids, shared_model
+from transformers import DynamicCache
 
 from sinklens.errors import HookNameError, SinklensError
 from sinklens.hooks import attention as module
@@ -126,3 +127,24 @@ def test_every_kind_of_write_to_a_mask_takes_effect(write, inference):
     with torch.inference_mode(inference):
         found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.attn.hook_attn_mask", edit)])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.fast_cases(8)
+@pytest.mark.parametrize("point", ["hook_attn_mask", "hook_sink_scores", "hook_rot_q", "hook_z"])
+@pytest.mark.parametrize("real", PADDINGS)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_watching_does_not_change_cached_steps_in_any_bit(architecture, real, point):
+    """For one query and grouped heads, transformers rounds differently than attention over repeated heads."""
+    model, ids = shared_model(architecture, causal=True), random_ids()
+    mask = torch.ones_like(ids).bool() if real is None else real
+
+    def steps(hooks):
+        past = DynamicCache()
+        with torch.no_grad(), model.tree.hooks(fwd_hooks=hooks):
+            parts = [
+                model.tree.hidden(ids[:, start:stop], mask[:, :stop], past) for start, stop in ((0, 5), (5, 6), (6, 7))
+            ]
+        return torch.cat(parts, dim=1)[mask]
+
+    watching = [(lambda name: name.endswith(point), lambda value, hook: None)]
+    assert torch.equal(steps(watching), steps([]))

@@ -127,3 +127,13 @@ def test_a_trace_block_reads_the_hooked_value_at_output_and_the_computed_value_a
         after = model.blocks[1].attn.hook_z.output.save()
     assert torch.equal(before, computed)
     assert torch.equal(after, computed * 2)
+
+
+def test_hooks_receive_the_value_that_a_trace_block_sets_at_input():
+    model, ids = shared_model(), random_ids()
+    received = []
+    with model.tree.hooks(fwd_hooks=[(NAME, lambda value, hook: received.append(value.clone()))]), model.trace(ids):
+        z = model.blocks[1].attn.hook_z.input
+        model.blocks[1].attn.hook_z.input = z * 3
+    computed = model.run_with_cache(ids, names_filter=NAME)[1][NAME]
+    assert torch.equal(received[0], computed * 3)

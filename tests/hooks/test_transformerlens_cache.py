@@ -5,6 +5,7 @@ import torch
 from building import plain_pass, random_ids, random_model, shared_model
 from torch.nn.functional import cross_entropy
 
+import sinklens
 from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError
 
 SPELLED = [
@@ -121,6 +122,13 @@ def test_the_error_for_a_missing_value_names_the_cached_ones(model):
         cache[TYPO]
 
 
+def test_the_caches_of_a_run_accept_any_spelling():
+    model = shared_model()
+    with sinklens.trace(model, random_ids(1), gen_length=4, steps=2, block_length=4) as t:
+        caches = t.cache(["blocks.2.hook_resid_post"])
+    assert caches[1]["blocks.-1.hook_out"] is caches[1]["blocks.2.hook_resid_post"]
+
+
 def test_hooks_are_listed_and_looked_up_in_any_spelling(model):
     model.add_hook("blocks.-1.attn.o.hook_in", lambda value, hook: None)
     assert list(model.list_hooks("blocks.2.attn.o.hook_in")) == ["blocks.2.attn.hook_z"]
@@ -162,6 +170,23 @@ def test_removing_the_batch_axis_of_several_rows_is_refused(model):
         model.run_with_cache(random_ids(2), remove_batch_dim=True)
     with pytest.raises(SettingError, match="second argument of run_with_cache is return_cache_object"):
         model.tree.run_with_cache(random_ids(2), torch.ones(2, 7))
+
+
+@pytest.mark.parametrize("pos_slice", [3, -1, (1, 4), [0, 2, 5]])
+def test_caching_hooks_cut_every_point_along_its_position_axis(model, pos_slice):
+    ids = random_ids()
+    cut, fwd, _ = model.get_caching_hooks(pos_slice=pos_slice)
+    model.run_with_hooks(ids, fwd_hooks=[(name, hook) for name, hook in fwd if not name.startswith("denoise.")])
+    index = list(range(7))[slice(*pos_slice)] if isinstance(pos_slice, tuple) else torch.tensor(pos_slice).view(-1)
+    plain = plain_pass(model, ids).values
+    for name in ("blocks.1.attn.hook_rot_k", "blocks.1.attn.hook_q", "blocks.0.attn.hook_result", "hook_embed"):
+        close(cut[name], plain[name][:, index])
+    close(cut["blocks.1.attn.hook_pattern"], plain["blocks.1.attn.hook_pattern"][:, :, index])
+
+
+def test_values_are_stored_on_the_requested_device(model):
+    cache = model.run_with_cache(random_ids(), names_filter="hook_embed", device="meta")[1]
+    assert cache["hook_embed"].device.type == "meta"
 
 
 # Lifetime of hooks

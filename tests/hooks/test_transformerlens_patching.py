@@ -276,3 +276,12 @@ def test_the_two_kinds_of_copies_are_mutually_exclusive(switched):
     switched.set_use_split_qkv_input(True)
     with pytest.raises(SettingError, match=r"mutually exclusive; call model\.set_use_split_qkv_input\(False\) first"):
         switched.set_use_attn_in(True)
+
+
+def test_head_results_do_not_need_a_setter(switched):
+    for flag in (False, True):
+        switched.set_use_attn_result(flag)
+        assert switched.cfg.use_attn_result is flag
+        ids = random_ids()
+        found = switched.run_with_cache(ids, names_filter="blocks.1.attn.hook_result")[1]["blocks.1.attn.hook_result"]
+        close(found, plain_pass(switched, ids).values["blocks.1.attn.hook_result"])

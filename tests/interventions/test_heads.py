@@ -1,6 +1,7 @@
 """Ablated heads add nothing to the stream and leave other heads unchanged; means, samples, sinks against loops."""
 
 import hashlib
+import itertools
 
 import numpy as np
 import pytest
@@ -202,6 +203,36 @@ def drawn(prompt, places, seed, step, layer, head, count=2):
     numbers = [hashlib.sha256(repr(given).encode()).digest()[:8] for given in ((seed, step, layer), prompt)]
     noise = np.random.default_rng([int.from_bytes(number, "little") for number in numbers]).random((6, len(places)))
     return [place for _, place in sorted(zip(noise[head].tolist(), places, strict=True), reverse=True)[:count]]
+
+
+@pytest.mark.parametrize("mass", ["spread", "drop"])
+@pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
+def test_random_keys_have_the_same_number_per_head_and_are_drawn_per_row_and_step(
+    worded, architecture, causal, settings, mass
+):
+    before, name = {}, "blocks.1.attn.hook_pattern"
+    ablate = AblateSinkAttention(top_k=2, mass=mass, pick="random_any", seed=3, layers=[1], heads=[1, 4])
+    hooks = [(name, lambda value, hook: before.update({hook.step: value.clone()})), ablate]
+    watched = watch(worded(architecture, causal), PADDED, hooks, **settings)
+    run, taken = watched.run, set()
+    for step in range(run.steps_run):
+        wanted, after = before[step].clone(), watched.values[step][name]
+        first = after.shape[3] - after.shape[2]
+        for row, head, query in itertools.product(range(2), (1, 4), range(after.shape[2])):
+            of_prompt = causal and first + query < run.prompt_length
+            end = (run.prompt_length if of_prompt else first + query + 1) if causal else after.shape[3]
+            query_step = (0 if of_prompt else first + query - run.prompt_length + 1) if causal else step
+            places = [place for place in range(end) if run.real[row, place]]
+            prompt = [int(run.canvas[row, 0, place]) for place in places if place < run.prompt_length]
+            keys = drawn(prompt, places, 3, query_step, 1, head)
+            taken.add((row, query_step, head, *sorted(keys)))
+            weights = wanted[row, head, query]
+            total = weights.sum()
+            weights[keys] = 0
+            if mass == "spread" and weights.sum() > 0:
+                weights *= total / weights.sum()
+        torch.testing.assert_close(after, wanted, atol=1e-6, rtol=1e-5)
+    assert len({entry[3:] for entry in taken}) > 0.5 * len(taken), "rows, steps and heads share their keys"
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -352,6 +352,23 @@ def test_a_source_is_a_run_or_its_sinks_and_one_without_sinks_is_rejected(tiny_l
         MaskSinks(source=sinklens.generate(tiny_llada, prompt, record_sinks=False, **few))
 
 
+@pytest.mark.parametrize("unit", ["visible", "fraction"])
+def test_the_attention_of_the_newest_query_is_the_same_in_every_unit(tiny_llama, unit):
+    """Keys with a fifth of the newest token's attention more than the mean of the others, from the patterns."""
+    detector = EpsilonOverMean(epsilon=0.2, unit=unit)
+    masking = MaskSinks(top_k=None, detector=detector)
+    prompt = held_out(1)[0].prompt
+    watched = watch(tiny_llama, prompt, [masking], ["hook_pattern", "hook_attn_mask"], gen_length=6)
+    count = 0
+    for step in range(1, watched.run.steps_run):
+        before = watched.stacked("hook_pattern", step - 1)[:, 0, :, -1]
+        others = (before.sum(-1, keepdim=True) - before) / (before.shape[-1] - 1)
+        masked = watched.stacked("hook_attn_mask", step)[:, 0, :, -1] == -torch.inf
+        assert torch.equal(masked[..., :-1], before > others + 0.2)
+        count += int(masked.sum())
+    assert count > 10
+
+
 def test_the_keys_of_a_part_of_a_track_are_those_of_its_steps(tiny_llada):
     masking = MaskSinks(top_k=2, heads=[0, 3])
     run = sinklens.generate(tiny_llada, held_out(1)[0].prompt, hooks=masking, gen_length=8)

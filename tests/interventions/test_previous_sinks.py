@@ -82,6 +82,21 @@ def test_without_a_source_such_a_detector_is_rejected_with_advice(worded):
     assert unwatched(worded())
 
 
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_steps_selected_from_a_source_keep_their_numbers(worded, architecture, causal, settings):
+    """The sinks of steps 0 and 3 are masked at steps 1 and 4, as with the complete source, and none at the others."""
+    model, settings = worded(architecture, causal), settings | ({} if causal else {"gen_length": 8, "steps": 8})
+    base = watch(model, PADDED, points=[], record_sinks=True, **settings).run
+    cut = base.sinks.isel(step=[0, 3])
+    masked = [
+        ignored(model, PADDED, masking, settings)
+        for masking in (MaskSinks(top_k=2, source=cut), MaskSinks(top_k=2, source=base, steps=[1, 4]))
+    ]
+    assert masked[0] == masked[1]
+    assert {step for step, *_ in masked[0]} == {1, 4}
+
+
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("kind", [MaskSinks, pytest.param(KeepKeys, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("short", [0, 1])
@@ -148,6 +163,20 @@ def test_same_step_runs_a_second_pass_only_where_needed(worded, monkeypatch):
     monkeypatch.setattr(type(tree), "hidden", hidden)
     watch(model, PADDED, [MaskSinks(top_k=2, same_step=True, steps=[1, 3])], [])
     assert passes == [0, 1, 1, 2, 3, 3]
+
+
+def test_same_step_sees_the_first_block_as_the_model_cards_sampler_does(worded):
+    """Its prompt does not see the answer; the second pass finds the sinks that a run without masks recorded."""
+    model, settings = worded("sdar"), {"sampler": "bd3lm-card", "gen_length": 6, "use_cache": False}
+    base = sinklens.generate(model, PADDED, **settings)
+    peeked, recorded = (
+        watch(model, PADDED, [MaskSinks(top_k=2, **given)], ["hook_attn_mask"], replay=base, **settings)
+        for given in ({"same_step": True}, {"same_step": True, "source": base.sinks})
+    )
+    for step in range(base.steps_run):
+        found, expected = (watched.stacked("hook_attn_mask", step) for watched in (peeked, recorded))
+        assert torch.equal(found, expected)
+        assert (expected == -torch.inf).any()
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["points", "modules"])

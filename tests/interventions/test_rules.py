@@ -120,6 +120,19 @@ class ScaleHeads(AtPositions):
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
+def test_a_rule_of_ones_own_is_an_array_of_its_places(worded, architecture, causal, settings):
+    model = worded(architecture, causal)
+    base = watch(model, PADDED, points=[], **settings).run
+    length, steps = base.real.shape[1], base.settings.steps
+    places = torch.arange(length) % 3 == torch.arange(steps)[:, None] % 3
+    array = places[None, :, None, None] & base.real[:, None, None, None]
+    one, other = (
+        watch(model, PADDED, [AblateHeads(where=where)], ["hook_logits"], **settings) for where in (EveryThird(), array)
+    )
+    assert torch.equal(logits_of(one), logits_of(other))
+
+
+@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_an_intervention_of_ones_own_edits_its_places_alone(worded, architecture, causal, settings):
     model = worded(architecture, causal)
     base = watch(model, PADDED, points=["hook_z"], **settings)
@@ -145,6 +158,25 @@ def test_an_intervention_of_ones_own_edits_its_places_alone(worded, architecture
     zeros = watch(model, PADDED, [ScaleHeads(factor=0.0, heads=[2], where=~OfKind("prompt"))], ["hook_logits"])
     ablated = watch(model, PADDED, [AblateHeads(heads=[2], where="not prompt")], ["hook_logits"])
     assert torch.equal(logits_of(zeros), logits_of(ablated))
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_an_edit_in_place_changes_its_places_alone(worded, returned):
+    @dataclass(frozen=True, kw_only=True)
+    class InPlace(AtPositions):
+        acts_on = "attn.hook_z"
+
+        def edit(self, value, hook):
+            value *= 3.0
+            return value if returned else None
+
+    model, places = worded("llama", False), {"layers": [1], "heads": [0], "positions": [1], "steps": [0]}
+    found, expected = (
+        watch(model, PADDED, [one], ["hook_logits"]) for one in (InPlace(**places), ScaleHeads(factor=3.0, **places))
+    )
+    plain = watch(model, PADDED, points=["hook_logits"])
+    assert torch.equal(logits_of(found), logits_of(expected))
+    assert not torch.equal(logits_of(found), logits_of(plain))
 
 
 def test_a_control_that_another_rule_would_make_smaller_is_refused(worded):
@@ -239,6 +271,14 @@ def test_a_run_records_the_keys_that_got_no_attention(worded, architecture, caus
         np.testing.assert_array_equal(keys[:, step][..., : mask.shape[-1]], hidden)
         count += hidden.sum()
     assert count > 10
+
+
+def test_recorded_places_repeat_a_choice_in_another_run(worded):
+    model, random = worded(), MaskSinks(top_k=2, pick="random", seed=3)
+    first = watch(model, PADDED, [random], ["hook_logits"], record_sinks=True)
+    again = MaskSinks(top_k=None, where=first.run.chosen[0].places)
+    assert torch.equal(logits_of(watch(model, PADDED, [again], ["hook_logits"])), logits_of(first))
+    assert first.run.chosen[0].of is random
 
 
 def test_runs_without_a_record_are_rejected(worded):

@@ -66,6 +66,17 @@ def test_a_saved_track_opens_unchanged(tmp_path, suffix, causal, dtype, rtol):
 
 
 @kinds
+def test_a_massive_activation_is_saved_unchanged(tmp_path, suffix):
+    """70,000 is more than float16 holds."""
+    peaks = np.full((1, 4), 70_000.0)
+    track = planted(np.ones((1, 4)), stream_peak=peaks, stream_channel_median=peaks)
+    opened = SinkTrack.open(track.save(tmp_path / f"sinks{suffix}", "float16"))
+    assert opened.data["score"].dtype == np.float16
+    for name in ("stream_peak", "stream_channel_median"):
+        assert opened.data[name].to_numpy().ravel().tolist() == [70_000.0] * 4
+
+
+@kinds
 def test_a_run_s_track_keeps_its_vocabulary(tiny_llada, tmp_path, suffix):
     track = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=3).sinks
     opened = SinkTrack.open(track.save(tmp_path / f"sinks{suffix}"))
