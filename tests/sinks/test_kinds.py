@@ -266,22 +266,3 @@ def test_in_an_autoregressive_run_only_decoded_tokens_count(tiny_llama):
     there = (kinds(run.sinks) != Kind.MISSING).sum("pos").to_numpy()[0]
     assert there.tolist() == [run.prompt_length + step for step in range(run.steps_run)]
     assert enrichment(run.sinks, TopK(1), by="state")["positions"].sel(state="masked").item() == 0
-
-
-def test_kinds_and_shares_of_a_batch_equal_those_of_single_rows(tiny_llama):
-    """Row 0 ends before the others; its later steps are not counted."""
-    prompts = [problem.prompt for problem in held_out(8)]
-    together = sinklens.generate(tiny_llama, prompts).sinks
-    shares, absorbed = enrichment(together), absorption(together)
-    ended = []
-    for row in (0, 3):
-        alone = sinklens.generate(tiny_llama, prompts[row]).sinks
-        own = enrichment(alone)
-        for name in ("sinks", "positions"):
-            assert shares[name][row].to_numpy().tolist() == own[name][0].to_numpy().tolist()
-        np.testing.assert_allclose(shares["matched"][row], own["matched"][0])
-        np.testing.assert_allclose(absorbed[row, : alone.steps], absorption(alone)[0], atol=1e-3)
-        assert absorbed[row, alone.steps :].isnull().all()
-        assert (kinds(together)[row, alone.steps :] == Kind.MISSING).all()
-        ended.append(alone.steps < together.steps)
-    assert any(ended)

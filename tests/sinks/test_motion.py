@@ -384,19 +384,6 @@ def test_sinks_move_in_the_diffusion_model_but_not_in_its_autoregressive_twin(tr
     assert (diffusion["pooled_spatial_variance"] < autoregressive["pooled_spatial_variance"]).all()
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("number", [0, 1], ids=["diffusion", "autoregressive"])
-def test_the_motion_of_a_prompt_is_the_same_alone_and_in_a_batch(tracks, tiny_llada, tiny_llama, number):
-    model, together = (tiny_llada, tiny_llama)[number], tracks[number]
-    table, steps = motion.motion_table(together), []
-    for row in (0, 3):
-        alone = sinklens.generate(model, held_out(8)[row].prompt).sinks
-        assert alone.data.sizes["pos"] < together.data.sizes["pos"]
-        assert numbers(alone) == pytest.approx(table.loc[row].to_dict(), rel=1e-4, nan_ok=True)
-        steps.append(alone.steps)
-    assert (min(steps) < together.steps) == together.causal  # some rows end and wait
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("found_of", "text"),
