@@ -31,11 +31,12 @@ from torch import Tensor
 from sinklens.analyses.intervals import RESAMPLES
 from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
-from sinklens.analyses.units import Units, batches, unused
+from sinklens.analyses.units import Units, unused
 from sinklens.caching import as_policy
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
+from sinklens.evaluation.units import equals_apart
 from sinklens.model import load
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.registry import find_sampler, settings_for
@@ -63,7 +64,8 @@ class Study(ABC):
     """One question, asked of several models on the same prompts.
 
     Attributes:
-        needs_mask_token: why the study cannot measure a model whose canvas is random tokens; empty if it can.
+        needs_mask_token: why the study cannot measure a model without a mask token; empty if it can.
+        needs_complete_passes: why it cannot measure a model whose passes cover one canvas; empty if it can.
         together: whether `measure` runs its prompts in one batch. Set it to False in a study that processes prompts
             one by one; `measure` then gets one prompt at a time, and an interrupt loses at most that one.
         seed: seed of the runs and of the bootstrap.
@@ -80,6 +82,7 @@ class Study(ABC):
 
     name: ClassVar[str]
     needs_mask_token: ClassVar[str] = ""
+    needs_complete_passes: ClassVar[str] = ""
     together: ClassVar[bool] = True
     under_policies: ClassVar[bool] = False
     seed: Seed = 0
@@ -99,11 +102,13 @@ class Study(ABC):
 
     def refusal(self, model: "Model") -> str:
         """Why the study cannot measure `model`, to follow its name; empty if it can."""
-        if not self.needs_mask_token or not model.tree.architecture.encoder:
+        unmasked = self.needs_mask_token if not model.family_record.masked else ""
+        why = unmasked or (self.needs_complete_passes if model.tree.architecture.encoder else "")
+        if not why:
             return ""
         return (
-            f"a model without a mask token: {self.needs_mask_token}. Leave it out; the study 'kinds' measures what its "
-            f"canvases have instead."
+            f"a model without a mask token: {why}. Leave it out; the study 'kinds' measures what its canvases have "
+            f"instead."
         )
 
     @abstractmethod
@@ -217,7 +222,8 @@ class Study(ABC):
             left = [number for number in range(len(prompts)) if number not in units.done]
             report(model.name, len(units.done), len(prompts))
             try:
-                for numbers in batches(prompts, left, self.batch if self.together else 1):
+                size = self.batch if self.together else 1
+                for numbers in equals_apart(left, lambda number: repr(prompts[number]), size):
                     units.add(numbers, self.measure(model, [prompts[number] for number in numbers], settings))
                     report(model.name, len(units.done), len(prompts))
             except KeyboardInterrupt:  # possibly while units are being written

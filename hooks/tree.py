@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError
+from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError, warn_caller
 from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbors checks versions, before the others
 from sinklens.hooks.architectures import Architecture, check_modules
 from sinklens.hooks.blocks import Blocks, blocks_of
@@ -126,6 +126,11 @@ class HookTree(ModelWeights, HookFront):
         return [canvas, *found, *others]
 
     @property
+    def timed(self) -> bool:
+        """Whether the network reads the noise level that it is given."""
+        return bool(self.architecture.time) and bool(self.hf.config.time_conditioning)
+
+    @property
     def causal(self) -> bool:
         """Whether queries attend only to their own and earlier keys; False for a canvas that an encoder precedes."""
         return bool(getattr(self.hf.config, "is_causal", False))
@@ -217,23 +222,23 @@ class HookTree(ModelWeights, HookFront):
         the embeddings of `input_ids`. In a tree with an encoder, the last positions of `input_ids` are the canvas, and
         the output has these positions only.
         """
-        if self.watch.forward_pass.step is None:
+        if self.watch.forward_pass.step is None and self.watch.cache is None:
             self._begin_single_pass(input_ids, attention_mask)
         if self.architecture.time:
             time = self._time_of(time, input_ids)
         if self.architecture.encoder:
             return self.canvas_pass.hidden(input_ids, attention_mask, self_conditioning)
-        position_ids = None
+        first = 0 if past_key_values is None else past_key_values.get_seq_length()
+        stop, position_ids = first + input_ids.shape[1], None
+        keys = range(stop if attention_mask is None else attention_mask.shape[1])
+        self.watch.forward_pass = replace(self.watch.forward_pass, queries=range(first, stop), keys=keys)
         if attention_mask is not None:
             attention_mask = attention_mask.bool()
-            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, first:stop]
             if bool(attention_mask.all()) and past_key_values is None:
                 attention_mask = None
-        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        stop = cached + input_ids.shape[1]
-        self.watch.forward_pass = replace(self.watch.forward_pass, queries=range(cached, stop), keys=range(stop))
         if self.architecture.positions and position_ids is None:
-            columns = torch.arange(cached, stop, device=input_ids.device)
+            columns = torch.arange(first, stop, device=input_ids.device)
             position_ids = columns.expand(len(input_ids), -1)  # hook_pos_embed has every row
         base = self.hf.get_submodule(self.architecture.base)
         output = base(
@@ -285,16 +290,16 @@ class HookTree(ModelWeights, HookFront):
             raise SinklensError(
                 "another peek is running; call peek after it returns (hooks are not called during a peek)."
             )
-        handover, running, held = self.watch.handover, self.watch.forward_pass, self.watch.held
+        handover, running, cache = self.watch.handover, self.watch.forward_pass, self.watch.cache
         self.watch.peeked = peeked = dict.fromkeys(wanted)
         self.watch.forward_pass = ForwardPass(step=running.step, time=running.time)
-        self.watch.held = None
+        self.watch.cache = None
         try:  # a trace block that waits for one of transformers' modules must not be served here
             with nullcontext() if handover is None else handover.suspended():
                 self.hidden(input_ids, attention_mask, time=time)
             return {name: value for name, value in peeked.items() if value is not None}
         finally:
-            self.watch.peeked, self.watch.forward_pass, self.watch.held = None, running, held
+            self.watch.peeked, self.watch.forward_pass, self.watch.cache = None, running, cache
 
     def refuse_unusable(self) -> None:
         """Refuse a released or compiled model. Called once per run or single pass, as it takes longer than the points.
@@ -350,7 +355,8 @@ class HookTree(ModelWeights, HookFront):
             self_conditioning: logits of the step before, for a model whose canvas is random tokens; the last
                 ``canvas_length`` of `input_ids` are then the canvas, and the logits are those of the canvas.
             targets: for the loss of a canvas with masks: the ids behind them; other positions are not read.
-            time: noise level of each row, or one for all rows, for a network that reads it; an untimed one ignores it.
+            time: noise level of each row, or one for all rows, for a network that reads it; an untimed one ignores it,
+                with a warning.
 
         Raises:
             PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
@@ -363,6 +369,12 @@ class HookTree(ModelWeights, HookFront):
         self._check_canvas(start_at_layer, stop_at_layer, self_conditioning)
         if time is not None and not self.architecture.time:
             raise SettingError("this model is not conditioned on the noise level; leave time= out.")
+        if time is not None and not self.timed:
+            warn_caller(
+                "this network is untimed: it reads noise level 0 whatever it gets, so time= has no effect. Leave it "
+                "out, or use a timed network, such as Duo or SEDD.",
+                UserWarning,
+            )
         if isinstance(input_ids, PaddedIds):
             attention_mask = input_ids.is_real if attention_mask is None else attention_mask
             input_ids = input_ids.plain
@@ -441,6 +453,5 @@ def _sampler_specs(hf: PreTrainedModel, architecture: Architecture, drawn: bool)
     """The rows of the sampler's points."""
     if architecture.encoder:
         return names.NOISE
-    if drawn:
-        return (names.DENOISE[0], names.UNIFORM, *names.DENOISE[1:])
-    return names.DENOISE if blocks_of(hf.config) is None else (*names.DENOISE, names.EDIT)
+    first, *rest = names.DENOISE
+    return (first, *[names.UNIFORM] * drawn, *rest, *[names.EDIT] * (blocks_of(hf.config) is not None))

@@ -10,7 +10,8 @@ transformers has no class for it, so this one is registered with transformers un
 everything else treats it like a class of transformers. The sampler of each family decides which number it passes as the
 time, sigma or t. A network with ``time_conditioning`` False ignores its time: all modulations are constants.
 
-Pitfall: a new network has zero gates and zero logits, because the authors start training there.
+Pitfall: a new network has the initial weights of transformers' classes, so its gates are small random numbers. The
+authors start training with gates and logits of zero.
 """
 
 from typing import Any, ClassVar
@@ -21,10 +22,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 from sinklens.checkpoints.config_keys import DIT_IGNORED
 from sinklens.errors import SettingError
@@ -138,6 +144,7 @@ class DitAttention(nn.Module):
         self.config, self.layer_idx, self.is_causal = config, layer_idx, False
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.scaling = self.head_dim**-0.5
+        self.num_key_value_groups = 1
         width = config.hidden_size
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
 
@@ -146,13 +153,16 @@ class DitAttention(nn.Module):
         hidden_states: Float[Tensor, "batch pos d_model"],
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "batch pos d_model"], None]:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (linear(hidden_states).view(shape).transpose(1, 2) for linear in projections)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         mixed, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0, **kwargs)
         return self.o_proj(mixed.reshape(*hidden_states.shape)), None
 
@@ -229,6 +239,7 @@ class DitModel(DitPreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Int[Tensor, "batch pos"] | None = None,
         inputs_embeds: Float[Tensor, "batch pos d_model"] | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
         """The modulated output of the final norm.
@@ -242,11 +253,14 @@ class DitModel(DitPreTrainedModel):
         stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             position_ids = torch.arange(stream.shape[1], device=stream.device)[None]
-        mask = create_causal_mask(self.config, stream, attention_mask, past_key_values=None, position_ids=position_ids)
+        mask = create_causal_mask(self.config, stream, attention_mask, past_key_values, position_ids=position_ids)
         condition = self.time_embed(self.time_of(time, len(stream), stream.device))
         rotation = self.rotary_emb(stream, position_ids=position_ids)
         for layer in self.layers:
-            stream = layer(stream, condition=condition, attention_mask=mask, position_embeddings=rotation, **kwargs)
+            stream = layer(
+                stream, condition=condition, attention_mask=mask, position_embeddings=rotation,
+                past_key_values=past_key_values, **kwargs,
+            )  # fmt: skip
         shift, scale = self.modulation(condition.expand(len(stream), -1)).chunk(2, dim=-1)
         return BaseModelOutput(last_hidden_state=self.modulate(self.norm(stream), shift, scale))
 

@@ -76,16 +76,20 @@ class LoadRequest:
 
 
 def fitting(name_or_path: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `LoadRequest` for several models, as they apply to one: ``block_length`` if it is block-causal.
+    """Arguments of `LoadRequest` for several models, as they apply to one of them.
+
+    Returns:
+        Them, with ``block_length`` only if it is block-causal and ``mask_token_id`` only if it has a mask token.
 
     Raises:
         CheckpointError: the checkpoint was not found, or its family is unknown or open.
     """
-    if options.get("block_length") is None:
+    if options.get("block_length") is None and options.get("mask_token_id") is None:
         return dict(options)
     raw = files.read_config(files.find_checkpoint(name_or_path, options.get("revision")))
-    family = choose_family(raw, str(name_or_path), options.get("family"), options["block_length"])
-    return {name: value for name, value in options.items() if name != "block_length" or family.block_causal}
+    family = choose_family(raw, str(name_or_path), options.get("family"), options.get("block_length"))
+    fits = {"block_length": family.block_causal, "mask_token_id": family.masked and not family.causal}
+    return {name: value for name, value in options.items() if fits.get(name, True)}
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,23 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     if device_map is None:
         hf = hf.to(target)
     return prepare(hf, found, family, raw, str(name_or_path), request.revision, defaults, blocks)
+
+
+def outline(name_or_path: str | Path, request: LoadRequest) -> Checkpoint:
+    """A checkpoint on the meta device: everything but its weights, which need not be there.
+
+    Raises:
+        CheckpointError: see `sinklens.load`.
+    """
+    folder = files.find_checkpoint(name_or_path, request.revision)
+    raw = files.read_config(folder)
+    family = choose_family(raw, str(folder), request.family, request.block_length)
+    blocks = blocks_for(raw, family, request.block_length, str(folder))
+    config = translate(raw, family, str(folder))
+    found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
+    empty = build_empty(config, family.model_class)
+    defaults = _sampler_defaults(folder, family)
+    return prepare(empty, found, family, raw, str(name_or_path), request.revision, defaults, blocks)
 
 
 def _tie(hf: "PreTrainedModel", tied: dict[str, str], weights: files.Weights, where: str) -> None:

@@ -22,7 +22,6 @@ from annotated_types import Ge, Gt, Lt
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import Steps
 from sinklens.sampling.psi import answer
@@ -31,6 +30,20 @@ from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State
+
+
+class NoiseShares(NamedTuple):
+    """Where a noisy token comes from, as probabilities.
+
+    Attributes:
+        clean: the clean token.
+        mask: the mask.
+        random: a token drawn uniformly from all but the mask.
+    """
+
+    clean: Float[Tensor, "*shape"]
+    mask: Float[Tensor, "*shape"]
+    random: Float[Tensor, "*shape"]
 
 
 class Mixture(NamedTuple):
@@ -62,6 +75,7 @@ class GiddSettings(Steps):
 
     name: ClassVar = "gidd"
     sets_time: ClassVar = True
+    level: ClassVar = "time"
     min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
 
     @property
@@ -71,7 +85,6 @@ class GiddSettings(Steps):
 
     def denoise(self, state: "State") -> Iterator[None]:
         """See `Sampler.denoise`."""
-        check_gidd(state, self.name)
         eps = state.tree.hf.config.t_eps
         times = eps + (1 - 2 * eps) * torch.linspace(0, 1, self.steps + 1)
         for number in reversed(range(self.steps)):
@@ -89,7 +102,7 @@ class GiddSettings(Steps):
             weights = weights.masked_fill(weights < lowest, 0.0)
         uniform = state.uniform(where, 1, weights.dtype)[:, 0]
         proposed, drawn = state.propose(where, decisions.categorical_candidates(weights, uniform), canvas)
-        state.spread_confidence(where, decisions.probability(probs, drawn))
+        state.show_confidence(where, lambda: decisions.probability(probs, drawn))
         state.commit(where, proposed)
 
 
@@ -115,6 +128,7 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
 
     name: ClassVar = "gidd-self-correction"
     sets_time: ClassVar = True
+    level: ClassVar = "time"
     temperature: Annotated[float, Gt(0)] = 0.1
     t0: Annotated[float, Gt(0), Lt(1)] = 0.01
     early_stopping: bool = True
@@ -127,7 +141,6 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
 
     def denoise(self, state: "State") -> Iterator[None]:
         """See `Sampler.denoise`."""
-        check_gidd(state, self.name)
         self.check_start(state)
         state.canvas = self.begun(state, state.prompt_length)
         rows = _Rows(state)
@@ -186,32 +199,25 @@ class _Rows:
         self.most, self.waited = torch.full_like(state.canvas[:, 0], -1), torch.zeros_like(state.canvas[:, 0])
 
 
-def check_gidd(state: "State", sampler: str) -> None:
-    """Refuse other networks than GIDD's, whose config says how noise is mixed.
-
-    Raises:
-        SettingError: the network is another one.
-    """
-    if state.tree.hf.config.p_uniform is None:
-        raise SettingError(
-            f"the {sampler} sampler needs a GIDD checkpoint: this one's config has no p_uniform; leave sampler= out."
-        )
-
-
 def clean_probs(logits: Float[Tensor, "drawn vocab"], mask_id: int) -> Float[Tensor, "drawn vocab"]:
     """Probabilities of the clean tokens, which are never the mask."""
     return logits.index_fill(-1, torch.tensor([mask_id], device=logits.device), -torch.inf).softmax(dim=-1)
 
 
+def noise_shares(time: Float[Tensor, "*shape"], p_uniform: float) -> NoiseShares:
+    """What a noisy token comes from at `time`; see the module."""
+    uniform = max(math.exp(-20), p_uniform)
+    spread = (time * (1 - time)).sqrt() * math.exp(max(math.log(2 * uniform / (1 - uniform)), -20))
+    total = 1 + spread
+    return NoiseShares((1 - time) / total, time / total, spread / total)
+
+
 def mixture(state: "State", time: Float[Tensor, ""]) -> Mixture:
     """The mixture at `time`; see the module."""
-    size, uniform = state.tree.cfg.d_vocab, max(math.exp(-20), state.tree.hf.config.p_uniform)
-    factor = math.exp(max(math.log(2 * uniform / (1 - uniform)), -20))
-    spread = (time * (1 - time)).sqrt() * factor
-    total = 1 + spread
-    noise = (spread / (total * (size - 1))).repeat(size)
-    noise[state.mask_id] = time / total
-    return Mixture((1 - time) / total, noise.to(state.canvas.device))
+    size, shares = state.tree.cfg.d_vocab, noise_shares(time, state.tree.hf.config.p_uniform)
+    noise = (shares.random / (size - 1)).repeat(size)
+    noise[state.mask_id] = shares.mask
+    return Mixture(shares.clean, noise.to(state.canvas.device))
 
 
 def reverse(

@@ -445,3 +445,10 @@ def test_eager_attention_of_transformers_equals_plain_torch(family):
     plain = plain_pass(sinklens.load(hf), ids)
     torch.testing.assert_close(plain.logits, wanted, rtol=1e-4, atol=1e-5)
     assert wanted.shape[-1] == SIZES["vocab_size"]
+
+
+def test_arguments_for_several_models_apply_where_they_fit():
+    given = {"mask_token_id": 5, "block_length": 4, "dtype": "auto"}
+    assert loading.fitting("tiny-llama", given) == {"dtype": "auto"}
+    assert loading.fitting("tiny-llada", given) == {"mask_token_id": 5, "dtype": "auto"}
+    assert loading.fitting("tiny-sdar", given) == given
