@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError
-from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbors checks versions, before the others
+from sinklens.hooks import modulation, names, neighbors, partial_pass  # noqa: F401  neighbors checks versions, before the others
 from sinklens.hooks.architectures import Architecture, check_modules
 from sinklens.hooks.blocks import Blocks, blocks_of
 from sinklens.hooks.canvas_pass import CanvasPass
@@ -361,8 +361,8 @@ class HookTree(ModelWeights, HookFront):
         partial_pass.check_return_type(return_type, from_stream)
         self._check_input(input_ids, from_stream)
         self._check_canvas(start_at_layer, stop_at_layer, self_conditioning)
-        if time is not None and not self.architecture.time:
-            raise SettingError("this model is not conditioned on the noise level; leave time= out.")
+        if not self.architecture.time:
+            modulation.times_of(self, time, 0)  # refuses one that is given
         if isinstance(input_ids, PaddedIds):
             attention_mask = input_ids.is_real if attention_mask is None else attention_mask
             input_ids = input_ids.plain
