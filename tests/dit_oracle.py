@@ -1,4 +1,4 @@
-"""A pass of a published DiT checkpoint in plain torch, from its file and its noise levels; nothing of sinklens computes.
+"""A pass of a published DiT checkpoint in plain torch, from its file and its noise levels, without sinklens.
 
 Values have the names of hook points, and an edit replaces the value of its point on the way. Rows are not padded.
 """

@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.step_ids import exact_step, of_step
+from sinklens.experiments.step_ids import exact_step
 from sinklens.experiments.tuned_lens import TunedLens, masked_share
 from sinklens.hooks.modulation import final_modulation
 from sinklens.hooks.points import Point
@@ -185,7 +185,7 @@ class LogitLens(Reader):
         wanted = streams_before(run.model, run.real, places)
 
         def streams(step: int, sources: Tensor) -> _Streams:
-            here = wanted[:, : of_step(run, step).ids.shape[1]]
+            here = wanted[:, : run.prompt_length + step if run.model.causal else wanted.shape[1]]
             if self.kept[step, layers[0]].shape != (int(here.sum()), run.model.cfg.d_model):
                 raise SettingError("the lens holds streams of another run; read it before the next run begins.")
             index = here.flatten().cumsum(0).view(here.shape)[row, sources] - 1

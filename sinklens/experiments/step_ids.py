@@ -61,9 +61,14 @@ def of_step(run: "Generation", step: int) -> StepIds:
     Negative steps count from the last step that ran.
 
     Raises:
-        SettingError: the step did not run.
+        SettingError: the step did not run, or its pass saw a window of the text.
     """
     require_run(run, "run")
+    if run.settings.slides:
+        raise SettingError(
+            f"a step of the {run.settings.name} sampler sees a window of the text, and a separate pass sees all of it. "
+            f"Keep the values of the run itself with Activations or LogitLens in hooks=."
+        )
     step = within("step", [step], run.steps_run)[0]
     end = run.prompt_length + step if run.model.causal else run.canvas.shape[2]
     device = run.model.cfg.device

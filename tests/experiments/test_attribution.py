@@ -385,7 +385,9 @@ def test_of_step_returns_the_canvas_of_the_step(request, name):
     assert torch.equal(real, run.real[:, :end])
     assert torch.equal(row.ids, run.canvas[1:2, 4, padded:end])
     with torch.no_grad():
-        torch.testing.assert_close(model(ids, attention_mask=real)[1:2, padded:], model(row.ids, row.attention_mask), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            model(ids, attention_mask=real)[1:2, padded:], model(row.ids, row.attention_mask), atol=1e-3, rtol=1e-3
+        )
     assert torch.equal(of_step(run, -1).ids, of_step(run, run.steps_run - 1).ids)
     with pytest.raises(SettingError, match=r"step \d+ does not exist"):
         of_step(run, run.steps_run)

@@ -120,7 +120,7 @@ def test_effects_of_edges_equal_plain_passes(pair):
 @pytest.mark.parametrize("name", ["duo", "gidd"])
 def test_an_edge_has_the_slope_of_its_patch(conformance, name):
     """Central differences of the plain passes in double precision, with a source a little beside the corrupted pass."""
-    model, dit = _loaded(conformance / name, "float64")
+    model, _ = _loaded(conformance / name, "float64")
     clean, corrupted = two_inputs()
     found = edge_attribution(model, clean, corrupted, bent, time=TIME)["effect"]
     with torch.no_grad():
@@ -193,7 +193,7 @@ def test_a_network_that_reads_the_noise_level_needs_it_and_others_refuse_it(pair
 @pytest.mark.parametrize(("layer", "head", "weighted"), [(2, 0, False), (1, 1, True)])
 @torch.no_grad()
 def test_writers_of_a_score_are_those_of_a_plain_pass(pair, run, layer, head, weighted):
-    (model, dit), row, key, step = pair, 1, 2, 2
+    (_, dit), row, key, step = pair, 1, 2, 2
     values = dit(*canvas_of(run, step, row)).values
     at, scores = f"blocks.{layer}", values[f"blocks.{layer}.attn.hook_attn_scores"][0, head]
     share = scores.softmax(-1)[:, key] if weighted else torch.ones(len(scores))
@@ -235,7 +235,7 @@ def test_writers_of_a_score_are_those_of_a_plain_pass(pair, run, layer, head, we
 
 @torch.no_grad()
 def test_readers_of_a_message_read_it_gated(pair, run):
-    (model, dit), row, step, layer, head = pair, 1, 2, 0, 1
+    (_, dit), row, step, layer, head = pair, 1, 2, 0, 1
     ids, time = canvas_of(run, step, row)
     base = dit(ids, time)
     values, at = base.values, f"blocks.{layer}"
@@ -397,7 +397,7 @@ def test_a_path_across_steps_carries_the_change_of_the_canvas(conformance):
 @torch.no_grad()
 def test_an_undone_jump_is_that_of_a_plain_pass(pair, run):
     """The lead of the new key if the head's queries read what the embedding wrote one step before."""
-    (model, dit), row, step, layer, head = pair, 1, 2, 1, 0
+    (_, dit), row, step, layer, head = pair, 1, 2, 1, 0
     jump = Jump(2.0, step, layer, head, 2, 5, row)
     before, time_before = canvas_of(run, step - 1, row)
     now, time = canvas_of(run, step, row)
