@@ -86,14 +86,16 @@ class FallingTime(Steps):
             state.time = times.sigma.to(state.canvas.device).expand(len(state.canvas))
             canvas = state.begin_step()
             where = (canvas == state.mask_id) & state.computed()
-            weights = self.weights(state, last.logits(state, canvas, where), times)
+            logits = last.logits(state, canvas, where)
+            weights = self.weights(state, logits, times)
             if times.closing:
                 weights[:, state.mask_id] = 0
             if self.draws(times):
                 drawn = decisions.exponential_race(weights, state.uniform(where, weights.shape[-1], weights.dtype))
             else:
                 drawn = weights.argmax(dim=-1)
-            proposed, _ = state.propose(where, drawn, canvas)
+            proposed, drawn = state.propose(where, drawn, canvas)
+            state.show_confidence(where, logits, drawn)
             state.commit(where & (proposed != state.mask_id), proposed)
 
     @abstractmethod

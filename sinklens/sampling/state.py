@@ -18,6 +18,7 @@ from sinklens.hooks.blocks import ruled_by
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.points import Point, at
 from sinklens.hooks.tree import HookTree
+from sinklens.sampling import decisions
 from sinklens.sampling.block_cache import BlockCache, one_later
 from sinklens.sampling.decisions import RowNoise
 from sinklens.sampling.key_cache import KeyCache
@@ -359,6 +360,17 @@ class State:
         watched = point.watched  # asked before: a trace block has gone on when the point returns
         proposed = self.ids_at(point, canvas.masked_scatter(where, candidates))
         return proposed, proposed[where] if watched else candidates
+
+    def show_confidence(
+        self, where: Bool[Tensor, "batch pos"], logits: Float[Tensor, "masked vocab"], drawn: Int[Tensor, " masked"]
+    ) -> None:
+        """Show the model's probabilities of the `drawn` tokens at ``denoise.hook_confidence``, if it is watched.
+
+        For samplers whose decisions do not depend on them. The probability of the mask is 0.
+        """
+        if self.tree.denoise.hook_confidence.watched:
+            probs = decisions.token_probabilities(logits, self.mask_id)
+            self.spread_confidence(where, decisions.probability(probs, drawn))
 
     def spread_confidence(
         self, where: Bool[Tensor, "batch pos"], confidence: Float[Tensor, " masked"]
