@@ -34,7 +34,7 @@ from sinklens.hooks.points import Point
 from sinklens.model.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within
-from sinklens.sampling.block_cache import one_later
+from sinklens.sampling.key_cache import one_later
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -68,7 +68,8 @@ def attribution_patching(
         names: points, in any accepted spelling, or a predicate on names. `hook_pattern` and `hook_attn_scores` switch
             their layers to explicit attention.
         attention_mask: False (or 0) on left padding, shared by both.
-        time: noise level of each row, or of all, for a network that reads it; shared by both.
+        time: noise level of both, a number or one for each row, for a network that reads it; that of a step is
+            ``of_step(run, step).time``.
         path: 0 takes the gradient in the corrupted run; k > 0 the mean of k gradients, with the embeddings at
             corrupted + (i + ½)/k · (clean − corrupted), i = 0 … k − 1 (EAP-IG; Hanna et al., 2403.17806).
 
@@ -202,8 +203,8 @@ class Pair(NamedTuple):
 
     def hidden(self, ids: Tensor, pairs: Pairs, copies: int = 1) -> Float[Tensor, "batch pos d_model"]:
         """The final norm's output of one pass under hooks."""
+        time = None if self.time is None else self.time.repeat(copies)
         with self.model.tree.hooks(fwd_hooks=[*pairs]):
-            time = None if self.time is None else self.time.repeat(copies)
             return self.model.tree.hidden(ids.repeat(copies, 1), self.real.repeat(copies, 1), time=time)
 
     def logits(self, hidden: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:

@@ -186,8 +186,8 @@ def refuse_indirect(model: "Model", what: str) -> None:
     """
     if model.tree.architecture.ln1_post:
         raise SettingError(
-            f"a {model.config.model_type} model normalizes what its sublayers read or write, so there is no direct "
-            f"path of a single head; {what} is not available for it."
+            f"{model.name} normalizes what its sublayers read or write, so there is no direct path of a single head; "
+            f"{what} is not available for it."
         )
 
 

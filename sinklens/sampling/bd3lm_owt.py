@@ -187,7 +187,7 @@ class _Block:
         weights = decisions.posterior_weights(probs, state.mask_id, stays)
         drawn = decisions.exponential_race(weights, state.uniform(where, weights.shape[-1], weights.dtype))
         proposed, drawn = state.propose(where, drawn, canvas)
-        state.show_confidence(where, logits, drawn)
+        state.show_confidence(where, lambda: decisions.probability(probs, drawn))
         chosen = where & (proposed != state.mask_id)
         chosen = state.through("hook_commit", self._one_of(chosen) if settings.first_hitting else chosen)
         after = torch.where(chosen, proposed, canvas)

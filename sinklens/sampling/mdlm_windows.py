@@ -87,12 +87,11 @@ class MdlmWindowSettings(Sampler):
         state.window = window
         canvas = state.begin_step()
         where = (canvas == state.mask_id) & window
-        logits = last.logits(state, canvas, where)
-        probs = decisions.token_probabilities(logits, state.mask_id)
+        probs = decisions.token_probabilities(last.logits(state, canvas, where), state.mask_id)
         weights = decisions.posterior_weights(probs, state.mask_id, until / time)
         drawn = decisions.exponential_race(weights, state.uniform(where, weights.shape[-1], weights.dtype))
         proposed, drawn = state.propose(where, drawn, canvas)
-        state.show_confidence(where, logits, drawn)
+        state.show_confidence(where, lambda: decisions.probability(probs, drawn))
         state.commit(where & (proposed != state.mask_id), proposed)
 
 

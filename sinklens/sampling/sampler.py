@@ -46,6 +46,12 @@ class Sampler(ABC):
     sets_time: ClassVar[bool] = False
     """Whether it sets `State.time`, for networks that read a noise level."""
 
+    level: ClassVar[str] = "sigma"
+    """What it sets as `State.time`: "sigma", the noise level, or "time", which networks of GIDD read."""
+
+    draws_canvas: ClassVar[bool] = False
+    """Whether it begins with drawn or given tokens instead of masks."""
+
     gen_length: Count = 128
 
     def __init_subclass__(cls, **more: Any) -> None:

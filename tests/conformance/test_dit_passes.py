@@ -195,7 +195,8 @@ PUBLIC = {
     },
     "gidd": lambda size: {
         "model_type": "dit", "vocab_size": 50258, "max_seq_len": 512, "hidden_size": size[0],
-        "num_hidden_layers": size[1], "num_attention_heads": size[2], "timestep_cond_dim": 128, "p_uniform": 0.1, "t_eps": 1e-4,
+        "num_hidden_layers": size[1], "num_attention_heads": size[2], "timestep_cond_dim": 128, "p_uniform": 0.1,
+        "t_eps": 1e-4,
     },
 }  # fmt: skip
 SMALL, MEDIUM = (768, 12, 12), (1024, 24, 16)
