@@ -102,6 +102,8 @@ class Caching(Study):
     def refusal(self, model: "Model") -> str:
         """See `Study.refusal`."""
         attention = model.family_record.attention
+        if model.tree.timed:
+            return "a model to which no cache policy applies, as its keys change with the noise level. Leave it out."
         if attention == "bidirectional" and not model.tree.architecture.encoder:
             return ""
         return f"a model to which no cache policy applies, as its attention is {attention}. Leave it out."

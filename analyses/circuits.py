@@ -95,7 +95,7 @@ class Circuits(Study):
     """
 
     name: ClassVar[str] = "circuits"
-    needs_mask_token: ClassVar[str] = (
+    needs_complete_passes: ClassVar[str] = (
         "edges are patched in separate passes, which lack the self-conditioning of the step before"
     )
     together: ClassVar[bool] = False

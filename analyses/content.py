@@ -71,7 +71,7 @@ class Content(Study):
     """
 
     name: ClassVar[str] = "content"
-    needs_mask_token: ClassVar[str] = (
+    needs_complete_passes: ClassVar[str] = (
         "values are replaced in passes over the complete text, and its steps compute those of their canvas alone"
     )
     together: ClassVar[bool] = False

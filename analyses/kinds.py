@@ -2,7 +2,8 @@
 
     sinklens analyse kinds tiny-llada tiny-sdar tiny-llama
 
-One question for masked, shifted, block-causal and canvas models, with or without experts, and an autoregressive one:
+One question for masked, shifted, block-causal, uniform-noise and canvas models, with or without experts, and an
+autoregressive one:
 
 - ``motion``: jumps of the strongest key and heads that never jump, over all queries, over queries that are the same at
   every step (nulls.py), and within and before the current block (block_motion.py);
@@ -11,7 +12,8 @@ One question for masked, shifted, block-causal and canvas models, with or withou
 - ``states``: whether sinks are on decided or undecided positions, accepted tokens or noise, at the same step and place;
 - ``survival``: whether a sink survives the decision of its position, or its renoising (renoising.py);
 - ``renoised``: whether it survives if its accepted token is replaced by noise, in runs that differ in nothing else
-  (renoised_sinks.py); for canvas models only.
+  (renoised_sinks.py); for canvas models only;
+- ``levels``: whether sinks follow the noise level or the canvas (noise_levels.py); for networks that read it.
 
 A part that a model does not have is NaN or has no rows. Runs compute complete passes (``use_cache=False``), since sums
 over the queries of earlier blocks need them.
@@ -30,9 +32,10 @@ import xarray as xr
 from sinklens.analyses.block_motion import BLOCK_MOTION, BlockSums, block_motion, block_numbers
 from sinklens.analyses.dynamics import motion_of
 from sinklens.analyses.intervals import difference_table, interval_table
+from sinklens.analyses.noise_levels import level_rows, noise_levels
 from sinklens.analyses.nulls import FIXED, fixed_queries, rates
 from sinklens.analyses.renoised_sinks import renoised_rows, renoised_sinks, without_canvas
-from sinklens.analyses.renoising import sinks_by_state, state_rows, survival_rows
+from sinklens.analyses.renoising import settled, sinks_by_state, state_rows, survival_rows
 from sinklens.analyses.routing import ROWS, Routes, routing, routing_rows, without_experts
 from sinklens.analyses.runs import OwnRun
 from sinklens.analyses.study import SINK, Study
@@ -100,7 +103,10 @@ class Kinds(Study):
             assert model.cfg.num_experts is not None
             experts = routing(track, chosen, model.cfg.num_experts)
         length = track.data.sizes["pos"]
-        parts = [motion(track, numbers.numpy()[:, :length]), experts, sinks_by_state(track)]
+        always = model.family_record.masked or model.tree.causal or model.tree.architecture.encoder
+        decided = None if always else settled(track["token_id"], found.run.tokens.numpy())
+        parts = [motion(track, numbers.numpy()[:, :length]), experts, sinks_by_state(track, decided)]
+        parts.append(noise_levels(model, found, prompts))
         return xr.merge([*parts, self._renoised(model, prompts, complete, found)], join="outer")
 
     def _renoised(
@@ -122,12 +128,15 @@ class Kinds(Study):
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``motion``: `MOTION`; ``differences``: each further model minus the first, paired by prompt; ``experts``,
-        ``states``, ``survival`` and ``renoised``: see the module.
+        ``states``, ``survival``, ``renoised`` and ``levels``: see the module.
         """
         from pandas import DataFrame
 
         motion, differences = (table(measured, list(MOTION), self.seed) for table in (interval_table, difference_table))
-        made = {"experts": routing_rows, "states": state_rows, "survival": survival_rows, "renoised": renoised_rows}
+        made = {
+            "experts": routing_rows, "states": state_rows, "survival": survival_rows, "renoised": renoised_rows,
+            "levels": level_rows,
+        }  # fmt: skip
         rows = {
             name: [row for model, data in measured.items() for row in of_model(model, data, self.seed)]
             for name, of_model in made.items()

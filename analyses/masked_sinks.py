@@ -67,9 +67,7 @@ class MaskedSinks(Study):
     """See the module."""
 
     name: ClassVar[str] = "masked_sinks"
-    needs_mask_token: ClassVar[str] = (
-        "the lens reads a step in a separate pass, which lacks the self-conditioning of the step before"
-    )
+    needs_mask_token: ClassVar[str] = "none of its sinks is on a mask"
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES` [prompt, layer]; and for `tables`, [prompt, layer, step, place]: ``sink_at``, `LENS` as

@@ -1,9 +1,10 @@
 """The motion that a run would show if nothing moved, for the study `dynamics`.
 
 `NULLS` lists the measures; sinklens/sinks/nulls.py explains them. The null of a prompt uses the pattern that the model
-has on the finished canvas of its run. It is as long as the run, since measures such as the share of static heads depend
-on the number of steps: it ends at the first end token only if the run does, which is an autoregressive one. (A run that
-decides several tokens in a step is shorter than its null, which reveals one a step.)
+has on the finished canvas of its run, at the noise level of the last step if the network reads one. It is as long as
+the run, since measures such as the share of static heads depend on the number of steps: it ends at the first end token
+only if the run does, which is an autoregressive one. (A run that decides several tokens in a step is shorter than its
+null, which reveals one a step.)
 """
 
 import json
@@ -100,7 +101,8 @@ def null_of(run: "Generation", row: int) -> SinkTrack:
     real = run.real[row] & (run.tokens[row] >= 0)
     ids = run.tokens[row][real][None]
     points = [f"blocks.{layer}.attn.hook_pattern" for layer in range(model.cfg.n_layers)]
-    seen = model.tree.peek(ids.to(model.cfg.device), None, points)
+    level = run.time_at(run.steps_run - 1)
+    seen = model.tree.peek(ids.to(model.cfg.device), None, points, None if level is None else level[[row]])
     pattern = np.stack([seen[name][0].float().cpu().numpy() for name in points])
     start = int(run.real[row, : run.prompt_length].sum())
     attrs = run.sinks.data.attrs

@@ -43,6 +43,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.front import HookPair
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling import settings_for
+from sinklens.sampling.registry import find_sampler
 from sinklens.sampling.settings import Settings
 from sinklens.tracing import generate
 
@@ -92,10 +93,19 @@ class Patching(Study):
     """See the module."""
 
     name: ClassVar[str] = "patching"
-    needs_mask_token: ClassVar[str] = (
+    needs_complete_passes: ClassVar[str] = (
         "streams are patched in passes over the complete text, and its steps compute those of their canvas alone"
     )
     together: ClassVar[bool] = False
+
+    def refusal(self, model: "Model") -> str:
+        """See `Study.refusal`."""
+        if why := super().refusal(model):
+            return why
+        sampler = model.family_record.sampler
+        if "temperature" in find_sampler(sampler).setting_names():
+            return ""
+        return f"whose sampler {sampler} always draws its tokens: the study needs runs at temperature 0. Leave it out."
 
     def begin(self, models: Sequence[str], prompts: Sequence[SinglePrompt]) -> None:
         """Reject prompts of token ids.

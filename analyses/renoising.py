@@ -2,8 +2,9 @@
 
 An answer position is *decided* or *undecided* when a step begins: it holds a token or the mask, or, on a canvas of
 random tokens, an accepted token or noise. Its *fate* in the step is the state that it has when the next step begins; on
-such a canvas a decided position can be *renoised*. A sink of a head *survives* if its position is a sink of the same
-head at the next step.
+such a canvas a decided position can be *renoised*. A sampler that may change every token in every step (Duo) decides
+nothing; there a position is decided once its token is `settled`. A sink of a head *survives* if its position is a sink
+of the same head at the next step.
 
 Rates are compared at the same step and place in the answer, across prompts (strata.py).
 
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xarray as xr
+from jaxtyping import Bool, Int
 
 from sinklens.analyses.intervals import Interval, interval_rows
 from sinklens.analyses.strata import Matched, compare, stratified, two_groups
@@ -59,17 +61,35 @@ SURVIVAL = {
 }  # fmt: skip
 
 
-def sinks_by_state(track: SinkTrack) -> xr.Dataset:
+def settled(
+    tokens: Int[xr.DataArray, "batch step pos"], final: Int[np.ndarray, "batch longer"]
+) -> Bool[np.ndarray, "batch step pos"]:
+    """Where the token on the canvas does not change in the rest of the run; it is then that of the `final` text.
+
+    Args:
+        tokens: the canvases of a track, ``track["token_id"]``.
+    """
+    token = tokens.to_numpy()
+    same = token == final[:, None, : token.shape[2]]
+    same |= token < 0  # a step that the row does not have
+    return np.logical_and.accumulate(same[:, ::-1], axis=1)[:, ::-1] & (token >= 0)
+
+
+def sinks_by_state(track: SinkTrack, decided: Bool[np.ndarray, "batch step pos"] | None = None) -> xr.Dataset:
     """`PLACES` [prompt, step, place] of the answer's positions, NaN where none exists.
 
     ``sinks_at``: sinks of all layers and heads; ``survived_at``: those that are sinks of the same head at the next
     step; ``decided_at`` and ``decided_next_at``: 1 if decided when the step, and the next one, begins. The last two of
     these are NaN at a row's last step.
+
+    Args:
+        decided: which positions are decided when each step begins; by default those that are not undecided.
     """
     answer = slice(track.prompt_length, None)
     sinks = track.detect().to_numpy()[..., answer]
     exists = track.scores().notnull().any(("layer", "head")).to_numpy()[..., answer]
-    decided = exists & ~track["masked"].to_numpy()[..., answer]
+    held = ~track["masked"].to_numpy() if decided is None else decided
+    decided = exists & held[..., answer]
     lasting = np.zeros(exists.shape, dtype=bool)
     lasting[:, :-1] = exists[:, 1:] & exists[:, :-1]
     survived, after = np.zeros(exists.shape), np.zeros(exists.shape)

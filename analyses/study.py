@@ -64,7 +64,8 @@ class Study(ABC):
     """One question, asked of several models on the same prompts.
 
     Attributes:
-        needs_mask_token: why the study cannot measure a model whose canvas is random tokens; empty if it can.
+        needs_mask_token: why the study cannot measure a model without a mask token; empty if it can.
+        needs_complete_passes: why it cannot measure a model whose passes cover one canvas; empty if it can.
         together: whether `measure` runs its prompts in one batch. Set it to False in a study that processes prompts
             one by one; `measure` then gets one prompt at a time, and an interrupt loses at most that one.
         seed: seed of the runs and of the bootstrap.
@@ -81,6 +82,7 @@ class Study(ABC):
 
     name: ClassVar[str]
     needs_mask_token: ClassVar[str] = ""
+    needs_complete_passes: ClassVar[str] = ""
     together: ClassVar[bool] = True
     under_policies: ClassVar[bool] = False
     seed: Seed = 0
@@ -100,11 +102,13 @@ class Study(ABC):
 
     def refusal(self, model: "Model") -> str:
         """Why the study cannot measure `model`, to follow its name; empty if it can."""
-        if not self.needs_mask_token or not model.tree.architecture.encoder:
+        unmasked = self.needs_mask_token if not model.family_record.masked else ""
+        why = unmasked or (self.needs_complete_passes if model.tree.architecture.encoder else "")
+        if not why:
             return ""
         return (
-            f"a model without a mask token: {self.needs_mask_token}. Leave it out; the study 'kinds' measures what its "
-            f"canvases have instead."
+            f"a model without a mask token: {why}. Leave it out; the study 'kinds' measures what its canvases have "
+            f"instead."
         )
 
     @abstractmethod

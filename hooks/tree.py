@@ -21,8 +21,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError
-from sinklens.hooks import modulation, names, neighbors, partial_pass  # noqa: F401  neighbors checks versions, before the others
+from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError, warn_caller
+from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbors checks versions, before the others
 from sinklens.hooks.architectures import Architecture, check_modules
 from sinklens.hooks.blocks import Blocks, blocks_of
 from sinklens.hooks.canvas_pass import CanvasPass
@@ -32,6 +32,7 @@ from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
 from sinklens.hooks.losses import MaskedLoss, Masks, NextTokenLoss
 from sinklens.hooks.model_weights import ModelWeights
+from sinklens.hooks.modulation import times_of
 from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
 from sinklens.hooks.sizes import sizes_of
@@ -124,6 +125,11 @@ class HookTree(ModelWeights, HookFront):
         found = [name for name in self.hook_dict if name in on and not name.startswith("denoise.")]
         canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs)
         return [canvas, *found, *others]
+
+    @property
+    def timed(self) -> bool:
+        """Whether the network reads the noise level that it is given."""
+        return bool(self.architecture.time) and bool(self.hf.config.time_conditioning)
 
     @property
     def causal(self) -> bool:
@@ -350,7 +356,8 @@ class HookTree(ModelWeights, HookFront):
             self_conditioning: logits of the step before, for a model whose canvas is random tokens; the last
                 ``canvas_length`` of `input_ids` are then the canvas, and the logits are those of the canvas.
             targets: for the loss of a canvas with masks: the ids behind them; other positions are not read.
-            time: noise level of each row, or one for all rows, for a network that reads it; an untimed one ignores it.
+            time: noise level of each row, or one for all rows, for a network that reads it; an untimed one ignores it,
+                with a warning.
 
         Raises:
             PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
@@ -362,7 +369,13 @@ class HookTree(ModelWeights, HookFront):
         self._check_input(input_ids, from_stream)
         self._check_canvas(start_at_layer, stop_at_layer, self_conditioning)
         if not self.architecture.time:
-            modulation.times_of(self, time, 0)  # refuses one that is given
+            times_of(self, time, 0)  # refuses one that is given
+        elif time is not None and not self.timed:
+            warn_caller(
+                "this network is untimed: it reads noise level 0 whatever it gets, so time= has no effect. Leave it "
+                "out, or use a timed network, such as Duo or SEDD.",
+                UserWarning,
+            )
         if isinstance(input_ids, PaddedIds):
             attention_mask = input_ids.is_real if attention_mask is None else attention_mask
             input_ids = input_ids.plain

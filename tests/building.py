@@ -279,3 +279,21 @@ def _rotate(x: Tensor, positions: Tensor, theta: float, rotated: int) -> Tensor:
     first, second = x[..., :half], x[..., half:]
     turned = [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()]
     return torch.cat([*turned, kept], dim=-1)
+
+
+def random_dit(family: str, vocab_size: int = 5, block_length: int | None = None, **settings: Any) -> Model:
+    """A random network with a noise level, of one of its families; a new network would give logits of 0."""
+    from sinklens.checkpoints import family_named
+    from sinklens.checkpoints.dit import DitConfig
+    from sinklens.hooks.blocks import Blocks
+
+    sizes = {"hidden_size": 16, "cond_dim": 6, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"vocab_size": vocab_size, "max_position_embeddings": 32, "scale_by_sigma": family == "sedd"}
+    own = {"p_uniform": 0.2, "t_eps": 1e-4} if family == "gidd" else {}
+    hf = AutoModelForCausalLM.from_config(DitConfig(**sizes | own | settings))
+    generator = torch.Generator().manual_seed(5)
+    for parameter in hf.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * (0.4 if parameter.ndim > 1 else 0.7)
+    blocks = None if block_length is None else Blocks(block_length, "column")
+    given = hf.config.to_dict() | ({"mask_token_id": vocab_size - 1} if family == "gidd" else {})
+    return Model(prepare(hf.eval(), None, family_named(family), given, "random", blocks=blocks))

@@ -10,7 +10,8 @@ transformers has no class for it, so this one is registered with transformers un
 everything else treats it like a class of transformers. The sampler of each family decides which number it passes as the
 time, sigma or t. A network with ``time_conditioning`` False ignores its time: all modulations are constants.
 
-Pitfall: a new network has zero gates and zero logits, because the authors start training there.
+Pitfall: a new network has the initial weights of transformers' classes, so its gates are small random numbers. The
+authors start training with gates and logits of zero.
 """
 
 from typing import Any, ClassVar
@@ -25,7 +26,11 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 from sinklens.checkpoints.config_keys import DIT_IGNORED
 from sinklens.errors import SettingError
@@ -138,6 +143,7 @@ class DitAttention(nn.Module):
         self.config, self.layer_idx, self.is_causal = config, layer_idx, False
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.scaling = self.head_dim**-0.5
+        self.num_key_value_groups = 1
         width = config.hidden_size
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
 
@@ -155,7 +161,7 @@ class DitAttention(nn.Module):
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         mixed, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0, **kwargs)
         return self.o_proj(mixed.reshape(*hidden_states.shape)), None
 

@@ -95,6 +95,8 @@ class Family:
             into a part.
         rows_of: name of the embedding's weight, after `renames`, if config.json may name fewer tokens than it has rows.
         refused_tokens: config key of a token id -> what the token stands for; prompts that contain it are refused.
+        bound: how the likelihood of a diffusion model is bounded, see sinklens/likelihood: "masks", "subs",
+            "score entropy", "uniform" or "mixture"; "" if no bound is published.
     """
 
     name: str
@@ -133,6 +135,7 @@ class Family:
     config_settings: Mapping[str, str] = field(default_factory=dict)
     generation_settings: Mapping[str, str] = field(default_factory=dict)
     refused_tokens: Mapping[str, str] = field(default_factory=dict)
+    bound: str = "masks"
 
     @property
     def stock(self) -> bool:
@@ -449,11 +452,13 @@ FAMILIES: list[Family] = [
         config_settings={"canvas_length": "canvas_length"},
         generation_settings=GEMMA_SETTINGS,
         refused_tokens={"image_token_id": "image"},
+        bound="",
         own_classes=("DiffusionGemmaForBlockDiffusion",),
     ),
     replace(
         _DIT,
         name="mdlm",
+        bound="subs",
         model_types=("mdlm",),
         sampler="mdlm",
         needed=(*DIT_NEEDED, "time_conditioning"),
@@ -463,6 +468,7 @@ FAMILIES: list[Family] = [
     replace(
         _DIT,
         name="bd3lm-owt",
+        bound="subs",
         model_types=("bd3lm",),
         sampler="bd3lm-owt",
         needed=(*DIT_NEEDED, "time_conditioning"),
@@ -477,6 +483,7 @@ FAMILIES: list[Family] = [
     replace(
         _DIT,
         name="duo",
+        bound="uniform",
         model_types=("duo",),
         sampler="duo",
         needed=DIT_NEEDED,
@@ -487,6 +494,7 @@ FAMILIES: list[Family] = [
     replace(
         _DIT,
         name="sedd",
+        bound="score entropy",
         sampler="sedd",
         convert="sinklens.checkpoints.conversions:sedd",
         needed=SEDD_NEEDED,
@@ -496,6 +504,7 @@ FAMILIES: list[Family] = [
     replace(
         _DIT,
         name="gidd",
+        bound="mixture",
         model_types=("dit",),
         sampler="gidd",
         convert="sinklens.checkpoints.conversions:gidd",

@@ -191,6 +191,23 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     return prepare(hf, found, family, raw, str(name_or_path), request.revision, defaults, blocks)
 
 
+def outline(name_or_path: str | Path, request: LoadRequest) -> Checkpoint:
+    """A checkpoint on the meta device: everything but its weights, which need not be there.
+
+    Raises:
+        CheckpointError: see `sinklens.load`.
+    """
+    folder = files.find_checkpoint(name_or_path, request.revision)
+    raw = files.read_config(folder)
+    family = choose_family(raw, str(folder), request.family, request.block_length)
+    blocks = blocks_for(raw, family, request.block_length, str(folder))
+    config = translate(raw, family, str(folder))
+    found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
+    empty = build_empty(config, family.model_class)
+    defaults = _sampler_defaults(folder, family)
+    return prepare(empty, found, family, raw, str(name_or_path), request.revision, defaults, blocks)
+
+
 def _tie(hf: "PreTrainedModel", tied: dict[str, str], weights: files.Weights, where: str) -> None:
     """Share the weights that the config ties, even where the files hold another value, which transformers 5 would use.
 

@@ -422,6 +422,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
         "measure the accuracy of models on a task, unmasked and with sinks masked; finished samples are skipped",
         _adding("evaluation", "add_evaluate"),
     ),
+    "protocols": (
+        "list the protocols: settings of published scores, with the scores and their sources",
+        _adding("protocols", "add_protocols"),
+    ),
     "score": (
         "run the programs that models wrote, each in isolation, and record whether they are right",
         _adding("evaluation", "add_score"),

@@ -1,16 +1,16 @@
-"""The commands ``sinklens evaluate``, ``score``, ``merge`` and ``export``, and `write_table` for ``table``.
+"""The commands ``sinklens evaluate``, ``score``, ``merge`` and ``export``.
 
-They read flags, call `sinklens.evaluation.runner`, ``scoring``, ``ledger`` and ``tables``, and print; tables are
-printed by printing.py. Only ``score`` runs generated programs, and only with ``--run-generated-code``.
+They read flags, call `sinklens.evaluation.runner`, ``scoring`` and ``ledger``, and print; tables are
+printed by tables.py. Only ``score`` runs generated programs, and only with ``--run-generated-code``.
 
 Pitfall: ``evaluate`` with other settings adds new runs beside the old ones. ``table`` names the settings that differ.
 """
 
 import argparse
 import sys
-import warnings
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from sinklens.cli.options import (
     refuse_caches,
     settings_given,
 )
+from sinklens.cli.planning import add_planning, print_plan
 from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
         help="instead of a task: JSON Lines with 'prompt' and 'expected', each a text or a list of token ids; an "
         "answer is right if it equals 'expected' exactly (default: none)",
     )  # fmt: skip
+    command.add_argument(
+        "--verdict", metavar="NAME",
+        help="with --prompts, how answers are judged: exact, extraction, choice, json-schema, refusal, attack, "
+        "infilling or code (default: equality)",
+    )  # fmt: skip
     add_out(command, "folder of the records; created, or resumed if it exists")
     command.add_argument("--data", type=Path, help="local file or folder of a published task (default: the hub)")
     _add_masking(command)
@@ -69,6 +75,11 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
         "unknown name lists all (default: every step is exact)",
     )  # fmt: skip
     _add_execution(command)
+    command.add_argument(
+        "--regimes", nargs="*", metavar="REGIME",
+        help="run every condition in several decoding regimes: diffusion (one block), blocks (those of the settings, "
+        "or of 32) or blocks:N; without a value diffusion and blocks (default: the settings' own)",
+    )  # fmt: skip
     add_settings(command)
     add_run(command, "seed", "chat_template")
     add_loading(command)
@@ -147,9 +158,7 @@ def _add_execution(command: Any) -> None:
         "--cpus-per-worker", type=float, default=1, metavar="N", help="[ray] cores per worker (default: %(default)s)"
     )
     work.add_argument("--address", help="[ray] address of a running cluster, e.g. auto (default: start one here)")
-    work.add_argument(
-        "--dry-run", action="store_true", help="run a few samples and estimate the total time (default: no)"
-    )
+    add_planning(work)
 
 
 def add_score(command: argparse.ArgumentParser) -> None:
@@ -174,7 +183,8 @@ def run_evaluate(options: argparse.Namespace) -> None:
     """`sinklens evaluate`."""
     from sinklens.evaluation.conditions import masking
     from sinklens.evaluation.counting import Counts
-    from sinklens.evaluation.runner import Options, estimate, evaluate
+    from sinklens.evaluation.regimes import BOTH
+    from sinklens.evaluation.runner import Options, evaluate
 
     _refuse_without_effect(options)
     refuse_caches(options.cache, options)
@@ -189,20 +199,22 @@ def run_evaluate(options: argparse.Namespace) -> None:
         "task": task, "limit": options.limit, "batch": options.batch,
         "seed": options.seed, "shard": _shard(options.shard), "cache": options.cache,
     }  # fmt: skip
-    for name in options.models:
-        shared["load"] = loading(options, name)
+    regimes = [""] if options.regimes is None else options.regimes or BOTH
+    for name, regime in product(options.models, regimes):
+        shared["load"], here = loading(options, name), replace(protocol, regime=regime)
         if options.dry_run:
-            print(_estimate_text(name, estimate(name, protocol, conditions, options.out, **shared)))
+            print_plan(options, name, here, conditions, shared)
             continue
         with Counts("samples") as counts:
 
             def report(
-                condition: "Condition", done: int, total: int, name: str = name, counts: Counts = counts
-            ) -> None:
-                counts(f"{name}: {condition.name}", done, total)
+                condition: "Condition", done: int, total: int,
+                label: str = f"{name}, {regime}" if regime else name, counts: Counts = counts,
+            ) -> None:  # fmt: skip
+                counts(f"{label}: {condition.name}", done, total)
 
             try:
-                evaluate(name, protocol, conditions, options.out, engine=_engine(options), progress=report, **shared)
+                evaluate(name, here, conditions, options.out, engine=_engine(options), progress=report, **shared)
             except KeyboardInterrupt:
                 counts.stop(options.out, options.call)
     if not options.dry_run:
@@ -215,7 +227,9 @@ def _protocol(options: argparse.Namespace) -> "EvalProtocol":
 
     if options.prompts is not None:
         _refuse_with_prompts(options)
-        options.task = "prompts"
+        options.task = "prompts" if options.verdict is None else f"prompts-{options.verdict}"
+    elif options.verdict is not None:
+        raise SinklensError("--verdict is for the answers to --prompts FILE; the verdicts of tasks are fixed.")
     if options.protocol is None and options.task is None:
         raise SinklensError(
             "name a task (--task tiny-gsm) or a protocol (--protocol llada-gsm8k), or give a file (--prompts FILE)."
@@ -237,8 +251,15 @@ def _protocol(options: argparse.Namespace) -> "EvalProtocol":
 
 
 def _refuse_with_prompts(options: argparse.Namespace) -> None:
+    from sinklens.tasks import NAMES
+
+    if options.verdict is not None and f"prompts-{options.verdict}" not in NAMES:
+        known = [name.removeprefix("prompts-") for name in NAMES if name.startswith("prompts-")]
+        raise SinklensError(
+            f"no verdict is called {options.verdict!r}; known: {', '.join(known)}.{nearest(options.verdict, known)}"
+        )
     for name in ("task", "protocol", "data"):
-        if getattr(options, name) not in (None, "prompts"):
+        if getattr(options, name) is not None and not str(getattr(options, name)).startswith("prompts"):
             raise SinklensError(f"--prompts replaces --{name}; give only one of them.")
 
 
@@ -251,9 +272,11 @@ def _refuse_without_effect(options: argparse.Namespace) -> None:
         "controls": [], "of_unmasked": False, "kind": [], "part": "all", "scope": "head", "queries": "newest",
     }  # fmt: skip
     ray = {"workers": None, "gpus_per_worker": None, "cpus_per_worker": 1, "address": None}
+    planned = {"card": "h100", "cards": 1, "utilization": 0.4, "price": None}
     for defaults, needs, met in (
         (masks, "--mask-sinks with a K above 0", any(options.mask_sinks)),
         (ray, "--engine ray", options.engine == "ray"),
+        (planned, "--dry-run", options.dry_run),
     ):
         for name, value in defaults.items():
             if getattr(options, name) != value and not met:
@@ -307,22 +330,6 @@ def _engine(options: argparse.Namespace) -> Any:
         workers=options.workers, gpus_per_worker=options.gpus_per_worker, cpus_per_worker=options.cpus_per_worker,
         address=options.address,
     )  # fmt: skip
-
-
-def _estimate_text(name: str, cost: Any) -> str:
-    if not cost.units:
-        return f"{name}: all samples are already finished."
-    return (
-        f"{name}: {cost.units:,} samples to do, {cost.tokens:,} tokens in {cost.passes:,} forward passes of a row; "
-        f"about {_duration(cost.seconds)} in one process here (estimated from {cost.measured} samples)."
-    )
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} seconds"
 
 
 def _print_next_command(out: Path) -> None:
@@ -388,30 +395,3 @@ def run_export(options: argparse.Namespace) -> None:
     from sinklens.evaluation.ledger import export
 
     print(f"{export(options.ledger, options.out)} records were written to {options.out}.")
-
-
-def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
-    """Print the tables of a ledger, and write table.csv and the figures to `out`."""
-    from sinklens.cli.printing import show
-    from sinklens.evaluation.tables import frame, read_lines
-    from sinklens.utils.atomic import atomic_write
-    from sinklens.utils.folders import require_writable
-    from sinklens.views import accuracy_by_speed, accuracy_curves
-
-    require_writable(out)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        lines = read_lines(ledger, mixed_devices=mixed_devices)
-    with atomic_write(out / "table.csv") as part:
-        frame(lines).to_csv(part, index=False)
-    written = ["table.csv"]
-    scored = [line for line in lines if line.accuracy.total]
-    figures = {"accuracy": accuracy_curves(frame(scored))} if scored else {}
-    if any(line.cache and line.masked == 0 for line in scored):
-        figures["speed"] = accuracy_by_speed(frame(scored))
-    for name in (f"{name}.{kind}" for name in figures for kind in ("png", "svg")):
-        with atomic_write(out / name) as part:
-            figures[name.partition(".")[0]].savefig(part, dpi=160, bbox_inches="tight")
-        written.append(name)
-    show(lines, [str(note.message) for note in caught])
-    print(f"Written: {', '.join(str(out / name) for name in written)}.")

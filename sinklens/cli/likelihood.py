@@ -79,8 +79,9 @@ def run_likelihood(options: argparse.Namespace) -> None:
 
 def lines(model: str, results: Sequence["ChoiceResult"]) -> list[dict[str, Any]]:
     """One line of the table per condition."""
+    from sinklens.evaluation.choices import treatment_of
+
     unmasked = results[0]
-    treated = {result.condition.masked: result for result in results if result.condition.pick == "strongest"}
     found = []
     for result in results:
         low, high = result.accuracy.interval
@@ -91,8 +92,8 @@ def lines(model: str, results: Sequence["ChoiceResult"]) -> list[dict[str, Any]]
         }  # fmt: skip
         if result is not unmasked:
             line |= _against("unmasked", result, unmasked)
-        if result.condition.pick not in ("", "strongest"):
-            line |= _against("control", treated[result.condition.masked], result)
+        if (treated := treatment_of(result, results)) is not None:
+            line |= _against("control", treated, result)
         found.append(line)
     return found
 

@@ -4,6 +4,7 @@ Limitation: a narrow terminal wraps the names of conditions and, with several mo
 pipe, nothing is wrapped.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from sinklens.evaluation.tables import Line
+    from sinklens.evaluation.departures import Baseline
+    from sinklens.evaluation.lines import Line
 
 WIDE = 400  # columns of a table written to a file or a pipe, where nothing should be cut
 LEGEND = (
@@ -22,7 +24,9 @@ LEGEND = (
     "many random keys masked, or minus that of the condition's own control (control_of), on the samples that both "
     "have. Shares of answers: malformed, "
     "i.e. not of the required form (right of formed: accuracy over the others); empty; with masks left; without an end "
-    "token. sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of guessing."
+    "token. sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of guessing. "
+    "keys: those that a control picked of those it was to pick, per sample, summed over heads and steps. Published "
+    "scores: Wilson's intervals; differences from them: Newcombe's, as if the samples were independent."
 )
 IRREGULAR = ("empty", "masks left", "no end")
 CACHES = (
@@ -41,6 +45,8 @@ def show(lines: Sequence["Line"], notes: Sequence[str]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
     for protocol in dict.fromkeys(line.protocol for line in lines):
         of_protocol = [line for line in lines if line.protocol == protocol]
+        for text in baseline_texts(of_protocol):
+            console.print(text, markup=False, soft_wrap=not sys.stdout.isatty())
         console.print(_first_table(protocol, of_protocol))
         for model in dict.fromkeys(line.model for line in of_protocol):
             of_model = [line for line in of_protocol if line.model == model]
@@ -56,6 +62,32 @@ def show(lines: Sequence["Line"], notes: Sequence[str]) -> None:
         console.print(ESCAPING, markup=False, soft_wrap=not sys.stdout.isatty())
     for note in notes:
         console.print(note, markup=False, soft_wrap=True)
+
+
+def baseline_texts(lines: Sequence["Line"]) -> list[str]:
+    """How each unmasked accuracy compares with the published scores, and in what runs depart from their protocol."""
+    from sinklens.evaluation.departures import baselines
+
+    found = []
+    for line in (one for one in lines if one.condition == "unmasked" and not one.cache):
+        if line.departs:
+            found.append(f"{line.model} departs from {line.protocol}: {'; '.join(line.departs)}.")
+        beside = baselines(line.protocol, line.checkpoint, line.accuracy, line.departs)
+        found += [_baseline_text(line, one) for one in beside]
+    return found
+
+
+def _baseline_text(line: "Line", one: "Baseline") -> str:
+    stated = "no number" if one.published.score is None else f"{one.published.score:.3f}"
+    if one.published.accuracy is not None:
+        stated = str(one.published.accuracy)
+    text = f"{line.model}, unmasked: {line.accuracy}. Published ({one.published.source}): {stated}. "
+    if one.gap is None:
+        return text + ("Not compared, since the run departs." if line.departs else "Nothing to compare with.")
+    gap = f"{one.gap.difference:+.3f} [{one.gap.low:+.3f}, {one.gap.high:+.3f}]"
+    words = {"agrees": "agrees with it", "below": "is below it", "above": "is above it"}
+    part = "".join(f" ({one})" for one in one.departs)
+    return f"{text}The run {words[one.verdict]}: {gap}{part}."
 
 
 def _first_table(protocol: str, lines: Sequence["Line"]) -> Table:
@@ -104,13 +136,22 @@ def _second_table(model: str, lines: Sequence["Line"]) -> Table:
 
 
 def _third_table(model: str, lines: Sequence["Line"]) -> Table:
-    """Irregular answers, sinks and throughput."""
-    table = _table(f"{model}: its answers", (*IRREGULAR, "sinks/head", "samples/s", "guess"), _heading(lines))
+    """Irregular answers, sinks, throughput and, if there are controls, the keys that they picked."""
+    counted = ("keys",) * any(not math.isnan(line.keys_picked) for line in lines)
+    columns = (*IRREGULAR, "sinks/head", "samples/s", "guess", *counted)
+    table = _table(f"{model}: its answers", columns, _heading(lines))
     for line in lines:
         shares = (f"{share:.1%}" for share in (line.empty, line.masks, line.unended))
         numbers = (f"{number:.2f}" for number in (line.sinks, line.per_second, line.chance))
-        table.add_row(_masked(line), *shares, *numbers)
+        table.add_row(_masked(line), *shares, *numbers, *(_keys(line) for _ in counted))
     return table
+
+
+def _keys(line: "Line") -> str:
+    """Keys that a control picked, of those that it was to pick."""
+    if math.isnan(line.keys_picked):
+        return ""
+    return f"{line.keys_picked:,.0f} of {line.keys_requested:,.0f}"
 
 
 def _form_table(model: str, lines: Sequence["Line"]) -> Table:

@@ -67,6 +67,10 @@ def add_table(command: argparse.ArgumentParser) -> None:
         "--mixed-devices", action="store_true",
         help="for an evaluation: pair runs from different device types, whose last bits differ (default: no)",
     )  # fmt: skip
+    command.add_argument(
+        "--format", choices=("markdown", "latex", "csv", "json"),
+        help="for an evaluation: print one line per claim in this format, and write nothing (default: tables to read)",
+    )  # fmt: skip
     command.set_defaults(command=run_table)
 
 
@@ -139,7 +143,7 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
 def run_table(options: argparse.Namespace) -> None:
     """`sinklens table`."""
     from sinklens.analyses.printing import manifests, show
-    from sinklens.cli.evaluation import write_table
+    from sinklens.cli.tables import print_claims, write_table
     from sinklens.evaluation.ledger import holds_runs
 
     folder: Path = options.ledger
@@ -149,8 +153,15 @@ def run_table(options: argparse.Namespace) -> None:
     evaluated = holds_runs(folder)
     if not studies and not evaluated:
         raise SinklensError(_nothing_in(folder))
-    if not evaluated and (options.out or options.mixed_devices):
-        raise SettingError(f"--out and --mixed-devices are for evaluations; {folder} holds only a study; remove them.")
+    if not evaluated and (options.out or options.mixed_devices or options.format):
+        raise SettingError(
+            f"--out, --format and --mixed-devices are for evaluations; {folder} holds only a study; remove them."
+        )
+    if options.format and options.out:
+        raise SettingError("--format prints and writes nothing; redirect its output to a file, and leave --out out.")
+    if options.format:
+        print_claims(folder, options.format, mixed_devices=options.mixed_devices)
+        return
     for manifest in studies:
         show(folder, manifest)
     if evaluated:

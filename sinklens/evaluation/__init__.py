@@ -10,37 +10,52 @@ re-exported here, because importing it needs the extra ``lm-eval``.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sinklens.evaluation.claims import Claim, claims, format_claims
     from sinklens.evaluation.conditions import UNMASKED, Condition, masking, under_caches
+    from sinklens.evaluation.departures import Baseline, baselines
     from sinklens.evaluation.distributed import OnRay
     from sinklens.evaluation.ledger import LedgerRun, Writer
+    from sinklens.evaluation.lines import Line, frame
+    from sinklens.evaluation.planning import Plan, plan
     from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol
+    from sinklens.evaluation.published import HARNESS_PROTOCOLS, HarnessProtocol, Published
     from sinklens.evaluation.runner import Estimate, estimate, evaluate
     from sinklens.evaluation.sandbox import Limits, available_isolation, run_program
     from sinklens.evaluation.scoring import score
     from sinklens.evaluation.statistics import Accuracy, Paired, holm, mcnemar, paired, score_interval, score_p
-    from sinklens.evaluation.tables import Line, frame, read_lines
+    from sinklens.evaluation.tables import read_lines
 
 __all__ = [
+    "HARNESS_PROTOCOLS",
     "PROTOCOLS",
     "UNMASKED",
     "Accuracy",
+    "Baseline",
+    "Claim",
     "Condition",
     "Estimate",
     "EvalProtocol",
+    "HarnessProtocol",
     "LedgerRun",
     "Limits",
     "Line",
     "OnRay",
     "Paired",
+    "Plan",
+    "Published",
     "Writer",
     "available_isolation",
+    "baselines",
+    "claims",
     "estimate",
     "evaluate",
+    "format_claims",
     "frame",
     "holm",
     "masking",
     "mcnemar",
     "paired",
+    "plan",
     "read_lines",
     "run_program",
     "score",
@@ -50,15 +65,20 @@ __all__ = [
 ]
 
 _MODULES = {
+    "claims": ("Claim", "claims", "format_claims"),
     "conditions": ("UNMASKED", "Condition", "masking", "under_caches"),
+    "departures": ("Baseline", "baselines"),
     "distributed": ("OnRay",),
     "runner": ("Estimate", "estimate", "evaluate"),
     "ledger": ("LedgerRun", "Writer"),
+    "lines": ("Line", "frame"),
+    "planning": ("Plan", "plan"),
     "protocols": ("PROTOCOLS", "EvalProtocol"),
+    "published": ("HARNESS_PROTOCOLS", "HarnessProtocol", "Published"),
     "sandbox": ("Limits", "available_isolation", "run_program"),
     "scoring": ("score",),
     "statistics": ("Accuracy", "Paired", "holm", "mcnemar", "paired", "score_interval", "score_p"),
-    "tables": ("Line", "frame", "read_lines"),
+    "tables": ("read_lines",),
 }
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from sinklens.errors import SettingError, TaskError
-from sinklens.evaluation.conditions import Condition
+from sinklens.errors import ControlWarning, SettingError, TaskError, warn_caller
+from sinklens.evaluation.conditions import CONTROLS, Condition, unpaired
 from sinklens.evaluation.statistics import Accuracy, Paired, paired
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.likelihood.estimate import LikelihoodRequest, likelihoods
@@ -145,7 +145,12 @@ def answer_questions(
 
     Raises:
         SettingError: a condition has a cache policy or takes the sinks of another run, or see `likelihoods`.
+
+    Warns:
+        ControlWarning: a condition is a control of one that is not among these.
     """
+    if note := unpaired({one.name: one.control_of for one in conditions}, {one.name for one in conditions}):
+        warn_caller(note, ControlWarning)
     several = [pairs_of(model, question.prompt, list(question.choices), False) for question in questions]
     hooks = [_hooks(condition, model) for condition in conditions]
     found: list[ChoiceResult] = []
@@ -158,6 +163,17 @@ def answer_questions(
                 bar.after(len(found) * len(questions) + len(scored) - 1, None)
             found.append(ChoiceResult(condition, tuple(scored), tuple(question.right for question in questions)))
     return found
+
+
+def treatment_of(control: ChoiceResult, results: Iterable[ChoiceResult]) -> ChoiceResult | None:
+    """The result that `control` is a control of: the one it names, or that with as many sinks masked; else None."""
+    named, pick, masked = control.condition.control_of, control.condition.pick, control.condition.masked
+    for one in results:
+        if one.condition.name == named:
+            return one
+        if not named and pick in CONTROLS and one.condition.pick == "strongest" and one.condition.masked == masked:
+            return one
+    return None
 
 
 def _hooks(condition: Condition, model: Model) -> list[Any]:

@@ -5,7 +5,8 @@ of each kind of sampler; its hash covers all of these. Settings passed separatel
 stores the settings that the sampler finally used, so a change without effect on a model does not make a new run.
 
 Caveat: published scores differ in these settings more than in anything else. A protocol named after a model follows
-what its authors or the study published, as far as they state it; `note` lists what they leave open.
+what its authors or the study published, as far as they state it. `published` holds the scores, with sources; `unstated`
+lists what the sources leave open, or state but this package cannot repeat. `departures` says in what a run differs.
 """
 
 import hashlib
@@ -13,12 +14,33 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SettingError, nearest
+from sinklens.evaluation.published import (
+    BOS,
+    DREAM_BASE,
+    DREAM_INSTRUCT,
+    DREAM_PAPER,
+    EVAL_MD,
+    LLADA2_CARD,
+    LLADA2_MINI,
+    LLADA_15,
+    LLADA_BASE,
+    LLADA_INSTRUCT,
+    MMADA,
+    OPEN_COMPASS,
+    SDAR,
+    Published,
+    of_study,
+)
+from sinklens.evaluation.regimes import check_regime, in_regime
 from sinklens.sampling import SAMPLERS
 from sinklens.sampling.registry import find_sampler
 from sinklens.tasks import NAMES, Task, find_task
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
 
 
 @dataclass(frozen=True)
@@ -34,6 +56,9 @@ class EvalProtocol:
         shots, extractor: settings of the task, if it has them; None for the task's defaults.
         chat_template: apply the tokenizer's chat template to the prompt.
         note: the source of the settings, and which are our choice; not part of the hash.
+        regime: replaces the blocks of the settings: "diffusion", "blocks" or "blocks:N"; see `regimes.in_regime`.
+        published: scores measured with these settings; not part of the hash.
+        unstated: what the sources leave open, or state but this package cannot repeat; not part of the hash.
     """
 
     name: str
@@ -44,6 +69,12 @@ class EvalProtocol:
     chat_template: bool = False
     note: str = ""
     sampler: str | None = None
+    published: tuple[Published, ...] = ()
+    unstated: tuple[str, ...] = ()
+    regime: str = ""
+
+    def __post_init__(self) -> None:
+        check_regime(self.regime)
 
     @property
     def what(self) -> dict[str, Any]:
@@ -56,6 +87,7 @@ class EvalProtocol:
             "extractor": self.extractor,
             "chat_template": self.chat_template,
         }
+        found |= {"regime": self.regime} if self.regime else {}
         return found if self.sampler is None else found | {"sampler": self.sampler}
 
     @property
@@ -70,6 +102,14 @@ class EvalProtocol:
     def given(self, family_sampler: str) -> dict[str, Any]:
         """The settings of a run, for a model whose family's sampler is `family_sampler`."""
         return self.of(family_sampler) if self.sampler is None else {"sampler": self.sampler, **self.of(self.sampler)}
+
+    def run_settings(self, model: "Model") -> dict[str, Any]:
+        """The settings of runs of `model`, as `sinklens.generate` takes them, in the protocol's regime.
+
+        Raises:
+            SettingError: the model does not decode in that regime.
+        """
+        return in_regime(model, self.given(model.family_record.sampler), self.regime)
 
     def make_task(self, path: str | Path | None = None, examples: str | Path | None = None) -> Task:
         """Make the task with these settings.
@@ -132,26 +172,90 @@ def _study(length: int) -> dict[str, Mapping[str, Any]]:
     }
 
 
+def _equal(length: int, block: int, **flags: Any) -> dict[str, Mapping[str, Any]]:
+    """LLaDA's sampler with one token per step."""
+    return {"llada": {"gen_length": length, "steps": length, "block_length": block, **flags}}
+
+
+_GSM8K, _HUMANEVAL = 1319, 164  # samples of the test sets
+_INSTRUCT = f"{EVAL_MD} and opencompass/examples; steps = gen_length: the authors' answer in issue 25."
+_BASE = "ML-GSAI/LLaDA, EVAL.md and eval_llada_lm_eval.sh"
+_DREAM_GEN = "DreamLM/Dream, eval/eval_dream_gen.sh"
 _RND1_SETTINGS = {"rnd1": {"gen_length": 256, "steps": 256, "temperature": 0.01, "greedy": False}}
 _OPEN_DCODER_SETTINGS = {
     "open-dcoder": {"gen_length": 128, "steps": 128, "temperature": 0.8, "top_p": 0.95, "alg": "p2"}
 }
+_SDAR_SETTINGS = {"sdar": {"block_length": 4, "denoising_steps": 4, "temperature": 0.0}}
+_LLADA2_SETTINGS = {"llada2": {"block_length": 32, "denoising_steps": 32, "temperature": 0.0}}
+_SHOTS = "shots: the script leaves the harness's five; the paper's Table 1 states 4"
+_EXTRACTOR = "which number of the answer is read (strict or flexible)"
 PROTOCOLS = {
     protocol.name: protocol
     for protocol in (
-        EvalProtocol("llada-gsm8k", "gsm8k", _study(256), chat_template=True,
-                 note=_STUDY.format(length=256, more="five examples, one user turn and the flexible number are "
-                                                     "the harness's usual ones, our choice.")),
+        EvalProtocol("llada-gsm8k", "gsm8k", _study(256), chat_template=True, published=of_study("llada-gsm8k"),
+                     note=_STUDY.format(length=256, more="five examples, one user turn and the flexible number are "
+                                                     "the harness's usual ones, our choice."),
+                     unstated=("steps", "shots", "which checkpoints")),
         EvalProtocol("llada-humaneval", "humaneval-instruct", _study(512), chat_template=True,
-                 note=_STUDY.format(length=512, more="the harness's instruct prompt is our choice.")),
+                     note=_STUDY.format(length=512, more="the harness's instruct prompt is our choice."),
+                     published=of_study("llada-humaneval"), unstated=("steps", "prompt", "which checkpoints")),
         EvalProtocol("dream-gsm8k", "gsm8k-cot", _study(256), shots=0, chat_template=True,
-                 note=_DREAM.format(length=256, more="; gsm8k_cot without examples.")),
+                     note=_DREAM.format(length=256, more="; gsm8k_cot without examples."),
+                     published=(Published(DREAM_INSTRUCT, 0.810, DREAM_PAPER, _GSM8K), *of_study("dream-gsm8k")),
+                     unstated=(_EXTRACTOR,)),
         EvalProtocol("dream-humaneval", "humaneval-instruct", _study(768), chat_template=True,
-                 note=_DREAM.format(length=768, more=".")),
+                     note=_DREAM.format(length=768, more="."),
+                     published=(Published(DREAM_INSTRUCT, 0.555, DREAM_PAPER, _HUMANEVAL),
+                                *of_study("dream-humaneval"))),
+        EvalProtocol("llada-base-gsm8k", "gsm8k", _equal(1024, 1024), shots=5, note=_BASE,
+                     published=(Published(LLADA_BASE, 0.703, EVAL_MD, _GSM8K),),
+                     unstated=(_SHOTS, _EXTRACTOR)),
+        EvalProtocol("llada-base-gsm8k-256", "gsm8k", _equal(256, 256), shots=5, note=_BASE,
+                     published=(Published(LLADA_BASE, 0.700, EVAL_MD, _GSM8K),),
+                     unstated=(_SHOTS, _EXTRACTOR)),
+        EvalProtocol("llada-base-humaneval", "humaneval", _equal(1024, 1024), note=_BASE,
+                     published=(Published(LLADA_BASE, 0.354, EVAL_MD, _HUMANEVAL),)),
+        EvalProtocol("llada-instruct-gsm8k", "gsm8k", _equal(512, 512, confidence_eos_eot_inf=True), shots=4,
+                     chat_template=True, note=f"{_INSTRUCT} Pure diffusion; four examples: the paper's Table 2.",
+                     published=(Published(LLADA_INSTRUCT, 0.694, EVAL_MD, _GSM8K),), unstated=(OPEN_COMPASS,)),
+        EvalProtocol("llada-instruct-gsm8k-blocks", "gsm8k", _equal(256, 8), shots=4, chat_template=True,
+                     note=f"{_INSTRUCT} Blocks from left to right; four examples: the paper's Table 2.",
+                     published=(Published(LLADA_INSTRUCT, 0.786, EVAL_MD, _GSM8K),), unstated=(OPEN_COMPASS,)),
+        EvalProtocol("llada-instruct-humaneval", "humaneval-instruct", _equal(512, 512, logits_eos_inf=True),
+                     chat_template=True, note=f"{_INSTRUCT} Pure diffusion.",
+                     published=(Published(LLADA_INSTRUCT, 0.494, EVAL_MD, _HUMANEVAL),), unstated=(OPEN_COMPASS,)),
+        EvalProtocol("llada-1.5-gsm8k", "gsm8k", _equal(256, 16, confidence_eos_eot_inf=True), chat_template=True,
+                     note=f"{_INSTRUCT} Blocks from left to right.",
+                     published=(Published(LLADA_15, 0.838, EVAL_MD, _GSM8K),),
+                     unstated=("shots: of OpenCompass's gsm8k_gen; here the task's default", OPEN_COMPASS)),
+        EvalProtocol("llada-1.5-humaneval", "humaneval-instruct", _equal(512, 32, confidence_eos_eot_inf=True),
+                     chat_template=True, note=f"{_INSTRUCT} Blocks from left to right.",
+                     published=(Published(LLADA_15, 0.524, EVAL_MD, _HUMANEVAL),), unstated=(OPEN_COMPASS,)),
+        EvalProtocol("dream-base-humaneval", "humaneval", {"dream": {"gen_length": 512, "steps": 512,
+                     "temperature": 0.2, "top_p": 0.95}}, note=_DREAM_GEN,
+                     published=(Published(DREAM_BASE, 0.579, DREAM_PAPER, _HUMANEVAL),),
+                     unstated=("alg", BOS, "the script cuts the answers once more (postprocess_code.py)")),
+        EvalProtocol("mmada-gsm8k", "gsm8k", {}, chat_template=True,
+                     note="Yang et al., 2505.15809, Table 4. evaluation/eval.md says that its own settings do not "
+                          "reach the paper's scores; issues 29, 36 and 40 ask for them.",
+                     published=(Published(MMADA, 0.734, "Yang et al., 2505.15809, Table 4", _GSM8K),),
+                     unstated=("which checkpoint", "lengths", "steps", "blocks", "shots", "prompt", _EXTRACTOR)),
+        EvalProtocol("sdar-gsm8k", "gsm8k", _SDAR_SETTINGS, chat_template=True,
+                     note="JetAstra/SDAR, README: block_length 4, denoising_steps 4, greedy decoding.",
+                     published=(Published(SDAR, None, "JetAstra/SDAR, README: a picture (assets/table1.png)", _GSM8K),),
+                     unstated=("length", "remasking_strategy", "shots", "prompt", OPEN_COMPASS)),
+        EvalProtocol("llada2-gsm8k", "gsm8k", _LLADA2_SETTINGS, chat_template=True,
+                     note=f"The settings that the {LLADA2_CARD} recommends.",
+                     published=(Published(LLADA2_MINI, 0.9424, LLADA2_CARD, _GSM8K),),
+                     unstated=("settings of the score", "length (32,768 is recommended)", "shots", "prompt")),
+        EvalProtocol("llada2-humaneval", "humaneval-instruct", _LLADA2_SETTINGS, chat_template=True,
+                     note=f"The settings that the {LLADA2_CARD} recommends.",
+                     published=(Published(LLADA2_MINI, 0.8659, LLADA2_CARD, _HUMANEVAL),),
+                     unstated=("settings of the score", "length (32,768 is recommended)", "prompt")),
         EvalProtocol("rnd1-gsm8k", "gsm8k", _RND1_SETTINGS,
-                 note=_RND1.format(length=256, more="the harness's gsm8k with five examples")),
+                     note=_RND1.format(length=256, more="the harness's gsm8k with five examples")),
         EvalProtocol("rnd1-humaneval", "humaneval", _RND1_SETTINGS,
-                 note=_RND1.format(length=256, more="HumanEval's completion")),
+                     note=_RND1.format(length=256, more="HumanEval's completion")),
         EvalProtocol("open-dcoder-humaneval", "humaneval", _OPEN_DCODER_SETTINGS, note=_OPEN_DCODER),
     )
 }  # fmt: skip

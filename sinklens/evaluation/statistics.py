@@ -10,6 +10,7 @@ Pitfall: overlapping intervals do not imply that the paired difference is zero. 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Shaped
@@ -54,6 +55,33 @@ class Accuracy:
     def __str__(self) -> str:
         low, high = self.interval
         return f"{self.share:.3f} [{low:.3f}, {high:.3f}] of {self.total}"
+
+
+class Gap(NamedTuple):
+    """The difference of two accuracies whose samples are not paired.
+
+    Attributes:
+        difference: the second accuracy minus the first.
+        low, high: its 95 % interval.
+    """
+
+    difference: float
+    low: float
+    high: float
+
+
+def unpaired_gap(base: Accuracy, other: Accuracy) -> Gap:
+    """Difference of two accuracies, with Newcombe's hybrid score interval for independent samples.
+
+    With shares p, q and Wilson's limits (l, u) and (m, v), the limits of q − p are q − p − √((q − m)² + (u − p)²) and
+    q − p + √((v − q)² + (p − l)²) (Newcombe, Statistics in Medicine 17, 1998, 873–890, method 10). Where both were
+    measured on the same questions, the interval is too wide, never too narrow, as long as the verdicts agree more often
+    than by chance.
+    """
+    (low, high), (lower, upper) = base.interval, other.interval
+    gap = other.share - base.share
+    down = math.hypot(other.share - lower, high - base.share)
+    return Gap(gap, gap - down, gap + math.hypot(upper - other.share, base.share - low))
 
 
 @dataclass(frozen=True)

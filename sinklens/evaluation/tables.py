@@ -18,96 +18,21 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sinklens.errors import ControlWarning, LedgerError, SettingError
 from sinklens.evaluation.conditions import CONTROLS, unpaired
+from sinklens.evaluation.departures import departures
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, data_difference
+from sinklens.evaluation.lines import Line, regime_of
+from sinklens.evaluation.protocols import PROTOCOLS
+from sinklens.evaluation.published import STUDY
 from sinklens.evaluation.scoring import verdicts
 from sinklens.evaluation.statistics import Accuracy, Paired, holm, paired
 
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
-
-# Rulli et al., 2510.15731, Table 1: accuracy with 0, 1, 5 and 10 sinks masked. They call the checkpoints "instruct"
-# without naming them; these are the published instruct checkpoints of each model.
-PAPER = {
-    "gsm8k": {
-        "Dream-v0-Instruct-7B": {0: 0.82, 1: 0.79, 5: 0.78, 10: 0.75},
-        "LLaDA-8B-Instruct": {0: 0.76, 1: 0.75, 5: 0.73, 10: 0.55},
-        "MMaDA-8B-MixCoT": {0: 0.54, 1: 0.53, 5: 0.54, 10: 0.37},
-        "Llama-3.1-8B-Instruct": {0: 0.85, 1: 0.02, 5: 0.02, 10: 0.01},
-    },
-    "humaneval": {
-        "Dream-v0-Instruct-7B": {0: 0.60, 1: 0.64, 5: 0.61, 10: 0.57},
-        "LLaDA-8B-Instruct": {0: 0.37, 1: 0.37, 5: 0.39, 10: 0.35},
-        "MMaDA-8B-MixCoT": {0: 0.16, 1: 0.16, 5: 0.18, 10: 0.09},
-        "Llama-3.1-8B-Instruct": {0: 0.66, 1: 0.00, 5: 0.00, 10: 0.00},
-    },
-}
-
-
 PICKS = ("", "strongest", "steady", *CONTROLS)  # in the order of a table
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of the results table: one condition, and how it compares with the others of its group.
-
-    Attributes:
-        task, protocol, model: names; `model` includes what distinguishes groups that would share a name.
-        condition, masked, pick: as in `Condition`.
-        cache: the cache policy of the runs; "" for exact ones.
-        accuracy: over all samples with a verdict.
-        against_unmasked: paired with the unmasked run; None for the unmasked run, or if there is no such run.
-        against_random: paired with its control: the same number of random keys, masked in the same manner, or the
-            condition whose `Condition.control_of` names this one (the first of several). None without one.
-        chance: expected accuracy of a guess, in [0, 1].
-        malformed: share of answers that are not of the required form (`Task.malformed`); NaN if the task requires none,
-            or for records of version 0.1.
-        formed: accuracy over the other answers; None where `malformed` is NaN.
-        empty, masks, unended: shares of answers that are empty, contain masks, or have no end token.
-        per_second: samples per second of model time.
-        control: name of that control; "" without one.
-        no_unmasked, no_random: why `against_unmasked` or `against_random` is None: "no unmasked run", "no control",
-            "not scored" or "no shared samples". "" if it is not None, or where it does not apply: to the unmasked run,
-            to controls, and to runs that change nothing but the cache policy.
-        speed: seconds of the exact unmasked run over seconds of this one, on the samples that both have; NaN for the
-            unmasked run, or if there is no such run.
-        sinks: sinks per head and step, by the paper's definition.
-        devices: device types.
-        paper: accuracy in the paper's Table 1 for the same model and task, else None.
-        unscored: samples whose generated program has not been run. They are excluded from all other numbers, unless
-            no program has been run: then `accuracy` has no samples, and the shares are over the unscored ones.
-    """
-
-    task: str
-    protocol: str
-    model: str
-    condition: str
-    masked: int | None
-    pick: str
-    accuracy: Accuracy
-    against_unmasked: Paired | None
-    against_random: Paired | None
-    chance: float
-    malformed: float
-    formed: Accuracy | None
-    empty: float
-    masks: float
-    unended: float
-    per_second: float
-    sinks: float
-    devices: tuple[str, ...]
-    paper: float | None
-    unscored: int = 0
-    cache: str = ""
-    speed: float = math.nan
-    control: str = ""
-    no_unmasked: str = ""
-    no_random: str = ""
 
 
 class _Against(NamedTuple):
@@ -209,9 +134,7 @@ def _names(groups: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     for group in groups:
         namesakes = [other for other in groups if _label(other) == _label(group)]
-        differing = sorted(
-            {name for other in namesakes for name, value in _flat(other) if (name, value) not in _flat(group)}
-        )
+        differing = {name for other in namesakes for name, _ in {*_flat(other)} ^ {*_flat(group)}}
         details = [f"{name.rpartition('.')[2]} {value}" for name, value in _flat(group) if name in differing]
         found.append(f"{group['model']} ({', '.join(details)})" if details else str(group["model"]))
     return found
@@ -353,7 +276,27 @@ def _line(
         control=control,
         no_unmasked=against_unmasked.missing,
         no_random=against_random.missing,
+        **_made(read),
     )
+
+
+def _made(read: _ScoredRun) -> dict[str, Any]:
+    """The columns that say how a run was made."""
+    what, records = read.run.what, list(read.records.values())
+    versions = {f"{name} {value}" for record in records for name, value in record.get("versions", {}).items()}
+    requested, picked = (
+        [record[name] for record in records if name in record] for name in ("control_requested", "control_picked")
+    )
+    return {
+        "checkpoint": str(what["model"]), "revision": str(what.get("revision", "")),
+        "dtype": str(what.get("dtype", "")), "seed": int(what["seed"]),
+        "regime": regime_of(str(what["sampler"]), what["settings"]),
+        "versions": tuple(sorted(versions)),
+        "machines": tuple(sorted({str(record["device_name"]) for record in records if record.get("device_name")})),
+        "departs": tuple(departures(what)),
+        "keys_requested": float(np.mean(requested)) if requested else math.nan,
+        "keys_picked": float(np.mean(picked)) if picked else math.nan,
+    }  # fmt: skip
 
 
 def _formed(read: _ScoredRun) -> Accuracy | None:
@@ -366,10 +309,13 @@ def _formed(read: _ScoredRun) -> Accuracy | None:
 
 
 def _published(what: Mapping[str, Any], condition: Mapping[str, Any]) -> float | None:
-    """The paper's accuracy, for the models, tasks and conditions it covers (one set of keys per head)."""
-    in_paper = condition["name"] == "unmasked" or (condition["pick"] == "strongest" and "," not in condition["name"])
-    numbers = PAPER.get(str(what["protocol"]["task"]).split("-")[0], {}).get(str(what["model"]).split("/")[-1], {})
-    return numbers.get(condition["masked"]) if in_paper else None
+    """The study's accuracy, for the protocols, models and conditions it covers (one set of keys per head)."""
+    covered = condition["name"] == "unmasked" or (condition["pick"] == "strongest" and "," not in condition["name"])
+    protocol = PROTOCOLS.get(str(what["protocol"]["name"]))
+    for one in protocol.published if covered and protocol is not None else ():
+        if one.source == STUDY and one.masked == condition["masked"] and one.of(str(what["model"])):
+            return one.score
+    return None
 
 
 def _corrected(lines: list[Line]) -> list[Line]:
@@ -380,30 +326,3 @@ def _corrected(lines: list[Line]) -> list[Line]:
         for place, p in zip(places, adjusted, strict=True):
             lines[place] = replace(lines[place], **{kind: replace(getattr(lines[place], kind), p=p)})
     return lines
-
-
-def frame(lines: Sequence[Line]) -> "DataFrame":
-    """All lines as a table of plain numbers; `p` columns are Holm-corrected."""
-    import pandas as pd
-
-    rows = []
-    for line in lines:
-        low, high = line.accuracy.interval
-        row = {
-            "task": line.task, "protocol": line.protocol, "model": line.model, "condition": line.condition,
-            "masked": line.masked, "pick": line.pick, "cache": line.cache,
-            "right": line.accuracy.right, "total": line.accuracy.total,
-            "estimate": line.accuracy.share, "low": low, "high": high, "chance": line.chance,
-        }  # fmt: skip
-        for kind in ("against_unmasked", "against_random"):
-            pair = getattr(line, kind)
-            for name in ("difference", "low", "high", "lost", "gained", "p", "total"):
-                row[f"{kind}_{name}"] = math.nan if pair is None else getattr(pair, name)
-        rows.append(row | {
-            "malformed": line.malformed, "right_of_formed": math.nan if line.formed is None else line.formed.share,
-            "empty": line.empty, "masks": line.masks, "unended": line.unended, "per_second": line.per_second,
-            "speed": line.speed, "sinks": line.sinks, "devices": " ".join(line.devices), "paper": line.paper,
-            "unscored": line.unscored, "control": line.control, "no_unmasked": line.no_unmasked,
-            "no_random": line.no_random,
-        })  # fmt: skip
-    return pd.DataFrame(rows)

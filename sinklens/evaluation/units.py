@@ -14,22 +14,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
 
 from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import LedgerRecord
 from sinklens.evaluation.protocols import EvalProtocol
-from sinklens.interventions import Intervention
+from sinklens.evaluation.sink_sums import SinkSums
+from sinklens.interventions import Intervention, Suffix
+from sinklens.runs.identity import fingerprint
 from sinklens.runs.policies import check_policy
 from sinklens.sampling import settings_for
-from sinklens.sinks.motion import static_share
+from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
 from sinklens.tasks import Sample, Task
 from sinklens.tasks.prompts import IdSample, Prompts, before_end, model_input, prompt_hash, reference_hash
+from sinklens.tasks.verdicts import Verdict
 from sinklens.tracing import generate
 from sinklens.utils.versions import versions
 
@@ -54,7 +57,15 @@ class Batch:
 
 
 def batches(condition: Condition, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
-    """Group samples of similar length, keeping equal prompts apart; the order depends only on the samples."""
+    """Group samples of similar length, keeping equal prompts and different suffixes apart.
+
+    The order depends only on the samples.
+    """
+    for suffix in sorted({sample.suffix for sample in samples}):
+        yield from _with_one_suffix(condition, [sample for sample in samples if sample.suffix == suffix], size)
+
+
+def _with_one_suffix(condition: Condition, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
     ordered = sorted(samples, key=lambda sample: (len(model_input(sample)), sample.id))
     for part in equals_apart(ordered, model_input, size):
         yield Batch(condition, tuple(part))
@@ -85,7 +96,7 @@ def identity(model: "Model", condition: Condition, task: Task, protocol: EvalPro
         PromptError: the task is text and the model has no tokenizer, or the expected token ids have a length that the
             model cannot generate; nothing has been written yet.
     """
-    settings = settings_for(model, protocol.given(model.family_record.sampler))
+    settings = settings_for(model, protocol.run_settings(model))
     given = [sample for sample in task.samples() if isinstance(sample, IdSample)] if isinstance(task, Prompts) else []
     if model.tokenizer is None and not (given and all(sample.ids and sample.expected for sample in given)):
         raise PromptError(
@@ -100,12 +111,17 @@ def identity(model: "Model", condition: Condition, task: Task, protocol: EvalPro
         if Path(model.name).is_dir()
         else model.name,  # independent of the location
         "family": model.family,
-        "sampler": protocol.sampler or model.family_record.sampler,
+        "sampler": settings.name,
         "revision": model.checkpoint.revision or "",
         "weights": model.fingerprint,
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
         "condition": condition.described(),
-        "protocol": {"name": protocol.name} | {key: value for key, value in protocol.what.items() if key != "settings"},
+        "protocol": {"name": protocol.name}
+        | {
+            key: value
+            for key, value in protocol.what.items()
+            if key not in ("settings", "regime")  # both in settings
+        },
         "task": _task_settings(task),
         "settings": asdict(settings),
         "seed": seed,
@@ -118,7 +134,7 @@ def check_caches(model: "Model", conditions: Sequence[Condition], protocol: Eval
     Raises:
         SettingError: one does not.
     """
-    settings = settings_for(model, protocol.given(model.family_record.sampler))
+    settings = settings_for(model, protocol.run_settings(model))
     for condition in conditions:
         if condition.cache is not None:
             check_policy(model, settings, condition.cache)
@@ -144,24 +160,31 @@ def carry_out(model: "Model", task: Task, protocol: EvalProtocol, batch: Batch, 
     """
     started = time.perf_counter()
 
-    def run_with(hooks: Sequence[Intervention]) -> "Generation":
+    def run_with(hooks: Sequence[Intervention], record: Record) -> "Generation":
         prompts = [token_ids(model, sample, protocol.chat_template) for sample in batch.samples]
-        settings: dict[str, Any] = protocol.given(model.family_record.sampler)
-        return generate(model, prompts, seed=seed, hooks=hooks, progress=False, cache=batch.condition.cache, **settings)
+        settings: dict[str, Any] = protocol.run_settings(model)
+        suffix = batch.samples[0].suffix  # all have the same
+        hooks = [*hooks, Suffix(text=suffix)] if suffix else hooks
+        cache = batch.condition.cache
+        return generate(
+            model, prompts, seed=seed, hooks=hooks, record_sinks=record, progress=False, cache=cache, **settings
+        )
 
-    def unmasked() -> SinkTrack:
-        track = run_with(()).sinks
-        assert track is not None, "sinks are recorded by default"
+    def unmasked(folder: str) -> SinkTrack:
+        track = run_with((), Record(to=Path(folder) / "unmasked.zarr")).sinks
+        assert track is not None, "a run that records on disk has a track"
         return track
 
+    sums = SinkSums()
     try:
-        run = run_with(batch.condition.hooks_for(unmasked))
+        with TemporaryDirectory(prefix="sinklens-") as folder:
+            run = run_with(batch.condition.hooks_for(partial(unmasked, folder)), Record(reduce=sums))
     except PromptError as error:
         names = [sample.id for sample in batch.samples]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         which = "samples" if len(names) > 1 else "sample"
         raise PromptError(f"{which} {', '.join(names[:3])}{more}: {error}") from error
-    sinks = sink_summary(run, [_steps(run, row) for row in range(len(batch.samples))])
+    sinks = sums.summary()
     about = {
         "device": model.cfg.device.type,
         "device_name": _device_name(model),
@@ -203,7 +226,10 @@ def _task_settings(task: Task) -> dict[str, Any]:
         return {}
     found = {entry.name: getattr(task, entry.name) for entry in fields(task) if entry.name not in ("path", "examples")}
     plain = (str, int, float, type(None))
-    return {name: value if isinstance(value, plain) else str(value) for name, value in found.items()}
+    return {
+        name: value if isinstance(value, plain) else fingerprint(value) if isinstance(value, Verdict) else str(value)
+        for name, value in found.items()
+    }
 
 
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRecord:
@@ -241,38 +267,6 @@ def _steps(run: "Generation", row: int) -> int:
     """The number of steps of a row; in an autoregressive run, up to its end token."""
     answer = run.answers[row]
     return answer.tokens + answer.ended if run.model.causal else run.steps_run
-
-
-def sink_summary(run: "Generation", steps: Sequence[int]) -> dict[str, np.ndarray]:
-    """Summarize a run's sinks in three numbers per row.
-
-    Args:
-        steps: for each row, the number of leading steps that count.
-
-    Returns:
-        "per_head": sinks per head and step by the paper's definition (Eq. 3, ε = 3, unit "sum"); "main_score": mean
-        over heads and steps of the largest score; "static_share": share of heads whose strongest key never moves, in
-        [0, 1]. Under a cache policy, scores are means over the queries that the step computed, times the number of
-        positions, so that uniform attention is 1 as in an exact run.
-    """
-    assert run.sinks is not None
-    found: dict[str, list[float]] = {"per_head": [], "main_score": [], "static_share": []}
-    for row, count in enumerate(steps):
-        row_sinks = _to_all_queries(run.sinks.isel(batch=[row], step=slice(0, count)))
-        score = row_sinks.scores()
-        exists = score.notnull().any("pos")
-        found["per_head"].append(float(row_sinks.detect().sum() / exists.sum()))
-        found["main_score"].append(float(score.max("pos").mean()))
-        found["static_share"].append(float(static_share(row_sinks).mean()))
-    return {name: np.array(values) for name, values in found.items()}
-
-
-def _to_all_queries(track: SinkTrack) -> SinkTrack:
-    """The track with scores as if every position were a query, which under a cache policy are sums over fewer."""
-    if "fresh" not in track:
-        return track
-    fraction = track.scores("fraction")
-    return SinkTrack(track.data.assign(score=fraction * fraction.notnull().sum("pos")))
 
 
 def _device_name(model: "Model") -> str:

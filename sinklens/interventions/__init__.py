@@ -13,6 +13,7 @@ from sinklens.interventions.keys import HideKeys, HoldSinks
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
+from sinklens.interventions.noise_level import ClampGates, ForceTime, FreezeCond
 from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks
 from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.places import AtPositions
@@ -30,11 +31,14 @@ __all__ = [
     "Accept",
     "Activations",
     "AtPositions",
+    "ClampGates",
     "ClampStream",
     "Directions",
     "Donors",
     "FixedNoise",
+    "ForceTime",
     "ForceTokens",
+    "FreezeCond",
     "FreezePattern",
     "HeadOutputs",
     "HideKeys",

@@ -1,25 +1,28 @@
-"""Bounds of masked diffusion models: passes over answers with some tokens masked.
+"""Bounds of diffusion models: passes over noisy answers.
 
-A block-causal model is evaluated block by block: earlier blocks of the answer are given, tokens of one block are
-masked, and later blocks, which the block would not see, are left out. The bound is the sum over the blocks. If a block
-begins with tokens of the prompt, only its answer tokens are masked.
+A block-causal model is evaluated block by block: earlier blocks of the answer are given, tokens of one block are noisy,
+and later blocks, which the block would not see, are left out. The bound is the sum over the blocks. If a block begins
+with tokens of the prompt, only its answer tokens are noisy. Rows share the blocks before their own (shared_prefix.py).
 
-If a mask of an answer is drawn twice, it is computed once. All rows of a batch have answers of equal length, so only
-prompts are padded, and position −1 is the last answer token of every row.
+If a noisy answer is drawn twice, at the same noise level if the network reads it, it is computed once. The rows of a
+batch have as many tokens from the prompt's end, or from where sharing ends; only what precedes them is padded.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
+from jaxtyping import Bool, Float
 
 from sinklens.likelihood.batches import Batches
-from sinklens.likelihood.draws import DrawRule, MaskDraws
-from sinklens.likelihood.hooked_pass import HookedPass, MaskedRows
+from sinklens.likelihood.draws import DrawRule
+from sinklens.likelihood.hooked_pass import HookedPass, MaskedRows, blocks_of_text
+from sinklens.likelihood.noise import Noise, NoisyDraws
 from sinklens.likelihood.pairs import PromptAnswer
 from sinklens.likelihood.result import Likelihood, ValueKind
+from sinklens.likelihood.shared_prefix import logits_after, prefix_length, shares_prefixes
 from sinklens.model import Model
 
 
@@ -31,38 +34,63 @@ class _Part:
         pair: index of the pair.
         number: of the block, from 0.
         start, stop: the block's tokens in the answer.
-        draws: their masks.
+        draws: their noisy forms.
     """
 
     pair: int
     number: int
     start: int
     stop: int
-    draws: MaskDraws
+    draws: NoisyDraws
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One distinct mask of a part, and the draws that have it."""
+    """One distinct noisy form of a part, and the draws that have it.
+
+    Attributes:
+        before: tokens of prompt and answer that precede `clean`: the prompt, or the complete blocks that rows share.
+        clean: the tokens from there to the end of the part.
+    """
 
     part: _Part
-    masked: tuple[bool, ...]
     draws: tuple[int, ...]
+    before: tuple[int, ...]
+    clean: tuple[int, ...]
+
+    @property
+    def noisy(self) -> list[int]:
+        """`clean`, with the noisy tokens of the part."""
+        tokens = self.part.draws.tokens[self.draws[0]].tolist()
+        return [*self.clean[: len(self.clean) - len(tokens)], *tokens]
+
+    @property
+    def counted(self) -> list[bool]:
+        """The tokens of `clean` whose loss counts."""
+        counted = self.part.draws.counted[self.draws[0]].tolist()
+        return [False] * (len(self.clean) - len(counted)) + counted
+
+    @property
+    def shape(self) -> tuple[bool, int]:
+        """What the rows of a batch have in common."""
+        return bool(self.before), len(self.clean)
 
 
-def bounds(passes: HookedPass, pairs: Sequence[PromptAnswer], rule: DrawRule, batches: Batches) -> list[Likelihood]:
+def bounds(
+    passes: HookedPass, noise: Noise, pairs: Sequence[PromptAnswer], rule: DrawRule, batches: Batches
+) -> list[Likelihood]:
     """The bound of each pair."""
-    parts = [part for number, pair in enumerate(pairs) for part in _parts(passes.model, number, pair, rule)]
-    rows = [row for part in parts for row in _rows(part) if any(row.masked)]
-    rows.sort(key=lambda row: (row.part.stop, len(pairs[row.part.pair].prompt), row.part.pair, row.part.number))
+    parts = [part for number, pair in enumerate(pairs) for part in _parts(passes.model, noise, number, pair, rule)]
+    rows = [row for part in parts for row in _rows(passes, noise, pairs[part.pair], part) if any(row.counted)]
+    rows.sort(key=lambda row: (row.shape, len(row.before), row.before, row.part.pair, row.part.number))
     most = {pair: max(len(part.draws.weights) for part in parts if part.pair == pair) for pair in range(len(pairs))}
     losses = [np.full((most[number], len(pair.answer)), np.nan) for number, pair in enumerate(pairs)]
-    for same in _by_length(rows):
+    for _, same in groupby(rows, key=lambda row: row.shape):
 
         def work(batch: Sequence[_Row]) -> None:
-            _compute(passes, pairs, batch, losses)
+            _compute(passes, noise, batch, losses)
 
-        batches.run(same, lambda row: len(pairs[row.part.pair].prompt) + row.part.stop, work)
+        batches.run(list(same), lambda row: len(row.before) + len(row.clean), work)
     return [
         _result(pair, [part for part in parts if part.pair == number], losses[number], rule)
         for number, pair in enumerate(pairs)
@@ -71,57 +99,66 @@ def bounds(passes: HookedPass, pairs: Sequence[PromptAnswer], rule: DrawRule, ba
 
 def block_ends(model: Model, pair: PromptAnswer) -> list[int]:
     """Where the blocks of an answer end, in its tokens; a single one unless the model is block-causal."""
-    blocks, length = model.checkpoint.blocks, len(pair.answer)
+    blocks, length = blocks_of_text(model), len(pair.answer)
     if blocks is None:
         return [length]
     before = len(pair.prompt) % blocks.length if blocks.start == "token" else 0
     return [*range(blocks.length - before, length, blocks.length), length]
 
 
-def _parts(model: Model, number: int, pair: PromptAnswer, rule: DrawRule) -> Iterator[_Part]:
+def _parts(model: Model, noise: Noise, number: int, pair: PromptAnswer, rule: DrawRule) -> Iterator[_Part]:
     """The blocks of one answer."""
     ends = block_ends(model, pair)
     for block, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)):
-        yield _Part(number, block, start, stop, rule.draw(pair.prompt, stop - start, block))
+        draws = noise.draw(rule, pair.prompt, torch.tensor(pair.answer[start:stop]), block)
+        yield _Part(number, block, start, stop, draws)
 
 
-def _rows(part: _Part) -> Iterator[_Row]:
-    """The distinct masks of a part."""
-    found: dict[tuple[bool, ...], list[int]] = {}
-    for draw, masked in enumerate(part.draws.masked.tolist()):
-        found.setdefault(tuple(masked), []).append(draw)
-    for masked, draws in found.items():
-        yield _Row(part, masked, tuple(draws))
+def _rows(passes: HookedPass, noise: Noise, pair: PromptAnswer, part: _Part) -> Iterator[_Row]:
+    """The distinct noisy forms of a part."""
+    text, before = (*pair.prompt, *pair.answer[: part.stop]), len(pair.prompt)
+    if shares_prefixes(passes):
+        before = prefix_length(passes.model, before + part.start)
+    found: dict[tuple[object, ...], list[int]] = {}
+    times = noise.read(part.draws)
+    for draw, tokens in enumerate(part.draws.tokens.tolist()):
+        found.setdefault((*tokens, None if times is None else float(times[draw])), []).append(draw)
+    for draws in found.values():
+        yield _Row(part, tuple(draws), text[:before], text[before:])
 
 
-def _by_length(rows: Sequence[_Row]) -> Iterator[Sequence[_Row]]:
-    """Rows with equally many answer tokens."""
-    start = 0
-    for place, row in enumerate(rows):
-        if row.part.stop != rows[start].part.stop:
-            yield rows[start:place]
-            start = place
-    if rows:
-        yield rows[start:]
-
-
-def _compute(
-    passes: HookedPass, pairs: Sequence[PromptAnswer], batch: Sequence[_Row], losses: list[np.ndarray]
-) -> None:
-    """Write the losses of the masked tokens of `batch` into `losses`."""
+def _compute(passes: HookedPass, noise: Noise, batch: Sequence[_Row], losses: list[np.ndarray]) -> None:
+    """Write the losses of the counted tokens of `batch` into `losses`."""
     model = passes.model
-    assert model.mask_token_id is not None
-    stop = batch[0].part.stop
-    texts = [(*pair.prompt, *pair.answer[:stop]) for pair in (pairs[row.part.pair] for row in batch)]
-    ids, real = model.reader.padded([list(text) for text in texts])
-    answers, length = ids[:, -stop:], ids.shape[1] - stop
-    masked = torch.tensor([(False,) * row.part.start + row.masked for row in batch], device=ids.device)
-    given = MaskedRows(ids[:, :length], real[:, :length], answers.masked_fill(masked, model.mask_token_id), masked)
-    lost = cross_entropy(passes.logits(given), answers[masked], reduction="none").double().cpu().numpy()
-    places = np.split(lost, np.cumsum([sum(row.masked) for row in batch])[:-1])
+    noisy, clean = (
+        torch.tensor(ids, device=model.cfg.device)
+        for ids in ([row.noisy for row in batch], [row.clean for row in batch])
+    )
+    counted = torch.tensor([row.counted for row in batch], device=noisy.device)
+    levels, times = _times(noise, batch, counted)
+    if shares_prefixes(passes):
+        logits = logits_after(model, [row.before for row in batch], noisy, counted)
+    else:
+        ids, real = model.reader.padded([[*row.before, *row.clean] for row in batch])
+        length = ids.shape[1] - noisy.shape[1]
+        logits = passes.logits(MaskedRows(ids[:, :length], real[:, :length], noisy, counted, levels))
+    lost = noise.losses(logits, clean[counted], noisy[counted], times).double().cpu().numpy()
+    places = np.split(lost, np.cumsum(counted.sum(dim=1).cpu().numpy())[:-1])
     for row, values in zip(batch, places, strict=True):
-        columns = row.part.start + np.flatnonzero(row.masked)
+        columns = row.part.stop - len(row.clean) + np.flatnonzero(row.counted)
         losses[row.part.pair][np.array(row.draws)[:, None], columns] = values
+
+
+def _times(
+    noise: Noise, batch: Sequence[_Row], counted: Bool[torch.Tensor, "row pos"]
+) -> tuple[Float[torch.Tensor, " row"] | None, Float[torch.Tensor, " token"] | None]:
+    """What the network reads of each row's time, and the time of each counted token."""
+    read = [noise.read(row.part.draws) for row in batch]
+    found = [times[row.draws[0]] for times, row in zip(read, batch, strict=True) if times is not None]
+    if not found:
+        return None, None
+    times = torch.stack(found).to(counted.device)
+    return noise.level(times).float(), times.repeat_interleave(counted.sum(dim=1))
 
 
 def _result(pair: PromptAnswer, parts: Sequence[_Part], losses: np.ndarray, rule: DrawRule) -> Likelihood:

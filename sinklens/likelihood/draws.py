@@ -59,7 +59,8 @@ class DrawRule:
         mc_num: number of draws per pair, and per block of a block-causal model.
         batch: draws that share one random start; it divides `mc_num`. Batches are independent, so standard errors need
             at least two. LLaDA's scripts call it ``batch_size``; passes may have other numbers of rows.
-        masking: "count" draws how many tokens are masked, as LLaDA; "rate" the probability of each, as Dream.
+        masking: "count" draws how many tokens are masked, as LLaDA; "rate" the probability of each, as Dream. Families
+            with a noise schedule draw times instead.
         exact: enumerate all masks instead, which needs at most 8 answer tokens, or 8 in each block.
         seed: of the draws.
 
@@ -96,6 +97,20 @@ class DrawRule:
         ]
         masked, shares = (torch.cat(part) for part in zip(*parts, strict=True))
         return MaskDraws(masked, shares, 1 / (shares * self.mc_num))
+
+    def numbers(
+        self, prompt: Sequence[int], length: int, block: int = 0
+    ) -> tuple[Float[Tensor, " draw"], Float[Tensor, "draw pos"], Float[Tensor, "draw pos"]]:
+        """For noise schedules: where each draw's time lies in its interval, and two uniform numbers for each token."""
+        parts = []
+        for number in range(self.mc_num // self.batch):
+            generator = generator_of(self.seed, prompt, length, block, number)
+            start = (
+                torch.rand(1, generator=generator, dtype=torch.float64) + torch.arange(self.batch) / self.batch
+            ) % 1
+            parts.append((start, *torch.rand(2, self.batch, length, generator=generator, dtype=torch.float64)))
+        start, chance, choice = (torch.cat(part) for part in zip(*parts, strict=True))
+        return start, chance, choice
 
 
 def generator_of(seed: int, prompt: Sequence[int], length: int, block: int, batch: int) -> torch.Generator:

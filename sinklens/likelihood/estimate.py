@@ -1,9 +1,9 @@
 """`likelihood`: log p of an answer given its prompt, or a bound of it, under hooks or without.
 
 Autoregressive models give it exactly. Masked diffusion models give a lower bound, estimated from random masks of the
-answer (draws.py) or computed from all of them. DiffusionGemma has neither: its canvas holds random tokens, its passes
-are conditioned on the logits of the step before, and no procedure has been published. The bounds of MDLM, BD3-LM, SEDD,
-Duo and GIDD, which weight losses by their noise schedules, are not available.
+answer (draws.py) or computed from all of them. MDLM, BD3-LM, SEDD, Duo and GIDD give their published bounds, estimated
+from random times and noise (noise.py). DiffusionGemma gives neither: its canvas holds random tokens, its passes are
+conditioned on the logits of the step before, and no procedure has been published.
 
 Pitfall: a pass over a masked answer has no previous step. Interventions that need one are refused, because they would
 fail silently.
@@ -18,6 +18,7 @@ from sinklens.likelihood.autoregressive import score_exactly, score_forced
 from sinklens.likelihood.batches import Batches
 from sinklens.likelihood.diffusion import bounds
 from sinklens.likelihood.draws import DrawRule, Masking
+from sinklens.likelihood.families import noise_of
 from sinklens.likelihood.greedy import writes
 from sinklens.likelihood.hooked_pass import HookedPass, refuse_earlier
 from sinklens.likelihood.pairs import PromptAnswer, is_several, pairs_of
@@ -147,19 +148,14 @@ def scores(
         seed = request.rule.seed
         scored = score_forced(model, pairs, hooks, seed, batches) if hooks else score_exactly(model, pairs, batches)
         return ScoredAnswers([scored.result(number, pair) for number, pair in enumerate(pairs)], scored.greedy)
-    if model.tree.architecture.time:
+    noise = noise_of(model)
+    if model.tree.architecture.time and (request.cfg_scale or greedy):
         raise SettingError(
-            f"the published bound of {model.family} models weights their losses by the noise schedule and leaves the "
-            f"mask out of their predictions, which likelihoods here do not. Compare answers with sinklens evaluate."
+            f"{'cfg_scale' if request.cfg_scale else 'check_greedy'} is for models without a noise schedule; no such "
+            f"procedure is published for {model.family} models. Leave it out."
         )
-    if model.mask_token_id is None:
-        raise SettingError(
-            f"{model.family} models have no likelihood here: their canvas holds random tokens instead of masks, each "
-            f"pass depends on the logits of the one before, and no procedure has been published. Compare answers with "
-            f"sinklens evaluate."
-        )
-    refuse_earlier(hooks, model)
+    refuse_earlier(hooks, model, noise.only_masks)
     passes = HookedPass(model, hooks, request.cfg_scale, request.rule.seed, ControlLog())
-    found = bounds(passes, pairs, request.rule, batches)
+    found = bounds(passes, noise, pairs, request.rule, batches)
     passes.controls.report()
     return ScoredAnswers(found, writes(passes, pairs, batches) if greedy else None)

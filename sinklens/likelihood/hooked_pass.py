@@ -8,8 +8,8 @@ use instead.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from torch.nn.functional import pad
 
 from sinklens.errors import HookNameError, PromptError, SettingError
 from sinklens.hooks import names
+from sinklens.hooks.blocks import Blocks, ruled_by
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.hook_functions import takes_hook
 from sinklens.interventions.keys import HoldSinks
 from sinklens.interventions.patching import FreezePattern
-from sinklens.interventions.places import AtPositions
+from sinklens.interventions.places import AtKeys, AtPositions
 from sinklens.interventions.where import Where
 from sinklens.likelihood.plans import leaves, planned
 from sinklens.model import Model
@@ -48,14 +49,16 @@ class MaskedRows:
     Attributes:
         prompts: left-padded.
         real: False on padding of the prompts.
-        answers: with masks.
+        answers: with masks, or other noise.
         masked: tokens of the answers whose loss counts.
+        levels: what the network reads of the time; None if it reads none.
     """
 
     prompts: Int[Tensor, "row prompt"]
     real: Bool[Tensor, "row prompt"]
     answers: Int[Tensor, "row pos"]
     masked: Bool[Tensor, "row pos"]
+    levels: Float[Tensor, " row"] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,10 @@ class HookedPass:
         real = torch.cat([real, torch.ones_like(given.masked), ~beyond], dim=1)
         where = torch.cat([torch.zeros_like(prompts, dtype=torch.bool), given.masked, beyond], dim=1)
         self._check_length(int(real.sum(dim=1).max()))
-        state = self._state(canvas, real, prompts.shape[1])
-        with self._hooked(hooks, state):
+        state = self._state(canvas, real, prompts.shape[1], where)
+        with self._hooked(hooks, state), self._ruled():
+            if given.levels is not None:
+                state.time = given.levels.to(canvas.device)
             seen = state.begin_step()
             if not torch.equal(seen[:, answer], given.answers):
                 raise SettingError(
@@ -116,19 +121,25 @@ class HookedPass:
             if isinstance(entry, HookSource):
                 prompts, real, more = entry.extend(self.model, prompts, real)
                 appended = torch.cat([appended, more], dim=1)
-        blocks = self.model.checkpoint.blocks
+        blocks = blocks_of_text(self.model)
         if blocks is not None and blocks.start == "column":
             lead = (-prompts.shape[1] % blocks.length, 0)
             prompts, real = pad(prompts, lead, value=self.model.reader.pad), pad(real, lead, value=False)
         return prompts, real, appended
 
-    def _state(self, canvas: Tensor, real: Tensor, prompt_length: int) -> State:
-        model = self.model
-        assert model.mask_token_id is not None
+    def _ruled(self) -> AbstractContextManager[None]:
+        """The attention rule of the pass, where it is not that of the config."""
+        blocks = blocks_of_text(self.model)
+        if blocks is None or blocks == self.model.checkpoint.blocks:
+            return nullcontext()
+        return ruled_by(self.model.tree.hf.config, blocks)
+
+    def _state(self, canvas: Tensor, real: Tensor, prompt_length: int, counted: Tensor) -> State:
+        model, mask_id = self.model, self.model.mask_token_id
         return State(
-            tree=model.tree, canvas=canvas, real=real, prompt_length=prompt_length, mask_id=model.mask_token_id,
-            eos_ids=model.eos_token_ids, eot_id=None, noise=RowNoise(self.seed, []),
-            shift=model.family_record.shift,
+            tree=model.tree, canvas=canvas, real=real, prompt_length=prompt_length, eos_ids=model.eos_token_ids,
+            eot_id=None, noise=RowNoise(self.seed, []), shift=model.family_record.shift,
+            mask_id=-1 if mask_id is None else mask_id, undecided=counted if mask_id is None else None,
         )  # fmt: skip
 
     def _context(self, state: State) -> RunContext:
@@ -186,8 +197,20 @@ class HookedPass:
         return found
 
 
-def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
+def blocks_of_text(model: Model) -> Blocks | None:
+    """The blocks of a prompt with its answer; None unless the model is block-causal.
+
+    Those of a network with a noise level begin with the text, as in its published code, which has no padding.
+    """
+    blocks = model.checkpoint.blocks
+    return replace(blocks, start="token") if blocks is not None and model.tree.architecture.time else blocks
+
+
+def refuse_earlier(hooks: Sequence[Any], model: Model, only_masks: bool = True) -> None:
     """Refuse interventions that need a step before the pass, or complete passes where a model has none.
+
+    Args:
+        only_masks: whether masks are the noise of an answer, so that their number finds the step of a recorded run.
 
     Raises:
         SettingError: naming what to use instead.
@@ -199,6 +222,13 @@ def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
             raise SettingError(
                 f"{_named(entry)} acts on the sinks of the previous step, and a likelihood is one pass without one: "
                 f"{INSTEAD}."
+            )
+        tracks = [leaf.track for leaf in leaves(rule) if isinstance(leaf, Where)]
+        tracks += [entry.track] if isinstance(entry, AtKeys) else []
+        if not only_masks and any(track is not None for track in tracks):
+            raise SettingError(
+                f"{_named(entry)} takes the sinks of a recorded run, whose step is found by the number of masks, and "
+                f"{model.family} models add random tokens; pass same_step=True without source=."
             )
         if isinstance(entry, HoldSinks | FreezePattern):
             raise SettingError(

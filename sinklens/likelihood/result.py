@@ -37,7 +37,7 @@ class LossCurve:
     draws: Int[np.ndarray, " bin"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Likelihood:
     """The log-likelihood of one answer given its prompt.
 
@@ -46,8 +46,9 @@ class Likelihood:
         standard_error: of `value`; 0 if nothing was drawn, NaN if there is a single batch of draws.
         kind: "likelihood" of an autoregressive model; "bound" from all masks; "estimate" of the bound from draws.
         tokens: ids of the answer.
-        losses: −log p of the masked tokens in each draw; NaN where not masked.
-        shares: share that is masked of the block of each token.
+        losses: −log p of the masked tokens in each draw; NaN where not masked. In SEDD, Duo and GIDD, the terms of
+            their bounds (noise.py).
+        shares: share that is masked, or noise, of the block of each token.
         weights: factor of each loss in −`value`.
         blocks: block of each token, from 0; all 0 unless the model is block-causal.
         batch: draws that share one random start.
@@ -78,6 +79,12 @@ class Likelihood:
         parts = -np.where(np.isnan(losses), 0.0, losses * weights)
         error = float(_between_batches(parts.sum(axis=1), batch)) if kind == "estimate" else 0.0
         return cls(float(parts.sum()), error, kind, tuple(tokens), losses, shares, weights, blocks, batch)
+
+    def __repr__(self) -> str:
+        """Value, standard error and what they rest on, on one line: the arrays are long."""
+        error = f" ± {self.standard_error:.3f}" if self.kind == "estimate" else ""
+        drawn = {"estimate": f", {len(self.losses)} draws", "bound": f", {len(self.losses)} masks"}.get(self.kind, "")
+        return f"Likelihood({self.value:.3f}{error} nats, {self.kind}, {len(self.tokens)} tokens{drawn})"
 
     @property
     def draws(self) -> Float[np.ndarray, " draw"]:
@@ -197,12 +204,17 @@ def _check_paired(first: Sequence[Likelihood], second: Sequence[Likelihood]) -> 
             f"paired likelihoods need the same answers, at least one; got {len(first)} and {len(second)}."
         )
     for number, (one, two) in enumerate(zip(first, second, strict=True)):
-        same = one.tokens == two.tokens and np.array_equal(np.isnan(one.losses), np.isnan(two.losses))
+        same = one.tokens == two.tokens and _draws_of(one) == _draws_of(two)
         if not same:
             raise SettingError(
                 f"answer {number} has other {'tokens' if one.tokens != two.tokens else 'mask draws'} in the two "
                 f"conditions, so they cannot be paired; give the same answers, seed, mc_num, batch and masking."
             )
+
+
+def _draws_of(one: Likelihood) -> tuple[bytes, ...]:
+    """What distinguishes the draws of an answer: which tokens have a loss, and the shares of noise."""
+    return np.isnan(one.losses).tobytes(), one.shares.tobytes()
 
 
 def _paired_error(one: Likelihood, two: Likelihood) -> float:

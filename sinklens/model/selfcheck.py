@@ -190,7 +190,7 @@ def _spreading(tree: HookTree, ids: Int[Tensor, "1 pos"], hooks: list[HookPair])
 
 def _time(tree: HookTree) -> dict[str, Any]:
     """A noise level for passes of a network that reads one."""
-    return {"time": TIME} if tree.architecture.time else {}
+    return {"time": TIME} if tree.timed else {}
 
 
 def _entry(tree: HookTree) -> str:

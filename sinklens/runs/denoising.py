@@ -121,7 +121,7 @@ class Denoising:
             vocabulary=self._texts,
             special=self.model.special_tokens,
             controls=self.controls,
-            choices=None if self.request.record_sinks is False else self._choices,
+            choices=self._choices if self._keeps_places else None,
             settings=self._settings_text(),
         )
 
@@ -142,6 +142,12 @@ class Denoising:
         new = {token for token in tokens if token >= 0} - self._vocabulary.keys()
         self._vocabulary |= {token: str(self.model.tokenizer.decode([token])) for token in new}
         return {token: self._vocabulary[token] for token in tokens if token >= 0}
+
+    @property
+    def _keeps_places(self) -> bool:
+        """Whether the run keeps where interventions acted: beside a track."""
+        record = self.request.record_sinks
+        return record is True or (record is not False and record.reduce is None)
 
     def _make_recorder(self, record: "bool | Record") -> SinkRecorder | None:
         if record is False:

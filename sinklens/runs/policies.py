@@ -64,7 +64,7 @@ def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
             f"{name} is for bidirectional models; the encoder of {model.name} already keeps the keys of the text "
             f"before the canvas. Leave cache= out."
         )
-    if model.tree.architecture.time and model.config.time_conditioning:
+    if model.tree.timed:
         raise SettingError(
             f"{name} reuses keys of earlier steps, and those of {model.name} change with the noise level of each step; "
             f"leave cache= out."

@@ -30,6 +30,7 @@ from sinklens.hooks.names import covers_all_columns
 from sinklens.hooks.sampled_sums import QuerySample
 from sinklens.sinks.quantities import Quantity
 from sinklens.sinks.record import Record, StepLayer
+from sinklens.sinks.reduction import ReducingStore
 from sinklens.sinks.stores import MemoryStore, Store, ZarrStore
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ class SinkRecorder:
         axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
         axes |= dict(more or {}) | ({} if self._queries is None else {"computed": ("pos",)})
         self.store: Store = MemoryStore(axes)
+        if record.reduce is not None:
+            self.store = ReducingStore(axes, record.reduce)
         if record.to is not None:
             self.store = ZarrStore(record.to, axes, steps, record.dtype, record.overwrite)
 

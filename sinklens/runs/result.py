@@ -131,7 +131,8 @@ class Generation:
         control_keys: the keys that controls (``pick=``) picked and controlled for; None if the run has no control.
         cache: the cache policy; None for an exact run.
         chosen: where the interventions acted whose places follow the run; none if sinks were not recorded.
-        time: the noise level that the network read in each step, [batch, step]; None for a network that reads none.
+        time: the noise level of each step, [batch, step]; None if its sampler sets none. An untimed network does not
+            read it, and `ForceTime` does not change it.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
@@ -164,8 +165,8 @@ class Generation:
         return self.canvas.shape[1] - 1
 
     def time_at(self, step: int) -> Float[Tensor, " batch"] | None:
-        """The noise level of each row in a step, for another pass over its canvas; None without `time`."""
-        return None if self.time is None else self.time[:, step]
+        """The noise level of each row in a step, for another pass over its canvas; None if the network reads none."""
+        return self.time[:, step] if self.time is not None and self.model.tree.timed else None
 
     @property
     def key_reuse(self) -> str:

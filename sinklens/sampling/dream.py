@@ -39,6 +39,7 @@ class DreamSettings(StopAtEnd, DreamRule):
     """
 
     name: ClassVar = "dream"
+    blocks_by: ClassVar = "dream-blocks"
     alg: Literal["origin", "maskgit_plus", "topk_margin", "entropy"] = "entropy"
     alg_temp: NonNegative | None = None
     threshold: float | None = None

@@ -32,6 +32,20 @@ if TYPE_CHECKING:
     from sinklens.sampling.state import State
 
 
+class NoiseShares(NamedTuple):
+    """Where a noisy token comes from, as probabilities.
+
+    Attributes:
+        clean: the clean token.
+        mask: the mask.
+        random: a token drawn uniformly from all but the mask.
+    """
+
+    clean: Float[Tensor, "*shape"]
+    mask: Float[Tensor, "*shape"]
+    random: Float[Tensor, "*shape"]
+
+
 class Mixture(NamedTuple):
     """How a clean token and noise mix at one time.
 
@@ -190,15 +204,20 @@ def clean_probs(logits: Float[Tensor, "drawn vocab"], mask_id: int) -> Float[Ten
     return logits.index_fill(-1, torch.tensor([mask_id], device=logits.device), -torch.inf).softmax(dim=-1)
 
 
+def noise_shares(time: Float[Tensor, "*shape"], p_uniform: float) -> NoiseShares:
+    """What a noisy token comes from at `time`; see the module."""
+    uniform = max(math.exp(-20), p_uniform)
+    spread = (time * (1 - time)).sqrt() * math.exp(max(math.log(2 * uniform / (1 - uniform)), -20))
+    total = 1 + spread
+    return NoiseShares((1 - time) / total, time / total, spread / total)
+
+
 def mixture(state: "State", time: Float[Tensor, ""]) -> Mixture:
     """The mixture at `time`; see the module."""
-    size, uniform = state.tree.cfg.d_vocab, max(math.exp(-20), state.tree.hf.config.p_uniform)
-    factor = math.exp(max(math.log(2 * uniform / (1 - uniform)), -20))
-    spread = (time * (1 - time)).sqrt() * factor
-    total = 1 + spread
-    noise = (spread / (total * (size - 1))).repeat(size)
-    noise[state.mask_id] = time / total
-    return Mixture((1 - time) / total, noise.to(state.canvas.device))
+    size, shares = state.tree.cfg.d_vocab, noise_shares(time, state.tree.hf.config.p_uniform)
+    noise = (shares.random / (size - 1)).repeat(size)
+    noise[state.mask_id] = shares.mask
+    return Mixture(shares.clean, noise.to(state.canvas.device))
 
 
 def reverse(

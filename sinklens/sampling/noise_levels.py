@@ -131,7 +131,7 @@ class LastPrediction:
     ) -> Float[Tensor, "masked vocab"]:
         """As `State.logits`."""
         read = [canvas, where]
-        if state.tree.hf.config.time_conditioning and state.time is not None:
+        if state.tree.timed and state.time is not None:
             read.append(state.time)
         same = len(self._read) == len(read) and all(map(torch.equal, self._read, read))
         watched = state.tree.is_watched or state.tree.denoise.hook_logits.watched

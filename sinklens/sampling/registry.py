@@ -208,7 +208,7 @@ def misfit(sampler: type[Sampler], model: Sampled) -> str:
         return f"sets a noise level, and {model.name} does not read one"
     if not timed:
         return ""
-    if config.time_conditioning and not sampler.sets_time:
+    if model.tree.timed and not sampler.sets_time:
         return f"does not set the noise level that {model.name} reads"
     if sampler.sets_time and (sampler.level == "time") is (config.p_uniform is None):
         other = "sigma" if config.p_uniform is None else "time"

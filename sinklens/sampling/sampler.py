@@ -52,6 +52,9 @@ class Sampler(ABC):
     draws_canvas: ClassVar[bool] = False
     """Whether it begins with drawn or given tokens instead of masks."""
 
+    blocks_by: ClassVar[str] = ""
+    """The sampler that follows the same rule block by block, where this one has no `block_length`; "" for none."""
+
     gen_length: Count = 128
 
     def __init_subclass__(cls, **more: Any) -> None:

@@ -3,10 +3,10 @@
 Pitfall: patterns of many steps and layers stay in memory, [batch, head, query, key] each.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from sinklens.hooks.sampled_sums import QuerySample
 from sinklens.sinks.quantities import BY_NAME, Quantity, SampledScores, Scores
 from sinklens.sinks.stores import CANVASES, refuse_existing
 from sinklens.utils.integers import as_integer
+
+if TYPE_CHECKING:
+    from sinklens.sinks.track import SinkTrack
 
 StepLayer = tuple[int, int]
 
@@ -42,6 +45,8 @@ class Record:
             sums over the queries of a run under a cache policy, pass ``run.sinks["fresh"].any("layer")``. The track
             then has ``computed``, these queries, and units divide by their number. Hooks that read
             ``hook_sink_scores`` get these sums, too. For bidirectional models, without a cache policy.
+        reduce: a function that gets the steps, a few at a time, as a `SinkTrack`; the run then keeps neither a track
+            nor `chosen`, and its memory does not grow with the number of steps. Not with `to`.
         overwrite: replace an earlier track at `to` when the run's first step ends. Tracks that were opened from there
             and not yet read are lost; call ``track.data.load()`` first to keep one.
 
@@ -57,6 +62,7 @@ class Record:
     overwrite: bool = False
     exact: bool = True
     queries: Any = None
+    reduce: "Callable[[SinkTrack], None] | None" = None
 
     def __post_init__(self) -> None:
         if isinstance(self.quantities, str) or not isinstance(self.quantities, Iterable):
@@ -84,6 +90,8 @@ class Record:
                 "overwrite= and dtype= apply only to a recording on disk; pass to='run.zarr'. A track in memory is "
                 "float32; run.sinks.save(path, dtype) writes it."
             )
+        if self.reduce is not None and (self.to is not None or not callable(self.reduce)):
+            raise SettingError(f"reduce must be a function, without to=; got {self.reduce!r} and to={self.to!r}.")
         if self.to is not None and Path(self.to).suffix != ".zarr":
             raise SettingError(
                 f"a run appends to a Zarr store; {str(self.to)!r} does not end in .zarr. For a single file, call "

@@ -11,13 +11,15 @@ verbatim. A plain file whose first line is a JSON object with a prompt is theref
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from sinklens.errors import SinklensError, TaskError
-from sinklens.tasks.base import Sample, Task, check_limit
+from sinklens.tasks.base import CodeSample, CodeTask, Sample, Task, check_limit
+from sinklens.tasks.published import read_file
+from sinklens.tasks.verdicts import FENCE, ExactMatch, Verdict
 
 Ids = tuple[int, ...]
 LINES = '{"prompt": [2, 287, 28], "expected": [260, 1]}, or texts in place of the ids'
@@ -62,7 +64,8 @@ def model_input(sample: Sample) -> str | Ids:
 def prompt_hash(sample: Sample) -> str:
     """SHA-256 of the model's input; distinguishes different samples with the same id."""
     given = model_input(sample)
-    return hashlib.sha256((given if isinstance(given, str) else json.dumps(given)).encode()).hexdigest()
+    text = given if isinstance(given, str) else json.dumps(given)
+    return hashlib.sha256((json.dumps([text, sample.suffix]) if sample.suffix else text).encode()).hexdigest()
 
 
 def reference_hash(sample: Sample) -> str:
@@ -93,24 +96,86 @@ class Prompts(Task):
         return "prompts"
 
     def samples(self, limit: int | None = None) -> list[Sample]:
+        lines = self.lines(limit)
+        return [_sample(_entry(line, where), where, number) for number, (where, line) in enumerate(lines)]
+
+    def lines(self, limit: int | None) -> list[tuple[str, str]]:
+        """The first lines of the file, each preceded by its location."""
         check_limit(limit)
         if self.path is None:
-            raise TaskError(f"the task 'prompts' needs a file; give one (--prompts FILE) with lines such as {LINES}.")
+            raise TaskError(
+                f"the task {self.name!r} needs a file; give one (--prompts FILE) with lines such as {LINES}."
+            )
         if self.path.suffix != ".jsonl":
             raise TaskError(f"{self.path} does not end in .jsonl; give a JSON Lines file with lines such as {LINES}.")
-        lines = [*_lines(self.path)][:limit]
-        return [_sample(_entry(line, where), where, number) for number, (where, line) in enumerate(lines)]
+        return [*_lines(self.path)][:limit]
 
     def extract(self, text: str) -> str | None:
         return text.strip() or None
 
-    def malformed(self, sample: Sample, text: str) -> None:
+    def malformed(self, sample: Sample, text: str) -> bool | None:
         """Always None: an expected answer of free text or ids has no required form."""
 
     def judge(self, sample: Sample, text: str, ids: Sequence[int], end_ids: Collection[int]) -> bool | None:
         if isinstance(sample, IdSample) and sample.expected is not None:
             return tuple(ids) == before_end(sample.expected, end_ids)
         return self.verdict(sample, text)
+
+
+@dataclass(frozen=True)
+class JudgedPrompts(Prompts):
+    """Prompts from a JSON Lines file, judged by a verdict.
+
+    Attributes:
+        by: how answers are compared with ``expected``.
+    """
+
+    by: Verdict = field(default_factory=ExactMatch)
+
+    @property
+    def name(self) -> str:
+        return f"prompts-{self.by.name}"
+
+    def samples(self, limit: int | None = None) -> list[Sample]:
+        lines = self.lines(limit)
+        return [_judged(self.by, _entry(line, where), where, number) for number, (where, line) in enumerate(lines)]
+
+    def verdict(self, sample: Sample, text: str) -> bool:
+        return self.by.right(sample.prompt, text, sample.reference)
+
+    def malformed(self, sample: Sample, text: str) -> bool | None:
+        return self.by.malformed(text, sample.reference)
+
+
+@dataclass(frozen=True)
+class CodePrompts(CodeTask):
+    """Prompts from a JSON Lines file whose answers are programs: ``test`` defines check(candidate).
+
+    The program is the first fenced block of an answer, or all of it.
+
+    Attributes:
+        path: the file, with ``prompt``, ``test`` and ``entry_point`` in each line.
+    """
+
+    path: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return "prompts-code"
+
+    def extract(self, text: str) -> str:
+        block = FENCE.search(text)
+        return block[1] if block else text
+
+    def samples(self, limit: int | None = None) -> list[CodeSample]:
+        check_limit(limit)
+        if self.path is None:
+            raise TaskError("the task 'prompts-code' needs a file (--prompts FILE) with prompt, test and entry_point.")
+        rows = read_file(Path(self.path), ("prompt", "test", "entry_point"))[:limit]
+        return [
+            CodeSample(f"prompts-code/{number}", row["prompt"], "", test=row["test"], entry_point=row["entry_point"])
+            for number, row in enumerate(rows)
+        ]
 
 
 def before_end(ids: Ids, end_ids: Collection[int]) -> Ids:
@@ -175,14 +240,36 @@ def _text_or_ids(found: Any, key: str, where: str) -> str | list[int]:
     )
 
 
+def _judged(verdict: Verdict, entry: Mapping[str, Any], where: str, number: int) -> Sample:
+    """The sample of a line, whose prompt is a text; the reference is what the verdict makes of ``expected``."""
+    prompt, expected = _prompt(entry, where), verdict.read(entry.get("expected"))
+    suffix = entry.get("suffix", "")
+    if not isinstance(prompt, str) or not isinstance(suffix, str) or expected is None:
+        raise SinklensError(
+            f"{where}: the verdict {verdict.name} needs a text as prompt and {verdict.form} as expected; got "
+            f"{_short(prompt)} and {_short(entry.get('expected'))}."
+        )
+    if bool(suffix) != (verdict.name == "infilling"):
+        raise SinklensError(
+            f"{where}: a suffix, the text after the gap, belongs to the verdict infilling, which needs one; the "
+            f"verdict is {verdict.name} and the suffix {_short(suffix)}."
+        )
+    return Sample(_id(entry, where, f"prompts-{verdict.name}/{number}"), prompt, expected, suffix=suffix)
+
+
+def _id(entry: Mapping[str, Any], where: str, default: str) -> str:
+    name = entry.get("id", default)
+    if not isinstance(name, str) or not name:
+        raise SinklensError(f"{where}: the id is {_short(name)}; give a non-empty text, or omit it.")
+    return name
+
+
 def _sample(entry: Mapping[str, Any], where: str, number: int) -> IdSample:
     prompt = _text_or_ids(_prompt(entry, where), "prompt", where)
     if "expected" not in entry:
         raise SinklensError(f"{where}: no 'expected'; write lines such as {LINES}.")
     expected = _text_or_ids(entry["expected"], "expected answer", where)
-    name = entry.get("id", f"prompts/{number}")
-    if not isinstance(name, str) or not name:
-        raise SinklensError(f"{where}: the id is {_short(name)}; give a non-empty text, or omit it.")
+    name = _id(entry, where, f"prompts/{number}")
     ids = None if isinstance(prompt, str) else tuple(prompt)
     expected_ids = None if isinstance(expected, str) else tuple(expected)
     text, reference = (value if isinstance(value, str) else "" for value in (prompt, expected))

@@ -11,14 +11,18 @@ from typing import Any
 
 from sinklens.errors import TaskError, nearest
 from sinklens.tasks.base import Task
+from sinklens.tasks.countdown import Countdown
 from sinklens.tasks.gsm8k import STYLES as GSM8K_STYLES
 from sinklens.tasks.gsm8k import Extractor, Gsm8k
 from sinklens.tasks.humaneval import STYLES as HUMANEVAL_STYLES
 from sinklens.tasks.humaneval import HumanEval
-from sinklens.tasks.prompts import Prompts
+from sinklens.tasks.mbpp import Mbpp
+from sinklens.tasks.prompts import CodePrompts, JudgedPrompts, Prompts
 from sinklens.tasks.skills import SKILLS, Skill
+from sinklens.tasks.sudoku import Sudoku
 from sinklens.tasks.tiny_code import TinyCode
 from sinklens.tasks.tiny_gsm import TinyGsm
+from sinklens.tasks.verdicts import VERDICTS
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,12 @@ _ENTRIES = {
     **{f"skill-{skill}": _Entry(Skill, {"skill": skill}) for skill in SKILLS},
     **{style: _Entry(Gsm8k, {"style": style}) for style in GSM8K_STYLES},
     **{style: _Entry(HumanEval, {"style": style}) for style in HUMANEVAL_STYLES},
+    "mbpp": _Entry(Mbpp),
+    "countdown": _Entry(Countdown),
+    "sudoku": _Entry(Sudoku),
     "prompts": _Entry(Prompts),
+    **{f"prompts-{name}": _Entry(JudgedPrompts, {"by": verdict}) for name, verdict in VERDICTS.items()},
+    "prompts-code": _Entry(CodePrompts),
 }
 NAMES = tuple(_ENTRIES)
 

@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 
 from sinklens.errors import TaskError
@@ -180,6 +181,16 @@ def held_out(size: int = HELD_OUT_SIZE) -> list[Problem]:
     """
     check_held_out(size, HELD_OUT_SIZE)
     return first_distinct(stream(HELD_OUT_SEED), attrgetter("question"), size)
+
+
+@cache
+def _held_out_templates() -> dict[str, str]:
+    return {problem.prompt: problem.kind for problem in held_out()}
+
+
+def template_of(prompt: str) -> str | None:
+    """The template of a held-out problem, by its prompt; None for any other text."""
+    return _held_out_templates().get(prompt)
 
 
 def in_range(kind: str, low: int, high: int, size: int) -> list[Problem]:

@@ -91,11 +91,15 @@ DESCRIPTIONS = {
     "dream": "A masked-diffusion (Dream format, shifted prediction)",
     "sdar": "A block-causal masked-diffusion (SDAR format)",
     "diffusion-gemma": "A diffusion (DiffusionGemma format: uniform noise instead of a mask token, self-conditioning)",
+    "mdlm": "A masked-diffusion (MDLM format, without a noise level)",
+    "duo": "A diffusion (Duo format: uniform noise instead of a mask token; it reads the noise level)",
     "llama": "An autoregressive (Llama format)",
 }
 PARAMETERS = {"llada-moe": "3.8 million parameters, of which a token uses 1.6 million"}
 HOW = {
     "diffusion-gemma": "tokens drawn at random with seed 0, accepted by their entropy, in at most 24 steps",
+    "mdlm": "tokens drawn at random with seed 0, in 24 steps",
+    "duo": "tokens drawn at random with seed 0, in 24 steps and a closing one",
 }
 
 
@@ -195,7 +199,11 @@ def _origin(recipe: Recipe) -> str:
     if changes := recipe.changes():
         named = {} if recipe.objective == "masked" else {"objective": recipe.objective}
         listed = ", ".join(f"{name} = {value}" for name, value in (named | changes).items())
-        return f"It differs from tiny-llada in {listed}."
+        twins = (
+            "tiny-mdlm and tiny-duo are twins with the same network, initial weights, data and batches, whose noise is "
+            "at the same\npositions: a mask, or a random token. "
+        )
+        return f"{twins if recipe.d_cond else ''}It differs from tiny-llada in {listed}."
     return (
         "tiny-llada and tiny-llama are twins with the same size, tokenizer, data, batches and number of steps but "
         "different objectives."

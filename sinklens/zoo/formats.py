@@ -2,7 +2,7 @@
 
 The masked model becomes a LLaDA checkpoint, an MMaDA checkpoint if it has pictures, or a LLaDA-MoE checkpoint if it has
 experts; the shifted model becomes a Dream checkpoint, the block-causal one an SDAR checkpoint, the canvas model a
-DiffusionGemma checkpoint, and the causal one a Llama checkpoint.
+DiffusionGemma checkpoint, the causal one a Llama checkpoint, and the two with a noise level MDLM and Duo checkpoints.
 
 Pitfall: transformers stacks the experts of a layer, but public checkpoints of LLaDA-MoE store each alone; those of
 DiffusionGemma store them stacked.
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -40,9 +41,25 @@ LLADA_NAMES = {
     ".mlp.down_proj.": ".ff_out.",
 }
 
+NOISE_LEVEL_NAMES = {
+    "model.embed_tokens.weight": "vocab_embed.embedding",
+    "model.time_embed.in_proj.": "sigma_map.mlp.0.",
+    "model.time_embed.out_proj.": "sigma_map.mlp.2.",
+    "model.norm.": "output_layer.norm_final.",
+    "model.modulation.": "output_layer.modulation.",
+    "lm_head.": "output_layer.linear.",
+    "model.layers.": "blocks.",
+    ".input_layernorm.": ".norm1.",
+    ".post_attention_layernorm.": ".norm2.",
+    ".self_attn.o_proj.": ".attn_out.",
+    ".mlp.up_proj.": ".mlp.0.",
+    ".mlp.down_proj.": ".mlp.2.",
+    ".modulation.": ".adaLN_modulation.",
+}
 
-def _llada_name(name: str) -> str:
-    for ours, theirs in LLADA_NAMES.items():
+
+def _public_name(name: str, names: dict[str, str]) -> str:
+    for ours, theirs in names.items():
         name = name.replace(ours, theirs)
     return name
 
@@ -248,8 +265,47 @@ def _gemma_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTra
     }
 
 
+def _mdlm_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
+    """The keys of MDLM's config.json; the mask token is the last of the vocabulary."""
+    return {
+        "architectures": ["MDLM"],
+        "model_type": "mdlm",
+        "cond_dim": recipe.d_cond,
+        "dropout": 0.0,
+        "hidden_dim": recipe.d_model,
+        "model_length": recipe.context,
+        "n_blocks": recipe.n_layers,
+        "n_heads": recipe.n_heads,
+        "return_dict": False,
+        "time_conditioning": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _duo_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
+    """The keys of Duo's config.json, which has no ``time_conditioning``: every Duo reads its time."""
+    shared = _mdlm_config(recipe, config, tokenizer)
+    shared |= {"architectures": ["DUO"], "model_type": "duo", "causal": False, "var_min": True}
+    return {name: value for name, value in shared.items() if name != "time_conditioning"}
+
+
 def _llada_weights(model: "PreTrainedModel") -> StateDict:
-    return {_llada_name(name): value for name, value in model.state_dict().items()}
+    return {_public_name(name, LLADA_NAMES): value for name, value in model.state_dict().items()}
+
+
+def _noise_level_weights(model: "PreTrainedModel") -> StateDict:
+    """With queries, keys and values as one weight, and the frequencies of the rotation."""
+    stored = {"backbone.rotary_emb.inv_freq": model.model.rotary_emb.inv_freq}
+    for name, value in model.state_dict().items():
+        block, _, kind = name.rpartition(".self_attn.")
+        public = f"backbone.{_public_name(name, NOISE_LEVEL_NAMES)}"
+        if kind == "q_proj.weight":
+            parts = [model.get_parameter(f"{block}.self_attn.{part}_proj.weight") for part in "qkv"]
+            stored[public.replace("self_attn.q_proj", "attn_qkv")] = torch.cat(parts)
+        elif kind not in ("k_proj.weight", "v_proj.weight"):
+            stored[public] = value
+    return stored
 
 
 def _same_weights(model: "PreTrainedModel") -> StateDict:
@@ -320,5 +376,7 @@ FORMATS = {
     "dream": Format(_dream_config, _same_weights, _lengths(steps=ANSWER_LENGTH)),
     "sdar": Format(_sdar_config, _same_weights, _lengths(remasking_strategy="low_confidence_static")),
     "diffusion-gemma": Format(_gemma_config, _untied_weights, _canvas_generation),
+    "mdlm": Format(_mdlm_config, _noise_level_weights, _lengths(steps=ANSWER_LENGTH)),
+    "duo": Format(_duo_config, _noise_level_weights, _lengths(steps=ANSWER_LENGTH)),
     "llama": Format(_llama_config, _same_weights, _lengths()),
 }

@@ -1,8 +1,9 @@
 """The models that the recipes train, at step 0: their sizes, and the weights of the checkpoint that they start from.
 
 All families get the recipe's width, depth and heads, with as many key-value heads as query heads; `_SIZES` adds what a
-family's config needs besides. DiffusionGemma's class also has a vision tower, which text never reaches: it gets the
-smallest one that transformers can build, and its weights keep their initial values.
+family's config needs besides. MDLM and Duo have MLPs of four times the width. DiffusionGemma's class also has a vision
+tower, which text never reaches: it gets the smallest one that transformers can build, and its weights keep their
+initial values.
 
 `fit_norms` is for a model that starts from a causal one without norms of queries and keys, as tiny-sdar does. A norm
 removes the length of a query, which the other weights count on; with weights of one, the model computes something else
@@ -13,6 +14,7 @@ Pitfall: a weight that the starting checkpoint lacks keeps its initial value, so
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +48,8 @@ def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "PreTra
     from sinklens.hooks import attention
 
     family = family_named(recipe.family)
+    if family.module:
+        import_module(family.module)
     torch.manual_seed(recipe.seed)
     config = transformers.CONFIG_MAPPING[family.architecture](**_settings(recipe, tokenizer))
     implementation = "sdpa"
@@ -120,6 +124,12 @@ def _with_encoder(recipe: Recipe, common: dict[str, Any]) -> dict[str, Any]:
     return {"text_config": text, "vision_config": VISION, "canvas_length": recipe.block_length, **tokens}
 
 
+def _with_noise_level(recipe: Recipe, common: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of MDLM's and Duo's network, whose MLP is always four times as wide as the stream."""
+    sizes = {name: value for name, value in common.items() if name != "intermediate_size"}
+    return sizes | {"cond_dim": recipe.d_cond, "time_conditioning": recipe.objective == "duo"}
+
+
 VISION = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -135,6 +145,8 @@ _SIZES: Mapping[str, Callable[[Recipe, dict[str, Any]], dict[str, Any]]] = {
     "sdar": _with_head_size,
     "llada-moe": _with_experts,
     "diffusion-gemma": _with_encoder,
+    "mdlm": _with_noise_level,
+    "duo": _with_noise_level,
 }
 
 

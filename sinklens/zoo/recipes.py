@@ -3,7 +3,8 @@
 tiny-llada and tiny-llama are twins: they differ only in the objective and are trained only on word problems. The
 ``-skills`` recipes continue from the end of these with small functions and the four skills in addition to the problems,
 so their checkpoints answer every generated task. tiny-dream and tiny-sdar start from tiny-llama, and tiny-mmada from
-tiny-llada. tiny-llada-moe has experts, and tiny-canvas has noise instead of a mask token; both start from scratch. The
+tiny-llada. tiny-llada-moe has experts, tiny-canvas has noise instead of a mask token, and tiny-mdlm and tiny-duo are
+twins with the network of the families MDLM and Duo, which differ only in their noise; all start from scratch. The
 ``-seed-`` recipes repeat tiny-llada, tiny-llama, tiny-dream and tiny-mmada with another seed. The ``tiny-text`` recipes
 are twins, masked and causal, trained on English text (text.py) instead of problems. Each remaining recipe
 changes one setting of tiny-llada's first cycle. Compare it with tiny-llada's weights at the end of that cycle,
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
-Objective = Literal["masked", "shifted", "causal", "blocks", "uniform"]
+Objective = Literal["masked", "shifted", "causal", "blocks", "uniform", "mdlm", "duo"]
 StartToken = Literal["kept", "maskable", "absent"]
 Attention = Literal["softmax", "sigmoid", "off-by-one"]
 Setting = str | int | float | tuple[int, ...] | tuple[float, ...] | None
@@ -31,7 +32,8 @@ class Recipe:
         objective: "masked" trains a diffusion model, "causal" its autoregressive twin; "shifted" is "masked" with the
             prediction of the token at position i read at position i − 1, as in Dream; "blocks" trains a block-causal
             diffusion model, as SDAR (block_loss.py); "uniform" replaces tokens by random ones instead of a mask, in
-            DiffusionGemma's format (canvas_loss.py).
+            DiffusionGemma's format (canvas_loss.py); "mdlm" and "duo" train the network of these families, with masks
+            and with random tokens, on answers alone (noise_losses.py).
         seed: seed of the weights, the data and every batch.
         cycles: optimizer steps of each cosine cycle of the learning rate.
         peaks: peak learning rate of each cycle, as a fraction of `learning_rate`; () means 1, 1/2, 1/4 and so on.
@@ -49,6 +51,7 @@ class Recipe:
         problems_first: number of initial cycles whose steps draw only from the problems. Later steps draw from all
             rows, including pictures, functions and skills.
         block_length: positions per block of "blocks", and per canvas of "uniform".
+        d_cond: width of the vector that "mdlm" and "duo" make from the noise level.
         experts: experts per layer; 0 for a dense MLP. "uniform" has both in every layer.
         experts_per_token: how many of them a token uses.
         d_expert: hidden size of an expert.
@@ -83,6 +86,7 @@ class Recipe:
     problems_first: int = 0
     peaks: tuple[float, ...] = ()
     block_length: int = 0
+    d_cond: int = 0
     experts: int = 0
     experts_per_token: int = 0
     d_expert: int = 0
@@ -100,7 +104,7 @@ class Recipe:
         """The family, in `sinklens.checkpoints.families`, in whose file format the run is saved."""
         masked = "llada-moe" if self.experts else "mmada" if self.pictures else "llada"
         named = {"causal": "llama", "shifted": "dream", "blocks": "sdar", "uniform": "diffusion-gemma"}
-        return {**named, "masked": masked}[self.objective]
+        return {**named, "masked": masked, "mdlm": "mdlm", "duo": "duo"}[self.objective]
 
     def cycle(self, step: int) -> int:
         """The index of the cycle that contains `step`; for steps after the end, that of the last cycle."""
@@ -142,6 +146,7 @@ _SKILLS: dict[str, Any] = {
 }
 _DREAM: dict[str, Any] = {"cycles": (2000,), "learning_rate": 1e-3}
 _MMADA: dict[str, Any] = {"cycles": (2000, 4000), "peaks": (1.0, 1.0), "learning_rate": 1e-3, "pictures": 150_000}
+_NOISE_LEVELS: dict[str, Any] = {"cycles": (3600,), "batch": 64, "d_mlp": 768, "d_cond": 32}
 _FIRST_FOUR: dict[str, Any] = {"cycles": _SKILLS["cycles"][:4], "peaks": _SKILLS["peaks"][:4]}
 
 
@@ -208,6 +213,8 @@ RECIPES = {
             experts_per_token=2,
             d_expert=32,
         ),
+        Recipe("tiny-mdlm", "mdlm", **_NOISE_LEVELS),
+        Recipe("tiny-duo", "duo", **_NOISE_LEVELS),
         Recipe("no-start", "masked", cycles=_FIRST_CYCLE, start_token="absent"),
         Recipe("masked-start", "masked", cycles=_FIRST_CYCLE, start_token="maskable"),
         Recipe("weight-decay-0", "masked", cycles=_FIRST_CYCLE, weight_decay=0.0),

@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 START, END, MASK = "<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>"
+LAST_MASK = "<|last_mask|>"
 VOCAB_SIZE = 768
 LARGEST_INTEGER = 120
 
 
 def train_tokenizer(
-    seed: int = 1, problems: int = 20_000, *, start: bool = True, with_pictures: bool = False
+    seed: int = 1, problems: int = 20_000, *, start: bool = True, with_pictures: bool = False, mask_last: bool = False
 ) -> "PreTrainedTokenizerFast":
     """Train the tokenizer on `problems` generated problems.
 
     Args:
         start: put `START` before every prompt; the token is in the vocabulary in either case.
         with_pictures: add the tokens of `sinklens.zoo.pictures`; the ids of all others stay the same.
+        mask_last: add a mask token with the last id, where MDLM has it; the ids of all others stay the same.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -47,14 +49,17 @@ def train_tokenizer(
     tokenizer.train_from_iterator([*texts, *numbers], trainer)
     if with_pictures:
         _add_pictures(tokenizer)
-    return wrap_tokenizer(tokenizer, start=start)
+    if mask_last:
+        tokenizer.add_special_tokens([LAST_MASK])
+    return wrap_tokenizer(tokenizer, start=start, mask=LAST_MASK if mask_last else MASK)
 
 
-def wrap_tokenizer(tokenizer: "Tokenizer", *, start: bool) -> "PreTrainedTokenizerFast":
+def wrap_tokenizer(tokenizer: "Tokenizer", *, start: bool, mask: str = MASK) -> "PreTrainedTokenizerFast":
     """transformers' class around a tokenizer that has the three special tokens.
 
     Args:
         start: put `START` before every prompt.
+        mask: the mask token.
     """
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +72,7 @@ def wrap_tokenizer(tokenizer: "Tokenizer", *, start: bool) -> "PreTrainedTokeniz
         bos_token=START,
         eos_token=END,
         pad_token=END,
-        mask_token=MASK,
+        mask_token=mask,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )

@@ -7,32 +7,44 @@ from sinklens.analyses import STUDIES, find
 from sinklens.errors import SettingError
 from sinklens.tasks.word_problems import held_out
 
-KINDS = ("tiny-sdar", "tiny-llada-moe", "tiny-canvas")
+KINDS = ("tiny-sdar", "tiny-llada-moe", "tiny-canvas", "tiny-mdlm", "tiny-duo")
 PROMPTS = [problem.prompt for problem in held_out(2)]
 SETTINGS = {
     "tiny-sdar": {"gen_length": 8, "denoising_steps": 3},
     "tiny-llada-moe": {"gen_length": 8, "steps": 3, "block_length": 8},
     "tiny-canvas": {"gen_length": 8, "max_denoising_steps": 3},
+    "tiny-mdlm": {"gen_length": 8, "steps": 5},
+    "tiny-duo": {"gen_length": 8, "steps": 5},
 }
 OPTIONS = {"heads": {"reference": 2}}
 ANYWHERE = {"emergence": "compares checkpoints of a training run", "features": "belongs to 'tiny-llada'"}
 ON_BLOCKS = {"caching": "no cache policy applies, as its attention is block-causal"}
+NOISE_LEVELS = {"patching": "always draws its tokens"}
+ON_MASKS = NOISE_LEVELS | {"masked_sinks": "which a lens leaves out"}
+ON_TOKENS = NOISE_LEVELS | {
+    "split": "no query is masked",
+    "masked_sinks": "none of its sinks is on a mask",
+    "events": "no single step decides a position",
+    "mechanism": "positions are decided in no order",
+    "caching": "its keys change with the noise level",
+}
 ON_CANVASES = {
     "caching": "no cache policy applies",
     "split": "no query is masked",
-    "masked_sinks": "lacks the self-conditioning",
+    "masked_sinks": "none of its sinks is on a mask",
     "events": "no single step decides a position",
     "content": "compute those of their canvas alone",
     "patching": "compute those of their canvas alone",
     "mechanism": "positions are decided in no order",
     "circuits": "lacks? the self-conditioning",
 }
+WHY = {"tiny-canvas": ON_CANVASES, "tiny-sdar": ON_BLOCKS, "tiny-mdlm": ON_MASKS, "tiny-duo": ON_TOKENS}
 
 
 @pytest.mark.parametrize("study", STUDIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_study_measures_a_kind_of_model_or_says_why_it_cannot(kind, study, toy):
-    why = ANYWHERE | {"tiny-canvas": ON_CANVASES, "tiny-sdar": ON_BLOCKS}.get(kind, {})
+    why = ANYWHERE | WHY.get(kind, {})
     one = find(study)(settings=SETTINGS[kind], **OPTIONS.get(study, {}))
     if study in why:
         with pytest.raises(SettingError, match=why[study]):

@@ -16,7 +16,10 @@ from sinklens.checkpoints.files import find_checkpoint
 from sinklens.cli import main
 from sinklens.evaluation.conditions import masking, under_caches
 from sinklens.evaluation.ledger import LedgerRun
-from sinklens.evaluation.tables import frame, read_lines
+from sinklens.evaluation.lines import frame
+from sinklens.evaluation.protocols import PROTOCOLS
+from sinklens.evaluation.published import HARNESS_PROTOCOLS
+from sinklens.evaluation.tables import read_lines
 from sinklens.tasks.word_problems import held_out
 from sinklens.views import accuracy_by_speed, accuracy_curves
 
@@ -61,7 +64,8 @@ def test_a_dry_run_estimates_the_cost_and_writes_nothing(tmp_path, capsys):
     code, printed, _ = run(capsys, "evaluate", "tiny-llama", "--task", "tiny-gsm", "--mask-sinks", 1, "--limit", 4,
                         "--out", out, "--dry-run")  # fmt: skip
     assert code == 0
-    assert printed.startswith("tiny-llama: 8 samples to do, ")
+    assert printed.startswith("tiny-llama\n  4 samples x 2 runs: ")
+    assert "Measured: 8 samples to do, " in printed
     assert "in one process here (estimated from 8 samples)" in printed
     assert not out.exists()
 
@@ -129,8 +133,8 @@ def test_the_papers_numbers_are_shown_beside_the_papers_models_only(tmp_path, ca
         planted_run(tmp_path, {"gsm8k/0": True}, condition, model="GSAI-ML/LLaDA-8B-Instruct", protocol="llada-gsm8k")
         planted_run(tmp_path, {"gsm8k/0": True}, condition, protocol="llada-gsm8k")
     _, out, _ = run(capsys, "table", tmp_path)
-    head, rows = next(line for line in out.splitlines() if "masked" in line), out.splitlines()
-    assert head.count("in the paper") == 1
+    rows = out.splitlines()
+    assert [line.count("in the paper") for line in rows if "in the paper" in line] == [1]
     assert next(row for row in rows if "nothing" in row).count("0.76") == 1
     assert next(row for row in rows if "1 sink" in row).count("0.75") == 1
 
@@ -407,3 +411,72 @@ def test_the_chat_template_and_the_arguments_of_loading_reach_the_models(tmp_pat
     assert "the tokenizer of tiny-llama has no chat template" in capsys.readouterr().err
     assert main([*call, "--family", "lama", "--out", str(tmp_path / "family")]) == 1
     assert "Nearest: llama" in capsys.readouterr().err
+
+
+def test_a_dry_run_without_weights_plans_for_the_stated_card(tmp_path, capsys):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(find_checkpoint("tiny-llada") / name, folder)
+    code, printed, _ = run(
+        capsys, "evaluate", folder, "--task", "tiny-gsm", "--limit", 4, "--out", tmp_path / "out", "--dry-run",
+        "--card", "a100", "--cards", 2, "--utilization", 0.5, "--price", 3,
+    )  # fmt: skip
+    assert code == 0
+    assert "on 2 x A100 (80 GB) at 50% of 312 TFLOP/s" in printed
+    assert "0 card hours, 0 at 3" in printed
+    assert "Not measured here: " in printed
+
+
+def test_options_of_a_dry_run_need_one(tmp_path, capsys):
+    code, _, printed = run(capsys, "evaluate", "tiny-llada", "--task", "tiny-gsm", "--card", "a100", "--out", tmp_path)
+    assert code == 1
+    assert "--card has no effect without --dry-run" in printed
+
+
+def test_every_condition_runs_in_both_regimes_by_one_flag(tmp_path, capsys):
+    out = tmp_path / "results"
+    flags = ["--task", "tiny-gsm", "--limit", 2, "--mask-sinks", 1, "--regimes", "diffusion", "blocks:8", "--out", out]
+    assert run(capsys, "evaluate", "tiny-llada", *flags)[0] == 0
+    code, printed, _ = run(capsys, "table", out, "--format", "json")
+    assert code == 0
+    found = {(claim["regime"], claim["condition"], claim["against"]): claim["n"] for claim in json.loads(printed)}
+    one = {("unmasked", ""): 2, ("1 sink", ""): 2, ("1 sink", "unmasked"): 2, ("1 sink", "control"): 0}
+    assert found == {(regime, *claim): n for regime in ("diffusion", "blocks of 8") for claim, n in one.items()}
+
+
+def test_a_format_prints_nothing_but_claims_and_writes_nothing(tmp_path, capsys):
+    for condition in masking([1], ["random"]):
+        planted_run(tmp_path, {"s": True}, condition)
+    before = sorted(tmp_path.iterdir())
+    code, printed, _ = run(capsys, "table", tmp_path, "--format", "csv")
+    assert code == 0
+    assert printed.startswith("task,protocol,model,condition,against,value,")
+    assert sorted(tmp_path.iterdir()) == before
+    assert run(capsys, "table", tmp_path, "--format", "csv", "--out", tmp_path)[0] == 1
+
+
+def test_a_table_says_in_what_a_run_departs_before_its_numbers(tmp_path, capsys):
+    for condition in masking([1]):
+        planted_run(tmp_path, {"gsm8k/0": True}, condition, model="GSAI-ML/LLaDA-8B-Instruct",
+                    protocol="llada-instruct-gsm8k-blocks")  # fmt: skip
+    _, printed, _ = run(capsys, "table", tmp_path)
+    text, _, tables = printed.partition(": accuracy")
+    assert "departs from llada-instruct-gsm8k-blocks: gen_length 24, not 256; steps 24, not 256." in text
+    assert "Published (ML-GSAI/LLaDA, EVAL.md): 0.786 [0.763, 0.807] of 1319. Not compared" in text
+    assert "1 sink" in tables
+
+
+def test_protocols_are_listed_with_scores_and_sources(capsys):
+    code, printed, _ = run(capsys, "protocols")
+    assert code == 0
+    assert all(name in printed for name in (*PROTOCOLS, *HARNESS_PROTOCOLS))
+    code, printed, _ = run(capsys, "protocols", "--model", "llada-1.5")
+    assert "LLaDA-1.5 0.838" in printed
+    assert "Dream" not in printed
+    code, printed, _ = run(capsys, "protocols", "mmada-gsm8k")
+    assert "  unstated  which checkpoint\n" in printed
+    assert "  run       sinklens evaluate Gen-Verse/MMaDA-8B --protocol mmada-gsm8k" in printed
+    code, _, printed = run(capsys, "protocols", "mmada-gsm8")
+    assert (code, "Nearest: mmada-gsm8k" in printed) == (1, True)
+    assert run(capsys, "protocols", "--model", "no such model")[0] == 1

@@ -7,10 +7,17 @@ import pytest
 
 from sinklens.cli import main
 from sinklens.cli.likelihood import lines
-from sinklens.errors import SettingError, TaskError
-from sinklens.evaluation.choices import ChoiceResult, Question, answer_questions, read_choices, word_problem_choices
+from sinklens.errors import ControlWarning, SettingError, TaskError
+from sinklens.evaluation.choices import (
+    ChoiceResult,
+    Question,
+    answer_questions,
+    read_choices,
+    treatment_of,
+    word_problem_choices,
+)
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking, under_caches
-from sinklens.interventions import MaskSinks
+from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.likelihood import DrawRule, Likelihood, LikelihoodRequest, difference, likelihood
 from sinklens.tasks.word_problems import held_out, read_answer
 
@@ -118,3 +125,20 @@ def test_the_command_prints_and_writes_the_table(tmp_path, capsys):
     assert written[0].startswith("model,condition,accuracy,low,high,total,nats")
     assert main(["likelihood", "tiny-llada", "--mc-num", "10", "--batch", "4"]) == 1
     assert "mc_num 10 is not a multiple of batch 4" in capsys.readouterr().err
+
+
+def test_a_control_is_compared_with_the_condition_that_it_names_and_warns_without_one(tiny_llada):
+    head = Condition("head 3", (AblateHeads(layers=[2], heads=[3]),))
+    other = Condition("another head", (AblateHeads(layers=[2], heads=[0]),), control_of="head 3")
+    request = LikelihoodRequest(rule=DrawRule(4, 2))
+    questions = word_problem_choices(2)
+    found = answer_questions(tiny_llada, questions, [UNMASKED, head, other], request)
+    rows = lines("tiny-llada", found)
+    wanted = found[1].likelihood_against(found[2])
+    assert rows[2]["nats_vs_control"] == wanted.value
+    assert "nats_vs_control" not in rows[1]
+    with pytest.warns(ControlWarning, match=r"'another head' is a control of 'head 3', which is not evaluated"):
+        alone = answer_questions(tiny_llada, questions, [UNMASKED, other], request)
+    assert treatment_of(alone[1], alone) is None
+    masked = answer_questions(tiny_llada, questions, masking([1], ["random"]), request)
+    assert [treatment_of(one, masked) for one in masked] == [None, None, masked[1]]

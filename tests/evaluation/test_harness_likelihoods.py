@@ -33,10 +33,12 @@ dataset_name: null
 dataset_kwargs:
   data_files: {{{split}: "{data}"}}
   cache_dir: "{cache}"
-training_split: null
-fewshot_split: null
-{other}_split: null
+training_split: {training}
+fewshot_split: {training}
+fewshot_config: null
+{other}_split: {training}
 """
+OTHER = {"validation": "test", "val": "test"}  # the split that a task's YAML names and these data do not have
 STORY = "Kim has 20 balls. She buys 18 more. "
 DATA = {  # YAML of the harness -> split, documents as published
     "arc/arc_easy": ("test", [
@@ -58,6 +60,24 @@ DATA = {  # YAML of the harness -> split, documents as published
     ]),
     "mmlu/default/_default_template_yaml": ("test", [
         {"question": "How many balls?", "subject": "x", "choices": ["2", "38", "4", "5"], "answer": 1},
+    ]),
+    "arc/arc_challenge": ("test", [
+        {"id": "3", "question": STORY, "choices": {"text": ["3", "38", "8", "2"], "label": ["1", "2", "3", "4"]},
+         "answerKey": "2"},
+    ]),
+    "truthfulqa/truthfulqa_mc2": ("validation", [
+        {"question": "How many balls?", "mc1_targets": {"choices": ["38", "20"], "labels": [1, 0]},
+         "mc2_targets": {"choices": ["38", "38 balls.", "20", "3"], "labels": [1, 1, 0, 0]}},
+    ]),
+    "gpqa/zeroshot/_gpqa_zeroshot_yaml": ("train", [
+        {"Question": STORY + "How many?", "Correct Answer": "38 balls", "Incorrect Answer 1": "28 [title] balls",
+         "Incorrect Answer 2": "12", "Incorrect Answer 3": None},
+    ]),
+    "cmmlu/_default_template_yaml": ("test", [
+        {"Question": "3 + 5 = ?", "A": "2", "B": "8", "C": "5", "D": "9", "Answer": "B"},
+    ]),
+    "ceval/_default_ceval_yaml": ("val", [
+        {"id": 0, "question": "3 + 5 = ?", "A": "2", "B": "8", "C": "5", "D": "9", "answer": "B", "explanation": ""},
     ]),
     "lambada/lambada_openai": ("test", [{"text": STORY + "Answer 38"}, {"text": "Kim has 20 balls"}]),
     "wikitext/wikitext": ("test", [{"page": STORY * 25}, {"page": "Question : 3 ."}]),
@@ -83,7 +103,7 @@ def evaluate(model, folder, originals):
         (folder / f"{name}.yaml").write_text(
             TASK.format(
                 original=file, name=name, split=split, data=folder / f"{name}.jsonl", cache=folder / "cache",
-                other={"test": "validation", "validation": "test"}[split],
+                training="train" if split == "train" else "null", other=OTHER.get(split, "validation"),
             )
         )  # fmt: skip
     names = [original.replace("/", "-") for original in originals]

@@ -4,11 +4,8 @@ import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from tracks import planted
 
 import sinklens
 from sinklens.checkpoints.files import find_checkpoint
@@ -22,11 +19,9 @@ from sinklens.evaluation.units import (
     identity,
     prompt_hash,
     reference_hash,
-    sink_summary,
     token_ids,
 )
 from sinklens.interventions import MaskSinks
-from sinklens.sinks import SinkTrack
 from sinklens.tasks import Sample, find_task
 from sinklens.tasks.gsm8k import Gsm8k
 from sinklens.tasks.prompts import IdSample
@@ -84,45 +79,6 @@ def test_a_record_contains_what_the_run_did(tiny_llada):
     assert record["prompt_sha256"] == hashlib.sha256(SAMPLES[0].prompt.encode()).hexdigest()
     assert record["seconds"] > 0
     assert (record["device"], record["versions"]["sinklens"]) == ("cpu", sinklens.__version__)
-
-
-def test_the_sink_summary_equals_a_naive_count(tiny_llama):
-    run = sinklens.generate(tiny_llama, [sample.prompt for sample in SAMPLES[:2]], progress=False)
-    steps = [10, run.steps_run]
-    found = sink_summary(run, steps)
-    score, layers, heads = run.sinks.scores().to_numpy(), 4, 6
-    for row in range(2):
-        sinks, best, static = [], [], []
-        for layer in range(layers):
-            for head in range(heads):
-                mains = []
-                for step in range(steps[row]):
-                    values = score[row, step, layer, head]
-                    values = values[~np.isnan(values)]
-                    if len(values):
-                        others = (values.sum() - values) / (len(values) - 1)
-                        sinks.append((values > others + 3).sum())
-                        best.append(values.max())
-                        mains.append(int(np.nanargmax(score[row, step, layer, head])))
-                static.append(len(set(mains)) == 1)
-        assert found["per_head"][row] == pytest.approx(np.mean(sinks))
-        assert found["main_score"][row] == pytest.approx(np.mean(best))
-        assert found["static_share"][row] == pytest.approx(np.mean(static))
-
-
-def test_the_sink_summary_under_a_cache_counts_as_if_every_position_were_a_query():
-    """Every query attends alike, so the sinks do not depend on how many queries a step computes."""
-    row = np.array([0.0, 0.0, 0.02, 0.8, 0.03, 0.05, 0.05, 0.05])  # two positions of padding
-    real, fresh = np.arange(8) >= 2, np.arange(8) >= 6
-    exact = planted([6 * row] * 3, real)
-    some = planted([6 * row, 2 * row, 2 * row], real)
-    computed = np.stack([real, fresh, fresh])[None, :, None]
-    cached = SinkTrack(some.data.assign(fresh=(("batch", "step", "layer", "pos"), computed)))
-    expected, found = (sink_summary(SimpleNamespace(sinks=track), [3]) for track in (exact, cached))
-    assert expected["per_head"] == 1
-    assert expected["main_score"] == pytest.approx(4.8)
-    assert found["main_score"] == pytest.approx(expected["main_score"])
-    assert found["per_head"] == expected["per_head"]
 
 
 def test_batches_contain_every_sample_once_and_group_similar_lengths(tiny_llada):

@@ -153,6 +153,27 @@ def test_equal_masks_are_computed_once(llada, monkeypatch):
     assert rows == [1, 3]
 
 
+@pytest.mark.parametrize("name", BLOCK_CAUSAL)
+@pytest.mark.parametrize("length", [3, 8, 9])
+def test_draws_and_choices_share_the_blocks_before_them(family_model, monkeypatch, name, length):
+    """A hook that changes nothing makes every row a complete pass."""
+    model, prompt, computed, hidden = family_model(name), [*range(3, 3 + length)], [], HookTree.hidden
+
+    def counted(self, ids, *args, **options):
+        computed.append(ids.numel())
+        return hidden(self, ids, *args, **options)
+
+    monkeypatch.setattr(HookTree, "hidden", counted)
+    given = {"mc_num": 12, "batch": 4}
+    answers = [[*ANSWER, 1], ANSWER[:3], [*ANSWER, 1]]
+    shared = likelihood(model, prompt, answers, **given)
+    few, computed[:] = sum(computed), []
+    alone = likelihood(model, prompt, answers, hooks=[("hook_embed", lambda value, hook: None)], **given)
+    for one, other in zip(shared, alone, strict=True):
+        np.testing.assert_allclose(one.losses, other.losses, rtol=1e-4, atol=1e-4)
+    assert few < (0.75 if length > 3 else 1.0) * sum(computed)
+
+
 def test_out_of_memory_halves_the_batch_and_goes_on(llada, monkeypatch):
     sizes, hidden = [], HookTree.hidden
     wanted = likelihood(llada, PROMPT, ANSWER, exact=True)
@@ -214,5 +235,7 @@ def test_invalid_pairs_and_settings_are_refused(llada, prompt, answer, given, er
 
 
 def test_a_canvas_of_random_tokens_is_refused():
-    with pytest.raises(SettingError, match=r"diffusion-gemma models have no likelihood here: .* no procedure"):
+    with pytest.raises(
+        SettingError, match=r"diffusion-gemma models have no likelihood here: .*neither a noise schedule nor a bound"
+    ):
         likelihood(sinklens.load("tiny-canvas"), "1", "2")

@@ -102,3 +102,19 @@ def test_other_answers_or_other_masks_cannot_be_paired():
         difference([], [])
     with pytest.raises(SettingError, match=r"An autoregressive model masks nothing"):
         planted([[1.0]], [1.0], "likelihood").curve()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("estimate", "Likelihood(-4.000 ± 2.000 nats, estimate, 2 tokens, 2 draws)"),
+        ("bound", "Likelihood(-4.000 nats, bound, 2 tokens, 2 masks)"),
+        ("likelihood", "Likelihood(-4.000 nats, likelihood, 2 tokens)"),
+    ],
+)
+def test_a_likelihood_prints_on_one_line(kind, text):
+    """Of two draws that contribute 3 and 1 nats, the sum has a standard error of 2."""
+    losses = np.array([[2.0, np.nan], [np.nan, 1.0]])
+    weights = np.array([[1.5, 1.5], [1.0, 1.0]])
+    one = Likelihood.of(kind, (1, 2), losses, np.full((2, 2), 0.5), weights, np.zeros(2, dtype=int))
+    assert repr(one) == str(one) == text

@@ -138,6 +138,10 @@ def test_an_unfinished_run_is_not_exported(small, tmp_path):
         ("tiny-sdar", "A block-causal masked-diffusion (SDAR format)"),
         ("tiny-llada-moe", "with 3.8 million parameters, of which a token uses 1.6 million"),
         ("tiny-canvas", "It differs from tiny-llada in objective = uniform"),
+        ("tiny-mdlm", "(tokens drawn at random with seed 0, in 24 steps)"),
+        ("tiny-mdlm", "tiny-mdlm and tiny-duo are twins"),
+        ("tiny-duo", "uniform noise instead of a mask token; it reads the noise level"),
+        ("tiny-duo", "in objective = duo"),
         ("tiny-canvas", "(tokens drawn at random with seed 0, accepted by their entropy, in at most 24 steps)"),
     ],
 )

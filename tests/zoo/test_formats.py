@@ -11,7 +11,13 @@ import sinklens
 from sinklens.zoo import training
 from sinklens.zoo.export import write_checkpoint
 
-REFERENCES = {"tiny-sdar": "sdar", "tiny-llada-moe": "llada-moe", "tiny-canvas": "diffusion-gemma"}
+REFERENCES = {
+    "tiny-sdar": "sdar",
+    "tiny-llada-moe": "llada-moe",
+    "tiny-canvas": "diffusion-gemma",
+    "tiny-mdlm": "mdlm",
+    "tiny-duo": "duo",
+}
 ADDED = {"tiny-sdar": {"block_size", "mask_token_id", "pad_token_id"}, "tiny-llada-moe": {"mask_token_id"}}
 
 
@@ -42,10 +48,11 @@ def test_a_reloaded_checkpoint_computes_what_the_trained_model_does(written):
     model = sinklens.load(folder)
     assert model.family == recipe.family
     ids = torch.randint(3, 600, (2, 44))
-    ids[:, 40] = 1  # the mask token, without which sinklens warns
+    ids[:, 40] = model.mask_token_id or 1  # without a mask token sinklens warns
+    timed = {"time": torch.tensor([0.2, 1.7])} if recipe.objective == "duo" else {}
     with torch.no_grad():
-        expected = expected_logits(recipe, hf, ids)
-        torch.testing.assert_close(model(ids)[:, -expected.shape[1] :], expected, atol=2e-5, rtol=2e-5)
+        expected = hf(ids, **timed).logits if recipe.d_cond else expected_logits(recipe, hf, ids)
+        torch.testing.assert_close(model(ids, **timed)[:, -expected.shape[1] :], expected, atol=2e-5, rtol=2e-5)
     assert expected.std() > 0.1
 
 
@@ -55,10 +62,15 @@ def test_a_reloaded_checkpoint_generates_with_the_sampler_and_lengths_of_its_fam
     done = sinklens.generate(model, "Question: Tom has 5 pens.\nAnswer:", record_sinks=False)
     assert type(done.settings).__name__ == {
         "sdar": "SdarSettings", "llada-moe": "LladaSettings", "diffusion-gemma": "DiffusionGemmaSettings",
+        "mdlm": "MdlmSettings", "duo": "DuoSettings",
     }[recipe.family]  # fmt: skip
     assert done.settings.gen_length == 24
     if recipe.objective == "uniform":
         assert (done.settings.canvas_length, done.settings.max_denoising_steps) == (24, 24)
+    elif recipe.d_cond:
+        assert done.settings.steps == 24
+        assert model.mask_token_id == (643 if recipe.objective == "mdlm" else None)
+        assert model.config.vocab_size == 644
     else:
         changed = (done.canvas[0].diff(dim=0) != 0).sum(dim=1)
         assert set(changed.tolist()) <= {0, 1}  # one token per step

@@ -38,7 +38,7 @@ def test_fitted_norms_make_tiny_sdar_start_as_tiny_llama(tiny_llama, monkeypatch
     assert all(value.grad is None for value in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llada-moe", "tiny-canvas"])
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llada-moe", "tiny-canvas", "tiny-duo"])
 def test_only_a_block_causal_model_with_a_start_has_norms_to_fit(name, small):
     recipe = small(name)
     tokenizer = training.make_tokenizer(recipe)
@@ -54,9 +54,10 @@ def count(model):
 
 def test_the_card_gives_the_parameters_of_the_models():
     sizes, tokenizer = {}, training.make_tokenizer(RECIPES["tiny-llada"])
-    for name in ("tiny-llada", "tiny-llada-moe", "tiny-canvas", "tiny-sdar"):
+    for name in ("tiny-llada", "tiny-llada-moe", "tiny-canvas", "tiny-sdar", "tiny-mdlm", "tiny-duo"):
         sizes[name] = count(training.build_model(replace(RECIPES[name], start_from=None), tokenizer))
-    assert [round(sizes[name] / 1e6) for name in ("tiny-llada", "tiny-canvas", "tiny-sdar")] == [2, 2, 2]
+    others = ("tiny-llada", "tiny-canvas", "tiny-sdar", "tiny-mdlm", "tiny-duo")
+    assert {round(sizes[name] / 1e6) for name in others} == {2}
     recipe = RECIPES["tiny-llada-moe"]
     idle = recipe.n_layers * (recipe.experts - recipe.experts_per_token) * 3 * recipe.d_model * recipe.d_expert
     found = f"{sizes['tiny-llada-moe'] / 1e6:.1f} million parameters, of which a token uses "

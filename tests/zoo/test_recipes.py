@@ -71,13 +71,15 @@ def test_a_cycle_peaks_at_half_the_previous_peak_unless_the_recipe_sets_another(
 def test_all_recipes_have_the_same_size_and_each_its_family():
     sizes = {(r.d_model, r.n_layers, r.n_heads, r.context) for r in RECIPES.values()}
     assert len(sizes) == 1
-    assert {r.d_mlp for r in RECIPES.values() if r.objective != "uniform"} == {512}  # the canvas model has experts too
+    others = {"uniform", "mdlm", "duo"}  # the canvas model has experts too; the MLP of the last two has a fixed width
+    assert {r.d_mlp for r in RECIPES.values() if r.objective not in others} == {512}
+    assert all(r.d_mlp == 4 * r.d_model for r in RECIPES.values() if r.d_cond)
     shipped = [name for name in RECIPES if name.startswith("tiny-") and "skills" not in name and "seed" not in name]
     named = {name: RECIPES[name].family for name in shipped}
     assert named == {
         "tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada",
         "tiny-sdar": "sdar", "tiny-llada-moe": "llada-moe", "tiny-canvas": "diffusion-gemma",
-        "tiny-text": "llada", "tiny-text-causal": "llama",
+        "tiny-text": "llada", "tiny-text-causal": "llama", "tiny-mdlm": "mdlm", "tiny-duo": "duo",
     }  # fmt: skip
     others = {
         r.family for name, r in RECIPES.items() if name not in (*named, "tiny-llama-skills") and "-seed-" not in name

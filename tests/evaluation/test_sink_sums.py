@@ -1,0 +1,73 @@
+"""Sums over the sinks of a run: equal to a naive count over the complete track, however the steps are divided."""
+
+import numpy as np
+import pytest
+from tracks import planted
+
+import sinklens
+from sinklens.evaluation.sink_sums import SinkSums
+from sinklens.sinks import SinkTrack
+from sinklens.sinks.record import Record
+from sinklens.tasks import find_task
+
+PROMPTS = [sample.prompt for sample in find_task("tiny-gsm").samples(3)]
+
+
+def naive(score, steps):
+    """The three numbers of one row, counted head by head over its leading `steps`."""
+    sinks, best, static = [], [], []
+    for layer in range(score.shape[1]):
+        for head in range(score.shape[2]):
+            mains = []
+            for step in range(steps):
+                values = score[step, layer, head]
+                values = values[~np.isnan(values)]
+                others = (values.sum() - values) / (len(values) - 1)
+                sinks.append((values > others + 3).sum())
+                best.append(values.max())
+                mains.append(int(np.nanargmax(score[step, layer, head])))
+            static.append(len(set(mains)) == 1)
+    return {"per_head": np.mean(sinks), "main_score": np.mean(best), "static_share": np.mean(static)}
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+@pytest.mark.parametrize("at_once", [0, 10**5, 10**12])
+def test_the_sums_of_a_run_equal_a_naive_count(name, at_once, monkeypatch, request):
+    """Of an autoregressive run, the steps until each row has ended."""
+    monkeypatch.setattr("sinklens.sinks.reduction.AT_ONCE", at_once)
+    model = request.getfixturevalue(name.replace("-", "_"))
+    run = sinklens.generate(model, PROMPTS, progress=False)
+    sums, parts = SinkSums(), []
+
+    def reduce(track):
+        parts.append(track.steps)
+        sums(track)
+
+    again = sinklens.generate(model, PROMPTS, progress=False, record_sinks=Record(reduce=reduce))
+    assert again.sinks is None
+    assert again.tokens.equal(run.tokens)
+    assert sum(parts) == run.steps_run
+    assert len(parts) == {0: run.steps_run, 10**12: 1}.get(at_once, len(parts))
+    found, score = sums.summary(), run.sinks.scores().to_numpy()
+    for row, answer in enumerate(run.answers):
+        steps = answer.tokens + answer.ended if model.causal else run.steps_run
+        for kind, value in naive(score[row], steps).items():
+            assert found[kind][row] == pytest.approx(value)
+    if model.causal:
+        assert len({answer.tokens for answer in run.answers}) > 1, "rows end at different steps"
+
+
+def test_under_a_cache_the_sums_count_as_if_every_position_were_a_query():
+    """Every query attends alike, so the sinks do not depend on how many queries a step computes."""
+    row = np.array([0.0, 0.0, 0.02, 0.8, 0.03, 0.05, 0.05, 0.05])  # two positions of padding
+    real, fresh = np.arange(8) >= 2, np.arange(8) >= 6
+    exact = planted([6 * row] * 3, real)
+    some = planted([6 * row, 2 * row, 2 * row], real)
+    computed = np.stack([real, fresh, fresh])[None, :, None]
+    cached = SinkTrack(some.data.assign(fresh=(("batch", "step", "layer", "pos"), computed)))
+    expected, found = SinkSums(), SinkSums()
+    expected(exact)
+    found(cached)
+    assert expected.summary()["per_head"] == found.summary()["per_head"] == 1
+    assert expected.summary()["main_score"] == pytest.approx(4.8)
+    assert found.summary()["main_score"] == pytest.approx(4.8)
