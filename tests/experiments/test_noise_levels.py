@@ -92,7 +92,9 @@ def jumps(run, settings):
 
 
 def undone(run, settings):
-    return [jump_undone(run, Jump(1.0, STEP, LAYER, HEAD, pads(run) + 2, pads(run) + 4))]
+    source = of_step(run, STEP).row(0).ids[0].clone()
+    source[1] = 77  # the canvas of the step before may be the same
+    return [jump_undone(run, Jump(1.0, STEP, LAYER, HEAD, pads(run) + 2, pads(run) + 4), source=source)]
 
 
 def writers(run, settings):
