@@ -25,7 +25,7 @@ RUNS = [
 
 @cache
 def _model(folder: Path) -> sinklens.Model:
-    return sinklens.load(folder)
+    return sinklens.load(folder, family="sedd" if folder.name == "sedd" else None)
 
 
 @cache
@@ -126,6 +126,7 @@ KINDS = {
         "start_canvas": [3, 40, 77, 12, 99, 54],
     },
     "mdlm": {"sampler": "remdm", "steps": 6, "low_mode": "max-capped-0.4"},
+    "sedd": {"steps": 6},
 }
 PROMPTS = [[5, 9, 13], [8, 2, 4, 6, 7]]
 

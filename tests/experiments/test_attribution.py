@@ -11,7 +11,8 @@ from layouts import write_family
 
 import sinklens
 from sinklens.errors import HookNameError, PromptError, SettingError
-from sinklens.experiments.attribution import Agreement, agreement, attribution_patching, of_step, patching_effects
+from sinklens.experiments.attribution import Agreement, agreement, attribution_patching, patching_effects
+from sinklens.experiments.step_ids import of_step
 from sinklens.hooks import names, table
 from sinklens.tasks.word_problems import held_out
 
@@ -327,14 +328,17 @@ def test_of_step_returns_the_canvas_of_the_step(request, name):
     model = request.getfixturevalue(name)
     run = sinklens.generate(model, [problem.prompt for problem in held_out(3)], record_sinks=False, progress=False)
     end, padded = run.prompt_length + 4 if name == "tiny_llama" else run.canvas.shape[2], int((~run.real[1]).sum())
-    ids, real = of_step(run, 4)
+    ids, real, time = of_step(run, 4)
+    assert time is None
     row = of_step(run, 4).row(1)
     assert padded > 0
     assert torch.equal(ids, run.canvas[:, 4, :end])
     assert torch.equal(real, run.real[:, :end])
     assert torch.equal(row.ids, run.canvas[1:2, 4, padded:end])
     with torch.no_grad():
-        torch.testing.assert_close(model(ids, attention_mask=real)[1:2, padded:], model(*row), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            model(ids, attention_mask=real)[1:2, padded:], model(row.ids, row.attention_mask), atol=1e-3, rtol=1e-3
+        )
     assert torch.equal(of_step(run, -1).ids, of_step(run, run.steps_run - 1).ids)
     with pytest.raises(SettingError, match=r"step \d+ does not exist"):
         of_step(run, run.steps_run)
