@@ -87,7 +87,7 @@ def of_step(run: "Generation", step: int) -> StepIds:
     """
     require_run(run, "run")
     step = within("step", [step], run.steps_run)[0]
-    end = run.prompt_length + step if run.model.causal else run.canvas.shape[2]
+    end = run.prompt_length + step if run.causal else run.canvas.shape[2]
     device = run.model.cfg.device
     return StepIds(run.canvas[:, step, :end].to(device), run.real[:, :end].to(device))
 

@@ -170,7 +170,7 @@ def _answer(run: Generation, row: int) -> list[int]:
 def _decided_tokens(run: Generation, row: int) -> list[int]:
     """Tokens of the answer; for an autoregressive answer those decoded up to and including its end."""
     tokens = run.tokens[row, _positions(run)].tolist()
-    return tokens[: min(_length(run, row) + 1, run.steps_run)] if run.model.causal else tokens
+    return tokens[: min(_length(run, row) + 1, run.steps_run)] if run.causal else tokens
 
 
 def _length(run: Generation, row: int) -> int:
@@ -196,7 +196,7 @@ def _first_difference(base: Generation, changed: Generation, row: int) -> int:
 
 def _last_change(run: Generation, row: int) -> int:
     """The last step that changed the row's canvas before it ended; -1 if none did."""
-    if run.model.causal:
+    if run.causal:
         return min(_length(run, row), run.steps_run - 1)
     changes = (run.canvas[row, 1:] != run.canvas[row, :-1]).any(dim=1).nonzero()
     return int(changes[-1]) if len(changes) else -1
@@ -246,7 +246,7 @@ def _row_means(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
 
 def _places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
     """Where `MaskedLogits` kept logits: masked positions; in an autoregressive run the position being decoded."""
-    if not run.model.causal:
+    if not run.causal:
         return run.undecided[:, step] & run.real
     place = torch.zeros_like(run.real)
     place[:, run.prompt_length + step] = True
@@ -255,7 +255,7 @@ def _places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
 
 def _running(run: Generation, step: int) -> Bool[Tensor, "batch 1"]:
     """False at rows of an autoregressive run that had ended before `step`."""
-    return run.active[:, [step]] if run.model.causal else torch.ones(len(run.answers), 1, dtype=torch.bool)
+    return run.active[:, [step]] if run.causal else torch.ones(len(run.answers), 1, dtype=torch.bool)
 
 
 def _is_end(run: Generation, ids: Int[Tensor, "*rows pos"]) -> Bool[Tensor, "*rows pos"]:

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
+from sinklens.hooks.forward_pass import Mode
 from sinklens.model import Model
 from sinklens.runs.choices import Choice
 from sinklens.runs.control_keys import ControlKeys
@@ -132,6 +133,9 @@ class Generation:
         cache: the cache policy; None for an exact run.
         chosen: where the interventions acted whose places follow the run; none if sinks were not recorded.
         time: the noise level that the network read in each step, [batch, step]; None for a network that reads none.
+        modes: what the pass of each step was, as in `ForwardPass.mode`.
+        blocks: the columns of the block that each step filled, in a model that changes its attention; None in its
+            other steps, and for other models.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
@@ -152,11 +156,18 @@ class Generation:
     cache: Policy | None = None
     chosen: tuple[Choice, ...] = field(default=(), repr=False)
     time: Float[Tensor, "batch _"] | None = None
+    modes: tuple[Mode, ...] = ()
+    blocks: tuple[range | None, ...] = ()
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:
         """Prompt and answer after the last step."""
         return self.canvas[:, -1]
+
+    @property
+    def causal(self) -> bool:
+        """Whether the run decoded from left to right."""
+        return self.settings.left_to_right
 
     @property
     def steps_run(self) -> int:

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.hooks.forward_pass import Mode
 from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 
@@ -37,12 +38,16 @@ class Frame(NamedTuple):
         undecided: as in `State.undecided`.
         active: rows that the step on it works on; None before the step has run.
         time: as in `State.time`.
+        mode: what the step's pass was, as in `ForwardPass.mode`; None before it has run.
+        block: the block that it filled, as in `ForwardPass.block`.
     """
 
     canvas: Int[Tensor, "batch pos"]
     undecided: Bool[Tensor, "batch pos"] | None
     active: Bool[Tensor, " batch"] | None = None
     time: Float[Tensor, " batch"] | None = None
+    mode: Mode | None = None
+    block: range | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,9 @@ class Trajectory:
             written by the step before, s - 1.
         active: rows that each step works on, see `State.active`: [batch, steps].
         time: noise level that the network reads in each step: [batch, steps]; None for a network that reads none.
+        modes: what the pass of each step was, as in `ForwardPass.mode`.
+        blocks: the columns of the block that each step filled, in a model that changes its attention; None in its
+            other steps, and for other models.
     """
 
     canvas: Int[Tensor, "batch step pos"]
@@ -65,6 +73,8 @@ class Trajectory:
     unmask_step: Int[Tensor, "batch pos"]
     active: Bool[Tensor, "batch _"]
     time: Float[Tensor, "batch _"] | None = None
+    modes: tuple[Mode, ...] = ()
+    blocks: tuple[range | None, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -112,7 +122,10 @@ def run(
 
 def _finish(step: int, state: State, listeners: Sequence[Listener], frames: list[Frame]) -> None:
     assert state.step_canvas is not None, "every sampler step sets State.step_canvas"
-    frames[-1] = Frame(state.step_canvas, state.step_undecided, state.active, state.time)
+    described = state.tree.watch.forward_pass
+    frames[-1] = Frame(
+        state.step_canvas, state.step_undecided, state.active, state.time, described.mode, described.block
+    )
     frames.append(Frame(state.canvas, state.undecided))
     for listener in listeners:
         listener.after(step, state)
@@ -127,7 +140,11 @@ def build_trajectory(state: State, frames: list[Frame]) -> Trajectory:
     active = torch.stack(rows, dim=1).cpu() if rows else torch.ones(len(canvas), 0, dtype=torch.bool)
     unmasked = unmask_steps(canvas, undecided, state.real.cpu(), state.prompt_length)
     times = [frame.time for frame in frames if frame.time is not None]
-    return Trajectory(canvas, undecided, unmasked, active, torch.stack(times, dim=1).cpu() if times else None)
+    ran = [frame for frame in frames if frame.mode is not None]
+    return Trajectory(
+        canvas, undecided, unmasked, active, torch.stack(times, dim=1).cpu() if times else None,
+        tuple(frame.mode for frame in ran if frame.mode is not None), tuple(frame.block for frame in ran),
+    )  # fmt: skip
 
 
 def unmask_steps(

@@ -24,10 +24,13 @@ from sinklens.sampling.dream_blocks import DreamBlockSettings
 from sinklens.sampling.duo import DuoSettings
 from sinklens.sampling.fast_dllm_v2 import FastDllmV2Settings
 from sinklens.sampling.gidd import GiddCorrectionSettings, GiddSettings
+from sinklens.sampling.linear_speculation import LinearSpeculationSettings
 from sinklens.sampling.llada import LladaSettings
 from sinklens.sampling.llada2 import Llada2Settings
 from sinklens.sampling.llada21 import Llada21Settings
 from sinklens.sampling.mdlm import MdlmSettings
+from sinklens.sampling.nemotron_diffusion import NemotronDiffusionSettings
+from sinklens.sampling.nemotron_dllm import NemotronDllmSettings
 from sinklens.sampling.open_dcoder import OpenDcoderSettings
 from sinklens.sampling.remdm import RemdmSettings
 from sinklens.sampling.rnd1 import Rnd1Settings
@@ -60,6 +63,9 @@ SAMPLERS: dict[str, type[Sampler]] = {
         RemdmSettings,
         GiddSettings,
         GiddCorrectionSettings,
+        NemotronDiffusionSettings,
+        LinearSpeculationSettings,
+        NemotronDllmSettings,
     )
 }
 
@@ -181,6 +187,28 @@ class Sampled(Protocol):
         """What was loaded."""
 
 
+def sampler_name(family: Any, given: Mapping[str, Any]) -> str:
+    """The name of the sampler that ``given["sampler"]`` or ``given["mode"]`` chooses; the family's if neither does.
+
+    Raises:
+        SettingError: the family has no such mode, or both are given.
+    """
+    mode, sampler = given.get("mode"), given.get("sampler")
+    if mode is None:
+        return sampler or family.sampler
+    if sampler is not None:
+        raise SettingError(f"mode={mode!r} and sampler={sampler!r} both choose how to decode; pass one of them.")
+    if mode not in family.modes:
+        known = ", ".join(map(repr, family.modes))
+        advice = (
+            f"one of {known}.{nearest(str(mode), family.modes)}"
+            if family.modes
+            else f"not given for {family.name} models, which decode in one way; leave it out."
+        )
+        raise SettingError(f"mode={mode!r} must be {advice}")
+    return family.modes[mode]
+
+
 def fits(sampler: type[Sampler], family: Any) -> bool:
     """Whether `sampler` decodes a family's models: by their attention, and by whether they have a mask token."""
     return family.attention in sampler.attention and (family.causal or sampler.masked is family.masked)
@@ -189,14 +217,14 @@ def fits(sampler: type[Sampler], family: Any) -> bool:
 def settings_for(model: Sampled, given: Mapping[str, Any]) -> Sampler:
     """The settings of a run of `model`: those `given`, then the checkpoint's, then the sampler's defaults.
 
-    ``given["sampler"]`` chooses another sampler than the family's; the checkpoint's settings are then not used, except
-    for those that both samplers have.
+    ``given["sampler"]`` chooses another sampler than the family's, and so does ``given["mode"]`` for a model that
+    changes its attention; the checkpoint's settings are then not used, except for those that both samplers have.
 
     Raises:
         SettingError: the sampler does not fit the family's attention or mask token; or see `make_settings`.
     """
     family = model.family_record
-    name = given.get("sampler") or family.sampler
+    name = sampler_name(family, given)
     sampler = find_sampler(name)
     if not fits(sampler, family):
         fitting = ", ".join(one.name for one in SAMPLERS.values() if fits(one, family))
@@ -213,7 +241,9 @@ def settings_for(model: Sampled, given: Mapping[str, Any]) -> Sampler:
     defaults = model.checkpoint.defaults
     if name != family.sampler:
         defaults = {key: value for key, value in defaults.items() if key in sampler.setting_names()}
-    chosen = {key: value for key, value in given.items() if key != "sampler"}
+    chosen = {key: value for key, value in given.items() if key not in ("sampler", "mode")}
+    if family.modes:  # its blocks begin where the prompt ends, so their length is not that of a gen_length
+        chosen = {key: value for key, value in defaults.items() if key == "block_length"} | chosen
     if family.block_causal and "block_length" in sampler.setting_names():
         chosen["block_length"] = _block_length(chosen.get("block_length"), model.checkpoint.blocks.length, family.name)
     return make_settings(name, chosen, defaults)

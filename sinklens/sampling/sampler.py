@@ -46,6 +46,9 @@ class Sampler(ABC):
     sets_time: ClassVar[bool] = False
     """Whether it sets `State.time`, for networks that read a noise level."""
 
+    later_points: ClassVar[tuple[str, ...]] = ()
+    """Points of the sampler that it passes, but not in its first step."""
+
     gen_length: Count = 128
 
     def __init_subclass__(cls, **more: Any) -> None:

@@ -68,11 +68,16 @@ class Settings(TypedDict, total=False):
     min_p: float
     t0: float
     early_stopping: bool
+    causal_context: bool
+    neg_entropy: bool
+    draft_threshold: float
+    use_adapter: bool
     early_stopping_patience: int
 
 
 class RunSettings(Settings, total=False):
-    """The settings of a run: those of its sampler, those that only Python can give, and the sampler."""
+    """The settings of a run: those of its sampler, those that only Python can give, and the sampler or mode."""
 
     sampler: str
+    mode: Literal["autoregressive", "diffusion", "speculation"]
     start_canvas: Any
