@@ -30,6 +30,19 @@ IN_BLOCK: tuple[Mode, ...] = ("denoise", "draft")
 """Modes in which it sees all of a block, whose logits predict the tokens at their own positions."""
 
 
+class PassKind(NamedTuple):
+    """What a pass is, besides the columns that it computes; see the fields of `ForwardPass` of these names."""
+
+    mode: Mode | None = None
+    segments: tuple[range, ...] | None = None
+    adapted: bool = False
+
+    @property
+    def block(self) -> range | None:
+        """Columns of the block that a "denoise" or "draft" pass fills, the last of its `segments`; None in others."""
+        return self.segments[-1] if self.segments and self.mode in IN_BLOCK else None
+
+
 class QuerySpan(NamedTuple):
     """Queries of a pass that belong to one step.
 
@@ -88,9 +101,14 @@ class ForwardPass:
     adapted: bool = False
 
     @property
+    def kind(self) -> "PassKind":
+        """What the pass is, besides what it computes."""
+        return PassKind(self.mode, self.segments, self.adapted)
+
+    @property
     def block(self) -> range | None:
-        """Columns of the block that a "denoise" or "draft" pass fills, if it is the last of its `segments`."""
-        return self.segments[-1] if self.segments and self.mode in IN_BLOCK else None
+        """See `PassKind.block`."""
+        return self.kind.block
 
     @cached_property
     def computed(self) -> Bool[Tensor, "batch pos"] | None:

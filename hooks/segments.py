@@ -13,14 +13,14 @@ pass stays causal among itself, whatever a later pass opens.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.hooks.forward_pass import CAUSAL, IN_BLOCK, Mode
+from sinklens.hooks.forward_pass import CAUSAL, IN_BLOCK, PassKind
 from sinklens.utils.integers import as_integer
 
 CHANGES = "sinklens_attention_changes"
@@ -76,20 +76,6 @@ def ruled_by(config: Any, ranges: tuple[range, ...] | None) -> Iterator[None]:
         yield
     finally:
         delattr(config, RULE)
-
-
-class PassKind(NamedTuple):
-    """What a pass of such a model is, besides the columns that it computes; the fields of `ForwardPass` of these names.
-
-    Attributes:
-        mode: see `ForwardPass.mode`.
-        segments: its rule; None for a pass that sees all tokens.
-        adapted: whether the checkpoint's adapter acts on its block.
-    """
-
-    mode: Mode | None = None
-    segments: tuple[range, ...] | None = None
-    adapted: bool = False
 
 
 def single_pass(mode: Any, block_start: Any, length: int, adapted: bool) -> PassKind:

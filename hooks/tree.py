@@ -27,7 +27,7 @@ from sinklens.hooks.adapter import Adapter, connect_adapter
 from sinklens.hooks.architectures import Architecture, check_modules
 from sinklens.hooks.blocks import Blocks, blocks_of
 from sinklens.hooks.canvas_pass import CanvasPass
-from sinklens.hooks.forward_pass import CAUSAL, ForwardPass, Mode
+from sinklens.hooks.forward_pass import CAUSAL, ForwardPass, PassKind
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
@@ -35,7 +35,7 @@ from sinklens.hooks.losses import MaskedLoss, Masks, NextTokenLoss
 from sinklens.hooks.model_weights import ModelWeights
 from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
-from sinklens.hooks.segments import PassKind, changes_attention, ruled_by, single_pass
+from sinklens.hooks.segments import changes_attention, ruled_by, single_pass
 from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.split_projection import split
@@ -284,10 +284,12 @@ class HookTree(ModelWeights, HookFront):
         attention_mask: Bool[Tensor, "batch pos"] | None,
         names: Iterable[str],
         time: Float[Tensor, " _"] | None = None,
+        kind: PassKind | None = None,
     ) -> dict[str, Tensor]:
         """Run a separate pass, without hooks or trace blocks, and return the values of the points called `names`.
 
-        For hooks that need another pass in the middle of one. Points of the sampler are not reached.
+        For hooks that need another pass in the middle of one. Points of the sampler are not reached. In a model that
+        changes its attention, `kind` says what the pass is; by default, what the running pass is.
 
         Raises:
             HookNameError: no such point, or one of the sampler.
@@ -303,15 +305,13 @@ class HookTree(ModelWeights, HookFront):
             )
         handover, running, held = self.watch.handover, self.watch.forward_pass, self.watch.held
         self.watch.peeked = peeked = dict.fromkeys(wanted)
-        self.watch.forward_pass = ForwardPass(step=running.step, time=running.time)
-        if running.segments is not None:
-            self.watch.forward_pass = replace(
-                self.watch.forward_pass, mode=running.mode, segments=running.segments, adapted=running.adapted
-            )
+        if kind is None:
+            kind = running.kind if self.changes_attention else PassKind()
+        self.watch.forward_pass = ForwardPass(step=running.step, time=running.time, **kind._asdict())
         self.watch.held = None
         try:  # a trace block that waits for one of transformers' modules must not be served here
             with nullcontext() if handover is None else handover.suspended():
-                self.hidden(input_ids, attention_mask, time=time)
+                self.hidden(input_ids, attention_mask, time=time, kind=kind)
             return {name: value for name, value in peeked.items() if value is not None}
         finally:
             self.watch.peeked, self.watch.forward_pass, self.watch.held = None, running, held
@@ -438,7 +438,7 @@ class HookTree(ModelWeights, HookFront):
         )
 
     def loss_of(
-        self, ids: Int[Tensor, "batch pos"], real: Tensor | None, targets: Tensor | None, mode: Mode | None = None
+        self, ids: Int[Tensor, "batch pos"], real: Tensor | None, targets: Tensor | None, mode: str | None = None
     ) -> NextTokenLoss | MaskedLoss:
         """The loss of a pass over `ids`, as a function of its logits; see losses.py.
 

@@ -148,7 +148,7 @@ class Denoising:
             return None
         chosen = Record() if record is True else record
         reuses = self.state.keys is not None or self.settings.reuses_keys
-        more: dict[str, tuple[str, ...]] = {name: () for name in of_pass(self.model.tree)}
+        more: dict[str, tuple[str, ...]] = dict.fromkeys(of_pass(self.model.tree), ())
         more |= VARIABLES if reuses else {}
         partial = self.state.keys is not None
         return SinkRecorder(
@@ -277,7 +277,7 @@ class Denoising:
             self.state.prompt_length, answers, self.settings, self.request.seed, self._track(trajectory),
             isinstance(self.request.prompt, str), self.model, self._recorder.patterns if self._recorder else {},
             self.controls.totals(self.rows), as_policy(self.request.cache), tuple(self._choices.choices),
-            trajectory.time, trajectory.modes, trajectory.blocks,
+            trajectory.time, trajectory.kinds,
         )  # fmt: skip
 
     def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:

@@ -62,8 +62,8 @@ def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
         )
     if attention == "per-pass":
         raise SettingError(
-            f"{name} is for bidirectional models; the attention of {model.name} changes from pass to pass, and its steps "
-            f"reuse keys exactly with use_cache=True. Leave cache= out."
+            f"{name} is for bidirectional models; the attention of {model.name} changes from pass to pass, and its "
+            f"steps reuse keys exactly with use_cache=True. Leave cache= out."
         )
     if attention != "bidirectional":
         raise SettingError(

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
-from sinklens.hooks.forward_pass import Mode
+from sinklens.hooks.forward_pass import Mode, PassKind
 from sinklens.model import Model
 from sinklens.runs.choices import Choice
 from sinklens.runs.control_keys import ControlKeys
@@ -133,9 +133,7 @@ class Generation:
         cache: the cache policy; None for an exact run.
         chosen: where the interventions acted whose places follow the run; none if sinks were not recorded.
         time: the noise level that the network read in each step, [batch, step]; None for a network that reads none.
-        modes: what the pass of each step was, as in `ForwardPass.mode`.
-        blocks: the columns of the block that each step filled, in a model that changes its attention; None in its
-            other steps, and for other models.
+        kinds: what the pass of each step was, in a model that changes its attention with the segments of its rule.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
@@ -156,8 +154,21 @@ class Generation:
     cache: Policy | None = None
     chosen: tuple[Choice, ...] = field(default=(), repr=False)
     time: Float[Tensor, "batch _"] | None = None
-    modes: tuple[Mode, ...] = ()
-    blocks: tuple[range | None, ...] = ()
+    kinds: tuple[PassKind, ...] = field(default=(), repr=False)
+
+    @property
+    def modes(self) -> tuple[Mode | None, ...]:
+        """What the pass of each step was, as in `ForwardPass.mode`."""
+        return tuple(kind.mode for kind in self.kinds)
+
+    @property
+    def blocks(self) -> tuple[range | None, ...]:
+        """The columns of the block that each step filled, in a model that changes its attention; None in others."""
+        return tuple(kind.block for kind in self.kinds)
+
+    def kind_at(self, step: int) -> PassKind | None:
+        """What the pass of a step was, for another pass over its canvas; None if it is that of the model."""
+        return self.kinds[step] if self.kinds and self.model.tree.changes_attention else None
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinklens.errors import PromptError, SettingError
-from sinklens.hooks.segments import PassKind
+from sinklens.hooks.forward_pass import PassKind
 from sinklens.model import Model
 from sinklens.runs.intervention import HookSource
 from sinklens.runs.request import RunRequest

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.hooks.forward_pass import Mode
+from sinklens.hooks.forward_pass import PassKind
 from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 
@@ -38,16 +38,14 @@ class Frame(NamedTuple):
         undecided: as in `State.undecided`.
         active: rows that the step on it works on; None before the step has run.
         time: as in `State.time`.
-        mode: what the step's pass was, as in `ForwardPass.mode`; None before it has run.
-        block: the block that it filled, as in `ForwardPass.block`.
+        kind: what the step's pass was; None before it has run.
     """
 
     canvas: Int[Tensor, "batch pos"]
     undecided: Bool[Tensor, "batch pos"] | None
     active: Bool[Tensor, " batch"] | None = None
     time: Float[Tensor, " batch"] | None = None
-    mode: Mode | None = None
-    block: range | None = None
+    kind: PassKind | None = None
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,7 @@ class Trajectory:
             written by the step before, s - 1.
         active: rows that each step works on, see `State.active`: [batch, steps].
         time: noise level that the network reads in each step: [batch, steps]; None for a network that reads none.
-        modes: what the pass of each step was, as in `ForwardPass.mode`.
-        blocks: the columns of the block that each step filled, in a model that changes its attention; None in its
-            other steps, and for other models.
+        kinds: what the pass of each step was.
     """
 
     canvas: Int[Tensor, "batch step pos"]
@@ -73,8 +69,7 @@ class Trajectory:
     unmask_step: Int[Tensor, "batch pos"]
     active: Bool[Tensor, "batch _"]
     time: Float[Tensor, "batch _"] | None = None
-    modes: tuple[Mode, ...] = ()
-    blocks: tuple[range | None, ...] = ()
+    kinds: tuple[PassKind, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -122,10 +117,8 @@ def run(
 
 def _finish(step: int, state: State, listeners: Sequence[Listener], frames: list[Frame]) -> None:
     assert state.step_canvas is not None, "every sampler step sets State.step_canvas"
-    described = state.tree.watch.forward_pass
-    frames[-1] = Frame(
-        state.step_canvas, state.step_undecided, state.active, state.time, described.mode, described.block
-    )
+    kind = state.tree.watch.forward_pass.kind
+    frames[-1] = Frame(state.step_canvas, state.step_undecided, state.active, state.time, kind)
     frames.append(Frame(state.canvas, state.undecided))
     for listener in listeners:
         listener.after(step, state)
@@ -140,11 +133,8 @@ def build_trajectory(state: State, frames: list[Frame]) -> Trajectory:
     active = torch.stack(rows, dim=1).cpu() if rows else torch.ones(len(canvas), 0, dtype=torch.bool)
     unmasked = unmask_steps(canvas, undecided, state.real.cpu(), state.prompt_length)
     times = [frame.time for frame in frames if frame.time is not None]
-    ran = [frame for frame in frames if frame.mode is not None]
-    return Trajectory(
-        canvas, undecided, unmasked, active, torch.stack(times, dim=1).cpu() if times else None,
-        tuple(frame.mode for frame in ran if frame.mode is not None), tuple(frame.block for frame in ran),
-    )  # fmt: skip
+    kinds = tuple(frame.kind for frame in frames if frame.kind is not None)
+    return Trajectory(canvas, undecided, unmasked, active, torch.stack(times, dim=1).cpu() if times else None, kinds)
 
 
 def unmask_steps(

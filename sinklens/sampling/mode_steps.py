@@ -21,8 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.hooks.forward_pass import Mode
-from sinklens.hooks.segments import PassKind
+from sinklens.hooks.forward_pass import Mode, PassKind
 from sinklens.sampling import decisions
 from sinklens.sampling.sampler import Sampler
 from sinklens.utils.arguments import Count

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from sinklens.errors import HookFunctionError, NotANumberError, SettingError
 from sinklens.hooks.blocks import ruled_by
-from sinklens.hooks.forward_pass import ForwardPass
+from sinklens.hooks.forward_pass import ForwardPass, PassKind
 from sinklens.hooks.points import Point, at
-from sinklens.hooks.segments import PassKind
 from sinklens.hooks.tree import HookTree
 from sinklens.sampling.block_cache import BlockCache, one_later
 from sinklens.sampling.decisions import RowNoise
