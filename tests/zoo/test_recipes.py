@@ -77,7 +77,7 @@ def test_all_recipes_have_the_same_size_and_each_its_family():
     assert named == {
         "tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada",
         "tiny-sdar": "sdar", "tiny-llada-moe": "llada-moe", "tiny-canvas": "diffusion-gemma",
-        "tiny-text": "llada", "tiny-text-causal": "llama",
+        "tiny-text": "llada", "tiny-text-causal": "llama", "tiny-two-modes": "nemotron-diffusion",
     }  # fmt: skip
     others = {
         r.family for name, r in RECIPES.items() if name not in (*named, "tiny-llama-skills") and "-seed-" not in name
@@ -86,9 +86,9 @@ def test_all_recipes_have_the_same_size_and_each_its_family():
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama", "tiny-dream", "tiny-mmada"])
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama", "tiny-dream", "tiny-mmada", "tiny-two-modes"])
 def test_a_recipe_with_another_seed_is_otherwise_the_same(name, seed):
     recipe = RECIPES[f"{name}-seed-{seed}"]
-    begins = {"tiny-dream": "tiny-llama", "tiny-mmada": "tiny-llada"}.get(name)
+    begins = {"tiny-dream": "tiny-llama", "tiny-mmada": "tiny-llada", "tiny-two-modes": "tiny-llama"}.get(name)
     start = begins and f"runs/{begins}-seed-{seed}/checkpoint"
     assert recipe == replace(RECIPES[name], name=recipe.name, seed=seed, start_from=start)
