@@ -78,6 +78,7 @@ def add_declared(command: Any, declared: Any, *names: str) -> None:
 
 def add_settings(command: argparse.ArgumentParser) -> None:
     """Add an option for every setting of a sampler."""
+    from sinklens.checkpoints.families import FAMILIES
     from sinklens.sampling.registry import SAMPLERS, register_installed, setting_help
 
     register_installed()
@@ -91,6 +92,14 @@ def add_settings(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"another sampler than the model's: {', '.join(SAMPLERS)} (default: the model's)",
     )
+    modes = sorted({mode for family in FAMILIES for mode in family.modes})
+    group.add_argument(
+        "--mode",
+        dest="set_mode",
+        choices=modes,
+        metavar="NAME",
+        help=f"how a model that changes its attention decodes: {', '.join(modes)} (default: the model's)",
+    )
     for name, owned in _settings().items():
         text = f"{setting_help(name)}{_defaults(name, owned)}".replace("%", "%%")
         text += "; of a block-causal checkpoint the length of its blocks" * (name == "block_length")
@@ -98,7 +107,7 @@ def add_settings(command: argparse.ArgumentParser) -> None:
 
 
 def settings_given(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampler settings given on the command line, and the sampler."""
+    """The sampler settings given on the command line, and the sampler or mode."""
     return {name[4:]: value for name, value in vars(options).items() if name.startswith("set_") and value is not None}
 
 
