@@ -31,11 +31,12 @@ from torch import Tensor
 from sinklens.analyses.intervals import RESAMPLES
 from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
-from sinklens.analyses.units import Units, batches, unused
+from sinklens.analyses.units import Units, unused
 from sinklens.caching import as_policy
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
+from sinklens.evaluation.units import equals_apart
 from sinklens.model import load
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.registry import find_sampler, settings_for
@@ -217,7 +218,8 @@ class Study(ABC):
             left = [number for number in range(len(prompts)) if number not in units.done]
             report(model.name, len(units.done), len(prompts))
             try:
-                for numbers in batches(prompts, left, self.batch if self.together else 1):
+                size = self.batch if self.together else 1
+                for numbers in equals_apart(left, lambda number: repr(prompts[number]), size):
                     units.add(numbers, self.measure(model, [prompts[number] for number in numbers], settings))
                     report(model.name, len(units.done), len(prompts))
             except KeyboardInterrupt:  # possibly while units are being written

@@ -12,8 +12,7 @@ resume; tables, figures and measurements are stored beside it.
 import base64
 import io
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +21,6 @@ import xarray as xr
 
 from sinklens.errors import SettingError
 from sinklens.evaluation.ledger import LedgerRun, Writer, holds_runs
-from sinklens.model.prompts import SinglePrompt
 
 FOLDER = "units"
 
@@ -95,22 +93,6 @@ class Units:
         parts = [self._found[number] for number in range(self.total)]
         found = [_unpacked(part) if isinstance(part, str) else part for part in parts]
         return xr.concat(found, dim="prompt", join="outer").drop_encoding()
-
-
-def batches(prompts: Sequence[SinglePrompt], left: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Indices of the prompts in `left`, in batches of at most `size`, with equal prompts in separate batches.
-
-    Within one batch, copies of a prompt would get different random numbers; in separate batches they get the same.
-    """
-    seen: Counter[str] = Counter()
-    rounds: dict[int, list[int]] = {}
-    for number in left:
-        key = repr(prompts[number])
-        rounds.setdefault(seen[key], []).append(number)
-        seen[key] += 1
-    for part in rounds.values():
-        for start in range(0, len(part), size):
-            yield part[start : start + size]
 
 
 def unused(out: Path, what: Mapping[str, Any]) -> str:

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, Q
 import sinklens
 from sinklens.devices.measuring import Ratio, compare, compare_peaks
 from sinklens.devices.plain import ANSWER, MASK, random_llada, twin
-from sinklens.hooks.held_keys import HeldKeys
 from sinklens.hooks.tree import HookTree
+from sinklens.hooks.window_cache import WindowCache
 from sinklens.sampling import autoregressive
 from sinklens.sampling.state import State
 from sinklens.tasks.word_problems import held_out
@@ -169,14 +169,14 @@ def _block_parts(model: sinklens.Model, prompt: torch.Tensor, size: str, blocks:
 
         return call
 
-    def width(keys: HeldKeys, canvas: torch.Tensor, window: slice, *_: object) -> str:
+    def width(keys: WindowCache, canvas: torch.Tensor, window: slice, *_: object) -> str:
         return "complete pass" if window.stop - window.start == canvas.shape[1] else "windows"
 
-    passes, head = timed(width, HeldKeys.hidden), timed(lambda *_: "head", model.tree.head)
+    passes, head = timed(width, WindowCache.hidden), timed(lambda *_: "head", model.tree.head)
     sinklens.generate(model, prompt, cache="dual", **settings)
     started = process_time()
     with (
-        mock.patch.object(HeldKeys, "hidden", lambda *given: passes(*given)),
+        mock.patch.object(WindowCache, "hidden", lambda *given: passes(*given)),
         mock.patch.object(type(model.tree), "head", lambda _, hidden: head(hidden)),
     ):
         for _ in range(blocks):

@@ -104,12 +104,11 @@ def attention(
 ) -> tuple[Float[Tensor, "batch query head d_head"], None]:
     """transformers' attention interface; the points of `module`'s layer decide how it is computed."""
     points: AttentionPoints | None = module.__dict__.get(POINTS)
-    held, counted = None if points is None else points.hook_rot_k.watch.held, None
+    cache, counted = None if points is None else points.hook_rot_k.watch.cache, None
     if points is not None and points.hook_fresh.watched:
         _show_fresh(points, key, attention_mask, query.shape[2])
-    if held is not None:
-        layer: Any = module.layer_idx
-        key, value, attention_mask, counted = held.used(layer, key, value)
+    if cache is not None:
+        attention_mask, counted = cache.seen(module.layer_idx, attention_mask, key.device)
     if points is None or not points.any_watched():
         if normalizer_of(module) is not softmax:
             operands = _operands(module, query, key, value, attention_mask, None, counted, scaling, kwargs)
@@ -144,7 +143,7 @@ def _shown_keys(
 ) -> Float[Tensor, "batch kv_head key d_head"]:
     """The keys after hooks; if a pass stores its `new` keys, later passes read them as hooks left them."""
     stores = point.forward_pass.mode == "encode"
-    shared = point.watch.held is not None or stores  # then a copy: the keys of earlier passes are used again
+    shared = point.watch.cache is not None or stores  # then a copy: the keys of earlier passes are used again
     shown = point(key.transpose(1, 2).clone() if shared else key.transpose(1, 2)).transpose(1, 2)
     if stores:
         key[:, :, -new:] = shown[:, :, -new:]

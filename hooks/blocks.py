@@ -19,6 +19,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.utils.arguments import Count, read_as
 
 LENGTH = "sinklens_block_length"
 RULE = "sinklens_blocks_rule"
@@ -120,6 +121,4 @@ def check_length(length: Any) -> int:
     Raises:
         SettingError: it is not an integer of at least 1.
     """
-    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise SettingError(f"block_length must be an integer of at least 1; got {length!r}.")
-    return length
+    return int(read_as(Count, "block_length", length))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
 
 from sinklens.errors import PromptError
 from sinklens.hooks.architectures import Architecture
@@ -31,14 +32,8 @@ class CanvasPass:
     def __init__(self, hf: Any, architecture: Architecture, watch: Watch) -> None:
         self._hf, self._architecture, self._watch = hf, architecture, watch
 
-    def new_cache(self) -> Any:
-        """An empty cache."""
-        from transformers import DynamicCache
-
-        return DynamicCache(config=self._hf.config.get_text_config())
-
-    def encode(self, ids: Int[Tensor, "batch new"], real: Real, cache: Any) -> None:
-        """Let the encoder read `ids`, which follow the text in `cache`; extends the cache.
+    def encode(self, ids: Int[Tensor, "batch new"], real: Real, cache: Cache) -> Float[Tensor, "batch new d_model"]:
+        """The final-norm output of the encoder on `ids`, which follow the text in `cache`; extends the cache.
 
         Args:
             real: False on padding, for the text in the cache and the new positions; None without padding.
@@ -48,7 +43,7 @@ class CanvasPass:
         self._cover(cache, ids)
         self._watch.forward_pass = replace(self._watch.forward_pass, mode="encode")
         try:
-            encoder(input_ids=ids, attention_mask=_mask(real), past_key_values=cache)
+            return encoder(input_ids=ids, attention_mask=_mask(real), past_key_values=cache).last_hidden_state
         finally:
             self._watch.forward_pass = before
 
@@ -56,7 +51,7 @@ class CanvasPass:
         self,
         canvas: Int[Tensor, "batch canvas"],
         real: Real,
-        cache: Any,
+        cache: Cache,
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
     ) -> Float[Tensor, "batch canvas d_model"]:
         """The final-norm output of the decoder on `canvas`, which follows the text in `cache`.
@@ -89,11 +84,11 @@ class CanvasPass:
                 f"the last {length} tokens of a pass are the canvas, and the encoder needs at least one token before "
                 f"it; got {ids.shape[1]} tokens."
             )
-        cache = self.new_cache()
+        cache = DynamicCache(config=self._hf.config)
         self.encode(ids[:, :start], None if real is None else real[:, :start], cache)
         return self.decode(ids[:, start:], real, cache, self_conditioning)
 
-    def _cover(self, cache: Any, ids: Tensor) -> None:
+    def _cover(self, cache: Cache, ids: Tensor) -> None:
         """Describe the pass over `ids`, which follow the text in `cache`."""
         start, stop = cache.get_seq_length(), cache.get_seq_length() + ids.shape[1]
         self._watch.forward_pass = replace(self._watch.forward_pass, queries=range(start, stop), keys=range(stop))

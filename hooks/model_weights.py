@@ -25,6 +25,7 @@ from sinklens.errors import PromptError, SettingError
 from sinklens.hooks import rotary
 from sinklens.hooks.offload import weight_of
 from sinklens.hooks.weights import Embed, Unembed
+from sinklens.utils.integers import as_integer
 
 ATTENTION = tuple(f"{kind}_{letter}" for letter in "QKVO" for kind in "Wb")
 MLP = tuple(f"{kind}_{part}" for part in ("gate", "in", "out") for kind in "Wb")
@@ -266,6 +267,6 @@ class ModelWeights:
             tokens = self.to_single_token(tokens)
         if isinstance(tokens, Tensor) and tokens.numel() == 1:
             tokens = int(tokens.item())
-        if isinstance(tokens, bool) or not isinstance(tokens, int | Tensor):
+        if as_integer(tokens) is None and not isinstance(tokens, Tensor):
             raise SettingError(f"tokens must be a text, an id or a tensor of ids; got {type(tokens).__name__}.")
         return self.W_U.T[tokens] * self.ln_final.w

@@ -147,7 +147,7 @@ NOISE = (
 )
 """The sampler's points of a model whose canvas is random tokens; all but the first have the canvas's positions."""
 UNIFORM = PointSpec("hook_uniform", "batch pos vocab|1", "uniform random numbers, which the tokens are drawn with")
-"""The sampler's point of a network that reads the noise level: every step draws, and its numbers repeat a run."""
+"""The sampler's point of families whose samplers always draw (`Family.drawn`): its numbers repeat a run."""
 ENCODER = "encoder."
 """Prefix of the points of an encoder, which has the points of the blocks for the text before the canvas."""
 

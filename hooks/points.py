@@ -36,7 +36,7 @@ class Watch:
         handover: passes values to trace blocks and back; None while no nnsight root wraps the tree.
         peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
             and no hook or trace block is called. None otherwise.
-        held: the `held_keys.HeldKeys` of earlier passes that this pass reads; None in a pass that computes all of them.
+        cache: the `window_cache.WindowCache` of the pass; None in a pass without one.
         sample: the `sampled_sums.QuerySample` that estimates sink scores; None where they are exact.
     """
 
@@ -44,7 +44,7 @@ class Watch:
         self.forward_pass = ForwardPass()
         self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
-        self.held: Any = None
+        self.cache: Any = None
         self.sample: Any = None
 
     def parked_at(self, name: str) -> bool:

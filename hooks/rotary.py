@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.utils.integers import as_integer
 
 
 def rotations(tree: Any, positions: Int[Tensor, " pos"]) -> Float[Tensor, "pos d_head d_head"]:
@@ -48,6 +49,6 @@ def rotation(tree: Any, position: int) -> Float[Tensor, "d_head d_head"]:
     Raises:
         SettingError: a negative position, or layers that rotate differently.
     """
-    if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+    if (number := as_integer(position)) is None or number < 0:
         raise SettingError(f"a position must be an integer from 0 on; got {position!r}.")
-    return rotations(tree, torch.tensor([position]))[0]
+    return rotations(tree, torch.tensor([number]))[0]

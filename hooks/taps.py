@@ -193,17 +193,17 @@ def _tap_input(undo: ExitStack, module: nn.Module, point: Point) -> None:
 
 
 def _tap_heads(undo: ExitStack, module: nn.Module, point: Point, d_head: int) -> None:
-    """Tap a projection; the point sees its output split into heads, and keys and values of earlier passes with them."""
+    """Tap a projection; the point sees its output split into heads, and those of a `WindowCache` with them."""
     letter = (point.name or "")[-1]
 
     def tap(_module: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
-        held = point.watch.held if letter in "kv" else None
-        if held is None and not point.watched:
+        cache = point.watch.cache if letter in "kv" else None
+        if cache is None and not point.watched:
             return None
         heads = output.view(*output.shape[:-1], -1, d_head)
-        if held is None:
+        if cache is None:
             return point(heads).reshape(output.shape)
-        return held.project(letter, point.layer(), heads, point).reshape(output.shape)
+        return cache.project(letter, point.layer(), heads, point).reshape(output.shape)
 
     undo.callback(module.register_forward_hook(tap).remove)
 

@@ -56,7 +56,7 @@ class HookTree(ModelWeights, HookFront):
         encoder: the points of the encoder, in a tree that has one; see canvas_pass.py.
     """
 
-    def __init__(self, hf: PreTrainedModel, architecture: Architecture) -> None:
+    def __init__(self, hf: PreTrainedModel, architecture: Architecture, drawn: bool = False) -> None:
         super().__init__()
         self.watch = Watch()
         self.architecture = architecture
@@ -70,7 +70,7 @@ class HookTree(ModelWeights, HookFront):
         self.adapter: Adapter | None = None
         self._switches = Switches()
         self.disconnected = False
-        self._sampler_specs = _sampler_specs(hf, architecture)
+        self._sampler_specs = _sampler_specs(hf, architecture, drawn)
         self.denoise = Points(self._sampler_specs, self.watch, SamplerPoint)
         if architecture.encoder:
             self.encoder = EncoderPoints(self.watch, hf.get_submodule(architecture.encoder), architecture)
@@ -232,23 +232,23 @@ class HookTree(ModelWeights, HookFront):
         the embeddings of `input_ids`. In a tree with an encoder, the last positions of `input_ids` are the canvas, and
         the output has these positions only. `kind` says what a single pass is, in a tree that changes its attention.
         """
-        if self.watch.forward_pass.step is None:
+        if self.watch.forward_pass.step is None and self.watch.cache is None:
             self._begin_single_pass(input_ids, attention_mask, kind or PassKind())
         if self.architecture.time:
             time = self._time_of(time, input_ids)
         if self.architecture.encoder:
             return self.canvas_pass.hidden(input_ids, attention_mask, self_conditioning)
-        position_ids = None
+        first = 0 if past_key_values is None else past_key_values.get_seq_length()
+        stop, position_ids = first + input_ids.shape[1], None
+        keys = range(stop if attention_mask is None else attention_mask.shape[1])
+        self.watch.forward_pass = replace(self.watch.forward_pass, queries=range(first, stop), keys=keys)
         if attention_mask is not None:
             attention_mask = attention_mask.bool()
-            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, first:stop]
             if bool(attention_mask.all()) and past_key_values is None:
                 attention_mask = None
-        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        stop = cached + input_ids.shape[1]
-        self.watch.forward_pass = replace(self.watch.forward_pass, queries=range(cached, stop), keys=range(stop))
         if self.architecture.positions and position_ids is None:
-            columns = torch.arange(cached, stop, device=input_ids.device)
+            columns = torch.arange(first, stop, device=input_ids.device)
             position_ids = columns.expand(len(input_ids), -1)  # hook_pos_embed has every row
         base = self.hf.get_submodule(self.architecture.base)
         with ruled_by(self.hf.config, self.watch.forward_pass.segments):
@@ -303,18 +303,18 @@ class HookTree(ModelWeights, HookFront):
             raise SinklensError(
                 "another peek is running; call peek after it returns (hooks are not called during a peek)."
             )
-        handover, running, held = self.watch.handover, self.watch.forward_pass, self.watch.held
+        handover, running, cache = self.watch.handover, self.watch.forward_pass, self.watch.cache
         self.watch.peeked = peeked = dict.fromkeys(wanted)
         if kind is None:
             kind = running.kind if self.changes_attention else PassKind()
         self.watch.forward_pass = ForwardPass(step=running.step, time=running.time, **kind._asdict())
-        self.watch.held = None
+        self.watch.cache = None
         try:  # a trace block that waits for one of transformers' modules must not be served here
             with nullcontext() if handover is None else handover.suspended():
                 self.hidden(input_ids, attention_mask, time=time, kind=kind)
             return {name: value for name, value in peeked.items() if value is not None}
         finally:
-            self.watch.peeked, self.watch.forward_pass, self.watch.held = None, running, held
+            self.watch.peeked, self.watch.forward_pass, self.watch.cache = None, running, cache
 
     def refuse_unusable(self) -> None:
         """Refuse a released or compiled model. Called once per run or single pass, as it takes longer than the points.
@@ -483,12 +483,11 @@ def split_all(undo: ExitStack, hf: PreTrainedModel, architecture: Architecture) 
         split(undo, layer.get_submodule(f"{architecture.attn}.{architecture.fused}"))
 
 
-def _sampler_specs(hf: PreTrainedModel, architecture: Architecture) -> tuple[names.PointSpec, ...]:
+def _sampler_specs(hf: PreTrainedModel, architecture: Architecture, drawn: bool) -> tuple[names.PointSpec, ...]:
     """The rows of the sampler's points."""
     if architecture.encoder:
         return names.NOISE
-    if architecture.time:
-        return (names.DENOISE[0], names.UNIFORM, *names.DENOISE[1:])
     if changes_attention(hf.config):
         return names.SWITCHING
-    return names.DENOISE if blocks_of(hf.config) is None else (*names.DENOISE, names.EDIT)
+    first, *rest = names.DENOISE
+    return (first, *[names.UNIFORM] * drawn, *rest, *[names.EDIT] * (blocks_of(hf.config) is not None))

@@ -39,9 +39,13 @@ class Page:
         return self
 
     def without_changes(self):
-        """Remove the changes that the newest run brought along, in one script: fewer changes would be run as B."""
+        """Remove the changes and settings that the newest run brought along.
+
+        In one script: fewer changes would be run as B.
+        """
         self.browser.js(
             "document.getElementById('same').checked = false; document.getElementById('model-b').value = ''; "
+            "document.getElementById('model-name').dispatchEvent(new Event('change')); "
             "const remove = '#chips [aria-label^=Remove]'; "
             "while (document.querySelector(remove)) document.querySelector(remove).click()"
         )
@@ -57,10 +61,14 @@ class Page:
         """Run what is typed, from the keyboard."""
         self.browser.driver.find_element(By.ID, "prompt").send_keys(Keys.CONTROL, Keys.ENTER)
 
-    def run(self, prompt=PROMPT):
-        """Run a prompt as A, without changes."""
+    def run(self, prompt=PROMPT, **settings):
+        """Run a prompt as A, without changes, with these settings."""
         self.without_changes()
         self.unfold()
+        for name, value in settings.items():
+            self.browser.js(
+                f"document.querySelector('#settings-fields [data-name={name}] input').value = arguments[0]", value
+            )
         self.browser.choose("source", "text")  # the newest run may have been one of token ids
         self.type(prompt)
         self.browser.click("run")

@@ -35,10 +35,12 @@ ARCHITECTURES = {
     "open-dcoder": "qwen2",
     "qwen3-moe": "qwen3_moe",
     "nemotron-diffusion": "ministral3",
+    "sdar-moe": "qwen3_moe",
+    "diffullama": "llama",
 }
 """Family -> the transformers class that computes the same."""
 
-BLOCK_CAUSAL = ("sdar", "fast-dllm-v2", "llada2", "bd3lm-llama", "bd3lm-qwen2", "bd3lm-qwen3")
+BLOCK_CAUSAL = ("sdar", "sdar-moe", "fast-dllm-v2", "llada2", "bd3lm-llama", "bd3lm-qwen2", "bd3lm-qwen3")
 """Families whose queries see their own block and earlier ones; here blocks of 4."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "llada-moe": {"head_dim": 4, "norm_topk_prob": False},
@@ -67,7 +69,7 @@ def causal(family: str) -> bool:
 
 def arguments(family: str) -> dict[str, Any]:
     """The arguments of `sinklens.load` for what the family's config.json does not say."""
-    shared = family.startswith(("a2d-", "bd3lm", "open-dcoder"))  # these share their model_type
+    shared = family.startswith(("a2d-", "bd3lm", "open-dcoder", "diffullama"))  # these share their model_type
     return ({"family": family} if shared else {}) | ({"block_length": 4} if family in BLOCK_CAUSAL else {})
 
 
@@ -163,13 +165,14 @@ def public_config(family: str, hf: PreTrainedModel) -> dict[str, Any]:
         "bd3lm-qwen2": "a2d-qwen2",
         "bd3lm-qwen3": "a2d-qwen3",
         "open-dcoder": "qwen2",
+        "qwen3-moe": "qwen3_moe",
+        "sdar-moe": "sdar_moe",
+        "diffullama": "llama",
     }.get(family, family)
     config |= {"model_type": kind, "hidden_act": "silu", "torch_dtype": "bfloat16"}
     config |= {"bos_token_id": 1, "eos_token_id": 2}
     if ARCHITECTURES[family] == "qwen3_moe":
         config |= {key: getattr(hf.config, key) for key in (*EXPERTS["qwen3_moe"], "decoder_sparse_step")}
-    if family == "qwen3-moe":
-        config |= {"model_type": "qwen3_moe"}
     if family == "rnd1":
         config |= {"architectures": ["RND1LM"], "rope_scaling": False, "is_causal": False, "attention_bias": False}
     if not causal(family):

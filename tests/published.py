@@ -92,3 +92,39 @@ def assert_same_canvases(run: sinklens.Generation, canvas: Tensor, result: Tenso
         ours = run.canvas[:, step, : stored.shape[1]]
         assert (ours[stored >= 0] == stored[stored >= 0]).all(), f"step {step}"
     assert (run.tokens[:, : result.shape[1]] == result).all()
+
+
+def sdar_settings(stored: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a stored run of SDAR under our names."""
+    names = {"confidence_threshold": "threshold", "dynamic_threshold": "threshold", "threshold": "threshold"}
+    names |= {"eb_threshold": "eb_threshold", "denoising_steps": "denoising_steps"}
+    found = {ours: stored[theirs] for theirs, ours in names.items() if theirs in stored}
+    found["remasking_strategy"] = stored.get("remasking_strategy")
+    found["gen_length"] = stored.get("gen_length") or stored["max_tokens"]
+    found["stop"] = bool(stored.get("stopping_criteria_idx") or stored.get("eos_token_id"))
+    if stored["sampler"] == "opencompass":
+        kind = "dynamic" if stored["threshold"] < 1 else "static"
+        found |= {"remasking_strategy": f"low_confidence_{kind}", "confidence_of": "model"}
+    if stored["draw"] == "top_k=1":  # drawn from a distribution over one token
+        found |= {"temperature": stored["temperature"], "top_k": 1}
+    return found
+
+
+def sdar_model(load: Any, stored: dict[str, Any]) -> sinklens.Model:
+    """SDAR with the blocks and end tokens of a stored run."""
+    ends = stored.get("stopping_criteria_idx") or stored.get("eos_token_id")
+    changes = (("eos_token_id", tuple(ends) if isinstance(ends, list) else ends),) if ends else ()
+    return load(changes, (("block_length", stored["block_length"]),))
+
+
+def assert_same_routing(model: sinklens.Model, reference: Reference, tolerance: float) -> None:
+    """Router logits, chosen experts and their weights equal the reference's, which orders experts by number."""
+    with torch.no_grad():
+        _, kept = model.run_with_cache(reference.tensors["input_ids"], names_filter=lambda name: ".mlp." in name)
+    for layer in range(model.cfg.n_layers):
+        stored = {what: reference.tensors[f"router.{layer}.{what}"] for what in ("logits", "weights", "experts")}
+        found, order = kept[f"blocks.{layer}.mlp.hook_expert_indices"].sort(dim=-1)
+        assert torch.equal(found, stored["experts"].long())
+        assert largest_difference(kept[f"blocks.{layer}.mlp.hook_router_logits"], stored["logits"]) < tolerance
+        weights = kept[f"blocks.{layer}.mlp.hook_expert_weights"].gather(-1, order)
+        assert largest_difference(weights, stored["weights"]) < tolerance

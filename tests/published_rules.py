@@ -320,6 +320,35 @@ def dream_blocks(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> 
             yield ids
 
 
+def diffullama(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator[Ids]:
+    """HKUNLP/DiffuLLaMA: model.py, and `generate_samples` of its trainer; what is decided is marked, not the mask."""
+    start, steps = len(prompt), given["steps"]
+    ids, answer = prompt + [oracle.mask] * given["gen_length"], list(range(start, start + given["gen_length"]))
+    left_open = set(answer)
+    for left in reversed(range(steps)):
+        if not left_open:
+            return
+        places = answer if given["order"] == "confidence" else sorted(left_open)
+        logits = shifted(oracle.logits(ids))
+        scaled = [[value / given["temperature"] for value in logits[place]] for place in places]
+        rows = [softmax(keep_nucleus(row, given["top_p"])) for row in scaled]
+        numbers = noise.double(len(places), 2)
+        tokens = [best_token(row) for row in rows]
+        if not given["greedy"]:
+            tokens = [invert(row, number) for row, (number, _) in zip(rows, numbers, strict=True)]
+        if given["order"] == "random":
+            chosen = [place for place, (_, u) in zip(places, numbers, strict=True) if u < 1 / (left + 1)]
+        else:
+            scores = [row[token] for row, token in zip(rows, tokens, strict=True)]
+            cutoff = sorted(scores)[int(torch.tensor(float(len(answer))) * (left / steps))]
+            if any(0 < abs(score - cutoff) < 1e-12 for score in scores):
+                raise UndeterminedError
+            chosen = [place for place, score in zip(places, scores, strict=True) if score >= cutoff]
+        ids = with_tokens(ids, sorted(left_open & set(chosen)), dict(zip(places, tokens, strict=True)))
+        left_open -= set(chosen)
+        yield ids
+
+
 def open_dcoder(oracle: Oracle, prompt: Ids, noise: Noise, given: Settings) -> Iterator[Ids]:
     """pengzhangzhi/Open-dLLM, `_mdm_sample`."""
     start, steps = len(prompt), given["steps"]

@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from sinklens.cli.app import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"sinklens": "sinklens", "hooks": "sinklens.hooks", "analyses": "sinklens.analyses"}
@@ -77,20 +79,20 @@ def loaded(step, names={(*HEAVY, *SLOW)}):
     print("loaded by", step, [name for name in names if name in sys.modules], file=sys.stderr)
 import sinklens
 loaded("sinklens")
-import sinklens.analyses, sinklens.checkpoints, sinklens.evaluation, sinklens.sinks, sinklens.zoo
-loaded("packages of lazy names")
 from sinklens.cli import main
-for command in ([], ["train"]):  # others show the declarations of what they run, which load it
+for command in {[[], *([name] for name in COMMANDS)]}:
     try:
         main([*command, "--help"])
     except SystemExit:
-        loaded(f"help of {{command}}")
+        loaded(f"help of {{command}}", {("torch", *HEAVY, *SLOW)})
+import sinklens.analyses, sinklens.checkpoints, sinklens.evaluation, sinklens.sinks, sinklens.zoo
+loaded("packages of lazy names")
 sinklens.lab
 loaded("the lab", ("starlette", "uvicorn"))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     steps = done.stderr.splitlines()
-    assert len(steps) == 5
+    assert len(steps) == 2 + 1 + len(COMMANDS) + 1
     assert [step for step in steps if not step.endswith(" []")] == []
 
 

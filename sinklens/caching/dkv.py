@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinklens.errors import SettingError
 from sinklens.sampling.key_cache import History, Policy
+from sinklens.utils.arguments import Count, check_arguments
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class DelayedCache(Policy):
         refresh: steps of a block between complete steps (`cache_reloading_step`); 1 computes everything always.
     """
 
-    refresh: int = 8
+    refresh: Count = 8
 
     def __post_init__(self) -> None:
-        require_count("refresh", self.refresh)
+        check_arguments(self)
 
     def plan(self, history: History) -> Bool[Tensor, "batch pos"]:
         """Fresh where undecided, or written in the step before; with shifted logits also before such positions."""
@@ -44,13 +44,3 @@ class DelayedCache(Policy):
         if history.shift:
             fresh[:, :-1] |= (fresh & history.real)[:, 1:].clone()
         return fresh
-
-
-def require_count(name: str, value: object) -> None:
-    """Check a number of steps or positions.
-
-    Raises:
-        SettingError: `value` is not an integer of at least 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingError(f"{name} must be an integer of at least 1; got {value!r}.")

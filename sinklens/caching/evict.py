@@ -11,7 +11,7 @@ Pitfall: hidden keys are masked, not removed, so that a map keeps one column per
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +20,7 @@ from torch.nn.functional import max_pool1d
 
 from sinklens.errors import SettingError
 from sinklens.sampling.key_cache import History, Keys, Policy
+from sinklens.utils.arguments import Count, Share, check_arguments
 
 By = Literal["queries", "score"]
 
@@ -34,16 +35,13 @@ class Evict(Policy):
         kernel: width of the maximum over neighbors, an odd number; 1 for none.
     """
 
-    keep: float = 0.5
+    keep: Share = 0.5
     by: By = "queries"
-    kernel: int = 3
+    kernel: Count = 3
 
     def __post_init__(self) -> None:
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int | float) or not 0 <= self.keep <= 1:
-            raise SettingError(f"keep must be a share from 0 to 1; got {self.keep!r}.")
-        if self.by not in get_args(By):
-            raise SettingError(f"by must be one of {', '.join(get_args(By))}; got {self.by!r}.")
-        if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
+        check_arguments(self)
+        if self.kernel % 2 == 0:
             raise SettingError(f"kernel must be an odd number of positions; got {self.kernel!r}.")
         object.__setattr__(self, "reads_queries", self.by == "queries")
         object.__setattr__(self, "reads_scores", self.by == "score")

@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinklens.caching.dkv import require_count
 from sinklens.caching.fast_dllm import DualCache
 from sinklens.errors import SettingError
 from sinklens.sampling.key_cache import History, Policy
+from sinklens.utils.arguments import Count, check_arguments
 from sinklens.utils.integers import is_finite
 
 
@@ -58,17 +58,16 @@ class Refresh(Policy):
         within: the policy of the other steps.
     """
 
-    every: int | None = None
+    every: Count | None = None
     where: DriftAbove | None = None
     within: Policy = field(default_factory=DualCache)
 
     def __post_init__(self) -> None:
         if not isinstance(self.within, Policy):
             raise SettingError(f"within must be a policy such as DualCache(); got {self.within!r}.")
-        if self.every is not None:
-            require_count("every", self.every)
         if self.where is not None and not isinstance(self.where, DriftAbove):
             raise SettingError(f"where must be a condition such as drift > 0.1; got {self.where!r}.")
+        check_arguments(self)
         if self.where is not None and not is_finite(self.where.bound):
             raise SettingError(f"drift is compared with a finite number; got {self.where.bound!r}.")
         if self.every is None and self.where is None:

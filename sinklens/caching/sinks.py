@@ -10,18 +10,17 @@ Pitfall: a key that is hidden has no attention, so it cannot become a sink again
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.caching.dkv import require_count
-from sinklens.errors import SettingError
 from sinklens.sampling.key_cache import History, Keys, Policy
 from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
 from sinklens.sinks.track import build_track
+from sinklens.utils.arguments import Count, check_arguments
 
 Others = Literal["stale", "gone"]
 
@@ -39,17 +38,14 @@ class KeepSinks(Policy):
     """
 
     detector: Detector = field(default_factory=EpsilonOverMean)
-    k: int | None = None
+    k: Count | None = None
     others: Others = "stale"
     negated: bool = False
     reads_scores: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_detector(self.detector)
-        if self.k is not None:
-            require_count("k", self.k)
-        if self.others not in get_args(Others):
-            raise SettingError(f"others must be one of {', '.join(get_args(Others))}; got {self.others!r}.")
+        check_arguments(self)
 
     def __invert__(self) -> "KeepSinks":
         return replace(self, negated=not self.negated)

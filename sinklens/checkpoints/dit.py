@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -146,12 +147,15 @@ class DitAttention(nn.Module):
         hidden_states: Float[Tensor, "batch pos d_model"],
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "batch pos d_model"], None]:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (linear(hidden_states).view(shape).transpose(1, 2) for linear in projections)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         mixed, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0, **kwargs)
         return self.o_proj(mixed.reshape(*hidden_states.shape)), None
@@ -229,6 +233,7 @@ class DitModel(DitPreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Int[Tensor, "batch pos"] | None = None,
         inputs_embeds: Float[Tensor, "batch pos d_model"] | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
         """The modulated output of the final norm.
@@ -242,11 +247,14 @@ class DitModel(DitPreTrainedModel):
         stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             position_ids = torch.arange(stream.shape[1], device=stream.device)[None]
-        mask = create_causal_mask(self.config, stream, attention_mask, past_key_values=None, position_ids=position_ids)
+        mask = create_causal_mask(self.config, stream, attention_mask, past_key_values, position_ids=position_ids)
         condition = self.time_embed(self.time_of(time, len(stream), stream.device))
         rotation = self.rotary_emb(stream, position_ids=position_ids)
         for layer in self.layers:
-            stream = layer(stream, condition=condition, attention_mask=mask, position_embeddings=rotation, **kwargs)
+            stream = layer(
+                stream, condition=condition, attention_mask=mask, position_embeddings=rotation,
+                past_key_values=past_key_values, **kwargs,
+            )  # fmt: skip
         shift, scale = self.modulation(condition.expand(len(stream), -1)).chunk(2, dim=-1)
         return BaseModelOutput(last_hidden_state=self.modulate(self.norm(stream), shift, scale))
 

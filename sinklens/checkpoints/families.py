@@ -90,11 +90,13 @@ class Family:
         module: the module that defines the class, and registers it with transformers; "" for a class of transformers.
         class_attention: name of the attention if transformers' class decides which of its passes are causal; "" if
             `causal` decides.
+        drawn: whether its samplers draw by the numbers at ``denoise.hook_uniform``.
         unconditional: whether it also generates without a prompt: an empty text, or a row without ids.
         masked: whether undecided positions hold a mask token; False for a canvas of random tokens.
         config_settings: config key -> sampler setting that it is the default of.
         generation_settings: key of generation_config.json -> sampler setting that it is the default of; a dot leads
             into a part.
+        rows_of: name of the embedding's weight, after `renames`, if config.json may name fewer tokens than it has rows.
         refused_tokens: config key of a token id -> what the token stands for; prompts that contain it are refused.
         modes: for a model whose attention changes from pass to pass: ``mode=`` of a run -> the sampler that decodes so.
             Its passes see all tokens unless they name a mode.
@@ -130,6 +132,8 @@ class Family:
     model_class: str = "AutoModelForCausalLM"
     module: str = ""
     class_attention: str = ""
+    rows_of: str = ""
+    drawn: bool = False
     unconditional: bool = False
     masked: bool = True
     config_settings: Mapping[str, str] = field(default_factory=dict)
@@ -164,6 +168,7 @@ _DIT = Family(  # what the families of dit.py share
     ignored=DIT_IGNORED,
     fused=DIT_FUSED,
     module="sinklens.checkpoints.dit",
+    drawn=True,
     unconditional=True,
 )
 FAMILIES: list[Family] = [
@@ -218,6 +223,17 @@ FAMILIES: list[Family] = [
         block_length_key="block_size",
         dropped=("attn_implementation", "use_cache"),
         own_classes=("SDARForCausalLM",),
+    ),
+    Family(
+        "sdar-moe",
+        ("sdar_moe",),
+        "qwen3_moe",
+        "sdar",
+        "logits, patterns, routing and greedy canvases equal the reference's on tiny weights; full size built, not run",
+        required={**QWEN_REQUIRED, "attention_bias": (False,)},
+        block_causal=True,
+        block_length=4,
+        own_classes=("SDARMoeForCausalLM",),
     ),
     Family(
         "fast-dllm-v2",
@@ -403,6 +419,32 @@ FAMILIES: list[Family] = [
         renames=GPT2_RENAMES,
         ignored=GPT2_IGNORED,
         own_classes=("GPT2LMHeadModel",),
+    ),
+    Family(
+        "diffullama",
+        (),
+        "llama",
+        "diffullama",
+        "logits, patterns, stream and canvases equal the reference code's on tiny weights; full size built, not run",
+        shift=True,
+        required=ROTATION,
+        mask_token_id=811,
+        drawn=True,
+        unconditional=True,
+    ),
+    Family(
+        "diffugpt",
+        (),
+        "gpt2",
+        "diffullama",
+        "logits, patterns, stream and canvases equal the reference code's on tiny weights; full size built, not run",
+        shift=True,
+        required={"add_cross_attention": (False,)},
+        renames=GPT2_RENAMES,
+        ignored=GPT2_IGNORED,
+        rows_of="transformer.wte.weight",
+        drawn=True,
+        unconditional=True,
     ),
     Family(
         "diffusion-gemma",

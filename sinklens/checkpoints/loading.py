@@ -17,9 +17,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import torch
+from annotated_types import Ge
 
 from sinklens.checkpoints import files
 from sinklens.checkpoints.adapters import read_adapter
@@ -36,6 +37,7 @@ from sinklens.utils.arguments import Count, check_arguments
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+TokenId = Annotated[int, Ge(0)]
 DeviceMap = str | dict[str, int | str | torch.device]
 SMALL = 1_000_000_000  # parameters; smaller models run in float32 without a GPU, and load without a progress bar
 
@@ -55,6 +57,7 @@ class LoadRequest:
         family: name of the checkpoint's family (``sinklens models`` lists them), where its config.json does not
             determine it; by default the family that config.json names.
         block_length: positions per block of a block-causal model; by default the number that config.json names.
+        mask_token_id: the mask token; by default the one that config.json or the tokenizer names, or the family's.
         check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Raises:
@@ -68,6 +71,7 @@ class LoadRequest:
     tokenizer: Any = None
     family: str | None = None
     block_length: Count | None = None
+    mask_token_id: TokenId | None = None
     check: bool = True
 
     def __post_init__(self) -> None:
@@ -75,16 +79,20 @@ class LoadRequest:
 
 
 def fitting(name_or_path: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `LoadRequest` for several models, as they apply to one: ``block_length`` if it is block-causal.
+    """Arguments of `LoadRequest` for several models, as they apply to one of them.
+
+    Returns:
+        Them, with ``block_length`` only if it is block-causal and ``mask_token_id`` only if it has a mask token.
 
     Raises:
         CheckpointError: the checkpoint was not found, or its family is unknown or open.
     """
-    if options.get("block_length") is None:
+    if options.get("block_length") is None and options.get("mask_token_id") is None:
         return dict(options)
     raw = files.read_config(files.find_checkpoint(name_or_path, options.get("revision")))
-    family = choose_family(raw, str(name_or_path), options.get("family"), options["block_length"])
-    return {name: value for name, value in options.items() if name != "block_length" or family.block_causal}
+    family = choose_family(raw, str(name_or_path), options.get("family"), options.get("block_length"))
+    fits = {"block_length": family.block_causal, "mask_token_id": family.masked and not family.causal}
+    return {name: value for name, value in options.items() if fits.get(name, True)}
 
 
 @dataclass(frozen=True)
@@ -155,9 +163,10 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     folder = files.find_checkpoint(name_or_path, request.revision)
     raw = files.read_config(folder)
     family = choose_family(raw, str(folder), request.family, block_length)
+    raw = _with_mask(raw, request.mask_token_id, family, str(folder))
     blocks = blocks_for(raw, family, block_length, str(folder))
-    config = translate(raw, family, str(folder))
     weights = files.read_headers(folder, family)
+    config = translate(_with_rows(raw, family, weights), family, str(folder))
     empty = build_empty(config, family.model_class)
     expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
     adapter = read_adapter(folder, family, expected)
@@ -291,6 +300,21 @@ def _refused_decoding(name: str, *_: Any, **__: Any) -> NoReturn:
     )
 
 
+def _with_mask(raw: dict[str, Any], mask: int | None, family: Family, where: str) -> dict[str, Any]:
+    """config.json with the mask token that the caller names."""
+    if mask is None:
+        return raw
+    if family.causal or not family.masked:
+        raise CheckpointError(f"{where}: {family.name} models have no mask token; leave mask_token_id= out.")
+    return raw | {"mask_token_id": mask}
+
+
+def _with_rows(raw: dict[str, Any], family: Family, weights: files.Weights) -> dict[str, Any]:
+    """config.json with as many tokens as the stored embedding has rows, where the family's config does not say it."""
+    rows, size = weights.shapes.get(family.rows_of, ()), raw.get("vocab_size")
+    return raw | {"vocab_size": rows[0]} if rows and isinstance(size, int) and rows[0] > size else raw
+
+
 def _mask_token(
     raw: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None", family: Family, vocabulary: int, name: str
 ) -> int | None:
@@ -303,7 +327,7 @@ def _mask_token(
     if not isinstance(mask, int) or not 0 <= mask < vocabulary:
         raise CheckpointError(
             f"{name}: no usable mask token (found {mask!r}, vocabulary {vocabulary}); "
-            f"set mask_token_id in config.json or pass a tokenizer that has a mask token."
+            f"pass mask_token_id=, set it in config.json, or pass a tokenizer that has a mask token."
         )
     return mask
 
@@ -313,6 +337,7 @@ def from_pretrained_model(
     tokenizer: "PreTrainedTokenizerBase | None",
     family_name: str | None = None,
     block_length: int | None = None,
+    mask_token_id: int | None = None,
 ) -> Checkpoint:
     """Use a transformers model that is already in memory; its config determines the family, unless it is named.
 
@@ -329,6 +354,7 @@ def from_pretrained_model(
     if getattr(hf.config, "is_causal", True) is False and f"a2d-{kind}" in BY_MODEL_TYPE:
         family_name = family_name or (f"a2d-{kind}" if block_length is None else f"bd3lm-{kind}")
     family = choose_family(raw, type(hf).__name__, family_name, block_length)
+    raw = _with_mask(raw, mask_token_id, family, type(hf).__name__)
     if family.architecture != kind:
         raise CheckpointError(
             f"the {family.name} family needs a {family.architecture} model, but this {type(hf).__name__} has "

@@ -254,7 +254,7 @@ def run_hooks(options: argparse.Namespace) -> None:
     raw = read_config(folder)
     family = choose_family(raw, str(folder), options.family, options.block_length)
     config = translate(raw, family, str(folder))
-    tree = HookTree(build_empty(config, family.model_class), architecture_of(config.model_type))
+    tree = HookTree(build_empty(config, family.model_class), architecture_of(config.model_type), family.drawn)
     cfg = tree.cfg
     sizes = {
         "head": cfg.n_heads, "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_head": cfg.d_head,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sinklens.cli import declared
 from sinklens.cli.options import add_declared, add_limit, add_loading, add_run, loading
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ LEGEND = (
 
 def add_likelihood(command: argparse.ArgumentParser) -> None:
     """Add the options of ``likelihood``."""
-    from sinklens.likelihood import DrawRule, LikelihoodRequest
-
     command.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
     command.add_argument(
         "--choices", type=Path, metavar="FILE",
@@ -44,8 +43,8 @@ def add_likelihood(command: argparse.ArgumentParser) -> None:
         help="for each K, also mask other keys, as in sinklens evaluate: random, same_kind, same_mass, nearest, "
         "permuted, weakest or random_any (default: no controls)",
     )  # fmt: skip
-    add_declared(command, DrawRule, "mc_num", "batch", "masking")
-    add_declared(command, LikelihoodRequest, "cfg_scale", "rows")
+    add_declared(command, declared.DRAWS)
+    add_declared(command, declared.LIKELIHOOD)
     add_run(command, "seed")
     add_loading(command)
     command.add_argument("--out", type=Path, metavar="FILE", help="also write the table as CSV (default: no)")

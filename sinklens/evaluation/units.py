@@ -12,10 +12,10 @@ latency.
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -29,13 +29,15 @@ from sinklens.sampling import settings_for
 from sinklens.sinks.motion import static_share
 from sinklens.sinks.track import SinkTrack
 from sinklens.tasks import Sample, Task
-from sinklens.tasks.prompts import Ids, IdSample, Prompts, before_end, model_input, prompt_hash, reference_hash
+from sinklens.tasks.prompts import IdSample, Prompts, before_end, model_input, prompt_hash, reference_hash
 from sinklens.tracing import generate
 from sinklens.utils.versions import versions
 
 if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
+
+Unit = TypeVar("Unit")
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,26 @@ class Batch:
 def batches(condition: Condition, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
     """Group samples of similar length, keeping equal prompts apart; the order depends only on the samples."""
     ordered = sorted(samples, key=lambda sample: (len(model_input(sample)), sample.id))
-    seen: Counter[str | Ids] = Counter()
-    rounds: list[list[Sample]] = []
-    for sample in ordered:
-        given = model_input(sample)
+    for part in equals_apart(ordered, model_input, size):
+        yield Batch(condition, tuple(part))
+
+
+def equals_apart(units: Iterable[Unit], key: Callable[[Unit], Hashable], size: int) -> Iterator[list[Unit]]:
+    """`units` in batches of at most `size`, with those of equal `key` in separate batches.
+
+    Within one batch, copies of a prompt would get different random numbers; in separate batches they get the same.
+    """
+    seen: Counter[Hashable] = Counter()
+    rounds: list[list[Unit]] = []
+    for unit in units:
+        given = key(unit)
         if seen[given] == len(rounds):
             rounds.append([])
-        rounds[seen[given]].append(sample)
+        rounds[seen[given]].append(unit)
         seen[given] += 1
     for part in rounds:
         for start in range(0, len(part), size):
-            yield Batch(condition, tuple(part[start : start + size]))
+            yield part[start : start + size]
 
 
 def identity(model: "Model", condition: Condition, task: Task, protocol: EvalProtocol, seed: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from sinklens.model.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within
 from sinklens.runs.result import require_run
-from sinklens.sampling.block_cache import one_later
+from sinklens.sampling.key_cache import one_later
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -128,6 +128,7 @@ def attribution_patching(
     attention_mask: Tensor | None = None,
     *,
     path: int = 0,
+    time: Float[Tensor, " _"] | float | None = None,
 ) -> xr.Dataset:
     """Estimate m(corrupted with v_clean) − m(corrupted) ≈ Σ (v_clean − v_corrupted) · ∂m/∂v for every point.
 
@@ -142,6 +143,8 @@ def attribution_patching(
         attention_mask: False (or 0) on left padding, shared by both.
         path: 0 takes the gradient in the corrupted run; k > 0 the mean of k gradients, with the embeddings at
             corrupted + (i + ½)/k · (clean − corrupted), i = 0 … k − 1 (EAP-IG; Hanna et al., 2403.17806).
+        time: noise level of both, a number or one for each row, for a network that reads it; that of a step is
+            ``run.time_at(step)``.
 
     Returns:
         One variable per kind of point, named as inside its block (``attn.hook_z``, ``hook_resid_post``), over
@@ -157,7 +160,7 @@ def attribution_patching(
         raise SettingError(
             f"path must be 0 (the corrupted run only) or a positive number of gradients to average; got {path}."
         )
-    points, pair = _points(names, model), Pair.of(model, clean_ids, corrupted_ids, attention_mask)
+    points, pair = _points(names, model), Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
     slope: dict[str, Tensor] = {}
     with differentiable(model):
         clean, clean_logits = pair.values(pair.clean, {*points, EMBED})
@@ -187,6 +190,7 @@ def patching_effects(
     heads: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
     at_once: int = 32,
+    time: Float[Tensor, " _"] | float | None = None,
 ) -> xr.Dataset:
     """The true m(corrupted with v_clean) − m(corrupted), for each layer, head and position separately.
 
@@ -198,7 +202,7 @@ def patching_effects(
         positions: positions to patch; query positions for scores and patterns.
         at_once: number of places patched in one pass, each in a copy of the batch.
     """
-    pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask)
+    pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
     if at_once < 1:
         raise SettingError(f"at_once must be at least 1; got {at_once}.")
     kept, logits = pair.values(pair.clean, _points(names, model))
@@ -257,9 +261,17 @@ class Pair(NamedTuple):
     clean: Tensor
     corrupted: Tensor
     real: Tensor
+    time: Tensor | None = None
 
     @classmethod
-    def of(cls, model: "Model", clean: Prompt, corrupted: Prompt, mask: Tensor | None) -> "Pair":
+    def of(
+        cls,
+        model: "Model",
+        clean: Prompt,
+        corrupted: Prompt,
+        mask: Tensor | None,
+        time: Float[Tensor, " _"] | float | None = None,
+    ) -> "Pair":
         """The pair on the model's device, of one shape."""
         first, second = (model.reader.read(prompt, mask=mask) for prompt in (clean, corrupted))
         if first.ids.shape != second.ids.shape or not torch.equal(first.real, second.real):
@@ -267,12 +279,14 @@ class Pair(NamedTuple):
                 f"clean and corrupted ids must have the same shape and padding; got {list(first.ids.shape)} and "
                 f"{list(second.ids.shape)}. Choose words with the same number of tokens, so that positions correspond."
             )
-        return cls(model, first.ids, second.ids, first.real)
+        level = None if time is None else torch.as_tensor(time, dtype=torch.float32, device=first.ids.device)
+        return cls(model, first.ids, second.ids, first.real, level)
 
     def hidden(self, ids: Tensor, pairs: Pairs, copies: int = 1) -> Float[Tensor, "batch pos d_model"]:
         """The final norm's output of one pass under hooks."""
+        time = self.time if self.time is None or self.time.numel() == 1 else self.time.repeat(copies)
         with self.model.tree.hooks(fwd_hooks=[*pairs]):
-            return self.model.tree.hidden(ids.repeat(copies, 1), self.real.repeat(copies, 1))
+            return self.model.tree.hidden(ids.repeat(copies, 1), self.real.repeat(copies, 1), time=time)
 
     def logits(self, hidden: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         """The logits that the metric receives."""

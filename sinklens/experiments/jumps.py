@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from sinklens.errors import SettingError
 from sinklens.experiments.attribution import StepIds, exact_step
 from sinklens.experiments.edges import senders_of
-from sinklens.interventions.paths import PathPatch
+from sinklens.interventions.paths import PathPatch, refuse_indirect
 from sinklens.runs.intervention import Pairs, within
 from sinklens.runs.result import require_run
 from sinklens.sinks.detectors import Detector
@@ -128,6 +128,7 @@ def jump_undone(
             "run only adds a token to the text; pass a run of a diffusion model."
         )
     steps = [exact_step(run, step) for step in (jump.step - 1, jump.step)]
+    refuse_indirect(model, "jump_undone")
     before, now = (step.row(jump.row) for step in steps)
     ids = before.ids if source is None else source[None].to(before.ids)
     if ids.shape != now.ids.shape:

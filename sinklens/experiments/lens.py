@@ -259,7 +259,7 @@ def log_probabilities(model: "Model", stream: Float[Tensor, "place d_model"]) ->
     """
     if model.tree.architecture.modulation:
         raise SettingError(
-            f"the head of a {model.config.model_type} model reads the last norm shifted and scaled by the noise level, "
+            f"the head of {model.name} reads the last norm shifted and scaled by the noise level, "
             f"which a lens leaves out; see ln_final.hook_modulated, hook_final_shift and hook_final_scale."
         )
     model.tree.watch.peeked = {}  # hooks on the norm's points are not called

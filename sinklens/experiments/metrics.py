@@ -147,10 +147,10 @@ def _pass(denoising: Denoising, base: Generation, step: int) -> _Output:
     tree, canvas = state.tree, base.canvas[:, step].to(state.canvas.device)
     copies, time = len(state.canvas) // len(canvas), base.time_at(step)
     state.canvas = canvas.repeat(copies, 1)
-    if time is not None:
-        state.time = time.to(canvas.device).repeat(copies)
     with tree.hooks(fwd_hooks=denoising.hooks):
         state.announce(step)
+        if time is not None:
+            state.time = time.to(canvas.device).repeat(copies)
         try:
             ids = state.begin_step()
             logits = state.logits(ids, torch.ones_like(ids, dtype=torch.bool))

@@ -23,7 +23,7 @@ from torch import Tensor
 from sinklens.caching import as_policy
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
-from sinklens.features.places import STATES, InScope, PointPlaces, Scope, state_masks, states_of, stream_point
+from sinklens.features.places import InScope, PointPlaces, Scope, state_masks, states_of, stream_point
 from sinklens.features.store import ActivationStore
 from sinklens.hooks.points import Point
 from sinklens.interventions.where import Rule
@@ -32,6 +32,7 @@ from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, within
 from sinklens.sampling import settings_for
 from sinklens.sinks import Detector, Record
+from sinklens.sinks.kinds import STATES
 from sinklens.tracing import generate
 from sinklens.utils.arguments import Count, Seed, read_as
 from sinklens.utils.progress import OnProgress

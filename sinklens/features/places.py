@@ -23,11 +23,11 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.places import Places
 from sinklens.interventions.where import Chooser, Moment, OfStep, Rule
 from sinklens.runs.intervention import HookSource, RunContext, Snapshot
+from sinklens.sinks.kinds import STATES
 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
-STATES = ("prompt", "masked", "committed")
 NAMED = {"all": STATES, "decided": ("prompt", "committed")}
 Scope = str | Sequence[str]
 

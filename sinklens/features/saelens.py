@@ -23,6 +23,7 @@ from torch import Tensor
 from sinklens.errors import CheckpointError, SettingError, nearest
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.integers import as_integer
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 SHIPPED_FOLDER = "shipped"
@@ -182,9 +183,9 @@ def _check_weights(weights: Mapping[str, Tensor], kind: str, path: Path) -> None
 
 def _k(config: Mapping[str, Any], path: Path) -> int:
     k = config.get("k", (config.get("activation_fn_kwargs") or {}).get("k"))
-    if not isinstance(k, int) or isinstance(k, bool):
+    if (number := as_integer(k)) is None:
         raise CheckpointError(f"{path}: architecture 'topk' needs an integer k in {CONFIG}; got {k!r}.")
-    return k
+    return number
 
 
 def _check_sizes(config: Mapping[str, Any], sae: SparseAutoencoder, path: Path) -> None:

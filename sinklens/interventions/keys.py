@@ -21,6 +21,7 @@ from sinklens.interventions.kept_patterns import KeptPatterns
 from sinklens.interventions.masking import hiding
 from sinklens.interventions.places import Places, head_mask
 from sinklens.runs.intervention import Intervention, Pairs, RunContext, refuse, refuse_empty, within
+from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -81,7 +82,7 @@ class HoldSinks(Intervention):
     def __post_init__(self) -> None:
         refuse(self, "positions")
         refuse_empty(self)
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1:
+        if (as_integer(self.top_k) or 0) < 1:
             raise SettingError(f"top_k must be a number of keys, 1 or more; got {self.top_k!r}.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sinklens.errors import SettingError, TrackError
 from sinklens.runs.intervention import RunContext, Snapshot
-from sinklens.sinks.kinds import PlaceState, kind_codes, kinds_of_tokens
-from sinklens.sinks.strongest import STATES, in_only, needs_text
+from sinklens.sinks.kinds import STATES, PlaceState, kind_codes, kinds_of_tokens
+from sinklens.sinks.strongest import in_only, needs_text
 
 
 def kinds_now(run: RunContext, canvas: Snapshot, reason: str) -> Int[Tensor, "batch pos"]:

@@ -38,6 +38,7 @@ from sinklens.runs.intervention import (
     within,
 )
 from sinklens.sinks.track import SinkTrack
+from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -233,22 +234,18 @@ class WindowAttention(AtPositions):
                 f"right={self.right} changes nothing in an autoregressive model, whose queries see no later key; give "
                 f"left=, or use a diffusion model."
             )
-        layers, heads, places = self.chosen_layers(model), self.chosen_heads(model), Places(self, model, run)
-        always = None if run.single else place_mask(self.always, run.real)
+        places, heads = Places(self, model, run), self.chosen_heads(model)
 
         def forbid(value: Tensor, hook: Point) -> Tensor | None:
             distance = hook.forward_pass.distances(value.device)
-            queries, keys = distance.shape
-            rows = places.of_queries(hook, queries, value.device)
+            rows = places.of_queries(hook, len(distance), value.device)
             if rows is None:
                 return None
-            free = place_mask(self.always, hook.forward_pass.real) if always is None else always
-            free = free[:, text_of_keys(run, keys)]
-            seen = (self._within(distance) | free[:, None].to(value.device))[:, None] | ~rows[..., None]
+            always = place_mask(self.always, hook.forward_pass.real)[:, text_of_keys(run, value.shape[-1])]
+            seen = (self._within(distance) | always[:, None].to(value.device))[:, None] | ~rows[..., None]
             return without(value, seen, distance, heads, model, run)
 
-        acts = [(f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in layers]
-        return [*places.first(), *acts, *places.last()]
+        return places.around([(f"blocks.{layer}.attn.hook_attn_mask", forbid) for layer in places.layers])
 
     def _within(self, distance: Int[Tensor, "query key"]) -> Bool[Tensor, "query key"]:
         """Whether key − query is in the window."""
@@ -278,7 +275,8 @@ def text_of_keys(run: RunContext, keys: int) -> slice:
 
 
 def _check_window(width: object) -> None:
-    if isinstance(width, bool) or not isinstance(width, int | np.integer) or width < 0:
+    number = as_integer(width)
+    if number is None or number < 0:
         raise SettingError(f"a window must be an integer number of positions, 0 or more; got {width!r}.")
 
 

@@ -162,11 +162,11 @@ def refuse_indirect(model: "Model", what: str) -> None:
     Raises:
         SettingError: its sublayers' outputs are normalized, or gated by the noise level.
     """
-    architecture, kind = model.tree.architecture, model.config.model_type
+    architecture = model.tree.architecture
     if architecture.ln1_post or architecture.modulation:
         how = "normalizes" if architecture.ln1_post else "gates and shifts by the noise level"
         raise SettingError(
-            f"a {kind} model {how} what its sublayers read or write, so there is no direct path of a single head; "
+            f"{model.name} {how} what its sublayers read or write, so there is no direct path of a single head; "
             f"{what} is not available for it."
         )
 

@@ -249,8 +249,9 @@ def repeat(
     again = denoising(spec, model, extra=extra, record=record, changes=changes, copies=copies)
     frames = (outcome.steps if steps is None else steps) + 1
     canvases = torch.from_numpy(outcome.canvas[None, :frames].astype(np.int64)).repeat(copies, 1, 1)
-    begun = again.state.canvas.cpu()  # without tokens forced at step 0, which are on the recorded canvas
-    canvases[:, 0] = torch.where(begun >= 0, begun, canvases[:, 0])  # the sampler draws the others itself
+    if not again.settings.draws_canvas:
+        begun = again.state.canvas.cpu()  # without tokens forced at step 0, which are on the recorded canvas
+        canvases[:, 0] = torch.where(begun >= 0, begun, canvases[:, 0])
     again.state.replay = canvases
     again.state.replay_undecided = torch.from_numpy(outcome.undecided[None, :frames].copy()).repeat(copies, 1, 1)
     again.carry_out(listeners)

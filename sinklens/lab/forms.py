@@ -9,7 +9,7 @@ from sinklens.errors import SettingError
 from sinklens.lab.chips import CHIPS
 from sinklens.lab.refusal import require
 from sinklens.runs.request import RunRequest
-from sinklens.sampling.registry import SAMPLERS, find_sampler, fits, settings_for
+from sinklens.sampling.registry import find_sampler, fitting, settings_for
 from sinklens.utils.arguments import Argument, arguments
 from sinklens.views.html import visible
 
@@ -57,12 +57,11 @@ def token_of(model: "Model", text: str) -> Form:
 
 def of_settings(model: "Model") -> Form:
     """The samplers that fit a model, and the settings of each."""
-    family = model.family_record
-    timed = bool(model.tree.architecture.time)
-    fitting = [one.name for one in SAMPLERS.values() if fits(one, family) and (timed or not one.sets_time)]
-    forms = {sampler: _settings(model, sampler) for sampler in fitting}
+    family, samplers = model.family_record, fitting(model)
+    forms = {sampler: _settings(model, sampler) for sampler in samplers}
     of_run = [_cache()] if family.attention == "bidirectional" else []
-    return {"sampler": family.sampler, "samplers": fitting, "fields": forms[family.sampler], "of": forms, "run": of_run}
+    usual = family.sampler
+    return {"sampler": usual, "samplers": samplers, "fields": forms[usual], "of": forms, "run": of_run}
 
 
 def _cache() -> Form:

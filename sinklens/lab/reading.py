@@ -116,10 +116,10 @@ def attribution(spec: RunSpec, outcome: RunOutcome, model: "Model", pos: int, ot
     points = [f"blocks.{layer}.{point}" for layer in range(model.cfg.n_layers) for point in OUTPUTS.values()]
     found: dict[str, list[Any]] = {name: [] for name in OUTPUTS}
     for step in steps:
-        clean = of_step(run, step).ids
+        clean, time = of_step(run, step).ids, run.time_at(step)
         corrupted = torch.cat([ids, clean[:, start:]], dim=1)
         effects = attribution_patching(
-            model, clean, corrupted, lambda logits: logits.log_softmax(dim=-1)[0, place, token], points
+            model, clean, corrupted, lambda logits: logits.log_softmax(dim=-1)[0, place, token], points, time=time
         )
         for name, point in OUTPUTS.items():
             found[name].append(_plain(effects[point].sum("pos").to_numpy()))

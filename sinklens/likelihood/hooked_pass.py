@@ -17,17 +17,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError
+from sinklens.errors import HookNameError, PromptError, SettingError
 from sinklens.hooks import names
 from sinklens.hooks.forward_pass import ForwardPass
-from sinklens.hooks.hook_functions import label, same_shape, shape_of, takes_hook
-from sinklens.hooks.points import Point
+from sinklens.hooks.hook_functions import takes_hook
 from sinklens.interventions.keys import HoldSinks
 from sinklens.interventions.patching import FreezePattern
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.where import Where
 from sinklens.likelihood.plans import leaves, planned
 from sinklens.model import Model
+from sinklens.runs.attached import attached
 from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.intervention import HookFunction, HookSource, RunContext, refuse_off_canvas, row_key
 from sinklens.runs.request import HOOKS
@@ -153,17 +153,12 @@ class HookedPass:
 
     @contextmanager
     def _hooked(self, hooks: Sequence[Any], state: State) -> Iterator[None]:
-        tree, rows, handles = self.model.tree, len(state.canvas), []
+        tree = self.model.tree
         try:
             state.announce(0)
-            for name, function in self._pairs(hooks, state):
-                point: Point = tree.hook_dict[name]  # type: ignore[assignment]
-                handles.append((point, point.add_hook(_checked(function, rows, self.cfg_scale > 0))))
-            yield
+            with attached(tree, self._pairs(hooks, state), len(state.canvas), self.cfg_scale > 0):
+                yield
         finally:
-            for point, handle in handles:
-                handle.hook.remove()
-                point.fwd_hooks.remove(handle)
             tree.watch.forward_pass = ForwardPass()
 
     def _pairs(self, hooks: Sequence[Any], state: State) -> list[tuple[str, HookFunction]]:
@@ -214,22 +209,3 @@ def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
 
 def _named(entry: Any) -> str:
     return type(entry).__name__ if isinstance(entry, HookSource) else f"a hook function at {entry[0]!r}"
-
-
-def _checked(function: HookFunction, rows: int, guided: bool) -> HookFunction:
-    """`function`, checked to preserve the shape; under guidance it sees the first `rows`, the conditional ones."""
-
-    def call(value: Tensor, hook: Point) -> Tensor | None:
-        seen, rest = (value[:rows], value[rows:]) if guided and len(value) == 2 * rows else (value, value[:0])
-        changed = function(seen, hook=hook)
-        if changed is None:
-            return None
-        if not same_shape(changed, seen, hook.name or ""):
-            raise HookFunctionError(
-                f"{label(function)} at {hook.name} got a value of shape {list(seen.shape)} and returned "
-                f"{shape_of(changed)}; return the same shape, or None to change nothing."
-            )
-        sizes = torch.broadcast_shapes(changed.shape[1:], rest.shape[1:])
-        return torch.cat([changed.expand(-1, *sizes), rest.expand(-1, *sizes)]) if len(rest) else changed
-
-    return call

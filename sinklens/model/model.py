@@ -74,7 +74,7 @@ class Model(ModuleMethods, SinglePasses):
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        tree = HookTree(checkpoint.hf, architecture_of(checkpoint.hf.config.model_type))
+        tree = HookTree(checkpoint.hf, architecture_of(checkpoint.hf.config.model_type), checkpoint.family.drawn)
         tree.train(checkpoint.hf.training)  # points are modules too, and PyTorch creates modules in training mode
         super().__init__(tree, inner="hf", as_modules=("ln_final",))
         tree.watch.handover = self.handover
@@ -264,10 +264,10 @@ def load(name_or_path: Any, request: LoadRequest) -> Model:
             "Move or convert it before passing it to load."
         )
     known = name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(MODEL_KEY)
-    tokenizer, family, block_length = request.tokenizer, request.family, request.block_length
-    if known is not None and tokenizer in (None, known.tokenizer) and family is block_length is None:
+    tokenizer, described = request.tokenizer, (request.family, request.block_length, request.mask_token_id)
+    if known is not None and tokenizer in (None, known.tokenizer) and not any(one is not None for one in described):
         return known
-    return _with_hook_points(_checkpoint_of(name_or_path, tokenizer, family, block_length), request.check)
+    return _with_hook_points(_checkpoint_of(name_or_path, tokenizer, *described), request.check)
 
 
 def _with_hook_points(checkpoint: Checkpoint, check: bool) -> Model:
@@ -316,17 +316,19 @@ def borrow(held: "PreTrainedModel", *, tokenizer: Any = None, check: bool = True
         model.release()
 
 
-def _checkpoint_of(loaded: Any, tokenizer: Any, family: str | None, block_length: int | None) -> Checkpoint:
+def _checkpoint_of(
+    loaded: Any, tokenizer: Any, family: str | None, block_length: int | None, mask_token_id: int | None
+) -> Checkpoint:
     """The checkpoint of a model that is already loaded."""
     from transformers import PreTrainedModel
 
     if isinstance(loaded, PreTrainedModel):
-        return from_pretrained_model(loaded, tokenizer, family, block_length)
+        return from_pretrained_model(loaded, tokenizer, family, block_length, mask_token_id)
     if hasattr(loaded, "original_model") and not isinstance(loaded, Model):
-        if family is not None or block_length is not None:
+        if any(one is not None for one in (family, block_length, mask_token_id)):
             raise CheckpointError(
-                "a TransformerBridge has the family of its config; leave family= and block_length= out, or load the "
-                "transformers model."
+                "a TransformerBridge has the family of its config; leave family=, block_length= and mask_token_id= "
+                "out, or load the transformers model."
             )
         return from_bridge(loaded, tokenizer)
     raise CheckpointError(

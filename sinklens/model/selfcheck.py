@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from sinklens.errors import SelfCheckError
 from sinklens.hooks import names
@@ -124,7 +125,7 @@ def _canvas_logits(tree: HookTree, rows: int, hooks: list[HookPair]) -> Float[Te
     """Logits of a canvas of `TOKENS` tokens after as many others, the same in every row."""
     ids = (torch.arange(2 * TOKENS) * 7 + 3).remainder(tree.cfg.d_vocab).expand(rows, -1).to(tree.cfg.device)
     passes = tree.canvas_pass
-    cache = passes.new_cache()
+    cache = DynamicCache(config=tree.hf.config)
     with tree.hooks(fwd_hooks=hooks):
         passes.encode(ids[:, :TOKENS], None, cache)
         return tree.head(passes.decode(ids[:, TOKENS:], None, cache))

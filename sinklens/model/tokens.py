@@ -46,6 +46,7 @@ class TokenMethods:
     cfg: Any
     family_record: Any
     checkpoint: Any
+    tree: Any
 
     @property
     def reader(self) -> PromptReader:

@@ -21,19 +21,20 @@ from torch import Tensor
 from sinklens.caching import as_policy
 from sinklens.errors import HookFunctionError, HookNameError, HookOrderError, SettingError, SinklensError
 from sinklens.hooks import names
-from sinklens.hooks.forward_pass import ForwardPass
-from sinklens.hooks.hook_functions import label, refuse_kind, same_shape, shape_of, takes_hook
+from sinklens.hooks.hook_functions import label, takes_hook
 from sinklens.hooks.normalizers import normalizer_name
-from sinklens.hooks.points import Point, SamplerPoint
+from sinklens.hooks.points import SamplerPoint
 from sinklens.model import Model
+from sinklens.runs.attached import attached
 from sinklens.runs.choices import ChoiceLog
 from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.intervention import HookFunction, HookSource, RunContext, refuse_off_canvas, row_key
-from sinklens.runs.policies import VARIABLES, key_cache_for, read_by_policy, recorded
+from sinklens.runs.policies import VARIABLES, follow, read_by_policy, recorded
 from sinklens.runs.recorder import SinkRecorder, of_pass, step_canvases
 from sinklens.runs.request import HOOKS, RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
 from sinklens.runs.start import start
+from sinklens.sampling.key_cache import PolicyCache
 from sinklens.sampling.loop import Frame, Listener, Trajectory, build_trajectory, check_replay, run
 from sinklens.sampling.registry import never_passed
 from sinklens.sampling.state import State
@@ -61,7 +62,7 @@ class Denoising:
         self.model, self.request = model, request
         started = start(model, request)
         self.settings, self.state = started.settings, started.state
-        self.state.keys = key_cache_for(model, self.settings, self.state, request.cache)
+        follow(request.cache, model, self.settings, self.state)
         self._vocabulary: dict[int, str] = {}
         self._named: set[str] = set()
         self.controls = ControlLog()
@@ -192,43 +193,14 @@ class Denoising:
     def _hooked(self) -> Iterator[None]:
         """Attach the run's hooks to their points; on exit, restore the model."""
         tree, recorder = self.model.tree, self._recorder
-        handles = []
         for passed in tree.denoise.children():
             passed.reached = None  # type: ignore[assignment]
-        try:
-            for name, function in self.hooks:
-                point: Point = tree.hook_dict[name]  # type: ignore[assignment]
-                handles.append((point, point.add_hook(self._checked(function))))
-            with read_by_policy(self.state.keys), nullcontext() if recorder is None else recorder.attached():
-                yield
-        finally:
-            for point, handle in handles:
-                handle.hook.remove()
-                point.fwd_hooks.remove(handle)
-            tree.watch.forward_pass = ForwardPass()
-
-    def _checked(self, function: HookFunction) -> HookFunction:
-        """`function`, checked to preserve shape, dtype and device; under guidance it sees only the conditional rows."""
-
-        def call(value: Tensor, hook: Point) -> Tensor | None:
-            guided = self.settings.guided and value.shape[0] == 2 * self.rows
-            seen = value[: self.rows] if guided else value
-            changed = function(seen, hook=hook)
-            if changed is None:
-                return None
-            if not same_shape(changed, seen, hook.name or ""):
-                raise HookFunctionError(
-                    f"{label(function)} at {hook.name} (step {hook.step}) got a value of shape {list(seen.shape)} "
-                    f"and returned {shape_of(changed)}; return the same shape, or None to change nothing."
-                )
-            refuse_kind(changed, seen, f"what {label(function)} returned at {hook.name} (step {hook.step})", hook.name)
-            if not guided:
-                return changed
-            rest = value[self.rows :]  # the function may have expanded a mask to one row per query
-            sizes = torch.broadcast_shapes(changed.shape[1:], rest.shape[1:])
-            return torch.cat([changed.expand(-1, *sizes), rest.expand(-1, *sizes)])
-
-        return call
+        with (
+            attached(tree, self.hooks, self.rows, self.settings.guided),
+            read_by_policy(self.state.keys),
+            nullcontext() if recorder is None else recorder.attached(),
+        ):
+            yield
 
     def carry_out(self, listeners: Sequence[Listener] = ()) -> Trajectory:
         """Run all steps.
@@ -348,7 +320,7 @@ class Denoising:
             "dtype": str(self.model.cfg.dtype),
             "device": str(self.model.cfg.device),
             "versions": json.dumps(versions("torch", "transformers", "nnsight")),
-        } | ({} if self.state.keys is None else {"cache": repr(self.state.keys.policy)})
+        } | ({"cache": repr(self.state.keys.policy)} if isinstance(self.state.keys, PolicyCache) else {})
 
 
 class _Recording:

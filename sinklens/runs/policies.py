@@ -16,7 +16,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.model import Model
 from sinklens.runs.recorder import after
-from sinklens.sampling.key_cache import KeyCache
+from sinklens.sampling.key_cache import KeyCache, PolicyCache
 from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 
@@ -26,23 +26,22 @@ VARIABLES = {"fresh": ("layer", "pos"), "staleness": ("layer", "pos")}
 
 def recorded(keys: KeyCache | None) -> dict[str, np.ndarray]:
     """`VARIABLES` of the step that just ended; none without a policy."""
-    if keys is None:
+    if not isinstance(keys, PolicyCache):
         return {}
     fresh, staleness = keys.fresh.cpu().numpy(), keys.staleness().to(torch.int32).cpu().numpy()
     return {"fresh": fresh, "staleness": staleness}
 
 
-def key_cache_for(model: Model, settings: Sampler, state: State, cache: Any) -> KeyCache | None:
-    """The cache of a run under the policy `cache`, an object or a name; None if every position is computed.
+def follow(cache: Any, model: Model, settings: Sampler, state: State) -> None:
+    """Let a run reuse keys under the policy `cache`, an object or a name, if it is one that reuses any.
 
     Raises:
         SettingError: `cache` is not a policy, or this run cannot have one.
     """
     policy = as_policy(cache)
-    if policy is None:
-        return None
-    check_policy(model, settings, policy)
-    return KeyCache(model.tree, policy, state.real, state.mask_id, state.shift)
+    if policy is not None:
+        check_policy(model, settings, policy)
+        state.cache_keys(policy)
 
 
 def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
@@ -87,7 +86,7 @@ def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
 @contextmanager
 def read_by_policy(keys: KeyCache | None) -> Iterator[None]:
     """While a run lasts, collect the scores and queries that its policy reads."""
-    if keys is None or not (keys.policy.reads_scores or keys.policy.reads_queries):
+    if not isinstance(keys, PolicyCache) or not (keys.policy.reads_scores or keys.policy.reads_queries):
         yield
         return
     handles = []
@@ -103,11 +102,11 @@ def read_by_policy(keys: KeyCache | None) -> Iterator[None]:
             handle.remove()
 
 
-def _point(keys: KeyCache, layer: int, name: str) -> Point:
+def _point(keys: PolicyCache, layer: int, name: str) -> Point:
     return keys.tree.hook_dict[f"blocks.{layer}.attn.{name}"]  # type: ignore[return-value]
 
 
-def _scores(keys: KeyCache, layer: int) -> Any:
+def _scores(keys: PolicyCache, layer: int) -> Any:
     def keep(value: Tensor) -> None:  # [batch, head, key]
         if keys.scores is None:
             keys.scores = torch.zeros(len(value), keys.layers, *value.shape[1:], device=value.device)
@@ -116,7 +115,7 @@ def _scores(keys: KeyCache, layer: int) -> Any:
     return keep
 
 
-def _queries(keys: KeyCache, layer: int) -> Any:
+def _queries(keys: PolicyCache, layer: int) -> Any:
     def keep(value: Tensor) -> None:  # [batch, window, head, d_head]
         columns = slice(keys.block.start - keys.window.start, keys.block.stop - keys.window.start)
         mean = value[:, max(0, columns.start) : columns.stop].float().mean(dim=1)

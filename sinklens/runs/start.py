@@ -42,10 +42,9 @@ def start(model: Model, request: RunRequest) -> RunStart:
     Raises:
         PromptError: a prompt contains the mask token, or does not fit into the context with its answer.
         SettingError: a setting is unknown or out of range, the model lacks the token that one of them needs, or the
-            sampler does not set the noise level that the network reads.
+            sampler does not decode this model.
     """
     settings = settings_for(model, request.settings)
-    _check_time(model, settings)
     ids, real = model.encode(request.prompt, request.chat_template)
     ids, real = ids.repeat(request.copies, 1), real.repeat(request.copies, 1)
     _refuse_masks(model, ids, real)
@@ -96,20 +95,6 @@ def _state(
         shift=model.family_record.shift,
         kind=PassKind("causal", ()) if model.tree.changes_attention and settings.left_to_right else None,
     )
-
-
-def _check_time(model: Model, settings: Sampler) -> None:
-    """Check that the sampler sets a noise level if the network reads one, and only then."""
-    conditioned = model.tree.architecture.time
-    if settings.sets_time and not conditioned:
-        raise SettingError(
-            f"the {settings.name} sampler sets a noise level, and {model.name} does not read one; leave sampler= out."
-        )
-    if conditioned and model.config.time_conditioning and not settings.sets_time:
-        raise SettingError(
-            f"{model.name} reads the noise level of its canvas, which the {settings.name} sampler does not set; leave "
-            f"sampler= out."
-        )
 
 
 def _refuse_masks(model: Model, ids: Tensor, real: Tensor) -> None:

@@ -46,25 +46,20 @@ class AutoregressiveSettings(Truncated):
 
     def denoise(self, state: "State") -> Iterator[None]:
         """See `Sampler.denoise`."""
-        from transformers import DynamicCache
-
-        cache, cached, rows = None, None, None
+        if self.use_cache:
+            state.cache_keys()
         for position in range(state.prompt_length, state.canvas.shape[1]):
             if bool(_ended(state, state.canvas[:, :position]).all()):
                 return
             yield
-            text = state.begin_step(stop=position)[:, :position]
+            text = state.begin_step(slice(position, position), position)[:, :position]
             state.active = ~_ended(state, text)
-            running = _running(state)
-            kept = rows is not None and bool(torch.isin(running, rows).all())
-            if self.use_cache and (cache is None or not kept or not _extends(text, cached)):
-                cache = DynamicCache(config=state.tree.hf.config)
-            elif cache is not None and rows is not None and len(running) < len(rows):
-                cache.batch_select_indices(torch.isin(rows, running).nonzero()[:, 0])
-            new = text if cache is None else text[:, cache.get_seq_length() :]
-            hidden = state.tree.hidden(new[running], state.real[running, :position], cache)[:, -1:]
-            cached, rows = text, running
-            self._decode(state, text, hidden, running)
+            running, real = _running(state), state.real[:, :position]
+            if state.keys is None:
+                hidden = state.tree.hidden(text[running], real[running])
+            else:
+                hidden = state.keys.hidden(text, real, running)
+            self._decode(state, text, hidden[:, -1:], running)
 
     def _decode(
         self,
@@ -82,12 +77,7 @@ class AutoregressiveSettings(Truncated):
         noise = state.noise.uniform(where, dtype=torch.float64) if self.temperature > 0 else None
         drawn = decisions.categorical_candidates(probs, noise)
         candidates = state.ids_at(state.tree.denoise.hook_candidates, drawn[:, None])
-        confidence = decisions.probability(probs, candidates[:, 0])[:, None]
-        if not torch.equal(state.through("hook_confidence", confidence.clone()), confidence):
-            raise ReadOnlyHookError(
-                "denoise.hook_confidence of an autoregressive model decides nothing, so an edit of it would be lost. "
-                "Edit denoise.hook_candidates to force another token."
-            )
+        state.show_confidence(torch.ones_like(where), lambda: decisions.probability(probs, candidates[:, 0]))
         if not bool(state.through("hook_commit", torch.ones_like(candidates, dtype=torch.bool)).all()):
             raise ReadOnlyHookError(
                 "denoise.hook_commit of an autoregressive model cannot be False: every step commits its one token. "
@@ -114,7 +104,3 @@ def _running(state: "State") -> Int[Tensor, " running"]:
     everything = state.tree.is_watched or any(point.watched for point in passed) or not bool(state.active.any())
     running = torch.ones_like(state.active) if everything else state.active
     return running.nonzero()[:, 0]
-
-
-def _extends(text: Int[Tensor, "batch pos"], cached: Int[Tensor, "batch earlier"] | None) -> bool:
-    return cached is not None and torch.equal(text[:, : cached.shape[1]], cached)

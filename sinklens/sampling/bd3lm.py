@@ -55,8 +55,8 @@ class Bd3lmSettings(Guided, Blockwise, Steps):
         progress = self.begin(state, partial(decisions.linear_schedule, steps=self.steps_per_block))
         while progress.advance(state.canvas):
             yield
-            canvas, counts = state.begin_step(), progress.take_counts()
+            canvas, counts = state.begin_step(progress.window()), progress.take_counts()
             where = (canvas == state.mask_id) & progress.current()
-            logits = state.logits(canvas, where, self.cfg_scale, window=progress.window())
+            logits = state.logits(canvas, where, self.cfg_scale)
             proposed, confidence = self.propose(state, canvas, where, logits)
             state.commit(decisions.most_confident(confidence, counts, None), proposed)

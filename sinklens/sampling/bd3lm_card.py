@@ -54,10 +54,10 @@ class Bd3lmCardSettings(Guided, Passes):
             block, counts = progress.current(), progress.take_counts()
             sealed = replace(blocks, sealed=tuple(start if here else 0 for here in block[:, start].tolist()))
             with ruled_by(state.tree.hf.config, sealed):  # a hook on the canvas may run another pass
-                canvas = state.begin_step()
+                canvas = state.begin_step(progress.window())
                 where = (canvas == state.mask_id) & block
                 given = ~block & (canvas != state.mask_id)
-                logits = state.logits(canvas, where, self.cfg_scale, window=progress.window(), given=given)
+                logits = state.logits(canvas, where, self.cfg_scale, given=given)
             proposed, confidence = self.propose(state, canvas, where, logits)
             state.commit(decisions.most_confident(confidence, counts, None), proposed)
             progress.end(progress.stops(state.canvas, block))

@@ -129,7 +129,8 @@ class _Block:
         probs = decisions.capped_nucleus(logits.log_softmax(dim=-1).double().exp(), settings.nucleus_p)
         weights = decisions.posterior_weights(probs, state.mask_id, stays)
         drawn = decisions.exponential_race(weights, state.uniform(where, weights.shape[-1], weights.dtype))
-        proposed, _ = state.propose(where, drawn, canvas)
+        proposed, drawn = state.propose(where, drawn, canvas)
+        state.show_confidence(where, lambda: decisions.probability(probs, drawn))
         chosen = where & (proposed != state.mask_id)
         state.commit(self._one_of(chosen) if settings.first_hitting else chosen, proposed)
 

@@ -152,7 +152,7 @@ class Blockwise(Sampler):
     def begin(self, state: "State", schedule: Schedule, **more: Any) -> BlockProgress:
         """The progress of a run at its start, see `BlockProgress`; sets up the cache of finished blocks."""
         if self.use_cache:
-            state.cache_blocks()
+            state.cache_keys()
         return BlockProgress(state, schedule, self.stop_ids(state), **more)
 
 

@@ -105,7 +105,7 @@ class DiffusionGemmaSettings(RandomCanvas):
     def denoise(self, state: "State") -> Iterator[None]:
         """See `Sampler.denoise`."""
         _check_canvas(state, self)
-        prefix = _Prefix(state)
+        state.cache_keys(read=state.tree.canvas_pass.encode)
         ended = torch.zeros(len(state.canvas), dtype=torch.bool, device=state.canvas.device)
         for number in range(self.canvases):
             start = state.prompt_length + number * self.canvas_length
@@ -115,30 +115,12 @@ class DiffusionGemmaSettings(RandomCanvas):
             state.undecided[:, start:] = True
             for step in range(self.max_denoising_steps):
                 yield
-                block.run(step, prefix, ended)
+                block.run(step, ended)
                 if block.over:
                     break
             ended = ended | _has_end(state, state.canvas[:, start : start + self.canvas_length])
             if bool(ended.all()):
                 return
-
-
-class _Prefix:
-    """The text before the canvas, as the encoder has read it."""
-
-    def __init__(self, state: "State") -> None:
-        self._state, self._passes = state, state.tree.canvas_pass
-        self._cache, self._read = self._passes.new_cache(), state.canvas[:, :0]
-
-    def cache(self, text: Int[Tensor, "batch earlier"]) -> object:
-        """The cache of `text`; reads what is new, or all of it if it does not continue what was read."""
-        length = self._read.shape[1]
-        if length > text.shape[1] or not torch.equal(text[:, :length], self._read):
-            self._cache, length = self._passes.new_cache(), 0
-        if length < text.shape[1]:
-            self._passes.encode(text[:, length:], self._state.real[:, : text.shape[1]], self._cache)
-        self._read = text
-        return self._cache
 
 
 class _Block:
@@ -158,15 +140,16 @@ class _Block:
         self._logits: Tensor | None = None
         self.final, self.over = state.canvas[:, start : self._stop], False
 
-    def run(self, step: int, prefix: _Prefix, ended: Bool[Tensor, " batch"]) -> None:
+    def run(self, step: int, ended: Bool[Tensor, " batch"]) -> None:
         """Run one step; the last one of a canvas leaves its most likely tokens."""
         state, waiting = self._state, self._finished
-        text = state.begin_step(stop=self._stop)[:, : self._stop]
+        text = state.begin_step(slice(self._start, self._start), self._stop)[:, : self._stop]
         state.active = ~waiting
-        canvas = text[:, self._start :]
-        hidden = state.tree.canvas_pass.decode(
-            canvas, state.real[:, : self._stop], prefix.cache(text[:, : self._start]), self._logits
-        )
+        canvas, real = text[:, self._start :], state.real[:, : self._stop]
+        assert state.keys is not None
+        if state.keys.first(text) < self._start:
+            state.keys.hidden(text, real)
+        hidden = state.tree.canvas_pass.decode(canvas, real, state.keys.store, self._logits)
         logits = state.checked(state.through("hook_logits", state.tree.head(hidden)))
         logits = logits / self._settings.temperature(step)
         sampled = state.ids_at(state.tree.denoise.hook_candidates, self._draw(logits, canvas))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Blockwise
-from sinklens.sampling.key_cache import History, KeyCache, Keys, Policy
+from sinklens.sampling.key_cache import History, Keys, Policy
 from sinklens.sampling.parts import Nucleus, divisors
 from sinklens.sampling.sampler import FILLED_IN, require
 from sinklens.utils.arguments import Count, Share
@@ -106,8 +106,7 @@ class FastDllmV2Settings(Nucleus, Blockwise):
         """See `Sampler.denoise`."""
         progress = self.begin(state, lambda masked: [1] * masked, early=True)
         if self.use_block_cache:
-            policy = SubBlockCache(state, progress, self.small_block_size)
-            state.keys = KeyCache(state.tree, policy, state.real, state.mask_id, state.shift)
+            state.cache_keys(SubBlockCache(state, progress, self.small_block_size))
         while progress.advance(state.canvas):
             yield
             self._step(state, progress)
@@ -115,7 +114,7 @@ class FastDllmV2Settings(Nucleus, Blockwise):
     def _step(self, state: "State", progress: BlockProgress) -> None:
         canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
         where = _next((canvas == state.mask_id) & block, state, self.small_block_size)
-        drawn = self.draw(state, canvas, where, progress.window(), greedy=_offsets(state) == 0)
+        drawn = self.draw(state, canvas, where, greedy=_offsets(state) == 0)
         confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
         chosen = decisions.most_confident(confidence, counts, None) | (confidence > self.threshold)
         state.commit(chosen, drawn.canvas)

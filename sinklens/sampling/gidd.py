@@ -22,7 +22,6 @@ from annotated_types import Ge, Gt, Lt
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import Steps
 from sinklens.sampling.psi import answer
@@ -62,6 +61,7 @@ class GiddSettings(Steps):
 
     name: ClassVar = "gidd"
     sets_time: ClassVar = True
+    level: ClassVar = "time"
     min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
 
     @property
@@ -71,7 +71,6 @@ class GiddSettings(Steps):
 
     def denoise(self, state: "State") -> Iterator[None]:
         """See `Sampler.denoise`."""
-        check_gidd(state, self.name)
         eps = state.tree.hf.config.t_eps
         times = eps + (1 - 2 * eps) * torch.linspace(0, 1, self.steps + 1)
         for number in reversed(range(self.steps)):
@@ -89,7 +88,7 @@ class GiddSettings(Steps):
             weights = weights.masked_fill(weights < lowest, 0.0)
         uniform = state.uniform(where, 1, weights.dtype)[:, 0]
         proposed, drawn = state.propose(where, decisions.categorical_candidates(weights, uniform), canvas)
-        state.spread_confidence(where, decisions.probability(probs, drawn))
+        state.show_confidence(where, lambda: decisions.probability(probs, drawn))
         state.commit(where, proposed)
 
 
@@ -115,6 +114,7 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
 
     name: ClassVar = "gidd-self-correction"
     sets_time: ClassVar = True
+    level: ClassVar = "time"
     temperature: Annotated[float, Gt(0)] = 0.1
     t0: Annotated[float, Gt(0), Lt(1)] = 0.01
     early_stopping: bool = True
@@ -127,7 +127,6 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
 
     def denoise(self, state: "State") -> Iterator[None]:
         """See `Sampler.denoise`."""
-        check_gidd(state, self.name)
         self.check_start(state)
         state.canvas = self.begun(state, state.prompt_length)
         rows = _Rows(state)
@@ -184,18 +183,6 @@ class _Rows:
     def __init__(self, state: "State") -> None:
         self.running = torch.ones_like(state.canvas[:, 0], dtype=torch.bool)
         self.most, self.waited = torch.full_like(state.canvas[:, 0], -1), torch.zeros_like(state.canvas[:, 0])
-
-
-def check_gidd(state: "State", sampler: str) -> None:
-    """Refuse other networks than GIDD's, whose config says how noise is mixed.
-
-    Raises:
-        SettingError: the network is another one.
-    """
-    if state.tree.hf.config.p_uniform is None:
-        raise SettingError(
-            f"the {sampler} sampler needs a GIDD checkpoint: this one's config has no p_uniform; leave sampler= out."
-        )
 
 
 def clean_probs(logits: Float[Tensor, "drawn vocab"], mask_id: int) -> Float[Tensor, "drawn vocab"]:

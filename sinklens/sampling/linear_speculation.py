@@ -103,8 +103,8 @@ class LinearSpeculationSettings(BlocksAfterPrompt):
         """The step that reads a draft and takes what agrees; appends how many tokens it took."""
         state.kind = run.kind("verify", block)
         yield
-        canvas = state.begin_step(stop=block.stop)
-        hidden = run.hidden(canvas, block, block.stop)
+        canvas = run.begin(block, keep=block.stop)
+        hidden = run.hidden(canvas, block)
         everywhere = torch.ones(hidden.shape[:2], dtype=torch.bool, device=canvas.device)
         best = state.logits_of((hidden,), everywhere).argmax(dim=-1)[None]
         best = state.ids_at(state.tree.denoise.hook_verify, best)

@@ -71,9 +71,9 @@ class Llada2Settings(Truncated, Passes, WholeBlocks):
         progress = self.begin(state, lambda masked: self.even_shares(self.block_length))
         while progress.advance(state.canvas):
             yield
-            canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
+            canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
             where = (canvas == state.mask_id) & block
-            drawn = self.draw(state, canvas, where, progress.window())
+            drawn = self.draw(state, canvas, where)
             confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
             state.commit(decisions.above_or_best(confidence, counts, self.threshold), drawn.canvas)
             if self.eos_early_stop:

@@ -70,16 +70,16 @@ class Llada21Settings(Truncated, WholeBlocks):
         """See `Sampler.denoise`."""
         progress = _EditProgress(state, self)
         if self.use_cache:
-            state.cache_blocks()
+            state.cache_keys()
         while progress.advance(state.canvas):
             yield
             self._step(state, progress)
 
     def _step(self, state: "State", progress: "_EditProgress") -> None:
-        canvas, block = state.begin_step(), progress.current()
+        canvas, block = state.begin_step(progress.window()), progress.current()
         masked = (canvas == state.mask_id) & block
         progress.count_pass(masked.any(dim=1))
-        drawn = self.draw(state, canvas, block, progress.window())
+        drawn = self.draw(state, canvas, block)
         confidence = state.spread_confidence(block, decisions.probability(drawn.probs, drawn.candidates))
         commit = decisions.above_or_best(
             confidence.masked_fill(~masked, -torch.inf), [self.num_to_transfer] * len(canvas), self.threshold

@@ -81,7 +81,8 @@ class ModeSteps:
             )
         self._columns = torch.arange(state.canvas.shape[1], device=state.canvas.device)
         self._ends = torch.tensor(stop_ids, dtype=state.canvas.dtype, device=state.canvas.device)
-        self._cached, self._keys, self._read = settings.use_cache, None, state.canvas[:, :0]
+        if settings.use_cache:
+            state.cache_keys()
 
     def ended(self, canvas: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
         """Rows whose answer has a stop token that no masked position precedes."""
@@ -109,36 +110,30 @@ class ModeSteps:
             return PassKind(mode, (range(start), *(range(at, at + size) for at in range(start, stop, size))), adapted)
         return PassKind(mode, (block,) if mode in ("denoise", "draft") else (), adapted)
 
-    def hidden(self, canvas: Int[Tensor, "batch pos"], block: range, keep: int) -> Float[Tensor, "batch block d_model"]:
-        """The final-norm outputs of `block`, whose columns are the last of the pass; caches the keys before `keep`."""
-        from transformers import DynamicCache
+    def begin(self, block: range, keep: int) -> Int[Tensor, "batch pos"]:
+        """The canvas of a step that ends with `block` and leaves the text before `keep` as it is, for a cache."""
+        return self._state.begin_step(slice(keep, block.stop), block.stop)
 
+    def hidden(self, canvas: Int[Tensor, "batch pos"], block: range) -> Float[Tensor, "batch block d_model"]:
+        """The final-norm outputs of `block`, whose columns are the last of the pass."""
         state, text = self._state, canvas[:, : block.stop]
-        if not self._cached:
-            return state.tree.hidden(text, state.real[:, : block.stop])[:, -len(block) :]
-        if self._keys is None or not torch.equal(self._read, text[:, : self._read.shape[1]]):
-            self._keys, self._read = DynamicCache(config=state.tree.hf.config), text[:, :0]
-        new = text[:, self._read.shape[1] :]
-        hidden = state.tree.hidden(new, state.real[:, : block.stop], self._keys)
-        self._read = text
-        self.forget(keep)
-        return hidden[:, -len(block) :]
+        compute = state.tree.hidden if state.keys is None else state.keys.hidden
+        return compute(text, state.real[:, : block.stop])[:, -len(block) :]
 
     def forget(self, keep: int) -> None:
         """Remove the cached keys from column `keep` on."""
-        if self._keys is not None and keep < self._read.shape[1]:
-            self._keys.crop(keep - self._read.shape[1])
-            self._read = self._read[:, :keep].clone()
+        if self._state.keys is not None:
+            self._state.keys.forget(keep)
 
     def read(self, mode: Mode, block: range, seeds: bool = True) -> Iterator[None]:
         """A step that reads finished text, "prefill" or "commit", and decides the token after it if it `seeds`."""
         state = self._state
         state.kind = self.kind(mode, block)
         yield
-        canvas = state.begin_step(stop=block.stop)
+        canvas = self.begin(block, keep=block.stop)
         state.active = ~self.ended(canvas)
         where = self.masked(canvas, range(block.stop, block.stop + 1)) if seeds else torch.zeros_like(canvas).bool()
-        hidden = self.hidden(canvas, block, block.stop)[:, -1:]
+        hidden = self.hidden(canvas, block)[:, -1:]
         proposed, confidence = self.proposals(canvas, where, hidden, where.any(dim=1, keepdim=True))
         state.commit(confidence > -torch.inf, proposed)
 
@@ -155,10 +150,10 @@ class ModeSteps:
         state = self._state
         state.kind = self.kind(mode, block, adapted)
         yield
-        canvas = state.begin_step(stop=block.stop)
+        canvas = self.begin(block, keep=block.start)
         where = self.masked(canvas, block)
         state.active = where.any(dim=1)
-        hidden = self.hidden(canvas, block, block.start)
+        hidden = self.hidden(canvas, block)
         proposed, confidence = self.proposals(canvas, where, hidden, where[:, block.start : block.stop], by_entropy)
         state.commit(choose(confidence), proposed)
 

@@ -12,6 +12,7 @@ nothing.
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -86,7 +87,8 @@ class FallingTime(Steps):
             state.time = times.sigma.to(state.canvas.device).expand(len(state.canvas))
             canvas = state.begin_step()
             where = (canvas == state.mask_id) & state.computed()
-            weights = self.weights(state, last.logits(state, canvas, where), times)
+            logits = last.logits(state, canvas, where)
+            weights = self.weights(state, logits, times)
             if times.closing:
                 weights[:, state.mask_id] = 0
             if self.draws(times):
@@ -94,6 +96,7 @@ class FallingTime(Steps):
             else:
                 drawn = weights.argmax(dim=-1)
             proposed, _ = state.propose(where, drawn, canvas)
+            state.show_confidence(where, partial(_probability, logits, proposed[where], state.mask_id))
             state.commit(where & (proposed != state.mask_id), proposed)
 
     @abstractmethod
@@ -105,6 +108,13 @@ class FallingTime(Steps):
     def draws(self, times: StepTime) -> bool:
         """Whether the step draws; otherwise it takes the largest weight."""
         return True
+
+
+def _probability(
+    logits: Float[Tensor, "masked vocab"], tokens: Int[Tensor, " masked"], mask_id: int
+) -> Float[Tensor, " masked"]:
+    """The network's probability of each token behind its mask; 0 for the mask itself."""
+    return decisions.probability(decisions.token_probabilities(logits, mask_id), tokens)
 
 
 class LastPrediction:

@@ -189,7 +189,6 @@ class Nucleus(Sampler):
         state: "State",
         canvas: Int[Tensor, "batch pos"],
         where: Bool[Tensor, "batch pos"],
-        window: slice | None = None,
         greedy: Bool[Tensor, "batch pos"] | None = None,
     ) -> Proposals:
         """Draw a token at every True of `where`; at temperature 0 the most likely one.
@@ -197,10 +196,9 @@ class Nucleus(Sampler):
         It passes ``denoise.hook_logits``, then ``denoise.hook_candidates``.
 
         Args:
-            window: as in `State.logits`.
             greedy: positions that get the most likely token of the model's own distribution whatever the temperature.
         """
-        logits = state.logits(canvas, where, window=window)
+        logits = state.logits(canvas, where)
         probs = decisions.truncate(logits, self.truncation).softmax(dim=-1, dtype=torch.float64)
         noise = state.noise.uniform(where, dtype=torch.float64) if self.temperature > 0 else None
         drawn = decisions.categorical_candidates(probs, noise)

@@ -180,7 +180,7 @@ class PsiSampler(Steps):
             weights = self._weights(state, probs, present, update)
             drawn = decisions.exponential_race(weights, state.uniform(where, weights.shape[-1], torch.float64))
         proposed, drawn = state.propose(where, drawn, canvas)
-        state.spread_confidence(where, decisions.probability(probs, drawn))
+        state.show_confidence(where, lambda: decisions.probability(probs, drawn))
         state.commit(where, proposed, undecided=self.undecided(state, last))
 
     def _weights(

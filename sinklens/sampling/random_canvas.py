@@ -6,7 +6,7 @@ uniformly from the vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -30,6 +30,7 @@ class RandomCanvas(Sampler):
             numbers.
     """
 
+    draws_canvas: ClassVar[bool] = True
     start_canvas: Any = field(default=None, kw_only=True)
 
     def derived(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from sinklens.sampling.autoregressive import AutoregressiveSettings
 from sinklens.sampling.bd3lm import Bd3lmSettings
 from sinklens.sampling.bd3lm_card import Bd3lmCardSettings
 from sinklens.sampling.bd3lm_owt import Bd3lmOwtSettings
+from sinklens.sampling.diffullama import DiffuLlamaSettings
 from sinklens.sampling.diffusion_gemma import DiffusionGemmaSettings
 from sinklens.sampling.dream import DreamSettings
 from sinklens.sampling.dream_blocks import DreamBlockSettings
@@ -63,6 +64,7 @@ SAMPLERS: dict[str, type[Sampler]] = {
         RemdmSettings,
         GiddSettings,
         GiddCorrectionSettings,
+        DiffuLlamaSettings,
         NemotronDiffusionSettings,
         LinearSpeculationSettings,
         NemotronDllmSettings,
@@ -179,12 +181,20 @@ class Sampled(Protocol):
     """A model whose family names a sampler, and whose checkpoint may bring settings of its own."""
 
     @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
     def family_record(self) -> Any:
         """Everything known of the family."""
 
     @property
     def checkpoint(self) -> Any:
         """What was loaded."""
+
+    @property
+    def tree(self) -> Any:
+        """Its hook points."""
 
 
 def sampler_name(family: Any, given: Mapping[str, Any]) -> str:
@@ -209,9 +219,32 @@ def sampler_name(family: Any, given: Mapping[str, Any]) -> str:
     return family.modes[mode]
 
 
-def fits(sampler: type[Sampler], family: Any) -> bool:
-    """Whether `sampler` decodes a family's models: by their attention, and by whether they have a mask token."""
-    return family.attention in sampler.attention and (family.causal or sampler.masked is family.masked)
+def misfit(sampler: type[Sampler], model: Sampled) -> str:
+    """Why `sampler` does not decode a model, as the end of a sentence; "" if it does."""
+    family, config, timed = model.family_record, model.tree.hf.config, bool(model.tree.architecture.time)
+    if family.attention not in sampler.attention:
+        return (
+            f"fits {' or '.join(sampler.attention)} attention, but {family.name} models were trained with "
+            f"{family.attention} attention"
+        )
+    if not family.causal and sampler.masked is not family.masked:
+        needs, has = ("a", "no") if sampler.masked else ("no", "a")
+        return f"is for models with {needs} mask token, but {family.name} models have {has} mask token"
+    if sampler.sets_time and not timed:
+        return f"sets a noise level, and {model.name} does not read one"
+    if not timed:
+        return ""
+    if config.time_conditioning and not sampler.sets_time:
+        return f"does not set the noise level that {model.name} reads"
+    if sampler.sets_time and (sampler.level == "time") is (config.p_uniform is None):
+        other = "sigma" if config.p_uniform is None else "time"
+        return f"sets {sampler.level}, and {model.name} reads {other}"
+    return ""
+
+
+def fitting(model: Sampled) -> list[str]:
+    """The names of the samplers that decode a model."""
+    return [sampler.name for sampler in SAMPLERS.values() if not misfit(sampler, model)]
 
 
 def settings_for(model: Sampled, given: Mapping[str, Any]) -> Sampler:
@@ -221,23 +254,13 @@ def settings_for(model: Sampled, given: Mapping[str, Any]) -> Sampler:
     changes its attention; the checkpoint's settings are then not used, except for those that both samplers have.
 
     Raises:
-        SettingError: the sampler does not fit the family's attention or mask token; or see `make_settings`.
+        SettingError: the sampler does not decode this model; or see `make_settings`.
     """
     family = model.family_record
     name = sampler_name(family, given)
     sampler = find_sampler(name)
-    if not fits(sampler, family):
-        fitting = ", ".join(one.name for one in SAMPLERS.values() if fits(one, family))
-        if family.attention in sampler.attention:
-            needs, has = ("a", "no") if sampler.masked else ("no", "a")
-            raise SettingError(
-                f"the {name} sampler is for models with {needs} mask token, but {family.name} models have {has} mask "
-                f"token; choose one of {fitting}."
-            )
-        raise SettingError(
-            f"the {name} sampler fits {' or '.join(sampler.attention)} attention, but {family.name} models were "
-            f"trained with {family.attention} attention; choose one of {fitting}."
-        )
+    if why := misfit(sampler, model):
+        raise SettingError(f"the {name} sampler {why}; choose one of {', '.join(fitting(model))}.")
     defaults = model.checkpoint.defaults
     if name != family.sampler:
         defaults = {key: value for key, value in defaults.items() if key in sampler.setting_names()}

@@ -46,6 +46,12 @@ class Sampler(ABC):
     sets_time: ClassVar[bool] = False
     """Whether it sets `State.time`, for networks that read a noise level."""
 
+    level: ClassVar[str] = "sigma"
+    """What it sets as `State.time`: "sigma", the noise level, or "time", which networks of GIDD read."""
+
+    draws_canvas: ClassVar[bool] = False
+    """Whether it begins with drawn or given tokens instead of masks."""
+
     later_points: ClassVar[tuple[str, ...]] = ()
     """Points of the sampler that it passes, but not in its first step."""
 

@@ -69,9 +69,9 @@ class SdarSettings(Truncated, Passes, WholeBlocks):
         progress = self.begin(state, lambda masked: self.even_shares(self.block_length))
         while progress.advance(state.canvas):
             yield
-            canvas, block, counts = state.begin_step(), progress.current(), progress.take_counts()
+            canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
             where = (canvas == state.mask_id) & block
-            drawn = self.draw(state, canvas, where, progress.window())
+            drawn = self.draw(state, canvas, where)
             confidence = state.spread_confidence(where, self._confidence(drawn))
             state.commit(self._chosen(where, confidence, counts), drawn.canvas)
 

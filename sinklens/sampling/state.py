@@ -5,7 +5,7 @@ Between two steps its caller (loop.py) can therefore publish the step number, re
 the last step it knows that the run has ended.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,14 +14,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import HookFunctionError, NotANumberError, SettingError
+from sinklens.errors import HookFunctionError, NotANumberError, ReadOnlyHookError, SettingError
 from sinklens.hooks.blocks import ruled_by
 from sinklens.hooks.forward_pass import ForwardPass, PassKind
 from sinklens.hooks.points import Point, at
 from sinklens.hooks.tree import HookTree
-from sinklens.sampling.block_cache import BlockCache, one_later
 from sinklens.sampling.decisions import RowNoise
-from sinklens.sampling.key_cache import KeyCache
+from sinklens.sampling.key_cache import KeyCache, Policy, PolicyCache, one_later
 
 
 @dataclass
@@ -42,8 +41,8 @@ class State:
             without a mask token sets it before its first yield and passes it to `end_step`.
         step_canvas: the canvas that the current step works on, with edits at ``denoise.hook_canvas``.
         step_undecided: the undecided positions of `step_canvas`; None as for `undecided`.
-        cache: keys of finished blocks, for samplers that decode block by block; None computes the complete canvas.
-        keys: keys and values that steps reuse under a policy (`cache=` of a run); None computes all positions.
+        keys: keys and values that steps reuse, exactly or under a policy (`cache=` of a run); None computes all
+            positions.
         replay: canvases of an earlier run, forced after every step; None for a free run.
         replay_undecided: their undecided positions; None if only canvases were given.
         steps_done: number of finished steps.
@@ -67,7 +66,6 @@ class State:
     undecided: Bool[Tensor, "batch pos"] | None = None
     step_canvas: Int[Tensor, "batch pos"] | None = None
     step_undecided: Bool[Tensor, "batch pos"] | None = None
-    cache: BlockCache | None = None
     keys: KeyCache | None = None
     replay: Int[Tensor, "batch step pos"] | None = None
     replay_undecided: Bool[Tensor, "batch step pos"] | None = None
@@ -109,17 +107,19 @@ class State:
         """The canvas that the step works on: the last step's result, passed through ``denoise.hook_canvas``.
 
         Args:
-            block: columns of the active block, for a policy; None for a sampler that decides anywhere in the answer.
+            block: columns of the active block, for a cache; None for a sampler that decides anywhere in the answer.
             stop: where the text ends that ``denoise.hook_canvas`` shows; None for the complete canvas.
         """
         self.step_undecided, watch = self.undecided, self.tree.watch
         self.active = torch.ones_like(self.active)
         text = self.through_canvas_point(self.canvas[:, :stop])
         self.step_canvas = text if stop is None else torch.cat([text, self.canvas[:, stop:]], dim=1)
+        if self.undecided is not None and self.mask_id >= 0:  # a hook that writes a token decides its position
+            edited = self.step_canvas != self.canvas
+            self.step_undecided = torch.where(edited, self.step_canvas == self.mask_id, self.undecided)
         watch.forward_pass = replace(watch.forward_pass, undecided=self.undecided_before())
         if self.keys is not None:
-            edited = self.step_canvas != self.canvas
-            self.keys.plan(self.step_canvas, self.undecided_before(), edited, block or self.answer)
+            self.keys.plan(self.step_canvas, self.undecided_before(), self.step_canvas != self.canvas, block)
         return self.step_canvas
 
     @property
@@ -129,7 +129,7 @@ class State:
 
     def computed(self) -> Bool[Tensor, "batch pos"]:
         """The positions that the step computes, with what predicts them, and can therefore decide; never padding."""
-        return self.real if self.keys is None else self.keys.decidable
+        return self.real if self.keys is None or self.keys.decidable is None else self.keys.decidable
 
     @cached_property
     def padding(self) -> list[int]:
@@ -166,12 +166,13 @@ class State:
         return at(getattr(self.tree.denoise, point), value)
 
     def uniform(self, where: Bool[Tensor, "batch pos"], size: int, dtype: torch.dtype) -> Float[Tensor, "drawn vocab"]:
-        """`size` numbers of U[0, 1) for every True of `where`, passed through ``denoise.hook_uniform``.
+        """`size` numbers of U[0, 1) for every True of `where`, passed through ``denoise.hook_uniform`` if there is one.
 
-        The point has all positions of the canvas; its numbers elsewhere are 0 and have no effect.
+        Only families whose own samplers draw by these numbers have the point, which
+        holds all positions of the canvas; its numbers elsewhere are 0 and have no effect.
         """
-        drawn, point = self.noise.uniform(where, size, dtype=dtype), self.tree.denoise.hook_uniform
-        if not point.watched:
+        drawn, point = self.noise.uniform(where, size, dtype=dtype), self.tree.hook_dict.get("denoise.hook_uniform")
+        if point is None or not point.watched:
             return drawn
         everywhere = drawn.new_zeros(*where.shape, size)
         everywhere[where] = drawn
@@ -188,15 +189,24 @@ class State:
 
         Args:
             fill: end rows at their end token; see `filled`.
-            undecided: as in `end_step`.
+            undecided: as in `end_step`; by default those of the step without the committed ones.
         """
         assert self.step_canvas is not None, "every sampler step sets State.step_canvas"
-        canvas = torch.where(self.through("hook_commit", chosen), proposed, self.step_canvas)
+        chosen = self.through("hook_commit", chosen)
+        canvas = torch.where(chosen, proposed, self.step_canvas)
+        if undecided is None and self.step_undecided is not None:
+            undecided = self.step_undecided & ~chosen
         self.end_step(self.filled(canvas) if fill else canvas, undecided)
 
-    def cache_blocks(self) -> None:
-        """Cache the keys and values of finished blocks from now on."""
-        self.cache = BlockCache(self.tree)
+    def cache_keys(self, policy: Policy | None = None, read: Callable[..., Tensor] | None = None) -> None:
+        """Let steps reuse keys and values from now on: under a policy, or exactly.
+
+        Args:
+            read: the pass that computes them, as in `KeyCache`.
+        """
+        self.keys = KeyCache(self.tree, read)
+        if policy is not None:
+            self.keys = PolicyCache(self.tree, policy, self.real, self.answer, self.mask_id, self.shift)
 
     def end_step(self, canvas: Int[Tensor, "batch pos"], undecided: Bool[Tensor, "batch pos"] | None = None) -> None:
         """End the step with `canvas` and its `undecided` positions, or with those of the replayed run."""
@@ -245,18 +255,16 @@ class State:
         canvas: Int[Tensor, "batch pos"],
         where: Bool[Tensor, "batch pos"],
         cfg_scale: float = 0.0,
-        window: slice | None = None,
         given: Bool[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "masked vocab"]:
         """Logits, in float32, of the tokens at the True positions of `where`.
 
         The language-model head runs only at those positions unless ``denoise.hook_logits`` is watched, or a trace block
         waits for the head itself. With `cfg_scale` w > 0 the batch of the pass is the conditional rows followed by the
-        same rows with the prompt masked, or the positions `given`, and the logits are un + (w + 1)(cond − un). With a
-        `cache`, the pass computes the columns up to `window.stop` whose keys are not cached, and caches those before
-        `window.start`; ``denoise.hook_logits`` then covers these columns. With `keys`, it covers the window that the
-        step computes, and `where` may be True only at `computed` positions. Without both, and while nothing is watched,
-        rows without a True in `where` are left out of the pass.
+        same rows with the prompt masked, or the positions `given`, and the logits are un + (w + 1)(cond − un). With
+        `keys`, ``denoise.hook_logits`` covers the window that the step computes, and `where` may be True only at
+        `computed` positions. Without them, and while nothing is watched, rows without a True in `where` are left out of
+        the pass.
         """
         rows, real = canvas, self.real
         self.active = where.any(dim=1)
@@ -266,8 +274,8 @@ class State:
             unconditional = canvas.masked_fill(given, self.mask_id)
             rows, real = torch.cat([canvas, unconditional]), torch.cat([real, real])
         if self.keys is not None:
-            hidden, where = self._partial(canvas, where)
-        elif self.cache is None or window is None:
+            hidden, where = self._partial(self.keys, rows, real, where)
+        else:
             running = self._running()
             chosen = running.repeat(len(rows) // len(where))
             with self._rule_of(running):
@@ -275,10 +283,6 @@ class State:
                 hidden, where = self.tree.hidden(rows[chosen], real[chosen], time=time), where[running]
             if self.shift:  # logits at i - 1 predict position i
                 hidden = one_later(hidden, real[chosen])
-        else:
-            hidden = self.cache.hidden(rows, real, window)
-            hidden = self.cache.shifted(hidden, real[:, : window.stop]) if self.shift else hidden
-            where = where[:, window.stop - hidden.shape[1] : window.stop]
         return self.logits_of(hidden.chunk(2) if cfg_scale > 0 else (hidden,), where, cfg_scale)
 
     def logits_of(
@@ -328,19 +332,22 @@ class State:
         return ruled_by(self.tree.hf.config, blocks.of_rows(running))
 
     def _partial(
-        self, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]
-    ) -> tuple[Float[Tensor, "batch window d_model"], Bool[Tensor, "batch window"]]:
+        self,
+        keys: KeyCache,
+        rows: Int[Tensor, "row pos"],
+        real: Bool[Tensor, "row pos"],
+        where: Bool[Tensor, "batch pos"],
+    ) -> tuple[Float[Tensor, "row window d_model"], Bool[Tensor, "batch window"]]:
         """The final-norm outputs of the columns that the step computes, shifted if need be, and `where` among them."""
-        assert self.keys is not None
-        if bool((where & ~self.keys.decidable).any()):
+        if keys.decidable is not None and bool((where & ~keys.decidable).any()):
             raise SettingError(
                 "this sampler decides positions that the cache policy does not compute; it has to restrict them to "
                 "State.computed() before it calls State.logits. Leave cache= out, or change the sampler."
             )
-        hidden = self.keys.hidden(canvas)
+        hidden = keys.hidden(rows, real)
         if self.shift:
-            hidden = one_later(hidden, self.real[:, : self.keys.window.stop])
-        return hidden, where[:, self.keys.window]
+            hidden = one_later(hidden, real[:, : keys.window.stop], keys.before)
+        return hidden, where[:, keys.window]
 
     def propose(
         self, where: Bool[Tensor, "batch pos"], candidates: Int[Tensor, " masked"], canvas: Int[Tensor, "batch pos"]
@@ -359,8 +366,28 @@ class State:
         self, where: Bool[Tensor, "batch pos"], confidence: Float[Tensor, " masked"]
     ) -> Float[Tensor, "batch pos"]:
         """Confidences on the canvas, −inf outside `where`, passed through ``denoise.hook_confidence``."""
-        everywhere = torch.full(where.shape, -torch.inf, dtype=torch.float64, device=where.device)
-        return at(self.tree.denoise.hook_confidence, everywhere.masked_scatter(where, confidence.double()))
+        return at(self.tree.denoise.hook_confidence, _spread(where, confidence))
+
+    def show_confidence(self, where: Bool[Tensor, "batch pos"], confidence: Callable[[], Tensor]) -> None:
+        """`spread_confidence` where the step decides without it; computes it only if somebody reads it.
+
+        Raises:
+            ReadOnlyHookError: a hook or trace block changed it.
+        """
+        point = self.tree.denoise.hook_confidence
+        if not point.watched:
+            return
+        shown = _spread(where, confidence())
+        if not torch.equal(point(shown.clone()), shown):
+            raise ReadOnlyHookError(
+                f"{point.name} decides nothing with this sampler, so an edit of it would be lost. Edit "
+                f"denoise.hook_candidates to force another token."
+            )
+
+
+def _spread(where: Bool[Tensor, "batch pos"], values: Float[Tensor, " masked"]) -> Float[Tensor, "batch pos"]:
+    everywhere = torch.full(where.shape, -torch.inf, dtype=torch.float64, device=where.device)
+    return everywhere.masked_scatter(where, values.double())
 
 
 def _guided(logits: list[Tensor], scale: float) -> Tensor:

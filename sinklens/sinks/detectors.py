@@ -23,6 +23,7 @@ finds nothing there; see docs/concepts/your-own.md.
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Literal
 
 import numpy as np
@@ -30,6 +31,7 @@ import xarray as xr
 
 from sinklens.errors import SettingError, TrackError
 from sinklens.sinks.data import AXES, TrackData, Unit, require_unit
+from sinklens.utils.integers import as_integer
 
 
 class Detector(ABC):
@@ -69,7 +71,7 @@ def _numbers(detector: Detector, *names: str, above: float | int = -np.inf) -> N
     """Reject thresholds that are not numbers greater than `above`."""
     for name in names:
         value = getattr(detector, name)
-        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value > above:
+        if isinstance(value, bool) or not isinstance(value, Real) or not value > above:
             bound = "" if above == -np.inf else f" greater than {above:g}"
             raise SettingError(f"{name} of {type(detector).__name__} must be a number{bound}; got {value!r}.")
 
@@ -128,7 +130,7 @@ class TopK(Detector):
     k: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int | np.integer):
+        if as_integer(self.k) is None:
             raise SettingError(f"k must be an integer, the number of keys; got {self.k!r}.")
 
     def detect(self, track: TrackData) -> xr.DataArray:

@@ -69,6 +69,10 @@ class PlaceState(IntEnum):
     COMMITTED = 2
 
 
+STATES = tuple(state.name.lower() for state in PlaceState if state is not PlaceState.MISSING)
+"""Names of the states of places that exist."""
+
+
 _MARKUP = re.compile(r"<\|.+\|>|\[/?INST\]|<</?SYS>>|<(start|end)_of_turn>")
 _READABLE = str.maketrans({" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"})
 

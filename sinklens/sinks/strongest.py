@@ -19,12 +19,11 @@ from jaxtyping import Bool, Int
 from sinklens.errors import SettingError, nearest
 from sinklens.sinks.data import TrackData
 from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
-from sinklens.sinks.kinds import Kind, PlaceState, kinds, states
+from sinklens.sinks.kinds import STATES, Kind, PlaceState, kinds, states
 from sinklens.sinks.track import SinkTrack
 from sinklens.utils.arguments import Count, check_arguments
 
 Part = Literal["all", "sink", "other"]
-STATES = ("prompt", "masked", "committed")
 SYNONYMS = {"mask": "masked", "decided": "committed"}
 """Further names of states."""
 KIND_NAMES = tuple(kind.name.lower() for kind in Kind if kind not in (Kind.MISSING, Kind.MASK))

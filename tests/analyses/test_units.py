@@ -5,8 +5,9 @@ import pytest
 import xarray as xr
 from ledgers import old_run
 
-from sinklens.analyses.units import FOLDER, Units, batches, finished, unused
+from sinklens.analyses.units import FOLDER, Units, finished, unused
 from sinklens.evaluation.ledger import LedgerRun
+from sinklens.evaluation.units import equals_apart
 
 WHAT = {"study": "letters", "model": {"name": "m", "weights": "0"}, "prompts": 3, "seed": 0}
 DATA = xr.Dataset(
@@ -51,7 +52,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 3, 10])
 def test_batches_hold_every_prompt_once_and_never_two_equal_ones(size):
     prompts = ["a", "b", "a", [1, 2], "a", "b", [1, 2]]
-    found = list(batches(prompts, [0, 1, 2, 3, 5, 6], size))
+    found = list(equals_apart([0, 1, 2, 3, 5, 6], lambda number: repr(prompts[number]), size))
     assert sorted(number for batch in found for number in batch) == [0, 1, 2, 3, 5, 6]
     for batch in found:
         assert 1 <= len(batch) <= size

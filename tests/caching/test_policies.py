@@ -408,7 +408,7 @@ def test_freshness_staleness_and_drift_are_recorded(worded):
         ("duel", "no cache policy is called 'duel'; known: none, prefix, dual.* Did you mean 'dual'|Nearest"),
         ("dual:3", "'dual:3' is not a cache policy: 'dual' takes no number. Write 'dual' alone"),
         ("keep-sinks:many", "'many' is not a number. Write a number after the colon, or 'keep-sinks' alone"),
-        ("keep-sinks:-4", r"at least 1; got -4\. Write another number after the colon, or 'keep-sinks' alone"),
+        ("keep-sinks:-4", r"at least 1 or None; got -4\. Write another number after the colon, or 'keep-sinks' alone"),
     ],
 )
 def test_what_is_not_a_policy_is_refused(worded, cache, text, unchecked):

@@ -14,8 +14,8 @@ from sinklens.hooks.architectures import ARCHITECTURES as WITH_POINTS
 from sinklens.sampling import SAMPLERS
 
 LLADAS = ["llada", "mmada"]
-STANDARD = [one for one in FAMILIES if not (one.class_attention or one.module or one.name == "gpt2")]
-OWN_FILES = ["gpt2", "diffusion-gemma", "mdlm", "bd3lm-owt", "duo", "sedd", "gidd"]
+STANDARD = [one for one in FAMILIES if not (one.class_attention or one.module or one.architecture == "gpt2")]
+OWN_FILES = ["gpt2", "diffugpt", "diffusion-gemma", "mdlm", "bd3lm-owt", "duo", "sedd", "gidd"]
 DIT = [family for family in FAMILIES if family.module == "sinklens.checkpoints.dit"]
 DIT_NAMES = {
     "vocab_embed.embedding": (11, 8),

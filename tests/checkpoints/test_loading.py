@@ -390,7 +390,7 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickles": (_pickle, r"It has pickles \(pytorch_model\.bin\), which can run code and are rejected"),
     "mask token outside": (
         lambda folder: change_config(folder, mask_token_id=61),
-        r"llada: no usable mask token \(found 61, vocabulary 61\); set mask_token_id",
+        r"llada: no usable mask token \(found 61, vocabulary 61\); pass mask_token_id=",
     ),
     "mask token of the family outside": (
         lambda folder: change_config(folder, mask_token_id=None),
@@ -485,3 +485,10 @@ def test_eager_attention_of_transformers_equals_plain_torch(family):
     plain = plain_pass(sinklens.load(hf), ids)
     torch.testing.assert_close(plain.logits, wanted, rtol=1e-4, atol=1e-5)
     assert wanted.shape[-1] == SIZES["vocab_size"]
+
+
+def test_arguments_for_several_models_apply_where_they_fit():
+    given = {"mask_token_id": 5, "block_length": 4, "dtype": "auto"}
+    assert loading.fitting("tiny-llama", given) == {"dtype": "auto"}
+    assert loading.fitting("tiny-llada", given) == {"mask_token_id": 5, "dtype": "auto"}
+    assert loading.fitting("tiny-sdar", given) == given

@@ -58,6 +58,7 @@ UNSUPPORTED = {
     "a2d-qwen2": WINDOW, "bd3lm-qwen2": DREAM, "a2d-qwen3": WINDOW, "bd3lm-qwen3": BIASED,
     "a2d-llama": ROTATION, "bd3lm-llama": ROTATION | LINEAR, "llama": ROTATION, "qwen2": ROTATION, "qwen3": ROTATION,
     "qwen3-moe": ROTATION, "llada-moe": LLADA_MOE, "llada2": LLADA2, "rnd1": RND1, "open-dcoder": DREAM,
+    "sdar-moe": BIASED, "diffullama": ROTATION,
 }  # fmt: skip
 REQUIRED = [(family, key) for family, values in UNSUPPORTED.items() for key in values]
 

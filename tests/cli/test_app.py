@@ -20,9 +20,10 @@ from transformers import PreTrainedTokenizerFast
 from sinklens import SinkTrack
 from sinklens.analyses import STUDIES, questions
 from sinklens.checkpoints.loading import LoadRequest
-from sinklens.cli import main
+from sinklens.cli import declared, main
 from sinklens.cli.app import _parser
 from sinklens.runs.request import RunRequest
+from sinklens.sampling import registry
 from sinklens.sampling.registry import SAMPLERS, setting_help
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.word_problems import held_out
@@ -236,6 +237,11 @@ def test_help_names_the_default_of_every_option(command):
         assert option.required or text.endswith(")") or "default" in text, f"{option.option_strings[0]}: {text}"
 
 
+def test_the_stored_options_are_those_of_the_declarations():
+    assert json.loads(declared.FILE.read_text()) == declared.derive(), "run python -m sinklens.cli.declared"
+    assert declared.GROUP == registry.GROUP
+
+
 LOADING = {"--dtype", "--device", "--device-map", "--revision", "--family", "--block-length"}
 RUN = {"--seed", "--chat", "--cache"}
 
@@ -352,7 +358,7 @@ def test_output_that_cannot_be_written_is_one_message(tmp_path):
 import resource, signal, sys
 from sinklens.utils.arguments import arguments
 from sinklens.checkpoints.loading import LoadRequest
-from sinklens.cli import main
+from sinklens.cli import declared, main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 sys.dont_write_bytecode = True  # Python would keep the truncated files and fail on them later
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from building import plain_pass
 from layouts import word_tokenizer
-from published import Reference, assert_same_pass, largest_difference
+from published import Reference, assert_same_pass, assert_same_routing, largest_difference
 
 import sinklens
 from sinklens.checkpoints import build_empty, family_named, translate
@@ -83,15 +83,7 @@ def test_logits_patterns_and_sink_scores_equal_the_references(reference, model):
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_the_routing_equals_the_references(reference, model):
-    with torch.no_grad():
-        _, kept = model.run_with_cache(reference.tensors["input_ids"], names_filter=lambda name: ".mlp." in name)
-    for layer in range(model.cfg.n_layers):
-        stored = {what: reference.tensors[f"router.{layer}.{what}"] for what in ("logits", "weights", "experts")}
-        found, order = kept[f"blocks.{layer}.mlp.hook_expert_indices"].sort(dim=-1)  # the reference's are ascending
-        assert torch.equal(found, stored["experts"].long())
-        assert largest_difference(kept[f"blocks.{layer}.mlp.hook_router_logits"], stored["logits"]) < TOLERANCE
-        weights = kept[f"blocks.{layer}.mlp.hook_expert_weights"].gather(-1, order)
-        assert largest_difference(weights, stored["weights"]) < TOLERANCE
+    assert_same_routing(model, reference, TOLERANCE)
 
 
 def settings_of(name: str, stored: dict[str, Any]) -> dict[str, Any]:

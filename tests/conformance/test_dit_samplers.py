@@ -3,12 +3,12 @@
 import json
 import math
 from functools import cache
-from shutil import copytree
 
 import pytest
 import torch
 from published import largest_difference
 from safetensors.torch import load_file
+from timed import loader
 
 import sinklens
 from sinklens.caching import PrefixCache
@@ -230,7 +230,9 @@ def test_cache_policies_are_for_untimed_networks(conformance):
 
 
 def test_a_sampler_without_a_noise_level_is_refused_where_the_network_reads_it(conformance, tiny_llada):
-    with pytest.raises(SettingError, match="reads the noise level of its canvas, which the llada sampler does not set"):
+    with pytest.raises(
+        SettingError, match=r"the llada sampler does not set the noise level that .* reads; choose one of mdlm,"
+    ):
         sinklens.generate(_model(conformance / "sedd"), [[5]], sampler="llada", gen_length=4)
     with pytest.raises(SettingError, match=r"the mdlm sampler sets a noise level, and .* does not read one"):
         sinklens.generate(tiny_llada, [[5]], sampler="mdlm", gen_length=4)
@@ -244,16 +246,8 @@ def test_a_sampler_without_a_noise_level_is_refused_where_the_network_reads_it(c
 @pytest.fixture(scope="module")
 def timed(conformance, tmp_path_factory):
     """Loads a checkpoint as a timed network, whether or not it was trained so."""
-
-    @cache
-    def load(name):
-        folder = copytree(conformance / name, tmp_path_factory.mktemp("timed") / name)
-        config = json.loads((folder / "config.json").read_text()) | {"time_conditioning": True}
-        (folder / "config.json").chmod(0o644)
-        (folder / "config.json").write_text(json.dumps(config))
-        return sinklens.load(folder, family="sedd" if name == "sedd" else None)
-
-    return load
+    load = loader(conformance, tmp_path_factory.mktemp)
+    return cache(lambda name: load(f"{name} timed"))
 
 
 def sigma_of(t):

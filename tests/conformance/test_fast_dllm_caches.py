@@ -14,7 +14,7 @@ from published import Reference, largest_difference
 
 import sinklens
 from sinklens.caching import DualCache, NoCache, PrefixCache
-from sinklens.hooks.held_keys import HeldKeys
+from sinklens.hooks.window_cache import WindowCache
 from sinklens.sampling.key_cache import Policy
 
 POLICIES: dict[str, Policy] = {
@@ -97,7 +97,7 @@ def test_one_cached_step_has_the_references_logits(conformance, place, folder, r
     everything = torch.ones(rows, model.cfg.n_layers, 35, dtype=torch.bool)
     inside = torch.zeros_like(everything)
     inside[:, :, window] = True
-    held = HeldKeys(model.tree, torch.ones(rows, 35, dtype=torch.bool))
+    held = WindowCache(model.tree, torch.ones(rows, 35, dtype=torch.bool))
     with torch.no_grad():
         held.hidden(ids, slice(0, 35), everything, ~everything)
         logits = model.tree.head(held.hidden(changed, window, inside, ~everything))

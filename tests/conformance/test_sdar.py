@@ -2,12 +2,11 @@
 
 import itertools
 import json
-from typing import Any
 
 import pytest
 import torch
 from building import block_causal, plain_pass
-from published import assert_same_canvases, assert_same_pass, largest_difference
+from published import assert_same_canvases, assert_same_pass, largest_difference, sdar_model, sdar_settings
 
 import sinklens
 from sinklens.errors import CheckpointError, SettingError
@@ -22,28 +21,6 @@ RUNS = 12
 def model(load):
     """With the block length of the reference's single pass."""
     return load((), (("block_length", 4),))
-
-
-def settings_of(stored: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a stored run under our names."""
-    names = {"confidence_threshold": "threshold", "dynamic_threshold": "threshold", "threshold": "threshold"}
-    names |= {"eb_threshold": "eb_threshold", "denoising_steps": "denoising_steps"}
-    found = {ours: stored[theirs] for theirs, ours in names.items() if theirs in stored}
-    found["remasking_strategy"] = stored.get("remasking_strategy")
-    found["gen_length"] = stored.get("gen_length") or stored["max_tokens"]
-    found["stop"] = bool(stored.get("stopping_criteria_idx") or stored.get("eos_token_id"))
-    if stored["sampler"] == "opencompass":
-        kind = "dynamic" if stored["threshold"] < 1 else "static"
-        found |= {"remasking_strategy": f"low_confidence_{kind}", "confidence_of": "model"}
-    if stored["draw"] == "top_k=1":  # drawn from a distribution over one token
-        found |= {"temperature": stored["temperature"], "top_k": 1}
-    return found
-
-
-def model_of(load, stored: dict[str, Any]) -> sinklens.Model:
-    ends = stored.get("stopping_criteria_idx") or stored.get("eos_token_id")
-    changes = (("eos_token_id", tuple(ends) if isinstance(ends, list) else ends),) if ends else ()
-    return load(changes, (("block_length", stored["block_length"]),))
 
 
 def test_every_run_of_the_reference_is_compared(reference):
@@ -72,7 +49,7 @@ def test_logits_patterns_and_sink_scores_equal_the_references(reference, model):
 def test_every_canvas_equals_the_references_token_for_token(reference, load, number, recording):
     stored, tensors = reference.runs[number], reference.tensors
     run = sinklens.generate(
-        model_of(load, stored), tensors[f"gen{number}.prompt"], record_sinks=recording, **settings_of(stored)
+        sdar_model(load, stored), tensors[f"gen{number}.prompt"], record_sinks=recording, **sdar_settings(stored)
     )
     assert_same_canvases(run, tensors[f"gen{number}.canvas"], tensors[f"gen{number}.result"])
 

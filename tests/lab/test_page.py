@@ -280,9 +280,7 @@ def test_hostile_tokens_and_prompts_are_shown_and_not_executed(browser, tmp_path
     model = sinklens.load(random_hf("llama"), tokenizer=layouts.word_tokenizer(tmp_path / "words"))
     with sinklens.lab(model) as lab:
         page = Page(browser, lab)
-        field = "document.querySelector('#settings-fields [data-name=gen_length] input')"
-        browser.js(f"document.getElementById('settings-box').open = true; {field}.value = 8")
-        page.run(" ".join(words[:5]))
+        page.run(" ".join(words[:5]), gen_length=8)
         assert set(page.tokens()) <= {*words, "<pad>", "<s>", "</s>", "<mask>", "░"}
         page.go_to(0)
         browser.js("[...document.querySelectorAll('#tokens .tok.mask')].at(-1).click()")

@@ -215,7 +215,9 @@ def test_other_interventions_change_a_pass_as_they_change_a_step(llada):
 
 
 def test_a_hook_function_keeps_the_shape(llada):
-    with pytest.raises(HookFunctionError, match=r"hook function <lambda> at blocks.0.attn.hook_z got a value of shape"):
+    with pytest.raises(
+        HookFunctionError, match=r"hook function <lambda> at blocks.0.attn.hook_z \(step 0\) got a value of shape"
+    ):
         likelihood(llada, PROMPT, ANSWER, hooks=[("blocks.0.attn.hook_z", lambda value, hook: value[:, :1])])
 
 

@@ -1,4 +1,4 @@
-"""What a step under a policy may decide, and which entries it may not use."""
+"""The exact cache equals complete passes; under a policy, what a step may decide and which entries it may not use."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ import torch
 
 import sinklens
 from sinklens.caching import DualCache, History, Policy
+from sinklens.sampling.key_cache import KeyCache
 
 PROMPTS = ["one two three four five six", "seven eight nine"]
 ANSWER = {"gen_length": 12, "block_length": 6, "steps": 8, "sampler": "llada"}
@@ -86,3 +87,46 @@ def test_an_edited_fresh_entry_is_cached_as_edited_and_the_plan_stays(worded, ar
         assert change is replace or (fresh == base.sinks["fresh"].to_numpy()).all()
     for one, other in zip(seen[1][:3], seen[1][3:], strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def exact_pass(cache, text, block, rows=None):
+    """The outputs of the window of a step on `text`, of which nothing is padding."""
+    nothing, real = torch.zeros_like(text, dtype=torch.bool), torch.ones_like(text, dtype=torch.bool)
+    cache.plan(text, nothing, nothing, block)
+    with torch.no_grad():
+        return cache.hidden(text, real, rows)
+
+
+def complete_pass(model, text):
+    with torch.no_grad():
+        return model.tree.hidden(text)
+
+
+def test_the_exact_cache_computes_what_follows_the_finished_blocks(worded):
+    """Blocks of four: a step keeps the columns before its block and computes them again only if their tokens change."""
+    model = worded("sdar")
+    text = torch.randint(3, model.cfg.d_vocab, (2, 16), generator=torch.Generator().manual_seed(0))
+    cache, windows = KeyCache(model.tree), []
+    for start, edited in ((4, None), (8, 5), (8, 9), (12, 2), (12, None)):
+        if edited is not None:  # inside the last block, inside the current one, in a finished one
+            text[:, edited] = (text[:, edited] + 1) % model.cfg.d_vocab
+        hidden = exact_pass(cache, text, slice(start, start + 4))
+        expected, first = complete_pass(model, text[:, : start + 4]), cache.window.start
+        torch.testing.assert_close(hidden, expected[:, first:], atol=1e-5, rtol=1e-4)
+        if first:
+            torch.testing.assert_close(cache.before, expected[:, [first - 1]], atol=1e-5, rtol=1e-4)
+        windows.append((first, cache.window.stop))
+    assert windows == [(0, 8), (4, 12), (8, 12), (0, 16), (12, 16)]
+    exact_pass(cache, text, None)
+    assert cache.window == slice(0, 16)  # without a block, nothing is kept
+
+
+def test_rows_may_leave_the_exact_cache_and_their_return_empties_it(tiny_llama):
+    text = torch.randint(3, tiny_llama.cfg.d_vocab, (3, 9), generator=torch.Generator().manual_seed(1))
+    cache, firsts = KeyCache(tiny_llama.tree), []
+    for stop, rows in ((5, [0, 1, 2]), (6, [0, 2]), (7, [2]), (8, [1, 2]), (9, [1, 2])):
+        hidden = exact_pass(cache, text, slice(stop, stop), torch.tensor(rows))
+        expected, first = complete_pass(tiny_llama, text[rows, :stop]), cache.window.start
+        torch.testing.assert_close(hidden, expected[:, first:], atol=1e-5, rtol=1e-4)
+        firsts.append(first)
+    assert firsts == [0, 5, 6, 0, 8]

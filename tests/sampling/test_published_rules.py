@@ -8,7 +8,6 @@ import copy
 import random
 from collections.abc import Callable
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import published_rules as rules
 import pytest
 import torch
 from building import random_hf
+from random_cases import determined, distinct, in_parts
 
 import sinklens
 from sinklens.checkpoints import Family
@@ -24,6 +24,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.blocks import Blocks
 from sinklens.model import Model
 from sinklens.sampling.decisions import RowNoise
+from sinklens.sampling.registry import SAMPLERS as REGISTERED
 
 VOCABULARY, MASK, ENDS = 13, 12, (3, 7)
 SIZES = {
@@ -31,11 +32,6 @@ SIZES = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "mask_token_id": MASK,
     "initializer_range": 0.5,
 }  # fmt: skip
-PARTS = [range(3), *(range(first, first + 50) for first in range(3, 203, 50))]
-in_parts = pytest.mark.parametrize(
-    "cases", [PARTS[0], *(pytest.param(some, marks=pytest.mark.extended) for some in PARTS[1:])], ids=str
-)
-"""Of 203 cases, the first three are part of `make test`."""
 
 Settings = dict[str, Any]
 
@@ -111,6 +107,13 @@ def open_dcoder(rng: random.Random) -> Settings:
     return given | {"alg_temp": None if given["alg"] == "p2" else rng.choice([None, 0.0, 0.001, 0.5])}
 
 
+def diffullama(rng: random.Random) -> Settings:
+    return {
+        "gen_length": rng.randint(1, 10), "steps": rng.randint(1, 14), "order": rng.choice(["random", "confidence"]),
+        "temperature": rng.choice([0.5, 0.9, 1.5]), "top_p": rng.choice([0.3, 0.9, 1.0]), "greedy": rng.random() < 0.3,
+    }  # fmt: skip
+
+
 def rnd1(rng: random.Random) -> Settings:
     given = {"gen_length": rng.choice([1, 2, 5, 9, 22]), "steps": rng.choice([1, 3, 5, 9, 12, 22])}
     given |= truncation(rng) | {"temperature": rng.choice([0.3, 1.0, 1.5]), "greedy": rng.random() < 0.6}
@@ -183,6 +186,7 @@ SAMPLERS: dict[str, tuple[Callable[[random.Random], Settings], Any, str, bool]] 
     "dream": (dream, rules.dream, "full", True),
     "dream-blocks": (dream_blocks, rules.dream_blocks, "full", True),
     "open-dcoder": (open_dcoder, rules.open_dcoder, "full", True),
+    "diffullama": (diffullama, rules.diffullama, "full", True),
     "rnd1": (rnd1, rules.rnd1, "full", True),
     "sdar": (sdar, rules.sdar, "block", False),
     "llada2": (llada2, rules.llada2, "block", False),
@@ -193,21 +197,6 @@ SAMPLERS: dict[str, tuple[Callable[[random.Random], Settings], Any, str, bool]] 
     "autoregressive": (autoregressive, rules.autoregressive, "causal", False),
 }
 """Sampler -> how its settings are drawn, its published rules, and the attention and shift of its models."""
-
-
-def distinct(canvases: list[rules.Ids]) -> list[rules.Ids]:
-    """Without repetitions: in a batch, a row may wait for the others."""
-    return [canvas for canvas, _ in groupby(canvases)]
-
-
-def determined(compare: Callable[[random.Random], None], name: str) -> None:
-    """Compare one case; where the rules leave a choice open, another one is drawn."""
-    for attempt in range(50):
-        try:
-            return compare(random.Random(f"{name} {attempt}"))
-        except rules.UndeterminedError:
-            continue
-    raise AssertionError(f"no case {name} without equal scores")
 
 
 def compare(sampler: str, seed: int, rng: random.Random) -> None:
@@ -235,6 +224,11 @@ def compare_runs(sampler: str, given: Settings, prompts: list[rules.Ids], seed: 
         assert distinct(ours) == distinct([ours[0], *canvases]), case_of
         if len(prompts) == 1:
             assert run.steps_run == len(canvases), case_of
+
+
+def test_every_sampler_without_a_noise_level_has_rules():
+    ours = {name for name, sampler in REGISTERED.items() if not sampler.sets_time}
+    assert {*SAMPLERS, "diffusion-gemma"} == ours
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -271,9 +265,10 @@ def test_equal_confidences_are_ordered_alike_alone_and_in_a_batch(sampler):
     _, _, attention, shift = SAMPLERS[sampler]
     model, _ = model_of(attention, shift, 6 if attention == "block" else 0)
     given: Settings = {"gen_length": 8, "temperature": 1.0} | (
-        {"top_p": 1e-6} if sampler == "fast-dllm-v2" else {"top_k": 1}
+        {"top_p": 1e-6} if sampler in ("fast-dllm-v2", "diffullama") else {"top_k": 1}
     )
     given |= {"remasking_strategy": "low_confidence_static"} if sampler == "sdar" else {}
+    given |= {"order": "confidence"} if sampler == "diffullama" else {}
     prompts = [[5, 9, 1, 4, 8, 2, 0], [6, 10], [1, 2, 0, 11]]
     together = sinklens.generate(model, prompts, sampler=sampler, record_sinks=False, **given)
     for row, prompt in enumerate(prompts):

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from timed import loader
 
 import sinklens
 from sinklens.errors import HookOrderError, SettingError
 from sinklens.sampling import SAMPLERS, LladaSettings, Sampler, register
-from sinklens.sampling.registry import find_sampler
+from sinklens.sampling.registry import find_sampler, fitting
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,26 @@ def test_a_sampler_for_other_attention_is_refused(tiny_llada, tiny_llama):
         sinklens.generate(tiny_llada, "2 + 3", sampler="autoregressive")
     with pytest.raises(SettingError, match="llada sampler fits bidirectional attention, but llama models"):
         sinklens.generate(tiny_llama, "2 + 3", sampler="llada")
+
+
+NETWORKS = ("tiny-llada", "tiny-dream", "tiny-sdar", "tiny-canvas", "tiny-llama")
+REFERENCES = ("mdlm", "sedd", "duo", "gidd", "bd3lm-owt", "mdlm timed", "rnd1")
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize("name", [*NETWORKS, *REFERENCES])
+def test_a_sampler_runs_a_model_or_is_refused_with_those_that_do(conformance, tmp_path_factory, name):
+    load = sinklens.load if name in NETWORKS else loader(conformance, tmp_path_factory.mktemp)
+    model = load(name)
+    fits = fitting(model)
+    assert model.family_record.sampler in fits
+    for sampler in SAMPLERS:
+        given = {"sampler": sampler, "record_sinks": False} | ({} if name == "tiny-canvas" else {"gen_length": 4})
+        if sampler in fits:
+            assert sinklens.generate(model, [[5, 6, 7]], **given).steps_run
+            continue
+        with pytest.raises(SettingError, match=rf"the {sampler} sampler .*; choose one of {', '.join(fits)}\."):
+            sinklens.generate(model, [[5, 6, 7]], **given)
 
 
 def test_an_unknown_sampler_is_refused_with_the_known_ones(tiny_llada):

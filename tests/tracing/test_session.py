@@ -624,7 +624,7 @@ def test_a_cache_outside_the_block_is_an_error(tiny_llada):
 
 
 def test_an_autoregressive_confidence_cannot_be_edited_since_it_decides_nothing(tiny_llama):
-    with pytest.raises(ReadOnlyHookError, match=r"hook_confidence of an autoregressive model decides nothing"):
+    with pytest.raises(ReadOnlyHookError, match=r"hook_confidence decides nothing with this sampler"):
         sinklens.generate(tiny_llama, PROMPT, hooks=[("denoise.hook_confidence", lambda value, hook: value * 0.5)])
     with pytest.raises(ReadOnlyHookError, match=r"Edit denoise.hook_candidates to force another token"):
         with sinklens.trace(tiny_llama, PROMPT) as t:

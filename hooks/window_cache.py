@@ -1,12 +1,13 @@
-"""Keys and values that a pass takes from earlier passes instead of computing them.
+"""A key/value cache whose pass computes one window of columns anywhere in the text and reads the others as they were.
 
-A *window* of columns is computed; attention reads the keys of all columns. A key is *fresh* if this pass computes it,
-*stale* if an earlier pass did, and *gone* if no query may see it. While `Watch.held` is set, the attention function and
-the taps of ``hook_k`` and ``hook_v`` take part: these points show the keys and values of all columns, before the
-rotation, and the key axis of every map has all columns. Queries are those of the window.
+transformers' caches append: the columns of a pass follow those that are cached. Here a *window* of columns is computed,
+and attention reads the keys of all columns. A key is *fresh* if this pass computes it, *stale* if an earlier pass did,
+and *gone* if no query may see it. While `Watch.cache` is set, the attention function and the taps of ``hook_k`` and
+``hook_v`` take part: these points show the keys and values of all columns, before the rotation, and the key axis of
+every map has all columns. Queries are those of the window.
 
-A hook that changes a stale key or value changes it for this pass only. `HeldKeys.edited` names these positions, whose
-entries the caller should not use again. A fresh one that a hook changes is kept as the hook left it.
+A hook that changes a stale key or value changes it for this pass only. `WindowCache.edited` names these positions,
+whose entries the caller should not use again. A fresh one that a hook changes is kept as the hook left it.
 
 Memory: three tensors [batch, pos, kv_head, d_head] per layer (keys before and after the rotation, and values).
 
@@ -16,11 +17,12 @@ leaves its mark on the entries of that step until they are computed again.
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from sinklens.hooks.offload import class_forward
 
@@ -31,22 +33,7 @@ if TYPE_CHECKING:
 KeyOrValue = Literal["k", "v"]
 
 
-class Used(NamedTuple):
-    """What the attention of one layer reads.
-
-    Attributes:
-        key, value: of all columns; keys are rotated.
-        mask: True where a query may see a key; without blocks, one row for all queries. None if nothing is hidden.
-        counted: queries whose own position is computed and is not padding; None for all.
-    """
-
-    key: Float[Tensor, "batch kv_head key d_head"]
-    value: Float[Tensor, "batch kv_head key d_head"]
-    mask: Bool[Tensor, "batch 1 query key"] | None
-    counted: Bool[Tensor, "batch query"] | None
-
-
-class HeldKeys:
+class WindowCache(Cache):
     """The keys and values of one run.
 
     Attributes:
@@ -57,8 +44,8 @@ class HeldKeys:
     """
 
     def __init__(self, tree: "HookTree", real: Bool[Tensor, "batch pos"]) -> None:
+        super().__init__(layers=[])
         self._tree, self._real = tree, real
-        self._positions = (real.long().cumsum(-1) - 1).clamp(min=0)
         self._raw: dict[int, Tensor] = {}
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -70,7 +57,7 @@ class HeldKeys:
 
     def hidden(
         self,
-        canvas: "Tensor",
+        canvas: Int[Tensor, "batch pos"],
         window: slice,
         fresh: Bool[Tensor, "batch layer pos"],
         gone: Bool[Tensor, "batch layer pos"],
@@ -79,38 +66,55 @@ class HeldKeys:
         self.window, self.fresh, self.gone = window, fresh, gone
         self.edited = torch.zeros_like(self._real)
         self._changed.clear()
-        watch, base = self._tree.watch, self._base()
-        queries, keys = range(window.start, window.stop), range(canvas.shape[1])
-        watch.forward_pass = replace(
-            watch.forward_pass, real=self._real, queries=queries, keys=keys, fresh=fresh, gone=gone
-        )
+        watch = self._tree.watch
+        watch.forward_pass = replace(watch.forward_pass, real=self._real, fresh=fresh, gone=gone)
         self._prepare()
-        watch.held = self
+        watch.cache = self
         try:
-            output = base(
-                input_ids=canvas[:, window], position_ids=self._positions[:, window], attention_mask=None,
-                use_cache=False,
-            )  # fmt: skip
+            return self._tree.hidden(canvas[:, window], self._real, self)
         finally:
-            watch.held = None
-        return output.last_hidden_state
+            watch.cache = None
 
     def _prepare(self) -> None:
-        """What all layers of the pass share: where all rows are fresh, and what is hidden and counted."""
-        inside = self.fresh[:, :, self.window]
-        self._uniform = inside.all(dim=2).all(dim=0).tolist()  # by layer: the window's keys are fresh in every row
+        """What all layers of the pass share: where all rows are fresh, which layers hide keys, and what is counted."""
+        self._uniform = self.fresh[:, :, self.window].all(dim=2).all(dim=0).tolist()  # in every row
+        self._hides = self.gone.any(dim=2).any(dim=0).tolist()
         computed = self._tree.watch.forward_pass.computed
         assert computed is not None
-        counted = computed[:, self.window]
-        visible = self._real[:, None] & ~self.gone
-        self._hides = (~visible).any(dim=2).any(dim=0).tolist()
-        self._visible = visible
-        self._counted = None if bool(counted.all()) else counted
-        blocks = self._tree.attention_blocks
-        self._blocks = None if blocks is None else blocks.mask(self._real, self.window)
+        self._counted, self._every = computed[:, self.window], bool(computed[:, self.window].all())
 
-    def _base(self) -> Any:
-        return self._tree.hf.get_submodule(self._tree.architecture.base)
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The column at which the pass begins."""
+        return self.window.start
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Number of keys, and the column of the first."""
+        return self._real.shape[1], 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Float[Tensor, "batch kv_head key d_head"], Float[Tensor, "batch kv_head key d_head"]]:
+        """The rotated keys, and the values, of all columns of a layer, from those of the window."""
+        self._store(self._keys, layer_idx, key_states, axis=2)
+        self._store(self._values, layer_idx, value_states, axis=2)
+        values = self._changed.get(("v", layer_idx))
+        return self._edited_keys(layer_idx), self._values[layer_idx] if values is None else values.transpose(1, 2)
+
+    def seen(
+        self, layer: int, mask: Bool[Tensor, "batch 1 query key"] | None, device: torch.device
+    ) -> tuple[Bool[Tensor, "batch 1 query key"] | None, Bool[Tensor, "batch query"] | None]:
+        """What attention of one layer needs beside keys and values.
+
+        Returns:
+            `mask` without the keys that are gone; None if nothing is hidden. Then the queries whose own position is
+            computed and is not padding; None for all.
+        """
+        if self._hides[layer]:
+            visible = ~self.gone[:, layer, None, None].to(device)
+            if mask is not None:  # one row if it is the same for all queries
+                visible = visible & (mask[..., :1, :] if mask.stride(-2) == 0 else mask)
+            mask = visible.expand(-1, -1, self.window.stop - self.window.start, -1)
+        return mask, None if mask is None and self._every else self._counted.to(device)
 
     def project(
         self, kind: KeyOrValue, layer: int, computed: Float[Tensor, "batch window kv_head d_head"], point: "Point"
@@ -151,24 +155,6 @@ class HeldKeys:
         size = [fresh.shape[0] if at == 0 else fresh.shape[1] if at == axis else 1 for at in range(4)]
         part.copy_(torch.where(fresh.view(size), computed, part))
 
-    def used(self, layer: int, key: Tensor, value: Tensor) -> Used:
-        """Keys, values and mask of one layer, from the rotated `key` and the `value` of the window."""
-        self._store(self._keys, layer, key, axis=2)
-        self._store(self._values, layer, value, axis=2)
-        mask = None
-        if self._hides[layer]:
-            mask = self._visible[:, layer].to(key.device)[:, None, None, :].expand(-1, -1, key.shape[2], -1)
-        if self._blocks is not None:
-            mask = self._blocks.to(key.device) if mask is None else mask & self._blocks.to(key.device)
-        counted = self._counted
-        if mask is not None and counted is None:
-            counted = torch.ones_like(self._real[:, self.window])
-        keys, values = self._edited_keys(layer), self._changed.get(("v", layer))
-        return Used(
-            keys, self._values[layer] if values is None else values.transpose(1, 2), mask,
-            None if counted is None else counted.to(key.device),
-        )  # fmt: skip
-
     def _edited_keys(self, layer: int) -> Float[Tensor, "batch kv_head key d_head"]:
         """The rotated keys, with the edits that a hook made to stale ones at ``hook_k``."""
         keys, changed = self._keys[layer], self._changed.get(("k", layer))
@@ -179,11 +165,12 @@ class HeldKeys:
 
     def _rotated(self, layer: int, raw: Tensor) -> Float[Tensor, "batch kv_head key d_head"]:
         """Keys after the norm of keys, if there is one, and the rotation."""
-        architecture, base = self._tree.architecture, self._base()
+        architecture = self._tree.architecture
+        base = self._tree.hf.get_submodule(architecture.base)
         attn: Any = base.get_submodule(architecture.layers)[layer].get_submodule(architecture.attn)
         norm: nn.Module | None = getattr(attn, architecture.k_norm, None) if architecture.k_norm else None
         keys = (raw if norm is None else class_forward(norm, raw)).transpose(1, 2)
-        cos, sin = base.rotary_emb(raw, position_ids=self._positions)
+        cos, sin = base.rotary_emb(raw, position_ids=(self._real.long().cumsum(-1) - 1).clamp(min=0))
         rotate = sys.modules[type(attn).__module__].apply_rotary_pos_emb
         return rotate(keys, keys, cos, sin)[1]
 

@@ -1,0 +1,94 @@
+"""DiffuLLaMA's and DiffuGPT's samplers: proposals everywhere, decided at random or by their probability.
+
+Step t of T − 1, …, 0 proposes a token at every undecided position. With order "random", it decides each of them with
+probability 1 / (t + 1). With "confidence", the lowest proposals of the complete answer stay undecided: those below the
+(⌊n t / T⌋ + 1)-th smallest probability, where n counts the answer's positions. Decided positions compete, too, so a
+step may leave fewer undecided than the schedule says. The last step decides everything.
+
+A position is undecided until it is decided, whatever token it holds: a drawn mask token is a decision.
+
+Pitfall: nothing ends an answer. Text after an end token belongs to the answer, as its length was chosen beforehand.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import torch
+from annotated_types import Gt, Le
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinklens.sampling import decisions
+from sinklens.sampling.decisions import Truncation
+from sinklens.sampling.parts import Steps
+from sinklens.sampling.psi import answer
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
+
+
+@dataclass(frozen=True)
+class DiffuLlamaSettings(Steps):
+    """DiffuLLaMA's samplers (Gong et al., 2410.17891, and its reference code).
+
+    Attributes:
+        order: "random", as in the authors' model.py, or "confidence", as in their LLaMA-Factory trainer, which uses
+            `temperature` 1 and `top_p` 1.
+        temperature: divides the logits, above 0.
+        top_p: draw from the smallest set of tokens whose total probability exceeds this; 1 turns it off.
+        greedy: propose the most likely tokens instead of drawing; their probability still follows `temperature`.
+    """
+
+    name: ClassVar = "diffullama"
+    order: Literal["random", "confidence"] = "random"
+    temperature: Annotated[float, Gt(0)] = 0.9
+    top_p: Annotated[float, Gt(0), Le(1)] = 0.9
+    greedy: bool = False
+
+    @property
+    def judges_all_by(self) -> str:
+        """See `Sampler.judges_all_by`."""
+        return "order='confidence'" if self.order == "confidence" else ""
+
+    def denoise(self, state: "State") -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        state.undecided = answer(state, self.gen_length)
+        competing: Bool[Tensor, "batch pos"] | None = None
+        for left in reversed(range(self.steps)):
+            if not bool(state.undecided_after().any()):
+                return
+            yield
+            state.begin_step()
+            competing = state.undecided_before() if competing is None else competing
+            self._step(state, competing, left)
+
+    def _step(self, state: "State", competing: Bool[Tensor, "batch pos"], left: int) -> None:
+        """A step with `left` steps after it; `competing` are the positions that the first step found undecided."""
+        canvas, undecided = state.step_canvas, state.undecided_before()
+        assert canvas is not None, "begin_step was called"
+        where = competing & undecided.any(dim=1, keepdim=True) if self.order == "confidence" else undecided
+        where = where & state.computed()
+        logits = decisions.truncate(state.logits(canvas, where), Truncation(self.temperature, self.top_p))
+        probs = logits.softmax(dim=-1, dtype=torch.float64)
+        numbers = state.uniform(where, 2, torch.float64)
+        drawn = decisions.categorical_candidates(probs, None if self.greedy else numbers[:, 0])
+        proposed, drawn = state.propose(where, drawn, canvas)
+        confidence = state.spread_confidence(where, decisions.probability(probs, drawn))
+        if self.order == "confidence":
+            kept = confidence < self._cutoff(confidence, where, competing, left)
+        else:
+            kept = torch.ones_like(confidence).masked_scatter(where, numbers[:, 1]) >= 1 / (left + 1)
+        state.commit(undecided & where & ~kept, proposed)
+
+    def _cutoff(
+        self,
+        confidence: Float[Tensor, "batch pos"],
+        where: Bool[Tensor, "batch pos"],
+        competing: Bool[Tensor, "batch pos"],
+        left: int,
+    ) -> Float[Tensor, "batch 1"]:
+        """The confidence below which a proposal stays undecided."""
+        ordered = confidence.masked_fill(~where, torch.inf).sort(dim=1).values
+        counts = [decisions.entropy_schedule(int(n), self.steps)[-1 - left] for n in competing.sum(dim=1)]
+        return ordered.gather(1, torch.tensor(counts, device=ordered.device)[:, None])
