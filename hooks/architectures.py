@@ -134,6 +134,7 @@ class Architecture:
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(),
     "qwen2": Architecture(),
+    "ministral3": Architecture(),
     "qwen3": Architecture(q_norm="q_norm", k_norm="k_norm"),
     "qwen3_moe": Architecture(q_norm="q_norm", k_norm="k_norm", experts=Experts("softmax")),
     "glm4_moe": Architecture(

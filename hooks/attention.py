@@ -32,7 +32,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirection
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinklens.errors import ReadOnlyHookError
-from sinklens.hooks import fused
+from sinklens.hooks import fused, segments
 from sinklens.hooks.blocks import blocks_of
 from sinklens.hooks.column_sums import column_sums, log_sum_exp
 from sinklens.hooks.normalizers import Normalizer, Visible, normalizer_of, softmax
@@ -319,15 +319,15 @@ def attention_mask(
     """transformers' mask for fused attention; if it is the same for every query, one row expanded to q_length.
 
     The padding of a bidirectional batch then takes memory of size S, not S², also after ``hook_attn_mask`` is added.
-    The mask of a block-causal model (blocks.py) has a row for every query.
+    The mask of a block-causal model (blocks.py), or of a pass with segments (segments.py), has a row for every query.
     """
-    blocks = blocks_of(kwargs.get("config"))
-    if blocks is not None:
+    rule = segments.rule_of(kwargs.get("config")) or blocks_of(kwargs.get("config"))
+    if rule is not None:
         real = kwargs.get("attention_mask")
         if real is None:
             real = torch.ones(kwargs["batch_size"], kwargs["kv_length"], dtype=torch.bool, device=kwargs["device"])
         first = int(kwargs.get("q_offset", 0))
-        return blocks.mask(real, slice(first, first + q_length))
+        return rule.mask(real, slice(first, first + q_length))
     if mask_function is not bidirectional_mask_function:
         return sdpa_mask(q_length=q_length, mask_function=mask_function, **kwargs)
     row = sdpa_mask(q_length=1, mask_function=mask_function, **kwargs)

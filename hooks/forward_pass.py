@@ -14,7 +14,7 @@ only while nothing is watched.
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,7 +22,25 @@ from torch import Tensor
 
 from sinklens.hooks.names import axes_of, covers_all_columns
 
-Mode = Literal["causal", "denoise", "encode"]
+Mode = Literal["causal", "prefill", "denoise", "commit", "draft", "verify", "encode"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+CAUSAL: tuple[Mode, ...] = ("causal", "prefill", "commit", "verify")
+"""Modes in which logits predict the next token, in a model whose attention changes from pass to pass."""
+IN_BLOCK: tuple[Mode, ...] = ("denoise", "draft")
+"""Modes in which it sees all of a block, whose logits predict the tokens at their own positions."""
+
+
+class PassKind(NamedTuple):
+    """What a pass is, besides the columns that it computes; see the fields of `ForwardPass` of these names."""
+
+    mode: Mode | None = None
+    segments: tuple[range, ...] | None = None
+    adapted: bool = False
+
+    @property
+    def block(self) -> range | None:
+        """Columns of the block that a "denoise" or "draft" pass fills, the last of its `segments`; None in others."""
+        return self.segments[-1] if self.segments and self.mode in IN_BLOCK else None
 
 
 class QuerySpan(NamedTuple):
@@ -46,7 +64,12 @@ class ForwardPass:
         step: number of the denoising step; None outside a run.
         time: noise level of each row that the model gets; None for a model that gets none.
         mode: "causal" decodes left to right, "denoise" is a step on a canvas, "encode" is the encoder's pass over the
-            text before a canvas, whose keys later passes read; None is a single pass.
+            text before a canvas, whose keys later passes read; None is a single pass that names no mode. In a model
+            that changes its attention, also "prefill", which reads the prompt; "commit", which reads a finished block
+            again; "draft", which proposes a block; and "verify", which reads the draft from left to right.
+        segments: ranges of columns whose queries see all of their range, where other queries see earlier keys only, see
+            segments.py; None for the attention of the model.
+        adapted: whether the checkpoint's adapter acts on the `block`.
         queries: positions whose stream the pass computes.
         keys: positions of the keys that its queries attend to; in a layer with a sliding window those in reach.
         prompt_length: positions before the answer, padding included; 0 outside a run.
@@ -75,6 +98,18 @@ class ForwardPass:
     active: Bool[Tensor, " batch"] | None = None
     undecided: Bool[Tensor, "batch pos"] | None = None
     counted: Bool[Tensor, "batch pos"] | None = None
+    segments: tuple[range, ...] | None = None
+    adapted: bool = False
+
+    @property
+    def kind(self) -> "PassKind":
+        """What the pass is, besides what it computes."""
+        return PassKind(self.mode, self.segments, self.adapted)
+
+    @property
+    def block(self) -> range | None:
+        """See `PassKind.block`."""
+        return self.kind.block
 
     @cached_property
     def computed(self) -> Bool[Tensor, "batch pos"] | None:

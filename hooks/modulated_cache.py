@@ -80,7 +80,8 @@ class ModulatedCache(HookCache):
         if not apply_ln or project_output_onto is None:
             options |= {"apply_ln": apply_ln, "project_output_onto": project_output_onto}
             return super().stack_neuron_results(layer, *args, **options)
-        found = super().stack_neuron_results(layer, *args, apply_ln=True, **options)
+        options["apply_ln"] = True
+        found = super().stack_neuron_results(layer, *args, **options)
         if isinstance(found, tuple):
             return found[0] @ project_output_onto, found[1]
         return found @ project_output_onto

@@ -129,6 +129,13 @@ DENOISE = (
 )
 EDIT = PointSpec("hook_edit", "batch pos", "True where a decided token is replaced by the proposal in this step")
 """A point of samplers that replace decided tokens; block-causal models have it."""
+VERIFY = (
+    PointSpec("hook_verify", "batch pos", "most likely token after each position of a draft, read from left to right"),
+    PointSpec("hook_accepted_length", "batch", "how many of these tokens are taken: the agreed ones and one more"),
+)
+DRAFT = PointSpec("hook_draft", "batch pos", "token ids of the drafted block after this step, its first token included")
+SWITCHING = (*DENOISE[:-1], *VERIFY, DENOISE[-1], DRAFT)
+"""The sampler's points of a model that changes its attention, and so can draft a block and verify it."""
 NOISE = (
     CANVAS,
     PointSpec("hook_self_conditioning", "batch pos d_model", "embedding of the last step's prediction; zeros at first"),
@@ -354,7 +361,15 @@ def axes_of(name: str) -> list[str]:
     ['batch', 'head', 'query', 'key']
     """
     last = name.rsplit(".", 1)[-1]
-    rows = [*(spec for _, spec in table(EVERY)), *(spec for _, spec in SWITCHED.values()), EDIT, *NOISE, UNIFORM]
+    rows = [
+        *(spec for _, spec in table(EVERY)),
+        *(spec for _, spec in SWITCHED.values()),
+        EDIT,
+        *VERIFY,
+        DRAFT,
+        *NOISE,
+        UNIFORM,
+    ]
     return next(spec.axes for spec in rows if spec.name == last).split()
 
 

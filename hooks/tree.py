@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 
 from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError, warn_caller
 from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbors checks versions, before the others
+from sinklens.hooks.adapter import Adapter, connect_adapter
 from sinklens.hooks.architectures import Architecture, check_modules
 from sinklens.hooks.blocks import Blocks, blocks_of
 from sinklens.hooks.canvas_pass import CanvasPass
-from sinklens.hooks.forward_pass import ForwardPass
+from sinklens.hooks.forward_pass import CAUSAL, ForwardPass, PassKind
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
@@ -35,6 +36,7 @@ from sinklens.hooks.model_weights import ModelWeights
 from sinklens.hooks.modulation import times_of
 from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
+from sinklens.hooks.segments import changes_attention, ruled_by, single_pass
 from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.split_projection import split
@@ -50,6 +52,7 @@ class HookTree(ModelWeights, HookFront):
         cfg: axis lengths and switches under TransformerLens's names.
         tokenizer_of: returns the tokenizer of the model that owns the tree; None without one.
         masks: how a masked diffusion model reads a canvas; None for other models.
+        adapter: the checkpoint's adapter, which acts in passes that say so; None without one.
         blocks, hook_embed, ln_final, denoise: the points.
         encoder: the points of the encoder, in a tree that has one; see canvas_pass.py.
     """
@@ -65,6 +68,7 @@ class HookTree(ModelWeights, HookFront):
         check_modules(hf, architecture)
         self.tokenizer_of: Callable[[], Any] = lambda: None
         self.masks: Masks | None = None
+        self.adapter: Adapter | None = None
         self._switches = Switches()
         self.disconnected = False
         self._sampler_specs = _sampler_specs(hf, architecture, drawn)
@@ -100,6 +104,11 @@ class HookTree(ModelWeights, HookFront):
             if not architecture.values
         ]
 
+    def attach(self, adapter: Adapter) -> None:
+        """Connect a checkpoint's adapter; it acts in passes that are `ForwardPass.adapted`."""
+        self.adapter = adapter
+        connect_adapter(self._undo, self.hf, adapter, self.watch)
+
     def _setup_points(self) -> None:
         """Run TransformerLens's `setup`, which names every module, and restore the `name` of transformers' modules."""
         before = {module: module.__dict__.get("name") for module in self.hf.modules()}
@@ -130,6 +139,11 @@ class HookTree(ModelWeights, HookFront):
     def timed(self) -> bool:
         """Whether the network reads the noise level that it is given."""
         return bool(self.architecture.time) and bool(self.hf.config.time_conditioning)
+
+    @property
+    def changes_attention(self) -> bool:
+        """Whether its attention changes from pass to pass, see segments.py."""
+        return changes_attention(self.hf.config)
 
     @property
     def causal(self) -> bool:
@@ -216,15 +230,16 @@ class HookTree(ModelWeights, HookFront):
         stream: Float[Tensor, "batch pos d_model"] | None = None,
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
         time: Float[Tensor, " _"] | float | None = None,
+        kind: PassKind | None = None,
     ) -> Float[Tensor, "batch _ d_model"]:
         """The final-norm output of one pass; `past_key_values` is a transformers cache and is extended in place.
 
         Positions are counted from the first real token, so left padding does not shift a prompt. A `stream` replaces
         the embeddings of `input_ids`. In a tree with an encoder, the last positions of `input_ids` are the canvas, and
-        the output has these positions only.
+        the output has these positions only. `kind` says what a single pass is, in a tree that changes its attention.
         """
         if self.watch.forward_pass.step is None and self.watch.cache is None:
-            self._begin_single_pass(input_ids, attention_mask)
+            self._begin_single_pass(input_ids, attention_mask, kind or PassKind())
         if self.architecture.time:
             time = self._time_of(time, input_ids)
         if self.architecture.encoder:
@@ -242,15 +257,16 @@ class HookTree(ModelWeights, HookFront):
             columns = torch.arange(first, stop, device=input_ids.device)
             position_ids = columns.expand(len(input_ids), -1)  # hook_pos_embed has every row
         base = self.hf.get_submodule(self.architecture.base)
-        output = base(
-            input_ids=input_ids if stream is None else None,
-            inputs_embeds=stream,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=past_key_values is not None,
-            **({"time": time} if self.architecture.time else {}),
-        )
+        with ruled_by(self.hf.config, self.watch.forward_pass.segments):
+            output = base(
+                input_ids=input_ids if stream is None else None,
+                inputs_embeds=stream,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+                **({"time": time} if self.architecture.time else {}),
+            )
         return output.last_hidden_state
 
     def _time_of(self, time: Float[Tensor, " _"] | float | None, ids: Tensor) -> Float[Tensor, " batch"]:
@@ -262,10 +278,10 @@ class HookTree(ModelWeights, HookFront):
             self.watch.forward_pass = replace(described, time=found)
         return found
 
-    def _begin_single_pass(self, ids: Tensor, real: Tensor | None) -> None:
+    def _begin_single_pass(self, ids: Tensor, real: Tensor | None, kind: PassKind) -> None:
         """Describe a pass outside a run, whose padding only its mask shows."""
         everywhere = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
-        self.watch.forward_pass = ForwardPass(real=everywhere if real is None else real.bool())
+        self.watch.forward_pass = ForwardPass(real=everywhere if real is None else real.bool(), **kind._asdict())
 
     @torch.no_grad()
     def peek(
@@ -274,10 +290,12 @@ class HookTree(ModelWeights, HookFront):
         attention_mask: Bool[Tensor, "batch pos"] | None,
         names: Iterable[str],
         time: Float[Tensor, " _"] | None = None,
+        kind: PassKind | None = None,
     ) -> dict[str, Tensor]:
         """Run a separate pass, without hooks or trace blocks, and return the values of the points called `names`.
 
-        For hooks that need another pass in the middle of one. Points of the sampler are not reached.
+        For hooks that need another pass in the middle of one. Points of the sampler are not reached. In a model that
+        changes its attention, `kind` says what the pass is; by default, what the running pass is.
 
         Raises:
             HookNameError: no such point, or one of the sampler.
@@ -293,11 +311,13 @@ class HookTree(ModelWeights, HookFront):
             )
         handover, running, cache = self.watch.handover, self.watch.forward_pass, self.watch.cache
         self.watch.peeked = peeked = dict.fromkeys(wanted)
-        self.watch.forward_pass = ForwardPass(step=running.step, time=running.time)
+        if kind is None:
+            kind = running.kind if self.changes_attention else PassKind()
+        self.watch.forward_pass = ForwardPass(step=running.step, time=running.time, **kind._asdict())
         self.watch.cache = None
         try:  # a trace block that waits for one of transformers' modules must not be served here
             with nullcontext() if handover is None else handover.suspended():
-                self.hidden(input_ids, attention_mask, time=time)
+                self.hidden(input_ids, attention_mask, time=time, kind=kind)
             return {name: value for name, value in peeked.items() if value is not None}
         finally:
             self.watch.peeked, self.watch.forward_pass, self.watch.cache = None, running, cache
@@ -342,6 +362,8 @@ class HookTree(ModelWeights, HookFront):
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
         targets: Int[Tensor, "batch pos"] | None = None,
         time: Float[Tensor, " _"] | float | None = None,
+        mode: str | None = None,
+        block_start: Any = None,
     ) -> Any:
         """One pass over `input_ids` [batch, pos]: raw logits, or what `return_type` selects.
 
@@ -358,6 +380,12 @@ class HookTree(ModelWeights, HookFront):
             targets: for the loss of a canvas with masks: the ids behind them; other positions are not read.
             time: noise level of each row, or one for all rows, for a network that reads it; an untimed one ignores it,
                 with a warning.
+            mode: for a model that changes its attention: what the pass is, see `ForwardPass.mode`. "causal", "prefill",
+                "commit" and "verify" are causal, and their logits predict the next token. "denoise" is causal before
+                `block_start`, and the columns from there on see each other; their logits predict the tokens at their
+                own positions. "draft" is the same with the checkpoint's adapter, if it has one, in the block. By
+                default all tokens see each other.
+            block_start: the first column of the block of a "denoise" or "draft" pass.
 
         Raises:
             PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
@@ -383,10 +411,13 @@ class HookTree(ModelWeights, HookFront):
         stream = input_ids if from_stream else None
         ids = input_ids.new_zeros(input_ids.shape[:2], dtype=torch.long) if from_stream else input_ids
 
-        loss = None if return_type not in partial_pass.LOSSES else self.loss_of(ids, attention_mask, targets)
+        kind = self._kind_of(mode, block_start, ids.shape[1])
+        loss = None if return_type not in partial_pass.LOSSES else self.loss_of(ids, attention_mask, targets, kind.mode)
 
         def run() -> Tensor:
-            return self.hidden(ids, attention_mask, stream=stream, self_conditioning=self_conditioning, time=time)
+            return self.hidden(
+                ids, attention_mask, stream=stream, self_conditioning=self_conditioning, time=time, kind=kind
+            )
 
         with partial_pass.stepping_over(base, self.architecture.layers, layers.start):
             if stop_at_layer is not None:
@@ -404,15 +435,30 @@ class HookTree(ModelWeights, HookFront):
         traced = self.watch.handover is not None and self.watch.handover.running
         return logits.as_subclass(partial_pass.Logits) if traced else logits
 
+    def _kind_of(self, mode: Any, block_start: Any, length: int) -> PassKind:
+        """What a single pass over `length` columns is.
+
+        Raises:
+            SettingError: the model does not change its attention, or see `single_pass`.
+        """
+        if self.changes_attention:
+            return single_pass(mode, block_start, length, self.adapter is not None)
+        if mode is None and block_start is None:
+            return PassKind()
+        raise SettingError(
+            f"mode= and block_start= are for models whose attention changes from pass to pass; that of this "
+            f"{self.hf.config.model_type} model does not. Leave them out."
+        )
+
     def loss_of(
-        self, ids: Int[Tensor, "batch pos"], real: Tensor | None, targets: Tensor | None
+        self, ids: Int[Tensor, "batch pos"], real: Tensor | None, targets: Tensor | None, mode: str | None = None
     ) -> NextTokenLoss | MaskedLoss:
         """The loss of a pass over `ids`, as a function of its logits; see losses.py.
 
         Raises:
             SettingError: it is not defined for this model, these ids or these targets.
         """
-        if self.causal:
+        if self.causal or mode in CAUSAL:
             if targets is not None:
                 raise SettingError("the targets of an autoregressive model are its input; leave targets= out.")
             return NextTokenLoss(ids, real)
@@ -454,5 +500,7 @@ def _sampler_specs(hf: PreTrainedModel, architecture: Architecture, drawn: bool)
     """The rows of the sampler's points."""
     if architecture.encoder:
         return names.NOISE
+    if changes_attention(hf.config):
+        return names.SWITCHING
     first, *rest = names.DENOISE
     return (first, *[names.UNIFORM] * drawn, *rest, *[names.EDIT] * (blocks_of(hf.config) is not None))

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "rnd1": "qwen3_moe",
     "open-dcoder": "qwen2",
     "qwen3-moe": "qwen3_moe",
+    "nemotron-diffusion": "ministral3",
     "sdar-moe": "qwen3_moe",
     "diffullama": "llama",
 }
@@ -90,6 +91,8 @@ def public_weights(family: str, hf: PreTrainedModel) -> dict[str, Tensor]:
         return _llada2_weights(experts_alone(own), hf.config.num_hidden_layers)
     if ARCHITECTURES[family] in EXPERTS:
         return experts_alone(own)
+    if family == "nemotron-diffusion":
+        return {_nemotron_name(name): value for name, value in own.items()}
     if family not in ("llada", "mmada"):
         return own
     return {public: own[name] for public, name in llada_names(hf.config.num_hidden_layers, tied).items()}
@@ -135,6 +138,12 @@ def _llada2_weights(own: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
     return found
 
 
+def _nemotron_name(name: str) -> str:
+    """The network is called encoder, and its head diffusion_head."""
+    first, _, rest = name.partition(".")
+    return f"{'encoder' if first == 'model' else 'diffusion_head'}.{rest}"
+
+
 def public_config(family: str, hf: PreTrainedModel) -> dict[str, Any]:
     """config.json of `hf` with the keys that the family's repositories use."""
     if family in ("llada", "mmada"):
@@ -143,6 +152,8 @@ def public_config(family: str, hf: PreTrainedModel) -> dict[str, Any]:
         return _llada_moe_config(hf.config)
     if family == "llada2":
         return _llada2_config(hf.config)
+    if family == "nemotron-diffusion":
+        return _nemotron_config(hf.config)
     theta = hf.config.rope_parameters["rope_theta"]
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     same += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
@@ -183,6 +194,19 @@ def _llada2_config(config: Any) -> dict[str, Any]:
         "rope_scaling": None, "use_sliding_window": False, "using_split_qkv_in_self_attention": False,
         "norm_topk_prob": True, "score_function": "sigmoid", "tie_word_embeddings": False, "mask_token_id": 60,
         "eos_token_id": 2, "pad_token_id": 2,
+    }  # fmt: skip
+
+
+def _nemotron_config(config: Any) -> dict[str, Any]:
+    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    same += ("head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+    same += ("rope_parameters",)
+    return {key: getattr(config, key) for key in same} | {
+        "model_type": "nemotron_labs_diffusion", "architectures": ["NemotronLabsDiffusionModel"],
+        "auto_map": {"AutoModel": "modeling_nemotron_labs_diffusion.NemotronLabsDiffusionModel"},
+        "attention_bias": False, "mlp_bias": False, "sliding_window": None, "hidden_act": "silu",
+        "attn_implementation": "sdpa", "use_cache": False, "dlm_paradigm": "bidirectional", "block_size": 8,
+        "mask_token_id": 60, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
     }  # fmt: skip
 
 

@@ -43,8 +43,9 @@ class Reference:
         folder.mkdir(parents=True, exist_ok=True)
         config = self.config() | {"mask_token_id": self.facts["mask_token_id"]} | changes
         (folder / "config.json").write_text(json.dumps(config))
-        if not (folder / "model.safetensors").exists():
-            (folder / "model.safetensors").symlink_to(self.folder / "model.safetensors")
+        for part in ("model.safetensors", "linear_spec_lora"):
+            if (self.folder / part).exists() and not (folder / part).exists():
+                (folder / part).symlink_to(self.folder / part)
         return folder
 
     def loader(self, place: Path) -> Any:

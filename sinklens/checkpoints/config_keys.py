@@ -131,6 +131,21 @@ GPT2_RENAMES = {
     r"^(wte|wpe|h|ln_f)\.": r"transformer.\1.",
 }
 GPT2_IGNORED = r"\.attn\.(masked_)?bias$"  # the causal mask, which older files hold as a buffer
+NEMOTRON_NEEDED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_scaling.rope_type",
+    "rope_scaling.factor", "rope_scaling.original_max_position_embeddings", "rope_scaling.llama_4_scaling_beta",
+)  # fmt: skip
+NEMOTRON_REQUIRED: Required = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "sliding_window": (None,),
+    "partial_rotary_factor": (1, None),
+    "rope_scaling.rope_type": ("yarn",),
+    "dlm_paradigm": ("bidirectional",),
+}
+NEMOTRON_RENAMES = {r"^encoder\.": "model.", r"^diffusion_head\.": "lm_head."}
 DIT_NEEDED = ("vocab_size", "model_length", "hidden_dim", "cond_dim", "n_blocks", "n_heads")
 GIDD_NEEDED = (
     "vocab_size", "max_seq_len", "hidden_size", "timestep_cond_dim", "num_hidden_layers", "num_attention_heads",

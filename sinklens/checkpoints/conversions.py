@@ -118,6 +118,20 @@ def gidd(config: Config) -> Config:
     }
 
 
+def nemotron_diffusion(config: Config) -> Config:
+    """Nemotron-Labs-Diffusion's config as Ministral3's, whose keys it uses.
+
+    The rotation stays as it is: YaRN, whose factor may be below 1, and the scale that queries get after it. The keys
+    ``attn_implementation`` and ``use_cache`` are the checkpoint's own code's, and those of the losses are of training.
+    """
+    return {
+        **_kept(config),
+        **{key: config[key] for key in ("head_dim", "intermediate_size")},
+        "sliding_window": None,
+        "rope_parameters": {**config["rope_scaling"], "rope_theta": float(config["rope_theta"])},
+    }
+
+
 def _kept(config: Config) -> Config:
     """Keys that mean the same in both; tokens that the config does not name become None."""
     return {key: config[key] for key in _SAME if key in config} | {key: config.get(key) for key in _TOKENS}

@@ -32,6 +32,9 @@ from sinklens.checkpoints.config_keys import (
     LLADA_RENAMES,
     LLADA_REQUIRED,
     MASKED_DIFFUSION,
+    NEMOTRON_NEEDED,
+    NEMOTRON_RENAMES,
+    NEMOTRON_REQUIRED,
     QWEN_REQUIRED,
     RND1_NEEDED,
     RND1_REQUIRED,
@@ -97,6 +100,9 @@ class Family:
         refused_tokens: config key of a token id -> what the token stands for; prompts that contain it are refused.
         bound: how the likelihood of a diffusion model is bounded, see sinklens/likelihood: "masks", "subs",
             "score entropy", "uniform" or "mixture"; "" if no bound is published.
+        modes: for a model whose attention changes from pass to pass: ``mode=`` of a run -> the sampler that decodes so.
+            Its passes see all tokens unless they name a mode.
+        adapter: folder of an adapter below the checkpoint's, which draft passes use; "" if the family has none.
     """
 
     name: str
@@ -136,6 +142,8 @@ class Family:
     generation_settings: Mapping[str, str] = field(default_factory=dict)
     refused_tokens: Mapping[str, str] = field(default_factory=dict)
     bound: str = "masks"
+    modes: Mapping[str, str] = field(default_factory=dict)
+    adapter: str = ""
 
     @property
     def stock(self) -> bool:
@@ -144,9 +152,11 @@ class Family:
 
     @property
     def attention(self) -> str:
-        """The attention it was trained with: "causal", "block-causal", "bidirectional" or `class_attention`."""
+        """What it was trained with: "causal", "block-causal", "bidirectional", "per-pass" or `class_attention`."""
         if self.class_attention:
             return self.class_attention
+        if self.modes:
+            return "per-pass"
         return "causal" if self.causal else "block-causal" if self.block_causal else "bidirectional"
 
 
@@ -455,6 +465,27 @@ FAMILIES: list[Family] = [
         bound="",
         own_classes=("DiffusionGemmaForBlockDiffusion",),
     ),
+    Family(
+        "nemotron-diffusion",
+        ("nemotron_labs_diffusion",),
+        "ministral3",
+        "nemotron-diffusion",
+        "logits, patterns, greedy canvases, drafts and accepted lengths equal the authors' samplers on a reconstructed "
+        "backbone with tiny weights; text only; full size built, not run",
+        required=NEMOTRON_REQUIRED,
+        renames=NEMOTRON_RENAMES,
+        mask_token_id=100,
+        own_classes=("NemotronLabsDiffusionModel",),
+        convert="sinklens.checkpoints.conversions:nemotron_diffusion",
+        needed=NEMOTRON_NEEDED,
+        config_settings={"block_size": "block_length"},
+        modes={
+            "autoregressive": "autoregressive",
+            "diffusion": "nemotron-diffusion",
+            "speculation": "linear-speculation",
+        },
+        adapter="linear_spec_lora",
+    ),
     replace(
         _DIT,
         name="mdlm",
@@ -513,6 +544,8 @@ FAMILIES: list[Family] = [
     ),
 ]
 
+REFUSED = {"nemotron_labs_diffusion_vlm": "has a vision tower, and sinklens reads text only; load the text model"}
+"""Values of ``model_type`` that resemble a family's -> why it is refused."""
 BY_CLASS: dict[str, Family] = {name: family for family in FAMILIES for name in family.classes}
 BY_MODEL_TYPE: dict[str, Family] = {
     kind: next(first for first in FAMILIES if kind in first.model_types)

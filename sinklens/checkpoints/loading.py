@@ -14,7 +14,7 @@ trained to fill masks. While a diffusion model is loaded, its `generate` raises 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -23,11 +23,14 @@ import torch
 from annotated_types import Ge
 
 from sinklens.checkpoints import files
+from sinklens.checkpoints.adapters import read_adapter
 from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
 from sinklens.checkpoints.packing import class_for, stored_shapes
 from sinklens.checkpoints.regimes import blocks_for, choose_family
 from sinklens.checkpoints.translate import check_required, one_spelling, translate, value_at
 from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, warn_caller
+from sinklens.hooks import segments
+from sinklens.hooks.adapter import Adapter
 from sinklens.hooks.blocks import Blocks, write
 from sinklens.utils.arguments import Count, check_arguments
 
@@ -108,6 +111,7 @@ class Checkpoint:
         name: the name or path that was loaded.
         revision: the requested branch, tag or commit, if any.
         undo: closing it restores everything that `prepare` changed in the transformers model.
+        adapter: the checkpoint's adapter, which draft passes use; None without one.
     """
 
     hf: "PreTrainedModel"
@@ -121,6 +125,7 @@ class Checkpoint:
     blocks: Blocks | None = None
     refused_tokens: dict[int, str] = field(default_factory=dict)
     undo: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+    adapter: Adapter | None = None
 
 
 def build_empty(config: "PreTrainedConfig", model_class: str = "AutoModelForCausalLM") -> "PreTrainedModel":
@@ -164,6 +169,7 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     config = translate(_with_rows(raw, family, weights), family, str(folder))
     empty = build_empty(config, family.model_class)
     expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
+    adapter = read_adapter(folder, family, expected)
     expected = stored_shapes(expected, family.fused)
     tied = dict(empty.all_tied_weights_keys)
     files.check_weights(weights, expected, set(tied), str(folder))
@@ -188,7 +194,8 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     _tie(hf, tied, weights, str(folder))
     if device_map is None:
         hf = hf.to(target)
-    return prepare(hf, found, family, raw, str(name_or_path), request.revision, defaults, blocks)
+    checkpoint = prepare(hf, found, family, raw, str(name_or_path), request.revision, defaults, blocks)
+    return replace(checkpoint, adapter=adapter)
 
 
 def outline(name_or_path: str | Path, request: LoadRequest) -> Checkpoint:
@@ -253,6 +260,8 @@ def prepare(
     hf.eval()
     hf.config.is_causal = None if family.class_attention else family.causal
     write(hf.config, blocks)
+    if family.modes:
+        segments.write(hf.config)
     hf.set_attn_implementation(attention.NAME)
     if hf.dtype == torch.float64:
         hf.set_experts_implementation("eager")  # torch has no grouped matrix products in float64

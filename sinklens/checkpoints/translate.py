@@ -8,7 +8,7 @@ forward pass and are dropped.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sinklens.checkpoints.families import BY_CLASS, BY_MODEL_TYPE, FAMILIES, Family
+from sinklens.checkpoints.families import BY_CLASS, BY_MODEL_TYPE, FAMILIES, REFUSED, Family
 from sinklens.checkpoints.registry import register_installed
 from sinklens.errors import CheckpointError, nearest
 from sinklens.hooks import normalizers as weighing
@@ -37,6 +37,8 @@ def family_of(config: dict[str, Any], where: str) -> Family:
         register_installed()
     if named and kind in BY_MODEL_TYPE:
         return BY_MODEL_TYPE[kind]
+    if kind in REFUSED:
+        raise CheckpointError(f"{where}: model_type {kind!r} {REFUSED[kind]}.")
     if {"graph", "tokens", "model"} <= config.keys():
         raise CheckpointError(
             f"{where}: config.json has no model_type, but looks like SEDD's training configuration; if it is, pass "

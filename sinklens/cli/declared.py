@@ -53,6 +53,11 @@ def samplers() -> list[str]:
     return list(_all()["samplers"])
 
 
+def modes() -> list[str]:
+    """What ``mode=`` of a run may be, for models that change their attention."""
+    return list(_all()["modes"])
+
+
 def setting_options() -> list[tuple[str, dict[str, Any]]]:
     """The option of every setting of a sampler, and how argparse adds it."""
     found = []
@@ -68,13 +73,15 @@ def setting_options() -> list[tuple[str, dict[str, Any]]]:
 
 def derive() -> dict[str, Any]:
     """All options, as the declarations have them."""
+    from sinklens.checkpoints.families import FAMILIES
     from sinklens.sampling.registry import SAMPLERS, register_installed
 
     register_installed()
+    modes = sorted({mode for family in FAMILIES for mode in family.modes})
     found: dict[str, Any] = {
         declared: {name: _form(_arguments(declared)[name]) for name in names} for declared, names in NAMES.items()
     }
-    return found | {"samplers": list(SAMPLERS), "settings": _settings()}
+    return found | {"samplers": list(SAMPLERS), "modes": modes, "settings": _settings()}
 
 
 @cache

@@ -72,12 +72,19 @@ def add_settings(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"another sampler than the model's: {', '.join(names)} (default: the model's)",
     )
+    group.add_argument(
+        "--mode",
+        dest="set_mode",
+        choices=declared.modes(),
+        metavar="NAME",
+        help=f"how a model that changes its attention decodes: {', '.join(declared.modes())} (default: the model's)",
+    )
     for flag, form in declared.setting_options():
         group.add_argument(flag, **form)
 
 
 def settings_given(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampler settings given on the command line, and the sampler."""
+    """The sampler settings given on the command line, and the sampler or mode."""
     return {name[4:]: value for name, value in vars(options).items() if name.startswith("set_") and value is not None}
 
 

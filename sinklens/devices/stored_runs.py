@@ -86,7 +86,7 @@ def compare_pass(case: ReferenceFolder, device: torch.device) -> str:
     model, stored = case.load(device, block_length=case.pass_block_length), stored_pass(case)
     with torch.no_grad():
         ids = stored.ids.to(device)
-        time = {} if stored.time is None else {"time": stored.time.to(device)}
+        time: dict[str, Any] = {} if stored.time is None else {"time": stored.time.to(device)}
         logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"), **time)
     difference, patterns = near(logits, stored.logits, EXACT), "not stored"
     for layer, pattern in enumerate(stored.patterns):

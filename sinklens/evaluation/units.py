@@ -234,7 +234,7 @@ def _task_settings(task: Task) -> dict[str, Any]:
 
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRecord:
     answer, steps = run.answers[row], _steps(run, row)
-    length = steps if run.model.causal else run.settings.gen_length  # a finished row waits for its batch
+    length = steps if run.causal else run.settings.gen_length  # a finished row waits for its batch
     where = slice(run.prompt_length, run.prompt_length + length)
     text = answer.text or ""
     return {
@@ -266,7 +266,7 @@ def _control_keys(run: "Generation", row: int) -> LedgerRecord:
 def _steps(run: "Generation", row: int) -> int:
     """The number of steps of a row; in an autoregressive run, up to its end token."""
     answer = run.answers[row]
-    return answer.tokens + answer.ended if run.model.causal else run.steps_run
+    return answer.tokens + answer.ended if run.causal else run.steps_run
 
 
 def _device_name(model: "Model") -> str:

@@ -1,6 +1,7 @@
 """Experiments that take several runs or passes: compare two runs, measure an intervention's effect, sweep, attribute.
 
-`compare` and `effect` compare two runs; `corrupted` runs a changed prompt on a run's canvases; `sweep` runs many
+`compare` and `effect` compare two runs, also in two modes; `modes_compared`, `commits_compared` and `mode_patching`
+compare the passes of two modes; `corrupted` runs a changed prompt on a run's canvases; `sweep` runs many
 interventions in few passes; `attribution_patching` and `patching_effects` measure which points matter; `logit_lens`
 reads the residual stream of every step, and `train_tuned_lens` trains a `TunedLens` for it; `write_attribution` splits
 a score over its writers, and `read_attribution` finds who reads a key's message; `sink_jumps` lists the jumps of sinks,
@@ -11,13 +12,15 @@ from runs of other prompts, for ablating, resampling and steering.
 
 from sinklens.experiments.attribution import agreement, attribution_patching, patching_effects
 from sinklens.experiments.captured import head_outputs
-from sinklens.experiments.comparison import Effect, attention_to, compare, effect
+from sinklens.experiments.comparison import attention_to, compare
 from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
+from sinklens.experiments.effects import Effect, ModeEffect, effect
 from sinklens.experiments.jumps import Jump, jump_undone, sink_jumps
 from sinklens.experiments.lens import LogitLens, logit_lens
 from sinklens.experiments.lens_training import train_tuned_lens
 from sinklens.experiments.metrics import StepOutput
+from sinklens.experiments.modes import commits_compared, mode_patching, modes_compared
 from sinklens.experiments.paths import AcrossSteps, path_across_steps
 from sinklens.experiments.readers import read_attribution
 from sinklens.experiments.reference_runs import difference_of_means, donors
@@ -33,11 +36,13 @@ __all__ = [
     "Effect",
     "Jump",
     "LogitLens",
+    "ModeEffect",
     "StepOutput",
     "TunedLens",
     "agreement",
     "attention_to",
     "attribution_patching",
+    "commits_compared",
     "compare",
     "corrupted",
     "difference_of_means",
@@ -47,6 +52,8 @@ __all__ = [
     "head_outputs",
     "jump_undone",
     "logit_lens",
+    "mode_patching",
+    "modes_compared",
     "of_step",
     "patching_effects",
     "path_across_steps",

@@ -5,8 +5,9 @@ canvases, and later differences are consequences, not direct effects. *Under rep
 changed run computes everything itself, but every step begins on the base run's canvas, which isolates the effect of
 each step.
 
-`compare` reads canvases, and logits where both runs kept them with `MaskedLogits`; `effect` makes the runs and both
-comparisons in one call.
+`compare` reads canvases, and logits where both runs kept them with `MaskedLogits`; `effect` (effects.py) makes the runs
+and both comparisons in one call. Runs in two modes of a model that changes its attention have different steps, and are
+compared by their answers.
 
 A row of an autoregressive run that has ended waits for the others of its batch; tokens added while it waits are not
 counted.
@@ -16,7 +17,6 @@ inspect the steps.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -27,15 +27,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.sink_changes import sinks_compared
 from sinklens.experiments.step_ids import of_step
-from sinklens.interventions.logits import MaskedLogits
 from sinklens.runs.intervention import within
-from sinklens.runs.request import Hooks, hook_list
 from sinklens.runs.result import Generation, require_run
-from sinklens.sampling.key_cache import Policy
-from sinklens.sinks.record import Record
-from sinklens.tracing import generate
 
 
 def compare(
@@ -58,7 +52,8 @@ def compare(
         ``order``: Kendall's τ-b of the steps at which the answer's positions were decided, in an autoregressive run up
         to the earlier end; NaN where all steps are equal;
         ``first_divergent_step``: the first step after which the canvas differs from the base run's (0 also if the runs
-        begin on different canvases); -1 if none does;
+        begin on different canvases); -1 if none does; for runs in two modes instead ``first_divergent_position``, the
+        first position of the answer with another token, or -1;
         ``changed_share``: share of the answer's positions with a different final token, including those after an end
         token; in an autoregressive run, of the positions up to the later end;
         ``edit_distance``: Levenshtein distance of the answers in tokens, up to the first end token;
@@ -100,6 +95,14 @@ def compared(
             f"{sorted(changed_logits)}. Keep the same steps in both, MaskedLogits(steps=...)."
         )
     found = answers_compared(base, changed)
+    if two_modes(base, changed):
+        if base_logits is not None:
+            raise SettingError(
+                "these runs decode in two modes, so a step of one is no step of the other; leave the logits out. "
+                "sinklens.experiments.modes_compared compares the predictions of both modes at equal text."
+            )
+        found["first_divergent_position"] = ("batch", np.array([_parting(base, changed, r) for r in _rows(base)]))
+        return xr.Dataset(found)
     found["first_divergent_step"] = ("batch", np.array([_first_difference(base, changed, r) for r in _rows(base)]))
     if base_logits is None or changed_logits is None:
         return xr.Dataset(found)
@@ -108,16 +111,39 @@ def compared(
     return xr.Dataset(found, coords={"step": np.arange(steps)})
 
 
+def two_modes(base: Generation, changed: Generation) -> bool:
+    """Whether two runs of one model decode in different modes."""
+    return base.model.tree.changes_attention and base.settings.name != changed.settings.name
+
+
+def _parting(base: Generation, changed: Generation, row: int) -> int:
+    """The first position with another token in the answers up to and including their ends; -1 if there is none."""
+    pairs = zip_longest(*(_decided_tokens(run, row) for run in (base, changed)))
+    parted = (at for at, (one, other) in enumerate(pairs, base.prompt_length) if one != other)
+    return next(parted, -1)
+
+
 def _check_same_prompts(base: Generation, changed: Generation) -> None:
-    if base.canvas.shape[0] != changed.canvas.shape[0] or base.canvas.shape[2] != changed.canvas.shape[2]:
+    if two_modes(base, changed):
+        _check_answers(base, changed)
+    elif base.canvas.shape[0] != changed.canvas.shape[0] or base.canvas.shape[2] != changed.canvas.shape[2]:
         raise SettingError(
             f"compared runs must have the same prompts and lengths; got {list(base.canvas.shape[::2])} and "
             f"{list(changed.canvas.shape[::2])} (rows, positions)."
         )
-    same = base.prompt_length == changed.prompt_length and torch.equal(base.real, changed.real)
+    shared = slice(0, base.prompt_length + base.settings.gen_length)
+    same = base.prompt_length == changed.prompt_length and torch.equal(base.real[:, shared], changed.real[:, shared])
     if not same or not torch.equal(base.canvas[:, 0, : base.prompt_length], changed.canvas[:, 0, : base.prompt_length]):
         raise SettingError(
             "compared runs must have the same prompts; these do not. Rerun one with the prompts of the other."
+        )
+
+
+def _check_answers(base: Generation, changed: Generation) -> None:
+    if len(base.answers) != len(changed.answers) or base.settings.gen_length != changed.settings.gen_length:
+        raise SettingError(
+            f"compared runs must have the same prompts and gen_length; got {len(base.answers)} rows of "
+            f"{base.settings.gen_length} and {len(changed.answers)} of {changed.settings.gen_length} positions."
         )
 
 
@@ -171,7 +197,9 @@ def _answer(run: Generation, row: int) -> list[int]:
 def _decided_tokens(run: Generation, row: int) -> list[int]:
     """Tokens of the answer; for an autoregressive answer those decoded up to and including its end."""
     tokens = run.tokens[row, _positions(run)].tolist()
-    return tokens[: min(_length(run, row) + 1, run.steps_run)] if run.model.causal else tokens
+    if run.model.tree.changes_attention:  # what follows the end depends on the mode
+        return tokens[: _length(run, row) + 1]
+    return tokens[: min(_length(run, row) + 1, run.steps_run)] if run.causal else tokens
 
 
 def _length(run: Generation, row: int) -> int:
@@ -197,7 +225,7 @@ def _first_difference(base: Generation, changed: Generation, row: int) -> int:
 
 def _last_change(run: Generation, row: int) -> int:
     """The last step that changed the row's canvas before it ended; -1 if none did."""
-    if run.model.causal:
+    if run.causal:
         return min(_length(run, row), run.steps_run - 1)
     changes = (run.canvas[row, 1:] != run.canvas[row, :-1]).any(dim=1).nonzero()
     return int(changes[-1]) if len(changes) else -1
@@ -247,8 +275,11 @@ def _row_means(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
 
 def _places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
     """Where `MaskedLogits` kept logits: masked positions; in an autoregressive run the position being decoded."""
-    if not run.model.causal:
-        return run.undecided[:, step] & run.real
+    if not run.causal:
+        masked = run.undecided[:, step] & run.real
+        if (block := run.blocks[step]) is not None:
+            masked[:, : block.start] = masked[:, block.stop :] = False
+        return masked
     place = torch.zeros_like(run.real)
     place[:, run.prompt_length + step] = True
     return place
@@ -256,7 +287,7 @@ def _places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
 
 def _running(run: Generation, step: int) -> Bool[Tensor, "batch 1"]:
     """False at rows of an autoregressive run that had ended before `step`."""
-    return run.active[:, [step]] if run.model.causal else torch.ones(len(run.answers), 1, dtype=torch.bool)
+    return run.active[:, [step]] if run.causal else torch.ones(len(run.answers), 1, dtype=torch.bool)
 
 
 def _is_end(run: Generation, ids: Int[Tensor, "*rows pos"]) -> Bool[Tensor, "*rows pos"]:
@@ -288,7 +319,9 @@ def attention_to(
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(run.model.cfg.n_layers)]
     for step in steps:
         ids, real, time = of_step(run, step)
-        exists, seen = ids.shape[1], run.model.tree.peek(ids, real, names, time)
+        exists = int((run.canvas[0, step] >= 0).sum())
+        ids, real = ids[:, :exists], real[:, :exists]
+        seen = run.model.tree.peek(ids, real, names, time, run.kind_at(step))
         wanted = torch.from_numpy(keys.sel(step=step).transpose("batch", "layer", "head", "pos").to_numpy())
         mass = torch.zeros(ids.shape)
         for layer, name in enumerate(names):
@@ -312,63 +345,3 @@ def _steps_of(run: "Generation", keys: xr.DataArray, steps: Sequence[int] | None
     if set(chosen) - set(known):
         raise SettingError(f"keys has no step {min(set(chosen) - set(known))}; choose from {known}.")
     return chosen, keys
-
-
-@dataclass(frozen=True)
-class Effect:
-    """An intervention's effect, as returned by `effect`.
-
-    Attributes:
-        base, free, replayed: the run without it, with it, and with it on the base run's canvases.
-        free_running, under_replay: `compare` of base with `free` and with `replayed`.
-        same_queries: the base run once more, with sink scores summed over the queries that `replayed` computed; None
-            without a cache policy, or without sinks.
-    """
-
-    base: Generation
-    free: Generation
-    replayed: Generation
-    free_running: xr.Dataset
-    under_replay: xr.Dataset
-    same_queries: Generation | None = None
-
-    def __repr__(self) -> str:
-        same, kl = self.free_running["same_answer"], self.under_replay["kl"]
-        return (
-            f"Effect({int(same.sum())} of {same.size} answers stay the same, "
-            f"mean KL under replay {float(kl.mean()):.3g} nats over {kl.sizes['step']} steps)"
-        )
-
-
-def effect(
-    model: Any, prompt: Any, hooks: Hooks = (), *, seed: int = 0, cache: Policy | str | None = None, **settings: Any
-) -> Effect:
-    """Run `model` on `prompt` without `hooks`, with them, and with them under replay; compare, logits included.
-
-    With `cache` the first run is exact and the others follow the policy: ``effect(model, prompt, cache="dual")``
-    reports what the policy changes. ``under_replay`` then also has the counts of `sinks_compared`. A step under a
-    policy computes fewer queries, and sums over fewer queries have other sinks even if no attention changed. So a
-    fourth run repeats the exact one with sums over the queries of the third, and these two are compared.
-
-    Args:
-        prompt: as in `sinklens.generate`; with several prompts, each measure is [batch, …] (use
-            `analyses.intervals.mean_interval` for its interval over them).
-        hooks: an intervention, or a list of interventions and (name, function) pairs.
-        cache: a cache policy or its name, for the second and third run.
-        seed, **settings: as in `sinklens.generate`.
-    """
-    entries = hook_list(hooks)
-    kept = [MaskedLogits() for _ in range(3)]
-    base = generate(model, prompt, seed=seed, hooks=[kept[0]], progress=False, **settings)
-    settings |= {"seed": seed, "cache": cache, "progress": False}
-    free = generate(base.model, prompt, hooks=[*entries, kept[1]], **settings)
-    replayed = generate(base.model, prompt, hooks=[*entries, kept[2]], replay=base, **settings)
-    free_running, under_replay = (
-        compare(base, run, kept[0].kept, logits.kept) for run, logits in ((free, kept[1]), (replayed, kept[2]))
-    )
-    if cache is None or replayed.sinks is None:
-        return Effect(base, free, replayed, free_running, under_replay)
-    record = Record(queries=replayed.sinks["fresh"].any("layer") if "fresh" in replayed.sinks else None)
-    same = generate(base.model, prompt, replay=base, **settings | {"cache": None, "record_sinks": record})
-    under_replay = xr.merge([under_replay, sinks_compared(same, replayed)], join="outer")
-    return Effect(base, free, replayed, free_running, under_replay, same)

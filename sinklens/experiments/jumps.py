@@ -63,7 +63,7 @@ def sink_jumps(run: "Generation", detector: Detector | None = None, *, row: int 
         SettingError: a run of an autoregressive model or without recorded sinks, or a row that does not exist.
     """
     require_run(run, "run")
-    if run.sinks is None or run.model.causal:
+    if run.sinks is None or run.causal:
         raise SettingError(
             "sink_jumps needs a run of a diffusion model with recorded sinks; repeat it without record_sinks=False."
         )

@@ -119,7 +119,7 @@ def _steps_alone(hooks: Sequence[Any], base: Generation) -> list[int] | None:
     """The steps that have to be run, each alone; None if the run has to begin at its first step."""
     settings, tree = base.settings, base.model.tree
     reuses = settings.reuses_keys or settings.caches_keys
-    if tree.causal or tree.architecture.encoder or reuses or settings.guided or not hooks:
+    if tree.causal or tree.architecture.encoder or tree.changes_attention or reuses or settings.guided or not hooks:
         return None
     if not all(isinstance(entry, Intervention) and entry.within_step and not follows_run(entry) for entry in hooks):
         return None

@@ -70,7 +70,7 @@ def of_step(run: "Generation", step: int) -> StepIds:
             f"Keep the values of the run itself with Activations or LogitLens in hooks=."
         )
     step = within("step", [step], run.steps_run)[0]
-    end = run.prompt_length + step if run.model.causal else run.canvas.shape[2]
+    end = run.prompt_length + step if run.causal else run.canvas.shape[2]
     device = run.model.cfg.device
     time = run.time_at(step)
     time = None if time is None else time.to(device)
@@ -82,8 +82,14 @@ def exact_step(run: "Generation", step: int) -> StepIds:
 
     Raises:
         SettingError: also if the step read what an earlier one computed: keys and values under a cache policy, or the
-            predictions of the step before.
+            predictions of the step before; or if attention changes from pass to pass.
     """
+    if run.model.tree.changes_attention:
+        raise SettingError(
+            f"the attention of {run.model.family} models changes from pass to pass, and the tools that compute a step "
+            f"again have one rule for all steps. Keep the values of the run itself with Activations in hooks=, or "
+            f"compare modes with sinklens.experiments.modes_compared."
+        )
     if run.key_reuse:
         raise SettingError(
             f"with {run.key_reuse}, steps read keys and values as earlier steps computed them, so a separate pass over "

@@ -342,7 +342,7 @@ def _logits_of(run: Generation, kept: Mapping[int, Tensor], rows: slice) -> dict
     """The part of `MaskedLogits.kept` that belongs to some rows."""
     found = {}
     for step, values in kept.items():
-        if run.model.causal:
+        if run.causal:
             found[step] = values[rows]
             continue
         row_of = (run.undecided[:, step] & run.real).nonzero()[:, 0]

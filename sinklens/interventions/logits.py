@@ -25,7 +25,8 @@ class MaskedLogits(Reader):
 
     Attributes:
         kept: step -> [masked, vocab] in float32 on the CPU, row by row, positions ascending; for an autoregressive run
-            [batch, vocab], the logits of the token being decoded. NaN where a cache policy computes none. A second run
+            [batch, vocab], the logits of the token being decoded; of a model that changes its attention, the steps that
+            fill a block, at its masked positions. NaN where a cache policy computes none. A second run
             replaces them. For LLaDA-8B with 256 masked positions a step takes 130 MB, so limit `steps`.
     """
 
@@ -52,6 +53,11 @@ class MaskedLogits(Reader):
                 columns = slice(hook.forward_pass.queries.start, hook.forward_pass.queries.stop)
                 kept[(where & decidable)[where]] = value[(where & decidable)[:, columns]]
                 self.kept[hook.step or 0] = kept.detach().float().cpu()
+                return
+            if run.tree.changes_attention and not run.causal:
+                if (block := hook.forward_pass.block) is not None:  # the logits of other passes are of next tokens
+                    here = (undecided & run.real[:, : undecided.shape[1]])[:, block.start : block.stop]
+                    self.kept[hook.step or 0] = value[here].detach().float().cpu()
                 return
             if encoder and undecided.shape != run.real.shape:
                 raise SettingError("MaskedLogits compares complete answers; run with a gen_length of one canvas.")

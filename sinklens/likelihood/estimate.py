@@ -148,6 +148,11 @@ def scores(
         seed = request.rule.seed
         scored = score_forced(model, pairs, hooks, seed, batches) if hooks else score_exactly(model, pairs, batches)
         return ScoredAnswers([scored.result(number, pair) for number, pair in enumerate(pairs)], scored.greedy)
+    if model.tree.changes_attention:
+        raise SettingError(
+            f"{model.name} has one likelihood for each of its modes, and none of them is estimated here. Its logits in "
+            f"a mode are those of model(ids, mode=...); sinklens.experiments.modes_compared has them for a text."
+        )
     noise = noise_of(model)
     if model.tree.architecture.time and (request.cfg_scale or greedy):
         raise SettingError(

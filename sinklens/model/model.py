@@ -81,6 +81,8 @@ class Model(ModuleMethods, SinglePasses):
         tree.tokenizer_of = lambda: self.tokenizer
         if checkpoint.mask_token_id is not None:
             tree.masks = Masks(checkpoint.mask_token_id, checkpoint.family.shift, checkpoint.blocks)
+        if checkpoint.adapter is not None:
+            tree.attach(checkpoint.adapter)
         self.checkpoint = checkpoint
         self.tokenizer: PreTrainedTokenizerBase | None = checkpoint.tokenizer
         self.family: str = checkpoint.family.name
@@ -163,7 +165,9 @@ class Model(ModuleMethods, SinglePasses):
         described = [sorted(config.items()), self.mask_token_id, self.eos_token_ids, self.checkpoint.defaults]
         if self.tokenizer is not None:
             described += [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]
-        hf = self.tree.hf
+        hf, adapter = self.tree.hf, self.tree.adapter
+        if adapter is not None:
+            described.append(adapter.fingerprint)
         return weights_fingerprint(((name, value_of(hf, name)) for name in hf.state_dict()), repr(described))
 
     def hook_names(self) -> list[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from sinklens.errors import PromptWarning, SettingError, SinklensError, warn_caller
+from sinklens.hooks.forward_pass import CAUSAL
 from sinklens.hooks.interleaving import Root
 from sinklens.model.prompts import Encoded, Prompt
 from sinklens.model.tokens import TokenMethods, side_of
@@ -179,13 +180,14 @@ class SinglePasses(TokenMethods, Root):
         given = self.reader.read(prompt, prepend_bos=prepend_bos, mask=mask, side=side_of(padding_side))
         if mask is None:
             self.reader.warn_right_padding(prompt, given)
-        self._check_pass(given)
+        self._check_pass(given, options.get("mode"))
         return given.ids, None if bool(given.real.all()) else given.real
 
-    def _check_pass(self, given: Encoded) -> None:
+    def _check_pass(self, given: Encoded, mode: Any = None) -> None:
         """Reject a pass longer than the context, and warn if there is nothing to predict."""
         self._check_length(int(given.real.sum(dim=1).max()))
-        self._warn_without_masks(given)
+        if mode not in CAUSAL:
+            self._warn_without_masks(given)
 
     def _warn_without_masks(self, given: Encoded) -> None:
         """Warn once if a diffusion model gets a pass without masked positions."""

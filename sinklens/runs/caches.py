@@ -44,7 +44,11 @@ class StepCaches(Mapping[int, "ActivationCache"]):
     def _window(self, value: Tensor, point: Point) -> range | None:
         """The columns of a value, where a pass of a diffusion run computes some of them; None for all."""
         name, forward_pass = str(point.name), point.forward_pass
-        if self._tree.causal or name.startswith("denoise.") or {"pos", "query"}.isdisjoint(names.axes_of(name)):
+        if (
+            forward_pass.mode == "causal"
+            or name.startswith("denoise.")
+            or {"pos", "query"}.isdisjoint(names.axes_of(name))
+        ):
             return None
         columns, every = forward_pass.columns(name), range(forward_pass.keys.stop)
         planned = forward_pass.fresh is not None and not names.covers_all_columns(name)

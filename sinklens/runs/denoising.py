@@ -30,7 +30,7 @@ from sinklens.runs.choices import ChoiceLog
 from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.intervention import HookFunction, HookSource, RunContext, refuse_off_canvas, row_key
 from sinklens.runs.policies import VARIABLES, follow, read_by_policy, recorded
-from sinklens.runs.recorder import SinkRecorder, step_canvases
+from sinklens.runs.recorder import SinkRecorder, of_pass, step_canvases
 from sinklens.runs.request import HOOKS, RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
 from sinklens.runs.start import start
@@ -123,6 +123,7 @@ class Denoising:
             controls=self.controls,
             choices=self._choices if self._keeps_places else None,
             settings=self._settings_text(),
+            left_to_right=self.settings.left_to_right,
         )
 
     def _settings_text(self) -> str:
@@ -153,11 +154,14 @@ class Denoising:
         if record is False:
             return None
         chosen = Record() if record is True else record
-        more = VARIABLES if self.state.keys is not None or self.settings.reuses_keys else None
+        reuses = self.state.keys is not None or self.settings.reuses_keys
+        more: dict[str, tuple[str, ...]] = dict.fromkeys(of_pass(self.model.tree), ())
+        more |= VARIABLES if reuses else {}
         partial = self.state.keys is not None
         return SinkRecorder(
-            chosen, self.model.tree, self.state.real.cpu(), self.settings.most_steps, more, partial, self._row_keys
-        )
+            chosen, self.model.tree, self.state.real.cpu(), self.settings.most_steps, more, partial, self._row_keys,
+            self.settings.left_to_right,
+        )  # fmt: skip
 
     def _resolve(self, entries: Sequence[Any]) -> list[tuple[str, HookFunction]]:
         """The (point, function) pairs, including those of interventions."""
@@ -186,7 +190,7 @@ class Denoising:
         Raises:
             HookOrderError: it would never be called.
         """
-        for name in self._named:
+        for name in self._named - set(self.settings.later_points):
             point = self.model.tree.hook_dict[name]
             if isinstance(point, SamplerPoint) and point.reached != 0:
                 raise HookOrderError(never_passed(name, self.settings.name))
@@ -251,7 +255,7 @@ class Denoising:
             self.state.prompt_length, answers, self.settings, self.request.seed, self._track(trajectory),
             isinstance(self.request.prompt, str), self.model, self._recorder.patterns if self._recorder else {},
             self.controls.totals(self.rows), as_policy(self.request.cache), tuple(self._choices.choices),
-            trajectory.time,
+            trajectory.time, trajectory.kinds,
         )  # fmt: skip
 
     def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:
@@ -279,7 +283,7 @@ class Denoising:
         self.describe()  # first, because a step is readable as soon as it is in the store
         assert state.step_canvas is not None
         canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
-        self._recorder.end_step(step, canvases | recorded(state.keys))
+        self._recorder.end_step(step, canvases | recorded(state.keys) | of_pass(self.model.tree, self.rows))
 
     @property
     def latest(self) -> dict[str, np.ndarray]:
@@ -300,13 +304,20 @@ class Denoising:
         real = self.state.real.cpu().numpy()
         self._recorder.store.describe(self._provenance() | words, {"is_real": real, **run_arrays})
 
+    @property
+    def _block_length(self) -> int:
+        """Positions per block of a run whose attention follows its blocks; 0 for other runs."""
+        if self.model.tree.changes_attention and not self.settings.left_to_right:
+            return self.settings.positions_per_block
+        return self.model.block_length or 0
+
     def _provenance(self) -> dict[str, Any]:
         return {
             "model": self.model.name,
             "revision": self.model.checkpoint.revision or "",
             "family": self.model.family,
-            "causal": int(self.model.tree.causal),
-            "block_length": self.model.block_length or 0,
+            "causal": int(self.settings.left_to_right),
+            "block_length": self._block_length,
             "attention": normalizer_name(self.model.config),
             "sampler": self.settings.name,
             "settings": self._settings_text(),

@@ -58,6 +58,7 @@ class RunContext:
         settings: those of the sampler, as JSON.
         choices: keeps the places that rules choose; None if the run does not record them.
         single: whether it is a single pass, which is a run of one step without a number.
+        left_to_right: whether the run decodes from left to right.
     """
 
     tree: "HookTree"
@@ -73,6 +74,7 @@ class RunContext:
     settings: str = "{}"
     choices: ChoiceLog | None = None
     single: bool = False
+    left_to_right: bool = False
 
     @classmethod
     def of_single_pass(cls, model: "Model") -> "RunContext":
@@ -84,7 +86,7 @@ class RunContext:
     @property
     def causal(self) -> bool:
         """Whether queries attend only to their own and earlier keys."""
-        return self.tree.causal
+        return self.tree.causal or self.left_to_right
 
     @property
     def forward_pass(self) -> ForwardPass:

@@ -59,6 +59,11 @@ def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
             f"{name} is for bidirectional models; {model.name} is {kind}, and its steps already reuse keys exactly. "
             f"Leave cache= out; use_cache=False turns the exact cache off."
         )
+    if attention == "per-pass":
+        raise SettingError(
+            f"{name} is for bidirectional models; the attention of {model.name} changes from pass to pass, and its "
+            f"steps reuse keys exactly with use_cache=True. Leave cache= out."
+        )
     if attention != "bidirectional":
         raise SettingError(
             f"{name} is for bidirectional models; the encoder of {model.name} already keeps the keys of the text "

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, SinklensError
-from sinklens.hooks.forward_pass import ForwardPass
+from sinklens.hooks.forward_pass import MODES, ForwardPass
 from sinklens.hooks.names import covers_all_columns
 from sinklens.hooks.sampled_sums import QuerySample
 from sinklens.sinks.quantities import Quantity
@@ -60,6 +60,7 @@ class SinkRecorder:
         more: further variables that come with the canvases of each step, and their axes after batch and step.
         partial: whether a cache policy limits a step to some positions.
         row_keys: one number per prompt, which seeds the draws of estimated scores.
+        causal: whether the run decodes from left to right.
 
     Attributes:
         patterns: recorded complete patterns by (step, layer): [batch, head, query, key].
@@ -76,8 +77,9 @@ class SinkRecorder:
         more: Mapping[str, tuple[str, ...]] | None = None,
         partial: bool = False,
         row_keys: Sequence[int] = (),
+        causal: bool = False,
     ) -> None:
-        self._tree, self._real, self._rows = tree, real, real.shape[0]
+        self._tree, self._real, self._rows, self._causal = tree, real, real.shape[0], causal
         self._sample = None if record.exact else _sample(tree, row_keys)
         self._queries = None if record.queries is None else _chosen_queries(record.queries, tree, real, partial)
         quantities, layers = record.chosen(self._sample), tree.cfg.n_layers
@@ -149,8 +151,7 @@ class SinkRecorder:
                 raise SettingError(f"Record(queries=...) has {step} steps, and the run goes on; give queries for more.")
             watch = self._tree.watch
             watch.forward_pass = replace(watch.forward_pass, counted=self._queries[:, step])
-        causal = self._tree.causal
-        for layer in sorted({layer for at, layer in self._wanted if at == step or (causal and at > step)}):
+        for layer in sorted({layer for at, layer in self._wanted if at == step or (self._causal and at > step)}):
             point: Point = self._tree.hook_dict[f"blocks.{layer}.attn.hook_pattern"]  # type: ignore[assignment]
 
             def keep(value: Tensor, layer: int = layer) -> None:
@@ -191,7 +192,7 @@ class SinkRecorder:
     @property
     def _extends(self) -> bool:
         """Whether the pass continues those of the steps before."""
-        return self._tree.causal and self._tree.watch.forward_pass.queries.start > 0
+        return self._causal and self._tree.watch.forward_pass.queries.start > 0
 
     def _finished(self, part: Quantity, layer: int) -> dict[str, Tensor]:
         """The variables of one quantity in one layer, padded to the length of the canvas."""
@@ -199,7 +200,7 @@ class SinkRecorder:
         earlier = self._earlier.get((part.name, layer))
         if self._extends and earlier is not None:
             kept, columns = part.join(earlier, kept), range(columns.stop)
-        if self._tree.causal or part.compares:
+        if self._causal or part.compares:
             self._earlier[part.name, layer] = kept
         if part.compares:
             kept = part.since(earlier, kept)
@@ -222,7 +223,7 @@ class SinkRecorder:
         before = self._earlier.get(("pattern", layer))
         if self._extends and before is not None:
             rows = torch.cat([torch.nn.functional.pad(before, (0, rows.shape[-1] - before.shape[-1])), rows], dim=2)
-        if self._tree.causal:
+        if self._causal:
             self._earlier["pattern", layer] = rows
         if (step, layer) in self._wanted:
             self.patterns[step, layer] = rows.cpu()
@@ -252,13 +253,18 @@ def _of_all_queries(rows: Float[Tensor, "batch head window key"], forward_pass: 
     return found.masked_fill(~forward_pass.computed.to(rows.device)[:, None, :, None], torch.nan)
 
 
+def not_bidirectional(tree: "HookTree") -> bool:
+    """Whether some passes of a run compute only some of the queries, or let them see only some of the keys."""
+    return tree.causal or bool(tree.architecture.encoder) or tree.attention_blocks is not None or tree.changes_attention
+
+
 def _sample(tree: "HookTree", row_keys: Sequence[int]) -> QuerySample:
     """What estimates the scores of a run.
 
     Raises:
         SettingError: the model is not bidirectional.
     """
-    if tree.causal or tree.architecture.encoder or tree.attention_blocks is not None:
+    if not_bidirectional(tree):
         raise SettingError("exact=False is for bidirectional models, whose passes compute every query; leave it out.")
     return QuerySample(row_keys)
 
@@ -271,7 +277,7 @@ def _chosen_queries(
     Raises:
         SettingError: they do not fit the run, or a step does not compute every query.
     """
-    if partial or tree.causal or tree.architecture.encoder or tree.attention_blocks is not None:
+    if partial or not_bidirectional(tree):
         raise SettingError(
             "queries= is for bidirectional models without a cache policy, whose steps compute every query; leave it "
             "out."
@@ -287,7 +293,7 @@ def _chosen_queries(
 
 def _refuse_comparison(quantities: Sequence[Quantity], tree: "HookTree", partial: bool) -> None:
     """Refuse quantities that need queries, or positions of the step before, that a step may lack."""
-    other = tree.causal or tree.architecture.encoder or tree.attention_blocks is not None
+    other = not_bidirectional(tree)
     for part in quantities:
         if part.compares and other:
             raise SettingError(
@@ -341,6 +347,19 @@ def _within(place: StepLayer, steps: int, layers: int) -> StepLayer:
             f"patterns takes (step, layer) pairs; {place} is outside this run of {steps} steps and {layers} layers."
         )
     return step % steps, layer % layers
+
+
+def of_pass(tree: "HookTree", rows: int = 0) -> dict[str, np.ndarray]:
+    """``mode``, an index into `MODES`, and ``block_start`` of a step's pass, in a model that changes its attention.
+
+    ``block_start`` is -1 in a pass that fills no block.
+    """
+    if not tree.changes_attention:
+        return {}
+    described = tree.watch.forward_pass
+    mode = -1 if described.mode is None else MODES.index(described.mode)
+    start = -1 if described.block is None else described.block.start
+    return {"mode": np.full(rows, mode, dtype=np.int8), "block_start": np.full(rows, start, dtype=np.int32)}
 
 
 def step_canvases(

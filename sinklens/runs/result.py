@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
+from sinklens.hooks.forward_pass import Mode, PassKind
 from sinklens.model import Model
 from sinklens.runs.choices import Choice
 from sinklens.runs.control_keys import ControlKeys
@@ -133,6 +134,7 @@ class Generation:
         chosen: where the interventions acted whose places follow the run; none if sinks were not recorded.
         time: the noise level of each step, [batch, step]; None if its sampler sets none. An untimed network does not
             read it, and `ForceTime` does not change it.
+        kinds: what the pass of each step was, in a model that changes its attention with the segments of its rule.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
@@ -153,11 +155,31 @@ class Generation:
     cache: Policy | None = None
     chosen: tuple[Choice, ...] = field(default=(), repr=False)
     time: Float[Tensor, "batch _"] | None = None
+    kinds: tuple[PassKind, ...] = field(default=(), repr=False)
+
+    @property
+    def modes(self) -> tuple[Mode | None, ...]:
+        """What the pass of each step was, as in `ForwardPass.mode`."""
+        return tuple(kind.mode for kind in self.kinds)
+
+    @property
+    def blocks(self) -> tuple[range | None, ...]:
+        """The columns of the block that each step filled, in a model that changes its attention; None in others."""
+        return tuple(kind.block for kind in self.kinds)
+
+    def kind_at(self, step: int) -> PassKind | None:
+        """What the pass of a step was, for another pass over its canvas; None if it is that of the model."""
+        return self.kinds[step] if self.kinds and self.model.tree.changes_attention else None
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:
         """Prompt and answer after the last step."""
         return self.canvas[:, -1]
+
+    @property
+    def causal(self) -> bool:
+        """Whether the run decoded from left to right."""
+        return self.settings.left_to_right
 
     @property
     def steps_run(self) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinklens.errors import PromptError, SettingError
+from sinklens.hooks.forward_pass import PassKind
 from sinklens.model import Model
 from sinklens.runs.intervention import HookSource
 from sinklens.runs.request import RunRequest
@@ -76,7 +77,7 @@ def _state(
 ) -> State:
     """The state with the canvas: prompts, undecided answer and `spare` positions, and what is appended."""
     eot = model.family_record.eot_token_id
-    mask = -1 if model.mask_token_id is None else model.mask_token_id
+    mask = -1 if model.mask_token_id is None or settings.left_to_right else model.mask_token_id
     length = settings.gen_length
     blank = torch.full((ids.shape[0], length + max(spare)), mask, dtype=ids.dtype, device=ids.device)
     ends = length + torch.tensor(spare, device=ids.device)[:, None]
@@ -92,6 +93,7 @@ def _state(
         eot_id=eot if eot is not None and eot < model.cfg.d_vocab else None,
         noise=noise,
         shift=model.family_record.shift,
+        kind=PassKind("causal", ()) if model.tree.changes_attention and settings.left_to_right else None,
     )
 
 

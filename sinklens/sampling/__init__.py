@@ -10,11 +10,14 @@ from sinklens.sampling.dream_blocks import DreamBlockSettings
 from sinklens.sampling.duo import DuoSettings
 from sinklens.sampling.fast_dllm_v2 import FastDllmV2Settings
 from sinklens.sampling.gidd import GiddCorrectionSettings, GiddSettings
+from sinklens.sampling.linear_speculation import LinearSpeculationSettings
 from sinklens.sampling.llada import LladaSettings
 from sinklens.sampling.llada2 import Llada2Settings
 from sinklens.sampling.llada21 import Llada21Settings
 from sinklens.sampling.mdlm import MdlmSettings
 from sinklens.sampling.mdlm_windows import MdlmWindowSettings
+from sinklens.sampling.nemotron_diffusion import NemotronDiffusionSettings
+from sinklens.sampling.nemotron_dllm import NemotronDllmSettings
 from sinklens.sampling.open_dcoder import OpenDcoderSettings
 from sinklens.sampling.registry import SAMPLERS, make_settings, register, settings_for
 from sinklens.sampling.remdm import RemdmSettings
@@ -37,11 +40,14 @@ __all__ = [
     "FastDllmV2Settings",
     "GiddCorrectionSettings",
     "GiddSettings",
+    "LinearSpeculationSettings",
     "Llada2Settings",
     "Llada21Settings",
     "LladaSettings",
     "MdlmSettings",
     "MdlmWindowSettings",
+    "NemotronDiffusionSettings",
+    "NemotronDllmSettings",
     "OpenDcoderSettings",
     "RemdmSettings",
     "Rnd1Settings",

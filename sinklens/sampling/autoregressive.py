@@ -35,7 +35,7 @@ class AutoregressiveSettings(Truncated):
     """
 
     name: ClassVar = "autoregressive"
-    attention: ClassVar = ("causal",)
+    attention: ClassVar = ("causal", "per-pass")
     left_to_right: ClassVar = True
     use_cache: bool = True
 

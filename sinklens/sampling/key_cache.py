@@ -178,6 +178,12 @@ class KeyCache:
             self._empty()
         self._block = slice(0, canvas.shape[1]) if block is None else block
 
+    def forget(self, keep: int) -> None:
+        """Remove the entries from column `keep` on, of tokens that the run takes back."""
+        if self._text is not None and keep < self._text.shape[1]:
+            self.store.crop(keep - self._text.shape[1])
+            self._text, self._last = self._text[:, :keep], None
+
     def first(self, text: Int[Tensor, "batch pos"], rows: Int[Tensor, " running"] | None = None) -> int:
         """The first column of `text` that a pass must compute; empties the cache if kept tokens have changed."""
         if self._text is not None and not (self._has(rows) and torch.equal(text[:, : self._text.shape[1]], self._text)):

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.hooks.forward_pass import PassKind
 from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 
@@ -37,12 +38,14 @@ class Frame(NamedTuple):
         undecided: as in `State.undecided`.
         active: rows that the step on it works on; None before the step has run.
         time: as in `State.time`.
+        kind: what the step's pass was; None before it has run.
     """
 
     canvas: Int[Tensor, "batch pos"]
     undecided: Bool[Tensor, "batch pos"] | None
     active: Bool[Tensor, " batch"] | None = None
     time: Float[Tensor, " batch"] | None = None
+    kind: PassKind | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Trajectory:
             written by the step before, s - 1.
         active: rows that each step works on, see `State.active`: [batch, steps].
         time: noise level that the network reads in each step: [batch, steps]; None for a network that reads none.
+        kinds: what the pass of each step was.
     """
 
     canvas: Int[Tensor, "batch step pos"]
@@ -65,6 +69,7 @@ class Trajectory:
     unmask_step: Int[Tensor, "batch pos"]
     active: Bool[Tensor, "batch _"]
     time: Float[Tensor, "batch _"] | None = None
+    kinds: tuple[PassKind, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -112,7 +117,8 @@ def run(
 
 def _finish(step: int, state: State, listeners: Sequence[Listener], frames: list[Frame]) -> None:
     assert state.step_canvas is not None, "every sampler step sets State.step_canvas"
-    frames[-1] = Frame(state.step_canvas, state.step_undecided, state.active, state.time)
+    kind = state.tree.watch.forward_pass.kind
+    frames[-1] = Frame(state.step_canvas, state.step_undecided, state.active, state.time, kind)
     frames.append(Frame(state.canvas, state.undecided))
     for listener in listeners:
         listener.after(step, state)
@@ -127,7 +133,8 @@ def build_trajectory(state: State, frames: list[Frame]) -> Trajectory:
     active = torch.stack(rows, dim=1).cpu() if rows else torch.ones(len(canvas), 0, dtype=torch.bool)
     unmasked = unmask_steps(canvas, undecided, state.real.cpu(), state.prompt_length)
     times = [frame.time for frame in frames if frame.time is not None]
-    return Trajectory(canvas, undecided, unmasked, active, torch.stack(times, dim=1).cpu() if times else None)
+    kinds = tuple(frame.kind for frame in frames if frame.kind is not None)
+    return Trajectory(canvas, undecided, unmasked, active, torch.stack(times, dim=1).cpu() if times else None, kinds)
 
 
 def unmask_steps(

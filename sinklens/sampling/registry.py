@@ -25,11 +25,14 @@ from sinklens.sampling.dream_blocks import DreamBlockSettings
 from sinklens.sampling.duo import DuoSettings
 from sinklens.sampling.fast_dllm_v2 import FastDllmV2Settings
 from sinklens.sampling.gidd import GiddCorrectionSettings, GiddSettings
+from sinklens.sampling.linear_speculation import LinearSpeculationSettings
 from sinklens.sampling.llada import LladaSettings
 from sinklens.sampling.llada2 import Llada2Settings
 from sinklens.sampling.llada21 import Llada21Settings
 from sinklens.sampling.mdlm import MdlmSettings
 from sinklens.sampling.mdlm_windows import MdlmWindowSettings
+from sinklens.sampling.nemotron_diffusion import NemotronDiffusionSettings
+from sinklens.sampling.nemotron_dllm import NemotronDllmSettings
 from sinklens.sampling.open_dcoder import OpenDcoderSettings
 from sinklens.sampling.remdm import RemdmSettings
 from sinklens.sampling.rnd1 import Rnd1Settings
@@ -64,6 +67,9 @@ SAMPLERS: dict[str, type[Sampler]] = {
         GiddSettings,
         GiddCorrectionSettings,
         DiffuLlamaSettings,
+        NemotronDiffusionSettings,
+        LinearSpeculationSettings,
+        NemotronDllmSettings,
     )
 }
 
@@ -193,6 +199,28 @@ class Sampled(Protocol):
         """Its hook points."""
 
 
+def sampler_name(family: Any, given: Mapping[str, Any]) -> str:
+    """The name of the sampler that ``given["sampler"]`` or ``given["mode"]`` chooses; the family's if neither does.
+
+    Raises:
+        SettingError: the family has no such mode, or both are given.
+    """
+    mode, sampler = given.get("mode"), given.get("sampler")
+    if mode is None:
+        return sampler or family.sampler
+    if sampler is not None:
+        raise SettingError(f"mode={mode!r} and sampler={sampler!r} both choose how to decode; pass one of them.")
+    if mode not in family.modes:
+        known = ", ".join(map(repr, family.modes))
+        advice = (
+            f"one of {known}.{nearest(str(mode), family.modes)}"
+            if family.modes
+            else f"not given for {family.name} models, which decode in one way; leave it out."
+        )
+        raise SettingError(f"mode={mode!r} must be {advice}")
+    return family.modes[mode]
+
+
 def misfit(sampler: type[Sampler], model: Sampled) -> str:
     """Why `sampler` does not decode a model, as the end of a sentence; "" if it does."""
     family, config, timed = model.family_record, model.tree.hf.config, bool(model.tree.architecture.time)
@@ -224,21 +252,23 @@ def fitting(model: Sampled) -> list[str]:
 def settings_for(model: Sampled, given: Mapping[str, Any]) -> Sampler:
     """The settings of a run of `model`: those `given`, then the checkpoint's, then the sampler's defaults.
 
-    ``given["sampler"]`` chooses another sampler than the family's; the checkpoint's settings are then not used, except
-    for those that both samplers have.
+    ``given["sampler"]`` chooses another sampler than the family's, and so does ``given["mode"]`` for a model that
+    changes its attention; the checkpoint's settings are then not used, except for those that both samplers have.
 
     Raises:
         SettingError: the sampler does not decode this model; or see `make_settings`.
     """
     family = model.family_record
-    name = given.get("sampler") or family.sampler
+    name = sampler_name(family, given)
     sampler = find_sampler(name)
     if why := misfit(sampler, model):
         raise SettingError(f"the {name} sampler {why}; choose one of {', '.join(fitting(model))}.")
     defaults = model.checkpoint.defaults
     if name != family.sampler:
         defaults = {key: value for key, value in defaults.items() if key in sampler.setting_names()}
-    chosen = {key: value for key, value in given.items() if key != "sampler"}
+    chosen = {key: value for key, value in given.items() if key not in ("sampler", "mode")}
+    if family.modes:  # its blocks begin where the prompt ends, so their length is not that of a gen_length
+        chosen = {key: value for key, value in defaults.items() if key == "block_length"} | chosen
     if family.block_causal and "block_length" in sampler.setting_names():
         chosen["block_length"] = _block_length(chosen.get("block_length"), model.checkpoint.blocks.length, family.name)
     return make_settings(name, chosen, defaults)

@@ -55,6 +55,9 @@ class Sampler(ABC):
     blocks_by: ClassVar[str] = ""
     """The sampler that follows the same rule block by block, where this one has no `block_length`; "" for none."""
 
+    later_points: ClassVar[tuple[str, ...]] = ()
+    """Points of the sampler that it passes, but not in its first step."""
+
     gen_length: Count = 128
 
     def __init_subclass__(cls, **more: Any) -> None:

@@ -6,6 +6,9 @@ without an entry here runs all the same.
 
 from typing import Any, Literal, TypedDict
 
+Mode = Literal["autoregressive", "diffusion", "speculation"]
+"""How a run of a model with several modes decodes."""
+
 
 class Settings(TypedDict, total=False):
     """All sampler settings, for type checkers; which ones apply depends on the sampler."""
@@ -73,11 +76,16 @@ class Settings(TypedDict, total=False):
     min_p: float
     t0: float
     early_stopping: bool
+    causal_context: bool
+    neg_entropy: bool
+    draft_threshold: float
+    use_adapter: bool
     early_stopping_patience: int
 
 
 class RunSettings(Settings, total=False):
-    """The settings of a run: those of its sampler, those that only Python can give, and the sampler."""
+    """The settings of a run: those of its sampler, those that only Python can give, and the sampler or mode."""
 
     sampler: str
+    mode: Mode
     start_canvas: Any

@@ -5,7 +5,7 @@ Between two steps its caller (loop.py) can therefore publish the step number, re
 the last step it knows that the run has ended.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinklens.errors import HookFunctionError, NotANumberError, ReadOnlyHookError, SettingError
 from sinklens.hooks.blocks import ruled_by
-from sinklens.hooks.forward_pass import ForwardPass
+from sinklens.hooks.forward_pass import ForwardPass, PassKind
 from sinklens.hooks.points import Point, at
 from sinklens.hooks.tree import HookTree
 from sinklens.sampling.decisions import RowNoise
@@ -52,6 +52,8 @@ class State:
         time: noise level of each row, for a network that reads it; its sampler sets it before `begin_step`.
         window: positions that the step's passes see, for a sampler whose passes see a part of the text; it sets them
             before `begin_step`, and decides no others. Positions are counted from the window's first. None for all.
+        kind: what the next pass is, in a model that changes its attention; its sampler sets it before each yield. None
+            for a step of a model that does not.
     """
 
     tree: HookTree
@@ -70,6 +72,7 @@ class State:
     replay: Int[Tensor, "batch step pos"] | None = None
     replay_undecided: Bool[Tensor, "batch step pos"] | None = None
     steps_done: int = 0
+    kind: PassKind | None = None
 
     def __post_init__(self) -> None:
         self._active = torch.ones_like(self.canvas[:, 0], dtype=torch.bool)
@@ -106,9 +109,10 @@ class State:
         """Describe the pass of `step` to every point, before its canvas is settled."""
         watch = self.tree.watch
         before = watch.forward_pass if self.steps_done else ForwardPass()
+        kind = self.kind or PassKind("causal" if self.tree.causal else "denoise")
         watch.forward_pass = replace(
-            before, step=step, mode="causal" if self.tree.causal else "denoise", prompt_length=self.prompt_length,
-            real=self.real, undecided=self.undecided, active=None,
+            before, step=step, prompt_length=self.prompt_length, real=self.real, undecided=self.undecided, active=None,
+            **kind._asdict(),
         )  # fmt: skip
 
     def begin_step(self, block: slice | None = None, stop: int | None = None) -> Int[Tensor, "batch pos"]:
@@ -276,7 +280,6 @@ class State:
         `computed` positions. Without them, and while nothing is watched, rows without a True in `where` are left out of
         the pass.
         """
-        point = self.tree.denoise.hook_logits
         rows, real = canvas, self.real if self.window is None else self.window
         self.active = where.any(dim=1)
         if cfg_scale > 0:
@@ -295,7 +298,20 @@ class State:
                 hidden, where = self.tree.hidden(rows, real, time=time), where[running, columns]
             if self.shift:  # logits at i - 1 predict position i
                 hidden = one_later(hidden, real)
-        parts = hidden.chunk(2) if cfg_scale > 0 else (hidden,)
+        return self.logits_of(hidden.chunk(2) if cfg_scale > 0 else (hidden,), where, cfg_scale)
+
+    def logits_of(
+        self,
+        parts: Sequence[Float[Tensor, "batch window d_model"]],
+        where: Bool[Tensor, "batch window"],
+        cfg_scale: float = 0.0,
+    ) -> Float[Tensor, "masked vocab"]:
+        """Logits, in float32, of final-norm outputs at the True positions of `where`; passes ``denoise.hook_logits``.
+
+        Args:
+            parts: the outputs, and those of the unconditional rows under guidance.
+        """
+        point = self.tree.denoise.hook_logits
         if point.watched or self.tree.head_awaited:
             return self.checked(point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where].float())
         return self.checked(_guided([self.tree.head(part[where]) for part in parts], cfg_scale).float())

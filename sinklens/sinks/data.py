@@ -27,6 +27,7 @@ import xarray as xr
 from jaxtyping import Float, Int
 
 from sinklens.errors import TrackError, nearest
+from sinklens.hooks.forward_pass import MODES, Mode
 from sinklens.utils.integers import as_integer
 
 Unit = Literal["sum", "percent", "fraction", "visible"]
@@ -54,8 +55,9 @@ class TrackData:
         data: the Dataset. Variables: ``score`` [batch, step, layer, head, pos] (NaN where a position does not exist
             yet); ``token_id`` [batch, step, pos], the ids at the start of the step (-1 where undecided in an
             autoregressive run); ``masked`` and ``committed`` [batch, step, pos]: still masked when the step began, and
-            committed during the step; ``is_real`` [batch, pos], False on padding; ``unmask_step`` [batch, pos]; and
-            any other recorded variables (`quantities`). Each axis has its indices as coordinate.
+            committed during the step; ``is_real`` [batch, pos], False on padding; ``unmask_step`` [batch, pos]; of a
+            model that changes its attention ``mode`` and ``block_start`` [batch, step], see `modes`; and any other
+            recorded variables (`quantities`). Each axis has its indices as coordinate.
             Attributes: model, revision, family, causal (0 or 1), block_length (0 without blocks), settings, seed,
             prompt_length, dtype, device, versions, vocabulary, special.
     """
@@ -104,6 +106,14 @@ class TrackData:
     def causal(self) -> bool:
         """Whether attention is causal."""
         return bool(self.data.attrs.get("causal", 0))
+
+    @property
+    def modes(self) -> list[Mode]:
+        """What the pass of each step was, as in `ForwardPass.mode`; rows of one batch share their passes."""
+        if "mode" not in self.data:
+            return ["causal" if self.causal else "denoise"] * self.steps
+        codes = self.data["mode"].max("batch")  # -1 where a run of several tracks ended earlier
+        return [MODES[int(code)] for code in codes]
 
     @property
     def _cached(self) -> bool:

@@ -23,7 +23,7 @@ from sinklens.model.prompts import Encoded, Prompt
 from sinklens.model.tokens import side_of
 from sinklens.runs.request import Hooks, RunRequest
 from sinklens.runs.result import Generation
-from sinklens.sampling.registry import find_sampler
+from sinklens.sampling.registry import find_sampler, sampler_name
 from sinklens.tracing.session import Trace, carried_out, denoising_of
 
 RETURN_TYPES = ("input", "str", "tokens")
@@ -123,7 +123,7 @@ def _settings(
     Raises:
         SettingError: an argument has no meaning in a run of this model.
     """
-    names = find_sampler(given.get("sampler") or model.family_record.sampler).setting_names()
+    names = find_sampler(sampler_name(model.family_record, given)).setting_names()
     chosen = {name: value for name, value in given.items() if name in names}
     chosen |= known_options({name: value for name, value in given.items() if name not in {*names, *OTHER}})
     for name, (off, advice) in OTHER.items():

@@ -32,6 +32,9 @@ from sinklens.runs.result import Generation
 from sinklens.tracing.steps import Steps, StepServer
 from sinklens.utils.arguments import takes
 
+DERIVED = ("tokens", "text", "steps_run", "key_reuse", "time_at", "causal", "modes", "blocks", "kind_at")
+"""What a `Generation` derives from its fields, and a trace has after its block too."""
+
 
 @takes(RunRequest)
 def trace(model: Any, request: RunRequest) -> "Trace":
@@ -277,7 +280,7 @@ class Trace(BlockTracer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in Generation.__dataclass_fields__ or name in ("tokens", "text", "steps_run", "key_reuse", "time_at"):
+        if name in Generation.__dataclass_fields__ or name in DERIVED:
             if self._generation is None:
                 raise HookOrderError(f"t.{name} is available after the run; read it below the `with` block.")
             return getattr(self._generation, name)

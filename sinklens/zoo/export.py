@@ -90,6 +90,7 @@ DESCRIPTIONS = {
     "llada-moe": "A masked-diffusion mixture-of-experts (LLaDA-MoE format)",
     "dream": "A masked-diffusion (Dream format, shifted prediction)",
     "sdar": "A block-causal masked-diffusion (SDAR format)",
+    "nemotron-diffusion": "An autoregressive and block-diffusion (Nemotron-Labs-Diffusion format)",
     "diffusion-gemma": "A diffusion (DiffusionGemma format: uniform noise instead of a mask token, self-conditioning)",
     "mdlm": "A masked-diffusion (MDLM format, without a noise level)",
     "duo": "A diffusion (Duo format: uniform noise instead of a mask token; it reads the noise level)",

@@ -2,13 +2,15 @@
 
 The masked model becomes a LLaDA checkpoint, an MMaDA checkpoint if it has pictures, or a LLaDA-MoE checkpoint if it has
 experts; the shifted model becomes a Dream checkpoint, the block-causal one an SDAR checkpoint, the canvas model a
-DiffusionGemma checkpoint, the causal one a Llama checkpoint, and the two with a noise level MDLM and Duo checkpoints.
+DiffusionGemma checkpoint, that with two modes a Nemotron-Labs-Diffusion checkpoint, the causal one a Llama checkpoint,
+and the two with a noise level MDLM and Duo checkpoints.
 
 Pitfall: transformers stacks the experts of a layer, but public checkpoints of LLaDA-MoE store each alone; those of
 DiffusionGemma store them stacked.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -265,6 +267,44 @@ def _gemma_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTra
     }
 
 
+def _nemotron_config(
+    recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast"
+) -> dict[str, Any]:
+    """The keys of Nemotron-Labs-Diffusion's config.json, with this model's sizes."""
+    return {
+        "architectures": ["NemotronLabsDiffusionModel"],
+        "model_type": "nemotron_labs_diffusion",
+        "ar_loss_weight": 1.0,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_implementation": "sdpa",
+        "block_size": recipe.block_length,
+        "bos_token_id": tokenizer.bos_token_id,
+        "dlm_loss_weight": 1.0,
+        "dlm_paradigm": "bidirectional",
+        "eos_token_id": tokenizer.eos_token_id,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": recipe.d_model,
+        "initializer_range": config.initializer_range,
+        "intermediate_size": recipe.d_mlp,
+        "mask_token_id": tokenizer.mask_token_id,
+        "max_position_embeddings": recipe.context,
+        "mlp_bias": False,
+        "num_attention_heads": recipe.n_heads,
+        "num_hidden_layers": recipe.n_layers,
+        "num_key_value_heads": recipe.n_heads,
+        "pad_token_id": tokenizer.pad_token_id,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": config.rope_parameters,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": False,
+        "vocab_size": config.vocab_size,
+    }
+
+
 def _mdlm_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
     """The keys of MDLM's config.json; the mask token is the last of the vocabulary."""
     return {
@@ -310,6 +350,15 @@ def _noise_level_weights(model: "PreTrainedModel") -> StateDict:
 
 def _same_weights(model: "PreTrainedModel") -> StateDict:
     return model.state_dict()
+
+
+def _encoder_weights(model: "PreTrainedModel") -> StateDict:
+    """Nemotron-Labs-Diffusion's names: the network is an encoder with a diffusion head."""
+    return {_encoder_name(name): value for name, value in model.state_dict().items()}
+
+
+def _encoder_name(name: str) -> str:
+    return re.sub(r"^lm_head\.", "diffusion_head.", re.sub(r"^model\.", "encoder.", name))
 
 
 def _single_experts(model: "PreTrainedModel") -> StateDict:
@@ -378,5 +427,6 @@ FORMATS = {
     "diffusion-gemma": Format(_gemma_config, _untied_weights, _canvas_generation),
     "mdlm": Format(_mdlm_config, _noise_level_weights, _lengths(steps=ANSWER_LENGTH)),
     "duo": Format(_duo_config, _noise_level_weights, _lengths(steps=ANSWER_LENGTH)),
+    "nemotron-diffusion": Format(_nemotron_config, _encoder_weights, _lengths()),
     "llama": Format(_llama_config, _same_weights, _lengths()),
 }

@@ -93,6 +93,25 @@ def _with_head_size(recipe: Recipe, common: dict[str, Any]) -> dict[str, Any]:
     return common | {"head_dim": recipe.d_model // recipe.n_heads}
 
 
+def _with_query_scale(recipe: Recipe, common: dict[str, Any]) -> dict[str, Any]:
+    """Ministral3's sizes for Nemotron-Labs-Diffusion: within the context, the network is Llama's.
+
+    YaRN with factor 1 is the plain rotation, and queries are scaled only beyond the context.
+    """
+    rotation = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 1.0,
+        "original_max_position_embeddings": recipe.context,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    return _with_head_size(recipe, common) | {"rms_norm_eps": 1e-6, "rope_parameters": rotation}
+
+
 def _with_experts(recipe: Recipe, common: dict[str, Any]) -> dict[str, Any]:
     """Qwen3-MoE's sizes for LLaDA-MoE: all layers are mixtures, and the chosen weights are not divided by their sum."""
     return _with_head_size(recipe, common) | {
@@ -147,6 +166,7 @@ _SIZES: Mapping[str, Callable[[Recipe, dict[str, Any]], dict[str, Any]]] = {
     "diffusion-gemma": _with_encoder,
     "mdlm": _with_noise_level,
     "duo": _with_noise_level,
+    "nemotron-diffusion": _with_query_scale,
 }
 
 

@@ -3,12 +3,13 @@
 tiny-llada and tiny-llama are twins: they differ only in the objective and are trained only on word problems. The
 ``-skills`` recipes continue from the end of these with small functions and the four skills in addition to the problems,
 so their checkpoints answer every generated task. tiny-dream and tiny-sdar start from tiny-llama, and tiny-mmada from
-tiny-llada. tiny-llada-moe has experts, tiny-canvas has noise instead of a mask token, and tiny-mdlm and tiny-duo are
-twins with the network of the families MDLM and Duo, which differ only in their noise; all start from scratch. The
-``-seed-`` recipes repeat tiny-llada, tiny-llama, tiny-dream and tiny-mmada with another seed. The ``tiny-text`` recipes
-are twins, masked and causal, trained on English text (text.py) instead of problems. Each remaining recipe
-changes one setting of tiny-llada's first cycle. Compare it with tiny-llada's weights at the end of that cycle,
-``weights-2800.pt``: batches, masks and learning rates are the same up to there.
+tiny-llada. tiny-two-modes starts from tiny-llama, and one network keeps decoding from left to right while it learns to
+fill blocks. tiny-llada-moe has experts, tiny-canvas has noise instead of a mask token, and tiny-mdlm and tiny-duo are
+twins with the network of the families MDLM and Duo, which differ only in their noise; all four start from scratch. The
+``-seed-`` recipes repeat tiny-llada, tiny-llama, tiny-dream, tiny-mmada and tiny-two-modes with another seed. The
+``tiny-text`` recipes are twins, masked and causal, trained on English text (text.py) instead of problems. Each
+remaining recipe changes one setting of tiny-llada's first cycle. Compare it with tiny-llada's weights at the end of
+that cycle, ``weights-2800.pt``: batches, masks and learning rates are the same up to there.
 
 Pitfall: `Recipe.start_from` names a checkpoint, so retraining that checkpoint changes the recipes that start from it.
 """
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
-Objective = Literal["masked", "shifted", "causal", "blocks", "uniform", "mdlm", "duo"]
+Objective = Literal["masked", "shifted", "causal", "blocks", "uniform", "modes", "mdlm", "duo"]
 StartToken = Literal["kept", "maskable", "absent"]
 Attention = Literal["softmax", "sigmoid", "off-by-one"]
 Setting = str | int | float | tuple[int, ...] | tuple[float, ...] | None
@@ -32,8 +33,9 @@ class Recipe:
         objective: "masked" trains a diffusion model, "causal" its autoregressive twin; "shifted" is "masked" with the
             prediction of the token at position i read at position i − 1, as in Dream; "blocks" trains a block-causal
             diffusion model, as SDAR (block_loss.py); "uniform" replaces tokens by random ones instead of a mask, in
-            DiffusionGemma's format (canvas_loss.py); "mdlm" and "duo" train the network of these families, with masks
-            and with random tokens, on answers alone (noise_losses.py).
+            DiffusionGemma's format (canvas_loss.py); "modes" trains one network for next tokens and for masked blocks,
+            in Nemotron-Labs-Diffusion's format (mode_loss.py); "mdlm" and "duo" train the network of these families,
+            with masks and with random tokens, on answers alone (noise_losses.py).
         seed: seed of the weights, the data and every batch.
         cycles: optimizer steps of each cosine cycle of the learning rate.
         peaks: peak learning rate of each cycle, as a fraction of `learning_rate`; () means 1, 1/2, 1/4 and so on.
@@ -50,7 +52,7 @@ class Recipe:
         skills: size of the training set of each skill (`skills.training`). 0 means none.
         problems_first: number of initial cycles whose steps draw only from the problems. Later steps draw from all
             rows, including pictures, functions and skills.
-        block_length: positions per block of "blocks", and per canvas of "uniform".
+        block_length: positions per block of "blocks" and "modes", and per canvas of "uniform".
         d_cond: width of the vector that "mdlm" and "duo" make from the noise level.
         experts: experts per layer; 0 for a dense MLP. "uniform" has both in every layer.
         experts_per_token: how many of them a token uses.
@@ -104,7 +106,8 @@ class Recipe:
         """The family, in `sinklens.checkpoints.families`, in whose file format the run is saved."""
         masked = "llada-moe" if self.experts else "mmada" if self.pictures else "llada"
         named = {"causal": "llama", "shifted": "dream", "blocks": "sdar", "uniform": "diffusion-gemma"}
-        return {**named, "masked": masked, "mdlm": "mdlm", "duo": "duo"}[self.objective]
+        named |= {"modes": "nemotron-diffusion", "mdlm": "mdlm", "duo": "duo"}
+        return {**named, "masked": masked}[self.objective]
 
     def cycle(self, step: int) -> int:
         """The index of the cycle that contains `step`; for steps after the end, that of the last cycle."""
@@ -164,6 +167,20 @@ def _of_seed(seed: int) -> tuple[Recipe, ...]:
     )
 
 
+def _two_modes(seed: int) -> Recipe:
+    """One network that decodes from left to right and by diffusion, which starts from the causal one of its seed."""
+    ending, start = ("", "tiny-llama") if seed == 1 else (f"-seed-{seed}", f"runs/tiny-llama-seed-{seed}/checkpoint")
+    return Recipe(
+        f"tiny-two-modes{ending}",
+        "modes",
+        seed=seed,
+        start_from=start,
+        block_length=8,
+        cycles=(2000,),
+        learning_rate=1e-3,
+    )
+
+
 _TEXT: dict[str, Any] = {
     "cycles": (1200, 2500),
     "batch": 64,
@@ -215,6 +232,7 @@ RECIPES = {
         ),
         Recipe("tiny-mdlm", "mdlm", **_NOISE_LEVELS),
         Recipe("tiny-duo", "duo", **_NOISE_LEVELS),
+        *(_two_modes(seed) for seed in (1, 2, 3)),
         Recipe("no-start", "masked", cycles=_FIRST_CYCLE, start_token="absent"),
         Recipe("masked-start", "masked", cycles=_FIRST_CYCLE, start_token="maskable"),
         Recipe("weight-decay-0", "masked", cycles=_FIRST_CYCLE, weight_decay=0.0),

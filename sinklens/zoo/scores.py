@@ -11,7 +11,7 @@ understands.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sinklens.evaluation.sandbox import Limits, run_program
 from sinklens.evaluation.statistics import Accuracy
@@ -62,8 +62,10 @@ def scores(
     if recipe.skills:
         names += SKILLS
     for name in names:
-        task = find_task(name)
-        yield Score(LABELS.get(name, name), task_accuracy(model, task, limit), task.chance)
+        task, label = find_task(name), LABELS.get(name, name)
+        for mode in scored_modes(model):
+            what = label if mode is None else f"{label}, {mode}"
+            yield Score(what, task_accuracy(model, task, limit, mode), task.chance)
     if recipe.pictures:
         pictures = held_out() if limit is None else held_out(limit)
         yield Score("captions drawn", _exact(model, [picture.to_draw for picture in pictures]))
@@ -80,10 +82,15 @@ def training_score(checkpoint: Path, problems: int = 100) -> dict[str, int]:
     return {"right": found.right, "total": found.total}
 
 
-def task_accuracy(model: "Model", task: Task, limit: int | None = None) -> Accuracy:
+def scored_modes(model: "Model") -> list[str | None]:
+    """The modes of a model whose texts differ, so not speculation; None for a model that has one mode."""
+    return [mode for mode in model.family_record.modes if mode != "speculation"] or [None]
+
+
+def task_accuracy(model: "Model", task: Task, limit: int | None = None, mode: str | None = None) -> Accuracy:
     """Share of a task's samples that `model` answers correctly; generated programs run in isolation."""
     samples = task.samples(limit)
-    texts = _answers(model, [sample.prompt for sample in samples])
+    texts = _answers(model, [sample.prompt for sample in samples], mode=mode)
     return Accuracy(sum(_right(task, *pair) for pair in zip(samples, texts, strict=True)), len(samples))
 
 
@@ -101,12 +108,12 @@ def _exact(model: "Model", texts: Sequence[tuple[str, str]]) -> Accuracy:
     return Accuracy(sum(text == expected for text, (_, expected) in zip(given, texts, strict=True)), len(texts))
 
 
-def _answers(model: "Model", prompts: Sequence[str], batch: int = 100) -> list[str]:
+def _answers(model: "Model", prompts: Sequence[str], batch: int = 100, mode: Any = None) -> list[str]:
     """The answer to each prompt; prompts of similar length share a batch."""
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     texts = dict[int, str]()
     for start in range(0, len(order), batch):
         part = order[start : start + batch]
-        answers = generate(model, [prompts[n] for n in part], record_sinks=False, progress=False).answers
+        answers = generate(model, [prompts[n] for n in part], record_sinks=False, progress=False, mode=mode).answers
         texts |= {n: answer.text or "" for n, answer in zip(part, answers, strict=True)}
     return [texts[number] for number in range(len(prompts))]

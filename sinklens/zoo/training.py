@@ -1,12 +1,12 @@
-"""Trains the tiny checkpoints: one data set and loop, seven objectives.
+"""Trains the tiny checkpoints: one data set and loop, eight objectives.
 
 The *masked* objective is LLaDA's: draw t ~ U(0, 1] per row, mask each eligible token with probability t, and compute
 the cross-entropy of the masked tokens, weighted by 1/t. In most rows only the answer is eligible; in every eighth row,
 all tokens except the start token are. The *shifted* objective predicts the token at position i from position i − 1,
 like Dream, which thereby keeps what its initial autoregressive weights have learned. The *causal* objective is
 next-token cross-entropy on the same rows, with the same small weight on the prompt. block_loss.py has the objective of
-block-causal models, canvas_loss.py that of canvas models, and noise_losses.py those of MDLM and Duo. Models with
-experts add their load-balancing loss.
+block-causal models, canvas_loss.py that of canvas models, mode_loss.py that of models with two modes, and
+noise_losses.py those of MDLM and Duo. Models with experts add their load-balancing loss.
 
 Every batch is a function of (seed, step), so an interrupted and resumed run equals an uninterrupted one. The state is
 written to a temporary file and moved into place (run_files.py): a kill at any moment leaves the last complete state.
@@ -32,6 +32,7 @@ from sinklens.zoo.block_loss import block_loss
 from sinklens.zoo.canvas_loss import canvas_loss
 from sinklens.zoo.corpus import Corpus, build_corpus
 from sinklens.zoo.initial import build_model, fit_norms
+from sinklens.zoo.mode_loss import mode_loss
 from sinklens.zoo.noise_losses import noise_loss
 from sinklens.zoo.recipes import DEFAULTS, Recipe
 from sinklens.zoo.run_files import append_record, read_tensors, write_tensors
@@ -95,6 +96,7 @@ LOSSES = {
     "uniform": canvas_loss,
     "mdlm": noise_loss,
     "duo": noise_loss,
+    "modes": mode_loss,
 }
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from sinklens import SinkTrack
 from sinklens.analyses import STUDIES, questions
@@ -159,6 +164,27 @@ def test_another_sampler_is_chosen_by_name(tmp_path, capsys):
     assert json.loads(track.data.attrs["settings"])["alg"] == "topk_margin"
     assert main([*base, "--out", str(tmp_path / "b"), "--sampler", "sdar"]) == 1
     assert "the sdar sampler fits block-causal attention, but llada models" in capsys.readouterr().err
+
+
+def test_a_mode_is_chosen_by_name(conformance, tmp_path, capsys):
+    """The reference's tiny checkpoint, with a tokenizer whose words are its token ids."""
+    folder = tmp_path / "two-modes"
+    shutil.copytree(conformance / "nemotron-diffusion", folder)
+    words = WordLevel({f"w{number}": number for number in range(230)}, unk_token="w0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token="w100", eos_token="w11").save_pretrained(folder)
+    base = ["trace", str(folder), "--prompt", "w3 w4 w5", "--gen-length", "8", "--block-length", "4"]
+    assert main([*base, "--out", str(tmp_path / "a"), "--mode", "diffusion", "--threshold", "0.5"]) == 0
+    track = SinkTrack.open(tmp_path / "a" / "sinks.nc")
+    assert track.data.attrs["sampler"] == "nemotron-diffusion"
+    assert track.modes[0] == "prefill"
+    assert track.modes.count("commit") == 2
+    assert main([*base, "--out", str(tmp_path / "b"), "--mode", "autoregressive"]) == 1
+    assert "block_length is not a setting of the autoregressive sampler" in capsys.readouterr().err
+    plain = ["trace", "tiny-llada", "--prompt", "Question: 2\nAnswer:", "--gen-length", "4", "--mode", "diffusion"]
+    assert main([*plain, "--out", str(tmp_path / "c")]) == 1
+    assert "llada models, which decode in one way" in capsys.readouterr().err
 
 
 @pytest.mark.extended

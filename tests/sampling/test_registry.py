@@ -72,7 +72,9 @@ def test_dreams_sampler_runs_a_llada_model(tiny_llada):
 
 
 def test_a_sampler_for_other_attention_is_refused(tiny_llada, tiny_llama):
-    with pytest.raises(SettingError, match=r"autoregressive sampler fits causal attention, but llada models .* choose"):
+    with pytest.raises(
+        SettingError, match=r"autoregressive sampler fits causal or per-pass attention, but llada models .* choose"
+    ):
         sinklens.generate(tiny_llada, "2 + 3", sampler="autoregressive")
     with pytest.raises(SettingError, match="llada sampler fits bidirectional attention, but llama models"):
         sinklens.generate(tiny_llama, "2 + 3", sampler="llada")

@@ -29,7 +29,7 @@ def test_the_passes_of_a_block_follow_from_its_length_and_minimal_topk():
 
 def test_the_keywords_for_type_checkers_are_the_settings_of_all_samplers():
     declared = {name for sampler in SAMPLERS.values() for name in sampler.settings()}
-    assert set(RunSettings.__annotations__) == {*declared, "sampler"}
+    assert set(RunSettings.__annotations__) == {*declared, "sampler", "mode"}
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -136,6 +136,7 @@ def test_an_unfinished_run_is_not_exported(small, tmp_path):
         ("no-start", "It differs from tiny-llada in cycles = (6,)"),
         ("no-start", "start_token = absent"),
         ("tiny-sdar", "A block-causal masked-diffusion (SDAR format)"),
+        ("tiny-two-modes", "An autoregressive and block-diffusion (Nemotron-Labs-Diffusion format)"),
         ("tiny-llada-moe", "with 3.8 million parameters, of which a token uses 1.6 million"),
         ("tiny-canvas", "It differs from tiny-llada in objective = uniform"),
         ("tiny-mdlm", "(tokens drawn at random with seed 0, in 24 steps)"),

@@ -17,8 +17,13 @@ REFERENCES = {
     "tiny-canvas": "diffusion-gemma",
     "tiny-mdlm": "mdlm",
     "tiny-duo": "duo",
+    "tiny-two-modes": "nemotron-diffusion",
 }
-ADDED = {"tiny-sdar": {"block_size", "mask_token_id", "pad_token_id"}, "tiny-llada-moe": {"mask_token_id"}}
+ADDED = {
+    "tiny-sdar": {"block_size", "mask_token_id", "pad_token_id"},
+    "tiny-llada-moe": {"mask_token_id"},
+    "tiny-two-modes": {"pad_token_id"},
+}
 
 
 @pytest.fixture(scope="module", params=REFERENCES)
@@ -39,6 +44,8 @@ def expected_logits(recipe, hf, ids):
     """What the class of transformers computes, with the family's attention written out."""
     if recipe.objective == "uniform":
         return hf(input_ids=ids[:, :-24], decoder_input_ids=ids[:, -24:]).logits
+    if recipe.objective == "modes":  # a pass without a mode sees all tokens
+        return hf(input_ids=ids, attention_mask=torch.ones(1, 1, ids.shape[1], ids.shape[1]).bool()).logits
     block = torch.arange(ids.shape[1]) // (recipe.block_length or ids.shape[1])
     return hf(input_ids=ids, attention_mask=(block[None] <= block[:, None])[None, None]).logits
 
@@ -63,6 +70,7 @@ def test_a_reloaded_checkpoint_generates_with_the_sampler_and_lengths_of_its_fam
     assert type(done.settings).__name__ == {
         "sdar": "SdarSettings", "llada-moe": "LladaSettings", "diffusion-gemma": "DiffusionGemmaSettings",
         "mdlm": "MdlmSettings", "duo": "DuoSettings",
+        "nemotron-diffusion": "NemotronDiffusionSettings",
     }[recipe.family]  # fmt: skip
     assert done.settings.gen_length == 24
     if recipe.objective == "uniform":
@@ -74,7 +82,7 @@ def test_a_reloaded_checkpoint_generates_with_the_sampler_and_lengths_of_its_fam
     else:
         changed = (done.canvas[0].diff(dim=0) != 0).sum(dim=1)
         assert set(changed.tolist()) <= {0, 1}  # one token per step
-        assert done.settings.block_length == (8 if recipe.objective == "blocks" else 24)
+        assert done.settings.block_length == (8 if recipe.objective in ("blocks", "modes") else 24)
 
 
 def names(file):

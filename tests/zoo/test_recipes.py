@@ -51,9 +51,9 @@ def test_a_cycle_peaks_at_half_the_previous_peak_unless_the_recipe_sets_another(
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama", "tiny-dream", "tiny-mmada"])
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama", "tiny-dream", "tiny-mmada", "tiny-two-modes"])
 def test_a_recipe_with_another_seed_is_otherwise_the_same(name, seed):
     recipe = RECIPES[f"{name}-seed-{seed}"]
-    begins = {"tiny-dream": "tiny-llama", "tiny-mmada": "tiny-llada"}.get(name)
+    begins = {"tiny-dream": "tiny-llama", "tiny-mmada": "tiny-llada", "tiny-two-modes": "tiny-llama"}.get(name)
     start = begins and f"runs/{begins}-seed-{seed}/checkpoint"
     assert recipe == replace(RECIPES[name], name=recipe.name, seed=seed, start_from=start)

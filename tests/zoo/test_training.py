@@ -31,7 +31,7 @@ def weights(folder):
     return torch.load(folder / "state.pt", weights_only=True)["model"]
 
 
-@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada-moe", "tiny-canvas", "tiny-duo"])
+@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada-moe", "tiny-canvas", "tiny-duo", "tiny-two-modes"])
 def test_an_interrupted_run_resumes_after_its_last_state(name, small, tmp_path, monkeypatch):
     recipe = small(name)
     list(train(recipe, tmp_path / "complete", save_every=2))

@@ -1,0 +1,180 @@
+"""Steps of a model that decodes by one rule of attention after another: each step is one pass with a mode of its own.
+
+The text grows block by block; the first block begins where the prompt ends. *Prefill* reads the prompt, *denoise* steps
+fill a block that sees the text before it and all of itself, and *commit* reads the finished block again: its keys are
+those that later passes see. Prefill and commit are causal, so the last of their logits predict the next block's first
+token, its *seed*. With `causal_context=False` they see their prompt or block in both directions and predict nothing.
+
+With a cache, a pass computes only the columns after the text that was read, in other runs all columns up to the end of
+its block. The tokens are the same. A changed token among those that were read empties the cache.
+
+Pitfall: attention of finished text does not depend on the pass that reads it. A query of a finished block never sees
+later positions of its block, although its denoise steps did.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks.forward_pass import Mode, PassKind
+from sinklens.sampling import decisions
+from sinklens.sampling.sampler import Sampler
+from sinklens.utils.arguments import Count
+
+if TYPE_CHECKING:
+    from sinklens.sampling.state import State
+
+Choose = Callable[[Float[Tensor, "batch pos"]], Bool[Tensor, "batch pos"]]
+
+
+@dataclass(frozen=True)
+class BlocksAfterPrompt(Sampler):
+    """Blocks that begin where the prompt ends, in a model whose attention changes from pass to pass.
+
+    Attributes:
+        block_length: positions per block; by default the checkpoint's.
+        use_cache: compute only the current block and cache the keys of the text before it; the tokens are the same.
+    """
+
+    attention: ClassVar = ("per-pass",)
+    block_length: Count = 32
+    use_cache: bool = False
+
+    @property
+    def positions_per_block(self) -> int:
+        """See `Sampler.positions_per_block`."""
+        return self.block_length
+
+    @property
+    def caches_keys(self) -> bool:
+        """See `Sampler.caches_keys`."""
+        return self.use_cache
+
+
+class ModeSteps:
+    """The steps of one run.
+
+    Args:
+        state: the run at its start.
+        settings: its sampler.
+        stop_ids: tokens that end a row.
+        causal_context: whether finished text is causal among itself.
+
+    Raises:
+        SettingError: tokens follow the answer, which no pass would read.
+    """
+
+    def __init__(
+        self, state: "State", settings: BlocksAfterPrompt, stop_ids: Sequence[int] = (), causal_context: bool = True
+    ) -> None:
+        self._state, self._size, self._causal = state, settings.block_length, causal_context
+        end = state.prompt_length + settings.gen_length
+        if state.canvas.shape[1] != end + settings.spare(state.prompt_length):
+            raise SettingError(
+                "an intervention puts tokens after the answer, but this sampler reads nothing that follows a block; "
+                "put them before the prompt."
+            )
+        self._columns = torch.arange(state.canvas.shape[1], device=state.canvas.device)
+        self._ends = torch.tensor(stop_ids, dtype=state.canvas.dtype, device=state.canvas.device)
+        if settings.use_cache:
+            state.cache_keys()
+
+    def ended(self, canvas: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+        """Rows whose answer has a stop token that no masked position precedes."""
+        answer = self._columns >= self._state.prompt_length
+        masked = ((canvas == self._state.mask_id) & answer).cumsum(dim=1) > 0
+        return (torch.isin(canvas, self._ends) & answer & ~masked).any(dim=1)
+
+    def masked(self, canvas: Int[Tensor, "batch pos"], block: range) -> Bool[Tensor, "batch pos"]:
+        """The masked positions of a block, in rows that have not ended."""
+        return (canvas == self._state.mask_id) & self.within(block) & ~self.ended(canvas)[:, None]
+
+    def cut(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+        """`canvas`, masked again after the first stop token of each answer."""
+        ends = torch.isin(canvas, self._ends) & (self._columns >= self._state.prompt_length)
+        return canvas.masked_fill(ends.cumsum(dim=1) - ends.long() > 0, self._state.mask_id)
+
+    def within(self, columns: range) -> Bool[Tensor, " pos"]:
+        """True at these columns."""
+        return (self._columns >= columns.start) & (self._columns < columns.stop)
+
+    def kind(self, mode: Mode, block: range, adapted: bool = False) -> PassKind:
+        """What a pass that ends with `block` is; for "prefill" the block is the prompt."""
+        if not self._causal:
+            start, stop, size = self._state.prompt_length, block.stop, self._size
+            return PassKind(mode, (range(start), *(range(at, at + size) for at in range(start, stop, size))), adapted)
+        return PassKind(mode, (block,) if mode in ("denoise", "draft") else (), adapted)
+
+    def begin(self, block: range, keep: int) -> Int[Tensor, "batch pos"]:
+        """The canvas of a step that ends with `block` and leaves the text before `keep` as it is, for a cache."""
+        return self._state.begin_step(slice(keep, block.stop), block.stop)
+
+    def hidden(self, canvas: Int[Tensor, "batch pos"], block: range) -> Float[Tensor, "batch block d_model"]:
+        """The final-norm outputs of `block`, whose columns are the last of the pass."""
+        state, text = self._state, canvas[:, : block.stop]
+        compute = state.tree.hidden if state.keys is None else state.keys.hidden
+        return compute(text, state.real[:, : block.stop])[:, -len(block) :]
+
+    def forget(self, keep: int) -> None:
+        """Remove the cached keys from column `keep` on."""
+        if self._state.keys is not None:
+            self._state.keys.forget(keep)
+
+    def read(self, mode: Mode, block: range, seeds: bool = True) -> Iterator[None]:
+        """A step that reads finished text, "prefill" or "commit", and decides the token after it if it `seeds`."""
+        state = self._state
+        state.kind = self.kind(mode, block)
+        yield
+        canvas = self.begin(block, keep=block.stop)
+        state.active = ~self.ended(canvas)
+        where = self.masked(canvas, range(block.stop, block.stop + 1)) if seeds else torch.zeros_like(canvas).bool()
+        hidden = self.hidden(canvas, block)[:, -1:]
+        proposed, confidence = self.proposals(canvas, where, hidden, where.any(dim=1, keepdim=True))
+        state.commit(confidence > -torch.inf, proposed)
+
+    def fill(
+        self, mode: Mode, block: range, choose: Choose, adapted: bool = False, by_entropy: bool = False
+    ) -> Iterator[None]:
+        """A step that proposes a token at every masked position of a block and writes those that `choose` accepts.
+
+        Args:
+            choose: confidences, −inf where nothing is proposed -> True where the proposal is accepted.
+            adapted: whether the checkpoint's adapter acts on the block.
+            by_entropy: as in `proposals`.
+        """
+        state = self._state
+        state.kind = self.kind(mode, block, adapted)
+        yield
+        canvas = self.begin(block, keep=block.start)
+        where = self.masked(canvas, block)
+        state.active = where.any(dim=1)
+        hidden = self.hidden(canvas, block)
+        proposed, confidence = self.proposals(canvas, where, hidden, where[:, block.start : block.stop], by_entropy)
+        state.commit(choose(confidence), proposed)
+
+    def proposals(
+        self,
+        canvas: Int[Tensor, "batch pos"],
+        where: Bool[Tensor, "batch pos"],
+        hidden: Float[Tensor, "batch window d_model"],
+        in_window: Bool[Tensor, "batch window"],
+        by_entropy: bool = False,
+    ) -> tuple[Int[Tensor, "batch pos"], Float[Tensor, "batch pos"]]:
+        """The canvas with the most likely token at every True of `where`, and the confidence of each, elsewhere −inf.
+
+        Args:
+            hidden: outputs whose logits predict these tokens, at the True positions of `in_window`.
+            by_entropy: the confidence is the negative entropy of the distribution, not the token's probability.
+        """
+        logits = self._state.logits_of((hidden,), in_window)
+        proposed, candidates = self._state.propose(where, logits.argmax(dim=-1), canvas)
+        if by_entropy:
+            confidence = decisions.certainty(logits.softmax(dim=-1, dtype=torch.float64))
+        else:
+            confidence = decisions.probability_by_slices(logits, candidates)
+        return proposed, self._state.spread_confidence(where, confidence)
