@@ -47,7 +47,7 @@ def test_array_tasks_that_are_killed_resume_and_the_ledger_equals_that_of_one_pr
 
     again = [start(number, out) for number in range(3)]
     assert [task.wait() for task in again] == [0, 0, 0], [task.stderr.read() for task in again]
-    alone = evaluate("tiny-llada", "tiny-gsm", masking([1]), tmp_path / "alone", limit=9)
+    alone = evaluate("tiny-llada", "tiny-gsm", masking([1]), tmp_path / "alone", limit=9, batch=1)
     for reference in alone:
         run = next(one for one in LedgerRun.all(out) if one.name == reference.name)
         assert reproducible(run) == reproducible(reference)
