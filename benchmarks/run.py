@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from caches import against_fast_dllm, block_caching, block_ratios, cache_memory, caching, leaving, products, stopping
 from interventions import mapping, placing, sweeping
+from modulated import SMALL, SMALLEST_DIT, modulated
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import LlamaForCausalLM
@@ -55,6 +56,7 @@ SLOW = (
     "block",
     "regional",
     "estimated",
+    "modulated",
 )  # left out by --quick
 WIDE = {"d_model": 4096, "n_layers": 1, "n_heads": 32, "vocab": 126_464, "d_mlp": 12_288}
 
@@ -332,6 +334,11 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
         "block": lambda: block_ratios(SMALLEST, 1) if quick else block_ratios(MIDDLE, 3),
         "regional": lambda: regional(SMALLEST, 128, 1) if quick else regional(MIDDLE, 1024, 9),
         "estimated": lambda: estimating(SMALLEST, 256, 1) if quick else estimating(MIDDLE, 1024, 7),
+        "modulated": lambda: (
+            modulated("d 64, 2 blocks", SMALLEST_DIT, 128, 1)
+            if quick
+            else modulated("d 768, 12 blocks", SMALL, 1024, 2)
+        ),
         "stopping": lambda: stopping(2, 2, 1) if quick else stopping(20, 5, 3),
         "leaving": lambda: leaving(2, 2, 1) if quick else leaving(100, 25, 5),
     }

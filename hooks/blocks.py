@@ -36,11 +36,13 @@ class Blocks:
         start: where blocks are counted from: each row's first "token", or the first "column".
         sealed: of each row, how many leading columns see none of the columns after them, whatever their block; empty if
             the blocks alone decide.
+        reach: number of blocks that a query sees, its own included; None for all earlier ones.
     """
 
     length: int
     start: Start = "token"
     sealed: tuple[int, ...] = ()
+    reach: int | None = None
 
     def numbers(self, real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
         """Block of each position, from 0; -1 on padding before a row's first token if blocks start there."""
@@ -62,6 +64,8 @@ class Blocks:
         number = self.numbers(real)
         reach = torch.where(real, number, number.amax(dim=1, keepdim=True))[:, queries]
         seen = (number[:, None, :] <= reach[:, :, None]) & real[:, None, :]
+        if self.reach is not None:
+            seen &= number[:, None, :] > reach[:, :, None] - self.reach
         return (seen & ~self._hidden(real, queries) if self.sealed else seen)[:, None]
 
     def of_rows(self, rows: Bool[Tensor, " batch"]) -> "Blocks":

@@ -50,11 +50,12 @@ class ForwardPass:
         queries: positions whose stream the pass computes.
         keys: positions of the keys that its queries attend to; in a layer with a sliding window those in reach.
         prompt_length: positions before the answer, padding included; 0 outside a run.
-        real: False on padding; empty before the first pass.
+        real: False on padding, and outside the window of a pass that sees a part of the text; empty before the first
+            pass.
         fresh: keys that the pass computes under a cache policy, never padding; None without a policy.
         gone: keys that the policy hides from every query; None without a policy.
-        decidable: positions that the step can decide under a policy: those computed with what predicts them; None
-            without a policy.
+        decidable: positions that the step can decide under a policy, those computed with what predicts them, or in
+            the window of a pass that sees a part of the text; None without both.
         active: rows that the step works on; the others wait. None for all.
         undecided: undecided positions that the step works on; None until its canvas is settled, and in a single pass.
             A sampler without a mask token says so before ``denoise.hook_canvas``.

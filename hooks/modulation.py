@@ -11,18 +11,21 @@ about what reaches the stream.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from sinklens.errors import SettingError
+from sinklens.hooks.offload import class_forward
 from sinklens.hooks.points import Point, at
 
 if TYPE_CHECKING:
     from sinklens.hooks.groups import AttentionPoints
 
+Time = Float[Tensor, " _"] | float | None  # the noise level of each row, or of all rows
 BLOCK = "sinklens_block"  # key in a layer's __dict__, like attention.POINTS
 SHIFTED = "sinklens_shifted"  # there too: shift and scale of what attention reads in this pass, for inputs.py
 MIXED = "sinklens_mixed"  # key in a group of attention points: the heads' outputs of this pass, for hook_result
@@ -36,6 +39,44 @@ def modulated(
     """x · (1 + scale) + shift, the same for all positions of a row, and for each head's copy of x."""
     between = (slice(None), *(None,) * (x.ndim - 2))
     return x * (1 + scale[between]) + shift[between]
+
+
+def times_of(tree: Any, time: Time, rows: int) -> Float[Tensor, " batch"] | None:
+    """The noise level of each of `rows` as the network reads it; None for one that is not conditioned on it.
+
+    Raises:
+        SettingError: the network reads it and `time` is missing or does not fit, or it is not conditioned on it.
+    """
+    architecture = tree.architecture
+    if not architecture.time:
+        if time is not None:
+            raise SettingError("this model is not conditioned on the noise level; leave time= out.")
+        return None
+    return tree.hf.get_submodule(architecture.base).time_of(time, rows, tree.cfg.device)
+
+
+class FinalModulation(NamedTuple):
+    """What the noise level does between the final norm and the head: norm(x) · (1 + scale) + shift."""
+
+    shift: Float[Tensor, "*place d_model"]
+    scale: Float[Tensor, "*place d_model"]
+
+
+def condition_of(tree: Any, time: Time, rows: int = 1) -> Float[Tensor, "batch d_cond"]:
+    """The vector that all modulations of a noise level are made from, as at ``hook_cond``, without calling hooks.
+
+    Raises:
+        SettingError: the network reads the noise level, and `time` is None or does not fit the rows.
+    """
+    base = tree.hf.get_submodule(tree.architecture.base)
+    return class_forward(base.get_submodule(tree.architecture.time), times_of(tree, time, rows))
+
+
+def final_modulation(tree: Any, condition: Float[Tensor, "*place d_cond"]) -> FinalModulation:
+    """The final shift and scale that are made from `condition`, without calling hooks."""
+    base = tree.hf.get_submodule(tree.architecture.base)
+    made = class_forward(base.get_submodule(tree.architecture.modulation), condition)
+    return FinalModulation(*made.chunk(2, dim=-1))
 
 
 def shown(points: Sequence[Point], together: Float[Tensor, "batch parts"]) -> Float[Tensor, "batch parts"] | None:

@@ -32,6 +32,7 @@ from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
 from sinklens.hooks.losses import MaskedLoss, Masks, NextTokenLoss
 from sinklens.hooks.model_weights import ModelWeights
+from sinklens.hooks.modulation import times_of
 from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
 from sinklens.hooks.sizes import sizes_of
@@ -367,9 +368,9 @@ class HookTree(ModelWeights, HookFront):
         partial_pass.check_return_type(return_type, from_stream)
         self._check_input(input_ids, from_stream)
         self._check_canvas(start_at_layer, stop_at_layer, self_conditioning)
-        if time is not None and not self.architecture.time:
-            raise SettingError("this model is not conditioned on the noise level; leave time= out.")
-        if time is not None and not self.timed:
+        if not self.architecture.time:
+            times_of(self, time, 0)  # refuses one that is given
+        elif time is not None and not self.timed:
             warn_caller(
                 "this network is untimed: it reads noise level 0 whatever it gets, so time= has no effect. Leave it "
                 "out, or use a timed network, such as Duo or SEDD.",

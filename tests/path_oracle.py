@@ -30,20 +30,20 @@ def frozen(here, sender, source):
     return {name: (lambda _, value=value: value) for name, value in values.items()}
 
 
-def brute_force(model, ids, other, sender, receiver, positions=None):
+def brute_force(model, ids, other, sender, receiver, positions=None, passed=plain_pass):
     """Logits of the pass over `ids` with the path patched by that over `other`."""
-    here, source = plain_pass(model, ids).values, plain_pass(model, other).values
+    here, source = passed(model, ids).values, passed(model, other).values
     if positions is not None:
         kept = [place for place in range(ids.shape[1]) if place not in positions]
         at, _ = points_of(sender)
         source = source | {at: source[at].clone()}
         source[at][:, kept] = here[at][:, kept]
-    patched = plain_pass(model, ids, edits=frozen(here, sender, source))
+    patched = passed(model, ids, edits=frozen(here, sender, source))
     if receiver == "logits":
         return patched.logits
     if receiver.endswith("_mlp_in"):
         at = f"blocks.{receiver[0]}.ln2.hook_normalized"
-        return plain_pass(model, ids, edits={at: lambda _: patched.values[at]}).logits
+        return passed(model, ids, edits={at: lambda _: patched.values[at]}).logits
     at, head = f"blocks.{receiver[1]}.attn.hook_{receiver[-1]}", int(receiver[3])
 
     def replace(value):
@@ -51,4 +51,4 @@ def brute_force(model, ids, other, sender, receiver, positions=None):
         value[:, :, head] = patched.values[at][:, :, head]
         return value
 
-    return plain_pass(model, ids, edits={at: replace}).logits
+    return passed(model, ids, edits={at: replace}).logits

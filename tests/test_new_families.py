@@ -30,9 +30,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "diffusion-gemma": {"max_denoising_steps": 4, "entropy_bound": 1.5, "pad_token_id": 0},
     "duo": {"steps": 4},
     "gidd": {"steps": 5},
+    "sedd": {"steps": 5},
     "mdlm": {"sampler": "remdm", "steps": 5, "low_mode": "max-capped-0.3"},
 }
-STORED = ("diffusion-gemma", "duo", "gidd", "mdlm")
+STORED = ("diffusion-gemma", "duo", "gidd", "mdlm", "sedd")
 """Families whose reference weights are read, with this file's tokenizer."""
 PROMPTS = ["w5 w9 w13 w21 w30", "w7 w8 w30 w31 w9 w12 w40"]
 LENGTH = 8
@@ -109,12 +110,12 @@ def test_masked_sinks_hide_the_strongest_key_of_the_step_before_and_no_other(mod
 def test_an_ablated_head_writes_nothing_and_the_others_do(model, family):
     base, _ = base_of(model, family)
     shown: list[Tensor] = []
-    hooks = [AblateHeads(layers=[1], heads=[2]), ("blocks.1.attn.hook_result", lambda v, hook: shown.append(v.clone()))]
+    hooks = [AblateHeads(layers=[1], heads=[1]), ("blocks.1.attn.hook_result", lambda v, hook: shown.append(v.clone()))]
     sinklens.generate(model, PROMPTS, gen_length=LENGTH, hooks=hooks, replay=base, **SETTINGS[family])
     assert len(shown) == base.steps_run
     for value in shown:
-        assert not value[:, :, 2].any()
-        assert value[:, :, 1].any()
+        assert not value[:, :, 1].any()
+        assert value[:, :, 0].any()
 
 
 @pytest.mark.fast_cases(3)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from building import bridge_over, random_hf
 
-from sinklens.errors import SettingError
 from sinklens.model import load
 
 TEXT, OTHER = "Tom has 3 apples and 4 pears.", "He eats 3."
@@ -50,28 +49,3 @@ def test_a_traced_pass_returns_the_requested_type(bridge):
     with model.trace(TEXT, return_type="loss"):
         loss = model.output.save()
     assert_close(loss, model(TEXT, return_type="loss"))
-
-
-def test_gradients_of_text_are_cached(bridge):
-    model = load(bridge)
-    name = "blocks.1.hook_resid_pre"
-    _, cache = model.run_with_cache(TEXT, names_filter=name, incl_bwd=True, return_type="loss")
-    _, expected = bridge.run_with_cache(model.to_tokens(TEXT), incl_bwd=True, return_type="loss")
-    assert_close(cache[f"{name}_grad"], expected[f"{name}_grad"])
-
-
-def test_a_pass_can_start_from_a_residual_stream(bridge):
-    model = load(bridge)
-    stream = model(TEXT, stop_at_layer=1)
-    assert_close(model(stream, start_at_layer=1), model(TEXT))
-    with model.trace(stream, start_at_layer=1):
-        logits = model.output.save()
-    assert_close(logits, model(TEXT))
-
-
-@pytest.mark.parametrize("return_type", ["loss", "both"])
-def test_the_loss_of_a_diffusion_model_needs_the_tokens_behind_the_masks(tiny_llada, return_type):
-    with pytest.raises(SettingError, match="pass their ids as targets="):
-        tiny_llada(tiny_llada.to_canvas(TEXT), return_type=return_type)
-    with pytest.raises(SettingError, match="pass their ids as targets="):
-        tiny_llada.loss_fn(tiny_llada(tiny_llada.to_canvas(TEXT)), tiny_llada.to_canvas(TEXT))

@@ -34,9 +34,8 @@ from transformers.models.llama.modeling_llama import (
 
 from sinklens.checkpoints.config_keys import DIT_IGNORED
 from sinklens.errors import SettingError
-from sinklens.hooks.modulation import modulated
+from sinklens.hooks.modulation import Time, modulated
 
-Time = Float[Tensor, " _"] | float | None  # the noise level of each row, or of all rows
 FREQUENCIES = 256  # sinusoids of the time embedding, fixed in all published checkpoints
 
 

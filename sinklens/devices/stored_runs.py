@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.caching import DualCache, NoCache, Policy, PrefixCache
+from sinklens.devices import stored_timed_runs as timed
 from sinklens.devices.agreement import EXACT, near
 from sinklens.devices.references import ReferenceFolder, StoredRun
 from sinklens.interventions import FixedNoise, Suffix
@@ -31,11 +32,13 @@ class StoredPass(NamedTuple):
         ids: its input, without padding; the canvas is at the end if the model has one.
         logits: of all positions, or of the canvas.
         patterns: of each layer, [batch, head, query, key]; none where the reference kept none.
+        time: noise level of each row; None for a model that is not conditioned on it.
     """
 
     ids: Int[Tensor, "batch pos"]
     logits: Float[Tensor, "batch _ vocab"]
     patterns: list[Tensor]
+    time: Float[Tensor, " batch"] | None = None
 
 
 class StoredFormat(NamedTuple):
@@ -66,6 +69,10 @@ def open_folder(path: Path) -> ReferenceFolder:
 def stored_pass(folder: ReferenceFolder) -> StoredPass:
     """The stored pass of a folder."""
     expected = folder.tensors
+    if "pass0.logits" in expected:
+        first = {name.removeprefix("pass0."): value for name, value in expected.items() if name.startswith("pass0.")}
+        time = next(first[name] for name in ("sigma_used", "sigma", "t") if name in first)
+        return StoredPass(expected["input_ids"].long(), first["logits"], _patterns(first), time)
     if "input_ids" in expected:
         return StoredPass(expected["input_ids"], expected["logits"], _patterns(expected))
     ids = torch.cat([expected["fwd0.input_ids"], expected["fwd0.canvas"]], dim=1)
@@ -79,7 +86,8 @@ def compare_pass(case: ReferenceFolder, device: torch.device) -> str:
     model, stored = case.load(device, block_length=case.pass_block_length), stored_pass(case)
     with torch.no_grad():
         ids = stored.ids.to(device)
-        logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"))
+        time = {} if stored.time is None else {"time": stored.time.to(device)}
+        logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"), **time)
     difference, patterns = near(logits, stored.logits, EXACT), "not stored"
     for layer, pattern in enumerate(stored.patterns):
         patterns = near(cache["pattern", layer], pattern, EXACT)
@@ -282,4 +290,9 @@ FOLDERS: dict[str, StoredFormat] = {
     "fast-dllm-v2": StoredFormat(_fast_dllm_v2, "fast-dllm-v2"),
     "llada2-moe": StoredFormat(_llada2, "llada2"),
     "diffusion-gemma": StoredFormat(_diffusion_gemma, "diffusion-gemma"),
+    "mdlm": StoredFormat(timed.mdlm, "mdlm"),
+    "bd3lm-owt": StoredFormat(timed.bd3lm, "bd3lm-owt"),
+    "sedd": StoredFormat(timed.sedd, "sedd", family="sedd"),
+    "duo": StoredFormat(timed.duo, "duo"),
+    "gidd": StoredFormat(timed.gidd, "gidd"),
 }

@@ -9,7 +9,7 @@ measure single edges; `head_outputs`, `donors` and `difference_of_means` collect
 from runs of other prompts, for ablating, resampling and steering.
 """
 
-from sinklens.experiments.attribution import agreement, attribution_patching, of_step, patching_effects
+from sinklens.experiments.attribution import agreement, attribution_patching, patching_effects
 from sinklens.experiments.captured import head_outputs
 from sinklens.experiments.comparison import Effect, attention_to, compare, effect
 from sinklens.experiments.corruption import corrupted
@@ -22,6 +22,7 @@ from sinklens.experiments.paths import AcrossSteps, path_across_steps
 from sinklens.experiments.readers import read_attribution
 from sinklens.experiments.reference_runs import difference_of_means, donors
 from sinklens.experiments.sink_changes import sinks_compared
+from sinklens.experiments.step_ids import of_step
 from sinklens.experiments.sweeps import sweep
 from sinklens.experiments.tuned_lens import TunedLens
 from sinklens.experiments.writers import write_attribution

@@ -23,94 +23,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks import names
+from sinklens.hooks.modulation import Time, times_of
 from sinklens.hooks.names import READ_ONLY, axes_of
 from sinklens.hooks.points import Point
 from sinklens.model.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within
-from sinklens.runs.result import require_run
 from sinklens.sampling.key_cache import one_later
 
 if TYPE_CHECKING:
     from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
 LogitMetric = Callable[[Tensor], Tensor]
 UNPATCHED = ("hook_attn_mask", *READ_ONLY, "hook_expert_indices")  # zeros, results, and numbers of experts
-SUMMED = ("batch", "d_model", "d_head", "d_mlp", "1")  # axes over which effects are summed
+SUMMED = ("batch", "d_model", "d_cond", "d_head", "d_mlp", "1")  # axes over which effects are summed
 EMBED = "hook_embed"
 ORDER = ("layer", "head", "kv_head", "query", "pos", "key", "expert", "k")
-
-
-class StepIds(NamedTuple):
-    """The input of a step: ids, and a mask that is False on left padding."""
-
-    ids: Int[Tensor, "batch pos"]
-    attention_mask: Bool[Tensor, "batch pos"]
-
-    def row(self, number: int) -> "StepIds":
-        """One row, without its padding."""
-        keep = self.attention_mask[number]
-        return StepIds(self.ids[number][keep][None], keep[keep][None])
-
-    def columns(self, number: int) -> list[int]:
-        """Canvas columns of the tokens of `row(number)`; there may be padding on both sides of them."""
-        return self.attention_mask[number].nonzero()[:, 0].tolist()
-
-    def place(self, number: int, column: int) -> int:
-        """Index in `row(number)` of the token in a canvas column.
-
-        Raises:
-            SettingError: there is none.
-        """
-        columns = self.columns(number)
-        if column not in columns:
-            raise SettingError(
-                f"position {column} does not exist at this step, is padding or is not decoded yet; choose one of "
-                f"{columns[0]} to {columns[-1]}."
-            )
-        return columns.index(column)
-
-
-def of_step(run: "Generation", step: int) -> StepIds:
-    """The canvas at the start of a step, for a separate pass; for an autoregressive run the text so far.
-
-    Negative steps count from the last step that ran.
-
-    Raises:
-        SettingError: the step did not run.
-    """
-    require_run(run, "run")
-    step = within("step", [step], run.steps_run)[0]
-    end = run.prompt_length + step if run.model.causal else run.canvas.shape[2]
-    device = run.model.cfg.device
-    return StepIds(run.canvas[:, step, :end].to(device), run.real[:, :end].to(device))
-
-
-def exact_step(run: "Generation", step: int) -> StepIds:
-    """`of_step`, if a separate pass over it computes what the run computed at the step, apart from hooks.
-
-    Raises:
-        SettingError: also if the step read what an earlier one computed: keys and values under a cache policy, or the
-            predictions of the step before.
-    """
-    if run.key_reuse:
-        raise SettingError(
-            f"with {run.key_reuse}, steps read keys and values as earlier steps computed them, so a separate pass over "
-            f"a canvas has other attention and other streams than the run. Analyze an exact run on the same canvases: "
-            f"repeat the run without {run.key_reuse.partition('=')[0]}= and with replay=run."
-        )
-    if run.model.tree.architecture.encoder:
-        raise SettingError(
-            f"a step of a {run.model.family} model also reads the predictions of the step before, which a separate "
-            f"pass over a canvas lacks; keep the values of the run itself with Activations in hooks=."
-        )
-    return of_step(run, step)
 
 
 def attribution_patching(
@@ -121,8 +54,8 @@ def attribution_patching(
     names: Any,
     attention_mask: Tensor | None = None,
     *,
+    time: Time = None,
     path: int = 0,
-    time: Float[Tensor, " _"] | float | None = None,
 ) -> xr.Dataset:
     """Estimate m(corrupted with v_clean) − m(corrupted) ≈ Σ (v_clean − v_corrupted) · ∂m/∂v for every point.
 
@@ -135,10 +68,10 @@ def attribution_patching(
         names: points, in any accepted spelling, or a predicate on names. `hook_pattern` and `hook_attn_scores` switch
             their layers to explicit attention.
         attention_mask: False (or 0) on left padding, shared by both.
+        time: noise level of both, a number or one for each row, for a network that reads it; that of a step is
+            ``of_step(run, step).time``.
         path: 0 takes the gradient in the corrupted run; k > 0 the mean of k gradients, with the embeddings at
             corrupted + (i + ½)/k · (clean − corrupted), i = 0 … k − 1 (EAP-IG; Hanna et al., 2403.17806).
-        time: noise level of both, a number or one for each row, for a network that reads it; that of a step is
-            ``run.time_at(step)``.
 
     Returns:
         One variable per kind of point, named as inside its block (``attn.hook_z``, ``hook_resid_post``), over
@@ -181,10 +114,10 @@ def patching_effects(
     names: Any,
     attention_mask: Tensor | None = None,
     *,
+    time: Time = None,
     heads: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
     at_once: int = 32,
-    time: Float[Tensor, " _"] | float | None = None,
 ) -> xr.Dataset:
     """The true m(corrupted with v_clean) − m(corrupted), for each layer, head and position separately.
 
@@ -249,23 +182,16 @@ def agreement(estimate: xr.Dataset, truth: xr.Dataset) -> dict[str, Agreement]:
 
 
 class Pair(NamedTuple):
-    """A clean and a corrupted pass of one model."""
+    """A clean and a corrupted pass of one model; `time` is the noise level of each row of both."""
 
     model: "Model"
     clean: Tensor
     corrupted: Tensor
     real: Tensor
-    time: Tensor | None = None
+    time: Float[Tensor, " batch"] | None = None
 
     @classmethod
-    def of(
-        cls,
-        model: "Model",
-        clean: Prompt,
-        corrupted: Prompt,
-        mask: Tensor | None,
-        time: Float[Tensor, " _"] | float | None = None,
-    ) -> "Pair":
+    def of(cls, model: "Model", clean: Prompt, corrupted: Prompt, mask: Tensor | None, time: Time = None) -> "Pair":
         """The pair on the model's device, of one shape."""
         first, second = (model.reader.read(prompt, mask=mask) for prompt in (clean, corrupted))
         if first.ids.shape != second.ids.shape or not torch.equal(first.real, second.real):
@@ -273,12 +199,11 @@ class Pair(NamedTuple):
                 f"clean and corrupted ids must have the same shape and padding; got {list(first.ids.shape)} and "
                 f"{list(second.ids.shape)}. Choose words with the same number of tokens, so that positions correspond."
             )
-        level = None if time is None else torch.as_tensor(time, dtype=torch.float32, device=first.ids.device)
-        return cls(model, first.ids, second.ids, first.real, level)
+        return cls(model, first.ids, second.ids, first.real, times_of(model.tree, time, len(first.ids)))
 
     def hidden(self, ids: Tensor, pairs: Pairs, copies: int = 1) -> Float[Tensor, "batch pos d_model"]:
         """The final norm's output of one pass under hooks."""
-        time = self.time if self.time is None or self.time.numel() == 1 else self.time.repeat(copies)
+        time = None if self.time is None else self.time.repeat(copies)
         with self.model.tree.hooks(fwd_hooks=[*pairs]):
             return self.model.tree.hidden(ids.repeat(copies, 1), self.real.repeat(copies, 1), time=time)
 

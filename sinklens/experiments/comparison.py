@@ -28,6 +28,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.sink_changes import sinks_compared
+from sinklens.experiments.step_ids import of_step
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.runs.intervention import within
 from sinklens.runs.request import Hooks, hook_list
@@ -279,17 +280,15 @@ def attention_to(
 
     Raises:
         SettingError: a step that the run or `keys` does not have, or `keys` of another run or with only some layers or
-            heads.
+            heads; or steps whose passes saw a window of the text.
     """
     require_run(run, "run")
     steps, keys = _steps_of(run, keys, steps)
     found = np.full((len(run.answers), run.steps_run, run.canvas.shape[2]), np.nan)
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(run.model.cfg.n_layers)]
-    device = run.model.cfg.device
     for step in steps:
-        exists = int((run.canvas[0, step] >= 0).sum())
-        ids, real = run.canvas[:, step, :exists].to(device), run.real[:, :exists].to(device)
-        seen = run.model.tree.peek(ids, real, names, run.time_at(step))
+        ids, real, time = of_step(run, step)
+        exists, seen = ids.shape[1], run.model.tree.peek(ids, real, names, time)
         wanted = torch.from_numpy(keys.sel(step=step).transpose("batch", "layer", "head", "pos").to_numpy())
         mass = torch.zeros(ids.shape)
         for layer, name in enumerate(names):

@@ -14,7 +14,7 @@ Pitfall: as in attribution.py, the estimate is inaccurate where the metric is no
 the gradient along the path (``path=``), and check the strongest edges against `path_patching_effects`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,8 +26,9 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.experiments.attribution import EMBED, LogitMetric, Pair, differentiable, metric_value, wide
 from sinklens.experiments.sweeps import activation_bytes, rows_within
+from sinklens.hooks.modulation import Time
 from sinklens.hooks.points import Point
-from sinklens.interventions.paths import Receiver, ResidualStream, Sender, centered, refuse_indirect
+from sinklens.interventions.paths import Receiver, ResidualStream, Sender, centered, keeps, refuse_indirect
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import HookFunction, Pairs
 
@@ -62,12 +63,13 @@ def edge_attribution(
     metric: LogitMetric,
     attention_mask: Tensor | None = None,
     *,
+    time: Time = None,
     path: int = 0,
 ) -> xr.Dataset:
     """Estimate the effect of patching each edge of the graph with its value in the clean pass.
 
     Args:
-        clean_ids, corrupted_ids, metric, attention_mask, path: as in `attribution_patching`.
+        clean_ids, corrupted_ids, metric, attention_mask, time, path: as in `attribution_patching`.
 
     Returns:
         ``effect`` over ``sender`` and ``receiver``, summed over positions and rows; NaN where there is no such path.
@@ -78,19 +80,21 @@ def edge_attribution(
     """
     refuse_indirect(model, "a table of edges")
     senders, receivers = senders_of(model), receivers_of(model)
-    pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask)
+    pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
     slopes: dict[str, Tensor] = {}
     with differentiable(model):
-        outputs = [sender.point for sender in senders]
+        outputs = dict.fromkeys(sender.point for sender in senders)
+        gates = [sender.gate for sender in senders if sender.gate]
         clean, clean_logits = pair.values(pair.clean, outputs)
-        corrupted, corrupted_logits = pair.values(pair.corrupted, outputs)
+        corrupted, corrupted_logits = pair.values(pair.corrupted, [*outputs, *dict.fromkeys(gates)])
         shares = [(number + 0.5) / path for number in range(path)] or [0.0]
         for share in shares:
             mix: Pairs = [(EMBED, lambda value, hook, share=share: torch.lerp(value, clean[EMBED], share))]
             for name, slope in _slopes(pair, metric, receivers, mix if path else []):
                 slopes[name] = slopes.get(name, 0.0) + slope / len(shares)
-        changes = {point: wide(clean[point]) - wide(corrupted[point]) for point in dict.fromkeys(outputs)}
-        rows = [_effects(sender, changes[sender.point], receivers, slopes, model) for sender in senders]
+        changes = {point: wide(clean[point]) - wide(corrupted[point]) for point in outputs}
+        written = [sender.written(changes[sender.point], model, corrupted) for sender in senders]
+        rows = [_effects(sender, one, receivers, slopes) for sender, one in zip(senders, written, strict=True)]
         values = metric_value(metric, clean_logits), metric_value(metric, corrupted_logits)
     return _table(torch.stack(rows), senders, receivers, *values)
 
@@ -103,6 +107,7 @@ def path_patching_effects(
     metric: LogitMetric,
     attention_mask: Tensor | None = None,
     *,
+    time: Time = None,
     senders: Sequence[str] | None = None,
     receivers: Sequence[str] | None = None,
     memory_gb: float | int = 2.0,
@@ -124,11 +129,12 @@ def path_patching_effects(
     refuse_indirect(model, "a table of edges")
     first = senders_of(model) if senders is None else [Sender.named(name, model) for name in senders]
     last = receivers_of(model) if receivers is None else [Receiver.named(name, model) for name in receivers]
-    pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask)
-    outputs = list(dict.fromkeys(sender.point for sender in first))
+    pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
+    outputs = dict.fromkeys(sender.point for sender in first)
+    gates = dict.fromkeys(sender.gate for sender in first if sender.gate)
     clean, clean_logits = pair.values(pair.clean, outputs)
-    corrupted, corrupted_logits = pair.values(pair.corrupted, outputs)
-    changes = [sender.written(clean[sender.point] - corrupted[sender.point], model) for sender in first]
+    corrupted, corrupted_logits = pair.values(pair.corrupted, [*outputs, *gates])
+    changes = [sender.written(clean[sender.point] - corrupted[sender.point], model, corrupted) for sender in first]
     before = metric_value(metric, corrupted_logits)
     edges = [(row, column) for column in range(len(last)) for row in range(len(first))]
     edges = [(row, column) for row, column in edges if first[row].depth < last[column].depth]
@@ -160,22 +166,18 @@ def stacked_patches(edges: Sequence[tuple[ResidualStream, Sequence[Receiver]]], 
     Receivers come after what changed, and a copy has one change. So the change is that of the corrupted pass, and what
     is between it and the receivers stays as it is.
     """
-    streams: dict[str, ResidualStream] = {}
-
-    def keep(value: ResidualStream, hook: Point) -> None:
-        streams[str(hook.name)] = value
-
+    values: dict[str, Tensor] = {}
     by_receiver: dict[Receiver, list[int]] = {}
     for number, (_, receivers) in enumerate(edges):
         for receiver in receivers:
             by_receiver.setdefault(receiver, []).append(number)
-    watched = dict.fromkeys(receiver.stream for receiver in by_receiver if receiver.stream != receiver.point)
-    pairs: Pairs = [(name, keep) for name in watched]
+    watched = dict.fromkeys(name for receiver in by_receiver for name in receiver.reads)
+    pairs: Pairs = [(name, keeps(values)) for name in watched]
     count = torch.arange(len(pair.corrupted))
     for receiver, numbers in by_receiver.items():
         rows = torch.cat([count + number * len(count) for number in numbers])
         change = torch.cat([edges[number][0] for number in numbers])
-        pairs.append((receiver.point, _changed_rows(receiver, rows, change, streams, pair.model)))
+        pairs.append((receiver.point, _changed_rows(receiver, rows, change, values, pair.model)))
     return pairs
 
 
@@ -183,15 +185,15 @@ def _changed_rows(
     receiver: Receiver,
     rows: Int[Tensor, " row"],
     change: ResidualStream,
-    streams: dict[str, ResidualStream],
+    values: Mapping[str, Tensor],
     model: "Model",
 ) -> HookFunction:
     """A hook that changes what `receiver` reads in some rows."""
 
     def receive(value: Tensor, hook: Point) -> Tensor:
-        stream = streams.get(receiver.stream, value)
         found = value.clone()
-        found[rows] = receiver.changed(value[rows], stream[rows], change, model)
+        read = {name: values[name][rows] for name in receiver.reads}
+        found[rows] = receiver.changed(value[rows], change, read, model)
         return found
 
     return receive
@@ -202,18 +204,18 @@ def _slopes(
 ) -> Iterator[tuple[str, Float[Tensor, "batch pos d_model"]]]:
     """∂m/∂x of every receiver in the corrupted pass under `mix`, by label."""
     points = list(dict.fromkeys(receiver.point for receiver in receivers))
-    streams: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
 
     def keep(value: Tensor, hook: Point) -> None:
-        streams[str(hook.name)] = wide(value.detach())
+        values[str(hook.name)] = wide(value.detach())
 
-    watched: Pairs = [(name, keep) for name in dict.fromkeys(receiver.stream for receiver in receivers)]
+    watched: Pairs = [(name, keep) for name in dict.fromkeys(name for one in receivers for name in one.reads)]
     slopes = pair.gradients(metric, points, [*mix, *watched])
     for receiver in receivers:
-        yield receiver.name, _pulled_back(receiver, wide(slopes[receiver.point]), streams[receiver.stream], pair.model)
+        yield receiver.name, _pulled_back(receiver, wide(slopes[receiver.point]), values, pair.model)
 
 
-def _pulled_back(receiver: Receiver, slope: Tensor, stream: ResidualStream, model: "Model") -> ResidualStream:
+def _pulled_back(receiver: Receiver, slope: Tensor, values: Mapping[str, Tensor], model: "Model") -> ResidualStream:
     """The gradient at the receiver's point as one of the stream that it reads, before its norm.
 
     Of y = x / r, r² = mean(x²) + eps: ∂m/∂x = u / r − x (x · u) / (d r³), where u = ∂m/∂y; of a norm that subtracts
@@ -225,17 +227,17 @@ def _pulled_back(receiver: Receiver, slope: Tensor, stream: ResidualStream, mode
         block = model.blocks[receiver.layer]
         weight = getattr(block.attn, f"W_{receiver.letter.upper()}")[receiver.head]
         slope = slope[:, :, receiver.head] @ wide(weight).T * wide(block.ln1.w)
-    stream = centered(stream, model)
+        slope = slope * (1 + values[receiver.scale][:, None]) if receiver.scale else slope
+    stream = centered(values[receiver.stream], model)
     scale = (stream.pow(2).mean(dim=-1, keepdim=True) + model.cfg.eps).sqrt()
     along = (stream * slope).sum(dim=-1, keepdim=True)
     return centered(slope / scale - stream * along / (stream.shape[-1] * scale**3), model)
 
 
 def _effects(
-    sender: Sender, change: Tensor, receivers: Sequence[Receiver], slopes: dict[str, Tensor], model: "Model"
+    sender: Sender, written: ResidualStream, receivers: Sequence[Receiver], slopes: dict[str, Tensor]
 ) -> Float[Tensor, " receiver"]:
-    """Σ (change of the sender's output) · (slope of the receiver), for every receiver after it."""
-    written = sender.written(change, model)
+    """Σ (change of what the sender writes) · (slope of the receiver), for every receiver after it."""
     found = torch.full((len(receivers),), torch.nan, dtype=written.dtype, device=written.device)
     for place, receiver in enumerate(receivers):
         if sender.depth < receiver.depth:

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import StepIds, exact_step
 from sinklens.experiments.edges import senders_of
+from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.interventions.paths import PathPatch, refuse_indirect
 from sinklens.runs.intervention import Pairs, within
 from sinklens.runs.result import require_run
@@ -135,7 +135,7 @@ def jump_undone(
         raise SettingError(f"source must have the {now.ids.shape[1]} ids of the step's canvas; got {ids.shape[1]}.")
     points = ["hook_embed"]
     points += [f"blocks.{n}.{name}" for n in range(jump.layer) for name in ("attn.hook_z", "hook_mlp_out")]
-    _, written = model.tree.run_with_cache(ids, names_filter=points)
+    _, written = model.tree.run_with_cache(ids, names_filter=points, time=before.time)
     if sender is None:
         sender = [one.name for one in senders_of(model) if one.depth < 2 * jump.layer]
     head = jump.head if letter == "q" else jump.head * model.cfg.n_key_value_heads // model.cfg.n_heads
@@ -155,6 +155,6 @@ def _lead(model: "Model", jump: Jump, step: StepIds, hooks: Pairs) -> float:
 
     last = (f"blocks.{jump.layer}.attn.hook_pattern", keep)
     with model.tree.hooks(fwd_hooks=[*hooks, last]):
-        model.tree.hidden(step.ids, step.attention_mask)
+        model.tree.hidden(step.ids, step.attention_mask, time=step.time)
     column = kept["pattern"][0, jump.head].float().sum(dim=0)
     return float(column[jump.new] - column[jump.old])

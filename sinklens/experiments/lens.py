@@ -2,6 +2,8 @@
 
 The residual stream that leaves a layer is read as if it were the last one: final norm, unembedding, softmax
 (nostalgebraist, "interpreting GPT: the logit lens", 2020). The last layer's reading is the model's own prediction.
+Where the noise level shifts and scales what the head reads, so does the lens: with the step's noise level, at every
+layer.
 
 Everything at position i is about the token *at* i, as at ``denoise.hook_logits``. LLaDA's stream at i predicts it; a
 model whose stream at i predicts the token at i + 1 (Dream, autoregressive ones) is read at i − 1. The first token of a
@@ -27,8 +29,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import exact_step, of_step
+from sinklens.experiments.step_ids import exact_step
 from sinklens.experiments.tuned_lens import TunedLens, masked_share
+from sinklens.hooks.modulation import final_modulation
 from sinklens.hooks.points import Point
 from sinklens.runs.intervention import Pairs, Reader, RunContext, layer_of, place_mask, refuse, within
 from sinklens.runs.result import require_run
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
+CONDITION = "hook_cond"
 CHUNK = 2**25  # logits held at once: 128 MB
 
 
@@ -91,11 +95,13 @@ def logit_lens(
     chosen, places = within("layer", layers, model.cfg.n_layers), place_mask(positions, run.real[[row]])[0]
     points = [f"blocks.{layer}.hook_resid_post" for layer in chosen]
 
-    def streams(step: int, sources: Tensor) -> list[Tensor]:
-        ids, real = exact_step(run, step)
-        time = run.time_at(step)
-        seen = model.tree.peek(ids[[row]], real[[row]], points, None if time is None else time[[row]])
-        return _moved(lens, run, row, step, chosen, [seen[name][0, sources.to(seen[name].device)] for name in points])
+    def streams(step: int, sources: Tensor) -> _Streams:
+        ids, real, time = exact_step(run, step)
+        wanted = [*points, *conditions(model)]
+        seen = model.tree.peek(ids[[row]], real[[row]], wanted, None if time is None else time[[row]])
+        found = [seen[name][0, sources.to(seen[name].device)] for name in points]
+        condition = seen[CONDITION][0] if CONDITION in wanted else None
+        return _Streams(_moved(lens, run, row, step, chosen, found), condition)
 
     request = _Request(row, within("step", steps, run.steps_run), chosen, places & run.real[row], top_k)
     return _dataset(model, run, request, streams)
@@ -115,12 +121,14 @@ class LogitLens(Reader):
     Attributes:
         top_k: number of tokens that `read` keeps, most probable first.
         kept: by (step, layer), the streams [place, d_model] that predict the chosen positions, row after row.
+        conditions: by step, what the modulations of each row are made from (``hook_cond``), where a network has them.
     """
 
     needs_run: ClassVar[str] = "LogitLens reads a run; use it in sinklens.trace or sinklens.generate."
 
     top_k: int = 5
     kept: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    conditions: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         refuse(self, "heads")
@@ -132,6 +140,11 @@ class LogitLens(Reader):
         wanted = streams_before(model, run.real, place_mask(self.positions, run.real))
         text: dict[int, Tensor] = {}  # by layer: the streams of all tokens, since a cached pass computes only new ones
         self.kept.clear()
+        self.conditions.clear()
+
+        def condition(value: Float[Tensor, "batch d_cond"], hook: Point) -> None:
+            if in_step(hook.step or 0):
+                self.conditions[hook.step or 0] = value.cpu()
 
         def keep(value: Float[Tensor, "batch pos d_model"], hook: Point) -> None:
             layer, step, now = layer_of(hook), hook.step or 0, hook.forward_pass
@@ -148,7 +161,8 @@ class LogitLens(Reader):
             if in_step(step):
                 self.kept[step, layer] = value[wanted[:, : value.shape[1]].to(value.device)].cpu()
 
-        return [(f"blocks.{layer}.hook_resid_post", keep) for layer in layers]
+        streams: Pairs = [(f"blocks.{layer}.hook_resid_post", keep) for layer in layers]
+        return [*((name, condition) for name in conditions(model)), *streams]
 
     def read(self, run: "Generation", row: int = 0, lens: TunedLens | None = None) -> xr.Dataset:
         """Returns what `logit_lens` returns, for the streams collected in `run`, in whose hooks this lens was listed.
@@ -170,14 +184,23 @@ class LogitLens(Reader):
         places = place_mask(self.positions, run.real)
         wanted = streams_before(run.model, run.real, places)
 
-        def streams(step: int, sources: Tensor) -> list[Tensor]:
-            here = wanted[:, : of_step(run, step).ids.shape[1]]
+        def streams(step: int, sources: Tensor) -> _Streams:
+            here = wanted[:, : run.prompt_length + step if run.model.causal else wanted.shape[1]]
             if self.kept[step, layers[0]].shape != (int(here.sum()), run.model.cfg.d_model):
                 raise SettingError("the lens holds streams of another run; read it before the next run begins.")
             index = here.flatten().cumsum(0).view(here.shape)[row, sources] - 1
-            return _moved(lens, run, row, step, layers, [self.kept[step, layer][index] for layer in layers])
+            found = [self.kept[step, layer][index] for layer in layers]
+            condition = self.conditions[step][row] if step in self.conditions else None
+            return _Streams(_moved(lens, run, row, step, layers, found), condition)
 
         return _dataset(run.model, run, _Request(row, steps, layers, places[row] & run.real[row], self.top_k), streams)
+
+
+class _Streams(NamedTuple):
+    """The streams [place, d_model] of a step by layer, and what the modulations of the row are made from."""
+
+    by_layer: list[Tensor]
+    condition: Float[Tensor, " d_cond"] | None
 
 
 class _Request(NamedTuple):
@@ -221,9 +244,9 @@ def streams_before(
 
 
 def _dataset(
-    model: "Model", run: "Generation", request: _Request, streams: Callable[[int, Tensor], Sequence[Tensor]]
+    model: "Model", run: "Generation", request: _Request, streams: Callable[[int, Tensor], _Streams]
 ) -> xr.Dataset:
-    """The readings of `streams`, which returns the streams [place, d_model] of a step at some columns, by layer."""
+    """The readings of `streams`, which returns the streams of a step at some columns."""
     ids, columns = run.canvas[request.row].cpu(), request.places.nonzero()[:, 0].cpu()
     start = int(run.real[request.row].long().argmax())
     shape = (len(request.steps), len(request.layers), len(columns))
@@ -234,8 +257,9 @@ def _dataset(
         here = torch.ones_like(columns, dtype=torch.bool)
         if model.causal:
             here = (columns > start) & (columns <= run.prompt_length + step)
-        for at_layer, stream in enumerate(streams(step, (columns[here] - _before(model)).clamp(min=start))):
-            reading = _read(model, stream, ids[-1, columns[here]], request.top_k)
+        by_layer, condition = streams(step, (columns[here] - _before(model)).clamp(min=start))
+        for at_layer, stream in enumerate(by_layer):
+            reading = _read(model, stream, condition, ids[-1, columns[here]], request.top_k)
             for name, value in reading._asdict().items():
                 found[name][at_step, at_layer, here.numpy()] = value.cpu().numpy()
     axes, tokens = ("step", "layer", "pos", "rank"), ids[request.steps][:, columns].numpy()
@@ -251,20 +275,28 @@ def _dataset(
     return xr.Dataset(data, coords, {"model": model.name, "row": request.row, "prompt_length": run.prompt_length})
 
 
-def log_probabilities(model: "Model", stream: Float[Tensor, "place d_model"]) -> Float[Tensor, "place vocab"]:
+def conditions(model: "Model") -> list[str]:
+    """The point of what the modulations are made from, if the network has them."""
+    return [CONDITION] if model.tree.architecture.modulation else []
+
+
+def log_probabilities(
+    model: "Model",
+    stream: Float[Tensor, "place d_model"],
+    condition: Float[Tensor, "*place d_cond"] | None = None,
+) -> Float[Tensor, "place vocab"]:
     """log softmax(W_U · norm(stream)), without calling hooks.
 
-    Raises:
-        SettingError: the noise level acts between norm and head.
+    Args:
+        condition: what the final shift and scale are made from, of all streams or of each; None without them.
     """
-    if model.tree.architecture.modulation:
-        raise SettingError(
-            f"the head of {model.name} reads the last norm shifted and scaled by the noise level, "
-            f"which a lens leaves out; see ln_final.hook_modulated, hook_final_shift and hook_final_scale."
-        )
     model.tree.watch.peeked = {}  # hooks on the norm's points are not called
     try:
-        return model.tree.head(model.tree.ln_final(stream)).float().log_softmax(dim=-1)
+        hidden = model.tree.ln_final(stream)
+        if condition is not None:
+            shift, scale = final_modulation(model.tree, condition.to(hidden))
+            hidden = hidden * (1 + scale) + shift
+        return model.tree.head(hidden).float().log_softmax(dim=-1)
     finally:
         model.tree.watch.peeked = None
 
@@ -280,13 +312,19 @@ def _moved(
 
 
 @torch.no_grad()
-def _read(model: "Model", stream: Float[Tensor, "pos d_model"], final: Int[Tensor, " pos"], top_k: int) -> _Reading:
+def _read(
+    model: "Model",
+    stream: Float[Tensor, "pos d_model"],
+    condition: Float[Tensor, " d_cond"] | None,
+    final: Int[Tensor, " pos"],
+    top_k: int,
+) -> _Reading:
     """The lens at every position of `stream`, whose final tokens are `final` (-1 where the run left no token)."""
     parts = []
     size = max(1, CHUNK // model.cfg.d_vocab)
     for start in range(0, max(1, len(stream)), size):
         part, token = (value[start : start + size].to(model.cfg.device) for value in (stream, final))
-        logs = log_probabilities(model, part)
+        logs = log_probabilities(model, part, condition)
         final_log, top = logs.gather(1, token.clamp(min=0)[:, None]), logs.topk(top_k, dim=-1)
         entropy, exists = torch.special.entr(logs.exp()).sum(dim=-1), token >= 0
         probability, rank = (

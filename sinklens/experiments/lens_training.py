@@ -13,15 +13,15 @@ not seen such streams.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import exact_step
-from sinklens.experiments.lens import log_probabilities, streams_before
+from sinklens.experiments.lens import CONDITION, conditions, log_probabilities, streams_before
+from sinklens.experiments.step_ids import exact_step
 from sinklens.experiments.tuned_lens import TunedLens, masked_share
 from sinklens.tracing import generate
 from sinklens.utils.integers import as_seed
@@ -69,14 +69,14 @@ def train_tuned_lens(
     d_model, layers = model.cfg.d_model, model.cfg.n_layers
     empty = TunedLens(model.name, torch.zeros(buckets, layers, d_model, d_model), torch.zeros(buckets, layers, d_model))
     drawn = torch.Generator().manual_seed(as_seed(seed))
-    kept: list[list[Tensor]] = [[] for _ in range(buckets)]
+    kept: list[list[_Places]] = [[] for _ in range(buckets)]
     for start in range(0, len(prompts), rows):
         part = list(prompts[start : start + rows])
         run = generate(
             model, part, seed=seed, chat_template=chat_template, record_sinks=False, progress=False, **settings
         )
-        for share, streams in _streams(run):
-            kept[empty.bucket(share)].append(streams)
+        for share, places_read in _streams(run):
+            kept[empty.bucket(share)].append(places_read)
         kept = [_sample(parts, places, drawn) for parts in kept]
     for number, parts in enumerate(kept):
         if not parts:
@@ -84,56 +84,82 @@ def train_tuned_lens(
                 f"no step has a masked share above {number / buckets:.2f} and up to {(number + 1) / buckets:.2f}; pass "
                 f"fewer buckets, or settings with more steps."
             )
-        streams = torch.cat(parts, dim=1)
-        empty.maps[number, :-1], empty.offsets[number, :-1] = _fit(model, streams, updates, batch, learning_rate, drawn)
+        found = _fit(model, _joined(parts), updates, batch, learning_rate, drawn)
+        empty.maps[number, :-1], empty.offsets[number, :-1] = found
     return empty
 
 
-def _sample(parts: list[Tensor], places: int, drawn: torch.Generator) -> list[Tensor]:
+class _Places(NamedTuple):
+    """What was read at some places.
+
+    Attributes:
+        streams: the streams that leave each layer.
+        condition: what the modulations of each place's row are made from; None without modulations.
+    """
+
+    streams: Float[Tensor, "layer place d_model"]
+    condition: Float[Tensor, "place d_cond"] | None
+
+    def at(self, index: Tensor) -> "_Places":
+        """Some of the places."""
+        return _Places(self.streams[:, index], None if self.condition is None else self.condition[index])
+
+
+def _joined(parts: Sequence[_Places]) -> _Places:
+    condition = [part.condition for part in parts if part.condition is not None]
+    return _Places(torch.cat([part.streams for part in parts], dim=1), torch.cat(condition) if condition else None)
+
+
+def _sample(parts: list[_Places], places: int, drawn: torch.Generator) -> list[_Places]:
     """At most `places` positions of what was kept, at random."""
-    if sum(part.shape[1] for part in parts) <= places:
+    count = sum(part.streams.shape[1] for part in parts)
+    if count <= places:
         return parts
-    joined = torch.cat(parts, dim=1)
-    return [joined[:, torch.randperm(joined.shape[1], generator=drawn)[:places]]]
+    return [_joined(parts).at(torch.randperm(count, generator=drawn)[:places])]
 
 
 @torch.no_grad()
-def _streams(run: "Generation") -> Iterator[tuple[float, Float[Tensor, "layer place d_model"]]]:
+def _streams(run: "Generation") -> Iterator[tuple[float, _Places]]:
     """Masked share of each row and step, and the streams that predict its undecided positions."""
     model, shares = run.model, masked_share(run)
     points = [f"blocks.{layer}.hook_resid_post" for layer in range(model.cfg.n_layers)]
     for step in range(run.steps_run):
-        ids, real = exact_step(run, step)
-        seen = model.tree.peek(ids, real, points, run.time_at(step))
+        ids, real, time = exact_step(run, step)
+        seen = model.tree.peek(ids, real, [*points, *conditions(model)], time)
         streams = torch.stack([seen[name].float().cpu() for name in points])
         sources = streams_before(model, run.real, run.undecided[:, step])
         for row, places in enumerate(sources):
             if bool(places.any()):
-                yield float(shares[row, step]), streams[:, row, places]
+                here, count = streams[:, row, places], int(places.sum())
+                condition = seen[CONDITION][row].float().cpu().expand(count, -1) if CONDITION in seen else None
+                yield float(shares[row, step]), _Places(here, condition)
 
 
 def _fit(
     model: "Model",
-    streams: Float[Tensor, "layer place d_model"],
+    places: _Places,
     updates: int,
     batch: int,
     learning_rate: float,
     drawn: torch.Generator,
 ) -> tuple[Float[Tensor, "earlier d_model d_model"], Float[Tensor, "earlier d_model"]]:
     """Maps and offsets of all layers but the last."""
-    device, scale = model.cfg.device, streams[:-1].pow(2).mean(dim=(1, 2)).sqrt().clamp(min=1e-12)
+    streams, device = places.streams, model.cfg.device
+    scale = streams[:-1].pow(2).mean(dim=(1, 2)).sqrt().clamp(min=1e-12)
     layers, d_model = len(streams) - 1, streams.shape[2]
     maps = torch.zeros(layers, d_model, d_model, device=device, requires_grad=True)
     offsets = torch.zeros(layers, d_model, device=device, requires_grad=True)
     optimizer = torch.optim.Adam([maps, offsets], lr=learning_rate)
     size, dtype = scale[:, None, None].to(device), model.cfg.dtype
     for update in range(updates):
-        chosen = streams[:, torch.randint(streams.shape[1], (batch,), generator=drawn)].to(device)
+        part = places.at(torch.randint(streams.shape[1], (batch,), generator=drawn))
+        chosen, condition = part.streams.to(device), part.condition
+        every = None if condition is None else condition.repeat(layers, 1)
         with torch.no_grad():
-            target = log_probabilities(model, chosen[-1].to(dtype))
+            target = log_probabilities(model, chosen[-1].to(dtype), condition)
         with torch.enable_grad():
             moved = chosen[:-1] + torch.bmm(chosen[:-1], maps) + offsets[:, None] * size
-            read = log_probabilities(model, moved.flatten(0, 1).to(dtype)).unflatten(0, (layers, batch))
+            read = log_probabilities(model, moved.flatten(0, 1).to(dtype), every).unflatten(0, (layers, batch))
             loss = (target.exp() * (target - read)).sum(dim=-1).mean(dim=1).sum()
             gradients = torch.autograd.grad(loss, [maps, offsets])
         maps.grad, offsets.grad = gradients

@@ -208,7 +208,9 @@ class _MetricReader(Reader):
         def read(value: Float[Tensor, "row pos vocab"], hook: Point) -> None:
             assert canvas.now is not None
             ids, size = canvas.now.ids, value.shape[1]
-            undecided = canvas.now.undecided & run.real[:, : ids.shape[1]].to(ids.device)
+            real = hook.forward_pass.decidable
+            real = run.real if real is None else real
+            undecided = canvas.now.undecided & real[:, : ids.shape[1]].to(ids.device)
             if not run.causal and size < ids.shape[1]:  # with cached blocks, or a canvas after its text
                 here = slice(hook.forward_pass.queries.start, hook.forward_pass.queries.stop)
                 ids, undecided = ids[:, here], undecided[:, here]

@@ -5,8 +5,9 @@ query sees, as `AblateValues` does, and the attention stays. The change of what 
 
     δ_i = Σ_heads A[i, j] (mean of v − v_j) W_O,
 
-then reaches only some later readers, on the direct path (as in `PathPatch`): one component, or a group. What follows
-from them follows. The effect is the KL divergence of the step's predictions from those of the unchanged pass.
+times the layer's gate where the network has one, then reaches only some later readers, on the direct path (as in
+`PathPatch`): one component, or a group. What follows from them follows. The effect is the KL divergence of the step's
+predictions from those of the unchanged pass.
 
 Pitfall: an effect of the message is not one of the sink's attention. Masking a key also frees its attention, which
 other keys then receive; compare with `MaskSinks`, and with the same effect of a control key.
@@ -21,8 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import Pair, exact_step, wide
+from sinklens.experiments.attribution import Pair, wide
 from sinklens.experiments.edges import copies_within, receivers_of, stacked_patches
+from sinklens.experiments.step_ids import exact_step
 from sinklens.interventions.paths import Receiver, ResidualStream, refuse_indirect
 from sinklens.runs.intervention import within
 from sinklens.runs.result import require_run
@@ -80,7 +82,7 @@ def read_attribution(
     row = within("row", [row], len(run.canvas))[0]
     given = exact_step(run, step)
     here, columns = given.row(row), given.columns(row)
-    pair = Pair(model, here.ids, here.ids, here.attention_mask)
+    pair = Pair(model, here.ids, here.ids, here.attention_mask, here.time)
     place, change = _message(pair, layer, heads, None if key is None else given.place(row, key))
     groups = _groups(readers, layer, model)
     places = torch.arange(len(columns))[-1:] if model.causal else run.undecided[row, step, columns].nonzero()[:, 0]
@@ -91,8 +93,10 @@ def read_attribution(
 
 def _message(pair: Pair, layer: int, heads: list[int], key: int | None) -> tuple[int, ResidualStream]:
     """The key, and the change of the stream if its value is replaced by the mean of those that a query sees."""
-    attn = f"blocks.{layer}.attn"
-    kept, _ = pair.values(pair.clean, [f"{attn}.hook_pattern", f"{attn}.hook_v", f"{attn}.hook_attn_scores"])
+    attn, gate = f"blocks.{layer}.attn", f"blocks.{layer}.adaln.hook_attn_gate"
+    gates = [gate] if pair.model.tree.architecture.modulation else []
+    points = [*gates, f"{attn}.hook_pattern", f"{attn}.hook_v", f"{attn}.hook_attn_scores"]
+    kept, _ = pair.values(pair.clean, points)
     pattern, scores = (kept[f"{attn}.{name}"][0, heads].float() for name in ("hook_pattern", "hook_attn_scores"))
     place = int(pattern.sum(dim=(0, 1)).argmax()) if key is None else key
     value, weight = kept[f"{attn}.hook_v"][0].float(), pair.model.blocks[layer].attn.W_O
@@ -102,7 +106,7 @@ def _message(pair: Pair, layer: int, heads: list[int], key: int | None) -> tuple
         own = value[:, head * pair.model.cfg.n_key_value_heads // pair.model.cfg.n_heads]
         mean = seen[number] @ own / seen[number].sum(dim=1, keepdim=True).clamp(min=1)
         change = change + pattern[number, :, place, None] * (mean - own[place]) @ wide(weight[head])
-    return place, change[None]
+    return place, change[None] * wide(kept[gate])[:, None] if gates else change[None]
 
 
 def _groups(readers: Mapping[str, Sequence[str]] | None, layer: int, model: "Model") -> dict[str, list[Receiver]]:

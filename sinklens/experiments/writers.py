@@ -5,8 +5,10 @@ The score of query i and key j is s = q_i R(i) R(j)ᵀ k_jᵀ / √d_head, where
     k_j = W_Kᵀ (w ⊙ x_j / r_j) + b_K,    x_j = embedding + Σ heads + Σ MLPs + Σ output biases
 
 is linear in what wrote the stream x_j, once the norm's scale r_j is taken from the pass (*frozen*). So are a key's norm
-and the rotation: where a model normalizes keys, its root mean square is frozen too. With the query as it is, s is
-therefore a sum with one part per writer of the key; with the key as it is, one part per writer of the query.
+and the rotation: where a model normalizes keys, its root mean square is frozen too. A norm that subtracts the mean of
+x_j subtracts that of each part. The noise level's scale and shift, where a network has them, follow the norm, and its
+gates multiply what heads and MLPs write. With the query as it is, s is therefore a sum with one part per writer of the
+key; with the key as it is, one part per writer of the query.
 
 A softmax only compares keys. What all keys of a query share adds to every score and attracts no attention, so
 `write_attribution` also splits the *excess*: the score minus its mean over the other keys that the query sees.
@@ -25,9 +27,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import exact_step, wide
+from sinklens.experiments.attribution import wide
+from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.hooks.rotary import rotations
-from sinklens.interventions.paths import refuse_indirect
+from sinklens.interventions.paths import centered, refuse_indirect
 from sinklens.runs.intervention import within
 from sinklens.runs.result import require_run
 
@@ -66,8 +69,9 @@ def write_attribution(
 
     Returns:
         A variable per split, over ``writer``: "embed", "L0H0" (a head), "0_mlp_out", "bias" (the output biases of
-        attention), "own_bias" (b_K for keys, b_Q for queries), and "rest", which completes the sum: rounding, and edits
-        by hooks that are set on the model. In float32 it is below 1e-4 of the score.
+        attention), "own_bias" (b_K for keys, b_Q for queries, and what the norm and the noise level add before the
+        projection), and "rest", which completes the sum: rounding, and edits by hooks that are set on the model. In
+        float32 it is below 1e-4 of the score.
 
         - ``from_key``, ``from_query``: parts of the score before masking and softmax.
         - ``from_key_excess``, ``from_query_excess``: parts of the score minus its mean over the other keys that the
@@ -86,7 +90,7 @@ def write_attribution(
     layer, head = within("layer", [layer], model.cfg.n_layers)[0], within("head", [head], model.cfg.n_heads)[0]
     row, step = within("row", [row], len(run.canvas))[0], within("step", [step], run.steps_run)[0]
     given = exact_step(run, step)
-    read = _Read.of(model, given.row(row).ids[0], layer, head)
+    read = _Read.of(model, given.row(row), layer, head)
     place = read.strongest() if key is None else given.place(row, key)
     chosen = read.queries(place, None if query is None else given.place(row, query), weighted)
     found = _splits(read, place, chosen)
@@ -165,19 +169,22 @@ class _Read:
     pattern: Float[Tensor, "query key"]
 
     @classmethod
-    def of(cls, model: "Model", ids: Tensor, layer: int, head: int) -> "_Read":
-        """Read the points in one pass over `ids` [pos]."""
+    def of(cls, model: "Model", given: StepIds, layer: int, head: int) -> "_Read":
+        """Read the points in one pass over a row without padding."""
         refuse_indirect(model, "write_attribution")
-        if model.tree.architecture.centered:
+        if model.tree.architecture.positions:
             raise SettingError(
-                f"write_attribution divides the stream by its root mean square, and the norms of a "
-                f"{model.config.model_type} model also subtract its mean; use edge_attribution."
+                f"write_attribution splits rotated queries and keys, and a {model.config.model_type} model adds "
+                f"learned positions to the stream; use edge_attribution."
             )
         attn = f"blocks.{layer}.attn"
         points = ["hook_embed", f"blocks.{layer}.ln1.hook_scale"]
         points += [f"blocks.{one}.{name}" for one in range(layer) for name in ("attn.hook_z", "hook_mlp_out")]
         points += [f"{attn}.hook_{name}" for name in ("q", "k", "rot_q", "rot_k", "attn_scores", "pattern")]
-        _, cache = model.tree.run_with_cache(ids[None], names_filter=points)
+        if model.tree.architecture.modulation:
+            points += [f"blocks.{one}.adaln.hook_attn_gate" for one in range(layer)]
+            points += [f"blocks.{layer}.adaln.hook_attn_{name}" for name in ("shift", "scale")]
+        _, cache = model.tree.run_with_cache(given.ids, names_filter=points, time=given.time)
         values = {name: wide(cache[name][0]).to(model.cfg.device) for name in points}
         key_head = cls._key_head(model, head)
         query, key = values[f"{attn}.hook_rot_q"][:, head], values[f"{attn}.hook_rot_k"][:, key_head]
@@ -246,15 +253,32 @@ class _Read:
             raw = self.values[f"blocks.{self.layer}.attn.hook_{letter}"][:, head]
             toward = toward * wide(norm.w) / (raw.pow(2).mean(dim=-1, keepdim=True) + norm.eps).sqrt()
         weight, bias = (wide(getattr(attn, f"{kind}_{letter.upper()}")[head]) for kind in "Wb")
-        ln1, scale = wide(self.model.blocks[self.layer].ln1.w), self.values[f"blocks.{self.layer}.ln1.hook_scale"]
-        return self._of_stream(toward @ weight.T * ln1 / scale, own=(toward * bias).sum())
+        norm, shift = self._norm()
+        own, toward_norm = (toward * bias).sum(), toward @ weight.T
+        direction = toward_norm * norm / self.values[f"blocks.{self.layer}.ln1.hook_scale"]
+        return self._of_stream(centered(direction, self.model), own=own + (toward_norm * shift).sum())
+
+    def _norm(self) -> tuple[Float[Tensor, " d_model"], Float[Tensor, " d_model"]]:
+        """What the layer's norm multiplies the normalized stream by, and what it adds, the modulation included."""
+        norm = self.model.blocks[self.layer].ln1
+        weight = wide(norm.w)
+        bias = torch.zeros_like(weight) if norm.b is None else wide(norm.b)
+        if not self.model.tree.architecture.modulation:
+            return weight, bias
+        shift, scale = (self.values[f"blocks.{self.layer}.adaln.hook_attn_{name}"] for name in ("shift", "scale"))
+        return weight * (1 + scale), bias * (1 + scale) + shift
+
+    def _gate(self, layer: int) -> Float[Tensor, ""] | Float[Tensor, " d_model"]:
+        """What the attention output of a layer is multiplied by."""
+        return self.values.get(f"blocks.{layer}.adaln.hook_attn_gate", torch.ones((), device=self.scores.device))
 
     def _of_stream(self, direction: Float[Tensor, "pos d_model"], own: Float[Tensor, ""]) -> Float[Tensor, " writer"]:
         """Σ_pos writer · `direction` of every writer, then `own`."""
         found = [(self.values["hook_embed"] * direction).sum()[None]]
+        biases = torch.zeros_like(own)
         for layer in range(self.layer):
-            z, weight = self.values[f"blocks.{layer}.attn.hook_z"], wide(self.model.blocks[layer].attn.W_O)
-            found.append(torch.einsum("phd,hdm,pm->h", z, weight, direction))
+            z, attn, gate = self.values[f"blocks.{layer}.attn.hook_z"], self.model.blocks[layer].attn, self._gate(layer)
+            found.append(torch.einsum("phd,hdm,pm->h", z, wide(attn.W_O), direction * gate))
             found.append((self.values[f"blocks.{layer}.hook_mlp_out"] * direction).sum()[None])
-        bias = self.model.tree.accumulated_bias(self.layer, include_mlp_biases=False)
-        return torch.cat([*found, (direction @ wide(bias).to(direction)).sum()[None], own[None]])
+            biases = biases + (direction * gate @ wide(attn.b_O).to(direction)).sum()
+        return torch.cat([*found, biases[None], own[None]])

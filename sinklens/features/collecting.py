@@ -303,4 +303,5 @@ def _rows(value: Tensor, chosen: Tensor, canvas: Canvas, run: RunContext, step: 
 def _width(model: Model, point: str) -> int:
     """Size of an activation at `point`."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.cfg.device)
-    return int(model.tree.peek(ids, None, [point])[point].flatten(2).shape[2])
+    time = torch.zeros(1, device=model.cfg.device) if model.tree.architecture.time else None
+    return int(model.tree.peek(ids, None, [point], time)[point].flatten(2).shape[2])

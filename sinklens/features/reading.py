@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xarray as xr
 
-from sinklens.experiments.attribution import exact_step
+from sinklens.experiments.step_ids import exact_step
 from sinklens.features.autoencoder import SAE
 from sinklens.features.places import stream_point
 from sinklens.runs.intervention import within
@@ -45,8 +45,8 @@ def read_features(run: "Generation", sae: SAE, point: str, *, steps: Sequence[in
     name, chosen = stream_point(run.model, point), within("step", steps, run.steps_run)
     read = []
     for step in chosen:
-        ids, real = exact_step(run, step)
-        x = run.model.tree.peek(ids, real, [name], run.time_at(step))[name].flatten(2).float()
+        ids, real, time = exact_step(run, step)
+        x = run.model.tree.peek(ids, real, [name], time)[name].flatten(2).float()
         found = sae.encode(x.flatten(0, 1)).unflatten(0, x.shape[:2]).float().cpu()
         found[~real.cpu()] = torch.nan
         missing = run.canvas.shape[2] - found.shape[1]

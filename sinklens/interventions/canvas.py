@@ -206,7 +206,7 @@ class SinkToken(AtPositions):
             rows = places.of_queries(hook, queries, device)
             if rows is None:
                 return None
-            first, real = hook.forward_pass.first(queries), hook.forward_pass.real
+            first, real = hook.forward_pass.first(queries), hook.forward_pass.real if run.single else run.real
             place = place_mask([0 if self.at == "front" else -1], real)[:, first : first + queries]
             found = place.to(device) & rows[:, 0]
             return found if bool(found.any()) else None

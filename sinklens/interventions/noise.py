@@ -1,8 +1,8 @@
-"""Fixed random draws for a model whose canvas is random tokens.
+"""Fixed random draws, for DiffusionGemma and for networks that are conditioned on the noise level.
 
 The same seed already repeats a run. `FixedNoise` repeats the draws of another program, or those of a run under other
-settings: the tokens with which each canvas begins, the tokens drawn at every step, and those that replace the rejected
-ones.
+settings. DiffusionGemma draws tokens: those with which each canvas begins, those of every step, and those that replace
+the rejected ones. The samplers of MDLM, SEDD, Duo, GIDD and BD3-LM draw uniform numbers, and choose tokens with them.
 
 Caveat: a draw belongs to a step. If an intervention makes a canvas end earlier or later, the draws of the following
 canvases shift with it.
@@ -11,7 +11,7 @@ canvases shift with it.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -30,11 +30,13 @@ class FixedNoise(Intervention):
         starts: token ids with which each canvas begins; None leaves them random.
         sampled: token ids drawn at each position of the canvas in each step; None leaves them random.
         renoised: token ids that replace the rejected ones in each step; None leaves them random.
+        uniform: numbers from 0 to 1 that each step's tokens are drawn with, at all positions of the canvas
+            (``denoise.hook_uniform``): one for each token of the vocabulary, or for GIDD one. None leaves them random.
     """
 
     needs_run: ClassVar[str] = (
-        "FixedNoise sets the draws of a run whose canvas is random tokens; it has no effect in a single pass or for "
-        "other models."
+        "FixedNoise sets the draws of a run of DiffusionGemma, or of a network conditioned on the noise level; it has "
+        "no effect in a single pass or for other models."
     )
 
     on_canvas: ClassVar[bool] = True
@@ -42,6 +44,7 @@ class FixedNoise(Intervention):
     starts: Int[Tensor, "canvas batch pos"] | None = None
     sampled: Int[Tensor, "step batch pos"] | None = None
     renoised: Int[Tensor, "step batch pos"] | None = None
+    uniform: Float[Tensor, "step batch pos *token"] | None = None
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """The hooks of the sampler's points.
@@ -50,28 +53,36 @@ class FixedNoise(Intervention):
             SettingError: a single pass, a model without these points, a restriction, or nothing given.
         """
         refuse(self, "steps", "layers", "heads", "positions")
-        if not model.tree.architecture.encoder:
+        architecture = model.tree.architecture
+        if not architecture.encoder and not architecture.time:
             raise SettingError(self.needs_run)
-        given = {"hook_candidates": self.sampled, "hook_renoise": self.renoised}
-        pairs: Pairs = [(f"denoise.{name}", _Draws(name, draws)) for name, draws in given.items() if draws is not None]
+        tokens = {"starts": self.starts, "sampled": self.sampled, "renoised": self.renoised}
+        allowed = list(tokens) if architecture.encoder else ["uniform"]
+        given = {name: draws for name, draws in {**tokens, "uniform": self.uniform}.items() if draws is not None}
+        if not given or not given.keys() <= set(allowed):
+            raise SettingError(
+                f"FixedNoise takes {' or '.join(f'{name}=' for name in allowed)} for {model.family} models; got "
+                f"{', '.join(f'{name}=' for name in given) or 'none'}."
+            )
+        points = {"sampled": "hook_candidates", "renoised": "hook_renoise", "uniform": "hook_uniform"}
+        pairs: Pairs = [(f"denoise.{points[name]}", _Draws(draws)) for name, draws in given.items() if name in points]
         if self.starts is not None:
             pairs.append(("denoise.hook_canvas", _Starts(self.starts, run.prompt_length)))
-        if not pairs:
-            raise SettingError("FixedNoise has no draws; pass starts=, sampled= or renoised=, or leave it out.")
         return pairs
 
 
 class _Draws:
     """Returns the draws of the current step."""
 
-    def __init__(self, name: str, draws: Tensor) -> None:
-        self.__name__, self._draws = name, draws
+    def __init__(self, draws: Tensor) -> None:
+        self._draws = draws
 
-    def __call__(self, value: Int[Tensor, "batch pos"], hook: "Point") -> Tensor:
+    def __call__(self, value: Tensor, hook: "Point") -> Tensor:
         step = hook.step or 0
         if step >= len(self._draws):
             raise SettingError(f"FixedNoise has draws for {len(self._draws)} steps, and the run is at step {step}.")
-        return self._draws[step].to(value)
+        draws = self._draws[step].to(value)
+        return draws[..., None] if draws.ndim < value.ndim else draws
 
 
 class _Starts:

@@ -13,6 +13,9 @@ Components are named as TransformerLens labels them. Senders: ``"embed"``, ``"L1
 ``"1_mlp_out"``. Receivers: ``"L2H4.q"``, ``"L2H4.k"``, ``"L2H4.v"``, ``"2_mlp_in"``, ``"logits"``; in ``.k`` and ``.v``
 the head is a key/value head, which several query heads may share.
 
+Where the noise level gates what a head writes and scales what a receiver reads, the gate and the scale are those of the
+patched pass.
+
 Pitfall: a position of the stream is read by the same position of the receiver. `positions` are therefore those of the
 receiver's queries for ``.q``, and those of its keys and values for ``.k`` and ``.v``.
 """
@@ -49,6 +52,7 @@ class Sender(NamedTuple):
         layer: -1 for the embedding.
         head: None unless it is a head.
         depth: its place in the pass; it reaches receivers of a greater depth.
+        gate: the point of the gate by which its output is multiplied; "" without one.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Sender(NamedTuple):
     layer: int
     head: int | None
     depth: int
+    gate: str = ""
 
     @classmethod
     def named(cls, name: str, model: "Model") -> "Sender":
@@ -68,17 +73,19 @@ class Sender(NamedTuple):
             return cls(name, "hook_embed", -1, None, -1)
         if match := re.fullmatch(r"L(\d+)H(\d+)", name):
             layer, head = _exists(match, model.cfg.n_heads, model)
-            return cls(name, f"blocks.{layer}.attn.hook_z", layer, head, 2 * layer)
+            gate = f"blocks.{layer}.adaln.hook_attn_gate" if model.tree.architecture.modulation else ""
+            return cls(name, f"blocks.{layer}.attn.hook_z", layer, head, 2 * layer, gate)
         if match := re.fullmatch(r"(\d+)_mlp_out", name):
             layer = within("layer", [int(match[1])], model.cfg.n_layers)[0]
             return cls(name, f"blocks.{layer}.hook_mlp_out", layer, None, 2 * layer + 1)
         raise SettingError(f"a sender is {SENDERS}; got {name!r}.")
 
-    def written(self, change: Tensor, model: "Model") -> ResidualStream:
-        """The change of the stream that a change at `point` makes."""
+    def written(self, change: Tensor, model: "Model", values: Mapping[str, Tensor]) -> ResidualStream:
+        """The change of the stream that a change at `point` makes; `values` holds the gate of the pass."""
         if self.head is None:
             return change
-        return change[:, :, self.head] @ model.blocks[self.layer].attn.W_O[self.head].to(change)
+        written = change[:, :, self.head] @ model.blocks[self.layer].attn.W_O[self.head].to(change)
+        return written * values[self.gate][:, None].to(written) if self.gate else written
 
 
 class Receiver(NamedTuple):
@@ -92,6 +99,7 @@ class Receiver(NamedTuple):
         layer: the number of layers for the logits.
         head: None unless it is a head.
         depth: its place in the pass.
+        scale: the point of the scale that acts between its norm and its projection; "" without one.
     """
 
     name: str
@@ -101,6 +109,7 @@ class Receiver(NamedTuple):
     layer: int
     head: int | None
     depth: int
+    scale: str = ""
 
     @classmethod
     def named(cls, name: str, model: "Model") -> "Receiver":
@@ -117,24 +126,37 @@ class Receiver(NamedTuple):
             heads = model.cfg.n_heads if match[3] == "q" else model.cfg.n_key_value_heads
             layer, head = _exists(match, heads, model)
             block = f"blocks.{layer}"
-            return cls(
-                name, f"{block}.attn.hook_{match[3]}", f"{block}.hook_resid_pre", match[3], layer, head, 2 * layer
-            )
+            point, stream = f"{block}.attn.hook_{match[3]}", f"{block}.hook_resid_pre"
+            scale = f"{block}.adaln.hook_attn_scale" if model.tree.architecture.modulation else ""
+            return cls(name, point, stream, match[3], layer, head, 2 * layer, scale)
         if match := re.fullmatch(r"(\d+)_mlp_in", name):
             layer = within("layer", [int(match[1])], model.cfg.n_layers)[0]
             block = f"blocks.{layer}"
             return cls(name, f"{block}.ln2.hook_normalized", f"{block}.hook_resid_mid", "", layer, None, 2 * layer + 1)
         raise SettingError(f"a receiver is {RECEIVERS}; got {name!r}.")
 
-    def changed(self, value: Tensor, stream: ResidualStream, change: ResidualStream, model: "Model") -> Tensor:
-        """The value at `point` if the receiver reads `stream` + `change`; unchanged where `change` is 0."""
+    @property
+    def reads(self) -> list[str]:
+        """The points whose values `changed` needs."""
+        return [name for name in (self.stream, self.scale) if name and name != self.point]
+
+    def changed(self, value: Tensor, change: ResidualStream, values: Mapping[str, Tensor], model: "Model") -> Tensor:
+        """The value at `point` if the receiver reads the stream + `change`; unchanged where `change` is 0.
+
+        Args:
+            values: of the points that `reads` names.
+        """
         if self.name == "logits":
             return value + change
+        stream = values[self.stream]
         if not self.letter:
             return value + (_normalized(stream + change, model) - _normalized(stream, model)).to(value)
         block = model.blocks[self.layer]
         weight = getattr(block.attn, f"W_{self.letter.upper()}")[self.head]
-        difference = (block.ln1(stream + change) - block.ln1(stream)) @ weight
+        difference = block.ln1(stream + change) - block.ln1(stream)
+        if self.scale:
+            difference = difference * (1 + values[self.scale][:, None])
+        difference = difference @ weight
         found = value.clone()
         found[:, :, self.head] += difference.to(found)
         return found
@@ -151,7 +173,7 @@ def _normalized(stream: ResidualStream, model: "Model") -> ResidualStream:
     return wide / (wide.pow(2).mean(dim=-1, keepdim=True) + model.cfg.eps).sqrt()
 
 
-def centered(stream: ResidualStream, model: "Model") -> ResidualStream:
+def centered(stream: Float[Tensor, "*place d_model"], model: "Model") -> Float[Tensor, "*place d_model"]:
     """The stream minus its mean, if the model's norms subtract it."""
     return stream - stream.mean(dim=-1, keepdim=True) if model.tree.architecture.centered else stream
 
@@ -160,13 +182,11 @@ def refuse_indirect(model: "Model", what: str) -> None:
     """Refuse a model whose heads and MLPs do not write to the stream directly.
 
     Raises:
-        SettingError: its sublayers' outputs are normalized, or gated by the noise level.
+        SettingError: its sublayers' outputs are normalized.
     """
-    architecture = model.tree.architecture
-    if architecture.ln1_post or architecture.modulation:
-        how = "normalizes" if architecture.ln1_post else "gates and shifts by the noise level"
+    if model.tree.architecture.ln1_post:
         raise SettingError(
-            f"{model.name} {how} what its sublayers read or write, so there is no direct path of a single head; "
+            f"{model.name} normalizes what its sublayers read or write, so there is no direct path of a single head; "
             f"{what} is not available for it."
         )
 
@@ -191,7 +211,7 @@ class PathPatch(AtPositions):
 
     Raises:
         SettingError: a label that does not exist, a receiver that the pass reaches before a sender, what `PatchHooks`
-            refuses, or a model with norms after its sublayers.
+            refuses, or a model with norms after its sublayers (DiffusionGemma).
     """
 
     within_step: ClassVar[bool] = True
@@ -215,18 +235,21 @@ class PathPatch(AtPositions):
         receivers = [Receiver.named(name, model) for name in _several(self.receiver)]
         _check_order(senders, receivers, model)
         changes: dict[str, ResidualStream | None] = {}
-        streams: dict[str, ResidualStream] = {}
-        pairs: Pairs = []
+        values: dict[str, Tensor] = {}
+        gates = [sender.gate for sender in senders if sender.gate]
+        read = dict.fromkeys([*gates, *(name for reader in receivers for name in reader.reads)])
+        pairs: Pairs = [(name, keeps(values)) for name in read]
         for one in sorted(senders, key=lambda one: one.depth):
-            pairs += self._sends(one, model, run, changes)
-        for reader in receivers:
-            if reader.stream != reader.point:
-                pairs.append((reader.stream, _keeps(streams)))
-            pairs.append((reader.point, _receives(reader, model, changes, streams)))
-        return pairs
+            pairs += self._sends(one, model, run, changes, values)
+        return pairs + [(reader.point, _receives(reader, model, changes, values)) for reader in receivers]
 
     def _sends(
-        self, sender: Sender, model: "Model", run: RunContext, changes: dict[str, ResidualStream | None]
+        self,
+        sender: Sender,
+        model: "Model",
+        run: RunContext,
+        changes: dict[str, ResidualStream | None],
+        values: Mapping[str, Tensor],
     ) -> Pairs:
         """Hooks that keep the change that the source would make of what `sender` writes, and change nothing."""
         heads = None if sender.head is None else [sender.head]
@@ -235,19 +258,23 @@ class PathPatch(AtPositions):
             positions=self.positions, where=self.where, source_positions=self.source_positions,
         )  # fmt: skip
         return [
-            (name, _keeps_change(function, sender, model, changes) if name == sender.point else function)
+            (name, _keeps_change(function, sender, model, changes, values) if name == sender.point else function)
             for name, function in patch.hooks_for(model, run)
         ]
 
 
 def _keeps_change(
-    patch: HookFunction, sender: Sender, model: "Model", changes: dict[str, ResidualStream | None]
+    patch: HookFunction,
+    sender: Sender,
+    model: "Model",
+    changes: dict[str, ResidualStream | None],
+    values: Mapping[str, Tensor],
 ) -> HookFunction:
     """A hook that keeps what `patch` would change, and changes nothing."""
 
     def send(value: Tensor, hook: Point) -> None:
         new = patch(value, hook=hook)
-        changes[sender.name] = None if new is None else sender.written(new - value, model)
+        changes[sender.name] = None if new is None else sender.written(new - value, model, values)
 
     return send
 
@@ -271,21 +298,23 @@ def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model
                 )
 
 
-def _keeps(streams: dict[str, ResidualStream]) -> HookFunction:
-    def keep(value: ResidualStream, hook: Point) -> None:
-        streams[str(hook.name)] = value
+def keeps(values: dict[str, Tensor]) -> HookFunction:
+    """A hook that keeps the value of its point in `values`."""
+
+    def keep(value: Tensor, hook: Point) -> None:
+        values[str(hook.name)] = value
 
     return keep
 
 
 def _receives(
-    receiver: Receiver, model: "Model", changes: dict[str, ResidualStream | None], streams: dict[str, ResidualStream]
+    receiver: Receiver, model: "Model", changes: dict[str, ResidualStream | None], values: Mapping[str, Tensor]
 ) -> HookFunction:
     def receive(value: Tensor, hook: Point) -> Tensor | None:
         found = [change for change in changes.values() if change is not None]
         if not found:
             return None
         change = torch.stack(found).sum(dim=0)
-        return receiver.changed(value, streams.get(receiver.stream, value), change, model)
+        return receiver.changed(value, change, values, model)
 
     return receive

@@ -131,7 +131,7 @@ class _Values:
     ) -> Float[Tensor, "batch #key head d_head"]:
         """The mean value of the keys that each query can see; never of padding."""
         place, gone = slice(hook.key_positions.start, hook.key_positions.stop), hook.forward_pass.gone
-        real = self._run.real[:, place].to(values.device)
+        real = hook.forward_pass.real[:, place].to(values.device)
         seen = real if gone is None else real & ~gone[:, layer_of(hook)].to(real.device)
         weights = seen[..., None, None].to(values)
         if self._block is None:

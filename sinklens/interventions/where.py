@@ -513,7 +513,7 @@ class Where(Selection, Rule):
             scores = now.before.scores
             return now.before._replace(scores={layer: scores[layer] for layer in layers if scores})
         names = [f"blocks.{layer}.attn.hook_sink_scores" for layer in layers]
-        peeked = run.tree.peek(now.canvas.ids, run.real, names)
+        peeked = run.tree.peek(now.canvas.ids, run.forward_pass.real, names)
         here = {layer: peeked[name].to(now.canvas.ids.device) for layer, name in zip(layers, names, strict=True)}
         return ScoredStep(here, now.canvas)
 

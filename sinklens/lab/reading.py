@@ -116,7 +116,7 @@ def attribution(spec: RunSpec, outcome: RunOutcome, model: "Model", pos: int, ot
     points = [f"blocks.{layer}.{point}" for layer in range(model.cfg.n_layers) for point in OUTPUTS.values()]
     found: dict[str, list[Any]] = {name: [] for name in OUTPUTS}
     for step in steps:
-        clean, time = of_step(run, step).ids, run.time_at(step)
+        clean, _, time = of_step(run, step)
         corrupted = torch.cat([ids, clean[:, start:]], dim=1)
         effects = attribution_patching(
             model, clean, corrupted, lambda logits: logits.log_softmax(dim=-1)[0, place, token], points, time=time

@@ -69,6 +69,11 @@ def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
             f"{name} reuses keys of earlier steps, and those of {model.name} change with the noise level of each step; "
             f"leave cache= out."
         )
+    if settings.slides:
+        raise SettingError(
+            f"{name} computes passes over the complete text, and the {settings.name} sampler slides a "
+            f"window over it; leave cache= out."
+        )
     if settings.guided:
         raise SettingError(f"{name} does not support guidance; leave cfg_scale out, or cache=.")
     if settings.judges_all_by:

@@ -44,7 +44,8 @@ class Kept(NamedTuple):
     Attributes:
         value: the value, or what a quantity keeps of it.
         columns: the positions that it covers.
-        computed: of these, the ones that a row's plan computes under a policy; None for all.
+        computed: of these, the ones that a row's plan computes under a policy, or that are in the window of the pass;
+            None for all.
     """
 
     value: Tensor
@@ -131,7 +132,8 @@ class SinkRecorder:
         def keep(value: Tensor) -> None:
             forward_pass = self._tree.watch.forward_pass
             columns = forward_pass.keys if quantity.of_keys else forward_pass.columns(name)
-            computed = None if complete or forward_pass.computed is None else forward_pass.computed[:, _slice(columns)]
+            computed = _computed(forward_pass, complete)
+            computed = None if computed is None else computed[:, _slice(columns)]
             self._kept[quantity.name, layer] = Kept(quantity.keep(value[: self._rows]), columns, computed)
 
         return keep
@@ -224,6 +226,17 @@ class SinkRecorder:
             self._earlier["pattern", layer] = rows
         if (step, layer) in self._wanted:
             self.patterns[step, layer] = rows.cpu()
+
+
+def _computed(forward_pass: ForwardPass, complete: bool) -> Bool[Tensor, "batch pos"] | None:
+    """The positions at which a pass has a value: those of its plan, or in its window; None for all.
+
+    Args:
+        complete: whether the value covers all keys under a policy.
+    """
+    if forward_pass.fresh is not None:
+        return None if complete else forward_pass.computed
+    return forward_pass.decidable
 
 
 def _slice(columns: range) -> slice:

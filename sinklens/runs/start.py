@@ -107,6 +107,8 @@ def _refuse_masks(model: Model, ids: Tensor, real: Tensor) -> None:
 
 def _check_room(model: Model, settings: Sampler, longest: int, extra: int, spare: int) -> None:
     """Check that the longest row, with `extra` tokens from interventions and sampler, fits into the context."""
+    if settings.slides:
+        return
     context = model.cfg.n_ctx - spare
     added = f", {extra} of them added to it," if extra else ""
     if longest + settings.gen_length > context:

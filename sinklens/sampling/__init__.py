@@ -14,6 +14,7 @@ from sinklens.sampling.llada import LladaSettings
 from sinklens.sampling.llada2 import Llada2Settings
 from sinklens.sampling.llada21 import Llada21Settings
 from sinklens.sampling.mdlm import MdlmSettings
+from sinklens.sampling.mdlm_windows import MdlmWindowSettings
 from sinklens.sampling.open_dcoder import OpenDcoderSettings
 from sinklens.sampling.registry import SAMPLERS, make_settings, register, settings_for
 from sinklens.sampling.remdm import RemdmSettings
@@ -40,6 +41,7 @@ __all__ = [
     "Llada21Settings",
     "LladaSettings",
     "MdlmSettings",
+    "MdlmWindowSettings",
     "OpenDcoderSettings",
     "RemdmSettings",
     "Rnd1Settings",

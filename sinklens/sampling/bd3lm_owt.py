@@ -9,23 +9,35 @@ Rows are independent: each row's block has its own time, and a row whose block i
 ``denoise.hook_uniform`` holds the numbers that tokens are drawn with, ``denoise.hook_commit`` the position that
 `first_hitting` drew, and ``hook_time`` the noise level; writing those of an earlier run there repeats it.
 
-The text begins with the start token, which is part of the prompt. The published code can also slide its window over a
-longer text, keep keys of finished blocks, and start again if a text repeats itself; this sampler does none of these.
+The text begins with the start token, which is part of the prompt.
+
+With `sliding`, the text may be longer than the context. The published code then caches the keys and values of finished
+blocks, drops the oldest when the cache is full, and rotates the others again from position 0. A query therefore sees
+the latest blocks that fit into the context, at their distances, and the keys of these blocks saw the blocks that fitted
+before them. Here every pass computes the complete text under this rule, with the same result: scores depend on
+distances only.
+
+With `var_length`, a row ends at its second end token (the start token counts where it is the same token), or when it
+repeats itself: the entropy of its last 256 tokens is below 4 nats. Both are judged after each block, of a text longer
+than 256 tokens. Without it, the published code throws a text away that repeats itself and starts again, ten times, then
+gives up; here it is kept. There the end tokens of all rows of a batch are counted together; here each row has its own.
 
 Pitfall: a block's prediction is reused until one of its tokens changes, as in the published code. A network that reads
 the noise level therefore gets the one at the last change.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import torch
 from annotated_types import Gt, Le
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import PromptError
+from sinklens.hooks.blocks import Blocks, ruled_by
 from sinklens.sampling import decisions
 from sinklens.sampling.noise_levels import LastPrediction
 from sinklens.sampling.sampler import Sampler, require
@@ -34,6 +46,7 @@ from sinklens.utils.arguments import Count
 if TYPE_CHECKING:
     from sinklens.sampling.state import State
 
+JUDGED, LEAST_ENTROPY = 256, 4.0  # the tokens that the stopping rule looks at, and their entropy in nats
 LARGEST_TIME = 0.999  # its noise level, 6.9078, is the largest that the network reads
 
 
@@ -47,6 +60,9 @@ class Bd3lmOwtSettings(Sampler):
         first_hitting: decide one position per step. False decides each with the probability that its time has come.
         num_steps: largest number of steps per block, and without `first_hitting` the number of its times.
         nucleus_p: draw from the most likely tokens whose probabilities sum to at most this; 1 draws from all.
+        sliding: let each block see the latest blocks that fit into the context, in a text that may be longer.
+        var_length: end a row at its second end token, or 256 tokens before it was found to repeat itself. Positions
+            after its end hold end tokens.
     """
 
     name: ClassVar = "bd3lm-owt"
@@ -56,6 +72,8 @@ class Bd3lmOwtSettings(Sampler):
     first_hitting: bool = True
     num_steps: Count = 5000
     nucleus_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    sliding: bool = False
+    var_length: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,6 +89,11 @@ class Bd3lmOwtSettings(Sampler):
         return (
             self.gen_length if self.first_hitting else self.num_steps * (-(-self.gen_length // self.block_length) + 1)
         )
+
+    @property
+    def slides(self) -> bool:
+        """See `Sampler.slides`."""
+        return self.sliding
 
     @property
     def positions_per_block(self) -> int:
@@ -92,7 +115,9 @@ class Bd3lmOwtSettings(Sampler):
 
     def denoise(self, state: "State") -> Iterator[None]:
         """See `Sampler.denoise`."""
-        last = LastPrediction()
+        if self.var_length:
+            state.require_end_tokens()
+        last, config, reach = LastPrediction(), state.tree.hf.config, self._reach(state)
         columns = torch.arange(state.canvas.shape[1], device=state.canvas.device)
         for start in range(0, len(columns), self.block_length):
             block = _Block(self, state, columns // self.block_length == start // self.block_length)
@@ -100,7 +125,39 @@ class Bd3lmOwtSettings(Sampler):
                 if not bool(block.masked().any()):
                     break
                 yield
-                block.run(step, last)
+                with nullcontext() if reach is None else ruled_by(config, reach):
+                    block.run(step, last)
+
+    def _reach(self, state: "State") -> Blocks | None:
+        """The blocks that a query sees while the window slides; None without a window."""
+        blocks = state.tree.attention_blocks
+        if not self.sliding or blocks is None:
+            return None
+        return replace(blocks, reach=max(1, state.tree.cfg.n_ctx // self.block_length))
+
+
+class Stop(NamedTuple):
+    """Whether a text ends, and how many of its tokens are kept."""
+
+    stops: bool
+    kept: int
+
+
+def stop(text: Int[Tensor, " pos"], eos_ids: Sequence[int], var_length: bool) -> Stop:
+    """The published stopping rule for the text so far, after a block.
+
+    It stops if the last 256 tokens have an entropy below 4 nats. With `var_length`, these are then cut off; and it
+    stops behind the second end token.
+    """
+    size = len(text)
+    if size <= JUDGED:
+        return Stop(False, size)
+    counts = text[-JUDGED:].unique(return_counts=True)[1].double() / JUDGED
+    repeats = bool(torch.special.entr(counts).sum() < LEAST_ENTROPY)
+    if repeats or not var_length:
+        return Stop(repeats, size - JUDGED if repeats and var_length else size)
+    ends = torch.isin(text, torch.tensor(eos_ids, dtype=text.dtype, device=text.device)).nonzero()[:, 0]
+    return Stop(True, int(ends[1]) + 1) if len(ends) > 1 else Stop(False, size)
 
 
 class _Block:
@@ -132,7 +189,19 @@ class _Block:
         proposed, drawn = state.propose(where, drawn, canvas)
         state.show_confidence(where, lambda: decisions.probability(probs, drawn))
         chosen = where & (proposed != state.mask_id)
-        state.commit(self._one_of(chosen) if settings.first_hitting else chosen, proposed)
+        chosen = state.through("hook_commit", self._one_of(chosen) if settings.first_hitting else chosen)
+        after = torch.where(chosen, proposed, canvas)
+        state.end_step(self._ended(after, (where & chosen).any(dim=1)) if settings.var_length else after)
+
+    def _ended(self, canvas: Int[Tensor, "batch pos"], rows: Bool[Tensor, " batch"]) -> Int[Tensor, "batch pos"]:
+        """The canvas, with end tokens after the end of those of `rows` whose text ends with this block."""
+        found, size = canvas.clone(), int(self._columns.nonzero()[-1]) + 1
+        finished = rows & ~((canvas == self._state.mask_id) & self._columns).any(dim=1)
+        for row in finished.nonzero()[:, 0].tolist():
+            stopped = stop(canvas[row, :size], self._state.eos_ids, var_length=True)
+            if stopped.stops:
+                found[row, stopped.kept :] = self._state.eos_ids[0]
+        return found
 
     def _pass_time(self, step: int, where: Bool[Tensor, "batch pos"]) -> Float[Tensor, ""]:
         """Advance the rows' times; the probability with which a masked position stays masked."""

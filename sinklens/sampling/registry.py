@@ -29,6 +29,7 @@ from sinklens.sampling.llada import LladaSettings
 from sinklens.sampling.llada2 import Llada2Settings
 from sinklens.sampling.llada21 import Llada21Settings
 from sinklens.sampling.mdlm import MdlmSettings
+from sinklens.sampling.mdlm_windows import MdlmWindowSettings
 from sinklens.sampling.open_dcoder import OpenDcoderSettings
 from sinklens.sampling.remdm import RemdmSettings
 from sinklens.sampling.rnd1 import Rnd1Settings
@@ -55,6 +56,7 @@ SAMPLERS: dict[str, type[Sampler]] = {
         FastDllmV2Settings,
         DiffusionGemmaSettings,
         MdlmSettings,
+        MdlmWindowSettings,
         SeddSettings,
         Bd3lmOwtSettings,
         DuoSettings,

@@ -120,6 +120,11 @@ class Sampler(ABC):
         return False
 
     @property
+    def slides(self) -> bool:
+        """Whether its passes see a window that slides over the text, which may then be longer than the context."""
+        return False
+
+    @property
     def leaves_masks(self) -> bool:
         """Whether a block may end with masked positions that a later step decides."""
         return False

@@ -58,6 +58,11 @@ class Settings(TypedDict, total=False):
     first_hitting: bool
     num_steps: int
     nucleus_p: float
+    sliding: bool
+    var_length: bool
+    window_length: int
+    stride_length: int
+    window_steps: int
     final_step: Literal["ancestral", "greedy", "none"]
     time_profile: str
     high_mode: str

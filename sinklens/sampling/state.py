@@ -50,6 +50,8 @@ class State:
             and wait; they may pass through the model again, but the step changes nothing in them. `logits` sets it to
             the rows in which the step can decide a position, before the pass; all rows until then.
         time: noise level of each row, for a network that reads it; its sampler sets it before `begin_step`.
+        window: positions that the step's passes see, for a sampler whose passes see a part of the text; it sets them
+            before `begin_step`, and decides no others. Positions are counted from the window's first. None for all.
     """
 
     tree: HookTree
@@ -71,6 +73,7 @@ class State:
 
     def __post_init__(self) -> None:
         self._active = torch.ones_like(self.canvas[:, 0], dtype=torch.bool)
+        self._window: Bool[Tensor, "batch pos"] | None = None
 
     @property
     def time(self) -> Float[Tensor, " batch"] | None:
@@ -80,6 +83,15 @@ class State:
     def time(self, level: Float[Tensor, " batch"]) -> None:
         watch = self.tree.watch
         watch.forward_pass = replace(watch.forward_pass, time=level)
+
+    @property
+    def window(self) -> Bool[Tensor, "batch pos"] | None:
+        return self._window
+
+    @window.setter
+    def window(self, seen: Bool[Tensor, "batch pos"]) -> None:
+        self._window, watch = seen & self.real, self.tree.watch
+        watch.forward_pass = replace(watch.forward_pass, real=self._window, decidable=self._window)
 
     @property
     def active(self) -> Bool[Tensor, " batch"]:
@@ -125,7 +137,9 @@ class State:
 
     def computed(self) -> Bool[Tensor, "batch pos"]:
         """The positions that the step computes, with what predicts them, and can therefore decide; never padding."""
-        return self.real if self.keys is None or self.keys.decidable is None else self.keys.decidable
+        if self.keys is not None and self.keys.decidable is not None:
+            return self.keys.decidable
+        return self.real if self.window is None else self.window
 
     @cached_property
     def padding(self) -> list[int]:
@@ -263,7 +277,7 @@ class State:
         the pass.
         """
         point = self.tree.denoise.hook_logits
-        rows, real = canvas, self.real
+        rows, real = canvas, self.real if self.window is None else self.window
         self.active = where.any(dim=1)
         if cfg_scale > 0:
             if given is None:
@@ -274,12 +288,13 @@ class State:
             hidden, where = self._partial(self.keys, rows, real, where)
         else:
             running = self._running()
-            chosen = running.repeat(len(rows) // len(where))
+            chosen, columns = running.repeat(len(rows) // len(where)), self._columns(real)
             with self._rule_of(running):
                 time = None if self.time is None else self.time[running]
-                hidden, where = self.tree.hidden(rows[chosen], real[chosen], time=time), where[running]
+                rows, real = rows[chosen, columns], real[chosen, columns]
+                hidden, where = self.tree.hidden(rows, real, time=time), where[running, columns]
             if self.shift:  # logits at i - 1 predict position i
-                hidden = one_later(hidden, real[chosen])
+                hidden = one_later(hidden, real)
         parts = hidden.chunk(2) if cfg_scale > 0 else (hidden,)
         if point.watched or self.tree.head_awaited:
             return self.checked(point(_guided([self.tree.head(part) for part in parts], cfg_scale))[where].float())
@@ -307,6 +322,13 @@ class State:
         if alone and not self.tree.denoise.hook_logits.watched and not self.tree.is_watched:
             return self.active
         return torch.ones_like(self.active)
+
+    def _columns(self, seen: Bool[Tensor, "batch pos"]) -> slice:
+        """The columns that the pass computes: all while anything is watched, else those in any row's window."""
+        if self.window is None or self.tree.denoise.hook_logits.watched or self.tree.is_watched:
+            return slice(None)
+        columns = seen.any(dim=0).nonzero()[:, 0]
+        return slice(int(columns[0]), int(columns[-1]) + 1)
 
     def _rule_of(self, running: Bool[Tensor, " batch"]) -> AbstractContextManager[None]:
         """The attention rule of a pass over the `running` rows, where it differs from row to row."""

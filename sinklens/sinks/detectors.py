@@ -71,7 +71,7 @@ def _numbers(detector: Detector, *names: str, above: float | int = -np.inf) -> N
     """Reject thresholds that are not numbers greater than `above`."""
     for name in names:
         value = getattr(detector, name)
-        if isinstance(value, bool) or not isinstance(value, Real) or not value > above:
+        if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > above:
             bound = "" if above == -np.inf else f" greater than {above:g}"
             raise SettingError(f"{name} of {type(detector).__name__} must be a number{bound}; got {value!r}.")
 

@@ -109,6 +109,11 @@ def _computed(
 ) -> dict[int, Float[Tensor, "head query key"]]:
     """Patterns of the unchanged model over the step's canvas, checked against the run's scores."""
     model = run.model
+    if run.settings.slides:
+        raise TrackError(
+            f"a step of the {run.settings.name} sampler sees a window of the text, and a separate pass sees all of the "
+            f"text; record its patterns with Record(patterns=[(step, layer)])."
+        )
     names = {layer: f"blocks.{layer}.attn.hook_pattern" for layer in layers}
     ids = run.canvas[row, step][exists][None].to(model.cfg.device)
     with torch.no_grad():

@@ -1,24 +1,11 @@
 """The accuracy study counts right, wrong and cut answers correctly."""
 
-import math
-
 import pytest
 from building import shared_model
 
-from sinklens.analyses.accuracy import ProblemAccuracy, by_range, main, measure
+from sinklens.analyses.accuracy import by_range, main, measure
 from sinklens.errors import PromptError
 from sinklens.tasks.word_problems import RANGES, held_out, in_range, read_answer
-
-
-def test_wilsons_interval_matches_its_textbook_form():
-    result = ProblemAccuracy(90, 100, 0, 0, {})
-    z = 1.959964
-    roots = [
-        (0.9 + z * z / 200 + sign * z * math.sqrt(0.9 * 0.1 / 100 + z * z / 40_000)) / (1 + z * z / 100)
-        for sign in (-1, 1)
-    ]
-    assert result.interval == pytest.approx(tuple(roots))
-    assert str(result) == "0.900 [0.826, 0.945] of 100"
 
 
 def test_right_answers_are_counted_and_wrong_ones_are_not(tiny_llama):

@@ -52,21 +52,6 @@ def test_shares_count_heads_and_steps_with_such_a_key(tiny_llada, measured):
     np.testing.assert_allclose(share.sel(part="sink") + share.sel(part="other"), share.sel(part="all"))
 
 
-def test_control_keys_are_counted_where_there_is_a_control(measured):
-    found = measured["control_found"]
-    assert found.sel(change=["mask", "value"]).isnull().all()
-    assert float(found.sel(kind="any", part="all", change="mask_random")) == 1
-    assert float(found.sel(kind="any", part="all", change="mask_kind")) < 1
-
-
-def test_every_head_can_lose_a_key_of_each_kind(tiny_llada):
-    track = unchanged(Content(), tiny_llada, PROMPT, SETTINGS)
-    study = Content(overall=False, kind="word")
-    for kind in ("word", "not word"):
-        assert bool(study.keys(kind, "all").detect(track).any("pos").all())
-    assert not Content(kind="word").keys("word", "all").detect(track).any("pos").all()
-
-
 def test_claims_are_paired_differences_of_costs():
     sizes = (40, len(KINDS), len(PARTS), len(CHANGES))
     data = xr.Dataset(

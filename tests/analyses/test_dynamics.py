@@ -7,8 +7,6 @@ from planting import planted, with_sinks
 
 import sinklens
 from sinklens.analyses.dynamics import (
-    DRAWN,
-    IN_TABLE,
     MEANINGS,
     Dynamics,
     Life,
@@ -18,7 +16,7 @@ from sinklens.analyses.dynamics import (
     shortest_life,
 )
 from sinklens.analyses.nulls import COMPARED, SOURCES, null_of
-from sinklens.sinks import SinkTrack, motion, survival
+from sinklens.sinks import motion, survival
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
@@ -90,29 +88,6 @@ def test_a_moving_newest_query_is_detected_although_the_sums_are_still():
     assert float(data["static_share"][0]) == 1
     assert float(data["newest_static_share"][0]) == 0
     assert float(data["newest_jump_share"][0]) == 1
-
-
-def test_tables_and_figures_cover_both_models(tiny_llada, tiny_llama):
-    study = Dynamics(settings={"gen_length": 8, "steps": 8})
-    found = study.run([tiny_llada, tiny_llama], PROMPTS)
-    table = found.tables["motion"].set_index(["model", "measure"])
-    assert set(table.loc["tiny-llada"].index) == set(IN_TABLE)
-    assert table.loc[("tiny-llada", "steps"), "estimate"] == 8
-    assert np.isnan(table.loc[("tiny-llada", "newest_jump_share"), "estimate"])
-    assert table.loc[("tiny-llama", "newest_jump_share"), "estimate"] >= 0
-    less = found.tables["differences"].set_index("measure")
-    both = [table.loc[(name, "drift"), "estimate"] for name in ("tiny-llama", "tiny-llada")]
-    assert less.loc["drift", "estimate"] == pytest.approx(both[0] - both[1])
-    figures = study.figures(found.measured, found.examples)
-    assert sorted(figures) == ["map", "motion", "one-step", "path", "static-moving"]
-    bars = [ax.get_ylabel() for ax in figures["map"].axes if ax.get_label() == "<colorbar>"]
-    assert [" ".join(text.split())[:30] for text in bars] == [
-        "attention received, column sum", "attention received, column sum", "mean attention of the queries ",
-    ]  # fmt: skip
-    words = [label.get_text() for label in figures["map"].axes[0].get_xticklabels()]
-    assert words[:4] == ["<|startoftext|>", "Question", ":", "Kim"]
-    assert len(figures["motion"].axes[0].get_yticklabels()) == len(DRAWN)
-    assert SinkTrack(found.examples["tiny-llada"]).vocabulary
 
 
 def test_positions_are_labelled_by_the_final_tokens(tiny_llada):

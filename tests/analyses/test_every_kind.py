@@ -20,7 +20,6 @@ OPTIONS = {"heads": {"reference": 2}}
 ANYWHERE = {"emergence": "compares checkpoints of a training run", "features": "belongs to 'tiny-llada'"}
 ON_BLOCKS = {"caching": "no cache policy applies, as its attention is block-causal"}
 NOISE_LEVELS = {"patching": "always draws its tokens"}
-ON_MASKS = NOISE_LEVELS | {"masked_sinks": "which a lens leaves out"}
 ON_TOKENS = NOISE_LEVELS | {
     "split": "no query is masked",
     "masked_sinks": "none of its sinks is on a mask",
@@ -38,7 +37,7 @@ ON_CANVASES = {
     "mechanism": "positions are decided in no order",
     "circuits": "lacks? the self-conditioning",
 }
-WHY = {"tiny-canvas": ON_CANVASES, "tiny-sdar": ON_BLOCKS, "tiny-mdlm": ON_MASKS, "tiny-duo": ON_TOKENS}
+WHY = {"tiny-canvas": ON_CANVASES, "tiny-sdar": ON_BLOCKS, "tiny-mdlm": NOISE_LEVELS, "tiny-duo": ON_TOKENS}
 
 
 @pytest.mark.parametrize("study", STUDIES)

@@ -52,19 +52,6 @@ def test_every_key_above_each_threshold_is_masked(tiny_llada, measured):
     assert float(at_one) == is_right(PROMPT, one.free.text[0])
 
 
-def test_random_keys_are_weaker_and_the_same_at_every_step(tiny_llada):
-    track = unchanged(Necessity(), tiny_llada, PROMPT, SETTINGS)
-    for name, mask in Necessity(sink=SINK).interventions(track).items():
-        assert (mask.pick, mask.persistent) == (("random", True) if "random" in name else ("strongest", False))
-
-
-def test_shares_count_heads_and_steps_and_sum_to_one(measured):
-    shares = measured["share"].isel(prompt=0)
-    assert float(shares.sel(part="all")) == 1
-    assert 0 < float(shares.sel(part="sink")) < 1
-    assert float(shares.sel(part="sink") + shares.sel(part="other")) == pytest.approx(1)
-
-
 def test_claims_compare_strongest_with_random_keys_in_the_same_places():
     """Every second prompt is lost with either key, but where the key is a sink only every fifth with a random key."""
     axes, size = ("prompt", "part", "pick"), (80, len(PARTS), len(PICKS))

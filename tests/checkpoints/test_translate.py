@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from typing import Any
 
 import pytest
@@ -136,29 +135,6 @@ def test_the_rotation_of_llama_3_1_is_scaled_as_published(conformance):
     torch.testing.assert_close(LlamaRotaryEmbedding(config).inv_freq, torch.tensor(wanted), rtol=1e-5, atol=0)
 
 
-def test_the_rotation_base_of_llada_is_kept():
-    assert _translated(_config("llada", rope_theta=70_000.0)).rope_parameters["rope_theta"] == 70_000.0
-
-
-def test_key_value_heads_default_to_the_query_heads():
-    assert _translated(_config("llada", n_kv_heads=None)).num_key_value_heads == 6
-
-
-def test_mlp_width_defaults_to_its_ratio():
-    assert _translated(_config("llada", mlp_hidden_size=None, mlp_ratio=5)).intermediate_size == 5 * 24
-
-
-def test_embedding_size_takes_precedence_over_vocab_size():
-    assert _translated(_config("llada", embedding_size=64, vocab_size=61)).vocab_size == 64
-    assert _translated(_config("llada", embedding_size=None, vocab_size=61)).vocab_size == 61
-
-
-def test_tokens_that_a_llada_config_does_not_name_become_none():
-    """The defaults 1 and 2 refer to Llama's vocabulary."""
-    config = _translated(_without("llada", "eos_token_id", "pad_token_id"))
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
-
-
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_translated_config_has_its_direction_and_requires_no_code(family):
     config = translate(_config(family), family_named(family), "here")
@@ -192,32 +168,42 @@ def test_a_missing_key_means_the_familys_usual_value_or_is_rejected(family, key)
     assert _translated(_without(family, key), family).to_dict() == _translated(_config(family), family).to_dict()
 
 
-SIZES = ["d_model", "n_heads", "n_layers", "rms_norm_eps", "rope_theta", "max_sequence_length"]
+MISSING = [("llada", [key], key) for key in
+           ("d_model", "n_heads", "n_layers", "rms_norm_eps", "rope_theta", "max_sequence_length")]  # fmt: skip
+MISSING += [("llada", ["vocab_size", "embedding_size"], "vocab_size")]
+MISSING += [("llada", ["mlp_hidden_size", "mlp_ratio"], "mlp_hidden_size")]
+MISSING += [("llada-moe", [key], key) for key in (
+    "hidden_size", "num_experts", "num_experts_per_tok", "expert_intermediate_size", "dense_intermediate_size",
+    "rope_theta", "rms_norm_eps", "vocab_size",
+)]  # fmt: skip
 
 
-@pytest.mark.parametrize("key", SIZES)
-def test_a_missing_size_is_named(key):
-    with pytest.raises(CheckpointError, match=rf"config\.json lacks .*\b{key}\b.*, which the llada family needs"):
-        _translated(_without("llada", key))
+@pytest.mark.parametrize(("family", "keys", "named"), MISSING)
+def test_a_missing_size_is_named(family, keys, named):
+    with pytest.raises(CheckpointError, match=rf"config\.json lacks .*\b{named}\b.*, which the {family} family needs"):
+        _translated(_without(family, *keys))
 
 
-MOE_SIZES = ["hidden_size", "num_experts", "num_experts_per_tok", "expert_intermediate_size", "dense_intermediate_size"]
-
-
-@pytest.mark.parametrize("key", [*MOE_SIZES, "rope_theta", "rms_norm_eps", "vocab_size"])
-def test_a_missing_size_of_llada_moe_is_named(key):
-    with pytest.raises(CheckpointError, match=rf"config\.json lacks {key}, which the llada-moe family needs"):
-        _translated(_without("llada-moe", key))
-
-
-@pytest.mark.parametrize("said", [True, False, None])
-def test_llada_moe_never_divides_expert_weights_by_their_sum(said):
-    assert _translated(_config("llada-moe", norm_topk_prob=said)).norm_topk_prob is False
-
-
-def test_layers_of_llada_moe_are_dense_where_their_frequency_is_0():
-    assert _translated(_config("llada-moe", moe_layer_freq=[0, 1, 0])).mlp_only_layers == [0, 2]
-    assert _translated(_config("llada-moe", moe_layer_freq=1)).mlp_only_layers == []
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llada", {"rope_theta": 70_000.0}, {"rope_parameters": {"rope_theta": 70_000.0, "rope_type": "default"}}),
+        ("llada", {"n_kv_heads": None}, {"num_key_value_heads": 6}),
+        ("llada", {"mlp_hidden_size": None, "mlp_ratio": 5}, {"intermediate_size": 5 * 24}),
+        ("llada", {"embedding_size": 64, "vocab_size": 61}, {"vocab_size": 64}),
+        ("llada", {"embedding_size": None, "vocab_size": 61}, {"vocab_size": 61}),
+        # transformers' defaults, 1 and 2, refer to Llama's vocabulary
+        ("llada", {"eos_token_id": None, "pad_token_id": None},
+         {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}),
+        *(("llada-moe", {"norm_topk_prob": said}, {"norm_topk_prob": False}) for said in (True, False, None)),
+        ("llada-moe", {"moe_layer_freq": [0, 1, 0]}, {"mlp_only_layers": [0, 2]}),
+        ("llada-moe", {"moe_layer_freq": 1}, {"mlp_only_layers": []}),
+    ],
+)  # fmt: skip
+def test_a_key_has_the_meaning_that_the_familys_code_gives_it(family, changes, expected):
+    public = {key: value for key, value in _config(family, **changes).items() if value is not None}
+    config = _translated(public, family)
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", ["LLaDAMoEModelLM", "LLaDAMoEModel"])
@@ -240,28 +226,6 @@ def test_llada_moe_at_full_size_has_the_parameters_of_the_published_model():
     expected = 2 * 157184 * 2048 + 16 * layer + 2048
     assert expected == 7_356_880_896
     assert sum(parameter.numel() for parameter in build_empty(_translated(config)).parameters()) == expected
-
-
-def test_a_missing_vocabulary_is_named():
-    with pytest.raises(CheckpointError, match=r"config\.json lacks vocab_size, which"):
-        _translated(_without("llada", "vocab_size", "embedding_size"))
-
-
-def test_a_missing_mlp_width_is_named():
-    with pytest.raises(CheckpointError, match=r"config\.json lacks mlp_hidden_size, which"):
-        _translated(_without("llada", "mlp_hidden_size", "mlp_ratio"))
-
-
-def test_a_width_of_the_wrong_type_is_named():
-    with pytest.raises(
-        CheckpointError, match=r"here: config\.json does not describe a llama model: .*'hidden_size'.*got str"
-    ):
-        _translated(_config("llada", d_model="24"))
-
-
-def test_a_head_count_that_does_not_divide_the_width_is_rejected():
-    with pytest.raises(CheckpointError, match=r"hidden size \(24\) is not a multiple of the number of attention heads"):
-        _translated(_config("llada", n_heads=5))
 
 
 @pytest.mark.parametrize(
@@ -288,6 +252,9 @@ def test_a_head_count_that_does_not_divide_the_width_is_rejected():
             r"here: config\.json has rope_theta = \[1\]; it must be a number above 0, such as",
         ),
         ("llama", {"rope_theta": "x"}, r"cannot build a llama model from this config: TypeError"),
+        ("llama", {"hidden_act": "swigloo"}, r"cannot build a llama model from this config: KeyError: 'swigloo'"),
+        ("llada", {"n_heads": 5}, r"hidden size \(24\) is not a multiple of the number of attention heads"),
+        ("llada", {"d_model": "24"}, r"here: config\.json does not describe a llama model: .*'hidden_size'.*got str"),
     ],
 )
 def test_sizes_that_make_no_valid_model_are_rejected(family, changes, message):
@@ -319,30 +286,24 @@ def test_a_model_in_memory_with_an_unknown_attention_normalizer_is_rejected():
         load(random_hf(sinklens_attention="hard"))
 
 
-def test_an_activation_that_transformers_lacks_is_rejected():
-    with pytest.raises(CheckpointError, match=r"cannot build a llama model from this config: KeyError: 'swigloo'"):
-        build_empty(_translated(_config("llama", hidden_act="swigloo")))
-
-
-def test_the_error_for_an_unknown_model_type_lists_the_known_and_the_nearest():
-    with pytest.raises(
-        CheckpointError,
-        match=r"here: model_type 'lada' is not a known family\. Known: llada, .*Nearest: llada.*checkpoints\.register",
-    ):
-        family_of({"model_type": "lada"}, "here")
-
-
-def test_the_error_for_a_model_type_with_repository_code_says_that_it_never_runs():
-    with pytest.raises(
-        CheckpointError, match=r"'own' is not .* code in its repository \(auto_map\), which sinklens never runs"
-    ):
-        family_of({"model_type": "own", "auto_map": {"AutoModel": "modeling_own.OwnModel"}}, "here")
-
-
-@pytest.mark.parametrize("config", [{}, {"model_type": ["llada"]}, {"model_type": {}}])
-def test_a_config_without_a_model_type_is_rejected(config):
-    kind = re.escape(repr(config.get("model_type")))
-    with pytest.raises(CheckpointError, match=f"model_type {kind} is not a known family"):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "model_type None is not a known family"),
+        ({"model_type": ["llada"]}, r"model_type \['llada'\] is not a known family"),
+        ({"model_type": {}}, "model_type {} is not a known family"),
+        (
+            {"model_type": "lada"},
+            r"here: model_type 'lada' is not a known family\. Known: llada, .*Nearest: llada.*checkpoints\.register",
+        ),
+        (
+            {"model_type": "own", "auto_map": {"AutoModel": "modeling_own.OwnModel"}},
+            r"'own' is not .* code in its repository \(auto_map\), which sinklens never runs",
+        ),
+    ],
+)
+def test_an_unknown_model_type_is_refused_with_what_to_do(config, message):
+    with pytest.raises(CheckpointError, match=message):
         family_of(config, "here")
 
 

@@ -366,14 +366,6 @@ def test_an_invalid_seed_is_incorrect_usage(arguments, capsys):
     assert "argument --seed: seed must be an integer from 0 to 2**63 - 1; got '-1'" in capsys.readouterr().err
 
 
-def test_help_of_analyse_names_every_study(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["analyse", "--help"])
-    printed = capsys.readouterr().out
-    for name in STUDIES:
-        assert name in printed
-
-
 @pytest.mark.extended
 def test_a_closed_output_pipe_loses_no_file(tmp_path):
     command = f"{sys.executable} -m sinklens.cli demo --out {tmp_path} | head -n 3"

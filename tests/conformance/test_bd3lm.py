@@ -146,18 +146,6 @@ def test_the_prompt_sees_no_answer_position_in_its_last_block_until_that_block_i
     assert model.tree.attention_blocks.start == "column"  # the rule of single passes is the model's again
 
 
-def test_a_row_of_a_batch_equals_a_run_of_it_alone(reference, load):
-    model, rows = model_of(load, 8), prompts_of(reference, 3)
-    together = sinklens.generate(model, rows, gen_length=13, steps=8)
-    for row, prompt in enumerate(rows):
-        alone = sinklens.generate(model, [prompt], gen_length=13, steps=8)
-        length = alone.canvas.shape[2]
-        assert torch.equal(together.canvas[row, : alone.steps_run + 1, -length:][..., alone.real[0]],
-                           alone.canvas[0][..., alone.real[0]])  # fmt: skip
-        ours, theirs = (torch.from_numpy(run.sinks.scores().fillna(0).to_numpy()) for run in (alone, together))
-        assert largest_difference(theirs[row, : alone.steps_run, :, :, -length:], ours[0]) < TOLERANCE
-
-
 def test_masked_sinks_are_exact(reference, load):
     """Patterns under MaskSinks equal plain attention without the strongest key of the step before."""
     model, values = model_of(load, 8), {}

@@ -176,25 +176,38 @@ def test_weights_have_transformer_lens_names_and_no_gate_branch(model, folder):
         model.run_with_cache(torch.zeros(1, 4, dtype=torch.long), names_filter="blocks.0.mlp.hook_pre_linear", time=0.1)
 
 
+def masked(size):
+    sizes = dict(zip(("hidden_dim", "n_blocks", "n_heads"), size, strict=True))
+    return {"vocab_size": 50258, "model_length": 1024, "cond_dim": 128, **sizes}
+
+
 PUBLIC = {
-    "mdlm": {
-        "model_type": "mdlm",
-        "vocab_size": 50258,
-        "model_length": 1024,
-        "cond_dim": 128,
-        "time_conditioning": False,
+    "mdlm": lambda size: masked(size) | {"model_type": "mdlm", "time_conditioning": False},
+    "bd3lm-owt": lambda size: (
+        masked(size) | {"model_type": "bd3lm", "time_conditioning": False, "block_size": 16, "causal": False}
+        | {"cross_attn": True, "adaln": True}
+    ),
+    "duo": lambda size: masked(size) | {"model_type": "duo", "causal": False},
+    "sedd": lambda size: {
+        "tokens": 50257, "graph": {"type": "absorb"}, "noise": {"type": "loglinear"},
+        "model": {"hidden_size": size[0], "n_blocks": size[1], "n_heads": size[2], "cond_dim": 128, "length": 1024}
+        | {"scale_by_sigma": True},
     },
-    "duo": {"model_type": "duo", "vocab_size": 50258, "model_length": 1024, "cond_dim": 128, "causal": False},
-}
-SMALL = {"hidden_dim": 768, "n_blocks": 12, "n_heads": 12}
-MEDIUM = {"hidden_dim": 1024, "n_blocks": 24, "n_heads": 16}
+    "gidd": lambda size: {
+        "model_type": "dit", "vocab_size": 50258, "max_seq_len": 512, "hidden_size": size[0],
+        "num_hidden_layers": size[1], "num_attention_heads": size[2], "timestep_cond_dim": 128, "p_uniform": 0.1,
+        "t_eps": 1e-4,
+    },
+}  # fmt: skip
+SMALL, MEDIUM = (768, 12, 12), (1024, 24, 16)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 @pytest.mark.parametrize(("size", "parameters"), [(SMALL, 169_627_218), (MEDIUM, 424_477_010)])
 def test_full_sizes_have_the_published_number_of_parameters(name, size, parameters):
+    """With 50,258 tokens, the number of MDLM's and Duo's; GIDD's README says 169.6 and 424.5 million."""
     family = family_named(name)
-    empty = build_empty(translate({**PUBLIC[name], **size}, family, name))
+    empty = build_empty(translate(PUBLIC[name](size), family, name))
     assert sum(value.numel() for value in empty.parameters()) == parameters
 
 

@@ -134,19 +134,6 @@ def test_a_proposed_mask_token_does_not_keep_a_run_of_2_1_from_ending(reference,
     assert not run.undecided[0, -1, 24:].any()  # later blocks are decided
 
 
-@pytest.mark.parametrize("sampler", ["llada2", "llada2.1"])
-def test_a_row_of_a_batch_equals_a_run_of_it_alone(reference, load, sampler):
-    model, ids = load((("eos_token_id", 312),), (("block_length", 8),)), reference.tensors["input_ids"][0].tolist()
-    rows = [ids[:11], ids[3:9]]
-    settings = {"sampler": sampler, "gen_length": 13, "record_sinks": False, "threshold": 0.6}
-    settings |= {"max_post_steps": 3} if sampler == "llada2.1" else {"eos_early_stop": True}
-    together = sinklens.generate(model, rows, **settings)
-    for row, prompt in enumerate(rows):
-        alone = sinklens.generate(model, [prompt], **settings)
-        places = slice(len(rows[0]) - len(prompt), len(rows[0]) - len(prompt) + alone.canvas.shape[2])
-        assert torch.equal(together.canvas[row, : alone.steps_run + 1, places], alone.canvas[0])
-
-
 def test_a_fused_weight_is_split_into_queries_keys_and_values(reference, model):
     from safetensors.torch import load_file
 

@@ -6,7 +6,7 @@ import torch
 import sinklens
 from sinklens.devices.stored_runs import FOLDERS, compare_pass, open_folder, stored_runs
 
-LEFT_OUT = {"bd3lm": {6, 7}, "fast-dllm-v2": {7, 8}}
+LEFT_OUT = {"bd3lm": {6, 7}, "fast-dllm-v2": {7, 8}, "bd3lm-owt": {5}}
 """Runs that depend on the batch or show a defect, or that are the reference's batched sampler."""
 QUICK = {
     "llada-cached": 19,
@@ -18,6 +18,11 @@ QUICK = {
     "rnd1": 1,
     "open-dcoder": 8,
     "diffusion-gemma": 4,
+    "mdlm": 4,
+    "bd3lm-owt": 3,
+    "sedd": 1,
+    "duo": 0,
+    "gidd": 3,
 }
 
 

@@ -3,13 +3,12 @@
 from dataclasses import dataclass, field, replace
 
 import pytest
-import torch
 
 import sinklens
 from sinklens.caching import DelayedCache, DualCache, Evict, KeepSinks, NoCache, Policy, Refresh
 from sinklens.errors import SettingError, SinklensError
 from sinklens.evaluation.conditions import CONTROLS, UNMASKED, Condition, masking, under_caches
-from sinklens.interventions import Intervention, MaskSinks, Steer
+from sinklens.interventions import Intervention, MaskSinks
 from sinklens.sinks.detectors import Detector
 from sinklens.sinks.strongest import StrongestKeys
 
@@ -70,29 +69,6 @@ def test_sinks_of_the_unmasked_run_are_a_separate_condition(tiny_llada):
     run = sinklens.generate(tiny_llada, "Question: 2 + 3?\nAnswer:", steps=2, progress=False)
     assert steady.hooks_for(lambda: run.sinks) == [MaskSinks(top_k=2, source=run.sinks)]
     assert in_run.hooks_for(lambda: pytest.fail("an unmasked run is not needed")) == list(in_run.hooks)
-
-
-def test_only_equal_conditions_have_equal_descriptions():
-    first, second = masking([1])[1], masking([1], scope="model")[1]
-    assert first.described() == masking([1])[1].described() != second.described()
-    assert "top_k=1" in first.described()["hooks"][0]
-
-
-def test_recorded_runs_and_tensors_are_described_by_their_values(tiny_llada):
-    """Their repr alone would be equal."""
-    tracks = [
-        sinklens.generate(tiny_llada, text, steps=2, progress=False).sinks for text in ("2 + 3?", "2 + 3?", "2 + 4?")
-    ]
-    first, same, other = (Condition("a", (MaskSinks(source=track),)).described()["hooks"] for track in tracks)
-    assert first == same != other
-    directions = [Condition("a", (Steer(torch.tensor([1.0, value] * 32)),)).described() for value in (1, 1, 2)]
-    assert directions[0] == directions[1] != directions[2]
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_what_only_its_address_identifies_is_refused():
-    with pytest.raises(SettingError, match=r"cannot fingerprint <object object at 0x.*its memory address"):
-        Condition("mine", (Plain(object()),))
 
 
 def test_plain_interventions_and_policies_are_described_by_their_repr():

@@ -8,16 +8,15 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from building import shared_model
 from ledgers import repeats
 
 from sinklens.analyses import find
 from sinklens.caching import DualCache
-from sinklens.errors import ControlWarning, LedgerError, PromptError, SettingError, SinklensError
+from sinklens.errors import ControlWarning, LedgerError, SettingError, SinklensError
 from sinklens.evaluation import units
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking
 from sinklens.evaluation.ledger import LedgerRun, Writer, holds_runs
@@ -169,13 +168,6 @@ def test_a_ledger_of_version_0_2_is_finished_for_the_same_evaluation(tmp_path):
     assert lines["1 sink"].control == "1 random key"
 
 
-def test_different_settings_make_separate_runs(tmp_path, tiny_llada):
-    evaluate(tiny_llada, "tiny-gsm", [UNMASKED], tmp_path, limit=1)
-    evaluate(tiny_llada, find_protocol("tiny-gsm").with_settings({"steps": 8}), [UNMASKED], tmp_path, limit=1)
-    evaluate(tiny_llada, "tiny-gsm", [UNMASKED], tmp_path, limit=1, seed=1)
-    assert [len(records) for records in contents(tmp_path).values()] == [1, 1, 1]
-
-
 @dataclass(frozen=True)
 class OtherPrompts(TinyGsm):
     """The task with the given prompts."""
@@ -296,35 +288,3 @@ def test_a_control_of_a_condition_that_is_not_evaluated_warns(tmp_path, tiny_lla
         warnings.simplefilter("error", ControlWarning)
         evaluate(tiny_llama, "tiny-gsm", [Condition("mine", (AblateHeads(heads=[1]),))], tmp_path, limit=1)
         evaluate(tiny_llama, "tiny-gsm", [control], tmp_path, limit=1)
-
-
-def test_a_model_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path):
-    model = shared_model()
-    with pytest.raises(
-        PromptError, match=r"has no tokenizer, and the prompts of this task are text\. Put a tokenizer's files"
-    ):
-        evaluate(model, "tiny-gsm", CONDITIONS, tmp_path / "results", limit=2)
-    assert not (tmp_path / "results").exists()
-
-
-@dataclass(frozen=True)
-class OtherAnswers(TinyGsm):
-    """The same prompts with other reference answers."""
-
-    def samples(self, limit=None):
-        return [replace(sample, reference="#### 1") for sample in super().samples(limit)]
-
-
-def test_data_with_other_reference_answers_are_refused(tmp_path):
-    """Otherwise verdicts based on the old answers would be kept."""
-    evaluate("tiny-llama", "tiny-gsm", [UNMASKED], tmp_path, limit=1)
-    with pytest.raises(
-        LedgerError, match=r"a record of tiny-gsm/0 with another expected answer, so it was started with"
-    ):
-        evaluate("tiny-llama", "tiny-gsm", [UNMASKED], tmp_path, limit=1, task=OtherAnswers())
-
-
-def test_a_model_that_cannot_run_under_a_policy_is_refused_before_the_exact_run(tmp_path):
-    with pytest.raises(SettingError, match=r"DualCache is for bidirectional models; .* is autoregressive"):
-        evaluate("tiny-llama", "tiny-gsm", [UNMASKED], tmp_path / "results", cache="dual", limit=1)
-    assert not (tmp_path / "results").exists()

@@ -161,13 +161,6 @@ def test_p_values_are_corrected_over_the_conditions_of_a_group(ledger):
     assert corrected == holm(plain) != plain
 
 
-def test_programs_that_were_not_run_are_excluded_from_all_numbers(tmp_path):
-    planted_run(tmp_path, {"a": True, "b": False, "c": None}, protocol="tiny-code")
-    with pytest.warns(UserWarning, match=r"excluded from all accuracies: 1 of tiny-llada \(unmasked\)"):
-        (line,) = read_lines(tmp_path)
-    assert (line.accuracy.right, line.accuracy.total) == (1, 2)
-
-
 def test_a_run_without_scored_programs_has_shares_but_no_accuracy(tmp_path):
     planted_run(tmp_path, {"a": None, "b": None}, protocol="tiny-code")
     planted_run(tmp_path, {"a": True, "b": None}, ONE, protocol="tiny-code")
@@ -212,13 +205,6 @@ def test_runs_on_different_device_types_are_paired_only_on_request(tmp_path):
     found = by_condition(read_lines(tmp_path, mixed_devices=True))
     assert found["1 sink"].against_unmasked.difference == -0.5
     assert found["1 sink"].devices == ("cuda",)
-
-
-def test_a_control_on_another_device_type_is_also_refused(tmp_path):
-    planted_run(tmp_path, verdicts(MASKED), ONE, device="cuda")
-    planted_run(tmp_path, verdicts(RANDOM), ONE_RANDOM)
-    with pytest.raises(SettingError, match=r"under '1 random key' and '1 sink'"):
-        read_lines(tmp_path)
 
 
 def test_a_ledger_without_finished_samples_is_refused_and_runs_without_records_are_skipped(tmp_path, ledger):

@@ -11,7 +11,8 @@ from layouts import write_family
 
 import sinklens
 from sinklens.errors import HookNameError, PromptError, SettingError
-from sinklens.experiments.attribution import Agreement, agreement, attribution_patching, of_step, patching_effects
+from sinklens.experiments.attribution import Agreement, agreement, attribution_patching, patching_effects
+from sinklens.experiments.step_ids import of_step
 from sinklens.hooks import names, table
 from sinklens.tasks.word_problems import held_out
 
@@ -164,22 +165,6 @@ def test_the_estimate_is_exact_where_the_metric_is_linear(linear_at_the_end, nam
     assert estimate.attrs == pytest.approx(truth.attrs)
 
 
-def test_the_estimate_approaches_the_truth_for_small_changes_of_the_embedding():
-    """The relative error of a first-order estimate shrinks tenfold when the two tokens are ten times closer."""
-    clean, corrupted, errors = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[3, 4, 8, 6, 7]]), []
-    for distance in (3e-2, 3e-3):
-        model = random_double("llama", False)
-        weights = model.tree.hf.model.embed_tokens.weight.data
-        weights[8] = weights[5] + distance * torch.linspace(-1, 1, 24, dtype=torch.float64)
-        asked = (model, clean, corrupted, bent, every_value)
-        scores = agreement(attribution_patching(*asked), patching_effects(*asked))
-        assert set(scores) == set(KINDS)
-        errors.append([score.relative_error for score in scores.values()])
-    assert np.median(np.divide(*errors)) > 5
-    assert max(errors[1]) < 0.1
-    assert all(score.correlation > 0.995 for score in scores.values())
-
-
 @pytest.mark.extended
 def test_along_the_path_the_effects_of_the_embeddings_sum_to_the_total_effect(tiny_llada):
     """Integrated gradients are complete: the sum is the metric of the clean run minus that of the corrupted one."""
@@ -209,39 +194,6 @@ def number_pair(model, problem, new, step=None):
     assert model.tokenizer.decode([bad]) == f" {new}"
     assert int(clean[0, written]) == model.mask_token_id
     return clean, corrupted, lambda logits: logits[0, written, good] - logits[0, written, bad]
-
-
-def correlations(model, clean, corrupted, metric):
-    """Correlations for streams and head outputs, over layers, heads, every fourth and all relevant positions."""
-    answer = int((clean[0] == model.mask_token_id).nonzero()[0])
-    positions = {
-        *range(0, clean.shape[1], 4),
-        *(clean != corrupted)[0].nonzero()[:, 0].tolist(),
-        answer + 1,
-        answer + 2,
-    }
-    names = (lambda name: name.endswith("hook_resid_post"), lambda name: name.endswith("hook_z"))
-    truth = patching_effects(model, clean, corrupted, metric, names, positions=sorted(positions))
-    assert truth.clean - truth.corrupted > 15
-    found = [agreement(attribution_patching(model, clean, corrupted, metric, names, path=k), truth) for k in (0, 8)]
-    return [(score["hook_resid_post"].correlation, score["attn.hook_z"].correlation) for score in found]
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(("number", "new", "step"), [(0, 19, None), (1, 16, 0), (5, 3, None)])
-def test_between_neighbouring_numbers_estimates_follow_the_truth(tiny_llada, number, new, step):
-    """Measured 0.92 to 0.98, along the path 0.97 to 1.00."""
-    found, along = correlations(tiny_llada, *number_pair(tiny_llada, held_out(6)[number], new, step))
-    assert min(found) > 0.85
-    assert min(along) > 0.93
-
-
-@pytest.mark.extended
-def test_between_distant_numbers_only_the_path_estimate_has_the_right_sign(tiny_llada):
-    """Measured -0.70 and 0.91 for head outputs: the attention that copies a number is saturated."""
-    (_, z), along = correlations(tiny_llada, *number_pair(tiny_llada, held_out(3)[2], 6))
-    assert z < 0
-    assert min(along) > 0.8
 
 
 def test_gradients_along_the_path_are_taken_at_the_midpoints_of_its_segments():
@@ -376,14 +328,17 @@ def test_of_step_returns_the_canvas_of_the_step(request, name):
     model = request.getfixturevalue(name)
     run = sinklens.generate(model, [problem.prompt for problem in held_out(3)], record_sinks=False, progress=False)
     end, padded = run.prompt_length + 4 if name == "tiny_llama" else run.canvas.shape[2], int((~run.real[1]).sum())
-    ids, real = of_step(run, 4)
+    ids, real, time = of_step(run, 4)
+    assert time is None
     row = of_step(run, 4).row(1)
     assert padded > 0
     assert torch.equal(ids, run.canvas[:, 4, :end])
     assert torch.equal(real, run.real[:, :end])
     assert torch.equal(row.ids, run.canvas[1:2, 4, padded:end])
     with torch.no_grad():
-        torch.testing.assert_close(model(ids, attention_mask=real)[1:2, padded:], model(*row), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            model(ids, attention_mask=real)[1:2, padded:], model(row.ids, row.attention_mask), atol=1e-3, rtol=1e-3
+        )
     assert torch.equal(of_step(run, -1).ids, of_step(run, run.steps_run - 1).ids)
     with pytest.raises(SettingError, match=r"step \d+ does not exist"):
         of_step(run, run.steps_run)

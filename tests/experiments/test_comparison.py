@@ -97,14 +97,6 @@ def test_kl_agreement_and_confidence_match_their_definitions(pair):
     assert float(found["kl"].max()) > 0.01
 
 
-def test_a_replayed_run_has_the_canvas_and_answers_of_the_base_run(pair):
-    base, _, replayed = pair
-    found = compare(base[0], replayed[0], base[1], replayed[1])
-    assert found["first_divergent_step"].to_numpy().tolist() == [-1] * 3
-    assert found["same_answer"].all()
-    assert not found["kl"].isnull().all("step").any()
-
-
 def tau_b(x, y):
     """Kendall's τ-b by its definition, pair by pair."""
     agree = tied_x = tied_y = 0
@@ -221,27 +213,6 @@ def test_tokens_added_to_an_ended_autoregressive_row_are_not_counted(tiny_llama)
     longer = course(tiny_llama, [["M"] * 4, [5, "M", "M", "M"], [5, 6, "M", "M"], [5, 6, end, "M"]])
     assert compare(alone, longer)["first_divergent_step"].item() == 1
     assert compare(alone, longer)["edit_distance"].item() == 1
-
-
-@pytest.mark.extended
-def test_a_rows_comparison_does_not_depend_on_its_batch(tiny_llama):
-    """The second problem ends steps before the first, which is longer, and is padded beside it."""
-    prompts = sorted(PROMPTS, key=lambda prompt: len(tiny_llama.tokenizer(prompt).input_ids))[::2]
-    settings = {"gen_length": 24}
-    together = effect(tiny_llama, prompts, [CHANGE], **settings)
-    assert together.base.answers[0].tokens != together.base.answers[1].tokens
-    for row, prompt in enumerate(prompts):
-        alone = effect(tiny_llama, prompt, [CHANGE], **settings)
-        for single, batched in (
-            (alone.free_running, together.free_running),
-            (alone.under_replay, together.under_replay),
-        ):
-            for name in single.data_vars:
-                got, wanted = batched[name].isel(batch=row).to_numpy(), single[name].isel(batch=0).to_numpy()
-                if got.ndim:
-                    assert np.isnan(got[len(wanted) :].astype(float)).all()
-                    got = got[: len(wanted)]
-                np.testing.assert_allclose(got, wanted, atol=1e-4, err_msg=name)
 
 
 def same_value(value, hook):
@@ -381,17 +352,6 @@ def masked(tiny_llada):
         tiny_llada, PROMPTS, hooks=[change, (lambda name: name.endswith("hook_pattern"), keep)], **SHORT
     )
     return change, run, patterns
-
-
-def test_the_keys_reported_as_masked_are_those_without_attention(masked):
-    change, run, patterns = masked
-    keys = change.keys(run.sinks).to_numpy()
-    for (step, layer), pattern in patterns.items():
-        for row in range(3):
-            real = run.real[row].numpy()
-            nothing = (pattern[row].numpy()[:, real] == 0).all(axis=1) & real
-            np.testing.assert_array_equal(keys[row, step, layer], nothing)
-    assert keys.sum() == 3 * 6 * 2 * 2 * 2  # rows, steps, layers, heads, keys
 
 
 def test_attention_to_keys_is_the_mean_over_heads_and_layers_of_the_unchanged_model(masked):

@@ -212,18 +212,6 @@ def test_tokens_of_the_step_and_final_tokens_are_reported_with_texts(tiny_llada)
         assert text == tiny_llada.tokenizer.decode([token])
 
 
-def test_a_row_reads_as_it_does_alone(tiny_llada):
-    prompts = [problem.prompt for problem in held_out(4)]
-    together = sinklens.generate(tiny_llada, prompts, record_sinks=False)
-    alone = sinklens.generate(tiny_llada, prompts[2], record_sinks=False)
-    first, second = logit_lens(tiny_llada, together, row=2), logit_lens(tiny_llada, alone)
-    np.testing.assert_allclose(first.entropy, second.entropy, atol=1e-4)
-    np.testing.assert_allclose(first.final_probability, second.final_probability, atol=1e-4)
-    np.testing.assert_array_equal(
-        first.final_rank.where(first.final_probability > 1e-4), second.final_rank.where(second.final_probability > 1e-4)
-    )
-
-
 def test_chunks_of_positions_change_nothing(models, monkeypatch):
     run = generated(models["dream"])
     complete = logit_lens(run.model, run)

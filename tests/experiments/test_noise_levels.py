@@ -39,15 +39,13 @@ CASES = {
     "mdlm that reads it": ("mdlm timed", SHORT), "remdm": ("mdlm timed", SHORT | {"sampler": "remdm"}),
     "sedd": ("sedd", SHORT), "duo": ("duo", SHORT), "gidd": ("gidd", SHORT), "gpt2": ("gpt2", SHORT),
 }  # fmt: skip
-GATED = "gates and shifts by the noise level what its sublayers read or write, so there is no direct path"
 KEYS = "with cache=.*, steps read keys and values as earlier steps computed them"
 REFUSED = {
     "jumps": {"policy": "its column sums do not show jumps", "causal": "needs a run of a diffusion model"},
-    "undone": {"policy": KEYS, "causal": "a step of an autoregressive run only adds a token", "": GATED},
-    "writers": {"policy": KEYS, "causal": "of a gpt2 model also subtract its mean; use edge_attribution", "": GATED},
-    "readers": {"causal": "", "": GATED},
-    "lens": {"policy": KEYS, "causal": "", "": "reads the last norm shifted and scaled by the noise level"},
-    "edges": {"causal": "", "": GATED},
+    "undone": {"policy": KEYS, "causal": "a step of an autoregressive run only adds a token"},
+    "writers": {"policy": KEYS, "causal": "adds learned positions to the stream; use edge_attribution"},
+    "readers": {"policy": KEYS},
+    "lens": {"policy": KEYS},
     "metric": {"policy": "a step under a cache policy needs the keys of the steps before"},
 }
 """Experiment -> trait, or "" for all others -> the words of the error; "" where it works."""
@@ -94,7 +92,9 @@ def jumps(run, settings):
 
 
 def undone(run, settings):
-    return jump_undone(run, Jump(1.0, STEP, LAYER, HEAD, pads(run) + 2, pads(run) + 4))
+    source = of_step(run, STEP).row(0).ids[0].clone()
+    source[1] = 77  # the canvas of the step before may be the same
+    return [jump_undone(run, Jump(1.0, STEP, LAYER, HEAD, pads(run) + 2, pads(run) + 4), source=source)]
 
 
 def writers(run, settings):
@@ -103,8 +103,8 @@ def writers(run, settings):
 
 
 def readers(run, settings):
-    given = {"key": pads(run) + 2, "readers": {"next": ["L2H0.q"], "mlp": ["2_mlp_in"]}}
-    return read_attribution(run, STEP, LAYER, HEAD, **given)["kl"].to_numpy()
+    given = {"key": pads(run) + 2, "readers": {"last": ["logits"], "mlp": [f"{LAYER}_mlp_in"]}}
+    return read_attribution(run, STEP, LAYER, HEAD, **given)["kl"].to_numpy() * 100
 
 
 def lens(run, settings):
@@ -141,7 +141,7 @@ def replaced(run, settings):
 
 def two_inputs(run):
     """A step's ids with and without a changed token, a metric of the first row, their mask and noise level."""
-    ids, mask = of_step(run, STEP)
+    ids, mask, _ = of_step(run, STEP)
     last = of_step(run, STEP).columns(0)[-1]
     return ids, torch.where(ids == 9, 8, ids), lambda logits: logits[0, last, :50].logsumexp(-1), mask
 
@@ -157,7 +157,7 @@ def attributed(run, settings):
 
 def edges(run, settings):
     ids, other, metric, mask = two_inputs(run)
-    return edge_attribution(run.model, ids, other, metric, mask)["effect"].to_numpy()
+    return edge_attribution(run.model, ids, other, metric, mask, time=run.time_at(STEP))["effect"].to_numpy()
 
 
 ABLATE = AblateHeads(layers=[LAYER], heads=[HEAD])

@@ -90,18 +90,6 @@ def test_a_softmax_router_avoids_experts_with_minus_infinity():
     close(*edited("qwen3_moe", False, name, without_the_best))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_forced_expert_gets_the_weight_that_its_logit_gives(architecture):
-    model, ids, weights = shared_model(architecture), random_ids(), []
-    hooks = [
-        (f"{MLP}.hook_expert_indices", lambda value, hook: next_expert(value)),
-        (f"{MLP}.hook_expert_weights", lambda value, hook: weights.append(value)),
-    ]
-    model.run_with_hooks(ids, fwd_hooks=hooks)
-    plain = plain_pass(model, ids, edits={f"{MLP}.hook_expert_indices": next_expert}).values
-    close(weights[0], plain[f"{MLP}.hook_expert_weights"])
-
-
 @pytest.mark.parametrize("outside", [-1, 6])
 def test_an_expert_that_does_not_exist_is_refused(outside):
     with pytest.raises(

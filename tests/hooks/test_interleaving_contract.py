@@ -279,10 +279,3 @@ def test_the_value_that_a_traced_call_returns_is_served_as_its_result(root):
         result = tracer.result.save()
     with nnsight("InterleavingTracer.result"):
         assert torch.equal(result, ONES * 2)
-
-
-def test_the_source_of_a_file_can_be_read_before_a_block_is_captured():
-    from nnsight.intervention.tracer import InterleavingTracer
-
-    with nnsight("InterleavingTracer.source"):
-        assert "def test_the_source_of_a_file" in InterleavingTracer.source(__file__)

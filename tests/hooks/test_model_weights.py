@@ -94,11 +94,6 @@ def test_parameters_under_transformerlens_names_serve_its_singular_vectors():
     close(vectors[:, 0].abs(), expected.abs())  # singular vectors have no sign
 
 
-def test_a_name_that_some_layers_lack_is_refused_with_the_layer():
-    with pytest.raises(SettingError, match="the MLP of layer 1 is a mixture of experts, so it has no W_gate"):
-        _ = shared_model("glm4_moe").W_in
-
-
 def test_layers_of_different_shape_are_not_stacked():
     model = random_model()
     wide = torch.nn.Linear(SIZES["hidden_size"], 2 * HEADS * D_HEAD, bias=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from building import plain_pass, random_ids, shared_model
 
-from sinklens.errors import HookNameError, SinklensError
+from sinklens.errors import HookNameError
 from sinklens.hooks import names
 
 KNOWN = [name.format(l=layer) for name, _ in names.table() for layer in range(3 if "{l}" in name else 1)]
@@ -23,11 +23,6 @@ def test_the_table_lists_the_points_in_the_order_a_step_reaches_them():
     once = [name.replace("blocks.0.", "blocks.{l}.") for name in reached if not re.match(r"blocks\.[12]\.", name)]
     sampler = ["hook_logits", "hook_candidates", "hook_confidence", "hook_commit"]
     assert rows == ["denoise.hook_canvas", *once, *(f"denoise.{name}" for name in sampler)]
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_a_canonical_name_resolves_to_itself(name):
-    assert resolve(name) == name
 
 
 @pytest.mark.parametrize(
@@ -84,43 +79,6 @@ def test_an_unknown_name_raises_an_error_with_the_nearest(wrong, meant):
     with pytest.raises(HookNameError, match=rf"called '{re.escape(wrong)}'\. Nearest: .*{re.escape(meant)}") as caught:
         resolve(wrong)
     assert "model.hook_names()" in str(caught.value)
-
-
-def test_an_unknown_name_far_from_all_others_refers_to_the_list():
-    with pytest.raises(HookNameError, match=r"^no hook point is called 'xyz'\. `model\.hook_names\(\)` or"):
-        resolve("xyz")
-
-
-def test_an_unknown_name_raises_a_key_error_and_a_sinklens_error():
-    with pytest.raises(KeyError, match="no hook point"):
-        resolve("xyz")
-    with pytest.raises(SinklensError, match="no hook point"):
-        resolve("xyz")
-
-
-def test_a_name_selects_one_point_and_a_predicate_all_matching_points_in_forward_order():
-    assert names.select("blocks.-1.hook_out", KNOWN, 3) == ["blocks.2.hook_resid_post"]
-    backwards = KNOWN[::-1]
-    assert names.select(lambda name: name.endswith("hook_z"), backwards, 3) == [
-        name for name in backwards if name.endswith("hook_z")
-    ]
-
-
-def test_a_predicate_that_matches_no_point_is_an_error():
-    with pytest.raises(
-        HookNameError, match=rf"matches none of the {len(KNOWN)} hook points; their names look like 'hook_embed'"
-    ):
-        names.select(lambda name: name.startswith("layers."), KNOWN, 3)
-
-
-@pytest.mark.parametrize("name", [name for name in KNOWN if not name.startswith(("denoise", "blocks.1", "blocks.2"))])
-def test_the_position_axis_grows_with_the_input(name):
-    """Scores and patterns grow along two axes; the first of these, the queries, counts."""
-    model = shared_model()
-    short, long = (plain_pass(model, random_ids(length=length)).values[name] for length in (5, 6))
-    grown = [axis - short.ndim for axis in range(short.ndim) if short.shape[axis] != long.shape[axis]]
-    assert names.position_axis(name) == grown[0]
-    assert torch.equal(torch.tensor(long.shape)[grown], torch.full((len(grown),), 6))
 
 
 @pytest.mark.parametrize(

@@ -95,29 +95,6 @@ def test_a_transformers_model_without_points_computes_the_same_attention(normali
     torch.testing.assert_close(hf(ids).logits, other(normalizer)(ids))
 
 
-def test_hiding_a_key_changes_the_other_weights_except_under_sigmoid():
-    ids, before, after = random_ids(), {}, {}
-    for normalizer in NORMALIZERS:
-        model = other(normalizer)
-        before[normalizer] = passed(model, ids)[1][f"{AT}.hook_pattern"]
-        after[normalizer] = passed(model, ids, edit=hide_key_2)[1][f"{AT}.hook_pattern"]
-        assert (after[normalizer][..., 2] == 0).all()
-    kept = torch.arange(7) != 2
-    assert torch.equal(before["sigmoid"][..., kept], after["sigmoid"][..., kept])
-    for normalizer in ("softmax", "off-by-one"):
-        assert (after[normalizer][..., kept] > before[normalizer][..., kept]).all()
-
-
-@pytest.mark.parametrize("normalizer", OTHERS)
-def test_a_padded_row_of_a_batch_generates_the_same_tokens_as_alone(normalizer):
-    model = other(normalizer)
-    long, short = [3, 9, 4, 22, 17, 8], [5, 31, 12]
-    settings = {"gen_length": 8, "steps": 4, "block_length": 8}
-    both = sinklens.generate(model, [long, short], **settings)
-    alone = sinklens.generate(model, [short], **settings)
-    assert both.tokens[1, 3:].tolist() == alone.tokens[0].tolist()
-
-
 @pytest.mark.parametrize("normalizer", OTHERS)
 def test_a_trace_block_can_read_column_sums_before_the_pattern(normalizer):
     model = other(normalizer)

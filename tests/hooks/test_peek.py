@@ -49,49 +49,6 @@ def test_a_peek_inside_a_hook_calls_no_hooks_and_applies_no_edits():
     assert torch.equal(model.run_with_hooks(ids, fwd_hooks=without), logits)
 
 
-def test_a_peek_computes_only_the_requested_points(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("the map was made explicit")
-
-    monkeypatch.setattr(module, "_explicit", refuse)
-    model, ids = shared_model(), random_ids()
-
-    def peek(value, hook):
-        model.tree.peek(ids, None, ["blocks.2.attn.hook_sink_scores"])
-
-    hooks = [("hook_embed", peek), ("blocks.1.attn.hook_pattern", lambda value, hook: None)]
-    with pytest.raises(AssertionError, match="the map was made explicit"):  # by the outer pass, after the peek
-        model.run_with_hooks(ids, fwd_hooks=hooks)
-    model.run_with_hooks(ids, fwd_hooks=hooks[:1])
-
-
-@pytest.mark.parametrize("raw", [False, True], ids=["points", "modules"])
-def test_a_peek_does_not_serve_a_trace_block(raw):
-    model, ids, other = shared_model(), random_ids(), random_ids()
-    cache = model.run_with_cache(ids, names_filter=["blocks.1.hook_mlp_out", "blocks.2.hook_resid_post"])[1]
-
-    def peek(value, hook):
-        model.tree.peek(other, None, ["blocks.1.hook_mlp_out"])
-
-    with model.tree.hooks(fwd_hooks=[("hook_embed", peek)]), model.trace(ids):
-        served = (model.hf.model.layers[1].mlp if raw else model.blocks[1].hook_mlp_out).output.save()
-        later = model.blocks[2].hook_resid_post.output.save()
-    assert torch.equal(served, cache["blocks.1.hook_mlp_out"])
-    assert torch.equal(later, cache["blocks.2.hook_resid_post"])
-
-
-def test_a_trace_block_can_peek():
-    model, ids, other = shared_model(), random_ids(), random_ids()
-    expected, peeked = model.tree.peek(other, None, NAMES), {}
-    cache = model.run_with_cache(ids, names_filter="blocks.1.attn.hook_z")[1]
-    with model.trace(ids):
-        model.blocks[0].hook_resid_post.output  # noqa: B018
-        peeked.update(model.tree.peek(other, None, NAMES))
-        served = model.blocks[1].attn.hook_z.output.save()
-    assert all(torch.equal(peeked[name], expected[name]) for name in NAMES)
-    assert torch.equal(served, cache["blocks.1.attn.hook_z"])
-
-
 def test_a_failed_peek_leaves_the_model_unchanged(monkeypatch):
     model, ids = shared_model(), random_ids()
     before = model(ids)

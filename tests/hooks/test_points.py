@@ -27,13 +27,6 @@ def add_one(value, hook):
     return value + 1
 
 
-def test_a_new_point_is_unwatched_and_is_not_called(point):
-    value = torch.ones(3)
-    point.forward = None  # calling it would fail
-    assert not point.watched
-    assert at(point, value) is value
-
-
 @pytest.mark.parametrize(
     "register",
     [
@@ -81,14 +74,6 @@ def test_a_hook_may_remove_itself_while_it_runs(point):
     assert at(point, torch.tensor(3.0)) == 3
 
 
-def test_plain_pytorch_hooks_receive_module_inputs_and_output(point):
-    seen = []
-    point.register_forward_hook(lambda *given: seen.append(given))
-    value = torch.ones(3)
-    point(value)
-    assert seen == [(point, (value,), value)]
-
-
 def test_a_hook_receives_name_layer_and_step(point):
     received = []
     point.add_hook(lambda value, hook: received.append((hook.name, hook.layer(), hook.step)))
@@ -122,19 +107,6 @@ def test_unwatched_points_of_a_model_are_not_called(monkeypatch):
     assert called == [NAME]
 
 
-@pytest.mark.parametrize("place", ["output", "input"])
-def test_a_point_is_no_longer_watched_after_a_trace_block_has_been_served(place):
-    model, ids = shared_model(), random_ids()
-    point, watched = model.tree.hook_dict[NAME], []
-    with model.trace(ids):
-        model.blocks[1].hook_resid_pre.output  # noqa: B018
-        watched.append(point.watched)  # the block is running, so it does not wait
-        getattr(model.blocks[1].attn.hook_z, place)
-        model.blocks[1].hook_resid_post.output  # noqa: B018
-        watched.append(point.watched)
-    assert [*watched, point.watched] == [False, False, False]
-
-
 def test_while_a_trace_block_waits_for_a_point_only_that_point_is_watched():
     model, ids = shared_model(), random_ids()
     watched = []
@@ -145,18 +117,6 @@ def test_while_a_trace_block_waits_for_a_point_only_that_point_is_watched():
     with model.tree.hooks(fwd_hooks=[("hook_embed", look)]), model.trace(ids):
         model.blocks[1].attn.hook_pattern.output  # noqa: B018
     assert watched == ["blocks.1.attn.hook_pattern"]
-
-
-def test_points_that_an_nnsight_cache_records_are_watched():
-    model, ids = shared_model(), random_ids()
-    watched = []
-
-    def look(value, hook):
-        watched.extend(name for name, point in model.tree.hook_dict.items() if point.watched and name != hook.name)
-
-    with model.tree.hooks(fwd_hooks=[("hook_embed", look)]), model.trace(ids) as tracer:
-        tracer.cache(modules=[model.blocks[2].attn.hook_z], include_inputs=True)
-    assert watched == ["blocks.2.attn.hook_z"]
 
 
 def test_a_trace_block_reads_the_hooked_value_at_output_and_the_computed_value_at_input():

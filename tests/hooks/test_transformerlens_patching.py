@@ -96,18 +96,6 @@ def test_patching_of_patterns(pair):
         close(cells[layer, head, query, key], pair.patched(name.format(layer), (EVERY, head, query, key)))
 
 
-@pytest.mark.fast_cases(1)
-def test_sweeps_over_kinds_of_patches_equal_the_single_patches(pair):
-    blocks = patching.get_act_patch_block_every(pair.model, pair.corrupted, pair.cache, metric)
-    heads = patching.get_act_patch_attn_head_all_pos_every(pair.model, pair.corrupted, pair.cache, metric)
-    by_pos = patching.get_act_patch_attn_head_by_pos_every(pair.model, pair.corrupted, pair.cache, metric)
-    assert (blocks.shape, heads.shape, by_pos.shape) == ((3, 2, LENGTH), (5, 2, HEADS), (5, 2, LENGTH, HEADS))
-    close(blocks[1, 1, 2], pair.patched("blocks.1.hook_attn_out", (EVERY, 2)))
-    close(heads[0, 0, 4], pair.patched("blocks.0.attn.hook_z", (EVERY, EVERY, 4)))
-    close(heads[3, 1, 1], pair.patched("blocks.1.attn.hook_v", (EVERY, EVERY, 1)))
-    close(by_pos[4, 1, 2, 3], pair.patched("blocks.1.attn.hook_pattern", (EVERY, 3, 2)))
-
-
 # Direct paths: the output of one head reaches the queries, keys or values of only one later head
 
 
@@ -156,16 +144,6 @@ def test_direct_paths_to_keys_and_values(architecture, letter):
     )
     for head in range(HEADS):
         close(found[2, head], explicit_path(pair, (1, 2), (2, head), letter).detach())
-
-
-def test_direct_paths_from_all_sources():
-    pair = Pair(random_model(num_hidden_layers=2))
-    found = patching.get_act_patch_direct_path_all_sources(
-        pair.model, pair.corrupted, pair.cache, pair.corrupted_cache, metric, verbose=False
-    )
-    assert found.shape == (2, HEADS, 2, HEADS)
-    for source, target in [(0, 0), (3, 5), (5, 2)]:
-        close(found[0, source, 1, target], explicit_path(pair, (0, source), (1, target), "q").detach())
 
 
 def test_training_mode_is_refused_by_the_check_of_transformerlens():
@@ -298,16 +276,6 @@ def test_the_two_kinds_of_copies_are_mutually_exclusive(switched):
     switched.set_use_split_qkv_input(True)
     with pytest.raises(SettingError, match=r"mutually exclusive; call model\.set_use_split_qkv_input\(False\) first"):
         switched.set_use_attn_in(True)
-
-
-def test_unwatched_copies_are_not_computed(switched, monkeypatch):
-    switched.set_use_split_qkv_input(True)
-    ids = random_ids()
-    expected = plain_pass(switched, ids).logits
-    copied = []
-    monkeypatch.setattr("sinklens.hooks.inputs.repeat", lambda *_, **__: copied.append(1))
-    close(switched.tree(ids), expected)
-    assert copied == []
 
 
 def test_head_results_do_not_need_a_setter(switched):

@@ -160,22 +160,6 @@ def test_neuron_results_are_activations_times_output_weights():
     close(stack.sum(0), plain["blocks.2.hook_resid_post"])
 
 
-def test_activations_are_stacked_over_layers():
-    model, ids = shared_model(), random_ids()
-    cache, plain = model.run_with_cache(ids)[1], plain_pass(model, ids).values
-    close(cache.stack_activation("pattern"), torch.stack([plain[f"blocks.{n}.attn.hook_pattern"] for n in range(3)]))
-    close(
-        cache.stack_activation("scale", 2, "ln2"), torch.stack([plain[f"blocks.{n}.ln2.hook_scale"] for n in range(2)])
-    )
-
-
-def test_the_logit_lens_of_a_cache_ends_with_the_logits_of_the_model():
-    model, ids = head_with_bias(random_model()), random_ids()
-    cache = model.run_with_cache(ids)[1]
-    lens = cache.logit_lens(positions=None)
-    close(lens.values[-1], model.tree.hf(ids).logits)
-
-
 def test_a_row_of_a_cache_gives_the_results_of_that_row():
     cache = shared_model().run_with_cache(random_ids())[1]
     row = cache.apply_slice_to_batch_dim(1)

@@ -57,13 +57,6 @@ def test_every_point_is_reached_once_in_the_order_of_hook_names(architecture, ca
     assert passed == in_a_pass(model) == list(plain_pass(model, random_ids()).values)
 
 
-def test_the_samplers_points_are_first_and_last():
-    names = shared_model().hook_names()
-    assert names[0] == "denoise.hook_canvas"
-    assert names[-4:] == [f"denoise.hook_{what}" for what in ("logits", "candidates", "confidence", "commit")]
-    assert len(names) == len(set(names)) == len(in_a_pass(shared_model())) + 5
-
-
 @pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), [*KINDS, *MIXED])
@@ -145,12 +138,6 @@ def test_a_cache_contains_exactly_the_points_selected_in_any_spelling(chosen, na
         torch.testing.assert_close(cache[name], plain[name], atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("chosen", ["blocks.0.attn.hook_zz", ["hook_embed", "blocks.0.attn.hook_zz"]])
-def test_a_cache_of_an_unknown_point_is_refused(chosen):
-    with pytest.raises(HookNameError, match=r"'blocks\.0\.attn\.hook_zz'\. Nearest: blocks\.0\.attn\.hook_z"):
-        shared_model().run_with_cache(random_ids(), names_filter=chosen)
-
-
 @pytest.mark.parametrize("pos_slice", [-1, (2, 5), [0, 3, 6]])
 def test_a_cache_can_be_cut_to_some_positions(pos_slice):
     model, ids = shared_model(), random_ids()
@@ -164,21 +151,6 @@ def test_a_cache_can_be_cut_to_some_positions(pos_slice):
         else:
             expected = full[name][:, index]
         assert torch.equal(cut[name], expected), name
-
-
-def test_a_cache_is_cut_along_the_same_axes_as_in_transformerlens(bridged):
-    model, bridge = bridged
-    ids = random_ids()
-    cache, bridge_cache = (
-        model.run_with_cache(ids, pos_slice=(2, 5))[1],
-        bridge.run_with_cache(ids, pos_slice=(2, 5))[1],
-    )
-    for name in set(cache.keys()) & set(bridge_cache.keys()) - {
-        f"blocks.{layer}.attn.hook_attn_scores" for layer in range(3)
-    }:
-        torch.testing.assert_close(
-            cache[name], bridge_cache[name], atol=1e-4, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 def test_residual_streams_add_up_in_an_activation_cache():
@@ -221,32 +193,6 @@ def test_the_logit_lens_at_the_last_stream_gives_the_logits():
     scale = (stream.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
     expected = stream / scale * model.tree.hf.model.norm.weight @ model.tree.hf.lm_head.weight.T
     torch.testing.assert_close(lens[1], expected, atol=1e-4, rtol=1e-5)
-
-
-def test_calling_the_points_of_a_norm_applies_that_norm():
-    model, x = shared_model(), torch.randn(2, 3, SIZES["hidden_size"])
-    layer, block = model.tree.hf.model.layers[1], model.tree.blocks[1]
-    pairs = [(block.ln1, layer.input_layernorm), (block.ln2, layer.post_attention_layernorm)]
-    for points, norm in [*pairs, (model.tree.ln_final, model.tree.hf.model.norm)]:
-        expected = x / (x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt() * norm.weight
-        torch.testing.assert_close(points(x), expected)
-
-
-def test_parts_scaled_by_the_cached_norm_add_up_to_the_normalized_stream():
-    cache = shared_model().run_with_cache(random_ids())[1]
-    for layer, mlp_input, name in [(1, False, "blocks.1.ln1"), (1, True, "blocks.1.ln2"), (3, False, "ln_final")]:
-        parts = cache.decompose_resid(layer=layer, mlp_input=mlp_input, apply_ln=True)
-        torch.testing.assert_close(parts.sum(0), cache[f"{name}.hook_normalized"], atol=1e-5, rtol=1e-5)
-
-
-def test_weights_have_the_shapes_of_transformerlens():
-    model, ids = shared_model(), random_ids()
-    logits, cache = model.run_with_cache(ids)
-    assert torch.equal(model.tree.W_E[ids], cache["hook_embed"])
-    result = torch.einsum("bphd,hdm->bphm", cache["blocks.1.attn.hook_z"], model.tree.blocks[1].attn.W_O)
-    torch.testing.assert_close(result, cache["blocks.1.attn.hook_result"], atol=1e-5, rtol=1e-5)
-    final = cache["ln_final.hook_normalized"] * model.tree.hf.model.norm.weight
-    torch.testing.assert_close(final @ model.tree.W_U, logits, atol=1e-5, rtol=1e-5)
 
 
 def test_the_sizes_are_those_of_the_weights():
@@ -297,19 +243,6 @@ def test_the_logits_are_unchanged_after_any_kind_of_run(causal):
     assert torch.equal(model(ids), before)
 
 
-def test_leaving_an_inner_context_removes_its_hooks_and_not_those_of_the_outer():
-    model, ids = shared_model(), random_ids()
-    plain = model(ids)
-    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", halve)]):
-        outer = model(ids)
-        with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", halve)]):
-            both = model(ids)
-        assert torch.equal(model(ids), outer)
-    at_once = [("blocks.0.attn.hook_z", halve), ("blocks.1.attn.hook_z", halve)]
-    assert torch.equal(both, model.run_with_hooks(ids, fwd_hooks=at_once))
-    assert torch.equal(model(ids), plain)
-
-
 @pytest.mark.parametrize(
     "spelling",
     ["blocks.2.attn.hook_z", "blocks.2.attn.o.hook_in", "blocks.-1.attn.hook_z", lambda name: "2.attn.hook_z" in name],
@@ -353,18 +286,6 @@ def test_left_padding_does_not_change_the_logits_of_a_prompt(architecture, causa
     real = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
     for mask in (real, real.bool()):
         torch.testing.assert_close(model(padded, attention_mask=mask)[:, 3:], model(ids), atol=1e-5, rtol=1e-5)
-
-
-def test_a_mask_without_padding_is_not_passed_to_attention():
-    """Attention is faster without a mask."""
-    model, ids, given = shared_model(), random_ids(), []
-    attn = model.tree.hf.model.layers[0].self_attn
-    handle = attn.register_forward_pre_hook(
-        lambda _, args, named: given.append(named["attention_mask"]), with_kwargs=True
-    )
-    assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)), model(ids))
-    handle.remove()
-    assert given == [None, None]
 
 
 @pytest.mark.parametrize("real", PADDINGS)

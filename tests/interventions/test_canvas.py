@@ -3,7 +3,7 @@
 import pytest
 import torch
 from building import plain_pass, random_ids, shared_model
-from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
+from watching import LONG, PADDED, again, entered, unwatched, watch
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
@@ -136,22 +136,6 @@ def test_an_extra_token_equals_one_on_the_canvas_that_sees_only_itself(worded, a
         if architecture != "dream":
             logits = watched.values[step]["denoise.hook_logits"]
             torch.testing.assert_close(logits[real], plain.logits[real], atol=1e-3, rtol=0)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_at_the_front_the_run_equals_one_over_ids_with_the_token_prepended(worded, architecture):
-    model, points = worded(architecture), ["hook_logits"]
-
-    def alone(bias, hook):
-        bias = bias.expand(-1, -1, bias.shape[-1], -1).clone()
-        bias[:, :, 0, 1:] = -torch.inf
-        return bias
-
-    extra = watch(model, [LONG], [SinkToken(token=9)], points)
-    hooks = [(lambda name: name.endswith("hook_attn_mask"), alone)]
-    by_hand = watch(model, [f"w9 {LONG}"], hooks, points)
-    assert torch.equal(extra.run.canvas, by_hand.run.canvas)
-    torch.testing.assert_close(logits_of(extra), logits_of(by_hand), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("value", ["own", "zero"])

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from building import shared_model
-from watching import LONG, PADDED, SHORT, masked_keys, watch
+from watching import LONG, watch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import AblateSinkAttention, KeepKeys, MaskSinks, RunContext
+from sinklens.interventions import MaskSinks, RunContext
 from sinklens.interventions.selection import Selection
 from sinklens.runs.intervention import Snapshot
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
@@ -20,12 +20,6 @@ from sinklens.tasks.word_problems import held_out
 LAYERS, HEADS, KEYS = (0, 2), 4, 12
 REAL = torch.tensor([[False] * 3 + [True] * 9, [True] * 12])
 ROW_KEYS = (5, 77)
-WAYS = {
-    "diffusion": ("llama", False, {}),
-    "dream": ("dream", False, {}),
-    "cached": ("llama", True, {}),
-    "recomputed": ("llama", True, {"use_cache": False}),
-}
 
 
 def run_context(causal=False):
@@ -77,35 +71,6 @@ def test_random_keys_are_the_first_in_a_drawn_order_that_are_not_among_the_stron
         strongest = by_strength(scores[layer][row, head], row)[:2]
         drawn = order_of(layer, row, head, "run" if persistent else 3)
         assert found[layer][row][head] == sorted([key for key in drawn if key not in strongest][:2])
-
-
-def test_random_keys_are_never_among_the_strongest_unless_any_may_be():
-    shared = dict.fromkeys(("random_any", "random"), 0)
-    for step in range(20):
-        for pick in shared:
-            found, scores = choose(step, pick=pick)
-            for layer, row, head in places():
-                shared[pick] += len({*found[layer][row][head]} & {*by_strength(scores[layer][row, head], row)[:2]})
-    assert shared["random_any"] > 50
-    assert shared["random"] == 0
-
-
-def test_persistent_keys_change_only_where_one_of_them_becomes_one_of_the_strongest():
-    before, changes, kept, redrawn = None, 0, 0, 0
-    for step in range(1, 12):
-        found, scores = choose(step, pick="random", persistent=True)
-        fresh, _ = choose(step, pick="random")
-        for layer, row, head in places():
-            drawn = order_of(layer, row, head, "run")
-            strongest = by_strength(scores[layer][row, head], row)[:2]
-            displaced = [key for key in drawn[:2] if key in strongest]
-            kept += {*drawn[:2]} - {*displaced} <= {*found[layer][row][head]}
-            changes += found[layer][row][head] != sorted(drawn[:2])
-            assert (found[layer][row][head] != sorted(drawn[:2])) == bool(displaced)
-            redrawn += before is not None and fresh[layer][row][head] != before[layer][row][head]
-        before = fresh
-    assert kept == 11 * len(places())
-    assert 0 < changes < 0.5 * redrawn
 
 
 def test_persistent_keys_of_an_autoregressive_run_come_from_its_prompt():
@@ -207,68 +172,6 @@ def test_controls_of_a_detector_are_in_its_heads_and_never_stronger_than_its_key
         if pick != "same_mass":
             assert len(found[layer][row][head]) == len(keys)
     assert counts >= {0, 1}
-
-
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_steady_control_masks_the_same_keys_throughout_a_run_and_no_strongest_key(worded, way):
-    architecture, causal, settings = WAYS[way]
-    model = worded(architecture, causal)
-    base = watch(model, PADDED, [], [], record_sinks=True, **settings).run
-    steady = MaskSinks(top_k=2, source=base, pick="random", persistent=True, seed=2)
-    together, alone = (
-        watch(model, prompts, [mask], **settings)
-        for prompts, mask in (
-            (PADDED, steady),
-            ([SHORT], MaskSinks(**vars(steady) | {"source": base_of(model, settings)})),
-        )
-    )
-    top, changed, total = base.sinks.top(2).to_numpy(), 0, 0
-    for step in range(1, together.run.steps_run):
-        keys, before = masked_keys(together, step), masked_keys(together, max(1, step - 1))
-        for layer, row, head in np.ndindex(3, 2, 6):
-            if (top[row, step - 1, layer, head] < 0).any():
-                continue
-            pads = int((~base.real[row]).sum())
-            strongest = {int(key) - pads for key in top[row, step - 1, layer, head]}
-            now, earlier = {*keys[layer][row][head]}, {*before[layer][row][head]}
-            assert len(now) == 2
-            assert not now & strongest
-            assert len(earlier - now) <= len((earlier - now) & strongest) + len(now - earlier)
-            total, changed = total + 1, changed + (now != earlier)
-            if row == 0 and step < alone.run.steps_run:
-                assert now == {*masked_keys(alone, step)[layer][0][head]}
-    assert changed < 0.35 * total
-
-
-def base_of(model, settings):
-    """The unmasked run of the short prompt alone."""
-    return watch(model, [SHORT], [], [], record_sinks=True, **settings).run
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (
-            lambda: MaskSinks(pick="permuted", scope="layer"),
-            r"pick='permuted' exchanges sets of keys between heads, but scope=",
-        ),
-        (lambda: MaskSinks(persistent=True), r"persistent=True needs random keys, .*; pick='strongest' draws none"),
-        (lambda: KeepKeys(pick="nearest", persistent=True), r"pick='nearest' draws none"),
-        (
-            lambda: AblateSinkAttention(pick="same_kind"),
-            r"pick='same_kind' needs the tokens of the step; use MaskSinks",
-        ),
-        (
-            lambda: MaskSinks(pick="best"),
-            r"pick must be one of strongest, weakest, random, random_any, .*; got 'best'",
-        ),
-    ],
-)
-def test_controls_that_make_no_sense_are_rejected(make, text):
-    with pytest.raises(SettingError, match=text):
-        make()
 
 
 def test_controls_by_kind_need_the_text_of_tokens(worded):

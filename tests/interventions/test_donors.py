@@ -107,19 +107,6 @@ def test_a_resampled_value_is_that_of_a_matching_donor(worded, architecture, cau
     assert unwatched(model)
 
 
-def test_a_position_of_the_prompt_is_not_matched_with_one_of_the_answer(worded):
-    model, few = worded(), {"gen_length": 4}
-    found = donors(model, OTHERS, Z, **few)
-    resample = Resample(donors=found, match=["step", "position"], positions=[0, 1, 2])
-    watched = watch(model, [LONG], [resample], ["1.attn.hook_z"], **few)
-    for step, values in watched.values.items():
-        for column in range(3):
-            at = (found.values[Z] == values[Z][0, column]).flatten(1).all(dim=1)
-            assert bool(at.any())
-            assert set(found.state[at].tolist()) == {int(PlaceState.PROMPT)}, (step, column)
-    assert set(found.state.tolist()) > {int(PlaceState.PROMPT)}
-
-
 @pytest.mark.parametrize(("architecture", "causal", "settings"), [WAYS[0], *WAYS[3:]])
 def test_draws_of_a_row_do_not_depend_on_its_batch_but_on_the_seed(worded, architecture, causal, settings):
     model, few = worded(architecture, causal), {"gen_length": 4} | settings

@@ -27,22 +27,6 @@ def test_hidden_keys_are_missing_from_the_softmax_at_their_steps_layers_and_head
         torch.testing.assert_close(pattern, expected, atol=1e-5, rtol=0)
 
 
-def test_hidden_positions_do_not_count_padding(worded):
-    watched = watch(worded(), PADDED, [HideKeys(positions=[1])])
-    for row, column in ((0, 4), (1, 1)):
-        assert (watched.stacked("hook_pattern", 2)[:, row, :, :, column] == 0).all()
-        assert (watched.stacked("hook_pattern", 2)[:, row, :, column:, column + 1] > 0).all()
-
-
-def test_a_single_pass_hides_keys_too(tiny_llada):
-    ids = torch.tensor([[2, 287, 28, 423]])
-    hooks = HideKeys(positions=[2], layers=[1]).hooks_for(tiny_llada)
-    with tiny_llada.hooks(fwd_hooks=hooks):
-        _, cache = tiny_llada.run_with_cache(ids)
-    assert (cache["blocks.1.attn.hook_pattern"][..., 2] == 0).all()
-    assert (cache["blocks.0.attn.hook_pattern"][..., 2] > 0).all()
-
-
 def test_held_sinks_keep_the_attention_of_their_step_and_the_rest_shares_what_is_left(worded):
     """Written out per row, from the run's own kept pattern and a plain pass over its canvas."""
     hold = HoldSinks(at=1, top_k=2, layers=[0], heads=[2, 5], steps=[2])

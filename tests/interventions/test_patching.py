@@ -10,7 +10,6 @@ import sinklens
 from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.names import axes_of
-from sinklens.hooks.spellings import HookCache
 from sinklens.interventions import AblateHeads, Activations, FreezePattern, PatchHooks, WindowAttention
 from sinklens.runs.caches import StepCaches
 
@@ -105,14 +104,6 @@ def test_patterns_are_patched_where_their_queries_are_recomputed_at_later_steps(
         assert (row[:, 8:] == 0).all()
 
 
-def test_patching_clean_values_everywhere_restores_the_clean_run(worded):
-    model, name = worded(), "blocks.1.hook_resid_post"
-    clean = watch(model, [LONG], points=["hook_logits"])
-    restored = watch(model, [OTHER], [PatchHooks(source=keep(model, [LONG], name))], ["hook_logits"])
-    torch.testing.assert_close(logits_of(restored), logits_of(clean), atol=1e-5, rtol=0)
-    assert torch.equal(restored.run.canvas[:, :, 7:], clean.run.canvas[:, :, 7:])
-
-
 def test_shift_takes_values_of_another_step(worded):
     model = worded()
     source = keep(model, [OTHER], [Z])
@@ -135,13 +126,6 @@ def test_positions_map_between_prompts_of_different_lengths(worded, taken, from_
         for put, take in zip(taken, from_there or taken, strict=True):
             expected[row, put + start if put >= 0 else put] = source[0][Z][0, take]
     assert torch.equal(watched.values[0][Z], expected)
-
-
-def test_the_mask_of_a_windowed_run_can_be_patched_into_a_run_without_one(worded):
-    model, kept = worded(), Activations(names="blocks.1.attn.hook_attn_mask")
-    window = watch(model, [LONG], [WindowAttention(width=2, layers=[1]), kept], ["hook_logits"])
-    patched = watch(model, [LONG], [PatchHooks(source=kept.caches)], ["hook_logits"])
-    assert torch.equal(logits_of(patched), logits_of(window))
 
 
 @pytest.mark.fast_cases(4)
@@ -283,22 +267,6 @@ def test_kept_values_make_activation_caches_that_transformerlens_helpers_read(wo
     torch.testing.assert_close(heads[real], plain["blocks.1.hook_attn_out"][real], atol=1e-3, rtol=0)
 
 
-def test_keeping_a_value_makes_no_cache(worded, monkeypatch):
-    """Making one takes as long as some twenty copies of values."""
-    made = []
-    init = HookCache.__init__
-    monkeypatch.setattr(
-        HookCache, "__init__", lambda self, *args, **kwargs: (made.append(1), init(self, *args, **kwargs))[1]
-    )
-    kept = Activations(names=[Z, "blocks.0.hook_resid_post"])
-    run = watch(worded(), [LONG], [kept], []).run
-    assert not made
-    assert [kept.caches[step][Z].shape for step in range(run.steps_run)] == [(1, 15, 6, 4)] * 4
-    assert kept.caches[0] is kept.caches[0]
-    assert len(made) == 4
-    assert kept.caches.get(9) is None
-
-
 def test_step_caches_report_what_they_hold(worded):
     model = worded()
     caches = StepCaches(model.tree)
@@ -346,13 +314,6 @@ def test_a_frozen_pattern_repeats_its_step_at_its_heads_and_queries(worded, arch
     for step in (0, 1):
         assert torch.equal(watched.stacked("hook_pattern", step), free.stacked("hook_pattern", step))
     assert torch.equal(watched.values[3]["blocks.0.attn.hook_pattern"], free.values[3]["blocks.0.attn.hook_pattern"])
-
-
-def test_a_pattern_frozen_everywhere_never_changes(worded):
-    watched = watch(worded(), PADDED, [FreezePattern(at=-3)])
-    for step in (2, 3):
-        assert torch.equal(watched.stacked("hook_pattern", step), watched.stacked("hook_pattern", 1))
-    assert not torch.equal(watched.stacked("hook_pattern", 0), watched.stacked("hook_pattern", 1))
 
 
 def test_freezing_without_an_earlier_pattern_is_rejected(worded):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from building import random_ids, shared_model
-from watching import LONG, PADDED, SHORT, add, again, entered, hidden, logits_of, unwatched, watch
+from watching import LONG, PADDED, SHORT, add, again, entered, hidden, unwatched, watch
 
 import sinklens
 from sinklens.caching import DualCache
-from sinklens.errors import SettingError, SinklensError
-from sinklens.interventions import ForceTokens, KeepKeys, MaskSinks, WindowAttention
+from sinklens.errors import SettingError
+from sinklens.interventions import ForceTokens, KeepKeys, MaskSinks
 from sinklens.sinks import EpsilonOverMean, NoOp, Record, SinkTrack, SmallValueNorm, TopK
 
 WAYS = [("llama", False, {}), ("dream", False, {}), ("qwen2", True, {}), ("qwen2", True, {"use_cache": False})]
@@ -80,14 +80,6 @@ def test_without_a_source_such_a_detector_is_rejected_with_advice(worded):
     with pytest.raises(SettingError, match=r"SmallValueNorm\(ratio=0.2\) cannot be used here: .*source=run\.sinks"):
         watch(worded(), PADDED, [MaskSinks(top_k=None, detector=SmallValueNorm())])
     assert unwatched(worded())
-
-
-def test_steps_that_the_source_lacks_are_unchanged(worded):
-    model = worded()
-    base = watch(model, PADDED, points=[], record_sinks=True).run
-    watched = watch(model, PADDED, [MaskSinks(top_k=3, source=base.sinks.isel(step=slice(0, 2)))])
-    assert (watched.stacked("hook_pattern", 2)[:, 1] == 0).any()
-    assert not (watched.stacked("hook_pattern", 3)[:, 1] == 0).any()
 
 
 @pytest.mark.fast_cases(2)
@@ -200,22 +192,6 @@ def test_a_trace_block_does_not_see_the_second_pass(tiny_llada, raw):
     assert all(torch.equal(a, b) for a, b in zip(seen, served, strict=True))
 
 
-def test_the_last_row_includes_earlier_edits_of_the_mask(worded):
-    """In an autoregressive run; a diffusion run reads the scores after all edits, in either order."""
-    window, masking = WindowAttention(width=2), MaskSinks(top_k=1)
-    watched = watch(worded("llama", True), [LONG], [window, masking])
-    for step in range(1, watched.run.steps_run):
-        before, now = (watched.stacked("hook_pattern", at)[:, 0, :, -1] for at in (step - 1, step))
-        strongest = before.argmax(dim=-1, keepdim=True)
-        assert (before.gather(-1, strongest) > 0).all()
-        assert (now.gather(-1, strongest) == 0).all()
-    diffusion = worded()
-    both = [
-        logits_of(watch(diffusion, [LONG], order, ["hook_logits"])) for order in ([window, masking], [masking, window])
-    ]
-    assert torch.equal(*both)
-
-
 @pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
 def test_a_single_pass_has_no_earlier_step(kind):
     model = shared_model()
@@ -254,14 +230,3 @@ def test_an_autoregressive_run_has_no_second_pass(worded):
         SettingError, match="same_step needs a second pass over the canvas; it is available in diffusion runs only"
     ):
         watch(worded("llama", True), PADDED, [MaskSinks(same_step=True)])
-
-
-def test_a_nested_peek_is_rejected_and_leaves_the_model_unchanged(worded):
-    model = worded()
-    ids = random_ids()
-    before = model(ids)
-    model.tree.watch.peeked = {}
-    with pytest.raises(SinklensError, match="another peek is running"):
-        model.tree.peek(ids, None, ["hook_embed"])
-    model.tree.watch.peeked = None
-    assert torch.equal(model(ids), before)

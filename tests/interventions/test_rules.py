@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 from building import shared_model
 from watching import PADDED, logits_of, watch
 
@@ -15,7 +14,6 @@ from sinklens.interventions import (
     AblateHeads,
     AblateMLPs,
     InArray,
-    KeepKeys,
     MaskSinks,
     OfKind,
     Positions,
@@ -99,19 +97,6 @@ def test_a_combination_equals_the_array_that_it_stands_for(worded, architecture,
         )
         assert torch.equal(logits_of(one), logits_of(other))
         assert not torch.equal(logits_of(one), logits_of(watch(model, PADDED, [], ["hook_logits"], **settings)))
-
-
-@pytest.mark.parametrize("intervention", [MaskSinks, KeepKeys])
-@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_keys_that_two_rules_share_are_those_of_the_smaller(worded, architecture, causal, settings, intervention):
-    """The three strongest keys and the strongest one share the strongest one."""
-    model = worded(architecture, causal)
-    both = intervention(top_k=None, where=Where(top_k=3) & Where(top_k=1))
-    runs = [
-        watch(model, PADDED, [hooks], ["hook_logits"], **settings)
-        for hooks in (both, intervention(top_k=None, where=Where(top_k=1)))
-    ]
-    assert torch.equal(*map(logits_of, runs))
 
 
 @dataclass(frozen=True)
@@ -208,17 +193,6 @@ def test_a_rule_is_neither_true_nor_false():
         _ = Where(top_k=1) and OfKind("digit")
 
 
-def test_places_given_as_an_array_are_recorded(tiny_llada):
-    prompt = "Question: Ben has 9 eggs.\nAnswer:"
-    base = sinklens.generate(tiny_llada, prompt, gen_length=8)
-    marked = torch.zeros(1, 1, 1, 1, base.real.shape[1], dtype=torch.bool)
-    marked[..., -2] = True
-    mask = MaskSinks(top_k=None, where=marked)
-    kept = mask.keys(sinklens.generate(tiny_llada, prompt, gen_length=8, hooks=mask))
-    assert bool(kept.isel(pos=-2).all())
-    assert int(kept.sum()) == int(kept.isel(pos=-2).sum())
-
-
 def test_heads_at_a_point_without_heads_are_rejected():
     @dataclass(frozen=True, kw_only=True)
     class Louder(AtPositions):
@@ -305,13 +279,6 @@ def test_recorded_places_repeat_a_choice_in_another_run(worded):
     again = MaskSinks(top_k=None, where=first.run.chosen[0].places)
     assert torch.equal(logits_of(watch(model, PADDED, [again], ["hook_logits"])), logits_of(first))
     assert first.run.chosen[0].of is random
-
-
-def test_the_record_agrees_with_the_keys_that_follow_from_the_track(tiny_llada):
-    masking = MaskSinks(top_k=2, layers=[1, 3])
-    run = sinklens.generate(tiny_llada, "Question: Ben has 9 eggs.\nAnswer:", gen_length=8, hooks=masking)
-    xr.testing.assert_equal(masking.keys(run), masking.keys(run.sinks))
-    assert int(masking.keys(run).sum()) == 7 * 2 * 6 * 2
 
 
 def test_runs_without_a_record_are_rejected(worded):

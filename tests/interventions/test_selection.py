@@ -1,22 +1,17 @@
 """Selection of keys: counts, ties, controls that depend only on seed and prompt, and kinds of tokens."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from building import shared_model
-from watching import LONG, PADDED, SHORT, masked_keys, unwatched, watch
+from watching import unwatched, watch
 
-import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import KeepKeys, MaskSinks, RunContext
 from sinklens.interventions.selection import Selection
-from sinklens.sinks import EpsilonOverMean, TopK
+from sinklens.sinks import TopK
 from sinklens.sinks.kinds import Kind, kinds
 from sinklens.tasks.word_problems import held_out
-
-WAYS = [("llama", False, {}), ("dream", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
 
 
 def selection(**given) -> Selection:
@@ -74,62 +69,6 @@ def test_scopes_average_over_heads_and_layers():
     }
 
 
-@pytest.mark.fast_cases(4)
-@pytest.mark.parametrize("scope", ["head", "layer", "model"])
-@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_random_keys_have_the_same_number_and_depend_on_seed_and_prompt_not_on_the_batch(
-    worded, architecture, causal, settings, scope
-):
-    model = worded(architecture, causal)
-    together = watch(model, PADDED, [MaskSinks(top_k=3, pick="random_any", scope=scope, seed=4)], **settings)
-    alone = watch(model, [SHORT], [MaskSinks(top_k=3, pick="random_any", scope=scope, seed=4)], **settings)
-    other = watch(model, PADDED, [MaskSinks(top_k=3, pick="random_any", scope=scope, seed=5)], **settings)
-    steps = range(1, min(alone.run.steps_run, together.run.steps_run, other.run.steps_run))
-    assert len(steps) > 1
-    for step in steps:
-        keys = masked_keys(together, step)
-        assert [[layer[0]] for layer in keys] == masked_keys(alone, step)
-        assert keys != masked_keys(other, step)
-        assert {len(head) for layer in keys for row in layer for head in row} == {3}
-        of_heads = {tuple(head) for head in keys[0][1]}
-        of_layers = {json.dumps(layer[1]) for layer in keys}
-        assert (len(of_heads) > 1, len(of_layers) > 1) == (scope == "head", scope != "model")
-        assert keys[0][0] != keys[0][1]
-    assert masked_keys(together, steps[0]) != masked_keys(together, steps[1])
-
-
-def test_a_control_takes_as_many_keys_as_the_detector_finds(worded):
-    detector = EpsilonOverMean(epsilon=0.7)
-    found = watch(worded(), PADDED, [MaskSinks(top_k=None, detector=detector, steps=[1])])
-    random = watch(worded(), PADDED, [MaskSinks(top_k=None, detector=detector, pick="random_any", steps=[1])])
-    first, second = masked_keys(found, 1), masked_keys(random, 1)
-    counts = [[[len(head) for head in row] for row in layer] for layer in first]
-    assert counts == [[[len(head) for head in row] for row in layer] for layer in second]
-    assert first != second
-    assert len({number for layer in counts for row in layer for number in row}) > 1
-
-
-def test_random_keys_are_spread_over_all_allowed_keys(worded):
-    """Over seeds every real position is drawn about equally often."""
-    counts = torch.zeros(15)
-    for seed in range(12):
-        watched = watch(worded(), PADDED, [MaskSinks(top_k=2, pick="random_any", seed=seed, steps=[1])], steps=2)
-        for layer in masked_keys(watched, 1):
-            for head in layer[1]:
-                counts[head] += 1
-    expected = 12 * 3 * 6 * 2 / 15
-    assert (counts - expected).abs().max() < 4 * expected**0.5
-
-
-@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_random_keys_are_among_the_allowed_keys(worded, architecture, causal, settings):
-    masking = MaskSinks(top_k=2, pick="random_any", only="prompt", positions=[0, 1, 2, 3, -1])
-    watched = watch(worded(architecture, causal), PADDED, [masking], **settings)
-    for step in range(1, watched.run.steps_run):
-        keys = [head for layer in masked_keys(watched, step) for row in layer for head in row]
-        assert all(len(head) == 2 and set(head) <= {0, 1, 2, 3} for head in keys)
-
-
 def test_token_kinds_match_those_of_the_track(tiny_llada):
     """Only newlines and digits are masked, according to the token text of the previous step."""
     prompts = [problem.prompt for problem in held_out(2)]
@@ -175,12 +114,3 @@ def test_random_keys_of_a_single_pass_are_rejected():
     scores, real = torch.ones(1, 1, 3), torch.ones(1, 3, dtype=torch.bool)
     with pytest.raises(SettingError, match="detectors, only=, random keys and other controls need a run"):
         selection(pick="random_any").choose({0: scores}, real, None, None, 0)
-
-
-def test_masking_at_a_temperature_draws_from_the_same_noise(worded):
-    """Random keys use a separate generator, so the sampler draws the same numbers as in the base run."""
-    settings = {"temperature": 1.0, "seed": 3}
-    base = watch(worded(), [LONG], [], [], **settings).run
-    masking = MaskSinks(top_k=3, pick="random_any", steps=[3])
-    assert torch.equal(watch(worded(), [LONG], [masking], [], **settings).run.canvas[:, :4], base.canvas[:, :4])
-    assert sinklens.generate(worded(), LONG, steps=4, gen_length=8, **settings).text == base.text[0]

@@ -4,11 +4,9 @@ import pytest
 import torch
 from watching import LONG, PADDED, again, entered, unwatched, watch
 
-import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import difference_of_means
 from sinklens.interventions import ClampStream, Directions, Steer
-from sinklens.sinks import TopK
 
 WAYS = [("llama", False, {}), ("sdar", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
 PRE = "blocks.1.hook_resid_pre"
@@ -78,18 +76,6 @@ def test_the_stream_of_decided_answer_positions_changes_by_the_formula(
     assert unwatched(model)
 
 
-def test_a_stream_follows_the_strongest_key_of_any_head_of_its_layer(worded):
-    model = worded()
-    base = watch(model, PADDED, points=["1.hook_resid_pre"], record_sinks=True)
-    clamp = ClampStream(1, dims=[0], at=9.0, where=base.run.sinks.detect(TopK(1)))
-    watched = watch(model, PADDED, [clamp], ["1.hook_resid_pre"], replay=base.run)
-    for step in range(4):
-        top = base.run.sinks.top(1).to_numpy()[:, step, 1, :, 0]
-        for row in range(2):
-            changed = (watched.values[step][PRE][row, :, 0] == 9.0).nonzero()[:, 0].tolist()
-            assert changed == sorted(set(top[row].tolist()))
-
-
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("architecture", "causal", "where"),
@@ -124,21 +110,6 @@ def test_directions_bring_their_point_and_one_vector_per_layer(worded):
     base = watch(model, [LONG], points=["1.hook_resid_mid"], replay=watched.run)
     name = "blocks.1.hook_resid_mid"
     torch.testing.assert_close(watched.values[0][name], base.values[0][name] + DIRECTION, atol=1e-5, rtol=1e-5)
-
-
-def test_a_direction_between_two_endings_moves_a_shipped_model(tiny_llada):
-    """Removing the difference between additions and subtractions from the prompt changes answers."""
-    adds = [
-        f"Question: Ben has {n} eggs. He finds 4 more. How many eggs does Ben have now?\nAnswer:" for n in (5, 6, 7)
-    ]
-    loses = [text.replace("finds 4 more", "loses 4 of them") for text in adds]
-    found = difference_of_means(tiny_llada, adds, loses, where="prompt", gen_length=8)
-    base, moved, little = (
-        sinklens.generate(tiny_llada, loses, hooks=hooks, record_sinks=False, gen_length=8)
-        for hooks in ((), Steer(found, 1.0, layers=[2], where="prompt"), Steer(found, 1e-6, layers=[2], where="prompt"))
-    )
-    assert little.text == base.text
-    assert moved.text != base.text
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from watching import LONG, PADDED, SHORT, again, entered, in_complete_blocks, logits_of, unwatched, watch
+from watching import PADDED, again, entered, in_complete_blocks, logits_of, unwatched, watch
 
 from sinklens.errors import SettingError
 from sinklens.interventions import (
@@ -301,51 +301,6 @@ def test_kinds_and_states_are_those_of_the_tokens_on_the_canvas(tiny_llada, wher
             assert bool((z == 0).all()) == bool(here)
             found += bool(here)
     assert found > 8
-
-
-def test_committed_tokens_can_be_masked_again(worded):
-    model = worded()
-    run = watch(model, PADDED, [Remask(where="committed", steps=[2])], []).run
-    answer = run.canvas[:, :, run.prompt_length :]
-    assert (answer[:, 1] != model.mask_token_id).any()
-    assert (answer[:, 2] == model.mask_token_id).all()
-
-
-@pytest.mark.parametrize("where", ["masked", TopK(2), Where(top_k=2, pick="random"), "array"], ids=str)
-def test_a_row_alone_has_the_places_that_it_has_in_a_batch(worded, where):
-    model = worded()
-    marked = random_places(watch(model, PADDED, points=[]).run)
-    given = [marked, marked[:1, ..., 3:]] if where == "array" else [where, where]
-    both, alone = (
-        watch(model, prompts, [AblateHeads(where=one, layers=[1])], ["1.attn.hook_z"])
-        for prompts, one in zip((PADDED, [SHORT]), given, strict=True)
-    )
-    for step in range(4):
-        z, of_row = both.values[step][Z][:1, 3:], alone.values[step][Z]
-        assert torch.equal((z == 0).all(dim=-1), (of_row == 0).all(dim=-1))
-        torch.testing.assert_close(z, of_row, atol=1e-5, rtol=1e-4)
-        assert step == 0 or (z == 0).all(dim=-1).any()
-
-
-def test_under_guidance_only_conditional_rows_change_at_their_places(worded):
-    model, seen = worded(), {}
-    base = watch(model, [LONG], points=[], cfg_scale=1.0).run
-    marked = torch.from_numpy(np.random.default_rng(0).random((1, 4, 3, 6, 15)) < 0.5)
-    point = model.tree.hook_dict[Z]
-
-    def keep(_module, _args, _kwargs, output):
-        seen.setdefault(model.tree.watch.forward_pass.step, []).append(output.clone())
-
-    for hooks in ([], [AblateHeads(where=marked, layers=[1])]):
-        handle = point.register_forward_hook(keep, with_kwargs=True)  # after the edits
-        try:
-            watch(model, [LONG], hooks, [], cfg_scale=1.0, replay=base)
-        finally:
-            handle.remove()
-    for step, (plain, ablated) in seen.items():
-        here = marked[0, step, 1].T[..., None]
-        torch.testing.assert_close(ablated[0], plain[0].masked_fill(here, 0.0), atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(ablated[1], plain[1], atol=1e-5, rtol=1e-4)
 
 
 def test_a_single_pass_takes_an_array(worded):

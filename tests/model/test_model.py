@@ -3,7 +3,6 @@
 import pytest
 import torch
 from building import (
-    bridge_over,
     left_padding,
     plain_pass,
     random_hf,
@@ -13,7 +12,7 @@ from building import (
 )
 from nnsight.intervention.interleaver import OutOfOrderError
 
-from sinklens.errors import CheckpointError, HookNameError, ReadOnlyHookError, SinklensError
+from sinklens.errors import SinklensError
 from sinklens.model import load
 
 Z = "blocks.1.attn.hook_z"
@@ -66,20 +65,6 @@ def test_skipping_a_point_replaces_its_value():
         model.blocks[1].attn.hook_z.skip(torch.ones(2, 7, 6, 4))
         logits = model.output.save()
     assert_close(logits, plain_pass(model, ids, edits={Z: torch.ones_like}).logits)
-
-
-def test_a_block_reads_the_values_that_a_cache_keeps():
-    model, ids = shared_model(), random_ids()
-    with model.trace(ids):
-        embed = model.hook_embed.output.save()
-        mask = model.blocks[1].attn.hook_attn_mask.output.save()
-        pattern = model.blocks[1].attn.hook_pattern.output.save()
-        z = model.blocks[1].attn.hook_z.output.save()
-        final = model.ln_final.hook_normalized.output.save()
-    names = ["hook_embed", "blocks.1.attn.hook_attn_mask", PATTERN, Z, "ln_final.hook_normalized"]
-    cache = model.run_with_cache(ids, names_filter=names)[1]
-    for name, value in zip(names, (embed, mask, pattern, z, final), strict=True):
-        assert torch.equal(value, cache[name])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -143,18 +128,6 @@ def test_an_nnsight_cache_of_everything_holds_every_point():
     assert torch.equal(model(ids), shared_model()(ids))
 
 
-def test_caching_a_path_without_a_module_is_an_error():
-    with pytest.raises(
-        HookNameError, match=r"no module has the path 'blocks\.1\.attn\.hook_z'\. Nearest: model\.blocks"
-    ):
-        cache_modules(shared_model(), [Z])
-
-
-def cache_modules(model, paths):
-    with model.trace(random_ids()) as tracer:
-        tracer.cache(modules=paths)
-
-
 def test_all_inputs_of_a_point_can_be_read_and_set():
     model, ids = shared_model(), random_ids()
     with model.trace(ids):
@@ -162,34 +135,6 @@ def test_all_inputs_of_a_point_can_be_read_and_set():
         model.blocks[1].attn.hook_z.inputs = (given[0] * 0,), named
         logits = model.output.save()
     assert_close(logits, plain_pass(model, ids, edits={Z: torch.zeros_like}).logits)
-
-
-def replace_scores(model, ids):
-    with model.trace(ids):
-        model.blocks[1].attn.hook_sink_scores.output = torch.zeros(2, 6, 7)
-
-
-def overwrite_scores(model, ids):
-    with model.trace(ids):
-        model.blocks[1].attn.hook_sink_scores.output[:, 2] = 0
-
-
-def overwrite_scores_after_the_pattern(model, ids):
-    with model.trace(ids):
-        model.blocks[1].attn.hook_pattern.output  # noqa: B018
-        model.blocks[1].attn.hook_sink_scores.output[:] = 0
-
-
-@pytest.mark.parametrize("write", [replace_scores, overwrite_scores, overwrite_scores_after_the_pattern])
-def test_writing_sink_scores_in_a_block_is_rejected_and_leaves_the_model_usable(write):
-    model, ids = shared_model(), random_ids()
-    before = model(ids)
-    with pytest.raises(ReadOnlyHookError, match=r"blocks\.1\.attn\.hook_sink_scores only reports what attention did"):
-        write(model, ids)
-    assert torch.equal(model(ids), before)
-    with model.trace(ids):
-        again = model.output.save()
-    assert torch.equal(again, before)
 
 
 def read_backwards(model, ids):
@@ -203,31 +148,6 @@ def test_requesting_a_point_that_the_pass_has_left_is_an_error():
     with pytest.raises(OutOfOrderError, match=r"blocks\.0\.hook_resid_mid\.output\S* was requested"):
         read_backwards(model, ids)
     assert not any(point.watched for point in model.tree.hook_dict.values())
-
-
-def test_a_gradient_read_in_a_block_equals_that_of_plain_torch():
-    model, ids = shared_model(), random_ids()
-    with model.trace(ids):
-        stream = model.blocks[0].hook_resid_post.output
-        z = model.blocks[1].attn.hook_z.output
-        loss = model.output.sum()
-        with loss.backward():
-            z_gradient = z.grad.save()
-            stream_gradient = stream.grad.save()
-    model.tree.hf.zero_grad()
-    plain = plain_pass(model, ids)
-    expected = torch.autograd.grad(plain.logits.sum(), [plain.values[Z], plain.values["blocks.0.hook_resid_post"]])
-    torch.testing.assert_close(z_gradient, expected[0], atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(stream_gradient, expected[1], atol=1e-3, rtol=1e-3)
-
-
-def test_the_logit_lens_can_be_written_in_a_block():
-    model, ids = shared_model(), random_ids()
-    with model.trace(ids):
-        stream = model.blocks[-1].hook_resid_post.output
-        lens = model.hf.lm_head(model.ln_final(stream)).save()
-        logits = model.output.save()
-    assert_close(lens, logits)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -415,49 +335,3 @@ def test_the_repr_describes_the_model():
     assert model.mask_token_id == 60
     assert shared_model("qwen2", causal=True).mask_token_id is None
     assert (model.family_record.name, model.family) == ("a2d-qwen2", "a2d-qwen2")
-
-
-def test_the_model_rejects_unknown_names():
-    model = shared_model()
-    with pytest.raises(HookNameError, match=r"Nearest: .*blocks\.1\.attn\.hook_z"):
-        model.run_with_cache(random_ids(), names_filter="blocks.1.attn.hook_zet")
-    with pytest.raises(HookNameError, match="layer 9 does not exist; this model has 3 layers"):
-        model.run_with_hooks(random_ids(), fwd_hooks=[("blocks.9.attn.hook_z", without_head_2)])
-
-
-def test_loading_a_loaded_model_returns_it():
-    assert load(shared_model()) is shared_model()
-
-
-def test_a_transformers_model_keeps_its_weights():
-    hf = random_hf("qwen3")
-    assert load(hf).tree.hf is hf
-
-
-def test_a_bridge_shares_its_weights_and_keeps_computing(tmp_path):
-    bridge, ids = bridge_over(random_hf(causal=True), tmp_path), random_ids()
-    before = bridge(ids)
-    model = load(bridge)
-    assert model.family == "llama"
-    assert model.tokenizer is bridge.tokenizer
-    assert torch.equal(model(ids), shared_model("llama", causal=True)(ids))
-    assert_close(model(ids), before)
-    assert torch.equal(bridge(ids), before)
-    with torch.no_grad():
-        model.tree.hf.lm_head.weight.mul_(2)
-    assert_close(bridge(ids), 2 * before)
-
-
-@pytest.mark.parametrize(
-    "setting", [{"dtype": "float16"}, {"device": "cpu"}, {"revision": "main"}, {"device_map": "auto"}]
-)
-def test_a_loaded_model_cannot_be_converted_by_load(setting):
-    with pytest.raises(CheckpointError, match="apply only while loading, and this model is already loaded"):
-        load(random_hf(), **setting)
-
-
-def test_an_object_that_is_not_a_model_is_rejected():
-    with pytest.raises(
-        CheckpointError, match="cannot load a int; pass a name, a folder, a transformers PreTrainedModel"
-    ):
-        load(3)

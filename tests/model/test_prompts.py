@@ -187,6 +187,12 @@ class Odd:
         (torch.tensor(5), r"got torch\.int64 of shape \[\]"),
         (torch.ones(2, dtype=torch.complex64), r"got torch\.complex64"),
         ([5, 2**70], "this model's vocabulary is 0 to"),
+        ("", "the prompt is empty; pass at least one character"),
+        ([SHORT, ""], "the prompt is empty"),
+        ("a\ud800", r"character 1 of the prompt is '\\ud800', half of a surrogate pair, which is not text"),
+        (torch.ones(1, 2, 3).long(), r"non-empty integer tensor \[pos\] or \[batch, pos\]; got .* \[1, 2, 3\]"),
+        (torch.ones(1, 0).long(), r"got torch\.int64 of shape \[1, 0\]"),
+        ([SHORT, 3.5], r"a text, a list of texts, token ids .*; got a list of float, str"),
         ([[5], [-3]], "token ids range from -3 to -3"),
     ],
 )
@@ -279,9 +285,13 @@ def test_a_tokenizer_without_special_tokens_gets_a_start_token_on_request(with_t
         (SHORT, {"chat_template": "llama3"}, r"contains \{\{ messages \}\}; got 'llama3'"),
         (SHORT, {"chat_template": "{{ messages[0].content }}", "prepend_bos": True}, "template determines the start"),
         (SHORT, {"chat_template": "{{ '' }}"}, "returns no tokens for"),
+        (SHORT, {"chat_template": True}, r"has no chat template\. Leave chat_template \(--chat\) out"),
+        (SHORT, {"chat_template": "{{ messages[0] | no_filter }}"}, r"template failed .*No filter named 'no_filter'"),
+        (SHORT, {"chat_template": "{{ messages[0]['content'] / 0 }}"}, r"template failed on a user turn \(TypeError: "),
+        (SHORT, {"chat_template": "{{ messages"}, r"template failed on a user turn \(TemplateSyntaxError: "),
     ],
 )
-def test_a_setting_that_would_be_ignored_is_rejected(with_tokenizer, prompt, settings, message):
+def test_a_setting_that_does_not_fit_is_rejected(with_tokenizer, prompt, settings, message):
     with pytest.raises(PromptError, match=message):
         with_tokenizer.encode(prompt, **settings)
 
@@ -321,3 +331,58 @@ def test_patching_between_dicts_of_ids_equals_patching_between_ids(tiny_llada):
 def test_the_zoo_is_a_part_of_the_package():
     assert "zoo" in dir(sinklens)
     assert sinklens.zoo is importlib.import_module("sinklens.zoo")
+
+
+def test_a_text_is_encoded_by_the_tokenizer(with_tokenizer):
+    ids, real = with_tokenizer.encode(SHORT)
+    assert ids.tolist() == [with_tokenizer.tokenizer(SHORT).input_ids]
+    assert real.all()
+    assert with_tokenizer.tokenizer.decode(ids[0], skip_special_tokens=True) == SHORT
+
+
+def test_several_texts_are_padded_on_the_left(with_tokenizer):
+    ids, real = with_tokenizer.encode([SHORT, LONG])
+    alone = with_tokenizer.encode(SHORT)[0]
+    missing = ids.shape[1] - alone.shape[1]
+    assert missing > 0
+    assert real.tolist() == [[False] * missing + [True] * alone.shape[1], [True] * ids.shape[1]]
+    assert torch.equal(ids[:1, missing:], alone)
+    assert (ids[0, :missing] == with_tokenizer.tokenizer.pad_token_id).all()
+
+
+@pytest.mark.parametrize("as_given", [lambda ids: ids[0], lambda ids: ids[0].tolist(), lambda ids: ids])
+def test_a_single_prompt_may_omit_the_batch_axis(as_given):
+    model, ids = shared_model(), random_ids(1, 5)
+    assert torch.equal(model.encode(as_given(ids))[0], ids)
+    with model.trace(as_given(ids)):
+        logits = model.output.save()
+    assert torch.equal(logits, model(ids))
+
+
+def test_a_chat_template_wraps_the_text_as_one_turn(with_tokenizer):
+    template = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}{% endfor %} answer:"
+    ids, _ = with_tokenizer.encode(SHORT, chat_template=template)
+    assert with_tokenizer.tokenizer.decode(ids[0]) == f"user: {SHORT} answer:"
+
+
+def test_text_for_a_model_without_a_tokenizer_is_rejected_with_the_remedy():
+    with pytest.raises(
+        PromptError, match=r"has no tokenizer, so it accepts token ids .*\.load\(\.\.\., tokenizer=\.\.\.\)"
+    ):
+        shared_model().encode(SHORT)
+
+
+def test_tokens_have_transformerlenss_names(tiny_llada):
+    text = "Question: Tom has 12 apples."
+    assert tiny_llada.to_tokens(text).tolist() == [tiny_llada.tokenizer(text).input_ids]
+    words = tiny_llada.to_str_tokens(text)
+    assert words[0] == "<|startoftext|>"
+    assert "".join(words[1:]) == text
+    ids = tiny_llada.to_tokens(text)[0]
+    assert tiny_llada.to_str_tokens(ids) == words
+    assert tiny_llada.to_str_tokens(ids.tolist()) == words
+    assert tiny_llada.to_str_tokens([*ids.tolist(), -1]) == [*words, ""]  # as in the canvas of an autoregressive run
+    with pytest.raises(PromptError, match="range from -2"):
+        tiny_llada.to_str_tokens([-2, 3])
+    with pytest.raises(PromptError, match="one text or one row of ids"):
+        tiny_llada.to_str_tokens(torch.zeros(2, 3, dtype=torch.long))

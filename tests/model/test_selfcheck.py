@@ -9,13 +9,12 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from building import KINDS, MIXED, plain_pass, random_hf, random_ids, random_model
 from nnsight import NNsight, TransformersModel
-from torch import Tensor
 
 from sinklens.checkpoints import from_pretrained_model
 from sinklens.errors import SelfCheckError
 from sinklens.hooks import attention, names
 from sinklens.model import Model, load
-from sinklens.model.selfcheck import _other, check
+from sinklens.model.selfcheck import check
 
 
 @pytest.fixture(autouse=True)
@@ -85,30 +84,6 @@ def make_causal(model: Model, causal: bool) -> None:
             module.is_causal = causal
 
 
-def test_a_diffusion_model_that_is_still_causal_is_rejected():
-    model = unchecked()
-    make_causal(model, True)
-    with pytest.raises(SelfCheckError, match=r"layer 0 never attends .* the causal mask is still on"):
-        check(model.tree, causal=False)
-
-
-def test_a_single_causal_layer_is_named():
-    model = unchecked()
-    attn = model.tree.hf.model.layers[2].self_attn
-    attn.register_forward_pre_hook(lambda _, given, named: (given, {**named, "is_causal": True}), with_kwargs=True)
-    with pytest.raises(SelfCheckError, match="layer 2 never attends to later positions"):
-        check(model.tree, causal=False)
-
-
-def test_an_autoregressive_model_that_sees_later_positions_is_rejected():
-    model = unchecked(causal=True)
-    make_causal(model, False)
-    with pytest.raises(
-        SelfCheckError, match=r"layer 0 attends to later positions \(mass [\d.]+\), but its family is causal"
-    ):
-        check(model.tree, causal=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_do_not_sum_to_one_are_rejected(dtype):
     """Every pass is wrong in the same way, so comparing logits does not detect it."""
@@ -171,28 +146,48 @@ def test_watching_that_changes_the_computation_is_rejected(monkeypatch, dtype):
         check(unchecked(dtype=dtype).tree, causal=False)
 
 
-def test_a_model_that_runs_another_attention_is_rejected():
-    model = unchecked()
-    model.tree.hf.set_attn_implementation("sdpa")
-    with pytest.raises(SelfCheckError, match=r"0 of 3 layers showed a pattern; .*attn_implementation is 'sdpa'"):
-        check(model.tree, causal=False)
+def make_layer_2_causal(model):
+    attn = model.tree.hf.model.layers[2].self_attn
+    attn.register_forward_pre_hook(lambda _, given, named: (given, {**named, "is_causal": True}), with_kwargs=True)
 
 
-def test_a_single_layer_without_its_points_is_rejected():
-    model = unchecked()
-    del model.tree.hf.model.layers[1].self_attn.__dict__[attention.POINTS]
-    with pytest.raises(SelfCheckError, match="2 of 3 layers showed a pattern"):
-        check(model.tree, causal=False)
+def reach_a_point_twice(model):
+    mlp = model.tree.hf.model.layers[2].mlp
+    mlp.register_forward_hook(lambda module, given, output: module.down_proj(module.up_proj(given[0])) * 0 + output)
 
 
-def test_a_pattern_with_nan_is_rejected():
-    def spoil(pattern: Tensor, hook: object) -> None:
-        pattern[0, 0, 0, 0] = torch.nan
+def expect_another_shape(model):
+    model.tree.cfg = replace(model.tree.cfg, d_mlp=39)
 
-    model = unchecked()
-    seen = [("blocks.2.attn.hook_pattern", spoil)]
-    with model.hooks(fwd_hooks=seen), pytest.raises(SelfCheckError, match="logits are not finite"):
-        check(model.tree, causal=False)
+
+@pytest.mark.parametrize(
+    ("causal", "fault", "text"),
+    [
+        (False, lambda model: make_causal(model, True), r"layer 0 never attends .* the causal mask is still on"),
+        (False, make_layer_2_causal, "layer 2 never attends to later positions"),
+        (
+            True,
+            lambda model: make_causal(model, False),
+            r"layer 0 attends to later positions \(mass [\d.]+\), but its family is causal",
+        ),
+        (
+            False,
+            lambda model: model.tree.hf.set_attn_implementation("sdpa"),
+            r"0 of 3 layers showed a pattern; .*attn_implementation is 'sdpa'",
+        ),
+        (False, reach_a_point_twice, r"blocks\.2\.mlp\.hook_pre_linear was reached 2 times"),
+        (
+            False,
+            expect_another_shape,
+            r"blocks\.0\.mlp\.hook_pre showed a value of shape \[1, 6, 40\], but \[1, 6, 39\] was",
+        ),
+    ],
+)
+def test_a_model_with_one_fault_is_rejected(causal, fault, text):
+    model = unchecked(causal)
+    fault(model)
+    with pytest.raises(SelfCheckError, match=text):
+        check(model.tree, causal)
 
 
 def test_a_layer_with_a_replaced_forward_is_rejected_with_a_point_that_it_skips():
@@ -207,89 +202,49 @@ def test_a_layer_with_a_replaced_forward_is_rejected_with_a_point_that_it_skips(
         load(hf)
 
 
-def test_a_point_that_is_reached_twice_is_rejected():
-    model = unchecked()
-    mlp = model.tree.hf.model.layers[2].mlp
-    mlp.register_forward_hook(lambda module, given, output: module.down_proj(module.up_proj(given[0])) * 0 + output)
-    with pytest.raises(SelfCheckError, match=r"blocks\.2\.mlp\.hook_pre_linear was reached 2 times"):
-        check(model.tree, causal=False)
-
-
-def test_a_point_with_another_shape_is_rejected():
-    tree = unchecked().tree
-    tree.cfg = replace(tree.cfg, d_mlp=39)
-    with pytest.raises(
-        SelfCheckError, match=r"blocks\.0\.mlp\.hook_pre showed a value of shape \[1, 6, 40\], but \[1, 6, 39\] was"
-    ):
-        check(tree, causal=False)
-
-
 EDITABLE = [f"blocks.1.{name}" for name, _ in names.block_specs() if not name.endswith(names.READ_ONLY)]
 EDITABLE += ["hook_embed", "ln_final.hook_scale", "ln_final.hook_normalized"]
 
 
-@pytest.mark.parametrize("name", EDITABLE)
-def test_a_kind_of_point_whose_edits_have_no_effect_is_rejected_by_name(name):
+INSIDE_EXPERTS = [f"mlp.{spec.name}" for spec in (*names.EXPERTS, names.SHARED)]
+OF_A_MIXTURE = [*INSIDE_EXPERTS, "attn.hook_q_normed", "attn.hook_k_normed", "mlp.hook_pre"]  # the last: dense layer 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [*(("llama", name) for name in EDITABLE), *(("glm4_moe", f"blocks.1.{kind}") for kind in OF_A_MIXTURE)],
+)
+def test_a_kind_of_point_whose_edits_have_no_effect_is_rejected_by_name(architecture, name):
     """The point shows its value and ignores edits, in every layer."""
-    model = unchecked()
+    model = unchecked() if architecture == "llama" else random_model(architecture)
     deaf = name.replace("blocks.1.", "blocks.*.")
-    kind = name.split(".", 2)[-1] if name.startswith("blocks.") else name
     for point_name, point in model.tree.hook_dict.items():
-        if point_name.split(".", 2)[-1] == kind or point_name == name:
+        if re.sub(r"^blocks\.\d+\.", "blocks.*.", point_name) == deaf:
             forward = point.forward
             point.forward = lambda x, forward=forward: (forward(x), x)[1]
     with pytest.raises(SelfCheckError, match=rf"edits of {re.escape(deaf)} do not change the logits"):
         check(model.tree, causal=False)
 
 
-INSIDE_EXPERTS = [f"mlp.{spec.name}" for spec in (*names.EXPERTS, names.SHARED)]
+def without_mlps(layer):
+    layer.mlp.down_proj.weight.data.zero_()
 
 
-@pytest.mark.parametrize("kind", [*INSIDE_EXPERTS, "attn.hook_q_normed", "attn.hook_k_normed", "mlp.hook_pre"])
-def test_a_kind_of_point_of_a_mixture_whose_edits_have_no_effect_is_rejected_by_name(kind):
-    """`hook_pre` exists in the first layer only, whose MLP is dense."""
-    model = random_model("glm4_moe")
-    for name, point in model.tree.hook_dict.items():
-        if name.endswith(f".{kind}"):
-            forward = point.forward
-            point.forward = lambda x, forward=forward: (forward(x), x)[1]
-    with pytest.raises(SelfCheckError, match=rf"edits of blocks\.\*\.{re.escape(kind)} do not change the logits"):
-        check(model.tree, causal=False)
+def with_equal_values(layer):
+    layer.self_attn.v_proj.weight.data.zero_()
+    layer.self_attn.v_proj.bias = torch.nn.Parameter(torch.ones(layer.self_attn.v_proj.out_features))
 
 
-def test_a_model_without_mlps_passes():
+@pytest.mark.parametrize("change", [without_mlps, with_equal_values])
+def test_a_model_with_unusual_layers_passes(change):
     model = unchecked()
     for layer in model.tree.hf.model.layers:
-        layer.mlp.down_proj.weight.data.zero_()
-    check(model.tree, causal=False)
-
-
-def test_the_check_takes_three_passes_of_one_row_and_the_start_of_another():
-    model, rows = unchecked(), {"embedding": [], "layer 2": []}
-    layers = model.tree.hf.model.layers
-    model.tree.hf.model.embed_tokens.register_forward_pre_hook(lambda _, given: rows["embedding"].append(len(given[0])))
-    layers[2].register_forward_pre_hook(
-        lambda _, given, named: rows["layer 2"].append(len((*given, *named.values())[0])), with_kwargs=True
-    )
-    check(model.tree, causal=False)
-    assert rows == {"embedding": [1, 1, 1, 1], "layer 2": [1, 1, 1]}
-
-
-def test_a_model_whose_values_are_all_equal_passes():
-    model = unchecked()
-    for layer in model.tree.hf.model.layers:
-        attn = layer.self_attn
-        attn.v_proj.weight.data.zero_()
-        attn.v_proj.bias = torch.nn.Parameter(torch.ones(attn.v_proj.out_features))
+        change(layer)
     check(model.tree, causal=False)
 
 
 def test_a_model_of_one_layer_passes():
     assert load(random_hf(num_hidden_layers=1)).cfg.n_layers == 1
-
-
-def wrap_in_nnsight(hf):
-    return NNsight(hf)
 
 
 def wrap_in_a_language_model(hf):
@@ -302,29 +257,25 @@ def source_a_layer(hf):
     return wrapped
 
 
-def accelerate_after_nnsight(hf):
-    wrapped = NNsight(hf)
+def accelerate(hf):
     for layer in hf.model.layers:
         add_hook_to_module(layer, ModelHook())
+    return hf
+
+
+def accelerate_after_nnsight(hf):
+    wrapped = NNsight(hf)
+    accelerate(hf)
     return wrapped
 
 
 def accelerate_before_nnsight(hf):
-    for layer in hf.model.layers:
-        add_hook_to_module(layer, ModelHook())
-    return NNsight(hf)
+    return NNsight(accelerate(hf))
 
 
-WRAPPINGS = [
-    wrap_in_nnsight,
-    wrap_in_a_language_model,
-    source_a_layer,
-    accelerate_after_nnsight,
-    accelerate_before_nnsight,
-]
-
-
-@pytest.mark.parametrize("wrap", WRAPPINGS)
+@pytest.mark.parametrize(
+    "wrap", [NNsight, wrap_in_a_language_model, source_a_layer, accelerate_after_nnsight, accelerate_before_nnsight]
+)
 def test_a_model_that_nnsight_wrapped_first_shows_every_point(wrap):
     hf, ids = random_hf(), random_ids()
     wrapped = wrap(hf)
@@ -352,14 +303,3 @@ def test_a_model_that_nnsight_wraps_afterwards_shows_every_point_to_both():
     with model.trace(ids):
         read = model.blocks[1].hook_resid_mid.output.save()
     torch.testing.assert_close(read, cache["blocks.1.hook_resid_mid"], atol=1e-4, rtol=1e-4)
-
-
-def test_a_norm_that_follows_does_not_undo_an_edited_scale():
-    """Queries, keys and values may all be normalized: a positive factor has no effect on them."""
-    x, scale = torch.randn(1, 6, 8), torch.rand(1, 6, 1) + 0.5
-    before, after, positive = (
-        torch.nn.functional.normalize(x / one, dim=-1)
-        for one in (scale, _other(scale, "blocks.0.ln1.hook_scale"), _other(scale, "blocks.0.hook_resid_pre"))
-    )
-    torch.testing.assert_close(positive, before)
-    assert (after - before).abs().max() > 0.5

@@ -3,31 +3,33 @@
 import numpy as np
 import pytest
 import torch
-from building import random_ids, shared_model
+from building import random_ids
+from planted_saes import random_sae
 from watching import LONG, PADDED, SHORT, logits_of, short, unwatched, watch
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
 from sinklens.experiments import head_outputs
-from sinklens.hooks.forward_pass import ForwardPass
-from sinklens.hooks.points import Point, Watch
+from sinklens.features import SpliceSAE
 from sinklens.interventions import (
     AblateHeads,
     AblateSinkAttention,
-    Activations,
+    AblateValues,
+    ClampStream,
     ForceTokens,
     FreezePattern,
+    HideKeys,
     KeepKeys,
     MaskSinks,
     PatchHooks,
     Remask,
-    RunContext,
     SinkToken,
+    Steer,
+    Where,
     WindowAttention,
 )
-from sinklens.interventions.places import Places
 from sinklens.runs.intervention import place_mask, within
-from sinklens.sinks import EpsilonOverMean
+from sinklens.sinks import EpsilonOverMean, TopK
 
 Z = "blocks.1.attn.hook_z"
 OUTPUTS = torch.sin(torch.arange(8 * 2 * 6 * 4.0)).view(8, 1, 2, 6, 4)
@@ -60,9 +62,20 @@ BOTH = {
     "patch": PatchHooks(
         source={step: {Z: OUTPUTS[step]} for step in (0, 2)}, positions=[1, -6], source_positions=[0, 1]
     ),
+    "replace values": AblateValues(top_k=2),
+    "replace values of random keys": AblateValues(top_k=2, pick="random", persistent=True, by="zero"),
+    "hide keys": HideKeys(positions=[0, 3], layers=[0, 2], heads=[1, -1]),
+    "steer": Steer(torch.linspace(-1.0, 2.0, 24), 2.0, layers=[1], where="committed"),
+    "clamp": ClampStream(1, dims=[3, -4], at=[0.05, 0.1], mode="limit"),
+    "ablate at decided tokens": AblateHeads(where="committed", heads=[1]),
+    "splice": SpliceSAE(random_sae(), "blocks.1.hook_resid_post", scope="committed", steps=[1, 2, 3]),
 }  # fmt: skip
 DIFFUSION = BOTH | {
     "mask masks": MaskSinks(top_k=3, only=["masked"]),
+    "ablate at the strongest keys": AblateHeads(where=TopK(2), heads=[0, 3], steps=[1, 2, 3]),
+    "ablate at random keys and states": AblateHeads(where=Where(top_k=2, pick="random") | "committed", heads=[1]),
+    "ablate at masks": AblateHeads(where="masked", layers=[1]),
+    "splice masks": SpliceSAE(random_sae(), Z, scope="masked", features=[2, 11, 30], error=True),
     "mask the same step's": MaskSinks(top_k=3, same_step=True),
     "the row's mean head": AblateHeads(by="mean", heads=[0, 5]),
     "freeze the pattern": FreezePattern(at=1, layers=[0, 1], positions=[0, 3, -4]),
@@ -105,7 +118,18 @@ def bases(worded):
 @pytest.mark.parametrize(
     ("architecture", "causal", "name"),
     [*(("llama", False, name) for name in DIFFUSION), *(("llama", True, name) for name in BOTH)]
-    + [("dream", False, name) for name in ("mask sinks", "mask random keys", "window", "sink token behind", "patch")],
+    + [
+        ("dream", False, name)
+        for name in (
+            "mask sinks",
+            "mask random keys",
+            "window",
+            "sink token behind",
+            "patch",
+            "replace values",
+            "splice masks",
+        )
+    ],
 )
 def test_a_prompts_result_does_not_depend_on_its_batch_or_padding(
     worded, interventions, bases, architecture, causal, name
@@ -173,9 +197,9 @@ def test_an_error_in_a_trace_block_leaves_no_hooks(worded, interventions, name):
 # --- the same edit in three ways ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["window", "ablate heads", "ablate attention to sinks", "the row's mean head", "patch"]
-)
+@pytest.mark.parametrize("name", [
+    "window", "ablate heads", "ablate attention to sinks", "the row's mean head", "patch", "hide keys", "clamp",
+])  # fmt: skip
 def test_a_single_pass_with_hooks_for_equals_the_first_step_of_a_run(worded, interventions, name):
     model = worded()
     intervention = interventions(model, name)
@@ -200,25 +224,6 @@ def test_hooks_a_block_and_run_with_hooks_give_equal_logits(worded):
     for step in range(4):
         by_pass = model.run_with_hooks(by_hooks.run.canvas[:, step], fwd_hooks=pairs)
         torch.testing.assert_close(by_pass, by_block[step], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("same_step", [False, True])
-def test_masking_sinks_by_hand_in_a_block_equals_the_intervention(worded, same_step):
-    model, logits, keys = worded(), [], None
-    by_hooks = watch(model, [LONG], [MaskSinks(top_k=2, layers=[1], same_step=same_step)], ["hook_logits"])
-    with sinklens.trace(model, LONG, **short(model, {})) as t:
-        for _ in t.steps:
-            ids = t["denoise.hook_canvas"]
-            if same_step:
-                seen = model.tree.peek(ids, None, ["blocks.1.attn.hook_sink_scores"])
-                keys = seen["blocks.1.attn.hook_sink_scores"].topk(2).indices
-            if keys is not None:
-                mask = t["blocks.1.attn.hook_attn_mask"]
-                mask.scatter_(-1, keys[:, :, None], -torch.inf)
-            if not same_step:
-                keys = t["blocks.1.attn.hook_sink_scores"].topk(2).indices
-            logits.append(t["denoise.hook_logits"])
-    assert torch.equal(torch.stack(logits, dim=1), logits_of(by_hooks))
 
 
 def test_a_block_sees_and_edits_values_after_interventions(worded):
@@ -286,21 +291,13 @@ def test_an_entry_that_is_neither_intervention_nor_pair_is_rejected_and_shown(wo
         sinklens.generate(worded(), LONG, hooks=hooks, gen_length=8)
 
 
-@pytest.mark.parametrize(
-    "name", ["mask sinks", "ablate heads", "ablate attention to sinks", "patch", "freeze the pattern"]
-)
+@pytest.mark.parametrize("name", [
+    "mask sinks", "ablate heads", "ablate attention to sinks", "patch", "freeze the pattern", "window", "keep keys",
+    "sink token", "replace values", "ablate at the strongest keys", "ablate at masks", "steer", "splice",
+])  # fmt: skip
 def test_under_guidance_only_conditional_rows_are_changed(worded, interventions, name):
-    check_guidance(worded(), interventions(worded(), name))
-
-
-@pytest.mark.parametrize("name", ["window", "keep keys", "sink token"])
-def test_under_guidance_masks_per_query_change_only_conditional_rows(worded, interventions, name):
-    check_guidance(worded(), interventions(worded(), name))
-
-
-def check_guidance(model, intervention):
-    """Check that the unconditional rows of a step equal those of the run without the intervention, on one canvas."""
-    seen = []
+    """On one canvas, the unconditional rows of a step equal those of the run without the intervention."""
+    model, intervention, seen = worded(), interventions(worded(), name), []
     point = model.tree.blocks[-1].hook_resid_post
     handle = point.register_forward_hook(lambda *given: seen.append(given[-1].clone()), with_kwargs=True)
     try:
@@ -371,42 +368,3 @@ def test_tensors_restrict_an_intervention_like_lists(worded):
     )
     assert torch.equal(logits_of(listed), logits_of(tensors))
     assert not torch.equal(logits_of(listed), logits_of(watch(worded(), PADDED, [], ["hook_logits"])))
-
-
-def run_context(causal):
-    """The context of a run with 3 prompt tokens, one of them padding in the first row."""
-    real = torch.tensor([[False, True, True, True, True, True], [True] * 6])
-    return RunContext(shared_model("llama", causal).tree, real, 3, 3, 60, 0, (0, 1), lambda ids: {}, {})
-
-
-def affected(given, run, step, queries):
-    """The affected queries of a pass over the last `queries` positions of the text, for each row."""
-    watch_of_point, causal = Watch(), run.causal
-    stop = 3 + step if causal else queries
-    watch_of_point.forward_pass = ForwardPass(
-        step, mode="causal" if causal else None, queries=range(stop - queries, stop), keys=range(stop), prompt_length=3,
-        real=torch.ones(1, stop, dtype=torch.bool) if run.single else run.real,
-    )  # fmt: skip
-    point = Point(watch_of_point)
-    point.name = Z
-    found = Places(AblateHeads(**given), shared_model(), run).of_queries(point, queries, torch.device("cpu"))
-    return None if found is None else found[:, 0].int().tolist()
-
-
-def test_the_affected_queries_are_those_at_the_positions_that_the_steps_own():
-    causal, diffusion = run_context(causal=True), run_context(causal=False)
-    assert affected({"steps": [1]}, causal, 0, 3) is None
-    assert affected({"steps": [1]}, causal, 1, 1) == [[1], [1]]
-    assert affected({"steps": [1]}, causal, 2, 1) is None
-    assert affected({"steps": [1]}, causal, 2, 5) == [[0, 0, 0, 1, 0]] * 2
-    placed = {"steps": [0, 2], "positions": [1, -2]}
-    assert affected(placed, causal, 2, 5) == [[0, 0, 1, 0, 1], [0, 1, 0, 0, 1]]
-    assert affected(placed, causal, 2, 1) == [[1], [1]]
-    assert affected({"steps": [-1], "positions": [1]}, diffusion, 1, 6) is None
-    assert affected({"steps": [-1], "positions": [1]}, diffusion, 2, 6) == [[0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
-    assert affected({"positions": [-1]}, RunContext.of_single_pass(shared_model()), None, 3) == [[0, 0, 1]]
-
-
-def test_unsupported_restrictions_are_rejected():
-    with pytest.raises(SettingError, match="Activations does not support heads=; leave it out"):
-        Activations(names=[Z], heads=[1])

@@ -359,13 +359,6 @@ def test_an_invalid_record_is_rejected(tiny_llada, tmp_path, record, error, text
     assert watched(tiny_llada) == []
 
 
-def test_a_record_can_be_reused_only_with_another_path(tiny_llada, tmp_path):
-    record = Record(to=tmp_path / "run.zarr")
-    sinklens.generate(tiny_llada, PROMPTS[0], steps=1, record_sinks=record)
-    with pytest.raises(SettingError, match=r"run\.zarr already exists"):
-        sinklens.generate(tiny_llada, PROMPTS[0], steps=1, record_sinks=record)
-
-
 @pytest.mark.parametrize("broken", [0.0, torch.nan, torch.inf])
 def test_an_output_that_is_zero_or_not_finite_has_no_rank_and_does_not_affect_others(broken):
     z = torch.randn(2, 5, 3, 4)

@@ -6,37 +6,6 @@ import pytest
 import torch
 
 from sinklens.sampling import decisions
-from sinklens.sampling.decisions import Truncation
-
-
-@pytest.mark.parametrize(
-    ("masked", "steps", "expected"), [(8, 4, [2, 2, 2, 2]), (9, 4, [3, 2, 2, 2]), (3, 4, [1, 1, 1, 0])]
-)
-def test_lladas_schedule_divides_evenly_and_puts_the_remainder_first(masked, steps, expected):
-    assert [counts[0] for counts in decisions.even_schedule(torch.tensor([masked]), steps)] == expected
-
-
-def test_lladas_schedule_counts_each_row_separately():
-    assert decisions.even_schedule(torch.tensor([4, 2]), 2) == [[2, 1], [2, 1]]
-
-
-def test_dreams_schedule_follows_its_times_and_commits_the_rest_at_the_last_step():
-    times = decisions.dream_times(4, 1e-3)
-    left, taken = 24, []
-    for step in range(4):
-        count = decisions.dream_schedule(torch.tensor([left]), times, step)[0]
-        t, s = 1 - step * (1 - 1e-3) / 4, 1 - (step + 1) * (1 - 1e-3) / 4
-        assert count == (left if step == 3 else math.floor(left * (1 - s / t) + 1e-6))
-        taken.append(count)
-        left -= count
-    assert left == 0
-    assert sum(taken) == 24
-
-
-def test_without_temperature_the_most_likely_token_is_proposed():
-    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])
-    assert decisions.gumbel_candidates(logits, 0.0, None).tolist() == [1, 0]
-    assert decisions.categorical_candidates(logits.softmax(-1), None).tolist() == [1, 0]
 
 
 def test_gumbel_noise_at_temperature_one_samples_from_the_softmax():
@@ -66,28 +35,6 @@ def test_a_token_of_probability_zero_is_never_drawn():
     ).tolist() == [1, 1, 1]
 
 
-def test_top_p_keeps_the_smallest_nucleus_that_reaches_p():
-    probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-    kept = decisions.truncate(probs.log(), Truncation(top_p=0.7)).softmax(-1)
-    torch.testing.assert_close(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]))
-
-
-def test_top_k_keeps_the_k_largest_logits_and_temperature_divides_them():
-    logits = torch.tensor([[1.0, 3.0, 2.0]])
-    kept = decisions.truncate(logits, Truncation(temperature=2.0, top_k=2)).softmax(-1)
-    expected = torch.tensor([[-torch.inf, 1.5, 1.0]]).softmax(-1)
-    torch.testing.assert_close(kept, expected)
-
-
-def test_top_p_is_a_share_of_what_top_k_keeps_or_of_everything():
-    """0.4 is less than 60 % of all but more than 60 % of the best two."""
-    logits = torch.tensor([[0.4, 0.2, 0.2, 0.2]]).log() + torch.tensor([[0.0, 1e-3, 0.0, -1e-3]])
-    after = decisions.truncate(logits, Truncation(top_p=0.6, top_k=2)).softmax(-1)
-    first = decisions.truncate(logits, Truncation(top_p=0.6, top_k=2, top_p_first=True)).softmax(-1)
-    assert (after > 0).tolist() == [[True, False, False, False]]
-    assert (first > 0).tolist() == [[True, True, False, False]]
-
-
 def test_rnd1s_schedule_rounds_the_quotient_to_float32():
     """22 · float32(13 / 22) is below 13; exact arithmetic would leave 13 masks."""
     assert decisions.entropy_schedule(22, 22)[7:10] == [14, 12, 12]
@@ -109,13 +56,6 @@ def test_entropies_follow_the_floor_of_each_published_sampler():
     assert decisions.floored_negative_entropy(probs).item() == pytest.approx(floored, rel=0.1)
 
 
-def test_confidences_of_a_known_distribution_are_exact():
-    probs = torch.tensor([[0.5, 0.25, 0.25]])
-    assert decisions.probability(probs, torch.tensor([1])).item() == 0.25
-    assert decisions.margin(probs).item() == 0.25
-    assert decisions.negative_entropy(probs).item() == pytest.approx(-1.5 * math.log(2), abs=1e-6)
-
-
 @pytest.mark.parametrize("rows", [0, 1, 7, 20])
 @pytest.mark.parametrize("values", [1, 30, 10**6])
 def test_probabilities_by_slices_are_bit_identical(monkeypatch, rows, values):
@@ -123,32 +63,6 @@ def test_probabilities_by_slices_are_bit_identical(monkeypatch, rows, values):
     logits, candidates = 20 * torch.randn(rows, 11), torch.randint(11, (rows,))
     complete = decisions.probability(logits.softmax(dim=-1, dtype=torch.float64), candidates)
     assert torch.equal(decisions.probability_by_slices(logits, candidates), complete)
-
-
-def test_the_most_confident_positions_are_committed_per_row():
-    confidence = torch.tensor([[0.1, 0.9, 0.5], [0.3, -torch.inf, 0.2]])
-    commit = decisions.most_confident(confidence, [1, 2], None)
-    assert commit.tolist() == [[False, True, False], [True, False, True]]
-
-
-def test_positions_without_a_proposal_are_never_committed():
-    confidence = torch.tensor([[0.4, -torch.inf, -torch.inf]])
-    assert decisions.most_confident(confidence, [3], None).tolist() == [[True, False, False]]
-
-
-def test_a_threshold_commits_beyond_the_schedule():
-    confidence = torch.tensor([[0.95, 0.2, 0.91, -torch.inf]])
-    assert decisions.most_confident(confidence, [1], 0.9).tolist() == [[True, False, True, False]]
-    assert decisions.most_confident(confidence, [1], 0.99).tolist() == [[True, False, False, False]]
-
-
-def test_a_threshold_within_a_number_commits_the_best_and_none_beyond_the_number():
-    confidence = torch.tensor([[0.95, 0.2, 0.91, -torch.inf], [0.4, 0.3, 0.2, 0.1], [-torch.inf] * 4])
-    commit = decisions.confident_within(confidence, [1, 3, 0], 0.9)
-    assert commit.tolist() == [[True, False, False, False], [True, False, False, False], [False] * 4]
-    assert decisions.confident_within(confidence, [3, 3, 3], 0.25).tolist() == [
-        [True, False, True, False], [True, True, False, False], [False] * 4,
-    ]  # fmt: skip
 
 
 def test_sampling_by_confidence_commits_the_requested_number_and_prefers_the_confident():

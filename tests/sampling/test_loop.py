@@ -12,84 +12,6 @@ from sinklens.tasks.word_problems import held_out
 PROMPTS = [problem.prompt for problem in held_out(40)]
 
 
-def unequal(model, count=4):
-    """Prompts of different lengths."""
-    by_length = {len(model.tokenizer(text).input_ids): text for text in PROMPTS}
-    assert len(by_length) >= count
-    return list(by_length.values())[:count]
-
-
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_row_of_a_batch_equals_a_run_of_it_alone(name, temperature, request):
-    model = request.getfixturevalue(name)
-    prompts = unequal(model, 3)
-    settings = {"temperature": temperature} | ({} if model.causal else {"gen_length": 8})
-    together = sinklens.generate(model, prompts, seed=5, record_sinks=False, **settings)
-    for row, prompt in enumerate(prompts):
-        alone = sinklens.generate(model, prompt, seed=5, record_sinks=False, **settings)
-        assert together.text[row] == alone.text
-        length = alone.canvas.shape[2]
-        steps = min(alone.steps_run, together.steps_run)
-        assert torch.equal(together.canvas[row, : steps + 1, -length:], alone.canvas[0, : steps + 1])
-
-
-@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_the_same_seed_gives_the_same_result_and_another_seed_another(name, request):
-    model, settings = request.getfixturevalue(name), {"temperature": 2.0, "gen_length": 8, "record_sinks": False}
-    first = sinklens.generate(model, PROMPTS[:3], seed=1, **settings)
-    again = sinklens.generate(model, PROMPTS[:3], seed=1, **settings)
-    other = sinklens.generate(model, PROMPTS[:3], seed=2, **settings)
-    assert torch.equal(first.canvas, again.canvas)
-    assert not torch.equal(first.tokens, other.tokens)
-
-
-def test_watching_the_logits_does_not_change_a_sampled_result(tiny_llada):
-    settings = {"temperature": 1.0, "seed": 3, "record_sinks": False}
-    plain = sinklens.generate(tiny_llada, PROMPTS[0], **settings)
-    seen = []
-    watched = sinklens.generate(
-        tiny_llada,
-        PROMPTS[0],
-        hooks=[("denoise.hook_logits", lambda value, hook: seen.append(value.shape))],
-        **settings,
-    )
-    assert torch.equal(plain.canvas, watched.canvas)
-    assert len(seen) == 24
-    assert seen[0] == (1, plain.canvas.shape[2], tiny_llada.cfg.d_vocab)
-
-
-def test_a_low_threshold_ends_a_run_early_and_a_high_one_changes_nothing(tiny_llada):
-    base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
-    fast = sinklens.generate(tiny_llada, PROMPTS[0], threshold=0.5, record_sinks=False)
-    same = sinklens.generate(tiny_llada, PROMPTS[0], threshold=1.0, record_sinks=False)
-    assert torch.equal(base.canvas, same.canvas)
-    assert fast.steps_run < base.steps_run == 24
-    assert fast.answers[0].masks == 0
-
-
-def test_a_threshold_commits_exactly_the_confident_proposals_and_the_most_confident_one(tiny_llada):
-    confidences, commits = [], []
-    hooks = [
-        ("denoise.hook_confidence", lambda value, hook: confidences.append(value.clone())),
-        ("denoise.hook_commit", lambda value, hook: commits.append(value.clone())),
-    ]
-    sinklens.generate(tiny_llada, PROMPTS[1], threshold=0.8, hooks=hooks, record_sinks=False)
-    for confidence, commit in zip(confidences, commits, strict=True):
-        expected = confidence[0] >= 0.8
-        expected[confidence[0].argmax()] = True
-        assert torch.equal(commit[0], expected)
-
-
-def test_blocks_are_decoded_from_left_to_right(tiny_llada):
-    run = sinklens.generate(tiny_llada, PROMPTS[0], block_length=8, gen_length=24, record_sinks=False)
-    steps = run.unmask_step[0, run.prompt_length :]
-    for block in range(3):
-        part = steps[8 * block : 8 * block + 8]
-        assert sorted(part.tolist()) == list(range(8 * block, 8 * block + 8))
-
-
 def test_unmask_step_is_the_step_that_wrote_the_token(tiny_llada):
     run = sinklens.generate(tiny_llada, PROMPTS[:2], record_sinks=False)
     for row in range(2):
@@ -113,32 +35,6 @@ def test_unmask_step_of_a_position_decided_as_the_token_it_held_is_the_step_that
     assert unmask_steps(canvas, undecided, torch.ones(1, 3, dtype=torch.bool), 1).tolist() == [[-1, 1, 0]]
 
 
-def test_random_remasking_still_fills_every_position(tiny_llada):
-    run = sinklens.generate(tiny_llada, PROMPTS[0], remasking="random", seed=4, record_sinks=False)
-    base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
-    assert run.answers[0].masks == 0
-    assert not torch.equal(run.unmask_step, base.unmask_step)
-
-
-def test_a_suppressed_end_of_sequence_token_is_never_proposed(tiny_llada):
-    base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
-    run = sinklens.generate(tiny_llada, PROMPTS[0], logits_eos_inf=True, record_sinks=False)
-    assert base.answers[0].ended
-    assert not run.answers[0].ended
-
-
-def test_end_of_sequence_without_confidence_is_committed_last(tiny_llada):
-    """Proposals of the end token get confidence 0, so every other proposal goes first."""
-    run = sinklens.generate(tiny_llada, PROMPTS[0], confidence_eos_eot_inf=True, record_sinks=False)
-    ends = run.tokens[0] == tiny_llada.eos_token_ids[0]
-    ends[: run.prompt_length] = False
-    words = ~ends
-    words[: run.prompt_length] = False
-    base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
-    assert run.unmask_step[0][words].float().mean() < base.unmask_step[0][words].float().mean()
-    assert int(run.unmask_step[0][words].min()) == 0
-
-
 def test_guidance_of_zero_leaves_the_logits_and_a_positive_scale_mixes_them(tiny_llada):
     logits = []
     hooks = [("denoise.hook_logits", lambda value, hook: logits.append(value.clone()))]
@@ -155,18 +51,6 @@ def test_guidance_of_zero_leaves_the_logits_and_a_positive_scale_mixes_them(tiny
 
 
 # --- edits between the decisions ---------------------------------------------------------------------------------
-
-
-def test_a_forced_candidate_is_committed(tiny_llada):
-    forced = tiny_llada.tokenizer(" 77", add_special_tokens=False).input_ids[0]
-
-    def force(value, hook):
-        value = value.clone()
-        value[:, -1] = forced
-        return value
-
-    run = sinklens.generate(tiny_llada, PROMPTS[0], hooks=[("denoise.hook_candidates", force)], record_sinks=False)
-    assert run.tokens[0, -1] == forced
 
 
 @pytest.mark.fast_cases(1)
@@ -233,24 +117,6 @@ def test_editing_confidence_changes_the_commit_order(tiny_llada):
     assert run.unmask_step[0, run.prompt_length :].tolist() == list(range(24))
 
 
-def test_a_canvas_edit_can_remask_a_committed_token(tiny_llada):
-    """A position masked again two steps before the end is decided again, or left masked and reported."""
-    base = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=False)
-    place = int((base.unmask_step[0] == 0).nonzero()[0])
-
-    def remask(value, hook):
-        if hook.step == 22:
-            value = value.clone()
-            value[0, place] = tiny_llada.mask_token_id
-        return value
-
-    run = sinklens.generate(tiny_llada, PROMPTS[0], hooks=[("denoise.hook_canvas", remask)], record_sinks=False)
-    assert base.unmask_step[0, place] == 0
-    assert run.canvas[0, 22, place] == tiny_llada.mask_token_id
-    assert run.unmask_step[0, place] >= 22
-    assert run.answers[0].masks == 1  # 24 positions, 24 steps, one of them undone
-
-
 def test_a_run_that_commits_nothing_leaves_masks_and_reports_them(tiny_llada):
     hooks = [("denoise.hook_commit", lambda value, hook: torch.zeros_like(value))]
     run = sinklens.generate(tiny_llada, PROMPTS[0], hooks=hooks, record_sinks=False)
@@ -262,16 +128,6 @@ def test_a_run_that_commits_nothing_leaves_masks_and_reports_them(tiny_llada):
 
 
 # --- left to right -----------------------------------------------------------------------------------------------
-
-
-def test_the_cache_changes_neither_tokens_nor_sink_scores(tiny_llama):
-    prompts = unequal(tiny_llama, 3)
-    cached = sinklens.generate(tiny_llama, prompts)
-    plain = sinklens.generate(tiny_llama, prompts, use_cache=False)
-    assert torch.equal(cached.canvas, plain.canvas)
-    difference = abs(cached.sinks.data["score"] - plain.sinks.data["score"]).max().item()
-    assert difference < 1e-4
-    assert bool((cached.sinks.data["score"].isnull() == plain.sinks.data["score"].isnull()).all())
 
 
 def test_greedy_decoding_equals_that_of_transformers(tiny_llama):
@@ -307,16 +163,6 @@ def test_an_autoregressive_commit_cannot_be_withheld(tiny_llama):
         sinklens.generate(tiny_llama, PROMPTS[0], hooks=hooks)
 
 
-def test_ended_rows_are_filled_with_the_end_token_and_the_run_stops_when_all_have_ended(tiny_llama):
-    run = sinklens.generate(tiny_llama, PROMPTS[:6], record_sinks=False)
-    end = tiny_llama.eos_token_ids[0]
-    assert all(answer.ended for answer in run.answers)
-    assert run.steps_run < 24
-    for row in run.tokens[:, run.prompt_length : run.prompt_length + run.steps_run]:
-        first = int((row == end).nonzero()[0])
-        assert (row[first:] == end).all()
-
-
 @pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("dream", False), ("llama", True)])
 def test_logits_that_are_nan_end_the_run_with_an_error(worded, architecture, causal):
     def spoil(value, hook):
@@ -327,16 +173,6 @@ def test_logits_that_are_nan_end_the_run_with_an_error(worded, architecture, cau
         sinklens.generate(
             worded(architecture, causal), ["one", "two"], gen_length=4, hooks=[("blocks.1.attn.hook_z", spoil)]
         )
-
-
-@pytest.mark.parametrize("settings", [{"alg_temp": 0.3}, {"temperature": 0.7, "top_p": 0.9}, {"top_p": 0.5}])
-def test_equal_confidences_and_drawn_positions_do_not_depend_on_the_batch(settings):
-    model = sinklens.load("tiny-dream")
-    first, second = unequal(model, 2)
-    together = sinklens.generate(model, [first, second], record_sinks=False, **settings)
-    for row, prompt in enumerate((first, second)):
-        alone = sinklens.generate(model, prompt, record_sinks=False, **settings)
-        assert torch.equal(together.canvas[row, :, -alone.canvas.shape[2] :], alone.canvas[0])
 
 
 @pytest.mark.parametrize(("architecture", "settings"), [

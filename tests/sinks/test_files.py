@@ -174,17 +174,6 @@ def test_a_damaged_store_is_rejected_with_the_reason(stores, tmp_path, harm, tex
         SinkTrack.open(path)
 
 
-def test_a_store_that_lacks_the_chunks_of_one_step_is_rejected(store):
-    path, _ = store
-    for name in ("score", "masked"):
-        chunk = next(file for file in (path / name / "c/0/2").rglob("*") if file.is_file())
-        chunk.rename(path.with_name("lost"))
-        with pytest.raises(TrackError, match=rf"sinks\.zarr lacks 1 chunks of {name}"):
-            SinkTrack.open(path)
-        path.with_name("lost").rename(chunk)
-    assert SinkTrack.open(path).steps == 5
-
-
 def test_a_truncated_or_foreign_file_or_folder_is_rejected(tmp_path):
     with pytest.raises(TrackError, match=r"nothing\.nc does not exist; pass the path that SinkTrack\.save returned"):
         SinkTrack.open(tmp_path / "nothing.nc")
@@ -401,15 +390,6 @@ def test_concatenated_rows_equal_their_original_tracks(runs):
     for name in ("model", "settings", "special", "causal", "family"):
         assert together.data.attrs[name] == runs[0].data.attrs[name]
     assert together.finished
-
-
-def test_detectors_find_the_same_sinks_in_concatenated_rows_as_in_single_tracks(runs):
-    together = SinkTrack.concat(runs)
-    for detector in (EpsilonOverMean(1.0), MeanPlusStd(2.0, over=()), NoOp(0.9, EpsilonOverMean(1.0)), TopK(2)):
-        found = SinkTrack(together.data.assign(score=together.detect(detector).astype(np.float32)))
-        for row, alone in enumerate(runs):
-            cut = row_of(found, row, alone)["score"].to_numpy() > 0
-            assert (cut == alone.detect(detector).to_numpy()).mean() > 0.9999
 
 
 @pytest.mark.parametrize("runs", ["tiny_llama"], indirect=True)

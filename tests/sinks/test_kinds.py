@@ -174,21 +174,6 @@ def test_enrichment_is_the_naive_ratio_of_counted_shares(by):
                 assert cell[["enrichment", "matched"]].to_array().isnull().all()
 
 
-def test_many_masks_make_many_mask_sinks_but_no_enrichment():
-    """Every position is a sink, six of eight are masks: three quarters of the sinks, enrichment 1."""
-    found = enrichment(canvas_track([[[5, 6, 3, 3, 3, 3, 3, 3]]], 2), TopK(8)).sel(kind="mask").isel(batch=0)
-    assert (found["sink_share"].item(), found["enrichment"].item()) == (0.75, 1.0)
-
-
-def test_a_planted_preference_has_the_expected_enrichment():
-    """One sink of four positions, always the newline: four times as often as chance; words never."""
-    track = canvas_track([[[1, 5, 6, 3]] * 3], 3, score=np.tile([0.2, 0.3, 3.0, 0.5], (1, 3, 2, 2, 1)))
-    found = enrichment(track, TopK(1))["enrichment"].isel(batch=0)
-    assert found.sel(kind="newline").item() == pytest.approx(4)
-    assert found.sel(kind=["word", "mask"]).to_numpy().tolist() == [0, 0]
-    assert np.isnan(found.sel(kind="digit"))
-
-
 class Above(Detector):
     """Sinks are positions with a score above one half."""
 
@@ -281,22 +266,3 @@ def test_in_an_autoregressive_run_only_decoded_tokens_count(tiny_llama):
     there = (kinds(run.sinks) != Kind.MISSING).sum("pos").to_numpy()[0]
     assert there.tolist() == [run.prompt_length + step for step in range(run.steps_run)]
     assert enrichment(run.sinks, TopK(1), by="state")["positions"].sel(state="masked").item() == 0
-
-
-def test_kinds_and_shares_of_a_batch_equal_those_of_single_rows(tiny_llama):
-    """Row 0 ends before the others; its later steps are not counted."""
-    prompts = [problem.prompt for problem in held_out(8)]
-    together = sinklens.generate(tiny_llama, prompts).sinks
-    shares, absorbed = enrichment(together), absorption(together)
-    ended = []
-    for row in (0, 3):
-        alone = sinklens.generate(tiny_llama, prompts[row]).sinks
-        own = enrichment(alone)
-        for name in ("sinks", "positions"):
-            assert shares[name][row].to_numpy().tolist() == own[name][0].to_numpy().tolist()
-        np.testing.assert_allclose(shares["matched"][row], own["matched"][0])
-        np.testing.assert_allclose(absorbed[row, : alone.steps], absorption(alone)[0], atol=1e-3)
-        assert absorbed[row, alone.steps :].isnull().all()
-        assert (kinds(together)[row, alone.steps :] == Kind.MISSING).all()
-        ended.append(alone.steps < together.steps)
-    assert any(ended)

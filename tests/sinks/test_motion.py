@@ -44,15 +44,6 @@ def path(positions, length=8, strength=6.0):
     return built(score)
 
 
-def growing(steps=5, start=4, sink=0):
-    """An autoregressive track: one more position at every step, the sink always at `sink`."""
-    score = np.full((1, steps, 1, 1, start + steps), 0.25)
-    score[..., sink] = 6.0
-    for step in range(steps):
-        score[0, step, ..., start + step :] = NAN
-    return built(score)
-
-
 def random_track(kind, seed):
     """Three rows: row 1 begins with two padding positions, row 2 ends after four of seven steps; some heads are 0."""
     rng = np.random.default_rng(seed)
@@ -284,18 +275,6 @@ def test_a_constant_sink_is_static_in_every_measure():
     )  # fmt: skip
 
 
-def test_a_sink_that_moves_right_by_one_per_step_drifts_by_exactly_one():
-    track = path([1, 2, 3, 4, 5])
-    row = numbers(track)
-    assert (row["drift"], row["drift_r_squared"]) == (1.0, 1.0)
-    assert (row["jumps"], row["jump_share"], row["jump_distance"], row["static_share"]) == (4, 1.0, 1.0, 0.0)
-    assert (row["lifetime"], row["censored"], row["overlap_step"]) == (1.0, 0.2, 0.0)
-    assert motion.centroid(track)[0].to_numpy().tolist() == [1, 2, 3, 4, 5]
-    assert (row["temporal_variance"], row["pooled_temporal_variance"]) == (2.0, 2.0)
-    back = motion.drift(path([5, 4, 3, 2, 1]))
-    assert (back["slope"].item(), back["correlation"].item()) == (-1.0, -1.0)
-
-
 def test_the_drift_of_every_other_step_is_still_per_step():
     """Step numbers matter, not the number of steps kept."""
     track = path([1, 2, 3, 4, 5])
@@ -316,93 +295,6 @@ def test_moves_between_steps_with_a_sink_are_counted_separately():
     assert np.isnan(sinks["share"][0, 0, 1])
 
 
-def test_a_sink_that_jumps_there_and_back_counts_two_jumps():
-    track = path([2, 2, 7, 7, 2, 2])
-    moves = motion.jumps(track)
-    assert (moves["changes"].item(), moves["pairs"].item(), moves["share"].item()) == (2, 5, 0.4)
-    assert moves["distance"].item() == 5.0
-    lives = motion.lifetimes(track.detect(), motion.existing(track))
-    assert lives[["pos", "start", "length", "censored"]].to_numpy().tolist() == [
-        [2, 0, 2, False],
-        [2, 4, 2, True],
-        [7, 2, 2, False],
-    ]
-    assert motion.overlap(track.detect(), motion.existing(track)).to_numpy().ravel().tolist() == [1, 0, 1, 0, 1]
-    assert motion.static_sinks(track.detect(), motion.existing(track)).item() == 0.0
-
-
-def test_an_autoregressive_sink_at_the_start_token_does_not_move():
-    track = growing()
-    row = numbers(track)
-    assert (row["steps"], row["jumps"], row["drift"], row["static_share"], row["static_sinks"]) == (5, 0, 0, 1, 1)
-    assert (row["lifetime"], row["overlap_step"], row["temporal_variance"]) == (5, 1, 0)
-    assert row["spatial_variance"] == pytest.approx(5.75**2 * 7 / 64)  # of the 8 positions that ever exist
-
-
-def test_a_sink_is_static_from_the_step_at_which_it_exists():
-    """Position 6 appears at step 3 of 5 and is a sink from then on."""
-    late = growing(sink=6)
-    found, exists = late.detect(), motion.existing(late)
-    assert found.any("step").to_numpy().ravel().nonzero()[0].tolist() == [6]
-    assert motion.static_sinks(found, exists).item() == 1.0
-    assert motion.static_sinks(found, exists | True).item() == 0.0
-    assert motion.lifetimes(found | True, exists)["length"].sum() == exists.sum()  # whatever a detector claims
-
-
-def test_steps_after_the_end_of_a_row_are_not_counted():
-    """A row that moves for four steps of seven equals a run of four steps, with its last lives censored."""
-    score = np.concatenate([path([1, 2, 3, 3]).data["score"], np.full((1, 3, 1, 1, 8), NAN)], axis=1)
-    ended = built(score)
-    assert numbers(ended) == pytest.approx(numbers(path([1, 2, 3, 3])), nan_ok=True)
-    assert motion.lifetimes(ended.detect(), motion.existing(ended))["censored"].tolist() == [False, False, True]
-
-
-def test_left_padding_changes_no_measure():
-    score = path([1, 2, 5, 5]).data["score"].to_numpy()
-    junk = np.full((*score.shape[:4], 3), 50.0)
-    padded = built(np.concatenate([junk, score], axis=-1), real=[[False] * 3 + [True] * 8])
-    assert numbers(padded) == pytest.approx(numbers(built(score)), nan_ok=True)
-    assert motion.strongest_key(padded).to_numpy().ravel().tolist() == [4, 5, 8, 8]
-
-
-def test_a_step_with_an_all_zero_pattern_has_neither_a_jump_nor_a_sink():
-    track = path([2, None, 4, 4, None])
-    moves = motion.jumps(track)
-    assert (moves["changes"].item(), moves["pairs"].item()) == (0, 1)
-    assert motion.static_share(track).item() == 0.0
-    assert motion.drift(track)["slope"].item() == pytest.approx(5 / 7)  # through (0, 2), (2, 4), (3, 4)
-    assert motion.lifetimes(track.detect(), motion.existing(track))["censored"].tolist() == [False, False]
-    centre = motion.centroid(track)[0].to_numpy()
-    assert_same(centre, [2, NAN, 4, 4, NAN])
-
-
-def test_the_overlap_of_two_empty_sets_is_nan_and_with_one_empty_set_it_is_zero():
-    track = path([2, 2, 2, 2])
-    found = track.detect().copy()
-    found[0, 1:3] = False
-    assert_same(motion.overlap(found, motion.existing(track)).to_numpy().ravel(), [0.0, NAN, 0.0])
-
-
-def test_layers_are_compared_as_unions_and_heads_pairwise():
-    """Layer 0: sinks at 1, 2, 1. Layer 1: at 2, 1, 5. One pair of heads of three agrees, two positions of three do."""
-    score = np.full((1, 1, 2, 3, 8), 0.25)
-    for layer, positions in enumerate([(1, 2, 1), (2, 1, 5)]):
-        score[0, 0, layer, range(3), positions] = 6.0
-    track = built(score)
-    found, exists = track.detect(), motion.existing(track)
-    assert_same(motion.overlap(found, exists, "layer").to_numpy().ravel(), [2 / 3])
-    assert_same(motion.overlap(found, exists, "head").to_numpy().ravel(), [1 / 3, 0])
-
-
-def test_the_centroid_lies_between_two_sinks_by_their_mass():
-    score = np.full((1, 2, 1, 1, 9), 0.1)
-    score[0, :, 0, 0, [2, 6]] = [[9.0, 3.0], [3.0, 9.0]]
-    track = built(score)
-    assert motion.centroid(track, TopK(2))[0].to_numpy() == pytest.approx([3.0, 5.0])
-    assert motion.temporal_variance(track, TopK(2)).item() == pytest.approx(1.0)
-    assert np.isnan(motion.temporal_variance(track.isel(step=0), TopK(2)).item())  # a single step shows no motion
-
-
 def test_unit_visible_gives_late_keys_of_a_causal_model_more_weight():
     """Four queries see key 0 and two see key 2, so 8 and 4 are both 2 per query."""
     score = np.array([8.0, 0.5, 4.0, 0.1]).reshape(1, 1, 1, 1, 4)
@@ -410,18 +302,6 @@ def test_unit_visible_gives_late_keys_of_a_causal_model_more_weight():
     for pooled in (True, False):
         assert_same(motion.centroid(track, TopK(2), "sum", pooled).item(), 2 / 3)
         assert_same(motion.centroid(track, TopK(2), "visible", pooled).item(), 1.0)
-
-
-def test_pooling_finds_the_sink_that_the_heads_share():
-    """Four heads have one distinct sink each and a common one at 0; the mean over heads keeps the common one."""
-    score = np.full((1, 2, 2, 2, 30), 0.1)
-    for head, position in enumerate((5, 9, 14, 20)):
-        score[0, :, head // 2, head % 2, position] = 8.0
-    score[..., 0] = 8.0
-    track = built(score)
-    assert motion.centroid(track)[0].to_numpy().tolist() == [0.0, 0.0]
-    assert motion.centroid(track, pooled=False)[0, 0].to_numpy().ravel() == pytest.approx([2.5, 4.5, 7, 10])
-    assert motion.spatial_variance(track).item() < motion.spatial_variance(track, pooled=False).mean().item()
 
 
 def test_undefined_measures_are_nan_without_a_warning():
@@ -502,51 +382,6 @@ def test_sinks_move_in_the_diffusion_model_but_not_in_its_autoregressive_twin(tr
     assert diffusion["jump_share"].mean() > 3 * autoregressive["jump_share"].mean()
     assert diffusion["pooled_temporal_variance"].min() > 1 > autoregressive["pooled_temporal_variance"].max()
     assert (diffusion["pooled_spatial_variance"] < autoregressive["pooled_spatial_variance"]).all()
-
-
-def test_the_strongest_key_and_the_lives_of_a_real_run_agree_with_the_track(tracks):
-    for track in tracks:
-        main, found = motion.strongest_key(track), track.detect()
-        exists = motion.existing(track)
-        steps = int(exists.any(("layer", "head", "pos"))[3].sum())  # an autoregressive row ends before its batch
-        path = main.sel(layer=2, head=1)[3].to_numpy()
-        assert path[:steps].tolist() == track.trajectory(2, 1, batch=3).tolist()[:steps]
-        assert np.isnan(path[steps:]).all()
-        lives = motion.lifetimes(found, exists)
-        assert lives["length"].sum() == int((found & exists).sum())
-        final = exists.any(("layer", "head", "pos")).sum("step") - 1
-        assert lives["censored"].sum() == found.isel(step=final).sum().item() > 0
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("number", [0, 1], ids=["diffusion", "autoregressive"])
-def test_the_motion_of_a_prompt_is_the_same_alone_and_in_a_batch(tracks, tiny_llada, tiny_llama, number):
-    model, together = (tiny_llada, tiny_llama)[number], tracks[number]
-    table, steps = motion.motion_table(together), []
-    for row in (0, 3):
-        alone = sinklens.generate(model, held_out(8)[row].prompt).sinks
-        assert alone.data.sizes["pos"] < together.data.sizes["pos"]
-        assert numbers(alone) == pytest.approx(table.loc[row].to_dict(), rel=1e-4, nan_ok=True)
-        steps.append(alone.steps)
-    assert (min(steps) < together.steps) == together.causal  # some rows end and wait
-
-
-@pytest.mark.extended
-def test_lives_and_shares_of_a_batch_equal_those_of_single_rows(tracks, tiny_llama):
-    """Each measure separately, for rows that end at different steps."""
-    together = tracks[1]
-    found, exists = together.detect(), motion.existing(together)
-    lives = motion.lifetimes(found, exists)
-    for row in (0, 3):
-        alone = sinklens.generate(tiny_llama, held_out(8)[row].prompt).sinks
-        own = motion.lifetimes(alone.detect(), motion.existing(alone))
-        of_row = lives[lives["batch"] == row]
-        assert of_row["length"].tolist() == own["length"].tolist()
-        assert of_row["censored"].tolist() == own["censored"].tolist()
-        for measure in (motion.static_share, motion.spatial_variance, motion.temporal_variance):
-            assert_same(measure(together)[row], measure(alone)[0])
-        assert_same(motion.jumps(together)["pairs"][row], motion.jumps(alone)["pairs"][0])
-        assert_same(motion.drift(together)["steps"][row], motion.drift(alone)["steps"][0])
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -34,37 +34,6 @@ def test_every_unit_matches_its_definition_on_the_full_pattern(causal, unit):
     assert (scores.isel(layer=-1, head=-1).fillna(0) == 0).all()
 
 
-def test_units_are_shares_of_all_attention():
-    track = planted(MOVING)
-    np.testing.assert_allclose(track.scores("fraction").to_numpy()[0, 0, 0, 0], [0.05, 0.8, 0.075, 0.075], rtol=1e-6)
-    np.testing.assert_allclose(track.scores("percent").sum("pos").to_numpy(), 100.0, rtol=1e-6)
-
-
-def test_under_causal_attention_only_the_last_query_sees_the_last_key():
-    """For four queries with uniform attention over visible keys, column sums fall with the number of queries."""
-    pattern = np.tril(np.ones((4, 4))) / np.arange(1, 5)[:, None]
-    track = planted([pattern.sum(0)], causal=1)
-    np.testing.assert_allclose(track.scores("visible").to_numpy().ravel(), [25 / 48, 13 / 36, 7 / 24, 1 / 4], rtol=1e-6)
-    padded = planted([[0, *pattern.sum(0)]], real=[False, *[True] * 4], causal=1)
-    np.testing.assert_allclose(
-        padded.scores("visible").to_numpy().ravel()[1:], track.scores("visible").to_numpy().ravel()
-    )
-
-
-def test_top_ranks_keys_and_the_trajectory_follows_the_strongest():
-    track = planted(MOVING)
-    assert track.top(2).to_numpy()[0, 0, 0, 0].tolist() == [1, 2]
-    assert track.trajectory(0, 0).tolist()[:2] == [1, 2]
-    found = track.detect(TopK(2)).to_numpy()[0, 0, 0, 0]
-    assert found.tolist() == [False, True, True, False]
-
-
-def test_ranks_after_the_last_existing_position_are_empty():
-    """Neither padding nor undecoded positions may appear as strong keys."""
-    track = planted([[9.0, 0.5, 2.5, np.nan], [9.0, 1.5, 1.0, 0.5]], real=[False, True, True, True])
-    assert track.top(4).to_numpy()[0, :, 0, 0].tolist() == [[2, 1, -1, -1], [1, 2, 3, -1]]
-
-
 @both_kinds
 def test_ranks_match_a_sorted_list(causal):
     track, pattern, there = made(causal, seed=3)
@@ -73,13 +42,6 @@ def test_ranks_match_a_sorted_list(causal):
         exist = [j for j in range(LENGTH) if there[b, t, j]]
         ranked = sorted(exist, key=lambda j: -sums[b, t, layer, h, j]) if sums[b, t, layer, h].any() else []
         assert top[b, t, layer, h].tolist() == ranked + [-1] * (LENGTH - len(ranked))
-
-
-def test_a_head_with_an_all_zero_pattern_has_no_strongest_key():
-    """Not position 0, which would look like a sink at the start token."""
-    track = planted([[0.0, 0.0, 0.0, 0.0], [0.2, 0.3, 3.2, 0.3]])
-    assert track.trajectory(0, 0).tolist() == [-1, 2]
-    assert not track.detect(EpsilonOverMean(0.0)).isel(step=0).any()
 
 
 @pytest.mark.parametrize(
@@ -242,14 +204,6 @@ def test_measures_of_full_patterns_and_of_the_track_agree(run):
     assert clear.sum() > 50
 
 
-def test_scores_of_a_run_sum_to_the_number_of_real_tokens(run):
-    sums = run.sinks.scores().sum("pos").to_numpy()
-    for step in range(run.steps_run):
-        length = run.prompt_length + step if run.sinks.causal else None
-        count = run.real[:, :length].sum(dim=1).numpy()
-        np.testing.assert_allclose(sums[:, step], np.broadcast_to(count[:, None, None], sums[:, step].shape), rtol=1e-4)
-
-
 def test_masked_and_committed_follow_the_canvas(run):
     data = run.sinks.data
     committed, masked = data["committed"].to_numpy(), data["masked"].to_numpy()
@@ -259,12 +213,3 @@ def test_masked_and_committed_follow_the_canvas(run):
     np.testing.assert_array_equal(masked[:, 1:], masked[:, :-1] & ~committed[:, :-1])
     np.testing.assert_array_equal(data["token_id"].to_numpy(), run.canvas[:, :-1].numpy())
     np.testing.assert_array_equal(data["unmask_step"].to_numpy(), run.unmask_step.numpy())
-
-
-def test_every_axis_has_its_indices(run):
-    for axis in ("batch", "step", "layer", "head", "pos"):
-        numbers = np.arange(run.sinks.data.sizes[axis])
-        np.testing.assert_array_equal(run.sinks.data[axis], numbers)
-        if axis != "pos":
-            np.testing.assert_array_equal(run.sinks.top(1)[axis], numbers)
-    assert run.sinks.isel(batch=1).top(1)["batch"].to_numpy().tolist() == [1]

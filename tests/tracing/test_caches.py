@@ -6,7 +6,6 @@ from transformer_lens import ActivationCache
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
-from sinklens.interventions import PatchHooks
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
@@ -87,16 +86,6 @@ def test_it_caches_from_the_call_on(tiny_llada):
     assert 2 not in caches
 
 
-def test_names_come_in_every_spelling_and_as_predicates(tiny_llada):
-    with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
-        spelled = t.cache(["blocks.-1.attn.hook_z", "blocks.0.hook_out"], steps=[0])
-        chosen = t.cache(lambda name: name.endswith("hook_z"), steps=[0])
-        several = t.cache([RESID, lambda name: name == "hook_embed"], steps=[0])
-    assert set(spelled[0]) == {"blocks.3.attn.hook_z", "blocks.0.hook_resid_post"}
-    assert set(chosen[0]) == {f"blocks.{layer}.attn.hook_z" for layer in range(4)}
-    assert set(several[0]) == {RESID, "hook_embed"}
-
-
 @pytest.mark.parametrize(
     ("ask", "error", "text"),
     [
@@ -113,32 +102,6 @@ def test_an_unknown_name_or_step_is_rejected_with_what_exists(tiny_llada, ask, e
         with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
             ask(t)
     assert hooked(tiny_llada) == before
-
-
-def test_transformer_lenss_helpers_accept_the_cache_of_a_step(tiny_llada):
-    with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
-        caches = t.cache(lambda name: True, steps=[2])
-    cache = caches[2]
-    stream, labels = cache.decompose_resid(return_labels=True)
-    final = cache["blocks.3.hook_resid_post"]
-    torch.testing.assert_close(stream.sum(0), final, atol=1e-4, rtol=1e-4)
-    assert len(labels) == len(stream) == 1 + 2 * 4
-    heads = cache.stack_head_results(layer=-1)
-    assert heads.shape == (24, *final.shape)
-    torch.testing.assert_close(heads[:6].sum(0), cache["blocks.0.hook_attn_out"], atol=1e-4, rtol=1e-4)
-    assert cache["pattern", 1].shape == (1, 6, final.shape[1], final.shape[1])
-    scaled = cache.apply_ln_to_stack(cache.accumulated_resid(layer=-1), layer=-1)
-    torch.testing.assert_close(scaled[-1], cache["ln_final.hook_normalized"], atol=1e-4, rtol=1e-4)
-    assert not cache.has_batch_dim or cache.remove_batch_dim()["hook_embed"].ndim == 2
-
-
-def test_a_cache_is_a_source_for_patching(tiny_llada):
-    """A run patched with its caches is unchanged."""
-    base = sinklens.generate(tiny_llada, PROMPT, **SHORT)
-    with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
-        caches = t.cache([RESID])
-    again = sinklens.generate(tiny_llada, PROMPT, hooks=[PatchHooks(source=caches)], **SHORT)
-    assert torch.equal(again.canvas, base.canvas)
 
 
 def test_under_guidance_the_conditional_rows_are_kept(tiny_llada):
@@ -168,25 +131,6 @@ def test_nnsights_cache_keeps_working(tiny_llada):
         kept = cache[f"model.{name}"]
         assert len(kept) == 6
         torch.testing.assert_close(kept.output[3], by_step[3][name], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("where", ["block", "hook"])
-def test_no_hook_stays_on_the_model_after_an_exception(tiny_llada, where):
-    before = hooked(tiny_llada)
-    plain = sinklens.generate(tiny_llada, PROMPT, **SHORT)
-
-    def fail(value, hook):
-        if where == "hook" and hook.step == 2:
-            raise ValueError("on purpose")
-
-    with pytest.raises(ValueError, match="on purpose"):
-        with sinklens.trace(tiny_llada, PROMPT, hooks=[(Z, fail)], **SHORT) as t:
-            t.cache([RESID, Z])
-            for step in t.steps:
-                if where == "block" and step == 2:
-                    raise ValueError("on purpose")
-    assert hooked(tiny_llada) == before
-    assert torch.equal(sinklens.generate(tiny_llada, PROMPT, **SHORT).canvas, plain.canvas)
 
 
 def test_a_stopped_run_keeps_its_cached_values(tiny_llada):

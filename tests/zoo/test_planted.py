@@ -28,7 +28,7 @@ from sinklens.views import report, sink_path, sink_paths
 from sinklens.views.report import material
 from sinklens.views.report_data import Numbers
 from sinklens.zoo import planted_checkpoint, planted_sinks
-from sinklens.zoo.planted import CODE, HEADS, POSITION_PAIRS, ROTATIONS
+from sinklens.zoo.planted import HEADS
 
 PROMPTS = [
     "Question: Tom has 5 apples. He buys 7 more.\nAnswer:",
@@ -119,29 +119,6 @@ def test_it_is_a_llada_checkpoint_with_the_shipped_tokenizer(folder, model):
     stored, other = (load_file(place / "model.safetensors") for place in (folder, shipped))
     assert set(stored) < set(other)  # fewer layers
     assert {value.dtype for value in stored.values()} == {torch.bfloat16}
-
-
-def test_writing_it_draws_no_random_numbers(folder, tmp_path):
-    before = torch.get_rng_state()
-    again = planted_checkpoint(tmp_path)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-
-
-def test_embeddings_differ_and_all_but_the_start_tokens_have_the_same_rms(model):
-    stream = model.tree.hf.get_input_embeddings().weight.detach()
-    rms = stream.pow(2).mean(-1).sqrt()
-    start = model.tokenizer.bos_token_id
-    assert (rms[torch.arange(len(rms)) != start] == 0.25).all()
-    assert rms[start] > 100
-    assert len(torch.unique(stream[:, CODE.start : CODE.stop], dim=0)) == len(stream)
-
-
-def test_heads_that_select_by_position_cannot_confuse_distances():
-    off = np.arange(1, 256)
-    behind = 64 * (1 - np.cos(np.outer([ROTATIONS[pair] for pair in POSITION_PAIRS], off))).sum(axis=0)
-    assert behind.min() > 31
-    assert behind.argmin() == 0
 
 
 # --- where the sinks are ---------------------------------------------------------------------------------------------

@@ -1,0 +1,356 @@
+"""Texts longer than the window: MDLM's moves along the text, BD3-LM's slides by blocks; stored runs, rules, tracks."""
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from dit_oracle import PlainDit, rotated
+from safetensors.torch import load_file
+
+import sinklens
+from sinklens.caching import PrefixCache
+from sinklens.errors import SettingError, TrackError
+from sinklens.experiments import LogitLens, attention_to, compare, logit_lens, of_step, sweep
+from sinklens.interventions import AblateHeads, Activations, ForceTokens, MaskedLogits, MaskSinks
+from sinklens.sampling import bd3lm_owt
+
+WINDOW = {"sampler": "mdlm-windows", "window_length": 9, "stride_length": 4, "window_steps": 5}
+
+
+@cache
+def _model(folder):
+    return sinklens.load(folder)
+
+
+@cache
+def _stored(folder):
+    runs = json.loads((folder / "expected.json").read_text())
+    return load_file(folder / "expected.safetensors"), runs
+
+
+@pytest.fixture(scope="module")
+def mdlm(conformance):
+    return _model(conformance / "mdlm")
+
+
+@pytest.fixture(scope="module")
+def bd3lm(conformance):
+    return _model(conformance / "bd3lm-owt")
+
+
+# MDLM
+
+
+def test_every_window_of_mdlm_equals_the_references(mdlm, conformance):
+    stored, runs = _stored(conformance / "mdlm")
+    run = runs["generate"][4]
+    entering, after = stored["gen4.entering"][:, 0].long(), stored["gen4.canvas"][:, 0].long()
+    steps = (entering == 166).any(dim=1).nonzero()[:, 0].tolist()  # the others change nothing
+    assert torch.equal(entering[~(entering == 166).any(dim=1)], after[~(entering == 166).any(dim=1)])
+    per_window = round(1 / run["dt"]) + 1
+    first = [run["stride_length"] * (step // per_window) for step in steps]
+    draws = (stored["gen4.draws"].double() + 0.5) / 65536
+
+    def given(value, hook):
+        value[:, first[hook.step] :][:, : run["length"]] = draws[steps[hook.step]].to(value.dtype)
+        return value
+
+    settings = {
+        "sampler": "mdlm-windows", "window_length": run["length"], "stride_length": run["stride_length"],
+        "window_steps": round(1 / run["dt"]), "gen_length": run["length"] + run["stride_length"] * run["num_strides"],
+    }  # fmt: skip
+    for record in (False, True):
+        found = sinklens.generate(mdlm, [[]], hooks=[("denoise.hook_uniform", given)], record_sinks=record, **settings)
+        assert found.steps_run == len(steps)
+        for step, (number, start) in enumerate(zip(steps, first, strict=True)):
+            window = slice(start, start + run["length"])
+            assert torch.equal(found.canvas[0, step, window], entering[number])
+            assert torch.equal(found.canvas[0, step + 1, window], after[number])
+        assert torch.equal(found.tokens, stored["gen4.result"].long())
+
+
+def windows_of(run):
+    """The window of each step, from its canvases: it begins at a multiple of the stride and holds the decided token."""
+    length, stride = run.settings.window_length, run.settings.stride_length
+    total, found, first = run.canvas.shape[2], [], 0
+    while len(found) < run.steps_run:
+        masked = run.canvas[0, len(found), first : first + length] == run.model.mask_token_id
+        same = sum(window.start == first for window in found)
+        if not bool(masked.any()) or same == run.settings.window_steps:
+            first += stride
+            continue
+        found.append(range(first, min(first + length, total)))
+    return found
+
+
+@pytest.mark.parametrize(("length", "prompt"), [(15, 0), (17, 6), (7, 1), (13, 11)])
+def test_windows_follow_the_published_rule_in_plain_torch(mdlm, conformance, length, prompt):
+    """Each window is a pass of its own over its tokens alone, for lengths that do and do not divide."""
+    dit, mask = PlainDit(conformance / "mdlm"), 166
+    start = [[7 + n for n in range(prompt)]]
+    uniform = torch.rand(60, 1, prompt + length, 167, generator=torch.Generator().manual_seed(length))
+    given = ("denoise.hook_uniform", lambda value, hook: uniform[hook.step])
+    run = sinklens.generate(mdlm, start, gen_length=length, hooks=[given], record_sinks=False, **WINDOW)
+    canvas, step = torch.tensor([start[0] + [mask] * length]), 0
+    for first in range(0, prompt + length, 4):
+        window = slice(first, first + 9)
+        for number in range(5):
+            here = canvas[:, window]
+            if not bool((here == mask).any()):
+                break
+            time, until = 1 - number / 5, 1 - (number + 1) / 5
+            with torch.no_grad():
+                logits = dit(here).logits
+            logits[..., mask] = -torch.inf
+            weights = logits.softmax(-1) * (time - until)
+            weights[..., mask] = until
+            drawn = (weights / (1e-10 - (uniform[step][:, window] + 1e-10).log())).argmax(-1)
+            canvas = canvas.clone()
+            canvas[:, window] = torch.where(here == mask, drawn, here)
+            step += 1
+            assert torch.equal(run.canvas[:, step], canvas)
+    assert run.steps_run == step
+    assert run.answers[0].masks == 0
+
+
+@pytest.fixture(scope="module")
+def moving(mdlm):
+    return sinklens.generate(mdlm, [[5, 6, 7]], gen_length=14, seed=2, **WINDOW)
+
+
+def test_tracks_are_in_text_positions(moving, conformance):
+    dit, windows = PlainDit(conformance / "mdlm"), windows_of(moving)
+    assert {window.start for window in windows} == {0, 4, 8}
+    score = moving.sinks["score"].to_numpy()[0]
+    for step, window in enumerate(windows):
+        ids = moving.canvas[:, step, window.start : window.stop]
+        with torch.no_grad():
+            values = dit(ids).values
+        for layer in range(3):
+            expected = values[f"blocks.{layer}.attn.hook_pattern"][0].sum(1).numpy()
+            np.testing.assert_allclose(score[step, layer][:, window.start : window.stop], expected, atol=1e-4)
+        outside = [place for place in range(17) if place not in window]
+        assert np.isnan(score[step][..., outside]).all()
+    assert set(moving.sinks.top(1)[0, -1].to_numpy().ravel().tolist()) <= set(windows[-1])
+
+
+def test_watching_a_moving_window_changes_nothing_and_its_run_replays(mdlm, moving):
+    settings = {"gen_length": 14, "seed": 2, **WINDOW}
+    plain = sinklens.generate(mdlm, [[5, 6, 7]], record_sinks=False, **settings)
+    assert torch.equal(plain.canvas, moving.canvas)
+    again = sinklens.generate(mdlm, [[5, 6, 7]], replay=moving, **settings | {"seed": 9})
+    assert torch.equal(again.canvas, moving.canvas)
+    np.testing.assert_allclose(again.sinks["score"], moving.sinks["score"], atol=1e-5)
+
+
+def test_rows_of_different_lengths_have_their_own_windows(mdlm):
+    prompts, settings = [[5, 6, 7], [8]], {"gen_length": 14, "seed": 2, **WINDOW}
+    both = sinklens.generate(mdlm, prompts, **settings)
+    for row, prompt in enumerate(prompts):
+        alone = sinklens.generate(mdlm, [prompt], **settings)
+        assert torch.equal(both.tokens[row, -14:], alone.tokens[0, -14:])
+    watched = both.sinks["score"].to_numpy()
+    first = watched[1, 0, 0, 0]
+    assert np.isfinite(first).nonzero()[0].tolist() == list(range(2, 11))  # two columns of padding, then its window
+
+
+def test_masked_sinks_of_a_window_are_those_of_the_step_before_in_text_positions(mdlm, conformance):
+    dit, at, seen = PlainDit(conformance / "mdlm"), "blocks.0.attn.hook_pattern", {}
+
+    def keep(value, hook):
+        seen[hook.step] = value.clone()
+
+    settings = {"gen_length": 14, "seed": 2, **WINDOW}
+    for same_step in (False, True):
+        run = sinklens.generate(
+            mdlm, [[5, 6, 7]], hooks=[MaskSinks(top_k=1, same_step=same_step), (at, keep)], **settings
+        )
+        windows = windows_of(run)
+        for step in range(0 if same_step else 1, run.steps_run):
+            window = windows[step]
+            with torch.no_grad():
+                plain = dit(run.canvas[:, step, window.start : window.stop]).values[at]
+            place = slice(window.start, window.stop)
+            found = seen[step][..., place, place]
+            assert float(seen[step].sum()) == pytest.approx(float(found.sum()), abs=1e-4)
+            strongest = plain.sum(2).argmax(-1) if same_step else seen[step - 1].sum(2).argmax(-1) - window.start
+            hidden = strongest[:, :, None, None].expand(-1, -1, plain.shape[2], 1)
+            inside = hidden >= 0
+            left = torch.where(inside.any(-1, keepdim=True), plain.scatter(-1, hidden.clamp(min=0), 0.0), plain)
+            torch.testing.assert_close(found, left / left.sum(-1, keepdim=True), atol=1e-5, rtol=1e-4)
+
+
+def test_values_and_logits_of_a_window_are_those_of_its_pass(mdlm, moving, conformance):
+    dit, settings = PlainDit(conformance / "mdlm"), {"gen_length": 14, **WINDOW}
+    kept, logits, lens = Activations(names="blocks.2.hook_resid_post"), MaskedLogits(), LogitLens(layers=[2])
+    hooks = [kept, logits, lens]
+    run = sinklens.generate(mdlm, [[5, 6, 7]], replay=moving, hooks=hooks, record_sinks=False, **settings)
+    read = lens.read(run)
+    for step, window in enumerate(windows_of(moving)):
+        place = slice(window.start, window.stop)
+        with torch.no_grad():
+            passed = dit(moving.canvas[:, step, place])
+        value = kept.caches[step]["blocks.2.hook_resid_post"][:, place]
+        torch.testing.assert_close(value, passed.values["blocks.2.hook_resid_post"], atol=1e-4, rtol=1e-4)
+        expected = torch.full((17, 167), torch.nan)
+        expected[place] = passed.logits[0]
+        undecided = moving.undecided[0, step]
+        torch.testing.assert_close(logits.kept[step], expected[undecided], atol=1e-3, rtol=1e-4, equal_nan=True)
+        most = torch.from_numpy(read["probability"].sel(step=step, layer=2, rank=0).to_numpy())
+        torch.testing.assert_close(most[place], passed.logits[0].softmax(-1).amax(-1), atol=1e-4, rtol=1e-3)
+
+
+def test_comparisons_and_sweeps_run_on_windows(mdlm, moving):
+    settings = {"gen_length": 14, **WINDOW}
+    found = sweep(mdlm, [[5, 6, 7]], {"a": AblateHeads(layers=[0], heads=[1])}, replay=True, **settings)
+    kl = found["kl"].to_numpy()
+    assert np.isfinite(kl).any()
+    assert np.nanmax(kl) > 1e-6
+    hooks = [AblateHeads(layers=[0], heads=[1])]
+    changed = sinklens.generate(mdlm, [[5, 6, 7]], replay=moving, hooks=hooks, **settings)
+    assert compare(moving, changed)
+
+
+def test_what_a_separate_pass_would_show_is_refused(mdlm, moving):
+    for read in (lambda: of_step(moving, 3), lambda: logit_lens(mdlm, moving)):
+        with pytest.raises(
+            SettingError, match="the mdlm-windows sampler sees a window of the text, and a separate pass"
+        ):
+            read()
+    with pytest.raises(TrackError, match="a separate pass sees all of the text"):
+        sinklens.views.pattern_at(moving, 9, 0)
+    with pytest.raises(SettingError, match="sees a window of the text"):
+        attention_to(moving, moving.sinks.detect(sinklens.sinks.EpsilonOverMean()))
+    settings = {"gen_length": 14, **WINDOW}
+    with pytest.raises(SettingError, match="PrefixCache computes passes over the complete text"):
+        sinklens.generate(mdlm, [[5]], cache=PrefixCache(), **settings)
+    with pytest.raises(SettingError, match="stride_length 10 is larger than window_length 9"):
+        sinklens.generate(mdlm, [[5]], **settings | {"stride_length": 10})
+    with pytest.raises(SettingError, match="window_length is 40, and the context of this model 20; give at most that"):
+        sinklens.generate(mdlm, [[5]], **settings | {"window_length": 40})
+
+
+def test_a_token_masked_again_behind_the_window_does_not_keep_the_run_going(mdlm):
+    remask = ForceTokens(tokens={0: 166}, steps=range(4, 25))
+    run = sinklens.generate(mdlm, [[5, 6, 7]], gen_length=14, hooks=[remask], record_sinks=False, **WINDOW)
+    assert run.steps_run <= run.settings.most_steps
+
+
+# BD3-LM
+
+
+def test_every_canvas_of_a_sliding_cache_equals_the_references(bd3lm, conformance):
+    stored, runs = _stored(conformance / "bd3lm-owt")
+    run, draws = runs["generate"][3], (stored["gen3.draws"].double() + 0.5) / 65536
+    changed = stored["gen3.canvas"] != stored["gen3.entering"]
+    blocks = ((stored["gen3.entering"] >= 0).sum(dim=2)[:, 0] // 4 - 1).tolist()
+
+    def drawn(value, hook):
+        value[:, blocks[hook.step] * 4 :][:, :4] = draws[hook.step]
+        return value
+
+    hooks = [("denoise.hook_uniform", drawn), ("denoise.hook_commit", lambda value, hook: changed[hook.step])]
+    settings = {key: run[key] for key in ("first_hitting", "num_steps", "nucleus_p")}
+    for record in (False, True):
+        found = sinklens.generate(
+            bd3lm, [[161]], gen_length=27, sliding=True, hooks=hooks, record_sinks=record, **settings
+        )
+        expected = torch.cat([stored["gen3.entering"], stored["gen3.result"][None]]).transpose(0, 1).long()
+        assert torch.equal(found.canvas[expected >= 0], expected[expected >= 0])
+    whole = sinklens.generate(bd3lm, [[161]], gen_length=11, seed=4, record_sinks=False)
+    within = sinklens.generate(bd3lm, [[161]], gen_length=11, seed=4, record_sinks=False, sliding=True)
+    assert torch.equal(whole.canvas, within.canvas)  # the text fits into the context
+
+
+def test_a_sliding_window_is_a_cache_that_drops_blocks_and_rotates_again(bd3lm, conformance):
+    """The published cache in plain torch: unrotated projections, positions from its start, the first block dropped."""
+    dit, size, context = PlainDit(conformance / "bd3lm-owt"), 4, 16
+    text = torch.randint(160, (1, 32), generator=torch.Generator().manual_seed(5))
+    held = {}
+    for first in range(0, 32, size):
+        logits, held = through_cache(dit, text[:, first : first + size], held)
+        held = {layer: qkv[:, size:] if qkv.shape[1] == context else qkv for layer, qkv in held.items()}
+    prompt, seen = text[:, :28].tolist(), []
+    hooks = [
+        ("denoise.hook_candidates", lambda value, hook: text.clone()),
+        ("denoise.hook_commit", lambda value, hook: torch.ones_like(value)),
+        ("denoise.hook_logits", lambda value, hook: seen.append(value)),
+    ]
+    run = sinklens.generate(bd3lm, prompt, gen_length=4, sliding=True, hooks=hooks, first_hitting=False, num_steps=9)
+    assert run.steps_run == 1
+    masked = torch.cat([text[:, :28], torch.full((1, 4), 162)], dim=1)
+    held = {}
+    for first in range(0, 32, size):
+        logits, held = through_cache(dit, masked[:, first : first + size], held)
+        held = {layer: qkv[:, size:] if qkv.shape[1] == context else qkv for layer, qkv in held.items()}
+    torch.testing.assert_close(seen[0][:, 28:], logits, atol=1e-3, rtol=1e-4)
+    score = run.sinks["score"].to_numpy()[0, 0]
+    assert np.isfinite(score).all()
+
+
+@torch.no_grad()
+def through_cache(dit, ids, held):
+    """Logits of a block that sees the cached blocks, and the cache with the block."""
+    w, cond = dit.weights, dit.condition(torch.zeros(1))
+    x, kept = w["vocab_embed.embedding"][ids], {}
+
+    def norm(name, x):
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5) * w[f"{name}.weight"]
+
+    for number in range(dit.layers):
+        at = f"blocks.{number}"
+        made = cond @ w[f"{at}.adaLN_modulation.weight"].T + w[f"{at}.adaLN_modulation.bias"]
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = made[:, None].chunk(6, dim=-1)
+        own = (norm(f"{at}.norm1", x) * (1 + scale_1) + shift_1) @ w[f"{at}.attn_qkv.weight"].T
+        kept[number] = torch.cat([held[number], own], dim=1) if number in held else own
+        q, k, v = kept[number].unflatten(-1, (3, dit.heads, -1)).unbind(2)
+        q, k = (rotated(one) for one in (q, k))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q[:, -ids.shape[1] :], k) / q.shape[-1] ** 0.5
+        z = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2)
+        x = x + gate_1 * (z @ w[f"{at}.attn_out.weight"].T)
+        up = (norm(f"{at}.norm2", x) * (1 + scale_2) + shift_2) @ w[f"{at}.mlp.0.weight"].T + w[f"{at}.mlp.0.bias"]
+        down = torch.nn.functional.gelu(up, approximate="tanh") @ w[f"{at}.mlp.2.weight"].T + w[f"{at}.mlp.2.bias"]
+        x = x + gate_2 * down
+    return dit.read_out(x, cond, lambda _, value: value), kept
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_texts_stop_by_the_published_rule(conformance, number):
+    stored, runs = _stored(conformance / "bd3lm-owt")
+    expected = runs["stop"][number]
+    text = stored[f"stop.{expected['canvas']}"][0].long()
+    found = bd3lm_owt.stop(text, (161,), expected["var_length"])
+    assert found == (expected["stop"], expected["kept"])
+
+
+def test_a_row_ends_at_its_second_end_token_or_where_it_repeats(bd3lm, monkeypatch):
+    monkeypatch.setattr(bd3lm_owt, "JUDGED", 6)
+    monkeypatch.setattr(bd3lm_owt, "LEAST_ENTROPY", 0.8)
+    monkeypatch.setattr(bd3lm, "eos_token_ids", (161,))
+    settings = {"gen_length": 15, "var_length": True, "first_hitting": False, "num_steps": 9, "record_sinks": False}
+    texts = torch.arange(16).expand(3, -1).clone()
+    texts[:, 0] = 161
+    texts[0, 6] = 161  # the second end token
+    texts[1, 2:8] = 33  # repeats itself
+
+    def forced(value, hook):
+        return texts.clone()
+
+    hooks = [("denoise.hook_candidates", forced)]
+    run = sinklens.generate(bd3lm, [[161]] * 3, hooks=hooks, **settings)
+    assert run.tokens[0].tolist() == [161, 1, 2, 3, 4, 5, 161] + [161] * 9
+    assert run.tokens[1].tolist() == [161, 1] + [161] * 14
+    assert torch.equal(run.tokens[2], texts[2])
+    assert [answer.tokens for answer in run.answers] == [5, 1, 15]
+    unstopped = sinklens.generate(bd3lm, [[161]] * 3, hooks=hooks, **settings | {"var_length": False})
+    assert torch.equal(unstopped.tokens, texts)
+
+
+def test_a_variable_length_needs_an_end_token_and_a_sliding_window_a_run(bd3lm):
+    with pytest.raises(SettingError, match="stop_at_eos needs an end-of-text token"):
+        sinklens.generate(bd3lm, [[161]], gen_length=7, var_length=True)
+    run = sinklens.generate(bd3lm, [[161]], gen_length=19, sliding=True, seed=1)
+    with pytest.raises(SettingError, match="the bd3lm-owt sampler sees a window of the text"):
+        of_step(run, 2)
