@@ -110,7 +110,7 @@ def test_workers_that_are_killed_again_and_again_lose_nothing(tmp_path):
     engine = OnRay(workers=3, tries=8)
     runs = evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path / "ray", engine=engine, **given)
     assert len(killed) >= 3
-    alone = evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path / "alone", limit=24)
+    alone = evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path / "alone", limit=24, batch=1)
     for run, reference in zip(runs, alone, strict=True):
         assert reproducible(run.records()) == reproducible(reference.records())
         assert (len(run.done()), repeats(run)) == (24, 0)
