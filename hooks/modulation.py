@@ -69,7 +69,9 @@ def condition_of(tree: Any, time: Time, rows: int = 1) -> Float[Tensor, "batch d
         SettingError: the network reads the noise level, and `time` is None or does not fit the rows.
     """
     base = tree.hf.get_submodule(tree.architecture.base)
-    return class_forward(base.get_submodule(tree.architecture.time), times_of(tree, time, rows))
+    level = times_of(tree, time, rows)
+    assert level is not None, "only networks that read a noise level have a condition"
+    return class_forward(base.get_submodule(tree.architecture.time), level)
 
 
 def final_modulation(tree: Any, condition: Float[Tensor, "*place d_cond"]) -> FinalModulation:
