@@ -153,6 +153,24 @@ def sedd(net: Network, prompt: Ids, noise: Noise, given: Settings) -> Iterator[I
     return falling_time(net, prompt, noise, given, sedd_weights)
 
 
+def mdlm_windows(net: Network, prompt: Ids, noise: Noise, given: Settings) -> Iterator[Ids]:
+    """kuleshov-group/mdlm, `sample_subs_guidance`: the network sees the window, which moves by a stride."""
+    ids, steps = prompt + [net.mask] * given["gen_length"], given["window_steps"]
+    for first in range(0, len(ids), given["stride_length"]):
+        stop = min(first + given["window_length"], len(ids))
+        for step in range(steps):
+            places, time, until = net.masks(ids, range(first, stop)), 1 - step / steps, 1 - (step + 1) / steps
+            if not places:
+                break
+            logits = net.logits(ids[first:stop], sigma(time))
+            uniform = numbers(noise, len(places), len(logits[0]), torch.float32)
+            for place, row in zip(places, uniform, strict=True):
+                weights = [value * (time - until) for value in net.clean(logits[place - first])]
+                weights[net.mask] = until
+                ids = [*ids[:place], race(weights, row), *ids[place + 1 :]]
+            yield ids
+
+
 # --- BD3-LM -----------------------------------------------------------------------------------------------------
 
 

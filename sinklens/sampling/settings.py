@@ -26,6 +26,7 @@ class Settings(TypedDict, total=False):
     logits_eos_inf: bool
     confidence_eos_eot_inf: bool
     stop_at_eos: bool
+    order: Literal["random", "confidence"]
     alg: Literal["origin", "maskgit_plus", "topk_margin", "entropy", "p2"]
     alg_temp: float
     top_p: float

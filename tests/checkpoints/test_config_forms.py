@@ -38,6 +38,8 @@ REPOSITORY = {
     "mmada": ("Gen-Verse/MMaDA-8B-Base", "modeling_mmada.MMadaModelLM"),
     "dream": ("apple/DiffuCoder-7B-Base", "modeling_dream.DreamModel"),
     "sdar": ("JetLM/SDAR-4B-Chat", "modeling_sdar.SDARForCausalLM"),
+    "sdar-moe": ("JetLM/SDAR-30B-A3B-Chat", "modeling_sdar_moe.SDARMoeForCausalLM"),
+    "diffullama": ("diffusionfamily/diffullama", "modeling_llama.LlamaForCausalLM"),
     "fast-dllm-v2": ("Efficient-Large-Model/Fast_dLLM_v2_7B", "modeling.Fast_dLLM_QwenForCausalLM"),
     "a2d-llama": ("dllm-hub/Llama-diffusion", "modeling_llama.A2DLlamaLMHeadModel"),
     "bd3lm-llama": ("dllm-hub/Llama-bd3lm", "modeling_llama.A2DLlamaLMHeadModel"),
@@ -141,7 +143,7 @@ ROTATED = {"partial_rotary_factor": 0.5}
 TIED = Described(tied=True)
 UNUSED = Described(tied=True, warning="so the different value in the files is not used")
 NO_SCALING = r"config\.json has rope_scaling = .*can express only None"
-STRETCHED = dict.fromkeys((*ORDINARY, *OLDER), Described(rotation=SCALED))
+STRETCHED = dict.fromkeys((*ORDINARY, *OLDER, "diffullama"), Described(rotation=SCALED))
 CODE = "its model may differ. Pass family=, as the model card says: "
 WINDOWED = r"use_sliding_window = True; the [a-z0-9-]+ family can express only False"
 FORMS = {
@@ -239,7 +241,7 @@ FORMS = {
             "": WINDOWED,
             "rnd1": "sliding_window = 3; the rnd1 family can express only None or False",
             **dict.fromkeys(("qwen2", "qwen3", "qwen3-moe"), Described(window=3)),
-            **dict.fromkeys(("llama", "a2d-llama", "bd3lm-llama"), "layer_types in config"),
+            **dict.fromkeys(("llama", "a2d-llama", "bd3lm-llama", "diffullama"), "layer_types in config"),
             **dict.fromkeys(LLADAS, USUAL),
         },
     ),
@@ -327,7 +329,8 @@ def described_model(family: str, described: Described) -> PreTrainedModel:
 
 
 def test_every_family_of_this_kind_is_written():
-    assert set(REPOSITORY) == set(ARCHITECTURES)
+    own = {"nemotron-diffusion"}  # needs keys that no other family has: tests/conformance/test_nemotron_diffusion.py
+    assert set(REPOSITORY) == set(ARCHITECTURES) - own
 
 
 @pytest.mark.fast_cases(24)

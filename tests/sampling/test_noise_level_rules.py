@@ -35,6 +35,13 @@ def mdlm(rng: random.Random) -> Settings:
     }  # fmt: skip
 
 
+def mdlm_windows(rng: random.Random) -> Settings:
+    length = rng.randint(1, 7)
+    return {
+        "window_length": length, "stride_length": rng.randint(1, length), "window_steps": rng.randint(1, 6)
+    }  # fmt: skip
+
+
 def sedd(rng: random.Random) -> Settings:
     return mdlm(rng) | {"predictor": rng.choice(["euler", "analytic"])}
 
@@ -70,6 +77,7 @@ def gidd_correction(rng: random.Random) -> Settings:
 
 SAMPLERS: dict[str, tuple[Callable[[random.Random], Settings], Any, list[str]]] = {
     "mdlm": (mdlm, noise_rules.mdlm, ["mdlm", "mdlm timed"]),
+    "mdlm-windows": (mdlm_windows, noise_rules.mdlm_windows, ["mdlm", "mdlm timed"]),
     "sedd": (sedd, noise_rules.sedd, ["sedd"]),
     "bd3lm-owt": (bd3lm_owt, noise_rules.bd3lm_owt, ["bd3lm-owt", "bd3lm-owt timed"]),
     "duo": (psi, noise_rules.duo, ["duo"]),
