@@ -396,14 +396,7 @@ class HookTree(ModelWeights, HookFront):
         partial_pass.check_return_type(return_type, from_stream)
         self._check_input(input_ids, from_stream)
         self._check_canvas(start_at_layer, stop_at_layer, self_conditioning)
-        if not self.architecture.time:
-            times_of(self, time, 0)  # refuses one that is given
-        elif time is not None and not self.timed:
-            warn_caller(
-                "this network is untimed: it reads noise level 0 whatever it gets, so time= has no effect. Leave it "
-                "out, or use a timed network, such as Duo or SEDD.",
-                UserWarning,
-            )
+        self._check_time(time)
         if isinstance(input_ids, PaddedIds):
             attention_mask = input_ids.is_real if attention_mask is None else attention_mask
             input_ids = input_ids.plain
@@ -434,6 +427,17 @@ class HookTree(ModelWeights, HookFront):
             return lost if return_type == "loss" else (logits, lost)
         traced = self.watch.handover is not None and self.watch.handover.running
         return logits.as_subclass(partial_pass.Logits) if traced else logits
+
+    def _check_time(self, time: Float[Tensor, " _"] | float | None) -> None:
+        """Refuse a noise level that the network has no input for, and warn of one that it ignores."""
+        if not self.architecture.time:
+            times_of(self, time, 0)
+        elif time is not None and not self.timed:
+            warn_caller(
+                "this network is untimed: it reads noise level 0 whatever it gets, so time= has no effect. Leave it "
+                "out, or use a timed network, such as Duo or SEDD.",
+                UserWarning,
+            )
 
     def _kind_of(self, mode: Any, block_start: Any, length: int) -> PassKind:
         """What a single pass over `length` columns is.

@@ -39,7 +39,7 @@ class Network(NamedTuple):
         return [place for place in (range(len(ids)) if places is None else places) if ids[place] == self.mask]
 
     def clean(self, logits: Row) -> Row:
-        """Probabilities of the tokens, of which the mask is none."""
+        """Probabilities of the tokens; the mask has probability 0."""
         return softmax([-math.inf if token == self.mask else value for token, value in enumerate(logits)])
 
 
