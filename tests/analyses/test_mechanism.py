@@ -22,7 +22,6 @@ from sinklens.analyses.mechanism import (
     correlations,
     orders,
 )
-from sinklens.checkpoints import family_named
 from sinklens.evaluation.statistics import holm
 from sinklens.interventions import MaskSinks
 from sinklens.tasks.word_problems import held_out
@@ -85,9 +84,7 @@ def test_orders_unmask_as_named_one_token_per_step(tiny_llada, tiny_llama):
 
 
 def test_dreams_sampler_has_no_left_to_right_order():
-    model = SimpleNamespace(
-        family_record=family_named("dream"), checkpoint=SimpleNamespace(defaults={}), block_length=None
-    )
+    model = sinklens.load("tiny-dream")
     found = orders(model, {"gen_length": 6, "alg": "topk_margin", "steps": 2})
     assert found["confidence"] == {"gen_length": 6, "steps": 6, "alg": "topk_margin"}
     assert found["random"]["alg"] == "origin"
