@@ -208,9 +208,9 @@ def test_a_folder_without_a_table_is_rejected_with_the_reason(tmp_path, capsys, 
 def test_options_for_evaluations_are_rejected_for_a_study(tmp_path, capsys):
     (tmp_path / "x.json").write_text(json.dumps({"study": "x", "models": [], "options": {}, "tables": []}))
     (tmp_path / "other.json").write_text("[1, 2]")
-    for more in (["--out", str(tmp_path / "o")], ["--mixed-devices"]):
+    for more in (["--out", str(tmp_path / "o")], ["--mixed-devices"], ["--format", "csv"]):
         assert main(["table", str(tmp_path), *more]) == 1
-        assert "--out and --mixed-devices are for evaluations;" in capsys.readouterr().err
+        assert "--out, --format and --mixed-devices are for evaluations;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
