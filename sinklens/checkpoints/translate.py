@@ -37,7 +37,7 @@ def family_of(config: dict[str, Any], where: str) -> Family:
         register_installed()
     if named and kind in BY_MODEL_TYPE:
         return BY_MODEL_TYPE[kind]
-    if kind in REFUSED:
+    if named and kind in REFUSED:
         raise CheckpointError(f"{where}: model_type {kind!r} {REFUSED[kind]}.")
     if {"graph", "tokens", "model"} <= config.keys():
         raise CheckpointError(

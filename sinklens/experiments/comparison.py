@@ -277,7 +277,7 @@ def _places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
     """Where `MaskedLogits` kept logits: masked positions; in an autoregressive run the position being decoded."""
     if not run.causal:
         masked = run.undecided[:, step] & run.real
-        if (block := run.blocks[step]) is not None:
+        if (block := run.step_blocks[step]) is not None:
             masked[:, : block.start] = masked[:, block.stop :] = False
         return masked
     place = torch.zeros_like(run.real)

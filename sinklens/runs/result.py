@@ -163,7 +163,7 @@ class Generation:
         return tuple(kind.mode for kind in self.kinds)
 
     @property
-    def blocks(self) -> tuple[range | None, ...]:
+    def step_blocks(self) -> tuple[range | None, ...]:
         """The columns of the block that each step filled, in a model that changes its attention; None in others."""
         return tuple(kind.block for kind in self.kinds)
 

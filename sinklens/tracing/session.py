@@ -32,7 +32,7 @@ from sinklens.runs.result import Generation
 from sinklens.tracing.steps import Steps, StepServer
 from sinklens.utils.arguments import takes
 
-DERIVED = ("tokens", "text", "steps_run", "key_reuse", "time_at", "causal", "modes", "blocks", "kind_at")
+DERIVED = ("tokens", "text", "steps_run", "key_reuse", "time_at", "causal", "modes", "step_blocks", "kind_at")
 """What a `Generation` derives from its fields, and a trace has after its block too."""
 
 

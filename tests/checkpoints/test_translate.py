@@ -144,7 +144,8 @@ def test_a_translated_config_has_its_direction_and_requires_no_code(family):
 
 
 def test_every_key_that_can_be_rejected_is_tested_here():
-    standard = [one for one in FAMILIES if one.name in ARCHITECTURES]  # the others have files of their own
+    own = {"nemotron-diffusion"}  # and those without an entry in ARCHITECTURES have files of their own
+    standard = [one for one in FAMILIES if one.name in ARCHITECTURES and one.name not in own]
     assert {(family.name, key) for family in standard for key in family.required} == set(REQUIRED)
 
 

@@ -252,8 +252,3 @@ def test_hooks_read_the_noise_level_of_their_pass(model, stored):
     keep = ("blocks.0.hook_resid_pre", lambda value, hook: seen.append(hook.forward_pass.time))
     model.run_with_hooks(stored["input_ids"].long(), time=time, fwd_hooks=[keep])
     assert torch.equal(seen[0], time if model.config.time_conditioning else torch.zeros(2))
-
-
-def test_a_likelihood_of_another_procedure_is_refused(model):
-    with pytest.raises(SettingError, match="weights their losses by the noise schedule and leaves the mask out"):
-        model.likelihood([5, 6, 7], [8, 9])

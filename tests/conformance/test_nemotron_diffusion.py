@@ -160,7 +160,7 @@ def test_the_modes_of_a_run_and_its_track_are_those_of_its_passes(reference, loa
     blocks = [["denoise"] * count + ["commit"] for count in passes]
     assert list(run.modes) == ["prefill", *itertools.chain(*blocks)]
     assert run.sinks.modes == list(run.modes)
-    start = [place.start if place else -1 for place in run.blocks]
+    start = [place.start if place else -1 for place in run.step_blocks]
     assert run.sinks["block_start"][0].values.tolist() == start
     assert [step for step, mode in enumerate(run.modes) if mode == "denoise"] == [
         s for s, at in enumerate(start) if at >= 0
@@ -240,7 +240,7 @@ def test_speculation_writes_the_autoregressive_text(reference, load):
 def test_an_edited_accepted_length_moves_the_next_block(reference, load):
     one = [("denoise.hook_accepted_length", lambda value, hook: value * 0 + 1)]
     run = stored_run(reference, load, 8, hooks=one)
-    starts = [block.start for block in run.blocks if block]
+    starts = [block.start for block in run.step_blocks if block]
     assert starts == list(range(10, 10 + len(starts)))
     assert torch.equal(run.tokens[:, :36], stored_run(reference, load, 8).tokens[:, :36])
     with pytest.raises(HookFunctionError, match="takes 1 to 8 tokens"):

@@ -187,7 +187,7 @@ def test_effect_of_an_intervention_compares_the_masked_positions_of_each_block(m
         if mode != "denoise":
             assert torch.tensor(kl).isnan().all()
             continue
-        block = found.base.blocks[step]
+        block = found.base.step_blocks[step]
         for row in range(2):
             masked = found.base.undecided[row, step, block.start : block.stop]
             if masked.any():

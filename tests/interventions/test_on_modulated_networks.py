@@ -481,7 +481,7 @@ REFUSED = [
     ("all", {"hooks": [Accept(positions=[-1])]}, "Accept changes which tokens a step accepts on a canvas of random"),
     ("all", {"hooks": [Renoise(positions=[-1])]}, "Renoise changes which tokens a step accepts on a canvas of random"),
     ("timed", {"cache": PrefixCache()}, "PrefixCache reuses keys of earlier steps, and those of .* change with the"),
-    ("timed", {"sampler": "autoregressive"}, "the autoregressive sampler fits causal attention"),
+    ("timed", {"sampler": "autoregressive"}, "the autoregressive sampler fits causal or per-pass attention"),
     ("all", {"use_cache": True}, "use_cache is not a setting of the .* sampler"),
     ("duo", {"hooks": [Remask(positions=[-1])]}, "duo models have no mask token; use ForceTokens"),
 ]
