@@ -87,7 +87,7 @@ class _Written:
         return self._changed[hook.step].to(value.device)
 
 
-def _uniform(folder: ReferenceFolder, number: int) -> Float[Tensor, "step batch pos *vocab"]:
+def _uniform(folder: ReferenceFolder, number: int) -> Float[Tensor, "step batch *drawn"]:
     """The numbers that tokens were drawn with, those of a closing step included."""
     stored, name = folder.tensors, f"gen{number}.draws"
     draws = (stored[name].double() + 0.5) / 65536
