@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sinklens.checkpoints import family_named
 from sinklens.evaluation.sandbox import Limits, run_program
 from sinklens.evaluation.statistics import Accuracy
 from sinklens.model import load
@@ -63,7 +64,7 @@ def scores(
         names += SKILLS
     for name in names:
         task, label = find_task(name), LABELS.get(name, name)
-        for mode in scored_modes(model):
+        for mode in scored_modes(recipe):
             what = label if mode is None else f"{label}, {mode}"
             yield Score(what, task_accuracy(model, task, limit, mode), task.chance)
     if recipe.pictures:
@@ -82,9 +83,9 @@ def training_score(checkpoint: Path, problems: int = 100) -> dict[str, int]:
     return {"right": found.right, "total": found.total}
 
 
-def scored_modes(model: "Model") -> list[str | None]:
-    """The modes of a model whose texts differ, so not speculation; None for a model that has one mode."""
-    return [mode for mode in model.family_record.modes if mode != "speculation"] or [None]
+def scored_modes(recipe: Recipe) -> list[str | None]:
+    """The modes of a recipe's model whose texts differ, so not speculation; None for a model that has one mode."""
+    return [mode for mode in family_named(recipe.family).modes if mode != "speculation"] or [None]
 
 
 def task_accuracy(model: "Model", task: Task, limit: int | None = None, mode: str | None = None) -> Accuracy:
