@@ -154,7 +154,7 @@ def test_the_card_describes_the_model(name, statement, small, tmp_path):
     )
     text = card.read_text()
     assert statement in text
-    assert re.search(r"\| 6 \| \d\.\d{4} \| 0\.250 \[0\.046, 0\.699\] of 4 \|", text)
+    assert re.search(r"\| 6 \| \d+\.\d{4} \| 0\.250 \[0\.046, 0\.699\] of 4 \|", text)
     assert "| word problems | 0.500 [0.095, 0.905] of 2 | 0.25 |" in text
     assert (f"It started from the weights of {recipe.start_from}" in text) is (recipe.start_from is not None)
 
