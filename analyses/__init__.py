@@ -28,7 +28,7 @@ STUDIES = {
     "patching": ("patching", "Patching"),
     "windows": ("windows", "Windows"),
     "interaction": ("interaction", "Interaction"),
-    "blocks": ("blocks", "Blocks"),
+    "blocks": ("blocks", "BlockLengths"),
     "budget": ("budget", "Budget"),
     "mechanism": ("mechanism", "Mechanism"),
     "emergence": ("emergence", "Emergence"),
