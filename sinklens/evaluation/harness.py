@@ -128,7 +128,8 @@ class SinklensLM(LM):
                 )
             ]  # fmt: skip
         self.rule, self.check_greedy = DrawRule(mc_num, mc_batch, mc_masking, seed=self.seed), check_greedy
-        loading = {"revision": revision, "device": _available(device), "dtype": None if dtype == "auto" else dtype}
+        loading: dict[str, Any] = {"revision": revision, "device": _available(device)}
+        loading["dtype"] = None if dtype == "auto" else dtype
         self.model = load(pretrained, **{name: value for name, value in loading.items() if value is not None})
         self._device = self.model.cfg.device
         self.cache = as_policy(cache)
