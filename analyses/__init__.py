@@ -36,6 +36,7 @@ STUDIES = {
     "circuits": ("circuits", "Circuits"),
     "kinds": ("kinds", "Kinds"),
     "caching": ("caching", "Caching"),
+    "modes": ("modes", "Modes"),
 }
 
 

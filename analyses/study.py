@@ -39,7 +39,7 @@ from sinklens.evaluation.counting import Counts
 from sinklens.evaluation.units import equals_apart
 from sinklens.model import load
 from sinklens.model.prompts import SinglePrompt
-from sinklens.sampling.registry import find_sampler, settings_for
+from sinklens.sampling.registry import find_sampler, sampler_name, settings_for
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.prompts import read_prompts
 from sinklens.tasks.word_problems import held_out
@@ -305,15 +305,22 @@ def _names(models: Sequence["Model"]) -> list[str]:
 def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list[Settings]:
     """For each model, the settings that its sampler has; a setting that no model has is an error.
 
-    With ``sampler``, all models use that one.
+    With ``sampler``, all models use that one; ``mode`` is a setting of models that decode in several.
     """
-    samplers = [settings.get("sampler", model.family_record.sampler) for model in models]
-    known = [{"sampler", *find_sampler(name).setting_names()} for name in samplers]
+    known = [_setting_names(model, settings) for model in models]
     every = sorted(set().union(*known))
     for name in settings:
         if name not in every:
             raise SettingError(f"none of these models has a setting {name!r}.{nearest(name, every)}")
     return [cast(Settings, {name: value for name, value in settings.items() if name in names}) for names in known]
+
+
+def _setting_names(model: "Model", settings: Mapping[str, Any]) -> set[str]:
+    """The settings of a model's sampler, which ``sampler`` or ``mode`` chooses."""
+    family = model.family_record
+    chosen = settings if family.modes else {name: value for name, value in settings.items() if name != "mode"}
+    names = {"sampler", *find_sampler(sampler_name(family, chosen)).setting_names()}
+    return names | {"mode"} if family.modes else names
 
 
 def _source_hash(study: type) -> str:

@@ -17,7 +17,11 @@ SETTINGS = {
     "tiny-duo": {"gen_length": 8, "steps": 5},
 }
 OPTIONS = {"heads": {"reference": 2}}
-ANYWHERE = {"emergence": "compares checkpoints of a training run", "features": "belongs to 'tiny-llada'"}
+ANYWHERE = {
+    "emergence": "compares checkpoints of a training run",
+    "features": "belongs to 'tiny-llada'",
+    "modes": "a model that decodes in one way",
+}
 ON_BLOCKS = {"caching": "no cache policy applies, as its attention is block-causal"}
 NOISE_LEVELS = {"patching": "always draws its tokens"}
 ON_TOKENS = NOISE_LEVELS | {
