@@ -426,6 +426,11 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
         "print what a run takes, from config.json alone: memory by part, time on named cards, which cards hold it",
         _adding("run_plan", "add_plan"),
     ),
+    "verify": (
+        "check a checkpoint that you have: fingerprint, size, self-check, accuracy, the study's statements; write a "
+        "report to paste",
+        _adding("verify", "add_verify"),
+    ),
     "protocols": (
         "list the protocols: settings of published scores, with the scores and their sources",
         _adding("protocols", "add_protocols"),

@@ -1,6 +1,7 @@
 """Roofline: the least time of a pass, from the card's peak arithmetic or its memory bandwidth, whichever is slower.
 
-The peaks are the vendors' figures (`sinklens.evaluation.cards`). A card that is not listed is measured with a large product and a large copy.
+The peaks are the vendors' figures (`sinklens.evaluation.cards`). A card that is not listed is measured with a large
+product and a large copy.
 """
 
 from typing import NamedTuple

@@ -16,10 +16,7 @@ Caveats: the allocator of a GPU keeps free blocks, and its libraries take about 
 90 % of a card. Several cards hold a model by layers, one after the other, which is no faster than one.
 """
 
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,8 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sinklens.errors import CheckpointError, SettingError, nearest
+from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.cards import Card
+from sinklens.evaluation.config_only import config_folder, fake_model
 from sinklens.evaluation.planning import ModelSizes, queries_and_keys, sizes_of
 from sinklens.sampling import settings_for
 
@@ -40,7 +38,6 @@ USABLE = 0.9  # share of a card that a plan fills
 WATCHED = {"patterns": "attn.hook_pattern", "scores": "attn.hook_attn_scores", "streams": "hook_resid_post"}
 """Short names of points in every layer, for `plan_run`."""
 LOGITS = "denoise.hook_logits"
-CONFIGS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]  # what a plan reads of a checkpoint on the hub
 
 
 class Quantized(NamedTuple):
@@ -244,51 +241,6 @@ def _check(quantization: str, batch: int, prompt_length: int) -> None:
         raise SettingError(f"a plan needs a batch and a prompt of at least 1; got {batch} and {prompt_length}.")
 
 
-@contextmanager
-def config_folder(source: str | Path) -> Iterator[Path]:
-    """The folder with the config.json of `source`, without its weights.
-
-    Raises:
-        CheckpointError: nothing has this name.
-    """
-    from sinklens.checkpoints.files import find_checkpoint, shipped_names
-
-    path = Path(source)
-    if path.is_file():
-        if path.name == "config.json":
-            yield path.parent
-            return
-        with tempfile.TemporaryDirectory(prefix="sinklens-plan-") as folder:
-            shutil.copy(path, Path(folder) / "config.json")
-            yield Path(folder)
-        return
-    on_hub = str(source) not in shipped_names() and not path.is_dir() and str(source).count("/") == 1
-    yield _download_config(str(source)) if on_hub and not path.is_absolute() else find_checkpoint(source)
-
-
-def _download_config(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=CONFIGS))
-    except (OSError, HTTPError, HFValidationError) as error:
-        reason = next(iter(str(error).splitlines()), "no reason given").rstrip(".")
-        raise CheckpointError(
-            f"could not download the config of {name!r}: {type(error).__name__}: {reason}. Check the name and the "
-            f"network, or download config.json elsewhere and pass that file."
-        ) from error
-
-
-def fake_model(folder: Path, load: Mapping[str, Any], dtype: torch.dtype) -> "Model":
-    """A model of fake tensors; call it inside `without_memory`."""
-    from sinklens.checkpoints.loading import LoadRequest, outline
-    from sinklens.model.model import Model
-
-    given = {key: value for key, value in load.items() if key in ("family", "block_length", "tokenizer")}
-    return Model(outline(folder, LoadRequest(**given), device="cpu", dtype=dtype))
-
-
 def watched_points(model: "Model", watch: Sequence[str]) -> list[str]:
     """The points that `watch` names, in every layer where a name has none.
 
@@ -392,7 +344,8 @@ def _keys(model: "Model", settings: "Sampler", rows: int, prompt: int, cached: b
         return 0
     config: Any = model.config.get_text_config()
     widths = [
-        getattr(layer, "num_key_value_heads", model.cfg.n_heads) * (getattr(layer, "head_dim", None) or model.cfg.d_head)
+        getattr(layer, "num_key_value_heads", model.cfg.n_heads)
+        * (getattr(layer, "head_dim", None) or model.cfg.d_head)
         for layer in config.per_layer_config
     ]
     return 2 * rows * (prompt + settings.gen_length) * sum(widths) * model.cfg.dtype.itemsize

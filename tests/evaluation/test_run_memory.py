@@ -13,7 +13,7 @@ import sinklens
 from sinklens.cli import main
 from sinklens.devices.measuring import peak
 from sinklens.errors import CheckpointError, HookNameError, SettingError
-from sinklens.evaluation import run_memory
+from sinklens.evaluation import config_only, run_memory
 from sinklens.evaluation.cards import CARDS, Card
 from sinklens.evaluation.run_memory import QUANTIZATIONS, plan_run
 from sinklens.hooks.sizes import point_elements
@@ -129,8 +129,8 @@ def test_a_name_on_the_hub_downloads_no_weights(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(CheckpointError, match=r"could not download the config of 'a/b'.*pass that file"):
         plan_run("a/b")
-    assert asked == {"a/b": run_memory.CONFIGS}
-    assert not any("safetensors" in pattern for pattern in run_memory.CONFIGS)
+    assert asked == {"a/b": config_only.CONFIGS}
+    assert not any("safetensors" in pattern for pattern in config_only.CONFIGS)
 
 
 def test_wrong_arguments_say_what_is_allowed():
@@ -194,9 +194,7 @@ def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(case, tmp_path):
         random_hf(*name, **SIZES).config.save_pretrained(tmp_path)
         source = tmp_path
     family = {} if isinstance(name, str) else {"load": {"family": f"a2d-{name[0]}"}}
-    found = plan_run(
-        source, batch=batch, prompt_length=prompt, watch=watch, dtype=torch.float32, **family, **settings
-    )
+    found = plan_run(source, batch=batch, prompt_length=prompt, watch=watch, dtype=torch.float32, **family, **settings)
     taken = peak_of(name, SIZES, batch, prompt, watch, settings)
     assert found.working == pytest.approx(taken, rel=0.1)
 
