@@ -144,7 +144,7 @@ def variants(found: "RunPlan") -> dict[str, "RunPlan"]:
     }
 
 
-def _gb(size: float) -> str:
+def _gb(size: float | int) -> str:
     return f"{size / 1e9:,.2f} GB"
 
 

@@ -136,7 +136,7 @@ class RunPlan:
             values={name: round(size * share) for name, size in self.values.items()},
         )  # fmt: skip
 
-    def cards(self, memory: float, most: int = 64) -> int:
+    def cards(self, memory: float | int, most: int = 64) -> int:
         """Cards of `memory` bytes that hold the run, with the layers divided among them; 0 if `most` do not."""
         for number in range(1, most + 1):
             shared = (self.weights + max(self.first_keys, self.keys - self.step)) / number
@@ -144,7 +144,7 @@ class RunPlan:
                 return number
         return 0
 
-    def largest_batch(self, memory: float, most: int = 4096) -> int:
+    def largest_batch(self, memory: float | int, most: int = 4096) -> int:
         """Rows that fit into one card of `memory` bytes; 0 if not even one does."""
         fits = [number for number in range(most.bit_length()) if self._fits(1 << number, memory)]
         if not fits:
@@ -155,7 +155,7 @@ class RunPlan:
             low, high = (middle, high) if self._fits(middle, memory) else (low, middle)
         return min(low, most)
 
-    def _fits(self, batch: int, memory: float) -> bool:
+    def _fits(self, batch: int, memory: float | int) -> bool:
         return self.with_batch(batch).device_bytes <= USABLE * memory
 
 

@@ -99,8 +99,8 @@ def test_cards_and_batches_follow_from_the_bytes(plan):
 
 
 def test_time_is_the_longer_of_operations_and_bytes(plan):
-    assert plan.seconds(Card("x", 1e9, 1, 1e30), 0.5) == plan.passes * plan.flops / 0.5e9
-    assert plan.seconds(Card("x", 1e30, 1, 1e9), 0.5) == plan.passes * plan.moved / 1e9
+    assert plan.seconds(Card("x", 1e9, 1.0, 1e30), 0.5) == plan.passes * plan.flops / 0.5e9
+    assert plan.seconds(Card("x", 1e30, 1.0, 1e9), 0.5) == plan.passes * plan.moved / 1e9
     with pytest.raises(SettingError, match=r"utilization is above 0"):
         plan.seconds(CARDS["h100"], 0)
 

@@ -139,7 +139,8 @@ def test_static_sinks_fail_to_move_and_moving_ones_fail_to_stay():
 def verdicts(lost, gained, total=100):
     base = [True] * 60 + [False] * 40
     changed = [not one if place < lost else one for place, one in enumerate(base)]
-    return paired(base, [one or place >= total - gained for place, one in enumerate(changed)])
+    changed = [one or place >= total - gained for place, one in enumerate(changed)]
+    return paired(np.array(base), np.array(changed))
 
 
 def test_masking_fails_if_it_costs_much_and_an_autoregressive_model_if_it_does_not():
