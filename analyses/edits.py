@@ -16,9 +16,9 @@ column sum, on two canvases that differ in one decision or one edit:
 In an autoregressive model, earlier queries cannot see an edit, and the first three do not exist. Sums over *later*
 queries can move in every model, so the last three compare an autoregressive model with a diffusion model.
 
-The *lead* of a strongest key is its margin over the next strongest, in column sums. The lead of a jump is the smaller
-of the two, before and after. A jump with a small lead is a change between two nearly equal keys: ``jump_share`` is
-given for every jump and for those with a lead of at least 0.1, 0.3, 1 and 3.
+The *lead* of a jump is the margin of the new strongest key over the next, in column sums. A jump with a small lead is a
+change between two nearly equal keys: ``jump_share`` is given for every jump and for those with a lead of at least 0.1,
+0.3, 1 and 3.
 
 Caveat: an edit within the finished text can contradict the rest of it, which a decision seldom does.
 """
@@ -36,7 +36,7 @@ from torch import Tensor
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.runs import OwnRun
 from sinklens.analyses.study import Study
-from sinklens.experiments.swap import column_sums, kinds_of_vocabulary
+from sinklens.experiments.swaps import column_sums, kinds_of_vocabulary
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks.kinds import Kind
@@ -77,7 +77,7 @@ class Jumps(NamedTuple):
 
     Attributes:
         moved: whether the strongest key differs.
-        lead: the smaller of its leads on the two canvases.
+        lead: margin of the strongest key over the next on the second canvas.
     """
 
     moved: Bool[np.ndarray, "pair layer head"]
@@ -94,7 +94,7 @@ class Edits(Study):
 
     name: ClassVar[str] = "edits"
     needs_mask_token: ClassVar[str] = "its steps accept tokens and take them back, so no single step decides a position"
-    draws: Count = 8
+    draws: Count = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -258,8 +258,8 @@ def compared(
     before: Float[np.ndarray, "pair layer head pos"], after: Float[np.ndarray, "pair layer head pos"]
 ) -> Jumps:
     """Jumps between pairs of canvases."""
-    lead = [np.diff(np.partition(scores, -2, axis=-1)[..., -2:], axis=-1)[..., 0] for scores in (before, after)]
-    return Jumps(before.argmax(axis=-1) != after.argmax(axis=-1), np.minimum(*lead))
+    lead = np.diff(np.partition(after, -2, axis=-1)[..., -2:], axis=-1)[..., 0]
+    return Jumps(before.argmax(axis=-1) != after.argmax(axis=-1), lead)
 
 
 def _along(model: "Model", canvases: Int[Tensor, "step pos"], later: bool = True) -> tuple[Jumps | None, Jumps | None]:

@@ -11,8 +11,8 @@ s² the variance of g(m_s) over the seeds, and v that of θ over resamples of th
 
 The rule: a verdict other than "cannot tell" requires that this interval excludes the threshold. If the mean of all
 possible seeds is the threshold, that happens in at most 5 % of all cases, however much seeds vary beside prompts
-(docs/concepts/seeds.md has the simulation). That all seeds are on one side has no such error rate: of three seeds, it
-happens in 25 % by chance, and with an interval for each seed in up to 20 %.
+(docs/concepts/error-rates.md has the simulation). That all seeds are on one side has no such error rate: of three
+seeds, it happens in 25 % by chance, and with an interval for each seed in up to 20 %.
 
     sinklens analyse necessity runs/seed-1 runs/seed-2 runs/seed-3 --seeds
 

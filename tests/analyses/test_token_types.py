@@ -125,3 +125,21 @@ def test_tokens_are_drawn_verbatim():
     assert [label.get_text() for label in ax.get_yticklabels()] == [r"␣\$x\$_y"]
     assert ax.get_title() == " _b"
     assert not [text for text in ax.get_yticklabels() if text.get_usetex()]
+
+
+def test_a_preference_between_templates_is_none_within_them():
+    """One template has words where the other has masks, and more sinks: at the same place, masks seem avoided."""
+    noise, group = np.random.default_rng(0), np.arange(80) % 2
+    ids = np.where(noise.random((80, 3, 12)) < np.where(group == 0, 0.85, 0.15)[:, None, None], 1, 5)
+    ids[:, :, :4] = 5
+    chance = np.where(group == 0, 0.1, 0.4)[:, None, None]
+    score = np.where(noise.random(ids.shape) < chance, 6, 0.1)[:, :, None, None]
+    track = planted(score, masked=ids == 1, token_id=ids, prompt_length=4, words=WORDS)
+    data = sinks_by_token(track).assign_coords(prompt_group=("prompt", group.astype(str)))
+    table = TokenTypes().tables({"planted": data})["matched"].query("by == 'kind' and set == 'mask'")
+    table = table.set_index("matched")
+    assert table.loc["step, position", "high"] < 0.8
+    grouped = table.loc["step, position, group"]
+    assert grouped["low"] < 1 < grouped["high"]
+    assert grouped["p_holm"] > 0.05
+    assert table["p"].notna().sum() == 1
