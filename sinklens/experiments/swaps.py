@@ -81,7 +81,7 @@ def swap(
     known, fresh = kinds_of_vocabulary(run.model), _candidates(run, SWAPPED[by], among)
     last = run.steps_run - 1
     steps = sorted({0, last // 3, 2 * last // 3, last}) if steps is None else steps
-    found: list[dict[str, float]] = []
+    found: list[dict[str, int | float]] = []
     for row in range(len(run.canvas)) if rows is None else rows:
         noise = np.random.default_rng([seed, row])
         for step in steps:
@@ -101,7 +101,7 @@ def swap(
 
 def _swapped(
     model: "Model", canvas: StepIds, chosen: Sequence[tuple[int, int]], epsilon: float
-) -> list[dict[str, float]]:
+) -> list[dict[str, int | float]]:
     """What each swap (place, new id) of one canvas does."""
     edited = canvas.ids.repeat(len(chosen) + 1, 1)
     for number, (place, new) in enumerate(chosen):

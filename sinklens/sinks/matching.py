@@ -132,7 +132,8 @@ def matched_enrichment(
             rows of the same group. In another template, the same position has other tokens for other reasons.
 
     Raises:
-        TrackError: an unknown `by` or `matched`, a `group` of another length than the batch, or by="state" matched by state; or see `kinds.token_kinds`.
+        TrackError: an unknown `by` or `matched`, a `group` of another length than the batch, or by="state" matched by
+            state; or see `kinds.token_kinds`.
     """
     if by == "state" and "state" in matched:
         raise TrackError("by='state' cannot be matched by state; use matched=['step', 'position'].")

@@ -82,10 +82,14 @@ def test_the_last_step_of_a_row_has_no_fate():
 
 def test_states_that_templates_explain_are_compared_within_them():
     """In one template, positions are accepted early and have sinks; in the other, neither."""
-    early = planted_canvases(STAY, on_noise=0.7, on_accepted=0.7, accepted=0.85, seed=1)
-    late = planted_canvases(STAY, on_noise=0.1, on_accepted=0.1, accepted=0.15, seed=2)
-    labels = ["early"] * early.sizes["prompt"] + ["late"] * late.sizes["prompt"]
-    data = xr.concat([early, late], dim="prompt").assign_coords(prompt_group=("prompt", labels))
-    rows = {row["matched"]: row for row in state_rows("m", data, 0) if row["group"] == "decided"}
-    assert rows["step, place"]["low"] > 1.5
-    assert rows["step, place, group"]["low"] < 1 < rows["step, place, group"]["high"]
+    parts = [
+        planted_canvases(STAY, on_noise=rate, on_accepted=rate, accepted=accepted, seed=seed)
+        for seed, (rate, accepted) in enumerate(((0.7, 0.85), (0.1, 0.15)) * 4)
+    ]
+    data = xr.concat(parts, dim="prompt")
+    (alone,) = rows_of(state_rows("m", data, 0), group="decided", matched="step, place")
+    assert alone["low"] > 1.5
+    data = data.assign_coords(prompt_group=("prompt", np.repeat(np.arange(8), ROWS).astype(str)))
+    (within,) = rows_of(state_rows("m", data, 0), group="decided", matched="step, place, group")
+    assert within["low"] < 1 < within["high"]
+    assert within["groups"] == 8

@@ -49,9 +49,9 @@ def verdicts(number, times, shared, studies, seed=0):
     found = np.zeros(3)
     for _ in range(studies):
         prompt = noise.normal(size=(1, 1) if shared else (number, 1))
-        means = (noise.normal(0, times, (number, 1)) + prompt)[:, 0] * np.ones(number)
+        means = (noise.normal(0, times, (number, 1)) + prompt)[:, 0]
         found += [
-            seeds.over_seeds(means, 1.0 if shared else 1 / number).verdict("yes", "yes") == "yes",
+            seeds.over_seeds(means.tolist(), 1.0 if shared else 1 / number).verdict("yes", "yes") == "yes",
             (means > 1.96).all() or (means < -1.96).all(),
             (means > 0).all() or (means < 0).all(),
         ]
@@ -151,12 +151,12 @@ def test_the_table_has_a_row_per_entry_with_every_seed():
     rng = np.random.default_rng(4)
     models = {
         f"seed-{at}": xr.Dataset(
-            {"cost": (("prompt", "pick"), rng.normal([at, 0.2 * (-1) ** at], 0.01, (20, 2)))}, {"pick": ["one", "two"]}
+            {"size": (("prompt", "pick"), rng.normal([at, 0.2 * (-1) ** at], 0.01, (20, 2)))}, {"pick": ["one", "two"]}
         )
         for at in (1, 2, 3)
     }
-    table = seeds_table(models, ["cost"]).set_index("pick")
-    assert table.loc["one", ["measure", "seeds", "agree"]].tolist() == ["cost", 3, "yes"]
+    table = seeds_table(models, ["size"]).set_index("pick")
+    assert table.loc["one", ["measure", "seeds", "agree"]].tolist() == ["size", 3, "yes"]
     assert table.loc["one", "estimate"] == pytest.approx(2, abs=0.02)
     assert table["agree"].tolist() == ["yes", "no"]
     assert [float(value) for value in table.loc["one", "by_seed"].split()] == pytest.approx([1, 2, 3], abs=0.02)
@@ -192,7 +192,9 @@ def test_differences_within_each_seed_are_summarized_beside_the_measurements(tmp
     differences = table[table["compared"] == "difference"].set_index("measure")
     assert set(differences.index) == set(COMPARED)
     assert differences["by_seed"].tolist() == ["0.1 0.2 0.3"] * 3
-    assert differences["estimate"].tolist() == pytest.approx([0.2] * 3)
+    assert differences["estimate"].tolist() == pytest.approx([0.2] * 3, abs=0.01)
+    assert differences["p_holm"].tolist() == pytest.approx([3 * p for p in differences["p"]])
+    assert set(differences["verdict"]) == {"cannot tell"}  # t = 3.5 with two degrees of freedom
     assert set(table.loc[table["compared"] == "measurement", "measure"]) == set(measured["seed-1"])
 
 

@@ -139,8 +139,8 @@ def test_the_share_that_stays_comparable_counts_groups():
 
 def test_a_correlation_between_templates_is_none_within_them():
     noise = np.random.default_rng(0)
-    group = np.arange(60) % 3
-    x, y = (group[:, None] + 0.3 * noise.normal(size=(60, 8)) for _ in range(2))
+    group = np.arange(60) % 6
+    x, y = (group[:, None] / 2 + 0.3 * noise.normal(size=(60, 8)) for _ in range(2))
     assert correlation_within(x, y).found.low > 0.8
     within = correlation_within(x, y, group=group)
     assert within.found.low < 0 < within.found.high
