@@ -114,9 +114,12 @@ def compared(table: Table) -> list[list[str]]:
                 runs = zip(SEEDS, values, strict=True)
                 cells = [cell(row, table.file, model + seed, counted=True) if value else "" for seed, value in runs]
                 found_rows.append((row, cells, combined(known, row.on)))
-        p_values = holm([mean.p_value(row.threshold) for row, _, mean in found_rows])
-        for (row, cells, mean), p in zip(found_rows, p_values, strict=True):
-            lines.append([model, row.label, *cells, shown(row, mean), f"{p:.2g}", judged(mean, row.threshold, p)])
+        p_values = [mean.p_value(row.threshold) for row, _, mean in found_rows]
+        corrected = iter(holm([p for p in p_values if not math.isnan(p)]))
+        for (row, cells, mean), alone in zip(found_rows, p_values, strict=True):
+            p = 0.0 if math.isnan(alone) else next(corrected)  # a share is above 0 by definition
+            text = "" if math.isnan(alone) else f"{p:.2g}"
+            lines.append([model, row.label, *cells, shown(row, mean), text, judged(mean, row.threshold, p)])
     used = [0, 1, *(at for at in range(2, 2 + len(SEEDS)) if any(line[at] for line in lines)), -3, -2, -1]
     header = ["model", "measure", *SEEDS.values(), "mean of the seeds", "p (Holm)", "verdict"]
     return [[line[at] for at in used] for line in (header, *lines)]
