@@ -28,7 +28,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float
 
-from sinklens.analyses.intervals import RANGES, corrected, verdict
+from sinklens.analyses.intervals import RANGES, corrected, resampling_weights, verdict
 from sinklens.analyses.results import Findings
 from sinklens.analyses.scales import DIFFERENCE, LINEAR, SHARE, Scale
 from sinklens.analyses.study import Study
@@ -38,7 +38,6 @@ from sinklens.utils.atomic import atomic_write
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-RESAMPLES = 2000
 ENTRIES = 100  # maps of layers and heads or of steps are not summarized
 
 
@@ -137,8 +136,7 @@ def hierarchical(
 
 def _shared_variance(values: Float[np.ndarray, "seed prompt"], scale: Scale, resolution: float, seed: int) -> float:
     """v of the module: of the mean over seeds on the scale, over resamples of the prompts."""
-    prompts = values.shape[1]
-    drawn = np.random.default_rng(seed).multinomial(prompts, [1 / prompts] * prompts, size=RESAMPLES)
+    drawn = resampling_weights(values.shape[1], np.random.default_rng(seed))
     known = ~np.isnan(values)
     with np.errstate(invalid="ignore", divide="ignore"):
         means = (drawn @ np.where(known, values, 0).T) / (drawn @ known.T)

@@ -23,7 +23,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float, Int
 
-from sinklens.analyses.intervals import RESAMPLES, Interval
+from sinklens.analyses.intervals import Interval, resampling_weights
 from sinklens.analyses.scales import DIFFERENCE, LINEAR, LOG, Scale
 from sinklens.sinks.matching import ratio, terms
 
@@ -145,8 +145,7 @@ def _drawn(
     several = len(clusters) > 1
     unit = np.searchsorted(clusters, group).clip(max=len(clusters) - 1) if several else np.arange(len(group))
     number = len(clusters) if several else len(group)
-    drawn = np.random.default_rng(seed).multinomial(number, [1 / number] * number, size=RESAMPLES)
-    return np.vstack([np.ones(number), drawn]), unit
+    return np.vstack([np.ones(number), resampling_weights(number, np.random.default_rng(seed))]), unit
 
 
 def _totals(

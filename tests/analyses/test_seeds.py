@@ -6,7 +6,7 @@ import xarray as xr
 from scipy.special import expit, logit
 from scipy.stats import sem, t
 
-from sinklens.analyses import seeds
+from sinklens.analyses import intervals, seeds
 from sinklens.analyses.dynamics import Dynamics
 from sinklens.analyses.nulls import COMPARED
 from sinklens.analyses.results import Findings
@@ -30,7 +30,7 @@ def share_covered(number, between, studies=150, prompts=40, truth=0.4):
 
 @pytest.fixture
 def fewer_resamples(monkeypatch):
-    monkeypatch.setattr(seeds, "RESAMPLES", 200)
+    monkeypatch.setattr(intervals, "RESAMPLES", 200)
 
 
 @pytest.mark.usefixtures("fewer_resamples")
@@ -98,7 +98,7 @@ def test_the_estimate_is_the_mean_of_the_seeds_means():
 
 def test_prompts_that_all_seeds_share_widen_the_interval(monkeypatch):
     """Two equal seeds: paired, the variation of their prompts remains; apart, they seem to know the mean exactly."""
-    monkeypatch.setattr(seeds, "RESAMPLES", 4000)
+    monkeypatch.setattr(intervals, "RESAMPLES", 4000)
     values = np.random.default_rng(0).normal(size=30)
     paired, apart = (hierarchical([values, values], paired=way) for way in (True, False))
     half = t.ppf(0.975, 1) * values.std() / np.sqrt(30)

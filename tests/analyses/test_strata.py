@@ -5,6 +5,7 @@ import pytest
 import xarray as xr
 
 import sinklens.analyses.strata as module
+from sinklens.analyses import intervals
 from sinklens.analyses.strata import comparable_share, compare, correlation_within, two_groups
 
 
@@ -171,13 +172,13 @@ def coverage(groups, each, between, studies, grouped=True):
 @pytest.mark.parametrize("groups", [4, 7, 20])
 @pytest.mark.parametrize("between", [0.0, 0.1])
 def test_intervals_over_groups_cover_the_mean_of_all_groups(groups, between, monkeypatch):
-    monkeypatch.setattr(module, "RESAMPLES", 300)
+    monkeypatch.setattr(intervals, "RESAMPLES", 300)
     assert coverage(groups, 10, between, 400) >= 0.92
 
 
 @pytest.mark.extended
 def test_intervals_over_prompts_do_not_cover_it_where_groups_differ(monkeypatch):
-    monkeypatch.setattr(module, "RESAMPLES", 300)
+    monkeypatch.setattr(intervals, "RESAMPLES", 300)
     assert coverage(7, 10, 0.1, 200, grouped=False) < 0.8
 
 
