@@ -10,23 +10,22 @@ Pitfall: shared text is found word by word. Paraphrases of one text share no str
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from sinklens.tasks.word_problems import template_of
 
 STRETCH = 8  # words, or token ids
 SHARED = 0.1  # share of the prompts above which they count as sharing text
 
-Prompt = str | Sequence[int]
 
-
-def template_groups(prompts: Sequence[Prompt]) -> list[str] | None:
-    """The template of every prompt if all are shipped word problems, else None."""
+def template_groups(prompts: Sequence[Any]) -> list[str] | None:
+    """The template of every prompt, a text or token ids, if all are shipped word problems, else None."""
     found = [template_of(prompt) if isinstance(prompt, str) else None for prompt in prompts]
     known = [template for template in found if template is not None]
     return known if known and len(known) == len(found) else None
 
 
-def sharing(prompts: Sequence[Prompt], stretch: int = STRETCH) -> float:
+def sharing(prompts: Sequence[Any], stretch: int = STRETCH) -> float:
     """Share of the prompts that have `stretch` consecutive words, or token ids, in common with another prompt.
 
     All numbers count as the same word. What every prompt contains, such as an instruction, does not count: it cannot
@@ -41,7 +40,7 @@ def sharing(prompts: Sequence[Prompt], stretch: int = STRETCH) -> float:
     return sum(bool(found & shared) for found in stretches) / len(stretches) if stretches else 0.0
 
 
-def _words(prompt: Prompt) -> list[Hashable]:
+def _words(prompt: Any) -> list[Hashable]:
     """Lower-case words without punctuation, numbers as "0"; or the token ids."""
     if not isinstance(prompt, str):
         return list(prompt)
