@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 STUDIES = {
     "existence": ("existence", "Existence"),
     "dynamics": ("dynamics", "Dynamics"),
+    "edits": ("edits", "Edits"),
     "layers": ("layers", "Layers"),
     "token_types": ("token_types", "TokenTypes"),
     "split": ("split", "Split"),

@@ -7,7 +7,7 @@ reads the residual stream of every step, and `train_tuned_lens` trains a `TunedL
 a score over its writers, and `read_attribution` finds who reads a key's message; `sink_jumps` lists the jumps of sinks,
 and `jump_undone` measures which path made one; `path_across_steps`, `edge_attribution` and `path_patching_effects`
 measure single edges; `head_outputs`, `donors` and `difference_of_means` collect outputs, matched values and directions
-from runs of other prompts, for ablating, resampling and steering.
+from runs of other prompts, for ablating, resampling and steering; `swap` puts another kind of token in a place.
 """
 
 from sinklens.experiments.attribution import agreement, attribution_patching, patching_effects
@@ -26,6 +26,7 @@ from sinklens.experiments.readers import read_attribution
 from sinklens.experiments.reference_runs import difference_of_means, donors
 from sinklens.experiments.sink_changes import sinks_compared
 from sinklens.experiments.step_ids import of_step
+from sinklens.experiments.swaps import swap
 from sinklens.experiments.sweeps import sweep
 from sinklens.experiments.tuned_lens import TunedLens
 from sinklens.experiments.writers import write_attribution
@@ -62,6 +63,7 @@ __all__ = [
     "sink_jumps",
     "sinks_compared",
     "strongest_edges",
+    "swap",
     "sweep",
     "train_tuned_lens",
     "write_attribution",

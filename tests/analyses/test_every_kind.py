@@ -28,6 +28,7 @@ ON_TOKENS = NOISE_LEVELS | {
     "split": "no query is masked",
     "masked_sinks": "none of its sinks is on a mask",
     "events": "no single step decides a position",
+    "edits": "no single step decides a position|reads a noise level",
     "mechanism": "positions are decided in no order",
     "caching": "its keys change with the noise level",
 }
@@ -36,6 +37,7 @@ ON_CANVASES = {
     "split": "no query is masked",
     "masked_sinks": "none of its sinks is on a mask",
     "events": "no single step decides a position",
+    "edits": "no single step decides a position|reads a noise level",
     "content": "compute those of their canvas alone",
     "patching": "compute those of their canvas alone",
     "mechanism": "positions are decided in no order",
