@@ -38,7 +38,7 @@ _HOMES = {
 }
 _MODULES = (
     "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions", "lab",
-    "likelihood", "sampling", "sinks", "tasks", "views", "zoo",
+    "likelihood", "probes", "sampling", "sinks", "tasks", "views", "zoo",
 )  # fmt: skip
 
 

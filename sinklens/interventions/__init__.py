@@ -18,6 +18,7 @@ from sinklens.interventions.patching import Activations, FreezePattern, PatchHoo
 from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.streams import ClampStream, Directions, Steer
+from sinklens.interventions.subspaces import PatchSubspace
 from sinklens.interventions.values import AblateValues
 from sinklens.interventions.where import InArray, Moment, OfKind, Positions, Rule, Where
 from sinklens.runs.caches import StepCaches
@@ -52,6 +53,7 @@ __all__ = [
     "OfKind",
     "OnSinks",
     "PatchHooks",
+    "PatchSubspace",
     "PathPatch",
     "Positions",
     "Reader",
