@@ -8,15 +8,19 @@ what every step predicts everywhere, and `settling_steps`, `answer_emergence` an
 `write_attribution` splits a score over its writers, and `read_attribution` finds who reads a key's message;
 `sink_jumps` lists the jumps of sinks, and `jump_undone` measures which path made one; `path_across_steps`,
 `edge_attribution` and `path_patching_effects` measure single edges; `head_outputs`, `donors` and `difference_of_means`
-collect outputs, matched values and directions from runs of other prompts, for ablating, resampling and steering.
+collect outputs, matched values and directions from runs of other prompts, for ablating, resampling and steering;
+`dose_response` measures what steering does and costs; `holes` makes a run of a text with gaps, and `span_likelihood`
+says how probable a span between two texts is.
 """
 
 from sinklens.experiments.attribution import agreement, attribution_patching, patching_effects
 from sinklens.experiments.captured import head_outputs
 from sinklens.experiments.comparison import attention_to, compare
 from sinklens.experiments.corruption import corrupted
+from sinklens.experiments.doses import dose_response
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
 from sinklens.experiments.effects import Effect, ModeEffect, effect
+from sinklens.experiments.infilling import holes, span_likelihood
 from sinklens.experiments.jumps import Jump, jump_undone, sink_jumps
 from sinklens.experiments.lens import LogitLens, logit_lens
 from sinklens.experiments.lens_training import train_tuned_lens
@@ -57,12 +61,14 @@ __all__ = [
     "corrupted",
     "difference_of_means",
     "donors",
+    "dose_response",
     "early_exit",
     "edge_attribution",
     "effect",
     "entropy_features",
     "guesses",
     "head_outputs",
+    "holes",
     "jump_undone",
     "logit_lens",
     "mode_patching",
@@ -75,6 +81,7 @@ __all__ = [
     "settling_steps",
     "sink_jumps",
     "sinks_compared",
+    "span_likelihood",
     "step_predictions",
     "strongest_edges",
     "sweep",

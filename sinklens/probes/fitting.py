@@ -214,7 +214,7 @@ def _between(means: Vectors, weight: Float[np.ndarray, " d"]) -> tuple[np.ndarra
 
 def _inverse_covariance(x: np.ndarray, y: np.ndarray, classes: np.ndarray, means: Vectors) -> np.ndarray:
     """Pseudo-inverse of the covariance within classes, shrunk (Ledoit and Wolf, scikit-learn's)."""
-    from sklearn.covariance import ledoit_wolf
+    from sklearn.covariance import ledoit_wolf  # type: ignore[import-untyped,unused-ignore]
 
     residual = x - means[np.searchsorted(classes, y)]
     return np.asarray(np.linalg.pinv(ledoit_wolf(residual, assume_centered=True)[0], hermitian=True))
@@ -229,7 +229,7 @@ def _standardized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _logistic(x: np.ndarray, y: np.ndarray, classes: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray]:
     """scikit-learn's weights, one row for each class."""
-    from sklearn.linear_model import LogisticRegression
+    from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped,unused-ignore]
 
     scaled, mean, deviation = _standardized(x)
     model = LogisticRegression(C=1 / penalty, max_iter=1000, tol=1e-3).fit(scaled, y)
@@ -240,7 +240,7 @@ def _logistic(x: np.ndarray, y: np.ndarray, classes: np.ndarray, penalty: float)
 
 
 def _ridge(x: np.ndarray, y: np.ndarray, penalty: float) -> Probe:
-    from sklearn.linear_model import Ridge
+    from sklearn.linear_model import Ridge  # type: ignore[import-untyped,unused-ignore]
 
     scaled, mean, deviation = _standardized(x)
     model = Ridge(alpha=penalty).fit(scaled, y)

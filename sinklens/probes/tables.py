@@ -220,7 +220,7 @@ def _predictions(
 
 def _of_counts(x: Any, y: np.ndarray, train: np.ndarray, held: np.ndarray, test: ProbeTest) -> np.ndarray:
     """Predictions from sparse counts, which scikit-learn fits as they are."""
-    from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.linear_model import LogisticRegression, Ridge  # type: ignore[import-untyped,unused-ignore]
 
     if test.kind == "ridge":
         return np.asarray(Ridge(alpha=test.penalty).fit(x[train], y[train].astype(np.float64)).predict(x[held]))
