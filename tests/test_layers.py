@@ -27,7 +27,7 @@ FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of th
     ("tasks",),
     ("evaluation",),
     ("probes",),
-    ("lab",),
+    ("live",),
     ("zoo",),
     ("devices",),
     ("analyses",),

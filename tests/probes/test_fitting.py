@@ -6,7 +6,7 @@ import torch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import Activations
+from sinklens.interventions import Activations, PatchSubspace
 from sinklens.probes import ProbeData, fit_probe
 from sinklens.probes.fitting import Probe, fitted
 
@@ -143,3 +143,24 @@ def test_what_a_probe_cannot_do_is_refused(unchecked):
     elsewhere = Probe("ridge", "blocks.0.attn.hook_z", np.ones((1, 3)), np.zeros(1), None, np.zeros((0, 3)))
     with pytest.raises(SettingError, match=r"the probe reads blocks\.0\.attn\.hook_z; use patch"):
         elsewhere.steer(1.0)
+
+
+def test_a_subspace_of_heads_is_patched_as_their_flattened_values(worded):
+    model, z = worded(), "blocks.1.attn.hook_z"
+    kept, base, after = (Activations(names=[z]) for _ in range(3))
+    sinklens.generate(model, "w9 w8 w7", hooks=kept, gen_length=4, progress=False)
+    plain = sinklens.generate(model, "w1 w2 w3", hooks=base, gen_length=4, progress=False)
+    basis = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
+    hooks = [PatchSubspace(source=kept.caches, names=[z], basis=basis), after]
+    sinklens.generate(model, "w1 w2 w3", hooks=hooks, replay=plain, gen_length=4, progress=False)
+    here, there, new = (one.caches[0][z][0].flatten(1) for one in (base, kept, after))
+    torch.testing.assert_close(new @ basis.T, there @ basis.T, rtol=1e-3, atol=1e-4)
+    assert int(torch.linalg.matrix_rank(new - here, rtol=1e-3)) == 2
+
+
+def test_a_subspace_without_points_or_of_dependent_vectors_is_refused(worded):
+    source = {0: {"blocks.0.hook_resid_post": torch.zeros(1, 3, D)}}
+    with pytest.raises(SettingError, match="PatchSubspace needs names="):
+        PatchSubspace(source=source, basis=torch.ones(1, D))
+    with pytest.raises(SettingError, match="linearly independent"):
+        PatchSubspace(source=source, names=["blocks.0.hook_resid_post"], basis=torch.ones(2, D))
