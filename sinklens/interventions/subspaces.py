@@ -12,7 +12,7 @@ et al., 2311.17030). Compare with a random subspace of the same rank, and with t
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -43,6 +43,8 @@ class PatchSubspace(PatchHooks):
     Raises:
         SettingError: no points; no vector, one of another size than the values, or vectors that are linearly dependent.
     """
+
+    on_canvas: ClassVar[bool] = False
 
     basis: Float[Tensor, "rank d"]
 
