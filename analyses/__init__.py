@@ -33,6 +33,7 @@ STUDIES = {
     "budget": ("budget", "Budget"),
     "mechanism": ("mechanism", "Mechanism"),
     "emergence": ("emergence", "Emergence"),
+    "settling": ("settling", "Settling"),
     "features": ("features", "Features"),
     "circuits": ("circuits", "Circuits"),
     "kinds": ("kinds", "Kinds"),

@@ -41,7 +41,7 @@ _HOMES = {
 }
 _MODULES = (
     "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions", "likelihood",
-    "live", "sampling", "sinks", "tasks", "views", "zoo",
+    "live", "probes", "sampling", "sinks", "tasks", "views", "zoo",
 )  # fmt: skip
 
 

@@ -15,11 +15,14 @@ from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
 from sinklens.interventions.noise_level import ClampGates, ForceTime, FreezeCond
+from sinklens.interventions.noise_range import AtNoise
 from sinklens.interventions.patching import Activations, PatchHooks
 from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.streams import ClampStream, Directions, Steer
+from sinklens.interventions.subspaces import PatchSubspace
 from sinklens.interventions.values import AblateValues
+from sinklens.interventions.watermark import GreenList
 from sinklens.interventions.where import InArray, Moment, OfKind, Positions, Rule, Where
 from sinklens.runs.caches import StepCaches
 from sinklens.runs.intervention import Intervention, Reader, RunContext
@@ -31,6 +34,7 @@ __all__ = [
     "AblateValues",
     "Accept",
     "Activations",
+    "AtNoise",
     "AtPositions",
     "ClampGates",
     "ClampStream",
@@ -41,6 +45,7 @@ __all__ = [
     "ForceTokens",
     "FreezeCond",
     "FreezePattern",
+    "GreenList",
     "HeadOutputs",
     "HideKeys",
     "HoldSinks",
@@ -53,6 +58,7 @@ __all__ = [
     "OfKind",
     "OnSinks",
     "PatchHooks",
+    "PatchSubspace",
     "PathPatch",
     "Positions",
     "Reader",

@@ -25,6 +25,7 @@ ANYWHERE = {
 ON_BLOCKS = {"caching": "no cache policy applies, as its attention is block-causal"}
 NOISE_LEVELS = {"patching": "always draws its tokens"}
 ON_TOKENS = NOISE_LEVELS | {
+    "settling": "reads predictions at undecided positions",
     "split": "no query is masked",
     "masked_sinks": "none of its sinks is on a mask",
     "events": "no single step decides a position",
@@ -33,6 +34,7 @@ ON_TOKENS = NOISE_LEVELS | {
     "caching": "its keys change with the noise level",
 }
 ON_CANVASES = {
+    "settling": "reads predictions at undecided positions",
     "caching": "no cache policy applies",
     "split": "no query is masked",
     "masked_sinks": "none of its sinks is on a mask",
