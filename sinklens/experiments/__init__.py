@@ -19,11 +19,18 @@ from sinklens.experiments.effects import Effect, ModeEffect, effect
 from sinklens.experiments.jumps import Jump, jump_undone, sink_jumps
 from sinklens.experiments.lens import LogitLens, logit_lens
 from sinklens.experiments.lens_training import train_tuned_lens
+from sinklens.experiments.massive import (
+    MassiveActivation,
+    OutlierDimension,
+    massive_activations,
+    outlier_dimensions,
+)
 from sinklens.experiments.metrics import StepOutput
 from sinklens.experiments.modes import commits_compared, mode_patching, modes_compared
 from sinklens.experiments.paths import AcrossSteps, path_across_steps
 from sinklens.experiments.readers import read_attribution
 from sinklens.experiments.reference_runs import difference_of_means, donors
+from sinklens.experiments.similarity import layer_similarity, step_similarity
 from sinklens.experiments.sink_changes import sinks_compared
 from sinklens.experiments.step_ids import of_step
 from sinklens.experiments.sweeps import sweep
@@ -36,7 +43,9 @@ __all__ = [
     "Effect",
     "Jump",
     "LogitLens",
+    "MassiveActivation",
     "ModeEffect",
+    "OutlierDimension",
     "StepOutput",
     "TunedLens",
     "agreement",
@@ -51,16 +60,20 @@ __all__ = [
     "effect",
     "head_outputs",
     "jump_undone",
+    "layer_similarity",
     "logit_lens",
+    "massive_activations",
     "mode_patching",
     "modes_compared",
     "of_step",
+    "outlier_dimensions",
     "patching_effects",
     "path_across_steps",
     "path_patching_effects",
     "read_attribution",
     "sink_jumps",
     "sinks_compared",
+    "step_similarity",
     "strongest_edges",
     "sweep",
     "train_tuned_lens",

@@ -204,9 +204,14 @@ def _needs_separate_run(hooks: Sequence[Any]) -> bool:
     return any(type(entry).extend is not HookSource.extend for entry in hooks if isinstance(entry, HookSource))
 
 
+def _changes_model(hooks: Sequence[Any]) -> bool:
+    """Whether the interventions change the model, for all rows of a batch."""
+    return any(entry.changes_model for entry in hooks if isinstance(entry, HookSource))
+
+
 def _groups(listed: Mapping[str, list[Any]], size: int) -> list[Group]:
-    """Interventions in groups of `size`; those that make the canvas longer run separately."""
-    alone = {name for name, hooks in listed.items() if _needs_separate_run(hooks)}
+    """Interventions in groups of `size`; those that make the canvas longer or change the model run separately."""
+    alone = {name for name, hooks in listed.items() if _needs_separate_run(hooks) or _changes_model(hooks)}
     others = [name for name in listed if name not in alone]
     shared = [others[start : start + size] for start in range(0, len(others), size)]
     return [{name: listed[name] for name in names} for names in [*([name] for name in alone), *shared]]

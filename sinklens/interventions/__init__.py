@@ -10,6 +10,7 @@ from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
 from sinklens.interventions.donors import Donors, Resample
 from sinklens.interventions.heads import AblateHeads, AblateMLPs, AblateSinkAttention, HeadOutputs
 from sinklens.interventions.keys import HideKeys, HoldSinks
+from sinklens.interventions.layers import LayerOrder, SkipLayers
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
@@ -17,6 +18,7 @@ from sinklens.interventions.noise_level import ClampGates, ForceTime, FreezeCond
 from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks
 from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.places import AtPositions
+from sinklens.interventions.rounding import RoundActivations, RoundWeights
 from sinklens.interventions.streams import ClampStream, Directions, Steer
 from sinklens.interventions.values import AblateValues
 from sinklens.interventions.where import InArray, Moment, OfKind, Positions, Rule, Where
@@ -46,6 +48,7 @@ __all__ = [
     "InArray",
     "Intervention",
     "KeepKeys",
+    "LayerOrder",
     "MaskSinks",
     "MaskedLogits",
     "Moment",
@@ -58,9 +61,12 @@ __all__ = [
     "Remask",
     "Renoise",
     "Resample",
+    "RoundActivations",
+    "RoundWeights",
     "Rule",
     "RunContext",
     "SinkToken",
+    "SkipLayers",
     "Steer",
     "StepCaches",
     "Suffix",
