@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from sinklens.model import Model, borrow, load
     from sinklens.runs.result import Answer, Generation
     from sinklens.sinks.track import SinkTrack
-    from sinklens.tracing import Trace, generate, trace
+    from sinklens.tracing import Trace, generate, replay, trace
 
 __version__ = "0.2.0"
 __all__ = [
-    "Answer", "Generation", "Model", "SinkTrack", "SinklensError", "Trace", "borrow", "generate", "load", "trace",
+    "Answer", "Generation", "Model", "SinkTrack", "SinklensError", "Trace", "borrow", "generate", "load", "replay",
+    "trace",
 ]  # fmt: skip
 
 _HOMES = {
@@ -34,11 +35,12 @@ _HOMES = {
     "borrow": "sinklens.model",
     "generate": "sinklens.tracing",
     "load": "sinklens.model",
+    "replay": "sinklens.tracing",
     "trace": "sinklens.tracing",
 }
 _MODULES = (
     "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions", "lab",
-    "likelihood", "sampling", "sinks", "tasks", "views", "zoo",
+    "likelihood", "sampling", "sinks", "tasks", "tracing", "views", "zoo",
 )  # fmt: skip
 
 

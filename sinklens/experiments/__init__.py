@@ -12,6 +12,17 @@ from runs of other prompts, for ablating, resampling and steering.
 
 from sinklens.experiments.attribution import agreement, attribution_patching, patching_effects
 from sinklens.experiments.captured import head_outputs
+from sinklens.experiments.circuit import Circuit, CircuitEdge, Overlap
+from sinklens.experiments.circuit_search import (
+    CircuitCase,
+    CircuitValue,
+    circuit_case,
+    circuit_cases,
+    circuit_curves,
+    edge_scores,
+    greedy_circuit,
+    measure_circuit,
+)
 from sinklens.experiments.comparison import attention_to, compare
 from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
@@ -25,7 +36,7 @@ from sinklens.experiments.massive import (
     massive_activations,
     outlier_dimensions,
 )
-from sinklens.experiments.metrics import StepOutput
+from sinklens.experiments.metrics import AtPosition, StepOutput
 from sinklens.experiments.modes import commits_compared, mode_patching, modes_compared
 from sinklens.experiments.paths import AcrossSteps, path_across_steps
 from sinklens.experiments.readers import read_attribution
@@ -39,6 +50,11 @@ from sinklens.experiments.writers import write_attribution
 
 __all__ = [
     "AcrossSteps",
+    "AtPosition",
+    "Circuit",
+    "CircuitCase",
+    "CircuitEdge",
+    "CircuitValue",
     "Edge",
     "Effect",
     "Jump",
@@ -46,23 +62,30 @@ __all__ = [
     "MassiveActivation",
     "ModeEffect",
     "OutlierDimension",
+    "Overlap",
     "StepOutput",
     "TunedLens",
     "agreement",
     "attention_to",
     "attribution_patching",
+    "circuit_case",
+    "circuit_cases",
+    "circuit_curves",
     "commits_compared",
     "compare",
     "corrupted",
     "difference_of_means",
     "donors",
     "edge_attribution",
+    "edge_scores",
     "effect",
+    "greedy_circuit",
     "head_outputs",
     "jump_undone",
     "layer_similarity",
     "logit_lens",
     "massive_activations",
+    "measure_circuit",
     "mode_patching",
     "modes_compared",
     "of_step",

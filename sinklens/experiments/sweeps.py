@@ -68,7 +68,7 @@ def sweep(
         model: anything that `sinklens.load` accepts.
         prompts: one or several, as in `sinklens.generate`.
         interventions: name -> intervention, or list of interventions and (name, function) pairs. With `metric`, a name
-            may also be a place, ``(layer, head)`` or ``(layer, head, step)``.
+            may also be a place, ``(layer, head)``, ``(layer, head, step)`` or ``AtPosition(layer, position, step)``.
         metric: a function of a step's logits and canvas, `StepOutput` -> one number per prompt. The result is then
             ``metric`` and nothing else. Under replay a diffusion model runs only the steps that the interventions name,
             where these act on each step alone (`Intervention.within_step`).
@@ -89,7 +89,7 @@ def sweep(
         ``control_picked`` are NaN for an intervention without a control. A control without any key is not refused but
         has 0 here, and a `ControlWarning`. With `metric`: ``metric``
         [intervention, prompt, step], NaN at steps that were not run, and ``metric_base`` [prompt, step]; if the names
-        are places, [layer, head, prompt, step] or [layer, head, step, prompt].
+        are places, [layer, head, step, prompt], or with ``pos`` in place of ``head``.
 
     Raises:
         SettingError: no prompt or intervention, a budget below one row, an intervention that makes the canvas longer

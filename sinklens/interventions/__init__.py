@@ -7,6 +7,7 @@ follow the run.
 
 from sinklens.interventions.acceptance import Accept, Renoise
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
+from sinklens.interventions.circuits import KeepEdges
 from sinklens.interventions.donors import Donors, Resample
 from sinklens.interventions.heads import AblateHeads, AblateMLPs, AblateSinkAttention, HeadOutputs
 from sinklens.interventions.keys import HideKeys, HoldSinks
@@ -47,6 +48,7 @@ __all__ = [
     "HoldSinks",
     "InArray",
     "Intervention",
+    "KeepEdges",
     "KeepKeys",
     "LayerOrder",
     "MaskSinks",
