@@ -3,8 +3,8 @@
 The list of layers of a transformers model is replaced while a block lasts. A layer that runs twice passes its hook
 points twice; a cache then holds the values of its last run.
 
-Pitfall: a layer finds its cached keys by its own number, so only a permutation works with a key/value cache. `LayerOrder`
-refuses other orders in passes that compute a part of the text.
+Pitfall: a layer finds its cached keys by its own number, so only a permutation works with a key/value cache.
+`LayerOrder` refuses other orders in passes that compute a part of the text.
 """
 
 from collections.abc import Iterator, Sequence

@@ -23,7 +23,7 @@ def _writes(model: Any, ids: Tensor) -> dict[str, Tensor]:
 
 
 def alone(model: Any, clean: Tensor, corrupted: Tensor, keeps: Callable[[str, str, int], bool]) -> Tensor:
-    """Logits of the clean pass of a Llama without biases, with the edges that `keeps` leaves out from the corrupted one.
+    """Logits of the clean pass of a Llama without biases, edges that are not kept from the corrupted one.
 
     Args:
         keeps: sender, receiver and position -> whether the edge is kept.
@@ -48,9 +48,7 @@ def alone(model: Any, clean: Tensor, corrupted: Tensor, keeps: Callable[[str, st
             for head in range(count):
                 caught: dict[str, Tensor] = {}
                 normed = _norm(layer.input_layernorm, stream(f"L{number}H{head}.{letter}"), "", lambda _, value: value)
-                _attention(
-                    layer.self_attn, normed, real, seen, config, at, lambda n, v, c=caught: c.setdefault(n, v)
-                )
+                _attention(layer.self_attn, normed, real, seen, config, at, lambda n, v, c=caught: c.setdefault(n, v))
                 found.append(caught[f"{at}.hook_{letter}"][:, :, head])
             return torch.stack(found, dim=2)
 

@@ -27,8 +27,10 @@ from sinklens.experiments.comparison import attention_to, compare
 from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
 from sinklens.experiments.effects import Effect, ModeEffect, effect
+from sinklens.experiments.jacobian_lens import fit_jacobian_lens
 from sinklens.experiments.jumps import Jump, jump_undone, sink_jumps
 from sinklens.experiments.lens import LogitLens, logit_lens
+from sinklens.experiments.lens_comparison import compare_lenses
 from sinklens.experiments.lens_training import train_tuned_lens
 from sinklens.experiments.massive import (
     MassiveActivation,
@@ -73,12 +75,14 @@ __all__ = [
     "circuit_curves",
     "commits_compared",
     "compare",
+    "compare_lenses",
     "corrupted",
     "difference_of_means",
     "donors",
     "edge_attribution",
     "edge_scores",
     "effect",
+    "fit_jacobian_lens",
     "greedy_circuit",
     "head_outputs",
     "jump_undone",

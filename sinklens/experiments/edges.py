@@ -80,7 +80,9 @@ def edge_attribution(
                 slopes[name] = slopes.get(name, 0.0) + slope / len(shares)
         changes = {point: wide(clean[point]) - wide(corrupted[point]) for point in outputs}
         written = [sender.written(changes[sender.point], model, corrupted) for sender in senders]
-        rows = [_effects(sender, one, receivers, slopes, by_position) for sender, one in zip(senders, written, strict=True)]
+        rows = [
+            _effects(sender, one, receivers, slopes, by_position) for sender, one in zip(senders, written, strict=True)
+        ]
         values = metric_value(metric, clean_logits), metric_value(metric, corrupted_logits)
     return _table(torch.stack(rows), senders, receivers, *values)
 

@@ -107,9 +107,7 @@ def _cut(
     for name in kept["receiver"].values.tolist():
         Receiver.named(name, model)
     now = kept.sel(step=step) if "step" in kept.dims else kept
-    now = now.reindex(
-        sender=[one.name for one in senders], receiver=[one.name for one in receivers], fill_value=False
-    )
+    now = now.reindex(sender=[one.name for one in senders], receiver=[one.name for one in receivers], fill_value=False)
     now = now if "pos" in now.dims else now.expand_dims(pos=1)
     array = now.transpose("sender", "receiver", "pos").to_numpy().astype(bool)
     reaches = np.array([[one.depth < other.depth for other in receivers] for one in senders])
@@ -178,4 +176,3 @@ class _Cut:
         if cut.shape[1] not in (1, length):
             raise SettingError(f"kept has {cut.shape[1]} positions, and the pass {length}; give one for each column.")
         return torch.einsum("sbpd,sp->bpd", self._stacked, cut.expand(-1, length).to(self._stacked))
-

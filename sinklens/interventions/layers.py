@@ -1,9 +1,9 @@
 """Interventions on complete layers: skip them, repeat them, run them in another order.
 
 `SkipLayers` acts on hook points, so it can be restricted to steps and positions: where a layer is skipped, the stream
-leaves it as it entered. The layer is still computed, and nothing becomes faster. `LayerOrder` changes the order in which
-a model runs its layers, for all positions of a pass: a permutation swaps layers, a number that occurs twice repeats one,
-and a missing number skips one without computing it.
+leaves it as it entered. The layer is still computed, and nothing becomes faster. `LayerOrder` changes the order in
+which a model runs its layers, for all positions of a pass: a permutation swaps layers, a number that occurs twice
+repeats one, and a missing number skips one without computing it.
 
 Pitfall: a layer that does little at one noise level may matter at another. Compare the effect by step, under replay.
 """
@@ -147,4 +147,3 @@ class LayerOrder(Intervention):
             if not -size <= number < size:
                 raise SettingError(f"layer {number} does not exist; there are {size}, 0 to {size - 1}.")
         return [number % size for number in numbers]
-

@@ -314,7 +314,9 @@ class PathPatch(AtPositions):
         if self.source is None:
             return torch.zeros_like(value)
         if step + self.shift not in self.source:
-            raise SettingError(f"source holds steps {sorted(self.source)}, but not step {step + self.shift}; record it.")
+            raise SettingError(
+                f"source holds steps {sorted(self.source)}, but not step {step + self.shift}; record it."
+            )
         source = self.source[step + self.shift][sender.point].to(value)
         real = torch.ones(source.shape[:2], dtype=torch.bool) if self.real is None else self.real.cpu()
         if self.real is not None and real.shape[1] >= source.shape[1]:

@@ -5,8 +5,8 @@ magnitude a,
 
     x ↦ s · round(x / s),    s = a / q.
 
-A group of weights is a row of a matrix (one output), or `group` neighbouring inputs of it; a group of activations is one
-position. One large value makes all levels of its group coarse, so outlier dimensions decide how much rounding costs
+A group of weights is a row of a matrix (one output), or `group` neighboring inputs of it; a group of activations is
+one position. One large value makes all levels of its group coarse, so outlier dimensions decide how much rounding costs
 (LLM.int8, 2208.07339; massive activations, 2402.17762). `keep_dims` leaves them unrounded.
 
 Limitation: this is the error of rounding, not the arithmetic of a quantized kernel, and no calibration (GPTQ, AWQ) is
@@ -36,7 +36,7 @@ ROUNDED = ("ln1.hook_normalized", "ln2.hook_normalized", "hook_resid_pre", "hook
 
 
 def rounded(values: Float[Tensor, "*row column"], bits: int, group: int | None = None) -> Float[Tensor, "*row column"]:
-    """`values` rounded as in the module, in groups of `group` neighbours along the last axis; None is the complete axis.
+    """`values` rounded as in the module, in groups of `group` neighbors along the last axis; None is all of it.
 
     The last group of a row may be shorter. A group of zeros stays as it is.
     """
@@ -61,7 +61,7 @@ class RoundWeights(Intervention):
 
     Attributes:
         bits: bits per weight, 2 to 8.
-        group: number of neighbouring inputs that share a scale; None for one scale per output.
+        group: number of neighboring inputs that share a scale; None for one scale per output.
         keep_dims: dimensions of the residual stream whose weights stay as they are, in matrices that read the stream.
         layers: layers whose weights are rounded.
 

@@ -167,7 +167,10 @@ class HookedPass:
         tree = self.model.tree
         try:
             state.announce(0)
-            with all_applied(hooks, self.model), attached(tree, self._pairs(hooks, state), len(state.canvas), self.cfg_scale > 0):
+            with (
+                all_applied(hooks, self.model),
+                attached(tree, self._pairs(hooks, state), len(state.canvas), self.cfg_scale > 0),
+            ):
                 yield
         finally:
             tree.watch.forward_pass = ForwardPass()

@@ -1,4 +1,4 @@
-"""Open a denoising run as a block (`trace`), or run one without a block (`generate`); `replay` opens one made elsewhere."""
+"""Open a run as a block (`trace`), run one without a block (`generate`), or open one made elsewhere (`replay`)."""
 
 from sinklens.tracing.recordings import (
     RecordedCanvases,

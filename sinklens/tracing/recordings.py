@@ -14,12 +14,12 @@ one object per run (that is, per row of a batch):
     model, source                optional: the model's name, and what made the run
 
 Positions count from the first token of the prompt. One of `undecided`, `decided` and `mask_id` is needed; the first of
-them that is present counts. `write_canvases` writes runs of sinklens, `read_canvases` reads a file, `from_history` takes
-the lists of canvases that Dream's ``diffusion_generate(output_history=True, return_dict_in_generate=True)`` and dLLM's
-samplers (``return_dict=True``) return, and `from_sequences` what an autoregressive ``generate`` returns.
+them that is present counts. `write_canvases` writes runs of sinklens, `read_canvases` reads a file, `from_history`
+takes the lists of canvases that Dream's ``diffusion_generate(output_history=True, return_dict_in_generate=True)`` and
+dLLM's samplers (``return_dict=True``) return, and `from_sequences` what an autoregressive ``generate`` returns.
 
-Pitfall: the canvases alone do not say how an engine computed its steps. With approximate caches, quantization or another
-attention kernel its activations differed from those of a replay, which are those of the exact model.
+Pitfall: the canvases alone do not say how an engine computed its steps. With approximate caches, quantization or
+another attention kernel its activations differed from those of a replay, which are those of the exact model.
 """
 
 import json
@@ -102,7 +102,10 @@ class RecordedCanvases:
 
     def to_json(self) -> dict[str, Any]:
         """The object of the module's format."""
-        decided = [(now & ~after).nonzero()[:, 0].tolist() for now, after in zip(self.undecided, self.undecided[1:])]
+        decided = [
+            (now & ~after).nonzero()[:, 0].tolist()
+            for now, after in zip(self.undecided[:-1], self.undecided[1:], strict=True)
+        ]
         return {
             "format": FORMAT,
             "prompt_ids": list(self.prompt_ids),
@@ -219,8 +222,8 @@ def from_history(
     """Recorded runs from the canvases of a batch, one tensor per step.
 
     ``output.history`` of Dream's ``diffusion_generate`` holds the canvas after each step and pads prompts on the left;
-    ``output.histories`` of dLLM's samplers also holds the first canvas and pads on the right. A first canvas without any
-    decided position is taken as the start, otherwise one is put before it.
+    ``output.histories`` of dLLM's samplers also holds the first canvas and pads on the right. A first canvas without
+    any decided position is taken as the start, otherwise one is put before it.
 
     Args:
         history: the canvases.
@@ -254,9 +257,9 @@ def from_history(
 def from_sequences(
     sequences: Int[Tensor, "batch pos"], prompts: Sequence[Sequence[int]], source: str = ""
 ) -> list[RecordedCanvases]:
-    """Recorded runs from what transformers' autoregressive ``generate`` returns: prompts, padded on the left, and answers.
+    """Recorded runs from the sequences of transformers' autoregressive ``generate``, whose prompts are left-padded.
 
-    Each step decides one token, from left to right. Cut off what follows a row's end token before, if it should not count.
+    Each step decides one token, from left to right. First cut off what follows a row's end token.
 
     Raises:
         SettingError: a row does not hold its prompt.
@@ -280,9 +283,14 @@ class _Placed:
 
 
 def replay(
-    model: Any, recorded: RecordedCanvases, *, hooks: Hooks = (), record_sinks: Any = True, progress: bool | None = None,
+    model: Any,
+    recorded: RecordedCanvases,
+    *,
+    hooks: Hooks = (),
+    record_sinks: Any = True,
+    progress: bool | None = None,
     **settings: Any,
-) -> Generation:  # fmt: skip
+) -> Generation:
     """Run a model over the canvases of a recorded run; all points, hooks and interventions are those of `generate`.
 
     Args:
@@ -326,4 +334,3 @@ def _placed(state: Any, recorded: RecordedCanvases) -> _Placed:
     shown = recorded.canvas.masked_fill(recorded.undecided, state.mask_id) if state.mask_id >= 0 else recorded.canvas
     canvas[:, real], undecided[:, real] = shown, recorded.undecided
     return _Placed(canvas[None], undecided[None])
-

@@ -113,7 +113,9 @@ def test_a_permutation_works_with_a_cache_and_other_orders_are_refused(worded):
     plain = watch(model, PADDED, [LayerOrder([1, 0, 2])], [], use_cache=False).run
     assert torch.equal(cached.canvas, plain.canvas)
     assert not torch.equal(cached.canvas, watch(model, PADDED, [], []).run.canvas)
-    with pytest.raises(SettingError, match=r"LayerOrder\(\[0, 1, 1, 2\]\) skips or repeats layers, and steps with use_cache"):
+    with pytest.raises(
+        SettingError, match=r"LayerOrder\(\[0, 1, 1, 2\]\) skips or repeats layers, and steps with use_cache"
+    ):
         watch(model, PADDED, [LayerOrder([0, 1, 1, 2])], [])
     assert watch(model, PADDED, [LayerOrder([0, 1, 1, 2])], [], use_cache=False).run.steps_run == 5
 

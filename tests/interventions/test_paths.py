@@ -133,7 +133,11 @@ def test_a_path_carries_zero_or_the_mean_of_other_prompts(by):
     model, ids, reference = shared_model("qwen3"), random_ids(), random_ids(3, 5)
     real = left_padding(3, 5, 2)
     kept = model.run_with_cache(reference, attention_mask=real)[1]
-    for sender, point in (("L0H4", "blocks.0.attn.hook_z"), ("embed", "hook_embed"), ("1_mlp_out", "blocks.1.hook_mlp_out")):
+    for sender, point in (
+        ("L0H4", "blocks.0.attn.hook_z"),
+        ("embed", "hook_embed"),
+        ("1_mlp_out", "blocks.1.hook_mlp_out"),
+    ):
         filled = torch.zeros_like(model.run_with_cache(ids)[1][point])
         if by == "mean":
             places = [kept[point][row, column] for row, column in real.nonzero().tolist()]
