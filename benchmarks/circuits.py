@@ -11,7 +11,7 @@ import sinklens
 from sinklens.experiments import circuit_cases, circuit_curves, edge_scores
 
 STEP = 8
-SHARES = (0.02, 0.05, 0.1, 0.2, 0.5)
+SHARES = (0.02, 0.1, 0.3)
 FITTED = [
     ("Question: Mia has 17 pens. She loses 6 of them. How many pens are left?\nAnswer:", " 6", " 7"),
     ("Question: Ben has 9 eggs. He finds 4 more. How many eggs does Ben have now?\nAnswer:", " 4", " 7"),
@@ -39,7 +39,7 @@ def main() -> None:
         fitted, others = cases_of(model, FITTED), cases_of(model, OTHERS)
         scores = edge_scores(fitted, path=8).mean("step", skipna=False)
         for label, cases in (("same problems", fitted), ("other problems", others)):
-            curves = circuit_curves(cases, scores, SHARES, draws=5)
+            curves = circuit_curves(cases, scores, SHARES, draws=3)
             for share in SHARES:
                 now = curves.sel(share=share)
                 parts = [
@@ -48,7 +48,7 @@ def main() -> None:
                     for kind in ("circuit", "random", "degree")
                 ]
                 changed = float(now["changed"].mean())
-                print(f"{name}, {label}, {int(now['edges'])} edges ({share:.0%}): {', '.join(parts)}; {changed:.2f}")
+                print(f"{name}, {label}, {int(now['edges'])} edges ({share:.0%}): {', '.join(parts)}; {changed:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from sinklens.tasks.word_problems import held_out
 
 
 def main() -> None:
-    prompts = [problem.prompt for problem in held_out(12)]
+    prompts = [problem.prompt for problem in held_out(8)]
     for name in ("tiny-llada", "tiny-dream"):
         model = sinklens.load(name)
         run = sinklens.generate(model, prompts, record_sinks=False, progress=False)
@@ -35,7 +35,7 @@ def main() -> None:
             found = effect(model, prompts, hooks, record_sinks=False)
             same = int(found.free_running["same_answer"].sum())
             kl = float(found.under_replay["kl"].mean())
-            print(f"{name}, {label}: KL {kl:.3g}, {same} of {len(prompts)} answers the same")
+            print(f"{name}, {label}: KL {kl:.3g}, {same} of {len(prompts)} answers the same", flush=True)
 
 
 if __name__ == "__main__":

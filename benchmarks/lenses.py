@@ -19,15 +19,15 @@ SETTINGS = {"steps": 12}
 
 
 def main() -> None:
-    fitted = [problem.prompt for problem in training(5, 24)]
-    tested = [problem.prompt for problem in held_out(16)]
+    fitted = [problem.prompt for problem in training(5, 16)]
+    tested = [problem.prompt for problem in held_out(12)]
     for name in ("tiny-llada", "tiny-dream"):
         model = sinklens.load(name)
         lenses = {
             "logit": None,
-            "tuned": train_tuned_lens(model, fitted, buckets=BUCKETS, updates=200, **SETTINGS),
-            "jacobian": fit_jacobian_lens(model, fitted, buckets=BUCKETS, passes=12, **SETTINGS),
-            "jacobian, own": fit_jacobian_lens(model, fitted, buckets=BUCKETS, passes=24, targets="own", **SETTINGS),
+            "tuned": train_tuned_lens(model, fitted, buckets=BUCKETS, updates=150, **SETTINGS),
+            "jacobian": fit_jacobian_lens(model, fitted, buckets=BUCKETS, passes=6, **SETTINGS),
+            "jacobian, own": fit_jacobian_lens(model, fitted, buckets=BUCKETS, passes=12, targets="own", **SETTINGS),
         }
         found = compare_lenses(model, tested, lenses, buckets=BUCKETS, **SETTINGS)
         for bucket in found["bucket"].values:
@@ -37,7 +37,7 @@ def main() -> None:
                 first = now["first"].sel(lens=lens).to_numpy()
                 difference = first - now["first"].sel(lens="logit").to_numpy()
                 interval = mean_interval(difference[~np.isnan(difference)])
-                print(f"{name}, share up to {bucket}: {lens}: first {np.nanmean(first):.2f}, {interval}; {decoded}")
+                print(f"{name}, share up to {bucket}: {lens}: first {np.nanmean(first):.2f}, {interval}; {decoded}", flush=True)
 
 
 if __name__ == "__main__":

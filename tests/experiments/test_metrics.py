@@ -258,6 +258,7 @@ def test_interventions_named_by_positions_give_a_grid_over_layer_position_and_st
     for place, hooks in places.items():
         alone = sweep(model, PROMPTS, {"x": hooks}, metric=surprise, replay=True, **SHORT)["metric"]
         cell = found.sel(layer=place.layer, pos=place.position, step=place.step)
-        np.testing.assert_allclose(cell, alone.sel(intervention="x", step=place.step), rtol=1e-4)
+        np.testing.assert_allclose(cell, alone.sel(intervention="x", step=place.step), rtol=1e-4, atol=1e-5)
+    assert float(found.max()) > 1e-3
     with pytest.raises(SettingError, match=r"all by AtPosition\(layer, position, step\)"):
         sweep(model, PROMPTS, {AtPosition(0, 1): [], (0, 1): []}, metric=surprise, **SHORT)

@@ -72,7 +72,7 @@ def test_the_page_shows_examples_with_step_and_state_and_runs_nothing(found, tmp
     feature_page(model, summaries, tmp_path / "page.html", title="<b>Features</b>")
     text = (tmp_path / "page.html").read_text()
     assert "<h1>&lt;b&gt;Features&lt;/b&gt;</h1>" in text
-    assert text.count('<p class="example">') == 6
+    assert text.count('<p class="example">') == sum(len(one.examples) for one in summaries) == 5
     assert re.search(r"3, step \d, position 2, prompt:", text)
     assert '<b><span class="a8">w10</span></b>' in text.replace("␣", "").replace(" w10", "w10")
     assert "<script" not in text

@@ -45,6 +45,7 @@ def test_an_sae_is_read_as_it_was_written_in_either_layout(tmp_path):
             save_gemma_scope(other, tmp_path / "other")
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_other_files_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"is no readable params\.npz"):
         load_gemma_scope(tmp_path)
