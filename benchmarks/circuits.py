@@ -48,7 +48,10 @@ def main() -> None:
                     for kind in ("circuit", "random", "degree")
                 ]
                 changed = float(now["changed"].mean())
-                print(f"{name}, {label}, {int(now['edges'])} edges ({share:.0%}): {', '.join(parts)}; {changed:.2f}", flush=True)
+                print(
+                    f"{name}, {label}, {int(now['edges'])} edges ({share:.0%}): {', '.join(parts)}; {changed:.2f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

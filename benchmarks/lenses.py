@@ -37,7 +37,10 @@ def main() -> None:
                 first = now["first"].sel(lens=lens).to_numpy()
                 difference = first - now["first"].sel(lens="logit").to_numpy()
                 interval = mean_interval(difference[~np.isnan(difference)])
-                print(f"{name}, share up to {bucket}: {lens}: first {np.nanmean(first):.2f}, {interval}; {decoded}", flush=True)
+                print(
+                    f"{name}, share up to {bucket}: {lens}: first {np.nanmean(first):.2f}, {interval}; {decoded}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

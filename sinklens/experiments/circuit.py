@@ -100,7 +100,7 @@ class Circuit:
         if size is None or not 0 <= size <= exists:
             raise SettingError(f"a circuit of these scores has 0 to {exists} edges; got count={count}, share={share}.")
         order = np.argsort(-values, axis=None, kind="stable")[:size]  # NaN comes last
-        kept = np.zeros(values.size, dtype=bool)
+        kept: np.ndarray = np.zeros(values.size, dtype=bool)
         kept[order] = True
         return cls(scores.copy(data=kept.reshape(values.shape)), scores)
 
@@ -143,7 +143,7 @@ class Circuit:
         """As many edges, drawn among all."""
         exists = np.flatnonzero(self.exists)
         chosen = np.random.default_rng(seed).choice(exists, self.size, replace=False)
-        kept = np.zeros(self.exists.size, dtype=bool)
+        kept: np.ndarray = np.zeros(self.exists.size, dtype=bool)
         kept[chosen] = True
         return Circuit(self.kept.copy(data=kept.reshape(self.exists.shape)), self.scores)
 

@@ -19,7 +19,7 @@ measured on one example fits that example; measure it on other cases.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -211,8 +211,11 @@ class _Measured:
         for case, pair, source in zip(self._cases, self._pairs, self._sources, strict=True):
             kept = circuit.kept
             if "step" in kept.dims:
-                if case.step not in kept["step"]:
-                    raise SettingError(f"the circuit has steps {kept['step'].values.tolist()}, not {case.step}.")
+                if (steps := kept["step"].values.tolist()).count(case.step) != 1:
+                    raise SettingError(
+                        f"the circuit has steps {steps}, and a case step {case.step}, which must be one of them, once; "
+                        f"average the scores over step for one circuit of all cases."
+                    )
                 kept = kept.sel(step=case.step, drop=True)
             hooks = KeepEdges(kept=kept, source={0: source}).hooks_for(case.model)
             values.append(float(metric_value(case.metric, pair.logits(pair.hidden(pair.clean, hooks)))))
@@ -272,7 +275,7 @@ def circuit_curves(
                 value = measured.value(other)
                 found[:, at, kind, draw] = value.faithfulness, value.completeness
     axes = ("share", "kind", "draw")
-    data = {"faithfulness": (axes, found[0]), "completeness": (axes, found[1])}
+    data: dict[str, Any] = {"faithfulness": (axes, found[0]), "completeness": (axes, found[1])}
     data |= {"edges": (("share",), np.array(sizes)), "changed": (("share", "draw"), changed)}
     coords = {"share": list(shares), "kind": list(KINDS), "draw": list(range(draws))}
     return xr.Dataset(data, coords, {"full": measured.full, "empty": measured.empty})

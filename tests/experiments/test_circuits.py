@@ -252,6 +252,13 @@ def test_what_is_no_circuit_is_refused():
         greedy_circuit([case], Circuit.strongest(small(), count=1), tolerance=-1.0)
 
 
+def test_a_circuit_by_step_needs_each_case_once():
+    case = circuit_case(shared_model(), *neighbours(), bent)
+    circuit = Circuit.strongest(edge_scores([case, case]), share=0.1)
+    with pytest.raises(SettingError, match=r"the circuit has steps \[0, 0\], and a case step 0"):
+        measure_circuit([case], circuit)
+
+
 def test_a_source_of_other_canvases_is_refused():
     model, (clean, _) = sinklens.load(random_hf()), neighbours()
     _, cache = model.run_with_cache(clean[:, :4])
