@@ -32,7 +32,8 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.patching import PatchHooks, patched_steps
+from sinklens.interventions.patch_source import PatchSource
+from sinklens.interventions.patching import PatchHooks
 from sinklens.interventions.places import AtPositions, Places
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext, refuse, within
 from sinklens.utils.integers import check_seed_of
@@ -251,7 +252,7 @@ class PathPatch(AtPositions):
         """See `Intervention.acting_steps`."""
         if self.source is None or self.steps is not None:
             return super().acting_steps(steps)
-        return patched_steps(self.source, self.shift)
+        return PatchSource(self.source, self.shift).steps
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
