@@ -7,10 +7,12 @@ follow the run.
 
 from sinklens.interventions.acceptance import Accept, Renoise
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
+from sinklens.interventions.circuits import KeepEdges
 from sinklens.interventions.donors import Donors, Resample
 from sinklens.interventions.heads import AblateHeads, AblateMLPs, AblateSinkAttention, HeadOutputs
 from sinklens.interventions.kept_patterns import FreezePattern
 from sinklens.interventions.keys import HideKeys, HoldSinks
+from sinklens.interventions.layers import LayerOrder, SkipLayers
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
@@ -19,6 +21,7 @@ from sinklens.interventions.noise_range import AtNoise
 from sinklens.interventions.patching import Activations, PatchHooks
 from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.places import AtPositions
+from sinklens.interventions.rounding import RoundActivations, RoundWeights
 from sinklens.interventions.streams import ClampStream, Directions, Steer
 from sinklens.interventions.subspaces import PatchSubspace
 from sinklens.interventions.values import AblateValues
@@ -51,7 +54,9 @@ __all__ = [
     "HoldSinks",
     "InArray",
     "Intervention",
+    "KeepEdges",
     "KeepKeys",
+    "LayerOrder",
     "MaskSinks",
     "MaskedLogits",
     "Moment",
@@ -65,9 +70,12 @@ __all__ = [
     "Remask",
     "Renoise",
     "Resample",
+    "RoundActivations",
+    "RoundWeights",
     "Rule",
     "RunContext",
     "SinkToken",
+    "SkipLayers",
     "Steer",
     "StepCaches",
     "Suffix",

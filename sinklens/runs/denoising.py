@@ -30,7 +30,7 @@ from sinklens.model import Model
 from sinklens.runs.attached import attached
 from sinklens.runs.choices import ChoiceLog
 from sinklens.runs.control_keys import ControlLog
-from sinklens.runs.intervention import HookFunction, HookSource, RunContext, refuse_off_canvas, row_key
+from sinklens.runs.intervention import HookFunction, HookSource, RunContext, all_applied, refuse_off_canvas, row_key
 from sinklens.runs.policies import VARIABLES, follow, read_by_policy, recorded
 from sinklens.runs.recorder import SinkRecorder, of_pass, step_canvases
 from sinklens.runs.request import HOOKS, RunRequest
@@ -205,6 +205,7 @@ class Denoising:
         for passed in tree.denoise.children():
             passed.reached = None  # type: ignore[assignment]
         with (
+            all_applied(self.request.hooks, self.model),
             attached(tree, self.hooks, self.rows, self.settings.guided),
             read_by_policy(self.state.keys),
             nullcontext() if recorder is None else recorder.attached(),
