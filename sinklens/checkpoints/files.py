@@ -32,11 +32,14 @@ class Weights:
         shapes: weight name in transformers' naming -> shape.
         dtype: element type of most of the values.
         original: weight name in transformers' naming -> name in the files.
+        packed: names, in transformers' naming, of weights stored as integers or in 8 bits: those of a quantized
+            checkpoint.
     """
 
     shapes: dict[str, tuple[int, ...]]
     dtype: torch.dtype
     original: dict[str, str]
+    packed: frozenset[str] = frozenset()
 
     @property
     def parameters(self) -> int:
@@ -121,8 +124,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_headers(folder: Path, family: Family) -> Weights:
+def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weights:
     """Names, shapes and element type of all stored weights; reads only the headers.
+
+    Args:
+        quantized: whether integers and 8-bit numbers may be among them; the element type is then that of the others.
 
     Raises:
         CheckpointError: there are no safetensors files (pickles are rejected), a shard is missing, or a file is
@@ -131,6 +137,7 @@ def read_headers(folder: Path, family: Family) -> Weights:
     shapes: dict[str, tuple[int, ...]] = {}
     original: dict[str, str] = {}
     dtypes: dict[str, int] = {}
+    packed: set[str] = set()
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
@@ -142,12 +149,16 @@ def read_headers(folder: Path, family: Family) -> Weights:
                     shapes[name], original[name] = tuple(part.get_shape()), stored
                     size = torch.Size(shapes[name]).numel()
                     dtypes[part.get_dtype()] = dtypes.get(part.get_dtype(), 0) + size
+                    if part.get_dtype() not in DTYPES:
+                        packed.add(name)
         except SafetensorError as error:
             raise CheckpointError(f"{file} is truncated or corrupt ({error}). Download it again.") from error
+    if quantized:
+        dtypes = {kind: size for kind, size in dtypes.items() if kind in DTYPES}
     main = max(dtypes, key=lambda kind: dtypes[kind], default="F32")
     if main not in DTYPES:
         raise CheckpointError(f"{folder}: weights of type {main} are not supported; use {', '.join(DTYPES)}.")
-    return Weights(shapes, DTYPES[main], original)
+    return Weights(shapes, DTYPES[main], original, frozenset(packed))
 
 
 def rename(stored: str, family: Family) -> str:
