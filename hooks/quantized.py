@@ -59,6 +59,7 @@ def dequantized(module: Any, name: str = "weight") -> Float[Tensor, "*shape"]:
     elif library == "bitsandbytes":
         from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
+        module.state_dict()  # undoes the packing for a CPU's kernels, which the next forward repeats
         matrix = dequantize_bnb_weight(module.weight, module.state if form.endswith("8bitLt") else None)
     elif library == "transformers":
         matrix = scaled_blocks(module.weight, module.weight_scale_inv)

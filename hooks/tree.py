@@ -37,6 +37,7 @@ from sinklens.hooks.modulation import times_of
 from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
 from sinklens.hooks.segments import changes_attention, ruled_by, single_pass
+from sinklens.hooks.sharding import sharding_of
 from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.split_projection import split
@@ -61,6 +62,7 @@ class HookTree(ModelWeights, HookFront):
         super().__init__()
         self.watch = Watch()
         self.architecture = architecture
+        self.watch.sharding = sharding_of(hf, architecture)
         self.cfg = sizes_of(hf, architecture)
         self._undo = ExitStack()
         if architecture.fused:
@@ -217,6 +219,8 @@ class HookTree(ModelWeights, HookFront):
             raise SettingError(
                 f"{flag} is not available: this model has layers whose keys and values share a projection."
             )
+        if value and self.watch.sharding is not None:
+            raise SettingError(f"{flag} is not available for a model that is divided among processes; edit hook_q, …")
         if value and getattr(self._switches, unless, False):
             raise SettingError(f"{flag} and {unless} are mutually exclusive; call model.set_{unless}(False) first.")
         setattr(self._switches, flag, value)

@@ -26,6 +26,7 @@ from sinklens.checkpoints import files
 from sinklens.checkpoints.adapters import read_adapter
 from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
 from sinklens.checkpoints.packing import stored_shapes
+from sinklens.checkpoints.parallel import parallel_for
 from sinklens.checkpoints.quantization import Quantization, check_quantized, quantization_of
 from sinklens.checkpoints.reading import SMALL, DeviceMap, checked_source, read, target_for
 from sinklens.checkpoints.regimes import blocks_for, choose_family
@@ -62,6 +63,9 @@ class LoadRequest:
         quantization: how to quantize full-precision weights while they are read: "torchao-int8", "torchao-int4",
             "torchao-float8", "bnb-int8", "bnb-nf4", "fp8" or a quantization config of transformers; by default they
             stay as they are.
+        tp_plan: "auto" to divide the model among the processes of torchrun by transformers' plan for its class, or
+            rules that replace some of the plan's; by default every process has all of it.
+        ep_plan: "auto" to give each process some of the experts; alone, or with `tp_plan`.
         check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Raises:
@@ -77,6 +81,8 @@ class LoadRequest:
     block_length: Count | None = None
     mask_token_id: TokenId | None = None
     quantization: Any = None
+    tp_plan: Any = None
+    ep_plan: Any = None
     check: bool = True
 
     def __post_init__(self) -> None:
@@ -179,7 +185,9 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     source = checked_source(folder, family, raw, (config, weights), stored_shapes(expected, family.fused), set(tied))
     if request.device is not None and request.device_map is not None:
         raise CheckpointError("pass device= or device_map=, not both.")
+    shared = parallel_for(config, family, request, str(folder))
     target = target_for(source, _device(request.device), request.device_map, request.dtype, request.quantization)
+    target = replace(target, parallel=shared)
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
     _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
     defaults = _sampler_defaults(folder, family)

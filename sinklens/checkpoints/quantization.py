@@ -238,9 +238,32 @@ def _need(packages: tuple[str, ...], what: str, where: str) -> None:
 
 
 def group_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """The largest of `GROUPS` that divides the rows of all matrices."""
-    widths = {shape[-1] for name, shape in shapes.items() if len(shape) >= 2 and "embed" not in name}
+    """The largest of `GROUPS` that divides the rows of all matrices; the smallest if none does."""
+    widths = {shape[-1] for shape in _linear(shapes).values()}
     return next((group for group in GROUPS if all(width % group == 0 for width in widths)), GROUPS[-1])
+
+
+def check_sizes(method: Method, shapes: Mapping[str, tuple[int, ...]], cuda: bool, where: str) -> None:
+    """Refuse matrices that a 4-bit method cannot divide into groups.
+
+    Raises:
+        CheckpointError: it cannot; the message names one.
+    """
+    axis = {"torchao-int4": -1, "bnb-nf4": None if cuda else -2}.get(method.name)
+    if axis is None:
+        return
+    for name, shape in _linear(shapes).items():
+        if shape[axis] % GROUPS[-1]:
+            raise CheckpointError(
+                f"{where}: {method.name} divides {'rows' if axis == -1 else 'columns'} into groups of {GROUPS[-1]}, "
+                f"and {name} is {list(shape)}. Choose an 8-bit method: torchao-int8, torchao-float8 or bnb-int8."
+            )
+
+
+def _linear(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The matrices of linear layers, as far as names tell: neither embeddings nor the head, routers or experts."""
+    other = re.compile(r"embed|lm_head|wte|wpe|\.experts\.|\.mlp\.gate\.")
+    return {name: shape for name, shape in shapes.items() if len(shape) == 2 and not other.search(name)}
 
 
 def published(raw: Mapping[str, Any], family: Family, where: str) -> dict[str, Any] | None:

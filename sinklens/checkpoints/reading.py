@@ -57,6 +57,7 @@ class Target:
         dtype: element type of what is not quantized.
         method: how full-precision weights are quantized while they are read; None for not at all.
         config: transformers' quantization config for it.
+        parallel: transformers' distributed config, which divides the model among processes; None for one process.
     """
 
     device: torch.device
@@ -64,6 +65,7 @@ class Target:
     dtype: torch.dtype
     method: str | None = None
     config: Any = None
+    parallel: Any = None
 
 
 def target_for(source: Source, device: torch.device, device_map: DeviceMap | None, dtype: Any, wanted: Any) -> Target:
@@ -95,6 +97,7 @@ def target_for(source: Source, device: torch.device, device_map: DeviceMap | Non
             )
         chosen = method.cuda_dtype or chosen
     shapes = source.weights.shapes
+    quantization.check_sizes(method, shapes, cuda, where)
     experts = any(".experts." in name for name in shapes)
     place = quantization.Place(cuda, quantization.group_of(shapes), chosen, experts)
     return Target(device, device_map, chosen, wanted, quantization.config_for(method, place, where))
@@ -113,9 +116,10 @@ def read(source: Source, target: Target, attention: str) -> "PreTrainedModel":
     if source.published is not None:
         source.config.quantization_config = source.published
     device_map = target.device_map
-    if device_map is None and (quantized or target.device.type != "cpu"):
+    if target.parallel is None and device_map is None and (quantized or target.device.type != "cpu"):
         device_map = {"": target.device}
     options: dict[str, Any] = {} if target.config is None else {"quantization_config": target.config}
+    options |= {} if target.parallel is None else {"distributed_config": target.parallel}
     with _refusing(str(source.folder), quantized):
         hf = class_for(source.config, source.family).from_pretrained(
             source.folder,
@@ -128,6 +132,8 @@ def read(source: Source, target: Target, attention: str) -> "PreTrainedModel":
             local_files_only=True,
             **options,
         )
+    if target.parallel is not None:
+        hf.requires_grad_(False)  # gradients do not pass through values gathered from several processes
     if quantized and getattr(hf.config, "_experts_implementation", None) is not None:
         hf.set_experts_implementation("eager")  # grouped products take plain tensors
     return hf

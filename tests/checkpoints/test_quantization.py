@@ -53,7 +53,8 @@ def _with_shown_matrices(folder: Path, quantized: Any) -> Any:
         path, _, attribute = name.rpartition(".")
         shown = value_of(module, attribute)
         stored = getattr(plain.tree.hf.get_submodule(path), attribute)
-        assert shown.shape == stored.shape and 0 < (shown - stored).abs().max() < 0.5 * stored.abs().max()
+        assert shown.shape == stored.shape
+        assert 0 < (shown - stored).abs().max() < 0.3 * stored.abs().max()
         stored.data = shown.detach().clone().to(stored.dtype)
     return plain
 
@@ -182,7 +183,7 @@ def test_a_packed_matrix_of_another_size_is_refused():
 
 def test_scales_without_a_matrix_are_refused():
     stored = {"a.q_proj.qzeros": (1, 4), "a.q_proj.scales": (1, 32)}
-    with pytest.raises(CheckpointError, match="scales for a.q_proj, but not its weight"):
+    with pytest.raises(CheckpointError, match=r"scales for a.q_proj, but not its weight"):
         unpacked(_headers(stored, set()), "gptq", {"a.q_proj.weight": (32, 64)}, "here")
 
 
@@ -205,12 +206,13 @@ def test_modules_that_a_published_config_leaves_out_get_transformers_names():
     _needs("bnb-int8")
     found = published(raw, BY_MODEL_TYPE["llada"], "here")
     assert found is not None
-    assert found["llm_int8_skip_modules"] == ["lm_head"] and found["quant_method"] == "bitsandbytes"
+    assert found["llm_int8_skip_modules"] == ["lm_head"]
+    assert found["quant_method"] == "bitsandbytes"
 
 
 def test_projections_that_are_stored_as_one_cannot_be_published_quantized():
     raw = {"quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(CheckpointError, match="query_key_value.weight in one piece, which cannot be split"):
+    with pytest.raises(CheckpointError, match=r"query_key_value.weight in one piece, which cannot be split"):
         published(raw, BY_MODEL_TYPE["llada2_moe"], "here")
 
 
@@ -239,13 +241,20 @@ def test_fp8_files_are_dequantized_without_a_gpu(llama):
 # Refusals
 
 
-def test_an_unknown_method_is_refused_and_the_nearest_named(llama):
-    with pytest.raises(CheckpointError, match=r"'torchao-int9' is unknown; choose one of torchao-int8.*Did you mean"):
+def test_four_bits_need_rows_that_groups_divide(tmp_path):
+    _needs("torchao-int4")
+    write_family(tmp_path, "llama", **SIZES | {"intermediate_size": 40})
+    with pytest.raises(CheckpointError, match=r"groups of 32, and .*mlp.down_proj.weight is \[64, 40\]"):
+        sinklens.load(tmp_path, quantization="torchao-int4")
+
+
+def test_an_unknown_method_is_refused_and_the_known_named(llama):
+    with pytest.raises(CheckpointError, match=r"'torchao-int9' is unknown; choose one of torchao-int8, torchao-int4"):
         sinklens.load(llama, quantization="torchao-int9")
 
 
 def test_a_method_that_needs_a_gpu_is_refused_on_a_cpu(llama):
-    with pytest.raises(CheckpointError, match="'fp8' needs a GPU of compute capability 8.9"):
+    with pytest.raises(CheckpointError, match=r"'fp8' needs a GPU of compute capability 8.9"):
         sinklens.load(llama, quantization="fp8", device="cpu")
 
 
@@ -259,7 +268,7 @@ def test_a_model_without_linear_layers_is_refused():
     """GPT-2's projections are of a class of their own, and torchao quantizes linear layers."""
     hf = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50))
     found = quantization_of(hf, "torchao-int8")
-    with pytest.raises(CheckpointError, match="torchao-int8 quantizes none of .*does not quantize Conv1D"):
+    with pytest.raises(CheckpointError, match=r"torchao-int8 quantizes none of .*does not quantize Conv1D"):
         check_quantized(found, "here")
 
 
@@ -267,7 +276,7 @@ def test_a_packed_layer_refuses_to_show_its_matrix():
     layer = type("TritonLinear", (torch.nn.Module,), {})()
     layer.register_buffer("qweight", torch.zeros(8, 32, dtype=torch.int32))
     assert form_of(layer) == "packed TritonLinear"
-    with pytest.raises(SettingError, match="TritonLinear layer is packed for its kernel .* W_Q"):
+    with pytest.raises(SettingError, match=r"TritonLinear layer is packed for its kernel .* W_Q"):
         weight_of(layer)
 
 
