@@ -60,13 +60,11 @@ class Sharding:
         axes: names of the divided axes, from the glossary of points.
         size: number of processes.
         rank: number of this process.
-        group: the processes; None for all.
     """
 
     axes: tuple[str, ...]
     size: int
     rank: int
-    group: Any = None
 
     def axis_of(self, point: str) -> int | None:
         """The divided axis of the value at `point`; None if every process has all of it."""
@@ -85,10 +83,10 @@ class Sharding:
                 "gradients do not pass through the points of a model that is divided among processes; load it in one "
                 "process, or run the pass under torch.no_grad()."
             )
-        complete = self.gathered(value, axis)
-        with torch.inference_mode(False):
-            shown, before = complete, complete._version
-        found = point(shown)
+        with torch.inference_mode(False):  # inference tensors do not record in-place writes
+            complete = self.gathered(value, axis)
+        before = complete._version
+        found = point(complete)
         if found is complete and complete._version == before:
             return value
         return self.part(found, axis)
@@ -96,7 +94,7 @@ class Sharding:
     def gathered(self, value: Tensor, axis: int) -> Tensor:
         """The parts of all processes, one after another along `axis`."""
         parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, value.contiguous(), group=self.group)
+        dist.all_gather(parts, value.contiguous())
         return torch.cat(parts, dim=axis)
 
     def part(self, value: Tensor, axis: int) -> Tensor:
@@ -106,14 +104,13 @@ class Sharding:
     def summed(self, value: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """The sum of the processes' values."""
         total = value.contiguous().clone()
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total)
         return total
 
 
 def sharding_of(hf: Any, architecture: Architecture) -> Sharding | None:
     """How a transformers model is divided among processes; None if this process has all heads and neurons."""
-    mesh = hf.__dict__.get("_device_mesh")
-    if mesh is None or not started():
+    if not started():
         return None
     axes: tuple[str, ...] = ()
     for layer in hf.get_submodule(f"{architecture.base}.{architecture.layers}"):
@@ -121,5 +118,4 @@ def sharding_of(hf: Any, architecture: Architecture) -> Sharding | None:
         axes += HEADS if is_sharded(attn.get_submodule(architecture.q)) else ()
         dense = dict(mlp.named_modules()).get(architecture.up)
         axes += NEURONS if dense is not None and is_sharded(dense) else ()
-    tp = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
-    return Sharding(tuple(dict.fromkeys(axes)), tp.size(), tp.get_local_rank(), tp.get_group())
+    return Sharding(tuple(dict.fromkeys(axes)), dist.get_world_size(), dist.get_rank()) if axes else None

@@ -120,7 +120,7 @@ class Checkpoint:
         blocks: the blocks of a block-causal model; None for other attention.
         refused_tokens: token ids that prompts must not contain, and what they stand for.
         name: the name or path that was loaded.
-        revision: the requested branch, tag or commit, if any.
+        revision: the commit of a checkpoint from the hub, whatever branch or tag was requested; None for a folder.
         undo: closing it restores everything that `prepare` changed in the transformers model.
         adapter: the checkpoint's adapter, which draft passes use; None without one.
         quantization: which of its matrices are quantized; None for a model in full precision.
@@ -173,6 +173,7 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
 
     folder = files.find_checkpoint(name_or_path, request.revision)
     raw = files.read_config(folder)
+    revision = files.commit_of(folder) or request.revision
     family = choose_family(raw, str(folder), request.family, request.block_length)
     raw = _with_mask(raw, request.mask_token_id, family, str(folder))
     blocks = blocks_for(raw, family, request.block_length, str(folder))
@@ -199,7 +200,7 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     if made is not None:
         check_quantized(made, str(folder))
     _tie(hf, tied, weights, str(folder))
-    checkpoint = prepare(hf, found, family, raw, str(name_or_path), request.revision, defaults, blocks)
+    checkpoint = prepare(hf, found, family, raw, str(name_or_path), revision, defaults, blocks)
     return replace(checkpoint, adapter=adapter, quantization=made)
 
 
@@ -217,7 +218,8 @@ def outline(name_or_path: str | Path, request: LoadRequest) -> Checkpoint:
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
     empty = build_empty(config, family.model_class)
     defaults = _sampler_defaults(folder, family)
-    return prepare(empty, found, family, raw, str(name_or_path), request.revision, defaults, blocks)
+    revision = files.commit_of(folder) or request.revision
+    return prepare(empty, found, family, raw, str(name_or_path), revision, defaults, blocks)
 
 
 def _tie(hf: "PreTrainedModel", tied: dict[str, str], weights: files.Weights, where: str) -> None:

@@ -48,8 +48,9 @@ def parallel_for(config: "PreTrainedConfig", family: Family, request: Any, where
             _check_plan(config, family, name, where)
     if request.tp_plan is not None:
         _check_sizes(config, family, processes, where)
-    if request.ep_plan is not None:
-        _check_divides(config, architecture_of(config.model_type).experts.count, processes, where)  # type: ignore[union-attr]
+    experts = architecture_of(config.model_type).experts
+    if request.ep_plan is not None and experts is not None:
+        _check_divides(config, experts.count, processes, where)
     plans = {name: value for name in PLANS if isinstance(value := getattr(request, name), dict)}
     if request.tp_plan is None:
         plans["tp_plan"] = {}

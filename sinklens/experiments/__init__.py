@@ -1,7 +1,7 @@
 """Experiments that take several runs or passes: compare two runs, measure an intervention's effect, sweep, attribute.
 
 `compare` and `effect` compare two runs, also in two modes; `modes_compared`, `commits_compared` and `mode_patching`
-compare the passes of two modes; `corrupted` runs a changed prompt on a run's canvases; `sweep` runs many
+compare the passes of two modes; `fidelity` compares a quantized model with the one that was quantized; `corrupted` runs a changed prompt on a run's canvases; `sweep` runs many
 interventions in few passes; `attribution_patching` and `patching_effects` measure which points matter; `logit_lens`
 reads the residual stream of every step, and `train_tuned_lens` trains a `TunedLens` for it; `write_attribution` splits
 a score over its writers, and `read_attribution` finds who reads a key's message; `sink_jumps` lists the jumps of sinks,
@@ -16,6 +16,7 @@ from sinklens.experiments.comparison import attention_to, compare
 from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
 from sinklens.experiments.effects import Effect, ModeEffect, effect
+from sinklens.experiments.fidelity import Fidelity, fidelity
 from sinklens.experiments.jumps import Jump, jump_undone, sink_jumps
 from sinklens.experiments.lens import LogitLens, logit_lens
 from sinklens.experiments.lens_training import train_tuned_lens
@@ -34,6 +35,7 @@ __all__ = [
     "AcrossSteps",
     "Edge",
     "Effect",
+    "Fidelity",
     "Jump",
     "LogitLens",
     "ModeEffect",
@@ -49,6 +51,7 @@ __all__ = [
     "donors",
     "edge_attribution",
     "effect",
+    "fidelity",
     "head_outputs",
     "jump_undone",
     "logit_lens",

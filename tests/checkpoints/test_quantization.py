@@ -67,7 +67,9 @@ def test_a_quantized_model_computes_what_a_plain_one_with_its_matrices_computes(
     plain = _with_shown_matrices(llama, quantized)
     ids = random_ids()
     with torch.no_grad():
-        torch.testing.assert_close(quantized(ids), plain(ids), rtol=1e-3, atol=1e-3)
+        wanted = plain(ids)
+        bound = 0.05 if method.startswith("bnb") else 1e-4  # bitsandbytes' kernels for a CPU multiply in bfloat16
+        assert (quantized(ids) - wanted).abs().max() < bound * wanted.abs().max()
     torch.testing.assert_close(quantized.W_Q, plain.W_Q)
     torch.testing.assert_close(quantized.W_O, plain.W_O)
 
