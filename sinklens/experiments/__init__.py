@@ -1,13 +1,14 @@
 """Experiments that take several runs or passes: compare two runs, measure an intervention's effect, sweep, attribute.
 
 `compare` and `effect` compare two runs, also in two modes; `modes_compared`, `commits_compared` and `mode_patching`
-compare the passes of two modes; `fidelity` compares a quantized model with the one that was quantized; `corrupted` runs a changed prompt on a run's canvases; `sweep` runs many
-interventions in few passes; `attribution_patching` and `patching_effects` measure which points matter; `logit_lens`
-reads the residual stream of every step, and `train_tuned_lens` trains a `TunedLens` for it; `write_attribution` splits
-a score over its writers, and `read_attribution` finds who reads a key's message; `sink_jumps` lists the jumps of sinks,
-and `jump_undone` measures which path made one; `path_across_steps`, `edge_attribution` and `path_patching_effects`
-measure single edges; `head_outputs`, `donors` and `difference_of_means` collect outputs, matched values and directions
-from runs of other prompts, for ablating, resampling and steering.
+compare the passes of two modes; `fidelity` compares a quantized model with the one that was quantized; `corrupted`
+runs a changed prompt on a run's canvases; `sweep` runs many interventions in few passes; `attribution_patching` and
+`patching_effects` measure which points matter; `logit_lens` reads the residual stream of every step, and
+`train_tuned_lens` trains a `TunedLens` for it; `write_attribution` splits a score over its writers, and
+`read_attribution` finds who reads a key's message; `sink_jumps` lists the jumps of sinks, and `jump_undone` measures
+which path made one; `path_across_steps`, `edge_attribution` and `path_patching_effects` measure single edges;
+`head_outputs`, `donors` and `difference_of_means` collect outputs, matched values and directions from runs of other
+prompts, for ablating, resampling and steering.
 """
 
 from sinklens.experiments.attribution import agreement, attribution_patching, patching_effects
