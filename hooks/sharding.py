@@ -14,6 +14,7 @@ something else. Hooks run in every process, with equal values.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,9 +69,7 @@ class Sharding:
 
     def axis_of(self, point: str) -> int | None:
         """The divided axis of the value at `point`; None if every process has all of it."""
-        if not point.startswith(("blocks.", "encoder.blocks.")):
-            return None
-        return next((number for number, axis in enumerate(axes_of(point)) if axis in self.axes), None)
+        return _divided_axis(point, self.axes) if point.startswith("blocks.") else None
 
     def through(self, value: Tensor, axis: int, point: Callable[[Tensor], Tensor]) -> Tensor:
         """This process's part of what `point` makes of the complete value; `value` itself if that is unchanged.
@@ -106,6 +105,11 @@ class Sharding:
         total = value.contiguous().clone()
         dist.all_reduce(total)
         return total
+
+
+@cache
+def _divided_axis(point: str, axes: tuple[str, ...]) -> int | None:
+    return next((number for number, axis in enumerate(axes_of(point)) if axis in axes), None)
 
 
 def sharding_of(hf: Any, architecture: Architecture) -> Sharding | None:

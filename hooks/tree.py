@@ -220,7 +220,10 @@ class HookTree(ModelWeights, HookFront):
                 f"{flag} is not available: this model has layers whose keys and values share a projection."
             )
         if value and self.watch.sharding is not None:
-            raise SettingError(f"{flag} is not available for a model that is divided among processes; edit hook_q, …")
+            raise SettingError(
+                f"{flag} is not available for a model that is divided among processes; edit hook_q, hook_k, hook_v or "
+                f"hook_pre, or load the model in one process."
+            )
         if value and getattr(self._switches, unless, False):
             raise SettingError(f"{flag} and {unless} are mutually exclusive; call model.set_{unless}(False) first.")
         setattr(self._switches, flag, value)

@@ -43,6 +43,7 @@ NOT_FINGERPRINTED = (
     "dtype",
     "torch_dtype",
     "_name_or_path",
+    "distributed_config",
 )  # config keys that the fingerprint leaves out
 ELSEWHERE = {  # methods of TransformerLens and transformers models that a `Model` lacks, and what to use instead
     **dict.fromkeys(
@@ -271,9 +272,10 @@ def load(name_or_path: Any, request: LoadRequest) -> Model:
             "revision, dtype, device and device_map apply only while loading, and this model is already loaded. "
             "Move or convert it before passing it to load."
         )
-    if request.quantization is not None:
+    if (request.quantization, request.tp_plan, request.ep_plan) != (None, None, None):
         raise CheckpointError(
-            "quantization applies only while loading, and this model is already loaded; pass its name or folder."
+            "quantization, tp_plan and ep_plan apply only while loading, and this model is already loaded; pass its "
+            "name or folder."
         )
     known = name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(MODEL_KEY)
     tokenizer, described = request.tokenizer, (request.family, request.block_length, request.mask_token_id)

@@ -262,7 +262,7 @@ def test_a_method_that_needs_a_gpu_is_refused_on_a_cpu(llama):
 
 def test_a_model_in_memory_cannot_be_quantized(llama):
     hf = sinklens.load(llama, check=False).release()
-    with pytest.raises(CheckpointError, match="quantization applies only while loading"):
+    with pytest.raises(CheckpointError, match="quantization, tp_plan and ep_plan apply only while loading"):
         sinklens.load(hf, quantization="torchao-int8")
 
 
