@@ -37,7 +37,7 @@ from sinklens.hooks.modulation import times_of
 from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
 from sinklens.hooks.segments import changes_attention, ruled_by, single_pass
-from sinklens.hooks.sharding import sharding_of
+from sinklens.hooks.sharding import is_sharded, sharding_of
 from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.split_projection import split
@@ -63,6 +63,9 @@ class HookTree(ModelWeights, HookFront):
         self.watch = Watch()
         self.architecture = architecture
         self.watch.sharding = sharding_of(hf, architecture)
+        for module in hf.modules():
+            if is_sharded(module):
+                keep_forward(module)
         self.cfg = sizes_of(hf, architecture)
         self._undo = ExitStack()
         if architecture.fused:

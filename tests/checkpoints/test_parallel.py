@@ -45,18 +45,18 @@ def divided(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         subprocess.Popen(
             [sys.executable, TESTS / "parallel_cases.py", checkpoints, out],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
+            stdout=(out / f"log-{rank}").open("w"),
             stderr=subprocess.STDOUT,
-            text=True,
         )
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=900)[0] for process in started]
+        for process in started:
+            process.wait(timeout=1200)
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(text[-3000:] for text in said)
+    assert [process.returncode for process in started] == [0, 0], (out / "log-0").read_text()[-3000:]
     return out
 
 
