@@ -88,8 +88,10 @@ def target_for(source: Source, device: torch.device, device_map: DeviceMap | Non
         return Target(device, device_map, chosen)
     if not isinstance(wanted, str):
         kind = str(getattr(getattr(wanted, "quant_method", ""), "value", ""))
+        _check_fused(source, kind, where)
         return Target(device, device_map, chosen, kind, wanted)
     method, cuda = quantization.method_named(wanted), device.type == "cuda"
+    _check_fused(source, method.package, where)
     if cuda and method.cuda_dtype not in (None, chosen):
         if dtype != "auto":
             raise CheckpointError(
@@ -101,6 +103,15 @@ def target_for(source: Source, device: torch.device, device_map: DeviceMap | Non
     experts = any(".experts." in name for name in shapes)
     place = quantization.Place(cuda, quantization.group_of(shapes), chosen, experts)
     return Target(device, device_map, chosen, wanted, quantization.config_for(method, place, where))
+
+
+def _check_fused(source: Source, library: str, where: str) -> None:
+    """Refuse to quantize what is read as one matrix and then split: only bitsandbytes' quantizer keeps every part."""
+    if source.family.fused and library != "bitsandbytes":
+        raise CheckpointError(
+            f"{where}: {source.family.name} checkpoints store {', '.join(source.family.fused)} in one piece, of which "
+            f"this method would keep the first part only. Pass quantization='bnb-int8' or 'bnb-nf4'."
+        )
 
 
 def read(source: Source, target: Target, attention: str) -> "PreTrainedModel":

@@ -97,6 +97,24 @@ def test_bitsandbytes_leaves_stacked_experts_in_floating_point_and_says_so(tmp_p
 
 
 @pytest.mark.extended
+def test_what_is_stored_in_one_piece_is_split_before_bitsandbytes_quantizes_it(tmp_path):
+    """LLaDA 2 stores queries, keys and values as one matrix."""
+    _needs("bnb-int8")
+    write_family(tmp_path, "llada2", **SIZES)
+    quantized = sinklens.load(tmp_path, quantization="bnb-int8", check=False)
+    _with_shown_matrices(tmp_path, quantized)
+    names = {name.split(".")[-2] for name in quantized.quantization.quantized}
+    assert {"q_proj", "k_proj", "v_proj"} < names
+
+
+@pytest.mark.parametrize("method", ["torchao-int8", "fp8"])
+def test_methods_that_would_drop_parts_of_a_matrix_are_refused(tmp_path, method):
+    write_family(tmp_path, "llada2")
+    with pytest.raises(CheckpointError, match=r"query_key_value.weight in one piece, of which .* first part only"):
+        sinklens.load(tmp_path, quantization=method)
+
+
+@pytest.mark.extended
 def test_the_language_model_head_stays_in_floating_point_and_the_rest_is_listed(llama):
     _needs("torchao-int8")
     model = sinklens.load(llama, quantization="torchao-int8", check=False)
