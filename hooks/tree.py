@@ -31,6 +31,7 @@ from sinklens.hooks.forward_pass import CAUSAL, ForwardPass, PassKind
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
+from sinklens.hooks.interleaving import keep_forward
 from sinklens.hooks.losses import MaskedLoss, Masks, NextTokenLoss
 from sinklens.hooks.model_weights import ModelWeights
 from sinklens.hooks.modulation import times_of

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from building import random_ids
+from layouts import arguments
 from torch import Tensor
 
 import sinklens
@@ -66,7 +67,7 @@ def main(folder: Path, out: Path) -> None:
     """Observe every case in this process, one of several."""
     Sharding.gathered = _counted(Sharding.gathered)  # type: ignore[method-assign]
     for name, (family, plans) in CASES.items():
-        found = observed(sinklens.load(folder / family, **plans))
+        found = observed(sinklens.load(folder / family, **plans, **arguments(family)))
         rank = torch.distributed.get_rank()
         torch.save(found, out / f"{name}-{rank}.pt")
     (out / f"done-{rank}.json").write_text(json.dumps(list(CASES)))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from building import random_hf
-from layouts import ARCHITECTURES, public_config, write_family
+from layouts import ARCHITECTURES, arguments, public_config, write_family
 from parallel_cases import CASES, observed
 from transformers import GPT2Config
 
@@ -67,7 +67,7 @@ def _close(found: Any, wanted: Any) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_show_what_one_shows(checkpoints, divided, case):
-    wanted = observed(sinklens.load(checkpoints / CASES[case][0]))
+    wanted = observed(sinklens.load(checkpoints / CASES[case][0], **arguments(CASES[case][0])))
     for rank in range(2):
         found = torch.load(divided / f"{case}-{rank}.pt")
         _close(found["logits"], wanted["logits"])
