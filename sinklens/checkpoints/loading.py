@@ -65,7 +65,7 @@ class LoadRequest:
             stay as they are.
         tp_plan: "auto" to divide the model among the processes of torchrun by transformers' plan for its class, or
             rules that replace some of the plan's; by default every process has all of it.
-        ep_plan: "auto" to give each process some of the experts; alone, or with `tp_plan`.
+        ep_plan: with `tp_plan`: "auto" to give each process some of the experts, and not a part of each.
         check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Raises:

@@ -43,17 +43,18 @@ def parallel_for(config: "PreTrainedConfig", family: Family, request: Any, where
             "tp_plan= and ep_plan= divide a model among several processes, and this is the only one; start the script "
             "with torchrun --nproc-per-node N."
         )
+    if request.tp_plan is None:
+        raise CheckpointError(
+            "ep_plan= divides the experts of a model that tp_plan= divides; pass tp_plan='auto', too."
+        )
     for name in PLANS:
         if getattr(request, name) is not None:
             _check_plan(config, family, name, where)
-    if request.tp_plan is not None:
-        _check_sizes(config, family, processes, where)
+    _check_sizes(config, processes, where)
     experts = architecture_of(config.model_type).experts
     if request.ep_plan is not None and experts is not None:
         _check_divides(config, experts.count, processes, where)
     plans = {name: value for name in PLANS if isinstance(value := getattr(request, name), dict)}
-    if request.tp_plan is None:
-        plans["tp_plan"] = {}
     return DistributedConfig(tp_size=processes, ep_size=processes if request.ep_plan is not None else None, **plans)
 
 
@@ -73,7 +74,7 @@ def _check_plan(config: "PreTrainedConfig", family: Family, name: str, where: st
     )
 
 
-def _check_sizes(config: "PreTrainedConfig", family: Family, processes: int, where: str) -> None:
+def _check_sizes(config: "PreTrainedConfig", processes: int, where: str) -> None:
     architecture = architecture_of(config.model_type)
     for key in ("num_attention_heads", "num_key_value_heads", architecture.config_mlp):
         _check_divides(config, key, processes, where)

@@ -131,7 +131,13 @@ def test_sizes_that_the_processes_do_not_divide_are_named(monkeypatch):
 def test_a_family_that_cannot_be_divided_is_named_with_the_reason(monkeypatch, family, plan, reason):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(CheckpointError, match=f"a {family} model .* cannot be divided by {plan}=: .*{reason}"):
-        parallel_for(*_config(family), _asked(**{plan: "auto"}), "here")
+        parallel_for(*_config(family), _asked(**{"tp_plan": "auto", plan: "auto"}), "here")
+
+
+def test_experts_are_divided_with_the_rest(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CheckpointError, match="pass tp_plan='auto', too"):
+        parallel_for(*_config("llada-moe"), _asked(ep_plan="auto"), "here")
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "adaln_dit"])
