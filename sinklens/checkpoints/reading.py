@@ -145,7 +145,7 @@ def read(source: Source, target: Target, attention: str) -> "PreTrainedModel":
         )
     if target.parallel is not None:
         hf.requires_grad_(False)  # gradients do not pass through values gathered from several processes
-    if quantized and getattr(hf.config, "_experts_implementation", None) is not None:
+    if quantized and any(".experts." in name for name in source.weights.shapes):
         hf.set_experts_implementation("eager")  # grouped products take plain tensors
     return hf
 
