@@ -81,11 +81,7 @@ def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrained
 
     config = one_spelling(config, where)
     check_required(config, family, where)
-    if config.get("quantization_config") is not None:
-        raise CheckpointError(
-            f"{where}: config.json has a quantization_config, and quantized weights are not supported. Load the "
-            f"checkpoint that was quantized."
-        )
+    config.pop("quantization_config", None)  # of the weights, not of what they compute: see quantization.py
     if family.module:
         import_module(family.module)
     try:

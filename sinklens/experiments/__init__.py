@@ -1,16 +1,17 @@
 """Experiments that take several runs or passes: compare two runs, measure an intervention's effect, sweep, attribute.
 
-`compare` and `effect` compare two runs, also in two modes; `modes_compared`, `commits_compared` and `mode_patching`
-compare the passes of two modes; `corrupted` runs a changed prompt on a run's canvases; `sweep` runs many
-interventions in few passes; `attribution_patching` and `patching_effects` measure which points matter; `logit_lens`
-reads the residual stream of every step, and `train_tuned_lens` trains a `TunedLens` for it; `step_predictions` says
-what every step predicts everywhere, and `settling_steps`, `answer_emergence` and `early_exit` when the answer is known;
-`write_attribution` splits a score over its writers, and `read_attribution` finds who reads a key's message;
-`sink_jumps` lists the jumps of sinks, and `jump_undone` measures which path made one; `path_across_steps`,
-`edge_attribution` and `path_patching_effects` measure single edges; `head_outputs`, `donors` and `difference_of_means`
-collect outputs, matched values and directions from runs of other prompts, for ablating, resampling and steering;
-`dose_response` measures what steering does and costs; `holes` makes a run of a text with gaps, and `span_likelihood`
-says how probable a span between two texts is; `swap` puts another kind of token in a place.
+- Two runs: `compare`, `effect`, `fidelity` (a quantized model), `modes_compared`, `commits_compared`, `mode_patching`;
+  `corrupted` runs a changed prompt on a run's canvases, and `swap` puts another kind of token in a place.
+- Many runs: `sweep` runs many interventions in few passes; `dose_response` measures what steering does and costs.
+- Which points matter: `attribution_patching`, `patching_effects`, `write_attribution`, `read_attribution`.
+- Paths and circuits: `edge_attribution`, `path_patching_effects`, `path_across_steps`; `edge_scores`, `greedy_circuit`,
+  `circuit_curves` and `measure_circuit` find and measure a `Circuit`.
+- What is known when: `logit_lens`, `train_tuned_lens`, `fit_jacobian_lens`, `compare_lenses`; `step_predictions`,
+  `settling_steps`, `answer_emergence`, `early_exit`.
+- Sinks: `sink_jumps` lists their jumps, `jump_undone` measures which path made one, `sinks_compared` lists changes.
+- Streams: `layer_similarity`, `step_similarity`, `massive_activations`, `outlier_dimensions`.
+- From other prompts: `head_outputs`, `donors`, `difference_of_means`, for ablating, resampling and steering.
+- Gaps: `holes` makes a run of a text with gaps; `span_likelihood` says how probable a span between two texts is.
 """
 
 from sinklens.experiments.attribution import agreement, attribution_patching, patching_effects
@@ -31,6 +32,7 @@ from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.doses import dose_response
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
 from sinklens.experiments.effects import Effect, ModeEffect, effect
+from sinklens.experiments.fidelity import Fidelity, fidelity
 from sinklens.experiments.infilling import holes, span_likelihood
 from sinklens.experiments.jacobian_lens import fit_jacobian_lens
 from sinklens.experiments.jumps import Jump, jump_undone, sink_jumps
@@ -73,6 +75,7 @@ __all__ = [
     "CircuitValue",
     "Edge",
     "Effect",
+    "Fidelity",
     "Jump",
     "LogitLens",
     "MassiveActivation",
@@ -100,6 +103,7 @@ __all__ = [
     "edge_scores",
     "effect",
     "entropy_features",
+    "fidelity",
     "fit_jacobian_lens",
     "greedy_circuit",
     "guesses",
