@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["SINK", "Findings", "Study", "read_prompts"]
 
 StudyProgress = Callable[[str, int, int], None]
+APART = ("settings", "answers")  # options that a manifest lists elsewhere
 SINK = "a sink: column sum more than 3 above the mean of the others"  # for figures; `SinkTrack.detect`'s default
 
 
@@ -75,6 +76,8 @@ class Study(ABC):
         cache: a cache policy or its name, for the runs of a study that can measure them under one.
         under_policies: whether `measure` describes each run as it is, and so also one whose steps reuse keys.
         shown: index of the prompt whose run the figures show.
+        answers: prompt -> expected answer, for prompts other than the shipped problems (answers.py).
+        scored: whether "some" or "all" of the tables need right answers; empty if none does.
 
     Raises:
         SettingError: an argument has another type or is out of range, or the study has no measures under a policy.
@@ -85,12 +88,14 @@ class Study(ABC):
     needs_complete_passes: ClassVar[str] = ""
     together: ClassVar[bool] = True
     under_policies: ClassVar[bool] = False
+    scored: ClassVar[str] = ""
     seed: Seed = 0
     batch: Count = 10
     settings: dict[str, Any] = field(default_factory=dict)
     chat_template: bool | str = False
     shown: int = 0
     cache: CachePolicy | None = None
+    answers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -238,7 +243,7 @@ class Study(ABC):
         prompts: Sequence[SinglePrompt],
         settings: Sequence[Mapping[str, Any]],
     ) -> dict[str, Any]:
-        options = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "settings"}
+        options = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in APART}
         return {
             "study": self.name,
             "source": _source_hash(type(self)),
@@ -258,6 +263,7 @@ class Study(ABC):
                 for name, model, given in zip(names, models, settings, strict=True)
             ],
             "prompts": len(prompts),
+            "answers_sha256": hashlib.sha256(json.dumps(self.answers, sort_keys=True).encode()).hexdigest(),
             "prompts_sha256": hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest(),
             "resamples": RESAMPLES,
             "versions": versions("sinklens", "torch", "transformers", "nnsight", "numpy"),

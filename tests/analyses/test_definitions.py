@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sinklens.analyses.definitions import DEFINITIONS, TOP_K, Definitions, newest_rows
+from sinklens.analyses.definitions import CONTROLS, DEFINITIONS, TOP_K, Definitions, newest_rows
 from sinklens.experiments import effect
 from sinklens.interventions import MaskSinks
 from sinklens.tasks.word_problems import held_out
@@ -69,11 +69,11 @@ def test_the_first_tokens_are_masked_at_every_step(tiny_llama):
     assert [hidden[step] for step in range(1, steps)] == [[0, 1, 2, 3, 4] * 6] * (steps - 1)
 
 
-def test_tables_leave_out_what_a_model_has_not_and_subtract_random_keys(tiny_llada):
+def test_tables_leave_out_what_a_model_has_not_and_subtract_each_control(tiny_llada):
     tables = Definitions(settings={"gen_length": 4}).run([tiny_llada], [PROMPT, held_out(2)[1].prompt]).tables
     assert set(tables["definitions"]["reach"].dropna()) == {"all"}
     data = tables["definitions"].set_index(["measure", "definition", "pick", "top_k"])["estimate"]
     for row in tables["excess"].itertuples():
-        costs = [data["cost", row.definition, pick, row.top_k] for pick in ("strongest", "random")]
+        costs = [data["cost", row.definition, pick, row.top_k] for pick in ("strongest", row.control)]
         assert row.estimate == pytest.approx(costs[0] - costs[1])
-    assert len(tables["excess"]) == 3 * len(TOP_K)
+    assert len(tables["excess"]) == 3 * len(TOP_K) * len(CONTROLS)
