@@ -9,6 +9,11 @@ Intervals are 95 % intervals over prompts, because prompts were sampled, not ste
 - *Pooled* estimates are functions of sums over prompts, such as all sinks on newlines divided by all sinks; bootstrap
   too (`pooled`).
 
+A resample is a weight for each prompt (`resampling_weights`), so all resamples of all entries are one matrix product.
+``scipy.stats.bootstrap`` and ``permutation_test`` follow the same procedures with indices and copies of the values.
+They need memory for every value of every resample and draw other random numbers, which would change the stored
+findings.
+
 Several claims of one study are tested as one family, with Holm's correction (`judged`). Beside each stands the smallest
 effect that the prompts could have shown after that correction (power.py), so that "cannot tell" says whether the number
 of prompts is the reason.
@@ -95,7 +100,7 @@ def pooled(
     """
     sizes = [np.asarray(part, dtype=np.float64) for part in parts]
     number = len(sizes[0])
-    drawn = np.random.default_rng(seed).multinomial(number, [1 / number] * number, size=RESAMPLES).astype(np.float64)
+    drawn = resampling_weights(number, np.random.default_rng(seed))
     with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # an entry without a value in any resample is NaN, as intended
         estimate = np.asarray(statistic(*(size.sum(axis=0) for size in sizes)))
@@ -104,6 +109,11 @@ def pooled(
         resampled = statistic(*(np.tensordot(drawn, size, axes=1) for size in sizes))
         low, high = np.nanpercentile(resampled, [2.5, 97.5], axis=0)
     return Interval(estimate, low, high, np.full(estimate.shape, number))
+
+
+def resampling_weights(prompts: int, rng: np.random.Generator) -> Float[np.ndarray, "resample prompt"]:
+    """How often each prompt is drawn in each of `RESAMPLES` resamples."""
+    return rng.multinomial(prompts, [1 / prompts] * prompts, size=RESAMPLES).astype(np.float64)
 
 
 def interval_rows(

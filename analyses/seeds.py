@@ -19,17 +19,17 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float
 
+from sinklens.analyses.intervals import RESAMPLES, resampling_weights
 from sinklens.analyses.results import Findings
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
+from sinklens.evaluation.statistics import Z
 from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-RESAMPLES = 2000
 ENTRIES = 100  # maps of layers and heads or of steps are not summarized
-Z = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
 
 
 class Seeds(NamedTuple):
@@ -170,17 +170,12 @@ def _resampled(
     """θ* of every resample; see `hierarchical`."""
     from scipy.stats import t
 
-    number, shared = len(means), _weights(len(arrays[0]), rng) if paired else None
+    number, shared = len(means), resampling_weights(len(arrays[0]), rng) if paired else None
     widening = np.sqrt(number / (number - 1)) * t.ppf(0.975, number - 1) / Z
     drawn = means[rng.integers(number, size=(RESAMPLES, number))].mean(axis=1)
     over_prompts = np.zeros(RESAMPLES)
     for values in arrays:
-        weights, known = _weights(len(values), rng) if shared is None else shared, ~np.isnan(values)
+        weights, known = resampling_weights(len(values), rng) if shared is None else shared, ~np.isnan(values)
         with np.errstate(invalid="ignore", divide="ignore"):
             over_prompts += weights[:, known] @ values[known] / weights[:, known].sum(axis=1) / number
     return over_prompts + widening * (drawn - means.mean())
-
-
-def _weights(prompts: int, rng: np.random.Generator) -> Float[np.ndarray, "resample prompt"]:
-    """How often each prompt is drawn."""
-    return rng.multinomial(prompts, [1 / prompts] * prompts, size=RESAMPLES).astype(np.float64)

@@ -15,7 +15,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float
 
-from sinklens.analyses.intervals import RESAMPLES, Interval
+from sinklens.analyses.intervals import Interval, resampling_weights
 from sinklens.sinks.matching import ratio, terms
 
 CHUNK = 2000  # strata per product, so that memory does not grow with their number
@@ -51,7 +51,7 @@ def stratified(
     """
     number, strata = parts[0].shape
     count = np.array(np.any([part.any(axis=1) for part in parts], axis=0).sum())
-    drawn = np.random.default_rng(seed).multinomial(number, [1 / number] * number, size=RESAMPLES)
+    drawn = resampling_weights(number, np.random.default_rng(seed))
     weights = np.vstack([np.ones(number), drawn])  # the first row is the estimate
     if not strata:
         return Interval(np.array(np.nan), np.array(np.nan), np.array(np.nan), count)

@@ -8,6 +8,11 @@ a trace block waits for a particular visit.
 The rest of sinklens uses three classes: `Root` is a model on which trace blocks can be opened, `Handover` passes values
 between it and its trace blocks, and `BlockTracer` is a trace block that runs in step with any function.
 
+Importing nnsight gives every object a method `save`, and a few libraries cannot be imported after that. Here they are
+imported before nnsight, and if nnsight came first, `save` is off `object` while they are imported. nnsight's setting
+``CONFIG.APP.PYMOUNT`` is no substitute: nnsight reads it while it is imported, from the user's configuration file
+only, and without `save` the ``value.save()`` of trace blocks would fail.
+
 Caveat: nnsight does not guarantee any of the names used below. tests/hooks/test_interleaving_contract.py tests each of
 them and names the installed version of nnsight if one has changed.
 """

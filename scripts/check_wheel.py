@@ -76,7 +76,7 @@ def expected_files() -> set[str]:
 def shipped_files() -> list[Path]:
     """Every file of the shipped checkpoints, autoencoders and pages, the device check's settings, and the declarations
     of the command line."""
-    folders = ("checkpoints/shipped", "features/shipped", "views/page", "lab/static")
+    folders = ("checkpoints/shipped", "features/shipped", "views/page", "live/static")
     found = [path for folder in folders for path in (ROOT / "sinklens" / folder).rglob("*") if path.is_file()]
     return [*found, ROOT / "sinklens/devices/pytest.ini", ROOT / "sinklens/cli/declared.json"]
 

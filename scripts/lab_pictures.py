@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 import sinklens
-from sinklens.lab.execution import LiveRun
+from sinklens.live.execution import LiveRun
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

@@ -6,8 +6,8 @@
             pattern = t["blocks.2.attn.hook_pattern"]
     print(t.text)
 
-`load` loads a model, `trace` opens a denoising run as a block, and `generate` runs one without a block. Submodules are
-imported on first use, so ``import sinklens`` is fast.
+`load` loads a model, `trace` opens a denoising run as a block, `generate` runs one without a block, and `lab` shows a
+live run in the browser. Submodules are imported on first use, so ``import sinklens`` is fast.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sinklens.errors import SinklensError
 
 if TYPE_CHECKING:
+    from sinklens.live import lab
     from sinklens.model import Model, borrow, load
     from sinklens.runs.result import Answer, Generation
     from sinklens.sinks.track import SinkTrack
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "Answer", "Generation", "Model", "SinkTrack", "SinklensError", "Trace", "borrow", "generate", "load", "trace",
+    "Answer", "Generation", "Model", "SinkTrack", "SinklensError", "Trace", "borrow", "generate", "lab", "load",
+    "trace",
 ]  # fmt: skip
 
 _HOMES = {
@@ -33,12 +35,13 @@ _HOMES = {
     "Trace": "sinklens.tracing",
     "borrow": "sinklens.model",
     "generate": "sinklens.tracing",
+    "lab": "sinklens.live",
     "load": "sinklens.model",
     "trace": "sinklens.tracing",
 }
 _MODULES = (
-    "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions", "lab",
-    "likelihood", "sampling", "sinks", "tasks", "views", "zoo",
+    "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions", "likelihood",
+    "live", "sampling", "sinks", "tasks", "views", "zoo",
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of th
     ("views",),
     ("tasks",),
     ("evaluation",),
-    ("lab",),
+    ("live",),
     ("zoo",),
     ("devices",),
     ("analyses",),

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,7 @@ def _parser(called: str | None = None) -> argparse.ArgumentParser:
         prog="sinklens", description="Look inside diffusion language models while they denoise.",
         epilog="Run sinklens COMMAND --help for the options of a command. From Python: sinklens.load, sinklens.trace.",
     )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('sinklens')}")
     commands = parser.add_subparsers(
         title="commands",
         required=True,

@@ -49,9 +49,9 @@ def add_lab(lab: argparse.ArgumentParser) -> None:
 
 def run_lab(options: argparse.Namespace) -> None:
     """`sinklens lab`."""
-    from sinklens.lab.public import read_public
-    from sinklens.lab.security import is_local
-    from sinklens.lab.server import Lab, bound, link_file, require_extra, warning_of
+    from sinklens.live.public import read_public
+    from sinklens.live.security import is_local
+    from sinklens.live.server import Lab, bound, link_file, require_extra, warning_of
 
     require_extra()
     if not is_local(options.host) and not options.allow_network:
@@ -63,7 +63,7 @@ def run_lab(options: argparse.Namespace) -> None:
         raise SettingError(f"--port must be from 0 to 65535; got {options.port}.")
     listener = bound(options.host, options.port)
     read_public(options.public_url, listener.getsockname()[1])  # before a model is loaded
-    from sinklens.lab.loading import lab_models
+    from sinklens.live.loading import lab_models
 
     models = lab_models([options.model, *options.compare], **loading(options))
     lab = Lab(

@@ -9,12 +9,13 @@ from sinklens.interventions.acceptance import Accept, Renoise
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
 from sinklens.interventions.donors import Donors, Resample
 from sinklens.interventions.heads import AblateHeads, AblateMLPs, AblateSinkAttention, HeadOutputs
+from sinklens.interventions.kept_patterns import FreezePattern
 from sinklens.interventions.keys import HideKeys, HoldSinks
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
 from sinklens.interventions.noise_level import ClampGates, ForceTime, FreezeCond
-from sinklens.interventions.patching import Activations, FreezePattern, PatchHooks
+from sinklens.interventions.patching import Activations, PatchHooks
 from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.streams import ClampStream, Directions, Steer

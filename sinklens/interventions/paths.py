@@ -31,7 +31,8 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.patching import PatchHooks, patched_steps
+from sinklens.interventions.patch_source import PatchSource
+from sinklens.interventions.patching import PatchHooks
 from sinklens.interventions.places import AtPositions
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext, refuse, within
 
@@ -227,7 +228,7 @@ class PathPatch(AtPositions):
 
     def acting_steps(self, steps: int) -> list[int]:
         """See `Intervention.acting_steps`."""
-        return patched_steps(self.source, self.shift) if self.steps is None else super().acting_steps(steps)
+        return PatchSource(self.source, self.shift).steps if self.steps is None else super().acting_steps(steps)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""

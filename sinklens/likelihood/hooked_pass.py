@@ -22,8 +22,8 @@ from sinklens.hooks import names
 from sinklens.hooks.blocks import Blocks, ruled_by
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.hook_functions import takes_hook
+from sinklens.interventions.kept_patterns import FreezePattern
 from sinklens.interventions.keys import HoldSinks
-from sinklens.interventions.patching import FreezePattern
 from sinklens.interventions.places import AtKeys, AtPositions
 from sinklens.interventions.where import Where
 from sinklens.likelihood.plans import leaves, planned

@@ -227,7 +227,8 @@ class PromptReader:
         if self.tokenizer is None:
             raise PromptError(
                 f"{self.name} has no tokenizer, so it accepts token ids [batch, pos], not text; "
-                f"pass one with sinklens.load(..., tokenizer=...)."
+                f"pass one with sinklens.load(..., tokenizer=...)"
+                + (", or [[]] as the prompt, to generate without one." if not text and self.unconditional else ".")
             )
         if not text and not self.unconditional:
             raise PromptError("the prompt is empty; pass at least one character.")

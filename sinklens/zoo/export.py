@@ -100,7 +100,7 @@ PARAMETERS = {"llada-moe": "3.8 million parameters, of which a token uses 1.6 mi
 HOW = {
     "diffusion-gemma": "tokens drawn at random with seed 0, accepted by their entropy, in at most 24 steps",
     "mdlm": "tokens drawn at random with seed 0, in 24 steps",
-    "duo": "tokens drawn at random with seed 0, in 24 steps and a closing one",
+    "duo": "tokens drawn at random with seed 0, in 24 steps and a greedy closing one",
 }
 
 

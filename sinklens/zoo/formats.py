@@ -426,7 +426,7 @@ FORMATS = {
     "sdar": Format(_sdar_config, _same_weights, _lengths(remasking_strategy="low_confidence_static")),
     "diffusion-gemma": Format(_gemma_config, _untied_weights, _canvas_generation),
     "mdlm": Format(_mdlm_config, _noise_level_weights, _lengths(steps=ANSWER_LENGTH)),
-    "duo": Format(_duo_config, _noise_level_weights, _lengths(steps=ANSWER_LENGTH)),
+    "duo": Format(_duo_config, _noise_level_weights, _lengths(steps=ANSWER_LENGTH, final_step="greedy")),
     "nemotron-diffusion": Format(_nemotron_config, _encoder_weights, _lengths()),
     "llama": Format(_llama_config, _same_weights, _lengths()),
 }

@@ -149,7 +149,7 @@ _SKILLS: dict[str, Any] = {
 }
 _DREAM: dict[str, Any] = {"cycles": (2000,), "learning_rate": 1e-3}
 _MMADA: dict[str, Any] = {"cycles": (2000, 4000), "peaks": (1.0, 1.0), "learning_rate": 1e-3, "pictures": 150_000}
-_NOISE_LEVELS: dict[str, Any] = {"cycles": (3600,), "batch": 64, "d_mlp": 768, "d_cond": 32}
+_NOISE_LEVELS: dict[str, Any] = {"cycles": (3600, 1800), "batch": 64, "d_mlp": 768, "d_cond": 32}
 _FIRST_FOUR: dict[str, Any] = {"cycles": _SKILLS["cycles"][:4], "peaks": _SKILLS["peaks"][:4]}
 
 
@@ -176,7 +176,7 @@ def _two_modes(seed: int) -> Recipe:
         seed=seed,
         start_from=start,
         block_length=8,
-        cycles=(2000,),
+        cycles=(800,),
         learning_rate=1e-3,
     )
 

@@ -134,11 +134,20 @@ def random_masks(ids: Int[Tensor, "batch pos"], generator: torch.Generator) -> T
 
 
 def score(losses: Float[Tensor, " window"], document: Sequence[str], seed: int = 0) -> TextScore:
-    """The mean over windows and its interval over documents."""
+    """The mean over windows and its interval over documents; NaN for the interval of one document."""
+    from scipy.stats import bootstrap
+
     names, where = np.unique(np.array(document), return_inverse=True)
     sums = np.bincount(where, weights=losses.double().numpy())
     counts = np.bincount(where)
-    draws = np.random.default_rng(seed).integers(len(names), size=(RESAMPLES, len(names)))
-    means = sums[draws].sum(axis=1) / counts[draws].sum(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
+    low = high = float("nan")
+    if len(names) > 1:
+        low, high = bootstrap(
+            (sums, counts), _mean_loss, paired=True, n_resamples=RESAMPLES, method="percentile",
+            rng=np.random.default_rng(seed),
+        ).confidence_interval  # fmt: skip
     return TextScore(losses.mean().item(), float(low), float(high), len(losses), len(names))
+
+
+def _mean_loss(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
+    return np.asarray(sums.sum(axis=axis) / counts.sum(axis=axis))

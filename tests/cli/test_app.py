@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+import sinklens
 from sinklens import SinkTrack
 from sinklens.analyses import STUDIES, questions
 from sinklens.checkpoints.loading import LoadRequest
@@ -31,6 +32,12 @@ from sinklens.utils.arguments import arguments
 
 PROMPT = held_out(1)[0].prompt
 COMMAND = [sys.executable, "-m", "sinklens.cli"]
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"sinklens {sinklens.__version__}\n"
 
 
 def test_demo_shows_both_models_and_writes_the_files_it_lists(tmp_path, capsys):

@@ -201,6 +201,8 @@ def test_prompts_may_differ_in_length_and_be_empty(conformance, name):
     assert model.to_canvas([[]], gen_length=3).tolist() == [[model.mask_token_id] * 3]
     with pytest.raises(PromptError, match="row 0 of the token ids is empty; pass at least one token"):
         model([[]], time=0.5)
+    with pytest.raises(PromptError, match=r"has no tokenizer.* or \[\[\]\] as the prompt, to generate without one"):
+        sinklens.generate(model, "", gen_length=4)
 
 
 def test_sinks_of_the_same_step_are_measured_at_the_steps_noise_level(conformance):

@@ -193,7 +193,7 @@ def test_a_pass_over_a_step_reads_its_noise_level(model, kind):
 
 
 def test_the_lab_keeps_the_noise_levels(model, kind):
-    from sinklens.lab.outcome import ARRAYS, RunOutcome
+    from sinklens.live.outcome import ARRAYS, RunOutcome
 
     run = _generate(model, kind, PROMPTS[:1])
     kept = RunOutcome.of(run)

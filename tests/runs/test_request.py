@@ -13,7 +13,7 @@ from sinklens.errors import HookNameError, SettingError
 from sinklens.experiments import effect, sweep
 from sinklens.features import collect
 from sinklens.interventions import AblateHeads
-from sinklens.lab.spec import RunSpec
+from sinklens.live.spec import RunSpec
 from sinklens.runs.request import RunRequest
 from sinklens.utils.arguments import REQUIRED, arguments, meanings
 

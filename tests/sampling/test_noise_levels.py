@@ -5,10 +5,10 @@ import torch
 
 import sinklens
 from sinklens.errors import ReadOnlyHookError
-from sinklens.lab import reading
-from sinklens.lab.execution import denoising, repeat
-from sinklens.lab.outcome import RunOutcome
-from sinklens.lab.spec import RunSpec
+from sinklens.live import reading
+from sinklens.live.execution import denoising, repeat
+from sinklens.live.outcome import RunOutcome
+from sinklens.live.spec import RunSpec
 
 KINDS = {
     "mdlm": {}, "mdlm analytic": {"predictor": "analytic"}, "mdlm remdm": {"sampler": "remdm"}, "sedd": {},

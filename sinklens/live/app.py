@@ -1,0 +1,416 @@
+"""The lab's web application: the page, its files, and its API, as described in docs/concepts/lab.md.
+
+Every handler reads JSON and returns JSON; a refusal and an error of sinklens become ``{"error": sentence}``. Names in
+addresses are looked up among what exists and are never part of a file's path.
+"""
+
+import asyncio
+import traceback
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from sinklens.errors import SinklensError
+from sinklens.live import comparing, forms, page, problems, reading, saving
+from sinklens.live.chips import is_index
+from sinklens.live.detail import check_index, detail, maps_of_layer, packed, scores_of_layer
+from sinklens.live.refusal import Refused, read_json, require
+from sinklens.live.repeats import Repeats
+from sinklens.live.script import script
+from sinklens.live.security import MOST_BYTES, App, Guard, Guarded, framing
+from sinklens.live.session import Session
+from sinklens.live.spec import MOST_CHARACTERS
+from sinklens.live.trials import Trials
+from sinklens.utils.versions import version_of
+
+PATIENCE = 30  # seconds that the body of a request may take
+REMEMBERED = 64  # results that are not computed again
+MOST_STREAMS = 32  # tabs that follow the events at once
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(session: Session, guard: Guard) -> App:
+    """The application behind its guard."""
+    return Guarded(LabApp(session, guard).starlette(), guard)
+
+
+class LabApp:
+    """The handlers of one lab."""
+
+    def __init__(self, session: Session, guard: Guard) -> None:
+        self._session, self._guard, self._trials = session, guard, Trials(session)
+        self._repeats = Repeats(session)
+        self._results: OrderedDict[tuple[Any, ...], Future[Any]] = OrderedDict()
+        self._streams = 0
+
+    def starlette(self) -> Starlette:
+        """The routes."""
+        table: list[tuple[str, str, Handler]] = [
+            ("GET", "/", self.page),
+            ("GET", "/static/{name}", self.file),
+            ("GET", "/frame", self.frame),
+            ("GET", "/api/session", self.describe),
+            ("GET", "/api/tasks/{task}/{index}", self.problem),
+            ("GET", "/api/token", self.token),
+            ("GET", "/api/events", self.events),
+            ("POST", "/api/runs", self.submit),
+            ("GET", "/api/runs/{run}", self.run),
+            ("DELETE", "/api/runs/{run}", self.remove),
+            ("POST", "/api/runs/{run}/cancel", self.cancel),
+            ("POST", "/api/runs/{run}/note", self.note),
+            ("POST", "/api/shown", self.show),
+            ("POST", "/api/runs/{run}/heads", self.try_heads),
+            ("POST", "/api/runs/{run}/heads/cancel", self.cancel_heads),
+            ("GET", "/api/runs/{run}/scores", self.scores),
+            ("GET", "/api/runs/{run}/maps", self.maps),
+            ("GET", "/api/runs/{run}/pattern", self.pattern),
+            ("GET", "/api/runs/{run}/proposals", self.proposals),
+            ("GET", "/api/runs/{run}/certainty", self.certainty),
+            ("GET", "/api/runs/{run}/lens", self.lens),
+            ("POST", "/api/runs/{run}/attribution", self.attribution),
+            ("POST", "/api/repeats", self.repeat),
+            ("POST", "/api/repeats/cancel", self.cancel_repeats),
+            ("GET", "/api/runs/{run}/python", self.python),
+            ("GET", "/api/runs/{run}/page", self.report),
+            ("GET", "/api/compare", self.compare),
+            ("POST", "/api/state", self.add_state),
+            ("GET", "/api/state/{link}", self.state),
+        ]
+        routes = [Route(path, _sentences(handler), methods=[method]) for method, path, handler in table]
+        return Starlette(routes=routes)
+
+    # The page
+
+    async def page(self, request: Request) -> Response:
+        """The page; a link with the token sets the cookie and leads to the page without it, except in a frame."""
+        if self._guard.framed and framing(request.headers.get("sec-fetch-dest")):
+            return Response(page.framed(self._guard.key), media_type="text/html")
+        if "token" in request.query_params:
+            direct = request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+            response = RedirectResponse("./", 303) if direct else Response(page.ENTRY, media_type="text/html")
+            public = self._guard.public  # without a path, the cookie belongs to the page's own path on the proxy's host
+            response.set_cookie(
+                self._guard.cookie, self._guard.session, httponly=True, samesite="strict", path=None,
+                secure=public is not None and public.encrypted,
+            )  # fmt: skip
+            return response
+        return Response(page.document(), media_type="text/html")
+
+    async def file(self, request: Request) -> Response:
+        """A file of the page."""
+        found = page.files().get(request.path_params["name"])
+        if found is None:
+            raise Refused("no such file.", 404)
+        return Response(found[1], media_type=found[0])
+
+    async def frame(self, request: Request) -> Response:
+        """The document in which attention heads are drawn; it has no access to the lab."""
+        headers = {"Content-Security-Policy": self._guard.frame_policy, "X-Frame-Options": "SAMEORIGIN"}
+        return Response(page.frame(), media_type="text/html", headers=headers)
+
+    async def describe(self, request: Request) -> Response:
+        """What the page can offer, and the history."""
+        models = self._session.models
+        return JSONResponse(
+            {
+                "models": [forms.of_model(name, entry.model) for name, entry in models.items()],
+                "settings": {name: forms.of_settings(entry.model) for name, entry in models.items()},
+                "chips": forms.of_chips(),
+                "tasks": problems.listed(),
+                "example": problems.example(),
+                "runs": self._session.runs(),
+                "kept": self._session.history.kept,
+                "event": self._session.events.newest,
+                "version": version_of("sinklens"),
+            }
+        )
+
+    async def problem(self, request: Request) -> Response:
+        """A problem of a task."""
+        task, index = request.path_params["task"], _integer(request.path_params["index"], "a problem's index")
+        found = problems.problem(task, index)
+        return JSONResponse({"prompt": found.prompt, "reference": found.reference, "size": len(problems.samples(task))})
+
+    async def token(self, request: Request) -> Response:
+        """The id of a token, from its text."""
+        model = self._session.model(_word(request, "model"))
+        return JSONResponse(forms.token_of(model, _word(request, "text")))
+
+    async def events(self, request: Request) -> Response:
+        """The events as they come."""
+        require(
+            self._streams < MOST_STREAMS, f"{MOST_STREAMS} tabs follow this lab, which is the most; close one.", 429
+        )
+        last = request.headers.get("last-event-id") or request.query_params.get("since")
+        number = self._session.events.newest if last is None else _integer(last, "an event's number", 19)
+
+        async def follow() -> Any:
+            self._streams += 1
+            try:
+                async for text in self._session.events.follow(number):
+                    yield text
+            finally:
+                self._streams -= 1
+
+        return StreamingResponse(follow(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+    # Runs
+
+    async def submit(self, request: Request) -> Response:
+        """Queue a run."""
+        body = await _body(request)
+        return JSONResponse({"run": await asyncio.to_thread(self._session.submit, body)}, 202)
+
+    async def run(self, request: Request) -> Response:
+        """Everything about a run."""
+        run = self._session.run(request.path_params["run"])
+        found = await asyncio.to_thread(detail, self._session, run)
+        return JSONResponse(found | {"heads": self._trials.state(run.id)})
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancel a run."""
+        self._session.cancel(request.path_params["run"])
+        return JSONResponse({}, 202)
+
+    async def remove(self, request: Request) -> Response:
+        """Remove a run."""
+        self._session.remove(request.path_params["run"])
+        self._trials.forget(request.path_params["run"])
+        return JSONResponse({})
+
+    async def note(self, request: Request) -> Response:
+        """Give a run a name and a note."""
+        self._session.note(request.path_params["run"], await _body(request))
+        return JSONResponse({})
+
+    async def show(self, request: Request) -> Response:
+        """Remember which runs the page shows, for the notebook."""
+        self._session.show(await _body(request))
+        return JSONResponse({})
+
+    async def try_heads(self, request: Request) -> Response:
+        """Try the ablation of each head of a run."""
+        body = await _body(request)
+        found = await asyncio.to_thread(self._trials.start, request.path_params["run"], body)
+        return JSONResponse(found, 202)
+
+    async def cancel_heads(self, request: Request) -> Response:
+        """Stop that."""
+        self._trials.cancel(self._session.run(request.path_params["run"]).id)
+        return JSONResponse({}, 202)
+
+    async def scores(self, request: Request) -> Response:
+        """The scores of a layer."""
+        run = self._session.run(request.path_params["run"])
+        return JSONResponse(await asyncio.to_thread(scores_of_layer, run, self._session, _number(request, "layer")))
+
+    async def maps(self, request: Request) -> Response:
+        """The scores and sinks of a layer, as the figures read them; -1: the mean over all heads."""
+        run, text = self._session.run(request.path_params["run"]), _word(request, "layer")
+        layer = None if text == "-1" else _number(request, "layer")
+        return JSONResponse(await asyncio.to_thread(maps_of_layer, self._session, run, layer))
+
+    async def pattern(self, request: Request) -> Response:
+        """The attention pattern of a step and layer."""
+        run, step, layer = request.path_params["run"], _number(request, "step"), _number(request, "layer")
+        spec, outcome = self._session.outcome(run)
+        check_index("step", step, outcome.steps)
+        check_index("layer", layer, outcome.score.shape[1])
+
+        def compute() -> dict[str, Any]:
+            found = reading.patterns(spec, outcome, self._session.model_of(run), step, [layer])[layer]
+            return packed(found.numpy()) | {"step": step, "layer": layer}
+
+        return JSONResponse(await self._computed(("pattern", run, step, layer), compute))
+
+    async def proposals(self, request: Request) -> Response:
+        """The proposals for a position at a step."""
+        run, step, pos = request.path_params["run"], _number(request, "step"), _number(request, "pos")
+        spec, outcome = self._session.outcome(run)
+        check_index("step", step, outcome.steps)
+        check_index("position", pos, outcome.canvas.shape[1])
+
+        def compute() -> dict[int, dict[str, Any]]:
+            return reading.proposals(spec, outcome, self._session.model_of(run), step)
+
+        found = await self._computed(("proposals", run, step), compute)
+        empty: dict[str, Any] = {"confidence": None, "proposals": []}
+        return JSONResponse({"step": step, "pos": pos, "undecided": pos in found} | found.get(pos, empty))
+
+    async def certainty(self, request: Request) -> Response:
+        """How sure each step is of each undecided position."""
+        run = request.path_params["run"]
+        spec, outcome = self._session.outcome(run)
+
+        def compute() -> dict[str, Any]:
+            return packed(reading.certainty(spec, outcome, self._session.model_of(run)))
+
+        return JSONResponse(await self._computed(("certainty", run), compute))
+
+    async def lens(self, request: Request) -> Response:
+        """What each layer predicts at a position."""
+        run, pos = request.path_params["run"], _number(request, "pos")
+        spec, outcome = self._session.outcome(run)
+        check_index("position", pos, int(outcome.real.sum()))
+
+        def compute() -> dict[str, Any]:
+            return reading.lens(spec, outcome, self._session.model_of(run), pos)
+
+        return JSONResponse(await self._computed(("lens", run, pos), compute))
+
+    async def attribution(self, request: Request) -> Response:
+        """Which layers carry the difference from another prompt."""
+        run, body = request.path_params["run"], await _body(request)
+        spec, outcome = self._session.outcome(run)
+        known = isinstance(body, dict) and set(body) == {"pos", "prompt"} and isinstance(body["prompt"], str)
+        require(known and is_index(body["pos"]), "an attribution has pos and prompt.")
+        require(len(body["prompt"]) <= MOST_CHARACTERS, f"a prompt has at most {MOST_CHARACTERS:,} characters.", 413)
+        check_index("position", body["pos"], outcome.canvas.shape[1])
+
+        def compute() -> dict[str, Any]:
+            return reading.attribution(spec, outcome, self._session.model_of(run), body["pos"], body["prompt"])
+
+        return JSONResponse(await self._computed(("attribution", run, body["pos"], body["prompt"]), compute))
+
+    async def repeat(self, request: Request) -> Response:
+        """Repeat two runs with other seeds, or on the problems of a task."""
+        return JSONResponse(self._repeats.start(await _body(request)), 202)
+
+    async def cancel_repeats(self, request: Request) -> Response:
+        """Stop the repetitions; the results so far remain."""
+        self._repeats.cancel()
+        return JSONResponse({}, 202)
+
+    async def compare(self, request: Request) -> Response:
+        """Two runs beside each other; with ``kl=0`` without the divergence, which takes a pass for every step."""
+        ids = [_word(request, name) for name in ("a", "b")]
+        runs = [self._session.outcome(run) for run in ids]
+        specs, outcomes = [spec for spec, _ in runs], [outcome for _, outcome in runs]
+        found = await asyncio.to_thread(comparing.differences, *outcomes)
+        why, divergence = comparing.why_not(specs, outcomes), None
+        if why is None and request.query_params.get("kl") != "0":
+
+            def compute() -> Any:
+                model, _ = map(self._session.model_of, ids)
+                return comparing.divergence(specs, outcomes, model)
+
+            try:
+                divergence = await self._computed(("kl", *ids), compute)
+            except (SinklensError, Refused) as error:
+                why = str(error)
+        right = [self._session.run(run).facts.get("right") for run in ids]
+        return JSONResponse(
+            found | {"kl": divergence, "kl_why": why, "right": right, "repeats": self._repeats.state(*ids)}
+        )
+
+    async def python(self, request: Request) -> Response:
+        """The script that repeats a run, or two."""
+        ids = [request.path_params["run"], *request.query_params.getlist("other")[:1]]
+        names = ("run",) if len(ids) == 1 else ("first", "second")
+        specs = {name: self._session.spec(run) for name, run in zip(names, ids, strict=True)}
+        for spec in specs.values():
+            self._session.model(spec.model)
+        return PlainTextResponse(script(specs, self._session.loading))
+
+    async def report(self, request: Request) -> Response:
+        """The offline report of a run, or of two, as a download."""
+        ids = [request.path_params["run"], *request.query_params.getlist("other")[:1]]
+        runs = [self._session.outcome(run) for run in ids]
+        models = [self._session.model(spec.model) for spec, _ in runs]
+
+        def compute() -> str:
+            pages = [
+                saving.page(spec, outcome, model, saving.BUDGET / len(runs))
+                for (spec, outcome), model in zip(runs, models, strict=True)
+            ]
+            specs, outcomes = [spec for spec, _ in runs], [outcome for _, outcome in runs]
+            return pages[0] if len(pages) == 1 else saving.pair(pages, specs, outcomes, models[0])
+
+        text = await asyncio.wrap_future(self._session.thread.compute(compute))
+        name = "-".join(["sinklens", *ids])
+        return Response(text, media_type="text/html", headers={
+            "Content-Disposition": f'attachment; filename="{name}.html"',
+            "Content-Security-Policy": "sandbox allow-scripts",  # if a browser shows it, it is not a page of the lab
+        })  # fmt: skip
+
+    async def add_state(self, request: Request) -> Response:
+        """Keep what a tab shows."""
+        return JSONResponse({"link": self._session.history.add_state(await _body(request))}, 201)
+
+    async def state(self, request: Request) -> Response:
+        """What a tab showed."""
+        return JSONResponse(self._session.history.state(request.path_params["link"]))
+
+    async def _computed(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+        """A result of the model thread; one that several requests want is computed once."""
+        future = self._results.get(key)
+        if future is None or (future.done() and future.exception() is not None):
+            future = self._session.thread.compute(compute)
+            self._results[key] = future
+            while len(self._results) > REMEMBERED:
+                self._results.popitem(last=False)
+        self._results.move_to_end(key)
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def _sentences(handler: Handler) -> Handler:
+    """`handler` with refusals and errors of sinklens as JSON."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Refused as refusal:
+            return JSONResponse(refusal.body, refusal.status)
+        except SinklensError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as error:  # noqa: BLE001 — the page says what happened; the traceback is printed
+            traceback.print_exc()
+            return JSONResponse({"error": f"the lab crashed with {type(error).__name__}; see the terminal."}, 500)
+
+    return handle
+
+
+async def _body(request: Request) -> Any:
+    """The JSON of a request.
+
+    Raises:
+        Refused: it is too large, too slow, or not JSON.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    require(kind == "application/json", "the request must be application/json.", 415)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(PATIENCE):
+            async for part in request.stream():
+                size += len(part)
+                require(size <= MOST_BYTES, f"a request has at most {MOST_BYTES:,} bytes.", 413)
+                parts.append(part)
+    except TimeoutError as error:
+        raise Refused(f"the request was not complete after {PATIENCE} s.", 408) from error
+    return read_json(b"".join(parts))
+
+
+def _number(request: Request, name: str) -> int:
+    """An index in the query."""
+    return _integer(request.query_params.get(name, ""), f"{name}=")
+
+
+def _integer(text: str, what: str, most: int = 9) -> int:
+    """A number of at most `most` digits."""
+    require(text.isascii() and text.isdigit() and len(text) <= most, f"{what} must be a number.")
+    return int(text)
+
+
+def _word(request: Request, name: str) -> str:
+    text = request.query_params.get(name)
+    if text is None:
+        raise Refused(f"{name}= is missing.")
+    return text

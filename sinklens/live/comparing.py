@@ -1,0 +1,107 @@
+"""Two runs beside each other: where their canvases, sinks and distributions differ.
+
+Everything but the KL divergence is read from the runs as they were kept. The divergence needs logits, which no run
+keeps; both runs are repeated on their own canvases for them.
+
+Caveat: two free runs work on different canvases after the first difference, and their divergence then includes its
+consequences. For the effect of a change on each step alone, let the second run replay the first.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sinklens.experiments.comparison import compared
+from sinklens.interventions import MaskedLogits
+from sinklens.live.execution import repeat
+from sinklens.live.outcome import RunOutcome
+from sinklens.live.problems import stated_number
+from sinklens.live.spec import RunSpec
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+ROOM = 512_000_000  # bytes of logits kept for one comparison
+
+
+def differences(first: RunOutcome, second: RunOutcome) -> dict[str, Any]:
+    """Where two runs differ.
+
+    ``cells``: [step, position of the first run] at which the canvases hold different ids, step 0 being the canvas that
+    the first step works on. ``first_difference``: the smallest step among them, or None. ``sinks_moved``: per step, the
+    share of heads whose strongest key is another position; None for models of different shape. ``numbers``: the number
+    that each answer states after ``####``, or None.
+
+    Prompts of different lengths are not compared, and positions count from the end of the prompt.
+    """
+    steps = min(first.steps, second.steps)
+    same = first.prompt_length == second.prompt_length
+    starts = (0, 0) if same else (first.prompt_length, second.prompt_length)
+    length = min(first.canvas.shape[1] - starts[0], second.canvas.shape[1] - starts[1])
+    one, two = (
+        outcome.canvas[: steps + 1, start : start + length]
+        for outcome, start in zip((first, second), starts, strict=True)
+    )
+    cells = np.argwhere(one != two) + np.array([0, starts[0]])
+    return {
+        "cells": cells.tolist(),
+        "first_difference": int(cells[:, 0].min()) if len(cells) else None,
+        "sinks_moved": _moved(first, second, starts, steps),
+        "texts": [outcome.answer.text for outcome in (first, second)],
+        "numbers": [stated_number(outcome.answer.text) for outcome in (first, second)],
+    }
+
+
+def _moved(first: RunOutcome, second: RunOutcome, starts: tuple[int, int], steps: int) -> list[float] | None:
+    if first.score.shape[1:3] != second.score.shape[1:3]:
+        return None
+    one, two = (
+        np.nan_to_num(outcome.score[:steps].astype(np.float32), nan=-1.0).argmax(axis=-1) - start
+        for outcome, start in zip((first, second), starts, strict=True)
+    )
+    return [round(float(share), 4) for share in (one != two).mean(axis=(1, 2))]
+
+
+def why_not(specs: Sequence[RunSpec], outcomes: Sequence[RunOutcome]) -> str | None:
+    """Why the KL divergence of two runs is undefined; None if it is defined."""
+    first, second = outcomes
+    lengths = [outcome.settings["gen_length"] for outcome in outcomes]
+    if specs[0].model != specs[1].model:
+        return "KL is defined for two runs of one model; these are of two."
+    if first.prompt_length != second.prompt_length or first.canvas.shape[1] != second.canvas.shape[1]:
+        return "KL compares the same positions; these prompts or answers have different lengths."
+    if any(outcome.settings.get("use_cache") for outcome in outcomes) and not outcomes[0].attrs.get("causal"):
+        return "KL needs the logits of all undecided positions; run with use_cache off."
+    if any(
+        outcome.settings.get("canvas_length", length) < length
+        for outcome, length in zip(outcomes, lengths, strict=True)
+    ):
+        return "KL compares complete answers; run with a gen_length of one canvas."
+    return None
+
+
+def divergence(specs: Sequence[RunSpec], outcomes: Sequence[RunOutcome], model: "Model") -> list[float | None]:
+    """Mean KL divergence per step in nats, of the second run's distributions from the first's.
+
+    See `experiments.compare`. None at steps without a position that is undecided in both, and at steps left out because
+    the logits of all would need more than `ROOM` bytes.
+    """
+    steps = min(outcome.steps for outcome in outcomes)
+    chosen = fitting(outcomes, model, steps, len(outcomes))
+    kept = [MaskedLogits(steps=chosen) for _ in specs]
+    first, second = [
+        repeat(spec, model, outcome, steps=max(chosen) + 1, extra=[logits])
+        for spec, outcome, logits in zip(specs, outcomes, kept, strict=True)
+    ]
+    found = compared(first, second, kept[0].kept, kept[1].kept)["kl"].to_numpy()[0]
+    listed = [None if np.isnan(value) else float(value) for value in found]
+    return listed + [None] * (steps - len(listed))
+
+
+def fitting(outcomes: Sequence[RunOutcome], model: "Model", steps: int, rows: int) -> list[int]:
+    """Steps whose logits, of `rows` rows, fit into `ROOM`: all, or evenly spread ones."""
+    undecided = max(int(outcome.undecided[:steps].sum(axis=1).max()) for outcome in outcomes)
+    each = 4 * model.cfg.d_vocab * max(1, undecided) * rows
+    number = max(1, min(steps, ROOM // each))
+    return sorted({int(step) for step in np.linspace(0, steps - 1, number).round()})

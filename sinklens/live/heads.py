@@ -1,0 +1,169 @@
+"""What the ablation of each head changes in a run.
+
+Each head is ablated twice. On the canvases of the run, the KL divergence of a step is the head's effect at that step
+alone. In a run that decides its own tokens, the answer shows what follows. Several heads share a batch, each on its own
+row, as in `sinklens.experiments.sweep`.
+
+Caveat: the logits of a batch agree with those of a single run to about 1e-5. Where two tokens are that close, the
+answer found here can differ from that of a run with the same head ablated.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sinklens.experiments.comparison import compared
+from sinklens.experiments.stacking import Stacked
+from sinklens.experiments.sweeps import bytes_per_row
+from sinklens.interventions import AblateHeads, MaskedLogits
+from sinklens.live import problems
+from sinklens.live.comparing import fitting, why_not
+from sinklens.live.execution import RunCancelled, built, denoising, repeat
+from sinklens.live.outcome import RunOutcome
+from sinklens.live.spec import RunSpec
+from sinklens.runs.intervention import Intervention
+from sinklens.runs.result import Generation
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+    from sinklens.sampling.state import State
+
+MEMORY = 1_000_000_000  # bytes that a pass of several heads may take besides the weights; see `bytes_per_row`
+MOST_ROWS = 8  # heads per pass
+LayerHead = tuple[int, int]  # layer, head
+
+
+@dataclass(frozen=True)
+class HeadEffect:
+    """What a head's ablation changes.
+
+    Attributes:
+        layer, head: the head.
+        kl: mean KL divergence over steps on the run's canvases, in nats; None if it is undefined.
+        same: whether the answer is the same; None for a run on the canvases of another, which cannot change.
+        changed: share of the answer's positions with another final token; None if `same` is.
+        text: the answer without the head; None if `same` is, or without a tokenizer.
+        number: the number that this answer states after ``####``; None if it states none.
+        right: whether that answer solves the task's problem; None without one.
+    """
+
+    layer: int
+    head: int
+    kl: float | None
+    same: bool | None
+    changed: float | None
+    text: str | None
+    number: str | None
+    right: bool | None
+
+
+class Stop:
+    """Ends a run between two steps once `requested` is set."""
+
+    def __init__(self) -> None:
+        self.requested = threading.Event()
+
+    def before(self, step: int, state: "State") -> None:
+        """Stop if that was requested."""
+        if self.requested.is_set():
+            raise RunCancelled
+
+    def after(self, step: int, state: "State") -> None:
+        """Nothing to do."""
+
+
+class HeadTrial:
+    """The effects of the heads of one run.
+
+    Attributes:
+        why: why the KL divergence is undefined; None if it is defined.
+        number: the number that the run's answer states; None if it states none.
+        stop: ends the trial.
+    """
+
+    def __init__(self, spec: RunSpec, outcome: RunOutcome, model: "Model", by: str, stop: Stop) -> None:
+        self._spec, self._outcome, self._model, self._by, self.stop = spec, outcome, model, by, stop
+        self.why = why_not([spec, spec], [outcome, outcome])
+        self.number = problems.stated_number(outcome.answer.text)
+
+    def parts(self, layers: Sequence[int]) -> list[list[LayerHead]]:
+        """The heads of `layers` in groups of one pass each."""
+        run = self._outcome.generation(self._model, self._spec.cache)
+        row = bytes_per_row(self._model, self._outcome.canvas.shape[1], run.settings)
+        rows = max(1, min(MOST_ROWS, MEMORY // row))
+        heads = [(layer, head) for layer in layers for head in range(self._model.cfg.n_heads)]
+        return [heads[start : start + rows] for start in range(0, len(heads), rows)]
+
+    def measure(self, heads: Sequence[LayerHead]) -> list[dict[str, object]]:
+        """The effects of some heads, as JSON of `HeadEffect`.
+
+        Raises:
+            RunCancelled: the trial was stopped.
+        """
+        kls = [None] * len(heads) if self.why else self._divergences(heads)
+        effects = zip(heads, kls, self._answers(heads), strict=True)
+        return [
+            asdict(HeadEffect(layer, head, kl, same, changed, text, problems.stated_number(text), right))
+            for (layer, head), kl, (same, changed, text, right) in effects
+        ]
+
+    def _ablations(self, heads: Sequence[LayerHead]) -> Stacked:
+        """The run's own interventions and the ablation of one head, for each row."""
+        return Stacked(
+            [
+                [*self._own, AblateHeads(layers=[layer], heads=[head], by=self._by)]  # type: ignore[arg-type]
+                for layer, head in heads
+            ]
+        )
+
+    @cached_property
+    def _own(self) -> list[Intervention]:
+        return built(self._spec, self._model)
+
+    @cached_property
+    def _base(self) -> tuple[Generation, MaskedLogits]:
+        """The run on its own canvases, with the logits of the compared steps."""
+        outcome, rows = self._outcome, MOST_ROWS + 1
+        kept = MaskedLogits(steps=fitting([outcome], self._model, outcome.steps, rows))
+        return self._again(kept, None, 1), kept
+
+    def _again(self, kept: MaskedLogits, changes: Sequence[Stacked] | None, copies: int) -> Generation:
+        steps = max(kept.steps or [0]) + 1
+        return repeat(
+            self._spec, self._model, self._outcome, steps=steps, extra=[kept], changes=changes, copies=copies,
+            listeners=[self.stop],
+        )  # fmt: skip
+
+    def _divergences(self, heads: Sequence[LayerHead]) -> list[float | None]:
+        base, logits = self._base
+        kept = MaskedLogits(steps=logits.steps)
+        self._again(kept, [self._ablations(heads)], len(heads))
+        found = []
+        for row in range(len(heads)):
+            part = {step: values.chunk(len(heads))[row] for step, values in kept.kept.items()}
+            kl = compared(base, base, logits.kept, part)["kl"].to_numpy()[0]  # the canvases are those of `base`
+            found.append(None if np.isnan(kl).all() else float(np.nanmean(kl)))
+        return found
+
+    def _answers(
+        self, heads: Sequence[LayerHead]
+    ) -> Iterator[tuple[bool | None, float | None, str | None, bool | None]]:
+        """``same``, ``changed``, ``text`` and ``right`` of each head."""
+        if self._spec.replay is not None:
+            yield from [(None, None, None, None)] * len(heads)
+            return
+        run = denoising(self._spec, self._model, record=False, changes=[self._ablations(heads)], copies=len(heads))
+        run.carry_out([self.stop])
+        changed = run.result()
+        base = self._outcome.canvas[-1, self._outcome.prompt_length :]
+        for answer, ids in zip(changed.answers, changed.canvas[:, -1, changed.prompt_length :].numpy(), strict=True):
+            right = None
+            if self._spec.task is not None:
+                right = problems.right(*self._spec.task, answer, ids[ids >= 0].tolist(), self._model.eos_token_ids)
+            differs = (ids != base)[(ids >= 0) | (base >= 0)]
+            same = answer.text == self._outcome.answer.text if answer.text is not None else not differs.any()
+            yield bool(same), float(differs.mean()), answer.text, right

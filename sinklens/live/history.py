@@ -1,0 +1,254 @@
+"""The lab's runs on disk: one file each, complete or absent.
+
+A run is ``runs/ID.npz`` with its arrays and, as JSON, its record: what was requested, what came out, and the provenance
+that a sink track has. Names and notes that users gave to runs are in ``notes.json``. What a tab showed is
+``states/LINK.json``. Without ``--keep``, the folder is a temporary one.
+
+Names of files are made here and never come from a request: a request's id is looked up among those that exist. What the
+files contain is checked like a request, since it may be damaged or forged: a run that cannot be read is listed with the
+reason, and the lab opens.
+
+A run that cannot be written, e.g. to a full disk, is held in memory.
+
+Limitation: two labs may write to one folder, but each lists only the runs that were there when it started.
+"""
+
+import json
+import math
+import re
+import secrets
+import tempfile
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import ZIP_STORED, ZipFile
+
+import numpy as np
+
+from sinklens.errors import SinklensError
+from sinklens.live.outcome import ARRAYS, RunOutcome
+from sinklens.live.refusal import Refused, read_json, require
+from sinklens.live.spec import RunSpec
+from sinklens.utils.atomic import atomic_write
+
+NOTES = "notes.json"
+IN_MEMORY = 4  # outcomes that are not read again
+MOST_UNWRITTEN = 64  # outcomes that are held because they could not be written
+ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+ENDED = ("done", "cancelled", "failed")
+FACTS: Mapping[str, tuple[type, ...]] = {  # of a summary: what the run came to
+    "sampler": (str,), "gen_length": (int,), "steps": (int,), "steps_run": (int,), "seconds": (int, float),
+    "text": (str,), "right": (bool,), "error": (str,), "weights": (str,),
+}  # fmt: skip
+MOST_STATES = 2_000
+STATE_CHARACTERS = 64_000
+
+
+class SavedRun(NamedTuple):
+    """A run found on disk.
+
+    Attributes:
+        id: its id.
+        created: when, in seconds since 1970; 0 if its file cannot be read.
+        status: how it ended.
+        spec: what was requested; None if its file cannot be read.
+        facts: those of `FACTS` that its summary has; of a file that cannot be read, ``error``.
+    """
+
+    id: str
+    created: float
+    status: str
+    spec: RunSpec | None
+    facts: dict[str, Any]
+
+
+class RunHistory:
+    """A folder of runs and states.
+
+    Attributes:
+        folder: the folder.
+        kept: whether it outlives the lab.
+        notes: name and note of runs that have one, by id.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """Open `folder`, or a temporary one.
+
+        Raises:
+            SinklensError: the folder cannot be created.
+        """
+        self._temporary = tempfile.TemporaryDirectory(prefix="sinklens-lab-") if folder is None else None
+        self.kept = folder is not None
+        self.folder = Path(self._temporary.name) if self._temporary else Path(folder or ".").absolute()
+        self._recent: OrderedDict[str, RunOutcome] = OrderedDict()
+        self._unwritten: OrderedDict[str, RunOutcome] = OrderedDict()
+        try:
+            for part in ("runs", "states"):
+                (self.folder / part).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SinklensError(
+                f"could not create {self.folder}: {error}. Choose another folder for --keep."
+            ) from error
+        self.notes = self._read_notes()
+        self._states = {file.stem for file in (self.folder / "states").glob("*.json")}
+
+    def runs(self) -> list[SavedRun]:
+        """The runs in the folder, oldest first, with those that cannot be read."""
+        files = (self.folder / "runs").glob("*.npz")  # one with a dot is being written, or was left by a kill
+        return sorted((_found(file) for file in files if ID.fullmatch(file.stem)), key=lambda run: run.created)
+
+    def save(self, run: str, summary: dict[str, Any], spec: dict[str, Any], outcome: RunOutcome) -> None:
+        """Write a run, or hold it in memory if that fails.
+
+        Raises:
+            SinklensError: the file cannot be written.
+        """
+        _limited(self._unwritten, run, outcome, MOST_UNWRITTEN)
+        record = json.dumps({"summary": summary, "spec": spec, "outcome": outcome.record()})
+        arrays = {name: getattr(outcome, name) for name in ARRAYS}
+        with atomic_write(self._file(run)) as part, part.open("wb") as file:
+            np.savez(file, allow_pickle=False, record=np.array(record), **arrays)
+        del self._unwritten[run]
+        _limited(self._recent, run, outcome, IN_MEMORY)
+
+    def load(self, run: str) -> RunOutcome:
+        """The outcome of a run.
+
+        Raises:
+            Refused: its file is gone or damaged.
+        """
+        known = self._recent.get(run) or self._unwritten.get(run)
+        if known is not None:
+            return known
+        try:
+            record, arrays = _read(self._file(run), ARRAYS)
+            outcome = RunOutcome.from_record(record["outcome"], arrays)
+        except Exception as error:  # NumPy may raise anything for a damaged or forged file
+            raise Refused(f"the run's file can no longer be read: {error}. Run it again.", 410) from error
+        _limited(self._recent, run, outcome, IN_MEMORY)
+        return outcome
+
+    def note(self, run: str, name: str, note: str) -> None:
+        """Keep a run's name and note; two empty texts remove them."""
+        self.notes = {other: kept for other, kept in self.notes.items() if other != run}
+        if name or note:
+            self.notes[run] = {"name": name, "note": note}
+        with atomic_write(self.folder / NOTES) as part:
+            part.write_text(json.dumps(self.notes))
+
+    def _read_notes(self) -> dict[str, dict[str, str]]:
+        """The names and notes in the folder; a damaged file is set aside with a warning, and what it holds is kept."""
+        file, kept, damage = self.folder / NOTES, {}, ""
+        try:
+            found = read_json(file.read_bytes(), "it")
+            kept = {run: texts for run, texts in found.items() if _is_note(texts)} if isinstance(found, dict) else {}
+            damage = "" if kept == found else "some of it is not a name and a note."
+        except FileNotFoundError:
+            return {}
+        except (OSError, Refused) as error:
+            damage = str(error)
+        if damage:
+            _set_aside(file, kept, damage)
+        return kept
+
+    def remove(self, run: str) -> None:
+        """Delete a run's file, name and note."""
+        self._recent.pop(run, None)
+        self._unwritten.pop(run, None)
+        if run in self.notes:
+            self.note(run, "", "")
+        self._file(run).unlink(missing_ok=True)
+
+    def add_state(self, state: Any) -> str:
+        """Keep what a tab shows; returns its link.
+
+        Raises:
+            Refused: it is too large, or there are too many.
+        """
+        text = json.dumps(state)
+        require(len(text) <= STATE_CHARACTERS, f"a state has at most {STATE_CHARACTERS:,} characters of JSON.", 413)
+        require(len(self._states) < MOST_STATES, f"the lab keeps at most {MOST_STATES:,} links.", 429)
+        link = secrets.token_hex(8)
+        with atomic_write(self.folder / "states" / f"{link}.json") as part:
+            part.write_text(text)
+        self._states.add(link)
+        return link
+
+    def state(self, link: str) -> Any:
+        """What a tab showed.
+
+        Raises:
+            Refused: there is no such link, or its file is gone or damaged.
+        """
+        require(link in self._states, "no such link; it was made by another lab, or without --keep.", 404)
+        try:
+            return read_json((self.folder / "states" / f"{link}.json").read_bytes(), "the link's file")
+        except (OSError, Refused) as error:
+            raise Refused(f"the link can no longer be read: {error}", 410) from error
+
+    def close(self) -> None:
+        """Delete the folder if it is a temporary one."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _file(self, run: str) -> Path:
+        return self.folder / "runs" / f"{run}.npz"
+
+
+def _is_note(found: Any) -> bool:
+    """Whether `found` is the name and the note of a run."""
+    return (
+        isinstance(found, dict) and set(found) == {"name", "note"} and all(isinstance(t, str) for t in found.values())
+    )
+
+
+def _set_aside(file: Path, kept: Mapping[str, Any], damage: str) -> None:
+    """Rename a damaged file, write what could be read of it in its place, and warn."""
+    aside = file.with_name(f"{file.stem}.damaged-{secrets.token_hex(4)}{file.suffix}")
+    try:
+        file.replace(aside)
+        with atomic_write(file) as part:
+            part.write_text(json.dumps(kept))
+        then = f"It is kept as {aside.name}; repair it and rename it to {file.name} to have them back."
+    except (OSError, SinklensError) as error:
+        then = f"It could not be set aside: {error}."
+    text = f"{file} is damaged: {damage:.300} The lab opens with {len(kept)} names and notes of runs. {then}"
+    warnings.warn(text.encode("ascii", "backslashreplace").decode(), stacklevel=2)
+
+
+def _limited(kept: OrderedDict[str, RunOutcome], run: str, outcome: RunOutcome, most: int) -> None:
+    """Add an outcome; of more than `most`, the oldest is dropped."""
+    kept[run] = outcome
+    while len(kept) > most:
+        kept.popitem(last=False)
+
+
+def _read(file: Path, names: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The record of a run's file, and some of its arrays."""
+    with ZipFile(file) as archive:  # so that a small file cannot fill the memory
+        require(all(part.compress_type == ZIP_STORED for part in archive.infolist()), "its arrays are compressed.")
+    with np.load(file, allow_pickle=False) as arrays:
+        record = read_json(str(arrays["record"]), "its record")
+        require(isinstance(record, dict), "its record is not an object.")
+        return record, {name: arrays[name] for name in names}
+
+
+def _found(file: Path) -> SavedRun:
+    """The run in a file, or why it cannot be read."""
+    try:
+        record, _ = _read(file)
+        summary = record["summary"]
+        status, created = summary["status"], summary["created"]
+        require(status in ENDED, "its status is unknown.")
+        require(type(created) in (int, float) and 0 <= created < math.inf, "its time is not a number.")
+        facts = {name: summary.get(name) for name in FACTS}
+        for name, value in facts.items():
+            require(value is None or type(value) in FACTS[name], f"{name} of its summary has the wrong type.")
+        return SavedRun(file.stem, created, status, RunSpec.from_json(record["spec"]), facts)
+    except Exception as error:  # noqa: BLE001 — NumPy may raise anything for a damaged or forged file
+        reason = str(error) if isinstance(error, Refused | SinklensError) else f"{type(error).__name__}: {error}"
+        text = f"{file.name} is damaged, or not a run of this version of the lab: {reason:.300}"
+        warnings.warn(text.encode("ascii", "backslashreplace").decode(), stacklevel=2)
+        return SavedRun(file.stem, 0.0, "failed", None, {"error": text.encode("utf-8", "replace").decode()})

@@ -1,0 +1,55 @@
+"""The lab's page: the components of the report, joined with the lab's own scripts and styles.
+
+The page loads two files from the server that sent it, and a third when attention heads are drawn. All text from models
+reaches it as JSON and is set as text.
+
+Pitfall: the scripts share one scope, so two of them must not declare the same name.
+"""
+
+import importlib.resources
+import re
+from functools import cache
+
+from sinklens.views import html
+
+SCRIPTS = (
+    "api.js", "runs.js", "fields.js", "menu.js", "lab.js", "form.js", "chips.js", "point.js", "trial.js",
+    "differences.js", "compare.js", "color.js", "lens.js", "repeats.js", "output.js", "export.js", "history.js",
+    "main.js",
+)  # fmt: skip
+
+
+@cache
+def document() -> str:
+    """The HTML document of ``GET /``."""
+    return html.fill(_own("lab.html"), html.fragments())
+
+
+def framed(key: str) -> str:
+    """The document for a frame, whose files are opened by the key."""
+    return re.sub(r'(="static/lab\.\w+)"', rf'\1?key={key}"', document())
+
+
+ENTRY = """<!doctype html><title>sinklens lab</title><meta http-equiv="refresh" content="0; url=./">"""
+"""Leads to the page from a link on another site's page: the cookie is not sent to where that page leads directly."""
+
+
+@cache
+def files() -> dict[str, tuple[str, str]]:
+    """Media type and text of each file below ``/static/``, by name."""
+    script = html.bundle([*html.components(), *map(_own, SCRIPTS)])
+    return {
+        "lab.js": ("text/javascript", script),
+        "lab.css": ("text/css", html.styles() + _own("lab.css")),
+        "circuitsvis.js": ("text/javascript", html.circuitsvis()),
+    }
+
+
+@cache
+def frame() -> str:
+    """The document in which CircuitsVis draws; its policy allows only the scripts it needs, by their hashes."""
+    return html.HEADS.document(data="")
+
+
+def _own(name: str) -> str:
+    return (importlib.resources.files("sinklens.live") / "static" / name).read_text(encoding="utf-8")

@@ -1,0 +1,269 @@
+"""Who may talk to the lab, and what a page of it may do.
+
+The lab runs a model for whoever can reach it, so it is protected as a notebook server is. A request passes, in order:
+
+- *Host*: the name in the request must be one of the lab's, or that of its public URL (public.py). A page that has its
+  own name resolve to 127.0.0.1 (DNS rebinding) sends its own name.
+- *Origin* and *Sec-Fetch-Site*: a browser sends them with what a page of another site does. Requests that change
+  something need a matching Origin, or the token as a header, which another site's page cannot send.
+- *Token*: 256 random bits, in the link or in a header. The link sets a cookie with a random value of its own, which
+  scripts cannot read and other sites' pages do not send. Both are compared in constant time.
+- *Frame*: a notebook at localhost is another site than 127.0.0.1, so its frame gets no cookie. A page that is framed is
+  sent only for an address with the token, never for the cookie; it sends the token as a header. Its files, for which a
+  browser sends no header, have a key in their address that is derived from the token and opens nothing else.
+- *Size*: a body has at most `MOST_BYTES`, and one length.
+
+Connections that send no request are closed (connections.py).
+
+Every response forbids scripts and requests other than the lab's own files and API, framing, caching and referrers.
+
+Limitation: the connection is not encrypted. On a network that others can read, use an SSH tunnel.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs
+
+from sinklens.live.public import PublicUrl
+from sinklens.live.refusal import Refused, require
+
+MOST_BYTES = 1_000_000  # of a request's body
+TOKEN_HEADER = "x-sinklens-token"
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors {ancestors}"
+)
+FRAMED_BY = "http://localhost:* http://127.0.0.1:* https://localhost:* https://127.0.0.1:*"  # notebooks on this machine
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+}
+SAFE = ("GET", "HEAD")
+FILES = ("/static/", "/frame")  # addresses that a frame loads by the key
+FRAMES = ("iframe", "frame", "embed", "object")  # Sec-Fetch-Dest of a page inside another
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What requests are checked against.
+
+    Attributes:
+        token: the token.
+        host, port: where the lab listens.
+        framed: whether a page of this machine, or of the public URL's host, may show the lab in a frame, as a notebook
+            does.
+        public: where a reverse proxy shows the lab; None without one.
+        session: value of the cookie, which is not the token: cookies ignore ports, so a server at another port of this
+            host sees it.
+    """
+
+    token: str
+    host: str
+    port: int
+    framed: bool = False
+    public: PublicUrl | None = None
+    session: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+
+    @property
+    def cookie(self) -> str:
+        """Name of the cookie, in which the port distinguishes labs."""
+        return f"sinklens-lab-{self.port}"
+
+    @property
+    def key(self) -> str:
+        """Opens the files of the page, and nothing else."""
+        return hmac.new(self.token.encode(), b"files", hashlib.sha256).hexdigest()
+
+    def headers(self) -> dict[str, str]:
+        """Headers of every response."""
+        ancestors = self._framed_by if self.framed else "'none'"
+        found = HEADERS | {"Content-Security-Policy": POLICY.format(ancestors=ancestors)}
+        return found if self.framed else found | {"X-Frame-Options": "DENY"}
+
+    @property
+    def _framed_by(self) -> str:
+        return FRAMED_BY if self.public is None else f"{FRAMED_BY} {self.public.origin}"
+
+    @property
+    def frame_policy(self) -> str:
+        """The policy of the document that the page shows in a frame, beside the one in the document."""
+        return f"sandbox allow-scripts; frame-ancestors 'self'{' ' + self._framed_by if self.framed else ''}"
+
+    def check(self, scope: Scope) -> None:
+        """Refuse a request that may not pass.
+
+        Raises:
+            Refused: it may not; the text does not say what would have been right.
+        """
+        given = _Headers(scope)
+        host = given.one("host")
+        require(
+            host is not None and self._is_ours(host), "this address is not the lab's; open the link it printed.", 421
+        )
+        origin, site, header = given.one("origin"), given.one("sec-fetch-site"), given.one(TOKEN_HEADER)
+        entering = scope["path"] == "/" and scope["method"] in SAFE  # a link from elsewhere may lead here
+        foreign = "requests from pages of other sites are refused."
+        public = None if self.public is None else self.public.origin
+        require(origin in (None, f"http://{host}", public), foreign, 403)
+        require(entering or site in (None, "same-origin"), foreign, 403)
+        require(
+            scope["method"] in SAFE or origin is not None or header is not None,
+            f"a request that changes something needs an Origin, or the token as {TOKEN_HEADER}.",
+            403,
+        )
+        require(self._admits(scope, given), "the token is missing or wrong; open the link that the lab printed.", 403)
+
+    def _admits(self, scope: Scope, given: "_Headers") -> bool:
+        """Whether a request has the token, or the key of the file that it asks for."""
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1")) if scope["method"] in SAFE else {}
+        if scope["path"] == "/" and ("token" in query or framing(given.one("sec-fetch-dest"))):
+            return self.accepts(next(iter(query.get("token", ())), ""))
+        if scope["path"].startswith(FILES) and "key" in query:
+            return self.accepts(query["key"][0], self.key)
+        header = given.one(TOKEN_HEADER)
+        return self.accepts(given.cookie(self.cookie) or "", self.session) if header is None else self.accepts(header)
+
+    def accepts(self, offered: str, expected: str | None = None) -> bool:
+        """Whether `offered` is the token, or `expected`, compared in constant time."""
+        return hmac.compare_digest(offered.encode("utf-8", "replace"), (expected or self.token).encode())
+
+    def _is_ours(self, host: str) -> bool:
+        """Whether a Host header names the lab.
+
+        A lab that other machines reach accepts addresses, which cannot be rebound, and the machine's names.
+        """
+        if self.public is not None and host.lower() == self.public.host:
+            return True
+        name, _, port = host.rpartition(":")
+        if port != str(self.port):
+            return False
+        if name in LOCAL or name == self.host:
+            return True
+        return not is_local(self.host) and (_is_address(name) or name in {socket.gethostname(), socket.getfqdn()})
+
+
+def framing(destination: str | None) -> bool:
+    """Whether a Sec-Fetch-Dest header says that a page is loaded into another."""
+    return destination in FRAMES
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+class _Headers:
+    """Headers of a request; one that occurs twice is refused, since two programs may read different ones."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._pairs = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
+
+    def one(self, name: str) -> str | None:
+        found = [value for key, value in self._pairs if key == name]
+        require(len(found) < 2, f"the header {name} occurs twice.")
+        return found[0] if found else None
+
+    def cookie(self, name: str) -> str | None:
+        for key, value in self._pairs:
+            if key == "cookie":
+                try:
+                    jar = SimpleCookie(value)
+                except CookieError:
+                    continue
+                if name in jar:
+                    return jar[name].value
+        return None
+
+
+class Guarded:
+    """An ASGI application behind a `Guard`."""
+
+    def __init__(self, app: App, guard: Guard) -> None:
+        self._app, self._guard = app, guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request that passes, and refuse any other."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # the lab has no WebSockets
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        sender, scope = _with_headers(send, self._guard.headers()), _below(scope, self._guard.public)
+        try:
+            self._guard.check(scope)
+            _check_length(_Headers(scope))
+        except Refused as refusal:
+            await refuse(refusal)(scope, receive, sender)
+            return
+        await self._app(scope, receive, sender)
+
+
+def _below(scope: Scope, public: PublicUrl | None) -> Scope:
+    """The request as if the lab was at the root; some proxies pass the complete path on."""
+    if public is None or not scope["path"].startswith(public.prefix):
+        return scope
+    return {**scope, "path": "/" + scope["path"].removeprefix(public.prefix)}
+
+
+def _check_length(given: _Headers) -> None:
+    """Refuse a body that says it is too large, or gives its length twice, since a proxy may read the other one.
+
+    A body that does not say its length is counted while it is read.
+    """
+    length, encoding = given.one("content-length"), given.one("transfer-encoding")
+    require(length is None or encoding is None, "a request has Content-Length or Transfer-Encoding, not both.")
+    if length is not None:
+        require(length.isascii() and length.isdigit() and len(length) < 20, "Content-Length is not a number.")
+        require(int(length) <= MOST_BYTES, f"a request has at most {MOST_BYTES:,} bytes; got {int(length):,}.", 413)
+
+
+def _with_headers(send: Send, extra: dict[str, str]) -> Send:
+    """`send` with headers added to the response; a response's own header of the same name wins."""
+
+    async def sender(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            there = {name.lower() for name, _ in message["headers"]}
+            added = [(name.lower().encode(), value.encode()) for name, value in extra.items()]
+            message["headers"] = [*message["headers"], *(pair for pair in added if pair[0] not in there)]
+        await send(message)
+
+    return sender
+
+
+def refuse(refusal: Refused) -> App:
+    """The response to a refused request; it closes the connection, so that the body is not read."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(refusal.body, refusal.status, {"Connection": "close"})

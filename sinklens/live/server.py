@@ -1,0 +1,263 @@
+"""Starts a lab: binds the socket, makes the token, and serves until it is closed.
+
+The socket is bound before the server starts, so the printed link is right even where the system chose the port. A port
+in use is an error before any model is loaded. The link is printed and opened once the server listens.
+
+All users of a machine see the arguments of its processes. So the browser is given a file that only this user can read,
+and which leads to the link (`link_file`); the token is in no argument.
+"""
+
+import os
+import secrets
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sinklens.errors import SinklensError
+from sinklens.live.public import read_public
+from sinklens.live.security import Guard, is_local
+
+if TYPE_CHECKING:
+    from sinklens.live.session import LabModel
+    from sinklens.runs.result import Generation
+
+EXTRA = (
+    "the lab needs Starlette and uvicorn, which are not installed; install them with "
+    'pip install "sinklens[lab]" (or pip install starlette uvicorn).'
+)
+GRACE = 2  # seconds that open connections get when the lab closes
+
+
+def require_extra() -> None:
+    """Check that the extra ``lab`` is installed.
+
+    Raises:
+        SinklensError: it is not installed.
+    """
+    try:
+        import starlette
+        import uvicorn
+    except ImportError as error:
+        raise SinklensError(EXTRA) from error
+    _ = starlette, uvicorn
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens at `host`; port 0 takes a free one.
+
+    Raises:
+        SinklensError: the address or the port cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host.strip("[]"), port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise SinklensError(
+            f"cannot listen at {host}, port {port}: {error}. Choose another --port or --host."
+        ) from error
+    return listener
+
+
+@contextmanager
+def link_file(url: str) -> Iterator[Path]:
+    """A page that leads to `url` and that only this user can read; it is deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="sinklens-lab-link-") as folder:  # readable by this user only
+        file = Path(folder) / "open.html"
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+            opened.write(
+                f'<!doctype html><title>sinklens lab</title><meta name="referrer" content="no-referrer">'
+                f'<meta http-equiv="refresh" content="0; url={escape(url)}"><a href="{escape(url)}">Open the lab</a>'
+            )
+        yield file
+
+
+class Lab:
+    """A running lab. In a notebook it shows itself; ``with`` closes it.
+
+    Attributes:
+        url: the link that opens it, with the token.
+    """
+
+    def __init__(
+        self,
+        models: "Sequence[LabModel]",
+        *,
+        keep: Path | None,
+        host: str,
+        listener: socket.socket,
+        framed: bool,
+        public_url: str | None = None,
+    ) -> None:
+        import uvicorn
+
+        from sinklens.live.app import build_app
+        from sinklens.live.connections import MOST, Connection
+        from sinklens.live.session import Session
+
+        port = listener.getsockname()[1]
+        name = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        public = read_public(public_url, port)
+        self._guard = Guard(secrets.token_urlsafe(32), name, port, framed, public)
+        self.address = f"http://{name}:{port}/" if public is None else public.address
+        self.url = f"{self.address}?token={self._guard.token}"
+        self._listener, self._session = listener, Session(list(models), keep)
+        config = uvicorn.Config(
+            build_app(self._session, self._guard), log_level="warning", access_log=False, lifespan="off",
+            server_header=False, date_header=False, ws="none", timeout_graceful_shutdown=GRACE,
+            limit_concurrency=MOST, proxy_headers=False, http=Connection,
+        )  # fmt: skip
+
+        class Server(uvicorn.Server):
+            """Says when it listens, and at its end closes the streams of events before it waits for connections."""
+
+            async def startup(server, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                self._listens.set()
+
+            async def shutdown(server, sockets: list[socket.socket] | None = None) -> None:
+                self._session.events.close()
+                await super().shutdown(sockets)
+
+        self._server = Server(config)
+        self._thread: threading.Thread | None = None
+        self._listens = threading.Event()
+
+    def serve(self, opened: Callable[[], None] | None = None) -> None:
+        """Serve in this thread until it is interrupted.
+
+        Args:
+            opened: called in another thread once the server listens.
+        """
+
+        def wait() -> None:
+            self._listens.wait()
+            if opened is not None and not self._server.should_exit:
+                opened()
+
+        threading.Thread(target=wait, name="sinklens-lab-opened", daemon=True).start()
+        try:
+            self._server.run(sockets=[self._listener])
+        finally:
+            self._listens.set()
+            self._session.close()
+            self._listener.close()
+
+    def start(self) -> "Lab":
+        """Serve in a thread; returns once the server listens."""
+        self._thread = threading.Thread(target=self.serve, name="sinklens-lab", daemon=True)
+        self._thread.start()
+        self._listens.wait()
+        return self
+
+    def close(self) -> None:
+        """Stop the run under way and end the lab; runs in a folder given as ``keep`` remain there."""
+        self._server.should_exit = True
+        self._session.events.close()
+        if self._thread is not None:
+            self._thread.join(15)
+
+    def __enter__(self) -> "Lab":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def run_a(self) -> "Generation":
+        """The run that a page shows as A, as `sinklens.generate` returns it.
+
+        Raises:
+            SinklensError: there is none.
+        """
+        return self._run("A")
+
+    @property
+    def run_b(self) -> "Generation":
+        """The run that a page shows as B.
+
+        Raises:
+            SinklensError: there is none.
+        """
+        return self._run("B")
+
+    def _run(self, slot: str) -> "Generation":
+        from sinklens.live.refusal import Refused
+
+        try:
+            return self._session.generation(slot)
+        except Refused as refusal:
+            raise SinklensError(str(refusal)) from refusal
+
+    def __repr__(self) -> str:
+        return f"Lab({self.address})"  # without the token: notebooks are shared with their outputs
+
+    def _repr_html_(self) -> str:
+        """The lab in a frame; the token is shown too, and opens nothing once the lab is closed."""
+        return (
+            f'<iframe src="{self.url}" title="sinklens lab" width="100%" height="900" style="border:0" '
+            f'allow="clipboard-write"></iframe>'
+            f'<p><a href="{self.url}" target="_blank" rel="noreferrer">Open the lab in a tab</a></p>'
+        )
+
+
+def lab(
+    model: Any,
+    *,
+    compare: Sequence[Any] = (),
+    keep: str | Path | None = None,
+    port: int = 0,
+    public_url: str | None = None,
+    **loading: Any,
+) -> Lab:
+    """Open the lab in a notebook: ``sinklens.lab(model)`` shows it in the cell.
+
+    The lab listens at 127.0.0.1 only, and its link contains a random token. Do not use the model elsewhere while the
+    lab runs it.
+
+    Args:
+        model: a `Model`, or anything `sinklens.load` accepts.
+        compare: further models, for the same prompts.
+        keep: folder for the runs; by default they are deleted when the lab closes.
+        port: the port; 0 takes a free one.
+        public_url: the address of the lab in a browser behind a reverse proxy, such as
+            "https://hub.example.org/user/ann/proxy/{port}/" on JupyterHub; ``{port}`` stands for the port.
+        **loading: arguments of `sinklens.load`, for models given by name or folder.
+
+    Returns:
+        The lab, with ``url`` and ``close()``.
+
+    Raises:
+        SinklensError: the extra ``lab`` is not installed, or the port is in use.
+        SettingError: `public_url` is not the address of a page.
+    """
+    require_extra()
+    from sinklens.live.loading import lab_models
+
+    listener = bound("127.0.0.1", port)
+    try:
+        read_public(public_url, listener.getsockname()[1])  # before a model is loaded
+        models, folder = lab_models([model, *compare], **loading), None if keep is None else Path(keep)
+        opened = Lab(models, keep=folder, host="127.0.0.1", listener=listener, framed=True, public_url=public_url)
+    except BaseException:
+        listener.close()
+        raise
+    return opened.start()
+
+
+def warning_of(host: str) -> str:
+    """What it means that the lab listens at `host`; "" if only this machine reaches it."""
+    if is_local(host):
+        return ""
+    return (
+        f"Warning: the lab listens at {host}, which other machines reach. Anyone with the link can run the model, use "
+        f"this machine's processor and memory, and read and delete the lab's runs. The connection is not encrypted, so "
+        f"others on the network can read the link. On one machine, omit --host; from another, use ssh -L."
+    )

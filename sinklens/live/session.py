@@ -1,0 +1,421 @@
+"""One lab: its models, its runs, and what happens to them.
+
+The page's requests arrive in the server's thread, runs happen in the model thread, and both find the runs here. Every
+change is an event that all tabs get.
+
+Status of a run: queued → running → done, failed or cancelled. A cancelled or failed run keeps the steps that it
+finished; a failed one also has an error. The model remains usable, after running out of memory too.
+"""
+
+import secrets
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sinklens.errors import SinklensError
+from sinklens.live import problems
+from sinklens.live.events import EventLog
+from sinklens.live.execution import LiveRun, check_start
+from sinklens.live.history import ENDED, RunHistory
+from sinklens.live.outcome import RunOutcome
+from sinklens.live.refusal import Refused, require
+from sinklens.live.spec import MOST_REPLAYS, CanvasEdit, RunSpec, read_request
+from sinklens.live.thread import ModelThread
+from sinklens.runs.result import Generation
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+MOST_KEPT = 500  # runs of a lab without --keep
+MOST_NAME, MOST_NOTE = 200, 5_000  # characters
+SHOWN = 200  # characters of a prompt or an answer in the history
+
+
+@dataclass(frozen=True)
+class LabModel:
+    """A model of the lab.
+
+    Attributes:
+        name: its name there.
+        model: the model.
+        loading: the expression that loads it, for scripts.
+    """
+
+    name: str
+    model: "Model"
+    loading: str
+
+
+@dataclass
+class LabRun:
+    """A run and what became of it.
+
+    Attributes:
+        id: random, made by the lab.
+        spec: what was requested.
+        status: "queued", "running", "done", "failed" or "cancelled".
+        facts: parts of the summary that are known only later.
+        live: the run under way.
+        removed: whether it was removed while it was running.
+        stopped: whether it was cancelled, perhaps before `live` existed.
+        damaged: whether its file cannot be read; `spec` then says nothing.
+    """
+
+    id: str
+    spec: RunSpec
+    status: str = "queued"
+    created: float = field(default_factory=time.time)
+    facts: dict[str, Any] = field(default_factory=dict)
+    live: LiveRun | None = None
+    removed: bool = False
+    stopped: bool = False
+    damaged: bool = False
+
+    @property
+    def readable(self) -> bool:
+        """Whether it has an outcome."""
+        return self.status in ENDED and (self.facts.get("steps_run") or 0) > 0
+
+    def stop(self) -> None:
+        """Stop it before its next step, or before its first one."""
+        self.stopped = True
+        if self.live is not None:
+            self.live.stop()
+
+    def summary(self) -> dict[str, Any]:
+        """The line of the history."""
+        spec = self.spec
+        prompt = spec.prompt if isinstance(spec.prompt, str) else f"token ids {spec.prompt}"
+        task = None if spec.task is None else {"task": spec.task[0], "index": spec.task[1]}
+        empty = dict.fromkeys(
+            ("sampler", "gen_length", "steps", "steps_run", "seconds", "text", "right", "error", "name", "note"), None
+        )
+        return empty | {
+            "id": self.id, "model": spec.model, "prompt": prompt[:SHOWN], "status": self.status,
+            "created": self.created, "seed": spec.seed, "chips": sum(chip["on"] for chip in spec.chips),
+            "changes": [chip for chip in spec.chips if chip["on"]],
+            "replay": spec.replay, "from_canvas": spec.canvas is not None, "task": task, "compare_to": spec.compare_to,
+        } | self.facts  # fmt: skip
+
+
+class Session:
+    """The models and runs of a lab.
+
+    Attributes:
+        models: by name; the first is the default.
+        events: what happened.
+        history: the runs on disk.
+        thread: the model thread.
+        shown: ids of run A and run B, as a page last reported them.
+        at_close: called when the lab closes, to end background work.
+    """
+
+    def __init__(self, models: list[LabModel], keep: Path | None = None) -> None:
+        """Open the lab with the runs in `keep`."""
+        self.models = {entry.name: entry for entry in models}
+        self.events, self.history, self.thread = EventLog(), RunHistory(keep), ModelThread()
+        self.at_close: list[Callable[[], None]] = []
+        self.shown: dict[str, str | None] = {"A": None, "B": None}
+        self._lock = threading.RLock()
+        self._runs: dict[str, LabRun] = {}
+        self._weights: dict[str, str] = {}
+        for found in self.history.runs():
+            spec = found.spec or RunSpec(next(iter(self.models)), "")
+            facts = found.facts | self.history.notes.get(found.id, {})
+            self._runs[found.id] = LabRun(found.id, spec, found.status, found.created, facts, damaged=not found.spec)
+
+    # Runs
+
+    def submit(self, body: Any) -> str:
+        """Queue the run of a request; returns its id.
+
+        Raises:
+            Refused: the request is malformed, names something unknown, cannot begin, or the queue is full.
+        """
+        run = LabRun(secrets.token_hex(8), self._specified(read_request(body)))
+        check_start(run.spec, self.model(run.spec.model), self._ended_replay(run.spec))
+        with self._lock:  # the run reports nothing before it has taken this lock
+            self.thread.run(run.id, lambda: self._carry_out(run))
+            self._runs[run.id] = run
+            self.events.add("queued", run=run.id, summary=run.summary())
+        self._forget_oldest()
+        return run.id
+
+    def cancel(self, run_id: str) -> None:
+        """Cancel a run: take it out of the queue, or stop it before its next step."""
+        with self._lock:
+            run = self.run(run_id)
+            if run.status == "queued" and self.thread.withdraw(run_id):
+                run.status = "cancelled"
+                run.facts["steps_run"] = 0
+                self.events.add("cancelled", run=run_id, summary=run.summary())
+            elif run.status in ("queued", "running"):
+                run.stop()
+
+    def remove(self, run_id: str) -> None:
+        """Remove a run, and its file; a run under way is cancelled first."""
+        with self._lock:
+            run = self.run(run_id)
+            self.cancel(run_id)
+            run.removed = True
+            del self._runs[run_id]
+            self.history.remove(run_id)
+            self.events.add("removed", run=run_id)
+
+    def note(self, run_id: str, body: Any) -> None:
+        """Give a run a name and a note.
+
+        Raises:
+            Refused: there is no such run, or they are not texts or too long.
+        """
+        require(isinstance(body, dict) and set(body) == {"name", "note"}, "give a name and a note.")
+        for part, most in (("name", MOST_NAME), ("note", MOST_NOTE)):
+            short = isinstance(body[part], str) and len(body[part]) <= most
+            require(short, f"the {part} must be a text of at most {most:,} characters.")
+        with self._lock:
+            run = self.run(run_id)
+            run.facts |= body
+            self.history.note(run_id, body["name"], body["note"])
+            self.events.add("noted", run=run_id, summary=run.summary())
+
+    def show(self, body: Any) -> None:
+        """Remember which runs a page shows as A and B.
+
+        Raises:
+            Refused: they do not exist.
+        """
+        require(isinstance(body, dict) and set(body) == {"A", "B"}, "give A and B.")
+        for run_id in body.values():
+            if run_id is not None:
+                self.run(str(run_id))
+        self.shown = dict(body)
+
+    def generation(self, slot: str) -> Generation:
+        """The run that a page shows as A or B.
+
+        Raises:
+            Refused: there is none, or it has no finished step.
+        """
+        run_id = self.shown[slot]
+        if run_id is None:
+            raise Refused(f"no page shows a run {slot}; run one in the lab first.", 404)
+        spec, outcome = self.outcome(run_id)
+        return outcome.generation(self.model(spec.model), spec.cache)
+
+    def run(self, run_id: str) -> LabRun:
+        """The run with this id.
+
+        Raises:
+            Refused: no such run exists.
+        """
+        with self._lock:
+            found = self._runs.get(run_id)
+        if found is None:
+            raise Refused("no such run; it was removed, or it belongs to another lab.", 404)
+        return found
+
+    def spec(self, run_id: str) -> RunSpec:
+        """The specification of a run.
+
+        Raises:
+            Refused: no such run exists, or its file is damaged.
+        """
+        run = self.run(run_id)
+        require(not run.damaged, str(run.facts.get("error")), 410)
+        return run.spec
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Summaries of all runs, oldest first."""
+        with self._lock:
+            return [run.summary() for run in self._runs.values()]
+
+    def outcome(self, run_id: str) -> tuple[RunSpec, RunOutcome]:
+        """The specification and outcome of a run that has ended.
+
+        Raises:
+            Refused: there is no such run, or it has no finished step.
+        """
+        run = self.run(run_id)
+        require(run.readable, f"the run is {run.status} and has no finished steps to read.", 409)
+        return run.spec, self.history.load(run_id)
+
+    def model(self, name: str) -> "Model":
+        """The model called `name`.
+
+        Raises:
+            Refused: the lab has no such model.
+        """
+        known = ", ".join(self.models)
+        require(name in self.models, f"this lab has no model {name!r:.80}; it has {known}. Add it with --compare.", 404)
+        return self.models[name].model
+
+    def model_of(self, run_id: str) -> "Model":
+        """The model that made a run; call it in the model thread, since it may read all weights.
+
+        Raises:
+            Refused: the lab has no such model, or another one of this name.
+        """
+        run = self.run(run_id)
+        model, made_by = self.model(run.spec.model), run.facts.get("weights")
+        require(
+            made_by is None or made_by == self._weights_of(run.spec.model),
+            f"the run was made by other weights called {run.spec.model!r}; open the lab with these, or run it again.",
+            409,
+        )
+        return model
+
+    def close(self) -> None:
+        """Stop the run under way, end the connections, and delete what is not kept."""
+        with self._lock:
+            for run in self._runs.values():
+                run.stop()
+        for end in self.at_close:
+            end()
+        self.thread.close()
+        self.events.close()
+        self.history.close()
+
+    # Steps of the above
+
+    def _specified(self, request: RunSpec) -> RunSpec:
+        """A request with what it takes from the lab and from other runs."""
+        name = request.model or next(iter(self.models))
+        self.model(name)
+        prompt = request.prompt if request.task is None else problems.problem(*request.task).prompt
+        replayed = None if request.replay is None else self.spec(request.replay)
+        deep = f"at most {MOST_REPLAYS} runs replay one another; run it without the replay first."
+        require(replayed is None or replayed.replays < MOST_REPLAYS, deep)
+        if request.compare_to is not None:
+            self.run(request.compare_to)
+        require(
+            replayed is None or request.canvas is None,
+            "a run either replays the canvases of another or continues from an edited canvas, not both.",
+        )
+        return replace(request, model=name, prompt=prompt, replayed=replayed, canvas=self._canvas(request.canvas))
+
+    def _canvas(self, edit: CanvasEdit | None) -> CanvasEdit | None:
+        """The edit with the tokens of every position of the answer, and of changed positions of the prompt."""
+        if edit is None:
+            return None
+        _, outcome = self.outcome(edit.run)
+        require(edit.step < outcome.steps, f"that run has steps 0 to {outcome.steps - 1}; got {edit.step}.")
+        length, first = outcome.canvas.shape[1], int(outcome.real.argmax())
+        beyond = [place for place in edit.tokens if place >= length - first]
+        require(not beyond, f"that canvas has positions 0 to {length - first - 1}; got {beyond[:1]}.")
+        canvas = outcome.canvas[edit.step].tolist()
+        tokens = {place - first: canvas[place] for place in range(outcome.prompt_length, length) if canvas[place] >= 0}
+        return CanvasEdit(edit.run, edit.step, tokens | edit.tokens)
+
+    def _ended_replay(self, spec: RunSpec) -> Generation | None:
+        """The run that `spec` replays, if it has ended: one that is still running is checked when its turn comes."""
+        if spec.replay is None or self.run(spec.replay).status not in ENDED:
+            return None
+        replayed, outcome = self.outcome(spec.replay)
+        return outcome.generation(self.model(spec.model), replayed.cache)
+
+    def _replayed(self, spec: RunSpec) -> Generation | None:
+        """The run that `spec` replays."""
+        if spec.replay is None:
+            return None
+        _, outcome = self.outcome(spec.replay)
+        self.model_of(spec.replay)
+        return outcome.generation(self.model(spec.model), spec.cache)
+
+    def _weights_of(self, name: str) -> str:
+        if name not in self._weights:
+            self._weights[name] = self.model(name).fingerprint
+        return self._weights[name]
+
+    def _carry_out(self, run: LabRun) -> None:
+        """Run in the model thread; whatever goes wrong there becomes the run's error."""
+        try:
+            self._attempt(run)
+        except (SinklensError, Refused) as error:
+            self._fail(run, str(error))
+        except Exception as error:  # noqa: BLE001 — the lab outlives a run that crashes; the traceback is printed
+            traceback.print_exc()
+            self._fail(run, f"the run crashed with {type(error).__name__}: {error}. The terminal has the traceback.")
+        finally:
+            run.live = None
+
+    def _attempt(self, run: LabRun) -> None:
+        def report(kind: str, **data: Any) -> None:
+            self.events.add(kind, run=run.id, **data)
+
+        live = LiveRun(run.spec, self.model(run.spec.model), self._replayed(run.spec), report)
+        with self._lock:
+            if run.status != "queued" or run.removed:
+                return
+            run.live, run.status = live, "running"
+            if run.stopped:
+                live.stop()
+            run.facts |= {"steps": live.denoising.settings.most_steps, "gen_length": live.denoising.settings.gen_length}
+        outcome = live.carry_out()
+        status = "cancelled" if live.stopped and (outcome is None or outcome.steps < run.facts["steps"]) else "done"
+        _note(run, live, outcome)
+        if self.history.kept:
+            run.facts["weights"] = self._weights_of(run.spec.model)
+        if outcome is not None:
+            run.facts["right"] = self._right(run.spec, outcome)
+        self._finish(run, status, outcome)
+
+    def _fail(self, run: LabRun, text: str) -> None:
+        """End a run with an error and the steps that it finished."""
+        outcome = None
+        if run.live is not None:
+            with suppress(Exception):  # what is reported is the error that ended the run
+                outcome = run.live.finished()
+            _note(run, run.live, outcome)
+        run.facts["error"] = text
+        print(f"sinklens lab: run {run.id} failed: {text}", file=sys.stderr)
+        self._finish(run, "failed", outcome)
+
+    def _finish(self, run: LabRun, status: str, outcome: RunOutcome | None) -> None:
+        """Write the run, then announce it: a run that a tab has seen finished is not lost, unless it says so."""
+        if outcome is not None and not run.removed:
+            try:
+                self.history.save(run.id, run.summary() | {"status": status}, run.spec.to_json(), outcome)
+            except SinklensError as error:
+                before = f"{run.facts['error']} " if run.facts.get("error") else ""
+                run.facts["error"] = f"{before}{error} The run is lost when the lab closes."
+        with self._lock:
+            run.status = status
+            if run.removed:
+                self.history.remove(run.id)
+                return
+        said = {"error": run.facts["error"]} if run.facts.get("error") else {}
+        self.events.add(status, run=run.id, summary=run.summary(), **said)
+
+    def _right(self, spec: RunSpec, outcome: RunOutcome) -> bool | None:
+        if spec.task is None:
+            return None
+        model = self.model(spec.model)
+        answer = outcome.canvas[-1, outcome.prompt_length :]
+        return problems.right(*spec.task, outcome.answer, answer[answer >= 0].tolist(), model.eos_token_ids)
+
+    def _forget_oldest(self) -> None:
+        """Without --keep, remove the oldest runs above `MOST_KEPT`."""
+        if self.history.kept:
+            return
+        with self._lock:
+            ended = [run.id for run in self._runs.values() if run.status not in ("queued", "running")]
+            for run_id in ended[: max(0, len(self._runs) - MOST_KEPT)]:
+                self.remove(run_id)
+
+    @property
+    def loading(self) -> Mapping[str, str]:
+        """For each model, the expression that loads it."""
+        return {name: entry.loading for name, entry in self.models.items()}
+
+
+def _note(run: LabRun, live: LiveRun, outcome: RunOutcome | None) -> None:
+    """Note in the summary what a run came to."""
+    run.facts |= {"seconds": round(live.seconds, 3), "steps_run": 0 if outcome is None else outcome.steps}
+    if outcome is not None:
+        run.facts |= {"sampler": outcome.sampler, "text": (outcome.answer.text or "")[:SHOWN]}

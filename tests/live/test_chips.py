@@ -1,0 +1,63 @@
+"""The table of chips agrees with what the page is offered and with the documentation."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sinklens import interventions
+from sinklens.live.chips import CHIPS, expressions, read_chips
+from sinklens.live.forms import of_chips, of_settings
+from sinklens.sampling import SAMPLERS
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "concepts" / "lab.md").read_text()
+DOCUMENTED = re.findall(r"^\| `(\w+)` \| `(\w+\(.*\))` \|$", PAGE, flags=re.MULTILINE)
+VALUES = {"layer": 1, "head": 2, "by": "zero", "token": 500, "step": 7, "from_step": 7}
+EXTENDED = {"force_token": {"pos": 30, "steps": [7, 23]}, "remask": {"pos": 30}, "hide_key": {"pos": 3},
+            "ablate_heads": {"heads": [2, 5]}, "patch": {"prompt": "a", "point": "hook_mlp_out", "pos": 30},
+            "steer": {"positive": "a", "negative": "b", "coefficient": 4.0}}  # fmt: skip
+RESTRICTED = {"freeze_pattern": ("head",), "hold_sink": ("head",), "hide_key": ("layer", "head")}
+
+
+@pytest.mark.parametrize(("kind", "source"), DOCUMENTED)
+def test_the_documented_expression_is_that_of_the_chip(kind, source):
+    names = [entry.name for entry in CHIPS[kind].fields if entry.name not in RESTRICTED.get(kind, ())]
+    values = {name: value for name, value in VALUES.items() if name in names}
+    (expression,) = expressions(read_chips([{"kind": kind, **values, **EXTENDED.get(kind, {})}]))
+    assert expression.source("source") == source
+    if expression.computed is None:
+        assert expression.build() == eval(source, vars(interventions))
+
+
+def test_every_chip_is_documented_and_offered():
+    assert sorted(kind for kind, _ in DOCUMENTED) == sorted(CHIPS) == sorted(form["kind"] for form in of_chips())
+
+
+def test_a_forced_token_of_an_older_record_keeps_its_step():
+    """Its field was called ``step`` and held one."""
+    (chip,) = read_chips([{"kind": "force_token", "pos": 30, "step": 7, "token": 500}])
+    assert expressions([chip])[0].source() == "ForceTokens(tokens={30: 500}, steps=range(7, 8))"
+    assert read_chips([chip]) == (chip,)
+
+
+def test_steps_include_both_ends():
+    (expression,) = expressions(read_chips([{"kind": "mask_sinks", "steps": [2, 4]}]))
+    assert list(expression.build().steps) == [2, 3, 4]
+    assert expression.source() == "MaskSinks(steps=range(2, 5), top_k=1)"
+
+
+def test_the_settings_offered_are_those_of_the_samplers_that_fit(tiny_llada, tiny_llama):
+    for model in (tiny_llada, tiny_llama):
+        offered = of_settings(model)
+        assert offered["samplers"] == [
+            name
+            for name, one in SAMPLERS.items()
+            if model.family_record.attention in one.attention and not one.sets_time and one.masked is not False
+        ]
+        for name, forms in offered["of"].items():
+            assert [form["name"] for form in forms] == SAMPLERS[name].setting_names()
+            assert all(form["help"] and form["type"] in ("int", "float", "bool", "str") for form in forms)
+    fields = {form["name"]: form for form in of_settings(tiny_llada)["fields"]}
+    assert fields["remasking"]["choices"] == ["low_confidence", "random"]
+    assert fields["gen_length"]["default"] == tiny_llada.checkpoint.defaults["gen_length"]
+    assert fields["threshold"]["default"] is None

@@ -1,0 +1,302 @@
+"""Runs in a folder outlive the lab, killed or closed; without one, nothing remains."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from building import random_hf
+from lab_client import Client
+
+import sinklens
+from sinklens.errors import SinklensError
+from sinklens.live import session
+from sinklens.live.execution import LiveRun
+from sinklens.live.history import RunHistory
+from sinklens.live.loading import lab_models
+from sinklens.live.outcome import ARRAYS, RunOutcome
+from sinklens.live.refusal import Refused
+from sinklens.live.session import LabModel, Session
+from sinklens.live.spec import RunSpec
+
+PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
+
+
+@pytest.fixture(scope="module")
+def run(tiny_llada):
+    """A short run."""
+    return sinklens.generate(tiny_llada, PROMPT, gen_length=4)
+
+
+def test_an_outcome_is_the_run_it_came_from(run, tiny_llada, tmp_path):
+    """Written, read and turned back into a `Generation`."""
+    history = RunHistory(tmp_path)
+    history.save("a", {}, {}, RunOutcome.of(run))
+    found = RunHistory(tmp_path).load("a").generation(tiny_llada, None)
+    for name in ("canvas", "undecided", "unmask_step", "real"):
+        assert (getattr(found, name) == getattr(run, name)).all(), name
+    assert (found.answers, found.settings, found.seed) == (run.answers, run.settings, run.seed)
+    assert found.sinks.data.attrs == run.sinks.data.attrs
+    for name in run.sinks.data.variables:
+        np.testing.assert_array_equal(found.sinks.data[name], run.sinks.data[name], err_msg=str(name))
+
+
+SUMMARY = {"created": 1.0, "status": "done", "steps_run": 4, "text": "a"}
+SPEC = RunSpec("tiny-llada", PROMPT).to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ('{"a": {"name": "first", "no', {}),
+        ("[1, 2]", {}),
+        ('{"a": {"name": "first", "note": ""}, "b": {"name": 3, "note": ""}}', {"a": {"name": "first", "note": ""}}),
+    ],
+    ids=["cut off", "a list", "an entry"],
+)
+def test_damaged_notes_are_set_aside_with_a_warning(tmp_path, text, left):
+    (tmp_path / "notes.json").write_text(text)
+    with pytest.warns(
+        UserWarning, match=rf"notes.json is damaged: .* opens with {len(left)} names .* kept as notes\.dam"
+    ):
+        opened = RunHistory(tmp_path)
+    assert opened.notes == left
+    assert [file.read_text() for file in tmp_path.glob("notes.damaged-*.json")] == [text]
+    opened.note("c", "third", "new")
+    assert RunHistory(tmp_path).notes == left | {"c": {"name": "third", "note": "new"}}  # without a warning
+
+
+def test_a_damaged_file_is_listed_and_the_others_open(run, tmp_path):
+    history = RunHistory(tmp_path)
+    history.save("good", SUMMARY, SPEC, RunOutcome.of(run))
+    complete = (tmp_path / "runs" / "good.npz").read_bytes()
+    (tmp_path / "runs" / "cut.npz").write_bytes(complete[: len(complete) // 2])
+    (tmp_path / "runs" / ".good.123.part.npz").write_bytes(b"")
+    (tmp_path / "runs" / "ends with a space .npz").write_bytes(complete)
+    with pytest.warns(UserWarning, match=r"cut\.npz is damaged, or not a run of this version of the lab: BadZipFile"):
+        cut, good = RunHistory(tmp_path).runs()
+    assert (cut.id, cut.status, cut.spec, good.id) == ("cut", "failed", None, "good")
+    assert good.spec == RunSpec.from_json(SPEC)
+    assert good.facts["text"] == "a"
+
+
+DAMAGED = {  # name: (what differs in the summary, what differs in the record, text)
+    "a summary with NaN": ({"seconds": float("nan")}, {}, "its record is not valid JSON"),
+    "a time without end": ({"created": float("inf")}, {}, "its record is not valid JSON"),
+    "a time that is text": ({"created": "1"}, {}, "its time is not a number"),
+    "a text with half a surrogate pair": ({"text": "\ud800"}, {}, "its record is not valid JSON"),
+    "a text that is an object": ({"text": {"a": 1}}, {}, "text of its summary has the wrong type"),
+    "a status that is code": ({"status": "<script>"}, {}, "its status is unknown"),
+    "steps that are text": ({"steps_run": "4"}, {}, "steps_run of its summary has the wrong type"),
+    "a seed that is code": ({}, {"spec": SPEC | {"seed": "1); exit("}}, "seed must be an integer"),
+    "no specification": ({}, {"spec": {}}, "the record of a run lacks fields"),
+    "a summary that is a list": ({}, {"summary": [1]}, "TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_forged_record_is_listed_as_damaged(run, tmp_path, name):
+    summary, record, text = DAMAGED[name]
+    forged = {"summary": SUMMARY | summary, "spec": SPEC, "outcome": RunOutcome.of(run).record()} | record
+    RunHistory(tmp_path)
+    np.savez(tmp_path / "runs" / "forged.npz", record=np.array(json.dumps(forged)))
+    with pytest.warns(UserWarning, match=text):
+        (found,) = RunHistory(tmp_path).runs()
+    assert text in found.facts["error"]
+    json.dumps(found.facts, allow_nan=False).encode()
+
+
+BROKEN = {  # array -> what a forged file has instead
+    "canvas": np.zeros((3, 2)), "score": np.zeros((1, 2, 3, 4), dtype=np.float32), "real": np.zeros(3, dtype=bool),
+    "committed": np.array([["a"]]), "unmask_step": np.zeros((2, 2), dtype=np.int64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_forged_arrays_are_refused_when_they_are_read(run, tmp_path, name):
+    outcome, history = RunOutcome.of(run), RunHistory(tmp_path)
+    arrays = {entry: getattr(outcome, entry) for entry in ARRAYS} | {name: BROKEN[name]}
+    record = json.dumps({"summary": SUMMARY, "spec": SPEC, "outcome": outcome.record()})
+    np.savez(tmp_path / "runs" / "forged.npz", record=np.array(record), **arrays)
+    with pytest.raises(Refused, match=r"the run's file can no longer be read: .* Run it again\."):
+        history.load("forged")
+
+
+def test_a_run_that_cannot_be_written_is_held_until_the_lab_closes(tiny_llada, tmp_path):
+    opened = Session(lab_models([tiny_llada]), tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+    (tmp_path / "runs").write_text("in the way, like a full disk")
+    kept = opened.submit({"prompt": PROMPT, "settings": {"gen_length": 4}})
+    assert finished(opened, kept) == "done"
+    assert opened.outcome(kept)[1].steps == 4
+    assert re.match(r"could not write .* The run is lost when the lab closes\.", opened.runs()[0]["error"])
+    opened.close()
+
+
+def test_a_late_error_keeps_the_finished_steps(tiny_llada, tmp_path, monkeypatch):
+    """In step 3 of 8, and after the last step."""
+    opened, before = Session(lab_models([tiny_llada]), tmp_path), LiveRun.before
+    body = {"prompt": PROMPT, "settings": {"gen_length": 8}}
+
+    def fail(*given):
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(LiveRun, "before", lambda self, step, state: fail() if step == 3 else before(self, step, state))
+        halted = opened.submit(body)
+        assert finished(opened, halted) == "failed"
+    with monkeypatch.context() as broken:
+        broken.setattr(Session, "_right", fail)
+        late = opened.submit(body)
+        assert finished(opened, late) == "failed"
+    whole = opened.submit(body)
+    assert finished(opened, whole) == "done"
+    canvas = opened.outcome(whole)[1].canvas
+    np.testing.assert_array_equal(opened.outcome(halted)[1].canvas, canvas[:4])
+    np.testing.assert_array_equal(opened.outcome(late)[1].canvas, canvas)
+    opened.close()
+    again = Session(lab_models([tiny_llada]), tmp_path)
+    assert {run["id"]: run["steps_run"] for run in again.runs()} == {halted: 3, late: 8, whole: 8}
+    assert "the run crashed with OSError: the disk is gone" in again.run(halted).facts["error"]
+    again.close()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SinklensError, match=r"could not create .*file.* Choose another folder for --keep"):
+        RunHistory(tmp_path / "file")
+
+
+def finished(opened: Session, run: str) -> str:
+    """Wait for the end of a run; returns its status."""
+    while opened.run(run).status in ("queued", "running"):
+        opened.thread.compute(lambda: None).result(60)
+    return opened.run(run).status
+
+
+def test_without_a_folder_nothing_remains_and_the_oldest_runs_go(tiny_llada, monkeypatch):
+    monkeypatch.setattr(session, "MOST_KEPT", 2)
+    opened = Session(lab_models([tiny_llada]))
+    folder = opened.history.folder
+    ids = []
+    for seed in range(4):
+        ids.append(opened.submit({"prompt": "Question: 1", "settings": {"gen_length": 2}, "seed": seed}))
+        finished(opened, ids[-1])
+    assert [entry["id"] for entry in opened.runs()] == ids[-2:]
+    assert {file.stem for file in (folder / "runs").iterdir()} == set(ids[-2:])
+    opened.close()
+    assert not folder.exists()
+
+
+def test_a_run_cancelled_before_it_has_begun_does_not_run(tiny_llada, monkeypatch):
+    """It has left the queue, and its first step is not prepared yet."""
+    opened = Session(lab_models([tiny_llada]))
+    begun, released, prepare = threading.Event(), threading.Event(), LiveRun.__init__
+
+    def wait(self, *given):
+        begun.set()
+        assert released.wait(60)
+        prepare(self, *given)
+
+    monkeypatch.setattr(LiveRun, "__init__", wait)
+    run = opened.submit({"prompt": PROMPT, "settings": {"gen_length": 4}})
+    assert begun.wait(60)
+    opened.cancel(run)
+    released.set()
+    assert finished(opened, run) == "cancelled"
+    assert opened.run(run).facts["steps_run"] == 0
+    opened.close()
+
+
+def test_a_kept_run_is_read_with_the_weights_that_made_it(run, tmp_path):
+    first, changed_hf = sinklens.load(random_hf("llama")), random_hf("llama")
+    with torch.no_grad():
+        changed_hf.lm_head.weight[3] *= 2
+    other = sinklens.load(changed_hf)
+    opened = Session([LabModel("mine", first, "")], tmp_path)
+    kept = opened.submit({"ids": [3, 4, 5], "settings": {"gen_length": 4}})
+    assert finished(opened, kept) == "done"
+    opened.close()
+    RunHistory(tmp_path).save("empty", {"created": 0.0}, {}, RunOutcome.of(run))
+    with pytest.warns(UserWarning, match=r"empty\.npz is damaged, or not a run of this version of the lab: KeyError"):
+        same = Session([LabModel("mine", first, "")], tmp_path)
+    assert same.model_of(kept) is first
+    with pytest.raises(Refused, match="the run is failed and has no finished steps to read"):
+        same.outcome("empty")
+    with pytest.raises(Refused, match=r"empty\.npz is damaged, or not a run of this version of the lab"):
+        same.spec("empty")
+    same.remove("empty")
+    same.close()
+    changed = Session([LabModel("mine", other, "")], tmp_path)
+    with pytest.raises(Refused, match=r"the run was made by other weights called 'mine'; open the lab with these"):
+        changed.model_of(kept)
+    changed.close()
+
+
+def started(keep: Path) -> tuple[subprocess.Popen, str]:
+    """A lab in another process, and its link."""
+    command = [sys.executable, "-m", "sinklens.cli", "lab", "tiny-llada", "--no-browser", "--keep", str(keep)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert process.stdout is not None
+    link = next(line.strip() for line in process.stdout if line.startswith("  http"))
+    return process, link
+
+
+@pytest.mark.extended
+def test_a_killed_lab_comes_back_with_its_finished_runs(tmp_path):
+    """SIGKILL between two steps of a run; the finished run, a link and the next run are as if nothing had happened."""
+    process, link = started(tmp_path)
+    try:
+        client = Client(link).follow()
+        done = client.run(prompt=PROMPT, settings={"gen_length": 4})
+        run = done["summary"]["id"]
+        state = client.http.post("/api/state", json={"runs": [run]}).json()["link"]
+        lost = client.submit(prompt="Question: 1", settings={"gen_length": 100})
+        client.wait(lambda event: event.kind == "step" and event.data["run"] == lost)
+        assert client.get(f"/api/runs/{lost}")["summary"]["status"] == "running"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+    client.close()
+    process, link = started(tmp_path)
+    try:
+        client = Client(link)
+        assert [entry["id"] for entry in client.get("/api/session")["runs"]] == [run]
+        assert client.get(f"/api/runs/{run}") == json.loads(json.dumps(done))
+        assert client.get(f"/api/state/{state}") == {"runs": [run]}
+        replayed = client.run(prompt=PROMPT, settings={"gen_length": 4}, replay=run)
+        assert replayed["canvas"] == done["canvas"]
+        assert client.get(f"/api/runs/{run}/pattern", step=1, layer=0)["shape"] == [6, 28, 28]
+        client.close()
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert f"The lab is closed. Its runs are in {tmp_path}." in process.stdout.read()
+
+
+@pytest.mark.slow
+def test_two_hundred_runs_do_not_grow_the_lab(tmp_path):
+    """The resident memory after 220 runs is at most 5 % above that after 20."""
+    process, link = started(tmp_path)
+    try:
+        client = Client(link).follow()
+        status = Path(f"/proc/{process.pid}/status")
+        sizes = []
+        for number in range(220):
+            chips = [{"kind": "mask_sinks", "top_k": 1 + number % 4}]
+            client.run(prompt=PROMPT, settings={"gen_length": 8}, seed=number, chips=chips if number % 2 else [])
+            if number in (19, 219):
+                sizes.append(int(status.read_text().split("VmRSS:")[1].split()[0]))
+        print(f"resident kB after 20 and 220 runs: {sizes}, {sizes[1] / sizes[0] - 1:+.2%}")
+        assert sizes[1] <= 1.05 * sizes[0]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)

@@ -1,0 +1,410 @@
+"""Runs of the lab equal those of `sinklens.generate`, and are reported step by step."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from lab_client import unpacked
+from torch import Tensor
+
+import sinklens
+from sinklens.errors import DeviceMemoryError
+from sinklens.experiments import difference_of_means, effect
+from sinklens.interventions import (
+    AblateHeads,
+    AblateMLPs,
+    Activations,
+    ForceTokens,
+    FreezePattern,
+    HideKeys,
+    HoldSinks,
+    MaskSinks,
+    PatchHooks,
+    Remask,
+    Steer,
+)
+from sinklens.live.chips import CHIPS
+from sinklens.live.execution import LiveRun
+from sinklens.sinks import Record
+
+PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
+OTHER = PROMPT.replace("Tom has 5", "Tom has 8")
+SHORT = {"gen_length": 8}
+CHANGES = {
+    "ablate_head": ({"layer": 1, "head": 2, "by": "mean", "steps": [1, 3]},
+                    AblateHeads(layers=[1], heads=[2], by="mean", steps=[1, 2, 3])),
+    "ablate_heads": ({"layer": 1, "heads": [2, 5]}, AblateHeads(layers=[1], heads=[2, 5])),
+    "ablate_mlp": ({"layer": 1, "steps": [0, 2]}, AblateMLPs(layers=[1], steps=[0, 1, 2])),
+    "mask_head_sinks": ({"layer": 0, "head": 3, "top_k": 2}, MaskSinks(layers=[0], heads=[3], top_k=2)),
+    "mask_sinks": ({"top_k": 5, "steps": [2, 6]}, MaskSinks(top_k=5, steps=[2, 3, 4, 5, 6])),
+    "hide_key": ({"pos": 3, "layer": None, "head": None}, HideKeys(positions=[3])),
+    "force_token": ({"pos": 26, "steps": [2, 2], "token": 500}, ForceTokens(tokens={26: 500}, steps=[2])),
+    "remask": ({"pos": 25, "step": 5}, Remask(positions=[25], steps=[5])),
+    "freeze_pattern": ({"layer": 2, "head": None, "from_step": 1}, FreezePattern(at=1, layers=[2])),
+    "hold_sink": ({"layer": 0, "head": 1, "from_step": 0}, HoldSinks(at=0, layers=[0], heads=[1])),
+}  # fmt: skip
+
+
+def computed(kind, model):
+    """A change that is computed from runs of other prompts."""
+    if kind == "steer":
+        direction = difference_of_means(model, [OTHER], [PROMPT], seed=0, **SHORT)
+        given = {"positive": OTHER, "negative": PROMPT, "coefficient": 3.5, "layer": 2, "steps": [0, 4]}
+        return given, Steer(direction, 3.5, layers=[2], steps=range(5))
+    kept = Activations(names=["blocks.2.hook_mlp_out"])
+    sinklens.generate(model, OTHER, hooks=kept, **SHORT)
+    given = {"prompt": OTHER, "layer": 2, "point": "hook_mlp_out", "pos": 6}
+    return given, PatchHooks(source=kept.caches, positions=[6])
+
+
+@pytest.fixture(scope="module")
+def base(tiny_llada):
+    """The unchanged run."""
+    return sinklens.generate(tiny_llada, PROMPT, **SHORT)
+
+
+@pytest.fixture(scope="module")
+def base_id(lab):
+    """The same run in the lab."""
+    from lab_client import Client
+
+    return Client(lab.url).run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
+
+
+def test_steps_arrive_before_the_run_is_over(client, gate, base):
+    run = client.submit(prompt=PROMPT, settings=SHORT)
+    third = client.wait(lambda event: event.kind == "step" and event.data["run"] == run and event.data["step"] == 2)
+    found = client.get(f"/api/runs/{run}")
+    assert found["summary"]["status"] == "running"
+    assert found["canvas"] == base.canvas[0, :4].tolist()
+    assert third.data["canvas"] == base.canvas[0, 3].tolist()
+    assert third.data["undecided"] == base.undecided[0, 3].nonzero()[:, 0].tolist()
+    scores = base.sinks.scores()[0, 2]
+    for layer, heads in enumerate(third.data["sinks"]):
+        for head, keys in enumerate(heads):
+            expected = scores[layer, head].to_numpy()
+            assert [place for place, _ in keys] == np.argsort(-expected, kind="stable")[:3].tolist()
+            np.testing.assert_allclose([value for _, value in keys], np.sort(expected)[::-1][:3], atol=6e-4)
+    np.testing.assert_allclose(unpacked(found["scores"]), base.sinks.scores()[0, :3], rtol=1e-3)
+    gate.opened.set()
+    assert client.ended(run)["canvas"] == base.canvas[0].tolist()
+    kinds = [event.kind for event in client.events if event.data.get("run") == run]
+    client.wait(lambda event: event.kind == "done" and event.data["run"] == run)
+    assert kinds[:3] == ["queued", "started", "step"]
+
+
+def test_a_run_has_all_that_the_page_shows(client, base):
+    found = client.run(prompt=PROMPT, settings=SHORT)
+    assert found["canvas"] == base.canvas[0].tolist()
+    assert found["unmask_step"] == base.unmask_step[0].tolist()
+    assert found["text"] == base.text
+    np.testing.assert_allclose(unpacked(found["scores"]), base.sinks.scores()[0], rtol=1e-3)
+    assert found["tokens"] == {str(token): text for token, text in base.sinks.vocabulary.items()}
+    assert found["record"]["versions"] == base.sinks.data.attrs["versions"]
+    layer = client.get(f"/api/runs/{found['summary']['id']}/scores", layer=2)
+    np.testing.assert_array_equal(unpacked(layer), unpacked(found["scores"])[:, 2])
+
+
+def test_a_cancelled_run_keeps_its_finished_steps(client, gate, base):
+    run = client.submit(prompt=PROMPT, settings=SHORT)
+    waiting = client.submit(prompt=PROMPT, settings=SHORT)
+    assert gate.reached.wait(60)
+    for one in (waiting, run):
+        assert client.http.post(f"/api/runs/{one}/cancel").status_code == 202
+    gate.opened.set()
+    found = client.ended(run)
+    assert (found["summary"]["status"], found["summary"]["steps_run"]) == ("cancelled", 3)
+    assert found["canvas"] == base.canvas[0, :4].tolist()
+    assert client.ended(waiting)["summary"]["status"] == "cancelled"
+    client.wait(lambda event: event.kind == "cancelled" and event.data["run"] == waiting)
+    assert not [event for event in client.events if event.kind == "started" and event.data["run"] == waiting]
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("kind", CHIPS)
+def test_a_chip_is_its_intervention(client, tiny_llada, base, kind):
+    fields, intervention = CHANGES[kind] if kind in CHANGES else computed(kind, tiny_llada)
+    expected = sinklens.generate(tiny_llada, PROMPT, hooks=intervention, **SHORT)
+    found = client.run(prompt=PROMPT, settings=SHORT, chips=[{"id": "1", "kind": kind, **fields}])
+    assert found["canvas"] == expected.canvas[0].tolist()
+    np.testing.assert_allclose(unpacked(found["scores"]), expected.sinks.scores()[0], rtol=1e-3, atol=1e-6)
+    scores, unchanged = unpacked(found["scores"]), base.sinks.scores()[0].to_numpy()
+    assert scores.shape != unchanged.shape or not np.allclose(scores, unchanged, rtol=1e-2)
+
+
+def test_a_chip_that_is_off_changes_nothing(client, base):
+    chip = {"kind": "mask_sinks", "top_k": 10, "on": False}
+    found = client.run(prompt=PROMPT, settings=SHORT, chips=[chip])
+    assert found["canvas"] == base.canvas[0].tolist()
+    assert found["summary"]["chips"] == 0
+    assert len(found["chips"]) == 1
+
+
+def test_a_replay_works_on_the_canvases_of_the_other_run(client, tiny_llada, base, base_id):
+    hooks = MaskSinks(top_k=10)
+    expected = sinklens.generate(tiny_llada, PROMPT, hooks=hooks, replay=base, **SHORT)
+    chips = [{"kind": "mask_sinks", "top_k": 10}]
+    found = client.run(prompt=PROMPT, settings=SHORT, chips=chips, replay=base_id)
+    assert found["canvas"] == base.canvas[0].tolist()
+    np.testing.assert_allclose(unpacked(found["scores"]), expected.sinks.scores()[0], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"prompt": f"Mia asks. {PROMPT}", "settings": SHORT}, r"replay holds 1 rows of \d+ positions, this run 1 of"),
+        ({"prompt": PROMPT, "settings": {"gen_length": 8, "steps": 4}}, "replay has 8 steps, this run at most 4"),
+    ],
+    ids=["prompt", "steps"],
+)
+def test_a_replay_that_cannot_begin_is_refused_when_it_is_requested(client, base_id, body, text):
+    answer = client.http.post("/api/runs", json=body | {"replay": base_id})
+    assert (answer.status_code, "chip" in answer.json()) == (422, False)
+    assert re.search(text, answer.json()["error"])
+
+
+def test_a_run_continues_from_an_edited_canvas(client, tiny_llada, base, base_id):
+    """The earlier steps are those of the run, so forcing the edited cells alone gives the same."""
+    expected = sinklens.generate(tiny_llada, PROMPT, hooks=ForceTokens(tokens={25: 500, 3: 40}, steps=[4]), **SHORT)
+    edit = {"run_id": base_id, "step": 4, "cells": [[25, 500], [3, 40]]}
+    found = client.run(prompt=PROMPT, settings=SHORT, canvas=edit)
+    assert found["canvas"] == expected.canvas[0].tolist()
+    assert found["canvas"][:4] == base.canvas[0, :4].tolist()
+    assert found["canvas"][4] != base.canvas[0, 4].tolist()
+
+
+def test_an_autoregressive_model_runs_beside_the_other(client, tiny_llama):
+    expected = sinklens.generate(tiny_llama, PROMPT, gen_length=8)
+    found = client.run(model="tiny-llama", prompt=PROMPT, settings=SHORT)
+    assert found["canvas"] == expected.canvas[0].tolist()
+    np.testing.assert_allclose(unpacked(found["scores"]), expected.sinks.scores()[0], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.extended
+def test_a_problem_brings_its_prompt_and_the_verdict(client, tiny_llada):
+    given = {"task": "tiny-gsm", "index": 1}
+    task = sinklens.tasks.find_task("tiny-gsm")
+    sample = task.samples()[1]
+    found = client.run(problem=given)
+    assert found["spec"]["prompt"] == sample.prompt
+    assert found["right"] == task.verdict(sample, sinklens.generate(tiny_llada, sample.prompt).text)
+    ids = tiny_llada.encode(sample.prompt).ids[0].tolist()
+    assert client.run(ids=ids)["canvas"] == found["canvas"]
+
+
+def test_a_pattern_is_that_of_the_run_with_its_chips(client, tiny_llada):
+    chips = [{"kind": "mask_sinks", "top_k": 3}, {"kind": "force_token", "pos": 25, "step": 0, "token": 40}]
+    hooks = [MaskSinks(top_k=3), ForceTokens(tokens={25: 40}, steps=[0])]
+    expected = sinklens.generate(tiny_llada, PROMPT, hooks=hooks, record_sinks=Record(patterns=[(5, 2)]), **SHORT)
+    run = client.run(prompt=PROMPT, settings=SHORT, chips=chips)["summary"]["id"]
+    found = client.get(f"/api/runs/{run}/pattern", step=5, layer=2)
+    np.testing.assert_allclose(unpacked(found), expected.patterns[5, 2][0], atol=2e-3)
+
+
+@pytest.mark.parametrize("chips", [[], [{"kind": "ablate_head", "layer": 0, "head": 1}]], ids=["plain", "with a chip"])
+def test_proposals_are_the_softmax_of_the_steps_logits(client, tiny_llada, chips):
+    seen: dict[int, Tensor] = {}
+
+    def keep(value, hook):
+        seen[hook.step] = value[0].clone()
+
+    hooks = [AblateHeads(layers=[0], heads=[1])] if chips else []
+    run = sinklens.generate(tiny_llada, PROMPT, hooks=[*hooks, ("denoise.hook_logits", keep)], **SHORT)
+    place = int(run.undecided[0, 3].nonzero()[-1])
+    expected = torch.softmax(seen[3][place], dim=-1).sort(descending=True)
+    run_id = client.run(prompt=PROMPT, settings=SHORT, chips=chips)["summary"]["id"]
+    found = client.get(f"/api/runs/{run_id}/proposals", step=3, pos=place)
+    assert found["proposals"][0]["id"] == expected.indices[0]
+    np.testing.assert_allclose([one["p"] for one in found["proposals"]], expected.values[:10], rtol=1e-3, atol=1e-7)
+    assert found["confidence"] == pytest.approx(float(expected.values[0]), rel=1e-4)
+    assert client.get(f"/api/runs/{run_id}/proposals", step=3, pos=2)["undecided"] is False
+
+
+def test_a_comparison_has_the_divergence_and_the_differences(client, tiny_llada, base_id):
+    """Computed again here from the logits of two plain runs."""
+    logits: list[dict[int, Tensor]] = [{}, {}]
+    runs = []
+    for kept, hooks in zip(logits, ([], [MaskSinks(top_k=5)]), strict=True):
+
+        def keep(value, hook, kept=kept):
+            kept[hook.step] = value[0].double().log_softmax(-1)
+
+        runs.append(sinklens.generate(tiny_llada, PROMPT, hooks=[*hooks, ("denoise.hook_logits", keep)], **SHORT))
+    second = client.run(prompt=PROMPT, settings=SHORT, chips=[{"kind": "mask_sinks", "top_k": 5}])["summary"]["id"]
+    found = client.get("/api/compare", a=base_id, b=second)
+    differs = (runs[0].canvas[0] != runs[1].canvas[0]).nonzero().tolist()
+    assert differs, "the runs differ, or this test compares nothing"
+    assert found["cells"] == differs
+    assert found["first_difference"] == differs[0][0]
+    assert found["texts"] == [run.text for run in runs]
+    assert max(value for value in found["kl"] if value is not None) > 0.01
+    for step, value in enumerate(found["kl"]):
+        both = runs[0].undecided[0, step] & runs[1].undecided[0, step]
+        if not bool(both.any()):
+            assert value is None
+            continue
+        p, q = logits[0][step][both], logits[1][step][both]
+        assert value == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4, abs=1e-9)
+    tops = [run.sinks.top(1)[0, :, :, :, 0].to_numpy() for run in runs]
+    np.testing.assert_allclose(found["sinks_moved"], (tops[0] != tops[1]).mean(axis=(1, 2)), atol=1e-4)
+
+
+def test_models_of_two_kinds_are_compared_without_a_divergence(client, base_id):
+    other = client.run(model="tiny-llama", prompt=PROMPT, settings=SHORT)["summary"]["id"]
+    found = client.get("/api/compare", a=base_id, b=other)
+    assert found["kl"] is None
+    assert found["kl_why"] == "KL is defined for two runs of one model; these are of two."
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"settings": {"stpes": 3}}, "stpes is not a setting of the llada sampler"),
+        ({"settings": {"gen_length": 10_000}}, "a prompt of 24 tokens and gen_length 10000 need 10024 positions"),
+        ({"sampler": "autoregressive"}, "the autoregressive sampler fits causal or per-pass attention"),
+        ({"chat_template": True}, "the tokenizer of tiny-llada has no chat template"),
+    ],
+)
+def test_a_run_that_cannot_begin_is_refused_with_its_sentence(client, body, text):
+    answer = client.http.post("/api/runs", json={"prompt": PROMPT, "settings": SHORT} | body)
+    assert (answer.status_code, "chip" in answer.json()) == (422, False)
+    assert answer.json()["error"].startswith(text)
+
+
+PATCH = {"kind": "patch", "prompt": PROMPT, "layer": 1}
+STEER = {"kind": "steer", "positive": "Mia has 2 pens.", "negative": "Tom has 3 cups.", "layer": 1}
+NOWHERE = {  # name: (chip, model, text)
+    "a layer": ({"kind": "ablate_head", "layer": 99, "head": 0}, "tiny-llada", "layer 99 does not exist; there are 4"),
+    "a head": ({"kind": "hold_sink", "layer": 0, "head": 8, "from_step": 0}, "tiny-llada", "head 8 does not exist"),
+    "a step": ({"kind": "mask_sinks", "steps": [0, 8]}, "tiny-llada", "step 8 does not exist; there are 8, 0 to 7"),
+    "a kept step": ({"kind": "freeze_pattern", "layer": 0, "from_step": 9}, "tiny-llada", "step 9 does not exist"),
+    "a key": ({"kind": "hide_key", "pos": 32}, "tiny-llada", "position 32 does not exist"),
+    "a cell": ({"kind": "force_token", "pos": 90, "step": 0, "token": 1}, "tiny-llada", "position 90 does not exist"),
+    "a token": (
+        {"kind": "force_token", "pos": 25, "step": 0, "token": 9999},
+        "tiny-llada",
+        "token 9999 does not exist",
+    ),
+    "the prompt": ({"kind": "remask", "pos": 3, "step": 0}, "tiny-llada", "Remask takes answer positions, -8 to -1"),
+    "a causal model": ({"kind": "remask", "pos": 25, "step": 0}, "tiny-llama", "an autoregressive model has no mask"),
+    "a layer to patch": (PATCH | {"layer": 99}, "tiny-llada", "'blocks.99.hook_resid_post': layer 99 does not"),
+    "a step to patch": (PATCH | {"steps": [0, 8]}, "tiny-llada", "step 8 does not exist"),
+    "a position to patch": (PATCH | {"pos": 32}, "tiny-llada", "position 32 does not exist"),
+    "a longer prompt": (PATCH | {"prompt": PROMPT * 2}, "tiny-llada", "the other prompt has 47 tokens and this one 24"),
+    "no room": (PATCH | {"prompt": PROMPT * 60}, "tiny-llada", "a prompt of 1381 tokens and gen_length 8 need"),
+    "a masked prompt": (STEER | {"negative": "<|mdm_mask|>"}, "tiny-llada", "prompt 0 contains the mask token"),
+    "a layer to steer": (STEER | {"layer": 4}, "tiny-llada", "layer 4 does not exist; there are 4"),
+    "a step to steer": (STEER | {"steps": [8, 9]}, "tiny-llama", "step 8 does not exist; there are 8"),
+    "a field": ({"kind": "remask", "step": 0}, "tiny-llada", "the chip remask needs pos"),
+}
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize("name", NOWHERE)
+def test_a_chip_at_a_place_that_does_not_exist_is_refused_with_its_id(client, gate, name):
+    """Also while another run is under way."""
+    chip, model, text = NOWHERE[name]
+    running = client.submit(prompt=PROMPT, settings=SHORT)
+    assert gate.reached.wait(60)
+    chips = [{"kind": "mask_sinks", "id": "fine"}, chip | {"id": "bad"}, chip | {"id": "off", "on": False}]
+    before = len(client.get("/api/session")["runs"])
+    if text.startswith("the chip"):
+        chips.pop()  # a chip that is off has its fields too
+    answer = client.http.post("/api/runs", json={"prompt": PROMPT, "settings": SHORT, "model": model, "chips": chips})
+    assert (answer.status_code, answer.json()["chip"]) == (422, "bad")
+    assert answer.json()["error"].startswith(text)
+    assert len(client.get("/api/session")["runs"]) == before
+    gate.opened.set()
+    assert client.ended(running)["summary"]["status"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("boom"), "the run crashed with KeyError: 'boom'. The terminal has the traceback."),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "tiny-llada ran out of memory on cpu in step 1 of 8"),
+        (DeviceMemoryError("no memory left."), "no memory left."),
+    ],
+)
+def test_a_crash_and_a_lack_of_memory_leave_the_lab_alive(client, base, monkeypatch, error, text):
+    def crash(self, step, state):
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(LiveRun, "after", crash)
+        found = client.ended(client.submit(prompt=PROMPT, settings=SHORT))
+    assert (found["summary"]["status"], found["summary"]["error"][: len(text)]) == ("failed", text)
+    assert client.run(prompt=PROMPT, settings=SHORT)["canvas"] == base.canvas[0].tolist()
+
+
+def test_a_removed_run_is_gone_for_every_tab(client):
+    run = client.run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
+    assert client.http.delete(f"/api/runs/{run}").status_code == 200
+    client.wait(lambda event: event.kind == "removed" and event.data["run"] == run)
+    assert client.http.get(f"/api/runs/{run}").status_code == 404
+    assert run not in [entry["id"] for entry in client.get("/api/session")["runs"]]
+
+
+def test_everything_about_a_canvas_model_is_answered():
+    """Its steps read keys that an encoder cached, and it has no confidences."""
+    from lab_client import Client
+
+    tiny_canvas = sinklens.load("tiny-canvas")
+    recorded = sinklens.generate(tiny_canvas, PROMPT, record_sinks=Record(patterns=[(1, 2)]))
+    with sinklens.lab(sinklens.load("tiny-canvas")) as opened:
+        client = Client(opened.url).follow()
+        run = client.run(prompt=PROMPT)["summary"]["id"]
+        pattern, length = unpacked(client.get(f"/api/runs/{run}/pattern", step=1, layer=2)), recorded.prompt_length
+        np.testing.assert_allclose(pattern[:, length:], recorded.patterns[1, 2][0], atol=1e-3)
+        assert np.isnan(pattern[:, :length]).all(), "the step computed no query of the prompt"
+        at = {"step": 0, "pos": length + 3}
+        listed = client.get(f"/api/runs/{run}/proposals", **at)["proposals"]
+        assert listed[0]["id"] == recorded.canvas[0, 1, length + 3]
+        ablated = client.run(prompt=PROMPT, chips=[{"kind": "ablate_head", "layer": 1, "head": 5}])["summary"]["id"]
+        expected = effect(tiny_canvas, PROMPT, AblateHeads(layers=[1], heads=[5]))
+        kl = np.array(client.get("/api/compare", a=run, b=ablated)["kl"], dtype=float)
+        np.testing.assert_allclose(kl, expected.free_running.kl.to_numpy()[0], rtol=1e-3, atol=1e-6, equal_nan=True)
+        assert client.http.get(f"/api/runs/{run}/page", params={"other": ablated}).status_code == 200
+        client.http.post(f"/api/runs/{run}/heads", json={"layer": 1})
+        client.wait(lambda event: event.kind == "heads" and event.data["status"] != "running")
+        trial = client.get(f"/api/runs/{run}")["heads"]
+        assert trial["status"] == "done", trial["error"]
+        assert trial["heads"][5]["kl"] == pytest.approx(np.nanmean(expected.under_replay.kl), rel=1e-2, abs=1e-6)
+        client.close()
+
+
+def test_a_run_under_a_cache_policy_equals_that_of_generate_and_reads_what_its_steps_computed(client, lab, tiny_llada):
+    settings = SHORT | {"block_length": 4}
+    run = client.submit(prompt=PROMPT, settings=settings, cache="dual")
+    client.ended(run)
+    expected = sinklens.generate(tiny_llada, PROMPT, cache="dual", progress=False, **settings)
+    assert client.get(f"/api/runs/{run}")["canvas"] == expected.canvas[0].tolist()
+    pattern = unpacked(client.get(f"/api/runs/{run}/pattern", step=1, layer=0))
+    computed = ~np.isnan(pattern).any(axis=(0, 2))
+    assert computed.nonzero()[0].tolist() == list(range(expected.prompt_length, expected.prompt_length + 4))
+    assert "cache='dual'" in client.http.get(f"/api/runs/{run}/python").text
+    refused = client.http.get(f"/api/runs/{run}/lens", params={"pos": expected.prompt_length})
+    assert refused.status_code == 400
+    assert "run without cache=" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"cache": "duel"}, "no cache policy is called 'duel'"),
+        ({"cache": 3}, "cache must be a short text or null"),
+        ({"settings": {"hooks": 1}}, "hooks is a field of the run, not a setting"),
+        ({"settings": {"cache": "dual"}}, "cache is a field of the run, not a setting"),
+    ],
+)
+def test_an_argument_of_a_run_is_checked_by_its_type_and_is_no_setting(client, body, text):
+    answer = client.http.post("/api/runs", json={"prompt": PROMPT} | body)
+    assert answer.status_code == 400
+    assert text in answer.json()["error"]
+
+
+def test_the_form_offers_a_policy_where_a_model_can_run_under_one(client):
+    settings = client.get("/api/session")["settings"]
+    assert [field["name"] for field in settings["tiny-llada"]["run"]] == ["cache"]
+    assert settings["tiny-llama"]["run"] == []

@@ -1,0 +1,100 @@
+"""The script of a run, executed as a file, gives its canvas."""
+
+import runpy
+
+import pytest
+
+from sinklens.live.script import script
+from sinklens.live.spec import RunSpec
+
+PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
+LOADING = {"m": "sinklens.load('m')", "n": "sinklens.load('n', dtype='bfloat16')"}
+
+
+def executed(source: str, names: list[str], folder) -> dict:
+    """The canvases of a script's runs."""
+    file = folder / "script.py"
+    file.write_text(source, encoding="utf-8")
+    made = runpy.run_path(str(file))
+    return {name: made[name].canvas[0].tolist() for name in names}
+
+
+def test_the_script_of_a_run_repeats_it_with_what_it_replays(client, tmp_path, capsys):
+    """Two chips, one that is off, settings, a seed, and a replay of a run that continues from an edited canvas."""
+    common = {"prompt": PROMPT, "settings": {"gen_length": 8, "temperature": 0.7}, "seed": 3}
+    first = client.run(**common)["summary"]["id"]
+    edit = {"run_id": first, "step": 3, "cells": [[25, 500]]}
+    edited = client.run(**common, canvas=edit)
+    chips = [
+        {"kind": "mask_head_sinks", "layer": 0, "head": 1, "top_k": 2, "steps": [1, 4]},
+        {"kind": "hide_key", "pos": 5},
+        {"kind": "mask_sinks", "on": False},
+    ]
+    last = client.run(**common, chips=chips, replay=edited["summary"]["id"])
+    free = client.run(**common, chips=chips)
+    source = client.http.get(f"/api/runs/{last['summary']['id']}/python?other={free['summary']['id']}").text
+    found = executed(source, ["first", "second", "base_of_first"], tmp_path)
+    assert found["first"] == last["canvas"]
+    assert found["second"] == free["canvas"]
+    assert found["base_of_first"] == edited["canvas"]
+    assert found["second"] != found["first"]
+    assert f"{last['text']}\n{free['text']}\n" in capsys.readouterr().out
+
+
+def test_the_script_of_a_steered_and_patched_run_repeats_it(client, tmp_path):
+    common, other = {"prompt": PROMPT, "settings": {"gen_length": 8}, "seed": 3}, PROMPT.replace(" 5", " 8")
+    chips = [
+        {"kind": "steer", "positive": other, "negative": PROMPT, "coefficient": 2.5, "layer": 1},
+        {"kind": "patch", "prompt": other, "layer": 2, "pos": 6, "steps": [1, 4]},
+        {"kind": "ablate_mlp", "layer": 3},
+    ]
+    plain, run = client.run(**common), client.run(**common, chips=chips)
+    source = client.http.get(f"/api/runs/{run['summary']['id']}/python").text
+    assert executed(source, ["run"], tmp_path)["run"] == run["canvas"] != plain["canvas"]
+
+
+def test_texts_are_literals_whatever_they_contain():
+    hostile = "'); import os; os.system('x')\n\"\"\" \\ \u2028 \ud800 {} %s"
+    spec = RunSpec("m", hostile, settings={"remasking": "'+exit()+'"})
+    source = script({"run": spec}, {"m": "sinklens.load('m')"})
+    assert source.isascii()
+    calls = []
+
+    class Fake:
+        """Takes the place of sinklens and keeps what it is called with."""
+
+        text = ""
+
+        @staticmethod
+        def load(name):
+            return name
+
+        @classmethod
+        def generate(cls, *values, **named):
+            calls.append((values, named))
+            return cls
+
+    exec(source.replace("import sinklens\n", ""), {"sinklens": Fake})
+    assert calls == [(("m", hostile), {"seed": 0, "remasking": "'+exit()+'"})]
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        (
+            {"run": RunSpec("n", [1, 2])},
+            "import sinklens\n\nmodel = sinklens.load('n', dtype='bfloat16')\n"
+            "run = sinklens.generate(model, [1, 2], seed=0)\n\nprint(run.tokens[0].tolist())\n",
+        ),
+        (
+            {"first": RunSpec("m", "a", chat_template=True), "second": RunSpec("n", "a", task=("tiny-gsm", 3))},
+            "import sinklens\n\nmodel = sinklens.load('m')\n"
+            "first = sinklens.generate(model, 'a', seed=0, chat_template=True)\n"
+            "model_2 = sinklens.load('n', dtype='bfloat16')\n# problem 3 of tiny-gsm\n"
+            "second = sinklens.generate(model_2, 'a', seed=0)\n\nprint(first.text)\nprint(second.text)\n",
+        ),
+    ],
+    ids=["token ids", "two models"],
+)
+def test_a_script_loads_each_model_as_the_lab_did(runs, expected):
+    assert script(runs, LOADING) == expected

@@ -1,0 +1,359 @@
+"""Requests that the lab refuses, each with the reason."""
+
+import json
+import re
+import socket
+import time
+from contextlib import suppress
+
+import httpx
+import pytest
+from lab_client import Client
+
+from sinklens.errors import SinklensError
+from sinklens.live import app, connections
+from sinklens.live.chips import MOST_CHIPS
+from sinklens.live.security import MOST_BYTES, Guard, is_local
+from sinklens.live.server import bound, warning_of
+from sinklens.live.spec import MOST_CHARACTERS
+from sinklens.live.thread import MOST_RUNS
+
+PROMPT = "Question: 1"
+RUN = {"prompt": PROMPT, "settings": {"gen_length": 2}}
+HOSTILE = '</script><script>alert(1)</script>" onerror=alert(1) {{7*7}} \x00\u202e\u2028 ../../etc/passwd'
+
+
+@pytest.fixture
+def raw(lab):
+    """A client without the token; `cookies` enters as a browser does."""
+    with httpx.Client(base_url=lab.address, timeout=60) as opened:
+        yield opened
+
+
+@pytest.fixture
+def entered(raw, lab):
+    """A client with the cookie, as a browser has it after it opened the link."""
+    answer = raw.get(lab.url)
+    assert (answer.status_code, answer.headers["location"]) == (303, "./")
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "path" not in cookie.lower()  # so that behind a proxy it belongs to the page's own path
+    assert "samesite=strict" in cookie.lower()
+    return raw
+
+
+def origin(lab) -> str:
+    return lab.address.rstrip("/")
+
+
+REFUSED = {  # name: (method, path, headers that differ from those of the page, status, text)
+    "no token": ("GET", "/api/session", {"Cookie": ""}, 403, "the token is missing or wrong"),
+    "a wrong token": ("GET", "/api/session", {"Cookie": "", "X-Sinklens-Token": "x" * 43}, 403, "missing or wrong"),
+    "a token beside the cookie that is wrong": ("GET", "/api/session", {"X-Sinklens-Token": "x"}, 403, "wrong"),
+    "the page without a token": ("GET", "/", {"Cookie": ""}, 403, "the token is missing or wrong"),
+    "a frame without the token in its address": ("GET", "/", {"Sec-Fetch-Dest": "iframe"}, 403, "missing or wrong"),
+    "a file with a wrong key": ("GET", "/static/lab.js?key=x", {}, 403, "the token is missing or wrong"),
+    "the key of files for the API": ("GET", "/api/session?key={key}", {"Cookie": ""}, 403, "missing or wrong"),
+    "the key of files for the page": ("GET", "/?key={key}", {"Cookie": ""}, 403, "missing or wrong"),
+    "the key of files as the token": ("GET", "/?token={key}", {"Cookie": ""}, 403, "missing or wrong"),
+    "the key of files in a header": ("GET", "/api/session", {"Cookie": "", "X-Sinklens-Token": "{key}"}, 403, "wrong"),
+    "a link with a wrong token": ("GET", "/?token=abc", {}, 403, "the token is missing or wrong"),
+    "a static file without a token": ("GET", "/static/lab.html", {"Cookie": ""}, 403, "missing or wrong"),
+    "a rebound name": ("GET", "/api/session", {"Host": "evil.example:{port}"}, 421, "this address is not the lab's"),
+    "another port": ("GET", "/api/session", {"Host": "127.0.0.1:1"}, 421, "this address is not the lab's"),
+    "a host without a port": ("GET", "/api/session", {"Host": "127.0.0.1"}, 421, "this address is not the lab's"),
+    "a name that begins alike": ("GET", "/", {"Host": "127.0.0.1.evil.example:{port}"}, 421, "not the lab's"),
+    "an address of the network": ("GET", "/", {"Host": "192.168.1.2:{port}"}, 421, "not the lab's"),
+    "another origin": ("POST", "/api/runs", {"Origin": "http://evil.example"}, 403, "pages of other sites"),
+    "another port as origin": ("POST", "/api/runs", {"Origin": "http://127.0.0.1:1"}, 403, "pages of other sites"),
+    "an opaque origin": ("POST", "/api/runs", {"Origin": "null"}, 403, "pages of other sites"),
+    "another origin that reads": ("GET", "/api/session", {"Origin": "http://evil.example"}, 403, "other sites"),
+    "another site": ("GET", "/api/session", {"Sec-Fetch-Site": "cross-site"}, 403, "pages of other sites"),
+    "another page of this machine": ("GET", "/api/session", {"Sec-Fetch-Site": "same-site"}, 403, "other sites"),
+    "a change without an origin": ("POST", "/api/runs", {"Origin": None}, 403, "needs an Origin, or the token"),
+    "a removal without an origin": ("DELETE", "/api/runs/abc", {"Origin": None}, 403, "needs an Origin"),
+    "a form": ("POST", "/api/runs", {"Content-Type": "text/plain"}, 415, "must be application/json"),
+    "a path outside": ("GET", "/static/..%2f..%2fapp.py", {}, 404, ""),
+    "an absolute path": ("GET", "/static/%2fetc%2fpasswd", {}, 404, ""),
+    "a file of the package": ("GET", "/static/__init__.py", {}, 404, "no such file"),
+    "a run outside": ("GET", "/api/runs/..%2f..%2fstates%2fx", {}, 404, ""),
+    "an unknown run": ("GET", "/api/runs/0123456789abcdef", {}, 404, "no such run"),
+    "a state outside": ("GET", "/api/state/..%2fruns%2fx", {}, 404, ""),
+    "an unknown state": ("GET", "/api/state/passwd", {}, 404, "no such link"),
+    "an unknown task": ("GET", "/api/tasks/humaneval/0", {}, 404, "no task of the lab is called 'humaneval'"),
+    "an unknown problem": ("GET", "/api/tasks/tiny-gsm/500", {}, 404, "tiny-gsm has problems 0 to 499; got 500"),
+    "an event that is no number": ("GET", "/api/events?since=x", {}, 400, "an event's number must be a number"),
+    "an event that is a superscript": ("GET", "/api/events?since=%C2%B2", {}, 400, "an event's number must be"),
+    "an event of another script": ("GET", "/api/events?since=%D9%A1", {}, 400, "an event's number must be a number"),
+    "an event of many digits": ("GET", f"/api/events?since={'9' * 5000}", {}, 400, "an event's number must be"),
+    "a problem of many digits": ("GET", f"/api/tasks/tiny-gsm/{'9' * 5000}", {}, 400, "a problem's index must be"),
+    "the token as a cookie": ("GET", "/api/session", {"Cookie": "{name}={token}"}, 403, "missing or wrong"),
+    "the cookie as a token": ("GET", "/api/session", {"Cookie": "", "X-Sinklens-Token": "{session}"}, 403, "wrong"),
+    "the cookie of another port": ("GET", "/api/session", {"Cookie": "sinklens-lab-1={session}"}, 403, "wrong"),
+    "the cookie of another lab": ("GET", "/api/session", {"Cookie": f"{{name}}={'x' * 43}"}, 403, "missing or wrong"),
+    "a body with two lengths": (
+        "POST", "/api/runs", {"Content-Length": "1", "Transfer-Encoding": "chunked"}, 400,
+        "Content-Length or Transfer-Encoding, not both",
+    ),
+    "a body that says it is too large": (
+        "POST", "/api/runs", {"Content-Length": str(MOST_BYTES + 1)}, 413, "a request has at most 1,000,000 bytes",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_request_is_refused(entered, lab, name):
+    method, path, changed, status, text = REFUSED[name]
+    given = {"Origin": origin(lab), "Content-Type": "application/json"} if method != "GET" else {}
+    headers = {key: value for key, value in (given | changed).items() if value is not None}
+    key = lab._guard.key
+    path, port = path.replace("{key}", key), lab.address.rpartition(":")[2][:-1]
+    guard = lab._guard
+    made = {"port": port, "key": key, "token": guard.token, "session": guard.session, "name": guard.cookie}
+    for name, value in made.items():
+        headers = {header: text.replace(f"{{{name}}}", value) for header, text in headers.items()}
+    content = json.dumps(RUN).encode() if method == "POST" else None
+    if "Content-Length" in headers:
+        answer = _sent(entered, lab, path, headers)
+        assert (answer[0], text in answer[1]) == (status, True), answer
+        return
+    answer = entered.request(method, path, headers=headers, content=content)
+    assert answer.status_code == status, answer.text
+    assert text in (answer.json()["error"] if text else "")
+
+
+def _sent(client: httpx.Client, lab, path: str, headers: dict[str, str]) -> tuple[int, str]:
+    """The answer to a request whose body is not what its headers say."""
+    host = lab.address.removeprefix("http://").rstrip("/")
+    cookie = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
+    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", f"Cookie: {cookie}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    address, _, port = host.partition(":")
+    with socket.create_connection((address, int(port)), timeout=30) as plain:
+        plain.sendall("\r\n".join([*lines, "", ""]).encode())
+        answer = ""
+        while not answer.endswith("}"):
+            answer += plain.recv(65_536).decode()
+    return int(answer.split()[1]), answer
+
+
+def test_the_page_has_a_strict_policy_and_nothing_is_cached(entered):
+    headers = entered.get("/").headers
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert {policy[name] for name in ("script-src", "style-src", "connect-src")} == {"'self'"}
+    assert (policy["base-uri"], policy["form-action"]) == ("'none'", "'none'")
+    assert headers["cache-control"] == "no-store"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert "server" not in headers
+    assert entered.get("/api/session").headers["content-security-policy"] == headers["content-security-policy"]
+
+
+def test_a_frame_is_served_for_the_token_alone_and_gets_no_cookie(raw, lab):
+    frame = {"Sec-Fetch-Dest": "iframe", "Sec-Fetch-Site": "cross-site"}
+    answer = raw.get(lab.url, headers=frame)
+    assert (answer.status_code, "set-cookie" in answer.headers) == (200, False)
+    files = re.findall(r'(?:src|href)="(static/[^"]+)"', answer.text)
+    assert [file.partition("?")[0] for file in files] == ["static/lab.css", "static/lab.js"]
+    assert {raw.get(file).status_code for file in [*files, f"/frame?{files[0].partition('?')[2]}"]} == {200}
+    assert lab._guard.token not in answer.text
+
+
+def test_only_a_notebooks_lab_may_be_framed():
+    assert Guard("t", "127.0.0.1", 1).headers()["X-Frame-Options"] == "DENY"
+    assert "frame-ancestors 'none'" in Guard("t", "127.0.0.1", 1).headers()["Content-Security-Policy"]
+    assert "frame-ancestors http://localhost:*" in Guard("t", "127.0.0.1", 1, True).headers()["Content-Security-Policy"]
+
+
+BODIES = {  # name: (body, status, text)
+    "not JSON": (b"{", 400, "not valid JSON"),
+    "deep JSON": (b"[" * 100_000, 400, "not valid JSON"),
+    "a list": (b"[]", 400, "must be a JSON object; got list"),
+    "half a surrogate pair": (b'{"prompt": "a\\ud800"}', 400, "without half surrogate pairs"),
+    "half a surrogate pair as a name": (b'{"prompt": "a", "settings": {"\\udc00": 1}}', 400, "half surrogate pairs"),
+    "NaN": (b'{"prompt": "a", "settings": {"temperature": NaN}}', 400, "numbers must be finite"),
+    "an infinite number": (b'{"prompt": "a", "settings": {"temperature": 1e999}}', 400, "numbers must be finite"),
+    "many digits": (f'{{"prompt": "a", "seed": {"9" * 5000}}}'.encode(), 400, "with at most 4,300 digits"),
+    "a sampler among the settings": (
+        RUN | {"settings": {"sampler": "llada"}},
+        400,
+        "sampler is a field of the run, not a setting",
+    ),
+    "an unknown field": ({"prompt": "a", "code": "1"}, 400, "unknown field 'code'"),
+    "no prompt": ({}, 400, "exactly one of prompt, ids and problem; got 0"),
+    "two prompts": ({"prompt": "a", "ids": [1]}, 400, "exactly one of prompt, ids and problem; got 2"),
+    "a long prompt": ({"prompt": "a" * (MOST_CHARACTERS + 1)}, 413, "at most 20,000 characters; got 20,001"),
+    "many ids": ({"ids": [1] * (MOST_CHARACTERS + 1)}, 413, "at most 20,000 ids"),
+    "ids that are no numbers": ({"ids": ["1"]}, 400, "ids must be a list of token ids"),
+    "a prompt that is no text": ({"prompt": 3}, 400, "prompt must be text; got int"),
+    "an unknown model": (RUN | {"model": "../../etc"}, 404, "this lab has no model '../../etc'"),
+    "a negative seed": (RUN | {"seed": -1}, 400, "seed must be an integer from 0 to 2**63 - 1; got -1"),
+    "a template": (RUN | {"chat_template": "{{ messages }}"}, 400, "a template is code"),
+    "a setting that is a list": (RUN | {"settings": {"steps": [1]}}, 400, "a setting must be a number"),
+    "a huge setting": (RUN | {"settings": {"gen_length": 10**9}}, 400, "a setting is at most 1,000,000"),
+    "chips that are not a list": (RUN | {"chips": {"a": 1}}, 400, "chips must be a list; got dict"),
+    "many chips": (RUN | {"chips": [{"kind": "mask_sinks"}] * (MOST_CHIPS + 1)}, 413, "at most 64 chips; got 65"),
+    "an unknown chip": (RUN | {"chips": [{"kind": "__import__"}]}, 400, "no chip is of the kind '__import__'"),
+    "a chip with code": (
+        RUN | {"chips": [{"kind": "remask", "pos": "print(1)", "step": 0}]}, 422,
+        "remask.pos must be an integer from 0 to 10,000,000; got 'print(1)'",
+    ),
+    "a chip without a layer": (RUN | {"chips": [{"kind": "ablate_head", "head": 1}]}, 422, "needs layer: the layer"),
+    "a chip with a surplus field": (
+        RUN | {"chips": [{"kind": "mask_sinks", "layer": 1}]}, 400, "the chip mask_sinks has no field 'layer'",
+    ),
+    "steps backwards": (
+        RUN | {"chips": [{"kind": "mask_sinks", "steps": [3, 1]}]}, 422, "must be [first, last] with first ≤ last",
+    ),
+    "an unknown replacement": (
+        RUN | {"chips": [{"kind": "ablate_head", "layer": 0, "head": 0, "by": "eval"}]}, 422,
+        "ablate_head.by must be one of zero, mean; got 'eval'",
+    ),
+    "an unknown replay": (RUN | {"replay": "../x"}, 404, "no such run"),
+    "an unknown canvas": (RUN | {"canvas": {"run_id": "x", "step": 0, "cells": []}}, 404, "no such run"),
+    "cells that are not triples": (RUN | {"canvas": {"run_id": "x", "step": 0, "cells": [[1]]}}, 400, "canvas must be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_is_refused(client, name):
+    body, status, text = BODIES[name]
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = client.http.post("/api/runs", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status
+    assert text in answer.json()["error"]
+
+
+def test_a_body_that_does_not_say_its_size_is_counted(client):
+    parts = (b" " * 100_000 for _ in range(MOST_BYTES // 100_000 + 1))
+    answer = client.http.post("/api/runs", content=parts, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]) == (413, "a request has at most 1,000,000 bytes.")
+
+
+def test_a_full_queue_is_refused_and_drains(client, gate):
+    first = client.submit(**RUN | {"settings": {"gen_length": 8}})
+    assert gate.reached.wait(60)
+    waiting = [client.submit(**RUN) for _ in range(MOST_RUNS)]
+    answer = client.http.post("/api/runs", json=RUN)
+    assert (answer.status_code, answer.json()["error"][:35]) == (429, "8 runs are waiting, which is the mo")
+    assert len([run for run in client.get("/api/session")["runs"] if run["status"] == "queued"]) == MOST_RUNS
+    gate.opened.set()
+    assert {client.ended(run)["summary"]["status"] for run in [first, *waiting]} == {"done"}
+
+
+def test_hostile_texts_survive_as_data(client, lab):
+    ids = client.run(prompt=HOSTILE, settings={"gen_length": 4})
+    assert ids["spec"]["prompt"] == HOSTILE
+    run = ids["summary"]["id"]
+    assert next(one for one in client.get("/api/session")["runs"] if one["id"] == run)["prompt"] == HOSTILE[:200]
+    answer = client.http.get(f"/api/runs/{run}")
+    assert answer.headers["content-type"] == "application/json"
+    compile(client.http.get(f"/api/runs/{run}/python").text, "script", "exec")
+    page = client.http.get(f"/api/runs/{run}/page")
+    assert "<script>alert(1)" not in page.text
+    assert page.headers["content-disposition"] == f'attachment; filename="sinklens-{run}.html"'
+    link = client.http.post("/api/state", json={"text": HOSTILE}).json()["link"]
+    assert client.get(f"/api/state/{link}") == {"text": HOSTILE}
+
+
+@pytest.mark.parametrize("state", [b"NaN", b'{"a": -Infinity}', b'["\\ud800"]', b'{"\\ud800": 1}'])
+def test_a_state_that_cannot_be_written_back_is_refused(client, state):
+    answer = client.http.post("/api/state", content=state, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"][:32]) == (400, "the request is not valid JSON; n")
+
+
+def test_the_cookie_is_not_the_token(entered, lab):
+    (cookie,) = entered.cookies.jar
+    assert cookie.name == f"sinklens-lab-{lab._guard.port}"
+    assert cookie.value not in (lab._guard.token, "")
+    assert entered.get("/api/session").status_code == 200
+    assert Guard("t", "h", 1).session != Guard("t", "h", 1).session
+
+
+def test_silent_connections_shut_nobody_out_and_are_closed(client, lab, monkeypatch):
+    """Twice as many as the lab takes: some send nothing, some a byte of a head at a time."""
+    monkeypatch.setattr(connections, "PATIENCE", 1.0)
+    silent = [socket.create_connection(("127.0.0.1", lab._guard.port), timeout=30) for _ in range(2 * connections.MOST)]
+    for one in silent[::2]:
+        with suppress(OSError):  # displaced by a later one
+            one.sendall(b"G")
+    assert Client(lab.url).get("/api/session")["models"]
+    for byte in b"ET / HTTP/1.1\r\nHost: 127.0.0.1":
+        time.sleep(0.1)
+        try:
+            silent[-2].sendall(bytes([byte]))
+        except OSError:
+            break
+    else:
+        pytest.fail("a connection that sends its head slowly stays open")
+    assert silent[-1].recv(1) == b""
+    for one in silent:
+        one.close()
+
+
+def test_a_refused_request_closes_its_connection_without_its_body(lab):
+    host = f"127.0.0.1:{lab._guard.port}"
+    with socket.create_connection(("127.0.0.1", lab._guard.port), timeout=30) as plain:
+        plain.sendall(f"POST /api/runs HTTP/1.1\r\nHost: {host}\r\nContent-Length: 900000\r\n\r\n".encode())
+        answer = b""
+        while part := plain.recv(65_536):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 403")
+
+
+def test_a_slow_body_is_refused(client, lab, monkeypatch):
+    monkeypatch.setattr(app, "PATIENCE", 0.2)
+
+    def parts():
+        yield b'{"prompt":'
+        time.sleep(1)
+        yield b'"a"}'
+
+    answer = client.http.post("/api/runs", content=parts(), headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]) == (408, "the request was not complete after 0.2 s.")
+
+
+def test_states_are_limited(client, lab, monkeypatch):
+    answer = client.http.post("/api/state", json="x" * 70_000)
+    assert (answer.status_code, answer.json()["error"][:40]) == (413, "a state has at most 64,000 characters of")
+    monkeypatch.setattr("sinklens.live.history.MOST_STATES", 0)
+    assert client.http.post("/api/state", json=1).status_code == 429
+
+
+def test_a_lab_on_a_network_accepts_addresses_but_no_foreign_names():
+    guard = Guard("t", "192.168.1.5", 80)
+    accepted = ["192.168.1.5:80", "127.0.0.1:80", "10.0.0.7:80", f"{socket.gethostname()}:80"]
+    for host, expected in [*((one, True) for one in accepted), ("evil.example:80", False), ("10.0.0.7:81", False)]:
+        assert guard._is_ours(host) is expected, host
+
+
+def test_listening_elsewhere_says_what_it_means():
+    assert [is_local(host) for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8")] == [True] * 4
+    assert [is_local(host) for host in ("0.0.0.0", "192.168.1.5", "example.org", "::")] == [False] * 4
+    assert warning_of("127.0.0.1") == ""
+    assert "Anyone with the link can run the model" in warning_of("0.0.0.0")
+
+
+def test_a_port_in_use_is_refused(lab):
+    port = int(lab.address.rpartition(":")[2][:-1])
+    with pytest.raises(SinklensError, match=rf"cannot listen at 127\.0\.0\.1, port {port}: .* Choose another --port"):
+        bound("127.0.0.1", port)
+
+
+def test_a_websocket_is_refused(entered, lab):
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "x"}
+    answer = entered.get("/api/events", headers=upgrade | {"Origin": "http://evil.example"})
+    assert answer.status_code == 403
+
+
+def test_two_tabs_see_the_same_events(client, lab):
+    other = Client(lab.url).follow()
+    run = client.submit(**RUN)
+    for tab in (client, other):
+        tab.wait(lambda event: event.kind == "done" and event.data["run"] == run)
+    of_run = [
+        [(event.number, event.kind) for event in tab.events if event.data.get("run") == run] for tab in (client, other)
+    ]
+    assert of_run[0] == of_run[1]
+    other.close()
