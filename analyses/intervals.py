@@ -167,7 +167,7 @@ def interval_table(
 
 
 def difference_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str], seed: int = 0) -> "DataFrame":
-    """Difference of each further model from the first, prompt by prompt: rows as in `interval_table`.
+    """Difference of each further model from the first, prompt by prompt: rows as in `interval_table`, `corrected`.
 
     Prompts are paired, so the interval is narrower than the two models' intervals suggest. Empty for one model.
     """
@@ -180,9 +180,12 @@ def difference_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str
             values = data[name].transpose("prompt", ...) - start[name].transpose("prompt", ...)
             low, high = RANGES.get(name, (0, 0))
             known = (low - high, high - low) if name in RANGES else None
-            found = mean_interval(values.to_numpy(), known, seed)
-            rows += interval_rows(f"{model} − {first}", name, found, _labels(values))
-    return DataFrame(rows, columns=None if rows else ["model", "measure", "estimate", "low", "high", "prompts"])
+            array = values.to_numpy()
+            found = interval_rows(f"{model} − {first}", name, mean_interval(array, known, seed), _labels(values))
+            tested = (_tested(column, known, 0.0, seed) for column in array.reshape(len(array), -1).T)
+            rows += [{**row, **numbers} for row, numbers in zip(found, tested, strict=True)]
+    columns = ["model", "measure", "estimate", "low", "high", "prompts"]
+    return corrected(DataFrame(rows)) if rows else DataFrame(rows, columns=columns)
 
 
 def known_mean(values: Float[np.ndarray, "..."]) -> float:

@@ -117,12 +117,12 @@ def test_an_interrupted_test_resumes(run, tmp_path, monkeypatch):
 
 
 def test_every_test_on_a_prompt_is_counted_whatever_its_folder(run):
-    said = [re.search(r"correction for (\d+) tests", run(0.4, n, out=f"out-{n}")[1])[1] for n in (40, 41, 42)]
-    assert said == ["1", "2", "3"]
+    printed = [run(lost, n, out=f"out-{n}")[1] for lost, n in ((0.4, 40), (0.0, 41), (0.0, 42))]
+    assert [re.search(r"correction for (\d+) tests", text)[1] for text in printed] == ["1", "2", "3"]
     again = run(0.4, 40, out="out-40")[1]
     assert "correction for 3 tests" in again
     p, corrected = (float(part) for part in re.search(r"p (\S+), after .* prompts (\S+);", again).groups())
-    assert corrected >= 2.9 * p * 0.9
+    assert corrected == pytest.approx(3 * p, rel=0.05)
 
 
 def test_a_dry_run_prints_the_power_and_stores_nothing(run, tmp_path):
