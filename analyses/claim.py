@@ -180,7 +180,8 @@ def decided(plan: Plan, measured: Mapping[str, xr.Dataset]) -> Found:
     found = found[~np.isnan(found)]
     if plan.measure == "kl":
         logs = _of_means(found, math.log(plan.of_interest))
-        return Found(*(math.exp(value) for value in logs[:3]), *logs[3:6], math.exp(min(logs.shown, 700.0)))
+        estimate, low, high = (math.exp(value) for value in logs[:3])
+        return logs._replace(estimate=estimate, low=low, high=high, shown=math.exp(min(logs.shown, 700.0)))
     return _of_means(found, plan.of_interest)
 
 
@@ -210,12 +211,13 @@ def in_units(
 def _of_outcomes(values: Float[np.ndarray, " prompt"], of_interest: float) -> Found:
     known = values[~np.isnan(values)]
     if not len(known):
-        return Found(*[math.nan] * 5, 0, math.inf)
+        return Found(math.nan, math.nan, math.nan, math.nan, math.nan, 0, math.inf)
     lost, gained, number = int((known > 0).sum()), int((known < 0).sum()), len(known)
     interval = outcomes(known, -1, 1)
     shown = smallest_paired(number, LEVEL, min(lost, gained) / number)
-    return Found(*(float(part) for part in interval[:3]), mcnemar(gained, lost),
-                 float(equivalent_p(lost, gained, number, of_interest)), number, shown)  # fmt: skip
+    equal = float(equivalent_p(lost, gained, number, of_interest))
+    estimate, low, high = (float(part) for part in interval[:3])
+    return Found(estimate, low, high, mcnemar(gained, lost), equal, number, shown)
 
 
 def _of_means(values: Float[np.ndarray, " unit"], of_interest: float) -> Found:

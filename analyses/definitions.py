@@ -9,7 +9,8 @@ masked key then counts as weak at the next step and is spared). Or the first tok
 their score. And in an autoregressive model they can be hidden from the newest query alone, or from all queries, which
 changes what earlier tokens computed. This study masks by every definition that a model has, with 1 and 5 keys per head.
 The controls of each mask weaker random keys of the same head by the same definition, the same ones at every step: as
-many, and as many as receive the attention of the strongest.
+many, and as many as receive the attention of the strongest. First tokens have only the former: the latter would match
+the strongest keys.
 
 Caveat: with all queries affected, every pass recomputes all positions (without a key/value cache).
 """
@@ -27,6 +28,7 @@ from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.mass import newest_rows
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
+from sinklens.interventions.controls import Pick
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 
@@ -44,7 +46,7 @@ DEFINITIONS = {
     "first": "first tokens",
 }
 REACHES = {"newest": "hidden from the newest query", "all": "hidden from all queries"}
-CONTROLS = {"random": "random weaker keys", "same_mass": "random weaker keys with as much attention"}
+CONTROLS: dict[Pick, str] = {"random": "random weaker keys", "same_mass": "random weaker keys with as much attention"}
 PICKS = {"strongest": "these keys", **CONTROLS}
 TOP_K = (1, 5)
 MEASURES = {
@@ -114,7 +116,7 @@ class Definitions(Study):
                 found[f"{definition} {pick} {top_k}"] = MaskSinks(**shared, pick=pick, persistent=True)
             if definition == "columns_steady":
                 found[f"first strongest {top_k}"] = MaskSinks(**shared, positions=range(top_k))
-                found |= {f"first {pick} {top_k}": found[f"{definition} {pick} {top_k}"] for pick in CONTROLS}
+                found[f"first random {top_k}"] = found[f"{definition} random {top_k}"]
         return found
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":

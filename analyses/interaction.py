@@ -26,6 +26,7 @@ from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import compare
 from sinklens.interventions import MaskedLogits, MaskSinks, WindowAttention
+from sinklens.interventions.controls import Pick
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.tracing import generate
@@ -44,7 +45,7 @@ WINDOWS = {
     "later": "later positions only",
     "near": f"{NEAR} positions to each side",
 }
-CONTROLS = {"random": "random key", "same_mass": "random keys with as much attention"}
+CONTROLS: dict[Pick, str] = {"random": "random key", "same_mass": "random keys with as much attention"}
 PICKS = {"strongest": "strongest key", **CONTROLS}
 MEASURES = {
     "cost": "share of word problems lost by masking, in the same window",

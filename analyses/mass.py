@@ -27,6 +27,7 @@ from torch import Tensor
 
 from sinklens.analyses.intervals import interval_table
 from sinklens.interventions import MaskSinks
+from sinklens.interventions.controls import Pick
 from sinklens.runs.intervention import layer_of
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.strongest import Marked
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from sinklens.model.prompts import SinglePrompt
     from sinklens.sampling.settings import Settings
 
-SAME_MASS = "same_mass"
+SAME_MASS: Pick = "same_mass"
 MEANING = "random keys that are no sinks, with as much attention"
 REMOVED = "share of all attention that the masked keys receive in the unchanged run"
 

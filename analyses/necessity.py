@@ -106,7 +106,9 @@ class Necessity(Study):
 
     def marked(self, track: SinkTrack, mass: xr.DataArray) -> SinkTrack:
         """The track with the keys of every part, and those that control for them."""
-        found = {part: StrongestKeys(part=part, sink=self.sink).detect(track) for part in PARTS}
+        found: dict[str, xr.DataArray] = {
+            part: StrongestKeys(part=part, sink=self.sink).detect(track) for part in PARTS
+        }
         return with_same_mass(track, found, self.sink.detect(track), mass, self.seed)
 
     def interventions(self, marked: SinkTrack) -> dict[str, MaskSinks]:

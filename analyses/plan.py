@@ -31,7 +31,7 @@ from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out, template_of
 Against = Literal["same_mass", "random", "same_kind", "nearest", "nothing"]
 Measure = Literal["cost", "changed", "kl"]
 REQUIRED = ("claim", "model", "contrast", "n", "of_interest")
-PARTS = {
+PARTS: dict[str, dict[str, Any]] = {
     "contrast": {"mask": "sinks", "kind": "any", "against": "same_mass"},
     "detector": {"epsilon": 3.0},
     "expect": {"against": 0.05, "spread": 1.0, "between": 0.1},
@@ -78,7 +78,7 @@ class Plan:
     seeds: tuple[str, ...] = ()
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
-    expect: dict[str, float] = field(default_factory=lambda: dict(PARTS["expect"]))  # type: ignore[arg-type]
+    expect: dict[str, float] = field(default_factory=lambda: dict(PARTS["expect"]))
 
     def __post_init__(self) -> None:
         _one_of("contrast.mask", self.mask, ("sinks", "others"))

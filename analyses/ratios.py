@@ -61,7 +61,8 @@ def compared(
     known = ~np.isnan(first - second)
     x, y = np.asarray(first, dtype=np.float64)[known], np.asarray(second, dtype=np.float64)[known]
     mean = mean_interval(x - y, None, seed)
-    found = {"mean": Estimate(*(float(value) for value in mean[:3]), len(x)), "median": median(x - y)}
+    of_mean = Estimate(float(mean.estimate), float(mean.low), float(mean.high), len(x))
+    found = {"mean": of_mean, "median": median(x - y)}
     differ = int((x != y).sum())
     above = Accuracy(int((x > y).sum()), differ)
     low, high = above.interval
@@ -94,7 +95,8 @@ def geometric(logs: Float[np.ndarray, " prompt"]) -> Estimate:
     half = float(t.isf(0.025, number - 1)) * spread / np.sqrt(number)
     distance = np.inf if spread == 0 else abs(mean) / (spread / np.sqrt(number))
     p = 1.0 if mean == 0 else float(2 * t.sf(distance, number - 1))
-    return Estimate(*(float(np.exp(value)) for value in (mean, mean - half, mean + half)), number, p, spread)
+    estimate, low, high = (float(np.exp(value)) for value in (mean, mean - half, mean + half))
+    return Estimate(estimate, low, high, number, p, spread)
 
 
 def ratio_table(
