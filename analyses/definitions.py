@@ -46,7 +46,8 @@ DEFINITIONS = {
     "first": "first tokens",
 }
 REACHES = {"newest": "hidden from the newest query", "all": "hidden from all queries"}
-CONTROLS: dict[Pick, str] = {"random": "random weaker keys", "same_mass": "random weaker keys with as much attention"}
+DRAWN: tuple[Pick, ...] = ("random", "same_mass")
+CONTROLS = {"random": "random weaker keys", "same_mass": "random weaker keys with as much attention"}
 PICKS = {"strongest": "these keys", **CONTROLS}
 TOP_K = (1, 5)
 MEASURES = {
@@ -112,7 +113,7 @@ class Definitions(Study):
         for top_k, (definition, more) in product(TOP_K, given.items()):
             shared = {"top_k": top_k, "queries": reach, "seed": self.seed, **more}
             found[f"{definition} strongest {top_k}"] = MaskSinks(**shared)
-            for pick in CONTROLS:
+            for pick in DRAWN:
                 found[f"{definition} {pick} {top_k}"] = MaskSinks(**shared, pick=pick, persistent=True)
             if definition == "columns_steady":
                 found[f"first strongest {top_k}"] = MaskSinks(**shared, positions=range(top_k))

@@ -45,7 +45,8 @@ WINDOWS = {
     "later": "later positions only",
     "near": f"{NEAR} positions to each side",
 }
-CONTROLS: dict[Pick, str] = {"random": "random key", "same_mass": "random keys with as much attention"}
+DRAWN: tuple[Pick, ...] = ("random", "same_mass")
+CONTROLS = {"random": "random key", "same_mass": "random keys with as much attention"}
 PICKS = {"strongest": "strongest key", **CONTROLS}
 MEASURES = {
     "cost": "share of word problems lost by masking, in the same window",
@@ -99,7 +100,7 @@ class Interaction(Study):
     def masks(self, base: "Generation") -> dict[str, MaskSinks]:
         """One intervention per pick, from the run with the window alone."""
         shared: dict[str, Any] = {"top_k": self.top_k, "source": base, "seed": self.seed}
-        controls = {pick: MaskSinks(**shared, pick=pick, persistent=True) for pick in CONTROLS}
+        controls = {pick: MaskSinks(**shared, pick=pick, persistent=True) for pick in DRAWN}
         return {"strongest": MaskSinks(**shared), **controls}
 
     def _run(self, model: "Model", prompt: SinglePrompt, settings: Settings, hooks: list[Any], **more: Any) -> Any:

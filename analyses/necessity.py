@@ -44,8 +44,8 @@ PARTS: dict[Part, str] = {
     "sink": "where it is a sink",
     "other": "where it is not a sink",
 }
-CONTROLS = {"random": "random key", SAME_MASS: MEANING}
-PICKS = {"strongest": "strongest key", **CONTROLS}
+CONTROLS: dict[str, str] = {"random": "random key", SAME_MASS: MEANING}
+PICKS: dict[str, str] = {"strongest": "strongest key", **CONTROLS}
 EPSILONS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)  # column sums above the mean of the others
 MEASURES = {
     "kl": MEANINGS["kl"],
