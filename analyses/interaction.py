@@ -100,7 +100,7 @@ class Interaction(Study):
     def masks(self, base: "Generation") -> dict[str, MaskSinks]:
         """One intervention per pick, from the run with the window alone."""
         shared: dict[str, Any] = {"top_k": self.top_k, "source": base, "seed": self.seed}
-        controls = {pick: MaskSinks(**shared, pick=pick, persistent=True) for pick in DRAWN}
+        controls: dict[str, MaskSinks] = {pick: MaskSinks(**shared, pick=pick, persistent=True) for pick in DRAWN}
         return {"strongest": MaskSinks(**shared), **controls}
 
     def _run(self, model: "Model", prompt: SinglePrompt, settings: Settings, hooks: list[Any], **more: Any) -> Any:
