@@ -59,6 +59,7 @@ class BlockLengths(Study):
     """
 
     name: ClassVar[str] = "blocks"
+    scored: ClassVar[str] = "some"
     together: ClassVar[bool] = False
     top_k: int = 1
 

@@ -420,6 +420,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
         "run a study on one or several models; print its tables; write tables, figures and a manifest",
         _adding("studies", "add_analyse"),
     ),
+    "test": (
+        "test one claim by a plan that is stored beforehand; print whether it holds",
+        _adding("testing", "add_test"),
+    ),
     "evaluate": (
         "measure the accuracy of models on a task, unmasked and with sinks masked; finished samples are skipped",
         _adding("evaluation", "add_evaluate"),
