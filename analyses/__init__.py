@@ -29,14 +29,16 @@ STUDIES = {
     "patching": ("patching", "Patching"),
     "windows": ("windows", "Windows"),
     "interaction": ("interaction", "Interaction"),
-    "blocks": ("blocks", "Blocks"),
+    "blocks": ("blocks", "BlockLengths"),
     "budget": ("budget", "Budget"),
     "mechanism": ("mechanism", "Mechanism"),
     "emergence": ("emergence", "Emergence"),
+    "settling": ("settling", "Settling"),
     "features": ("features", "Features"),
     "circuits": ("circuits", "Circuits"),
     "kinds": ("kinds", "Kinds"),
     "caching": ("caching", "Caching"),
+    "modes": ("modes", "Modes"),
 }
 
 

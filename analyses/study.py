@@ -42,7 +42,7 @@ from sinklens.evaluation.counting import Counts
 from sinklens.evaluation.units import equals_apart
 from sinklens.model import load
 from sinklens.model.prompts import SinglePrompt
-from sinklens.sampling.registry import find_sampler, settings_for
+from sinklens.sampling.registry import find_sampler, sampler_name, settings_for
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.groups import SHARED, STRETCH, sharing, template_groups
 from sinklens.tasks.prompts import read_prompts
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["SINK", "Findings", "Study", "read_prompts"]
 
 StudyProgress = Callable[[str, int, int], None]
+APART = ("settings", "answers")  # options that a manifest lists elsewhere
 SINK = "a sink: column sum more than 3 above the mean of the others"  # for figures; `SinkTrack.detect`'s default
 
 
@@ -80,6 +81,8 @@ class Study(ABC):
         scales: scales of the measures that `seeds.scale_of` does not know by name, such as ratios.
         under_policies: whether `measure` describes each run as it is, and so also one whose steps reuse keys.
         shown: index of the prompt whose run the figures show.
+        answers: prompt -> expected answer, for prompts other than the shipped problems (answers.py).
+        scored: whether "some" or "all" of the tables need right answers; empty if none does.
 
     Raises:
         SettingError: an argument has another type or is out of range, or the study has no measures under a policy.
@@ -91,12 +94,14 @@ class Study(ABC):
     together: ClassVar[bool] = True
     scales: ClassVar[Mapping[str, Scale]] = {}
     under_policies: ClassVar[bool] = False
+    scored: ClassVar[str] = ""
     seed: Seed = 0
     batch: Count = 10
     settings: dict[str, Any] = field(default_factory=dict)
     chat_template: bool | str = False
     shown: int = 0
     cache: CachePolicy | None = None
+    answers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -250,7 +255,7 @@ class Study(ABC):
         prompts: Sequence[SinglePrompt],
         settings: Sequence[Mapping[str, Any]],
     ) -> dict[str, Any]:
-        options = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "settings"}
+        options = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in APART}
         return {
             "study": self.name,
             "source": _source_hash(type(self)),
@@ -270,6 +275,7 @@ class Study(ABC):
                 for name, model, given in zip(names, models, settings, strict=True)
             ],
             "prompts": len(prompts),
+            "answers_sha256": hashlib.sha256(json.dumps(self.answers, sort_keys=True).encode()).hexdigest(),
             "prompts_sha256": hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest(),
             "resamples": RESAMPLES,
             "versions": versions("sinklens", "torch", "transformers", "nnsight", "numpy"),
@@ -341,15 +347,22 @@ def _names(models: Sequence["Model"]) -> list[str]:
 def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list[Settings]:
     """For each model, the settings that its sampler has; a setting that no model has is an error.
 
-    With ``sampler``, all models use that one.
+    With ``sampler``, all models use that one; ``mode`` is a setting of models that decode in several.
     """
-    samplers = [settings.get("sampler", model.family_record.sampler) for model in models]
-    known = [{"sampler", *find_sampler(name).setting_names()} for name in samplers]
+    known = [_setting_names(model, settings) for model in models]
     every = sorted(set().union(*known))
     for name in settings:
         if name not in every:
             raise SettingError(f"none of these models has a setting {name!r}.{nearest(name, every)}")
     return [cast(Settings, {name: value for name, value in settings.items() if name in names}) for names in known]
+
+
+def _setting_names(model: "Model", settings: Mapping[str, Any]) -> set[str]:
+    """The settings of a model's sampler, which ``sampler`` or ``mode`` chooses."""
+    family = model.family_record
+    chosen = settings if family.modes else {name: value for name, value in settings.items() if name != "mode"}
+    names = {"sampler", *find_sampler(sampler_name(family, chosen)).setting_names()}
+    return names | {"mode"} if family.modes else names
 
 
 def _source_hash(study: type) -> str:

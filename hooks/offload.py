@@ -1,10 +1,13 @@
-"""Weights of modules that accelerate has offloaded.
+"""Weights of modules that accelerate has offloaded, that are quantized, or of which other processes hold parts.
 
 A model that is split over devices may have layers whose weights are in main memory or on disk. accelerate loads them
 onto the device just before such a module's ``forward`` and removes them after it; between calls, the parameter is an
 empty tensor on the meta device. A tap runs after ``forward``, so it has to load them again.
 
-Pitfall: a weight loaded here is a copy; writing to it changes nothing.
+A quantized weight is returned as the matrix that its layer multiplies with (quantized.py), a weight that is divided
+among processes complete (sharding.py).
+
+Pitfall: a weight loaded or dequantized here is a copy; writing to it changes nothing.
 """
 
 from typing import Any
@@ -13,6 +16,9 @@ import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+from sinklens.hooks.quantized import PACKED, dequantized, form_of
+from sinklens.hooks.sharding import is_sharded, whole
 
 
 def weight_of(module: Any) -> Tensor:
@@ -25,15 +31,20 @@ def value_of(root: Any, name: str) -> Any:
     """The parameter or buffer called `name` below `root`, on the device where its module computes; may be None."""
     path, _, attribute = name.rpartition(".")
     module = root.get_submodule(path)
+    if form_of(module, attribute) is not None and attribute != PACKED:
+        with align_module_device(module):
+            return dequantized(module, attribute)
     value = getattr(module, attribute)
     if value is None or not value.is_meta:
-        return value
+        return whole(value)
     with align_module_device(module):
         return getattr(module, attribute)
 
 
 def class_forward(module: Any, *inputs: Tensor) -> Tensor:
     """The forward of the module's class, with its weights in place and without its hooks."""
+    if is_sharded(module):
+        return module.forward(*inputs)  # transformers puts the exchange between processes around it
     with align_module_device(module):
         return type(module).forward(module, *inputs)
 

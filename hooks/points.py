@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sinklens.hooks.interleaving import Handover
+    from sinklens.hooks.sharding import Sharding
 
 
 class Watch:
@@ -38,6 +39,7 @@ class Watch:
             and no hook or trace block is called. None otherwise.
         cache: the `window_cache.WindowCache` of the pass; None in a pass without one.
         sample: the `sampled_sums.QuerySample` that estimates sink scores; None where they are exact.
+        sharding: the `sharding.Sharding` of a model that is divided among processes; None in one process.
     """
 
     def __init__(self) -> None:
@@ -46,6 +48,7 @@ class Watch:
         self.handover: Handover | None = None
         self.cache: Any = None
         self.sample: Any = None
+        self.sharding: Sharding | None = None
 
     def parked_at(self, name: str) -> bool:
         """Whether a trace block already waits at this visit of the point called `name`."""
@@ -98,6 +101,12 @@ class Point(HookPoint):
         return handover is not None and handover.wants(self.name or "")
 
     def __call__(self, x: "Tensor") -> "Tensor":
+        sharding = self.watch.sharding
+        axis = None if sharding is None else sharding.axis_of(self.name or "")
+        return self._shown(x) if sharding is None or axis is None else sharding.through(x, axis, self._shown)
+
+    def _shown(self, x: "Tensor") -> "Tensor":
+        """`x` after the hooks and trace blocks."""
         if self.watch.peeked is not None:
             self.watch.peeked[self.name or ""] = x.detach()
             return x

@@ -27,6 +27,7 @@ from sinklens.hooks.interleaving import replace_body
 from sinklens.hooks.modulation import BLOCK
 from sinklens.hooks.offload import value_of, weight_of
 from sinklens.hooks.points import Point, at
+from sinklens.hooks.quantized import form_of
 
 if TYPE_CHECKING:
     from sinklens.hooks.groups import AttentionPoints, Block, EncoderPoints, NormPoints, Points
@@ -226,15 +227,28 @@ def _tap_norm(undo: ExitStack, norm: Any, points: "NormPoints", architecture: Ar
 
 
 def _tap_result(undo: ExitStack, output_projection: nn.Module, points: "AttentionPoints") -> None:
-    """Tap the output projection; the point sees the output of each head, as added to the stream."""
+    """Tap the output projection; the point sees the output of each head, as added to the stream.
 
-    def tap(module: nn.Module, inputs: tuple[Tensor], _output: Tensor) -> Tensor | None:
+    A quantized projection may round its inputs too, so the heads' outputs need not add up to its own: it keeps its own,
+    and an edit adds what it changes.
+    """
+
+    def tap(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
         if not points.hook_result.watched:
             return None
-        weights = points.W_O
+        weights, sharding = points.W_O, points.hook_result.watch.sharding
+        if sharding is not None and sharding.axis_of(points.hook_result.name or "") is not None:
+            weights = sharding.part(weights, 0)
+        else:
+            sharding = None
         z = rearrange(inputs[0], "batch pos (head d_head) -> batch pos head d_head", head=weights.shape[0])
         result = einsum(z, weights, "batch pos head d_head, head d_head d_model -> batch pos head d_model")
+        before = result.sum(dim=-2)
         summed = points.hook_result(result).sum(dim=-2)
+        if form_of(module) is not None:
+            return output + (summed - before)
+        if sharding is not None:
+            summed = sharding.summed(summed)
         bias = value_of(module, "bias")
         return summed if bias is None else summed + bias
 

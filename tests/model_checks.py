@@ -27,13 +27,16 @@ def check_unless_passed(tree: HookTree, causal: bool) -> None:
 
 
 def _described(tree: HookTree, causal: bool) -> Any:
-    """What the check's result follows from; None where hooks of others change the pass or weights are elsewhere."""
+    """What the check's result follows from; None where hooks of others change the pass, or
+    weights are elsewhere or quantized."""
     hf = tree.hf
     modules = list(hf.modules())
     if any("_hf_hook" in vars(module) for module in modules):
         return None
     hooks = (hook for one in modules for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values()))
     if not all(getattr(hook, "__module__", "").startswith("sinklens.") for hook in hooks):
+        return None
+    if getattr(hf.config, "quantization_config", None) is not None:
         return None
     values = [*hf.named_parameters(), *hf.named_buffers()]
     if any(value.is_meta for _, value in values):

@@ -4,6 +4,7 @@ from sinklens.checkpoints.bridges import from_bridge
 from sinklens.checkpoints.families import BY_MODEL_TYPE, FAMILIES, Family
 from sinklens.checkpoints.files import find_checkpoint, shipped_names
 from sinklens.checkpoints.loading import Checkpoint, build_empty, from_pretrained_model, load_checkpoint
+from sinklens.checkpoints.quantization import Quantization
 from sinklens.checkpoints.registry import register
 from sinklens.checkpoints.translate import family_named, family_of, translate
 
@@ -12,6 +13,7 @@ __all__ = [
     "FAMILIES",
     "Checkpoint",
     "Family",
+    "Quantization",
     "build_empty",
     "family_named",
     "family_of",

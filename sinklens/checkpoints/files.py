@@ -32,11 +32,14 @@ class Weights:
         shapes: weight name in transformers' naming -> shape.
         dtype: element type of most of the values.
         original: weight name in transformers' naming -> name in the files.
+        packed: names, in transformers' naming, of weights stored as integers or in 8 bits: those of a quantized
+            checkpoint.
     """
 
     shapes: dict[str, tuple[int, ...]]
     dtype: torch.dtype
     original: dict[str, str]
+    packed: frozenset[str] = frozenset()
 
     @property
     def parameters(self) -> int:
@@ -84,19 +87,46 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None) -> Pa
 
 
 def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: of the hub's HTTP client
 
+    offline = bool(constants.HF_HUB_OFFLINE)
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOADED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOADED, local_files_only=offline))
     except (OSError, HTTPError, HFValidationError) as error:
         at_revision = f" at revision {revision!r}" if revision else ""
         reason = next(iter(str(error).splitlines()), "no reason given").rstrip(".")
         raise CheckpointError(
             f"could not download {name!r}{at_revision} from the hub: {type(error).__name__}: {reason}. "
-            f"Check the name and the network, or download the files elsewhere and pass their folder; "
-            f"gated models need `hf auth login` first."
+            f"{_way_out(name, error, offline)}"
         ) from error
+
+
+def _way_out(name: str, error: Exception, offline: bool) -> str:
+    """What to do about a download that failed."""
+    from huggingface_hub.errors import GatedRepoError
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, GatedRepoError) or status in (401, 403):
+        return (
+            f"The repository is gated or private: accept its terms at https://huggingface.co/{name} with your account, "
+            f"then run `hf auth login` (or set HF_TOKEN) on this machine, and load it again."
+        )
+    if offline:
+        return (
+            f"HF_HUB_OFFLINE is set and the cache lacks it: run `hf download {name}` where there is a network, or "
+            f"unset HF_HUB_OFFLINE."
+        )
+    return (
+        "Check the name and the network, or download the files elsewhere and pass their folder; gated models need "
+        "`hf auth login` first."
+    )
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a snapshot in the hub's cache, whose folder is called so; None for other folders."""
+    is_commit = folder.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", folder.name)
+    return folder.name if is_commit else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -121,8 +151,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_headers(folder: Path, family: Family) -> Weights:
+def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weights:
     """Names, shapes and element type of all stored weights; reads only the headers.
+
+    Args:
+        quantized: whether integers and 8-bit numbers may be among them; the element type is then that of the others.
 
     Raises:
         CheckpointError: there are no safetensors files (pickles are rejected), a shard is missing, or a file is
@@ -131,6 +164,7 @@ def read_headers(folder: Path, family: Family) -> Weights:
     shapes: dict[str, tuple[int, ...]] = {}
     original: dict[str, str] = {}
     dtypes: dict[str, int] = {}
+    packed: set[str] = set()
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
@@ -142,12 +176,16 @@ def read_headers(folder: Path, family: Family) -> Weights:
                     shapes[name], original[name] = tuple(part.get_shape()), stored
                     size = torch.Size(shapes[name]).numel()
                     dtypes[part.get_dtype()] = dtypes.get(part.get_dtype(), 0) + size
+                    if part.get_dtype() not in DTYPES:
+                        packed.add(name)
         except SafetensorError as error:
             raise CheckpointError(f"{file} is truncated or corrupt ({error}). Download it again.") from error
+    if quantized:
+        dtypes = {kind: size for kind, size in dtypes.items() if kind in DTYPES}
     main = max(dtypes, key=lambda kind: dtypes[kind], default="F32")
     if main not in DTYPES:
         raise CheckpointError(f"{folder}: weights of type {main} are not supported; use {', '.join(DTYPES)}.")
-    return Weights(shapes, DTYPES[main], original)
+    return Weights(shapes, DTYPES[main], original, frozenset(packed))
 
 
 def rename(stored: str, family: Family) -> str:

@@ -25,21 +25,23 @@ from annotated_types import Ge
 from sinklens.checkpoints import files
 from sinklens.checkpoints.adapters import read_adapter
 from sinklens.checkpoints.families import BY_MODEL_TYPE, Family
-from sinklens.checkpoints.packing import class_for, stored_shapes
+from sinklens.checkpoints.packing import stored_shapes
+from sinklens.checkpoints.parallel import parallel_for
+from sinklens.checkpoints.quantization import Quantization, check_quantized, quantization_of
+from sinklens.checkpoints.reading import SMALL, DeviceMap, checked_source, read, target_for
 from sinklens.checkpoints.regimes import blocks_for, choose_family
 from sinklens.checkpoints.translate import check_required, one_spelling, translate, value_at
 from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, warn_caller
 from sinklens.hooks import segments
 from sinklens.hooks.adapter import Adapter
 from sinklens.hooks.blocks import Blocks, write
+from sinklens.hooks.quantized import note_element_type
 from sinklens.utils.arguments import Count, check_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 TokenId = Annotated[int, Ge(0)]
-DeviceMap = str | dict[str, int | str | torch.device]
-SMALL = 1_000_000_000  # parameters; smaller models run in float32 without a GPU, and load without a progress bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,12 @@ class LoadRequest:
             determine it; by default the family that config.json names.
         block_length: positions per block of a block-causal model; by default the number that config.json names.
         mask_token_id: the mask token; by default the one that config.json or the tokenizer names, or the family's.
+        quantization: how to quantize full-precision weights while they are read: "torchao-int8", "torchao-int4",
+            "torchao-float8", "bnb-int8", "bnb-nf4", "fp8" or a quantization config of transformers; by default they
+            stay as they are.
+        tp_plan: "auto" to divide the model among the processes of torchrun by transformers' plan for its class, or
+            rules that replace some of the plan's; by default every process has all of it.
+        ep_plan: with `tp_plan`: "auto" to give each process some of the experts, and not a part of each.
         check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Raises:
@@ -72,6 +80,9 @@ class LoadRequest:
     family: str | None = None
     block_length: Count | None = None
     mask_token_id: TokenId | None = None
+    quantization: Any = None
+    tp_plan: Any = None
+    ep_plan: Any = None
     check: bool = True
 
     def __post_init__(self) -> None:
@@ -109,9 +120,10 @@ class Checkpoint:
         blocks: the blocks of a block-causal model; None for other attention.
         refused_tokens: token ids that prompts must not contain, and what they stand for.
         name: the name or path that was loaded.
-        revision: the requested branch, tag or commit, if any.
+        revision: the commit of a checkpoint from the hub, whatever branch or tag was requested; None for a folder.
         undo: closing it restores everything that `prepare` changed in the transformers model.
         adapter: the checkpoint's adapter, which draft passes use; None without one.
+        quantization: which of its matrices are quantized; None for a model in full precision.
     """
 
     hf: "PreTrainedModel"
@@ -126,14 +138,22 @@ class Checkpoint:
     refused_tokens: dict[int, str] = field(default_factory=dict)
     undo: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
     adapter: Adapter | None = None
+    quantization: Quantization | None = None
 
 
-def build_empty(config: "PreTrainedConfig", model_class: str = "AutoModelForCausalLM") -> "PreTrainedModel":
+def build_empty(
+    config: "PreTrainedConfig",
+    model_class: str = "AutoModelForCausalLM",
+    device: str = "meta",
+    dtype: torch.dtype | None = None,
+) -> "PreTrainedModel":
     """A family's model on the meta device, which has names and shapes but takes no memory.
 
     Args:
         config: its transformers config.
         model_class: as in `Family`.
+        device: another device, for a model of fake tensors (`sinklens.utils.allocations`).
+        dtype: element type; by default that of the config.
 
     Raises:
         CheckpointError: transformers cannot build the model, e.g. because it lacks the activation function.
@@ -141,8 +161,10 @@ def build_empty(config: "PreTrainedConfig", model_class: str = "AutoModelForCaus
     import transformers
 
     try:
-        with torch.device("meta"):
-            return getattr(transformers, model_class).from_config(config, attn_implementation="sdpa")
+        with torch.device(device):
+            return getattr(transformers, model_class).from_config(
+                config, attn_implementation="sdpa", **({} if dtype is None else {"dtype": dtype})
+            )
     except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise CheckpointError(
             f"transformers cannot build a {config.model_type} model from this config: {type(error).__name__}: {error}."
@@ -158,48 +180,46 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
 
     import sinklens.hooks.attention as attention
 
-    device, device_map, tokenizer = request.device, request.device_map, request.tokenizer
-    block_length = request.block_length
     folder = files.find_checkpoint(name_or_path, request.revision)
     raw = files.read_config(folder)
-    family = choose_family(raw, str(folder), request.family, block_length)
+    revision = files.commit_of(folder) or request.revision
+    family = choose_family(raw, str(folder), request.family, request.block_length)
     raw = _with_mask(raw, request.mask_token_id, family, str(folder))
-    blocks = blocks_for(raw, family, block_length, str(folder))
-    weights = files.read_headers(folder, family)
+    blocks = blocks_for(raw, family, request.block_length, str(folder))
+    weights = files.read_headers(folder, family, quantized=raw.get("quantization_config") is not None)
     config = translate(_with_rows(raw, family, weights), family, str(folder))
     empty = build_empty(config, family.model_class)
     expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
     adapter = read_adapter(folder, family, expected)
-    expected = stored_shapes(expected, family.fused)
     tied = dict(empty.all_tied_weights_keys)
-    files.check_weights(weights, expected, set(tied), str(folder))
-    if device is not None and device_map is not None:
+    source = checked_source(folder, family, raw, (config, weights), stored_shapes(expected, family.fused), set(tied))
+    if request.device is not None and request.device_map is not None:
         raise CheckpointError("pass device= or device_map=, not both.")
-    target = _device(device)
-    chosen = _dtype(request.dtype, weights, target)
-    found = tokenizer if tokenizer is not None else _tokenizer(folder, config)
+    shared = parallel_for(config, family, request, str(folder))
+    target = target_for(source, _device(request.device), request.device_map, request.dtype, request.quantization)
+    target = replace(target, parallel=shared)
+    found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
     _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
     defaults = _sampler_defaults(folder, family)
-    with _progress_bars(weights.parameters >= SMALL), _quiet(bool(set(tied) & set(weights.shapes))):
-        hf = class_for(config, family).from_pretrained(
-            folder,
-            config=config,
-            key_mapping=dict(family.renames) or None,
-            dtype=chosen,
-            device_map=device_map,
-            attn_implementation=attention.NAME,
-            use_safetensors=True,
-            local_files_only=True,
-        )
+    quantized = target.config is not None or source.published is not None
+    stored_twice = bool(set(tied) & set(weights.shapes))
+    with _progress_bars(weights.parameters >= SMALL), _quiet(stored_twice or quantized):
+        hf = read(source, target, attention.NAME)
+    made = quantization_of(hf, target.method or (source.published or {}).get("quant_method"))
+    if made is not None:
+        check_quantized(made, str(folder))
     _tie(hf, tied, weights, str(folder))
-    if device_map is None:
-        hf = hf.to(target)
-    checkpoint = prepare(hf, found, family, raw, str(name_or_path), request.revision, defaults, blocks)
-    return replace(checkpoint, adapter=adapter)
+    checkpoint = prepare(hf, found, family, raw, str(name_or_path), revision, defaults, blocks)
+    return replace(checkpoint, adapter=adapter, quantization=made)
 
 
-def outline(name_or_path: str | Path, request: LoadRequest) -> Checkpoint:
+def outline(
+    name_or_path: str | Path, request: LoadRequest, device: str = "meta", dtype: torch.dtype | None = None
+) -> Checkpoint:
     """A checkpoint on the meta device: everything but its weights, which need not be there.
+
+    Args:
+        device, dtype: as in `build_empty`.
 
     Raises:
         CheckpointError: see `sinklens.load`.
@@ -210,9 +230,10 @@ def outline(name_or_path: str | Path, request: LoadRequest) -> Checkpoint:
     blocks = blocks_for(raw, family, request.block_length, str(folder))
     config = translate(raw, family, str(folder))
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
-    empty = build_empty(config, family.model_class)
+    empty = build_empty(config, family.model_class, device, dtype)
     defaults = _sampler_defaults(folder, family)
-    return prepare(empty, found, family, raw, str(name_or_path), request.revision, defaults, blocks)
+    revision = files.commit_of(folder) or request.revision
+    return prepare(empty, found, family, raw, str(name_or_path), revision, defaults, blocks)
 
 
 def _tie(hf: "PreTrainedModel", tied: dict[str, str], weights: files.Weights, where: str) -> None:
@@ -263,6 +284,7 @@ def prepare(
     if family.modes:
         segments.write(hf.config)
     hf.set_attn_implementation(attention.NAME)
+    note_element_type(hf, hf.dtype, undo)
     if hf.dtype == torch.float64:
         hf.set_experts_implementation("eager")  # torch has no grouped matrix products in float64
     for module in hf.modules():
@@ -273,7 +295,8 @@ def prepare(
     ends = _end_tokens(hf, tokenizer, raw)
     chosen = {setting: raw[key] for key, setting in family.config_settings.items() if key in raw} | (defaults or {})
     refused = {raw[key]: what for key, what in family.refused_tokens.items() if raw.get(key) is not None}
-    return Checkpoint(hf, tokenizer, family, mask, ends, chosen, name, revision, blocks, refused, undo)
+    checkpoint = Checkpoint(hf, tokenizer, family, mask, ends, chosen, name, revision, blocks, refused, undo)
+    return replace(checkpoint, quantization=quantization_of(hf))
 
 
 def _restorer(hf: "PreTrainedModel") -> Callable[[], None]:
@@ -437,17 +460,6 @@ def _device(device: str | torch.device | int | None) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise CheckpointError(f"device {str(found)!r} is not available: torch sees {torch.cuda.device_count()} GPUs.")
     return found
-
-
-def _dtype(dtype: str | torch.dtype, weights: files.Weights, target: torch.device) -> torch.dtype:
-    if dtype == "auto":
-        return torch.float32 if target.type == "cpu" and weights.parameters < SMALL else weights.dtype
-    named = {str(kind).removeprefix("torch."): kind for kind in files.DTYPES.values()}
-    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-    key = str(dtype).removeprefix("torch.")
-    if short.get(key, key) not in named:
-        raise CheckpointError(f"dtype {dtype!r} is not one of auto, {', '.join([*named, *short])}.")
-    return named[short.get(key, key)]
 
 
 def _tokenizer(folder: Path, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase | None":

@@ -27,7 +27,7 @@ RUN = "sinklens.runs.request:RunRequest"
 DRAWS = "sinklens.likelihood:DrawRule"
 LIKELIHOOD = "sinklens.likelihood:LikelihoodRequest"
 NAMES = {  # what declares arguments -> those that a text can give
-    LOADING: ("dtype", "device", "device_map", "revision", "family", "block_length", "mask_token_id"),
+    LOADING: ("dtype", "device", "device_map", "revision", "family", "block_length", "mask_token_id", "quantization"),
     RUN: ("seed", "chat_template", "cache"),
     DRAWS: ("mc_num", "batch", "masking"),
     LIKELIHOOD: ("cfg_scale", "rows"),

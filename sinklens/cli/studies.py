@@ -36,7 +36,8 @@ def add_analyse(analyse: argparse.ArgumentParser) -> None:
     analyse.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help="one prompt per line; or JSON Lines (*.jsonl), also for prompts with line breaks, with a text or a list "
-        "of token ids under 'prompt' or 'question' (default: the shipped held-out problems)",
+        "of token ids under 'prompt' or 'question', and what is measured of answers needs the right one, a text or a "
+        "number under 'expected' or 'answer' (default: the shipped held-out problems)",
     )  # fmt: skip
     analyse.add_argument(
         "--group", metavar="COLUMN",
@@ -96,7 +97,8 @@ def run_analyse(options: argparse.Namespace) -> None:
         raise SettingError(
             f"--seeds compares training runs of one recipe; give at least two models, not {options.models[0]} alone."
         )
-    study = kind(batch=options.batch, settings=settings_given(options), **run_given(options))
+    answers = _answers(options, kind, prompts)
+    study = kind(batch=options.batch, settings=settings_given(options), answers=answers, **run_given(options))
     check_folder(out, "a study")
     models = [load(name, **loading(options, name)) for name in options.models]
     with Counts("prompts") as counts:
@@ -158,6 +160,29 @@ def _group(options: argparse.Namespace) -> list[str] | None:
             "--group names a key of the lines of a file of prompts; give the file (--prompts FILE.jsonl)."
         )
     return read_groups(options.prompts, options.group, options.limit)
+
+
+def _answers(options: argparse.Namespace, study: Any, prompts: list[Any]) -> dict[str, str]:
+    """The expected answers of the file of prompts.
+
+    Raises:
+        SettingError: the study measures nothing but right answers, and the file has none.
+    """
+    from sinklens.analyses.answers import known
+    from sinklens.tasks.prompts import read_answers
+
+    answers = {} if options.prompts is None else read_answers(options.prompts, options.limit)
+    unknown = sum(not known(prompt, answers) for prompt in prompts)
+    if not unknown or not study.scored:
+        return answers
+    lacks = (
+        f"{unknown} of {len(prompts)} prompts in {options.prompts} have no known answer. Write lines such as "
+        f'{{"prompt": "Question: ...", "expected": "42"}} in a .jsonl file; prompts must be texts'
+    )
+    if study.scored == "all" and unknown == len(prompts):
+        raise SettingError(f"the study {study.name} counts answers lost, and {lacks}.")
+    print(f"sinklens: {lacks}. Where right answers are counted, they are left out.", file=sys.stderr)
+    return answers
 
 
 def run_table(options: argparse.Namespace) -> None:

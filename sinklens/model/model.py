@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
 from sinklens.checkpoints.loading import LoadRequest
+from sinklens.checkpoints.quantization import Quantization
 from sinklens.errors import CheckpointError, SelfCheckError
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.losses import Masks
 from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.offload import device_of, value_of
+from sinklens.hooks.quantized import exact_words, stored_values
 from sinklens.hooks.sizes import Sizes
 from sinklens.hooks.tree import HookTree
 from sinklens.model.fingerprint import weights_fingerprint
@@ -41,6 +43,7 @@ NOT_FINGERPRINTED = (
     "dtype",
     "torch_dtype",
     "_name_or_path",
+    "distributed_config",
 )  # config keys that the fingerprint leaves out
 ELSEWHERE = {  # methods of TransformerLens and transformers models that a `Model` lacks, and what to use instead
     **dict.fromkeys(
@@ -144,6 +147,11 @@ class Model(ModuleMethods, SinglePasses):
         return None if blocks is None else blocks.length
 
     @property
+    def quantization(self) -> Quantization | None:
+        """Which of its matrices are quantized, how, and why the others are not; None in full precision."""
+        return self.checkpoint.quantization
+
+    @property
     def special_tokens(self) -> dict[str, list[int]]:
         """Ids of special tokens: "mask", "start" and "end" of a text, and "markup" for all others (chat headers, …)."""
         mask = [] if self.mask_token_id is None else [self.mask_token_id]
@@ -168,7 +176,8 @@ class Model(ModuleMethods, SinglePasses):
         hf, adapter = self.tree.hf, self.tree.adapter
         if adapter is not None:
             described.append(adapter.fingerprint)
-        return weights_fingerprint(((name, value_of(hf, name)) for name in hf.state_dict()), repr(described))
+        values = ((name, exact_words(value_of(hf, name))) for name in stored_values(hf))
+        return weights_fingerprint(values, repr(described))
 
     def hook_names(self) -> list[str]:
         """Names of all hook points, in the order in which a step reaches them."""
@@ -262,6 +271,11 @@ def load(name_or_path: Any, request: LoadRequest) -> Model:
         raise CheckpointError(
             "revision, dtype, device and device_map apply only while loading, and this model is already loaded. "
             "Move or convert it before passing it to load."
+        )
+    if (request.quantization, request.tp_plan, request.ep_plan) != (None, None, None):
+        raise CheckpointError(
+            "quantization, tp_plan and ep_plan apply only while loading, and this model is already loaded; pass its "
+            "name or folder."
         )
     known = name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(MODEL_KEY)
     tokenizer, described = request.tokenizer, (request.family, request.block_length, request.mask_token_id)

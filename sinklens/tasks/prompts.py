@@ -59,6 +59,35 @@ def read_groups(path: str | Path, column: str, limit: int | None = None) -> list
     return [_group(_entry(line, where), column, where) for where, line in [*_lines(path)][:limit]]
 
 
+def read_answers(path: str | Path, limit: int | None = None) -> dict[str, str]:
+    """The expected answers in a file of prompts: prompt -> the text or number under ``expected`` or ``answer``.
+
+    Empty for plain text and for lines without these keys; prompts and answers of token ids are left out.
+
+    Raises:
+        SinklensError: some lines have an answer and others do not, an answer is neither a text nor a number, or two
+            lines expect different answers to one prompt.
+    """
+    check_limit(limit)
+    path, found, missing = Path(path), dict[str, str](), []
+    for where, line in [*_lines(path)][:limit] if path.suffix == ".jsonl" else []:
+        entry = _entry(line, where)
+        prompt, answer = _prompt(entry, where), entry.get("expected", entry.get("answer"))
+        if not isinstance(prompt, str) or isinstance(answer, list):
+            continue
+        if answer is None:
+            missing.append(where)
+        elif isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise SinklensError(f"{where}: the answer is {_short(answer)}; give a text or a number.")
+        elif found.setdefault(prompt, str(answer)) != str(answer):
+            raise SinklensError(f"{where}: another line expects another answer to this prompt; keep one of them.")
+    if found and missing:
+        raise SinklensError(
+            f"{missing[0]}: no 'expected' or 'answer', which other lines have; give every line one, or none."
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class IdSample(Sample):
     """A sample from a file, whose prompt and expected answer may be token ids.

@@ -17,10 +17,15 @@ SETTINGS = {
     "tiny-duo": {"gen_length": 8, "steps": 5},
 }
 OPTIONS = {"heads": {"reference": 2}}
-ANYWHERE = {"emergence": "compares checkpoints of a training run", "features": "belongs to 'tiny-llada'"}
+ANYWHERE = {
+    "emergence": "compares checkpoints of a training run",
+    "features": "belongs to 'tiny-llada'",
+    "modes": "a model that decodes in one way",
+}
 ON_BLOCKS = {"caching": "no cache policy applies, as its attention is block-causal"}
 NOISE_LEVELS = {"patching": "always draws its tokens"}
 ON_TOKENS = NOISE_LEVELS | {
+    "settling": "reads predictions at undecided positions",
     "split": "no query is masked",
     "masked_sinks": "none of its sinks is on a mask",
     "events": "no single step decides a position",
@@ -29,6 +34,7 @@ ON_TOKENS = NOISE_LEVELS | {
     "caching": "its keys change with the noise level",
 }
 ON_CANVASES = {
+    "settling": "reads predictions at undecided positions",
     "caching": "no cache policy applies",
     "split": "no query is masked",
     "masked_sinks": "none of its sinks is on a mask",

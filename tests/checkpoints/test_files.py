@@ -19,7 +19,7 @@ from layouts import public_weights, write_checkpoint, write_family
 from safetensors.torch import save_file
 
 from sinklens.checkpoints import family_named, shipped_names
-from sinklens.checkpoints.files import find_checkpoint, read_config, read_headers
+from sinklens.checkpoints.files import commit_of, find_checkpoint, read_config, read_headers
 from sinklens.errors import CheckpointError
 
 LLADA = family_named("llada")
@@ -112,10 +112,29 @@ def test_a_failed_download_says_why_and_what_to_do(monkeypatch, failure):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     reason = str(failure).splitlines()[0].rstrip(".") if str(failure) else "no reason given"
-    message = rf"could not download 'someone/model' from the hub: {type(failure).__name__}: {re.escape(reason)}\. Check"
+    message = rf"could not download 'someone/model' from the hub: {type(failure).__name__}: {re.escape(reason)}\. "
+    message += "The repository is gated or private: accept its terms" if "403" in reason else "Check the name"
     with pytest.raises(CheckpointError, match=message) as caught:
         find_checkpoint("someone/model", None)
     assert caught.value.__cause__ is failure
+
+
+def test_the_commit_of_a_snapshot_is_recorded_and_that_of_other_folders_is_not(tmp_path):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    assert commit_of(tmp_path / "snapshots" / commit) == commit
+    assert commit_of(tmp_path / commit) is None
+    assert commit_of(tmp_path / "snapshots" / "main") is None
+
+
+def test_without_the_network_only_the_cache_is_read_and_the_way_out_is_named(monkeypatch):
+    def fail(*args: Any, **kwargs: Any) -> str:
+        assert kwargs["local_files_only"]
+        raise hub.LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set and the cache lacks it: run `hf download"):
+        find_checkpoint("someone/model", None)
 
 
 def test_a_failed_download_names_the_revision(monkeypatch):
