@@ -46,11 +46,13 @@ def _shipped(name: str, fingerprint: str, parameters: int, right: int) -> Known:
 KNOWN = (
     _shipped("tiny-canvas", "e096eff9718515ea", 1834416, 490),
     _shipped("tiny-dream", "e26870b0cad372aa", 2020416, 498),
+    _shipped("tiny-duo", "f6c9e8d271c6c991", 2196996, 413),
     _shipped("tiny-llada", "49c30b6a6a6fe0ca", 2018112, 458),
     _shipped("tiny-llada-moe", "e4559764a2e67e6b", 3793984, 489),
     _shipped("tiny-llada-skills", "0dcac91da5c74471", 2018112, 435),
     _shipped("tiny-llama", "a1b2bc2759bf1277", 2018112, 500),
     _shipped("tiny-llama-skills", "af74d733e9ec23b4", 2018112, 500),
+    _shipped("tiny-mdlm", "b93459020d82773c", 2196996, 426),
     _shipped("tiny-mmada", "f0d0d6973732d565", 2028480, 470),
     _shipped("tiny-sdar", "de13e59ab3a71608", 2018368, 500),
     *(Known(name, 8_020_000_000, 5_000_000, _TABLE_5) for name in (LLADA_BASE, LLADA_INSTRUCT, LLADA_15)),

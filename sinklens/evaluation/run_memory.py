@@ -19,7 +19,7 @@ Caveats: the allocator of a GPU keeps free blocks, and its libraries take about 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.cards import Card
 from sinklens.evaluation.config_only import config_folder, fake_model
+from sinklens.evaluation.plan_choices import QUANTIZATIONS, WATCHED
 from sinklens.evaluation.planning import ModelSizes, queries_and_keys, sizes_of
 from sinklens.sampling import settings_for
 
@@ -35,25 +36,7 @@ if TYPE_CHECKING:
     from sinklens.sampling.sampler import Sampler
 
 USABLE = 0.9  # share of a card that a plan fills
-WATCHED = {"patterns": "attn.hook_pattern", "scores": "attn.hook_attn_scores", "streams": "hook_resid_post"}
-"""Short names of points in every layer, for `plan_run`."""
 LOGITS = "denoise.hook_logits"
-
-
-class Quantized(NamedTuple):
-    """How a linear layer's matrix is stored.
-
-    Attributes:
-        bits: of a weight.
-        group: weights that share a float32 scale; 0 for one per output row.
-    """
-
-    bits: int
-    group: int
-
-
-QUANTIZATIONS = {"none": None, "8bit": Quantized(8, 0), "4bit": Quantized(4, 64)}
-"""LLM.int8 (Dettmers et al., 2208.07339): a scale per row; NF4 (2305.14314): a scale per 64 weights, not quantized."""
 
 
 @dataclass(frozen=True)

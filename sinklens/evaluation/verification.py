@@ -280,7 +280,7 @@ def existence_check(tracks: Sequence[SinkTrack | None]) -> Check:
     mean, low, high = mean_interval(shares)
     none, many = high <= 0 or not any(shares), low > MOST_SINKS
     outcome: Outcome = "failed" if none or many else "passed" if low > 0 and high <= MOST_SINKS else "open"
-    expected = f"above 0 and at most {MOST_SINKS:.0%} of the positions are sinks (Sec. 3, ε = 3)"
+    expected = f"above 0 and at most {MOST_SINKS:.0%} of the positions are sinks (Eq. 3, ε = 3)"
     return Check("sinks exist", outcome, expected, f"{mean:.2%} [{low:.2%}, {high:.2%}]", mean, low, high, True)
 
 
@@ -297,7 +297,7 @@ def motion_check(tracks: Sequence[SinkTrack | None], causal: bool) -> Check:
         f"changes in at most {STILL:.0%} of the steps: an autoregressive model's sinks stay"
         if causal
         else f"changes in more than {STILL:.0%} of the steps: a diffusion model's sinks move"
-    ) + " (Sec. 4.1)"
+    ) + " (Figs. 4, 7)"
     if not shares:
         return Check("sinks move", "open", expected, "no head has a sink in two steps in a row", statement=True)
     mean, low, high = mean_interval(shares)

@@ -15,7 +15,8 @@ from sinklens.devices.measuring import peak
 from sinklens.errors import CheckpointError, HookNameError, SettingError
 from sinklens.evaluation import config_only, run_memory
 from sinklens.evaluation.cards import CARDS, Card
-from sinklens.evaluation.run_memory import QUANTIZATIONS, plan_run
+from sinklens.evaluation.plan_choices import QUANTIZATIONS
+from sinklens.evaluation.run_memory import plan_run
 from sinklens.hooks.sizes import point_elements
 from sinklens.utils.allocations import LiveBytes, without_memory
 
