@@ -48,7 +48,7 @@ KINDS = {
     "tiny-mmada": [SHORT, POLICY],
     "tiny-llada-moe": [SHORT, POLICY],
     "tiny-sdar": [{"gen_length": 16}, {"gen_length": 16, "use_cache": True}],
-    "sdar-moe": [{"gen_length": 16}, {"gen_length": 16, "use_cache": True}],
+    "sdar-moe": [{"gen_length": 16}],
     "tiny-canvas": [SLOW],
     "tiny-llama": [SHORT, SHORT | {"use_cache": False}],
 }
@@ -94,9 +94,7 @@ def traits(name, settings):
     """What decides whether an experiment can be made."""
     found = {"tiny-llama": {"autoregressive"}, "tiny-canvas": {"canvas"}}.get(name, set())
     found |= {"policy"} if "cache" in settings else set()
-    return found | (
-        {"cached blocks"} if settings.get("use_cache") and name.startswith(("tiny-sdar", "sdar")) else set()
-    )
+    return found | ({"cached blocks"} if settings.get("use_cache") and name == "tiny-sdar" else set())
 
 
 def model_of(name):
