@@ -8,13 +8,16 @@ Sinks are masked in two ways. Masking the *strongest* keys of the previous step 
 2510.15731, Sec. 4.3). But a masked key receives no attention, so at the next step it is not the strongest, another key
 is masked, and it is visible again: a lasting sink is masked at every other step. *Steady* masking takes the strongest
 keys of the unchanged run's previous step (in an autoregressive model, by column sums), and so hides a lasting sink at
-every step. The control is as many *random* keys: weaker than the unchanged run's strongest, and drawn once per head
-and run, because sinks last too.
+every step. The first control is as many *random* keys: weaker than the unchanged run's strongest, and drawn once per
+head and run, because sinks last too. They receive less attention, so the second control is as many of them as receive,
+together, the attention of the strongest (*same mass*), or all of the head's where even these receive less; mass.py
+matches over all heads of a layer instead.
 
 Caveat: a differently worded answer can be just as right, and one changed digit makes it wrong. ``changed`` and
 ``right`` are reported side by side, and a prompt whose answer is unknown has no ``right``.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -46,6 +49,7 @@ KEYS = {
     "strongest": "strongest key of the previous step",
     "steady": "strongest key of the unchanged run",
     "random": "random key",
+    "same_mass": "random keys with as much attention",
 }
 
 
@@ -61,6 +65,7 @@ def masked(track: SinkTrack, top_k: int = 1, **place: Any) -> dict[str, MaskSink
         "strongest": MaskSinks(top_k=top_k, **place),
         "steady": MaskSinks(top_k=top_k, source=track, **place),
         "random": MaskSinks(top_k=top_k, source=track, pick="random", persistent=True, **place),
+        "same_mass": MaskSinks(top_k=top_k, source=track, pick="same_mass", persistent=True, **place),
     }
 
 
@@ -84,7 +89,7 @@ def free_effects(
     ``control_found`` is the number of control keys over that of the keys they control for; NaN without a control.
     """
     found = _swept(study, model, prompt, settings, interventions, replay=False)
-    right = [is_right(prompt, text) for text in found["answer"].to_numpy()]
+    right = [is_right(prompt, text, study.answers) for text in found["answer"].to_numpy()]
     controls = np.full(len(interventions), np.nan)
     if "control_picked" in found:
         controls = (found["control_picked"] / found["control_requested"]).to_numpy()
@@ -132,12 +137,30 @@ def _swept(
     return found.isel(prompt=0)
 
 
-def is_right(prompt: SinglePrompt, text: str) -> float:
-    """1 if the number after ``####`` is right, else 0; NaN for a prompt that is not a shipped word problem, and for a
-    prompt of token ids.
+def is_right(prompt: SinglePrompt, text: str, answers: Mapping[str, str] | None = None) -> float:
+    """1 if `text` is the right answer, else 0; NaN for a prompt whose answer is unknown, and for token ids.
+
+    An expected answer that is a number, or ends in one after ``####``, is compared with the number after ``####`` in
+    `text` (or with all of `text`, if it has none). Any other has to equal `text`, apart from white space at both ends.
+
+    Args:
+        answers: prompt -> expected answer; the shipped word problems are known without it.
     """
-    result = _results().get(prompt) if isinstance(prompt, str) else None
-    return float("nan") if result is None else float(read_answer(text) == result)
+    if not isinstance(prompt, str):
+        return float("nan")
+    expected = (answers or {}).get(prompt)
+    if expected is None:
+        result = _results().get(prompt)
+        return float("nan") if result is None else float(read_answer(text) == result)
+    found, wanted = read_answer(text), read_answer(expected)
+    if wanted is None and found is not None and re.fullmatch(r"\s*-?\d+\s*", expected):
+        wanted = int(expected)
+    return float(found == wanted if wanted is not None else text.strip() == expected.strip())
+
+
+def known(prompt: SinglePrompt, answers: Mapping[str, str]) -> bool:
+    """Whether `is_right` can judge answers to a prompt."""
+    return isinstance(prompt, str) and (prompt in answers or prompt in _results())
 
 
 @cache

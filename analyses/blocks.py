@@ -51,7 +51,7 @@ MASKED = {"none": "nothing masked", **{kind: f"{name} masked" for kind, name in 
 
 
 @dataclass
-class Blocks(Study):
+class BlockLengths(Study):
     """See the module.
 
     Attributes:
@@ -59,6 +59,7 @@ class Blocks(Study):
     """
 
     name: ClassVar[str] = "blocks"
+    scored: ClassVar[str] = "some"
     together: ClassVar[bool] = False
     top_k: int = 1
 

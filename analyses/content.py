@@ -7,7 +7,8 @@ Eq. 3). At every step, this study masks each head's strongest key of the unchang
 only digits, or only other tokens; and of these only sinks, or only keys that are not sinks. In the heads and steps of
 each cell of this table it also makes other changes. It replaces only the *value* of the key by the row's mean value and
 leaves the attention unchanged (is the message missed, or the attention?), and it masks or replaces other keys as
-controls. The controls are weaker than the key that they stand for and are the same at every step.
+controls. The controls are weaker than the key that they stand for and are the same at every step. One more control
+masks random keys that are no sinks and receive as much attention, over all heads of a layer (mass.py).
 
 Caveat: the cells are not the same heads and steps, and ``share`` differs: compare a cost with that of its controls
 first, and see in ``controls`` how many of their keys exist. A name or a noun is copied too, so "not digit" is not free
@@ -24,12 +25,13 @@ import xarray as xr
 
 from sinklens.analyses.answers import each_prompt, free_effects, unchanged
 from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.mass import MEANING, REMOVED, SAME_MASS, attended, removed, with_same_mass
 from sinklens.analyses.study import Study
 from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
-from sinklens.sinks import SinkTrack, StrongestKeys
-from sinklens.sinks.strongest import Marked, Part, mark
+from sinklens.sinks import EpsilonOverMean, SinkTrack, StrongestKeys
+from sinklens.sinks.strongest import Marked, Part
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,6 +50,7 @@ CHANGES = {
     "mask_random": "attention to a random weaker key masked",
     "mask_kind": "attention to a random weaker key of the same kind masked",
     "value_random": "value of a random weaker key replaced by the mean",
+    "mask_mass": f"attention to {MEANING} masked",
 }
 MEASURES = {
     "cost": "share of word problems lost",
@@ -55,6 +58,7 @@ MEASURES = {
     "changed": "share of answers that change",
 }
 CONTROLS = {"control_found": "control keys found, per key that they control for"}
+MASS = {"removed": REMOVED}
 SHARE = {"share": "share of all heads and steps"}
 BASE = {"base": "share of word problems answered right with nothing changed"}
 
@@ -71,6 +75,7 @@ class Content(Study):
     """
 
     name: ClassVar[str] = "content"
+    scored: ClassVar[str] = "all"
     needs_complete_passes: ClassVar[str] = (
         "values are replaced in passes over the complete text, and its steps compute those of their canvas alone"
     )
@@ -85,12 +90,17 @@ class Content(Study):
         return {"any": (), self.kind: (self.kind,), f"not {self.kind}": (f"not {self.kind}",)}
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MEASURES` and `CONTROLS` [prompt, kind, part, change]; ``share`` [prompt, kind, part]; ``base`` [prompt]."""
+        """`MEASURES`, `CONTROLS` and `MASS` [prompt, kind, part, change]; ``share`` [prompt, kind, part]; ``base``
+        [prompt]. The mass is that of masked keys, NaN for keys that are drawn in the run.
+        """
         sizes = (len(self.kinds), len(PARTS), len(CHANGES))
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
             cells = {f"{kind} {part}": self.keys(kind, part) for kind, part in product(self.kinds, PARTS)}
-            track = mark(unchanged(self, model, prompt, settings), cells)
+            base = unchanged(self, model, prompt, settings)
+            mass = attended(self, model, prompt, settings, base)
+            found_keys = {cell: keys.detect(base) for cell, keys in cells.items()}
+            track = with_same_mass(base, found_keys, EpsilonOverMean().detect(base), mass, self.seed)
             listed = {
                 f"{cell} {name}": hook for cell in cells for name, hook in self.interventions(track, cell).items()
             }
@@ -98,6 +108,7 @@ class Content(Study):
             right = found["right"].to_numpy()
             values = {"right": right[1:], "cost": right[0] - right[1:], "changed": found["changed"].to_numpy()[1:]}
             values |= {name: found[name].to_numpy()[1:] for name in CONTROLS}
+            values["removed"] = np.array([_removed(track, cell, change, mass) for cell in cells for change in CHANGES])
             shares = np.array([_share(track, cell) for cell in cells]).reshape(sizes[:2])
             return xr.Dataset(
                 {name: (("kind", "part", "change"), value.reshape(sizes)) for name, value in values.items()}
@@ -121,6 +132,7 @@ class Content(Study):
             "mask_random": MaskSinks(**rest),
             "mask_kind": MaskSinks(**rest | {"pick": "same_kind"}),
             "value_random": AblateValues(**rest),
+            "mask_mass": MaskSinks(**shared | {"detector": Marked(f"{cell} {SAME_MASS}")}),
         }
 
     def contrasts(self, data: xr.Dataset) -> xr.Dataset:
@@ -129,14 +141,15 @@ class Content(Study):
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``costs``: every measure by kind, part and change; ``shares``; ``claims``: paired differences of costs;
-        ``controls``: how many control keys were found.
+        ``controls``: how many control keys were found; ``removed``: the attention that masks remove.
         """
         tables = {
             "costs": interval_table(measured, [*MEASURES, *BASE], self.seed),
             "shares": interval_table(measured, list(SHARE), self.seed),
             "controls": interval_table(measured, list(CONTROLS), self.seed),
+            "removed": interval_table(measured, list(MASS), self.seed).dropna(subset="estimate"),
         }
-        meanings = MEASURES | BASE | SHARE | CONTROLS
+        meanings = MEASURES | BASE | SHARE | CONTROLS | MASS
         named = {
             name: table.assign(where=table["part"].map(PARTS), meaning=table["measure"].map(meanings))
             for name, table in tables.items()
@@ -154,6 +167,12 @@ class Content(Study):
 def _share(track: SinkTrack, cell: str) -> float:
     """Share of heads and steps that have such a key; the last step's keys are never masked."""
     return float(track[cell].isel(step=slice(0, -1)).any("pos").mean())
+
+
+def _removed(track: SinkTrack, cell: str, change: str, mass: xr.DataArray) -> float:
+    """Share of attention removed by a mask whose keys the track marks; NaN for other changes."""
+    keys = {"mask": cell, "mask_mass": f"{cell} {SAME_MASS}"}.get(change)
+    return float("nan") if keys is None else float(removed(track[keys], mass)[0])
 
 
 def claims(measured: Mapping[str, xr.Dataset], kind: str, seed: int) -> "DataFrame":
@@ -192,6 +211,8 @@ def _paired(data: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
         found |= {
             f"{where}: masking costs more than masking a random key": of(name, part) - of(name, part, "mask_random"),
             f"{where}: … than masking a random key of the same kind": of(name, part) - of(name, part, "mask_kind"),
+            f"{where}: … than masking as much attention to keys that are no sinks":
+                of(name, part) - of(name, part, "mask_mass"),
             f"{where}: the value costs more than that of a random key":
                 of(name, part, "value") - of(name, part, "value_random"),
             f"{where}: masking costs more than replacing the value": of(name, part) - of(name, part, "value"),

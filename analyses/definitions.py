@@ -8,7 +8,9 @@ only an autoregressive model has). They can be the unchanged run's (*steady*) or
 masked key then counts as weak at the next step and is spared). Or the first tokens of the text are masked, whatever
 their score. And in an autoregressive model they can be hidden from the newest query alone, or from all queries, which
 changes what earlier tokens computed. This study masks by every definition that a model has, with 1 and 5 keys per head.
-The control of each masks as many weaker random keys by the same definition, the same at every step.
+The controls of each mask weaker random keys of the same head by the same definition, the same ones at every step: as
+many, and as many as receive the attention of the strongest. First tokens have only the former: the latter would match
+the strongest keys.
 
 Caveat: with all queries affected, every pass recomputes all positions (without a key/value cache).
 """
@@ -19,25 +21,21 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 import xarray as xr
-from jaxtyping import Float
-from torch import Tensor
 
 from sinklens.analyses.answers import each_prompt, free_effects, unchanged
-from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.mass import newest_rows
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
+from sinklens.interventions.controls import Pick
 from sinklens.model.prompts import SinglePrompt
-from sinklens.runs.intervention import layer_of
 from sinklens.sampling.settings import Settings
-from sinklens.sinks import SinkTrack
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-    from sinklens.hooks.points import Point
     from sinklens.model import Model
 
 DEFINITIONS = {
@@ -48,7 +46,9 @@ DEFINITIONS = {
     "first": "first tokens",
 }
 REACHES = {"newest": "hidden from the newest query", "all": "hidden from all queries"}
-PICKS = {"strongest": "these keys", "random": "random weaker keys"}
+DRAWN: tuple[Pick, ...] = ("random", "same_mass")
+CONTROLS = {"random": "random weaker keys", "same_mass": "random weaker keys with as much attention"}
+PICKS = {"strongest": "these keys", **CONTROLS}
 TOP_K = (1, 5)
 MEASURES = {
     "right": "share of word problems answered right",
@@ -64,6 +64,7 @@ class Definitions(Study):
     """See the module."""
 
     name: ClassVar[str] = "definitions"
+    scored: ClassVar[str] = "some"
     together: ClassVar[bool] = False
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
@@ -112,7 +113,8 @@ class Definitions(Study):
         for top_k, (definition, more) in product(TOP_K, given.items()):
             shared = {"top_k": top_k, "queries": reach, "seed": self.seed, **more}
             found[f"{definition} strongest {top_k}"] = MaskSinks(**shared)
-            found[f"{definition} random {top_k}"] = MaskSinks(**shared, pick="random", persistent=True)
+            for pick in DRAWN:
+                found[f"{definition} {pick} {top_k}"] = MaskSinks(**shared, pick=pick, persistent=True)
             if definition == "columns_steady":
                 found[f"first strongest {top_k}"] = MaskSinks(**shared, positions=range(top_k))
                 found[f"first random {top_k}"] = found[f"{definition} random {top_k}"]
@@ -120,14 +122,15 @@ class Definitions(Study):
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``definitions``: every measure by definition, reach, pick and number of keys, as far as a model has it;
-        ``excess``: the cost minus that of random keys, paired by prompt.
+        ``excess``: the cost minus that of each control, paired by prompt, one family of claims per model.
         """
         costs = interval_table(measured, [*MEASURES, *BASE], self.seed)
-        less = {name: data[["cost"]].sel(pick="strongest") - data[["cost"]].sel(pick="random")
-                for name, data in measured.items()}  # fmt: skip
-        excess = interval_table({name: data.drop_vars("pick", errors="ignore") for name, data in less.items()},
-                                ["cost"], self.seed)  # fmt: skip
-        names = {"definitions": costs, "excess": excess}
+        less = {
+            name: data[["cost"]].sel(pick="strongest", drop=True)
+            - data[["cost"]].sel(pick=list(CONTROLS)).rename(pick="control")
+            for name, data in measured.items()
+        }
+        names = {"definitions": costs, "excess": judged(interval_table(less, ["cost"], self.seed, null=0.0))}
         return {
             name: table[table["estimate"].notna() | ~table["measure"].isin(list(MEASURES))].assign(
                 masked=lambda part: part["definition"].map(DEFINITIONS),
@@ -144,19 +147,3 @@ class Definitions(Study):
         one = {name: data[["cost"]].sel(top_k=1, drop=True) for name, data in measured.items()}
         table = interval_table(one, ["cost"], self.seed)
         return {"costs": costs_by_cell(table, "reach", "definition", "pick", DEFINITIONS, PICKS, MEASURES["cost"])}
-
-
-def newest_rows(study: Study, model: "Model", prompt: SinglePrompt, settings: Settings) -> SinkTrack:
-    """The track of an autoregressive run whose scores are the newest query's attention times the number of keys."""
-    seen: dict[tuple[int, int], Tensor] = {}
-
-    def keep(pattern: Float[Tensor, "batch head query key"], hook: "Point") -> None:
-        seen[int(hook.step or 0), layer_of(hook)] = pattern[:, :, -1] * pattern.shape[-1]
-
-    hooks = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in range(model.cfg.n_layers)]
-    track = study.generate(model, [prompt], settings, hooks=hooks).run.sinks
-    assert track is not None
-    score = torch.full(tuple(track.data["score"].shape), torch.nan)
-    for (step, layer), row in seen.items():
-        score[:, step, layer, :, : row.shape[-1]] = row.float().cpu()
-    return SinkTrack(track.data.assign(score=(track.data["score"].dims, score.numpy())))

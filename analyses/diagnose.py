@@ -6,7 +6,9 @@ Three signs (Rulli et al., 2510.15731, in its discussion), each measured, compar
 page:
 
 - *masking*: each head's strongest key of the previous step is hidden from it. A cost above 5 % (the paper's bound)
-  indicates the dependence of an autoregressive model. As a control, an ordinary key is hidden instead.
+  indicates the dependence of an autoregressive model. As controls, an ordinary key is hidden instead, or as many random
+  weaker keys of the head as receive the attention of the strongest. ``removed`` in the table of accuracies is the share
+  of attention that the hidden keys receive in the unchanged run at that step.
 - *start*: all sinks are at the start of the sequence, as in an autoregressive model.
 - *cut*: the middle third of the prompt is hidden from all queries, and the sinks stay where they were: fixed anchors
   that do not compensate for the missing text. Sinks are compared on the same canvas, that of the unchanged run.
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
 FIRST = 4  # positions
 BINS = 20  # of the sequence's length: the first holds the first 5 %
 PARTS = 10  # of a run's steps
-RUNS = ["as it is", "sinks masked", "ordinary keys masked", "middle cut"]
+RUNS = ["as it is", "sinks masked", "ordinary keys masked", "as much attention masked", "middle cut"]
 
 
 class Sign(NamedTuple):
@@ -76,6 +78,8 @@ SIGNS = {
     "masking_changed": Sign("masking", "answer tokens that change with that key masked", np.nan, ""),
     "ordinary_cost": Sign("masking", "accuracy lost when an ordinary key is masked instead", np.nan, ""),
     "ordinary_changed": Sign("masking", "answer tokens that change with an ordinary key masked", np.nan, ""),
+    "mass_cost": Sign("masking", "accuracy lost when random keys with as much attention are masked", np.nan, ""),
+    "mass_changed": Sign("masking", "answer tokens that change with those keys masked", np.nan, ""),
     "first_four": Sign("start", f"strongest keys on the first {FIRST} positions", 0.9, "ours"),
     "first_twentieth": Sign("start", "strongest keys in the first 5 % of the sequence", 0.9, "ours"),
     "first_always": Sign("start", "heads whose strongest key is the first token at every step", 0.5, "ours"),
@@ -92,6 +96,7 @@ class Diagnose(Study):
     """See the module."""
 
     name: ClassVar[str] = "diagnose"
+    scored: ClassVar[str] = "some"
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`SIGNS` [prompt]; ``right`` [prompt, run], NaN for a prompt whose answer is unknown; and ``places`` and
@@ -99,15 +104,17 @@ class Diagnose(Study):
         """
         start, end = middle_third(model.encode(list(prompts), self.chat_template)[1])
         base = self.generate(model, prompts, settings)
-        masked, ordinary, cut = (
+        masked, ordinary, mass, cut = (
             self.generate(model, prompts, settings, record_sinks=False, hooks=hooks)
-            for hooks in (masking(), masking(ordinary=True), hiding(start, end))
+            for hooks in (masking(), masking(ordinary=True), masking(mass=True), hiding(start, end))
         )
         same = self.generate(model, prompts, settings, hooks=hiding(start, end), replay=base.run)
         assert same.run.sinks is not None
-        right = np.stack([right_answers(found.run, prompts) for found in (base, masked, ordinary, cut)], axis=1)
+        runs = [found.run for found in (base, masked, ordinary, mass, cut)]
+        right = np.stack([right_answers(run, prompts, self.answers) for run in runs], axis=1)
         data = xr.Dataset()
-        for number, (name, found) in enumerate((("masking", masked), ("ordinary", ordinary), ("cut", cut)), 1):
+        named = {"masking": masked, "ordinary": ordinary, "mass": mass, "cut": cut}
+        for number, (name, found) in enumerate(named.items(), 1):
             data[f"{name}_cost"] = ("prompt", right[:, 0] - right[:, number])
             data[f"{name}_changed"] = ("prompt", changed_tokens(base.run, found.run))
         data["right"] = (("prompt", "run"), right)
@@ -127,7 +134,19 @@ class Diagnose(Study):
             else verdict(row.estimate, row.low, row.high, row.threshold, "warns", "clear", row.p_holm)
             for row in table.itertuples()
         ]
-        first = ["model", "sign", "measure", "estimate", "low", "high", "threshold", "source", "p_holm", "verdict"]
+        first = [
+            "model",
+            "sign",
+            "measure",
+            "estimate",
+            "low",
+            "high",
+            "threshold",
+            "source",
+            "p_holm",
+            "shown",
+            "verdict",
+        ]
         return {
             "signs": table[[*first, "prompts", "meaning"]],
             "accuracy": interval_table(measured, ["right"], self.seed),
@@ -153,11 +172,14 @@ class OrdinaryKey(Detector):
         return score.copy(data=found)
 
 
-def masking(ordinary: bool = False) -> MaskSinks:
+def masking(ordinary: bool = False, mass: bool = False) -> MaskSinks:
     """Hide from every head, at each step, its strongest key of the previous step (Rulli et al., Sec. 4.3).
 
-    With `ordinary`, as a control, the key of median strength among those it attends to is hidden instead.
+    As a control, with `ordinary`, the key of median strength among those it attends to is hidden instead; with `mass`,
+    as many random weaker keys as receive the attention of the strongest.
     """
+    if mass:
+        return MaskSinks(top_k=1, pick="same_mass", persistent=True)
     return MaskSinks(top_k=None, detector=OrdinaryKey()) if ordinary else MaskSinks(top_k=1)
 
 
@@ -188,9 +210,12 @@ def middle_third(real: Bool[Tensor, "batch pos"]) -> tuple[Int[Tensor, " batch"]
     return start, start + length // 3
 
 
-def right_answers(run: "Generation", prompts: Sequence[SinglePrompt]) -> Float[np.ndarray, " prompt"]:
+def right_answers(
+    run: "Generation", prompts: Sequence[SinglePrompt], answers: Mapping[str, str] | None = None
+) -> Float[np.ndarray, " prompt"]:
     """`answers.is_right` of every answer."""
-    return np.array([is_right(prompt, answer.text or "") for prompt, answer in zip(prompts, run.answers, strict=True)])
+    pairs = zip(prompts, run.answers, strict=True)
+    return np.array([is_right(prompt, answer.text or "", answers) for prompt, answer in pairs])
 
 
 def changed_tokens(one: "Generation", other: "Generation") -> Float[np.ndarray, " prompt"]:

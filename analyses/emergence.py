@@ -51,6 +51,7 @@ class Emergence(Study):
     """See the module."""
 
     name: ClassVar[str] = "emergence"
+    scored: ClassVar[str] = "some"
 
     def begin(self, models: Sequence[str], prompts: Sequence[SinglePrompt]) -> None:
         """Reject names without a step, and two models of the same run and step.
@@ -61,9 +62,9 @@ class Emergence(Study):
         runs_and_steps(models)
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MEASURES` [prompt]; ``right`` is NaN for prompts that are not shipped word problems."""
+        """`MEASURES` [prompt]; ``right`` is NaN for prompts without a known answer."""
         found = self.generate(model, prompts, settings)
-        values = {"right": right_answers(found.run, prompts), **sinks_of(found.track)}
+        values = {"right": right_answers(found.run, prompts, self.answers), **sinks_of(found.track)}
         return xr.Dataset({name: ("prompt", values[name]) for name in MEASURES})
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":

@@ -101,6 +101,7 @@ class Features(Study):
     """
 
     name: ClassVar[str] = "features"
+    scored: ClassVar[str] = "some"
     masked: str = "tiny-llada-masked"
     decided: str = "tiny-llada-decided"
     chosen: int = 5
@@ -147,7 +148,7 @@ class Features(Study):
                 replayed = self.generate(model, prompts, settings, hooks=[splice, logits], replay=base).run
                 free = self.generate(model, prompts, settings, hooks=[splice], record_sinks=False).run
                 own: dict[str, Any] = {name: [row[name][role] for row in fired] for name in FIRING}
-                own |= _ablated(found, base, replayed, layer, scope) | _answers(prompts, base, free)
+                own |= _ablated(found, base, replayed, layer, scope) | _answers(prompts, base, free, self.answers)
                 own["kl"] = compare(base, replayed, kept, dict(logits.kept))["kl"].mean("step").to_numpy()
                 own["removed"] = _removed(found, scope, values, sae, features)
                 roles.append(xr.Dataset({name: ("prompt", np.asarray(value, float)) for name, value in own.items()}))
@@ -263,10 +264,12 @@ def _ablated(found: Seen, base: "Generation", replayed: "Generation", layer: int
     }
 
 
-def _answers(prompts: Sequence[Any], base: "Generation", free: "Generation") -> dict[str, np.ndarray]:
+def _answers(
+    prompts: Sequence[Any], base: "Generation", free: "Generation", known: Mapping[str, str]
+) -> dict[str, np.ndarray]:
     """``changed`` and ``cost``."""
     texts = [[str(answer.text) for answer in run.answers] for run in (base, free)]
-    right = [[is_right(prompt, text) for prompt, text in zip(prompts, of, strict=True)] for of in texts]
+    right = [[is_right(prompt, text, known) for prompt, text in zip(prompts, of, strict=True)] for of in texts]
     changed = [before != after for before, after in zip(*texts, strict=True)]
     return {"changed": np.array(changed, float), "cost": np.array(right[0]) - np.array(right[1])}
 

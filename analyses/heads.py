@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 WAYS = {
     "strongest": "strongest key masked",
     "steady": "strongest key masked steadily",
+    "same_mass": "random keys with as much attention masked",
     "zero": "output set to zero",
     "mean": "output set to its mean",
 }
@@ -58,6 +59,7 @@ class Heads(Study):
     """
 
     name: ClassVar[str] = "heads"
+    scored: ClassVar[str] = "some"
     together: ClassVar[bool] = False
     top_k: int = 1
     reference: int = 32

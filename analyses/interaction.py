@@ -5,9 +5,10 @@
 The paper (Rulli et al., 2510.15731) explains the robustness of diffusion models by bidirectional attention. If that is
 the reason, masking sinks should cost more once attention is one-sided. Each *window* restricts the attention of every
 layer: to earlier positions (causal attention), to later ones, or to near ones. In each, the strongest keys of the run
-with that window and nothing masked are masked at every step, or as many weaker random keys as a control. The
-*interaction* is the cost of masking in a window minus the cost without one, prompt by prompt: a difference of
-differences. An autoregressive model is causal, so only the near window applies.
+with that window and nothing masked are masked at every step; or, as controls, as many weaker random keys of the head,
+or as many as receive the attention of the strongest. The *interaction* is the cost of masking in a window minus the
+cost without one, prompt by prompt: a difference of differences. An autoregressive model is causal, so only the near
+window applies.
 
 Caveat: a model that was trained without a window answers few problems in one, and what it no longer answers, masking
 cannot cost. Look at ``base`` first; the KL divergence from the run with the window alone has no such floor.
@@ -25,6 +26,7 @@ from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import compare
 from sinklens.interventions import MaskedLogits, MaskSinks, WindowAttention
+from sinklens.interventions.controls import Pick
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.tracing import generate
@@ -43,7 +45,9 @@ WINDOWS = {
     "later": "later positions only",
     "near": f"{NEAR} positions to each side",
 }
-PICKS = {"strongest": "strongest key", "random": "random key"}
+DRAWN: tuple[Pick, ...] = ("random", "same_mass")
+CONTROLS = {"random": "random key", "same_mass": "random keys with as much attention"}
+PICKS = {"strongest": "strongest key", **CONTROLS}
 MEASURES = {
     "cost": "share of word problems lost by masking, in the same window",
     "right": "share of word problems answered right",
@@ -61,6 +65,7 @@ class Interaction(Study):
     """
 
     name: ClassVar[str] = "interaction"
+    scored: ClassVar[str] = "some"
     together: ClassVar[bool] = False
     top_k: int = 1
 
@@ -82,12 +87,12 @@ class Interaction(Study):
         if window is not None:
             kept = MaskedLogits()
             base = self._run(model, prompt, settings, [*window, kept], record_sinks=True)
-            base_right = is_right(prompt, base.text[0] or "")
+            base_right = is_right(prompt, base.text[0] or "", self.answers)
             for place, mask in enumerate(self.masks(base).values()):
                 free = self._run(model, prompt, settings, [*window, mask])
                 seen = MaskedLogits()
                 replayed = self._run(model, prompt, settings, [*window, mask, seen], replay=base)
-                values["right"][place] = is_right(prompt, free.text[0] or "")
+                values["right"][place] = is_right(prompt, free.text[0] or "", self.answers)
                 values["kl"][place] = float(compare(base, replayed, kept.kept, seen.kept)["kl"].mean())
             values["cost"] = base_right - values["right"]
         return xr.Dataset({name: ("pick", value) for name, value in values.items()} | {"base": base_right})
@@ -95,7 +100,8 @@ class Interaction(Study):
     def masks(self, base: "Generation") -> dict[str, MaskSinks]:
         """One intervention per pick, from the run with the window alone."""
         shared: dict[str, Any] = {"top_k": self.top_k, "source": base, "seed": self.seed}
-        return {"strongest": MaskSinks(**shared), "random": MaskSinks(**shared, pick="random", persistent=True)}
+        controls: dict[str, MaskSinks] = {pick: MaskSinks(**shared, pick=pick, persistent=True) for pick in DRAWN}
+        return {"strongest": MaskSinks(**shared), **controls}
 
     def _run(self, model: "Model", prompt: SinglePrompt, settings: Settings, hooks: list[Any], **more: Any) -> Any:
         more = {"record_sinks": False, **more}
@@ -127,14 +133,15 @@ def windows(causal: bool) -> dict[str, list[WindowAttention]]:
 
 
 def interactions(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
-    """Cost and KL of a window minus those without one, paired by prompt, for the strongest and for random keys, and for
-    the excess of the strongest over random keys; each with a verdict on whether it is above 0.
+    """Cost and KL of a window minus those without one, paired by prompt, for each pick, and for the excess of the
+    strongest keys over each control; each with a verdict on whether it is above 0.
     """
     found = {}
     for model, data in measured.items():
         values = data[["cost", "kl"]]
-        excess = (values.sel(pick="strongest") - values.sel(pick="random")).assign_coords(pick="excess")
-        every = xr.concat([values, excess.expand_dims("pick")], dim="pick")
+        excess = values.sel(pick="strongest", drop=True) - values.sel(pick=list(CONTROLS))
+        named = ["excess" if pick == "random" else f"excess over {pick}" for pick in CONTROLS]
+        every = xr.concat([values, excess.assign_coords(pick=named)], dim="pick")
         found[model] = every.sel(window=list(WINDOWS)[1:]) - every.sel(window="none", drop=True)
     table = interval_table(found, ["cost", "kl"], seed, {"cost": (-2, 2)}, null=0.0)
     return judged(table[table["estimate"].notna()].reset_index(drop=True), above="more")

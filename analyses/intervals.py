@@ -14,7 +14,9 @@ A resample is a weight for each prompt (`resampling_weights`), so all resamples 
 They need memory for every value of every resample and draw other random numbers, which would change the stored
 findings.
 
-Several claims of one study are tested as one family, with Holm's correction (`judged`).
+Several claims of one study are tested as one family, with Holm's correction (`judged`). Beside each stands the smallest
+effect that the prompts could have shown after that correction (power.py), so that "cannot tell" says whether the number
+of prompts is the reason.
 
 Limitation: prompts from one template resemble each other, so an interval over them says little about other text.
 """
@@ -27,6 +29,8 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float, Shaped
 
+from sinklens.analyses.medians import HEAVY, typical
+from sinklens.analyses.power import OF_INTEREST, equivalent_p, smallest_shown
 from sinklens.evaluation.statistics import holm, mcnemar, score_interval, score_p
 
 if TYPE_CHECKING:
@@ -36,11 +40,12 @@ RESAMPLES = 2000
 FLIPS = 20_000
 BATCH = 1000  # sign flips at a time
 LEVEL = 0.05
+NOTHING = "no prompt has a value: no answer is known, none is right with nothing changed, or nothing was to compare"
 
 # The smallest and largest value of every measure that is an outcome of one prompt, in steps of 1.
 RANGES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("right", "base", "changed", "kept", "usable", "flipped", "all_right", "all_changed"), (0, 1)),
-    **dict.fromkeys(("cost", "masking_cost", "ordinary_cost", "cut_cost"), (-1, 1)),
+    **dict.fromkeys(("cost", "masking_cost", "ordinary_cost", "mass_cost", "cut_cost"), (-1, 1)),
 }
 
 
@@ -139,11 +144,14 @@ def interval_table(
 ) -> "DataFrame":
     """Means over prompts: one row per model, variable and entry along the variable's axes other than ``prompt``.
 
+    Heavy-tailed measures (`medians.HEAVY`) have their median and the share of prompts above 0 beside the mean.
+
     Args:
         ranges: smallest and largest value of the variables that are outcomes, in addition to `RANGES`. A variable with
             other values, such as a share of heads, has a bootstrap interval.
         null: adds a column ``p``, two-sided, for the hypothesis that the mean is `null` (one number, or one for each
-            variable; NaN for none); see `p_value`.
+            variable; NaN for none); see `p_value`. Also ``null``, ``spread`` and ``against``, from which `corrected`
+            works out what the prompts could have shown.
     """
     from pandas import DataFrame
 
@@ -153,16 +161,19 @@ def interval_table(
             values = data[name].transpose("prompt", ...)
             array, labels = values.to_numpy(), _labels(values)
             found = interval_rows(model, name, mean_interval(array, known.get(name), seed), labels)
+            if name in HEAVY:
+                beside = (typical(column) for column in array.reshape(len(array), -1).T.astype(np.float64))
+                found = [{**row, **more} for row, more in zip(found, beside, strict=True)]
             if null is not None:
                 columns, mean = array.reshape(len(array), -1).T, null[name] if isinstance(null, Mapping) else null
-                tested = (p_value(column, known.get(name), mean, seed) for column in columns)
-                found = [{**row, "p": p} for row, p in zip(found, tested, strict=True)]
+                tested = (_tested(column, known.get(name), mean, seed) for column in columns)
+                found = [{**row, **numbers} for row, numbers in zip(found, tested, strict=True)]
             rows += found
     return DataFrame(rows)
 
 
 def difference_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str], seed: int = 0) -> "DataFrame":
-    """Difference of each further model from the first, prompt by prompt: rows as in `interval_table`.
+    """Difference of each further model from the first, prompt by prompt: rows as in `interval_table`, `corrected`.
 
     Prompts are paired, so the interval is narrower than the two models' intervals suggest. Empty for one model.
     """
@@ -175,9 +186,12 @@ def difference_table(measured: Mapping[str, xr.Dataset], variables: Sequence[str
             values = data[name].transpose("prompt", ...) - start[name].transpose("prompt", ...)
             low, high = RANGES.get(name, (0, 0))
             known = (low - high, high - low) if name in RANGES else None
-            found = mean_interval(values.to_numpy(), known, seed)
-            rows += interval_rows(f"{model} − {first}", name, found, _labels(values))
-    return DataFrame(rows, columns=None if rows else ["model", "measure", "estimate", "low", "high", "prompts"])
+            array = values.to_numpy()
+            found = interval_rows(f"{model} − {first}", name, mean_interval(array, known, seed), _labels(values))
+            tested = (_tested(column, known, 0.0, seed) for column in array.reshape(len(array), -1).T)
+            rows += [{**row, **numbers} for row, numbers in zip(found, tested, strict=True)]
+    columns = ["model", "measure", "estimate", "low", "high", "prompts"]
+    return corrected(DataFrame(rows)) if rows else DataFrame(rows, columns=columns)
 
 
 def known_mean(values: Float[np.ndarray, "..."]) -> float:
@@ -223,22 +237,80 @@ def p_value(
     return float(score_p(counts, support.tolist(), null))
 
 
-def judged(table: "DataFrame", above: str = "holds", below: str = "no") -> "DataFrame":
-    """A table of claims that has a column ``p``, with ``p_holm`` (`corrected`) and ``verdict`` (see `verdict`)."""
+def judged(
+    table: "DataFrame", above: str = "holds", below: str = "no", of_interest: float = OF_INTEREST
+) -> "DataFrame":
+    """A table of claims that has a column ``p``: `corrected`, with ``verdict`` (see `verdict`) and ``why``.
+
+    A difference of paired verdicts is "equivalent" if it is smaller than `of_interest`: its interval lies within, and
+    two one-sided tests reject a larger one, corrected by Holm's method over all such rows of the model. For one that is
+    "cannot tell", ``why`` says whether there are too few prompts to show a difference of interest.
+    """
+    missing = {name: np.nan for name in ("against", "spread") if name not in table}
+    table = table.assign(**missing)
+    equivalent = _equivalent(table, of_interest)
+    paired = table["against"].notna()
     table = corrected(table)
-    table["verdict"] = [
-        verdict(row.estimate, row.low, row.high, 0.0, above, below, row.p_holm) for row in table.itertuples()
-    ]
-    return table
+    found, reasons = [], []
+    for row, same, of_outcomes in zip(table.itertuples(), equivalent, paired, strict=True):
+        text = verdict(row.estimate, row.low, row.high, 0.0, above, below, row.p_holm)
+        found.append("equivalent" if text == "cannot tell" and same else text)
+        reason = _why(row.shown, of_interest) if found[-1] == "cannot tell" and of_outcomes else ""
+        reasons.append(NOTHING if found[-1] == "not measured" else reason)
+    return table.assign(verdict=found, why=reasons)
 
 
 def corrected(table: "DataFrame") -> "DataFrame":
-    """The table with ``p_holm``: ``p`` corrected by Holm's method over all rows of the model that have one."""
-    table = table.assign(p_holm=np.nan)
+    """The table with ``p_holm``, ``p`` corrected by Holm's method over all rows of the model that have one, and
+    ``shown``, the smallest effect that the row's prompts could have shown after this correction.
+    """
+    table, shown = table.assign(p_holm=np.nan), []
     for _, family in table.groupby("model", sort=False):
         tested = family["p"].dropna()
         table.loc[tested.index, "p_holm"] = holm(tested.tolist())
-    return table
+    tests = table.groupby("model", sort=False)["p"].transform("count")
+    for (_, row), number in zip(table.iterrows(), tests, strict=True):
+        given = {name: float(row.get(name, np.nan)) for name in ("against", "spread")}
+        known = not np.isnan(row["p"])
+        shown.append(
+            smallest_shown(int(row["prompts"]), LEVEL / number, **given, null=float(row.get("null", 0.0)))
+            if known and "prompts" in row else np.nan
+        )  # fmt: skip
+    return table.drop(columns=["null", "against", "spread"], errors="ignore").assign(shown=shown)
+
+
+def _equivalent(table: "DataFrame", of_interest: float) -> list[bool]:
+    """Whether each row, a difference of paired verdicts, is smaller than `of_interest`."""
+    known = table["against"].notna()
+    ps = table["estimate"] * np.nan
+    for at, row in table[known].iterrows():
+        lost, gained = sorted(round(row["prompts"] * (row["against"] + more)) for more in (0.0, abs(row["estimate"])))
+        ps[at] = float(equivalent_p(lost, gained, int(row["prompts"]), of_interest))
+    for _, family in table[known].groupby("model", sort=False):
+        ps[family.index] = holm(ps[family.index].tolist())
+    inside = (table["low"] > -of_interest) & (table["high"] < of_interest)
+    return (known & inside & (ps <= LEVEL)).tolist()
+
+
+def _why(shown: float, of_interest: float) -> str:
+    """Whether the number of prompts is the reason that a difference cannot be told from 0."""
+    if shown > of_interest:
+        size = "no difference" if np.isinf(shown) else f"differences from {shown:.2f}"
+        return f"too few prompts: they show {size}, and {of_interest:g} is of interest"
+    return f"not the number of prompts: they show differences from {shown:.2f}"
+
+
+def _tested(
+    values: Float[np.ndarray, " prompt"], possible: tuple[int, int] | None, null: float, seed: int
+) -> dict[str, float]:
+    """``p`` of one column, the hypothesis, and what its power follows from: ``spread`` (the standard deviation) and, of
+    differences of paired verdicts, ``against`` (the share of prompts that changed the rarer way).
+    """
+    known = values[~np.isnan(values)]
+    spread = float(known.std(ddof=1)) if len(known) > 1 else np.nan
+    paired = possible == (-1, 1) and _are_outcomes(values, possible) and not np.isnan(null)
+    against = float(min((known > 0).mean(), (known < 0).mean())) if paired else np.nan
+    return {"p": p_value(values, possible, null, seed), "null": null, "spread": spread, "against": against}
 
 
 def verdict(estimate: float, low: float, high: float, threshold: float, above: str, below: str, p: float = 0.0) -> str:

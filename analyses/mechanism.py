@@ -70,6 +70,7 @@ class Mechanism(Study):
     """See the module."""
 
     name: ClassVar[str] = "mechanism"
+    scored: ClassVar[str] = "some"
     needs_mask_token: ClassVar[str] = "its steps accept tokens and take them back, so positions are decided in no order"
     together: ClassVar[bool] = False
 

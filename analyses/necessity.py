@@ -7,7 +7,9 @@ its column sum is more than ε above the mean of the others'). The paper masks s
 study separates the two: the strongest key of the unchanged run's previous step (steady masking, answers.py) is masked
 everywhere; only in the heads and steps where it is a sink; and only where it is not a sink. ``share`` is the share of
 heads and steps concerned. ε is a choice: ``thresholds`` masks every key above ε, however many, for several ε. The
-control of each masks as many random keys in the same heads and steps: weaker ones, the same at every step.
+first control of each masks as many random keys in the same heads and steps: weaker ones, the same at every step. The
+second masks random keys that are no sinks and receive as much attention (mass.py): only it says whether a key matters
+*because* it is a sink. ``curve`` sets the cost of both against the attention that they remove.
 
 Caveat: heads with and without sinks do different things. A cost where there are sinks is not necessarily caused by the
 key being a sink, and the shares differ, so compare each cost with its control, not with the other costs.
@@ -22,12 +24,14 @@ import xarray as xr
 
 from sinklens.analyses.answers import MEANINGS, each_prompt, effects, free_effects, unchanged
 from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.mass import MEANING, REMOVED, SAME_MASS, attended, curve, masks, removed, with_same_mass
+from sinklens.analyses.ratios import ratio_table
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Detector, EpsilonOverMean, SinkTrack, StrongestKeys
-from sinklens.sinks.strongest import Marked, Part, mark
+from sinklens.sinks.strongest import Part
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +44,8 @@ PARTS: dict[Part, str] = {
     "sink": "where it is a sink",
     "other": "where it is not a sink",
 }
-PICKS = {"strongest": "strongest key", "random": "random key"}
+CONTROLS: dict[str, str] = {"random": "random key", SAME_MASS: MEANING}
+PICKS: dict[str, str] = {"strongest": "strongest key", **CONTROLS}
 EPSILONS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)  # column sums above the mean of the others
 MEASURES = {
     "kl": MEANINGS["kl"],
@@ -48,15 +53,17 @@ MEASURES = {
     "right": MEANINGS["right"],
     "changed": MEANINGS["changed"],
 }
+MASS = {"removed": REMOVED}
 BASE = {"base": "share of word problems answered right with nothing masked"}
 SHARE = {"share": "share of all heads and steps"}
 ABOVE = {
     "above_cost": "share of word problems lost by masking every key above the threshold",
     "above_right": "share of word problems answered right",
     "above_keys": "keys masked per head and step",
+    "above_removed": REMOVED,
 }
 ABOVE_RANGES = {"above_cost": (-1, 1), "above_right": (0, 1)}
-LESS = {name: f"strongest minus random key: {MEASURES[name]}" for name in ("kl", "cost")}
+LESS = {name: f"strongest minus control: {MEASURES[name]}" for name in ("kl", "cost")}
 
 
 @dataclass
@@ -68,22 +75,26 @@ class Necessity(Study):
     """
 
     name: ClassVar[str] = "necessity"
+    scored: ClassVar[str] = "some"
     together: ClassVar[bool] = False
     sink: Detector = field(default_factory=EpsilonOverMean)
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MEASURES` [prompt, part, pick]; ``share`` [prompt, part]; ``base`` [prompt]; `ABOVE` [prompt, epsilon, pick]
-        (the number of keys without pick).
+        """`MEASURES` and `MASS` [prompt, part, pick]; ``share`` [prompt, part]; ``base`` [prompt]; `ABOVE` [prompt,
+        epsilon, pick] (the number of keys without pick). The mass of random keys is NaN: they are drawn in the run.
         """
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
             track = unchanged(self, model, prompt, settings)
-            listed = {"unchanged": [], **self.interventions(track)}
+            mass = attended(self, model, prompt, settings, track)
+            marked = self.marked(track, mass)
+            listed = {"unchanged": [], **self.interventions(marked)}
             found = effects(self, model, prompt, settings, listed)
-            above = self._thresholds(model, prompt, settings, track)
+            above = self._thresholds(model, prompt, settings, track, mass)
             right = found["right"].to_numpy()
             values = {name: found[name].to_numpy()[1:] for name in ("kl", "right", "changed")}
             values["cost"] = right[0] - right[1:]
+            values["removed"] = np.array([_removed(marked, part, pick, mass) for part in PARTS for pick in PICKS])
             shape = (len(PARTS), len(PICKS))
             return xr.Dataset(
                 {name: (("part", "pick"), part.reshape(shape)) for name, part in values.items()}
@@ -93,30 +104,35 @@ class Necessity(Study):
 
         return each_prompt(prompts, one)
 
-    def interventions(self, track: SinkTrack) -> dict[str, MaskSinks]:
-        """One intervention per part and pick, in that order, from the track of the unchanged run."""
-        marked = mark(track, {part: StrongestKeys(part=part, sink=self.sink) for part in PARTS})
-        return {f"{part} {pick}": mask for part in PARTS for pick, mask in self._both(marked, part).items()}
+    def marked(self, track: SinkTrack, mass: xr.DataArray) -> SinkTrack:
+        """The track with the keys of every part, and those that control for them."""
+        found: dict[str, xr.DataArray] = {
+            part: StrongestKeys(part=part, sink=self.sink).detect(track) for part in PARTS
+        }
+        return with_same_mass(track, found, self.sink.detect(track), mass, self.seed)
 
-    def _both(self, marked: SinkTrack, name: str) -> dict[str, MaskSinks]:
-        """The keys that a track marks, and as many random keys; one entry per pick."""
-        shared: dict[str, Any] = {"top_k": None, "detector": Marked(name), "source": marked, "seed": self.seed}
-        return {"strongest": MaskSinks(**shared), "random": MaskSinks(**shared, pick="random", persistent=True)}
+    def interventions(self, marked: SinkTrack) -> dict[str, MaskSinks]:
+        """One intervention per part and pick, in that order, from a track that `marked` returns."""
+        return {f"{part} {pick}": mask for part in PARTS for pick, mask in masks(marked, part, self.seed).items()}
 
-    def _thresholds(self, model: "Model", prompt: SinglePrompt, settings: Settings, track: SinkTrack) -> xr.Dataset:
-        marked = mark(track, {f"above {epsilon:g}": EpsilonOverMean(epsilon) for epsilon in EPSILONS})
+    def _thresholds(
+        self, model: "Model", prompt: SinglePrompt, settings: Settings, track: SinkTrack, mass: xr.DataArray
+    ) -> xr.Dataset:
+        found = {_above(epsilon): EpsilonOverMean(epsilon).detect(track) for epsilon in EPSILONS}
+        marked = with_same_mass(track, found, self.sink.detect(track), mass, self.seed)
         listed: dict[str, Any] = {"unchanged": []}
-        for epsilon in EPSILONS:
-            listed |= {f"{epsilon:g} {pick}": hook for pick, hook in self._both(marked, f"above {epsilon:g}").items()}
+        for name in found:
+            listed |= {f"{name} {pick}": hook for pick, hook in masks(marked, name, self.seed).items()}
         right = free_effects(self, model, prompt, settings, listed)["right"].to_numpy()
         shape = (len(EPSILONS), len(PICKS))
         before = marked.isel(step=slice(0, -1))
-        numbers = [float(before[f"above {epsilon:g}"].sum("pos").mean()) for epsilon in EPSILONS]
+        gone = np.array([_removed(marked, name, pick, mass) for name in found for pick in PICKS])
         return xr.Dataset(
             {
                 "above_right": (("epsilon", "pick"), right[1:].reshape(shape)),
                 "above_cost": (("epsilon", "pick"), (right[0] - right[1:]).reshape(shape)),
-                "above_keys": ("epsilon", numbers),
+                "above_keys": ("epsilon", [float(before[name].sum("pos").mean()) for name in found]),
+                "above_removed": (("epsilon", "pick"), gone.reshape(shape)),
             },
             coords={"epsilon": list(EPSILONS), "pick": list(PICKS)},
         )
@@ -126,37 +142,66 @@ class Necessity(Study):
         return float(StrongestKeys(part=part, sink=self.sink).detect(before).any("pos").mean())
 
     def contrasts(self, data: xr.Dataset) -> xr.Dataset:
-        """`LESS` [prompt, part]: costs of masking the strongest key beyond those of a random key.
+        """`LESS` [prompt, part, control]: costs of masking the strongest key beyond those of a control.
 
         A model without a right answer has nothing to lose: its cost is NaN.
         """
-        less = data[list(LESS)].sel(pick="strongest") - data[list(LESS)].sel(pick="random")
+        controls = data[list(LESS)].sel(pick=list(CONTROLS)).rename(pick="control")
+        less = data[list(LESS)].sel(pick="strongest", drop=True) - controls
         return less if bool((data["base"] > 0).any()) else less.assign(cost=less["cost"] * np.nan)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``costs``: every measure by part and pick; ``shares``; ``claims``: strongest minus random key; and
-        ``thresholds``: every key above ε masked, by ε.
+        """``costs``: every measure by part and pick; ``shares``; ``claims``: strongest key minus each control;
+        ``thresholds``: every key above ε masked, by ε; ``curve``: the same costs against the attention removed; and
+        ``ratios``: the KL of the strongest key and of each control, beyond their means.
         """
-        costs = interval_table(measured, [*MEASURES, *BASE], self.seed)
+        costs = interval_table(measured, [*MEASURES, *MASS, *BASE], self.seed)
+        costs = costs[costs["estimate"].notna() | (costs["measure"] != "removed")]
         shares = interval_table(measured, list(SHARE), self.seed)
         less = {name: self.contrasts(data) for name, data in measured.items()}
         claims = judged(interval_table(less, list(LESS), self.seed, null=0.0))
         tables = {"costs": costs, "shares": shares, "claims": claims}
-        meanings = {"costs": MEASURES | BASE, "shares": SHARE, "claims": LESS}
+        meanings = {"costs": MEASURES | MASS | BASE, "shares": SHARE, "claims": LESS}
         thresholds = interval_table(measured, list(ABOVE), self.seed, ABOVE_RANGES)
+        thresholds = thresholds[thresholds["estimate"].notna() | (thresholds["measure"] != "above_removed")]
         named = {
             name: table.assign(where=table["part"].map(PARTS), meaning=table["measure"].map(meanings[name]))
             for name, table in tables.items()
         }
-        return {**named, "thresholds": thresholds.assign(meaning=thresholds["measure"].map(ABOVE))}
+        against = curve(measured, "above_cost", "above_removed", self.seed, ABOVE_RANGES)
+        kl = {name: data["kl"] for name, data in measured.items()}
+        first = {name: values.sel(pick="strongest", drop=True).expand_dims(control=list(CONTROLS), axis=-1)
+                 for name, values in kl.items()}  # fmt: skip
+        second = {name: values.sel(pick=list(CONTROLS)).rename(pick="control") for name, values in kl.items()}
+        return {
+            **named,
+            "thresholds": thresholds.assign(meaning=thresholds["measure"].map(ABOVE)),
+            "curve": against.assign(meaning=against["measure"].map(ABOVE)),
+            "ratios": ratio_table(first, second, self.seed),
+        }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``costs``: word problems lost and KL, a row of panels per model; ``thresholds``: word problems lost by ε."""
-        from sinklens.views.effects import costs_by_part, kinds_of_keys
+        """``costs``: word problems lost and KL, a row of panels per model; ``thresholds``: word problems lost by ε;
+        ``curve``: word problems lost against attention removed.
+        """
+        from sinklens.views.effects import costs_by_mass, costs_by_part, kinds_of_keys
 
         costs = interval_table(measured, list(MEASURES), self.seed)
         lost = interval_table(measured, ["above_cost"], self.seed, ABOVE_RANGES)
+        against = curve(measured, "above_cost", "above_removed", self.seed, ABOVE_RANGES)
         return {
             "costs": costs_by_part(costs, interval_table(measured, ["share"], self.seed), PARTS, PICKS, MEASURES),
             "thresholds": kinds_of_keys(lost, "epsilon", "pick", PICKS, ABOVE, "threshold ε (column sum)"),
+            "curve": costs_by_mass(against, "pick", PICKS, ABOVE["above_cost"]),
         }
+
+
+def _above(epsilon: float) -> str:
+    return f"above {epsilon:g}"
+
+
+def _removed(marked: SinkTrack, name: str, pick: str, mass: xr.DataArray) -> float:
+    """Share of attention removed; NaN for random keys, which are drawn in the run."""
+    if pick == "random":
+        return float("nan")
+    return float(removed(marked[name if pick == "strongest" else f"{name} {pick}"], mass)[0])

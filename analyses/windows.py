@@ -40,6 +40,7 @@ class Windows(Study):
     """See the module."""
 
     name: ClassVar[str] = "windows"
+    scored: ClassVar[str] = "some"
     together: ClassVar[bool] = False
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:

@@ -42,6 +42,52 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Any]:
     return [line for _, line in lines[:limit]]
 
 
+def read_groups(path: str | Path, column: str, limit: int | None = None) -> list[str]:
+    """The group of every prompt that `read_prompts` reads: what its line has under the key `column`, as text.
+
+    Raises:
+        SinklensError: the file is not JSON Lines, or a line (named in the error) lacks the key or has no text, number
+            or truth value there.
+    """
+    check_limit(limit)
+    path = Path(path)
+    if path.suffix != ".jsonl":
+        raise SinklensError(
+            f"{path} has no columns, so none that names the groups of its prompts; write JSON Lines (*.jsonl) with "
+            f"{column!r} in each line, or omit the group."
+        )
+    return [_group(_entry(line, where), column, where) for where, line in [*_lines(path)][:limit]]
+
+
+def read_answers(path: str | Path, limit: int | None = None) -> dict[str, str]:
+    """The expected answers in a file of prompts: prompt -> the text or number under ``expected`` or ``answer``.
+
+    Empty for plain text and for lines without these keys; prompts and answers of token ids are left out.
+
+    Raises:
+        SinklensError: some lines have an answer and others do not, an answer is neither a text nor a number, or two
+            lines expect different answers to one prompt.
+    """
+    check_limit(limit)
+    path, found, missing = Path(path), dict[str, str](), []
+    for where, line in [*_lines(path)][:limit] if path.suffix == ".jsonl" else []:
+        entry = _entry(line, where)
+        prompt, answer = _prompt(entry, where), entry.get("expected", entry.get("answer"))
+        if not isinstance(prompt, str) or isinstance(answer, list):
+            continue
+        if answer is None:
+            missing.append(where)
+        elif isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise SinklensError(f"{where}: the answer is {_short(answer)}; give a text or a number.")
+        elif found.setdefault(prompt, str(answer)) != str(answer):
+            raise SinklensError(f"{where}: another line expects another answer to this prompt; keep one of them.")
+    if found and missing:
+        raise SinklensError(
+            f"{missing[0]}: no 'expected' or 'answer', which other lines have; give every line one, or none."
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class IdSample(Sample):
     """A sample from a file, whose prompt and expected answer may be token ids.
@@ -228,6 +274,16 @@ def _prompt(entry: Mapping[str, Any], where: str) -> Any:
             f"{where}: expected a JSON object with a 'prompt' or a 'question'; its keys: {', '.join(entry)}."
         )
     return entry["prompt"] if "prompt" in entry else entry["question"]
+
+
+def _group(entry: Mapping[str, Any], column: str, where: str) -> str:
+    found = entry.get(column)
+    if isinstance(found, str | int | float) and str(found).strip():
+        return str(found)
+    raise SinklensError(
+        f"{where}: the group of the prompt is {_short(found)}; give a text or a number under {column!r} in every line "
+        f"(its keys: {', '.join(entry)})."
+    )
 
 
 def _text_or_ids(found: Any, key: str, where: str) -> str | list[int]:

@@ -262,3 +262,29 @@ def costs_by_cell(
         ax.set(xlabel=wrapped(label, 40), title=f"{short(model)}: {value}")
     _legend_below(figure, axes[0])
     return figure
+
+
+def costs_by_mass(table: "DataFrame", by: str, names: Mapping[Any, str], label: str) -> "Figure":
+    """Costs against the attention removed: a panel per model, a line with intervals per value of the column `by`.
+
+    Args:
+        table: rows with ``estimate``, ``low``, ``high`` and ``removed``, the share of attention.
+        names: names of the values of `by`; those without a row are left out.
+        label: what the cost is.
+    """
+    models = list(dict.fromkeys(table["model"]))
+    if not models:
+        figure, axes = panels(1)
+        nothing_to_show(axes[0], "attention removed", "not known for these keys and models")
+        return figure
+    figure, axes = panels(len(models), size=(5.5, 3.8))
+    for model, ax in zip(models, axes, strict=True):
+        for value, name in names.items():
+            rows = table[(table["model"] == model) & (table[by] == value)].sort_values("removed")
+            if len(rows):
+                size = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]
+                ax.errorbar(100 * rows["removed"], rows["estimate"], yerr=size, marker="o", capsize=3, label=name)
+        ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
+        ax.set(xlabel="attention removed, %", ylabel=wrapped(label, 34), title=short(model))
+    _legend_below(figure, axes[0])
+    return figure

@@ -75,6 +75,8 @@ def test_steady_masking_hides_the_strongest_keys_of_the_unchanged_runs_previous_
                 assert hidden["steady"] == [strongest[step - 1, layer, head]]
                 assert len(hidden["strongest"]) == len(hidden["random"]) == 1
                 assert hidden["random"] != hidden["steady"]
+                assert hidden["same_mass"]
+                assert hidden["steady"][0] not in hidden["same_mass"]
     again = [seen["strongest", step, 1][0].nonzero().item() for step in range(1, track.steps)]
     assert all(one != following for one, following in pairwise(again))
 
@@ -86,3 +88,21 @@ def test_prompts_of_different_length_are_combined(tiny_llama):
     steps = [sinklens.generate(tiny_llama, prompt, record_sinks=False).steps_run for prompt in prompts]
     assert data["kl_step"].notnull().sum("step").to_numpy().ravel().tolist() == steps
     assert len(set(steps)) == 2
+
+
+@pytest.mark.parametrize(
+    ("expected", "text", "right"),
+    [
+        ("Tom has 5 + 7 = 12.\n#### 12", "So 12.\n#### 12", 1),
+        ("Tom has 5 + 7 = 12.\n#### 12", "12", 0),
+        ("12", "Tom has 12.\n#### 12", 1),
+        ("12", " 12\n", 1),
+        ("12", "12 apples", 0),
+        ("Paris", " Paris ", 1),
+        ("Paris", "Paris.", 0),
+    ],
+)
+def test_answers_to_own_prompts_are_compared_by_their_number_or_their_text(expected, text, right):
+    assert is_right("Mine?", text, {"Mine?": expected}) == right
+    assert np.isnan(is_right("Mine?", text))
+    assert np.isnan(is_right([2, 3], text, {"Mine?": expected}))

@@ -132,7 +132,7 @@ def test_policies_that_compute_everything_cost_nothing_and_move_as_the_exact_run
 def test_every_file_opens_and_seeds_are_summarized(tiny_llada, tiny_dream, tiny_llama, tmp_path):
     study = Caching(every=2, settings={"gen_length": 4, "steps": 4})
     findings = study.run([tiny_llada, tiny_dream], PROMPTS, tmp_path)
-    assert set(findings.tables) == {"costs", "ages", "sets", "policies", "motion", "claims"}
+    assert set(findings.tables) == {"costs", "ages", "sets", "policies", "motion", "claims", "ratios"}
     claims = findings.tables["claims"]
     tested = claims["p"].notna()
     assert (claims["p_holm"][tested] >= claims["p"][tested]).all()

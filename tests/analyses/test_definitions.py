@@ -61,7 +61,7 @@ def test_every_number_equals_that_of_a_separate_run(tiny_llama, measured):
 def test_the_first_tokens_are_masked_at_every_step(tiny_llama):
     study = Definitions()
     listed = study.interventions(tiny_llama, PROMPT, FEW, "newest")
-    assert len(listed) == 2 * 4 * len(TOP_K)
+    assert len(listed) == (3 * 3 + 2) * len(TOP_K)  # first tokens have no control of equal mass
     hidden = {}
     hooks = [listed["first strongest 5"], ("blocks.1.attn.hook_attn_mask", lambda value, hook: hidden.update(
         {hook.step: (value[0, :, -1] == -np.inf).nonzero()[:, 1].tolist()}))]  # fmt: skip
@@ -69,11 +69,11 @@ def test_the_first_tokens_are_masked_at_every_step(tiny_llama):
     assert [hidden[step] for step in range(1, steps)] == [[0, 1, 2, 3, 4] * 6] * (steps - 1)
 
 
-def test_tables_leave_out_what_a_model_has_not_and_subtract_random_keys(tiny_llada):
+def test_tables_leave_out_what_a_model_has_not_and_subtract_each_control(tiny_llada):
     tables = Definitions(settings={"gen_length": 4}).run([tiny_llada], [PROMPT, held_out(2)[1].prompt]).tables
     assert set(tables["definitions"]["reach"].dropna()) == {"all"}
     data = tables["definitions"].set_index(["measure", "definition", "pick", "top_k"])["estimate"]
     for row in tables["excess"].itertuples():
-        costs = [data["cost", row.definition, pick, row.top_k] for pick in ("strongest", "random")]
+        costs = [data["cost", row.definition, pick, row.top_k] for pick in ("strongest", row.control)]
         assert row.estimate == pytest.approx(costs[0] - costs[1])
-    assert len(tables["excess"]) == 3 * len(TOP_K)
+    assert len(tables["excess"]) == 5 * len(TOP_K)

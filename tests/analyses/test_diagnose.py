@@ -26,6 +26,11 @@ PROMPTS = [problem.prompt for problem in held_out(2)]
 NAN = float("nan")
 
 
+def test_the_control_of_equal_mass_spares_the_strongest_key():
+    mask = masking(mass=True)
+    assert (mask.top_k, mask.pick, mask.persistent) == (1, "same_mass", True)
+
+
 @pytest.mark.parametrize("ordinary", [False, True])
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
 def test_each_head_loses_its_strongest_or_an_ordinary_key_of_the_previous_step(name, ordinary, request):

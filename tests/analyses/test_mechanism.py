@@ -108,8 +108,10 @@ def test_every_cost_is_stored_under_its_order_pick_and_number(tiny_llada):
 
 
 def planted(difference, cost):
-    """Forty prompts with planted means per [pick], and per [order, pick] an outcome with that mean."""
-    rows = 40
+    """Forty prompts with planted means per [pick], and per [order, pick] an outcome with that mean; random keys stand
+    for both controls.
+    """
+    rows, difference, cost = 40, [*difference, difference[-1]], [[*means, means[-1]] for means in cost]
     base = np.full((rows, len(ORDERS)), 1.0)
     data = {name: (("prompt", "pick"), np.tile(difference, (rows, 1))) for name in CONFIDENCE}
     lost = (np.arange(rows) + 0.5)[:, None, None] / rows < np.array(cost)

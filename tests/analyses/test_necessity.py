@@ -39,6 +39,14 @@ def test_every_number_equals_that_of_a_separate_run(tiny_llada, measured):
     assert len({round(float(value), 6) for value in measured["kl"].to_numpy().ravel()}) == len(PARTS) * len(PICKS)
 
 
+def test_the_control_of_equal_mass_removes_as_much_attention(measured):
+    gone = measured["removed"].isel(prompt=0)
+    np.testing.assert_allclose(gone.sel(pick="same_mass"), gone.sel(pick="strongest"), rtol=0.1)
+    assert gone.sel(pick="random").isnull().all()
+    above = measured["above_removed"].isel(prompt=0).sel(pick="strongest")
+    assert (above.diff("epsilon") <= 0).all()  # fewer keys at a higher threshold
+
+
 def test_every_key_above_each_threshold_is_masked(tiny_llada, measured):
     track = unchanged(Necessity(), tiny_llada, PROMPT, SETTINGS)
     scores = track.scores().to_numpy()[0, :-1]
@@ -58,20 +66,23 @@ def test_claims_compare_strongest_with_random_keys_in_the_same_places():
     data = xr.Dataset({name: (axes, np.zeros(size)) for name in MEASURES}, {"part": list(PARTS), "pick": list(PICKS)})
     data["share"], data["base"] = (("prompt", "part"), np.ones(size[:2])), ("prompt", np.ones(80))
     above = {"epsilon": list(EPSILONS), "pick": list(PICKS)}
-    data = data.merge(
-        xr.Dataset({name: (("prompt", "epsilon", "pick"), np.zeros((80, len(EPSILONS), 2))) for name in ABOVE}, above)
-    )
+    zeros = np.zeros((80, len(EPSILONS), len(PICKS)))
+    data = data.merge(xr.Dataset(dict.fromkeys(ABOVE, (("prompt", "epsilon", "pick"), zeros)), above))
+    data["removed"] = (axes, np.zeros(size))
+    data["kl"] = data["kl"] + 1
     data["cost"].loc[{"part": "sink", "pick": "strongest"}] = np.arange(80) % 2
     data["cost"].loc[{"part": "sink", "pick": "random"}] = np.arange(80) % 5 == 1
     data["cost"].loc[{"part": "other"}] = (np.arange(80) % 2)[:, None]
-    claims = Necessity().tables({"planted": data})["claims"].set_index(["measure", "part"])
+    claims = Necessity().tables({"planted": data})["claims"]
+    assert claims.set_index(["measure", "part", "control"]).loc[("cost", "sink", "same_mass"), "estimate"] == 0.5
+    claims = claims[claims["control"] == "random"].set_index(["measure", "part"])
     assert claims.loc[("cost", "sink"), "estimate"] == pytest.approx(0.3)
     assert claims.loc[("cost", "sink"), "p"] == pytest.approx(mcnemar(8, 32))
-    assert claims.loc[("cost", "sink"), "p_holm"] == pytest.approx(6 * mcnemar(8, 32))
+    assert claims.loc[("cost", "sink"), "p_holm"] == pytest.approx(11 * mcnemar(8, 32))
     assert claims.loc[("cost", "sink"), "verdict"] == "holds"
     assert claims.loc[("cost", "other"), "verdict"] == "cannot tell"
     assert claims.loc[("cost", "other"), "high"] == pytest.approx(1.959964**2 / (80 + 1.959964**2), rel=1e-5)
     assert claims.loc[("cost", "other"), "where"] == "where it is not a sink"
     data["base"] = ("prompt", np.zeros(80))
     nothing_to_lose = Necessity().tables({"planted": data})["claims"].set_index(["measure", "part"])
-    assert nothing_to_lose.loc["cost", "verdict"].tolist() == ["not measured"] * 3
+    assert nothing_to_lose.loc["cost", "verdict"].tolist() == ["not measured"] * 6

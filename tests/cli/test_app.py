@@ -236,7 +236,21 @@ def options_of(command):
 
 @pytest.mark.parametrize(
     "command",
-    ["demo", "trace", "lab", "analyse", "evaluate", "score", "likelihood", "table", "hooks", "models", "train"],
+    [
+        "demo",
+        "trace",
+        "lab",
+        "analyse",
+        "evaluate",
+        "score",
+        "likelihood",
+        "table",
+        "hooks",
+        "models",
+        "train",
+        "plan",
+        "verify",
+    ],
 )
 def test_help_names_the_default_of_every_option(command):
     for option in options_of(command):

@@ -242,6 +242,26 @@ def test_seeds_are_summarised_over_all_models(tmp_path, capsys):
     assert set(each.index) <= set(table["measure"])
 
 
+def test_groups_are_read_from_a_column_of_the_prompts(tmp_path, capsys):
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text, "author": text[0]}) + "\n" for text in ("Ann", "Abe", "Bo")))
+    call = [
+        "analyse",
+        "layers",
+        "tiny-llama",
+        "--prompts",
+        str(file),
+        "--gen-length",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main([*call, "--group", "author"]) == 0
+    assert json.loads((tmp_path / "out" / "layers.json").read_text())["groups"] == {"A": 2, "B": 1}
+    assert main([*call[:3], "--group", "author"]) == 1
+    assert "--group names a key of the lines of a file" in capsys.readouterr().err
+
+
 def test_one_seed_has_no_summary_over_seeds(capsys):
     assert main(["analyse", "layers", "tiny-llama", "--seeds"]) == 1
     assert "--seeds compares training runs of one recipe; give at least two models" in capsys.readouterr().err
@@ -257,3 +277,34 @@ def test_a_study_of_runs_as_they_are_runs_under_a_policy_and_others_refuse_it(tm
     capsys.readouterr()
     assert main(["analyse", "heads", *call, "--out", str(tmp_path / "heads")]) == 1
     assert "the study heads compares exact steps, so it takes no cache policy" in capsys.readouterr().err
+
+
+def own(tmp_path, *lines):
+    (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    return ["--prompts", str(tmp_path / "mine.jsonl"), "--gen-length", "4", "--out", str(tmp_path / "out")]
+
+
+def test_content_is_given_the_answers_to_own_prompts(tmp_path, capsys, monkeypatch):
+    """Answers under either key reach the study, as texts."""
+    from sinklens.analyses.content import Content
+
+    seen = {}
+
+    def run(self, models, prompts, out, progress):
+        seen.update(answers=self.answers, prompts=prompts)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Content, "run", run)
+    lines = [{"prompt": "Mine?", "answer": "Yes #### 3"}, {"prompt": "Other?", "answer": 4}]
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        main(["analyse", "content", "tiny-llama", *own(tmp_path, *lines)])
+    assert seen == {"answers": {"Mine?": "Yes #### 3", "Other?": "4"}, "prompts": ["Mine?", "Other?"]}
+
+
+def test_a_study_of_right_answers_says_what_a_file_lacks(tmp_path, capsys):
+    assert main(["analyse", "content", "tiny-llama", *own(tmp_path, {"prompt": "Mine?"})]) == 1
+    said = capsys.readouterr().err
+    assert "the study content counts answers lost, and 1 of 1 prompts in " in said
+    assert '{"prompt": "Question: ...", "expected": "42"} in a .jsonl file; prompts must be texts.' in said
+    assert main(["analyse", "windows", "tiny-llama", *own(tmp_path, {"prompt": "Mine?"})]) == 0
+    assert "Where right answers are counted, they are left out." in capsys.readouterr().err

@@ -3,13 +3,18 @@
 What an experiment does not offer is in `REFUSED`, with the words of the error; every other combination must work.
 """
 
+import shutil
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
+from layouts import change_config, write_family
 
 import sinklens
+from sinklens.checkpoints.files import find_checkpoint
 from sinklens.errors import SinklensError
 from sinklens.experiments import (
     LogitLens,
@@ -43,6 +48,7 @@ KINDS = {
     "tiny-mmada": [SHORT, POLICY],
     "tiny-llada-moe": [SHORT, POLICY],
     "tiny-sdar": [{"gen_length": 16}, {"gen_length": 16, "use_cache": True}],
+    "sdar-moe": [{"gen_length": 16}, {"gen_length": 16, "use_cache": True}],
     "tiny-canvas": [SLOW],
     "tiny-llama": [SHORT, SHORT | {"use_cache": False}],
 }
@@ -88,14 +94,29 @@ def traits(name, settings):
     """What decides whether an experiment can be made."""
     found = {"tiny-llama": {"autoregressive"}, "tiny-canvas": {"canvas"}}.get(name, set())
     found |= {"policy"} if "cache" in settings else set()
-    return found | ({"cached blocks"} if settings.get("use_cache") and name == "tiny-sdar" else set())
+    return found | (
+        {"cached blocks"} if settings.get("use_cache") and name.startswith(("tiny-sdar", "sdar")) else set()
+    )
+
+
+def model_of(name):
+    """A shipped name; or for SDAR with experts, which does not ship, a model with random weights that reads text."""
+    if name != "sdar-moe":
+        return name
+    with TemporaryDirectory() as place:
+        sizes = {"vocab_size": 643, "num_hidden_layers": 4, "max_position_embeddings": 128, "mlp_only_layers": []}
+        write_family(Path(place), name, **sizes)
+        for file in find_checkpoint("tiny-sdar", None).glob("tokenizer*"):
+            shutil.copy(file, place)
+        return sinklens.load(change_config(Path(place), mask_token_id=1, bos_token_id=2, eos_token_id=0))
 
 
 @cache
 def made(case):
     """The run of the shorter prompt alone, and that of both, in which it is padded."""
     name, settings = CASES[case]
-    return [sinklens.generate(name, prompts, progress=False, **settings) for prompts in (FEW, [FEW, MANY])]
+    model = model_of(name)
+    return [sinklens.generate(model, prompts, progress=False, **settings) for prompts in (FEW, [FEW, MANY])]
 
 
 def pads(run):

@@ -6,7 +6,7 @@ import pytest
 
 from sinklens.errors import SinklensError, TaskError
 from sinklens.tasks import find_task
-from sinklens.tasks.prompts import IdSample, Prompts, read_prompts
+from sinklens.tasks.prompts import IdSample, Prompts, read_answers, read_prompts
 
 
 def test_prompts_are_read_from_text_and_from_json_lines(tmp_path):
@@ -121,3 +121,27 @@ def test_the_task_needs_an_existing_json_lines_file(tmp_path):
         write(tmp_path / "a.txt", {"prompt": [2], "expected": [1]}).samples()
     with pytest.raises(SinklensError, match=r"could not read prompts from .*no.jsonl"):
         Prompts(tmp_path / "no.jsonl").samples()
+
+
+def test_answers_are_read_beside_prompts_and_must_be_complete(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        '{"prompt": "one", "expected": "1"}\n{"question": "two", "answer": 2}\n{"prompt": [2, 3], "expected": [4]}\n'
+    )
+    assert read_answers(file) == {"one": "1", "two": "2"}
+    assert read_answers(file, 1) == {"one": "1"}
+    file.write_text('{"prompt": "one"}\n')
+    assert read_answers(file) == {}
+    (tmp_path / "a.txt").write_text("one")
+    assert read_answers(tmp_path / "a.txt") == {}
+    for lines, message in (
+        ('{"prompt": "one", "expected": "1"}\n{"prompt": "two"}', r"line 2: no 'expected' or 'answer', which other"),
+        ('{"prompt": "one", "expected": true}', r"line 1: the answer is true; give a text or a number"),
+        (
+            '{"prompt": "one", "expected": "1"}\n{"prompt": "one", "answer": "2"}',
+            r"line 2: another line expects another",
+        ),
+    ):
+        file.write_text(lines)
+        with pytest.raises(SinklensError, match=message):
+            read_answers(file)

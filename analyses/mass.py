@@ -1,0 +1,174 @@
+"""Control keys that are no sinks and receive as much attention as the masked ones, and the attention that masks remove.
+
+A sink receives more attention than other keys by definition, so masking sinks removes more of it than masking as many
+random keys. Whether a key matters *because* it is a sink can be asked only at equal attention. `matched` draws random
+keys that are no sinks, over all heads of a layer, until they receive together what the masked keys of that layer and
+step receive (one head has too few: its other keys share what its sink leaves over). The draw is made once for each
+prompt, so control keys last, as sinks do.
+
+A mask at step t hides the keys that the scores of step t − 1 choose. *Removed* is the share of all attention that these
+keys receive at step t in the run with nothing masked. In an autoregressive model that is the attention of the newest
+query (`newest_rows`), from which alone keys are hidden.
+
+Limitation: the mass is matched in the unchanged run. A masked key's attention goes to the remaining keys of its head,
+and the runs differ from then on. Where sinks hold more than half of a layer's attention, no control holds as much:
+compare ``removed`` of both.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinklens.analyses.intervals import interval_table
+from sinklens.interventions import MaskSinks
+from sinklens.interventions.controls import Pick
+from sinklens.runs.intervention import layer_of
+from sinklens.sinks import SinkTrack
+from sinklens.sinks.strongest import Marked
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.analyses.study import Study
+    from sinklens.hooks.points import Point
+    from sinklens.model import Model
+    from sinklens.model.prompts import SinglePrompt
+    from sinklens.sampling.settings import Settings
+
+SAME_MASS: Pick = "same_mass"
+MEANING = "random keys that are no sinks, with as much attention"
+REMOVED = "share of all attention that the masked keys receive in the unchanged run"
+
+
+def acting(track: SinkTrack) -> Float[xr.DataArray, "batch step layer head pos"]:
+    """What keys receive at the step that masks them: entry t − 1 holds the scores of step t; NaN at the end."""
+    score = track.scores()
+    return score.copy(data=score.transpose("batch", "step", ...).shift(step=-1).to_numpy())
+
+
+def removed(
+    keys: Bool[xr.DataArray, "batch step layer head pos"], mass: Float[xr.DataArray, "batch step layer head pos"]
+) -> Float[np.ndarray, " batch"]:
+    """Share of the attention of all steps, layers and heads that `keys` receive; NaN for a run of one step.
+
+    Args:
+        keys: the keys by the step whose scores choose them.
+        mass: `acting` of the track with the attention that counts.
+    """
+    over = ("step", "layer", "head", "pos")
+    total = mass.sum(over)
+    return (mass.where(keys).sum(over) / total.where(total > 0)).to_numpy()
+
+
+def matched(
+    track: SinkTrack,
+    treated: Bool[xr.DataArray, "batch step layer head pos"],
+    allowed: Bool[xr.DataArray, "batch step layer head pos"],
+    mass: Float[xr.DataArray, "batch step layer head pos"],
+    seed: int = 0,
+) -> Bool[xr.DataArray, "batch step layer head pos"]:
+    """Random keys of `allowed`, none of `treated`, with the mass of `treated` in every step and layer.
+
+    The keys of a layer are taken in one random order, the same at every step, as long as taking the next brings the sum
+    of their mass nearer to that of `treated`; all of them where they have less.
+
+    Args:
+        treated, allowed: keys by the step whose scores choose them.
+        mass: `acting` of the track with the attention that counts.
+        seed: seed of the order, which depends on it and on the prompt alone.
+    """
+    free = (allowed & ~treated).to_numpy()
+    shape = free.shape
+    sizes = np.nan_to_num(mass.transpose(*treated.dims).to_numpy())
+    wanted = (sizes * treated.to_numpy()).sum(axis=(-2, -1))[..., None]  # [batch, step, layer, 1]
+    order = np.stack([_order(track, row, shape[2:], seed) for row in range(shape[0])])[
+        :, None
+    ]  # [batch, 1, layer, key]
+    order = np.broadcast_to(order, (*shape[:3], order.shape[-1]))
+    of_layer = np.take_along_axis((sizes * free).reshape(order.shape), order, axis=-1)
+    nearer = of_layer.cumsum(axis=-1) - of_layer / 2 <= wanted  # half of the next key still fits
+    taken = np.zeros(order.shape, dtype=bool)
+    np.put_along_axis(taken, order, nearer & (wanted > 0), axis=-1)
+    return treated.copy(data=taken.reshape(shape) & free)
+
+
+def _order(track: SinkTrack, row: int, sizes: Sequence[int], seed: int) -> np.ndarray:
+    """A random order of the keys of all heads of each layer, [layer, head · pos]."""
+    layers, heads, length = sizes
+    first = track.data["token_id"].isel(batch=row, step=0).to_numpy()
+    digest = hashlib.sha256(repr(first.tolist()).encode()).digest()
+    rng = np.random.default_rng([seed, int.from_bytes(digest[:8], "little")])
+    return rng.random((layers, heads * length)).argsort(axis=-1)
+
+
+def attended(
+    study: "Study", model: "Model", prompt: "SinglePrompt", settings: "Settings", track: SinkTrack
+) -> Float[xr.DataArray, "batch step layer head pos"]:
+    """`acting` of the attention that a mask removes: column sums, or the newest query's in an autoregressive model."""
+    return acting(newest_rows(study, model, prompt, settings) if track.causal else track)
+
+
+def with_same_mass(
+    track: SinkTrack,
+    treated: Mapping[str, Bool[xr.DataArray, "batch step layer head pos"]],
+    sinks: Bool[xr.DataArray, "batch step layer head pos"],
+    mass: Float[xr.DataArray, "batch step layer head pos"],
+    seed: int = 0,
+) -> SinkTrack:
+    """`track` with the keys of each entry, and under ``"NAME same_mass"`` their `matched` keys that are no sinks."""
+    exists = track.scores().notnull() & ~sinks
+    keys = {name: found.transpose(*exists.dims) for name, found in treated.items()}
+    controls = {f"{name} {SAME_MASS}": matched(track, found, exists, mass, seed) for name, found in keys.items()}
+    return SinkTrack(track.data.assign({**keys, **controls}))
+
+
+def masks(track: SinkTrack, name: str, seed: int = 0, **more: Any) -> dict[str, MaskSinks]:
+    """Masks of the keys ``name`` of a track by `with_same_mass`, of as many weaker random keys, and of as much mass."""
+    shared: dict[str, Any] = {"top_k": None, "source": track, "seed": seed, **more}
+    return {
+        "strongest": MaskSinks(**shared, detector=Marked(name)),
+        "random": MaskSinks(**shared, detector=Marked(name), pick="random", persistent=True),
+        SAME_MASS: MaskSinks(**shared, detector=Marked(f"{name} {SAME_MASS}")),
+    }
+
+
+def curve(
+    measured: Mapping[str, xr.Dataset],
+    cost: str,
+    removal: str,
+    seed: int = 0,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
+) -> "DataFrame":
+    """Cost against attention removed: rows of `interval_table` for `cost`, with the mean of `removal` as ``removed``.
+
+    Args:
+        cost, removal: variables with the same axes.
+    """
+    table = interval_table(measured, [cost], seed, ranges)
+    means = interval_table(measured, [removal], seed)
+    labels = [name for name in table if name not in ("measure", "estimate", "low", "high", "prompts")]
+    means = means[[*labels, "estimate"]].rename(columns={"estimate": "removed"})
+    found = table.merge(means, on=labels, how="left", validate="one_to_one")
+    return found[found["removed"].notna()].reset_index(drop=True)
+
+
+def newest_rows(study: "Study", model: "Model", prompt: "SinglePrompt", settings: "Settings") -> SinkTrack:
+    """The track of an autoregressive run whose scores are the newest query's attention times the number of keys."""
+    seen: dict[tuple[int, int], Tensor] = {}
+
+    def keep(pattern: Float[Tensor, "batch head query key"], hook: "Point") -> None:
+        seen[int(hook.step or 0), layer_of(hook)] = pattern[:, :, -1] * pattern.shape[-1]
+
+    hooks = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in range(model.cfg.n_layers)]
+    track = study.generate(model, [prompt], settings, hooks=hooks).run.sinks
+    assert track is not None
+    score = torch.full(tuple(track.data["score"].shape), torch.nan)
+    for (step, layer), row in seen.items():
+        score[:, step, layer, :, : row.shape[-1]] = row.float().cpu()
+    return SinkTrack(track.data.assign(score=(track.data["score"].dims, score.numpy())))

@@ -1,0 +1,228 @@
+"""Plans of tests: a claim, how it is tested and what would matter, written down before anything is measured.
+
+A plan is a file in YAML, TOML or JSON:
+
+    claim: masking digits that are sinks costs more than masking as much attention elsewhere
+    model: tiny-dream
+    contrast: {mask: sinks, kind: digit, against: same_mass}
+    detector: {epsilon: 3}
+    measure: cost
+    n: 100
+    of_interest: 0.1
+
+Everything in it is checked when it is read. `Plan.identity` holds all of it, with hashes of the prompts and answers. It
+is stored under its hash before the first run (tested.py), and a plan that has changed since is refused.
+
+Limitation: a plan does not say what its author had already seen of these prompts.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from sinklens.errors import SettingError, nearest
+from sinklens.sinks.strongest import KIND_NAMES, NOT
+from sinklens.tasks.prompts import read_answers, read_prompts
+from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out, template_of
+
+Against = Literal["same_mass", "random", "same_kind", "nearest", "nothing"]
+Measure = Literal["cost", "changed", "kl"]
+REQUIRED = ("claim", "model", "contrast", "n", "of_interest")
+PARTS: dict[str, dict[str, Any]] = {
+    "contrast": {"mask": "sinks", "kind": "any", "against": "same_mass"},
+    "detector": {"epsilon": 3.0},
+    "expect": {"against": 0.05, "spread": 1.0, "between": 0.1},
+}
+"""The parts of a plan that have keys of their own, with their defaults."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A test of one claim: that masking keys changes a measure more than masking control keys does.
+
+    Attributes:
+        claim: one plain sentence.
+        model: shipped name, hub name or folder.
+        mask: the keys of the unchanged run that are masked: "sinks", or "others", all that are none.
+        kind: of these, only tokens of a kind, such as "digit" or "not digit"; "any" for all.
+        against: the control, of `Against`.
+        epsilon: a key is a sink if its column sum is more than this above the mean of the others.
+        measure: "cost" (right answers lost), "changed" (answers that change) or "kl" (KL divergence under replay, as a
+            ratio).
+        n: number of prompts.
+        of_interest: the smallest difference of interest, a share of the prompts; for "kl" a ratio above 1.
+        group: what prompts share: "template" of the shipped problems, or a key of each line of `prompts`. The claim is
+            then about further groups, and groups are compared instead of prompts. "" for none.
+        prompts: a file of prompts; "" for the shipped held-out problems.
+        seeds: further training runs of the recipe. The claim is then about the recipe, and runs are compared.
+        seed: seed of the runs and of random keys.
+        settings: sampler settings.
+        expect: for the power beforehand: ``against``, the share of prompts that change the other way; ``spread``, the
+            standard deviation of the logarithm of a ratio; ``between``, that of the differences between groups or runs.
+    """
+
+    claim: str
+    model: str
+    n: int
+    of_interest: float
+    mask: str = "sinks"
+    kind: str = "any"
+    against: str = "same_mass"
+    epsilon: float = 3.0
+    measure: str = "cost"
+    group: str = ""
+    prompts: str = ""
+    seeds: tuple[str, ...] = ()
+    seed: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    expect: dict[str, float] = field(default_factory=lambda: dict(PARTS["expect"]))
+
+    def __post_init__(self) -> None:
+        _one_of("contrast.mask", self.mask, ("sinks", "others"))
+        _one_of("contrast.kind", self.kind.removeprefix(NOT), ("any", *KIND_NAMES))
+        _one_of("contrast.against", self.against, get_args(Against))
+        _one_of("measure", self.measure, get_args(Measure))
+        if self.n < 2:
+            raise SettingError(f"n is {self.n}; a test needs at least 2 prompts.")
+        if self.epsilon <= 0:
+            raise SettingError(f"detector.epsilon is {self.epsilon}; give a column sum above 0, such as 3.")
+        if self.measure == "kl" and self.against == "nothing":
+            raise SettingError("measure: kl compares two masks as a ratio; give contrast.against a control.")
+        possible = self.of_interest > 1 if self.measure == "kl" else 0 < self.of_interest < 1
+        if not possible:
+            form = "a ratio above 1, such as 1.5" if self.measure == "kl" else "a share of prompts, such as 0.1"
+            raise SettingError(f"of_interest is {self.of_interest}; with measure: {self.measure} it is {form}.")
+        if self.group and not self.prompts and self.group != "template":
+            raise SettingError(f"the shipped problems have the group 'template'; got {self.group!r}.")
+
+    def texts(self) -> list[Any]:
+        """The first `n` prompts.
+
+        Raises:
+            SettingError: there are fewer.
+        """
+        found = read_prompts(self.prompts) if self.prompts else [one.prompt for one in held_out(HELD_OUT_SIZE)]
+        if len(found) < self.n:
+            where = self.prompts or "the held-out problems"
+            raise SettingError(f"n is {self.n}, and {where} has {len(found)} prompts; give at most that many.")
+        return found[: self.n]
+
+    def answers(self) -> dict[str, str]:
+        """The expected answers of the file of prompts."""
+        return read_answers(self.prompts, self.n) if self.prompts else {}
+
+    def groups(self) -> list[str]:
+        """The group of every prompt; empty without groups.
+
+        Raises:
+            SettingError: a line has no such key, or there is one group only.
+        """
+        if not self.group:
+            return []
+        if not self.prompts:
+            found = [str(template_of(prompt)) for prompt in self.texts()]
+        else:
+            lines = [line for line in Path(self.prompts).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+            entries = [json.loads(line) for line in lines[: self.n]] if self.prompts.endswith(".jsonl") else []
+            if not entries or any(self.group not in entry for entry in entries):
+                raise SettingError(
+                    f"group: {self.group} has to be a key of every line of {self.prompts}, a .jsonl file."
+                )
+            found = [str(entry[self.group]) for entry in entries]
+        if len(set(found)) < 2:
+            raise SettingError(f"all prompts are of one group ({found[0]}); leave group out, or give other prompts.")
+        return found
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that the plan determines, as plain JSON values, with a hash of each prompt."""
+        prompts = [hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16] for prompt in self.texts()]
+        answers = hashlib.sha256(json.dumps(self.answers(), sort_keys=True).encode()).hexdigest()
+        found = {**asdict(self), "prompts": prompts, "answers_sha256": answers, "groups": self.groups()}
+        return dict(json.loads(json.dumps(found)))
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read a plan from a file (.yaml, .yml, .toml or .json).
+
+    Raises:
+        SettingError: the file cannot be read, or a key or a value (named in the error) is unknown, missing or wrong.
+    """
+    given = _parsed(Path(path))
+    known = [entry.name for entry in fields(Plan) if entry.name not in PARTS["contrast"] | PARTS["detector"]]
+    _known_keys("", given, [*known, *PARTS])
+    missing = [name for name in REQUIRED if name not in given]
+    if missing:
+        raise SettingError(f"{path} has no {', '.join(missing)}; a plan needs {', '.join(REQUIRED)}.")
+    parts = {name: {**defaults, **_part(name, given, defaults)} for name, defaults in PARTS.items()}
+    values = {name: value for name, value in given.items() if name not in PARTS}
+    values |= parts["contrast"] | parts["detector"] | {"expect": parts["expect"]}
+    for entry in fields(Plan):
+        if entry.name in values:
+            values[entry.name] = _typed(entry.name, entry.type, values[entry.name])
+    plan = Plan(**values)
+    if plan.prompts and not Path(plan.prompts).is_absolute():
+        beside = Path(path).parent / plan.prompts
+        plan = Plan(**{**values, "prompts": str(beside)})
+    return plan
+
+
+def _parsed(path: Path) -> Mapping[str, Any]:
+    """What a file holds; YAML is a superset of JSON."""
+    import tomllib
+
+    import yaml
+
+    if path.suffix not in (".yaml", ".yml", ".toml", ".json"):
+        raise SettingError(f"{path} is not a plan; give a .yaml, .toml or .json file.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise SettingError(f"could not read the plan {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise SettingError(f"{path} holds no keys; a plan needs {', '.join(REQUIRED)}.")
+    return found
+
+
+def _part(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of a plan with keys of its own."""
+    found = given.get(name, {})
+    if not isinstance(found, dict):
+        raise SettingError(f"{name} is {found!r}; write keys such as {name}: {json.dumps(defaults)}.")
+    _known_keys(f"{name}.", found, list(defaults))
+    kinds = {key: type(value).__name__ for key, value in defaults.items()}
+    return {key: _typed(f"{name}.{key}", kinds[key], value) for key, value in found.items()}
+
+
+def _known_keys(before: str, given: Mapping[str, Any], known: list[str]) -> None:
+    for key in given:
+        if key not in known:
+            raise SettingError(f"a plan has no {before}{key}; known: {', '.join(known)}.{nearest(str(key), known)}")
+
+
+def _typed(name: str, kind: Any, value: Any) -> Any:
+    """`value` as its type; whole numbers are also numbers."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    text = str(kind)
+    if text.startswith("tuple") or "tuple" in text:
+        if isinstance(value, list) and all(isinstance(one, str) for one in value):
+            return tuple(value)
+        raise SettingError(f"{name} is {value!r}; give a list of names or folders.")
+    if "dict" in text:
+        if isinstance(value, dict):
+            return value
+        raise SettingError(f"{name} is {value!r}; give keys and values.")
+    fits = {"int": number and value == int(value), "float": number, "str": isinstance(value, str)}
+    plain = next(key for key in fits if key in text)
+    if not fits[plain]:
+        forms = {"int": "a whole number", "float": "a number", "str": "a text"}
+        raise SettingError(f"{name} is {value!r}; give {forms[plain]}.")
+    return {"int": int, "float": float, "str": str}[plain](value)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise SettingError(f"{name} is {value!r}; known: {', '.join(known)}.{nearest(value, known)}")

@@ -1,0 +1,115 @@
+"""Power against simulations, the smallest effect shown, and equivalence."""
+
+import math
+
+import numpy as np
+import pandas
+import pytest
+import xarray as xr
+
+from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.power import (
+    equivalence_power,
+    equivalent_p,
+    mean_power,
+    paired_power,
+    smallest_mean,
+    smallest_paired,
+    smallest_shown,
+)
+from sinklens.errors import SettingError
+from sinklens.evaluation.statistics import mcnemar
+
+
+def test_a_true_loss_of_a_tenth_is_rarely_found_with_50_prompts_and_20_claims():
+    assert paired_power(0.1, 50, 0.05 / 20) == pytest.approx(0.0245, abs=1e-4)
+    assert smallest_paired(50, 0.05 / 20) == pytest.approx(0.2415, abs=1e-3)
+
+
+@pytest.mark.parametrize(("effect", "number", "against"), [(0.2, 40, 0.0), (0.15, 60, 0.05), (0.0, 50, 0.1)])
+def test_power_is_the_share_of_simulated_studies_that_mcnemars_test_finds(effect, number, against):
+    draws = np.random.default_rng(3).multinomial(
+        number, [effect + against, 1 - effect - 2 * against, against], size=4000
+    )
+    distinct, of = np.unique(draws, axis=0, return_inverse=True)
+    found = np.array([mcnemar(int(lost), int(gained)) <= 0.01 for lost, _, gained in distinct])[of.ravel()]
+    assert paired_power(effect, number, 0.01, against) == pytest.approx(found.mean(), abs=0.025)
+
+
+def test_the_smallest_effect_is_found_in_four_of_five_studies():
+    found = smallest_paired(80, 0.05, 0.05)
+    assert paired_power(found, 80, 0.05, 0.05) == pytest.approx(0.8, abs=0.01)
+    assert smallest_paired(5, 0.05 / 20) == math.inf
+    values = np.random.default_rng(0).normal(smallest_mean(60, 2.0, 0.05), 2.0, size=(4000, 60))
+    t = values.mean(1) / values.std(1, ddof=1) * math.sqrt(60)
+    assert (abs(t) > 1.96).mean() == pytest.approx(0.8, abs=0.03)
+    assert mean_power(smallest_mean(60, 2.0, 0.05), 60, 2.0) == pytest.approx(0.8, abs=0.005)
+    assert smallest_mean(4, 1.0, 0.05) == math.inf  # random signs of 4 prompts give p values from 1 / 8
+
+
+def test_without_a_spread_nothing_is_known_and_a_threshold_needs_more_than_the_null_leaves():
+    assert math.isnan(smallest_shown(50, 0.05))
+    assert math.isnan(smallest_shown(1, 0.05, spread=1.0))
+    assert smallest_shown(100, 0.05, against=0.0, spread=0.0, null=0.05) == pytest.approx(
+        2.8016 * 0.21794 / 10, rel=1e-3
+    )
+
+
+def test_impossible_shares_are_refused():
+    with pytest.raises(SettingError, match=r"got 50 prompts, level 0.05, 0.900 lost and 0.200 gained"):
+        paired_power(0.7, 50, 0.05, 0.2)
+
+
+@pytest.mark.parametrize("differing", [0.0, 0.04])
+def test_a_difference_at_the_smallest_of_interest_is_rarely_called_equivalent(differing):
+    """Error rate by simulation: the true difference is exactly the smallest one of interest."""
+    chances = [0.05 + differing / 2, 0.95 - differing, differing / 2]
+    lost, _, gained = np.random.default_rng(5).multinomial(300, chances, size=2000).T
+    assert (equivalent_p(lost, gained, 300, 0.05) <= 0.05).mean() <= 0.07
+
+
+def test_no_difference_is_found_equivalent_with_enough_prompts_only():
+    assert equivalence_power(40, 0.05, 0.0) == 0.0
+    assert equivalence_power(200, 0.05, 0.0) == 1.0
+    lost, _, gained = np.random.default_rng(7).multinomial(200, [0.02, 0.96, 0.02], size=2000).T
+    simulated = (equivalent_p(lost, gained, 200, 0.05) <= 0.05).mean()
+    assert equivalence_power(200, 0.05, 0.04) == pytest.approx(simulated, abs=0.03)
+
+
+def verdicts(lost, gained, number):
+    values = np.zeros(number)
+    values[:lost], values[lost : lost + gained] = 1, -1
+    table = interval_table({"planted": xr.Dataset({"cost": ("prompt", values)})}, ["cost"], null=0.0)
+    return judged(table).iloc[0]
+
+
+@pytest.mark.parametrize(
+    ("lost", "gained", "number", "verdict", "why"),
+    [
+        (30, 2, 100, "holds", ""),
+        (0, 0, 200, "equivalent", ""),
+        (0, 0, 20, "cannot tell", "too few prompts: they show differences from 0.37, and 0.05 is of interest"),
+        (0, 0, 4, "cannot tell", "too few prompts: they show no difference, and 0.05 is of interest"),
+        (9, 1, 400, "holds", ""),
+        (21, 10, 400, "cannot tell", "not the number of prompts: they show differences from 0.04"),
+    ],
+)
+def test_a_table_says_whether_the_number_of_prompts_is_why(lost, gained, number, verdict, why):
+    row = verdicts(lost, gained, number)
+    assert (row["verdict"], row["why"]) == (verdict, why)
+
+
+def test_the_smallest_effect_shown_grows_with_the_number_of_claims():
+    values = xr.Dataset({"cost": (("prompt", "part"), np.zeros((50, 20)))})
+    many, one = (interval_table({"planted": data}, ["cost"], null=0.0) for data in (values, values.isel(part=[0])))
+    assert judged(many)["shown"].iloc[0] == pytest.approx(smallest_paired(50, 0.05 / 20))
+    assert judged(one)["shown"].iloc[0] == pytest.approx(smallest_paired(50, 0.05))
+
+
+def test_a_table_without_outcomes_has_no_reason():
+    table = pandas.DataFrame(
+        {"model": ["a"], "estimate": [0.1], "low": [-0.1], "high": [0.3], "prompts": [30], "p": [0.3], "spread": [0.5]}
+    )
+    row = judged(table).iloc[0]
+    assert (row["verdict"], row["why"]) == ("cannot tell", "")
+    assert row["shown"] == pytest.approx(smallest_mean(30, 0.5, 0.05))

@@ -1,0 +1,251 @@
+"""`sinklens test`: planted claims (true, equivalent, underpowered), stored plans, counted tests, resumption."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from sinklens.analyses import claim
+from sinklens.analyses.claim import PICKS, Claim, Found, decided, in_units, planned_power, t_power, verdict
+from sinklens.analyses.intervals import outcomes
+from sinklens.analyses.plan import Plan, read_plan
+from sinklens.analyses.tested import begin, finish, sharing
+from sinklens.cli import main
+from sinklens.errors import SettingError
+from sinklens.evaluation.ledger import LedgerRun
+from sinklens.tasks.word_problems import held_out
+
+PLAN = """
+claim: masking sinks costs more than masking as much attention elsewhere
+model: tiny-llada
+contrast: {mask: sinks, against: same_mass}
+measure: cost
+n: %(n)d
+of_interest: 0.1
+"""
+
+
+def planted(lost, control=0.0):
+    """A `measure` in which masking the keys of the plan loses a share of the answers, and a control another share."""
+    calls = []
+
+    def measure(self, model, prompts, settings):
+        (prompt,) = prompts
+        calls.append(prompt)
+        place = [problem.prompt for problem in held_out()].index(prompt)
+        spread = place * 0.618034 % 1.0
+        values = np.zeros(len(PICKS))
+        values[0] = float(spread < lost)
+        values[1:-1] = float(1 - spread < control)
+        names = ("cost", "changed", "right", "removed")
+        data = xr.Dataset(dict.fromkeys(names, ("pick", values)), {"pick": [*PICKS]})
+        return data.assign(kl=("pick", np.exp(values))).assign(base=1.0, keys=9.0).expand_dims("prompt")
+
+    return measure, calls
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run a plan with planted measurements; returns what was printed."""
+
+    def test(lost, n, *, out="out", control=0.0, text=PLAN, options=()):
+        (tmp_path / f"{out}.yaml").write_text(text % {"n": n})
+        measure, calls = planted(lost, control)
+        monkeypatch.setattr(Claim, "measure", measure)
+        call = ["test", str(tmp_path / f"{out}.yaml"), "--out", str(tmp_path / out), "--tests", str(tmp_path / "tests")]
+        code = main([*call, *options])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err, calls
+
+    return test
+
+
+@pytest.mark.parametrize(
+    ("lost", "n", "said"),
+    [(0.4, 60, "holds"), (0.0, 120, "equivalent"), (0.1, 20, "cannot tell")],
+)
+def test_planted_claims_get_their_verdicts(run, tmp_path, lost, n, said):
+    code, printed, calls = run(lost, n)
+    assert (code, len(calls)) == (0, n)
+    assert f"# {said}: masking sinks costs more" in printed
+    assert (tmp_path / "out" / "test-report.md").read_text().startswith(f"# {said}: ")
+    assert ("there are too few of them." in printed) == (said == "cannot tell")
+    assert "Against every control" in printed
+    assert printed.index("Power beforehand") < printed.index("is stored in") < printed.index("# ")
+
+
+def test_a_changed_plan_is_refused_after_the_first_run_and_the_first_one_resumes(run, tmp_path):
+    assert run(0.4, 8)[0] == 0
+    code, printed, calls = run(0.4, 9)
+    assert (code, calls) == (1, [])
+    assert (
+        "was begun with another plan; changed since: n, prompts. A plan cannot change after its first run." in printed
+    )
+    code, printed, calls = run(0.4, 8)
+    assert (code, calls) == (0, [])  # nothing is measured twice
+    stored = json.loads((tmp_path / "out" / "plan.json").read_text())
+    (counted,) = LedgerRun.all(tmp_path / "tests")
+    assert stored["name"] == counted.name
+
+
+def stopped(call):
+    """The exit code of an interrupted command."""
+    try:
+        return main(call)
+    except SystemExit as error:
+        return error.code
+
+
+def test_an_interrupted_test_resumes(run, tmp_path, monkeypatch):
+    measure, calls = planted(0.4)
+
+    def interrupted(self, model, prompts, settings):
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measure(self, model, prompts, settings)
+
+    (tmp_path / "out.yaml").write_text(PLAN % {"n": 6})
+    monkeypatch.setattr(Claim, "measure", interrupted)
+    call = ["test", str(tmp_path / "out.yaml"), "--out", str(tmp_path / "out"), "--tests", str(tmp_path / "tests")]
+    assert stopped(call) == 130
+    assert len(calls) == 3
+    assert len(LedgerRun.all(tmp_path / "tests")) == 1  # counted, though it has no result
+    code, _, rest = run(0.4, 6)
+    assert (code, len(rest)) == (0, 3)
+
+
+def test_every_test_on_a_prompt_is_counted_whatever_its_folder(run):
+    printed = [run(lost, n, out=f"out-{n}")[1] for lost, n in ((0.4, 40), (0.0, 41), (0.0, 42))]
+    assert [re.search(r"correction for (\d+) tests", text)[1] for text in printed] == ["1", "2", "3"]
+    again = run(0.4, 40, out="out-40")[1]
+    assert "correction for 3 tests" in again
+    p, corrected = (float(part) for part in re.search(r"p (\S+), after .* prompts (\S+);", again).groups())
+    assert corrected == pytest.approx(3 * p, rel=0.05)
+
+
+def test_a_dry_run_prints_the_power_and_stores_nothing(run, tmp_path):
+    code, printed, calls = run(0.4, 100, options=["--dry-run"])
+    assert (code, calls) == (0, [])
+    assert "Power beforehand, at the level of 0.05: " in printed
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "tests").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("claims: two", r"a plan has no claims; known: .* Nearest: claim"),
+        ("contrast: {agains: random}", r"a plan has no contrast.agains; known: mask, kind, against. Nearest: against"),
+        ("contrast: {against: randm}", r"contrast.against is 'randm'; known: same_mass, .* Nearest: random"),
+        ("n: 20.5", r"n is 20.5; give a whole number"),
+        ("n: 501", r"n is 501, and the held-out problems has 500 prompts"),
+        ("of_interest: 2", r"of_interest is 2.0; with measure: cost it is a share of prompts"),
+        ("measure: kl", r"of_interest is 0.1; with measure: kl it is a ratio above 1"),
+        ("detector: 3", r"detector is 3; write keys such as detector: {\"epsilon\": 3.0}"),
+        ("group: author", r"the shipped problems have the group 'template'; got 'author'"),
+        ("seeds: tiny-dream", r"seeds is 'tiny-dream'; give a list of names or folders"),
+    ],
+)
+def test_a_plan_with_a_mistake_is_refused(tmp_path, more, message):
+    key = more.partition(":")[0]
+    lines = [line for line in (PLAN % {"n": 20}).splitlines() if not line.startswith(f"{key}:")]
+    (tmp_path / "plan.yaml").write_text("\n".join([*lines, more]))
+    with pytest.raises(SettingError, match=message):
+        read_plan(tmp_path / "plan.yaml").identity()
+
+
+def test_a_plan_needs_its_keys_and_can_be_toml_or_json(tmp_path):
+    given = {"claim": "c", "model": "tiny-llada", "contrast": {"kind": "digit"}, "n": 4, "of_interest": 0.1}
+    (tmp_path / "plan.json").write_text(json.dumps(given))
+    (tmp_path / "plan.toml").write_text(
+        'claim = "c"\nmodel = "tiny-llada"\nn = 4\nof_interest = 0.1\n[contrast]\nkind = "digit"\n'
+    )
+    assert read_plan(tmp_path / "plan.json") == read_plan(tmp_path / "plan.toml")
+    (tmp_path / "plan.yaml").write_text("claim: c")
+    with pytest.raises(SettingError, match=r"has no model, contrast, n, of_interest; a plan needs claim,"):
+        read_plan(tmp_path / "plan.yaml")
+
+
+def data(values):
+    both = np.stack([values, np.zeros(len(values))], axis=1)
+    return xr.Dataset({"cost": (("prompt", "pick"), both)}, {"pick": ["treated", "same_mass"]})
+
+
+def test_single_prompts_have_the_exact_test_and_the_score_interval():
+    values = np.repeat([1.0, 0.0, -1.0], [12, 46, 2])
+    found = decided(Plan("c", "m", 60, 0.1), {"m": data(values)})
+    interval = outcomes(values, -1, 1)
+    assert (found.estimate, found.low, found.high) == pytest.approx((1 / 6, float(interval.low), float(interval.high)))
+    assert found.p == pytest.approx(0.01293945)
+    assert found.units == 60
+
+
+def test_groups_are_compared_where_the_claim_is_about_further_groups(monkeypatch):
+    """Planted: one of four groups loses everything. Prompts alone would say that the claim holds."""
+    values, groups = np.repeat([1.0, 0.0, 0.0, 0.0], 20), list(np.repeat([*"abcd"], 20))
+    assert in_units([values], groups).tolist() == [1.0, 0.0, 0.0, 0.0]
+    plan = Plan("c", "m", 80, 0.1)
+    single = decided(plan, {"m": data(values)})
+    assert verdict(plan, single, single.p, single.p_equivalent) == "holds"
+    monkeypatch.setattr(Plan, "groups", lambda self: groups)
+    grouped = decided(plan, {"m": data(values)})
+    assert grouped.units == 4
+    assert verdict(plan, grouped, grouped.p, grouped.p_equivalent) == "cannot tell"
+
+
+def test_several_training_runs_are_compared_by_their_means():
+    runs = {name: data(np.repeat([1.0, 0.0], [lost, 20 - lost])) for name, lost in (("a", 10), ("b", 12), ("c", 11))}
+    found = decided(Plan("c", "a", 20, 0.1, seeds=("b", "c")), runs)
+    assert (found.units, found.estimate) == (3, pytest.approx(0.55))
+    assert found.p == pytest.approx(0.0027434, rel=1e-3)
+
+
+@pytest.mark.parametrize(("shift", "expected"), [(0.0, 0.05), (0.8, None)])
+def test_the_power_of_a_t_test_is_that_of_simulated_tests(shift, expected):
+    values = np.random.default_rng(0).normal(shift, 1.0, (4000, 7))
+    t = values.mean(1) / values.std(1, ddof=1) * np.sqrt(7)
+    simulated = (abs(t) > 2.446912).mean()
+    assert t_power(shift, 7, 1.0) == pytest.approx(simulated, abs=0.025)
+    assert expected is None or t_power(shift, 7, 1.0) == pytest.approx(expected, abs=1e-6)
+
+
+def test_planned_power_falls_with_the_number_of_tests():
+    plan = Plan("c", "m", 100, 0.1, expect={"against": 0.0, "spread": 1.0, "between": 0.1})
+    one, many = planned_power(plan, 1), planned_power(plan, 20)
+    assert one["holds"] > many["holds"]
+    assert one["equivalent"] >= many["equivalent"]
+    assert many["shown"] > one["shown"]
+    ratio = planned_power(Plan("c", "m", 50, 1.5, measure="kl"), 1)
+    assert ratio["holds"] == pytest.approx(t_power(np.log(1.5), 50, 1.0))
+
+
+def test_holms_correction_counts_unfinished_tests(tmp_path):
+    plans = [{"claim": name, "prompts": ["x"]} for name in "abc"]
+    runs = [begin(tmp_path, plan, tmp_path / plan["claim"]) for plan in plans]
+    assert finish(runs[0], 0.01, float("nan")) == (3, pytest.approx(0.03), 1.0)
+    assert finish(runs[1], 0.02, 0.5).p == pytest.approx(0.04)
+    assert len(sharing(tmp_path, {"prompts": ["x", "y"]})) == 3
+    assert sharing(tmp_path, {"prompts": ["y"]}) == []
+
+
+def test_a_missing_result_is_no_verdict():
+    nothing = Found(*[float("nan")] * 5, 0, float("inf"))
+    assert verdict(Plan("c", "m", 2, 0.1), nothing, 0.0, 0.0) == "cannot tell"
+
+
+@pytest.mark.extended
+def test_a_real_plan_masks_its_keys_and_every_control(tiny_llada, monkeypatch, tmp_path):
+    plan = Plan("c", "tiny-llada", 2, 0.1, kind="digit")
+    prompts = [problem.prompt for problem in held_out(2)]
+    study = Claim(plan=plan, settings={"gen_length": 6, "steps": 6})
+    found = study.run(tiny_llada, prompts, tmp_path)
+    masks = found.measured["tiny-llada"]
+    assert masks["pick"].values.tolist() == list(PICKS)
+    assert (masks["cost"].sel(pick="nothing") == 0).all()
+    assert (masks["changed"].sel(pick="nothing") == 0).all()
+    assert (masks["removed"].sel(pick="treated") > 0).all()
+    assert (masks["removed"].sel(pick="same_mass") > 0).all()
+    assert (masks["keys"] > 0).all()
+    assert claim.decided(plan, found.measured).units == 2
