@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 STUDIES = {
     "existence": ("existence", "Existence"),
     "dynamics": ("dynamics", "Dynamics"),
+    "edits": ("edits", "Edits"),
     "layers": ("layers", "Layers"),
     "token_types": ("token_types", "TokenTypes"),
     "split": ("split", "Split"),
@@ -28,14 +29,16 @@ STUDIES = {
     "patching": ("patching", "Patching"),
     "windows": ("windows", "Windows"),
     "interaction": ("interaction", "Interaction"),
-    "blocks": ("blocks", "Blocks"),
+    "blocks": ("blocks", "BlockLengths"),
     "budget": ("budget", "Budget"),
     "mechanism": ("mechanism", "Mechanism"),
     "emergence": ("emergence", "Emergence"),
+    "settling": ("settling", "Settling"),
     "features": ("features", "Features"),
     "circuits": ("circuits", "Circuits"),
     "kinds": ("kinds", "Kinds"),
     "caching": ("caching", "Caching"),
+    "modes": ("modes", "Modes"),
 }
 
 

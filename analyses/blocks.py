@@ -51,7 +51,7 @@ MASKED = {"none": "nothing masked", **{kind: f"{name} masked" for kind, name in 
 
 
 @dataclass
-class Blocks(Study):
+class BlockLengths(Study):
     """See the module.
 
     Attributes:

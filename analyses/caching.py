@@ -30,7 +30,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.analyses.answers import each_prompt
-from sinklens.analyses.intervals import interval_table, judged, known_mean
+from sinklens.analyses.intervals import corrected, interval_table, judged, known_mean
+from sinklens.analyses.log_ratios import ratio_rows
 from sinklens.analyses.nulls import rates
 from sinklens.analyses.stale_keys import (
     CHANGES,
@@ -225,14 +226,15 @@ class Caching(Study):
         return xr.Dataset(values, coords=axes)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``costs``, ``ages`` (KL by steps since the keys were computed), ``sets``, ``policies``, ``motion``, and
-        ``claims``: one family per model.
+        """``costs``, ``ages`` (KL by steps since the keys were computed), ``sets``, ``policies``, ``motion``,
+        ``claims``: one family per model; and ``ratios``: `ratio_table`.
         """
         columns = {"costs": list(COSTS), "ages": ["kl_age"], "sets": list(SETS), "motion": list(MOTION)}
         columns["policies"] = [f"policy_{name}" for name in COSTS]
         tables = {name: interval_table(measured, variables, self.seed) for name, variables in columns.items()}
         return {**{name: table[table["estimate"].notna()] for name, table in tables.items()},
-                "claims": judged(interval_table(measured, ["difference"], self.seed, null=0.0))}  # fmt: skip
+                "claims": judged(interval_table(measured, ["difference"], self.seed, null=0.0)),
+                "ratios": ratio_table(measured)}  # fmt: skip
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: KL by keys, a panel per change; ``motion``: changes of the strongest key by policy."""
@@ -276,6 +278,19 @@ def claim_values(data: xr.Dataset) -> xr.DataArray:
     """For each claim a difference that is above 0 if it holds, [claim]."""
     named = dict(_claims(data))
     return xr.DataArray([float(value) for value in named.values()], {"claim": list(named)}, "claim")
+
+
+def ratio_table(measured: Mapping[str, xr.Dataset]) -> "DataFrame":
+    """KL with stale sinks ÷ KL with the stale keys of each control, prompt by prompt (log_ratios.py)."""
+    from pandas import DataFrame
+
+    rows = []
+    for model, data in measured.items():
+        kl = data["kl"].sel(change="stale", layer=EVERYWHERE)
+        for control, name in CONTROLS.items():
+            first, second = (kl.sel(choice=choice).to_numpy() for choice in (TREATED[control], control))
+            rows += ratio_rows(model, f"KL with stale sinks ÷ with stale {name}", first, second)
+    return corrected(DataFrame(rows))
 
 
 def _claims(data: xr.Dataset) -> Iterator[tuple[str, Any]]:

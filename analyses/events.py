@@ -5,7 +5,8 @@
 *Order.* At every step, over the undecided positions: the rank correlation of a position's score (column sum, mean over
 heads, and over layers) with the step that decides it. Below 0, strong keys are decided earlier. Score and step also
 depend on the position, so the correlation is reported crude, with the position held fixed (partial correlation), and
-within strata (between prompts, at the same step and place in the answer).
+within strata (between prompts, at the same step and place in the answer; and within groups of prompts, such as the
+templates of word problems: in another template, the same place has other tokens).
 
 *Jumps.* A head's strongest key jumps at step t if its position differs from step t − 1. The *landing rate* of a
 place is the number of heads that jump to it / the number of heads that could (those that were elsewhere). The *age* of
@@ -32,10 +33,23 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float
 
-from sinklens.analyses.intervals import Interval, interval_rows, interval_table
+from sinklens.analyses.intervals import corrected, interval_rows, interval_table
 from sinklens.analyses.ranks import partial_rank_correlation, rank_correlation, ranks
 from sinklens.analyses.rewriting import CHANGES, WRITTEN, written_over
-from sinklens.analyses.strata import Matched, compare, correlation_within, stratified, two_groups
+from sinklens.analyses.scales import LOG
+from sinklens.analyses.strata import (
+    Groups,
+    Matched,
+    compare,
+    correlation_within,
+    groups_of,
+    labels_of,
+    matched_by,
+    matchings,
+    shaped,
+    stratified,
+    two_groups,
+)
 from sinklens.analyses.study import Study
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
@@ -52,6 +66,7 @@ ORDER = {
     "correlation": "rank correlation of score and deciding step over the undecided positions of a step",
     "partial": "the same with the position held fixed",
     "within": "the same between prompts, at the same step and place",
+    "within_group": "the same between prompts of one group, at the same step and place",
 }
 LANDINGS = {
     "rate_just": "landing rate at answer tokens decided by the previous step",
@@ -84,7 +99,8 @@ class Events(Study):
         from pandas import DataFrame, concat
 
         within = DataFrame([row for name, data in measured.items() for row in within_rows(name, data, self.seed)])
-        order = concat([interval_table(measured, ["correlation", "partial"], self.seed), within], ignore_index=True)
+        order = concat([interval_table(measured, ["correlation", "partial"], self.seed), corrected(within)])
+        order = order.reset_index(drop=True)
         layers = interval_table(measured, ["correlation_layer", "partial_layer"], self.seed)
         landings = DataFrame([row for name, data in measured.items() for row in landing_rows(name, data, self.seed)])
         changes = interval_table(measured, list(CHANGES), self.seed)
@@ -92,9 +108,9 @@ class Events(Study):
         return {
             "order": order.assign(meaning=order["measure"].map(ORDER)),
             "layers": layers.assign(meaning=layers["measure"].str.removesuffix("_layer").map(ORDER)),
-            "landings": landings.assign(meaning=landings["measure"].map(LANDINGS)),
+            "landings": corrected(landings).assign(meaning=landings["measure"].map(LANDINGS)),
             "changes": changes.assign(meaning=changes["measure"].map(CHANGES)),
-            "ages": ages,
+            "ages": corrected(ages),
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
@@ -184,30 +200,39 @@ def landings(track: SinkTrack) -> tuple[Float[np.ndarray, "batch step pos"], Flo
 
 
 def within_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
-    """The row "within" of `ORDER`."""
+    """The rows "within" and "within_group" of `ORDER`, the latter if groups are known.
+
+    ``matched_share``: share of the undecided places that have others to compare with.
+    """
     score, order = (
         data[name].to_numpy().reshape(data.sizes["prompt"], -1) for name in ("score_rank_at", "order_rank_at")
     )
-    return interval_rows(model, "within", correlation_within(score, order, seed), {})
+    group, rows = groups_of(data), []
+    for matching in matchings(group)[1:]:
+        found = correlation_within(score, order, seed, group, matching.within)
+        (row,) = interval_rows(model, "within_group" if matching.within else "within", found.found, {})
+        rows.append({**row, **labels_of(found, matching.claim)})
+    return rows
 
 
 def landing_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
     """`LANDINGS` by what is compared and matched.
 
-    ``others``: all other answer places, only those decided earlier, or those written over. ``matched``: nothing, or
-    step and place. ``matched_share``: share of the landings on just decided tokens that have others to compare with.
+    ``others``: all other answer places, only those decided earlier, or those written over. ``matched``: nothing, step
+    and place, or these within groups of prompts. ``matched_share``: share of the landings on just decided tokens that
+    have others to compare with.
     """
-    just, rows = data["age_at"] == 1, []
+    just, rows, group = data["age_at"] == 1, [], groups_of(data)
     for others, parts in _compared(data, just).items():
-        for matched in ("nothing", "step, position"):
-            used = parts if matched != "nothing" else [part.sum(axis=1, keepdims=True) for part in parts]
-            found = {"ratio": compare(used, seed)}
-            if matched == "nothing":
-                found |= {"rate_just": _rate(used[:2], seed), "rate_others": _rate(used[2:], seed)}
-            for measure, (interval, share) in found.items():
-                labels = {"others": [others], "matched": [matched]}
-                one = Interval(*(value.reshape(1, 1) for value in interval))
-                rows += [{**row, "matched_share": share} for row in interval_rows(model, measure, one, labels)]
+        for matching in matchings(group):
+            used = matched_by(matching, parts)
+            found = {"ratio": compare(used, seed, group=group, within=matching.within)}
+            if not matching.places:
+                found |= {"rate_just": _rate(used[:2], seed, group), "rate_others": _rate(used[2:], seed, group)}
+            for measure, one in found.items():
+                labels = {"others": [others], "matched": [matching.name]}
+                (row,) = interval_rows(model, measure, shaped(one.found, 2), labels)
+                rows.append({**row, **labels_of(one, matching.claim)})
     return rows
 
 
@@ -222,24 +247,23 @@ def _compared(data: xr.Dataset, just: xr.DataArray) -> dict[str, list[np.ndarray
 
 def age_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
     """``rate``: landing rate of answer tokens by age; ``ratio``: relative to all other ages, at the same step and
-    place.
+    place, and within groups of prompts if they are known.
     """
-    rows = []
+    rows, group = [], groups_of(data)
     for age in AGES:
         parts = two_groups(data["landed_at"], data["at_risk_at"], data["age_at"] == age, data["age_at"].notnull())
         parts[2:] = [every - part for every, part in zip(parts[2:], parts[:2], strict=True)]
         sums = [part.sum(axis=1, keepdims=True) for part in parts[:2]]
-        for measure, found in (("rate", _rate(sums, seed)), ("ratio", compare(parts, seed))):
-            one = Interval(*(value.reshape(1) for value in found.found))
-            rows += [
-                {**row, "matched_share": found.share} for row in interval_rows(model, measure, one, {"age": [age]})
-            ]
+        found = {"rate": _rate(sums, seed, group), "ratio": compare(parts, seed, group=group)}
+        for measure, one in found.items():
+            (row,) = interval_rows(model, measure, shaped(one.found, 1), {"age": [age]})
+            rows.append({**row, **labels_of(one)})
     return rows
 
 
-def _rate(parts: Sequence[np.ndarray], seed: int) -> Matched:
+def _rate(parts: Sequence[np.ndarray], seed: int, group: Groups | None) -> Matched:
     """Landings / heads that could land, summed over everything."""
-    return Matched(stratified(lambda *sums: sums, ratio, parts, seed), 1.0)
+    return stratified(lambda *sums: sums, ratio, parts, seed, group, within=False, scale=LOG)
 
 
 def _nothing(prompts: int, layers: int) -> xr.Dataset:

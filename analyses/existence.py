@@ -18,6 +18,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.scales import LOG, SHARE, Scale
 from sinklens.analyses.study import Study
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
@@ -77,6 +78,7 @@ class Existence(Study):
     """See the module."""
 
     name: ClassVar[str] = "existence"
+    scales: ClassVar[Mapping[str, Scale]] = {"found": SHARE, "heads": SHARE, "value_ratio": LOG}
     under_policies: ClassVar[bool] = True
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:

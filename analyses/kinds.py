@@ -31,7 +31,7 @@ import xarray as xr
 
 from sinklens.analyses.block_motion import BLOCK_MOTION, BlockSums, block_motion, block_numbers
 from sinklens.analyses.dynamics import motion_of
-from sinklens.analyses.intervals import difference_table, interval_table
+from sinklens.analyses.intervals import corrected, difference_table, interval_table
 from sinklens.analyses.noise_levels import level_rows, noise_levels
 from sinklens.analyses.nulls import FIXED, fixed_queries, rates
 from sinklens.analyses.renoised_sinks import renoised_rows, renoised_sinks, without_canvas
@@ -144,7 +144,10 @@ class Kinds(Study):
         return {
             "motion": motion.assign(meaning=motion["measure"].map(MOTION)),
             "differences": differences.assign(meaning=differences["measure"].map(MOTION)),
-            **{name: DataFrame(found, columns=None if found else list(ROWS)) for name, found in rows.items()},
+            **{
+                name: corrected(DataFrame(found)) if found else DataFrame(columns=[*ROWS, "p_holm"])
+                for name, found in rows.items()
+            },
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":

@@ -15,7 +15,8 @@ undecided and stay so after the step are split into sinks and others, in each la
 
 Positions that the step decides are left out: their candidate is the final token by definition. Sinks and others of one
 step differ in position, so the table ``matched`` compares positions of the same step and place in the answer, across
-prompts (strata.py). An autoregressive model has no undecided positions, and all numbers are NaN.
+prompts and across prompts of one group (strata.py). An autoregressive model has no undecided positions, and all numbers
+are NaN.
 
 Caveat: a model whose stream at i predicts the token at i + 1 (Dream) is read at i − 1: the lens then reads what is
 known about a sink's token, not the stream at the sink.
@@ -23,15 +24,24 @@ known about a sink's token, not the stream at the sink.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float
 
-from sinklens.analyses.intervals import Interval, interval_rows, interval_table
+from sinklens.analyses.intervals import corrected, interval_rows, interval_table
 from sinklens.analyses.ranks import partial_rank_correlation, rank_correlation
-from sinklens.analyses.strata import compare, two_groups
+from sinklens.analyses.strata import (
+    comparable_share,
+    compare,
+    groups_of,
+    labels_of,
+    matchings,
+    shaped,
+    two_groups,
+)
 from sinklens.analyses.study import SINK, Study
 from sinklens.experiments import logit_lens
 from sinklens.model.prompts import SinglePrompt
@@ -104,7 +114,7 @@ class MaskedSinks(Study):
 
         layers = interval_table(measured, list(MEASURES), self.seed)
         rows = [row for name, data in measured.items() for row in matched_rows(name, data, self.seed)]
-        return {"layers": layers.assign(meaning=layers["measure"].map(MEASURES)), "matched": DataFrame(rows)}
+        return {"layers": layers.assign(meaning=layers["measure"].map(MEASURES)), "matched": corrected(DataFrame(rows))}
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``layers``: a panel per measure."""
@@ -162,20 +172,20 @@ def of_prompt(
 def matched_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
     """Difference of `LENS` between undecided sinks and other undecided positions of the same step and place.
 
-    ``matched_share``: share of the sinks that have others to compare with.
+    ``matched``: step and place, or these within groups of prompts, if groups are known. ``matched_share``: share of the
+    sinks that have others to compare with.
     """
-    rows = []
+    rows, group = [], groups_of(data)
     for layer in data["layer"].to_numpy():
         part = data.sel(layer=layer)
         sink, places = part["sink_at"] == 1, part["sink_at"].notnull()
-        for name in LENS:
+        for name, matching in product(LENS, matchings(group)[1:]):
             parts = two_groups(part[f"{name}_at"], places.astype(float).where(places), sink, places & ~sink)
-            found, _ = compare(parts, seed, difference=True)
-            n, m = parts[1].sum(axis=0), parts[3].sum(axis=0)
-            share = n[m > 0].sum() / n.sum() if n.any() else np.nan
-            found = Interval(*(value.reshape(1) for value in found))
-            labels = interval_rows(model, f"{name}_difference", found, {"layer": [layer]})
-            rows += [{**row, "matched_share": share, "meaning": LENS[name]} for row in labels]
+            found = compare(parts, seed, difference=True, group=group, within=matching.within)
+            found = found._replace(share=comparable_share(parts[1], parts[3], group if matching.within else None))
+            labels = {"layer": [layer], "matched": [matching.name]}
+            (row,) = interval_rows(model, f"{name}_difference", shaped(found.found, 2), labels)
+            rows.append({**row, **labels_of(found, matching.claim), "meaning": LENS[name]})
     return rows
 
 

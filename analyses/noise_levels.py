@@ -10,8 +10,8 @@ spaced from its first to its last, give all pairs of a canvas and a level. For t
 
 Each is the mean over all ordered pairs of different steps. All queries count, and they are the same in all passes.
 
-Intervals resample templates of word problems, not single prompts, as prompts of one template resemble each other. A
-prompt of no known template stands for itself.
+Intervals resample groups of prompts, by default the templates of word problems, not single prompts, as prompts of one
+template resemble each other (strata.py). Without groups, a prompt of no known template stands for itself.
 
 Pitfall: a canvas with the level of another step is unlike anything in training, for ``level`` and ``canvas`` alike.
 A difference between the two is therefore not one between usual and unusual inputs, but neither is small by default.
@@ -27,8 +27,10 @@ import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.analyses.intervals import Interval, interval_rows, pooled
+from sinklens.analyses.intervals import interval_rows
 from sinklens.analyses.runs import OwnRun
+from sinklens.analyses.scales import DIFFERENCE, LOG, SHARE, Scale
+from sinklens.analyses.strata import groups_of, shaped, stratified
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sinks import EpsilonOverMean
 from sinklens.sinks.detectors import over_others
@@ -145,29 +147,32 @@ def level_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
     if not known.any():
         return []
     data = data.isel(prompt=known)
-    template = data["template"].to_numpy()
-    cluster = np.where(template < 0, len(PROBLEM_KINDS) + np.arange(len(template)), template)
+    template, group = data["template"].to_numpy(), groups_of(data)
+    alone = np.where(template < 0, len(PROBLEM_KINDS) + np.arange(len(template)), template)
+    cluster = alone if group is None else group
     rows: list[dict[str, Any]] = []
 
-    def add(measure: str, group: str, statistic: Sums, *parts: np.ndarray) -> None:
-        summed = [np.stack([part[cluster == one].sum(axis=0) for one in np.unique(cluster)]) for part in parts]
-        found = pooled(statistic, summed, seed)
-        single = Interval(*(np.asarray(value).reshape(1) for value in found))
-        (line,) = interval_rows(model, measure, single, {"group": [group]})
-        rows.append({**line, "prompts": len(template), "templates": len(summed[0]), "meaning": MEASURES[measure]})
+    def add(
+        measure: str, group: str, statistic: Sums, *parts: np.ndarray, scale: Scale = SHARE, null: float = np.nan
+    ) -> None:
+        columns = [part.reshape(len(part), -1) for part in parts]
+        found = stratified(lambda *sums: sums, statistic, columns, seed, cluster, False, scale, null)
+        (line,) = interval_rows(model, measure, shaped(found.found, 1), {"group": [group]})
+        numbers = {"prompts": len(template), "templates": found.groups, "p": found.p}
+        rows.append({**line, **numbers, "meaning": MEASURES[measure]})
 
     for measure in ("moved", "kept"):
         events, places = (data[f"level_{name}"].to_numpy() for name in (measure, f"{measure}_of"))
         for number, edit in enumerate(EDITS):
             add(measure, edit, ratio, events[:, number], places[:, number])
         compared = [part[:, number] for number in (1, 0) for part in (events, places)]
-        add(measure, "canvas − level", _difference, *compared)
+        add(measure, "canvas − level", _difference, *compared, scale=DIFFERENCE, null=0.0)
     heads = data["level_moved_of"].to_numpy()[:, 0] / (GRID * (GRID - 1))
     for axis, other in (("level", "canvas"), ("canvas", "level")):
         for place, name in ((0, "first"), (-1, "last")):
             counts = (data[f"level_{one}"].isel({axis: place}).sum(other) for one in ("sinks", "in_answer"))
             sinks, inside = (one.to_numpy() for one in counts)
-            add("sinks", f"{name} {axis}", ratio, sinks, heads * GRID)
+            add("sinks", f"{name} {axis}", ratio, sinks, heads * GRID, scale=LOG)
             add("in_answer", f"{name} {axis}", ratio, inside, sinks)
     return rows
 

@@ -27,9 +27,10 @@ import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.analyses.intervals import Interval, interval_rows, mean_interval
+from sinklens.analyses.intervals import interval_rows, mean_interval
 from sinklens.analyses.runs import OwnRun
-from sinklens.analyses.strata import stratified
+from sinklens.analyses.scales import DIFFERENCE, SHARE, Scale
+from sinklens.analyses.strata import Matched, groups_of, labels_of, shaped, stratified
 from sinklens.interventions import Renoise
 from sinklens.runs.intervention import row_key
 from sinklens.sinks import SinkTrack
@@ -208,19 +209,20 @@ def renoised_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any
         return []
     rows: list[dict[str, Any]] = []
 
-    def add(measure: str, group: str, found: Interval) -> None:
-        single = Interval(*(np.asarray(value).reshape(1) for value in found))
-        (line,) = interval_rows(model, measure, single, {"group": [group]})
-        rows.append({**line, "sinks": int(pairs.sum()), "meaning": MEASURES[measure]})
+    def add(measure: str, group: str, found: Matched) -> None:
+        (line,) = interval_rows(model, measure, shaped(found.found, 1), {"group": [group]})
+        described = {name: value for name, value in labels_of(found).items() if name != "matched_share"}
+        rows.append({**line, **described, "sinks": int(pairs.sum()), "meaning": MEASURES[measure]})
 
-    def shares(events: xr.DataArray) -> Interval:
-        return stratified(lambda *sums: sums, ratio, [part.reshape(-1, 1) for part in (events.to_numpy(), pairs)], seed)
+    def shares(events: xr.DataArray, scale: Scale, null: float = np.nan) -> Matched:
+        sums = [part.reshape(-1, 1) for part in (events.to_numpy(), pairs)]
+        return stratified(lambda *sums: sums, ratio, sums, seed, groups_of(data), False, scale, null)
 
     still = data["still_sinks"]
     for group, condition in product(GROUPS, CONDITIONS):
-        add("still_sink", f"{group}: {condition}", shares(still.sel(group=group, condition=condition)))
+        add("still_sink", f"{group}: {condition}", shares(still.sel(group=group, condition=condition), SHARE))
     for name, sides in DIFFERENCES.items():
         first, second = (still.sel(group=group, condition=condition, drop=True) for group, condition in sides)
-        add("still_sink_difference", name, shares(first - second))
-    add("control_share", "sinks", mean_interval(data["control_share"].to_numpy(), seed=seed))
+        add("still_sink_difference", name, shares(first - second, DIFFERENCE, 0.0))
+    add("control_share", "sinks", Matched(mean_interval(data["control_share"].to_numpy(), seed=seed), 1.0))
     return rows

@@ -6,7 +6,8 @@ such a canvas a decided position can be *renoised*. A sampler that may change ev
 nothing; there a position is decided once its token is `settled`. A sink of a head *survives* if its position is a sink
 of the same head at the next step.
 
-Rates are compared at the same step and place in the answer, across prompts (strata.py).
+Rates are compared at the same step and place in the answer, across prompts and across prompts of one group
+(strata.py).
 
 Caveat: survival is observed, not caused. Positions that a sampler renoises are those it is uncertain of, which may have
 weaker sinks already.
@@ -19,8 +20,19 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Int
 
-from sinklens.analyses.intervals import Interval, interval_rows
-from sinklens.analyses.strata import Matched, compare, stratified, two_groups
+from sinklens.analyses.intervals import interval_rows
+from sinklens.analyses.scales import SHARE
+from sinklens.analyses.strata import (
+    Groups,
+    compare,
+    groups_of,
+    labels_of,
+    matched_by,
+    matchings,
+    shaped,
+    stratified,
+    two_groups,
+)
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.matching import ratio
 
@@ -112,7 +124,8 @@ def state_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
     for name, comparison in SINKS.items():
         first, second = (_where(data, *group) for group in comparison[:2])
         places = xr.ones_like(data["sinks_at"]).where(data["sinks_at"].notnull())
-        rows += _rows(model, "ratio", name, comparison, two_groups(data["sinks_at"], places, first, second), seed)
+        parts = two_groups(data["sinks_at"], places, first, second)
+        rows += _rows(model, "ratio", name, comparison, parts, groups_of(data), seed)
     return rows
 
 
@@ -126,12 +139,12 @@ def survival_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any
     for name, comparison in SURVIVAL.items():
         first, second = (_where(data, *group) & known for group in comparison[:2])
         parts = two_groups(survived, sinks, first, second)
-        rows += _rows(model, "difference", name, comparison, parts, seed)
+        rows += _rows(model, "difference", name, comparison, parts, groups_of(data), seed)
         for (before, after), pair in zip(comparison[:2], (parts[:2], parts[2:]), strict=True):
             sums = [part.sum(axis=1, keepdims=True) for part in pair]
-            one = stratified(lambda *totals: totals, ratio, sums, seed)
+            one = stratified(lambda *totals: totals, ratio, sums, seed, groups_of(data), within=False, scale=SHARE)
             label = {"group": [f"{before}, then {after}"], "matched": ["nothing"]}
-            rows += interval_rows(model, "rate", _single(one), label)
+            rows += interval_rows(model, "rate", shaped(one.found, 2), label)
     return rows
 
 
@@ -142,17 +155,20 @@ def _where(data: xr.Dataset, before: str, after: str | None) -> xr.DataArray:
 
 
 def _rows(
-    model: str, measure: str, group: str, comparison: Comparison, parts: Sequence[np.ndarray], seed: int
+    model: str,
+    measure: str,
+    group: str,
+    comparison: Comparison,
+    parts: Sequence[np.ndarray],
+    prompts: Groups | None,
+    seed: int,
 ) -> list[dict[str, Any]]:
-    """A comparison, crude and matched by step and place, with the share of the events that are matched."""
+    """A comparison, crude, matched by step and place, and by group of prompts, with the share of matched events."""
     rows = []
-    for matched in ("nothing", "step, place"):
-        used = parts if matched != "nothing" else [part.sum(axis=1, keepdims=True) for part in parts]
-        found: Matched = compare(used, seed, difference=measure == "difference")
-        (line,) = interval_rows(model, measure, _single(found.found), {"group": [group], "matched": [matched]})
-        rows.append({**line, "matched_share": found.share, "meaning": comparison.meaning})
+    for matching in matchings(prompts, "step, place"):
+        used = matched_by(matching, parts)
+        found = compare(used, seed, measure == "difference", prompts, matching.within)
+        labels = {"group": [group], "matched": [matching.name]}
+        (line,) = interval_rows(model, measure, shaped(found.found, 2), labels)
+        rows.append({**line, **labels_of(found, matching.claim), "meaning": comparison.meaning})
     return rows
-
-
-def _single(found: Interval) -> Interval:
-    return Interval(*(value.reshape(1, 1) for value in found))

@@ -2,9 +2,10 @@
 
 A position is a sink of a layer at a step if it is one in any of the layer's heads; attention comes before the experts,
 so its routing in that layer can follow from what made it a sink. Sinks are compared with the other positions of the
-same prompt, step, state (prompt, undecided, decided) and token kind. In a stratum with n sinks and m others, their mean
-choices of experts count with weight n m / (n + m). Sinks without others to compare with drop out; `matched_share` is
-the share that remains.
+same prompt, step, state (prompt, undecided, decided) and token kind; and with those of the same prompt, step, state and
+token: a kind has many tokens, and the experts of the first layers follow the token. In a stratum with n sinks and m
+others, their mean choices of experts count with weight n m / (n + m). Sinks without others to compare with drop out;
+`matched_share` is the share that remains.
 
 - ``distance``: total variation distance of the two distributions over experts, ½ Σ_e |p_e − q_e|, pooled over prompts.
   It is above 0 even for equal distributions, so it comes with the mean distance of 1,000 random sign changes, prompt by
@@ -13,9 +14,11 @@ the share that remains.
   a preference it is 0 on average, since a prompt has no part in the choice of its expert.
 
 Caveat: sinks persist over steps, and so do their routes. Steps are therefore not counted as independent: intervals and
-random changes are over prompts.
+random changes are over prompts, or over groups of prompts if there are several. Few groups have few sign changes, so p
+is at least 2 / 2^k with k groups.
 """
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.analyses.intervals import Interval, interval_rows, mean_interval, p_value, pooled
+from sinklens.analyses.strata import groups_of
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.kinds import set_codes
 
@@ -37,8 +41,10 @@ ROUTING = {
     "top_difference": "share of sinks − of matched positions at the expert that sinks prefer in other prompts",
     "matched_share": "share of the sinks that have matched positions",
 }
-ROWS = ("model", "measure", "estimate", "low", "high", "prompts", "layer", "p", "meaning")
+ROWS = ("model", "measure", "estimate", "low", "high", "prompts", "layer", "matched", "p", "meaning")
 """Columns of the table."""
+MATCHED = {"kind": "step, state, kind", "token": "step, state, token"}
+"""What positions of one prompt must share: value of the axis ``match`` -> value of the column ``matched``."""
 COLUMNS = ("routed_sinks", "routed_others", "routed_weight", "routed_share")
 CHANGES = 1000
 
@@ -86,33 +92,37 @@ class Routes:
 def routing(track: SinkTrack, chosen: Int[np.ndarray, "batch step layer pos k"], experts: int) -> xr.Dataset:
     """What each prompt contributes to `routing_rows`.
 
-    ``routed_sinks`` and ``routed_others`` [prompt, layer, expert]: Σ over strata of weight × share of the choices, of
-    sinks and of matched positions; ``routed_weight`` [prompt, layer]: Σ of the weights; ``routed_share`` [prompt,
-    layer]: share of the sinks in strata with others, NaN without sinks.
+    ``routed_sinks`` and ``routed_others`` [prompt, match, layer, expert]: Σ over strata of weight × share of the
+    choices, of sinks and of matched positions; ``routed_weight`` [prompt, match, layer]: Σ of the weights;
+    ``routed_share`` [prompt, match, layer]: share of the sinks in strata with others, NaN without sinks. ``match``: see
+    `MATCHED`.
     """
-    strata = _strata(track)
     sinks = track.detect().any("head").to_numpy()  # [batch, step, layer, pos]
-    rows, layers = sinks.shape[0], sinks.shape[2]
-    sides, weight, share = np.zeros((2, rows, layers, experts)), np.zeros((rows, layers)), np.zeros((rows, layers))
-    for row, layer in np.ndindex(rows, layers):
-        known = (strata[row] >= 0) & (chosen[row, :, layer, :, 0] >= 0)
-        one, other, weight[row, layer], share[row, layer] = _matched(
-            strata[row][known], sinks[row, :, layer][known], chosen[row, :, layer][known], experts
-        )
-        sides[:, row, layer] = one, other
-    axes = ("prompt", "layer", "expert")
-    values = (axes, sides[0]), (axes, sides[1]), (axes[:2], weight), (axes[:2], share)
-    coords = {"layer": np.arange(layers), "expert": np.arange(experts)}
+    shape = sinks.shape[0], len(MATCHED), sinks.shape[2]
+    sides, weight, share = np.zeros((2, *shape, experts)), np.zeros(shape), np.zeros(shape)
+    for match, name in enumerate(MATCHED):
+        strata = _strata(track, name)
+        for row, layer in np.ndindex(shape[0], shape[2]):
+            known = (strata[row] >= 0) & (chosen[row, :, layer, :, 0] >= 0)
+            place = row, match, layer
+            one, other, weight[place], share[place] = _matched(
+                strata[row][known], sinks[row, :, layer][known], chosen[row, :, layer][known], experts
+            )
+            sides[(slice(None), *place)] = one, other
+    axes = ("prompt", "match", "layer", "expert")
+    values = (axes, sides[0]), (axes, sides[1]), (axes[:3], weight), (axes[:3], share)
+    coords = {"match": list(MATCHED), "layer": np.arange(shape[2]), "expert": np.arange(experts)}
     return xr.Dataset(dict(zip(COLUMNS, values, strict=True)), coords)
 
 
-def _strata(track: SinkTrack) -> Int[np.ndarray, "batch step pos"]:
-    """Number of the step, state and token kind of each place; -1 where none exists."""
+def _strata(track: SinkTrack, match: str) -> Int[np.ndarray, "batch step pos"]:
+    """Number of the step, state and token, or token kind, of each place; -1 where none exists."""
     state, names = set_codes(track, "state")
-    kind, kinds = set_codes(track, "kind")
+    kind, _ = set_codes(track, "kind")
+    label = kind if match == "kind" else track["token_id"].to_numpy()
     step = np.arange(state.shape[1])[:, None]
     exists = (state >= 0) & (kind >= 0) & track.scores().notnull().any(("layer", "head")).to_numpy()
-    return np.where(exists, (step * len(names) + state) * len(kinds) + kind, -1)
+    return np.where(exists, (step * len(names) + state) * (int(label.max()) + 1) + label, -1)
 
 
 def _matched(
@@ -135,46 +145,63 @@ def _matched(
 
 def without_experts(prompts: int, layers: int) -> xr.Dataset:
     """The variables of a model without experts, all NaN."""
-    shapes = (("prompt", "layer", "expert"),) * 2 + (("prompt", "layer"),) * 2
-    sizes = {"prompt": prompts, "layer": layers, "expert": 1}
+    shapes = (("prompt", "match", "layer", "expert"),) * 2 + (("prompt", "match", "layer"),) * 2
+    sizes = {"prompt": prompts, "match": len(MATCHED), "layer": layers, "expert": 1}
     columns = {
         name: (axes, np.full([sizes[axis] for axis in axes], np.nan))
         for name, axes in zip(COLUMNS, shapes, strict=True)
     }
-    return xr.Dataset(columns, {"layer": np.arange(layers), "expert": [0]})
+    return xr.Dataset(columns, {"match": list(MATCHED), "layer": np.arange(layers), "expert": [0]})
 
 
 def routing_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
-    """`ROUTING` of each layer, with intervals over prompts, and ``p`` of distance and top_difference.
+    """`ROUTING` of each layer and matching, with intervals over prompts, or over their groups if there are several, and
+    ``p`` of distance and top_difference.
 
     Empty for a model without experts. A layer without a matched sink is NaN.
     """
     rows: list[dict[str, Any]] = []
     if data["routed_weight"].isnull().all():
         return rows
-    for layer in data["layer"].to_numpy():
-        part = data.sel(layer=layer).transpose("prompt", ...).fillna(0)
-        difference = (part["routed_sinks"] - part["routed_others"]).to_numpy()
-        weight = part["routed_weight"].to_numpy()
-        changed = _sign_changes(difference, weight, seed)
-        distance = float(_distance(difference.sum(axis=0), weight.sum()))
-        share = data.sel(layer=layer)["routed_share"].to_numpy()
-        tops = top_differences(difference, weight)
-        found = {
-            "distance": _of_contributing(pooled(_distance, [difference, weight], seed), weight),
-            "chance": Interval(changed.mean(), np.array(np.nan), np.array(np.nan), (weight > 0).sum()),
-            "top_difference": mean_interval(tops, seed=seed),
-            "matched_share": mean_interval(share, seed=seed),
-        }
-        as_far = (1 + (changed >= distance * (1 - 1e-12)).sum()) / (1 + len(changed))
-        tested = {
-            "distance": float(as_far) if (weight > 0).sum() > 1 else np.nan,
-            "top_difference": p_value(tops, seed=seed),
-        }
-        for measure, interval in found.items():
+    for match, layer in product(MATCHED, data["layer"].to_numpy()):
+        part = data.sel(layer=layer, match=match).transpose("prompt", ...)
+        for measure, (interval, p) in _of_layer(_by_group(part), part["routed_share"].to_numpy(), seed).items():
             (line,) = interval_rows(model, measure, interval, {})
-            rows.append({**line, "layer": int(layer), "p": tested.get(measure, np.nan), "meaning": ROUTING[measure]})
+            labels = {"layer": int(layer), "matched": MATCHED[match], "p": p, "meaning": ROUTING[measure]}
+            rows.append({**line, **labels})
     return rows
+
+
+def _by_group(data: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sinks − others, weight, and prompts with a matched sink, of each group of prompts; of each prompt without groups
+    or with a single one.
+    """
+    part, group = data[list(COLUMNS[:3])].fillna(0), groups_of(data)
+    difference, weight = (part["routed_sinks"] - part["routed_others"]).to_numpy(), part["routed_weight"].to_numpy()
+    prompts = (weight > 0).astype(int)
+    if group is None or len(np.unique(group[prompts > 0])) < 2:
+        return difference, weight, prompts
+    members = np.arange(group.max() + 1)[:, None] == group
+    return members @ difference, members @ weight, members @ prompts
+
+
+def _of_layer(
+    sums: tuple[np.ndarray, np.ndarray, np.ndarray], share: np.ndarray, seed: int
+) -> dict[str, tuple[Interval, float]]:
+    """`ROUTING` with their p values, of one layer."""
+    difference, weight, prompts = sums
+    changed = _sign_changes(difference, weight, seed)
+    distance = float(_distance(difference.sum(axis=0), weight.sum()))
+    tops, number = top_differences(difference, weight), np.array(prompts.sum())
+    as_far = (1 + (changed >= distance * (1 - 1e-12)).sum()) / (1 + len(changed))
+    far = _of_contributing(pooled(_distance, [difference, weight], seed), weight)
+    chance = Interval(changed.mean(), np.array(np.nan), np.array(np.nan), number)
+    return {
+        "distance": (far._replace(prompts=number), float(as_far) if (weight > 0).sum() > 1 else np.nan),
+        "chance": (chance, np.nan),
+        "top_difference": (mean_interval(tops, seed=seed), p_value(tops, seed=seed)),
+        "matched_share": (mean_interval(share, seed=seed), np.nan),
+    }
 
 
 def _of_contributing(found: Interval, weight: Float[np.ndarray, " prompt"]) -> Interval:

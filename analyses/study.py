@@ -17,13 +17,15 @@ import json
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor
@@ -31,6 +33,7 @@ from torch import Tensor
 from sinklens.analyses.intervals import RESAMPLES
 from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
+from sinklens.analyses.scales import Scale
 from sinklens.analyses.units import Units, unused
 from sinklens.caching import as_policy
 from sinklens.caching.registry import CachePolicy
@@ -39,8 +42,9 @@ from sinklens.evaluation.counting import Counts
 from sinklens.evaluation.units import equals_apart
 from sinklens.model import load
 from sinklens.model.prompts import SinglePrompt
-from sinklens.sampling.registry import find_sampler, settings_for
+from sinklens.sampling.registry import find_sampler, sampler_name, settings_for
 from sinklens.sampling.settings import Settings
+from sinklens.tasks.groups import SHARED, STRETCH, sharing, template_groups
 from sinklens.tasks.prompts import read_prompts
 from sinklens.tasks.word_problems import held_out
 from sinklens.utils.arguments import Count, Seed, check_arguments
@@ -74,6 +78,7 @@ class Study(ABC):
         settings: sampler settings; each model uses those that its sampler has.
         chat_template: as in `sinklens.generate`.
         cache: a cache policy or its name, for the runs of a study that can measure them under one.
+        scales: scales of the measures that `seeds.scale_of` does not know by name, such as ratios.
         under_policies: whether `measure` describes each run as it is, and so also one whose steps reuse keys.
         shown: index of the prompt whose run the figures show.
         answers: prompt -> expected answer, for prompts other than the shipped problems (answers.py).
@@ -87,6 +92,7 @@ class Study(ABC):
     needs_mask_token: ClassVar[str] = ""
     needs_complete_passes: ClassVar[str] = ""
     together: ClassVar[bool] = True
+    scales: ClassVar[Mapping[str, Scale]] = {}
     under_policies: ClassVar[bool] = False
     scored: ClassVar[str] = ""
     seed: Seed = 0
@@ -162,6 +168,7 @@ class Study(ABC):
         prompts: SinglePrompt | Sequence[SinglePrompt] | Tensor | None = None,
         out: str | Path | None = None,
         progress: bool | StudyProgress | None = None,
+        group: Sequence[Hashable] | None = None,
     ) -> Findings:
         """Run the study on `models`.
 
@@ -172,16 +179,20 @@ class Study(ABC):
             out: folder for the results; prompts that the same study has finished there are skipped.
             progress: whether to show a progress bar (lines if there is no terminal); by default on a terminal only. Or
                 a function called with a model's name, its number of finished prompts and its total number of prompts.
+            group: what each prompt shares with others, such as its template, document or author: matched comparisons
+                compare prompts of one group, and their intervals resample groups. By default the templates of shipped
+                word problems; None for other prompts.
 
         Raises:
             SettingError: there are no models or no prompts, two models have the same name, no model has a given
-                setting, `shown` is out of range, token ids come with a chat template, a model has no mask token and the
-                study needs one, or `begin` rejects the input.
+                setting, `shown` is out of range, `group` has another length than the prompts, token ids come with a
+                chat template, a model has no mask token and the study needs one, or `begin` rejects the input.
             SinklensError: `out` cannot be written, or holds results of another kind.
             LedgerError: another process is running the same measurements in `out`, or its units are damaged.
 
         Warns:
-            UserWarning: a prompt occurs several times, which makes intervals too narrow; `out` holds results of other
+            UserWarning: a prompt occurs several times, which makes intervals too narrow; prompts share long stretches
+                of text and no group is given; `out` holds results of other
                 models, prompts or options, which will be replaced; or `out` holds finished prompts of an interrupted
                 study that cannot be used, because something else differs.
         """
@@ -195,12 +206,13 @@ class Study(ABC):
         if not 0 <= self.shown < len(prompts):
             raise SettingError(f"shown is the index of a prompt, 0 to {len(prompts) - 1}; got {self.shown!r}.")
         _check_prompts(prompts, self.chat_template)
+        groups = _groups(prompts, group)
         for model in loaded:
             if why := self.refusal(model):
                 raise SettingError(f"{self.name} cannot measure {model.name}, {why}")
         given = _settings_of(loaded, self.settings)
         self.begin(names, prompts)
-        manifest = self._manifest(loaded, names, prompts, given)
+        manifest = self._manifest(loaded, names, prompts, given) | {"groups": dict(Counter(groups or []))}
         folder = None if out is None else Path(out)
         if folder is not None:
             check_folder(folder, "a study")
@@ -211,7 +223,7 @@ class Study(ABC):
         with _reported(self.name, progress) as report:
             for name, model, settings in zip(names, loaded, given, strict=True):
                 units = Units(folder, identities[name], len(prompts))
-                measured[name] = self._measured(model, prompts, settings, units, report)
+                measured[name] = _grouped(self._measured(model, prompts, settings, units, report), groups)
                 example = self.example(model, prompts[self.shown], settings)
                 if example is not None:
                     examples[name] = example
@@ -295,6 +307,30 @@ def _check_prompts(prompts: Sequence[SinglePrompt], chat_template: bool | str) -
         )
 
 
+def _groups(prompts: Sequence[SinglePrompt], given: Sequence[Hashable] | None) -> list[str] | None:
+    """The label of every prompt's group; None without groups."""
+    if given is not None:
+        if isinstance(given, str) or len(given) != len(prompts):
+            raise SettingError(f"group has one label for each of the {len(prompts)} prompts; got {given!r:.60}.")
+        return [str(label) for label in given]
+    found = template_groups(prompts)
+    share = sharing(prompts) if found is None else 0.0
+    if share > SHARED:
+        warnings.warn(
+            f"{share:.0%} of the prompts share {STRETCH} or more consecutive words with another prompt, but not with "
+            f"all. Places of such prompts are alike for other reasons than the model's, and intervals over them are "
+            f"too narrow. Give the template, document or author of each prompt as its group (group=; with --prompts "
+            f"FILE.jsonl: --group COLUMN).",
+            stacklevel=4,
+        )
+    return found
+
+
+def _grouped(data: xr.Dataset, groups: Sequence[str] | None) -> xr.Dataset:
+    """The measurements with the coordinate ``prompt_group``, which `strata.groups_of` reads."""
+    return data if groups is None else data.assign_coords(prompt_group=("prompt", np.array(groups, dtype=str)))
+
+
 def _several(models: Any) -> list[Any]:
     from sinklens.model import Model
 
@@ -311,15 +347,22 @@ def _names(models: Sequence["Model"]) -> list[str]:
 def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list[Settings]:
     """For each model, the settings that its sampler has; a setting that no model has is an error.
 
-    With ``sampler``, all models use that one.
+    With ``sampler``, all models use that one; ``mode`` is a setting of models that decode in several.
     """
-    samplers = [settings.get("sampler", model.family_record.sampler) for model in models]
-    known = [{"sampler", *find_sampler(name).setting_names()} for name in samplers]
+    known = [_setting_names(model, settings) for model in models]
     every = sorted(set().union(*known))
     for name in settings:
         if name not in every:
             raise SettingError(f"none of these models has a setting {name!r}.{nearest(name, every)}")
     return [cast(Settings, {name: value for name, value in settings.items() if name in names}) for names in known]
+
+
+def _setting_names(model: "Model", settings: Mapping[str, Any]) -> set[str]:
+    """The settings of a model's sampler, which ``sampler`` or ``mode`` chooses."""
+    family = model.family_record
+    chosen = settings if family.modes else {name: value for name, value in settings.items() if name != "mode"}
+    names = {"sampler", *find_sampler(sampler_name(family, chosen)).setting_names()}
+    return names | {"mode"} if family.modes else names
 
 
 def _source_hash(study: type) -> str:
@@ -350,7 +393,9 @@ def _code_hash() -> str:
 def _identity(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that determines the measurements of one model; the batch size does not."""
     options = {name: value for name, value in manifest["options"].items() if name != "batch"}
-    shared = {name: value for name, value in manifest.items() if name not in ("models", "options", "resamples")}
+    shared = {
+        name: value for name, value in manifest.items() if name not in ("models", "options", "resamples", "groups")
+    }
     return json.loads(json.dumps({**shared, "options": options, "model": model}))
 
 

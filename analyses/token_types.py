@@ -9,9 +9,10 @@ sinks are masks, preferred or not.
 Numbers are pooled over prompts, so a prompt with many sinks counts more; intervals resample prompts and pool again.
 
 Limitation: a token at the same position of every prompt, such as the start token or the last colon, cannot be
-distinguished from that position; if all prompts have the same form, any position looks like a kind. Matched by
-position, such a token has nothing to be compared with and drops out; ``matched_share`` is the share of the sinks that
-remain.
+distinguished from that position; if all prompts have the same form, any position looks like a kind. Prompts of a few
+templates have the same form within each: matched by position across templates, a kind of token is compared with that of
+another template. So places are also matched within groups of prompts. A token with nothing to be compared with drops
+out; ``matched_share`` is the share of the sinks that remain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import xarray as xr
 
-from sinklens.analyses.intervals import Interval, interval_rows, interval_table, pooled
-from sinklens.analyses.strata import compare
+from sinklens.analyses.intervals import Interval, corrected, interval_rows, interval_table, pooled
+from sinklens.analyses.strata import compare, groups_of, labels_of, shaped
 from sinklens.analyses.study import SINK, Study
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
@@ -39,9 +40,12 @@ SETS = ("kind", "state")
 ENUMS = {"kind": Kind, "state": PlaceState}
 MATCHINGS = {  # what places must share to be compared
     "kind": {"nothing": (), "step": ("step",), "step, position": ("step", "place"),
-             "step, state, position": ("step", "state", "place")},
-    "state": {"nothing": (), "step": ("step",), "step, position": ("step", "place")},
+             "step, state, position": ("step", "state", "place"), "step, position, group": ("step", "place", "group"),
+             "step, state, position, group": ("step", "state", "place", "group")},
+    "state": {"nothing": (), "step": ("step",), "step, position": ("step", "place"),
+              "step, position, group": ("step", "place", "group")},
 }  # fmt: skip
+CLAIMS = ("step, position, group", "step, position")  # the first that a table has: its rows are claims
 SHOWN = 10  # tokens in the figure
 MEASURES = {
     "sink_share": "share of all sinks",
@@ -71,7 +75,7 @@ class TokenTypes(Study):
 
         tables = {"tokens": concat([_tokens(name, data, self.seed) for name, data in measured.items()])}
         rows = [row for name, data in measured.items() for row in matched_rows(name, data, self.seed)]
-        tables["matched"] = DataFrame(rows)
+        tables["matched"] = corrected(DataFrame(rows))
         for by in SETS:
             parts = [_preference(name, data, by, self.seed) for name, data in measured.items()]
             received = interval_table(measured, [f"{by}_absorption"], self.seed).assign(measure="absorption")
@@ -92,10 +96,11 @@ class TokenTypes(Study):
         preference, axes = panels(len(SETS), size=(6, 4.5))
         table = tables["matched"]
         for by, ax in zip(SETS, axes, strict=True):
-            rows = table[(table["by"] == by) & (table["matched"] == list(MATCHINGS[by])[-1])]
+            strictest = [name for name in MATCHINGS[by] if (table["matched"] == name).any()][-1:]
+            rows = table[(table["by"] == by) & table["matched"].isin(strictest)]
             rows = rows[rows["estimate"].notna() & ~np.isinf(rows[["estimate", "high"]]).any(axis=1)]
             interval_dots(rows, "set", ax, line=1.0)
-            ax.set(xlabel=f"sinks relative to other places\nof the same {list(MATCHINGS[by])[-1]}", title=f"by {by}")
+            ax.set(xlabel=f"sinks relative to other places\nof the same {', '.join(strictest)}", title=f"by {by}")
         preference.suptitle(f"Pooled over prompts, 95 % intervals; {SINK}", fontsize=9)
         return {"tokens": tokens, "enrichment": preference}
 
@@ -199,20 +204,24 @@ def _preference(name: str, data: xr.Dataset, by: str, seed: int) -> "DataFrame":
 def matched_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
     """The risk ratio of each kind and state against the others, for each choice of what places are matched by.
 
-    ``matched``: what places of both must share. ``matched_share``: share of the set's sinks at places that have others
-    to compare with. A ratio is infinite where only other places have no sinks, and missing where neither has any.
+    ``matched``: what places of both must share; "group" where groups of prompts are known. ``matched_share``: share of
+    the set's sinks at places that have others to compare with. A ratio is infinite where only other places have no
+    sinks, and missing where neither has any.
     """
-    rows = []
+    rows, group = [], groups_of(data)
     for by in SETS:
-        for name, axes in MATCHINGS[by].items():
-            sinks, places = counts_by_stratum(data, by, axes)
+        known = {name: axes for name, axes in MATCHINGS[by].items() if group is not None or "group" not in axes}
+        claim = next(name for name in CLAIMS if name in known)
+        for name, axes in known.items():
+            sinks, places = counts_by_stratum(data, by, [axis for axis in axes if axis != "group"])
             for code in ENUMS[by]:
                 if code >= 0 and places[:, code].any():
                     others = [part.sum(axis=1) - part[:, code] for part in (sinks, places)]
-                    found, share = compare([sinks[:, code], places[:, code], *others], seed)
+                    parts = [sinks[:, code], places[:, code], *others]
+                    found = compare(parts, seed, group=group, within="group" in axes)
                     labels = {"by": [by], "set": [code.name.lower()], "matched": [name]}
-                    found = Interval(*(part.reshape(1, 1, 1) for part in found))
-                    rows += [{**row, "matched_share": share} for row in interval_rows(model, "ratio", found, labels)]
+                    (row,) = interval_rows(model, "ratio", shaped(found.found, 3), labels)
+                    rows.append({**row, **labels_of(found, name == claim)})
     return rows
 
 

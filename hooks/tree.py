@@ -36,7 +36,7 @@ from sinklens.hooks.model_weights import ModelWeights
 from sinklens.hooks.modulation import times_of
 from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
-from sinklens.hooks.segments import changes_attention, ruled_by, single_pass
+from sinklens.hooks.segments import PassRule, changes_attention, ruled_by, single_pass
 from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.split_projection import split
@@ -364,6 +364,8 @@ class HookTree(ModelWeights, HookFront):
         time: Float[Tensor, " _"] | float | None = None,
         mode: str | None = None,
         block_start: Any = None,
+        causal_context: bool = True,
+        prompt_length: Any = None,
     ) -> Any:
         """One pass over `input_ids` [batch, pos]: raw logits, or what `return_type` selects.
 
@@ -386,6 +388,9 @@ class HookTree(ModelWeights, HookFront):
                 own positions. "draft" is the same with the checkpoint's adapter, if it has one, in the block. By
                 default all tokens see each other.
             block_start: the first column of the block of a "denoise" or "draft" pass.
+            causal_context: False for the sampler's other regime: the prompt and each finished block see all of
+                themselves, in a "denoise" or "commit" pass with `block_start`, or a "prefill" pass over the prompt.
+            prompt_length: where the first block begins in that regime; by default the block is the first.
 
         Raises:
             PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
@@ -404,7 +409,8 @@ class HookTree(ModelWeights, HookFront):
         stream = input_ids if from_stream else None
         ids = input_ids.new_zeros(input_ids.shape[:2], dtype=torch.long) if from_stream else input_ids
 
-        kind = self._kind_of(mode, block_start, ids.shape[1])
+        rule = PassRule(mode, block_start, causal_context, prompt_length)
+        kind = self._kind_of(rule, ids.shape[1])
         loss = None if return_type not in partial_pass.LOSSES else self.loss_of(ids, attention_mask, targets, kind.mode)
 
         def run() -> Tensor:
@@ -439,19 +445,19 @@ class HookTree(ModelWeights, HookFront):
                 UserWarning,
             )
 
-    def _kind_of(self, mode: Any, block_start: Any, length: int) -> PassKind:
+    def _kind_of(self, rule: PassRule, length: int) -> PassKind:
         """What a single pass over `length` columns is.
 
         Raises:
             SettingError: the model does not change its attention, or see `single_pass`.
         """
         if self.changes_attention:
-            return single_pass(mode, block_start, length, self.adapter is not None)
-        if mode is None and block_start is None:
+            return single_pass(rule, length, self.adapter is not None)
+        if rule == PassRule():
             return PassKind()
         raise SettingError(
-            f"mode= and block_start= are for models whose attention changes from pass to pass; that of this "
-            f"{self.hf.config.model_type} model does not. Leave them out."
+            f"mode=, block_start=, causal_context= and prompt_length= are for models whose attention changes from pass "
+            f"to pass; that of this {self.hf.config.model_type} model does not. Leave them out."
         )
 
     def loss_of(

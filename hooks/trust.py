@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-class Verdict(NamedTuple):
+class ProbeResult(NamedTuple):
     """Result of a probe.
 
     Attributes:
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     reason: str = ""
 
 
-VERDICTS: dict[tuple[Hashable, ...], Verdict] = {}
+VERDICTS: dict[tuple[Hashable, ...], ProbeResult] = {}
 
 
 def trusted(route: str, place: tuple[Hashable, ...], probe: Callable[[], None]) -> bool:
@@ -53,15 +53,15 @@ def trusted(route: str, place: tuple[Hashable, ...], probe: Callable[[], None]) 
     return VERDICTS[key].passed
 
 
-def _verdict(probe: Callable[[], None]) -> Verdict:
+def _verdict(probe: Callable[[], None]) -> ProbeResult:
     try:
         with torch.no_grad():
             probe()
     except torch.OutOfMemoryError:
         raise  # not evidence against the route
     except Exception as error:  # noqa: BLE001 — compilers, drivers and comparisons raise many kinds; the warning names it
-        return Verdict(False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    return Verdict(True)
+        return ProbeResult(False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    return ProbeResult(True)
 
 
 def numbers(*shape: int, like: Tensor, seed: int = 0) -> Tensor:

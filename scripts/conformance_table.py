@@ -60,11 +60,11 @@ def measure(path: Path) -> Row:
     folder = open_folder(path)
     model, stored = folder.load(block_length=folder.pass_block_length), stored_pass(folder)
     layers = range(model.cfg.n_layers)
-    time = {} if stored.time is None else {"time": stored.time}
+    given = stored.arguments("cpu")
     with torch.no_grad():
-        logits = model(stored.ids, **time)
-        _, maps = model.run_with_cache(stored.ids, names_filter=lambda name: name.endswith("hook_pattern"), **time)
-        _, sums = model.run_with_cache(stored.ids, names_filter=lambda name: name.endswith("hook_sink_scores"), **time)
+        logits = model(stored.ids, **given)
+        _, maps = model.run_with_cache(stored.ids, names_filter=lambda name: name.endswith("hook_pattern"), **given)
+        _, sums = model.run_with_cache(stored.ids, names_filter=lambda name: name.endswith("hook_sink_scores"), **given)
     pairs = [(sums[f"blocks.{layer}.attn.hook_sink_scores"], maps["pattern", layer].sum(dim=2)) for layer in layers]
     runs = [_equal_canvases(folder, run) for run in stored_runs(folder)]
     return Row(

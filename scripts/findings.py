@@ -6,7 +6,7 @@ A table is what stands between ``<!-- table: NAME -->`` and ``<!-- end of table 
 numbers it holds. tests/test_findings.py fails if a table is not current, or if a number in the text of a section is in
 none of its tables. Results of further training runs, with other seeds, are in docs/results/seed-2 and seed-3, as models
 "NAME-seed-2" and "NAME-seed-3": they add columns beside those of the first, and `Contrast` compares them.
-docs/results/seeds holds what `analyse --seeds` writes for all runs of a recipe, in its column "model".
+`judged` combines them by the rule of sinklens/analyses/seeds.py.
 """
 
 import math
@@ -18,6 +18,11 @@ from pathlib import Path
 
 import pandas
 from findings_tables import TABLES, Contrast, Row, Table
+
+from sinklens.analyses.intervals import LEVEL
+from sinklens.analyses.scales import Scale
+from sinklens.analyses.seeds import Seeds, over_seeds
+from sinklens.evaluation.statistics import holm
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "findings.md"
@@ -88,23 +93,6 @@ def columns(table: Table) -> list[str]:
     return [model + seed for model in table.models for seed in SEEDS if model + seed in measured]
 
 
-def over_seeds(row: Row, model: str) -> str:
-    """Mean over the training runs of a model and its interval over seeds and prompts; empty where not measured."""
-    path = RESULTS / "seeds" / f"{str(row.file).split('-')[0]}-seeds.csv"
-    if not path.is_file():
-        return ""
-    table = pandas.read_csv(path, keep_default_na=False, na_values=[""])
-    if not set(row.where) <= set(table.columns):
-        return ""
-    table = matching(table, row, model)
-    differences = table[table["compared"] == "difference"]
-    one = only(table if differences.empty else differences, row)
-    if one is None or math.isnan(one["estimate"]):
-        return ""
-    mean, low, high = (number(float(one[name]) * row.scale, row.digits) for name in ("estimate", "low", "high"))
-    return f"{mean} [{low}, {high}]"
-
-
 def lines_of(table: Table) -> list[list[str]]:
     """Header and rows, without rows that no model has."""
     models = columns(table)
@@ -117,6 +105,7 @@ def compared(table: Table) -> list[list[str]]:
     """Header and rows of the table of seeds: one row for every contrast and model that has several training runs."""
     lines = []
     for model in table.models:
+        found_rows = []
         for row in table.rows:
             values = [found(row, table.file, model + seed) for seed in SEEDS]
             values = [value if value and value[3] >= FEWEST else None for value in values]
@@ -124,30 +113,51 @@ def compared(table: Table) -> list[list[str]]:
             if values[0] and len(known) > 1 and isinstance(row, Contrast):
                 runs = zip(SEEDS, values, strict=True)
                 cells = [cell(row, table.file, model + seed, counted=True) if value else "" for seed, value in runs]
-                lines.append([model, row.label, *cells, over_seeds(row, model), agreement(known, row.threshold)])
-    used = [0, 1, *(at for at in range(2, 3 + len(SEEDS)) if any(line[at] for line in lines)), -1]
-    header = ["model", "measure", *SEEDS.values(), "mean of the seeds", "they"]
+                found_rows.append((row, cells, combined(known, row.on)))
+        p_values = [mean.p_value(row.threshold) for row, _, mean in found_rows]
+        corrected = iter(holm([p for p in p_values if not math.isnan(p)]))
+        for (row, cells, mean), alone in zip(found_rows, p_values, strict=True):
+            p = 0.0 if math.isnan(alone) else next(corrected)  # a share is above 0 by definition
+            text = "" if math.isnan(alone) else f"{p:.2g}"
+            lines.append([model, row.label, *cells, shown(row, mean), text, judged(mean, row.threshold, p)])
+    used = [0, 1, *(at for at in range(2, 2 + len(SEEDS)) if any(line[at] for line in lines)), -3, -2, -1]
+    header = ["model", "measure", *SEEDS.values(), "mean of the seeds", "p (Holm)", "verdict"]
     return [[line[at] for at in used] for line in (header, *lines)]
 
 
-def agreement(estimates: Sequence[tuple[float, ...]], threshold: float) -> str:
-    """Whether the intervals of several seeds exclude a threshold, and on which sides."""
-    sides = [(low > threshold) - (high < threshold) for _, low, high in estimates]
-    if {-1, 1} <= set(sides):
-        return "**disagree**"
-    return "agree" if 0 not in sides else "cannot tell"
+def combined(estimates: Sequence[tuple[float, ...]], scale: Scale) -> Seeds:
+    """The estimate over seeds (`seeds.over_seeds`) from the estimate and interval of each.
+
+    The seeds answered the same prompts. How much of their errors is shared is not stored; all of it is assumed to be.
+    """
+    z = 1.959964
+    limits = [scale.to((low, high)) for _, low, high in estimates]
+    errors = [(high - low) / (2 * z) for low, high in limits if math.isfinite(high - low)]
+    shared = sum(error**2 for error in errors) / len(errors) if errors else 0.0
+    return over_seeds([estimate for estimate, _, _ in estimates], shared, scale)
+
+
+def shown(row: Row, mean: Seeds) -> str:
+    """The estimate over seeds and its interval."""
+    estimate, low, high = (number(value * row.scale, row.digits) for value in (mean.estimate, mean.low, mean.high))
+    return f"{estimate} [{low}, {high}]"
+
+
+def judged(mean: Seeds, threshold: float, p: float) -> str:
+    """`Seeds.verdict` of a claim whose p value, corrected over the model's rows, is at most 0.05."""
+    return "cannot tell" if p > LEVEL else mean.verdict("above", "below", threshold)
 
 
 def tally(studies: Iterable[str]) -> str:
-    """For the page's first table: how many contrasts of some studies agree between seeds; "1" without a second.
+    """For the page's first table: verdicts over seeds on the contrasts of some studies; "1" without a second.
 
     Contrasts that do not test the claim of the row (`Contrast.tests`) are left out.
     """
     study = {row.label: str(row.file).split("-")[0] for row in TABLES["seeds"].rows if row.tests}
     table = compared(TABLES["seeds"])
     lines = [line for line in table[1:] if study.get(line[1]) in set(studies)]
-    found = Counter(line[-1].strip("*") for line in lines)
-    parts = [f"{found[name]} {name}" for name in ("agree", "disagree", "cannot tell") if found[name]]
+    found = Counter(line[-1] for line in lines)
+    parts = [f"{found[name]} {name}" for name in ("above", "below", "cannot tell") if found[name]]
     runs = [at for at, name in enumerate(table[0]) if name in SEEDS.values()]
     seeds = sorted({sum(bool(line[at]) for at in runs) for line in lines})
     return f"{' or '.join(map(str, seeds))}: {', '.join(parts)}" if parts else "1"

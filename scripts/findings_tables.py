@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from sinklens.analyses.scales import DIFFERENCE, LINEAR, LOG, SHARE, Scale
+
 MODELS = ("tiny-llada", "tiny-dream", "tiny-mmada", "tiny-llama")
 
 
@@ -32,10 +34,12 @@ class Contrast(Row):
     Attributes:
         threshold: what it is compared with.
         tests: whether it tests the claim that the page's first table makes of its study.
+        on: scale of the interval over the seeds.
     """
 
     threshold: float = 0.0
     tests: bool = True
+    on: Scale = LINEAR
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,10 @@ def plain(label: str, digits: int = 2, **where: Any) -> Row:
 def contrast(
     file: str, label: str, threshold: float = 0.0, scale: float = 1.0, digits: int = 2, tests: bool = True, **where: Any
 ) -> Contrast:
-    """A row of the table of seeds."""
-    return Contrast(label, where, scale, digits, file, threshold, tests)
+    """A row of the table of seeds: ratios have the threshold 1, shares and their differences are in percent."""
+    bounded = SHARE if where.get("measure") == "heads" else DIFFERENCE
+    on = LOG if threshold == 1 else bounded if scale == 100 or where.get("measure") == "within" else LINEAR
+    return Contrast(label, where, scale, digits, file, threshold, tests, on)
 
 
 DIFFUSION = MODELS[:3]

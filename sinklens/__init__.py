@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from sinklens.model import Model, borrow, load
     from sinklens.runs.result import Answer, Generation
     from sinklens.sinks.track import SinkTrack
-    from sinklens.tracing import Trace, generate, trace
+    from sinklens.tracing import Trace, generate, replay, trace
 
 __version__ = "0.2.0"
 __all__ = [
     "Answer", "Generation", "Model", "SinkTrack", "SinklensError", "Trace", "borrow", "generate", "lab", "load",
-    "trace",
+    "replay", "trace",
 ]  # fmt: skip
 
 _HOMES = {
@@ -37,11 +37,12 @@ _HOMES = {
     "generate": "sinklens.tracing",
     "lab": "sinklens.live",
     "load": "sinklens.model",
+    "replay": "sinklens.tracing",
     "trace": "sinklens.tracing",
 }
 _MODULES = (
     "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions", "likelihood",
-    "live", "sampling", "sinks", "tasks", "views", "zoo",
+    "live", "probes", "sampling", "sinks", "tasks", "tracing", "views", "zoo",
 )  # fmt: skip
 
 

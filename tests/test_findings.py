@@ -4,8 +4,10 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pytest
+from scipy.stats import t
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = importlib.util.spec_from_file_location("findings", ROOT / "scripts" / "findings.py")
@@ -62,15 +64,28 @@ def verdicts():
 @pytest.mark.parametrize(("verdict", "seeds", "studies"), verdicts())
 def test_the_seeds_of_a_verdict_are_those_of_the_stored_results(verdict, seeds, studies):
     assert seeds.removesuffix(" of each") == script.tally(studies)
-    assert "disagree" not in seeds or "cannot tell" in verdict
+    assert "cannot tell" in verdict or "above" in seeds or "below" in seeds or seeds.startswith("1")
 
 
-def test_seeds_agree_if_all_intervals_are_on_one_side_of_the_threshold():
-    above, below, across = (2.0, 1.5, 2.5), (0.5, 0.2, 0.9), (1.2, 0.8, 1.6)
-    assert script.agreement([above, above], 1.0) == script.agreement([below, below, below], 1.0) == "agree"
-    assert script.agreement([above, below], 1.0) == script.agreement([above, below, across], 1.0) == "**disagree**"
-    assert script.agreement([above, across], 1.0) == script.agreement([below, below, across], 1.0) == "cannot tell"
-    assert script.agreement([above, above], 1.8) == "cannot tell"
+def test_seeds_are_combined_by_the_rule_of_the_code():
+    """A t interval over the seeds on the measure's scale, with the errors that the same prompts give to all."""
+    ratios = [(2.0, 1.6, 2.5), (3.0, 2.5, 3.6), (2.5, 2.0, 3.125)]
+    found = script.combined(ratios, script.TABLES["seeds"].rows[1].on)
+    logs = np.log([one[0] for one in ratios])
+    errors = [np.log(high / low) / (2 * 1.959964) for _, low, high in ratios]
+    half = t.ppf(0.975, 2) * np.sqrt(logs.var(ddof=1) / 3 + np.mean(np.square(errors)))
+    np.testing.assert_allclose([found.low, found.high], np.exp([logs.mean() - half, logs.mean() + half]))
+    assert script.judged(found, 1.0, p=0.04) == "above"
+    assert script.judged(found, 1.0, p=0.06) == script.judged(found, 2.5, p=0.0) == "cannot tell"
+    assert script.judged(found, 9.0, p=0.0) == "below"
+
+
+def test_rows_of_the_table_of_seeds_have_their_scale():
+    scales = {row.label: row.on.name for row in script.TABLES["seeds"].rows}
+    assert scales["heads and steps with a sink, %"] == "logit"
+    assert scales["digit: sinks at the same step and place, ratio above 1"] == "log"
+    assert scales["points lost beyond a random key, strongest keys"] == "logit of (1 + x) / 2"
+    assert scales["share of a jump undone through queries, beyond keys"] == "linear"
 
 
 def test_a_matched_ratio_that_compares_few_of_the_sinks_is_left_out(monkeypatch):
@@ -80,18 +95,6 @@ def test_a_matched_ratio_that_compares_few_of_the_sinks_is_left_out(monkeypatch)
     row = script.TABLES["kinds"].rows[0].__class__("ratio", {})
     assert script.found(row, "any", "one") is None
     assert script.found(row, "any", "two") == (1.5, 1.2, 1.9, 9)
-
-
-def test_the_mean_of_the_seeds_is_that_of_the_differences_within_each_seed(monkeypatch, tmp_path):
-    """Where a measure and a difference have the same labels, the difference is meant."""
-    (tmp_path / "seeds").mkdir()
-    rows = {"model": "m", "measure": "cost", "estimate": [0.5, 0.1], "low": [0.4, 0.05], "high": [0.6, 0.2]}
-    table = pandas.DataFrame({**rows, "compared": ["measurement", "difference"]})
-    table.to_csv(tmp_path / "seeds" / "study-seeds.csv", index=False)
-    monkeypatch.setattr(script, "RESULTS", tmp_path)
-    row = script.TABLES["kinds"].rows[0].__class__("cost", {"measure": "cost"}, 100.0, 0, "study-claims")
-    assert script.over_seeds(row, "m") == "10 [5, 20]"
-    assert script.over_seeds(row, "other") == ""
 
 
 def test_a_number_that_no_table_holds_is_found():

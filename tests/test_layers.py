@@ -26,6 +26,7 @@ FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of th
     ("views",),
     ("tasks",),
     ("evaluation",),
+    ("probes",),
     ("live",),
     ("zoo",),
     ("devices",),

@@ -544,8 +544,16 @@ FAMILIES: list[Family] = [
     ),
 ]
 
-REFUSED = {"nemotron_labs_diffusion_vlm": "has a vision tower, and sinklens reads text only; load the text model"}
-"""Values of ``model_type`` that resemble a family's -> why it is refused."""
+_REORDERED = (
+    "moves {what} in front of the masks of a causal pass and keeps each token's own position, so a column of a pass is "
+    "not a position of the text, as every hook point, track and picture assumes"
+)
+REFUSED = {
+    "nemotron_labs_diffusion_vlm": "has a vision tower, and sinklens reads text only; load the text model",
+    "wedlm": f"belongs to WeDLM, which {_REORDERED.format(what='decided tokens')}; it is not supported",
+    "refusion": f"belongs to ReFusion, which {_REORDERED.format(what='decided slots')}; it is not supported",
+}
+"""Values of ``model_type``, or beginnings of the names of classes -> why such a checkpoint is refused."""
 BY_CLASS: dict[str, Family] = {name: family for family in FAMILIES for name in family.classes}
 BY_MODEL_TYPE: dict[str, Family] = {
     kind: next(first for first in FAMILIES if kind in first.model_types)

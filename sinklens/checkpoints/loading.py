@@ -128,12 +128,19 @@ class Checkpoint:
     adapter: Adapter | None = None
 
 
-def build_empty(config: "PreTrainedConfig", model_class: str = "AutoModelForCausalLM") -> "PreTrainedModel":
+def build_empty(
+    config: "PreTrainedConfig",
+    model_class: str = "AutoModelForCausalLM",
+    device: str = "meta",
+    dtype: torch.dtype | None = None,
+) -> "PreTrainedModel":
     """A family's model on the meta device, which has names and shapes but takes no memory.
 
     Args:
         config: its transformers config.
         model_class: as in `Family`.
+        device: another device, for a model of fake tensors (`sinklens.utils.allocations`).
+        dtype: element type; by default that of the config.
 
     Raises:
         CheckpointError: transformers cannot build the model, e.g. because it lacks the activation function.
@@ -141,8 +148,10 @@ def build_empty(config: "PreTrainedConfig", model_class: str = "AutoModelForCaus
     import transformers
 
     try:
-        with torch.device("meta"):
-            return getattr(transformers, model_class).from_config(config, attn_implementation="sdpa")
+        with torch.device(device):
+            return getattr(transformers, model_class).from_config(
+                config, attn_implementation="sdpa", **({} if dtype is None else {"dtype": dtype})
+            )
     except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise CheckpointError(
             f"transformers cannot build a {config.model_type} model from this config: {type(error).__name__}: {error}."
@@ -198,8 +207,13 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     return replace(checkpoint, adapter=adapter)
 
 
-def outline(name_or_path: str | Path, request: LoadRequest) -> Checkpoint:
+def outline(
+    name_or_path: str | Path, request: LoadRequest, device: str = "meta", dtype: torch.dtype | None = None
+) -> Checkpoint:
     """A checkpoint on the meta device: everything but its weights, which need not be there.
+
+    Args:
+        device, dtype: as in `build_empty`.
 
     Raises:
         CheckpointError: see `sinklens.load`.
@@ -210,7 +224,7 @@ def outline(name_or_path: str | Path, request: LoadRequest) -> Checkpoint:
     blocks = blocks_for(raw, family, request.block_length, str(folder))
     config = translate(raw, family, str(folder))
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
-    empty = build_empty(config, family.model_class)
+    empty = build_empty(config, family.model_class, device, dtype)
     defaults = _sampler_defaults(folder, family)
     return prepare(empty, found, family, raw, str(name_or_path), request.revision, defaults, blocks)
 

@@ -31,14 +31,13 @@ def family_of(config: dict[str, Any], where: str) -> Family:
     for name in class_names(config):
         if name in BY_CLASS:
             return BY_CLASS[name]
+    _refuse_by_name(config, where)
     kind = config.get("model_type")
     named = isinstance(kind, str)
     if named and kind not in BY_MODEL_TYPE:
         register_installed()
     if named and kind in BY_MODEL_TYPE:
         return BY_MODEL_TYPE[kind]
-    if named and kind in REFUSED:
-        raise CheckpointError(f"{where}: model_type {kind!r} {REFUSED[kind]}.")
     if {"graph", "tokens", "model"} <= config.keys():
         raise CheckpointError(
             f"{where}: config.json has no model_type, but looks like SEDD's training configuration; if it is, pass "
@@ -51,6 +50,16 @@ def family_of(config: dict[str, Any], where: str) -> Family:
         f"{where}: model_type {kind!r} is not a known family.{needs_code} Known: {', '.join(BY_MODEL_TYPE)}."
         f"{nearest(str(kind), BY_MODEL_TYPE)} Add a family with sinklens.checkpoints.register."
     )
+
+
+def _refuse_by_name(config: dict[str, Any], where: str) -> None:
+    """Refuse a model that is known and not supported, by its ``model_type`` or by a class in ``architectures``."""
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in REFUSED:
+        raise CheckpointError(f"{where}: model_type {kind!r} {REFUSED[kind]}.")
+    for name in class_names(config):
+        if found := next((one for one in REFUSED if name.lower().startswith(one)), None):
+            raise CheckpointError(f"{where}: the class {name!r} in architectures {REFUSED[found]}.")
 
 
 def class_names(config: dict[str, Any]) -> list[str]:

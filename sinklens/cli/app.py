@@ -428,6 +428,15 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
         "measure the accuracy of models on a task, unmasked and with sinks masked; finished samples are skipped",
         _adding("evaluation", "add_evaluate"),
     ),
+    "plan": (
+        "print what a run takes, from config.json alone: memory by part, time on named cards, which cards hold it",
+        _adding("run_plan", "add_plan"),
+    ),
+    "verify": (
+        "check a checkpoint that you have: fingerprint, size, self-check, accuracy, the study's statements; write a "
+        "report to paste",
+        _adding("verify", "add_verify"),
+    ),
     "protocols": (
         "list the protocols: settings of published scores, with the scores and their sources",
         _adding("protocols", "add_protocols"),

@@ -294,18 +294,20 @@ def _check_limit(task: "Task", limit: int | None) -> None:
 
 def _refuse_unused_settings(given: dict[str, Any], options: argparse.Namespace) -> None:
     """Reject settings that none of the models has; they would silently have no effect."""
-    from sinklens.sampling.registry import find_sampler
+    from sinklens.sampling.registry import find_sampler, sampler_name
 
     models, queries = options.models, options.queries
     if not given and queries != "all":
         return
-    samplers = sorted({family_for(name, options).sampler for name in models})
+    families = [family_for(name, options) for name in models]
+    mode = {"mode": given.get("mode")}
+    samplers = sorted({sampler_name(family, mode) for family in families})
     if queries == "all" and "autoregressive" not in samplers:
         raise SinklensError(
             f"--queries all is for autoregressive models; {', '.join(models)} computes every query at every step."
         )
     samplers = [given["sampler"]] if "sampler" in given else samplers
-    known = {"sampler", *(name for sampler in samplers for name in find_sampler(sampler).setting_names())}
+    known = {"sampler", "mode", *(name for sampler in samplers for name in find_sampler(sampler).setting_names())}
     for name in given:
         if name not in known:
             raise SinklensError(

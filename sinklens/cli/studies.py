@@ -39,6 +39,12 @@ def add_analyse(analyse: argparse.ArgumentParser) -> None:
         "of token ids under 'prompt' or 'question', and what is measured of answers needs the right one, a text or a "
         "number under 'expected' or 'answer' (default: the shipped held-out problems)",
     )  # fmt: skip
+    analyse.add_argument(
+        "--group", metavar="COLUMN",
+        help="key of each line of FILE.jsonl that holds what its prompt shares with others, such as its template, "
+        "document or author; matched comparisons compare within groups, and intervals resample groups (default: the "
+        "templates of the shipped problems; none for a file)",
+    )  # fmt: skip
     add_limit(analyse, "only the first N prompts (default: 100 of the shipped problems; all prompts of a file)")
     add_former(analyse, "--number", "--limit", "limit")
     analyse.add_argument(
@@ -97,7 +103,7 @@ def run_analyse(options: argparse.Namespace) -> None:
     models = [load(name, **loading(options, name)) for name in options.models]
     with Counts("prompts") as counts:
         try:
-            findings = study.run(models, prompts, out, progress=counts)
+            findings = study.run(models, prompts, out, progress=counts, group=_group(options))
         except KeyboardInterrupt:
             counts.stop(out, options.call)
     show(out, findings.manifest)
@@ -107,9 +113,10 @@ def run_analyse(options: argparse.Namespace) -> None:
         print(f"over {len(findings.measured)} seeds and {len(prompts)} prompts:")
         print(table.dropna(axis="columns", how="all").round(3).to_string(index=False, na_rep=""))
         print(
-            "low, high: 95 % interval of the mean over seeds and prompts, widened for few seeds, so it may leave the "
-            "measure's range. agree: whether all seeds are on the same side of 0. compared: a measurement of each "
-            "seed, or a difference between two conditions within each seed."
+            "low, high: 95 % t interval of the mean over seeds and prompts, on the scale given. agree: whether all "
+            "seeds are on the same side of 0, which three are in 25 % of all cases by chance. compared: a measurement "
+            "of each seed, or a difference between two conditions within each seed. p_holm: corrected over all "
+            'differences; verdict: "cannot tell" unless the interval excludes 0 and p_holm is at most 0.05.'
         )
         files = (*files, file)
     print(f"{kind.name}: {len(prompts)} prompt{'s' * (len(prompts) != 1)}, {', '.join(findings.measured)}. Written:")
@@ -163,6 +170,19 @@ def _answers(options: argparse.Namespace, study: Any, prompts: list[Any]) -> dic
         raise SettingError(f"the study {study.name} counts answers lost, and {lacks}.")
     print(f"sinklens: {lacks}. Where right answers are counted, they are left out.", file=sys.stderr)
     return answers
+
+
+def _group(options: argparse.Namespace) -> list[str] | None:
+    """The groups of the prompts of a file; None without ``--group``."""
+    from sinklens.tasks.prompts import read_groups
+
+    if options.group is None:
+        return None
+    if options.prompts is None:
+        raise SettingError(
+            "--group names a key of the lines of a file of prompts; give the file (--prompts FILE.jsonl)."
+        )
+    return read_groups(options.prompts, options.group, options.limit)
 
 
 def run_table(options: argparse.Namespace) -> None:

@@ -36,6 +36,7 @@ class StoredRun(NamedTuple):
         first_in_pass: positions per block if the reference decides the first token of a block outside its passes; 0 if
             it does not.
         after: whether `canvases` are those after each pass.
+        modes: modes of the passes that the reference kept; none for all passes.
     """
 
     number: int
@@ -48,17 +49,23 @@ class StoredRun(NamedTuple):
     block_length: int | None = None
     first_in_pass: int = 0
     after: bool = False
+    modes: tuple[str, ...] = ()
 
     def equal(self, run: Generation) -> list[bool]:
         """Whether each canvas, in the order of passes, and then the result equal the reference's."""
         rows = self.rows or slice(None)
         canvases, result = self.canvases[rows], self.result[rows]
-        steps = [step for step in range(run.steps_run) if not self._starts_a_block(run, step)]
+        steps = [step for step in range(run.steps_run) if self._is_kept(run, step)]
         if len(steps) != canvases.shape[1]:
             return [False] * (canvases.shape[1] + 1)
         found = [run.canvas[:, step + self.after] for step in steps]
         pairs = [*zip(found, canvases.unbind(1), strict=True), (run.tokens, result)]
         return [_agree(ours, theirs) for ours, theirs in pairs]
+
+    def _is_kept(self, run: Generation, step: int) -> bool:
+        if self.modes:
+            return run.modes[step] in self.modes
+        return not self._starts_a_block(run, step)
 
     def _starts_a_block(self, run: Generation, step: int) -> bool:
         decided = (run.unmask_step[0] == step).nonzero()[:, 0].tolist()
@@ -112,5 +119,6 @@ class ReferenceFolder:
             for file in ("config.json", "generation_config.json"):
                 if (self.path / file).is_file():
                     (Path(place) / file).write_text(json.dumps(json.loads((self.path / file).read_text()) | given))
-            (Path(place) / "model.safetensors").symlink_to((self.path / "model.safetensors").resolve())
+            for part in (self.path / "model.safetensors", *(one for one in self.path.iterdir() if one.is_dir())):
+                (Path(place) / part.name).symlink_to(part.resolve())
             return load(place, family=self.family, block_length=block_length, device=device, dtype=torch.float32)

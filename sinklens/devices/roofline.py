@@ -1,7 +1,7 @@
 """Roofline: the least time of a pass, from the card's peak arithmetic or its memory bandwidth, whichever is slower.
 
-The peaks are the vendors' figures for dense products in bfloat16 (float16 on cards without it) and for memory
-bandwidth. A card that is not listed is measured with a large product and a large copy.
+The peaks are the vendors' figures (`sinklens.evaluation.cards`). A card that is not listed is measured with a large
+product and a large copy.
 """
 
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sinklens.devices.measuring import seconds
+from sinklens.evaluation.cards import CARDS
 
 
 class Peak(NamedTuple):
@@ -25,32 +26,13 @@ class Peak(NamedTuple):
     source: str = "data sheet"
 
 
-CARDS = (  # part of the name that torch reports, in the order of matching
-    ("B200", Peak(2250e12, 8.0e12)),
-    ("H200", Peak(989e12, 4.8e12)),
-    ("H100 PCIe", Peak(756e12, 2.0e12)),
-    ("H100 NVL", Peak(835e12, 3.9e12)),
-    ("H100", Peak(989e12, 3.35e12)),
-    ("A100-SXM4-80GB", Peak(312e12, 2.039e12)),
-    ("A100 80GB", Peak(312e12, 1.935e12)),
-    ("A100", Peak(312e12, 1.555e12)),
-    ("L40S", Peak(362e12, 0.864e12)),
-    ("L4", Peak(121e12, 0.3e12)),
-    ("A10", Peak(125e12, 0.6e12)),
-    ("RTX 4090", Peak(165e12, 1.008e12)),
-    ("RTX 3090", Peak(71e12, 0.936e12)),
-    ("T4", Peak(65e12, 0.32e12)),
-    ("V100", Peak(125e12, 0.9e12)),
-)
-
-
 def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
     """The peak of `device`, looked up by its name or measured."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         name = torch.cuda.get_device_name(device)
-        for part, peak in CARDS:
-            if part in name.replace("NVIDIA ", ""):
-                return peak
+        for card in CARDS.values():
+            if card.reported in name.replace("NVIDIA ", ""):
+                return Peak(card.peak, card.bandwidth)
     return _measured(device, dtype)
 
 

@@ -7,7 +7,8 @@ Limitation: where the reference treats the rows of a batch together (padding on 
 repeated.
 """
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.caching import DualCache, NoCache, Policy, PrefixCache
+from sinklens.devices import stored_mode_runs as modes
 from sinklens.devices import stored_timed_runs as timed
 from sinklens.devices.agreement import EXACT, near
 from sinklens.devices.references import ReferenceFolder, StoredRun
@@ -33,12 +35,18 @@ class StoredPass(NamedTuple):
         logits: of all positions, or of the canvas.
         patterns: of each layer, [batch, head, query, key]; none where the reference kept none.
         time: noise level of each row; None for a model that is not conditioned on it.
+        mode: what the pass is, in a model that changes its attention.
     """
 
     ids: Int[Tensor, "batch pos"]
     logits: Float[Tensor, "batch _ vocab"]
     patterns: list[Tensor]
     time: Float[Tensor, " batch"] | None = None
+    mode: Mapping[str, Any] = {}
+
+    def arguments(self, device: torch.device | str) -> dict[str, Any]:
+        """The arguments of a pass of sinklens besides the ids."""
+        return dict(self.mode) if self.time is None else {"time": self.time.to(device), **self.mode}
 
 
 class StoredFormat(NamedTuple):
@@ -74,7 +82,7 @@ def stored_pass(folder: ReferenceFolder) -> StoredPass:
         time = next(first[name] for name in ("sigma_used", "sigma", "t") if name in first)
         return StoredPass(expected["input_ids"].long(), first["logits"], _patterns(first), time)
     if "input_ids" in expected:
-        return StoredPass(expected["input_ids"], expected["logits"], _patterns(expected))
+        return StoredPass(expected["input_ids"], expected["logits"], _patterns(expected), mode=_mode(folder))
     ids = torch.cat([expected["fwd0.input_ids"], expected["fwd0.canvas"]], dim=1)
     layers = [name for name in expected if name.startswith("fwd0.decoder.pattern.")]
     patterns = [expected[f"fwd0.decoder.pattern.{layer}"] for layer in range(len(layers))]
@@ -86,12 +94,20 @@ def compare_pass(case: ReferenceFolder, device: torch.device) -> str:
     model, stored = case.load(device, block_length=case.pass_block_length), stored_pass(case)
     with torch.no_grad():
         ids = stored.ids.to(device)
-        time: dict[str, Any] = {} if stored.time is None else {"time": stored.time.to(device)}
-        logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"), **time)
+        given = stored.arguments(device)
+        logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"), **given)
     difference, patterns = near(logits, stored.logits, EXACT), "not stored"
     for layer, pattern in enumerate(stored.patterns):
         patterns = near(cache["pattern", layer], pattern, EXACT)
     return f"logits: {difference}; patterns of the last layer: {patterns}"
+
+
+def _mode(folder: ReferenceFolder) -> dict[str, Any]:
+    """The mode of the stored pass: a model with modes denoises the last block."""
+    if folder.path.name != "nemotron-diffusion":
+        return {}
+    size = json.loads((folder.path / "config.json").read_text())["block_size"]
+    return {"mode": "denoise", "block_start": folder.tensors["input_ids"].shape[1] - size}
 
 
 def _patterns(expected: dict[str, Tensor]) -> list[Tensor]:
@@ -286,9 +302,13 @@ FOLDERS: dict[str, StoredFormat] = {
     "rnd1": StoredFormat(_rnd1, "rnd1"),
     "open-dcoder": StoredFormat(_open_dcoder, "open-dcoder", family="open-dcoder"),
     "sdar": StoredFormat(_sdar, "sdar"),
+    "sdar-moe": StoredFormat(_sdar, "sdar"),
     "bd3lm": StoredFormat(_bd3lm, "bd3lm", family="bd3lm-qwen3"),
     "fast-dllm-v2": StoredFormat(_fast_dllm_v2, "fast-dllm-v2"),
     "llada2-moe": StoredFormat(_llada2, "llada2"),
+    "nemotron-diffusion": StoredFormat(modes.nemotron, "nemotron-diffusion"),
+    "diffullama": StoredFormat(modes.diffullama, "diffullama", family="diffullama"),
+    "diffugpt": StoredFormat(modes.diffullama, "diffullama", family="diffugpt"),
     "diffusion-gemma": StoredFormat(_diffusion_gemma, "diffusion-gemma"),
     "mdlm": StoredFormat(timed.mdlm, "mdlm"),
     "bd3lm-owt": StoredFormat(timed.bd3lm, "bd3lm-owt"),

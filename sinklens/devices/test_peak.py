@@ -1,4 +1,4 @@
-"""Memory: what recording adds to an unrecorded run, and what happens when memory runs out."""
+"""Memory: what recording adds to an unrecorded run, whether plans are right, and what happens when memory runs out."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from sinklens.devices import samples
 from sinklens.devices.measuring import peak
 from sinklens.errors import DeviceMemoryError
+from sinklens.evaluation.run_memory import plan_run
 from sinklens.hooks.points import Point
 from sinklens.model import Model
 from sinklens.tracing import generate
@@ -51,6 +52,22 @@ def test_no_map(extra: float, length: int, device: torch.device, finding: Callab
 def test_extra(extra: float, length: int, finding: Callable[..., None]) -> None:
     """memory above an unrecorded run, in MB"""
     finding(f"2 layers, 8 heads of 64, S = {length}", value=extra)
+
+
+@pytest.mark.parametrize("watch", [[], ["patterns"]], ids=["nothing watched", "patterns watched"])
+def test_planned(watch: list[str], length: int, device: torch.device, finding: Callable[..., None]) -> None:
+    """the planned peak of a run of tiny-llada ÷ the measured one"""
+    length = min(length, 112)
+    given: dict[str, Any] = {"gen_length": 16, "block_length": 16, "steps": 2}
+    planned = plan_run(
+        "tiny-llada", batch=8, prompt_length=length - 16, watch=watch, dtype=torch.float32, **given
+    ).working / 1e6  # fmt: skip
+    tiny, ids = samples.shipped("tiny-llada", device), samples.random_ids(8, length - 16) + 10
+    hooks = [(lambda name: name.endswith("hook_pattern"), lambda value, hook: None)] * len(watch)
+    generate(tiny, ids, hooks=hooks, progress=False, **given)
+    measured = peak(lambda: generate(tiny, ids, hooks=hooks, progress=False, **given), device)
+    finding(f"{planned:.1f} MB planned, {measured:.1f} MB measured", value=planned / measured)
+    assert 0.9 < planned / measured < (1.1 if device.type == "cpu" else 4), "a plan that is too small does not fit"
 
 
 def test_raised(model: Model, finding: Callable[..., None]) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sinklens.evaluation.scoring import score
     from sinklens.evaluation.statistics import Accuracy, Paired, holm, mcnemar, paired, score_interval, score_p
     from sinklens.evaluation.tables import read_lines
+    from sinklens.evaluation.watermarks import DetectionErrors, GreenScores, detection_errors, green_scores
 
 __all__ = [
     "HARNESS_PROTOCOLS",
@@ -33,8 +34,10 @@ __all__ = [
     "Baseline",
     "Claim",
     "Condition",
+    "DetectionErrors",
     "Estimate",
     "EvalProtocol",
+    "GreenScores",
     "HarnessProtocol",
     "LedgerRun",
     "Limits",
@@ -47,10 +50,12 @@ __all__ = [
     "available_isolation",
     "baselines",
     "claims",
+    "detection_errors",
     "estimate",
     "evaluate",
     "format_claims",
     "frame",
+    "green_scores",
     "holm",
     "masking",
     "mcnemar",
@@ -79,6 +84,7 @@ _MODULES = {
     "scoring": ("score",),
     "statistics": ("Accuracy", "Paired", "holm", "mcnemar", "paired", "score_interval", "score_p"),
     "tables": ("read_lines",),
+    "watermarks": ("DetectionErrors", "GreenScores", "detection_errors", "green_scores"),
 }
 
 

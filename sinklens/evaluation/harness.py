@@ -116,10 +116,7 @@ class SinklensLM(LM):
     ) -> None:
         super().__init__()
         self.seed = as_seed(seed)  # before the model is loaded
-        if not str(batch_size).isdigit() or int(batch_size) < 1:
-            raise SettingError(
-                f"batch_size must be a number of at least 1 ('auto' is not supported); got {batch_size!r}."
-            )
+        self.batch_size, self.settings = _number_of_rows(batch_size), settings
         self.hooks = hook_list(hooks)
         if mask_sinks is not None and self.hooks:
             raise SettingError(f"give hooks or mask_sinks, not both; got {self.hooks} and {mask_sinks}.")
@@ -131,13 +128,9 @@ class SinklensLM(LM):
                 )
             ]  # fmt: skip
         self.rule, self.check_greedy = DrawRule(mc_num, mc_batch, mc_masking, seed=self.seed), check_greedy
-        given: dict[str, Any] = {
-            "revision": revision,
-            "device": _available(device),
-            "dtype": None if dtype == "auto" else dtype,
-        }
-        self.model = load(pretrained, **{name: value for name, value in given.items() if value is not None})
-        self.batch_size, self.settings = int(batch_size), settings
+        loading: dict[str, Any] = {"revision": revision, "device": _available(device)}
+        loading["dtype"] = None if dtype == "auto" else dtype
+        self.model = load(pretrained, **{name: value for name, value in loading.items() if value is not None})
         self._device = self.model.cfg.device
         self.cache = as_policy(cache)
         self.task_settings = _read_settings(task_settings)
@@ -363,6 +356,17 @@ def _read_settings(given: Mapping[str, Mapping[str, Any]] | str | Path | None) -
             f"got {given!r:.80}."
         )
     return {str(task): dict(settings) for task, settings in given.items()}
+
+
+def _number_of_rows(batch_size: int | str) -> int:
+    """Prompts per run.
+
+    Raises:
+        SettingError: not a number of at least 1.
+    """
+    if not str(batch_size).isdigit() or int(batch_size) < 1:
+        raise SettingError(f"batch_size must be a number of at least 1 ('auto' is not supported); got {batch_size!r}.")
+    return int(batch_size)
 
 
 def _available(device: str | None) -> str | None:

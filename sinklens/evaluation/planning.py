@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sinklens.errors import SettingError, nearest
+from sinklens.errors import SettingError
+from sinklens.evaluation.cards import CARDS, Card, find_card
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.sampling import settings_for
@@ -32,45 +33,7 @@ if TYPE_CHECKING:
 CHARACTERS = 4  # of a token, for prompts of models without a tokenizer
 TEMPORARY = 8  # arrays of the size of the scores that are at hand, at most, while sinks are summed up
 SAMPLED = 200  # prompts that are read for their length
-
-
-@dataclass(frozen=True)
-class Card:
-    """A GPU.
-
-    Attributes:
-        name: its name.
-        peak: operations per second, in bfloat16 without sparsity, as its maker states it.
-        memory: bytes.
-    """
-
-    name: str
-    peak: float
-    memory: float
-
-
-CARDS = {
-    "h100": Card("H100 SXM", 989e12, 80e9),
-    "h100-pcie": Card("H100 PCIe", 756e12, 80e9),
-    "h200": Card("H200", 989e12, 141e9),
-    "b200": Card("B200", 2250e12, 180e9),
-    "a100": Card("A100 (80 GB)", 312e12, 80e9),
-    "a100-40": Card("A100 (40 GB)", 312e12, 40e9),
-    "l40s": Card("L40S", 362e12, 48e9),
-    "rtx4090": Card("RTX 4090", 165e12, 24e9),
-    "mi300x": Card("MI300X", 1307e12, 192e9),
-}
-
-
-def find_card(name: str) -> Card:
-    """The card called `name`.
-
-    Raises:
-        SettingError: there is none.
-    """
-    if name not in CARDS:
-        raise SettingError(f"no card is called {name!r}; known: {', '.join(CARDS)}.{nearest(name, CARDS)}")
-    return CARDS[name]
+__all__ = ["CARDS", "Card", "Plan", "find_card", "meta_model", "plan"]
 
 
 @dataclass(frozen=True)
@@ -134,11 +97,11 @@ def plan(model: "Model", protocol: EvalProtocol, conditions: Sequence[Condition]
     length = round(prompt) + settings.gen_length
     runs = sum(1 + condition.of_unmasked for condition in conditions)
     rows = 2 if settings.guided else 1
-    steps, sizes = settings.most_steps, _sizes(model)
+    steps, sizes = settings.most_steps, sizes_of(model)
     passes = len(samples) * runs * steps * rows
-    queries, keys = _queries_and_keys(settings, prompt, model)
+    queries, keys = queries_and_keys(settings, prompt, model)
     undecided = 1.0 if settings.left_to_right else min(queries, settings.gen_length) / 2
-    each = 2 * sizes.active * queries + 6 * queries * keys * sizes.width + 2 * sizes.head * undecided
+    each = sizes.flops(queries, keys, undecided)
     first = 2 * sizes.active * prompt if queries < prompt else 0.0  # the prompt, read once
     scores = sizes.heads * length * 4
     return Plan(
@@ -173,7 +136,7 @@ def _length(model: "Model", sample: Sample, chat_template: bool) -> int:
     return len(tokenizer(f"{text}{sample.opening}", add_special_tokens=False).input_ids)
 
 
-def _queries_and_keys(settings: "Sampler", prompt: float, model: "Model") -> tuple[float, float]:
+def queries_and_keys(settings: "Sampler", prompt: float, model: "Model") -> tuple[float, float]:
     """Positions that a pass computes, and keys that they see, on average."""
     length = prompt + settings.gen_length
     if settings.caches_keys or model.causal:
@@ -187,8 +150,16 @@ def _queries_and_keys(settings: "Sampler", prompt: float, model: "Model") -> tup
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """What the formulas need of a model: see the module's docstring."""
+class ModelSizes:
+    """What the formulas need of a model: see the module's docstring.
+
+    Attributes:
+        parameters, weights: number of parameters, and their bytes.
+        active: parameters of the layers' matrices that a position uses.
+        head: parameters of the output head.
+        width: Σ_l H_l d_l, heads times their width over all layers.
+        heads: heads of all layers.
+    """
 
     parameters: int
     weights: int
@@ -197,8 +168,14 @@ class _Sizes:
     width: int
     heads: int
 
+    def flops(self, queries: float, keys: float, undecided: float, sums: bool = True) -> float:
+        """Operations of a pass of one row; with `sums` over columns, for sink scores."""
+        attention = (6 if sums else 4) * queries * keys * self.width
+        return 2 * self.active * queries + attention + 2 * self.head * undecided
 
-def _sizes(model: "Model") -> _Sizes:
+
+def sizes_of(model: "Model") -> ModelSizes:
+    """What the formulas need of `model`, which may be without weights."""
     cfg, hf = model.cfg, model.checkpoint.hf
     named = dict(hf.named_parameters())
     ends = [end.weight for end in (hf.get_input_embeddings(), hf.get_output_embeddings()) if end is not None]
@@ -209,7 +186,7 @@ def _sizes(model: "Model") -> _Sizes:
         for name, value in named.items()
         if value.ndim > 1 and id(value) not in outside
     )
-    return _Sizes(
+    return ModelSizes(
         parameters=sum(value.numel() for value in named.values()),
         weights=sum(value.numel() * _element(model) for value in named.values()),
         active=active,

@@ -36,7 +36,7 @@ from sinklens.evaluation.published import (
 )
 from sinklens.evaluation.regimes import check_regime, in_regime
 from sinklens.sampling import SAMPLERS
-from sinklens.sampling.registry import find_sampler
+from sinklens.sampling.registry import find_sampler, sampler_name
 from sinklens.tasks import NAMES, Task, find_task
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class EvalProtocol:
         settings: settings of each sampler ("llada", "dream", "autoregressive"); omitted ones come from the checkpoint
             or the sampler's defaults.
         sampler: the sampler that generates; None for that of each model's family.
+        mode: how a model that changes its attention decodes, such as "autoregressive"; None for its family's way.
         shots, extractor: settings of the task, if it has them; None for the task's defaults.
         chat_template: apply the tokenizer's chat template to the prompt.
         note: the source of the settings, and which are our choice; not part of the hash.
@@ -72,9 +73,14 @@ class EvalProtocol:
     published: tuple[Published, ...] = ()
     unstated: tuple[str, ...] = ()
     regime: str = ""
+    mode: str | None = None
 
     def __post_init__(self) -> None:
         check_regime(self.regime)
+        if self.mode is not None and self.sampler is not None:
+            raise SettingError(
+                f"mode={self.mode!r} and sampler={self.sampler!r} both choose how to decode; name one of them."
+            )
 
     @property
     def what(self) -> dict[str, Any]:
@@ -88,6 +94,7 @@ class EvalProtocol:
             "chat_template": self.chat_template,
         }
         found |= {"regime": self.regime} if self.regime else {}
+        found |= {} if self.mode is None else {"mode": self.mode}
         return found if self.sampler is None else found | {"sampler": self.sampler}
 
     @property
@@ -107,9 +114,11 @@ class EvalProtocol:
         """The settings of runs of `model`, as `sinklens.generate` takes them, in the protocol's regime.
 
         Raises:
-            SettingError: the model does not decode in that regime.
+            SettingError: the model does not decode in that regime or mode.
         """
-        return in_regime(model, self.given(model.family_record.sampler), self.regime)
+        family = model.family_record
+        given = self.given(sampler_name(family, {"mode": self.mode}))
+        return in_regime(model, given if self.mode is None else {"mode": self.mode, **given}, self.regime)
 
     def make_task(self, path: str | Path | None = None, examples: str | Path | None = None) -> Task:
         """Make the task with these settings.
@@ -123,13 +132,18 @@ class EvalProtocol:
         return find_task(self.task, path=path, shots=self.shots, extractor=self.extractor, examples=examples)  # type: ignore[arg-type]
 
     def with_settings(self, given: Mapping[str, Any]) -> "EvalProtocol":
-        """A copy with some settings replaced, for each sampler that has them; ``sampler`` chooses the sampler.
+        """A copy with some settings replaced, for each sampler that has them.
+
+        ``sampler`` chooses the sampler, ``mode`` the mode; the one replaces the other.
 
         Raises:
             SettingError: a setting that no sampler has, or an unknown sampler.
         """
-        chosen = find_sampler(given["sampler"]).name if "sampler" in given else self.sampler
-        given = {name: value for name, value in given.items() if name != "sampler"}
+        sampler, mode = self.sampler, self.mode
+        if "sampler" in given or "mode" in given:
+            sampler = find_sampler(given["sampler"]).name if "sampler" in given else None
+            mode = given.get("mode")
+        given = {name: value for name, value in given.items() if name not in ("sampler", "mode")}
         known = {name: set(sampler.setting_names()) for name, sampler in SAMPLERS.items()}
         everything = sorted(set().union(*known.values()))
         for name in given:
@@ -138,11 +152,11 @@ class EvalProtocol:
                     f"no sampler has a setting {name!r}; known: {', '.join(everything)}.{nearest(name, everything)}"
                 )
         merged = {
-            sampler: self.of(sampler) | {name: value for name, value in given.items() if name in names}
-            for sampler, names in known.items()
+            kind: self.of(kind) | {name: value for name, value in given.items() if name in names}
+            for kind, names in known.items()
         }
-        settings = {sampler: settings for sampler, settings in merged.items() if settings}
-        return replace(self, settings=settings, sampler=chosen)
+        settings = {kind: settings for kind, settings in merged.items() if settings}
+        return replace(self, settings=settings, sampler=sampler, mode=mode)
 
 
 _STUDY = (

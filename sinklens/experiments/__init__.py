@@ -3,65 +3,129 @@
 `compare` and `effect` compare two runs, also in two modes; `modes_compared`, `commits_compared` and `mode_patching`
 compare the passes of two modes; `corrupted` runs a changed prompt on a run's canvases; `sweep` runs many
 interventions in few passes; `attribution_patching` and `patching_effects` measure which points matter; `logit_lens`
-reads the residual stream of every step, and `train_tuned_lens` trains a `TunedLens` for it; `write_attribution` splits
-a score over its writers, and `read_attribution` finds who reads a key's message; `sink_jumps` lists the jumps of sinks,
-and `jump_undone` measures which path made one; `path_across_steps`, `edge_attribution` and `path_patching_effects`
-measure single edges; `head_outputs`, `donors` and `difference_of_means` collect outputs, matched values and directions
-from runs of other prompts, for ablating, resampling and steering.
+reads the residual stream of every step, and `train_tuned_lens` trains a `TunedLens` for it; `step_predictions` says
+what every step predicts everywhere, and `settling_steps`, `answer_emergence` and `early_exit` when the answer is known;
+`write_attribution` splits a score over its writers, and `read_attribution` finds who reads a key's message;
+`sink_jumps` lists the jumps of sinks, and `jump_undone` measures which path made one; `path_across_steps`,
+`edge_attribution` and `path_patching_effects` measure single edges; `head_outputs`, `donors` and `difference_of_means`
+collect outputs, matched values and directions from runs of other prompts, for ablating, resampling and steering;
+`dose_response` measures what steering does and costs; `holes` makes a run of a text with gaps, and `span_likelihood`
+says how probable a span between two texts is; `swap` puts another kind of token in a place.
 """
 
 from sinklens.experiments.attribution import agreement, attribution_patching, patching_effects
 from sinklens.experiments.captured import head_outputs
+from sinklens.experiments.circuit import Circuit, CircuitEdge, Overlap
+from sinklens.experiments.circuit_search import (
+    CircuitCase,
+    CircuitValue,
+    circuit_case,
+    circuit_cases,
+    circuit_curves,
+    edge_scores,
+    greedy_circuit,
+    measure_circuit,
+)
 from sinklens.experiments.comparison import attention_to, compare
 from sinklens.experiments.corruption import corrupted
+from sinklens.experiments.doses import dose_response
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
 from sinklens.experiments.effects import Effect, ModeEffect, effect
+from sinklens.experiments.infilling import holes, span_likelihood
+from sinklens.experiments.jacobian_lens import fit_jacobian_lens
 from sinklens.experiments.jumps import Jump, jump_undone, sink_jumps
 from sinklens.experiments.lens import LogitLens, logit_lens
+from sinklens.experiments.lens_comparison import compare_lenses
 from sinklens.experiments.lens_training import train_tuned_lens
-from sinklens.experiments.metrics import StepOutput
+from sinklens.experiments.massive import (
+    MassiveActivation,
+    OutlierDimension,
+    massive_activations,
+    outlier_dimensions,
+)
+from sinklens.experiments.metrics import AtPosition, StepOutput
 from sinklens.experiments.modes import commits_compared, mode_patching, modes_compared
 from sinklens.experiments.paths import AcrossSteps, path_across_steps
 from sinklens.experiments.readers import read_attribution
 from sinklens.experiments.reference_runs import difference_of_means, donors
+from sinklens.experiments.settling import (
+    answer_emergence,
+    early_exit,
+    entropy_features,
+    guesses,
+    settling_steps,
+    step_predictions,
+)
+from sinklens.experiments.similarity import layer_similarity, step_similarity
 from sinklens.experiments.sink_changes import sinks_compared
 from sinklens.experiments.step_ids import of_step
+from sinklens.experiments.swaps import swap
 from sinklens.experiments.sweeps import sweep
 from sinklens.experiments.tuned_lens import TunedLens
 from sinklens.experiments.writers import write_attribution
 
 __all__ = [
     "AcrossSteps",
+    "AtPosition",
+    "Circuit",
+    "CircuitCase",
+    "CircuitEdge",
+    "CircuitValue",
     "Edge",
     "Effect",
     "Jump",
     "LogitLens",
+    "MassiveActivation",
     "ModeEffect",
+    "OutlierDimension",
+    "Overlap",
     "StepOutput",
     "TunedLens",
     "agreement",
+    "answer_emergence",
     "attention_to",
     "attribution_patching",
+    "circuit_case",
+    "circuit_cases",
+    "circuit_curves",
     "commits_compared",
     "compare",
+    "compare_lenses",
     "corrupted",
     "difference_of_means",
     "donors",
+    "dose_response",
+    "early_exit",
     "edge_attribution",
+    "edge_scores",
     "effect",
+    "entropy_features",
+    "fit_jacobian_lens",
+    "greedy_circuit",
+    "guesses",
     "head_outputs",
+    "holes",
     "jump_undone",
+    "layer_similarity",
     "logit_lens",
+    "massive_activations",
+    "measure_circuit",
     "mode_patching",
     "modes_compared",
     "of_step",
+    "outlier_dimensions",
     "patching_effects",
     "path_across_steps",
     "path_patching_effects",
     "read_attribution",
+    "settling_steps",
     "sink_jumps",
     "sinks_compared",
+    "span_likelihood",
+    "step_predictions",
+    "step_similarity",
     "strongest_edges",
+    "swap",
     "sweep",
     "train_tuned_lens",
     "write_attribution",

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -44,12 +45,24 @@ def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = ()
         SettingError: `base` is not a run.
     """
     require_run(base, "base")
+    ids = replaced_prompts(base.canvas[:, 0, : base.prompt_length], base, changes)
+    return _run(base, ids, replay=base, hooks=hooks, **options)
+
+
+def replaced_prompts(
+    ids: Int[Tensor, "batch pos"], base: Generation, changes: Mapping[str, str]
+) -> Int[Tensor, "batch pos"]:
+    """`ids`, prompts or canvases of `base`, with texts of the prompt replaced, as in `corrupted`.
+
+    Raises:
+        PromptError: see `corrupted`.
+    """
     if not changes:
         raise PromptError("changes is empty; pass the texts to replace, such as {' 6': ' 8'}.")
-    ids = base.canvas[:, 0, : base.prompt_length]
+    prompts = ids[:, : base.prompt_length].cpu()
     for old, new in changes.items():
-        ids = _replaced(ids, base.model, old, new)
-    return _run(base, ids, replay=base, hooks=hooks, **options)
+        prompts = _replaced(prompts, base.model, old, new)
+    return torch.cat([prompts.to(ids.device), ids[:, base.prompt_length :]], dim=1)
 
 
 def again(base: Generation, *, hooks: Hooks = (), **options: Any) -> Generation:

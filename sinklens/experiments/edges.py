@@ -28,6 +28,7 @@ from sinklens.experiments.attribution import EMBED, LogitMetric, Pair, different
 from sinklens.experiments.sweeps import activation_bytes, rows_within
 from sinklens.hooks.modulation import Time
 from sinklens.hooks.points import Point
+from sinklens.interventions.circuits import receivers_of, senders_of
 from sinklens.interventions.paths import Receiver, ResidualStream, Sender, centered, keeps, refuse_indirect
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import HookFunction, Pairs
@@ -36,24 +37,6 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 ON_CPU = 16  # more copies of the batch per pass are slower on a CPU, whose caches they exceed
-
-
-def senders_of(model: "Model") -> list[Sender]:
-    """Every component that writes to the stream, in the order of the pass."""
-    names = ["embed"]
-    for layer in range(model.cfg.n_layers):
-        names += [*(f"L{layer}H{head}" for head in range(model.cfg.n_heads)), f"{layer}_mlp_out"]
-    return [Sender.named(name, model) for name in names]
-
-
-def receivers_of(model: "Model") -> list[Receiver]:
-    """Every component that reads the stream, in the order of the pass."""
-    names = []
-    for layer in range(model.cfg.n_layers):
-        names += [f"L{layer}H{head}.q" for head in range(model.cfg.n_heads)]
-        names += [f"L{layer}H{head}.{letter}" for letter in "kv" for head in range(model.cfg.n_key_value_heads)]
-        names.append(f"{layer}_mlp_in")
-    return [Receiver.named(name, model) for name in [*names, "logits"]]
 
 
 def edge_attribution(
@@ -65,14 +48,17 @@ def edge_attribution(
     *,
     time: Time = None,
     path: int = 0,
+    by_position: bool = False,
 ) -> xr.Dataset:
     """Estimate the effect of patching each edge of the graph with its value in the clean pass.
 
     Args:
         clean_ids, corrupted_ids, metric, attention_mask, time, path: as in `attribution_patching`.
+        by_position: whether positions are kept apart.
 
     Returns:
         ``effect`` over ``sender`` and ``receiver``, summed over positions and rows; NaN where there is no such path.
+        With `by_position` also over ``pos``, the column at which the receiver reads.
         Attributes ``clean`` and ``corrupted`` are the metric in the two passes.
 
     Raises:
@@ -94,7 +80,9 @@ def edge_attribution(
                 slopes[name] = slopes.get(name, 0.0) + slope / len(shares)
         changes = {point: wide(clean[point]) - wide(corrupted[point]) for point in outputs}
         written = [sender.written(changes[sender.point], model, corrupted) for sender in senders]
-        rows = [_effects(sender, one, receivers, slopes) for sender, one in zip(senders, written, strict=True)]
+        rows = [
+            _effects(sender, one, receivers, slopes, by_position) for sender, one in zip(senders, written, strict=True)
+        ]
         values = metric_value(metric, clean_logits), metric_value(metric, corrupted_logits)
     return _table(torch.stack(rows), senders, receivers, *values)
 
@@ -235,26 +223,29 @@ def _pulled_back(receiver: Receiver, slope: Tensor, values: Mapping[str, Tensor]
 
 
 def _effects(
-    sender: Sender, written: ResidualStream, receivers: Sequence[Receiver], slopes: dict[str, Tensor]
-) -> Float[Tensor, " receiver"]:
+    sender: Sender, written: ResidualStream, receivers: Sequence[Receiver], slopes: dict[str, Tensor], by_position: bool
+) -> Float[Tensor, "receiver *pos"]:
     """Σ (change of what the sender writes) · (slope of the receiver), for every receiver after it."""
-    found = torch.full((len(receivers),), torch.nan, dtype=written.dtype, device=written.device)
+    axes = (0, 2) if by_position else (0, 1, 2)
+    shape = (len(receivers), written.shape[1]) if by_position else (len(receivers),)
+    found = torch.full(shape, torch.nan, dtype=written.dtype, device=written.device)
     for place, receiver in enumerate(receivers):
         if sender.depth < receiver.depth:
-            found[place] = (written * slopes[receiver.name]).sum()
+            found[place] = (written * slopes[receiver.name]).sum(dim=axes)
     return found
 
 
 def _table(
-    effects: Float[Tensor, "sender receiver"],
+    effects: Float[Tensor, "sender receiver *pos"],
     senders: Sequence[Sender],
     receivers: Sequence[Receiver],
     clean: Tensor,
     corrupted: Tensor,
 ) -> xr.Dataset:
     """The effects with their labels, and the layers of both ends."""
+    axes = ("sender", "receiver", "pos")[: effects.ndim]
     return xr.Dataset(
-        {"effect": (("sender", "receiver"), effects.detach().cpu().numpy())},
+        {"effect": (axes, effects.detach().cpu().numpy())},
         {
             "sender": [sender.name for sender in senders],
             "receiver": [receiver.name for receiver in receivers],

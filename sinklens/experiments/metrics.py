@@ -50,6 +50,19 @@ class StepOutput(NamedTuple):
     first: int
 
 
+class AtPosition(NamedTuple):
+    """The name of an intervention of a `sweep` at a position; the result then has the axes layer, pos and step.
+
+    Attributes:
+        layer, position: where it acts.
+        step: the step that it names; None if it acts at all.
+    """
+
+    layer: int
+    position: int
+    step: int | None = None
+
+
 Metric = Callable[[StepOutput], Tensor | float | int]
 
 
@@ -226,7 +239,7 @@ class SweepAxis:
     """The names of a sweep's interventions, as one axis or as a grid.
 
     Attributes:
-        names: texts, or places (layer, head) or (layer, head, step).
+        names: texts, or places (layer, head) or (layer, head, step), or `AtPosition`.
     """
 
     names: list[Any]
@@ -235,8 +248,9 @@ class SweepAxis:
         """The result over the names, or over layer, head and step."""
         if isinstance(self.names[0], str):
             return found.assign_coords(intervention=self.names)
+        second = "pos" if isinstance(self.names[0], AtPosition) else "head"
         layers, heads = (sorted({place[axis] for place in self.names}) for axis in (0, 1))
-        own_step = len(self.names[0]) == 3
+        own_step = len(self.names[0]) == 3 and self.names[0][2] is not None
         steps = sorted({place[2] for place in self.names}) if own_step else list(found["step"].values)
         values = np.full((len(layers), len(heads), len(steps), found.sizes["prompt"]), np.nan)
         metric = found["metric"].transpose("intervention", "step", "prompt").to_numpy()
@@ -247,8 +261,17 @@ class SweepAxis:
             else:
                 cell[:] = metric[number]
         base = found["metric_base"].transpose("step", "prompt").sel(step=steps)
-        grid = (("layer", "head", "step", "prompt"), values)
-        return xr.Dataset({"metric": grid, "metric_base": base}, {"layer": layers, "head": heads, "step": steps})
+        grid = (("layer", second, "step", "prompt"), values)
+        return xr.Dataset({"metric": grid, "metric_base": base}, {"layer": layers, second: heads, "step": steps})
+
+
+def _kind_of(name: Any) -> str:
+    """What a name of an intervention is."""
+    if isinstance(name, AtPosition):
+        return "position" if name.step is None else "position and step"
+    if isinstance(name, tuple) and len(name) in (2, 3):
+        return f"place {len(name)}"
+    return "text" if isinstance(name, str) else "other"
 
 
 def named_places(listed: Mapping[Any, Any], with_metric: bool) -> SweepAxis:
@@ -257,10 +280,10 @@ def named_places(listed: Mapping[Any, Any], with_metric: bool) -> SweepAxis:
     Raises:
         SettingError: places without a metric, or of mixed kinds.
     """
-    kinds = {str if isinstance(name, str) else len(name) if isinstance(name, tuple) else None for name in listed}
-    if kinds != {str} and not (with_metric and kinds in ({2}, {3})):
+    kinds = {_kind_of(name) for name in listed}
+    if kinds != {"text"} and not (with_metric and len(kinds) == 1 and kinds != {"other"}):
         raise SettingError(
-            f"interventions must be named by texts or, with metric=, all by (layer, head) or all by (layer, head, "
-            f"step); got {next(iter(listed))!r}."
+            f"interventions must be named by texts or, with metric=, all by (layer, head), all by (layer, head, step) "
+            f"or all by AtPosition(layer, position, step); got {next(iter(listed))!r}."
         )
     return SweepAxis(list(listed))

@@ -68,7 +68,7 @@ def sweep(
         model: anything that `sinklens.load` accepts.
         prompts: one or several, as in `sinklens.generate`.
         interventions: name -> intervention, or list of interventions and (name, function) pairs. With `metric`, a name
-            may also be a place, ``(layer, head)`` or ``(layer, head, step)``.
+            may also be a place, ``(layer, head)``, ``(layer, head, step)`` or ``AtPosition(layer, position, step)``.
         metric: a function of a step's logits and canvas, `StepOutput` -> one number per prompt. The result is then
             ``metric`` and nothing else. Under replay a diffusion model runs only the steps that the interventions name,
             where these act on each step alone (`Intervention.within_step`).
@@ -89,7 +89,7 @@ def sweep(
         ``control_picked`` are NaN for an intervention without a control. A control without any key is not refused but
         has 0 here, and a `ControlWarning`. With `metric`: ``metric``
         [intervention, prompt, step], NaN at steps that were not run, and ``metric_base`` [prompt, step]; if the names
-        are places, [layer, head, prompt, step] or [layer, head, step, prompt].
+        are places, [layer, head, step, prompt], or with ``pos`` in place of ``head``.
 
     Raises:
         SettingError: no prompt or intervention, a budget below one row, an intervention that makes the canvas longer
@@ -204,9 +204,14 @@ def _needs_separate_run(hooks: Sequence[Any]) -> bool:
     return any(type(entry).extend is not HookSource.extend for entry in hooks if isinstance(entry, HookSource))
 
 
+def _changes_model(hooks: Sequence[Any]) -> bool:
+    """Whether the interventions change the model, for all rows of a batch."""
+    return any(entry.changes_model for entry in hooks if isinstance(entry, HookSource))
+
+
 def _groups(listed: Mapping[str, list[Any]], size: int) -> list[Group]:
-    """Interventions in groups of `size`; those that make the canvas longer run separately."""
-    alone = {name for name, hooks in listed.items() if _needs_separate_run(hooks)}
+    """Interventions in groups of `size`; those that make the canvas longer or change the model run separately."""
+    alone = {name for name, hooks in listed.items() if _needs_separate_run(hooks) or _changes_model(hooks)}
     others = [name for name in listed if name not in alone]
     shared = [others[start : start + size] for start in range(0, len(others), size)]
     return [{name: listed[name] for name in names} for names in [*([name] for name in alone), *shared]]

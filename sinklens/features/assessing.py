@@ -84,7 +84,7 @@ def assess(
     if model.mask_token_id is None:
         raise SettingError(f"assess compares losses at undecided positions, and {model.name} has none.")
     point, listed = stream_point(model, point), [states_of(scope) for scope in scopes]
-    seen = [_Moments(sae, point, scope=states) for states in listed]
+    seen = [Moments(sae, point, scope=states) for states in listed]
     shared = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
     logits = MaskedLogits()
     base = generate(model, list(prompts), hooks=[*seen, logits], **shared)
@@ -117,7 +117,7 @@ def _loss(base: "Generation", run: "Generation", logits: MaskedLogits) -> float:
 
 
 @dataclass(eq=False)
-class _Moments(Reader):
+class Moments(Reader):
     """Sums over the places of a run.
 
     Attributes:

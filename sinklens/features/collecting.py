@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from sinklens.caching import as_policy
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
 from sinklens.features.places import InScope, PointPlaces, Scope, state_masks, states_of, stream_point
-from sinklens.features.store import ActivationStore
+from sinklens.features.store import COLUMNS, ActivationStore, array_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.where import Rule
 from sinklens.model import Model
@@ -33,6 +33,7 @@ from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, within
 from sinklens.sampling import settings_for
 from sinklens.sinks import Detector, Record
 from sinklens.sinks.kinds import STATES
+from sinklens.sinks.run_store import StoredType
 from sinklens.tracing import generate
 from sinklens.utils.arguments import Count, Seed, read_as
 from sinklens.utils.progress import OnProgress
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 def collect(
     model: Model,
     prompts: Sequence[Any],
-    point: str,
+    point: str | Sequence[str],
     to: str | Path,
     *,
     scope: Scope = "all",
@@ -57,7 +58,7 @@ def collect(
     batch: Count = 16,
     seed: Seed = 0,
     chat_template: bool | str = False,
-    dtype: Literal["float32", "float16"] = "float32",
+    dtype: StoredType = "float32",
     report: OnProgress | None = None,
     **settings: Any,
 ) -> ActivationStore:
@@ -66,7 +67,7 @@ def collect(
     Args:
         model: the model.
         prompts: texts, or rows of token ids.
-        point: a point with a vector at each position; heads are flattened.
+        point: a point with a vector at each position, or several, which share one store; heads are flattened.
         to: path of the store, a new folder or that of an interrupted call with the same arguments.
         scope: states of the positions that are kept: "all", or one or several of "prompt", "masked",
             "committed" and "decided" (prompt and committed).
@@ -80,7 +81,7 @@ def collect(
             in one batch would get different random numbers. With a detector and cached blocks (``use_cache``), each
             prompt runs alone, because the queries that a step sums over are those of all rows of its batch.
         seed, chat_template, **settings: as in `sinklens.generate`.
-        dtype: type of the activations on disk.
+        dtype: type of the activations on disk; float16 and bfloat16 halve the room.
         report: called after each batch with the number of finished prompts and of all prompts.
 
     Raises:
@@ -88,38 +89,63 @@ def collect(
             without a mask token, or `to` holds something else.
     """
     _check(model, prompts, point, batch, detector, layers, record_sinks)
-    take = _Take(
-        stream_point(model, point), scope=states_of(scope), steps=only_steps, positions=positions,
-        by_blocks=settings_for(model, dict(settings)).caches_keys,
-    )  # fmt: skip
+    names = [stream_point(model, one) for one in ([point] if isinstance(point, str) else point)]
+    if not names or len(set(names)) < len(names):
+        raise SettingError(f"collect needs at least one point, each once; got {point!r}.")
+    by_blocks = settings_for(model, dict(settings)).caches_keys
+    takes = [
+        _Take(name, scope=states_of(scope), steps=only_steps, positions=positions, by_blocks=by_blocks)
+        for name in names
+    ]
+    take = takes[0]
     found = _Filter(detector, within("layer", layers, model.cfg.n_layers))
     listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
     about = {
-        **_place_settings(take, detector, layers, record_sinks), **_run_settings(model, listed, settings, cache),
+        **_place_settings(take, detector, layers, record_sinks), **run_settings(model, listed, settings, cache),
         "seed": seed, "chat_template": chat_template, "dtype": dtype,
     }  # fmt: skip
+    about |= {} if isinstance(point, str) else {"point": names}
     batch = 1 if detector is not None and take.by_blocks and model.tree.attention_blocks is not None else batch
-    store = ActivationStore.begin(to, about, _width(model, take.point), dtype)
+    widths = {name: _width(model, name) for name in names}
+    store = ActivationStore.begin(to, about, widths[names[0]] if isinstance(point, str) else widths, dtype)
     while (start := store.prompts_done) < len(listed):
-        part = _without_copies(listed[start : start + batch])
+        part = without_copies(listed[start : start + batch])
         run = generate(
-            model, part, seed=seed, chat_template=chat_template, hooks=take, progress=False, cache=cache,
+            model, part, seed=seed, chat_template=chat_template, hooks=takes, progress=False, cache=cache,
             record_sinks=False if detector is None else record_sinks or True, **settings,
         )  # fmt: skip
-        store.append(take.rows(run, start, found), start + len(part))
+        rows = [one.rows(run, start, found) for one in takes]
+        store.append(rows[0] if isinstance(point, str) else _joined(names, rows), start + len(part))
         if report is not None:
             report(store.prompts_done, len(listed))
     return store
 
 
-def _without_copies(prompts: list[Any]) -> list[Any]:
+def _joined(names: Sequence[str], rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The rows of several points as rows of one store.
+
+    Raises:
+        SettingError: under a cache policy, the points have values at other places.
+    """
+    for other in rows[1:]:
+        if any(not np.array_equal(rows[0][name], other[name]) for name in COLUMNS):
+            raise SettingError(
+                f"{', '.join(names)} have values at different places here; collect each to its own store."
+            )
+    places = {name: rows[0][name] for name in COLUMNS}
+    return places | {
+        array_of(name): part["activation"] for name, part in zip(names, rows, strict=True) if "activation" in part
+    }
+
+
+def without_copies(prompts: list[Any]) -> list[Any]:
     """The prompts before the first that repeats an earlier one."""
     repeated = (at for at, prompt in enumerate(prompts) if prompt in prompts[:at])
     return prompts[: next(repeated, len(prompts))]
 
 
 def _check(
-    model: Model, prompts: Sequence[Any], point: str, batch: int, detector: Detector | None,
+    model: Model, prompts: Sequence[Any], point: str | Sequence[str], batch: int, detector: Detector | None,
     layers: Sequence[int] | None, record_sinks: Record | None,
 ) -> None:  # fmt: skip
     """Refuse arguments of `collect` that cannot be carried out."""
@@ -152,7 +178,7 @@ def _place_settings(
     }
 
 
-def _run_settings(
+def run_settings(
     model: Model, prompts: list[Any], settings: dict[str, Any], cache: CachePolicy | None
 ) -> dict[str, Any]:
     """What a store records about the model, the prompts, the sampler and its cache policy."""

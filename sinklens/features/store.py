@@ -19,7 +19,8 @@ import xarray as xr
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, nearest
+from sinklens.sinks.run_store import rounded
 
 FORMAT = "sinklens activations 1"
 COLUMNS = {"prompt": "int32", "step": "int32", "pos": "int32", "state": "int8", "token_id": "int32"}
@@ -30,23 +31,34 @@ VALUES = 2**20  # values per chunk: 4 MB in float32
 class ActivationStore:
     """The activations that `collect` wrote at `path`.
 
+    Args:
+        path: path of the store.
+        point: the point to read, of a store with several.
+
     Raises:
-        SettingError: there is no such store at `path`.
+        SettingError: there is no such store at `path`, or it does not hold `point`.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, point: str | None = None) -> None:
+        self.path, self._point = Path(path), point
         if not is_store(self.path):
             raise SettingError(f"{path} is not a store of activations; make one with features.collect(..., to=path).")
+        if point is not None and point not in self.points:
+            raise SettingError(
+                f"{path} holds no activations at {point!r}, only at {', '.join(self.points)}."
+                f"{nearest(point, self.points)}"
+            )
 
     @classmethod
-    def begin(cls, path: str | Path, about: Mapping[str, Any], d_in: int, dtype: str) -> "ActivationStore":
+    def begin(
+        cls, path: str | Path, about: Mapping[str, Any], d_in: int | Mapping[str, int], dtype: str
+    ) -> "ActivationStore":
         """Create an empty store, or open the one at `path` if it was begun with the same arguments.
 
         Args:
             about: what determines the rows, as plain JSON values.
-            d_in: size of an activation.
-            dtype: type of the activations on disk.
+            d_in: size of an activation, or of each of several points.
+            dtype: type of the activations on disk; bfloat16 as rounded float32, see run_store.py.
 
         Raises:
             SettingError: something else is at `path`, or a collection with other arguments.
@@ -64,12 +76,16 @@ class ActivationStore:
                 )
             return store
         group = zarr.open_group(Path(path), mode="w-")
-        rows = max(256, VALUES // d_in)
+        widths = {"activation": d_in} if isinstance(d_in, int) else {array_of(name): d_in[name] for name in d_in}
+        rows = max(256, VALUES // max(widths.values()))
         for name, kind in COLUMNS.items():
             group.create_array(name, shape=(0,), chunks=(rows,), dtype=kind, dimension_names=("place",))
-        group.create_array(
-            "activation", shape=(0, d_in), chunks=(rows, d_in), dtype=dtype, dimension_names=("place", "d_in")
-        )
+        for name, width in widths.items():
+            axis = "d_in" if name == "activation" else f"d_in of {name}"
+            group.create_array(
+                name, shape=(0, width), chunks=(rows, width), dtype="float32" if dtype == "bfloat16" else dtype,
+                dimension_names=("place", axis), **_compression(dtype),
+            )  # fmt: skip
         group.update_attributes({"format": FORMAT, "about": about, "places": 0, "prompts_done": 0})
         return cls(path)
 
@@ -78,6 +94,28 @@ class ActivationStore:
         import zarr
 
         return zarr.open_group(self.path, mode="r+")
+
+    @property
+    def points(self) -> list[str]:
+        """The points whose activations are stored."""
+        point = self.about["point"]
+        return [point] if isinstance(point, str) else list(point)
+
+    @property
+    def _activation(self) -> Any:
+        """The array of activations.
+
+        Raises:
+            SettingError: the store has several, and none was chosen.
+        """
+        if isinstance(self.about["point"], str):
+            return self._group["activation"]
+        if self._point is None:
+            raise SettingError(
+                f"{self.path} holds activations at {', '.join(self.points)}; choose one: "
+                f"ActivationStore({str(self.path)!r}, {self.points[0]!r})."
+            )
+        return self._group[array_of(self._point)]
 
     @property
     def about(self) -> dict[str, Any]:
@@ -97,12 +135,12 @@ class ActivationStore:
     @property
     def d_in(self) -> int:
         """Size of an activation."""
-        return int(self._group["activation"].shape[1])
+        return int(self._activation.shape[1])
 
     @property
     def chunk(self) -> int:
         """Rows per chunk, which is what is read from disk at once."""
-        return int(self._group["activation"].chunks[0])
+        return int(self._activation.chunks[0])
 
     def __len__(self) -> int:
         """Number of places."""
@@ -111,14 +149,16 @@ class ActivationStore:
     def __repr__(self) -> str:
         about = self.about
         return (
-            f"ActivationStore({len(self)} places of {about['model']} at {about['point']}, {self.prompts_done} of "
-            f"{about['prompts']} prompts, {self.path})"
+            f"ActivationStore({len(self)} places of {about['model']} at {', '.join(self.points)}, "
+            f"{self.prompts_done} of {about['prompts']} prompts, {self.path})"
         )
 
     def append(self, rows: Mapping[str, np.ndarray], prompts_done: int) -> None:
-        """Add the rows of a batch, by the names of `COLUMNS` and ``activation``."""
+        """Add the rows of a batch, by the names of `COLUMNS` and of the arrays of activations."""
         first, last = len(self), len(self) + len(rows["prompt"])
+        narrow = self.about.get("dtype") == "bfloat16"
         for name, values in rows.items():
+            values = rounded(values, "bfloat16") if narrow and name not in COLUMNS else values
             array = self._group[name]
             array.resize((last, *array.shape[1:]))
             if last > first:
@@ -128,7 +168,7 @@ class ActivationStore:
     def read(self, start: int, stop: int) -> Float[Tensor, "place d_in"]:
         """The activations of some rows, in float32."""
         stop = min(stop, len(self))
-        return torch.from_numpy(np.asarray(self._group["activation"][start:stop], dtype=np.float32))
+        return torch.from_numpy(np.asarray(self._activation[start:stop], dtype=np.float32))
 
     def column(self, name: str) -> Shaped[np.ndarray, " place"]:
         """One of `COLUMNS`, of all rows."""
@@ -143,6 +183,20 @@ class ActivationStore:
         """All rows, read lazily."""
         data = xr.open_zarr(self.path, chunks=None, consolidated=False)
         return data.isel(place=slice(0, len(self)))
+
+
+def array_of(point: str) -> str:
+    """Name of the array with the activations at `point`, in a store of several."""
+    return f"activation.{point}"
+
+
+def _compression(dtype: str) -> dict[str, Any]:
+    """Compression that removes the zero bytes of rounded numbers; Zarr's own for other types."""
+    if dtype != "bfloat16":
+        return {}
+    from zarr.codecs import BloscCodec
+
+    return {"compressors": BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=4)}
 
 
 def is_store(path: Path) -> bool:

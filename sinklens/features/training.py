@@ -13,7 +13,7 @@ measures the loss with the SAE spliced in.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -109,27 +109,76 @@ def train(
         SettingError: the collection is not finished or has fewer places than a batch, or `out` holds the state of
             another training.
     """
+    return train_many(store, [recipe], None if out is None else [out], save_every=save_every, report=report)[0]
+
+
+def train_many(
+    store: ActivationStore,
+    recipes: Sequence[SAERecipe],
+    out: Sequence[str | Path] | None = None,
+    *,
+    save_every: int = 200,
+    report: OnProgress | None = None,
+) -> list[TrainedSAE]:
+    """Train several SAEs at once on the activations in `store`, which are read once for all.
+
+    Each is the SAE that `train` makes with its recipe alone.
+
+    Args:
+        store: a finished collection.
+        recipes: how; they may differ in d_sae, k, learning rate and dead_after.
+        out: a folder for each.
+        save_every, report: as in `train`.
+
+    Raises:
+        SettingError: as `train`; no recipe, another number of folders, or recipes with different steps, batch, seed or
+            held_out.
+    """
+    _check_together(recipes, out)
     if not store.finished:
         raise SettingError(f"{store} is not finished; repeat the collect call, which resumes it.")
-    last = _first_held_out(store, recipe)
+    recipe, last = recipes[0], _first_held_out(store, recipes[0])
     if last < recipe.batch:
         raise SettingError(f"{store} has {last} places to train on, fewer than a batch of {recipe.batch}.")
-    file = None if out is None else Path(out) / STATE
-    training = _Training(store, recipe, last)
-    if file is not None and file.exists():
-        training.restore(file)
-    for step, x in _batches(store, recipe, last, training.step):
-        training.update(x)
+    files = [None if out is None else Path(out[number]) / STATE for number in range(len(recipes))]
+    trainings = [_Training(store, one, last) for one in recipes]
+    for training, file in zip(trainings, files, strict=True):
+        if file is not None and file.exists():
+            training.restore(file)
+    for step, x in _batches(store, recipe, last, min(training.step for training in trainings)):
+        for training, file in zip(trainings, files, strict=True):
+            if training.step > step:
+                continue
+            training.update(x)
+            if file is not None and ((step + 1) % save_every == 0 or step + 1 == recipe.steps):
+                training.keep(file)
         if report is not None:
             report(step + 1, recipe.steps)
-        if file is not None and ((step + 1) % save_every == 0 or step + 1 == recipe.steps):
-            training.keep(file)
-    sae = training.sae()
-    if out is not None:
-        save_sae(sae, out)
     first, end = (last, len(store)) if last < len(store) else (0, min(last, store.chunk))
-    explained, dead = _held_out(store, sae, first, end)
-    return TrainedSAE(sae, np.array(training.unexplained), explained, dead)
+    found = []
+    for number, training in enumerate(trainings):
+        sae = training.sae()
+        if out is not None:
+            save_sae(sae, out[number])
+        found.append(TrainedSAE(sae, np.array(training.unexplained), *_held_out(store, sae, first, end)))
+    return found
+
+
+def _check_together(recipes: Sequence[SAERecipe], out: Sequence[str | Path] | None) -> None:
+    """Check that recipes take the same batches."""
+    if not recipes or (out is not None and len(out) != len(recipes)):
+        raise SettingError(
+            f"train_many needs at least one recipe and a folder for each; got {len(recipes)} recipes and "
+            f"{'no' if out is None else len(out)} folders."
+        )
+    if out is not None and len(set(map(str, out))) < len(recipes):
+        raise SettingError("each recipe needs a folder of its own; two of out= are the same.")
+    shared = {(one.steps, one.batch, one.seed, one.held_out) for one in recipes}
+    if len(shared) > 1:
+        raise SettingError(
+            "SAEs that are trained at once take the same batches; give their recipes the same steps, batch, seed and "
+            "held_out, or train them separately."
+        )
 
 
 def _first_held_out(store: ActivationStore, recipe: SAERecipe) -> int:

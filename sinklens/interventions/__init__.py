@@ -7,19 +7,25 @@ follow the run.
 
 from sinklens.interventions.acceptance import Accept, Renoise
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
+from sinklens.interventions.circuits import KeepEdges
 from sinklens.interventions.donors import Donors, Resample
 from sinklens.interventions.heads import AblateHeads, AblateMLPs, AblateSinkAttention, HeadOutputs
 from sinklens.interventions.kept_patterns import FreezePattern
 from sinklens.interventions.keys import HideKeys, HoldSinks
+from sinklens.interventions.layers import LayerOrder, SkipLayers
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
 from sinklens.interventions.noise_level import ClampGates, ForceTime, FreezeCond
+from sinklens.interventions.noise_range import AtNoise
 from sinklens.interventions.patching import Activations, PatchHooks
 from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.places import AtPositions
+from sinklens.interventions.rounding import RoundActivations, RoundWeights
 from sinklens.interventions.streams import ClampStream, Directions, Steer
+from sinklens.interventions.subspaces import PatchSubspace
 from sinklens.interventions.values import AblateValues
+from sinklens.interventions.watermark import GreenList
 from sinklens.interventions.where import InArray, Moment, OfKind, Positions, Rule, Where
 from sinklens.runs.caches import StepCaches
 from sinklens.runs.intervention import Intervention, Reader, RunContext
@@ -31,6 +37,7 @@ __all__ = [
     "AblateValues",
     "Accept",
     "Activations",
+    "AtNoise",
     "AtPositions",
     "ClampGates",
     "ClampStream",
@@ -41,27 +48,34 @@ __all__ = [
     "ForceTokens",
     "FreezeCond",
     "FreezePattern",
+    "GreenList",
     "HeadOutputs",
     "HideKeys",
     "HoldSinks",
     "InArray",
     "Intervention",
+    "KeepEdges",
     "KeepKeys",
+    "LayerOrder",
     "MaskSinks",
     "MaskedLogits",
     "Moment",
     "OfKind",
     "OnSinks",
     "PatchHooks",
+    "PatchSubspace",
     "PathPatch",
     "Positions",
     "Reader",
     "Remask",
     "Renoise",
     "Resample",
+    "RoundActivations",
+    "RoundWeights",
     "Rule",
     "RunContext",
     "SinkToken",
+    "SkipLayers",
     "Steer",
     "StepCaches",
     "Suffix",

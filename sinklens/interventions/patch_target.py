@@ -62,8 +62,8 @@ class PatchTarget:
     def _places_of(self, points: Sequence[str], model: "Model") -> Places:
         layered = [name for name in points if name.startswith("blocks.")]
         layers = sorted({int(name.split(".")[1]) for name in layered})
-        of = "queries" if any(map(of_queries, points)) else None
-        places = Places(self._what, model, self._run, layers, of=of)
+        by_query = any(of_queries(name) for name in points)
+        places = Places(self._what, model, self._run, layers, of="queries" if by_query else None)
         for name in points:
             if name not in layered:
                 places.refuse_by_layer(name)

@@ -23,18 +23,20 @@ receiver's queries for ``.q``, and those of its keys and values for ``.k`` and `
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.patch_source import PatchSource
 from sinklens.interventions.patching import PatchHooks
-from sinklens.interventions.places import AtPositions
+from sinklens.interventions.places import AtPositions, Places
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext, refuse, within
+from sinklens.utils.integers import check_seed_of
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -204,7 +206,13 @@ class PathPatch(AtPositions):
     Attributes:
         sender: a label or several, whose changes are added: "embed", "L1H3", "1_mlp_out".
         receiver: a label or several: "L2H4.q", "L2H4.k", "L2H4.v", "2_mlp_in", "logits".
-        source: as in `PatchHooks`, with the senders' points: ``hook_embed``, ``hook_z``, ``hook_mlp_out``.
+        source: as in `PatchHooks`, with the senders' points: ``hook_embed``, ``hook_z``, ``hook_mlp_out``. None for
+            ``by="zero"``.
+        by: what the sender's output becomes on the path. "source", the value of the source's row at the same position;
+            "mean", the mean over all rows and positions of the source at the step, which may hold other prompts, and
+            any number of them; "resample", the value at one of these places, drawn for each position; "zero".
+        real: for "mean" and "resample": False on the left padding of the source (``run.real``); None without padding.
+        seed: of "resample", which depends only on the seed, the row's prompt, the step, the sender and the position.
         steps: steps of this run; by default those for which `source` holds values.
         positions: positions at which the stream is changed.
         where: positions that may differ by row, step, and layer and head of the sender; see `AtPositions`.
@@ -219,16 +227,32 @@ class PathPatch(AtPositions):
 
     sender: str | Sequence[str]
     receiver: str | Sequence[str]
-    source: Mapping[int, Any]
+    source: Mapping[int, Any] | None = None
+    by: Literal["source", "mean", "resample", "zero"] = "source"
+    real: Bool[Tensor, "batch pos"] | None = None
+    seed: int = 0
     shift: int = 0
     source_positions: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         refuse(self, "layers", "heads")
+        if self.by not in ("source", "mean", "resample", "zero"):
+            raise SettingError(f"by must be 'source', 'mean', 'resample' or 'zero'; got {self.by!r}.")
+        if (self.source is None) != (self.by == "zero"):
+            raise SettingError(
+                f"by={self.by!r} {'uses no' if self.by == 'zero' else 'needs'} source=, the values of another run."
+            )
+        if self.by != "source" and self.source_positions is not None:
+            raise SettingError(f"source_positions= has no meaning with by={self.by!r}; leave it out.")
+        if self.by not in ("mean", "resample") and self.real is not None:
+            raise SettingError(f"real= has no meaning with by={self.by!r}; leave it out.")
+        check_seed_of(self)
 
     def acting_steps(self, steps: int) -> list[int]:
         """See `Intervention.acting_steps`."""
-        return PatchSource(self.source, self.shift).steps if self.steps is None else super().acting_steps(steps)
+        if self.source is None or self.steps is not None:
+            return super().acting_steps(steps)
+        return PatchSource(self.source, self.shift).steps
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
@@ -253,6 +277,8 @@ class PathPatch(AtPositions):
         values: Mapping[str, Tensor],
     ) -> Pairs:
         """Hooks that keep the change that the source would make of what `sender` writes, and change nothing."""
+        if self.by != "source" or self.source is None:
+            return self._replaces(sender, model, run, changes, values)
         heads = None if sender.head is None else [sender.head]
         patch = PatchHooks(
             source=self.source, names=[sender.point], shift=self.shift, steps=self.steps, heads=heads,
@@ -262,6 +288,59 @@ class PathPatch(AtPositions):
             (name, _keeps_change(function, sender, model, changes, values) if name == sender.point else function)
             for name, function in patch.hooks_for(model, run)
         ]
+
+    def _replaces(
+        self, sender: Sender, model: "Model", run: RunContext, changes: dict[str, ResidualStream | None],
+        values: Mapping[str, Tensor],
+    ) -> Pairs:  # fmt: skip
+        """The same, for a mean, a draw or zero in place of the source's own values."""
+        places = Places(self, model, run, [] if sender.layer < 0 else [sender.layer])
+        if sender.layer < 0:
+            places.refuse_by_layer(sender.point)
+        steps = [0] if run.single else self.acting_steps(run.steps)
+
+        def send(value: Tensor, hook: Point) -> None:
+            step = int(hook.step or 0)
+            chosen = places.along(hook, value) if step in steps else None
+            if chosen is None:
+                changes[sender.name] = None
+                return
+            new = torch.where(chosen, self._new(value, hook, sender, run, step), value)
+            changes[sender.name] = sender.written(new - value, model, values)
+
+        return places.around([(sender.point, send)])
+
+    def _new(self, value: Tensor, hook: Point, sender: Sender, run: RunContext, step: int) -> Tensor:
+        """What the sender's output becomes, with `by` other than "source"."""
+        if self.source is None:
+            return torch.zeros_like(value)
+        if step + self.shift not in self.source:
+            raise SettingError(
+                f"source holds steps {sorted(self.source)}, but not step {step + self.shift}; record it."
+            )
+        source = self.source[step + self.shift][sender.point].to(value)
+        real = torch.ones(source.shape[:2], dtype=torch.bool) if self.real is None else self.real.cpu()
+        if self.real is not None and real.shape[1] >= source.shape[1]:
+            real = real[:, : source.shape[1]]
+        if real.shape != source.shape[:2]:
+            raise SettingError(f"real has shape {list(real.shape)}, and the source {list(source.shape[:2])}.")
+        pool = source[real.to(source.device)]
+        if self.by == "mean":
+            return pool.mean(dim=0).expand_as(value)
+        return pool[self._drawn(len(pool), value, sender, run, hook, step)]
+
+    def _drawn(
+        self, size: int, value: Tensor, sender: Sender, run: RunContext, hook: Point, step: int
+    ) -> Int[Tensor, "batch pos"]:
+        """A number below `size` for each position."""
+        batch, queries = value.shape[:2]
+        real, first = hook.forward_pass.real.cpu(), hook.forward_pass.first(queries)
+        drawn = torch.zeros(real.shape, dtype=torch.long)
+        for row in range(batch):
+            key, place = 0 if run.single else run.row_keys[row], (sender.depth + 1, (sender.head or 0))
+            rng = np.random.default_rng([self.seed, key, 0 if run.causal else step, *place])
+            drawn[row, real[row]] = torch.from_numpy(rng.integers(size, size=int(real[row].sum())))
+        return drawn[:, first : first + queries].to(value.device)
 
 
 def _keeps_change(

@@ -5,12 +5,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sinklens.likelihood.draws import every_mask
-from sinklens.likelihood.noise import KEPT, NoisyDraws, TimedNoise, without
+from sinklens.likelihood.noise import (
+    KEPT,
+    CountedTokens,
+    Logits,
+    NoiseNumbers,
+    NoisyDraws,
+    NoisyTokens,
+    TimedNoise,
+    without,
+)
 from sinklens.sampling.decisions import log_linear_sigma
 
 HIGHEST_SIGMA = -math.log(KEPT)  # 6.9078, which BD3-LM's noise levels do not exceed
@@ -36,14 +45,8 @@ class Absorbing(TimedNoise):
     def level(self, times: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
         return log_linear_sigma(times, self.kept).clamp(max=HIGHEST_SIGMA)
 
-    def noisy(
-        self,
-        answer: Int[Tensor, " pos"],
-        times: Float[Tensor, "draw 1"],
-        chance: Float[Tensor, "draw pos"],
-        choice: Float[Tensor, "draw pos"],
-    ) -> tuple[Int[Tensor, "draw pos"], Bool[Tensor, "draw pos"]]:
-        masked = chance < self.share(times)
+    def noisy(self, answer: Int[Tensor, " pos"], numbers: NoiseNumbers) -> NoisyTokens:
+        masked = numbers.chance < self.share(numbers.times)
         return answer.where(~masked, self.mask_id), masked
 
     def every(self, answer: Int[Tensor, " pos"]) -> NoisyDraws:
@@ -63,14 +66,8 @@ class Absorbing(TimedNoise):
         values = self.weight(times) * share**count * (1 - share) ** (length - count)
         return float(values @ torch.from_numpy(parts)) / 2
 
-    def losses(
-        self,
-        logits: Float[Tensor, "token vocab"],
-        clean: Int[Tensor, " token"],
-        noisy: Int[Tensor, " token"],
-        times: Float[Tensor, " token"] | None,
-    ) -> Float[Tensor, " token"]:
-        return cross_entropy(without(logits, self.mask_id), clean, reduction="none")
+    def losses(self, logits: Logits, tokens: CountedTokens) -> Float[Tensor, " token"]:
+        return cross_entropy(without(logits, self.mask_id), tokens.clean, reduction="none")
 
 
 @dataclass(frozen=True)
@@ -83,14 +80,8 @@ class ScoreEntropy(Absorbing):
 
     scaled: bool = True
 
-    def losses(
-        self,
-        logits: Float[Tensor, "token vocab"],
-        clean: Int[Tensor, " token"],
-        noisy: Int[Tensor, " token"],
-        times: Float[Tensor, " token"] | None,
-    ) -> Float[Tensor, " token"]:
-        assert times is not None
-        ratio = -math.log(logits.shape[-1] - 1) if self.scaled else self.level(times).expm1().log()[:, None]
+    def losses(self, logits: Logits, tokens: CountedTokens) -> Float[Tensor, " token"]:
+        assert tokens.times is not None
+        ratio = -math.log(logits.shape[-1] - 1) if self.scaled else self.level(tokens.times).expm1().log()[:, None]
         scores = without(logits + ratio, self.mask_id)
-        return scores.exp().sum(dim=-1) - 1 - scores.gather(-1, clean[:, None])[:, 0]
+        return scores.exp().sum(dim=-1) - 1 - scores.gather(-1, tokens.clean[:, None])[:, 0]

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.likelihood.batches import Batches
 from sinklens.likelihood.pairs import PromptAnswer, by_prompt
 from sinklens.likelihood.result import Likelihood
+from sinklens.likelihood.shared_prefix import hidden_after
 from sinklens.model import Model
 from sinklens.tracing import generate
 
@@ -74,22 +75,12 @@ def _score(
     model: Model, pairs: Sequence[PromptAnswer], batch: Sequence[tuple[tuple[int, ...], list[int]]], found: TokenScores
 ) -> None:
     """Score the answers of some prompts: one pass over the prompts but for their last tokens, and one over the rest."""
-    from transformers import DynamicCache
-
     numbers = [number for _, several in batch for number in several]
     source = torch.tensor([row for row, (_, several) in enumerate(batch) for _ in several])
-    cache, real = None, None
-    if len(batch[0][0]) > 1:
-        prompts, real = model.reader.padded([list(prompt[:-1]) for prompt, _ in batch])
-        cache = DynamicCache(config=model.tree.hf.config)
-        model.tree.hidden(prompts, real, cache)
-        cache.batch_select_indices(source.to(prompts.device))
-        real = real[source.to(real.device)]
+    shared = len(batch[0][0]) > 1
+    prompts = model.reader.padded([list(prompt[:-1]) for prompt, _ in batch]) if shared else None
     rest, _ = model.reader.padded([[pairs[n].prompt[-1], *pairs[n].answer[:-1]] for n in numbers], "right")
-    if real is not None:  # what follows an answer is later than all of its tokens, so it needs no mask
-        real = pad(real, (0, rest.shape[1]), value=True)
-    hidden = model.tree.hidden(rest, real, cache)
-    for number, row in zip(numbers, hidden, strict=True):
+    for number, row in zip(numbers, hidden_after(model, prompts, source, rest).hidden, strict=True):
         answer = torch.tensor(pairs[number].answer, device=rest.device)
         found.put(number, model.tree.head(row[: len(answer)]), answer)
 

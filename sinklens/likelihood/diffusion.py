@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from sinklens.likelihood.batches import Batches
 from sinklens.likelihood.draws import DrawRule
 from sinklens.likelihood.hooked_pass import HookedPass, MaskedRows, blocks_of_text
-from sinklens.likelihood.noise import Noise, NoisyDraws
+from sinklens.likelihood.noise import CountedTokens, Noise, NoisyDraws
 from sinklens.likelihood.pairs import PromptAnswer
 from sinklens.likelihood.result import Likelihood, ValueKind
 from sinklens.likelihood.shared_prefix import logits_after, prefix_length, shares_prefixes
@@ -142,7 +142,7 @@ def _compute(passes: HookedPass, noise: Noise, batch: Sequence[_Row], losses: li
         ids, real = model.reader.padded([[*row.before, *row.clean] for row in batch])
         length = ids.shape[1] - noisy.shape[1]
         logits = passes.logits(MaskedRows(ids[:, :length], real[:, :length], noisy, counted, levels))
-    lost = noise.losses(logits, clean[counted], noisy[counted], times).double().cpu().numpy()
+    lost = noise.losses(logits, CountedTokens(clean[counted], noisy[counted], times)).double().cpu().numpy()
     places = np.split(lost, np.cumsum(counted.sum(dim=1).cpu().numpy())[:-1])
     for row, values in zip(batch, places, strict=True):
         columns = row.part.stop - len(row.clean) + np.flatnonzero(row.counted)

@@ -5,13 +5,13 @@ from typing import Any
 
 from sinklens.errors import SettingError
 from sinklens.likelihood.absorbing import Absorbing, ScoreEntropy
-from sinklens.likelihood.noise import KEPT, Masks, Noise
+from sinklens.likelihood.noise import KEPT, MaskNoise, Noise
 from sinklens.likelihood.random_tokens import MixedNoise, UniformNoise
 from sinklens.model import Model
 
 
 def _masks(model: Model) -> Noise:
-    return Masks(_mask_id(model))
+    return MaskNoise(_mask_id(model))
 
 
 def _subs(model: Model) -> Noise:

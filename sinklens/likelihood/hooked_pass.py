@@ -30,7 +30,7 @@ from sinklens.likelihood.plans import leaves, planned
 from sinklens.model import Model
 from sinklens.runs.attached import attached
 from sinklens.runs.control_keys import ControlLog
-from sinklens.runs.intervention import HookFunction, HookSource, RunContext, refuse_off_canvas, row_key
+from sinklens.runs.intervention import HookFunction, HookSource, RunContext, all_applied, refuse_off_canvas, row_key
 from sinklens.runs.request import HOOKS
 from sinklens.sampling.decisions import RowNoise
 from sinklens.sampling.state import State
@@ -167,7 +167,10 @@ class HookedPass:
         tree = self.model.tree
         try:
             state.announce(0)
-            with attached(tree, self._pairs(hooks, state), len(state.canvas), self.cfg_scale > 0):
+            with (
+                all_applied(hooks, self.model),
+                attached(tree, self._pairs(hooks, state), len(state.canvas), self.cfg_scale > 0),
+            ):
                 yield
         finally:
             tree.watch.forward_pass = ForwardPass()

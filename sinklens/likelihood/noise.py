@@ -4,9 +4,8 @@ For a clean answer x, a time t and the noisy answer z, every bound has the form
 
     −log p(x) ≤ E_t E_z [ Σ_i weight(t) · loss_i(x, z, t) ]
 
-Masked models without a noise schedule count masks instead of times (`Masks`; draws.py). The others (absorbing.py,
-random_tokens.py) draw t uniformly
-between two times, as their authors' evaluations do, and read it or a noise level σ:
+Masked models without a noise schedule count masks instead of times (`MaskNoise`; draws.py). The others (absorbing.py,
+random_tokens.py) draw t uniformly between two times, as their authors' evaluations do, and read it or a noise level σ:
 
 - *subs* (MDLM, Sahoo et al., 2406.07524; BD3-LM, Arriola et al., 2503.09573): tokens are masked with probability
   1 − e^−σ; the loss of a masked token is −log p(x_i) without the mask's own probability, and the weight is 1 / t.
@@ -29,7 +28,7 @@ Pitfall: a mean over the published interval stands for the integral from 0 to 1.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -42,6 +41,8 @@ from sinklens.sampling.decisions import log_linear_sigma
 
 LEAST_TIME = 1e-3  # of MDLM's, BD3-LM's, SEDD's and Duo's evaluations
 KEPT = 1e-3  # share of tokens that is clean at time 1
+Logits = Float[Tensor, "token vocab"]
+NoisyTokens = tuple[Int[Tensor, "draw pos"], Bool[Tensor, "draw pos"]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,34 @@ class NoisyDraws:
     shares: Float[Tensor, " draw"]
     weights: Float[Tensor, " draw"]
     times: Float[Tensor, " draw"] | None = None
+
+
+class CountedTokens(NamedTuple):
+    """The tokens of some noisy answers whose loss counts.
+
+    Attributes:
+        clean: the tokens of the answers.
+        noisy: what stands in their places.
+        times: the time of each; None if the losses do not depend on it.
+    """
+
+    clean: Int[Tensor, " token"]
+    noisy: Int[Tensor, " token"]
+    times: Float[Tensor, " token"] | None
+
+
+class NoiseNumbers(NamedTuple):
+    """The numbers that decide how each draw makes an answer noisy.
+
+    Attributes:
+        times: the time of each draw.
+        chance: uniform numbers that decide whether a token changes.
+        choice: uniform numbers that decide which token it becomes.
+    """
+
+    times: Float[Tensor, "draw 1"]
+    chance: Float[Tensor, "draw pos"]
+    choice: Float[Tensor, "draw pos"]
 
 
 @dataclass(frozen=True)
@@ -92,18 +121,12 @@ class Noise(ABC):
         return log_linear_sigma(times, KEPT)
 
     @abstractmethod
-    def losses(
-        self,
-        logits: Float[Tensor, "token vocab"],
-        clean: Int[Tensor, " token"],
-        noisy: Int[Tensor, " token"],
-        times: Float[Tensor, " token"] | None,
-    ) -> Float[Tensor, " token"]:
+    def losses(self, logits: Logits, tokens: CountedTokens) -> Float[Tensor, " token"]:
         """The loss of each counted token."""
 
 
 @dataclass(frozen=True)
-class Masks(Noise):
+class MaskNoise(Noise):
     """Masks of a model without a noise schedule."""
 
     def draw(self, rule: DrawRule, prompt: tuple[int, ...], answer: Int[Tensor, " pos"], block: int) -> NoisyDraws:
@@ -111,14 +134,8 @@ class Masks(Noise):
         tokens = answer.where(~masks.masked, self.mask_id)
         return NoisyDraws(tokens, masks.masked, masks.shares, masks.weights)
 
-    def losses(
-        self,
-        logits: Float[Tensor, "token vocab"],
-        clean: Int[Tensor, " token"],
-        noisy: Int[Tensor, " token"],
-        times: Float[Tensor, " token"] | None,
-    ) -> Float[Tensor, " token"]:
-        return cross_entropy(logits, clean, reduction="none")
+    def losses(self, logits: Logits, tokens: CountedTokens) -> Float[Tensor, " token"]:
+        return cross_entropy(logits, tokens.clean, reduction="none")
 
 
 @dataclass(frozen=True)
@@ -139,7 +156,7 @@ class TimedNoise(Noise):
         start, chance, choice = rule.numbers(prompt, len(answer), block)
         least, most = self.interval
         times = least + (most - least) * start
-        tokens, counted = self.noisy(answer, times[:, None], chance, choice)
+        tokens, counted = self.noisy(answer, NoiseNumbers(times[:, None], chance, choice))
         return NoisyDraws(tokens, counted, self.share(times), self.weight(times) / rule.mc_num, times)
 
     def read(self, draws: NoisyDraws) -> Float[Tensor, " draw"] | None:
@@ -165,16 +182,10 @@ class TimedNoise(Noise):
         return torch.ones_like(times)
 
     @abstractmethod
-    def noisy(
-        self,
-        answer: Int[Tensor, " pos"],
-        times: Float[Tensor, "draw 1"],
-        chance: Float[Tensor, "draw pos"],
-        choice: Float[Tensor, "draw pos"],
-    ) -> tuple[Int[Tensor, "draw pos"], Bool[Tensor, "draw pos"]]:
-        """Noisy tokens and those that count, from two uniform numbers per token."""
+    def noisy(self, answer: Int[Tensor, " pos"], numbers: NoiseNumbers) -> NoisyTokens:
+        """The noisy tokens, and those that count."""
 
 
-def without(logits: Float[Tensor, "token vocab"], mask_id: int) -> Float[Tensor, "token vocab"]:
+def without(logits: Logits, mask_id: int) -> Logits:
     """`logits` with the mask excluded."""
     return logits.index_fill(-1, torch.tensor([mask_id], device=logits.device), -torch.inf)

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinklens.likelihood.noise import KEPT, TimedNoise, without
+from sinklens.likelihood.noise import KEPT, CountedTokens, Logits, NoiseNumbers, NoisyTokens, TimedNoise, without
 from sinklens.sampling.gidd import noise_shares
 
 
@@ -28,23 +28,12 @@ class UniformNoise(TimedNoise):
     def share(self, times: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         return (1 - KEPT) * times
 
-    def noisy(
-        self,
-        answer: Int[Tensor, " pos"],
-        times: Float[Tensor, "draw 1"],
-        chance: Float[Tensor, "draw pos"],
-        choice: Float[Tensor, "draw pos"],
-    ) -> tuple[Int[Tensor, "draw pos"], Bool[Tensor, "draw pos"]]:
-        drawn = chance < self.share(times)
-        return torch.where(drawn, (choice * self.size).long(), answer), torch.ones_like(drawn)
+    def noisy(self, answer: Int[Tensor, " pos"], numbers: NoiseNumbers) -> NoisyTokens:
+        drawn = numbers.chance < self.share(numbers.times)
+        return torch.where(drawn, (numbers.choice * self.size).long(), answer), torch.ones_like(drawn)
 
-    def losses(
-        self,
-        logits: Float[Tensor, "token vocab"],
-        clean: Int[Tensor, " token"],
-        noisy: Int[Tensor, " token"],
-        times: Float[Tensor, " token"] | None,
-    ) -> Float[Tensor, " token"]:
+    def losses(self, logits: Logits, tokens: CountedTokens) -> Float[Tensor, " token"]:
+        clean, noisy, times = tokens
         assert times is not None
         share = self.share(times).to(logits)[:, None]
         size, alpha = logits.shape[-1], 1 - share
@@ -80,26 +69,16 @@ class MixedNoise(TimedNoise):
     def share(self, times: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         return 1 - noise_shares(times, self.p_uniform).clean
 
-    def noisy(
-        self,
-        answer: Int[Tensor, " pos"],
-        times: Float[Tensor, "draw 1"],
-        chance: Float[Tensor, "draw pos"],
-        choice: Float[Tensor, "draw pos"],
-    ) -> tuple[Int[Tensor, "draw pos"], Bool[Tensor, "draw pos"]]:
+    def noisy(self, answer: Int[Tensor, " pos"], numbers: NoiseNumbers) -> NoisyTokens:
+        times, chance, choice = numbers
         shares = noise_shares(times, self.p_uniform)
         token = (choice * (self.size - 1)).long()
         token = token + (token >= self.mask_id)
         drawn = torch.where(chance < shares.mask + shares.random, token, answer)
         return torch.where(chance < shares.mask, self.mask_id, drawn), torch.ones_like(drawn, dtype=torch.bool)
 
-    def losses(
-        self,
-        logits: Float[Tensor, "token vocab"],
-        clean: Int[Tensor, " token"],
-        noisy: Int[Tensor, " token"],
-        times: Float[Tensor, " token"] | None,
-    ) -> Float[Tensor, " token"]:
+    def losses(self, logits: Logits, tokens: CountedTokens) -> Float[Tensor, " token"]:
+        clean, noisy, times = tokens
         assert times is not None
         shares = noise_shares(times.to(logits)[:, None], self.p_uniform)
         each = shares.random / (logits.shape[-1] - 1)

@@ -56,12 +56,14 @@ def token_of(model: "Model", text: str) -> Form:
 
 
 def of_settings(model: "Model") -> Form:
-    """The samplers that fit a model, and the settings of each."""
+    """The samplers that fit a model, and the settings of each; ``modes`` names the sampler of each mode."""
     family, samplers = model.family_record, fitting(model)
     forms = {sampler: _settings(model, sampler) for sampler in samplers}
     of_run = [_cache()] if family.attention == "bidirectional" else []
-    usual = family.sampler
-    return {"sampler": usual, "samplers": samplers, "fields": forms[usual], "of": forms, "run": of_run}
+    usual, modes = family.sampler, dict(family.modes)
+    return {
+        "sampler": usual, "samplers": samplers, "fields": forms[usual], "of": forms, "run": of_run, "modes": modes,
+    }  # fmt: skip
 
 
 def _cache() -> Form:

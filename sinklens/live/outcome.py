@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from sinklens.caching import as_policy
+from sinklens.hooks.forward_pass import MODES, PassKind
 from sinklens.live.chips import is_index
 from sinklens.live.refusal import require
 from sinklens.runs.result import Answer, Generation
@@ -40,6 +41,7 @@ class RunOutcome:
         sampler, settings: the sampler and its settings, with defaults filled in.
         attrs: attributes of the sink track: the run's provenance, and the text of its tokens.
         time: the noise level that the network read in each step; None for a network that reads none.
+        kinds: what the pass of each step was, in a model that changes its attention; empty for others.
     """
 
     canvas: Int[np.ndarray, "frame pos"]
@@ -54,6 +56,7 @@ class RunOutcome:
     settings: Mapping[str, Any]
     attrs: Mapping[str, Any]
     time: Sequence[float] | None = None
+    kinds: tuple[PassKind, ...] = ()
 
     @classmethod
     def of(cls, run: Generation) -> "RunOutcome":
@@ -73,6 +76,7 @@ class RunOutcome:
             settings=asdict(run.settings),
             attrs={name: _plain(value) for name, value in run.sinks.data.attrs.items()},
             time=None if run.time is None else run.time[0].tolist(),
+            kinds=run.kinds if run.model.tree.changes_attention else (),
         )
 
     @property
@@ -87,7 +91,7 @@ class RunOutcome:
 
     def track(self) -> SinkTrack:
         """The sink track of the run."""
-        return build_track(
+        found = build_track(
             self.score[None].astype(np.float32),
             self.canvas[None, :-1].astype(np.int32),
             self.undecided[None, :-1],
@@ -96,6 +100,12 @@ class RunOutcome:
             self.unmask_step[None],
             dict(self.attrs),
         )
+        if not self.kinds:
+            return found
+        modes = [-1 if kind.mode is None else MODES.index(kind.mode) for kind in self.kinds]
+        starts = [-1 if kind.block is None else kind.block.start for kind in self.kinds]
+        values = {"mode": np.array([modes], dtype=np.int8), "block_start": np.array([starts], dtype=np.int32)}
+        return SinkTrack(found.data.assign({name: (("batch", "step"), value) for name, value in values.items()}))
 
     def generation(self, model: "Model", cache: str | None) -> Generation:
         """The run as `sinklens.generate` returned it under the cache policy of this name."""
@@ -116,13 +126,22 @@ class RunOutcome:
             model=model,
             cache=as_policy(cache),
             time=None if self.time is None else torch.tensor([self.time]),
+            kinds=self.kinds,
         )
 
     def record(self) -> dict[str, Any]:
         """Everything but the arrays, as JSON."""
         plain = {"prompt_length": self.prompt_length, "sampler": self.sampler, "settings": dict(self.settings)}
         time = None if self.time is None else list(self.time)
-        return plain | {"answer": asdict(self.answer), "attrs": dict(self.attrs), "time": time}
+        kinds = [
+            [
+                kind.mode,
+                None if kind.segments is None else [[one.start, one.stop] for one in kind.segments],
+                kind.adapted,
+            ]
+            for kind in self.kinds
+        ]
+        return plain | {"answer": asdict(self.answer), "attrs": dict(self.attrs), "time": time, "kinds": kinds}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> "RunOutcome":
@@ -134,12 +153,33 @@ class RunOutcome:
         _check(record, arrays)
         parts: dict[str, Any] = {name: arrays[name] for name in ARRAYS}
         parts |= {name: record[name] for name in ("prompt_length", "sampler", "settings", "attrs")}
-        return cls(answer=Answer(**record["answer"]), time=record.get("time"), **parts)
+        kinds = tuple(_kind(one) for one in record.get("kinds", ()))
+        return cls(answer=Answer(**record["answer"]), time=record.get("time"), kinds=kinds, **parts)
 
 
 def _plain(value: Any) -> Any:
     """A NumPy number as a Python number."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _kind(given: Sequence[Any]) -> PassKind:
+    mode, segments, adapted = given
+    return PassKind(mode, None if segments is None else tuple(range(*one) for one in segments), adapted)
+
+
+def _is_kind(given: Any, pos: int) -> bool:
+    """Whether a record describes the pass of a step over at most `pos` columns."""
+    if (
+        not isinstance(given, list)
+        or len(given) != 3
+        or given[0] not in (None, *MODES)
+        or not isinstance(given[2], bool)
+    ):
+        return False
+    if given[1] is None:
+        return True
+    pairs = isinstance(given[1], list) and all(isinstance(one, list) and len(one) == 2 for one in given[1])
+    return pairs and all(is_index(at) and is_index(end) and at <= end <= pos for at, end in given[1])
 
 
 def _check(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -162,6 +202,9 @@ def _check(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
     time = record.get("time")
     numbers = isinstance(time, list) and len(time) == frames - 1 and all(type(number) is float for number in time)
     require(time is None or numbers, "its noise levels are not one number for each step.")
+    kinds = record.get("kinds", [])
+    described = isinstance(kinds, list) and len(kinds) in (0, frames - 1) and all(_is_kind(one, pos) for one in kinds)
+    require(described, "its passes are not one for each step.")
     words = json.loads(record["attrs"].get("vocabulary", "{}"))
     require(all(token.lstrip("-").isdigit() for token in words), "its vocabulary is not one of token ids.")
     types = {"text": (str, type(None)), "ended": (bool,), "tokens": (int,), "masks": (int,)}

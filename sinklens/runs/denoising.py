@@ -8,6 +8,7 @@ of the same model.
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -24,11 +25,12 @@ from sinklens.hooks import names
 from sinklens.hooks.hook_functions import label, takes_hook
 from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.points import SamplerPoint
+from sinklens.hooks.sizes import point_elements
 from sinklens.model import Model
 from sinklens.runs.attached import attached
 from sinklens.runs.choices import ChoiceLog
 from sinklens.runs.control_keys import ControlLog
-from sinklens.runs.intervention import HookFunction, HookSource, RunContext, refuse_off_canvas, row_key
+from sinklens.runs.intervention import HookFunction, HookSource, RunContext, all_applied, refuse_off_canvas, row_key
 from sinklens.runs.policies import VARIABLES, follow, read_by_policy, recorded
 from sinklens.runs.recorder import SinkRecorder, of_pass, step_canvases
 from sinklens.runs.request import HOOKS, RunRequest
@@ -43,6 +45,7 @@ from sinklens.sinks.track import SinkTrack
 from sinklens.utils.memory import explained
 from sinklens.utils.versions import versions
 
+IDS = ("hook_canvas", "hook_candidates", "hook_confidence")  # points of numbers of 8 bytes
 COSTLY = ("hook_pattern", "hook_attn_scores", "hook_result", "hook_logits")  # points with large values
 
 
@@ -202,6 +205,7 @@ class Denoising:
         for passed in tree.denoise.children():
             passed.reached = None  # type: ignore[assignment]
         with (
+            all_applied(self.request.hooks, self.model),
             attached(tree, self.hooks, self.rows, self.settings.guided),
             read_by_policy(self.state.keys),
             nullcontext() if recorder is None else recorder.attached(),
@@ -236,9 +240,33 @@ class Denoising:
             lower.append("the steps and layers of Record(patterns=…)")
         return (
             f"{self.model.name} ran out of memory on {self.model.cfg.device} in step {len(self._frames) - 1} of "
-            f"{self.settings.most_steps}, with {passes}. Lower one of: {'; '.join(lower)}. A block that reads "
+            f"{self.settings.most_steps}, with {passes}. Lower one of: {'; '.join(lower)}. {self._largest_watched()}"
+            f"A block that reads "
             f"hook_pattern, hook_attn_scores, hook_result or hook_logits needs more memory than one that does not; "
             f"Record(to='run.zarr') keeps recorded steps on disk. The model remains usable."
+        )
+
+    def _largest_watched(self, most: int = 3) -> str:
+        """A sentence that names the largest points with hooks, by kind, and the size of their values; "" for none."""
+        kinds: dict[str, list[str]] = {}
+        for name in dict.fromkeys(name for name, _ in self.hooks):
+            kinds.setdefault(re.sub(r"blocks\.\d+\.", "blocks.*.", name), []).append(name)
+        rows, length = self.rows * (2 if self.settings.guided else 1), self.state.canvas.shape[1]
+        cfg = self.model.cfg
+        sizes = {
+            kind: point_elements(cfg, kind, rows, length) * (8 if kind.endswith(IDS) else cfg.dtype.itemsize)
+            for kind in kinds
+        }
+        largest = sorted(sizes, key=lambda kind: -sizes[kind] * len(kinds[kind]))[:most]
+        if not largest:
+            return ""
+        parts = [
+            f"{kind} ({sizes[kind] / 1e6:,.3g} MB{f' in each of {len(kinds[kind])} layers' * ('*' in kind)})"
+            for kind in largest
+        ]
+        return (
+            f"The largest watched points: {', '.join(parts)}; drop those you do not need, or watch fewer layers and "
+            f"steps. "
         )
 
     def result(self) -> Generation:

@@ -17,6 +17,7 @@ a point after them.
 import hashlib
 from abc import ABC
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -106,10 +107,18 @@ class HookSource(ABC):
     within_step: ClassVar[bool] = False
     """Whether what it does at a step depends on that step alone, so that the steps before need not run."""
 
+    changes_model: ClassVar[bool] = False
+    """Whether it changes the model itself while a run lasts, for all rows, and not only values at points."""
+
     steps: Sequence[int] | None
     layers: Sequence[int] | None
     heads: Sequence[int] | None
     positions: Sequence[int] | None
+
+    @contextmanager
+    def applied(self, model: "Model") -> Iterator[None]:
+        """Change the model while a block lasts; afterwards it is as before. See `changes_model`."""
+        yield
 
     @property
     def rule(self) -> Any:
@@ -203,6 +212,16 @@ class Reader(HookSource):
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
     positions: Sequence[int] | None = None
+
+
+@contextmanager
+def all_applied(entries: Sequence[Any], model: "Model") -> Iterator[None]:
+    """`HookSource.applied` of all entries of ``hooks=``."""
+    with ExitStack() as stack:
+        for entry in entries:
+            if isinstance(entry, HookSource):
+                stack.enter_context(entry.applied(model))
+        yield
 
 
 def refuse_off_canvas(entry: Any, model: "Model") -> None:

@@ -136,14 +136,14 @@ class Bd3lmOwtSettings(Sampler):
         return replace(blocks, reach=max(1, state.tree.cfg.n_ctx // self.block_length))
 
 
-class Stop(NamedTuple):
+class TextEnd(NamedTuple):
     """Whether a text ends, and how many of its tokens are kept."""
 
     stops: bool
     kept: int
 
 
-def stop(text: Int[Tensor, " pos"], eos_ids: Sequence[int], var_length: bool) -> Stop:
+def stop(text: Int[Tensor, " pos"], eos_ids: Sequence[int], var_length: bool) -> TextEnd:
     """The published stopping rule for the text so far, after a block.
 
     It stops if the last 256 tokens have an entropy below 4 nats. With `var_length`, these are then cut off; and it
@@ -151,13 +151,13 @@ def stop(text: Int[Tensor, " pos"], eos_ids: Sequence[int], var_length: bool) ->
     """
     size = len(text)
     if size <= JUDGED:
-        return Stop(False, size)
+        return TextEnd(False, size)
     counts = text[-JUDGED:].unique(return_counts=True)[1].double() / JUDGED
     repeats = bool(torch.special.entr(counts).sum() < LEAST_ENTROPY)
     if repeats or not var_length:
-        return Stop(repeats, size - JUDGED if repeats and var_length else size)
+        return TextEnd(repeats, size - JUDGED if repeats and var_length else size)
     ends = torch.isin(text, torch.tensor(eos_ids, dtype=text.dtype, device=text.device)).nonzero()[:, 0]
-    return Stop(True, int(ends[1]) + 1) if len(ends) > 1 else Stop(False, size)
+    return TextEnd(True, int(ends[1]) + 1) if len(ends) > 1 else TextEnd(False, size)
 
 
 class _Block:

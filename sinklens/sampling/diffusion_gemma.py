@@ -109,7 +109,7 @@ class DiffusionGemmaSettings(RandomCanvas):
         ended = torch.zeros(len(state.canvas), dtype=torch.bool, device=state.canvas.device)
         for number in range(self.canvases):
             start = state.prompt_length + number * self.canvas_length
-            block = _Block(state, self, start)
+            block = _OpenCanvas(state, self, start)
             state.canvas = self.begun(state, start)
             state.undecided = state.canvas < 0
             state.undecided[:, start:] = True
@@ -123,7 +123,7 @@ class DiffusionGemmaSettings(RandomCanvas):
                 return
 
 
-class _Block:
+class _OpenCanvas:
     """One canvas while it is denoised.
 
     Attributes:

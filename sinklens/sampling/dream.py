@@ -79,14 +79,17 @@ class DreamSettings(StopAtEnd, DreamRule):
             if not bool((state.canvas == state.mask_id).any()):
                 return
             yield
-            canvas = state.begin_step()
-            masks = (canvas == state.mask_id) & state.real
-            where = masks & state.computed()
-            drawn = self.draw(state, canvas, where)
-            scores = decisions.dream_confidence(self.alg, drawn.probs, drawn.candidates)
-            confidence = state.spread_confidence(where, scores)
-            chosen = self._chosen(state, where, masks.sum(dim=1), confidence, times, step)
-            state.commit(chosen, drawn.canvas, fill=self.stop_at_eos)
+            self._step(state, times, step)
+
+    def _step(self, state: "State", times: Float[Tensor, " time"], step: int) -> None:
+        canvas = state.begin_step()
+        masks = (canvas == state.mask_id) & state.real
+        where = masks & state.computed()
+        drawn = self.draw(state, canvas, where)
+        scores = decisions.dream_confidence(self.alg, drawn.probs, drawn.candidates)
+        confidence = state.spread_confidence(where, scores)
+        chosen = self._chosen(state, where, masks.sum(dim=1), confidence, times, step)
+        state.commit(chosen, drawn.canvas, fill=self.stop_at_eos)
 
     def _chosen(
         self,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sinklens.sampling import decisions
-from sinklens.sampling.blocks import Passes, WholeBlocks
+from sinklens.sampling.blocks import BlockProgress, Passes, WholeBlocks
 from sinklens.sampling.parts import Truncated
 from sinklens.sampling.sampler import require
 from sinklens.utils.arguments import Count, Share
@@ -71,11 +71,14 @@ class Llada2Settings(Truncated, Passes, WholeBlocks):
         progress = self.begin(state, lambda masked: self.even_shares(self.block_length))
         while progress.advance(state.canvas):
             yield
-            canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
-            where = (canvas == state.mask_id) & block
-            drawn = self.draw(state, canvas, where)
-            confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
-            state.commit(decisions.above_or_best(confidence, counts, self.threshold), drawn.canvas)
-            if self.eos_early_stop:
-                decided_now = block & (state.canvas != canvas)
-                progress.end(progress.stops(state.canvas, decided_now) & progress.ended(state.canvas))
+            self._step(state, progress)
+
+    def _step(self, state: "State", progress: BlockProgress) -> None:
+        canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
+        where = (canvas == state.mask_id) & block
+        drawn = self.draw(state, canvas, where)
+        confidence = state.spread_confidence(where, decisions.probability(drawn.probs, drawn.candidates))
+        state.commit(decisions.above_or_best(confidence, counts, self.threshold), drawn.canvas)
+        if self.eos_early_stop:
+            decided_now = block & (state.canvas != canvas)
+            progress.end(progress.stops(state.canvas, decided_now) & progress.ended(state.canvas))

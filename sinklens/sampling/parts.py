@@ -112,6 +112,13 @@ class Guided(Sampler):
         """See `Sampler.guided`."""
         return self.cfg_scale > 0
 
+    def rehearse(self, logits: Float[Tensor, "masked vocab"]) -> None:
+        """See `Sampler.rehearse`."""
+        noise = torch.empty_like(logits, dtype=torch.float64) if self.temperature > 0 else None
+        candidates = decisions.gumbel_candidates(logits, self.temperature, noise)
+        if self.remasking != "random":
+            decisions.probability_by_slices(logits, candidates)
+
     def propose(
         self,
         state: "State",
@@ -184,6 +191,16 @@ class Nucleus(Sampler):
         """How many of the most likely tokens are kept; None for all."""
         return None
 
+    def rehearse(self, logits: Float[Tensor, "masked vocab"]) -> None:
+        """See `Sampler.rehearse`."""
+        self._rehearsed(logits)
+
+    def _rehearsed(self, logits: Float[Tensor, "masked vocab"]) -> tuple[Tensor, Tensor]:
+        """Probabilities and tokens, as `draw` computes them."""
+        probs = decisions.truncate(logits, self.truncation).softmax(dim=-1, dtype=torch.float64)
+        noise = logits.new_empty(len(logits), dtype=torch.float64) if self.temperature > 0 else None
+        return probs, decisions.categorical_candidates(probs, noise)
+
     def draw(
         self,
         state: "State",
@@ -240,6 +257,10 @@ class DreamRule(Truncated, Steps):
     TRUNCATES_GREEDY: ClassVar = True
     alg: Literal["origin", "maskgit_plus", "topk_margin", "entropy", "p2"] = "entropy"
     eps: Annotated[float, Gt(0), Lt(1)] = 1e-3
+
+    def rehearse(self, logits: Float[Tensor, "masked vocab"]) -> None:
+        """See `Sampler.rehearse`."""
+        decisions.dream_confidence(self.alg, *self._rehearsed(logits))
 
     def times(self, steps: int) -> Float[Tensor, " time"]:
         """The times of a schedule of `steps` steps."""

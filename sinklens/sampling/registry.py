@@ -41,6 +41,12 @@ from sinklens.sampling.sdar import SdarSettings
 from sinklens.sampling.sedd import SeddSettings
 
 GROUP = "sinklens.samplers"
+REFUSED = {
+    "d3llm": "is not available: it works on several blocks at a time, decides by entropy, and recomputes cached keys "
+    "on a schedule, and no stored run of its authors' code says how these rules combine. Its checkpoints are LLaDA's "
+    "and Dream's; load them and use those samplers, with threshold= or a cache policy (cache=)."
+}
+"""Names of known samplers that are not available -> why."""
 
 SAMPLERS: dict[str, type[Sampler]] = {
     sampler.name: sampler
@@ -110,12 +116,14 @@ def find_sampler(name: str) -> type[Sampler]:
     """The sampler called `name`.
 
     Raises:
-        SettingError: no sampler has this name.
+        SettingError: no sampler has this name, or it is known and not supported.
     """
     if not isinstance(name, str):
         raise SettingError(f"sampler must be a name, one of {', '.join(SAMPLERS)}; got {name!r}.")
     if name not in SAMPLERS:
         register_installed()
+    if name not in SAMPLERS and name.lower() in REFUSED:
+        raise SettingError(f"the sampler {name!r} {REFUSED[name.lower()]}")
     if name not in SAMPLERS:
         raise SettingError(f"no sampler is called {name!r}; known: {', '.join(SAMPLERS)}.{nearest(name, SAMPLERS)}")
     return SAMPLERS[name]

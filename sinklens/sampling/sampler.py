@@ -16,6 +16,10 @@ from dataclasses import dataclass, fields
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from sinklens.errors import SettingError
 from sinklens.utils.arguments import Argument, Count, arguments, meanings
 
@@ -87,6 +91,13 @@ class Sampler(ABC):
     @abstractmethod
     def denoise(self, state: "State") -> Iterator[None]:
         """Yield before each step; when resumed, run the step on `state.canvas`."""
+
+    def rehearse(self, logits: Float[Tensor, "masked vocab"]) -> None:
+        """What a step computes from its logits that takes most memory, for plans; its results are dropped.
+
+        By default a softmax in float64.
+        """
+        logits.softmax(dim=-1, dtype=torch.float64)
 
     def derived(self) -> dict[str, Any]:
         """Settings that follow from others where they are left out: name -> value."""

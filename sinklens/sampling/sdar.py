@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.sampling import decisions
-from sinklens.sampling.blocks import Passes, WholeBlocks
+from sinklens.sampling.blocks import BlockProgress, Passes, WholeBlocks
 from sinklens.sampling.parts import Proposals, Truncated
 from sinklens.sampling.sampler import require
 from sinklens.utils.arguments import Count, Positive, Share
@@ -69,11 +69,14 @@ class SdarSettings(Truncated, Passes, WholeBlocks):
         progress = self.begin(state, lambda masked: self.even_shares(self.block_length))
         while progress.advance(state.canvas):
             yield
-            canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
-            where = (canvas == state.mask_id) & block
-            drawn = self.draw(state, canvas, where)
-            confidence = state.spread_confidence(where, self._confidence(drawn))
-            state.commit(self._chosen(where, confidence, counts), drawn.canvas)
+            self._step(state, progress)
+
+    def _step(self, state: "State", progress: BlockProgress) -> None:
+        canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
+        where = (canvas == state.mask_id) & block
+        drawn = self.draw(state, canvas, where)
+        confidence = state.spread_confidence(where, self._confidence(drawn))
+        state.commit(self._chosen(where, confidence, counts), drawn.canvas)
 
     def _confidence(self, drawn: Proposals) -> Float[Tensor, " masked"]:
         if self.remasking_strategy == "entropy_bounded":

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from sinklens.sinks.quantities import Quantity
     from sinklens.sinks.record import Record
+    from sinklens.sinks.run_store import RunStore
     from sinklens.sinks.strongest import StrongestKeys
     from sinklens.sinks.track import SinkTrack, Unit, build_track
 
@@ -31,6 +32,7 @@ _HOMES = {
     "Record": "record",
     "ResidualPeak": "detectors",
     "SinkRate": "detectors",
+    "RunStore": "run_store",
     "SinkTrack": "track",
     "SmallValueNorm": "detectors",
     "StrongestKeys": "strongest",
@@ -50,6 +52,7 @@ __all__ = [
     "Quantity",
     "Record",
     "ResidualPeak",
+    "RunStore",
     "SinkRate",
     "SinkTrack",
     "SmallValueNorm",

@@ -14,10 +14,10 @@ Without matching, a set of positions can seem avoided that is sought wherever th
 masks lie in the answer, far from the start of the prompt where most sinks are.
 
 Caveat: a stratum of step and position has one place in each row, so matching by position needs many rows. What was not
-matched by can still differ.
+matched by can still differ: rows of different templates have different tokens at the same position (``group=``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,20 +74,29 @@ def ratio(above: Any, below: Any) -> np.ndarray:
 
 
 def strata(
-    track: "SinkTrack", matched: Sequence[str] = MATCHED_BY
+    track: "SinkTrack", matched: Sequence[str] = MATCHED_BY, group: Sequence[Hashable] | None = None
 ) -> tuple[Int[np.ndarray, "batch step pos"], dict[str, np.ndarray]]:
     """Numbers of the strata of every place, −1 where none exists, and the labels of the strata by name.
 
     The position counts from the answer: 0 is its first, −1 the last of the prompt.
 
+    Args:
+        group: what each row shares with others, such as its template: adds the label "group", the number of the group.
+
     Raises:
-        TrackError: `matched` names something other than step, state and position.
+        TrackError: `matched` names something other than step, state and position, or `group` has another length than
+            the batch.
     """
     if isinstance(matched, str) or set(matched) - set(MATCHED_BY):
         raise TrackError(f"matched must be a list that holds any of step, state, position; got {matched!r}.")
     states, _ = set_codes(track, "state")
     step, position = np.arange(states.shape[1]), np.arange(states.shape[2]) - track.prompt_length
     every = {"step": step[:, None], "state": states, "position": position}
+    if group is not None:
+        if isinstance(group, str) or len(group) != len(states):
+            raise TrackError(f"group has one label for each of the {len(states)} rows of the track; got {group!r:.60}.")
+        every["group"] = np.unique([str(label) for label in group], return_inverse=True)[1][:, None, None]
+        matched = [*matched, "group"]
     labels = np.stack([np.broadcast_to(every[name], states.shape)[states >= 0] for name in matched or ["step"]])
     labels = labels if matched else labels * 0
     distinct, number = np.unique(labels, axis=1, return_inverse=True)
@@ -101,6 +110,7 @@ def matched_enrichment(
     detector: "Detector | None" = None,
     by: str = "kind",
     matched: Sequence[str] = MATCHED_BY,
+    group: Sequence[Hashable] | None = None,
 ) -> xr.Dataset:
     """Whether sinks prefer a kind of token over the others at comparable places, pooled over rows.
 
@@ -118,14 +128,17 @@ def matched_enrichment(
         by: "kind" or "state".
         matched: any of "step", "state" (masked, committed, prompt) and "position" (counted from the answer); [] for the
             crude ratio.
+        group: what each row shares with others, such as its template or document: places are compared with those of
+            rows of the same group. In another template, the same position has other tokens for other reasons.
 
     Raises:
-        TrackError: an unknown `by` or `matched`, or by="state" matched by state; or see `kinds.token_kinds`.
+        TrackError: an unknown `by` or `matched`, a `group` of another length than the batch, or by="state" matched by
+            state; or see `kinds.token_kinds`.
     """
     if by == "state" and "state" in matched:
         raise TrackError("by='state' cannot be matched by state; use matched=['step', 'position'].")
     codes, names = set_codes(track, by)
-    number, _ = strata(track, matched)
+    number, _ = strata(track, matched, group)
     sinks = track.detect(detector).sum(("layer", "head")).to_numpy()
     exists = codes >= 0
     a, n = _counted(sinks[exists], codes[exists], number[exists], len(names))

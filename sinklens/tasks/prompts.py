@@ -71,6 +71,23 @@ def read_answers(path: str | Path, limit: int | None = None) -> dict[str, str]:
     return found
 
 
+def read_groups(path: str | Path, column: str, limit: int | None = None) -> list[str]:
+    """The group of every prompt that `read_prompts` reads: what its line has under the key `column`, as text.
+
+    Raises:
+        SinklensError: the file is not JSON Lines, or a line (named in the error) lacks the key or has no text, number
+            or truth value there.
+    """
+    check_limit(limit)
+    path = Path(path)
+    if path.suffix != ".jsonl":
+        raise SinklensError(
+            f"{path} has no columns, so none that names the groups of its prompts; write JSON Lines (*.jsonl) with "
+            f"{column!r} in each line, or omit the group."
+        )
+    return [_group(_entry(line, where), column, where) for where, line in [*_lines(path)][:limit]]
+
+
 @dataclass(frozen=True)
 class IdSample(Sample):
     """A sample from a file, whose prompt and expected answer may be token ids.
@@ -257,6 +274,16 @@ def _prompt(entry: Mapping[str, Any], where: str) -> Any:
             f"{where}: expected a JSON object with a 'prompt' or a 'question'; its keys: {', '.join(entry)}."
         )
     return entry["prompt"] if "prompt" in entry else entry["question"]
+
+
+def _group(entry: Mapping[str, Any], column: str, where: str) -> str:
+    found = entry.get(column)
+    if isinstance(found, str | int | float) and str(found).strip():
+        return str(found)
+    raise SinklensError(
+        f"{where}: the group of the prompt is {_short(found)}; give a text or a number under {column!r} in every line "
+        f"(its keys: {', '.join(entry)})."
+    )
 
 
 def _text_or_ids(found: Any, key: str, where: str) -> str | list[int]:

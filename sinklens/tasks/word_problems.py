@@ -13,7 +13,6 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from operator import attrgetter
 
 from sinklens.errors import TaskError
@@ -183,14 +182,22 @@ def held_out(size: int = HELD_OUT_SIZE) -> list[Problem]:
     return first_distinct(stream(HELD_OUT_SEED), attrgetter("question"), size)
 
 
-@cache
-def _held_out_templates() -> dict[str, str]:
-    return {problem.prompt: problem.kind for problem in held_out()}
+_OPENING = r"Question: (?:[\w ]+, )?\w+ "
+_QUESTIONS = {
+    "more": r"has \d+ \w+\. \w+ \w+ \d+ more\. How many \w+ does \w+ have now\?",
+    "fewer": r"has \d+ \w+\. \w+ [\w ]+ \d+ of them\. How many \w+ are left\?",
+    "groups": r"has \d+ \w+\. Each \w+ holds \d+ \w+\. How many \w+ are there in total\?",
+    "share": r"shares \d+ \w+ equally among \d+ friends\. How many \w+ does each friend get\?",
+    "more-then-fewer": r"has \d+ \w+\. \w+ \w+ \d+ more and then [\w ]+ \d+\. How many \w+ are left\?",
+    "groups-then-more": r"has \d+ \w+ of \d+ \w+ and \w+ \d+ more\. How many \w+ does \w+ have now\?",
+    "together": r"has \d+ \w+\. \w+ has \d+ more than \w+\. How many \w+ do they have together\?",
+}
 
 
 def template_of(prompt: str) -> str | None:
-    """The template of a held-out problem, by its prompt; None for any other text."""
-    return _held_out_templates().get(prompt)
+    """The template of a word problem, one of `PROBLEM_KINDS`, read from its prompt; None for any other text."""
+    matches = (kind for kind, question in _QUESTIONS.items() if re.fullmatch(f"{_OPENING}{question}\nAnswer:", prompt))
+    return next(matches, None)
 
 
 def in_range(kind: str, low: int, high: int, size: int) -> list[Problem]:

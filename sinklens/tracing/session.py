@@ -29,7 +29,7 @@ from sinklens.runs.intervention import within
 from sinklens.runs.recorder import after
 from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Generation
-from sinklens.tracing.steps import Steps, StepServer
+from sinklens.tracing.steps import StepServer, VisitedSteps
 from sinklens.utils.arguments import takes
 
 DERIVED = ("tokens", "text", "steps_run", "key_reuse", "time_at", "causal", "modes", "step_blocks", "kind_at")
@@ -130,7 +130,7 @@ class Trace(BlockTracer):
         self._generation: Generation | None = None
         self._handles: list[Any] = []  # hooks on the points that `cache` keeps
         self.server: StepServer | None = None
-        self.steps = Steps(self)
+        self.steps = VisitedSteps(self)
 
     def __repr__(self) -> str:
         return f"Trace({self._generation!r})" if self._generation is not None else "Trace(not run yet)"
@@ -143,11 +143,11 @@ class Trace(BlockTracer):
         return self._generation
 
     @property
-    def iter(self) -> Steps:
+    def iter(self) -> VisitedSteps:
         """nnsight's name for `steps`: ``t.iter[4:8]`` is ``t.steps[4:8]``."""
         return self.steps
 
-    def all(self) -> Steps:
+    def all(self) -> VisitedSteps:
         """nnsight's name for `steps`, all of them."""
         return self.steps
 

@@ -1,7 +1,7 @@
 """Synchronization of a trace block with the sampler's steps.
 
-Before each step the sampler serves the step's number at a separate location, `STEP`; a block that loops over `Steps`
-waits there. After the last step it serves `RUN_ENDED`, so the loop ends and the statements after it run.
+Before each step the sampler serves the step's number at a separate location, `STEP`; a block that loops over
+`VisitedSteps` waits there. After the last step it serves `RUN_ENDED`, so the loop ends and the statements after it run.
 
 Silent failure: if a block requests a point too late, nnsight would serve it from the *next* step, without an error. At
 the end of every step `StepServer` checks for requests that are still waiting and raises on the requesting line.
@@ -96,7 +96,7 @@ class Owner(Protocol):
         """Whether the block is running."""
 
 
-class Steps:
+class VisitedSteps:
     """The steps that a block visits: all, or a selection.
 
     ``t.steps[8:]``, ``t.steps[::2]``, ``t.steps[[0, 5]]``, ``t.steps[-1]`` and ``t.steps.at(0.5)`` are selections.
@@ -113,9 +113,9 @@ class Steps:
         return len(self._chosen)
 
     def __repr__(self) -> str:
-        return f"Steps({self._chosen})"
+        return f"VisitedSteps({self._chosen})"
 
-    def __getitem__(self, key: Any) -> "Steps":
+    def __getitem__(self, key: Any) -> "VisitedSteps":
         """A selection, visited in ascending order.
 
         Raises:
@@ -126,13 +126,13 @@ class Steps:
         if self._selected:
             raise SettingError(f"t.steps{self._chosen} is already a selection; select from t.steps itself.")
         if isinstance(key, slice):
-            return Steps(self._owner, sorted(_sliced(key, total)))
+            return VisitedSteps(self._owner, sorted(_sliced(key, total)))
         wanted = list(key) if isinstance(key, Iterable) and not isinstance(key, str) and _sized(key) else [key]
         if not wanted:
             raise SettingError("t.steps[[]] selects no step, so its loop would never run; leave the loop out.")
-        return Steps(self._owner, sorted({_number(step, total) for step in wanted}))
+        return VisitedSteps(self._owner, sorted({_number(step, total) for step in wanted}))
 
-    def at(self, *fractions: float) -> "Steps":
+    def at(self, *fractions: float) -> "VisitedSteps":
         """The steps at fractions of the run: 0 is the first, 1 the last."""
         for fraction in fractions:
             if not 0 <= fraction <= 1:

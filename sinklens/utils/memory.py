@@ -16,7 +16,7 @@ import torch
 
 from sinklens.errors import DeviceMemoryError
 
-CPU_TEXT = "can't allocate memory"  # text of the plain RuntimeError that PyTorch's CPU allocator raises
+CPU_TEXTS = ("can't allocate memory", "not enough memory")  # of the RuntimeError of PyTorch's CPU allocator, by system
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def explained(advice: Callable[[], str]) -> Iterator[None]:
 
 def ran_out(error: BaseException) -> bool:
     """Whether `error` is an out-of-memory error."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_TEXT in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in CPU_TEXTS)
 
 
 def release() -> None:

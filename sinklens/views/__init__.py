@@ -14,6 +14,7 @@ from sinklens.views.charts import (
     threshold_curve,
 )
 from sinklens.views.effects import effect_map
+from sinklens.views.feature_page import feature_page
 from sinklens.views.figures import (
     group_profiles,
     grouped_pattern,
@@ -34,6 +35,7 @@ __all__ = [
     "attention",
     "curves",
     "effect_map",
+    "feature_page",
     "frequency_bars",
     "group_profiles",
     "grouped_pattern",

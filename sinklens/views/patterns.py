@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SinklensError, TrackError
+from sinklens.hooks.forward_pass import PassKind
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
@@ -75,6 +76,9 @@ def patterns_at(
     sizes = track.data.sizes
     step, row, wanted = step % sizes["step"], row % sizes["batch"], {layer: layer % sizes["layer"] for layer in layers}
     exists = run.real[row] & (run.canvas[row, step] >= 0)
+    if run.kind_at(step) is not None:  # a pass of such a model ends with its block
+        scored = track.data["score"][row, step].notnull().any(("layer", "head")).to_numpy()
+        exists &= torch.from_numpy(scored)[: len(exists)]
     missing = sorted({layer for layer in wanted.values() if (step, layer) not in run.patterns})
     found = _computed(run, step, missing, row, exists) if missing else {}
     for layer in set(wanted.values()) - set(missing):
@@ -119,7 +123,11 @@ def _computed(
     with torch.no_grad():
         time = run.time_at(step)
         time = None if time is None else time[[row]]
-        _, cache = model.tree.run_with_cache(ids, names_filter=list(names.values()), time=time)
+        kind = run.kind_at(step)
+        if kind is None:
+            _, cache = model.tree.run_with_cache(ids, names_filter=list(names.values()), time=time)
+        else:
+            cache = model.tree.peek(ids, None, names.values(), time, _moved(kind, int((~run.real[row]).sum())))
     found = {layer: cache[name][0].float().cpu() for layer, name in names.items()}
     track = recorded(run)
     policy = track.data.attrs.get("cache")
@@ -128,6 +136,14 @@ def _computed(
     for layer, expected in zip(layers, torch.from_numpy(scores)[:, :, exists], strict=True):
         _check(found[layer], expected, (step, layer), TOLERANCE.get(model.cfg.dtype, max(TOLERANCE.values())), cause)
     return found
+
+
+def _moved(kind: PassKind, padding: int) -> PassKind:
+    """What a pass is, with the columns of its segments counted without the padding before the text."""
+    if kind.segments is None:
+        return kind
+    segments = (range(max(0, one.start - padding), max(0, one.stop - padding)) for one in kind.segments)
+    return kind._replace(segments=tuple(segments))
 
 
 def _check(

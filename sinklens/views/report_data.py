@@ -178,9 +178,13 @@ class Numbers:
         return texts, places
 
     def info(self, steps: Sequence[int]) -> dict[str, Any]:
-        """What the page needs before it reads a chunk; ``ends`` are indices of end tokens in ``vocabulary``."""
+        """What the page needs before it reads a chunk; ``ends`` are indices of end tokens in ``vocabulary``.
+
+        ``modes`` are what the passes of the steps were, in a model that changes its attention.
+        """
         texts, places = self._vocabulary()
-        return {
+        modes = {"modes": [self.track.modes[step] for step in steps]} if "mode" in self.track else {}
+        return modes | {
             "steps": list(steps),
             "positions": self.positions,
             "first": self.first,

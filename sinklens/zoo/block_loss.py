@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Doubled(NamedTuple):
-    """One pass over clean blocks and, after them, noisy ones.
+    """One pass over clean text and, after it, noisy blocks.
 
     Attributes:
         ids: tokens, [batch, place].
@@ -82,15 +82,15 @@ def doubled(
     return Doubled(ids, positions[None], (clean_key | itself)[None, None], length - start)
 
 
-def doubled_logits(model: "PreTrainedModel", given: Doubled) -> Float[Tensor, "batch noisy vocab"]:
-    """The logits of the noisy places."""
+def doubled_logits(model: "PreTrainedModel", given: Doubled, every: bool = False) -> Float[Tensor, "batch place vocab"]:
+    """The logits of the noisy places, or of every place."""
     device = model.device
     return model(
         input_ids=given.ids.to(device),
         attention_mask=additive(given.sees).to(device),
         position_ids=given.positions.to(device),
         use_cache=False,
-        logits_to_keep=given.noisy,
+        logits_to_keep=0 if every else given.noisy,
     ).logits
 
 
@@ -103,6 +103,13 @@ def block_loss(
     noisy, weight = corrupt_blocks(clean, prompt_length, recipe.block_length, mask_id, generator)
     given = doubled(clean, noisy, prompt_length, recipe.block_length)
     logits = doubled_logits(model, given).float()
-    targets = clean[:, -given.noisy :].to(model.device)
-    loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-    return (loss * weight[:, -given.noisy :].to(model.device)).sum() / (clean[:, prompt_length:].numel())
+    loss = weighted_loss(logits, clean[:, -given.noisy :], weight[:, -given.noisy :])
+    return loss / clean[:, prompt_length:].numel()
+
+
+def weighted_loss(
+    logits: Float[Tensor, "batch pos vocab"], targets: Int[Tensor, "batch pos"], weight: Float[Tensor, "batch pos"]
+) -> Float[Tensor, ""]:
+    """The weighted sum of the cross-entropies of `targets`."""
+    loss = F.cross_entropy(logits.transpose(1, 2), targets.to(logits.device), reduction="none")
+    return (loss * weight.to(logits.device)).sum()

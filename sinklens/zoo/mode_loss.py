@@ -14,40 +14,22 @@ end of its last block.
 Pitfall: the end tokens that complete the last block belong to the noisy part only; next tokens are those of the row.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinklens.zoo.block_loss import completed, corrupt_blocks
-from sinklens.zoo.initial import additive
+from sinklens.zoo.block_loss import Doubled, completed, corrupt_blocks, doubled_logits, weighted_loss
 from sinklens.zoo.recipes import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class TwoModes(NamedTuple):
-    """One pass over a clean row and, after it, its noisy blocks.
-
-    Attributes:
-        ids: tokens, [batch, place].
-        positions: position of each place in the row.
-        sees: whether a place sees another one.
-        clean: number of clean places, the first ones.
-    """
-
-    ids: Int[Tensor, "batch place"]
-    positions: Int[Tensor, "1 place"]
-    sees: Bool[Tensor, "1 1 place place"]
-    clean: int
-
-
 def two_modes(
     clean: Int[Tensor, "batch pos"], noisy: Int[Tensor, "batch pos"], start: int, block_length: int
-) -> TwoModes:
+) -> Doubled:
     """The pass over `clean` rows and their `noisy` blocks, the first of which begins at `start`."""
     length = clean.shape[1]
     positions = torch.cat([torch.arange(length), torch.arange(start, length)])
@@ -57,18 +39,7 @@ def two_modes(
     reach = torch.where(is_noisy, first - 1, positions)[:, None]
     itself = is_noisy[:, None] & is_noisy[None, :] & (block[:, None] == block[None, :])
     sees = (~is_noisy[None, :] & (positions[None, :] <= reach)) | itself
-    return TwoModes(torch.cat([clean, noisy[:, start:]], dim=1), positions[None], sees[None, None], length)
-
-
-def mode_logits(model: "PreTrainedModel", given: TwoModes) -> Float[Tensor, "batch place vocab"]:
-    """The logits of all places."""
-    device = model.device
-    return model(
-        input_ids=given.ids.to(device),
-        attention_mask=additive(given.sees).to(device),
-        position_ids=given.positions.to(device),
-        use_cache=False,
-    ).logits
+    return Doubled(torch.cat([clean, noisy[:, start:]], dim=1), positions[None], sees[None, None], length - start)
 
 
 def draw_start(recipe: Recipe, prompt_length: int, step: int) -> int:
@@ -89,16 +60,8 @@ def mode_loss(
     before = ids[:, :start]
     clean, noisy = torch.cat([before, rest], dim=1), torch.cat([before, masked], dim=1)
     given = two_modes(clean, noisy, start, size)
-    logits = mode_logits(model, given).float()
+    logits = doubled_logits(model, given, every=True).float()
     answers = len(ids) * (ids.shape[1] - prompt_length)
     next_weight = torch.where(torch.arange(1, ids.shape[1]) >= prompt_length, 1.0, recipe.prompt_weight / 8)
-    causal = _weighted(logits[:, : ids.shape[1] - 1], ids[:, 1:], next_weight.expand(len(ids), -1)) / answers
-    return causal + _weighted(logits[:, given.clean :], rest, weight) / rest[:, prompt_length - start :].numel()
-
-
-def _weighted(
-    logits: Float[Tensor, "batch pos vocab"], targets: Int[Tensor, "batch pos"], weight: Float[Tensor, "batch pos"]
-) -> Float[Tensor, ""]:
-    """The weighted sum of the cross-entropies of `targets`."""
-    loss = F.cross_entropy(logits.transpose(1, 2), targets.to(logits.device), reduction="none")
-    return (loss * weight.to(logits.device)).sum()
+    causal = weighted_loss(logits[:, : ids.shape[1] - 1], ids[:, 1:], next_weight.expand(len(ids), -1)) / answers
+    return causal + weighted_loss(logits[:, -given.noisy :], rest, weight) / rest[:, prompt_length - start :].numel()

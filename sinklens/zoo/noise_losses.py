@@ -32,7 +32,7 @@ FIRST_TIME = 1e-3  # as published: below it, weights of 1/t would dominate the b
 SLOPE = -(1 - 1e-3)  # the derivative of α
 
 
-class Noise(NamedTuple):
+class NoisyBatch(NamedTuple):
     """What a batch draws.
 
     Attributes:
@@ -46,17 +46,17 @@ class Noise(NamedTuple):
     token: Int[Tensor, "batch answer"]
 
 
-def draw_noise(shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Noise:
+def draw_noise(shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> NoisyBatch:
     """Times at equal distances from one random start (2107.00630, section 5), and noise with probability 1 − α."""
     rows = shape[0]
     spaced = (torch.rand(1, 1, generator=generator) + torch.arange(rows)[:, None]) / rows
     t = FIRST_TIME + (1 - FIRST_TIME) * spaced
     replaced = torch.rand(shape, generator=generator) < 1 - clean_share(t)
-    return Noise(t, replaced, torch.randint(vocabulary, shape, generator=generator))
+    return NoisyBatch(t, replaced, torch.randint(vocabulary, shape, generator=generator))
 
 
 def masked_bound(
-    logits: Float[Tensor, "batch answer vocab"], clean: Int[Tensor, "batch answer"], noise: Noise, mask_id: int
+    logits: Float[Tensor, "batch answer vocab"], clean: Int[Tensor, "batch answer"], noise: NoisyBatch, mask_id: int
 ) -> Float[Tensor, "batch answer"]:
     """MDLM's loss of each token in nats: −log p(x) / t where the token is masked, else 0."""
     excluded = logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), -torch.inf)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import sinklens
-from sinklens.analyses.blocks import MOTION, Blocks, lengths
+from sinklens.analyses.blocks import MOTION, BlockLengths, lengths
 from sinklens.interventions import MaskSinks
 from sinklens.sinks.motion import motion_table
 from sinklens.tasks.word_problems import held_out
@@ -22,7 +22,7 @@ def test_block_lengths_divide_the_answer_and_its_steps(tiny_llada, tiny_llama):
 
 def test_each_block_length_is_measured_in_a_separate_run(tiny_llada):
     settings = {"gen_length": 6, "steps": 6, "block_length": 6}
-    data = Blocks(top_k=2).measure(tiny_llada, [PROMPT], settings).isel(prompt=0)
+    data = BlockLengths(top_k=2).measure(tiny_llada, [PROMPT], settings).isel(prompt=0)
     assert data["block"].to_numpy().tolist() == [1, 2, 3, 6]
     for block in (1, 3):
         block_settings = settings | {"block_length": block}
@@ -38,12 +38,12 @@ def test_each_block_length_is_measured_in_a_separate_run(tiny_llada):
 
 
 def test_the_cost_is_the_share_of_right_answers_lost_by_masking(tiny_llama):
-    data = Blocks(top_k=5).measure(tiny_llama, [PROMPT], {}).isel(prompt=0, block=0)
+    data = BlockLengths(top_k=5).measure(tiny_llama, [PROMPT], {}).isel(prompt=0, block=0)
     assert float(data["right"].sel(key="none")) == 1
     np.testing.assert_allclose(data["cost"], 1 - data["right"])
     assert set(data["cost"].to_numpy()) == {0, 1}
 
 
 def test_an_autoregressive_model_has_block_length_one(tiny_llama):
-    found = Blocks(settings={"gen_length": 4}).run([tiny_llama], [PROMPT])
+    found = BlockLengths(settings={"gen_length": 4}).run([tiny_llama], [PROMPT])
     assert set(found.tables["motion"]["block"]) == {1}

@@ -134,6 +134,22 @@ def test_jumps_along_the_frontier_are_not_taken_for_jumps_onto_decided_tokens():
     assert matched.matched_share > 0.5
 
 
+def test_an_order_that_templates_explain_is_none_within_them():
+    """In each template, other places are decided early and are strong: at the same place, the two seem related."""
+    noise, templates = np.random.default_rng(2), 4
+    group = np.arange(80) % templates
+    first = np.stack([noise.permutation(ANSWER) for _ in range(templates)])[group]
+    order = np.argsort(np.argsort(first + 2 * noise.normal(size=first.shape), axis=1), axis=1)
+    score = np.exp(-0.3 * (first + 2 * noise.normal(size=first.shape)))[:, None, None].repeat(ANSWER, 1)
+    data = events_of(track_of(order, score)).assign_coords(prompt_group=("prompt", group.astype(str)))
+    rows = {row["measure"]: row for row in within_rows("planted", data, 0)}
+    assert rows["within"]["estimate"] < -0.5
+    assert rows["within_group"]["low"] < 0 < rows["within_group"]["high"]
+    assert rows["within_group"]["matched_share"] > 0.5
+    assert rows["within_group"]["groups"] == templates
+    assert np.isnan(rows["within"]["p"])
+
+
 def test_landings_equal_a_loop_over_heads():
     run = sinklens.generate("tiny-llada", PROMPTS, gen_length=6, steps=6)
     landed, at_risk = landings(run.sinks)

@@ -17,21 +17,29 @@ SETTINGS = {
     "tiny-duo": {"gen_length": 8, "steps": 5},
 }
 OPTIONS = {"heads": {"reference": 2}}
-ANYWHERE = {"emergence": "compares checkpoints of a training run", "features": "belongs to 'tiny-llada'"}
+ANYWHERE = {
+    "emergence": "compares checkpoints of a training run",
+    "features": "belongs to 'tiny-llada'",
+    "modes": "a model that decodes in one way",
+}
 ON_BLOCKS = {"caching": "no cache policy applies, as its attention is block-causal"}
 NOISE_LEVELS = {"patching": "always draws its tokens"}
 ON_TOKENS = NOISE_LEVELS | {
+    "settling": "reads predictions at undecided positions",
     "split": "no query is masked",
     "masked_sinks": "none of its sinks is on a mask",
     "events": "no single step decides a position",
+    "edits": "no single step decides a position|reads a noise level",
     "mechanism": "positions are decided in no order",
     "caching": "its keys change with the noise level",
 }
 ON_CANVASES = {
+    "settling": "reads predictions at undecided positions",
     "caching": "no cache policy applies",
     "split": "no query is masked",
     "masked_sinks": "none of its sinks is on a mask",
     "events": "no single step decides a position",
+    "edits": "no single step decides a position|reads a noise level",
     "content": "compute those of their canvas alone",
     "patching": "compute those of their canvas alone",
     "mechanism": "positions are decided in no order",

@@ -61,6 +61,21 @@ def test_sinks_on_easy_positions_know_no_more_once_the_position_is_matched():
     assert abs(float(data["partial"].mean())) < 0.06
 
 
+def test_sinks_of_an_easy_template_know_no_more_within_it():
+    """In one template, most positions are sinks and most tokens are easy: across templates, sinks seem to know more."""
+    parts = [
+        prompts_with(np.full(LENGTH, chance), lambda sink, chance=chance: np.full(sink.shape, 1.5 * chance), 20, seed)
+        for seed, chance in enumerate((0.5, 0.05) * 4)
+    ]
+    data = xr.concat(parts, dim="prompt")
+    assert matched(data).loc["named_difference", "low"] > 0.1
+    data = data.assign_coords(prompt_group=("prompt", np.repeat(np.arange(8), 20).astype(str)))
+    found = pandas.DataFrame(matched_rows("planted", data, 0)).set_index(["measure", "matched"])
+    within = found.loc[("named_difference", "step, position, group")]
+    assert within["low"] < 0 < within["high"]
+    assert abs(within["estimate"]) < 0.1
+
+
 def test_value_ratios_compare_within_a_step_and_head():
     """Head 0 has large values everywhere and no sink; head 1 has small ones, at its sink half of those."""
     sinks = np.zeros((1, 1, 2, 5), dtype=bool)

@@ -14,14 +14,14 @@ def rows_of(rows, **wanted):
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
-def planted_canvases(survives, on_noise=0.5, on_accepted=0.5, seed=0):
+def planted_canvases(survives, on_noise=0.5, on_accepted=0.5, seed=0, accepted=0.5):
     """Two steps of one head on an answer of eight positions; each is noise or accepted, at random, at either step.
 
     Args:
         survives: state before, state after -> probability that a sink stays one; True is accepted.
     """
     rng = np.random.default_rng(seed)
-    before, after = (rng.random((ROWS, 8)) < 0.5 for _ in range(2))
+    before, after = (rng.random((ROWS, 8)) < accepted for _ in range(2))
     sink = rng.random((ROWS, 8)) < np.where(before, on_accepted, on_noise)
     kept = np.vectorize(lambda one, other: survives[one, other])(before, after)
     later = sink & (rng.random((ROWS, 8)) < kept)
@@ -78,3 +78,18 @@ def test_the_last_step_of_a_row_has_no_fate():
     assert data["decided_next_at"].isel(step=1).isnull().all()
     assert data["sinks_at"].notnull().all()
     xr.testing.assert_equal(data["decided_next_at"].isel(step=0), data["decided_at"].isel(step=1).assign_coords(step=0))
+
+
+def test_states_that_templates_explain_are_compared_within_them():
+    """In one template, positions are accepted early and have sinks; in the other, neither."""
+    parts = [
+        planted_canvases(STAY, on_noise=rate, on_accepted=rate, accepted=accepted, seed=seed)
+        for seed, (rate, accepted) in enumerate(((0.7, 0.85), (0.1, 0.15)) * 4)
+    ]
+    data = xr.concat(parts, dim="prompt")
+    (alone,) = rows_of(state_rows("m", data, 0), group="decided", matched="step, place")
+    assert alone["low"] > 1.5
+    data = data.assign_coords(prompt_group=("prompt", np.repeat(np.arange(8), ROWS).astype(str)))
+    (within,) = rows_of(state_rows("m", data, 0), group="decided", matched="step, place, group")
+    assert within["low"] < 1 < within["high"]
+    assert within["groups"] == 8

@@ -68,10 +68,40 @@ def test_strata_are_weighted_as_written_out():
     data = routing(track, experts[None, None, None], 4)
     one = 2 / 3 * np.array([3 / 4, 1 / 4, 0, 0]) + 2 / 3 * np.array([0, 0, 1 / 2, 1 / 2])
     other = 2 / 3 * np.array([0, 1, 0, 0]) + 2 / 3 * np.array([0, 0, 1 / 2, 1 / 2])
+    data = data.sel(match="kind")
     np.testing.assert_allclose(data["routed_sinks"][0, 0], one)
     np.testing.assert_allclose(data["routed_others"][0, 0], other)
     assert float(data["routed_weight"][0, 0]) == pytest.approx(4 / 3)
     assert float(data["routed_share"][0, 0]) == 1
+
+
+def test_experts_for_tokens_are_not_taken_for_experts_for_sinks():
+    """Of two words, one is a sink more often and has an expert: within the kind, sinks seem to prefer it."""
+    rng = np.random.default_rng(3)
+    ids = rng.choice([5, 7], (ROWS, 1, LENGTH)).repeat(STEPS, axis=1)
+    sink = rng.random(ids.shape) < np.where(ids == 7, 0.5, 0.1)
+    track = planted(np.where(sink, 9.0, 0.5)[:, :, None, None], token_id=ids, words={5: " Tom", 7: " Mia"})
+    chosen = np.where(ids == 7, 0, rng.integers(1, 4, ids.shape))[:, :, None, :, None]
+    rows = routing_rows("m", routing(track, chosen, 4), seed=0)
+    found = {(row["matched"], row["measure"]): row for row in rows}
+    assert found["step, state, kind", "top_difference"]["low"] > 0.3
+    assert found["step, state, kind", "distance"]["p"] < 0.01
+    assert (
+        found["step, state, token", "top_difference"]["low"]
+        <= 0
+        <= found["step, state, token", "top_difference"]["high"]
+    )
+    assert found["step, state, token", "distance"]["p"] > 0.05
+    assert found["step, state, token", "matched_share"]["estimate"] > 0.9
+
+
+def test_groups_of_prompts_are_counted_as_one(monkeypatch):
+    track, chosen = planted_routes(lambda rng, sink, digit: np.where(sink, 3, rng.integers(0, 3, sink.shape)))
+    data = routing(track, chosen, 4).assign_coords(prompt_group=("prompt", list("aaabbbcccddd")))
+    rows = {(row["matched"], row["measure"]): row for row in routing_rows("m", data, seed=0)}
+    alone = table(track, chosen)
+    assert rows["step, state, kind", "distance"]["estimate"] == pytest.approx(alone["distance"]["estimate"])
+    assert rows["step, state, kind", "distance"]["p"] > alone["distance"]["p"]  # four groups have few sign changes
 
 
 def test_a_prompt_has_no_part_in_the_choice_of_its_expert():

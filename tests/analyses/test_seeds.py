@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 import xarray as xr
+from scipy.special import expit, logit
+from scipy.stats import sem, t
 
-from sinklens.analyses import seeds
+from sinklens.analyses import intervals, seeds
 from sinklens.analyses.dynamics import Dynamics
 from sinklens.analyses.nulls import COMPARED
 from sinklens.analyses.results import Findings
-from sinklens.analyses.seeds import Seeds, hierarchical, seeds_table, write_seeds
+from sinklens.analyses.scales import DIFFERENCE, LINEAR, LOG, SHARE
+from sinklens.analyses.seeds import Seeds, hierarchical, scale_of, seeds_table, write_seeds
 from sinklens.errors import SettingError
 
 NAN = float("nan")
@@ -27,7 +30,7 @@ def share_covered(number, between, studies=150, prompts=40, truth=0.4):
 
 @pytest.fixture
 def fewer_resamples(monkeypatch):
-    monkeypatch.setattr(seeds, "RESAMPLES", 500)
+    monkeypatch.setattr(intervals, "RESAMPLES", 200)
 
 
 @pytest.mark.usefixtures("fewer_resamples")
@@ -35,6 +38,43 @@ def fewer_resamples(monkeypatch):
 @pytest.mark.parametrize("between", [0.0, 0.15])
 def test_the_interval_over_seeds_and_prompts_covers_the_mean_of_all_seeds(number, between):
     assert share_covered(number, between) >= 0.93
+
+
+def verdicts(number, times, shared, studies, seed=0):
+    """How often rules find an effect where the mean of all seeds is 0: `Seeds`, all intervals on one side, all signs.
+
+    Each seed's mean has a prompt error of 1 (all of it shared by the seeds, or none) and varies by `times` over seeds.
+    """
+    noise = np.random.default_rng(seed)
+    found = np.zeros(3)
+    for _ in range(studies):
+        prompt = noise.normal(size=(1, 1) if shared else (number, 1))
+        means = (noise.normal(0, times, (number, 1)) + prompt)[:, 0]
+        found += [
+            seeds.over_seeds(means.tolist(), 1.0 if shared else 1 / number).verdict("yes", "yes") == "yes",
+            (means > 1.96).all() or (means < -1.96).all(),
+            (means > 0).all() or (means < 0).all(),
+        ]
+    return found / studies
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("number", [3, 5])
+@pytest.mark.parametrize("times", [1, 5, 10, 20])
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_rule_errs_in_at_most_five_percent_however_much_seeds_vary(number, times, shared):
+    rule, intervals, signs = verdicts(number, times, shared, studies=1500)
+    assert rule <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 1500)
+    if number == 3 and times >= 10:  # the rules that were used before, and that suggest themselves
+        assert intervals > 0.1
+        assert signs > 0.2
+
+
+def test_intervals_of_each_seed_agree_by_chance_where_the_rule_does_not():
+    """The old rule, intervals of all seeds on one side, and the new one, on seeds that vary 20 times as much."""
+    rule, intervals, _ = verdicts(3, 20, False, studies=400)
+    assert intervals > 0.14
+    assert rule < 0.09
 
 
 def test_an_interval_over_prompts_alone_would_not_cover_it():
@@ -56,20 +96,50 @@ def test_the_estimate_is_the_mean_of_the_seeds_means():
     assert hierarchical(values, paired=False) == found
 
 
-def test_the_same_prompts_are_drawn_for_all_seeds_if_they_are_paired(monkeypatch):
-    """Prompts that differ, in two equal seeds: paired, their variation does not average out."""
-    monkeypatch.setattr(seeds, "RESAMPLES", 4000)
+def test_prompts_that_all_seeds_share_widen_the_interval(monkeypatch):
+    """Two equal seeds: paired, the variation of their prompts remains; apart, they seem to know the mean exactly."""
+    monkeypatch.setattr(intervals, "RESAMPLES", 4000)
     values = np.random.default_rng(0).normal(size=30)
     paired, apart = (hierarchical([values, values], paired=way) for way in (True, False))
-    widths = [found.high - found.low for found in (paired, apart)]
-    assert widths[0] / widths[1] == pytest.approx(np.sqrt(2), rel=0.1)
-    assert widths[0] == pytest.approx(2 * 1.96 * values.std() / np.sqrt(30), rel=0.05)
+    half = t.ppf(0.975, 1) * values.std() / np.sqrt(30)
+    assert (paired.high - paired.low) / 2 == pytest.approx(half, rel=0.05)
+    assert apart.high == pytest.approx(apart.low)
 
 
-def test_a_verdict_requires_that_the_interval_and_every_seed_agree():
+def test_the_interval_is_the_t_interval_of_the_seeds_on_the_scale():
+    found = seeds.over_seeds([0.367, 0.852, 0.748], 0.0, SHARE)
+    expected = t.interval(0.95, 2, logit([0.367, 0.852, 0.748]).mean(), sem(logit([0.367, 0.852, 0.748])))
+    np.testing.assert_allclose([found.low, found.high], expit(expected))
+    assert 0 < found.low < found.estimate < found.high < 1  # on the linear scale, it would end at 1.28
+    ratio = seeds.over_seeds([1.5, 3.0, 6.0], 0.0, LOG)
+    assert ratio.estimate == pytest.approx(3)
+    np.testing.assert_allclose([ratio.low, ratio.high], np.exp(t.interval(0.95, 2, np.log(3), np.log(2) / np.sqrt(3))))
+    assert ratio.verdict("above", "below", 1.0) == "cannot tell"
+    assert seeds.over_seeds([0.0, 0.5], 0.0, SHARE, resolution=0.01).low > 0  # moved inwards by half a prompt
+
+
+def test_p_values_invert_the_interval():
+    for values in ([1.0, 2.0, 3.0], [1.9, 2.0, 2.1], [4.0, 4.4, 4.1]):
+        found = seeds.over_seeds(values)
+        for threshold in (0.0, found.low - 1e-6, found.low + 1e-6, found.high + 1e-6):
+            assert (found.p_value(threshold) < 0.05) == (found.verdict("a", "b", threshold) != "cannot tell")
+    assert np.isnan(seeds.over_seeds([1.0]).p_value())
+
+
+def test_scales_are_declared_or_known_by_name():
+    assert scale_of("jump_share", {}) is SHARE
+    assert scale_of("right", {}) is SHARE
+    assert scale_of("cost", {}) is DIFFERENCE
+    assert scale_of("jump_share", {}, difference=True) is DIFFERENCE
+    assert scale_of("value_ratio", {"value_ratio": LOG}) is LOG
+    assert scale_of("value_ratio", {"value_ratio": LOG}, difference=True) is LINEAR
+    assert scale_of("drift", {}) is LINEAR
+
+
+def test_a_verdict_requires_that_the_interval_excludes_the_threshold():
     assert Seeds(2.0, 1.0, 3.0, (1.5, 2.0, 2.5)).verdict("more", "less") == "more"
     assert Seeds(-2.0, -3.0, -1.0, (-1.5, -2.5)).verdict("more", "less") == "less"
-    assert Seeds(2.0, 0.5, 3.0, (-0.1, 2.0, 4.1)).verdict("more", "less") == "cannot tell"
+    assert Seeds(2.0, 0.5, 3.0, (-0.1, 2.0, 4.1)).verdict("more", "less") == "more"  # one rule, not two
     assert Seeds(2.0, -0.5, 3.0, (1.9, 2.1)).verdict("more", "less") == "cannot tell"
     assert Seeds(2.0, 1.0, 3.0, (1.5, 2.5)).verdict("more", "less", threshold=1.6) == "cannot tell"
     assert Seeds(2.0, NAN, NAN, (2.0,)).verdict("more", "less") == "cannot tell"
@@ -81,12 +151,12 @@ def test_the_table_has_a_row_per_entry_with_every_seed():
     rng = np.random.default_rng(4)
     models = {
         f"seed-{at}": xr.Dataset(
-            {"cost": (("prompt", "pick"), rng.normal([at, 0.2 * (-1) ** at], 0.01, (20, 2)))}, {"pick": ["one", "two"]}
+            {"size": (("prompt", "pick"), rng.normal([at, 0.2 * (-1) ** at], 0.01, (20, 2)))}, {"pick": ["one", "two"]}
         )
         for at in (1, 2, 3)
     }
-    table = seeds_table(models, ["cost"]).set_index("pick")
-    assert table.loc["one", ["measure", "seeds", "agree"]].tolist() == ["cost", 3, "yes"]
+    table = seeds_table(models, ["size"]).set_index("pick")
+    assert table.loc["one", ["measure", "seeds", "agree"]].tolist() == ["size", 3, "yes"]
     assert table.loc["one", "estimate"] == pytest.approx(2, abs=0.02)
     assert table["agree"].tolist() == ["yes", "no"]
     assert [float(value) for value in table.loc["one", "by_seed"].split()] == pytest.approx([1, 2, 3], abs=0.02)
@@ -122,7 +192,9 @@ def test_differences_within_each_seed_are_summarized_beside_the_measurements(tmp
     differences = table[table["compared"] == "difference"].set_index("measure")
     assert set(differences.index) == set(COMPARED)
     assert differences["by_seed"].tolist() == ["0.1 0.2 0.3"] * 3
-    assert differences["estimate"].tolist() == pytest.approx([0.2] * 3)
+    assert differences["estimate"].tolist() == pytest.approx([0.2] * 3, abs=0.01)
+    assert differences["p_holm"].tolist() == pytest.approx([3 * p for p in differences["p"]])
+    assert set(differences["verdict"]) == {"cannot tell"}  # t = 3.5 with two degrees of freedom
     assert set(table.loc[table["compared"] == "measurement", "measure"]) == set(measured["seed-1"])
 
 

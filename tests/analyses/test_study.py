@@ -20,6 +20,7 @@ from sinklens.analyses.study import Study, _source_hash, read_prompts
 from sinklens.cli import main
 from sinklens.errors import LedgerError, SettingError, SinklensError
 from sinklens.evaluation.ledger import LedgerRun, Writer
+from sinklens.tasks.word_problems import held_out
 
 
 @dataclass
@@ -140,6 +141,28 @@ def test_equal_prompts_run_in_separate_batches(tiny_llada):
         found = Letters(batch=3).run([tiny_llada], ["a", "bb", "a", "a"])
     assert Letters.asked == [["a", "bb"], ["a"], ["a"]]
     assert found.measured["tiny-llada"]["letters"].values.tolist() == [1, 2, 1, 1]
+
+
+def test_groups_are_a_coordinate_of_the_measurements_and_do_not_start_a_study_again(tiny_llada, tmp_path):
+    found = Letters().run([tiny_llada], ["a", "bb", "ccc"], tmp_path, group=["x", "y", "x"])
+    assert found.measured["tiny-llada"]["prompt_group"].values.tolist() == ["x", "y", "x"]
+    assert found.manifest["groups"] == {"x": 2, "y": 1}
+    asked = len(Letters.asked)
+    again = Letters().run([tiny_llada], ["a", "bb", "ccc"], tmp_path, group=["x", "x", "x"])
+    assert len(Letters.asked) == asked
+    assert again.measured["tiny-llada"]["prompt_group"].values.tolist() == ["x"] * 3
+    with pytest.raises(SettingError, match=r"group has one label for each of the 2 prompts; got \['x'\]"):
+        Letters().run([tiny_llada], ["a", "bb"], group=["x"])
+
+
+def test_shipped_problems_are_grouped_by_template_and_other_shared_text_is_reported(tiny_llada):
+    problems = held_out(4)
+    found = Letters().run([tiny_llada], [problem.prompt for problem in problems])
+    assert found.measured["tiny-llada"]["prompt_group"].values.tolist() == [problem.kind for problem in problems]
+    shared = [f"The shop of {name} sells nine red pens and blue pens each day." for name in ("Ann", "Ben")]
+    with pytest.warns(UserWarning, match=r"67% of the prompts share 8 or more .* --group COLUMN"):
+        found = Letters().run([tiny_llada], [*shared, "Is it?"])
+    assert "prompt_group" not in found.measured["tiny-llada"].coords
 
 
 def test_a_study_that_processes_prompts_one_by_one_gets_one_at_a_time(tiny_llada, monkeypatch):

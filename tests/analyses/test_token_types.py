@@ -125,3 +125,25 @@ def test_tokens_are_drawn_verbatim():
     assert [label.get_text() for label in ax.get_yticklabels()] == [r"␣\$x\$_y"]
     assert ax.get_title() == " _b"
     assert not [text for text in ax.get_yticklabels() if text.get_usetex()]
+
+
+def test_a_preference_between_templates_is_none_within_them():
+    """One template has words where the other has masks, and more sinks: at the same place, masks seem avoided."""
+    noise, group = np.random.default_rng(0), np.arange(120) % 8
+    few = (group % 2 == 0)[:, None, None]
+    ids = np.where(noise.random((120, 3, 12)) < np.where(few, 0.85, 0.15), 1, 5)
+    ids[:, :, :4] = 5
+    chance = np.where(few, 0.1, 0.4)
+    score = np.where(noise.random(ids.shape) < chance, 6, 0.1)[:, :, None, None]
+    track = planted(score, masked=ids == 1, token_id=ids, prompt_length=4, words=WORDS)
+    data = sinks_by_token(track)
+    grouped = data.assign_coords(prompt_group=("prompt", group.astype(str)))
+    table, alone = (
+        TokenTypes().tables({"planted": one})["matched"].query("by == 'kind' and set == 'mask'").set_index("matched")
+        for one in (grouped, data)
+    )
+    assert alone.loc["step, position", "high"] < 0.8
+    grouped = table.loc["step, position, group"]
+    assert grouped["low"] < 1 < grouped["high"]
+    assert grouped["p_holm"] > 0.05
+    assert table["p"].notna().sum() == 1

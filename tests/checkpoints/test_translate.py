@@ -11,6 +11,7 @@ from layouts import ARCHITECTURES, SETTINGS, causal, llada_names, public_config
 
 from sinklens.checkpoints import FAMILIES, build_empty, family_named, family_of, translate
 from sinklens.checkpoints.files import rename
+from sinklens.checkpoints.regimes import blocks_for, choose_family
 from sinklens.errors import CheckpointError
 from sinklens.model import load
 
@@ -329,3 +330,36 @@ def test_a_default_of_transformers_that_the_family_cannot_express_is_rejected_to
     assert translate({**sizes, "sliding_window": None}, known, "here").sliding_window is None
     with pytest.raises(CheckpointError, match=r"no sliding_window, and transformers' class for mistral then uses 4096"):
         translate(sizes, known, "here")
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "wedlm"}, r"model_type 'wedlm' belongs to WeDLM, which moves decided tokens in front of"),
+        (
+            {"model_type": "qwen3", "architectures": ["WeDLMForCausalLM"]},
+            r"the class 'WeDLMForCausalLM' in architectures belongs to WeDLM",
+        ),
+        ({"model_type": "refusion"}, r"model_type 'refusion' belongs to ReFusion, which moves decided slots in front"),
+        (
+            {"model_type": "qwen3", "architectures": ["ReFusionForCausalLM"]},
+            r"the class 'ReFusionForCausalLM' in architectures belongs to ReFusion.* is not supported\.",
+        ),
+        ({"model_type": "nemotron_labs_diffusion_vlm"}, r"has a vision tower"),
+    ],
+)
+def test_models_that_are_known_and_not_supported_are_refused_by_name(config, named):
+    with pytest.raises(CheckpointError, match=named):
+        family_of(config, "somewhere")
+
+
+def test_opdlm_is_bd3lm_in_blocks_of_four_and_dirl_is_sdar():
+    """OPDLM's config.json is that of a converted Qwen3; DiRL's names SDAR's class."""
+    opdlm = {"architectures": ["A2DQwen3LMHeadModel"], "model_type": "a2d-qwen3"}
+    family = choose_family(opdlm, "opdlm", "bd3lm-qwen3", 4)
+    assert (family.name, family.block_causal) == ("bd3lm-qwen3", True)
+    assert blocks_for(opdlm, family, 4, "opdlm").length == 4
+    dirl = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 4}
+    family = choose_family(dirl, "dirl", None, None)
+    assert family.name == "sdar"
+    assert blocks_for(dirl, family, None, "dirl").length == 4

@@ -242,6 +242,26 @@ def test_seeds_are_summarised_over_all_models(tmp_path, capsys):
     assert set(each.index) <= set(table["measure"])
 
 
+def test_groups_are_read_from_a_column_of_the_prompts(tmp_path, capsys):
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text, "author": text[0]}) + "\n" for text in ("Ann", "Abe", "Bo")))
+    call = [
+        "analyse",
+        "layers",
+        "tiny-llama",
+        "--prompts",
+        str(file),
+        "--gen-length",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main([*call, "--group", "author"]) == 0
+    assert json.loads((tmp_path / "out" / "layers.json").read_text())["groups"] == {"A": 2, "B": 1}
+    assert main([*call[:3], "--group", "author"]) == 1
+    assert "--group names a key of the lines of a file" in capsys.readouterr().err
+
+
 def test_one_seed_has_no_summary_over_seeds(capsys):
     assert main(["analyse", "layers", "tiny-llama", "--seeds"]) == 1
     assert "--seeds compares training runs of one recipe; give at least two models" in capsys.readouterr().err
@@ -270,7 +290,7 @@ def test_content_is_given_the_answers_to_own_prompts(tmp_path, capsys, monkeypat
 
     seen = {}
 
-    def run(self, models, prompts, out, progress):
+    def run(self, models, prompts, out, progress, group):
         seen.update(answers=self.answers, prompts=prompts)
         raise KeyboardInterrupt
 

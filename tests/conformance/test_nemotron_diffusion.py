@@ -284,6 +284,28 @@ def test_a_pass_of_a_run_is_the_single_pass_of_its_mode(reference, load, number)
         assert torch.equal(kept[step][0] > 0, seen.expand(4, -1, -1)), (step, mode)
 
 
+def test_single_passes_read_a_context_that_sees_all_of_itself_as_runs_do(reference, load):
+    kept: dict[int, torch.Tensor] = {}
+    hooks = [("blocks.1.attn.hook_pattern", lambda value, hook: kept.update({hook.step: value.clone()}))]
+    run = stored_run(reference, load, 5, hooks=hooks)
+    assert not run.settings.causal_context
+    prompt, size = run.prompt_length, run.settings.block_length
+    for step, mode in enumerate(run.modes):
+        length = kept[step].shape[-1]
+        place = {} if mode == "prefill" else {"block_start": length - size, "prompt_length": prompt}
+        ids = run.canvas[:, step, :length]
+        _, cache = run.model.run_with_cache(ids, mode=mode, causal_context=False, **place)
+        torch.testing.assert_close(cache["pattern", 1], kept[step], rtol=0, atol=2e-5)
+    assert {"prefill", "denoise", "commit"} <= set(run.modes)
+    for wrong in ({"mode": "causal"}, {"mode": "draft", "block_start": 18}, {"mode": "prefill", "block_start": 18}):
+        with pytest.raises(SettingError, match="causal_context=False is for 'denoise' and 'commit' passes"):
+            run.model(ids, causal_context=False, **wrong)
+    with pytest.raises(SettingError, match=r"must follow the prompt of prompt_length= columns after complete blocks"):
+        run.model(ids, mode="denoise", causal_context=False, block_start=length - size, prompt_length=prompt + 1)
+    with pytest.raises(SettingError, match=r"prompt_length= says where blocks begin if causal_context=False"):
+        run.model(ids, mode="denoise", block_start=length - size, prompt_length=prompt)
+
+
 @pytest.mark.parametrize("mode", ["prefill", "denoise", "commit"])
 def test_a_hook_that_reads_the_mode_acts_in_the_steps_of_that_mode_only(reference, load, mode):
     def logits_of(*hooks):

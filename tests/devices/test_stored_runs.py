@@ -6,7 +6,7 @@ import torch
 import sinklens
 from sinklens.devices.stored_runs import FOLDERS, compare_pass, open_folder, stored_runs
 
-LEFT_OUT = {"bd3lm": {6, 7}, "fast-dllm-v2": {7, 8}, "bd3lm-owt": {5}}
+LEFT_OUT = {"bd3lm": {6, 7}, "fast-dllm-v2": {7, 8}, "bd3lm-owt": {5}, "nemotron-diffusion": {7}}
 """Runs that depend on the batch or show a defect, or that are the reference's batched sampler."""
 QUICK = {
     "llada-cached": 19,
@@ -15,6 +15,10 @@ QUICK = {
     "bd3lm": 11,
     "fast-dllm-v2": 5,
     "llada2-moe": 10,
+    "sdar-moe": 2,
+    "nemotron-diffusion": 11,
+    "diffullama": 4,
+    "diffugpt": 5,
     "rnd1": 1,
     "open-dcoder": 8,
     "diffusion-gemma": 4,

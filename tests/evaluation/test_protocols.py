@@ -4,10 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from sinklens import load
 from sinklens.errors import SettingError, TaskError
 from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol, find_protocol
-from sinklens.sampling import make_settings
+from sinklens.sampling import make_settings, settings_for
 from sinklens.tasks import NAMES
+from sinklens.zoo import RECIPES, write_untrained
+
+TINY = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 1, "d_mlp": 24}
 
 
 def test_every_setting_that_can_change_a_score_changes_the_hash_and_a_note_does_not():
@@ -18,8 +22,9 @@ def test_every_setting_that_can_change_a_score_changes_the_hash_and_a_note_does_
         replace(base, extractor="strict"),
         replace(base, chat_template=False),
         base.with_settings({"temperature": 0.5}),
+        base.with_settings({"mode": "autoregressive"}),
     ]
-    assert len({base.hash, *(other.hash for other in changed)}) == 6
+    assert len({base.hash, *(other.hash for other in changed)}) == 7
     assert replace(base, note="", name="other").hash == base.hash
     assert base.with_settings({}).hash == base.hash
     assert base.with_settings({"sampler": "dream"}).hash != base.hash
@@ -75,3 +80,18 @@ def test_every_task_is_a_protocol_and_the_error_for_a_typo_names_the_nearest():
 def test_a_task_refuses_settings_that_it_does_not_have():
     with pytest.raises(TaskError, match=r"the task 'tiny-gsm' has no setting 'shots'"):
         EvalProtocol("shots", "tiny-gsm", shots=3).make_task()
+
+
+def test_a_mode_chooses_the_sampler_of_a_model_that_has_modes(tiny_llada, tmp_path):
+    model = load(write_untrained(replace(RECIPES["tiny-two-modes"], **TINY), tmp_path / "two-modes"))
+    base = EvalProtocol("modes", "tiny-gsm").with_settings({"gen_length": 16, "threshold": 0.9})
+    plain, causal = base.run_settings(model), base.with_settings({"mode": "autoregressive"}).run_settings(model)
+    assert plain == {"gen_length": 16, "threshold": 0.9}
+    assert causal == {"gen_length": 16, "mode": "autoregressive"}
+    assert settings_for(model, causal).name == "autoregressive"
+    assert base.with_settings({"mode": "diffusion"}).run_settings(model) == {"mode": "diffusion", **plain}
+    with pytest.raises(SettingError, match="mode='diffusion' must be not given for llada models"):
+        base.with_settings({"mode": "diffusion"}).run_settings(tiny_llada)
+    with pytest.raises(SettingError, match="both choose how to decode; name one of them"):
+        base.with_settings({"mode": "diffusion", "sampler": "llada"})
+    assert base.with_settings({"mode": "diffusion"}).with_settings({"sampler": "llada"}).mode is None

@@ -10,7 +10,7 @@ from layouts import arguments, write_family, write_tokenizer
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import sweep
+from sinklens.experiments import AtPosition, sweep
 from sinklens.features import SpliceSAE
 from sinklens.interventions import (
     AblateHeads,
@@ -243,3 +243,22 @@ def test_a_sweep_of_a_metric_refuses_what_it_cannot_do(models, change, text):
     asked = {"interventions": {"x": AblateHeads(steps=[0])}, "metric": surprise, "replay": True, **SHORT} | change
     with pytest.raises(SettingError, match=text):
         sweep(models["llada"], PROMPTS, **asked)
+
+
+def test_interventions_named_by_positions_give_a_grid_over_layer_position_and_step(worded):
+    model, places = worded(), {}
+    for layer in (0, 2):
+        for position in (1, 3):
+            for step in (0, 1):
+                places[AtPosition(layer, position, step)] = AblateHeads(
+                    layers=[layer], positions=[position], steps=[step]
+                )
+    found = sweep(model, PROMPTS, places, metric=surprise, replay=True, **SHORT)["metric"]
+    assert dict(found.sizes) == {"layer": 2, "pos": 2, "step": 2, "prompt": len(PROMPTS)}
+    for place, hooks in places.items():
+        alone = sweep(model, PROMPTS, {"x": hooks}, metric=surprise, replay=True, **SHORT)["metric"]
+        cell = found.sel(layer=place.layer, pos=place.position, step=place.step)
+        np.testing.assert_allclose(cell, alone.sel(intervention="x", step=place.step), rtol=1e-4, atol=1e-5)
+    assert float(found.max()) > 1e-3
+    with pytest.raises(SettingError, match=r"all by AtPosition\(layer, position, step\)"):
+        sweep(model, PROMPTS, {AtPosition(0, 1): [], (0, 1): []}, metric=surprise, **SHORT)

@@ -198,3 +198,28 @@ def test_copies_of_a_prompt_get_the_same_random_numbers_in_every_batch(worded, t
         collect(worded(), prompts, POINT, tmp_path / f"{batch}.zarr", batch=batch, **settings) for batch in (1, 4)
     )
     check_same(single, together)
+
+
+def test_several_points_share_a_store_and_each_is_read_like_a_store_of_its_own(worded, tmp_path):
+    model, points = worded(), [POINT, "blocks.0.attn.hook_z"]
+    given = {"scope": "masked", "batch": 2, "gen_length": 4, "steps": 4, "block_length": 4}
+    both = collect(model, PROMPTS, points, tmp_path / "both.zarr", **given)
+    assert both.points == points
+    for point in points:
+        own = collect(model, PROMPTS, point, tmp_path / f"{point}.zarr", **given)
+        part = ActivationStore(tmp_path / "both.zarr", point)
+        assert (part.d_in, len(part)) == (own.d_in, len(own))
+        check_same(part, own)
+    with pytest.raises(SettingError, match=r"choose one: ActivationStore\(.*'blocks.1.hook_resid_post'\)"):
+        both.read(0, 1)
+    with pytest.raises(SettingError, match=r"holds no activations at 'blocks.1.hook_resid_pos', only at .* Nearest"):
+        ActivationStore(both.path, "blocks.1.hook_resid_pos")
+    with pytest.raises(SettingError, match=r"at least one point, each once"):
+        collect(model, PROMPTS, [POINT, POINT], tmp_path / "twice.zarr")
+
+
+def test_activations_are_rounded_to_bfloat16(worded, tmp_path):
+    given = {"gen_length": 4, "steps": 2, "block_length": 4}
+    wide = collect(worded(), PROMPTS, POINT, tmp_path / "wide.zarr", **given)
+    narrow = collect(worded(), PROMPTS, POINT, tmp_path / "narrow.zarr", dtype="bfloat16", **given)
+    assert torch.equal(narrow.read(0, len(narrow)), wide.read(0, len(wide)).bfloat16().float())

@@ -13,6 +13,7 @@ from sinklens.errors import SettingError
 from sinklens.interventions import MaskSinks
 from sinklens.likelihood import DrawRule, LikelihoodRequest, PromptAnswer, difference, likelihood, likelihoods
 from sinklens.likelihood.families import noise_of
+from sinklens.likelihood.noise import CountedTokens
 
 V = 5
 MADE = {
@@ -229,7 +230,7 @@ def test_the_bound_is_the_log_likelihood_if_the_prediction_is_perfect(model_of, 
                 logits += math.log(V - 1)
             times, clean, z = torch.full((2,), t, dtype=torch.float64), torch.tensor(answer), torch.tensor(noisy)
             counted = (z == V - 1) if name in ("mdlm", "sedd") else torch.ones(2, dtype=torch.bool)
-            values = noise.losses(logits, clean, z, times) * noise.weight(times)
+            values = noise.losses(logits, CountedTokens(clean, z, times)) * noise.weight(times)
             return values[counted].tolist()
 
         return loss

@@ -107,6 +107,12 @@ def test_an_unknown_sampler_is_refused_with_the_known_ones(tiny_llada):
         sinklens.generate(tiny_llada, "2 + 3", sampler="lada")
 
 
+@pytest.mark.parametrize("name", ["d3llm", "d3LLM"])
+def test_a_known_sampler_that_is_not_available_is_refused_with_the_reason(tiny_llada, name):
+    with pytest.raises(SettingError, match=rf"the sampler '{name}' is not available: it works on several blocks at a"):
+        sinklens.generate(tiny_llada, "Hi", sampler=name)
+
+
 def test_a_setting_of_another_sampler_is_refused(tiny_llada, right_to_left):
     with pytest.raises(
         SettingError, match="alg is not a setting of the from-the-right sampler: it belongs to the dream"

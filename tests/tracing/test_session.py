@@ -416,7 +416,7 @@ def test_a_function_reads_points_of_the_current_step_and_fails_after_the_block(t
 
 def test_len_of_a_selection_is_its_number_of_steps(tiny_llada):
     steps = sinklens.trace(tiny_llada, PROMPT).steps
-    assert (len(steps), len(steps[::8]), repr(steps[::8])) == (24, 3, "Steps([0, 8, 16])")
+    assert (len(steps), len(steps[::8]), repr(steps[::8])) == (24, 3, "VisitedSteps([0, 8, 16])")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ ERRORS = {
     "of the machine, in PyTorch": RuntimeError(
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
     ),
+    "of the machine, in PyTorch on Windows": RuntimeError(
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."
+    ),
     "of the machine, in Python": MemoryError("Unable to allocate 9 GiB"),
 }
 
@@ -47,6 +50,25 @@ def test_the_error_reports_where_it_happened_and_what_to_lower(kind):
     with pytest.raises(DeviceMemoryError, match=expected) as raised:
         sinklens.generate(model, ids, hooks=hooks, **GIVEN)
     assert raised.value.__cause__ is ERRORS[kind]
+
+
+def test_the_error_names_the_largest_watched_points_first_with_the_size_of_their_values():
+    model, ids = random_model(), random_ids()  # 6 heads, d_model 24, vocabulary 61, float32
+
+    def read(value, hook):
+        pass
+
+    hooks = [
+        ("blocks.0.hook_resid_post", read), (lambda name: name.endswith("hook_pattern"), read),
+        ("blocks.1.attn.hook_z", failing(torch.OutOfMemoryError(MESSAGE))),
+    ]  # fmt: skip
+    with pytest.raises(DeviceMemoryError, match=r"The largest watched points: ") as raised:
+        sinklens.generate(model, ids, hooks=hooks, **GIVEN)
+    pattern, stream = 2 * 6 * 11 * 11 * 4 / 1e6, 2 * 11 * 24 * 4 / 1e6
+    assert (
+        f"points: blocks.*.attn.hook_pattern ({pattern:.3g} MB in each of 3 layers), blocks.*.hook_resid_post "
+        f"({stream:.3g} MB in each of 1 layers), blocks.*.attn.hook_z ({stream:.3g} MB in each of 1 layers); drop"
+    ) in str(raised.value)
 
 
 def test_guidance_and_recorded_patterns_are_named_but_a_single_row_is_not():

@@ -1,5 +1,7 @@
 """Patterns of a finished run: recomputed, taken from the run, or rejected."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from building import random_hf
@@ -9,6 +11,7 @@ from sinklens.errors import SinklensError, TrackError
 from sinklens.sinks import Record
 from sinklens.tasks.word_problems import held_out
 from sinklens.views.patterns import pattern_at, patterns_at
+from sinklens.zoo import RECIPES, write_untrained
 
 PLACES = [(3, 1), (19, 2)]
 
@@ -139,3 +142,20 @@ def test_a_run_without_scores_or_another_object_is_rejected(tiny_llada):
         pattern_at(bare, 0, 0)
     with pytest.raises(SinklensError, match=r"expected a run: .* got str"):
         pattern_at("run", 0, 0)
+
+
+@pytest.mark.parametrize("causal_context", [True, False])
+def test_steps_of_a_model_with_modes_are_computed_by_the_rule_of_their_pass(tmp_path, causal_context):
+    """In a batch whose first row is padded: the prompt's pass, denoise steps of both blocks, and a commit."""
+    sizes = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_mlp": 24, "block_length": 4}
+    model = sinklens.load(write_untrained(replace(RECIPES["tiny-two-modes"], **sizes), tmp_path / "two-modes"))
+    places = [(step, 1) for step in (0, 2, 4, 6)]
+    given = {"gen_length": 8, "causal_context": causal_context}
+    texts = ["Tom has 5.", "Tom has 5 pens and 3 cups."]
+    kept = sinklens.generate(model, texts, record_sinks=Record(patterns=places), **given)
+    again = sinklens.generate(model, texts, **given)
+    assert not bool(kept.real[0].all())
+    for step, layer in places:
+        for row in range(2):
+            expected = pattern_at(kept, step, layer, row)
+            torch.testing.assert_close(pattern_at(again, step, layer, row), expected, rtol=0, atol=1e-5)

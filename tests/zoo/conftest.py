@@ -6,9 +6,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
+import sinklens
 from sinklens.zoo import RECIPES, Recipe, train, training
-from sinklens.zoo.export import export
+from sinklens.zoo.export import export, write_checkpoint
 
 SMALL = {
     "cycles": (6,),
@@ -55,5 +57,24 @@ def small(_toys: dict[str, Path]) -> Callable[[str], Recipe]:
             list(train(make(first), run))
             _toys[first] = export(make(first), run, run / "checkpoint")
         return replace(recipe, start_from=str(_toys[first]))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def noisy_toy(small: Callable[[str], Recipe], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
+    """A recipe, its initial model with noise on the weights, and the same model as sinklens loads it."""
+
+    def make(name: str) -> tuple:
+        recipe = small(name)
+        hf = training.build_model(recipe, training.make_tokenizer(recipe))
+        generator = torch.Generator().manual_seed(4)
+        weights = {
+            key: (value + 0.2 * torch.randn(value.shape, generator=generator)).bfloat16().float()
+            for key, value in hf.state_dict().items()
+        }
+        hf.load_state_dict(weights)
+        loaded = sinklens.load(write_checkpoint(recipe, weights, tmp_path_factory.mktemp(name)))
+        return recipe, hf.eval(), loaded
 
     return make

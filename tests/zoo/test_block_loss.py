@@ -4,27 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import sinklens
-from sinklens.zoo import training
 from sinklens.zoo.block_loss import block_loss, completed, corrupt_blocks, doubled, doubled_logits
-from sinklens.zoo.export import write_checkpoint
 
 BLOCK, PROMPT, MASK = 8, 21, 1
 
 
 @pytest.fixture(scope="module")
-def model(small, tmp_path_factory):
-    """The toy's initial model with noise on its weights, and the same model as sinklens loads it."""
-    recipe = small("tiny-sdar")
-    hf = training.build_model(recipe, training.make_tokenizer(recipe))
-    generator = torch.Generator().manual_seed(4)
-    weights = {
-        name: (value + 0.2 * torch.randn(value.shape, generator=generator)).bfloat16().float()
-        for name, value in hf.state_dict().items()
-    }
-    hf.load_state_dict(weights)
-    loaded = sinklens.load(write_checkpoint(recipe, weights, tmp_path_factory.mktemp("sdar")))
-    return recipe, hf.eval(), loaded
+def model(noisy_toy):
+    return noisy_toy("tiny-sdar")
 
 
 def rows(count=4):

@@ -5,26 +5,15 @@ import torch
 
 import sinklens
 from sinklens.zoo import training
-from sinklens.zoo.block_loss import corrupt_blocks
-from sinklens.zoo.export import write_checkpoint
-from sinklens.zoo.mode_loss import draw_start, mode_logits, mode_loss, two_modes
+from sinklens.zoo.block_loss import corrupt_blocks, doubled_logits
+from sinklens.zoo.mode_loss import draw_start, mode_loss, two_modes
 
 BLOCK, PROMPT, MASK, LENGTH = 8, 21, 1, 45
 
 
 @pytest.fixture(scope="module")
-def model(small, tmp_path_factory):
-    """The toy's initial model with noise on its weights, and the same model as sinklens loads it."""
-    recipe = small("tiny-two-modes")
-    hf = training.build_model(recipe, training.make_tokenizer(recipe))
-    generator = torch.Generator().manual_seed(4)
-    weights = {
-        name: (value + 0.2 * torch.randn(value.shape, generator=generator)).bfloat16().float()
-        for name, value in hf.state_dict().items()
-    }
-    hf.load_state_dict(weights)
-    loaded = sinklens.load(write_checkpoint(recipe, weights, tmp_path_factory.mktemp("two-modes")))
-    return recipe, hf.eval(), loaded
+def model(noisy_toy):
+    return noisy_toy("tiny-two-modes")
 
 
 def rows(count=3):
@@ -49,9 +38,9 @@ def test_one_pass_has_the_logits_of_a_causal_pass_and_of_a_denoising_pass_over_e
     noisy, _ = corrupt_blocks(clean, PROMPT, clean.shape[1], MASK, torch.Generator().manual_seed(2))
     with torch.no_grad():
         given = two_modes(clean, noisy, start, BLOCK)
-        found = mode_logits(hf, given)
+        found = doubled_logits(hf, given, every=True)
         length = clean.shape[1]
-        assert (given.clean, found.shape[1]) == (length, 2 * length - start)
+        assert (given.noisy, found.shape[1]) == (length - start, 2 * length - start)
         torch.testing.assert_close(found[:, :length], loaded(clean, mode="causal"), atol=1e-5, rtol=1e-5)
         for first in range(start, length, BLOCK):
             text = torch.cat([clean[:, :first], noisy[:, first : first + BLOCK]], dim=1)
@@ -117,6 +106,6 @@ def test_the_network_at_step_0_is_the_one_it_starts_from(small):
     ids = rows()
     with torch.no_grad():
         given = two_modes(ids, ids, LENGTH - BLOCK, BLOCK)
-        found = mode_logits(hf, given)[:, :LENGTH]
+        found = doubled_logits(hf, given, every=True)[:, :LENGTH]
         torch.testing.assert_close(found, llama(ids), atol=2e-5, rtol=1e-5)
     assert sum(p.numel() for p in hf.parameters()) == sum(p.numel() for p in start.parameters())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sinklens.zoo import training
-from sinklens.zoo.noise_losses import Noise, draw_noise, masked_bound, noise_loss, uniform_bound
+from sinklens.zoo.noise_losses import NoisyBatch, draw_noise, masked_bound, noise_loss, uniform_bound
 
 SLOPE = -0.999  # of α(t) = 1 − 0.999 t
 
@@ -89,7 +89,7 @@ def test_the_bounds_contain_the_likelihood_of_a_model_that_knows_only_frequencie
     times = (torch.arange(20_000) + 0.5) / 20_000
     t, clean = times[:, None], torch.full((20_000, 1), x)
     share = 1 - 0.999 * t
-    masked = Noise(t, torch.ones(20_000, 1, dtype=torch.bool), clean)
+    masked = NoisyBatch(t, torch.ones(20_000, 1, dtype=torch.bool), clean)
     rows = logits.expand(20_000, 1, 5)
     assert float((masked_bound(rows, clean, masked, 4) * (1 - share)).mean()) == pytest.approx(0.999 * exact, rel=1e-4)
     found = sum(
@@ -103,7 +103,7 @@ def test_mdlms_loss_is_the_weighted_cross_entropy_of_masked_tokens_without_the_m
     generator = torch.Generator().manual_seed(3)
     logits, clean = torch.randn(4, 6, 9, generator=generator), torch.randint(8, (4, 6), generator=generator)
     t, replaced = torch.rand(4, 1, generator=generator), torch.rand(4, 6, generator=generator) < 0.5
-    found = masked_bound(logits, clean, Noise(t, replaced, clean), mask_id=8)
+    found = masked_bound(logits, clean, NoisyBatch(t, replaced, clean), mask_id=8)
     for row in range(4):
         for place in range(6):
             chances = logits[row, place, :8].double().softmax(dim=-1)

@@ -94,7 +94,7 @@ function drawSide(slot, of, pair) {
     flow.append(token);
   }
   foldEnd(flow, [...flow.children].slice(endOf(of) + 1 - of.info.prompt_positions));
-  write(byId(`tokens-${slot}`), make("div", `Canvas, step ${of.info.steps[step]}`, "name"), flow);
+  write(byId(`tokens-${slot}`), make("div", `Canvas, step ${of.info.steps[step]}${of.info.modes ? `, ${of.info.modes[step]} pass` : ""}`, "name"), flow);
 }
 
 // The words of a text; those that the other text does not have at the same place are marked.

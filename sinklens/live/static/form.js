@@ -16,13 +16,13 @@ const chosenModel = () => lab.session.models.find(({ name }) => name === byId("m
 
 // One input per setting of the model's sampler, with its meaning.
 function fillSettings(given = {}, sampler = null, request = {}) {
-  const model = chosenModel(), { sampler: usual, samplers = [], fields, of = {}, run = [] } = lab.session.settings[model.name];
+  const model = chosenModel(), { sampler: usual, samplers = [], fields, of = {}, run = [], modes = {} } = lab.session.settings[model.name];
   const name = sampler || usual, list = of[name] || fields;
   formFields.list = list.map((one) => field(one, given[one.name]));
   formFields.usual = new Map(list.map((one) => [one.name, one.default ?? null]));
   formFields.run = run.map((one) => field(one, request[one.name]));
   const boxes = [...formFields.list, ...formFields.run].map(({ box }) => box);
-  formFields.sampler = samplers.length > 1 ? field({ name: "sampler", type: "choice", choices: samplers, default: name, help: "How the canvas is filled." }, name) : null;
+  formFields.sampler = samplers.length > 1 ? samplerField(samplers, name, modes) : null;
   if (formFields.sampler) {
     boxes.unshift(formFields.sampler.box);
     formFields.sampler.box.querySelector("select").addEventListener("change", () => fillSettings({}, formFields.sampler.read(), ofRun()));
@@ -32,6 +32,14 @@ function fillSettings(given = {}, sampler = null, request = {}) {
   for (const source of ["text", "task"]) byId("source").querySelector(`[value=${source}]`).disabled = !model.tokenizer || (source === "task" && !lab.session.tasks.length);
   if (!model.tokenizer) byId("source").value = "ids";
   drawForm();
+}
+
+// The sampler; of a model that decodes in several modes, the mode, by which the other samplers have their own names.
+function samplerField(samplers, name, modes) {
+  const named = new Map(Object.entries(modes).map(([mode, sampler]) => [sampler, mode])), said = (one) => named.get(one) || one;
+  const help = named.size ? "How the model decodes: a mode, or another sampler." : "How the canvas is filled.";
+  const made = field({ name: named.size ? "mode" : "sampler", type: "choice", choices: samplers.map(said), default: said(name), help }, said(name));
+  return { ...made, read: () => modes[made.read()] || made.read() };
 }
 
 // Settings that differ from the sampler's defaults; the others are left to it.

@@ -112,7 +112,7 @@ function sentence() {
 function drawStep() {
   byId("step").value = view.step;
   byId("step").setAttribute("aria-valuetext", `step ${info.steps[view.step]}`);
-  write(byId("clock"), "step ", strong(info.steps[view.step]), ` of ${info.steps[T - 1]}`);
+  write(byId("clock"), "step ", strong(info.steps[view.step]), ` of ${info.steps[T - 1]}`, info.modes ? `, ${info.modes[view.step]} pass` : "");
   write(byId("sentence"), ...sentence());
   drawTokens();
   drawPointer();

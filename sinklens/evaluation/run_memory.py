@@ -1,0 +1,373 @@
+"""What one run takes, from config.json alone: memory by part, operations, bytes moved, and the cards that hold it.
+
+Activations are not estimated by a formula. The model is built of fake tensors (`sinklens.utils.allocations`), and one
+pass with everything that is watched runs on them, followed by the output head and the sampler's decisions; the peak of
+the storages that exist at a time is the memory of a step. Other parts follow from sizes:
+
+    keys and values   Σ_l 2 · kv_heads_l · d_head · positions · bytes of a number, if steps reuse them
+    a recorded step   L · H · S · 4 bytes per row on the device until the step ends, twice while it is stacked
+    a track           steps · (L · H · S · 4 + S · 6) bytes per row in main memory, twice while its steps are stacked
+    quantized weights (8 bits + 32 per output row), or (4 bits + 32 per 64 weights), of the linear layers
+
+with S positions, L layers and H heads. A pass takes the longer of its operations at a share of the card's peak and its
+bytes, weights once and activations, at the card's bandwidth.
+
+Caveats: the allocator of a GPU keeps free blocks, and its libraries take about half a gigabyte: a plan fills at most
+90 % of a card. Several cards hold a model by layers, one after the other, which is no faster than one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sinklens.errors import SettingError, nearest
+from sinklens.evaluation.cards import Card
+from sinklens.evaluation.config_only import config_folder, fake_model
+from sinklens.evaluation.planning import ModelSizes, queries_and_keys, sizes_of
+from sinklens.sampling import settings_for
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+    from sinklens.sampling.sampler import Sampler
+
+USABLE = 0.9  # share of a card that a plan fills
+WATCHED = {"patterns": "attn.hook_pattern", "scores": "attn.hook_attn_scores", "streams": "hook_resid_post"}
+"""Short names of points in every layer, for `plan_run`."""
+LOGITS = "denoise.hook_logits"
+
+
+class Quantized(NamedTuple):
+    """How a linear layer's matrix is stored.
+
+    Attributes:
+        bits: of a weight.
+        group: weights that share a float32 scale; 0 for one per output row.
+    """
+
+    bits: int
+    group: int
+
+
+QUANTIZATIONS = {"none": None, "8bit": Quantized(8, 0), "4bit": Quantized(4, 64)}
+"""LLM.int8 (Dettmers et al., 2208.07339): a scale per row; NF4 (2305.14314): a scale per 64 weights, not quantized."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run takes. Sizes are in bytes.
+
+    Attributes:
+        model, settings: the model's name and the sampler's settings.
+        batch, prompt_length: rows, and positions of the longest prompt.
+        parameters: number of parameters.
+        quantization: name of the quantization.
+        alternatives: `weights` and `unpacked` by quantization.
+        weights: the weights, with the scales of quantized ones.
+        unpacked: the largest quantized matrix in the model's type, which a product needs at a time.
+        step: the peak of a pass and the sampler's decisions, above weights and keys.
+        step_row: of that, what each further row adds.
+        watched: of `step`, what watching adds.
+        values: one value of each watched point, in one layer.
+        keys: cached keys and values at the end of the run.
+        first_keys: of these, the ones that the first pass makes.
+        track: the recorded track in main memory; `keys`, `track` and `values` are those of the complete batch.
+        canvases: the canvases of the steps, which stay on the device until the run ends.
+        passes: passes of the batch, one after the other.
+        flops, moved: operations, and bytes from and to the device's memory, of a pass.
+    """
+
+    model: str
+    settings: "Sampler"
+    batch: int
+    prompt_length: int
+    parameters: int
+    quantization: str
+    alternatives: Mapping[str, tuple[int, int]]
+    weights: int
+    unpacked: int
+    step: int
+    step_row: int
+    watched: int
+    values: Mapping[str, int]
+    keys: int
+    first_keys: int
+    track: int
+    canvases: int
+    passes: int
+    flops: float
+    moved: float
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak on the device: of the first pass, which computes most positions, or with all keys at the end."""
+        return self.weights + self.unpacked + self.working
+
+    @property
+    def working(self) -> int:
+        """Peak on the device above the weights."""
+        return max(self.step + self.first_keys, self.keys) + self.canvases
+
+    @property
+    def host_bytes(self) -> int:
+        """Peak in main memory for results: the track and the canvases, twice while they are stacked."""
+        return 2 * (self.track + self.canvases)
+
+    def seconds(self, card: Card, utilization: float) -> float:
+        """Time of the run on `card`, at a share of its peak.
+
+        Raises:
+            SettingError: the share is not above 0 and at most 1.
+        """
+        if not 0 < utilization <= 1:
+            raise SettingError(f"utilization is above 0 and at most 1; got {utilization}.")
+        return self.passes * max(self.flops / (card.peak * utilization), self.moved / card.bandwidth)
+
+    def with_batch(self, batch: int) -> "RunPlan":
+        """The plan of a run with another number of rows."""
+        share = batch / self.batch
+        return replace(
+            self, batch=batch, step=self.step + (batch - self.batch) * self.step_row, keys=round(self.keys * share),
+            first_keys=round(self.first_keys * share), track=round(self.track * share),
+            canvases=round(self.canvases * share), flops=self.flops * share,
+            values={name: round(size * share) for name, size in self.values.items()},
+        )  # fmt: skip
+
+    def cards(self, memory: float | int, most: int = 64) -> int:
+        """Cards of `memory` bytes that hold the run, with the layers divided among them; 0 if `most` do not."""
+        for number in range(1, most + 1):
+            shared = (self.weights + max(self.first_keys, self.keys - self.step)) / number
+            if shared + self.unpacked + self.step <= USABLE * memory:
+                return number
+        return 0
+
+    def largest_batch(self, memory: float | int, most: int = 4096) -> int:
+        """Rows that fit into one card of `memory` bytes; 0 if not even one does."""
+        fits = [number for number in range(most.bit_length()) if self._fits(1 << number, memory)]
+        if not fits:
+            return 0
+        low, high = 1 << fits[-1], 2 << fits[-1]
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(middle, memory) else (low, middle)
+        return min(low, most)
+
+    def _fits(self, batch: int, memory: float | int) -> bool:
+        return self.with_batch(batch).device_bytes <= USABLE * memory
+
+
+def plan_run(
+    source: str | Path,
+    *,
+    batch: int = 1,
+    prompt_length: int = 128,
+    watch: Sequence[str] = (),
+    keep: bool = False,
+    record_sinks: bool = True,
+    cached: bool = False,
+    quantization: str = "none",
+    dtype: torch.dtype = torch.bfloat16,
+    load: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> RunPlan:
+    """Plan a run without the model's weights.
+
+    Args:
+        source: a shipped name, a folder with config.json, such a file, or a name on the hub, of which only the small
+            files are downloaded.
+        batch: prompts that run together.
+        prompt_length: positions of a prompt.
+        watch: points whose values hooks or a trace block read: "patterns", "scores" (before the softmax), "streams", or
+            a name such as "mlp.hook_post" or "blocks.3.attn.hook_z".
+        keep: the values stay on the device until the step ends, as in `run_with_cache`.
+        record_sinks: record sink scores, as a run does by default.
+        cached: the run has a cache policy, which stores keys and values of all positions.
+        quantization: "none", "8bit" or "4bit"; of linear layers, not of stacked experts, embeddings and the head.
+        dtype: element type of weights and activations.
+        load: ``revision``, ``family`` and ``block_length`` of `sinklens.load`.
+        **settings: as in `sinklens.generate`.
+
+    Raises:
+        SettingError: an unknown quantization or setting, or a batch or length below 1.
+        HookNameError: no point has this name.
+        CheckpointError: the checkpoint was not found, or its config is not supported.
+    """
+    from sinklens.utils.allocations import without_memory
+
+    _check(quantization, batch, prompt_length)
+    with config_folder(source) as folder, without_memory(), torch.no_grad():
+        model = fake_model(folder, load or {}, dtype)
+        chosen = settings_for(model, dict(settings))
+        sizes = sizes_of(model)
+        points = watched_points(model, watch)
+        tried = _Step(model, chosen, prompt_length, points, keep, record_sinks)
+        several, scale = max(2, batch), 1
+        if model.cfg.num_experts and dtype is torch.float32:  # fake grouped products are in bfloat16 only
+            narrow = fake_model(folder, load or {}, torch.bfloat16)
+            tried, scale = _Step(narrow, chosen, prompt_length, points, keep, record_sinks), 2
+        one, more = scale * tried.bytes(1), scale * tried.bytes(several)
+        step = one if batch == 1 else more
+        plain = scale * tried.unwatched().bytes(batch) if points else step
+        stored = {name: quantized(model, name) for name in QUANTIZATIONS}
+        weights, unpacked = stored[quantization]
+        keys = _keys(model, chosen, batch * tried.rows, prompt_length, cached)
+        queries, seen = queries_and_keys(chosen, float(prompt_length), model)
+        undecided = tried.undecided / 2 if tried.undecided > 1 else 1.0
+        flops = batch * tried.rows * sizes.flops(queries, seen, undecided, record_sinks)
+        length, steps = prompt_length + chosen.gen_length, chosen.most_steps
+        scores = sizes.heads * length * 4 if record_sinks else 0
+        values = {name: _size(model, name, batch, length, dtype) for name in points}
+        return RunPlan(
+            model=str(source), settings=chosen, batch=batch, prompt_length=prompt_length, parameters=sizes.parameters,
+            quantization=quantization, alternatives=stored, weights=weights, unpacked=unpacked, step=step,
+            step_row=(more - one) // (several - 1), watched=step - plain, values=values, keys=keys,
+            first_keys=keys * tried.length // length,
+            track=batch * steps * (scores + 6 * length) if record_sinks else 0,
+            canvases=batch * (steps + 1) * length * 9, passes=steps, flops=flops,
+            moved=_moved(model, weights, keys, batch * tried.rows * queries, sizes, dtype),
+        )  # fmt: skip
+
+
+def _check(quantization: str, batch: int, prompt_length: int) -> None:
+    if quantization not in QUANTIZATIONS:
+        raise SettingError(
+            f"no quantization is called {quantization!r}; known: {', '.join(QUANTIZATIONS)}."
+            f"{nearest(quantization, QUANTIZATIONS)}"
+        )
+    if batch < 1 or prompt_length < 1:
+        raise SettingError(f"a plan needs a batch and a prompt of at least 1; got {batch} and {prompt_length}.")
+
+
+def watched_points(model: "Model", watch: Sequence[str]) -> list[str]:
+    """The points that `watch` names, in every layer where a name has none.
+
+    Raises:
+        HookNameError: no point has this name.
+    """
+    from sinklens.hooks import names
+
+    known, layers = model.hook_names(), model.cfg.n_layers
+    found: list[str] = []
+    for text in watch:
+        below = WATCHED.get(text, text)
+        every = [name for name in known if name.endswith(f".{below}") and not name.startswith(names.ENCODER)]
+        found += every or names.select(below, known, layers)
+    return list(dict.fromkeys(found))
+
+
+class _Step:
+    """A step on fake tensors.
+
+    Attributes:
+        rows: rows of a pass for each prompt: two under guidance.
+        undecided: positions of a row whose logits a step needs at most.
+        length: positions that the first pass computes, which computes most.
+    """
+
+    def __init__(
+        self, model: "Model", settings: "Sampler", prompt: int, points: list[str], keep: bool, record: bool
+    ) -> None:
+        self._model, self._settings, self._points, self._keep, self._record = model, settings, points, keep, record
+        block = min(settings.positions_per_block, settings.gen_length)
+        self.undecided, self.rows = block, 2 if settings.guided else 1
+        self.length = prompt + settings.gen_length
+        if settings.left_to_right:
+            self.length = prompt
+        elif settings.caches_keys:
+            self.length = prompt + block
+
+    def unwatched(self) -> "_Step":
+        """The same step without watched points."""
+        plain = _Step(self._model, self._settings, 1, [], False, self._record)
+        plain._length = self.length
+        return plain
+
+    def bytes(self, batch: int) -> int:
+        """The peak of the step with `batch` prompts; weights are not counted."""
+        from sinklens.utils.allocations import LiveBytes
+
+        tree, held, sums = self._model.tree, [], []
+        rows, layers = batch * self.rows, self._model.cfg.n_layers
+        hooks: list[Any] = [(name, lambda value, hook: held.append(value) if self._keep else None)
+                            for name in self._points if name != LOGITS]  # fmt: skip
+        if self._record:  # of the last layer, when those of all others are held
+            hooks.append((f"blocks.{layers - 1}.attn.hook_sink_scores", lambda value, hook: sums.append(value[:batch])))
+        ids = torch.zeros(rows, self.length, dtype=torch.long)
+        given = {"time": torch.zeros(rows)} if tree.timed else {}
+        with LiveBytes([*tree.hf.parameters(), *tree.hf.buffers()]) as live, tree.hooks(fwd_hooks=hooks):
+            if self._record:
+                size = (batch, self._model.cfg.n_heads, self.length)
+                sums += [torch.empty(size, dtype=torch.float32) for _ in range(layers - 1)]
+            self._settings.rehearse(self._logits(tree.hidden(ids, **given)))
+            if sums:
+                torch.stack(sums, dim=1)
+        return live.most
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The logits of the undecided positions in float32, as `State.logits_of` computes them."""
+        tree, guided = self._model.tree, self._settings.guided
+        parts = hidden.chunk(2) if guided else (hidden,)
+        wide = LOGITS in self._points
+        needed = [part if wide else part[:, : self.undecided].flatten(0, 1).clone() for part in parts]
+        logits = [tree.head(part) for part in needed]
+        mixed = logits[1] + 2.0 * (logits[0] - logits[1]) if guided else logits[0]
+        if wide:
+            mixed = mixed[:, : self.undecided].flatten(0, 1).clone()
+        found = mixed.float()
+        found.amax(dim=-1).isnan()
+        return found
+
+
+def quantized(model: "Model", quantization: str) -> tuple[int, int]:
+    """Bytes of the weights, and of the largest quantized matrix in the model's type."""
+    form, hf = QUANTIZATIONS[quantization], model.checkpoint.hf
+    total = sum(value.numel() * value.element_size() for value in hf.parameters())
+    if form is None:
+        return total, 0
+    head, largest = hf.get_output_embeddings(), 0
+    for module in hf.modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            weight = module.weight
+            own = weight.numel() * weight.element_size()
+            scales = weight.numel() // form.group if form.group else weight.shape[0]
+            total += weight.numel() * form.bits // 8 + 4 * scales - own
+            largest = max(largest, own)
+    return total, largest
+
+
+def _keys(model: "Model", settings: "Sampler", rows: int, prompt: int, cached: bool) -> int:
+    """Bytes of the cached keys and values of all positions."""
+    if not (cached or settings.caches_keys or settings.reuses_keys):
+        return 0
+    config: Any = model.config.get_text_config()
+    widths = [
+        getattr(layer, "num_key_value_heads", model.cfg.n_heads)
+        * (getattr(layer, "head_dim", None) or model.cfg.d_head)
+        for layer in config.per_layer_config
+    ]
+    return 2 * rows * (prompt + settings.gen_length) * sum(widths) * model.cfg.dtype.itemsize
+
+
+def _size(model: "Model", name: str, batch: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes of one value of a point."""
+    from sinklens.hooks.sizes import point_elements
+
+    return point_elements(model.cfg, name, batch, length) * dtype.itemsize
+
+
+def _moved(
+    model: "Model", weights: int, keys: int, tokens: float, sizes: ModelSizes, dtype: torch.dtype
+) -> float:  # fmt: skip
+    """Bytes that a pass of `tokens` positions moves: weights and cached keys read once, activations written and read.
+
+    Of experts, those that some position chooses, if all are equally likely.
+    """
+    cfg, experts = model.cfg, 0
+    if cfg.num_experts and cfg.experts_per_token:
+        stacked = [value for name, value in model.checkpoint.hf.named_parameters() if ".experts." in name]
+        experts = sum(value.numel() * value.element_size() for value in stacked)
+        weights -= round(experts * (1 - cfg.experts_per_token / cfg.num_experts) ** tokens)
+    return weights + keys + tokens * cfg.n_layers * (8 * cfg.d_model + 3 * cfg.d_mlp) * 2 * dtype.itemsize

@@ -1,0 +1,237 @@
+"""When is the answer known? The prediction at every position of every step, and what a run could have stopped at.
+
+A diffusion model predicts a token at every position in every step, also where the sampler has not decided yet.
+`step_predictions` reads these predictions from a run. From them follow
+
+    settling step   the first step after which the prediction at a position is the final token at every later step
+    guess           the canvas of a step, with every undecided position of the answer filled by its prediction
+    emergence       the first step whose guess is a right answer; and the one from which on all guesses are right
+    early exit      the first step at which a rule is satisfied, and the guess that it would return
+
+`early_exit` has two rules. By *gap*: at every undecided position the probability of the first token exceeds that of the
+second by a threshold. By *agreement*: the guess has been the same for a number of steps. `entropy_features` summarizes
+a run's uncertainty over time, for a probe of whether its answer is wrong (`sinklens.probes`).
+
+Answers known early: Li et al., 2508.19982. Uncertainty over time and errors: 2510.01274, 2603.16459.
+
+Pitfalls: a position that is decided keeps its token, so it has settled by then at the latest; compare with
+`decided_step`. The step of emergence looks at the truth and a user of the model cannot; an early exit does not. A
+threshold that was chosen on some prompts has to be tested on others.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import xarray as xr
+from jaxtyping import Bool, Float, Int
+
+from sinklens.errors import SettingError
+from sinklens.experiments.lens import logit_lens
+from sinklens.runs.result import require_run
+
+if TYPE_CHECKING:
+    from sinklens.runs.result import Generation
+
+IsRight = Callable[[int, str], bool]
+"""Whether a text is a right answer to the prompt of a row, ``right(row, text)``."""
+ExitRule = Literal["gap", "agreement"]
+
+
+def step_predictions(run: "Generation") -> xr.Dataset:
+    """The prediction at every position of every step, one pass of the unchanged model per row and step.
+
+    Returns:
+        A Dataset over ``batch``, ``step`` and ``pos`` (columns of the canvas): ``token``, the most likely one; its
+        ``probability``; ``gap``, how far the probability of the second is below it; ``entropy`` in nats; ``masked``,
+        whether the position is undecided; ``token_id`` of the canvas. Over ``batch`` and ``pos``: ``final_token`` and
+        ``decided_step``. ``answer`` [pos] is True after the prompt. Ids are -1 and the rest NaN on padding.
+
+    Raises:
+        SettingError: an autoregressive run, which predicts one token per step, or a run whose steps a separate pass
+            does not repeat.
+    """
+    require_run(run, "run")
+    if run.causal:
+        raise SettingError(
+            "an autoregressive run predicts only the next token at each step, so it has no predictions of the rest of "
+            "its answer; use a diffusion model."
+        )
+    batch, steps, length = len(run.canvas), run.steps_run, run.canvas.shape[2]
+    found = {name: np.full((batch, steps, length), np.nan) for name in ("probability", "gap", "entropy")}
+    found = {"token": np.full((batch, steps, length), -1), **found}
+    for row in range(batch):
+        lens = logit_lens(run.model, run, layers=[run.model.cfg.n_layers - 1], row=row, top_k=2).isel(layer=0)
+        columns = lens["column"].to_numpy()
+        best = lens["probability"].to_numpy()
+        values = (lens["token"].to_numpy()[..., 0], best[..., 0], best[..., 0] - best[..., 1], lens["entropy"])
+        for name, value in zip(found, values, strict=True):
+            found[name][row][:, columns] = value
+    axes = ("batch", "step", "pos")
+    data = {name: (axes, values) for name, values in found.items()}
+    data["masked"] = (axes, run.undecided[:, :-1].cpu().numpy() & run.real.cpu().numpy()[:, None])
+    data["token_id"] = (axes, run.canvas[:, :-1].cpu().numpy())
+    per_place = {"final_token": run.tokens.cpu().numpy(), "decided_step": run.unmask_step.cpu().numpy()}
+    answer = np.arange(length) >= run.prompt_length
+    coords = {"step": np.arange(steps)}
+    return xr.Dataset(
+        data | {name: (("batch", "pos"), value) for name, value in per_place.items()} | {"answer": ("pos", answer)},
+        coords,
+    )
+
+
+def settling_steps(predictions: xr.Dataset) -> Int[xr.DataArray, "batch pos"]:
+    """The first step from which on the prediction is the final token, until the position is decided.
+
+    The number of steps where even the last prediction differs from the final token (the sampler drew another one); -1
+    outside the answer.
+    """
+    before = predictions["step"] <= predictions["decided_step"]
+    other = (predictions["token"] != predictions["final_token"]) & before
+    steps = predictions.sizes["step"]
+    last = xr.where(other, predictions["step"], -1).max("step")
+    inside = predictions["answer"] & (predictions["decided_step"] >= 0)
+    never = last >= predictions["decided_step"]
+    return xr.where(inside, xr.where(never, steps, last + 1), -1).transpose("batch", "pos")
+
+
+def guesses(run: "Generation", predictions: xr.Dataset) -> list[list[str]]:
+    """The text of the answer by row and step, if undecided positions got their predictions; up to its end token.
+
+    Raises:
+        SettingError: the model has no tokenizer.
+    """
+    tokenizer = run.model.tokenizer
+    if tokenizer is None:
+        raise SettingError(f"{run.model.name} has no tokenizer, so its guesses have no text; compare ids instead.")
+    ids, ends = _filled(predictions), set(run.model.eos_token_ids)
+    answer = slice(run.prompt_length, run.prompt_length + run.settings.gen_length)
+
+    def text(tokens: Sequence[int]) -> str:
+        end = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+        return str(tokenizer.decode([token for token in tokens[:end] if token >= 0], skip_special_tokens=False))
+
+    return [[text(step[answer].tolist()) for step in row] for row in ids]
+
+
+def answer_emergence(run: "Generation", predictions: xr.Dataset, right: IsRight) -> xr.Dataset:
+    """When a right answer can be read from the predictions.
+
+    Returns:
+        A Dataset: ``right`` [batch, step] of the guesses; ``final`` [batch] of the answers; ``first``, the first step
+        whose guess is right, and ``stable``, the first from which on all guesses are, as shares of the steps that the
+        row had [batch]. NaN where there is none.
+    """
+    judged = np.array([[right(row, text) for text in texts] for row, texts in enumerate(guesses(run, predictions))])
+    judged = judged.reshape(len(run.canvas), run.steps_run).astype(bool)
+    active, final = run.active.cpu().numpy(), np.array([right(row, a.text or "") for row, a in enumerate(run.answers)])
+    steps, before = active.sum(axis=1), active.cumsum(axis=1) - active  # the row's own steps, without those it waits
+    there, wrong = judged & active, np.where(~judged & active, before + 1, 0).max(axis=1)
+    first = np.where(there.any(axis=1), before[np.arange(len(before)), there.argmax(axis=1)], np.nan)
+    stable = np.where(final & (wrong < steps), wrong, np.nan)
+    data = {"right": (("batch", "step"), judged), "final": ("batch", final.astype(bool))}
+    shares = {"first": ("batch", first / steps), "stable": ("batch", stable / steps)}
+    return xr.Dataset(data | shares, {"step": predictions["step"]})
+
+
+def early_exit(
+    run: "Generation",
+    predictions: xr.Dataset,
+    right: IsRight,
+    rule: ExitRule = "gap",
+    thresholds: Sequence[float | int] = (0.5, 0.8, 0.9, 0.99),
+) -> xr.Dataset:
+    """What stopping early would have returned, at each threshold.
+
+    Args:
+        right: see `IsRight`.
+        rule: "gap" or "agreement"; see the module.
+        thresholds: gaps of probability; or numbers of steps, 1 and more, for which the guess has not changed.
+
+    Returns:
+        A Dataset over ``threshold`` and ``batch``: ``exit``, the number of steps that would have run; ``share``, that
+        number over the steps of the row; ``right``, whether the guess after the last of them is right; ``same``,
+        whether it is the row's own answer. ``full`` [batch]: whether the answer of the complete run is right. Where the
+        rule is never satisfied, all steps run and the answer is that of the complete run.
+
+    Raises:
+        SettingError: an unknown rule, or a threshold out of range.
+    """
+    if rule not in ("gap", "agreement"):
+        raise SettingError(f"rule must be 'gap' or 'agreement'; got {rule!r}.")
+    if any(not (0 < t <= 1 if rule == "gap" else t >= 1 and t == int(t)) for t in thresholds) or not len(thresholds):
+        allowed = "above 0 and at most 1" if rule == "gap" else "whole numbers of steps, 1 or more"
+        raise SettingError(f"thresholds of the rule {rule!r} are {allowed}; got {list(thresholds)}.")
+    texts, active = guesses(run, predictions), run.active.cpu().numpy()
+    steps = active.sum(axis=1)
+    own = [answer.text or "" for answer in run.answers]
+    shape = (len(thresholds), len(own))
+    found = {"exit": np.zeros(shape, dtype=int), "right": np.zeros(shape, bool), "same": np.zeros(shape, bool)}
+    for number, threshold in enumerate(thresholds):
+        stops = _by_gap(predictions, threshold) if rule == "gap" else _by_agreement(predictions, int(threshold))
+        for row, text in enumerate(own):
+            at = np.flatnonzero(stops[row] & active[row])
+            returned = texts[row][at[0]] if len(at) else text
+            found["exit"][number, row] = active[row, : at[0] + 1].sum() if len(at) else steps[row]
+            found["right"][number, row], found["same"][number, row] = right(row, returned), returned == text
+    axes = ("threshold", "batch")
+    full = np.array([bool(right(row, text)) for row, text in enumerate(own)])
+    data = {name: (axes, values) for name, values in found.items()} | {"share": (axes, found["exit"] / steps)}
+    return xr.Dataset(data | {"full": ("batch", full)}, {"threshold": list(thresholds)}, {"rule": rule})
+
+
+def entropy_features(predictions: xr.Dataset, parts: int = 4) -> Float[xr.DataArray, "batch feature"]:
+    """A summary of a run's uncertainty over time: does it announce a wrong answer?
+
+    Args:
+        parts: number of equal parts into which the steps are divided.
+
+    Returns:
+        An array [batch, feature]. For each part the mean over steps of the undecided positions' mean entropy, of their
+        highest entropy, and of their smallest gap, called ``entropy 0``, ``highest 0``, ``gap 0``, …; and ``change``,
+        the share of positions whose prediction differs from that of the step before. 0 where nothing is undecided.
+
+    Raises:
+        SettingError: fewer steps than parts.
+    """
+    steps = predictions.sizes["step"]
+    if not 1 <= parts <= steps:
+        raise SettingError(f"parts must be between 1 and {steps}, the number of steps; got {parts}.")
+    masked = predictions["masked"] & predictions["answer"]
+    entropy, gap = (predictions[name].where(masked) for name in ("entropy", "gap"))
+    by_step = {"entropy": entropy.mean("pos"), "highest": entropy.max("pos"), "gap": gap.min("pos")}
+    part = np.minimum(np.arange(steps) * parts // steps, parts - 1)
+    columns = {
+        f"{name} {number}": values.isel(step=part == number).mean("step").fillna(0.0).to_numpy()
+        for number in range(parts)
+        for name, values in by_step.items()
+    }
+    changed = (predictions["token"].diff("step") != 0) & masked.isel(step=slice(1, None))
+    counted = masked.isel(step=slice(1, None)).sum(("step", "pos"))
+    columns["change"] = (changed.sum(("step", "pos")) / np.maximum(counted, 1)).to_numpy()
+    return xr.DataArray(
+        np.stack(list(columns.values()), 1), dims=("batch", "feature"), coords={"feature": list(columns)}
+    )
+
+
+def _filled(predictions: xr.Dataset) -> Int[np.ndarray, "batch step pos"]:
+    """The canvas of every step with predictions at undecided positions."""
+    return np.asarray(xr.where(predictions["masked"], predictions["token"], predictions["token_id"]).to_numpy())
+
+
+def _by_gap(predictions: xr.Dataset, threshold: float) -> Bool[np.ndarray, "batch step"]:
+    """True at the steps where every undecided position has at least the gap."""
+    small = (predictions["gap"] < threshold) & predictions["masked"] & predictions["answer"]
+    return ~small.any("pos").transpose("batch", "step").to_numpy()
+
+
+def _by_agreement(predictions: xr.Dataset, number: int) -> Bool[np.ndarray, "batch step"]:
+    """True at the steps whose guess is that of each of the `number` steps before."""
+    filled = _filled(predictions)
+    same = np.zeros(filled.shape[:2], dtype=bool)
+    same[:, 1:] = (filled[:, 1:] == filled[:, :-1]).all(axis=2)
+    found = same.copy()
+    for back in range(1, number):
+        found[:, back:] &= same[:, :-back]
+        found[:, :back] = False
+    return found

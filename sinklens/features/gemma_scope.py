@@ -1,0 +1,76 @@
+"""SAEs in Gemma Scope's layout: one ``params.npz`` per SAE (Lieberum et al., 2408.05147).
+
+The file holds ``W_enc`` [d_in, d_sae], ``b_enc``, ``W_dec`` [d_sae, d_in], ``b_dec`` and ``threshold``; the SAE is a
+JumpReLU that does not subtract b_dec before encoding. Nothing in the file names the model or the point, so the caller
+does.
+
+Pitfall: the same keys also describe Gemma Scope's transcoders, which write to another point than they read. Loaded here
+they would be taken for SAEs; the folder's name says which they are.
+"""
+
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+
+from sinklens.errors import CheckpointError, SettingError
+from sinklens.features.autoencoder import SparseAutoencoder
+
+FILE = "params.npz"
+TENSORS = ("W_enc", "b_enc", "W_dec", "b_dec", "threshold")
+
+
+def load_gemma_scope(
+    path: str | Path, point: str = "", model: str = "", device: str | torch.device = "cpu"
+) -> SparseAutoencoder:
+    """Read an SAE in Gemma Scope's layout, in float32.
+
+    Args:
+        path: the file, or the folder that contains ``params.npz``.
+        point: the hook point of its activations, such as ``"blocks.20.hook_resid_post"``.
+        model: name of the model.
+        device: where the weights are put.
+
+    Raises:
+        CheckpointError: the file is missing or broken, or does not hold these arrays alone.
+    """
+    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    try:
+        with np.load(file, allow_pickle=False) as opened:
+            arrays = {name: opened[name] for name in opened.files}
+    except (OSError, ValueError, BadZipFile, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{file} is no readable {FILE}: {error}. Pass the file or its folder.") from error
+    if set(arrays) != set(TENSORS):
+        raise CheckpointError(
+            f"{file} must hold {', '.join(TENSORS)}; missing: {_listed(set(TENSORS) - set(arrays))}; not known: "
+            f"{_listed(set(arrays) - set(TENSORS))}."
+        )
+    tensors = {name: torch.from_numpy(np.array(arrays[name], dtype=np.float32)) for name in TENSORS}
+    try:
+        sae = SparseAutoencoder(**tensors, architecture="jumprelu", subtract_b_dec=False, point=point, model=model)
+    except (SettingError, ValueError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    return sae.to(device)
+
+
+def save_gemma_scope(sae: SparseAutoencoder, path: str | Path) -> None:
+    """Write an SAE in Gemma Scope's layout, which has JumpReLUs only.
+
+    Raises:
+        SettingError: another architecture, or one that subtracts b_dec before encoding.
+    """
+    if sae.architecture != "jumprelu" or sae.subtract_b_dec or sae.threshold is None:
+        raise SettingError(
+            f"Gemma Scope's layout has JumpReLUs that do not subtract b_dec; this SAE is {sae.architecture!r} with "
+            f"subtract_b_dec={sae.subtract_b_dec}. Write it with save_sae."
+        )
+    file = Path(path) / FILE if Path(path).suffix != ".npz" else Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, Any] = {name: getattr(sae, name).detach().cpu().float().numpy() for name in TENSORS}
+    np.savez(file, **arrays)
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

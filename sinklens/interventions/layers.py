@@ -1,0 +1,149 @@
+"""Interventions on complete layers: skip them, repeat them, run them in another order.
+
+`SkipLayers` acts on hook points, so it can be restricted to steps and positions: where a layer is skipped, the stream
+leaves it as it entered. The layer is still computed, and nothing becomes faster. `LayerOrder` changes the order in
+which a model runs its layers, for all positions of a pass: a permutation swaps layers, a number that occurs twice
+repeats one, and a missing number skips one without computing it.
+
+Pitfall: a layer that does little at one noise level may matter at another. Compare the effect by step, under replay.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks.layer_order import LayerList, layers_in_order
+from sinklens.hooks.points import Point
+from sinklens.interventions.places import CANVAS, AtPositions
+from sinklens.runs.intervention import Intervention, Pairs, RunContext, layer_of, refuse, refuse_empty, whole_numbers
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+CACHES = ("use_cache", "use_block_cache")
+PARTS = {"layer": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipLayers(AtPositions):
+    """Skip layers, or only their attention or MLP: at the chosen places these add nothing to the residual stream.
+
+        SkipLayers(layers=[2], steps=range(8), where="masked")
+
+    Attributes:
+        part: "layer", "attn" or "mlp".
+        layers: layers that are skipped.
+        positions, where: positions at which they are skipped; other positions still read these through attention.
+
+    Raises:
+        SettingError: an unknown part, or ``heads=``.
+    """
+
+    within_step: ClassVar[bool] = True
+    on_canvas: ClassVar[bool] = True
+
+    part: Literal["layer", "attn", "mlp"] = "layer"
+
+    def __post_init__(self) -> None:
+        refuse_empty(self)
+        refuse(self, "heads")
+        if self.part not in PARTS:
+            raise SettingError(f"part must be 'layer', 'attn' or 'mlp'; got {self.part!r}.")
+
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        if self.part != "layer":
+            return self.edits(model, run, PARTS[self.part], lambda value, hook: torch.zeros_like(value))
+        entered: dict[int, Tensor] = {}
+
+        def keep(value: Tensor, hook: Point) -> None:
+            entered[layer_of(hook)] = value
+
+        streams: Pairs = [(f"blocks.{layer}.hook_resid_pre", keep) for layer in self.chosen_layers(model)]
+        return streams + self.edits(model, run, PARTS["layer"], lambda value, hook: entered[layer_of(hook)])
+
+
+@dataclass(frozen=True)
+class LayerOrder(Intervention):
+    """Run the layers of a model in another order.
+
+        LayerOrder([0, 2, 1, 3])  # layers 1 and 2 swapped
+        LayerOrder([0, 1, 1, 2, 3])  # layer 1 twice
+        with LayerOrder([0, 1, 3]).applied(model):  # a single pass without layer 2
+            logits = model(ids)
+
+    Attributes:
+        order: the layers of a pass, first to last.
+        steps: steps with this order; None means all.
+
+    Raises:
+        SettingError: an empty order, a layer that does not exist, ``layers=``, ``heads=`` or ``positions=``; in a run,
+            an order that is no permutation in passes that compute only a part of the text (with a key/value cache or a
+            cache policy); a model with an encoder.
+    """
+
+    changes_model: ClassVar[bool] = True
+    within_step: ClassVar[bool] = True
+
+    order: Sequence[int]
+
+    def __post_init__(self) -> None:
+        refuse_empty(self, "order")
+        refuse(self, "layers", "heads", "positions")
+
+    @contextmanager
+    def applied(self, model: "Model") -> Iterator[None]:
+        """See `HookSource.applied`."""
+        with layers_in_order(model.tree, self._numbers(model)):
+            yield
+
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        order = self._numbers(model)
+        if run.single:
+            raise SettingError(
+                "LayerOrder changes the model and not a point, so a single pass cannot take it as hooks; write "
+                "`with LayerOrder(order).applied(model):` around the pass."
+            )
+        permutation = sorted(order) == list(range(model.cfg.n_layers))
+        if not permutation and any(json.loads(run.settings).get(name) for name in CACHES):
+            raise SettingError(self._of_a_part("steps with use_cache=True compute"))
+        in_step, layers = self.step_test(run), LayerList(model.tree)
+
+        def begin(value: Tensor, hook: Point) -> None:
+            if in_step(hook.step or 0):
+                layers.reorder(order)
+            else:
+                layers.restore()
+
+        def complete(value: Tensor, hook: Point) -> None:
+            now = hook.forward_pass
+            if in_step(hook.step or 0) and (now.first(value.shape[1]) or now.computed is not None):
+                raise SettingError(self._of_a_part(f"step {hook.step} computes"))
+
+        checks: Pairs = [] if permutation else [(f"blocks.{order[0]}.hook_resid_pre", complete)]
+        return [(CANVAS, begin), *checks]
+
+    def _of_a_part(self, what: str) -> str:
+        return (
+            f"LayerOrder({list(self.order)}) skips or repeats layers, and {what} only a part of the text: other keys "
+            f"come from a cache, by the number of their layer. Run with use_cache=False and without cache=, or pass a "
+            f"permutation of all layers."
+        )
+
+    def _numbers(self, model: "Model") -> list[int]:
+        """The order as indices from 0."""
+        if model.tree.architecture.encoder:
+            raise SettingError(f"LayerOrder is not available for {model.family} models, which have an encoder.")
+        size = model.cfg.n_layers
+        numbers = whole_numbers("layer", self.order)
+        for number in numbers:
+            if not -size <= number < size:
+                raise SettingError(f"layer {number} does not exist; there are {size}, 0 to {size - 1}.")
+        return [number % size for number in numbers]

@@ -1,0 +1,254 @@
+"""Linear probes: fit one, predict with it, and use its direction as an intervention.
+
+With x an activation, standardized in every dimension for the two fitted by scikit-learn, a probe has one output for
+each class and predicts the largest one; a regression has one output, the prediction:
+
+    logistic     softmax(W x + b), L2 penalty (scikit-learn's LogisticRegression)
+    ridge        w · x + b of a label that is a number, L2 penalty (scikit-learn's Ridge)
+    centroid     −|x − μ_c|² / 2: the nearest class mean
+    difference   (μ_1 − μ_0) · (x − (μ_0 + μ_1) / 2) of two classes; decides as "centroid" does
+    mass_mean    (μ_1 − μ_0) Σ⁻¹ · (x − (μ_0 + μ_1) / 2) of two classes, with Σ the covariance within classes (Marks &
+                 Tegmark, 2310.06824); its *direction* is μ_1 − μ_0, as in "difference"
+
+All weights that a `Probe` holds are those of x as it is, with the standardization folded in.
+
+Limitation: that a probe reads something does not mean that the model does. Steer, remove or patch the direction
+(`Probe.steer`, `Probe.remove`, `Probe.patch`), and do the same with `Probe.random`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.interventions.streams import Steer, SteerMode
+from sinklens.interventions.subspaces import PatchSubspace
+from sinklens.probes.data import ProbeData
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ProbeKind = Literal["logistic", "ridge", "mass_mean", "difference", "centroid"]
+Vectors = Float[np.ndarray, "output d"]
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """A fitted linear probe.
+
+    Attributes:
+        kind: how it was fitted.
+        point: the point whose activations it reads; "" for given vectors.
+        weights: of each output.
+        bias: of each output.
+        classes: the label of each output; None for a regression.
+        means: mean activation of each class; none for a regression.
+    """
+
+    kind: ProbeKind
+    point: str
+    weights: Vectors
+    bias: Float[np.ndarray, " output"]
+    classes: Shaped[np.ndarray, " output"] | None
+    means: Float[np.ndarray, "known d"]
+
+    def outputs(self, x: Float[np.ndarray, "place d"]) -> Float[np.ndarray, "place output"]:
+        """W x + b."""
+        return x @ self.weights.T + self.bias
+
+    def predict(self, x: Float[np.ndarray, "place d"]) -> Shaped[np.ndarray, " place"]:
+        """The predicted class, or number, of each activation."""
+        outputs = self.outputs(x)
+        return outputs[:, 0] if self.classes is None else self.classes[outputs.argmax(axis=1)]
+
+    def direction(self, toward: Any = None) -> Float[Tensor, " d"]:
+        """The direction of a label, of unit length.
+
+        A regression's points to larger numbers, that of two classes to the second one (in sorted order). The class
+        `toward` is compared with the mean of the others.
+
+        Raises:
+            SettingError: several classes without `toward`, or an unknown class.
+        """
+        found = self._contrast(self._vectors, toward)
+        return torch.from_numpy(found / np.linalg.norm(found)).float()
+
+    @property
+    def _vectors(self) -> Vectors:
+        """What directions are made of: class means, or what was fitted."""
+        return self.weights if self.kind in ("logistic", "ridge") else self.means
+
+    def gap(self, toward: Any = None) -> float:
+        """How far apart the class means are along `direction`; of a regression, what raises the prediction by 1."""
+        along = self.direction(toward).numpy()
+        if self.classes is None:
+            return float(1 / (self.weights[0] @ along))
+        return float(self._contrast(self.means, toward) @ along)
+
+    def _contrast(self, vectors: Vectors, toward: Any) -> Float[np.ndarray, " d"]:
+        """The vector of class `toward` minus the mean of the others."""
+        if self.classes is None:
+            return vectors[0]
+        if toward is None and len(self.classes) > 2:
+            raise SettingError(
+                f"the probe has {len(self.classes)} classes, so toward= must name one of them: {_listed(self.classes)}."
+            )
+        toward = self.classes[1] if toward is None else toward
+        chosen = self.classes == toward
+        if chosen.sum() != 1:
+            raise SettingError(f"the probe has no class {toward!r}; it has {_listed(self.classes)}.")
+        return np.asarray(vectors[chosen][0] - vectors[~chosen].mean(axis=0))
+
+    @property
+    def basis(self) -> Float[Tensor, "rank d"]:
+        """An orthonormal basis of the directions that distinguish the outputs, one fewer than classes at most."""
+        vectors = self.weights if self.classes is None else self._vectors - self._vectors.mean(axis=0)
+        _, size, rows = np.linalg.svd(vectors, full_matrices=False)
+        return torch.from_numpy(rows[size > size.max() * 1e-5]).float()
+
+    def random(self, seed: int = 0) -> "Probe":
+        """The same probe with its directions rotated at random: a control of what it does as an intervention."""
+        made = np.random.default_rng(seed).normal(size=(self.weights.shape[1], self.weights.shape[1]))
+        turn = np.linalg.qr(made)[0].astype(self.weights.dtype)
+        return replace(self, weights=self.weights @ turn, means=self.means @ turn)
+
+    # --- as an intervention ---
+
+    def steer(self, coefficient: float, toward: Any = None, mode: SteerMode = "add", **places: Any) -> Steer:
+        """Move the stream along `direction`.
+
+        Args:
+            coefficient: for "add" in units of `gap`: 1 moves a place from one class mean to the other.
+            toward: see `direction`.
+            mode: see `Steer`; for "set" the coefficient is the component along `direction`.
+            **places: ``where=``, ``steps=`` and ``positions=``, as in every intervention.
+
+        Raises:
+            SettingError: the probe does not read a residual stream.
+        """
+        layer, point = self._stream()
+        scale = self.gap(toward) if mode == "add" else 1.0
+        return Steer(self.direction(toward) * scale, coefficient, mode=mode, point=point, layers=[layer], **places)  # type: ignore[arg-type]
+
+    def remove(self, **places: Any) -> list[Steer]:
+        """Project all directions of `basis` out of the stream.
+
+        Raises:
+            SettingError: the probe does not read a residual stream.
+        """
+        layer, point = self._stream()
+        return [
+            Steer(vector, mode="project_out", point=point, layers=[layer], **places)  # type: ignore[arg-type]
+            for vector in self.basis
+        ]
+
+    def patch(self, source: Mapping[int, Any], **places: Any) -> PatchSubspace:
+        """Take the part of the activation inside `basis` from another run, kept by `Activations` at the same point."""
+        return PatchSubspace(source=source, names=[self.point], basis=self.basis, **places)
+
+    def _stream(self) -> tuple[int, str]:
+        """Layer and point of the residual stream."""
+        parts = self.point.split(".")
+        if len(parts) != 3 or not parts[2].startswith("hook_resid"):
+            raise SettingError(
+                f"steering and removal act on the residual stream, and the probe reads "
+                f"{self.point or 'given vectors'}; use patch(source), which works at every point, or a probe at "
+                f"blocks.L.hook_resid_post."
+            )
+        return int(parts[1]), parts[2]
+
+
+def fit_probe(data: ProbeData, point: str, label: str, kind: ProbeKind = "logistic", *, penalty: float = 1.0) -> Probe:
+    """Fit a probe to all places of `data`; `probe_table` says how well such a probe does on other prompts.
+
+    Args:
+        point: one of the points of `data`.
+        label: one of its columns; numbers for "ridge", anything for the others.
+        kind: see the module.
+        penalty: strength of the L2 penalty of "logistic" and "ridge".
+
+    Raises:
+        SettingError: an unknown kind, point or column; fewer than two classes, or more than two for "mass_mean" and
+            "difference".
+    """
+    return replace(fitted(data.at(point), data.column(label), kind, penalty), point=point)
+
+
+def fitted(
+    x: Float[np.ndarray, "place d"], y: Shaped[np.ndarray, " place"], kind: ProbeKind, penalty: float = 1.0
+) -> Probe:
+    """A probe of vectors and their labels; see `fit_probe`."""
+    if kind not in get_args(ProbeKind):
+        raise SettingError(f"kind must be one of {', '.join(get_args(ProbeKind))}; got {kind!r}.")
+    if not penalty > 0:
+        raise SettingError(f"penalty must be above 0; got {penalty}.")
+    x = np.asarray(x, dtype=np.float64)
+    if kind == "ridge":
+        return _ridge(x, np.asarray(y, dtype=np.float64), penalty)
+    classes = np.unique(y)
+    if len(classes) < 2 or (len(classes) > 2 and kind in ("mass_mean", "difference")):
+        raise SettingError(
+            f"a {kind} probe needs {'two classes' if kind in ('mass_mean', 'difference') else 'at least two classes'}; "
+            f"the label has {_listed(classes)}."
+        )
+    means = np.stack([x[y == name].mean(axis=0) for name in classes])
+    make: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {
+        "logistic": lambda: _logistic(x, y, classes, penalty),
+        "centroid": lambda: (means, -(means**2).sum(axis=1) / 2),
+        "difference": lambda: _between(means, means[1] - means[0]),
+        "mass_mean": lambda: _between(means, (means[1] - means[0]) @ _inverse_covariance(x, y, classes, means)),
+    }
+    weights, bias = make[kind]()
+    return Probe(kind, "", weights, bias, classes, means)
+
+
+def _between(means: Vectors, weight: Float[np.ndarray, " d"]) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs of two classes whose border lies halfway between their means."""
+    return np.stack([np.zeros_like(weight), weight]), np.array([0.0, -weight @ means.mean(axis=0)])
+
+
+def _inverse_covariance(x: np.ndarray, y: np.ndarray, classes: np.ndarray, means: Vectors) -> np.ndarray:
+    """Pseudo-inverse of the covariance within classes, shrunk (Ledoit and Wolf, scikit-learn's)."""
+    from sklearn.covariance import ledoit_wolf  # type: ignore[import-untyped,unused-ignore]
+
+    residual = x - means[np.searchsorted(classes, y)]
+    return np.asarray(np.linalg.pinv(ledoit_wolf(residual, assume_centered=True)[0], hermitian=True))
+
+
+def _standardized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x with mean 0 and deviation 1 in every dimension that varies; its means and deviations."""
+    mean, deviation = x.mean(axis=0), x.std(axis=0)
+    deviation[deviation < 1e-8 * max(1.0, float(deviation.max(initial=0)))] = 1.0
+    return (x - mean) / deviation, mean, deviation
+
+
+def _logistic(x: np.ndarray, y: np.ndarray, classes: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray]:
+    """scikit-learn's weights, one row for each class."""
+    from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped,unused-ignore]
+
+    scaled, mean, deviation = _standardized(x)
+    model = LogisticRegression(C=1 / penalty, max_iter=1000, tol=1e-3).fit(scaled, y)
+    weights, bias = model.coef_, model.intercept_
+    if len(classes) == 2:
+        weights, bias = np.concatenate([np.zeros_like(weights), weights]), np.array([0.0, bias[0]])
+    return weights / deviation, bias - weights @ (mean / deviation)
+
+
+def _ridge(x: np.ndarray, y: np.ndarray, penalty: float) -> Probe:
+    from sklearn.linear_model import Ridge  # type: ignore[import-untyped,unused-ignore]
+
+    scaled, mean, deviation = _standardized(x)
+    model = Ridge(alpha=penalty).fit(scaled, y)
+    weights = model.coef_[None] / deviation
+    return Probe("ridge", "", weights, model.intercept_ - weights @ mean, None, np.zeros((0, x.shape[1])))
+
+
+def _listed(classes: "np.ndarray | Sequence[Any]") -> str:
+    """Up to eight of them."""
+    shown = ", ".join(repr(name.item() if hasattr(name, "item") else name) for name in classes[:8])
+    return shown + (f" and {len(classes) - 8} more" if len(classes) > 8 else "")

@@ -1,0 +1,28 @@
+"""Scales of measures: inverses, limits and resolution."""
+
+import numpy as np
+import pytest
+
+from sinklens.analyses.scales import DIFFERENCE, LINEAR, LOG, SHARE
+
+
+@pytest.mark.parametrize(("scale", "values"), [
+    (LINEAR, [-3.0, 0.0, 7.0]), (LOG, [0.1, 1.0, 9.0]), (SHARE, [0.01, 0.5, 0.9]), (DIFFERENCE, [-0.9, 0.0, 0.4]),
+])  # fmt: skip
+def test_a_scale_and_its_inverse_cancel_and_keep_order(scale, values):
+    there = scale.to(values)
+    np.testing.assert_allclose(scale.back(there), values, atol=1e-12)
+    assert (np.diff(there) > 0).all()
+
+
+def test_the_middle_of_each_range_is_zero():
+    assert [float(scale.to(x)) for scale, x in ((LOG, 1), (SHARE, 0.5), (DIFFERENCE, 0))] == pytest.approx([0, 0, 0])
+    assert DIFFERENCE.to(0.3) == pytest.approx(2 * np.arctanh(0.3))
+
+
+def test_limits_are_infinite_unless_moved_inwards_by_half_the_resolution():
+    assert SHARE.to([0, 1]).tolist() == [-np.inf, np.inf]
+    np.testing.assert_allclose(SHARE.to([0, 1, 0.3], 0.02), SHARE.to([0.01, 0.99, 0.3]))
+    np.testing.assert_allclose(DIFFERENCE.to(1, 0.02), DIFFERENCE.to(0.98))
+    assert LOG.to(0, 0.02) == -np.inf
+    assert np.isnan(SHARE.to(np.nan))

@@ -1,0 +1,43 @@
+"""The settling study reports what its functions find, for any batch."""
+
+import numpy as np
+import pytest
+
+import sinklens
+from sinklens.analyses.settling import RULES, Settling
+from sinklens.errors import SettingError
+from sinklens.experiments import early_exit, settling_steps, step_predictions
+from sinklens.tasks.word_problems import held_out, read_answer
+
+PROBLEMS = held_out(2)
+PROMPTS = [problem.prompt for problem in PROBLEMS]
+
+
+def test_the_tables_hold_what_early_exits_return(tiny_llada, tmp_path):
+    found = Settling().run(tiny_llada, PROMPTS, tmp_path)
+    data = found.measured["tiny-llada"]
+    for number, problem in enumerate(PROBLEMS):
+        run = sinklens.generate(tiny_llada, problem.prompt, progress=False)
+        predictions = step_predictions(run)
+        right = lambda row, text, wanted=problem.result: read_answer(text) == wanted  # noqa: E731
+        assert data["right"][number] == (read_answer(run.text) == problem.result)
+        settled = settling_steps(predictions).to_numpy()[0, run.prompt_length :]
+        ahead = run.unmask_step[0, run.prompt_length :].numpy() - settled
+        assert data["lead"][number] == pytest.approx(ahead.clip(min=0).mean() / run.steps_run)
+        for rule, levels in RULES.items():
+            exits = early_exit(run, predictions, right, rule, levels)
+            measured = data.isel(prompt=number).sel(rule=rule)
+            np.testing.assert_allclose(measured["exit_share"], exits["share"][:, 0])
+            np.testing.assert_array_equal(measured["exit_right"], exits["right"][:, 0])
+    exits = found.tables["exits"].set_index(["measure", "rule", "threshold"])["estimate"]
+    share = data["exit_share"].sel(rule="gap").isel(level=2).mean()
+    assert exits["exit_share", "gap", 0.9] == pytest.approx(float(share))
+    assert {file.suffix for file in found.files} == {".csv", ".png", ".svg", ".nc", ".json"}
+    apart = Settling(batch=1).run(tiny_llada, PROMPTS)
+    for name, table in found.tables.items():
+        np.testing.assert_allclose(table["estimate"], apart.tables[name]["estimate"])
+
+
+def test_an_autoregressive_model_is_refused(tiny_llama):
+    with pytest.raises(SettingError, match="settling cannot measure tiny-llama, an autoregressive model"):
+        Settling().run(tiny_llama, PROMPTS)

@@ -1,0 +1,205 @@
+"""Plans of runs: their memory is what runs take, their formulas are those of the sizes, and no weights are read."""
+
+import json
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from building import random_hf, random_model
+
+import sinklens
+from sinklens.cli import main
+from sinklens.devices.measuring import peak
+from sinklens.errors import CheckpointError, HookNameError, SettingError
+from sinklens.evaluation import config_only, run_memory
+from sinklens.evaluation.cards import CARDS, Card
+from sinklens.evaluation.run_memory import QUANTIZATIONS, plan_run
+from sinklens.hooks.sizes import point_elements
+from sinklens.utils.allocations import LiveBytes, without_memory
+
+GIVEN = {"gen_length": 8, "steps": 4, "block_length": 8}
+SIZES = {
+    "vocab_size": 3000, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3, "head_dim": 32,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024, "mask_token_id": 2999,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_run("tiny-llada", batch=4, prompt_length=20, watch=["patterns"], dtype=torch.float32, **GIVEN)
+
+
+def test_live_bytes_are_those_of_the_storages_that_exist_at_a_time():
+    weight = torch.zeros(8)
+    with LiveBytes([weight]) as live:
+        first = torch.zeros(100)  # 400 bytes
+        views = first[:10], weight[:4], first.view(10, 10)
+        second = first + 1
+        del first, views
+        third = second.double()[:1]  # 800
+        assert (live.now, live.most) == (1200, 1200)
+        del second, third
+        assert live.now == 0
+    assert live.most == 1200
+
+
+def test_fake_tensors_count_like_real_ones():
+    def work():
+        value = torch.zeros(50, 40)
+        return (value @ value.T).softmax(dim=-1, dtype=torch.float64).sum()
+
+    with LiveBytes() as real:
+        work()
+    with without_memory(), LiveBytes() as fake:
+        work()
+    assert fake.most == real.most > 50 * 40 * 4
+
+
+def test_weights_tracks_and_points_follow_from_the_sizes(plan, tiny_llada):
+    cfg, length = tiny_llada.cfg, 28
+    parameters = sum(value.numel() for value in tiny_llada.hf.parameters())
+    assert (plan.parameters, plan.weights) == (parameters, 4 * parameters)
+    assert plan.track == 4 * 4 * (cfg.n_layers * cfg.n_heads * length * 4 + 6 * length)
+    run = sinklens.generate(tiny_llada, [list(range(10, 30))] * 4, progress=False, **GIVEN)
+    recorded = sum(run.sinks[name].nbytes for name in ("score", "token_id", "masked", "committed"))
+    assert plan.track == recorded
+    assert plan.values == {
+        f"blocks.{layer}.attn.hook_pattern": 4 * cfg.n_heads * length**2 * 4 for layer in range(cfg.n_layers)
+    }
+
+
+def test_quantized_weights_are_those_of_linear_layers_by_the_formats_formulas(plan, tiny_llada):
+    layers = [layer for name, layer in tiny_llada.hf.named_modules() if name.endswith("_proj")]
+    inside, rows = sum(one.weight.numel() for one in layers), sum(one.weight.shape[0] for one in layers)
+    outside = plan.parameters - inside
+    assert plan.alternatives["none"] == (plan.weights, 0)
+    assert plan.alternatives["8bit"] == (4 * outside + inside + 4 * rows, 4 * max(x.weight.numel() for x in layers))
+    assert plan.alternatives["4bit"][0] == 4 * outside + inside // 2 + 4 * inside // 64
+    assert list(plan.alternatives) == list(QUANTIZATIONS)
+
+
+def test_keys_are_those_of_the_positions_that_are_cached(tiny_llama):
+    found = plan_run("tiny-llama", batch=2, prompt_length=20, gen_length=12, dtype=torch.float32)
+    cfg = tiny_llama.cfg
+    assert found.keys == 2 * 2 * cfg.n_layers * cfg.n_key_value_heads * cfg.d_head * 32 * 4
+    assert found.first_keys == found.keys * 20 // 32
+
+
+def test_cards_and_batches_follow_from_the_bytes(plan):
+    memory = (plan.weights / 2 + plan.step) / 0.9 + 1
+    assert plan.cards(memory) == 2
+    assert plan.cards(plan.device_bytes / 0.9 + 1) == 1
+    assert plan.cards(plan.step / 0.9) == 0
+    batch = plan.largest_batch(2 * plan.device_bytes)
+    fits = [plan.with_batch(number).device_bytes <= 0.9 * 2 * plan.device_bytes for number in (batch, batch + 1)]
+    assert fits == [True, False]
+    assert plan.largest_batch(plan.weights) == 0
+
+
+def test_time_is_the_longer_of_operations_and_bytes(plan):
+    assert plan.seconds(Card("x", 1e9, 1.0, 1e30), 0.5) == plan.passes * plan.flops / 0.5e9
+    assert plan.seconds(Card("x", 1e30, 1.0, 1e9), 0.5) == plan.passes * plan.moved / 1e9
+    with pytest.raises(SettingError, match=r"utilization is above 0"):
+        plan.seconds(CARDS["h100"], 0)
+
+
+def test_a_plan_needs_no_weights_and_takes_a_file_of_any_name(tmp_path):
+    folder = Path(sinklens.__file__).parent / "checkpoints" / "shipped" / "tiny-llada"
+    (tmp_path / "folder").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "folder" / "config.json")
+    shutil.copy(folder / "config.json", tmp_path / "other.json")
+    found = [
+        plan_run(one, prompt_length=4, **GIVEN)
+        for one in (tmp_path / "folder", tmp_path / "folder" / "config.json", tmp_path / "other.json")
+    ]
+    assert len({one.device_bytes for one in found}) == 1
+    with pytest.raises(CheckpointError, match=r"no config.json|neither a folder"):
+        plan_run(tmp_path / "nothing", **GIVEN)
+
+
+def test_a_name_on_the_hub_downloads_no_weights(monkeypatch, tmp_path):
+    asked = {}
+
+    def download(name, allow_patterns):
+        asked[name] = allow_patterns
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(CheckpointError, match=r"could not download the config of 'a/b'.*pass that file"):
+        plan_run("a/b")
+    assert asked == {"a/b": config_only.CONFIGS}
+    assert not any("safetensors" in pattern for pattern in config_only.CONFIGS)
+
+
+def test_wrong_arguments_say_what_is_allowed():
+    with pytest.raises(SettingError, match=r"no quantization is called '3bit'; known: none, 8bit, 4bit"):
+        plan_run("tiny-llada", quantization="3bit")
+    with pytest.raises(SettingError, match=r"batch and a prompt of at least 1; got 0"):
+        plan_run("tiny-llada", batch=0)
+    with pytest.raises(HookNameError, match=r"no hook point is called 'hook_patern'"):
+        plan_run("tiny-llada", watch=["hook_patern"], **GIVEN)
+
+
+def test_the_command_prints_memory_time_and_cards_and_json(capsys, monkeypatch, plan):
+    monkeypatch.setattr(run_memory, "plan_run", lambda *given, **more: plan)
+    main(["plan", "tiny-llada", "--cards", "h100"])
+    text = capsys.readouterr().out
+    for part in ("on the device", "weights (bfloat16)", "attn.hook_pattern", "H100 SXM", "24 GiB: none: 1 card, batch"):
+        assert part in text
+    main(["plan", "tiny-llada", "--json"])
+    assert json.loads(capsys.readouterr().out)["device_bytes"] == plan.device_bytes
+
+
+def measured(name, sizes, batch, prompt, watch, settings, pipe):
+    """The peak of the tensors of a run, in a process of its own."""
+    model = sinklens.load(name) if isinstance(name, str) else random_model(*name, **sizes)
+    ids = torch.randint(10, 60, (batch, prompt))
+    hooks = [((lambda point, end=run_memory.WATCHED[one]: point.endswith(end)), lambda v, hook: None) for one in watch]
+    pipe.send(peak(lambda: sinklens.generate(model, ids, hooks=hooks, progress=False, **settings)) * 1e6)
+
+
+def peak_of(*given):
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=measured, args=(*given, there))
+    process.start()
+    found = here.recv()
+    process.join()
+    return found
+
+
+CASES = {
+    "llada": ("tiny-llada", 8, 64, [], {"gen_length": 32, "steps": 2, "block_length": 32}),
+    "patterns": ("tiny-llada", 4, 80, ["patterns"], {"gen_length": 32, "steps": 2, "block_length": 32}),
+    "guidance": ("tiny-llada", 4, 64, [], {"gen_length": 32, "steps": 2, "block_length": 32, "cfg_scale": 1.0}),
+    "dream": ("tiny-dream", 8, 64, [], {"gen_length": 32, "steps": 2}),
+    "mmada": ("tiny-mmada", 8, 64, ["streams"], {"gen_length": 32, "steps": 2, "block_length": 32}),
+    "autoregressive": ("tiny-llama", 8, 64, [], {"gen_length": 32}),
+    "sdar": ("tiny-sdar", 8, 64, [], {"gen_length": 32}),
+    "random, wide vocabulary": (("llama", False), 4, 128, [], {"gen_length": 128, "steps": 2, "block_length": 128}),
+    "random, long": (("llama", False), 2, 480, ["scores"], {"gen_length": 32, "steps": 2, "block_length": 32}),
+    "random, nucleus": (("qwen2", False), 4, 128, [], {"gen_length": 64, "steps": 2, "temperature": 0.5, "top_p": 0.9}),
+}  # fmt: skip
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("case", CASES)
+def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(case, tmp_path):
+    name, batch, prompt, watch, settings = CASES[case]
+    source = name
+    if not isinstance(name, str):
+        settings = settings | ({"sampler": "dream"} if "top_p" in settings else {})
+        random_hf(*name, **SIZES).config.save_pretrained(tmp_path)
+        source = tmp_path
+    family = {} if isinstance(name, str) else {"load": {"family": f"a2d-{name[0]}"}}
+    found = plan_run(source, batch=batch, prompt_length=prompt, watch=watch, dtype=torch.float32, **family, **settings)
+    taken = peak_of(name, SIZES, batch, prompt, watch, settings)
+    assert found.working == pytest.approx(taken, rel=0.1)
+
+
+def test_the_size_of_a_point_is_the_product_of_its_axes(tiny_llada):
+    cfg = tiny_llada.cfg
+    assert point_elements(cfg, "blocks.0.attn.hook_pattern", 2, 7) == 2 * cfg.n_heads * 49
+    assert point_elements(cfg, "denoise.hook_logits", 2, 7) == 2 * 7 * cfg.d_vocab

@@ -1,0 +1,230 @@
+"""Every check of a verification passes where it should and fails where a failure is planted."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from building import random_model
+
+import sinklens
+from sinklens.cli import main
+from sinklens.evaluation import verification
+from sinklens.evaluation.known_checkpoints import KNOWN, Known, known, protocol_for
+from sinklens.evaluation.published import LLADA_INSTRUCT, Published
+from sinklens.evaluation.statistics import Accuracy, paired
+from sinklens.evaluation.verification import (
+    Check,
+    Verification,
+    accuracy_check,
+    existence_check,
+    fingerprint_check,
+    masking_check,
+    mean_interval,
+    motion_check,
+    parameters_check,
+    prompt_check,
+    self_check,
+    sum_error,
+)
+from sinklens.sinks import build_track
+
+TINY = known("tiny-llada")
+
+
+def track_of(places, heads=2, length=20):
+    """A track of one layer in which position `places[step]` of every head gets most attention; None for uniform."""
+    score = np.ones((1, len(places), 1, heads, length), dtype=np.float32)
+    for step, place in enumerate(places):
+        if place is not None:
+            score[0, step, 0, :, :] = 0.5
+            score[0, step, 0, :, place] = length - 0.5 * (length - 1)
+    shape = (1, len(places), length)
+    return build_track(
+        score, np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool),
+        np.ones((1, length), dtype=bool), np.zeros((1, length), dtype=np.int32),
+        {"model": "planted", "prompt_length": 5},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def own(tiny_llada):
+    """tiny-llada, to be damaged."""
+    return sinklens.load("tiny-llada", check=False)
+
+
+def test_the_fingerprint_fails_if_one_weight_changed(own):
+    assert fingerprint_check(own, TINY.fingerprint).outcome == "passed"
+    with torch.no_grad():
+        own.hf.lm_head.weight[3, 5] += 0.01
+    assert fingerprint_check(own, TINY.fingerprint).outcome == "failed"
+    assert fingerprint_check(own, "").outcome == "recorded"
+
+
+def test_the_number_of_parameters_fails_for_another_size(tiny_llada):
+    assert parameters_check(tiny_llada, TINY).outcome == "passed"
+    assert parameters_check(random_model(), TINY).outcome == "failed"
+    stated = replace(TINY, parameters=2_020_000, rounding=5_000)
+    assert parameters_check(tiny_llada, stated).outcome == "passed"
+    assert parameters_check(tiny_llada, replace(stated, rounding=1_000)).outcome == "failed"
+    assert parameters_check(tiny_llada, None).outcome == "recorded"
+
+
+def test_the_self_check_fails_if_attention_is_not_what_the_points_show(own):
+    assert self_check(own).outcome == "passed"
+    with torch.no_grad():
+        own.hf.model.layers[1].self_attn.q_proj.weight.fill_(torch.nan)
+    found = self_check(own)
+    assert (found.outcome, found.statement) == ("failed", False)
+    assert "allowed" in found.found
+
+
+def test_a_fixed_prompt_fails_if_two_runs_differ_or_a_position_is_never_decided(own):
+    assert prompt_check(own).outcome == "passed"
+    handle = own.hf.lm_head.register_forward_hook(lambda module, given, logits: logits + 9 * torch.randn_like(logits))
+    found = prompt_check(own)
+    handle.remove()
+    assert (found.outcome, "two runs with one seed differ" in found.found) == ("failed", True)
+
+    def only_masks(module, given, logits):
+        logits = torch.zeros_like(logits)
+        logits[..., own.mask_token_id] = 9.0
+        return logits
+
+    handle = own.hf.lm_head.register_forward_hook(only_masks)
+    found = prompt_check(own)
+    handle.remove()
+    assert (found.outcome, "24 positions are never decided" in found.found) == ("failed", True)
+
+
+def test_scores_that_miss_the_number_of_queries_are_seen(tiny_llada):
+    run = sinklens.generate(tiny_llada, verification.PROMPT, gen_length=8, steps=2, block_length=8, progress=False)
+    assert sum_error(run) < 1e-4
+    run.sinks.data["score"] = run.sinks.data["score"] * 1.1
+    assert sum_error(run) == pytest.approx(0.1, abs=1e-3)
+
+
+def test_an_accuracy_fails_above_and_below_the_published_interval_only():
+    published = Published("m", 0.786, "a table", 1319)
+    outcomes = [accuracy_check(Accuracy(right, 50), published, ()).outcome for right in (25, 36, 39, 43, 50)]
+    assert outcomes == ["failed", "passed", "passed", "passed", "failed"]
+    assert accuracy_check(Accuracy(0, 50), published, ("steps 8, not 256",)).outcome == "recorded"
+    assert accuracy_check(Accuracy(0, 50), None, ()).outcome == "recorded"
+
+
+def test_sinks_do_not_exist_in_uniform_attention_nor_where_every_tenth_position_is_one():
+    assert existence_check([track_of([3, 3])] * 4).outcome == "failed"  # 1 of 20 positions: 5 %
+    rare = [track_of([3, None, None]), track_of([3, None]), track_of([4, None, None])]
+    assert existence_check(rare).outcome == "passed"
+    assert existence_check([track_of([None, None])] * 4).outcome == "failed"
+    assert existence_check([track_of([3, None]), track_of([None, None])]).outcome == "open"
+    assert existence_check(rare).statement
+
+
+def test_static_sinks_fail_to_move_and_moving_ones_fail_to_stay():
+    still, moving = [track_of([3, 3, 3, 3])] * 4, [track_of([3, 9, 4, 8])] * 4
+    outcomes = {
+        (name, causal): motion_check(tracks, causal).outcome
+        for name, tracks in (("still", still), ("moving", moving))
+        for causal in (False, True)
+    }
+    assert outcomes == {
+        ("still", False): "failed", ("still", True): "passed",
+        ("moving", False): "passed", ("moving", True): "failed",
+    }  # fmt: skip
+    assert motion_check([track_of([None, None])], False).outcome == "open"
+
+
+def verdicts(lost, gained, total=100):
+    base = [True] * 60 + [False] * 40
+    changed = [not one if place < lost else one for place, one in enumerate(base)]
+    changed = [one or place >= total - gained for place, one in enumerate(changed)]
+    return paired(np.array(base), np.array(changed))
+
+
+def test_masking_fails_if_it_costs_much_and_an_autoregressive_model_if_it_does_not():
+    outcomes = [
+        masking_check(1, verdicts(lost, 0), causal, None, None).outcome
+        for causal in (False, True)
+        for lost in (0, 6, 40)
+    ]
+    assert outcomes == ["passed", "open", "failed", "failed", "open", "passed"]
+    assert masking_check(10, verdicts(40, 0), False, None, None).outcome == "recorded"
+
+
+def test_masking_is_compared_with_the_published_difference_where_there_is_one():
+    plain, masked = (Published(LLADA_INSTRUCT, score, "Table 1", 1319, k) for score, k in ((0.76, 0), (0.55, 10)))
+    outcomes = [masking_check(10, verdicts(lost, 0), False, plain, masked).outcome for lost in (0, 20, 50)]
+    assert outcomes == ["failed", "passed", "failed"]
+
+
+def test_a_mean_has_students_interval():
+    mean, low, high = mean_interval([1.0, 2.0, 3.0])
+    half = 4.302653 / 3**0.5  # t(0.975, 2 degrees of freedom), standard deviation 1
+    assert (mean, low, high) == pytest.approx((2.0, 2 - half, 2 + half), abs=1e-5)
+    assert mean_interval([0.5]) == (0.5, -np.inf, np.inf)
+
+
+def test_what_is_known_about_a_model_follows_from_its_name():
+    assert known("/models/LLaDA-8B-Instruct/").parameters == 8_020_000_000
+    assert known("somebody/else") is None
+    protocol, scores = protocol_for(LLADA_INSTRUCT)
+    assert protocol == "llada-gsm8k"
+    assert {score.masked: score.score for score in scores} == {0: 0.76, 1: 0.75, 5: 0.73, 10: 0.55}
+    assert protocol_for("somebody/else") == ("llada-gsm8k", ())
+    name, (score,) = protocol_for("tiny-llada")
+    assert (name, score.accuracy) == ("tiny-gsm", Accuracy(458, 500))
+
+
+def test_what_is_known_about_the_shipped_models_is_true():
+    from sinklens.checkpoints import shipped_names
+
+    shipped = {one.name: one for one in KNOWN if one.fingerprint}
+    assert sorted(shipped) == shipped_names()
+    found = sinklens.load("tiny-sdar")
+    assert found.fingerprint == shipped["tiny-sdar"].fingerprint
+    assert sum(value.numel() for value in found.hf.parameters()) == shipped["tiny-sdar"].parameters
+
+
+def report(*checks):
+    return Verification("a/b", "main", "llada", "torch.bfloat16", "cpu", {"torch": "2"}, "p", 50, checks, ("x",))
+
+
+def test_a_report_is_a_table_and_json_and_knows_what_failed():
+    good, bad = Check("one", "passed", "a|b", "c\nd"), Check("two", "failed", "e", "f", 0.5, 0.1, 0.9)
+    found = report(good, bad, replace(bad, name="three", statement=True))
+    text = found.to_markdown()
+    assert "| one | passed | a\\|b | c d |" in text
+    assert "| *three* | failed | e | f |" in text
+    assert "The runs depart from the protocol: x." in text
+    assert found.failed == ["two"]
+    assert json.loads(found.to_json())["checks"][1]["low"] == 0.1
+
+
+@pytest.mark.extended
+def test_the_command_writes_both_reports_and_fails_if_a_check_of_the_checkpoint_does(tmp_path, capsys):
+    given = ["verify", "tiny-llada", "--problems", "4", "--batch", "4", "--out"]
+    main([*given, str(tmp_path / "good")])
+    found = json.loads((tmp_path / "good" / "report.json").read_text())
+    assert [check["outcome"] for check in found["checks"][:5]] == ["passed"] * 5
+    assert [check["name"] for check in found["checks"][5:]] == [
+        "sinks exist", "sinks move", "masking 1 sink", "masking 5 sinks", "masking 10 sinks",
+    ]  # fmt: skip
+    assert (tmp_path / "good" / "report.md").read_text() in capsys.readouterr().out
+    assert main([*given, str(tmp_path / "good"), "--fingerprint", "0000"]) == 1
+    assert "failed: fingerprint" in capsys.readouterr().err
+
+
+@pytest.mark.extended
+def test_a_failing_self_check_ends_the_verification(own, tmp_path):
+    with torch.no_grad():
+        own.hf.model.layers[1].self_attn.q_proj.weight.fill_(torch.nan)
+    found = verification.verify(own, tmp_path / "runs", problems=2)
+    assert [check.name for check in found.checks] == ["fingerprint", "parameters", "self-check"]
+    assert found.failed == ["fingerprint", "self-check"]
+
+
+def test_a_known_checkpoint_is_found_by_the_last_part_of_its_name():
+    assert Known("a/b", 1, 0, "x").of("/somewhere/b")
+    assert not Known("a/b", 1, 0, "x").of("/somewhere/bb")

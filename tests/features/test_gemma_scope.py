@@ -1,0 +1,61 @@
+"""Gemma Scope's layout: the formula of its JumpReLU, files that hold something else, and back to a file."""
+
+import numpy as np
+import pytest
+import torch
+from planted_saes import random_sae
+
+from sinklens.errors import CheckpointError, SettingError
+from sinklens.features import load_gemma_scope, load_sae, save_gemma_scope, save_sae
+
+
+def arrays(d_in=5, d_sae=9):
+    drawn = np.random.default_rng(2)
+    return {
+        "W_enc": drawn.normal(size=(d_in, d_sae)), "b_enc": drawn.normal(size=d_sae),
+        "W_dec": drawn.normal(size=(d_sae, d_in)), "b_dec": drawn.normal(size=d_in),
+        "threshold": np.abs(drawn.normal(size=d_sae)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("whole_folder", [True, False])
+def test_features_and_reconstruction_follow_the_formula(tmp_path, whole_folder):
+    given = arrays()
+    np.savez(tmp_path / "params.npz", **given)
+    sae = load_gemma_scope(tmp_path if whole_folder else tmp_path / "params.npz", point="blocks.1.hook_resid_post")
+    x = np.random.default_rng(1).normal(size=(40, 5))
+    pre = x @ given["W_enc"] + given["b_enc"]  # b_dec is not subtracted
+    features = np.where(pre > given["threshold"], np.maximum(pre, 0), 0)
+    found = sae.encode(torch.tensor(x).float())
+    np.testing.assert_allclose(found, features, atol=1e-5)
+    np.testing.assert_allclose(sae.decode(found), features @ given["W_dec"] + given["b_dec"], atol=1e-5)
+    assert 0 < (features > 0).mean() < 0.7
+    assert sae.point == "blocks.1.hook_resid_post"
+
+
+def test_an_sae_is_read_as_it_was_written_in_either_layout(tmp_path):
+    sae = random_sae(architecture="jumprelu", subtract_b_dec=False)
+    save_gemma_scope(sae, tmp_path / "gemma")
+    save_sae(sae, tmp_path / "saelens")
+    x = torch.randn(10, 24)
+    for read in (load_gemma_scope(tmp_path / "gemma"), load_sae(tmp_path / "saelens")):
+        assert torch.equal(read.encode(x), sae.encode(x))
+    for other in (random_sae(), random_sae(architecture="jumprelu")):
+        with pytest.raises(SettingError, match="Gemma Scope's layout has JumpReLUs that do not subtract b_dec"):
+            save_gemma_scope(other, tmp_path / "other")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"is no readable params\.npz"):
+        load_gemma_scope(tmp_path)
+    (tmp_path / "params.npz").write_bytes(b"no archive")
+    with pytest.raises(CheckpointError, match=r"is no readable params\.npz"):
+        load_gemma_scope(tmp_path)
+    given = arrays()
+    np.savez(tmp_path / "params.npz", **{name: value for name, value in given.items() if name != "threshold"}, W_skip=1)
+    with pytest.raises(CheckpointError, match="missing: threshold; not known: W_skip"):
+        load_gemma_scope(tmp_path)
+    np.savez(tmp_path / "params.npz", **given | {"b_enc": given["b_dec"]})
+    with pytest.raises(CheckpointError, match=r"needs b_enc \[9\]"):
+        load_gemma_scope(tmp_path)

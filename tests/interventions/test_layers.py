@@ -1,0 +1,154 @@
+"""Layers are skipped, repeated and swapped as in models built that way, at the chosen steps and positions alone."""
+
+import pytest
+import torch
+from building import random_dit, random_hf, random_ids, random_model
+from watching import LONG, PADDED, again, entered, unwatched, watch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.experiments import sweep
+from sinklens.interventions import LayerOrder, MaskSinks, SkipLayers
+
+POINT = {"layer": "blocks.1.hook_resid_post", "attn": "blocks.1.hook_attn_out", "mlp": "blocks.1.hook_mlp_out"}
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("part", ["layer", "attn", "mlp"])
+@pytest.mark.parametrize(
+    ("architecture", "causal", "settings"), [("llama", False, {}), ("llama", True, {}), ("sdar", False, {})]
+)
+def test_a_skipped_layer_adds_nothing_to_the_stream_of_the_chosen_positions(
+    worded, architecture, causal, settings, part
+):
+    model = worded(architecture, causal)
+    hooks = SkipLayers(layers=[1], part=part, where="committed", steps=[1, 2, 3])
+    watched = watch(model, PADDED, [hooks], ["hook_logits"], **settings)
+    run, changed = watched.run, 0
+    for step in range(1, 4):
+        ids, real = entered(run, step)
+        answer = torch.arange(ids.shape[1]) >= run.prompt_length
+        chosen = (answer & (ids != (-1 if causal else model.mask_token_id)) & real)[..., None]
+        before = again(run, step).values["blocks.1.hook_resid_pre"]
+
+        def skip(value, chosen=chosen, before=before):
+            return torch.where(chosen, before if part == "layer" else torch.zeros_like(value), value)
+
+        plain, logits = again(run, step, {POINT[part]: skip}), watched.values[step]["denoise.hook_logits"]
+        counted, size = real[:, -logits.shape[1] :], logits.shape[1]
+        torch.testing.assert_close(logits[counted], plain.logits[:, -size:][counted], atol=1e-3, rtol=1e-3)
+        changed += int(chosen.sum())
+    assert changed > 3
+    assert unwatched(model)
+
+
+def rebuilt(architecture, order, **settings):
+    """The random model of `architecture` built with the layers `order`, by copying their weights."""
+    old = random_hf(architecture, **settings)
+    new = random_hf(architecture, **settings, num_hidden_layers=len(order))
+    new.load_state_dict({name: value for name, value in old.state_dict().items() if ".layers." not in name}, False)
+    for place, layer in enumerate(order):
+        new.model.layers[place].load_state_dict(old.model.layers[layer].state_dict())
+    return new
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("order", [[0, 2, 1], [0, 1, 1, 2], [2, 0], [1, 1, 1, 0, 2]])
+def test_another_order_computes_what_a_model_built_that_way_computes(architecture, order):
+    model, ids = random_model(architecture), random_ids()
+    before = model(ids)
+    with torch.no_grad(), LayerOrder(order).applied(model):
+        found = model(ids)
+    with torch.no_grad():
+        expected = sinklens.load(rebuilt(architecture, order))(ids)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found, before, atol=1e-3)
+    assert torch.equal(model(ids), before)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_order_holds_at_the_chosen_steps_of_a_run(worded):
+    model = worded()
+    watched = watch(model, [LONG], [LayerOrder([0, 2, 1], steps=[1, 3])], ["hook_logits"])
+    for step in range(watched.run.steps_run):
+        ids, _ = entered(watched.run, step)
+        with torch.no_grad():
+            plain = model(ids)
+            with LayerOrder([0, 2, 1]).applied(model):
+                swapped = model(ids)
+        logits = watched.values[step]["denoise.hook_logits"]
+        assert torch.allclose(logits, swapped, atol=1e-4) == (step in (1, 3))
+        assert torch.allclose(logits, plain, atol=1e-4) == (step not in (1, 3))
+
+
+def test_the_order_of_a_modulated_network_changes_too():
+    model = random_dit("mdlm")
+    ids = torch.randint(0, 4, (1, 6))
+    before = model(ids, time=0.5)
+    last = model.cfg.n_layers - 1
+    with LayerOrder([*range(last), last, last]).applied(model):
+        assert not torch.allclose(model(ids, time=0.5), before, atol=1e-4)
+    assert torch.equal(model(ids, time=0.5), before)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_run_that_fails_leaves_the_layers_as_they_were(worded):
+    model = worded()
+
+    def fail(value, hook):
+        raise RuntimeError("stop")
+
+    layers = list(model.tree.hf.model.layers)
+    with pytest.raises(RuntimeError, match="stop"):
+        watch(model, [LONG], [LayerOrder([2, 1, 0, 0]), ("blocks.1.hook_resid_post", fail)], [])
+    assert list(model.tree.hf.model.layers) == layers
+    assert model.tree.hf.config.num_hidden_layers == 3
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_permutation_works_with_a_cache_and_other_orders_are_refused(worded):
+    model = worded("llama", True)
+    cached = watch(model, PADDED, [LayerOrder([1, 0, 2])], []).run
+    plain = watch(model, PADDED, [LayerOrder([1, 0, 2])], [], use_cache=False).run
+    assert torch.equal(cached.canvas, plain.canvas)
+    assert not torch.equal(cached.canvas, watch(model, PADDED, [], []).run.canvas)
+    with pytest.raises(
+        SettingError, match=r"LayerOrder\(\[0, 1, 1, 2\]\) skips or repeats layers, and steps with use_cache"
+    ):
+        watch(model, PADDED, [LayerOrder([0, 1, 1, 2])], [])
+    assert watch(model, PADDED, [LayerOrder([0, 1, 1, 2])], [], use_cache=False).run.steps_run == 5
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_repeated_layer_can_be_recorded(worded):
+    run = watch(worded(), [LONG], [LayerOrder([0, 1, 1, 2]), MaskSinks(steps=[2])], [], record_sinks=True).run
+    assert run.sinks.scores().sizes["layer"] == 3
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_orders_that_make_no_sense_are_refused(worded):
+    model = worded()
+    with pytest.raises(SettingError, match="order is empty"):
+        LayerOrder([])
+    with pytest.raises(SettingError, match="layer 3 does not exist; there are 3, 0 to 2"):
+        watch(model, [LONG], [LayerOrder([0, 3])])
+    with pytest.raises(SettingError, match=r"write `with LayerOrder\(order\)\.applied\(model\):`"):
+        LayerOrder([0, 1]).hooks_for(model)
+    with pytest.raises(SettingError, match="LayerOrder does not support layers="):
+        LayerOrder([0], layers=[1])
+    with pytest.raises(SettingError, match="part must be 'layer', 'attn' or 'mlp'; got 'block'"):
+        SkipLayers(part="block")
+    metric = lambda output: output.logits.mean(dim=(1, 2))  # noqa: E731
+    with pytest.raises(SettingError, match="LayerOrder changes the model for all rows of a batch"):
+        sweep(model, [LONG], {"swapped": LayerOrder([0, 2, 1])}, metric=metric, gen_length=4, steps=2)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_sweep_runs_an_order_apart_from_the_others(worded):
+    model, settings = worded(), {"gen_length": 4, "steps": 2}
+    listed = {"skip": SkipLayers(layers=[1]), "swap": LayerOrder([0, 2, 1]), "mlp": SkipLayers(layers=[0], part="mlp")}
+    found = sweep(model, PADDED, listed, **settings)
+    for name, hooks in listed.items():
+        run = sinklens.generate(model, PADDED, hooks=hooks, record_sinks=False, **settings)
+        assert found["answer"].sel(intervention=name).values.tolist() == [answer.text for answer in run.answers]

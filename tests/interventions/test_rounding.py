@@ -1,0 +1,111 @@
+"""Weights and activations are rounded as a loop over groups rounds them, and are afterwards as before."""
+
+import pytest
+import torch
+from building import random_ids, random_model
+from watching import LONG, again, entered, watch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.interventions import RoundActivations, RoundWeights
+
+
+def looped(values, bits, group, keep=()):
+    """Rounded one group at a time."""
+    levels, found = 2 ** (bits - 1) - 1, values.clone()
+    others = [column for column in range(values.shape[1]) if column not in keep]
+    for row in range(len(values)):
+        for start in range(0, len(others), group or len(others)):
+            columns = others[start : start + (group or len(others))]
+            scale = max(abs(float(values[row, column])) for column in columns) / levels
+            for column in columns:
+                found[row, column] = round(float(values[row, column]) / scale) * scale if scale else 0.0
+    return found
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("bits", "group"), [(4, None), (3, 16), (2, 7)])
+@pytest.mark.parametrize("keep", [(), (3, 20)])
+def test_matrices_are_rounded_group_by_group_and_restored(bits, group, keep):
+    model, ids = random_model(), random_ids()
+    layer = model.tree.hf.model.layers[1]
+    before = {name: value.clone() for name, value in model.tree.hf.state_dict().items()}
+    reference = model(ids)
+    with torch.no_grad(), RoundWeights(bits, group, keep, layers=[1]).applied(model):
+        changed = [name for name, value in model.tree.hf.state_dict().items() if not torch.equal(value, before[name])]
+        assert len(changed) == 7
+        assert all(name.startswith("model.layers.1.") and "norm" not in name for name in changed)
+        for path in ("self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+            kept = keep if path in ("self_attn.k_proj", "mlp.gate_proj") else ()  # only these read the stream
+            wanted = looped(before[f"model.layers.1.{path}.weight"], bits, group, kept)
+            torch.testing.assert_close(layer.get_submodule(path).weight.data, wanted, atol=1e-6, rtol=1e-5)
+        assert not torch.allclose(model(ids), reference, atol=1e-4)
+    assert all(torch.equal(value, before[name]) for name, value in model.tree.hf.state_dict().items())
+
+
+def test_a_run_is_made_with_rounded_weights_and_more_bits_change_less(tiny_llada):
+    prompt = "Question: Ben has 9 eggs. He finds 4 more. How many eggs does Ben have now?\nAnswer:"
+    before = tiny_llada.tree.hf.model.layers[0].mlp.down_proj.weight.clone()
+    base = watch(tiny_llada, [prompt], [], ["hook_logits"], gen_length=8, steps=2)
+    moved = {}
+    for bits in (8, 4, 3):
+        hooks = [RoundWeights(bits)]
+        changed = watch(tiny_llada, [prompt], hooks, ["hook_logits"], gen_length=8, steps=2, replay=base.run)
+        logits = changed.values[1]["denoise.hook_logits"] - base.values[1]["denoise.hook_logits"]
+        moved[bits] = float(logits.pow(2).mean())
+    assert 0 < moved[8] < moved[4] < moved[3]
+    assert torch.equal(tiny_llada.tree.hf.model.layers[0].mlp.down_proj.weight, before)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_activations_of_the_chosen_positions_are_rounded_without_the_kept_dimensions(worded):
+    model = worded()
+    hooks = RoundActivations(3, point="hook_resid_mid", keep_dims=[5, -1], layers=[1], where="masked")
+    watched = watch(model, [LONG], [hooks], ["hook_logits"])
+    for step in range(watched.run.steps_run):
+        ids, _ = entered(watched.run, step)
+
+        def edit(stream, ids=ids):
+            masked = ids == model.mask_token_id
+            wanted = stream.clone()
+            wanted[masked] = looped(stream[masked], 3, None, keep=(5, 23)).to(stream)
+            return wanted
+
+        plain = again(watched.run, step, {"blocks.1.hook_resid_mid": edit})
+        torch.testing.assert_close(watched.values[step]["denoise.hook_logits"], plain.logits, atol=1e-3, rtol=1e-3)
+
+
+def test_a_planted_outlier_dimension_is_what_rounding_costs():
+    """With one large dimension the others lose their levels; keeping it, and no other, saves them."""
+    model, ids = random_model(), random_ids()
+    for layer in model.tree.hf.model.layers:
+        layer.input_layernorm.weight.data[7] = 0.0  # nothing reads the dimension
+        layer.post_attention_layernorm.weight.data[7] = 0.0
+    model.tree.hf.model.norm.weight.data[7] = 0.0
+    model.tree.hf.model.embed_tokens.weight.data[:, 7] = 60.0
+
+    def error(**options):
+        hooks = RoundActivations(6, point="hook_resid_pre", **options).hooks_for(model)
+        with torch.no_grad():
+            return float((model.run_with_hooks(ids, hooks) - model(ids)).pow(2).mean())
+
+    assert error(keep_dims=[7]) < error() / 10
+    assert error(keep_dims=[8]) > error() / 2
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_numbers_that_make_no_sense_are_refused(worded):
+    with pytest.raises(SettingError, match="bits must be an integer from 2 to 8; got 1"):
+        RoundWeights(1)
+    with pytest.raises(SettingError, match="bits must be an integer from 2 to 8; got 9"):
+        RoundActivations(9)
+    with pytest.raises(SettingError, match="group must be at least 1"):
+        RoundWeights(4, 0)
+    with pytest.raises(SettingError, match="RoundWeights does not support steps="):
+        RoundWeights(4, steps=[0])
+    with pytest.raises(SettingError, match=r"point must be one of ln1\.hook_normalized"):
+        RoundActivations(4, point="hook_embed")
+    with pytest.raises(SettingError, match=r"write `with RoundWeights\(bits\)\.applied\(model\):`"):
+        RoundWeights(4).hooks_for(worded())
+    with pytest.raises(SettingError, match="dim 24 does not exist; there are 24"):
+        sinklens.generate(worded(), LONG, hooks=RoundWeights(4, keep_dims=[24]), gen_length=4, steps=2)

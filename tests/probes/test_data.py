@@ -1,0 +1,110 @@
+"""The places of a run are read once each, with the activation of a pass over the row alone and the run's own labels."""
+
+import numpy as np
+import pytest
+import torch
+from watching import PADDED, entered, short
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.features import collect
+from sinklens.probes import ProbeData, joined, probe_data
+from sinklens.sinks import TopK
+
+POINTS = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z"]
+
+
+@pytest.fixture(scope="module")
+def run(worded):
+    return sinklens.generate(worded(), PADDED, **short(worded(), {"record_sinks": True}))
+
+
+@pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("dream", False), ("llama", True)])
+def test_activations_are_those_of_a_pass_over_each_row_alone(worded, architecture, causal):
+    model = worded(architecture, causal)
+    run = sinklens.generate(model, PADDED, **short(model, {}))
+    data = probe_data(run, POINTS, steps=[0, 2])
+    places = list(zip(*(data.column(name).tolist() for name in ("prompt", "step", "column")), strict=True))
+    assert len(set(places)) == len(places)
+    for step in (0, 2):
+        ids, real = entered(run, step)
+        newest = ids.shape[1] - 1
+        for row in range(2):
+            columns = real[row].nonzero()[:, 0].tolist() if not (causal and step) else [newest]
+            assert [place[2] for place in places if place[:2] == (row, step)] == columns
+            cache = model.run_with_cache(ids[row : row + 1, real[row]], names_filter=POINTS)[1]
+            mine = (data.column("prompt") == row) & (data.column("step") == step)
+            for point in POINTS:
+                alone = cache[point][0].flatten(1).detach()[-len(columns) :]
+                torch.testing.assert_close(torch.from_numpy(data.at(point)[mine]), alone, atol=2e-4, rtol=1e-3)
+
+
+def test_columns_are_those_of_the_run(run):
+    data = probe_data(run, POINTS[0], scope=["masked", "committed"], detector=TopK(k=1))
+    sinks = run.sinks.detect(TopK(k=1)).any(("layer", "head")).to_numpy()
+    for place in range(len(data)):
+        row, step, column = (int(data.column(name)[place]) for name in ("prompt", "step", "column"))
+        masked = bool(run.undecided[row, step, column])
+        assert data.column("state")[place] == ("masked" if masked else "committed")
+        assert data.column("token_id")[place] == run.canvas[row, step, column]
+        assert data.column("final_token")[place] == run.tokens[row, column]
+        assert data.column("decided_step")[place] == run.unmask_step[row, column]
+        assert data.column("steps_left")[place] == run.unmask_step[row, column] - step
+        assert data.column("from_answer")[place] == column - run.prompt_length >= 0
+        assert data.column("is_sink")[place] == sinks[row, step, column]
+        share = run.undecided[row, step].sum() / run.undecided[row, 0].sum()
+        assert data.column("noise")[place] == pytest.approx(float(share))
+        canvas = data.canvases[data.column("canvas")[place]]
+        visible = run.real[row] & ~run.undecided[row, step]
+        assert canvas[visible].tolist() == run.canvas[row, step][visible].tolist()
+        assert (canvas[~visible] == -1).all()
+    assert set(data.column("is_sink")) == {True, False}
+
+
+def test_a_store_gives_the_same_activations(worded, tmp_path):
+    model = worded()
+    store = collect(model, PADDED, POINTS[0], tmp_path / "a.zarr", scope="masked", gen_length=4)
+    stored = ProbeData.of_store(store)
+    read = probe_data(sinklens.generate(model, PADDED, gen_length=4, progress=False), POINTS[0], scope="masked")
+    key = [np.lexsort([data.column(name) for name in ("pos", "step", "prompt")]) for data in (stored, read)]
+    np.testing.assert_allclose(stored.at(POINTS[0])[key[0]], read.at(POINTS[0])[key[1]], atol=1e-4)
+    assert set(stored.column("state")) == {"masked"}
+
+
+def test_labels_are_given_by_place_by_prompt_or_over_the_canvas(run):
+    data = probe_data(run, POINTS[0])
+    own = data.with_label("right", [True, False]).with_label("number", np.arange(len(data)))
+    assert (own.column("right") == (data.column("prompt") == 0)).all()
+    assert own.column("number").tolist() == list(range(len(data)))
+    scores = run.sinks.scores().isel(layer=0, head=0).to_numpy()
+    index = tuple(data.column(name) for name in ("prompt", "step", "column"))
+    assert (data.with_label("score", scores).column("score") == scores[index]).all()
+    with pytest.raises(SettingError, match=r"must have one value for each of \d+ places, or one for each prompt"):
+        data.with_label("short", [1])
+    with pytest.raises(SettingError, match=r"a place lies outside of \[prompt, column\]"):
+        data.with_label("short", np.zeros((2, 2)))
+
+
+def test_runs_are_joined_with_their_prompts_numbered_on(run):
+    part = probe_data(run, POINTS[0])
+    both = joined([part, part.where(prompt=1)])
+    assert len(both) == len(part) + int((part.column("prompt") == 1).sum())
+    assert sorted(set(both.column("prompt"))) == [0, 1, 3]
+    last = both.where(prompt=3)
+    shown = last.canvases[last.column("canvas")], part.where(prompt=1)
+    np.testing.assert_array_equal(shown[0], part.canvases[shown[1].column("canvas")])
+    with pytest.raises(SettingError, match="the same points in all of them"):
+        joined([part, probe_data(run, POINTS[1])])
+
+
+def test_what_cannot_be_read_is_refused(run):
+    with pytest.raises(SettingError, match="the run has no place in scope='committed'"):
+        probe_data(run, POINTS[0], scope="committed", steps=[0])
+    with pytest.raises(SettingError, match="no column 'right'; they have prompt, step"):
+        probe_data(run, POINTS[0]).column("right")
+    with pytest.raises(SettingError, match="no place has step=99"):
+        probe_data(run, POINTS[0]).where(step=99)
+    with pytest.raises(SettingError, match=r"there are no activations at .x.; there are some at blocks\.0"):
+        probe_data(run, POINTS[0]).at("x")
+    with pytest.raises(SettingError, match="one value for each place; got"):
+        ProbeData({"x": np.zeros((2, 3))}, {"prompt": np.zeros(3)})

@@ -1,0 +1,166 @@
+"""Probes have the weights of their formulas, and their directions do in a run what they say."""
+
+import numpy as np
+import pytest
+import torch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.interventions import Activations, PatchSubspace
+from sinklens.probes import ProbeData, fit_probe
+from sinklens.probes.fitting import Probe, fitted
+
+POINT, D = "blocks.1.hook_resid_post", 24
+
+
+def sample(classes=2, places=300, d=6, seed=0):
+    """Activations whose classes differ along their own directions, in dimensions of unequal size."""
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, classes, size=places)
+    x = rng.normal(size=(places, d)) + 3 * rng.normal(size=(classes, d))[y]
+    return x * np.logspace(0, 2, d), np.array(["a", "b", "c"])[y]
+
+
+def test_a_centroid_probe_names_the_nearest_mean():
+    x, y = sample(3)
+    means = {name: x[y == name].mean(axis=0) for name in "abc"}
+    nearest = [min(means, key=lambda name: float(((place - means[name]) ** 2).sum())) for place in x]
+    assert fitted(x, y, "centroid").predict(x).tolist() == nearest
+
+
+def test_a_difference_of_means_decides_halfway_between_them():
+    x, y = sample()
+    first, second = (x[y == name].mean(axis=0) for name in "ab")
+    expected = np.where((x - (first + second) / 2) @ (second - first) > 0, "b", "a")
+    probe = fitted(x, y, "difference")
+    assert probe.predict(x).tolist() == expected.tolist()
+    unit = (second - first) / np.linalg.norm(second - first)
+    np.testing.assert_allclose(probe.direction().numpy(), unit, atol=1e-6)
+    assert probe.gap() == pytest.approx(np.linalg.norm(second - first))
+
+
+def test_mass_mean_undoes_the_covariance_within_classes():
+    """Two classes that differ in the small dimension only; the large one is noise correlated with it."""
+    rng = np.random.default_rng(1)
+    y = rng.integers(0, 2, size=4000)
+    noise = rng.normal(size=4000)
+    x = np.stack([10 * noise, y + noise], axis=1)  # x1 − x0 / 10 is the class exactly
+    assert (fitted(x, y, "mass_mean").predict(x) == y).mean() > 0.99
+    assert (fitted(x, y, "difference").predict(x) == y).mean() < 0.8
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_logistic_and_ridge_are_those_of_scikit_learn_on_standardized_activations(classes):
+    from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    x, y = sample(classes)
+    reference = make_pipeline(StandardScaler(), LogisticRegression(C=0.5, max_iter=1000, tol=1e-3)).fit(x, y)
+    found = fitted(x, y, "logistic", penalty=2.0).outputs(x)
+    chances = np.exp(found) / np.exp(found).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(chances, reference.predict_proba(x), atol=1e-6)
+    number = x[:, 0] - 2 * x[:, 3] + 5
+    reference = make_pipeline(StandardScaler(), Ridge(alpha=3.0)).fit(x, number)
+    np.testing.assert_allclose(fitted(x, number, "ridge", 3.0).predict(x), reference.predict(x), rtol=1e-8)
+
+
+def probe_of(model, classes=2, kind="difference"):
+    """A probe of random activations at `POINT`."""
+    x, y = sample(classes, d=model.cfg.d_model, seed=4)
+    data = ProbeData({POINT: x.astype(np.float32)}, {"prompt": np.arange(len(y)), "y": y})
+    return fit_probe(data, POINT, "y", kind)
+
+
+def streams(model, hooks):
+    """The stream at `POINT` at step 0, without and with `hooks`."""
+    found = []
+    for entry in ([], hooks):
+        kept = Activations(names=[POINT], steps=[0])
+        listed = entry if isinstance(entry, list) else [entry]
+        sinklens.generate(model, "w1 w2 w3", hooks=[*listed, kept], gen_length=4, progress=False)
+        found.append(kept.caches[0][POINT][0].double())
+    return found
+
+
+def test_one_unit_of_steering_moves_a_place_from_one_class_mean_to_the_other(worded):
+    probe = probe_of(worded())
+    before, after = streams(worded(), probe.steer(1.0))
+    moved = torch.from_numpy(probe.means[1] - probe.means[0]).expand_as(before)
+    torch.testing.assert_close(after - before, moved, rtol=1e-4, atol=1e-2)
+
+
+def test_one_unit_of_steering_a_regression_raises_its_prediction_by_one(worded):
+    x, _ = sample(d=D)
+    data = ProbeData({POINT: x}, {"prompt": np.arange(len(x)), "y": x[:, 2] / 50})
+    probe = fit_probe(data, POINT, "y", "ridge")
+    before, after = (probe.predict(stream.numpy()) for stream in streams(worded(), probe.steer(1.0)))
+    np.testing.assert_allclose(after - before, 1.0, rtol=1e-4)
+
+
+def test_what_is_removed_cannot_be_read_and_the_rest_stays(worded):
+    probe = probe_of(worded(), classes=3, kind="logistic")
+    basis = probe.basis.double()
+    assert basis.shape == (2, D)
+    before, after = streams(worded(), probe.remove())
+    torch.testing.assert_close(after, before - before @ basis.T @ basis, rtol=1e-3, atol=1e-4)
+    outputs = probe.outputs(after.numpy())
+    np.testing.assert_allclose(np.ptp(outputs - probe.bias, axis=1), 0, atol=1e-3)
+
+
+def test_a_patched_subspace_is_that_of_the_other_run(worded):
+    model, probe = worded(), probe_of(worded(), classes=3, kind="centroid")
+    kept = Activations(names=[POINT])
+    sinklens.generate(model, "w9 w8 w7", hooks=kept, gen_length=4, progress=False)
+    other, basis = kept.caches[0][POINT][0].double(), probe.basis.double()
+    before, after = streams(model, probe.patch(kept.caches))
+    torch.testing.assert_close(after @ basis.T, other @ basis.T, rtol=1e-3, atol=1e-4)
+    apart = torch.eye(D).double() - basis.T @ basis
+    torch.testing.assert_close(after @ apart, before @ apart, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(before, after, atol=1e-2)
+
+
+def test_a_random_probe_keeps_lengths_and_angles_but_not_directions():
+    probe = fitted(*sample(3, d=40), "centroid")
+    other = probe.random(3)
+    np.testing.assert_allclose(other.weights @ other.weights.T, probe.weights @ probe.weights.T)
+    assert other.gap("a") == pytest.approx(probe.gap("a"))
+    assert abs(float(other.direction("a") @ probe.direction("a"))) < 0.5
+
+
+def test_what_a_probe_cannot_do_is_refused(unchecked):
+    x, y = sample(3)
+    with pytest.raises(SettingError, match="mass_mean probe needs two classes; the label has 'a', 'b', 'c'"):
+        fitted(x, y, "mass_mean")
+    with pytest.raises(SettingError, match="kind must be one of logistic, ridge"):
+        fitted(x, y, "svm")
+    with pytest.raises(SettingError, match="at least two classes"):
+        fitted(x, np.zeros(len(x)), "centroid")
+    with pytest.raises(SettingError, match="3 classes, so toward= must name one of them: 'a', 'b', 'c'"):
+        fitted(x, y, "centroid").direction()
+    with pytest.raises(SettingError, match="no class 'z'"):
+        fitted(x, y, "centroid").direction("z")
+    elsewhere = Probe("ridge", "blocks.0.attn.hook_z", np.ones((1, 3)), np.zeros(1), None, np.zeros((0, 3)))
+    with pytest.raises(SettingError, match=r"the probe reads blocks\.0\.attn\.hook_z; use patch"):
+        elsewhere.steer(1.0)
+
+
+def test_a_subspace_of_heads_is_patched_as_their_flattened_values(worded):
+    model, z = worded(), "blocks.1.attn.hook_z"
+    kept, base, after = (Activations(names=[z]) for _ in range(3))
+    sinklens.generate(model, "w9 w8 w7", hooks=kept, gen_length=4, progress=False)
+    plain = sinklens.generate(model, "w1 w2 w3", hooks=base, gen_length=4, progress=False)
+    basis = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
+    hooks = [PatchSubspace(source=kept.caches, names=[z], basis=basis), after]
+    sinklens.generate(model, "w1 w2 w3", hooks=hooks, replay=plain, gen_length=4, progress=False)
+    here, there, new = (one.caches[0][z][0].flatten(1) for one in (base, kept, after))
+    torch.testing.assert_close(new @ basis.T, there @ basis.T, rtol=1e-3, atol=1e-4)
+    assert int(torch.linalg.matrix_rank(new - here, rtol=1e-3)) == 2
+
+
+def test_a_subspace_without_points_or_of_dependent_vectors_is_refused(worded):
+    source = {0: {"blocks.0.hook_resid_post": torch.zeros(1, 3, D)}}
+    with pytest.raises(SettingError, match="PatchSubspace needs names="):
+        PatchSubspace(source=source, basis=torch.ones(1, D))
+    with pytest.raises(SettingError, match="linearly independent"):
+        PatchSubspace(source=source, names=["blocks.0.hook_resid_post"], basis=torch.ones(2, D))
