@@ -290,7 +290,7 @@ def test_content_is_given_the_answers_to_own_prompts(tmp_path, capsys, monkeypat
 
     seen = {}
 
-    def run(self, models, prompts, out, progress):
+    def run(self, models, prompts, out, progress, group):
         seen.update(answers=self.answers, prompts=prompts)
         raise KeyboardInterrupt
 
