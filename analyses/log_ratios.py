@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from sinklens.analyses.intervals import Interval, interval_rows, outcomes
+from sinklens.analyses.ratios import geometric
 from sinklens.evaluation.statistics import mcnemar
 
 
@@ -22,20 +23,10 @@ def log_ratio(first: Float[np.ndarray, " prompt"], second: Float[np.ndarray, " p
 
     Prompts where either is not above 0 or missing are left out.
     """
-    from scipy.stats import t
-
     usable = (first > 0) & (second > 0)
-    logs = np.log(first[usable] / second[usable])
-    number, nothing = len(logs), np.array(np.nan)
-    if not number:
-        return Interval(nothing, nothing, nothing, np.array(0)), np.nan
-    mean = logs.mean()
-    if number < 2:
-        return Interval(np.exp(mean), nothing, nothing, np.array(number)), np.nan
-    error = logs.std(ddof=1) / np.sqrt(number)
-    half = t.ppf(0.975, number - 1) * error
-    p = float(2 * t.sf(abs(mean) / error, number - 1)) if error else float(mean == 0)
-    return Interval(np.exp(mean), np.exp(mean - half), np.exp(mean + half), np.array(number)), p
+    found = geometric(np.log(first[usable] / second[usable]))
+    numbers = (np.array(value) for value in (found.estimate, found.low, found.high, found.prompts))
+    return Interval(*numbers), found.p
 
 
 def ratio_rows(

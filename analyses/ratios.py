@@ -22,6 +22,7 @@ import xarray as xr
 from jaxtyping import Float
 
 from sinklens.analyses.intervals import corrected, mean_interval, verdict
+from sinklens.analyses.medians import median_interval
 from sinklens.analyses.power import smallest_mean
 from sinklens.evaluation.statistics import Accuracy
 
@@ -72,16 +73,8 @@ def compared(
 
 
 def median(values: Float[np.ndarray, " prompt"]) -> Estimate:
-    """Median, with the interval between order statistics that holds it with at least 95 %; NaN with fewer than 6."""
-    from scipy.stats import binom
-
-    number = len(values)
-    if not number:
-        return Estimate(np.nan, np.nan, np.nan, 0)
-    rank = int(binom.ppf(0.025, number, 0.5))  # the number of values below the median is in rank … n − rank
-    ordered = np.sort(values)
-    low, high = (ordered[rank - 1], ordered[number - rank]) if rank > 0 else (np.nan, np.nan)
-    return Estimate(float(np.median(values)), float(low), float(high), number)
+    """`medians.median_interval` of values without NaN."""
+    return Estimate(*median_interval(values), len(values))
 
 
 def geometric(logs: Float[np.ndarray, " prompt"]) -> Estimate:
