@@ -99,7 +99,7 @@ def _torchao_int4(place: Place) -> Any:
     if place.cuda:
         made = Int4WeightOnlyConfig(group_size=place.group, int4_packing_format="tile_packed_to_4d")
     else:
-        made = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(place.group))
+        made = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(place.group))  # type: ignore[attr-defined]
     return _torchao(made, place, of_experts=Int8WeightOnlyConfig())
 
 

@@ -265,7 +265,7 @@ class _Step:
     def unwatched(self) -> "_Step":
         """The same step without watched points."""
         plain = _Step(self._model, self._settings, 1, [], False, self._record)
-        plain._length = self.length
+        plain.length = self.length
         return plain
 
     def bytes(self, batch: int) -> int:
@@ -279,7 +279,7 @@ class _Step:
         if self._record:  # of the last layer, when those of all others are held
             hooks.append((f"blocks.{layers - 1}.attn.hook_sink_scores", lambda value, hook: sums.append(value[:batch])))
         ids = torch.zeros(rows, self.length, dtype=torch.long)
-        given = {"time": torch.zeros(rows)} if tree.timed else {}
+        given: dict[str, Any] = {"time": torch.zeros(rows)} if tree.timed else {}
         with LiveBytes([*tree.hf.parameters(), *tree.hf.buffers()]) as live, tree.hooks(fwd_hooks=hooks):
             if self._record:
                 size = (batch, self._model.cfg.n_heads, self.length)

@@ -187,7 +187,7 @@ def _measured(
     found = [line for line in read_lines(out) if line.protocol == chosen.name]
     runs = []
     for sample in list(task.samples(problems))[:DESCRIBED]:
-        given = {} if not chosen.chat_template else {"chat_template": True}
+        given: dict[str, Any] = {} if not chosen.chat_template else {"chat_template": True}
         runs.append(generate(model, model_input(sample), progress=False, **given, **chosen.run_settings(model)))
     return found, runs
 
@@ -259,7 +259,7 @@ def sum_error(run: "Generation") -> float:
 def accuracy_check(found: Accuracy, published: Published | None, departs: Sequence[str]) -> Check:
     """Whether the accuracy agrees with the published score, by Newcombe's interval of their difference."""
     low, high = found.interval
-    numbers = {"value": found.share, "low": low, "high": high}
+    numbers: dict[str, Any] = {"value": found.share, "low": low, "high": high}
     if published is None or published.accuracy is None:
         return Check("accuracy", "recorded", "no published score", str(found), **numbers)
     stated = f"{published.score:.3f} ({published.source})"

@@ -85,7 +85,12 @@ def fit_jacobian_lens(
     lens = TunedLens(model.name, torch.zeros(buckets, layers, d_model, d_model), torch.zeros(buckets, layers, d_model))
     listed: list[list[_Step]] = [[] for _ in range(buckets)]
     for start in range(0, len(prompts), rows):
-        shared = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False}
+        shared: dict[str, Any] = {
+            "seed": seed,
+            "chat_template": chat_template,
+            "record_sinks": False,
+            "progress": False,
+        }
         run = generate(model, list(prompts[start : start + rows]), **shared, **settings)
         for row, shares in enumerate(masked_share(run)):
             for step, share in enumerate(shares):

@@ -47,7 +47,7 @@ def load_gemma_scope(
             f"{file} must hold {', '.join(TENSORS)}; missing: {_listed(set(TENSORS) - set(arrays))}; not known: "
             f"{_listed(set(arrays) - set(TENSORS))}."
         )
-    tensors = {name: torch.from_numpy(np.array(arrays[name], dtype=np.float32)) for name in TENSORS}
+    tensors: dict[str, Any] = {name: torch.from_numpy(np.array(arrays[name], dtype=np.float32)) for name in TENSORS}
     try:
         sae = SparseAutoencoder(**tensors, architecture="jumprelu", subtract_b_dec=False, point=point, model=model)
     except (SettingError, ValueError) as error:
