@@ -55,6 +55,7 @@ KNOWN = (
     _shipped("tiny-mdlm", "b93459020d82773c", 2196996, 426),
     _shipped("tiny-mmada", "f0d0d6973732d565", 2028480, 470),
     _shipped("tiny-sdar", "de13e59ab3a71608", 2018368, 500),
+    _shipped("tiny-two-modes", "9df3b332d5d12f92", 2018112, 500),
     *(Known(name, 8_020_000_000, 5_000_000, _TABLE_5) for name in (LLADA_BASE, LLADA_INSTRUCT, LLADA_15)),
     *(Known(name, 7_610_000_000, 10_000_000, _QWEN) for name in (DREAM_BASE, DREAM_INSTRUCT)),
     Known("meta-llama/Llama-3.1-8B-Instruct", 8_030_000_000, 5_000_000, _TABLE_5),

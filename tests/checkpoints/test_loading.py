@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 import sinklens
-from sinklens.checkpoints import loading
+from sinklens.checkpoints import loading, reading
 from sinklens.errors import CheckpointError
 
 LLADA_HEAD = "model.transformer.ff_out.weight"
@@ -141,7 +141,7 @@ def test_the_element_type_is_the_requested_one(tmp_path, requested, given):
 def test_a_model_that_is_not_small_keeps_its_stored_type(tmp_path, monkeypatch):
     hf = random_hf("llama", dtype=torch.bfloat16)
     write_checkpoint(tmp_path, public_config("llada", hf), public_weights("llada", hf))
-    monkeypatch.setattr(loading, "SMALL", 1)
+    monkeypatch.setattr(reading, "SMALL", 1)
     assert sinklens.load(tmp_path).cfg.dtype is torch.bfloat16
 
 
@@ -278,7 +278,7 @@ def test_loading_small_checkpoints_prints_nothing(tmp_path):
 def test_a_progress_bar_is_shown_for_large_models(llada, monkeypatch, capfd):
     sinklens.load(llada)
     assert capfd.readouterr() == ("", "")
-    monkeypatch.setattr(loading, "SMALL", 1)
+    monkeypatch.setattr(reading, "SMALL", 1)
     sinklens.load(llada)
     assert "Loading weights" in capfd.readouterr().err
 
