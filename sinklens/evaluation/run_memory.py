@@ -168,7 +168,8 @@ def plan_run(
         keep: the values stay on the device until the step ends, as in `run_with_cache`.
         record_sinks: record sink scores, as a run does by default.
         cached: the run has a cache policy, which stores keys and values of all positions.
-        quantization: "none", "8bit" or "4bit"; of linear layers, not of stacked experts, embeddings and the head.
+        quantization: "none", "bnb-int8" or "bnb-nf4"; of linear layers, not of stacked experts, embeddings and the
+            head.
         dtype: element type of weights and activations.
         load: ``revision``, ``family`` and ``block_length`` of `sinklens.load`.
         **settings: as in `sinklens.generate`.

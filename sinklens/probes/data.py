@@ -85,12 +85,13 @@ class ProbeData:
 
     @classmethod
     def of_store(cls, store: ActivationStore) -> "ProbeData":
-        """The activations of a store, with the columns that it has: prompt, step, pos, state and token_id."""
+        """The activations of all points of a store, with its columns: prompt, step, pos, state and token_id."""
         columns: dict[str, np.ndarray] = {
             name: store.column(name) for name in ("prompt", "step", "pos", "state", "token_id")
         }
         columns["state"] = np.array(STATES)[columns["state"]]
-        return cls({store.about["point"]: store.read(0, len(store)).numpy()}, columns)
+        of_points = {name: ActivationStore(store.path, name) for name in store.points}
+        return cls({name: one.read(0, len(one)).numpy() for name, one in of_points.items()}, columns)
 
     def column(self, name: str) -> Shaped[np.ndarray, " place"]:
         """One column.

@@ -76,8 +76,8 @@ def test_quantized_weights_are_those_of_linear_layers_by_the_formats_formulas(pl
     inside, rows = sum(one.weight.numel() for one in layers), sum(one.weight.shape[0] for one in layers)
     outside = plan.parameters - inside
     assert plan.alternatives["none"] == (plan.weights, 0)
-    assert plan.alternatives["8bit"] == (4 * outside + inside + 4 * rows, 4 * max(x.weight.numel() for x in layers))
-    assert plan.alternatives["4bit"][0] == 4 * outside + inside // 2 + 4 * inside // 64
+    assert plan.alternatives["bnb-int8"] == (4 * outside + inside + 4 * rows, 4 * max(x.weight.numel() for x in layers))
+    assert plan.alternatives["bnb-nf4"][0] == 4 * outside + inside // 2 + 4 * inside // 64
     assert list(plan.alternatives) == list(QUANTIZATIONS)
 
 
@@ -135,7 +135,7 @@ def test_a_name_on_the_hub_downloads_no_weights(monkeypatch, tmp_path):
 
 
 def test_wrong_arguments_say_what_is_allowed():
-    with pytest.raises(SettingError, match=r"no quantization is called '3bit'; known: none, 8bit, 4bit"):
+    with pytest.raises(SettingError, match=r"no quantization is called '3bit'; known: none, bnb-int8, bnb-nf4"):
         plan_run("tiny-llada", quantization="3bit")
     with pytest.raises(SettingError, match=r"batch and a prompt of at least 1; got 0"):
         plan_run("tiny-llada", batch=0)

@@ -61,13 +61,15 @@ def test_columns_are_those_of_the_run(run):
     assert set(data.column("is_sink")) == {True, False}
 
 
-def test_a_store_gives_the_same_activations(worded, tmp_path):
-    model = worded()
-    store = collect(model, PADDED, POINTS[0], tmp_path / "a.zarr", scope="masked", gen_length=4)
+@pytest.mark.parametrize("several", [False, True])
+def test_a_store_gives_the_same_activations(worded, tmp_path, several):
+    model, points = worded(), list(POINTS) if several else POINTS[0]
+    store = collect(model, PADDED, points, tmp_path / "a.zarr", scope="masked", gen_length=4)
     stored = ProbeData.of_store(store)
-    read = probe_data(sinklens.generate(model, PADDED, gen_length=4, progress=False), POINTS[0], scope="masked")
+    read = probe_data(sinklens.generate(model, PADDED, gen_length=4, progress=False), points, scope="masked")
     key = [np.lexsort([data.column(name) for name in ("pos", "step", "prompt")]) for data in (stored, read)]
-    np.testing.assert_allclose(stored.at(POINTS[0])[key[0]], read.at(POINTS[0])[key[1]], atol=1e-4)
+    for point in POINTS if several else POINTS[:1]:
+        np.testing.assert_allclose(stored.at(point)[key[0]], read.at(point)[key[1]], atol=1e-4)
     assert set(stored.column("state")) == {"masked"}
 
 
