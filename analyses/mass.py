@@ -152,7 +152,7 @@ def curve(
     """
     table = interval_table(measured, [cost], seed, ranges)
     means = interval_table(measured, [removal], seed)
-    labels = [name for name in table if name not in ("measure", "estimate", "low", "high", "prompts")]
+    labels = [name for name in means if name not in ("measure", "estimate", "low", "high", "prompts")]
     means = means[[*labels, "estimate"]].rename(columns={"estimate": "removed"})
     found = table.merge(means, on=labels, how="left", validate="one_to_one")
     return found[found["removed"].notna()].reset_index(drop=True)

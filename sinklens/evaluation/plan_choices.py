@@ -22,5 +22,5 @@ class Quantized(NamedTuple):
 
 
 QUANTIZATIONS = {"none": None, "bnb-int8": Quantized(8, 0), "bnb-nf4": Quantized(4, 64)}
-"""Names as in `sinklens.load`. LLM.int8 (Dettmers et al., 2208.07339): a scale per row; NF4 (2305.14314): a scale per 64
-weights, not quantized."""
+"""Names as in `sinklens.load`. LLM.int8 (Dettmers et al., 2208.07339): a scale per row; NF4 (2305.14314): a scale per
+64 weights, not quantized."""
