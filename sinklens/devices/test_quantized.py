@@ -11,7 +11,7 @@ from sinklens.devices import samples
 from sinklens.hooks.offload import value_of
 from sinklens.model import Model, load
 
-LOOSE = 0.1  # of the largest logit: kernels round inputs to bfloat16 or 8 bits
+LOOSE = 0.1  # root mean square, relative: kernels round inputs to bfloat16 or 8 bits, which may change an expert
 
 
 def _check(name: str, method: str, device: torch.device) -> str:
@@ -28,15 +28,15 @@ def _check(name: str, method: str, device: torch.device) -> str:
     for place in found.quantized:
         plain.tree.hf.get_parameter(place).data.copy_(value_of(quantized.tree.hf, place))
     off = _difference(quantized, plain, device)
-    assert off < LOOSE, f"logits differ by {off:.3g} of the largest"
-    return f"{found}; logits differ by {off:.2g} of the largest"
+    assert off < LOOSE, f"logits differ by {off:.3g} of their size"
+    return f"{found}; logits differ by {off:.2g} of their size"
 
 
 def _difference(quantized: Model, plain: Model, device: torch.device) -> float:
     ids = samples.random_ids(2, 17).to(device)
     with torch.no_grad():
         wanted, found = plain(ids).float(), quantized(ids).float()
-    return float((found - wanted).abs().max() / wanted.abs().max())
+    return float((found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
 
 
 @pytest.mark.parametrize("method", METHODS)
