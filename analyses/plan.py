@@ -200,7 +200,8 @@ def _part(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> M
 def _known_keys(before: str, given: Mapping[str, Any], known: list[str]) -> None:
     for key in given:
         if key not in known:
-            raise SettingError(f"a plan has no {before}{key}; known: {', '.join(known)}.{nearest(str(key), known)}")
+            listed = ", ".join(dict.fromkeys(known))
+            raise SettingError(f"a plan has no {before}{key}; known: {listed}.{nearest(str(key), known)}")
 
 
 def _typed(name: str, kind: Any, value: Any) -> Any:

@@ -33,8 +33,9 @@ def run_verify(options: argparse.Namespace) -> None:
     from sinklens.model import load
     from sinklens.utils.atomic import atomic_write
 
-    if options.problems < 1 or options.batch < 1:
-        raise SinklensError(f"--problems and --batch must be at least 1; got {options.problems} and {options.batch}.")
+    for name in ("problems", "batch"):
+        if (given := getattr(options, name)) < 1:
+            raise SinklensError(f"--{name} must be at least 1; got {given}.")
     model = load(options.model, **loading(options, options.model), check=False)
     found = verify(
         model, options.out / "runs", problems=options.problems, data=options.data, fingerprint=options.fingerprint,

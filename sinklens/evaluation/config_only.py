@@ -38,6 +38,8 @@ def config_folder(source: str | Path) -> Iterator[Path]:
             shutil.copy(path, Path(folder) / "config.json")
             yield Path(folder)
         return
+    if path.suffix == ".json":
+        raise CheckpointError(f"there is no file {source}; pass a config.json, a folder, or a name on the Hub.")
     on_hub = str(source) not in shipped_names() and not path.is_dir() and str(source).count("/") == 1
     yield _download_config(str(source)) if on_hub and not path.is_absolute() else find_checkpoint(source)
 

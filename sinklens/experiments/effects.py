@@ -60,7 +60,7 @@ class ModeEffect:
     Attributes:
         base, changed: the runs in the two modes.
         free_running: `compare` of them.
-        at_equal_text: `modes_compared` of the text of `base`.
+        at_equal_text: `modes_compared` of the text of `base`, in passes of the unchanged model, without `hooks`.
     """
 
     base: Generation
@@ -71,8 +71,8 @@ class ModeEffect:
     def __repr__(self) -> str:
         same, kl = self.free_running["same_answer"], self.at_equal_text["kl"]
         return (
-            f"ModeEffect({int(same.sum())} of {same.size} answers are the same, mean KL at equal text "
-            f"{float(kl.mean()):.3g} nats)"
+            f"ModeEffect({int(same.sum())} of {same.size} answers are the same, mean KL of the unchanged model at "
+            f"equal text {float(kl.mean()):.3g} nats)"
         )
 
 
@@ -102,7 +102,7 @@ def effect(
     fourth run repeats the exact one with sums over the queries of the third, and these two are compared.
 
     With `modes` the prompt is decoded in two modes instead, under `hooks` in both, and with the same settings as far as
-    both have them; see `ModeEffect`.
+    both have them; see `ModeEffect`. The passes at equal text are those of the unchanged model.
 
     Args:
         prompt: as in `sinklens.generate`; with several prompts, each measure is [batch, …] (use

@@ -129,7 +129,7 @@ class ProbeData:
         array, places = np.asarray(values), self.columns
         if array.shape == (len(self),):
             found = array
-        elif array.ndim == 1 and len(array) > places["prompt"].max(initial=-1):
+        elif array.ndim == 1 and len(array) == places["prompt"].max(initial=-1) + 1:
             found = array[places["prompt"]]
         elif array.ndim in (2, 3) and "column" in places:
             axes = ("prompt", "column") if array.ndim == 2 else ("prompt", "step", "column")
@@ -141,8 +141,9 @@ class ProbeData:
             found = array[index]
         else:
             raise SettingError(
-                f"label {name!r} must have one value for each of {len(self)} places, or one for each prompt; got an "
-                f"array of shape {list(array.shape)}."
+                f"label {name!r} must have one value for each of {len(self)} places, or for each of "
+                f"{places['prompt'].max(initial=-1) + 1} prompts; got an array of shape {list(array.shape)}. Add "
+                f"labels of prompts before you choose places."
             )
         return replace(self, columns={**self.columns, name: found})
 

@@ -223,7 +223,7 @@ def sampler_name(family: Any, given: Mapping[str, Any]) -> str:
         advice = (
             f"one of {known}.{nearest(str(mode), family.modes)}"
             if family.modes
-            else f"not given for {family.name} models, which decode in one way; leave it out."
+            else f"left out for {family.name} models, which decode in one way."
         )
         raise SettingError(f"mode={mode!r} must be {advice}")
     return family.modes[mode]

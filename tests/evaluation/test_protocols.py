@@ -90,7 +90,7 @@ def test_a_mode_chooses_the_sampler_of_a_model_that_has_modes(tiny_llada, tmp_pa
     assert causal == {"gen_length": 16, "mode": "autoregressive"}
     assert settings_for(model, causal).name == "autoregressive"
     assert base.with_settings({"mode": "diffusion"}).run_settings(model) == {"mode": "diffusion", **plain}
-    with pytest.raises(SettingError, match="mode='diffusion' must be not given for llada models"):
+    with pytest.raises(SettingError, match="mode='diffusion' must be left out for llada models"):
         base.with_settings({"mode": "diffusion"}).run_settings(tiny_llada)
     with pytest.raises(SettingError, match="both choose how to decode; name one of them"):
         base.with_settings({"mode": "diffusion", "sampler": "llada"})
