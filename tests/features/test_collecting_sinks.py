@@ -202,7 +202,10 @@ MEMORY = """
 import json, resource, sys
 sys.path.insert(0, sys.argv[2])
 from test_collecting_sinks import GIVEN, prompts, random_model
-from sinklens.features import collect_sinks, collecting_sinks
+from sinklens.features import collect_sinks
+from sinklens.sinks import run_store
+run_store.SHARD = 2**20
+given = GIVEN | {"gen_length": 32, "steps": 32}
 peaks = {}
 def keep(done, total):
     peaks[done] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -81,8 +81,9 @@ def test_labels_are_given_by_place_by_prompt_or_over_the_canvas(run):
     scores = run.sinks.scores().isel(layer=0, head=0).to_numpy()
     index = tuple(data.column(name) for name in ("prompt", "step", "column"))
     assert (data.with_label("score", scores).column("score") == scores[index]).all()
-    with pytest.raises(SettingError, match=r"must have one value for each of \d+ places, or one for each prompt"):
-        data.with_label("short", [1])
+    for values in ([1], [1, 2, 3]):
+        with pytest.raises(SettingError, match=r"must have one value for each of \d+ places, or for each of 2 prompts"):
+            data.with_label("other", values)
     with pytest.raises(SettingError, match=r"a place lies outside of \[prompt, column\]"):
         data.with_label("short", np.zeros((2, 2)))
 
