@@ -32,7 +32,6 @@ from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.doses import dose_response
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
 from sinklens.experiments.effects import Effect, ModeEffect, effect
-from sinklens.experiments.fidelity import Fidelity, fidelity
 from sinklens.experiments.infilling import holes, span_likelihood
 from sinklens.experiments.jacobian_lens import fit_jacobian_lens
 from sinklens.experiments.jumps import Jump, jump_undone, sink_jumps
@@ -48,6 +47,7 @@ from sinklens.experiments.massive import (
 from sinklens.experiments.metrics import AtPosition, StepOutput
 from sinklens.experiments.modes import commits_compared, mode_patching, modes_compared
 from sinklens.experiments.paths import AcrossSteps, path_across_steps
+from sinklens.experiments.quantized import Fidelity, fidelity
 from sinklens.experiments.readers import read_attribution
 from sinklens.experiments.reference_runs import difference_of_means, donors
 from sinklens.experiments.settling import (

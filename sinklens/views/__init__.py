@@ -14,7 +14,7 @@ from sinklens.views.charts import (
     threshold_curve,
 )
 from sinklens.views.effects import effect_map
-from sinklens.views.feature_page import feature_page
+from sinklens.views.feature_html import feature_page
 from sinklens.views.figures import (
     group_profiles,
     grouped_pattern,
