@@ -123,7 +123,7 @@ def test_the_site_opens_from_a_folder_and_its_search_works(site, browser):
 @pytest.mark.browser
 @pytest.mark.parametrize(("words", "page"), [
     ("chat template", "concepts/steps.html"),
-    ("probe", "concepts/features.html"),
+    ("probe", "concepts/probes.html"),
     ("logit difference", "concepts/interventions.html"),
 ])  # fmt: skip
 def test_the_search_finds_the_words_of_the_field(site, browser, words, page):

@@ -16,7 +16,12 @@ from sinklens.zoo.pictures import CODE_TOKENS
 from sinklens.zoo.scores import Score
 
 FAMILIES = {"tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada"}
-MODEL_TYPES = {"dream": "Dream", "llada-moe": "llada", "diffusion-gemma": "diffusion_gemma"}
+MODEL_TYPES = {
+    "dream": "Dream",
+    "llada-moe": "llada",
+    "diffusion-gemma": "diffusion_gemma",
+    "nemotron-diffusion": "nemotron_labs_diffusion",
+}
 PUBLIC = {"tiny-llada": "llada-8b", "tiny-dream": "dream-7b", "tiny-mmada": "mmada-8b"}
 
 
