@@ -278,7 +278,7 @@ def test_loading_small_checkpoints_prints_nothing(tmp_path):
 def test_a_progress_bar_is_shown_for_large_models(llada, monkeypatch, capfd):
     sinklens.load(llada)
     assert capfd.readouterr() == ("", "")
-    monkeypatch.setattr(reading, "SMALL", 1)
+    monkeypatch.setattr(loading, "SMALL", 1)
     sinklens.load(llada)
     assert "Loading weights" in capfd.readouterr().err
 
