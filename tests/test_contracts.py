@@ -12,6 +12,8 @@ from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, re
 from building import random_hf
 from contracts import FILES, HOME, ROOT, relied_on, uses
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.integrations import moe
 
 PYTHONS = {"_asdict", "_fields", "_replace", "_exit"}  # of named tuples and os: public despite their names
 
@@ -132,6 +134,18 @@ def test_transformers_lists_tied_weights_and_says_which_attention_runs():
         assert "lm_head.weight" in hf._tied_weights_keys
         hf.set_attn_implementation("sdpa")
         assert hf.config._attn_implementation == "sdpa"
+
+
+def test_transformers_has_its_own_grouped_products_with_a_fake_result(monkeypatch):
+    tokens, experts = torch.randn(5, 8), torch.randn(2, 8, 16)
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    with relied_on("transformers", "moe._can_use_grouped_mm, which chooses between torch's and its own operation"):
+        monkeypatch.setattr(moe, moe._can_use_grouped_mm.__name__, lambda *_, **__: False)
+        found = moe._grouped_mm(tokens, experts, offs=ends)
+        torch.testing.assert_close(found, torch.cat([tokens[:2] @ experts[0], tokens[2:] @ experts[1]]))
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(value) for value in (tokens, experts, ends)]
+            assert moe._grouped_mm(*fake[:2], offs=fake[2]).shape == found.shape
 
 
 # The table

@@ -188,13 +188,10 @@ def plan_run(
         sizes = sizes_of(model)
         points = watched_points(model, watch)
         tried = _Step(model, chosen, prompt_length, points, keep, record_sinks)
-        several, scale = max(2, batch), 1
-        if model.cfg.num_experts and dtype is torch.float32:  # fake grouped products are in bfloat16 only
-            narrow = fake_model(folder, load or {}, torch.bfloat16)
-            tried, scale = _Step(narrow, chosen, prompt_length, points, keep, record_sinks), 2
-        one, more = scale * tried.bytes(1), scale * tried.bytes(several)
+        several = max(2, batch)
+        one, more = tried.bytes(1), tried.bytes(several)
         step = one if batch == 1 else more
-        plain = scale * tried.unwatched().bytes(batch) if points else step
+        plain = tried.unwatched().bytes(batch) if points else step
         stored = {name: quantized(model, name) for name in QUANTIZATIONS}
         weights, unpacked = stored[quantization]
         keys = _keys(model, chosen, batch * tried.rows, prompt_length, cached)

@@ -9,8 +9,8 @@ tried, and a sampler's loop cannot. What a kernel allocates for itself is not se
 """
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,11 +19,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-def without_memory() -> AbstractContextManager[Any]:
-    """A block whose tensors are fake."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """A block whose tensors are fake.
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    PyTorch's grouped products, which compute all experts at once, have a fake result in bfloat16 only. Inside the
+    block, transformers calls its own operation for them, whose fake result has the same size in any element type.
+    """
+    from unittest.mock import patch
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers.integrations import moe
+
+    own = patch.object(moe, moe._can_use_grouped_mm.__name__, lambda *_, **__: False)
+    with own, FakeTensorMode(allow_non_fake_inputs=True):
+        yield
 
 
 class LiveBytes(TorchDispatchMode):

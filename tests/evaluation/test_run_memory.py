@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from sinklens.hooks.sizes import point_elements
 from sinklens.utils.allocations import LiveBytes, without_memory
 
 GIVEN = {"gen_length": 8, "steps": 4, "block_length": 8}
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 3000, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3, "head_dim": 32,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024, "mask_token_id": 2999,
 }  # fmt: skip
@@ -106,6 +107,15 @@ def test_time_is_the_longer_of_operations_and_bytes(plan):
         plan.seconds(CARDS["h100"], 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_plan_of_experts_counts_their_projections_in_any_element_type(dtype):
+    """Two experts per token: the gated projections, 2 · 160 values, of the last step of an MLP are its peak."""
+    found = plan_run("tiny-llada-moe", batch=8, prompt_length=120, gen_length=8, steps=4, dtype=dtype)
+    routed, stream = 8 * 128 * 2, 8 * 128 * 192
+    least = (routed * (2 * 160 + 160 + 192) + 3 * stream) * dtype.itemsize
+    assert least < found.step < 1.7 * least
+
+
 def test_a_plan_needs_no_weights_and_takes_a_file_of_any_name(tmp_path):
     folder = Path(sinklens.__file__).parent / "checkpoints" / "shipped" / "tiny-llada"
     (tmp_path / "folder").mkdir()
@@ -179,6 +189,12 @@ CASES = {
     "mmada": ("tiny-mmada", 8, 64, ["streams"], {"gen_length": 32, "steps": 2, "block_length": 32}),
     "autoregressive": ("tiny-llama", 8, 64, [], {"gen_length": 32}),
     "sdar": ("tiny-sdar", 8, 64, [], {"gen_length": 32}),
+    "experts": ("tiny-llada-moe", 8, 96, [], {"gen_length": 32, "steps": 2, "block_length": 32}),
+    "experts, one row": ("tiny-llada-moe", 1, 64, [], {"gen_length": 32, "steps": 2, "block_length": 32}),
+    "experts, patterns": (
+        "tiny-llada-moe", 4, 112, ["patterns"], {"gen_length": 16, "steps": 2, "block_length": 16}
+    ),
+    "random, wide experts": (("qwen3_moe", True), 4, 224, [], {"gen_length": 32}),
     "random, wide vocabulary": (("llama", False), 4, 128, [], {"gen_length": 128, "steps": 2, "block_length": 128}),
     "random, long": (("llama", False), 2, 480, ["scores"], {"gen_length": 32, "steps": 2, "block_length": 32}),
     "random, nucleus": (("qwen2", False), 4, 128, [], {"gen_length": 64, "steps": 2, "temperature": 0.5, "top_p": 0.9}),
@@ -194,7 +210,8 @@ def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(case, tmp_path):
         settings = settings | ({"sampler": "dream"} if "top_p" in settings else {})
         random_hf(*name, **SIZES).config.save_pretrained(tmp_path)
         source = tmp_path
-    family = {} if isinstance(name, str) else {"load": {"family": f"a2d-{name[0]}"}}
+    given = isinstance(name, str) or name[1]  # causal ones are known by their model_type
+    family = {} if given else {"load": {"family": f"a2d-{name[0]}"}}
     found = plan_run(source, batch=batch, prompt_length=prompt, watch=watch, dtype=torch.float32, **family, **settings)
     taken = peak_of(name, SIZES, batch, prompt, watch, settings)
     assert found.working == pytest.approx(taken, rel=0.1)
