@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 GROUPS = (128, 64, 32)  # columns that share a scale, in 4-bit matrices: the largest that divides all rows
 EXPERTS = r"re:.*\.experts\.(gate_up_proj|down_proj)"  # torchao's name for the parameters of stacked experts
 DEQUANTIZED = "dequantized while it was loaded"
-NAMES_OF_MODULES = ("modules_to_not_convert", "llm_int8_skip_modules")
+NAMES_OF_MODULES = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
 
 
 class Place(NamedTuple):
@@ -148,11 +148,13 @@ class Layout:
         packages: the Python packages that transformers needs for it.
         matrix: regular expression of the name of the packed matrix, and what the matrix is called unpacked.
         beside: regular expression of what is stored beside it; the first group is what the matrix's name begins with.
+        experts: whether transformers reads quantized experts, which its classes hold as one stacked parameter.
     """
 
     packages: tuple[str, ...]
     matrix: tuple[str, str]
     beside: str
+    experts: bool = False
 
 
 _AS_IT_IS = (r"^(?!)", "")
@@ -161,13 +163,14 @@ LAYOUTS: dict[str, Layout] = {  # by quant_method in config.json
         ("torchao",),
         (r"\._(\w+)_qdata$", r".\1"),
         r"^(.*)\._\w+?_(?:scale_and_zero|per_tensor_scale|act_pre_scale|scale|zero_point)$",
+        experts=True,
     ),
     "bitsandbytes": Layout(
         ("bitsandbytes",),
         _AS_IT_IS,
         r"^(.*)\.(?:weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)|SCB|weight_format)$",
     ),
-    "fp8": Layout((), _AS_IT_IS, r"^(.*)\.(?:weight_scale_inv|activation_scale)$"),
+    "fp8": Layout((), _AS_IT_IS, r"^(.*)\.(?:weight_scale_inv|activation_scale)$", experts=True),
     "gptq": Layout(("optimum", "gptqmodel"), (r"\.qweight$", ".weight"), r"^(.*)\.(?:qzeros|scales|g_idx)$"),
     "awq": Layout(("gptqmodel",), (r"\.qweight$", ".weight"), r"^(.*)\.(?:qzeros|scales)$"),
 }
@@ -266,8 +269,13 @@ def _linear(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]
     return {name: shape for name, shape in shapes.items() if len(shape) == 2 and not other.search(name)}
 
 
-def published(raw: Mapping[str, Any], family: Family, where: str) -> dict[str, Any] | None:
+def published(
+    raw: Mapping[str, Any], family: Family, where: str, installed: bool = True
+) -> dict[str, Any] | None:  # fmt: skip
     """The ``quantization_config`` of a checkpoint, with modules under transformers' names; None without one.
+
+    Args:
+        installed: whether the packages of the method must be there.
 
     Raises:
         CheckpointError: its method is unknown or not installed, or the family's weights cannot be loaded so.
@@ -293,7 +301,8 @@ def published(raw: Mapping[str, Any], family: Family, where: str) -> dict[str, A
             f"{where}: torchao files list their weights by name, and {family.name} checkpoints have other names than "
             f"transformers' class. Load the full-precision checkpoint with quantization=."
         )
-    _need(LAYOUTS[kind].packages, kind, where)
+    if installed:
+        _need(LAYOUTS[kind].packages, kind, where)
     renamed = {
         key: [rename(f"{name}.", family).removesuffix(".") for name in found[key]]
         for key in NAMES_OF_MODULES
@@ -310,7 +319,8 @@ def unpacked(weights: Weights, kind: str, expected: Mapping[str, tuple[int, ...]
         expected: names and shapes of the model's parameters.
 
     Raises:
-        CheckpointError: a matrix lacks its scales, or holds another number of values than the model's.
+        CheckpointError: a matrix lacks its scales, or holds another number of values than the model's; or experts are
+            packed in a form that transformers cannot stack.
     """
     layout, shapes, original = LAYOUTS[kind], {}, {}
     beside = {match.group(1) for name in weights.shapes if (match := re.match(layout.beside, name))}
@@ -323,6 +333,12 @@ def unpacked(weights: Weights, kind: str, expected: Mapping[str, tuple[int, ...]
             raise CheckpointError(
                 f"{where}: {weights.original[name]} is quantized, but the files have no scales for it. Download the "
                 f"checkpoint again."
+            )
+        if packed and ".experts." in plain and not layout.experts:
+            raise CheckpointError(
+                f"{where}: {weights.original[name]} is an expert quantized by {kind}, and transformers reads such "
+                f"weights into linear layers only, while its class stacks the experts in one parameter. Load the "
+                f"full-precision checkpoint, with quantization='torchao-int8' if it is too large."
             )
         if packed and plain in expected:
             shape = _full(shape, expected[plain], weights.original[name], where)

@@ -78,19 +78,25 @@ def plan_lines(found: "Plan", card: "Card", options: argparse.Namespace) -> list
             if options.price is None
             else f"; {hours:,.0f} card hours, {hours * options.price:,.0f} at {options.price:g}"
         ),
-        f"  {found.parameters:,} parameters, {_gb(found.weights)} of weights",
+        f"  {found.parameters:,} parameters, {size_text(found.weights)} of weights",
     ]
-    table = [f"{batch}: {_gb(found.gpu_bytes(batch))}" for batch in BATCHES]
+    table = [f"{batch}: {size_text(found.gpu_bytes(batch))}" for batch in BATCHES]
     lines.append(f"  GPU memory by batch: {', '.join(table)}; at most {found.largest_batch(card)} rows on {card.name}")
-    host = [f"{batch}: {_gb(found.host_bytes + batch * found.host_row_bytes)}" for batch in BATCHES]
+    host = [f"{batch}: {size_text(found.host_bytes + batch * found.host_row_bytes)}" for batch in BATCHES]
     lines.append(f"  host memory by batch, without the weights while they are loaded: {', '.join(host)}")
     if found.disk_row_bytes:
-        lines.append(f"  temporary files (TMPDIR), for keys of the unmasked run: {_gb(found.disk_row_bytes)} a row")
+        lines.append(
+            f"  temporary files (TMPDIR), for keys of the unmasked run: {size_text(found.disk_row_bytes)} a row"
+        )
     return lines
 
 
-def _gb(size: float | int) -> str:
-    return f"{size / 1e9:,.2f} GB"
+def size_text(size: float | int) -> str:
+    """A size in bytes in the largest unit of which it is at least one."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size:,.0f} bytes"
 
 
 def estimate_text(cost: Any) -> str:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sinklens.cli.options import add_loading, add_settings, loading, settings_given
+from sinklens.cli.planning import duration as longer
+from sinklens.cli.planning import size_text
 
 if TYPE_CHECKING:
     from sinklens.evaluation.run_memory import RunPlan
@@ -91,17 +93,17 @@ def plan_lines(found: "RunPlan", cards: list[Any], utilization: float, dtype: st
     lines = [
         f"{found.model}: {found.parameters:,} parameters; batch {found.batch}, {found.prompt_length} + "
         f"{settings.gen_length} positions, at most {settings.most_steps} steps ({settings.name})",
-        f"  on the device: {_gb(found.device_bytes)}",
-        f"    weights ({dtype if found.quantization == 'none' else found.quantization}): {_gb(found.weights)}",
-        f"    a step: {_gb(found.step)}, of which {_gb(found.watched)} for watched points",
+        f"  on the device: {size_text(found.device_bytes)}",
+        f"    weights ({dtype if found.quantization == 'none' else found.quantization}): {size_text(found.weights)}",
+        f"    a step: {size_text(found.step)}, of which {size_text(found.watched)} for watched points",
     ]
     if found.unpacked:
-        lines.append(f"    the largest quantized matrix, unpacked: {_gb(found.unpacked)}")
+        lines.append(f"    the largest quantized matrix, unpacked: {size_text(found.unpacked)}")
     if found.keys:
-        lines.append(f"    keys and values: {_gb(found.keys)} at the end of the run")
+        lines.append(f"    keys and values: {size_text(found.keys)} at the end of the run")
     lines += _watched_lines(found)
     lines.append(
-        f"  in main memory: {_gb(found.host_bytes)} for the track and the canvases, twice while they are joined; "
+        f"  in main memory: {size_text(found.host_bytes)} for the track and the canvases, twice while they are joined; "
         f"Record(to='run.zarr') keeps the track on disk"
     )
     for card in cards:
@@ -120,7 +122,9 @@ def _watched_lines(found: "RunPlan") -> list[str]:
     for name, size in found.values.items():
         kinds.setdefault(name.split(".", 2)[-1] if name.startswith("blocks.") else name, []).append(size)
     ordered = sorted(kinds.items(), key=lambda kind: -sum(kind[1]))
-    return [f"    {kind}: {_gb(max(all_of))} each, {_gb(sum(all_of))} in all layers" for kind, all_of in ordered]
+    return [
+        f"    {kind}: {size_text(max(all_of))} each, {size_text(sum(all_of))} in all layers" for kind, all_of in ordered
+    ]
 
 
 def _fitting_lines(found: "RunPlan") -> list[str]:
@@ -144,12 +148,8 @@ def variants(found: "RunPlan") -> dict[str, "RunPlan"]:
     }
 
 
-def _gb(size: float | int) -> str:
-    return f"{size / 1e9:,.2f} GB"
-
-
 def duration(seconds: float) -> str:
     """A time in words, down to milliseconds."""
-    from sinklens.cli.planning import duration as longer
-
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} milliseconds"
     return longer(seconds) if seconds >= 10 else f"{seconds:.2f} seconds"

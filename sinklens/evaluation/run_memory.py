@@ -7,7 +7,8 @@ the storages that exist at a time is the memory of a step. Other parts follow fr
     keys and values   Σ_l 2 · kv_heads_l · d_head · positions · bytes of a number, if steps reuse them
     a recorded step   L · H · S · 4 bytes per row on the device until the step ends, twice while it is stacked
     a track           steps · (L · H · S · 4 + S · 6) bytes per row in main memory, twice while its steps are stacked
-    quantized weights (8 bits + 32 per output row), or (4 bits + 32 per 64 weights), of the linear layers
+    quantized weights as config.json says they are stored (`weight_forms`), or (8 bits + 32 per output row) or
+                      (4 bits + 32 per 64 weights) of the linear layers
 
 with S positions, L layers and H heads. A pass takes the longer of its operations at a share of the card's peak and its
 bytes, weights once and activations, at the card's bandwidth.
@@ -22,13 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.cards import Card
 from sinklens.evaluation.config_only import config_folder, fake_model
 from sinklens.evaluation.plan_choices import QUANTIZATIONS, WATCHED
 from sinklens.evaluation.planning import ModelSizes, queries_and_keys, sizes_of
+from sinklens.evaluation.weight_forms import planned_weights
 from sinklens.sampling import settings_for
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class RunPlan:
         model, settings: the model's name and the sampler's settings.
         batch, prompt_length: rows, and positions of the longest prompt.
         parameters: number of parameters.
-        quantization: name of the quantization.
+        quantization: name of the quantization; of a checkpoint that is stored quantized, its method.
         alternatives: `weights` and `unpacked` by quantization.
         weights: the weights, with the scales of quantized ones.
         unpacked: the largest quantized matrix in the model's type, which a product needs at a time.
@@ -169,13 +171,14 @@ def plan_run(
         record_sinks: record sink scores, as a run does by default.
         cached: the run has a cache policy, which stores keys and values of all positions.
         quantization: "none", "bnb-int8" or "bnb-nf4"; of linear layers, not of stacked experts, embeddings and the
-            head.
+            head. A checkpoint whose config.json has a ``quantization_config`` is planned as it is stored.
         dtype: element type of weights and activations.
         load: ``revision``, ``family`` and ``block_length`` of `sinklens.load`.
         **settings: as in `sinklens.generate`.
 
     Raises:
-        SettingError: an unknown quantization or setting, or a batch or length below 1.
+        SettingError: an unknown quantization or setting, a quantization of a checkpoint that is quantized already, or
+            a batch or length below 1.
         HookNameError: no point has this name.
         CheckpointError: the checkpoint was not found, or its config is not supported.
     """
@@ -192,7 +195,9 @@ def plan_run(
         one, more = tried.bytes(1), tried.bytes(several)
         step = one if batch == 1 else more
         plain = tried.unwatched().bytes(batch) if points else step
-        stored = {name: quantized(model, name) for name in QUANTIZATIONS}
+        forms = planned_weights(model, _published(folder, model, quantization), str(source))
+        stored = {one.name: one.size(model) for one in forms}
+        quantization = quantization if quantization in stored else forms[0].name
         weights, unpacked = stored[quantization]
         keys = _keys(model, chosen, batch * tried.rows, prompt_length, cached)
         queries, seen = queries_and_keys(chosen, float(prompt_length), model)
@@ -220,6 +225,20 @@ def _check(quantization: str, batch: int, prompt_length: int) -> None:
         )
     if batch < 1 or prompt_length < 1:
         raise SettingError(f"a plan needs a batch and a prompt of at least 1; got {batch} and {prompt_length}.")
+
+
+def _published(folder: Path, model: "Model", quantization: str) -> dict[str, Any] | None:
+    """The ``quantization_config`` of the checkpoint, whose packages need not be installed; None for full precision."""
+    from sinklens.checkpoints.files import read_config
+    from sinklens.checkpoints.quantization import published
+
+    found = published(read_config(folder), model.checkpoint.family, str(folder), installed=False)
+    if found is not None and quantization != "none":
+        raise SettingError(
+            f"this checkpoint is quantized already, by {found['quant_method']}, so quantization={quantization!r} does "
+            f"not apply; leave it out."
+        )
+    return found
 
 
 def watched_points(model: "Model", watch: Sequence[str]) -> list[str]:
@@ -300,23 +319,6 @@ class _Step:
         found = mixed.float()
         found.amax(dim=-1).isnan()
         return found
-
-
-def quantized(model: "Model", quantization: str) -> tuple[int, int]:
-    """Bytes of the weights, and of the largest quantized matrix in the model's type."""
-    form, hf = QUANTIZATIONS[quantization], model.checkpoint.hf
-    total = sum(value.numel() * value.element_size() for value in hf.parameters())
-    if form is None:
-        return total, 0
-    head, largest = hf.get_output_embeddings(), 0
-    for module in hf.modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            weight = module.weight
-            own = weight.numel() * weight.element_size()
-            scales = weight.numel() // form.group if form.group else weight.shape[0]
-            total += weight.numel() * form.bits // 8 + 4 * scales - own
-            largest = max(largest, own)
-    return total, largest
 
 
 def _keys(model: "Model", settings: "Sampler", rows: int, prompt: int, cached: bool) -> int:

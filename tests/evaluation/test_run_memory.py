@@ -12,6 +12,8 @@ from building import random_hf, random_model
 
 import sinklens
 from sinklens.cli import main
+from sinklens.cli.planning import size_text
+from sinklens.cli.run_plan import duration, plan_lines
 from sinklens.devices.measuring import peak
 from sinklens.errors import CheckpointError, HookNameError, SettingError
 from sinklens.evaluation import config_only, run_memory
@@ -161,6 +163,25 @@ def test_the_command_prints_memory_time_and_cards_and_json(capsys, monkeypatch, 
         assert part in text
     main(["plan", "tiny-llada", "--json"])
     assert json.loads(capsys.readouterr().out)["device_bytes"] == plan.device_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"), (1023, "1,023 bytes"), (1024, "1.00 KiB"), (1_500_000, "1.43 MiB"), (2**30 - 1, "1,024.00 MiB"),
+        (2**30, "1.00 GiB"), (16e9, "14.90 GiB"), (5 * 2**40, "5,120.00 GiB"),
+    ],
+)  # fmt: skip
+def test_sizes_are_printed_in_the_unit_that_shows_them(size, text):
+    assert size_text(size) == text
+
+
+def test_no_part_of_a_tiny_model_s_plan_is_printed_as_zero(plan):
+    lines = plan_lines(plan, [CARDS["h100"]], 0.4, "float32")
+    assert f"weights (float32): {plan.weights / 2**20:.2f} MiB" in lines[2]
+    assert f"{plan.host_bytes / 2**10:.2f} KiB" in "".join(lines)
+    assert not any(" 0.00 " in line for line in lines)
+    assert [duration(seconds) for seconds in (0.00123, 1.5, 75)] == ["1.23 milliseconds", "1.50 seconds", "75 seconds"]
 
 
 def measured(name, sizes, batch, prompt, watch, settings, pipe):

@@ -1,0 +1,287 @@
+"""What the weights of a quantized model take: which of its matrices are quantized, and the bytes of each.
+
+A `Form` says how one matrix is stored, and `StoredWeights` which matrices have which form. `stored_weights` reads both
+from the ``quantization_config`` of a published checkpoint, by these rules of the libraries:
+
+| ``quant_method`` | a matrix of `rows` outputs and `columns` inputs |
+|---|---|
+| bitsandbytes, 8 bits | 8 bits; a float32 scale per row |
+| bitsandbytes, 4 bits | 4 bits; a float32 scale per 64 weights, or 8 bits and a float32 scale per 256 scales (double) |
+| gptq | 2, 3, 4 or 8 bits; per row and group of columns a float16 scale and a zero point; 32 bits per column |
+| awq | 4 bits; per row and group of columns a float16 scale and a zero point |
+| fp8 | 8 bits; a float32 scale (or one of 8 bits) per block of 128 × 128 |
+| torchao | 8 or 4 bits by its config; scales per row or group |
+
+Caveat: tables of codes and descriptions of shapes, at most 1.5 kB per matrix, are not counted, nor is the padding of
+kernels that need larger matrices.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from sinklens.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+HALF, FLOAT = 16, 32  # bits
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a matrix is stored.
+
+    Attributes:
+        bits: of a weight.
+        beside: bits of the scale and the zero point of a group.
+        group: columns of a group; 0 for all.
+        rows: rows of a group; 0 for all.
+        column: bits that are stored for each column.
+        flat: groups are counted along all weights, row after row.
+    """
+
+    bits: float | int
+    beside: float | int
+    group: int = 0
+    rows: int = 1
+    column: int = 0
+    flat: bool = False
+
+    def size(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix."""
+        high, wide = (1, rows * columns) if self.flat else (rows, columns)
+        groups = math.ceil(high / (self.rows or high)) * math.ceil(wide / (self.group or wide))
+        return math.ceil((rows * columns * self.bits + groups * self.beside + columns * self.column) / 8)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Which matrices of a model are quantized.
+
+    Attributes:
+        name: of the method, as it is printed.
+        form: name of a module, or of stacked experts with the parameter -> their form; None if they stay as they are.
+        experts: whether stacked experts are quantized.
+        embeddings: whether embeddings are.
+    """
+
+    name: str
+    form: Callable[[str], Form | None]
+    experts: bool = False
+    embeddings: bool = False
+
+    def size(self, model: "Model") -> tuple[int, int]:
+        """Bytes of all weights of a model, and of its largest quantized matrix in the model's element type.
+
+        Args:
+            model: the model in full precision; its weights are not read.
+        """
+        from transformers.pytorch_utils import Conv1D
+
+        hf, largest = model.checkpoint.hf, 0
+        total = sum(value.numel() * value.element_size() for value in hf.parameters())
+        kinds = (nn.Linear, Conv1D, nn.Embedding) if self.embeddings else (nn.Linear, Conv1D)
+        for path, module in hf.named_modules():
+            if isinstance(module, kinds):
+                found = [(path, module.weight.T if isinstance(module, Conv1D) else module.weight)]
+            elif self.experts and path.endswith(".experts"):
+                own = module.named_parameters(path, recurse=False)
+                found = [(name, value) for name, value in own if value.ndim == 3]
+            else:
+                continue
+            for name, weight in found:
+                form = self.form(name)
+                if form is None:
+                    continue
+                *stack, rows, columns = weight.shape
+                plain = weight.numel() * weight.element_size()
+                total += math.prod(stack) * form.size(rows, columns) - plain
+                largest = max(largest, plain // math.prod(stack))
+        return total, largest
+
+
+def planned_weights(model: "Model", config: Mapping[str, Any] | None, where: str) -> list[StoredWeights]:
+    """The forms in which the weights of a model are planned, that of its checkpoint first.
+
+    Args:
+        config, where: as in `stored_weights`; None for a checkpoint in full precision.
+
+    Returns:
+        Of a full-precision checkpoint those of `plan_choices.QUANTIZATIONS`. fp8 has a second one, since cards of a
+        compute capability below 8.9 dequantize it.
+    """
+    if config is None:
+        return [PLAIN, *(linear_layers(name, form, model) for name, form in FORMS.items())]
+    found = stored_weights(config, model, where)
+    return [found, replace(PLAIN, name="dequantized")] if config["quant_method"] == "fp8" else [found]
+
+
+def linear_layers(
+    name: str, form: Form, model: "Model", skipped: list[str] | None = None, *, experts: bool = False,
+    defaults: bool = False,
+) -> StoredWeights:  # fmt: skip
+    """One form for all linear layers but those that transformers leaves out.
+
+    Args:
+        skipped: ``modules_to_not_convert``; None for transformers' choice: the head and weights that modules share.
+        defaults: leave out transformers' choice in addition to `skipped`.
+    """
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    left = HfQuantizer.get_modules_to_not_convert(model.checkpoint.hf, skipped, None, defaults)
+    return StoredWeights(name, lambda path: form if should_convert_module(path, left) else None, experts)
+
+
+def stored_weights(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeights:
+    """The quantized weights of a published checkpoint.
+
+    Args:
+        config: its ``quantization_config`` with a known ``quant_method`` (`checkpoints.quantization.published`).
+        model: the model in full precision.
+        where: the checkpoint, for errors.
+
+    Raises:
+        CheckpointError: a value of the config is not known; the message names it.
+    """
+    kind = config["quant_method"]
+    if kind in ("gptq", "awq") and model.cfg.num_experts:
+        raise CheckpointError(
+            f"{where}: {kind} quantizes linear layers, and transformers' class of this model stacks its experts, which "
+            f"cannot be loaded so. Plan the full-precision checkpoint."
+        )
+    return _BY_METHOD[kind](config, model, where)
+
+
+def _bitsandbytes(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeights:
+    skipped = config.get("llm_int8_skip_modules")
+    if config.get("load_in_4bit"):
+        form = DOUBLE_NF4 if config.get("bnb_4bit_use_double_quant") else NF4
+        return linear_layers("bitsandbytes, 4 bits", form, model, skipped)
+    if config.get("load_in_8bit"):
+        return linear_layers("bitsandbytes, 8 bits", INT8, model, skipped)
+    raise _unknown(where, "bitsandbytes", "load_in_4bit and load_in_8bit", None, "one that is true")
+
+
+def _gptq(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeights:
+    bits = _one_of(where, "gptq", config, "bits", (2, 3, 4, 8))
+    for key in ("dynamic", "lm_head"):
+        if config.get(key):
+            raise _unknown(where, "gptq", key, config[key], "none")
+    group = _group(where, "gptq", config)
+    shape = model.tree.architecture
+    form, parts = Form(bits, HALF + bits, group, column=32), config.get("modules_in_block_to_quantize")
+    only = (
+        None if parts is None else tuple(name for part in parts for name in ([part] if isinstance(part, str) else part))
+    )
+    blocks = config.get("block_name_to_quantize") or f"{shape.base}.{shape.layers}"
+
+    def form_of(path: str) -> Form | None:
+        return form if path.startswith(f"{blocks}.") and (only is None or path.endswith(only)) else None
+
+    return StoredWeights(f"gptq, {bits} bits", form_of)
+
+
+def _awq(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeights:
+    bits = _one_of(where, "awq", {"bits": 4, **config}, "bits", (4,))
+    zero = bits if config.get("zero_point", True) else 0
+    form = Form(bits, HALF + zero, _group(where, "awq", config))
+    return linear_layers("awq, 4 bits", form, model, config.get("modules_to_not_convert"), defaults=True)
+
+
+def _fp8(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeights:
+    for key, known in (("modules_to_convert", (None,)), ("expert_dtype", (None, "fp8"))):
+        _one_of(where, "fp8", {key: None, **config}, key, known)
+    scale = {"float": FLOAT, "ue8m0": 8}[_one_of(where, "fp8", {"scale_fmt": "float", **config}, "scale_fmt",
+                                                 ("float", "ue8m0"))]  # fmt: skip
+    block = config.get("weight_block_size", (128, 128)) or (0, 0)
+    skipped = config.get("modules_to_not_convert", config.get("ignored_layers"))
+    return linear_layers("fp8", Form(8, scale, block[1], block[0]), model, skipped, experts=True)
+
+
+def _torchao(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeights:
+    kind = config.get("quant_type")
+    made = kind.get("default") if isinstance(kind, Mapping) else None
+    if not isinstance(made, Mapping):
+        raise _unknown(where, "torchao", "quant_type", kind, "the config object that torchao writes")
+    name, embeddings = str(made.get("_type")), bool(config.get("include_input_output_embeddings"))
+    plain = linear_layers("torchao", INT8, model, config.get("modules_to_not_convert"))
+    hf, at_ends = model.checkpoint.hf, set()
+    if embeddings:
+        ends = {hf.get_input_embeddings(), hf.get_output_embeddings()}
+        at_ends = {path for path, module in hf.named_modules() if module in ends}
+    rules = made["_data"].get("fqn_to_config", {}) if name == "FqnToConfig" else {"_default": made}
+    forms = {key: None if one is None else _torchao_form(one, model, where) for key, one in rules.items()}
+
+    def form_of(path: str) -> Form | None:
+        stacked = ".experts." in path  # a parameter, which only a rule of its own reaches
+        if not stacked and path not in at_ends and plain.form(path) is None:
+            return None
+        rule = next((key for key in forms if key == path or re.fullmatch(key.removeprefix("re:"), path)), "_default")
+        return None if stacked and rule == "_default" else forms.get(rule)
+
+    return StoredWeights(f"torchao, {name.removesuffix('Config')}", form_of, True, embeddings)
+
+
+def _torchao_form(made: Mapping[str, Any], model: "Model", where: str) -> Form:
+    """The form of one of torchao's configs; scales have the width that torchao 0.18 gives them."""
+    kind, data = str(made.get("_type")), made.get("_data", {})
+    if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
+        return Form(8, FLOAT + 8, *_granularity(data, where, kind))
+    if kind in ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"):
+        return Form(8, FLOAT, *_granularity(data, where, kind))
+    own = 8 * model.cfg.dtype.itemsize
+    if kind == "Int4WeightOnlyConfig":
+        return Form(4, 2 * HALF, int(data.get("group_size", 128)))
+    if kind == "IntxWeightOnlyConfig" and "UNPACKED_TO_INT8" in str(data.get("intx_packing_format")).upper():
+        return Form(8, own + 8, *_granularity(data, where, kind))
+    raise _unknown(where, "torchao", "quant_type", kind, "a config for weights of 8 or 4 bits")
+
+
+def _granularity(data: Mapping[str, Any], where: str, kind: str) -> tuple[int, int]:
+    """Columns and rows of a group."""
+    found = data.get("granularity")
+    if isinstance(found, list | tuple):  # of activations, and of weights
+        found = found[-1]
+    if isinstance(data.get("group_size"), int):
+        return data["group_size"], 1
+    name = "PerRow" if found is None else found.get("_type")
+    if name == "PerGroup":
+        return int(found["_data"]["group_size"]), 1
+    sizes = {"PerRow": (0, 1), "PerAxis": (0, 1), "PerTensor": (0, 0)}
+    if name not in sizes:
+        raise _unknown(where, "torchao", f"granularity of {kind}", name, "PerRow, PerGroup or PerTensor")
+    return sizes[name]
+
+
+def _group(where: str, kind: str, config: Mapping[str, Any]) -> int:
+    size = config.get("group_size", 128)
+    if not isinstance(size, int) or size == 0 or size < -1:
+        raise _unknown(where, kind, "group_size", size, "a number of columns, or -1 for all")
+    return max(size, 0)
+
+
+def _one_of(where: str, kind: str, config: Mapping[str, Any], key: str, known: tuple[Any, ...]) -> Any:
+    if config.get(key) not in known:
+        raise _unknown(where, kind, key, config.get(key), ", ".join(map(str, known)))
+    return config[key]
+
+
+def _unknown(where: str, kind: str, key: str, value: object, known: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: the quantization_config of {kind} has {key} {value!r}; known: {known}. Plan the full-precision "
+        f"checkpoint, with --quantization."
+    )
+
+
+INT8 = Form(8, FLOAT)  # LLM.int8, Dettmers et al., 2208.07339
+NF4 = Form(4, FLOAT, 64, flat=True)  # Dettmers et al., 2305.14314
+DOUBLE_NF4 = Form(4, 8 + FLOAT / 256, 64, flat=True)  # the same, with quantized scales
+PLAIN = StoredWeights("none", lambda path: None)
+FORMS = {"bnb-int8": INT8, "bnb-nf4": NF4}
+_BY_METHOD = {"bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "torchao": _torchao}
