@@ -20,7 +20,13 @@ def add_verify(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--data", type=Path, help="local file or folder of GSM8K (default: the hub)")
     command.add_argument("--fingerprint", default="", help="the expected fingerprint (default: of shipped models)")
-    command.add_argument("--protocol", default="", help="another protocol (default: one with a published score)")
+    command.add_argument(
+        "--protocol", default="", help="another protocol, or a task (default: a protocol with a published score)"
+    )
+    command.add_argument(
+        "--score", type=float, metavar="SHARE",
+        help="accuracy that was published for these settings on all problems (default: the protocol's)",
+    )  # fmt: skip
     command.add_argument("--batch", type=int, default=10, metavar="N", help="problems at a time (default: %(default)s)")
     add_settings(command)
     add_loading(command)
@@ -39,7 +45,7 @@ def run_verify(options: argparse.Namespace) -> None:
     model = load(options.model, **loading(options, options.model), check=False)
     found = verify(
         model, options.out / "runs", problems=options.problems, data=options.data, fingerprint=options.fingerprint,
-        protocol=options.protocol, batch=options.batch, settings=settings_given(options),
+        protocol=options.protocol, score=options.score, batch=options.batch, settings=settings_given(options),
     )  # fmt: skip
     for name, text in (("report.json", found.to_json()), ("report.md", found.to_markdown())):
         with atomic_write(options.out / name) as part:

@@ -68,20 +68,24 @@ def known(model: str) -> Known | None:
     return next((one for one in KNOWN if one.of(model)), None)
 
 
-def protocol_for(model: str) -> tuple[str, tuple[Published, ...]]:
-    """The protocol with which to measure `model`, and its published scores, with 0, 1, 5 and 10 sinks masked.
+def protocol_for(model: str) -> str:
+    """The protocol with which to measure `model`.
 
     A shipped model is measured on its own word problems; others on GSM8K, with a protocol that has their score, and
     with the study's settings if there is none.
     """
     found = known(model)
     if found is not None and found.right is not None:
-        score = Published(found.name, found.right / HELD_OUT, found.source, HELD_OUT)
-        return "tiny-gsm", (score,)
-    scored = {
-        name: tuple(score for score in protocol.published if score.of(model) and score.score is not None)
-        for name, protocol in PROTOCOLS.items()
-        if protocol.task.startswith("gsm8k")
-    }
-    ordered = sorted((name for name in scored if scored[name]), key=lambda name: -len(scored[name]))
-    return (ordered[0], scored[ordered[0]]) if ordered else ("llada-gsm8k", ())
+        return "tiny-gsm"
+    scored = [name for name, protocol in PROTOCOLS.items() if protocol.task.startswith("gsm8k")]
+    best = max(scored, key=lambda name: len(scores_of(model, name)))  # the first of those with most scores
+    return best if scores_of(model, best) else "llada-gsm8k"
+
+
+def scores_of(model: str, protocol: str) -> tuple[Published, ...]:
+    """The published scores of `model` under a protocol, with 0, 1, 5 and 10 sinks masked; none under an unknown one."""
+    found = known(model)
+    if protocol == "tiny-gsm" and found is not None and found.right is not None:
+        return (Published(found.name, found.right / HELD_OUT, found.source, HELD_OUT),)
+    listed = PROTOCOLS[protocol].published if protocol in PROTOCOLS else ()
+    return tuple(score for score in listed if score.of(model) and score.score is not None)

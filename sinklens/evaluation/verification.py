@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from sinklens.errors import SelfCheckError
-from sinklens.evaluation.known_checkpoints import Known, known, protocol_for
+from sinklens.errors import SelfCheckError, SettingError
+from sinklens.evaluation.known_checkpoints import Known, known, protocol_for, scores_of
 from sinklens.evaluation.published import Published
 from sinklens.evaluation.statistics import Accuracy, Gap, Paired, unpaired_gap
 from sinklens.sinks.detectors import EpsilonOverMean
@@ -29,6 +29,7 @@ from sinklens.sinks.track import SinkTrack
 if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
+    from sinklens.tasks.base import Task
 
 Outcome = Literal["passed", "failed", "open", "recorded"]
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
@@ -48,7 +49,8 @@ class Check:
         outcome: "passed"; "failed"; "open" if the interval allows both; "recorded" if nothing is expected.
         expected: what was expected, and its source.
         found: what was found, in words.
-        value, low, high: the number and its 95 % interval; None if there is none.
+        value, low, high: the number and its 95 % interval; None if there is none. Of masking, the cost: accuracy
+            without masking minus accuracy with it, positive if accuracy is lost.
         statement: whether it is a statement of the study, not a property that the checkpoint must have.
     """
 
@@ -98,8 +100,8 @@ class Verification:
         """The report as a Markdown table under a heading."""
         about = f"{self.family}, {self.dtype}, {self.device}; {', '.join(f'{k} {v}' for k, v in self.versions.items())}"
         revision = f" at {self.revision}" if self.revision else ""
-        lines = [f"### {self.model}{revision}", "", about, "", "| check | outcome | expected | found |",
-                 "|---|---|---|---|"]  # fmt: skip
+        head = "| check | outcome | expected | found (a cost is positive if accuracy is lost) |"
+        lines = [f"### {self.model}{revision}", "", about, "", head, "|---|---|---|---|"]
         for check in self.checks:
             cells = (f"*{check.name}*" if check.statement else check.name, check.outcome, check.expected, check.found)
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
@@ -116,6 +118,7 @@ def verify(
     data: str | Path | None = None,
     fingerprint: str = "",
     protocol: str = "",
+    score: float | int | None = None,
     batch: int = 10,
     settings: Mapping[str, Any] | None = None,
 ) -> Verification:
@@ -125,37 +128,48 @@ def verify(
         model: the model, loaded with ``check=False``, so that a failing self-check is reported.
         out: folder of the runs' records; an interrupted call resumes there.
         problems: number of problems; the first of the test set.
-        data: local file or folder of GSM8K; the hub by default. Shipped models use their own word problems.
+        data: local file or folder of GSM8K; the hub by default. Shipped models use their own word problems, unless
+            `protocol` names another task.
         fingerprint: the expected `Model.fingerprint`; by default that of a shipped model.
-        protocol: name of the protocol; by default one that has a published score of the model.
+        protocol: name of the protocol, or of a task; by default a protocol that has a published score of the model.
+        score: the accuracy that was published for these settings on all problems of the data, in [0, 1]; by default
+            that of the protocol.
         batch: problems per run.
         settings: sampler settings that replace the protocol's; a run that departs is not compared with the score.
 
     Raises:
-        SettingError: an argument is wrong.
+        SettingError: an argument is wrong, or `data` is given for word problems, which are not read from a file.
         SinklensError: the problems cannot be read, or `out` holds results of another kind.
     """
     about = known(model.name)
-    name, scores = protocol_for(model.name)
+    name = protocol or protocol_for(model.name)
+    scores = scores_of(model.name, name)
+    if score is not None and not 0 <= score <= 1:
+        raise SettingError(f"score is a share of right answers in [0, 1]; got {score}.")
+    task = _task(name, data)
     checks = [
         fingerprint_check(model, fingerprint or (about.fingerprint if about else "")),
         parameters_check(model, about),
     ]
     checks.append(checked := self_check(model))
     if checked.outcome == "failed":
-        return _report(model, protocol or name, 0, checks, ())
+        return _report(model, name, 0, checks, ())
     checks.append(prompt_check(model))
-    lines, runs = _measured(model, Path(out), protocol or name, problems, data, batch, settings or {})
+    lines, runs = _measured(model, Path(out), name, problems, task, batch, settings or {})
     unmasked = next(line for line in lines if line.masked in (None, 0) and line.condition == "unmasked")
     plain = next((score for score in scores if score.masked == 0), None)
-    checks.append(accuracy_check(unmasked.accuracy, plain, unmasked.departs))
+    if score is None:
+        checks.append(accuracy_check(unmasked.accuracy, plain, unmasked.departs))
+    else:  # it is of these settings, whatever the protocol says
+        given = Published(model.name, score, "as given", len(task.samples()))
+        checks.append(accuracy_check(unmasked.accuracy, given, ()))
     causal = model.checkpoint.family.causal
     checks += [existence_check([run.sinks for run in runs]), motion_check([run.sinks for run in runs], causal)]
     for line in lines:
         if line.masked and line.against_unmasked is not None:
             masked = next((score for score in scores if score.masked == line.masked), None)
             checks.append(masking_check(line.masked, line.against_unmasked, causal, plain, masked))
-    return _report(model, protocol or name, unmasked.accuracy.total, checks, unmasked.departs)
+    return _report(model, name, unmasked.accuracy.total, checks, unmasked.departs)
 
 
 def _report(
@@ -169,9 +183,26 @@ def _report(
     )  # fmt: skip
 
 
+def _task(protocol: str, data: str | Path | None) -> "Task":
+    """The problems of a protocol, read from `data` if they are published ones.
+
+    Raises:
+        SettingError: they are not.
+    """
+    from sinklens.evaluation.protocols import find_protocol
+    from sinklens.tasks.registry import reads_files
+
+    chosen = find_protocol(protocol)
+    if data is not None and not reads_files(chosen.task):
+        raise SettingError(
+            f"the problems of {chosen.task} ship with sinklens and are not read from {data}. To measure on GSM8K, name "
+            f"its protocol or task, e.g. protocol='gsm8k-cot-zeroshot'; or leave data= out."
+        )
+    return chosen.make_task(data)
+
+
 def _measured(
-    model: "Model", out: Path, protocol: str, problems: int, data: str | Path | None, batch: int,
-    settings: Mapping[str, Any],
+    model: "Model", out: Path, protocol: str, problems: int, task: "Task", batch: int, settings: Mapping[str, Any],
 ) -> tuple[list[Any], "list[Generation]"]:  # fmt: skip
     """The lines of the evaluation, unmasked and masked, and runs of some of the problems with their sinks."""
     from sinklens.evaluation.conditions import masking
@@ -182,7 +213,6 @@ def _measured(
     from sinklens.tracing import generate
 
     chosen = find_protocol(protocol).with_settings(settings)
-    task = chosen.make_task(data if chosen.task != "tiny-gsm" else None)
     evaluate(model, chosen, masking(MASKED), out, task=task, limit=problems, batch=batch)
     found = [line for line in read_lines(out) if line.protocol == chosen.name]
     runs = []
@@ -311,28 +341,30 @@ def masking_check(
 ) -> Check:  # fmt: skip
     """Whether masking K sinks costs what the study says: the published difference, or little.
 
-    With published accuracies of the model, the paired interval has to overlap the interval of their difference. Else
-    the interval of a diffusion model must not lie below −`LITTLE`, and that of an autoregressive one not above it; the
-    study has no number for 10 sinks that holds for all models, so nothing is expected of them.
+    The cost is accuracy without masking minus accuracy with it, positive if accuracy is lost. With published accuracies
+    of the model, its paired interval has to overlap the interval of their difference. Else the interval of a diffusion
+    model must not lie above `LITTLE`, and that of an autoregressive one not below it; the study has no number for 10
+    sinks that holds for all models, so nothing is expected of them.
     """
-    numbers = {"value": pair.difference, "low": pair.low, "high": pair.high}
-    found = f"{pair.difference:+.3f} [{pair.low:+.3f}, {pair.high:+.3f}] of {pair.total}, paired"
+    cost, low, high = 0.0 - pair.difference, 0.0 - pair.high, 0.0 - pair.low
+    numbers = {"value": cost, "low": low, "high": high}
+    found = f"cost {cost:+.3f} [{low:+.3f}, {high:+.3f}] of {pair.total}, paired"
     name = f"masking {masked} sink{'s' * (masked > 1)}"
     if plain is not None and published is not None and plain.accuracy and published.accuracy:
-        gap = unpaired_gap(plain.accuracy, published.accuracy)
-        overlap = pair.low <= gap.high and gap.low <= pair.high
-        expected = f"{_interval(gap)} ({published.source})"
+        gap = unpaired_gap(published.accuracy, plain.accuracy)  # without masking minus with it
+        overlap = low <= gap.high and gap.low <= high
+        expected = f"cost {_interval(gap)} ({published.source})"
         return Check(name, "passed" if overlap else "failed", expected, found, statement=True, **numbers)
     if masked > 5:
         return Check(name, "recorded", "depends on the model (Table 1)", found, statement=True, **numbers)
     if causal:
-        outcome: Outcome = "passed" if pair.high < -LITTLE else "failed" if pair.low > -LITTLE else "open"
+        outcome: Outcome = "passed" if low > LITTLE else "failed" if high < LITTLE else "open"
         return Check(
-            name, outcome, f"costs more than {LITTLE:.2f}: an autoregressive model collapses", found,
+            name, outcome, f"cost above {LITTLE:.2f}: an autoregressive model collapses", found,
             statement=True, **numbers,
         )  # fmt: skip
-    outcome = "passed" if pair.low > -LITTLE else "failed" if pair.high < -LITTLE else "open"
-    return Check(name, outcome, f"costs at most {LITTLE:.2f}", found, statement=True, **numbers)
+    outcome = "passed" if high < LITTLE else "failed" if low > LITTLE else "open"
+    return Check(name, outcome, f"cost at most {LITTLE:.2f}", found, statement=True, **numbers)
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:

@@ -86,3 +86,8 @@ def find_task(
             has = ", ".join(entry.settings) or "none"
             raise TaskError(f"the task {name!r} has no setting {setting!r}; its settings: {has}.")
     return entry.make(**entry.fixed, **given)
+
+
+def reads_files(name: str) -> bool:
+    """Whether the problems of the task called `name` are read from a file or the hub; others ship with sinklens."""
+    return name in _ENTRIES and "path" in _ENTRIES[name].settings

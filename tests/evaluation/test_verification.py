@@ -1,7 +1,11 @@
 """Every check of a verification passes where it should and fails where a failure is planted."""
 
 import json
+import shutil
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +14,11 @@ from building import random_model
 
 import sinklens
 from sinklens.cli import main
+from sinklens.errors import SettingError
 from sinklens.evaluation import verification
-from sinklens.evaluation.known_checkpoints import KNOWN, Known, known, protocol_for
+from sinklens.evaluation.known_checkpoints import KNOWN, Known, known, protocol_for, scores_of
 from sinklens.evaluation.published import LLADA_INSTRUCT, Published
-from sinklens.evaluation.statistics import Accuracy, paired
+from sinklens.evaluation.statistics import Accuracy, paired, unpaired_gap
 from sinklens.evaluation.verification import (
     Check,
     Verification,
@@ -159,6 +164,18 @@ def test_masking_is_compared_with_the_published_difference_where_there_is_one():
     assert outcomes == ["failed", "passed", "failed"]
 
 
+def test_a_cost_is_positive_where_accuracy_is_lost_and_the_table_says_so():
+    lost = masking_check(5, verdicts(20, 0), False, None, None)
+    assert lost.value == pytest.approx(0.2)
+    assert 0 < lost.low < lost.value < lost.high
+    assert lost.found.startswith("cost +0.200 [+0.1")
+    gained = masking_check(5, verdicts(0, 20), True, None, None)
+    assert (gained.value, gained.outcome) == (pytest.approx(-0.2), "failed")
+    plain, masked = (Published(LLADA_INSTRUCT, score, "Table 1", 1319, k) for score, k in ((0.76, 0), (0.55, 10)))
+    assert masking_check(10, verdicts(20, 0), False, plain, masked).expected.startswith("cost +0.21")
+    assert "found (a cost is positive if accuracy is lost)" in report(lost).to_markdown()
+
+
 def test_a_mean_has_students_interval():
     mean, low, high = mean_interval([1.0, 2.0, 3.0])
     half = 4.302653 / 3**0.5  # t(0.975, 2 degrees of freedom), standard deviation 1
@@ -169,12 +186,18 @@ def test_a_mean_has_students_interval():
 def test_what_is_known_about_a_model_follows_from_its_name():
     assert known("/models/LLaDA-8B-Instruct/").parameters == 8_020_000_000
     assert known("somebody/else") is None
-    protocol, scores = protocol_for(LLADA_INSTRUCT)
-    assert protocol == "llada-gsm8k"
-    assert {score.masked: score.score for score in scores} == {0: 0.76, 1: 0.75, 5: 0.73, 10: 0.55}
-    assert protocol_for("somebody/else") == ("llada-gsm8k", ())
-    name, (score,) = protocol_for("tiny-llada")
-    assert (name, score.accuracy) == ("tiny-gsm", Accuracy(458, 500))
+    assert protocol_for(LLADA_INSTRUCT) == "llada-gsm8k"
+    assert {score.masked: score.score for score in scores_of(LLADA_INSTRUCT, "llada-gsm8k")} == {
+        0: 0.76,
+        1: 0.75,
+        5: 0.73,
+        10: 0.55,
+    }
+    assert protocol_for("somebody/else") == "llada-gsm8k"
+    assert scores_of("somebody/else", "llada-gsm8k") == ()
+    assert protocol_for("tiny-llada") == "tiny-gsm"
+    assert [score.accuracy for score in scores_of("tiny-llada", "tiny-gsm")] == [Accuracy(458, 500)]
+    assert scores_of("tiny-llada", "gsm8k-cot-zeroshot") == ()  # its score is of other problems
 
 
 def test_what_is_known_about_the_shipped_models_is_true():
@@ -228,3 +251,44 @@ def test_a_failing_self_check_ends_the_verification(own, tmp_path):
 def test_a_known_checkpoint_is_found_by_the_last_part_of_its_name():
     assert Known("a/b", 1, 0, "x").of("/somewhere/b")
     assert not Known("a/b", 1, 0, "x").of("/somewhere/bb")
+
+
+# GSM8K from a folder
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory):
+    """tiny-llada with room for GSM8K's prompts, in a folder of another name."""
+    folder = tmp_path_factory.mktemp("models") / "roomy"
+    shutil.copytree(Path(sinklens.__file__).parent / "checkpoints" / "shipped" / "tiny-llada", folder)
+    config = json.loads((folder / "config.json").read_text())
+    key = next(name for name in ("max_sequence_length", "max_position_embeddings") if name in config)
+    (folder / "config.json").write_text(json.dumps(config | {key: 1024}))
+    return folder
+
+
+@pytest.mark.extended
+def test_gsm8k_is_read_from_a_folder_and_compared_with_the_score_that_is_given(shared, roomy, tmp_path, capsys):
+    """tiny-llada solves none of these: 0.9 is outside Newcombe's interval of 3 problems, and 0.02 inside."""
+    given = ["verify", str(roomy), "--data", str(shared / "data" / "gsm8k"), "--protocol", "gsm8k-cot-zeroshot",
+             "--problems", "3", "--gen-length", "8", "--steps", "2", "--block-length", "8",
+             "--out", str(tmp_path)]  # fmt: skip
+    for score, outcome, code in ((0.9, "failed", 1), (0.02, "passed", 0)):
+        assert main([*given, "--score", str(score)]) == code
+        found = json.loads((tmp_path / "report.json").read_text())
+        (check,) = (one for one in found["checks"] if one["name"] == "accuracy")
+        assert (check["outcome"], check["value"], found["problems"]) == (outcome, 0.0, 3)
+        assert check["expected"] == f"{score:.3f} (as given)"
+        gap = unpaired_gap(Accuracy(round(score * 1319), 1319), Accuracy(0, 3))
+        assert f"[{gap.low:+.3f}, {gap.high:+.3f}]" in check["found"]
+    assert "failed: accuracy" in capsys.readouterr().err
+    with closing(sqlite3.connect(tmp_path / "runs" / "ledger.sqlite")) as ledger:
+        asked = {sample for (sample,) in ledger.execute("SELECT sample FROM records WHERE kind = 'records'")}
+    assert asked == {f"gsm8k-cot-zeroshot/{number}" for number in range(3)}
+
+
+def test_data_for_word_problems_that_ship_and_shares_above_1_are_refused(own, tmp_path):
+    with pytest.raises(SettingError, match=r"problems of tiny-gsm ship with sinklens and are not read from .*zeroshot"):
+        verification.verify(own, tmp_path, data=tmp_path)
+    with pytest.raises(SettingError, match=r"score is a share of right answers in \[0, 1\]; got 76"):
+        verification.verify(own, tmp_path, score=76)
