@@ -9,8 +9,9 @@ multiplies with. `form_of` says which library holds a weight.
 | torchao | any, with a tensor subclass as its weight | the subclass's ``dequantize`` |
 | bitsandbytes | ``Linear4bit``, ``Linear8bitLt`` | transformers' ``dequantize_bnb_weight`` |
 | transformers | ``FP8Linear`` | weight · scale of its block |
+| gptqmodel | those of GPTQ and AWQ | what the layer computes of the identity matrix |
 
-Other layouts (GPTQ, AWQ) are refused by name: their packing belongs to the kernel that the library picks.
+The packing of GPTQ and AWQ belongs to the kernel that the library picks, so their matrices are read by multiplying.
 
 Pitfall: the matrix is a copy. Writing to it changes nothing, and gradients do not reach the stored weight.
 """
@@ -64,8 +65,25 @@ def dequantized(module: Any, name: str = "weight") -> Float[Tensor, "*shape"]:
     elif library == "transformers":
         matrix = scaled_blocks(module.weight, module.weight_scale_inv)
     else:
-        _refuse(module)
+        matrix = _multiplied(module)
     return matrix.to(module.__dict__.get(ELEMENT_TYPE, matrix.dtype))
+
+
+def _multiplied(module: Any) -> Float[Tensor, "rows columns"]:
+    """The matrix of a packed layer: the rows of layer(1) − bias, transposed. Products with 0 and 1 are exact.
+
+    Raises:
+        SettingError: the module does not say how many inputs it has.
+    """
+    size = getattr(module, "in_features", None)
+    if not isinstance(size, int):
+        _refuse(module)
+    packed = getattr(module, PACKED)
+    dtype = module.__dict__.get(ELEMENT_TYPE, torch.float16)
+    with torch.no_grad():
+        rows = type(module).forward(module, torch.eye(size, dtype=dtype, device=packed.device))
+        bias = getattr(module, "bias", None)
+        return (rows if bias is None else rows - bias).T
 
 
 def _refuse(module: nn.Module) -> NoReturn:

@@ -107,7 +107,7 @@ class TimeEmbedding(nn.Module):
         half = FREQUENCIES // 2
         frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=time.device) / half)
         angles = time.float()[:, None] * frequencies
-        waves = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.in_proj.weight.dtype)
+        waves = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.in_proj.bias.dtype)  # of a quantized layer, too
         return nn.functional.silu(self.out_proj(nn.functional.silu(self.in_proj(waves))))
 
 

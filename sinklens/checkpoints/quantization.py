@@ -252,15 +252,14 @@ def check_sizes(method: Method, shapes: Mapping[str, tuple[int, ...]], cuda: boo
     Raises:
         CheckpointError: it cannot; the message names one.
     """
-    axis = {"torchao-int4": -1, "bnb-nf4": None if cuda else -2}.get(method.name)
-    if axis is None:
-        return
-    for name, shape in _linear(shapes).items():
-        if shape[axis] % GROUPS[-1]:
-            raise CheckpointError(
-                f"{where}: {method.name} divides {'rows' if axis == -1 else 'columns'} into groups of {GROUPS[-1]}, "
-                f"and {name} is {list(shape)}. Choose an 8-bit method: torchao-int8, torchao-float8 or bnb-int8."
-            )
+    checked = {"torchao-int4": [(-1, GROUPS[-1])], "bnb-nf4": [] if cuda else [(-2, 32), (-1, 64)]}
+    for axis, group in checked.get(method.name, []):  # bitsandbytes' kernels for a CPU pack rows and columns
+        for name, shape in _linear(shapes).items():
+            if shape[axis] % group:
+                raise CheckpointError(
+                    f"{where}: {method.name} divides {'rows' if axis == -1 else 'columns'} into groups of {group}, and "
+                    f"{name} is {list(shape)}. Choose an 8-bit method: torchao-int8, torchao-float8 or bnb-int8."
+                )
 
 
 def _linear(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """A quantized model computes with the matrices that it shows, and says which of its matrices are quantized."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ import pytest
 import torch
 from building import random_ids
 from layouts import change_config, write_family
+from packed_layouts import pack_folder
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import sinklens
-from sinklens.checkpoints.families import BY_MODEL_TYPE
+from sinklens.checkpoints.families import BY_MODEL_TYPE, FAMILIES
 from sinklens.checkpoints.files import Weights
 from sinklens.checkpoints.quantization import (
     METHODS,
@@ -85,6 +87,14 @@ def test_stacked_experts_are_quantized_by_torchao(tmp_path, method):
     ids = random_ids()
     with torch.no_grad():
         torch.testing.assert_close(quantized(ids), plain(ids), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.extended
+def test_a_network_with_noise_levels_is_quantized_by_bitsandbytes():
+    """Its embedding of the time takes the element type of what stays in floating point."""
+    _needs("bnb-int8")
+    model = sinklens.load("tiny-mdlm", quantization="bnb-int8")  # with the self-check
+    assert any("time_embed" in name for name in model.quantization.quantized)
 
 
 @pytest.mark.extended
@@ -207,6 +217,39 @@ def test_scales_without_a_matrix_are_refused():
         unpacked(_headers(stored, set()), "gptq", {"a.q_proj.weight": (32, 64)}, "here")
 
 
+@pytest.mark.parametrize("kind", ["gptq", "awq", "bitsandbytes"])
+def test_packed_experts_are_refused_where_transformers_would_leave_the_stacked_ones_random(kind):
+    matrix = "mlp.experts.3.up_proj.weight"
+    names = (matrix, f"{matrix}.absmax") if kind == "bitsandbytes" else (
+        matrix.replace("weight", "qweight"), matrix.replace("weight", "scales")
+    )  # fmt: skip
+    found = _headers({names[0]: (256, 1), names[1]: (1, 32)}, {names[0]})
+    with pytest.raises(
+        CheckpointError, match=rf"an expert quantized by {kind}, and transformers reads .* linear layers"
+    ):
+        unpacked(found, kind, {matrix: (32, 64)}, "here")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("family", ["llama", "llada", "nemotron-diffusion"])
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_gptq_and_awq_checkpoints_compute_with_the_matrices_that_they_store(tmp_path, kind, family):
+    """Packed by hand; the kernels multiply in half precision."""
+    pytest.importorskip("gptqmodel", reason="gptqmodel is not installed")
+    for name in ("packed", "plain"):
+        write_family(tmp_path / name, family, **SIZES)
+    matrices = pack_folder(tmp_path / "packed", kind)
+    save_file(matrices, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    quantized, plain = (sinklens.load(tmp_path / name, dtype="float32") for name in ("packed", "plain"))
+    assert len(quantized.quantization.quantized) == 7 * quantized.cfg.n_layers
+    ids = random_ids()
+    with torch.no_grad():
+        wanted = plain(ids)
+        assert (quantized(ids) - wanted).abs().max() < 0.01 * wanted.abs().max()
+    for name in ("W_Q", "W_O", "W_in"):  # scale · (q − zero), of which the kernel makes half precision
+        torch.testing.assert_close(getattr(quantized, name), getattr(plain, name), rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
 def test_a_missing_package_is_named_before_anything_is_read(llama, kind, monkeypatch):
     monkeypatch.setattr("sinklens.checkpoints.quantization.find_spec", lambda name: None)
@@ -268,6 +311,12 @@ def test_four_bits_need_rows_that_groups_divide(tmp_path):
         sinklens.load(tmp_path, quantization="torchao-int4")
 
 
+def test_bitsandbytes_kernels_for_a_cpu_need_rows_of_64s(tmp_path):
+    write_family(tmp_path, "llama", **SIZES | {"intermediate_size": 96})
+    with pytest.raises(CheckpointError, match=r"groups of 64, and .*mlp.down_proj.weight is \[64, 96\]"):
+        sinklens.load(tmp_path, quantization="bnb-nf4", device="cpu")
+
+
 def test_an_unknown_method_is_refused_and_the_known_named(llama):
     with pytest.raises(CheckpointError, match=r"'torchao-int9' is unknown; choose one of torchao-int8, torchao-int4"):
         sinklens.load(llama, quantization="torchao-int9")
@@ -292,7 +341,28 @@ def test_a_model_without_linear_layers_is_refused():
         check_quantized(found, "here")
 
 
-def test_a_packed_layer_refuses_to_show_its_matrix():
+def test_a_packed_layer_shows_the_matrix_by_which_it_multiplies():
+    class Packed(torch.nn.Linear):
+        """Any kernel: its matrix is not in a parameter that could be read."""
+
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self._hidden = [self.weight.detach().clone()]
+            del self.weight
+            self.register_buffer("qweight", torch.zeros(1, 3, dtype=torch.int32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            product = x @ self._hidden[0].T
+            return product if self.bias is None else product + self.bias
+
+    layer = Packed()
+    layer.__dict__["sinklens_dtype"] = torch.float32
+    torch.testing.assert_close(weight_of(layer), layer._hidden[0])
+    layer.bias = None
+    torch.testing.assert_close(weight_of(layer), layer._hidden[0])
+
+
+def test_a_packed_layer_without_a_number_of_inputs_refuses_to_show_its_matrix():
     layer = type("TritonLinear", (torch.nn.Module,), {})()
     layer.register_buffer("qweight", torch.zeros(8, 32, dtype=torch.int32))
     assert form_of(layer) == "packed TritonLinear"
@@ -316,3 +386,12 @@ def test_one_scale_per_block_or_in_all_multiplies_a_weight():
 def test_every_method_has_a_name_in_the_argument_s_documentation():
     text = json.dumps(sinklens.checkpoints.loading.LoadRequest.__doc__)
     assert all(name in text for name in METHODS)
+
+
+def test_the_table_of_quantizers_has_every_family_once():
+    text = (Path(__file__).parents[2] / "docs" / "concepts" / "large-models.md").read_text()
+    rows = text.split("| class (families) |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    found = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert sorted(found) == sorted(family.name for family in FAMILIES)
+    assert {row.count("|") for row in rows} == {9}
+    assert not any(cell.strip() in ("", "?") for row in rows for cell in row.split("|")[1:-1])
