@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from caches import against_fast_dllm, block_caching, block_ratios, cache_memory, caching, leaving, products, stopping
 from interventions import mapping, placing, sweeping
+from many_runs import many_runs
 from modulated import SMALL, SMALLEST_DIT, modulated
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
@@ -57,6 +58,7 @@ SLOW = (
     "regional",
     "estimated",
     "modulated",
+    "many-runs",
 )  # left out by --quick
 WIDE = {"d_model": 4096, "n_layers": 1, "n_heads": 32, "vocab": 126_464, "d_mlp": 12_288}
 
@@ -339,6 +341,7 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
             if quick
             else modulated("d 768, 12 blocks", SMALL, 1024, 2)
         ),
+        "many-runs": lambda: many_runs(200, ("all",)) if quick else many_runs(1000),
         "stopping": lambda: stopping(2, 2, 1) if quick else stopping(20, 5, 3),
         "leaving": lambda: leaving(2, 2, 1) if quick else leaving(100, 25, 5),
     }
