@@ -6,6 +6,7 @@ for scale · (q − zero). Eight of them are one 32-bit word: along the inputs i
 are compiled when a checkpoint is first loaded.
 """
 
+import re
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 GROUP = 32
+LINEAR = r"(_proj|attn_out|blocks\.\d+\.ff_out)\.weight$"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 CONFIGS = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False,
@@ -51,18 +53,16 @@ def packed(kind: str, matrix: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"qweight": words(integers, 0), "qzeros": words(zero - 1, 1), "scales": scale, "g_idx": group}, meant
 
 
-def pack_folder(
-    folder: Path, kind: str, names: tuple[str, ...] = ("_proj.weight", "attn_out.weight")
-) -> dict[str, Tensor]:
-    """Quantize the matrices of a checkpoint in its file; returns all weights with the matrices that they mean.
+def pack_folder(folder: Path, kind: str, layers: str = LINEAR) -> dict[str, Tensor]:
+    """Quantize the linear layers of a checkpoint in its file; returns all weights with the matrices that they mean.
 
     Args:
-        names: how the names of the matrices end.
+        layers: regular expression of the names of the matrices.
     """
     file = folder / "model.safetensors"
     stored, plain = {}, {}
     for name, value in load_file(file).items():
-        if not name.endswith(names):
+        if not re.search(layers, name):
             stored[name] = plain[name] = value
             continue
         tensors, plain[name] = packed(kind, value)

@@ -121,7 +121,7 @@ def read(source: Source, target: Target, attention: str) -> "PreTrainedModel":
         attention: the attention function that it runs.
 
     Raises:
-        CheckpointError: its quantizer cannot load it.
+        CheckpointError: its quantizer cannot load it, or would leave a packed layer without values.
     """
     quantized = source.published is not None or target.config is not None
     if source.published is not None:
@@ -132,7 +132,7 @@ def read(source: Source, target: Target, attention: str) -> "PreTrainedModel":
     options: dict[str, Any] = {} if target.config is None else {"quantization_config": target.config}
     options |= {} if target.parallel is None else {"distributed_config": target.parallel}
     with _refusing(str(source.folder), quantized):
-        hf = class_for(source.config, source.family).from_pretrained(
+        hf, found = class_for(source.config, source.family).from_pretrained(
             source.folder,
             config=source.config,
             key_mapping=dict(source.family.renames) or None,
@@ -141,7 +141,14 @@ def read(source: Source, target: Target, attention: str) -> "PreTrainedModel":
             attn_implementation=attention,
             use_safetensors=True,
             local_files_only=True,
+            output_loading_info=True,
             **options,
+        )
+    if absent := sorted(name for name in found["missing_keys"] if name.endswith((".qweight", ".qzeros", ".scales"))):
+        raise CheckpointError(
+            f"{source.folder}: by config.json, {absent[0].rpartition('.')[0]} is quantized, but the files do not have "
+            f"its {absent[0].rpartition('.')[2]}. Name the layer among the modules that config.json leaves out, or "
+            f"download the checkpoint again."
         )
     if target.parallel is not None:
         hf.requires_grad_(False)  # gradients do not pass through values gathered from several processes

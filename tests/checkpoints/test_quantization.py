@@ -250,6 +250,17 @@ def test_gptq_and_awq_checkpoints_compute_with_the_matrices_that_they_store(tmp_
         torch.testing.assert_close(getattr(quantized, name), getattr(plain, name), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_a_layer_that_config_json_calls_quantized_and_the_files_do_not_is_refused(tmp_path, kind):
+    """transformers would leave its packed numbers as they are in fresh memory, with a warning."""
+    pytest.importorskip("gptqmodel", reason="gptqmodel is not installed")
+    write_family(tmp_path, "llama", **SIZES)
+    pack_folder(tmp_path, kind, layers=r"(q|k|v|o|gate|up)_proj\.weight$")
+    with pytest.raises(CheckpointError, match=r"mlp.down_proj is quantized, but the files do not have its q"):
+        sinklens.load(tmp_path, dtype="float32")
+
+
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
 def test_a_missing_package_is_named_before_anything_is_read(llama, kind, monkeypatch):
     monkeypatch.setattr("sinklens.checkpoints.quantization.find_spec", lambda name: None)
