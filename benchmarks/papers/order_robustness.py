@@ -78,7 +78,9 @@ for order, settings in ORDERS.items():
         places = [columns(run, row)[label] for row in rows]
         steps[label] = [settled[row, c] if c >= 0 else np.nan for row, c in zip(rows, places, strict=True)]
         made = [decided[row, c] if c >= 0 else np.nan for row, c in zip(rows, places, strict=True)]
-        print(f"  {label}: settles {over_templates(steps[label], problems)}, decided {over_templates(made, problems)}")
+        print(
+            f"  {label}: settles {over_templates(steps[label], problems, 0)}, decided {over_templates(made, problems)}"
+        )
     for label in ("copied", "computed"):
         later = np.array(steps["final"], dtype=float) - np.array(steps[label], dtype=float)
         print(f"  final − {label}: {over_templates(later, problems)} steps", flush=True)
