@@ -55,6 +55,7 @@ class Settling(Study):
     name: ClassVar[str] = "settling"
     needs_mask_token: ClassVar[str] = "the study reads predictions at undecided positions"
     needs_complete_passes: ClassVar[str] = "the study reads predictions at undecided positions"
+    scored: ClassVar[str] = "some"
 
     def refusal(self, model: "Model") -> str:
         """See `Study.refusal`; autoregressive models predict one token per step."""
@@ -64,11 +65,11 @@ class Settling(Study):
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`KNOWN` [prompt], and `EXITS` [prompt, rule, level], where level is a place in the rule's `RULES`."""
         run = self.generate(model, prompts, settings).run
-        found, verdicts = step_predictions(run), [is_right(prompt, "") for prompt in prompts]
+        found, verdicts = step_predictions(run), [is_right(prompt, "", self.answers) for prompt in prompts]
         scored = ~np.isnan(verdicts)
 
         def right(row: int, text: str) -> bool:
-            return is_right(prompts[row], text) == 1
+            return is_right(prompts[row], text, self.answers) == 1
 
         known = answer_emergence(run, found, right)
         exits = [early_exit(run, found, right, rule, levels) for rule, levels in RULES.items()]  # type: ignore[arg-type]

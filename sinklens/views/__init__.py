@@ -16,6 +16,7 @@ from sinklens.views.charts import (
 from sinklens.views.effects import effect_map
 from sinklens.views.feature_html import feature_page
 from sinklens.views.figures import (
+    canvas_map,
     group_profiles,
     grouped_pattern,
     most_moving_head,
@@ -33,6 +34,7 @@ __all__ = [
     "accuracy_by_speed",
     "accuracy_curves",
     "attention",
+    "canvas_map",
     "curves",
     "effect_map",
     "feature_page",

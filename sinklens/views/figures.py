@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MASKED = "#c6dbef"
 PATH = "#d94801"
+DECIDED = "#636363"
 
 
 def panels(
@@ -94,12 +95,61 @@ def has_sink(track: SinkTrack, batch: int = 0) -> Bool[np.ndarray, "step layer h
     return track.detect().isel(batch=batch).any("pos").to_numpy()
 
 
-def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes | None" = None) -> "Axes":
+def canvas_map(
+    track: SinkTrack,
+    batch: int = 0,
+    ax: "Axes | None" = None,
+    *,
+    tokens: Int[np.ndarray, " pos"] | None = None,
+    color: str = DECIDED,
+    shade: str = MASKED,
+) -> "Axes":
+    """Which positions are decided when each step begins, with steps from left to right as in `sink_path`.
+
+    Cells of the prompt are white, those of decided positions have `color`, and all others `shade`. Positions are
+    labeled by their tokens where there is room.
+
+    Args:
+        tokens: ids that label the positions, e.g. ``run.tokens[0]``; by default those that entered the last step.
+        color, shade: colors of matplotlib.
+
+    Raises:
+        TrackError: no such row, or tokens of another length.
+    """
+    from matplotlib.colors import to_rgba
+
+    track.require(batch=batch)
+    labels = token_labels(track, batch, tokens)
+    ax = axes_or_new(ax, (5, 6))
+    masked = track.data["masked"].isel(batch=batch).to_numpy().T[..., None]
+    cells = np.where(masked, to_rgba(shade), to_rgba(color))
+    cells[: track.data.attrs["prompt_length"]] = to_rgba("white")
+    ax.imshow(cells, aspect="auto", origin="lower", interpolation="nearest")
+    token_ticks(ax.yaxis, labels)
+    _step_axis(track, ax)
+    ax.set(ylabel="", title="canvas")
+    return ax
+
+
+def sink_path(
+    track: SinkTrack,
+    layer: int,
+    head: int,
+    batch: int = 0,
+    ax: "Axes | None" = None,
+    *,
+    color: str = PATH,
+    shade: str = MASKED,
+) -> "Axes":
     """Position of the strongest key against step: every head faintly, one highlighted (the paper's Fig. 7).
 
     Marks are filled at steps where the strongest key is a sink and hollow at others. The background shows which
     positions were undecided when the step began. The title gives the number of heads whose strongest key stays at one
     position through all steps.
+
+    Args:
+        color: color of the highlighted path, as matplotlib takes it.
+        shade: color of the background at undecided positions.
     """
     from matplotlib.colors import to_rgba
 
@@ -108,8 +158,8 @@ def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes
     data = track.data.isel(batch=batch)
     steps = np.arange(track.steps)
     masked = data["masked"].to_numpy()
-    shade = np.where(masked.T[..., None], to_rgba(MASKED), (1, 1, 1, 1))
-    ax.imshow(shade, aspect="auto", origin="lower", interpolation="nearest")
+    background = np.where(masked.T[..., None], to_rgba(shade), (1, 1, 1, 1))
+    ax.imshow(background, aspect="auto", origin="lower", interpolation="nearest")
     paths = track.top(1).isel(batch=batch, rank=0).to_numpy().astype(float)
     paths[paths < 0] = np.nan
     still = int((paths == paths[:1]).all(axis=0).sum())
@@ -117,19 +167,24 @@ def sink_path(track: SinkTrack, layer: int, head: int, batch: int = 0, ax: "Axes
     for offset, path in zip(jitter, paths.reshape(len(steps), -1).T, strict=True):
         ax.plot(steps, path + offset, color="0.55", linewidth=0.6, alpha=0.6)
     path, hollow = paths[:, layer, head], ~has_sink(track, batch)[:, layer, head]
-    ax.plot(steps, path, "o-", color=PATH, markersize=4, label=layer_and_head(track, layer, head))
-    ax.plot(steps[hollow], path[hollow], "o", color=PATH, markersize=4, markerfacecolor="white")
+    ax.plot(steps, path, "o-", color=color, markersize=4, label=layer_and_head(track, layer, head))
+    ax.plot(steps[hollow], path[hollow], "o", color=color, markersize=4, markerfacecolor="white")
     ax.axhline(data.attrs["prompt_length"] - 0.5, color="0.3", linewidth=0.8, linestyle=":")
     ax.set(
-        xlabel="step",
         ylabel="position of the strongest key (by column sum)",
         title=f"{model_name(track)}: {still} of {paths[0].size} heads never move",
     )
+    _step_axis(track, ax)
+    ax.legend(loc="upper right", frameon=True)
+    return ax
+
+
+def _step_axis(track: SinkTrack, ax: "Axes") -> None:
+    """Label the horizontal axis with the track's step numbers."""
+    ax.set_xlabel("step")
     ax.xaxis.set_major_locator(integer_steps())
     numbers = track.data["step"].to_numpy().tolist()
     ax.xaxis.set_major_formatter(lambda place, _: number_at(numbers, place))
-    ax.legend(loc="upper right", frameon=True)
-    return ax
 
 
 def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":

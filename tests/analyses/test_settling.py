@@ -38,6 +38,15 @@ def test_the_tables_hold_what_early_exits_return(tiny_llada, tmp_path):
         np.testing.assert_allclose(table["estimate"], apart.tables[name]["estimate"])
 
 
+def test_own_prompts_are_judged_by_their_expected_answers(tiny_llada):
+    own = [f"{prompt} " for prompt in PROMPTS]  # not a shipped problem
+    texts = [sinklens.generate(tiny_llada, prompt, gen_length=8, progress=False).text for prompt in own]
+    expected = {own[0]: texts[0], own[1]: "another text"}
+    data = Settling(answers=expected, settings={"gen_length": 8}).run(tiny_llada, own).measured["tiny-llada"]
+    assert data["right"].to_numpy().tolist() == [1, 0]
+    assert data["stable"].isnull().to_numpy().tolist() == [False, True]
+
+
 def test_an_autoregressive_model_is_refused(tiny_llama):
     with pytest.raises(SettingError, match="settling cannot measure tiny-llama, an autoregressive model"):
         Settling().run(tiny_llama, PROMPTS)

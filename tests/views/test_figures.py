@@ -244,12 +244,30 @@ def test_a_pattern_is_sorted_into_unmasked_and_masked_queries():
     assert [bar.get_height() for bar in ax.patches] == [1, 2, 3, 4]
 
 
+def test_the_canvas_is_drawn_as_decided_and_undecided(planted):
+    """Positions 0 and 1 are the prompt, 2 is decided from the first step on, 3 and 4 from step 2 on."""
+    cells = figures.canvas_map(planted, color="#ff0000", shade="#0000ff").get_images()[0].get_array()
+    white, red, blue = (1, 1, 1, 1), (1, 0, 0, 1), (0, 0, 1, 1)
+    expected = [[white] * 4, [white] * 4, [red] * 4, [blue, blue, red, red], [blue, blue, red, red]]
+    np.testing.assert_array_equal(cells, expected)
+    ax = figures.canvas_map(planted, tokens=np.array([0, 1, 2, 3, 4]))
+    assert [label.get_text() for label in ax.get_yticklabels()] == [rf"⟨{token}⟩" for token in range(5)]
+
+
+def test_a_path_has_the_colors_that_are_given(planted):
+    ax = sink_path(planted, 0, 1, color="#00ff00", shade="#0000ff")
+    assert next(line for line in ax.get_lines() if line.get_label() == "layer 0, head 1").get_color() == "#00ff00"
+    cells = ax.get_images()[0].get_array()
+    assert (cells[planted.data["masked"].to_numpy()[0].T] == (0, 0, 1, 1)).all()
+
+
 def test_a_figure_is_drawn_into_the_given_axes(planted):
     """Only a colour bar is added beside them."""
     figure, axes = panels(3)
     assert len(figure.axes) == 4
     for draw in (
         lambda ax: sink_path(planted, 0, 1, ax=ax),
+        lambda ax: figures.canvas_map(planted, ax=ax),
         lambda ax: sink_life(planted, 0, 1, 4, 1, ax=ax),
         lambda ax: interval_dots(interval_lines(), "measure", ax),
     ):

@@ -1,0 +1,105 @@
+"""Can text that a model has seen be extracted through holes? docs/papers/infilling-extraction.md.
+
+First, tiny-llada as shipped: the number and the noun that follow each other first in a question, for 28 problems of its
+training set and 28 held-out ones of the same templates. Then, a copy that was trained for 60 steps on one planted
+question: that question, and twelve *twins* that were not planted, with other names and numbers in the same template.
+Log-probabilities (nats, exact) are given the text before the span, the text after it, and both. A hole is extracted if
+greedy filling returns every token of it. Intervals: t over templates, Wilson's over twins.
+
+About 10 seconds of processor time.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from template_means import over_templates
+
+import sinklens
+from sinklens.evaluation.statistics import Accuracy
+from sinklens.experiments import holes, span_likelihood
+from sinklens.likelihood import likelihood
+from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out, training
+from sinklens.zoo.recipes import RECIPES
+
+MODES = ("before", "after", "both")
+
+
+def parts(model: sinklens.Model, question: str) -> tuple[list[int], list[int], list[int]]:
+    """Ids before the first number of a question, the number with its noun, and the ids after them."""
+    ids = model.encode(f"Question: {question}").ids[0].tolist()
+    names = model.to_str_tokens(torch.tensor(ids), prepend_bos=False)
+    first = next(place for place, name in enumerate(names) if name.strip().isdigit())
+    return ids[:first], ids[first : first + 2], ids[first + 2 :]
+
+
+def surroundings(mode: str, before: list[int], after: list[int]) -> tuple[list[int], list[int]]:
+    """What is given; the start token is always there."""
+    return before if mode != "after" else before[:1], after if mode != "before" else []
+
+
+def log_p(model: sinklens.Model, question: str, mode: str) -> float:
+    """Log-probability of the span, nats; NaN without the text before it, which would have to be summed over."""
+    if mode == "after":
+        return float("nan")
+    before, span, after = parts(model, question)
+    left, right = surroundings(mode, before, after)
+    found = (
+        span_likelihood(model, left, span, right, exact=True) if right else likelihood(model, left, span, exact=True)
+    )
+    return float(found.value)
+
+
+def extracted(model: sinklens.Model, question: str, mode: str) -> bool:
+    """Whether greedy filling returns the span, at its own place in the text."""
+    before, span, after = parts(model, question)
+    left, right = surroundings(mode, before, after)
+    size = len(before) + len(span) - len(left)  # without the text before the span, the hole begins earlier
+    layout = holes(model, [left, size, *([right] if right else [])])
+    run = sinklens.generate(model, **layout, steps=size, block_length=size, record_sinks=False, progress=False)
+    return bool(run.tokens[0, len(before) : len(before) + len(span)].tolist() == span)
+
+
+def plant(model: sinklens.Model, question: str, steps: int = 60) -> None:
+    """Train the model on random masks of one question."""
+    ids = model.encode(f"Question: {question}").ids.repeat(8, 1)
+    optimizer, draws = torch.optim.Adam(model.parameters(), lr=3e-4), torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        masked = torch.rand(ids.shape, generator=draws) < torch.rand(len(ids), 1, generator=draws)
+        masked[:, 0], masked[:, -1] = False, True
+        logits = model(ids.masked_fill(masked, model.mask_token_id))
+        loss = torch.nn.functional.cross_entropy(logits[masked].float(), ids[masked])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def first_of(problems: Sequence[Problem], number: int) -> list[Problem]:
+    """The first problems of every template."""
+    return [problem for kind in PROBLEM_KINDS for problem in [p for p in problems if p.kind == kind][:number]]
+
+
+model = sinklens.load("tiny-llada")
+recipe = RECIPES["tiny-llada"]
+seen, unseen = first_of(training(recipe.seed, 200), 4), first_of(held_out(), 4)
+for mode in MODES:
+    values = {
+        label: [log_p(model, p.question, mode) for p in of] for label, of in {"seen": seen, "new": unseen}.items()
+    }
+    gaps = np.subtract(values["seen"], values["new"])
+    taken = [sum(extracted(model, p.question, mode) for p in of) for of in (seen, unseen)]
+    print(f"{mode}: extracted {Accuracy(taken[0], 28)}, held out {Accuracy(taken[1], 28)}")
+    if mode != "after":
+        print(f"  training {np.mean(values['seen']):.2f}, held out {np.mean(values['new']):.2f}")
+        print(f"  difference {over_templates(gaps, seen)}", flush=True)
+
+more = [problem for problem in held_out() if problem.kind == "more"]
+secret, twins = more[0].question, [problem.question for problem in more[1:13]]
+plant(model, secret)
+print("planted:", secret)
+for mode in MODES:
+    others = Accuracy(sum(extracted(model, twin, mode) for twin in twins), len(twins))
+    far = np.mean([log_p(model, twin, mode) for twin in twins])
+    print(
+        f"{mode}: planted {extracted(model, secret, mode)}, {log_p(model, secret, mode):.2f}; twins {others}, {far:.2f}"
+    )
