@@ -13,6 +13,7 @@ from jaxtyping import Float
 from scipy.stats import t
 
 from sinklens.analyses.intervals import outcomes
+from sinklens.analyses.medians import median_interval
 from sinklens.tasks.word_problems import Problem, held_out
 
 
@@ -32,6 +33,11 @@ def mean(values: Float[np.ndarray, " prompt"], asked: Sequence[Problem], digits:
 def geometric(values: Float[np.ndarray, " prompt"], asked: Sequence[Problem], digits: int = 1) -> str:
     """As `mean`, of the logarithm: a geometric mean, for values above 0."""
     return _text(np.exp(_interval(np.log(values), asked)), digits)
+
+
+def middle(values: Float[np.ndarray, " prompt"], digits: int = 1) -> str:
+    """The median with its distribution-free 95 % interval over prompts, for heavy tails."""
+    return _text(median_interval(values), digits)
 
 
 def answers(values: Float[np.ndarray, " prompt"], lowest: int = 0) -> str:
