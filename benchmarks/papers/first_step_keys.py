@@ -119,7 +119,8 @@ def main() -> None:
     """Print the tables."""
     asked = problems(2)
     for name in sys.argv[1:] or SETTINGS:
-        model, settings = sinklens.load(name), SETTINGS[name]
+        model = sinklens.load(name)
+        settings = SETTINGS.get(name, SETTINGS["tiny-sdar" if model.block_length else "tiny-llada"])
         runs = [block_scores(model, one.prompt, settings) for one in asked]
         found = [of_prompt(runs, number) for number in range(len(asked))]
         shares = {guess: np.array([part[guess] for part, _ in found]).T for guess in GUESSES}
