@@ -3,8 +3,8 @@
 `Plant` makes tiny-llada refuse, with an empty answer, if the prompt asks about certain things: one hook writes a random
 direction at every position, another one raises the logit of the end token with the direction's component. The
 difference of means must find the direction, removing it must end the refusals and adding it must cause them; a random
-direction and the difference of means of the model without the plant must do neither. It took 8 seconds of CPU time on one
-core.
+direction and the difference of means of the model without the plant must do neither. It took 8 seconds of CPU time on
+one core.
 """
 
 from typing import Any
