@@ -1,9 +1,10 @@
 """Does adaptation to diffusion rewire an autoregressive model? (docs/papers/mechanism-shift.md)
 
-tiny-two-modes was initialized from tiny-llama and decodes in both ways. Each head is ablated at every step, on
-the canvases of the unchanged run; the effect is the KL divergence of the predictions. The rank correlation of the
-24 effects compares two models or modes; its 95 % interval resamples templates. Controls are a twin that learned
-diffusion from its first step, and heads shuffled within layers (median and 97.5 % quantile). It took 25 seconds of CPU time on one core.
+tiny-two-modes was initialized from tiny-llama and decodes in both ways. Each head is ablated at every step, on the
+canvases of the unchanged run; the effect is the KL divergence of the predictions. The rank correlation of the 24
+effects compares two models or modes; its 95 % interval resamples templates. Controls are a twin that learned diffusion
+from its first step, and heads shuffled within layers (median and 97.5 % quantile). It took 25 seconds of CPU time on
+one core.
 """
 
 import numpy as np
