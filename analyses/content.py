@@ -27,6 +27,7 @@ from sinklens.analyses.answers import each_prompt, free_effects, unchanged
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.mass import MEANING, REMOVED, SAME_MASS, attended, removed, with_same_mass
 from sinklens.analyses.study import Study
+from sinklens.errors import SettingError
 from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
@@ -52,6 +53,13 @@ CHANGES = {
     "value_random": "value of a random weaker key replaced by the mean",
     "mask_mass": f"attention to {MEANING} masked",
 }
+CLAIMS = {
+    "masking costs more than masking a random key": ("mask", "mask_random"),
+    "… than masking a random key of the same kind": ("mask", "mask_kind"),
+    "… than masking as much attention to keys that are no sinks": ("mask", "mask_mass"),
+    "the value costs more than that of a random key": ("value", "value_random"),
+    "masking costs more than replacing the value": ("mask", "value"),
+}
 MEASURES = {
     "cost": "share of word problems lost",
     "right": "share of word problems answered right",
@@ -72,6 +80,7 @@ class Content(Study):
         top_k: number of strongest keys per head.
         overall: whether these are the strongest of all keys, which are then split by kind; or the strongest of each
             kind, so that every head loses `top_k` keys of it.
+        changes: which of `CHANGES` are made, "mask" among them. Fewer take less time; claims about others are left out.
     """
 
     name: ClassVar[str] = "content"
@@ -83,6 +92,12 @@ class Content(Study):
     kind: str = "digit"
     top_k: int = 1
     overall: bool = True
+    changes: tuple[str, ...] = tuple(CHANGES)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "mask" not in self.changes or not set(self.changes) <= CHANGES.keys():
+            raise SettingError(f"changes are some of {', '.join(CHANGES)}, with mask; got {self.changes!r}.")
 
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
@@ -93,7 +108,7 @@ class Content(Study):
         """`MEASURES`, `CONTROLS` and `MASS` [prompt, kind, part, change]; ``share`` [prompt, kind, part]; ``base``
         [prompt]. The mass is that of masked keys, NaN for keys that are drawn in the run.
         """
-        sizes = (len(self.kinds), len(PARTS), len(CHANGES))
+        sizes = (len(self.kinds), len(PARTS), len(self.changes))
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
             cells = {f"{kind} {part}": self.keys(kind, part) for kind, part in product(self.kinds, PARTS)}
@@ -108,12 +123,13 @@ class Content(Study):
             right = found["right"].to_numpy()
             values = {"right": right[1:], "cost": right[0] - right[1:], "changed": found["changed"].to_numpy()[1:]}
             values |= {name: found[name].to_numpy()[1:] for name in CONTROLS}
-            values["removed"] = np.array([_removed(track, cell, change, mass) for cell in cells for change in CHANGES])
+            made = product(cells, self.changes)
+            values["removed"] = np.array([_removed(track, cell, change, mass) for cell, change in made])
             shares = np.array([_share(track, cell) for cell in cells]).reshape(sizes[:2])
             return xr.Dataset(
                 {name: (("kind", "part", "change"), value.reshape(sizes)) for name, value in values.items()}
                 | {"share": (("kind", "part"), shares), "base": ((), right[0])},
-                coords={"kind": list(self.kinds), "part": list(PARTS), "change": list(CHANGES)},
+                coords={"kind": list(self.kinds), "part": list(PARTS), "change": list(self.changes)},
             )
 
         return each_prompt(prompts, one)
@@ -123,10 +139,10 @@ class Content(Study):
         return StrongestKeys(self.top_k, self.kinds[kind], part, overall=self.overall)
 
     def interventions(self, track: SinkTrack, cell: str) -> dict[str, Any]:
-        """One intervention per entry of `CHANGES`, on the keys that `track` marks as `cell`."""
+        """One intervention per entry of `changes`, on the keys that `track` marks as `cell`."""
         shared: dict[str, Any] = {"top_k": None, "detector": Marked(cell), "source": track, "seed": self.seed}
         rest = shared | {"pick": "random", "persistent": True}
-        return {
+        every = {
             "mask": MaskSinks(**shared),
             "value": AblateValues(**shared),
             "mask_random": MaskSinks(**rest),
@@ -134,6 +150,7 @@ class Content(Study):
             "value_random": AblateValues(**rest),
             "mask_mass": MaskSinks(**shared | {"detector": Marked(f"{cell} {SAME_MASS}")}),
         }
+        return {change: every[change] for change in self.changes}
 
     def contrasts(self, data: xr.Dataset) -> xr.Dataset:
         """The differences of costs that `claims` tests, by name; NaN for a model without a right answer."""
@@ -161,7 +178,8 @@ class Content(Study):
         from sinklens.views.effects import costs_by_cell
 
         table = interval_table(measured, ["cost"], self.seed)
-        return {"costs": costs_by_cell(table, "kind", "part", "change", PARTS, CHANGES, MEASURES["cost"])}
+        changes = {change: CHANGES[change] for change in self.changes}
+        return {"costs": costs_by_cell(table, "kind", "part", "change", PARTS, changes, MEASURES["cost"])}
 
 
 def _share(track: SinkTrack, cell: str) -> float:
@@ -208,13 +226,7 @@ def _paired(data: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
     }
     for name, part in product((kind, other), ("sink", "other")):
         where = f"{name}, {PARTS[part]}"  # type: ignore[index]
-        found |= {
-            f"{where}: masking costs more than masking a random key": of(name, part) - of(name, part, "mask_random"),
-            f"{where}: … than masking a random key of the same kind": of(name, part) - of(name, part, "mask_kind"),
-            f"{where}: … than masking as much attention to keys that are no sinks":
-                of(name, part) - of(name, part, "mask_mass"),
-            f"{where}: the value costs more than that of a random key":
-                of(name, part, "value") - of(name, part, "value_random"),
-            f"{where}: masking costs more than replacing the value": of(name, part) - of(name, part, "value"),
-        }  # fmt: skip
+        for claim, (change, control) in CLAIMS.items():
+            if {change, control} <= set(cost["change"].to_numpy()):
+                found[f"{where}: {claim}"] = of(name, part, change) - of(name, part, control)
     return {claim: values.reset_coords(drop=True) for claim, values in found.items()}

@@ -63,6 +63,9 @@ class Swaps(Study):
     """
 
     name: ClassVar[str] = "swaps"
+    needs_complete_passes: ClassVar[str] = (
+        "swaps are made in passes over the complete text, and its steps compute those of their canvas alone"
+    )
     together: ClassVar[bool] = False
     places: Count = 4
 

@@ -6,6 +6,7 @@ import xarray as xr
 
 from sinklens.analyses.answers import unchanged
 from sinklens.analyses.content import CHANGES, MEASURES, PARTS, Content, claims
+from sinklens.errors import SettingError
 from sinklens.experiments import effect
 from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
@@ -20,6 +21,20 @@ KINDS = ["any", "digit", "not digit"]
 @pytest.fixture(scope="module")
 def measured(tiny_llada):
     return Content().measure(tiny_llada, [PROMPT], SETTINGS).isel(prompt=0)
+
+
+def test_fewer_changes_are_the_same_changes(tiny_llada, measured):
+    some = Content(changes=("mask", "mask_mass")).measure(tiny_llada, [PROMPT], SETTINGS).isel(prompt=0)
+    xr.testing.assert_identical(some["changed"], measured["changed"].sel(change=["mask", "mask_mass"]))
+    claimed = claims({"tiny-llada": some.expand_dims("prompt")}, "digit", 0)["measure"]
+    assert claimed.str.contains("as much attention").sum() == 4
+    assert not claimed.str.contains("value|random key").any()
+
+
+@pytest.mark.parametrize("changes", [("value",), ("mask", "masks")])
+def test_unknown_changes_are_refused(changes):
+    with pytest.raises(SettingError, match=r"changes are some of mask, value, .*, with mask; got"):
+        Content(changes=changes)
 
 
 def test_every_cell_equals_a_separate_run(tiny_llada, measured):

@@ -42,6 +42,7 @@ ON_CANVASES = {
     "edits": "no single step decides a position|reads a noise level",
     "content": "compute those of their canvas alone",
     "patching": "compute those of their canvas alone",
+    "swaps": "compute those of their canvas alone",
     "mechanism": "positions are decided in no order",
     "circuits": "lacks? the self-conditioning",
 }
