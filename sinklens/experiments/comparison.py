@@ -244,7 +244,7 @@ def _of_steps(
     names += [] if attended is None else ["change_attended", "change_rest"]
     found = {name: np.full((rows, steps), np.nan) for name in names}
     for step in sorted(set(base_logits) & set(changed_logits)):
-        base_places, changed_places = _places(base, step), _places(changed, step)
+        base_places, changed_places = kept_places(base, step), kept_places(changed, step)
         both = base_places & changed_places & _running(base, step) & _running(changed, step)
         p = base_logits[step][both[base_places]].double().log_softmax(-1)
         q = changed_logits[step][both[changed_places]].double().log_softmax(-1)
@@ -273,7 +273,7 @@ def _row_means(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
     return np.where(numbers > 0, sums / np.maximum(numbers, 1), np.nan)
 
 
-def _places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
+def kept_places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
     """Where `MaskedLogits` kept logits: masked positions; in an autoregressive run the position being decoded."""
     if not run.causal:
         masked = run.undecided[:, step] & run.real

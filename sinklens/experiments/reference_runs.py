@@ -26,6 +26,7 @@ from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, layer_of
+from sinklens.runs.request import Hooks, hook_list
 from sinklens.tracing import generate
 
 
@@ -74,6 +75,7 @@ def difference_of_means(
     only_steps: Sequence[int] | None = None,
     point: StreamPoint = "hook_resid_pre",
     seed: int = 0,
+    hooks: Hooks = (),
     **settings: Any,
 ) -> Directions:
     """The mean stream over runs of `positive` prompts minus that of `negative` ones, at every layer.
@@ -82,6 +84,7 @@ def difference_of_means(
         where: positions that count, as in interventions: "prompt", "masked", "committed" or "decided", a kind, …
         only_steps: steps that count; by default all. ``steps=`` itself is the sampler's setting.
         point: the point of the stream.
+        hooks: of both sets of runs, such as those that plant a behavior; the mean is taken after them.
         seed, **settings: as in `sinklens.generate`.
 
     Raises:
@@ -91,7 +94,8 @@ def difference_of_means(
     found = []
     for name, prompts in (("positive", positive), ("negative", negative)):
         mean = _Mean(where=where, steps=only_steps, point=point)
-        generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=mean, **settings)
+        changed = [*hook_list(hooks), mean]
+        generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=changed, **settings)
         if not mean.count:
             raise SettingError(
                 f"the runs of the {name} prompts have no position at where={where!r}, only_steps={only_steps!r}."

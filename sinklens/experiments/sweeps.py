@@ -23,7 +23,7 @@ from torch import Tensor
 from sinklens.caching import Policy, as_policy
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
-from sinklens.experiments.comparison import answers_compared, compared
+from sinklens.experiments.comparison import answers_compared, compared, kept_places
 from sinklens.experiments.metrics import Metric, SweepAxis, Work, named_places
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.interventions.logits import MaskedLogits
@@ -350,6 +350,6 @@ def _logits_of(run: Generation, kept: Mapping[int, Tensor], rows: slice) -> dict
         if run.causal:
             found[step] = values[rows]
             continue
-        row_of = (run.undecided[:, step] & run.real).nonzero()[:, 0]
+        row_of = kept_places(run, step).nonzero()[:, 0]
         found[step] = values[(row_of >= rows.start) & (row_of < rows.stop)]
     return found

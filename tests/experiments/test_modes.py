@@ -9,7 +9,7 @@ from published import Reference
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import commits_compared, compare, effect, mode_patching, modes_compared
+from sinklens.experiments import commits_compared, compare, effect, mode_patching, modes_compared, sweep
 from sinklens.interventions import AblateHeads, MaskedLogits
 
 CLOSE = {"rtol": 0, "atol": 2e-5}
@@ -165,6 +165,17 @@ def test_effect_of_two_modes_decodes_in_both_and_compares_at_equal_text(model, p
         assert int(found.free_running["first_divergent_position"][row]) == parted
     assert int(found.free_running["first_divergent_position"].max()) > 12
     assert "first_divergent_step" not in found.free_running
+
+
+def test_a_sweep_under_replay_compares_each_block_as_effect_does(model, prompts):
+    settings = {"mode": "diffusion", "gen_length": 16, "block_length": 8, "threshold": 0.7}
+    ablation = AblateHeads(layers=[1], heads=[0])
+    found = sweep(model, prompts, {"head": ablation, "again": ablation}, replay=True, **settings)["kl"]
+    wanted = torch.from_numpy(effect(model, prompts, ablation, **settings).under_replay["kl"].values)
+    for name in ("head", "again"):
+        one = torch.from_numpy(found.sel(intervention=name).transpose("prompt", "step").values)
+        torch.testing.assert_close(one, wanted, equal_nan=True, **CLOSE)
+    assert wanted.nan_to_num().max() > 1e-4
 
 
 def test_speculation_never_parts_from_autoregressive_decoding(model, prompts):

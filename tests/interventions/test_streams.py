@@ -103,6 +103,15 @@ def test_a_direction_is_the_difference_of_means_over_its_places(worded, architec
     torch.testing.assert_close(found.values[1].float(), means[0] - means[1], atol=1e-5, rtol=1e-4)
 
 
+def test_a_direction_is_taken_after_the_hooks_that_plant_a_behavior(worded):
+    model, sets = worded(), ([LONG], ["w9 w8 w7"])
+    planted = Steer(DIRECTION, 3.0, mode="set", layers=[1])  # both sets have the same component along it
+    plain, found = (difference_of_means(model, *sets, gen_length=2, steps=1, hooks=hooks) for hooks in ((), planted))
+    along = DIRECTION.double() / DIRECTION.double().norm()
+    torch.testing.assert_close(found.values[0], plain.values[0])
+    assert abs(float(found.values[1] @ along)) < 1e-5 < 1e-3 < abs(float(plain.values[1] @ along))
+
+
 def test_directions_bring_their_point_and_one_vector_per_layer(worded):
     model = worded()
     found = Directions(torch.stack([DIRECTION * factor for factor in (1.0, 2.0, 3.0)]), "hook_resid_mid")

@@ -1,0 +1,80 @@
+"""Is the denoising step encoded in the residual stream? (docs/papers/subliminal-clocks.md)
+
+Ridge probes of the step, at undecided positions, on runs of the model's own decoding order, on runs of random order,
+and from one to the other; then the entropy at undecided positions under steering along "late minus early". It took
+16 seconds of CPU time on one core.
+"""
+
+import numpy as np
+from over_templates import mean
+
+import sinklens
+from sinklens.experiments import StepOutput, sweep
+from sinklens.probes import Probe, ProbeData, fit_probe, probe_data, probe_table
+from sinklens.tasks.word_problems import held_out
+
+NAMES = ("tiny-llada", "tiny-mmada")
+PENALTY = 1000.0
+DOSE = 3.0  # in differences of the two class means
+
+
+def transferred(probe: Probe, data: ProbeData) -> float:
+    """R² of a probe on other runs."""
+    truth = data.column("step").astype(float)
+    return 1 - float(((truth - probe.predict(data.at(probe.point))) ** 2).sum() / ((truth - truth.mean()) ** 2).sum())
+
+
+def entropy(output: StepOutput) -> np.ndarray:
+    """Mean entropy of the predictions at undecided positions, in nats [prompt]."""
+    logs = output.logits.float().log_softmax(dim=-1)
+    nats = -(logs.exp() * logs).sum(dim=-1)
+    return (nats * output.undecided).sum(dim=1) / output.undecided.sum(dim=1)
+
+
+def main() -> None:
+    """Print both tables."""
+    problems = held_out(21)
+    prompts = [problem.prompt for problem in problems]
+    kinds = [problem.kind for problem in problems]
+    for name in NAMES:
+        model = sinklens.load(name)
+        points = ["hook_embed", "blocks.0.hook_resid_post", f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"]
+        runs = {
+            "own": sinklens.generate(model, prompts, record_sinks=False),
+            "random": sinklens.generate(model, prompts, record_sinks=False, remasking="random"),
+        }
+        parts = {}
+        for order, run in runs.items():
+            parts[order] = probe_data(run, points, scope="masked", steps=range(0, run.steps_run, 3))
+            parts[order] = parts[order].with_label("template", kinds)
+            table = probe_table(parts[order], "step", kind="ridge", penalty=PENALTY, units="template", repeats=1)
+            print(name, order, len(parts[order]), "places")
+            print(table[["point", "score", "low", "high", "shuffled", "bag", "place"]].round(2).to_string())
+        for point in points:
+            probes = {order: fit_probe(data, point, "step", "ridge", penalty=PENALTY) for order, data in parts.items()}
+            print(name, point, "own to random", round(transferred(probes["own"], parts["random"]), 3))
+            print(name, point, "random to own", round(transferred(probes["random"], parts["own"]), 3))
+        steer(model, parts["own"], points[1])
+
+
+def steer(model: sinklens.Model, data: ProbeData, point: str) -> None:
+    """Print the entropy under steering toward late minus that under steering toward early, and of random directions."""
+    problems = held_out(21)[14:]
+    data = data.chosen(data.column("prompt") < 14)
+    probe = fit_probe(data.with_label("late", data.column("step") > 11), point, "late", "difference")
+    directions = {"late − early": probe} | {f"random {seed}": probe.random(seed) for seed in range(3)}
+    changes = {
+        f"{name} {sign}": one.steer(sign, where="masked", steps=[4, 12])
+        for name, one in directions.items()
+        for sign in (-DOSE, DOSE)
+    }
+    found = sweep(model, [problem.prompt for problem in problems], changes, metric=entropy, replay=True)
+    value = found["metric"].mean("step")  # of the steps that were steered
+    print(model.name, "unchanged", mean(found["metric_base"].sel(step=[4, 12]).mean("step"), problems))
+    for name in directions:
+        contrast = value.sel(intervention=f"{name} {DOSE}") - value.sel(intervention=f"{name} {-DOSE}")
+        print(model.name, name, mean(contrast, problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Does one channel of the residual stream carry a diffusion model? (docs/papers/super-outlier.md)
+
+The channel with the largest mean magnitude is set to 0, or to its mean, in every layer; the control does the same to
+random channels, and to the channel after it in size. Then weights are rounded to 3 and 2 bits. It took 13 seconds of
+CPU time on one core.
+"""
+
+import numpy as np
+from over_templates import mean
+
+import sinklens
+from sinklens.evaluation.statistics import Accuracy
+from sinklens.experiments import outlier_dimensions, sweep
+from sinklens.interventions import ClampStream, RoundWeights
+from sinklens.probes import probe_data
+from sinklens.tasks.word_problems import Problem, held_out, read_answer
+
+MODELS = {"tiny-llada": {"steps": 8}, "tiny-mmada": {"steps": 8}, "tiny-llama": {"gen_length": 24}}
+RANDOM = 4
+
+
+def main() -> None:
+    """Print a table for each model."""
+    problems = held_out(10)
+    prompts = [problem.prompt for problem in problems]
+    for name, settings in MODELS.items():
+        model = sinklens.load(name)
+        run = sinklens.generate(model, prompts, record_sinks=False, **settings)
+        layers = range(model.cfg.n_layers)
+        points = [f"blocks.{layer}.hook_resid_pre" for layer in layers]
+        streams = probe_data(run, points, steps=[0, 4]).values
+        size = np.stack([np.abs(values).mean(axis=0) for values in streams.values()])  # [layer, channel]
+        order = size.mean(axis=0).argsort()[::-1]
+        top, second = int(order[0]), int(order[1])
+        print(name, "outlier dimensions", outlier_dimensions(run, steps=[0]), "top", top, "second", second)
+        print(name, "size over median, by layer", (size[:, top] / np.median(size, axis=1)).round(1))
+        others = np.random.default_rng(0).choice(order[2:], RANDOM, replace=False).tolist()
+        means = {layer: float(streams[points[layer]][:, top].mean()) for layer in layers}
+        changes = {
+            "top to 0": [ClampStream(layer, dims=[top]) for layer in layers],
+            "top to its mean": [ClampStream(layer, dims=[top], at=means[layer]) for layer in layers],
+            "second to 0": [ClampStream(layer, dims=[second]) for layer in layers],
+        } | {f"random {dim}": [ClampStream(layer, dims=[dim]) for layer in layers] for dim in others}
+        kl = sweep(model, prompts, changes, replay=True, **settings)["kl"].mean("step")
+        for label in list(changes)[:3]:
+            print(name, label, "kl", mean(kl.sel(intervention=label), problems))
+        random = kl.sel(intervention=[f"random {dim}" for dim in others])
+        print(
+            name,
+            "random to 0, kl",
+            mean(random.mean("intervention"), problems),
+            "largest",
+            float(random.mean("prompt").max()),
+        )
+        free = {"top to 0": changes["top to 0"], "3 bits": RoundWeights(3), "2 bits": RoundWeights(2)}
+        print(name, "right", _right(run.text, problems))
+        for label, hooks in free.items():
+            texts = sinklens.generate(model, prompts, hooks=hooks, record_sinks=False, **settings).text
+            print(name, label, "right", _right(texts, problems), repr(texts[0]))
+
+
+def _right(texts: list[str], problems: list[Problem]) -> Accuracy:
+    verdicts = [read_answer(text) == one.result for text, one in zip(texts, problems, strict=True)]
+    return Accuracy(sum(verdicts), len(verdicts))
+
+
+if __name__ == "__main__":
+    main()
