@@ -16,6 +16,7 @@ STUDIES = {
     "existence": ("existence", "Existence"),
     "dynamics": ("dynamics", "Dynamics"),
     "edits": ("edits", "Edits"),
+    "swaps": ("swaps", "Swaps"),
     "layers": ("layers", "Layers"),
     "token_types": ("token_types", "TokenTypes"),
     "split": ("split", "Split"),

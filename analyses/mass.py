@@ -147,6 +147,8 @@ def curve(
 ) -> "DataFrame":
     """Cost against attention removed: rows of `interval_table` for `cost`, with the mean of `removal` as ``removed``.
 
+    NaN where the attention is not known.
+
     Args:
         cost, removal: variables with the same axes.
     """
@@ -154,8 +156,7 @@ def curve(
     means = interval_table(measured, [removal], seed)
     labels = [name for name in means if name not in ("measure", "estimate", "low", "high", "prompts")]
     means = means[[*labels, "estimate"]].rename(columns={"estimate": "removed"})
-    found = table.merge(means, on=labels, how="left", validate="one_to_one")
-    return found[found["removed"].notna()].reset_index(drop=True)
+    return table.merge(means, on=labels, how="left", validate="one_to_one")
 
 
 def newest_rows(study: "Study", model: "Model", prompt: "SinglePrompt", settings: "Settings") -> SinkTrack:

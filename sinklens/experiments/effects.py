@@ -58,13 +58,13 @@ class ModeEffect:
     """What decoding in another mode changes, as returned by `effect` with ``modes=``.
 
     Attributes:
-        base, changed: the runs in the two modes.
+        base, free: the runs in the two modes.
         free_running: `compare` of them.
         at_equal_text: `modes_compared` of the text of `base`, in passes of the unchanged model, without `hooks`.
     """
 
     base: Generation
-    changed: Generation
+    free: Generation
     free_running: xr.Dataset
     at_equal_text: xr.Dataset
 
@@ -145,6 +145,6 @@ def _of_modes(
         chosen = {name: value for name, value in settings.items() if name in known or name not in others}
         return generate(model, prompt, mode=mode, hooks=hooks, progress=False, **chosen)
 
-    base, changed = run(modes[0]), run(modes[1])
+    base, free = run(modes[0]), run(modes[1])
     at_equal_text = modes_compared(base, settings.get("block_length"))
-    return ModeEffect(base, changed, compare(base, changed), at_equal_text)
+    return ModeEffect(base, free, compare(base, free), at_equal_text)

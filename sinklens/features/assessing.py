@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xarray as xr
+from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -90,10 +91,11 @@ def assess(
     shared = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
     logits = MaskedLogits()
     base = generate(model, list(prompts), hooks=[*seen, logits], **shared)
-    loss = _loss(base, base, logits)
+    loss = float(token_losses(base, logits).mean())
 
     def under(splice: SpliceSAE) -> float:
-        return _loss(base, generate(model, list(prompts), hooks=[splice, logits], replay=base, **shared), logits)
+        generate(model, list(prompts), hooks=[splice, logits], replay=base, **shared)
+        return float(token_losses(base, logits).mean())
 
     rows = []
     for states, moments in zip(listed, seen, strict=True):
@@ -108,14 +110,13 @@ def assess(
     return xr.Dataset({name: ("scope", [row[name] for row in rows]) for name in MEASURES}, {"scope": names})
 
 
-def _loss(base: "Generation", run: "Generation", logits: MaskedLogits) -> float:
-    """Mean cross-entropy of the final tokens of `base` at the undecided positions of every step, in nats."""
+def token_losses(base: "Generation", logits: MaskedLogits) -> Float[Tensor, " undecided"]:
+    """Cross-entropy of the final tokens of `base` at every undecided position, step by step, row by row, in nats."""
     parts = []
-    for step in range(run.steps_run):
+    for step in range(base.steps_run):
         undecided = base.undecided[:, step] & base.real
-        final = base.tokens[undecided]
-        parts.append(torch.nn.functional.cross_entropy(logits.kept[step], final, reduction="none"))
-    return float(torch.cat(parts).mean())
+        parts.append(torch.nn.functional.cross_entropy(logits.kept[step], base.tokens[undecided], reduction="none"))
+    return torch.cat(parts)
 
 
 @dataclass(eq=False)

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import xarray as xr
 
 from sinklens.errors import SettingError
 from sinklens.experiments.tuned_lens import masked_share
-from sinklens.features.assessing import Mean, Moments
+from sinklens.features.assessing import Mean, Moments, token_losses
 from sinklens.features.autoencoder import SAE, Transcoder
 from sinklens.features.places import Scope, states_of
 from sinklens.features.splice import SpliceSAE
@@ -68,11 +67,11 @@ def assess_by_share(
     moments, logits = Moments(sae, point, scope=states, to=to), MaskedLogits()
     shared = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
     base = generate(model, list(prompts), hooks=[moments, logits], **shared)
-    losses = [_losses(base, logits)]
+    losses = [token_losses(base, logits).numpy()]
     mean = SpliceSAE(Mean(moments.mean.float()), to or point, scope=states)
     for splice in (SpliceSAE(sae, point, scope=states, to=to), mean):
         generate(model, list(prompts), hooks=[splice, logits], replay=base, **shared)
-        losses.append(_losses(base, logits))
+        losses.append(token_losses(base, logits).numpy())
     bucket = _buckets(base, buckets)
     found = {name: np.full(buckets, np.nan) for name in LOSSES}
     places = np.array([(bucket == number).sum() for number in range(buckets)])
@@ -85,17 +84,8 @@ def assess_by_share(
     return xr.Dataset({name: ("bucket", value) for name, value in data.items()}, coords)
 
 
-def _losses(base: "Generation", logits: MaskedLogits) -> np.ndarray:
-    """Cross-entropy of the final tokens of `base` at every undecided position, step by step, row by row."""
-    parts = []
-    for step in range(base.steps_run):
-        undecided = base.undecided[:, step] & base.real
-        parts.append(torch.nn.functional.cross_entropy(logits.kept[step], base.tokens[undecided], reduction="none"))
-    return torch.cat(parts).numpy()
-
-
 def _buckets(base: "Generation", buckets: int) -> np.ndarray:
-    """The bucket of the step and row of every undecided position, in the order of `_losses`."""
+    """The bucket of the step and row of every undecided position, in the order of `token_losses`."""
     share, parts = masked_share(base), []
     for step in range(base.steps_run):
         rows = (base.undecided[:, step] & base.real).nonzero()[:, 0].numpy()

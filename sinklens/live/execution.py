@@ -8,8 +8,9 @@ Limitation: a run stops between steps; a pass of a large model is completed firs
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,27 @@ OnEvent = Callable[..., None]
 
 class RunCancelled(Exception):
     """The run was cancelled."""
+
+
+@contextmanager
+def ending(work: Any, what: str) -> Iterator[None]:
+    """Note in the ``status`` and ``error`` of background work how a block of it ends, if it does not succeed.
+
+    Nothing is raised, so that the lab outlives its work; the traceback of a crash is printed.
+
+    Args:
+        work: has the attributes ``status`` and ``error``.
+        what: its name in the error of a crash.
+    """
+    try:
+        yield
+    except RunCancelled:
+        work.status = "cancelled"
+    except (SinklensError, Refused) as error:
+        work.status, work.error = "failed", str(error)
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        work.status, work.error = "failed", f"{what} crashed with {type(error).__name__}: {error}."
 
 
 class LiveRun:

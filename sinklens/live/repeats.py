@@ -10,20 +10,18 @@ Pitfall: a sampler that draws nothing makes the same run with every seed. Then t
 seeds were tried, and no interval is given.
 """
 
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from sinklens.errors import SinklensError
 from sinklens.evaluation.statistics import Accuracy, paired
 from sinklens.live import problems
 from sinklens.live.chips import is_index
-from sinklens.live.execution import RunCancelled, denoising
+from sinklens.live.execution import RunCancelled, denoising, ending
 from sinklens.live.heads import Stop
-from sinklens.live.refusal import Refused, require
+from sinklens.live.refusal import require
 from sinklens.live.session import Session
 from sinklens.live.spec import RunSpec
 
@@ -129,16 +127,9 @@ class Repeats:
 
     def _carry_out(self, made: Repetitions) -> None:
         """One repetition, in the model thread."""
-        try:
+        with ending(made, "a repetition"):
             self._measure(made, made.specs[len(made.changed)])
             made.status = "running" if len(made.changed) < len(made.specs) else "done"
-        except RunCancelled:
-            made.status = "cancelled"
-        except (SinklensError, Refused) as error:
-            made.status, made.error = "failed", str(error)
-        except Exception as error:  # noqa: BLE001 — the lab outlives it; the traceback is printed
-            traceback.print_exc()
-            made.status, made.error = "failed", f"a repetition crashed with {type(error).__name__}: {error}."
         self._session.events.add("repeats", **made.to_json())
         if made.status == "running":
             self._next(made)

@@ -8,16 +8,14 @@ Limitation: trials are not kept on disk; after a restart they are computed again
 
 import threading
 import time
-import traceback
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sinklens.errors import SinklensError
-from sinklens.live.execution import RunCancelled
+from sinklens.live.execution import RunCancelled, ending
 from sinklens.live.heads import HeadTrial, LayerHead, Stop
-from sinklens.live.refusal import Refused, require
+from sinklens.live.refusal import require
 from sinklens.live.session import Session
 
 MOST_KEPT = 32  # trials of different runs
@@ -133,19 +131,12 @@ class Trials:
     def _carry_out(self, trial: Trial, work: HeadTrial, parts: list[list[LayerHead]]) -> None:
         """Try the next group of heads, in the model thread, and queue the group after it."""
         found: list[dict[str, Any]] = []
-        try:
+        with ending(trial, "the trial"):
             if trial.stop.requested.is_set():
                 raise RunCancelled
             found = work.measure(parts[0])
             trial.found.extend(found)
             trial.status = "running" if parts[1:] else "done"
-        except RunCancelled:
-            trial.status = "cancelled"
-        except (SinklensError, Refused) as error:
-            trial.status, trial.error = "failed", str(error)
-        except Exception as error:  # noqa: BLE001 — the lab outlives it; the traceback is printed
-            traceback.print_exc()
-            trial.status, trial.error = "failed", f"the trial crashed with {type(error).__name__}: {error}."
         self._report(trial, found)
         if trial.status == "running":
             self._session.thread.background(lambda: self._carry_out(trial, work, parts[1:]))

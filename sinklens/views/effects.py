@@ -268,10 +268,12 @@ def costs_by_mass(table: "DataFrame", by: str, names: Mapping[Any, str], label: 
     """Costs against the attention removed: a panel per model, a line with intervals per value of the column `by`.
 
     Args:
-        table: rows with ``estimate``, ``low``, ``high`` and ``removed``, the share of attention.
+        table: rows with ``estimate``, ``low``, ``high`` and ``removed``, the share of attention; rows where it is NaN
+            are left out.
         names: names of the values of `by`; those without a row are left out.
         label: what the cost is.
     """
+    table = table[table["removed"].notna()]
     models = list(dict.fromkeys(table["model"]))
     if not models:
         figure, axes = panels(1)

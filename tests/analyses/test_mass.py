@@ -109,6 +109,6 @@ def test_a_curve_has_the_cost_and_the_attention_removed_of_each_entry():
     gone = values / 100
     gone[..., 1] = np.nan
     table = curve({"planted": xr.Dataset({"kl": (axes, values), "gone": (axes, gone)}, coords)}, "kl", "gone")
-    assert table["pick"].tolist() == ["strongest"] * 2
-    assert table["estimate"].tolist() == [4.0, 6.0]
-    assert table["removed"].tolist() == pytest.approx([0.04, 0.06])
+    assert table["pick"].tolist() == ["strongest", "random"] * 2
+    assert table["estimate"].tolist() == [4.0, 5.0, 6.0, 7.0]
+    assert table["removed"].tolist() == pytest.approx([0.04, np.nan, 0.06, np.nan], nan_ok=True)

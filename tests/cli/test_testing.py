@@ -50,7 +50,7 @@ def planted(lost, control=0.0):
 def run(tmp_path, monkeypatch, capsys):
     """Run a plan with planted measurements; returns what was printed."""
 
-    def test(lost, n, *, out="out", control=0.0, text=PLAN, options=()):
+    def run_plan(lost, n, *, out="out", control=0.0, text=PLAN, options=()):
         (tmp_path / f"{out}.yaml").write_text(text % {"n": n})
         measure, calls = planted(lost, control)
         monkeypatch.setattr(Claim, "measure", measure)
@@ -59,7 +59,7 @@ def run(tmp_path, monkeypatch, capsys):
         printed = capsys.readouterr()
         return code, printed.out + printed.err, calls
 
-    return test
+    return run_plan
 
 
 @pytest.mark.parametrize(

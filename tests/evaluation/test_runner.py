@@ -288,3 +288,4 @@ def test_a_control_of_a_condition_that_is_not_evaluated_warns(tmp_path, tiny_lla
         warnings.simplefilter("error", ControlWarning)
         evaluate(tiny_llama, "tiny-gsm", [Condition("mine", (AblateHeads(heads=[1]),))], tmp_path, limit=1)
         evaluate(tiny_llama, "tiny-gsm", [control], tmp_path, limit=1)
+    assert sorted(line.condition for line in read_lines(tmp_path)) == ["control", "mine"]

@@ -157,10 +157,10 @@ def test_effect_of_two_modes_decodes_in_both_and_compares_at_equal_text(model, p
     settings = {"gen_length": 16, "block_length": 8, "threshold": 0.7}
     found = effect(model, prompts, modes=("diffusion", "autoregressive"), **settings)
     assert torch.equal(found.base.canvas, run.canvas)
-    assert set(found.changed.modes) == {"causal"}
+    assert set(found.free.modes) == {"causal"}
     assert found.at_equal_text.identical(modes_compared(run))
     for row in range(2):
-        tokens = [one.tokens[row, 12:28].tolist() for one in (found.base, found.changed)]
+        tokens = [one.tokens[row, 12:28].tolist() for one in (found.base, found.free)]
         parted = next((12 + at for at, (a, b) in enumerate(zip(*tokens, strict=True)) if a != b), -1)
         assert int(found.free_running["first_divergent_position"][row]) == parted
     assert int(found.free_running["first_divergent_position"].max()) > 12

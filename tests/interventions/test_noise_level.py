@@ -172,8 +172,10 @@ def test_an_untimed_network_refuses_another_time(untimed, hook):
 
 
 def test_a_time_that_an_untimed_network_is_given_is_reported(untimed):
+    ids = torch.full((1, 4), untimed.mask_token_id)
     with pytest.warns(UserWarning, match="this network is untimed: it reads noise level 0 whatever it gets"):
-        untimed(torch.full((1, 4), untimed.mask_token_id), time=0.5)
+        given = untimed(ids, time=0.5)
+    assert torch.equal(given, untimed(ids))
 
 
 def test_what_has_no_meaning_is_refused(timed, tiny_llada):

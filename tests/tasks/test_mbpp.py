@@ -74,8 +74,10 @@ def test_programs_run_with_the_published_tests(tmp_path, text, passes):
 
 def test_a_setup_runs_before_the_tests(tmp_path):
     row = TWICE | {"test_setup_code": "import math\nlimit = math.floor(6.5)", "test_list": ["assert twice(3) == limit"]}
-    (sample,) = Mbpp(write(tmp_path, row), shots=0).samples()
-    exec(program(Mbpp(), sample, row["code"]), {})
+    with_setup, without = Mbpp(write(tmp_path, row, row | {"task_id": 12, "test_setup_code": ""}), shots=0).samples()
+    exec(program(Mbpp(), with_setup, row["code"]), {})
+    with pytest.raises(NameError, match="limit"):
+        exec(program(Mbpp(), without, row["code"]), {})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,137 @@
+"""Does a kind of token make a sink, or the places that tokens of that kind have?
+
+    sinklens analyse swaps tiny-llada tiny-dream tiny-mmada --limit 60
+
+Digits are sinks more often than words. That may be because of the token or because of where digits stand, which no
+comparison of different places can separate. A *swap* (`sinklens.experiments.swap`) replaces one token of a canvas and
+changes nothing else. ``digit → word`` replaces a digit by a word; its control, ``digit → digit``, by another digit. If
+the token makes the sink, the first loses sinks at that place, and ``word → digit`` gains them, beyond their controls.
+
+Caveat: a swapped canvas may be one that no text has, also in the control. Masks cannot be swapped for other masks, so
+they have no control and are not among `SWAPS`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import xarray as xr
+
+from sinklens.analyses.intervals import interval_rows, judged
+from sinklens.analyses.strata import Groups, groups_of, labels_of, shaped, stratified
+from sinklens.analyses.study import Study
+from sinklens.experiments import swap
+from sinklens.model.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
+from sinklens.sinks.matching import ratio
+from sinklens.utils.arguments import Count
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.model import Model
+    from sinklens.runs.result import Generation
+
+SWAPS = {
+    "digit → word": ("digit", "word"),
+    "digit → digit": ("digit", "digit"),
+    "word → digit": ("word", "digit"),
+    "word → word": ("word", "word"),
+    "punctuation → word": ("punctuation", "word"),
+    "word → punctuation": ("word", "punctuation"),
+}
+BEYOND = {
+    "digit → word, beyond digit → digit": ("digit → word", "digit → digit"),
+    "word → digit, beyond word → word": ("word → digit", "word → word"),
+    "word → punctuation, beyond word → word": ("word → punctuation", "word → word"),
+}
+MEASURES = {
+    "sinks_before": "heads with a sink at the place, before the swap",
+    "sinks_after": "heads with a sink at the place, after the swap",
+    "change": "sinks_after − sinks_before",
+}
+
+
+@dataclass
+class Swaps(Study):
+    """See the module.
+
+    Attributes:
+        places: number of places to swap on each canvas.
+    """
+
+    name: ClassVar[str] = "swaps"
+    together: ClassVar[bool] = False
+    places: Count = 4
+
+    def refusal(self, model: "Model") -> str:
+        """See `Study.refusal`."""
+        if model.tree.changes_attention:
+            return "a model that changes its attention from pass to pass: a swap is no such pass. Leave it out."
+        return super().refusal(model)
+
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
+        """`MEASURES` [prompt, swap]: means over the places, over steps; NaN where there is no such place or token."""
+        run = self.generate(model, prompts, settings, record_sinks=False).run
+        rows = []
+        for replace, by in SWAPS.values():
+            rows.append([self._means(run, row, replace, by) for row in range(len(prompts))])
+        before, after = np.array(rows).transpose(2, 1, 0)
+        axes = ("prompt", "swap")
+        values = {"sinks_before": before, "sinks_after": after, "change": after - before}
+        return xr.Dataset({name: (axes, found) for name, found in values.items()}, {"swap": list(SWAPS)})
+
+    def _means(self, run: "Generation", row: int, replace: str, by: str) -> tuple[float, float]:
+        """Means of ``sinks_before`` and ``sinks_after`` over the swaps of one prompt."""
+        found = swap(run, replace, by, rows=[row], places=self.places, seed=self.seed)
+        if not found.sizes["swap"]:
+            return float("nan"), float("nan")
+        return float(found["sinks_before"].mean()), float(found["sinks_after"].mean())
+
+    def contrasts(self, data: xr.Dataset) -> xr.Dataset:
+        """``change`` of `BEYOND` [prompt, swap]: a swap's change minus that of its control."""
+        change = data["change"]
+        pairs = [change.sel(swap=one, drop=True) - change.sel(swap=other, drop=True) for one, other in BEYOND.values()]
+        return xr.Dataset({"change": xr.concat(pairs, dim="swap")}).assign_coords(swap=list(BEYOND))
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``swaps``: `MEASURES`; ``beyond``: `contrasts`, with p values over the family of a model.
+
+        Intervals resample groups of prompts if there are several.
+        """
+        from pandas import DataFrame
+
+        swaps, beyond = [], []
+        for model, data in measured.items():
+            group = groups_of(data)
+            for measure in MEASURES:
+                swaps += self._rows(model, measure, data[measure], group)
+            beyond += self._rows(model, "change", self.contrasts(data)["change"], group, claim=True)
+        tables = {"swaps": DataFrame(swaps), "beyond": judged(DataFrame(beyond), "gains sinks", "loses sinks")}
+        return {name: table.assign(meaning=table["measure"].map(MEASURES)) for name, table in tables.items()}
+
+    def _rows(
+        self, model: str, measure: str, values: xr.DataArray, group: Groups | None, claim: bool = False
+    ) -> list[dict[str, Any]]:
+        """One row per swap: the mean over prompts."""
+        rows = []
+        for name in values["swap"].to_numpy():
+            one = values.sel(swap=name).to_numpy()[:, None]
+            parts = [np.nan_to_num(one), (~np.isnan(one)).astype(float)]
+            found = stratified(lambda *sums: sums, ratio, parts, self.seed, group, within=False, null=0.0)
+            (row,) = interval_rows(model, measure, shaped(found.found, 1), {"swap": [name]})
+            rows.append({**row, **labels_of(found, claim)})
+        return rows
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """``change``: the change of every swap and model."""
+        from sinklens.views.charts import interval_dots
+        from sinklens.views.figures import panels
+
+        figure, (ax,) = panels(1, size=(7, 4))
+        table = self.tables(measured)["swaps"].query("measure == 'change'")
+        interval_dots(table, "swap", ax, line=0.0)
+        ax.set(xlabel="heads with a sink at the place: after − before the swap")
+        return {"change": figure}
