@@ -18,28 +18,12 @@ import numpy as np
 import xarray as xr
 
 from sinklens.errors import CheckpointError, SettingError
-from sinklens.experiments.circuit_pictures import dot, graph, save_graph
+from sinklens.experiments.circuit_pictures import CircuitEdge, dot, graph, save_graph
 from sinklens.interventions.circuits import KeepEdges
 from sinklens.utils.atomic import atomic_write
 
 AXES = ("step", "sender", "receiver", "pos")
 FORMAT = "sinklens circuit 1"
-
-
-class CircuitEdge(NamedTuple):
-    """An edge of a circuit.
-
-    Attributes:
-        sender, receiver: labels, as in `PathPatch`.
-        score: its score; NaN without scores.
-        step, pos: where it is kept; None for everywhere.
-    """
-
-    sender: str
-    receiver: str
-    score: float
-    step: int | None = None
-    pos: int | None = None
 
 
 class Overlap(NamedTuple):

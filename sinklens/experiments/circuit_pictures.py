@@ -10,7 +10,7 @@ Pitfall: the page drops a node that occurs at more than two thirds of the tokens
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,13 +20,27 @@ from sinklens.utils.atomic import atomic_write
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from sinklens.experiments.circuit import CircuitEdge
-
 COLORS = {"embed": "#d9d9d9", "head": "#9ecae1", "mlp": "#fdd0a2", "logits": "#d9d9d9"}
 EVERYWHERE = ["", "every position"]
 """Tokens of a graph without positions; all nodes are at the second."""
 TYPES = {"embed": "embedding", "head": "attention head", "mlp": "mlp", "logits": "logit"}
 LISTED = "graph-metadata.json"
+
+
+class CircuitEdge(NamedTuple):
+    """An edge of a circuit.
+
+    Attributes:
+        sender, receiver: labels, as in `PathPatch`.
+        score: its score; NaN without scores.
+        step, pos: where it is kept; None for everywhere.
+    """
+
+    sender: str
+    receiver: str
+    score: float
+    step: int | None = None
+    pos: int | None = None
 
 
 def dot(edges: "Iterable[CircuitEdge]") -> str:
