@@ -16,7 +16,8 @@
 
 from sinklens.experiments.attribution import agreement, attribution_patching, patching_effects
 from sinklens.experiments.captured import head_outputs
-from sinklens.experiments.circuit import Circuit, CircuitEdge, Overlap
+from sinklens.experiments.circuit import Circuit, Overlap
+from sinklens.experiments.circuit_pictures import CircuitEdge
 from sinklens.experiments.circuit_search import (
     CircuitCase,
     CircuitValue,

@@ -9,40 +9,21 @@ may compute different things on other inputs.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xarray as xr
 
 from sinklens.errors import CheckpointError, SettingError
+from sinklens.experiments.circuit_pictures import CircuitEdge, dot, graph, save_graph
 from sinklens.interventions.circuits import KeepEdges
 from sinklens.utils.atomic import atomic_write
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 AXES = ("step", "sender", "receiver", "pos")
 FORMAT = "sinklens circuit 1"
-COLORS = {"embed": "#d9d9d9", "head": "#9ecae1", "mlp": "#fdd0a2", "logits": "#d9d9d9"}
-
-
-class CircuitEdge(NamedTuple):
-    """An edge of a circuit.
-
-    Attributes:
-        sender, receiver: labels, as in `PathPatch`.
-        score: its score; NaN without scores.
-        step, pos: where it is kept; None for everywhere.
-    """
-
-    sender: str
-    receiver: str
-    score: float
-    step: int | None = None
-    pos: int | None = None
 
 
 class Overlap(NamedTuple):
@@ -238,28 +219,58 @@ class Circuit:
         """The circuit as Graphviz DOT text: components in layers, edges as wide as their score, negative ones red."""
         return dot(self.edges)
 
+    def to_graph(
+        self, tokens: Sequence[str] | None = None, *, slug: str = "circuit", model: str = "", step: int | None = None
+    ) -> dict[str, Any]:
+        """The circuit as a graph that circuit-tracer's page shows; `save_graph` writes it where the page looks for it.
 
-def dot(edges: "Iterable[CircuitEdge]") -> str:
-    """Graphviz DOT text of edges; those that differ by step or position are summed."""
-    total: dict[tuple[str, str], float] = {}
-    for edge in edges:
-        pair = edge.sender, _component(edge.receiver)
-        score = 0.0 if np.isnan(edge.score) else edge.score
-        total[pair] = total.get(pair, 0.0) + score
-    largest = max((abs(score) for score in total.values()), default=0.0) or 1.0
-    nodes = dict.fromkeys(name for pair in total for name in (_node(pair[0]), pair[1]))
-    lines = ["digraph circuit {", "  rankdir=BT;", '  node [shape=box, style=filled, fontname="sans-serif"];']
-    ranks: dict[tuple[int, int], list[str]] = {}
-    for name in nodes:
-        ranks.setdefault(_rank(name), []).append(name)
-    for _, names in sorted(ranks.items()):
-        shown = " ".join(f'"{name}" [fillcolor="{COLORS[_kind(name)]}"];' for name in sorted(names))
-        lines.append(f"  {{ rank=same; {shown} }}")
-    for (sender, receiver), score in sorted(total.items(), key=lambda entry: -abs(entry[1])):
-        width, color = 0.3 + 4 * abs(score) / largest, "#cb181d" if score < 0 else "#2171b5"
-        label = f'"{_node(sender)}" -> "{receiver}"'
-        lines.append(f'  {label} [penwidth={width:.2f}, color="{color}", tooltip="{score:.3g}"];')
-    return "\n".join([*lines, "}"]) + "\n"
+        Every edge is a link with its score as ``weight`` and its receiver's label as ``receiver``, since a node of the
+        graph is a component at a position: a head's queries, keys and values are one node. A key/value head that
+        several heads share is at the head of its number. Without positions, all nodes are in one column.
+
+        Args:
+            tokens: text of each column of the canvas; needed for a circuit by position.
+            slug: name of the graph, of letters, digits, ``-`` and ``_``.
+            model: name of the model; the page has no feature examples for it.
+            step: the step that is shown, of a circuit that differs by step.
+
+        Returns:
+            ``metadata``, ``qParams``, ``nodes`` and ``links``, as in schema version 1 of circuit-tracer 0.5.0.
+
+        Raises:
+            SettingError: an invalid slug; a circuit by position without tokens, or with fewer than its positions or
+                than two; or a step that the circuit does not have, or that is missing.
+        """
+        kept, scores = self.kept, self.scores
+        steps = kept["step"].values.tolist() if "step" in kept.dims else [None]
+        if step not in steps:
+            raise SettingError(f"step must be one of {steps} for this circuit; got {step}.")
+        if step is not None:
+            kept, scores = (array.sel(step=step, drop=True) for array in (kept, scores))
+        return graph(Circuit(kept, scores).edges, tokens, slug, model)
+
+    def save_graph(
+        self,
+        folder: str | Path,
+        tokens: Sequence[str] | None = None,
+        *,
+        slug: str = "circuit",
+        model: str = "",
+        step: int | None = None,
+    ) -> Path:
+        """Write `to_graph` to ``folder/slug.json`` and list it in ``folder/graph-metadata.json``.
+
+        ``circuit-tracer start-server --graph_file_dir folder`` shows all graphs of a folder.
+
+        Args:
+            folder: created if it is missing; other graphs in it stay.
+            tokens, slug, model, step: as in `to_graph`.
+
+        Raises:
+            SettingError: see `to_graph`.
+            CheckpointError: the folder's ``graph-metadata.json`` is something else.
+        """
+        return save_graph(self.to_graph(tokens, slug=slug, model=model, step=step), Path(folder))
 
 
 def _ordered(scores: Any) -> xr.DataArray:
@@ -271,24 +282,3 @@ def _ordered(scores: Any) -> xr.DataArray:
     found = array.transpose(*axes).reset_coords(drop=True)
     missing = {axis: range(array.sizes[axis]) for axis in axes if axis not in found.coords}
     return found.assign_coords(missing).astype(float)
-
-
-def _component(receiver: str) -> str:
-    """The component that a receiver belongs to: a head for its queries, keys and values."""
-    return receiver.partition(".")[0].removesuffix("_mlp_in") + (" MLP" if receiver.endswith("_mlp_in") else "")
-
-
-def _node(sender: str) -> str:
-    return sender.removesuffix("_mlp_out") + (" MLP" if sender.endswith("_mlp_out") else "")
-
-
-def _kind(name: str) -> str:
-    return name if name in ("embed", "logits") else "mlp" if name.endswith("MLP") else "head"
-
-
-def _rank(name: str) -> tuple[int, int]:
-    """Where a component is in the pass."""
-    kind = _kind(name)
-    if kind in ("embed", "logits"):
-        return (-1, 0) if kind == "embed" else (1_000_000, 0)
-    return (int(name.split()[0]), 1) if kind == "mlp" else (int(name[1 : name.index("H")]), 0)

@@ -67,6 +67,11 @@ class CircuitCase(NamedTuple):
     time: Time = None
     step: int = 0
 
+    def __repr__(self) -> str:
+        rows, columns = self.clean.shape
+        changed = int((self.clean != self.corrupted).sum())
+        return f"CircuitCase({self.model.name}, step {self.step}, {rows} × {columns} ids, of which {changed} corrupted)"
+
 
 def circuit_case(
     model: "Model",

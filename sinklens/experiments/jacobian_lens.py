@@ -4,10 +4,12 @@ For each layer l and each bucket of the masked share (see tuned_lens.py),
 
     J_l = mean over passes of 1/|V| Σ_{t ∈ V} Σ_{t' ∈ T(t)} ∂h_last[t'] / ∂h_l[t],
 
-where V are the streams that predict a step's undecided positions. A reading is softmax(W_U · norm(J_l h)), so J_l = I
-is the logit lens. For causal models (Gurnee et al., "Verbalizable Representations Form a Global Workspace in Language
-Models", 2026; as in TransformerLens 4.3) T(t) are the valid positions from t on. A bidirectional model has no order, so
-here ``targets="all"`` is T(t) = V, and ``targets="own"`` is T(t) = {t}: what a position does to its own prediction.
+where V are the streams that predict a step's undecided positions, or the answer of an autoregressive run. A reading is
+softmax(W_U · norm(J_l h)), so J_l = I is the logit lens. For causal models (Gurnee et al., "Verbalizable
+Representations Form a Global Workspace in Language Models", 2026; as in TransformerLens 4.3) T(t) are the valid
+positions from t on. A bidirectional model has no order, so here ``targets="all"`` is T(t) = V, and ``targets="own"`` is
+T(t) = {t}: what a position does to its own prediction. In a causal model, the derivatives at earlier positions are 0,
+so T(t) = V is the causal definition.
 
 h ↦ J h is the affine map of a `TunedLens` with A = Jᵀ − 1 and b = 0, and `fit_jacobian_lens` returns one: pass it as
 ``lens=``. Nothing is trained: it can only carry what later layers compute on average, to first order.
@@ -19,14 +21,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.attribution import differentiable
 from sinklens.experiments.lens import streams_before
 from sinklens.experiments.step_ids import exact_step
-from sinklens.experiments.tuned_lens import TunedLens, masked_share
+from sinklens.experiments.tuned_lens import TunedLens, check_buckets, masked_share, predicted_places
 from sinklens.hooks.points import Point
 from sinklens.runs.intervention import Pairs
 from sinklens.tracing import generate
@@ -38,11 +40,12 @@ if TYPE_CHECKING:
 
 
 class _Step(NamedTuple):
-    """A step of a row of a run."""
+    """A step of a row of a run, and the positions whose tokens it predicts."""
 
     run: "Generation"
     row: int
     step: int
+    predicted: Bool[Tensor, " pos"]
 
 
 def fit_jacobian_lens(
@@ -61,9 +64,9 @@ def fit_jacobian_lens(
     """Fit a Jacobian lens on runs of `prompts`.
 
     Args:
-        model: a diffusion model.
+        model: the model.
         prompts: texts, or rows of token ids.
-        buckets: number of equal parts of the masked share, each with its own matrices.
+        buckets: number of equal parts of the masked share, each with its own matrices; 1 for an autoregressive model.
         targets: positions whose last stream counts: "all" undecided ones, or each one's "own".
         passes: steps per bucket, drawn among the rows and steps of all runs. Each takes
             d_model / `dims` backward passes.
@@ -73,10 +76,10 @@ def fit_jacobian_lens(
         chat_template, **settings: as in `sinklens.generate`.
 
     Raises:
-        SettingError: an autoregressive model, a number below 1, unknown targets, or a bucket without steps.
+        SettingError: several buckets of an autoregressive model, a number below 1, unknown targets, or a bucket
+            without steps.
     """
-    if model.mask_token_id is None:
-        raise SettingError(f"a lens by noise level is fitted by the masked share, and {model.name} has no mask token.")
+    check_buckets(model, buckets)
     if min(buckets, passes, dims, rows) < 1:
         raise SettingError("buckets, passes, dims and rows must be at least 1.")
     if targets not in ("all", "own"):
@@ -92,10 +95,10 @@ def fit_jacobian_lens(
             "progress": False,
         }
         run = generate(model, list(prompts[start : start + rows]), **shared, **settings)
-        for row, shares in enumerate(masked_share(run)):
-            for step, share in enumerate(shares):
-                if share > 0:
-                    listed[lens.bucket(float(share))].append(_Step(run, row, step))
+        shares = masked_share(run)
+        for step, places in predicted_places(run):
+            for row in places.any(dim=1).nonzero()[:, 0].tolist():
+                listed[lens.bucket(float(shares[row, step]))].append(_Step(run, row, step, places[row]))
     drawn = torch.Generator().manual_seed(as_seed(seed))
     for number, steps in enumerate(listed):
         if not steps:
@@ -113,7 +116,8 @@ def _jacobians(one: _Step, targets: str, dims: int, drawn: torch.Generator) -> F
     """J of every layer but the last in one pass, [layer, out, in]."""
     model, run = one.run.model, one.run
     ids, real, time = exact_step(run, one.step).row(one.row)
-    valid = streams_before(model, run.real, run.undecided[:, one.step])[one.row, run.real[one.row]].to(ids.device)
+    here = run.real[[one.row]]
+    valid = streams_before(model, here, one.predicted[None])[here][: ids.shape[1]].to(ids.device)
     places = valid.nonzero()[:, 0]
     if targets == "own":
         places = places[torch.randint(len(places), (1,), generator=drawn).to(places.device)]

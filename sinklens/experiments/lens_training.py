@@ -8,6 +8,8 @@ are kept, a random sample per bucket of the masked share, and each layer's map i
 starting at the identity, which is the logit lens. If the stream at i predicts the token at i + 1 (Dream), the streams
 one position earlier are used, as in lens.py.
 
+An autoregressive run is one pass over its text, with the streams that predict the tokens of the answer.
+
 Limitation: only undecided positions are trained on. Readings at decided positions and in the prompt use maps that have
 not seen such streams.
 """
@@ -22,7 +24,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.experiments.lens import CONDITION, conditions, log_probabilities, streams_before
 from sinklens.experiments.step_ids import exact_step
-from sinklens.experiments.tuned_lens import TunedLens, masked_share
+from sinklens.experiments.tuned_lens import TunedLens, check_buckets, masked_share, predicted_places
 from sinklens.tracing import generate
 from sinklens.utils.integers import as_seed
 
@@ -48,9 +50,9 @@ def train_tuned_lens(
     """Train a tuned lens on runs of `prompts`.
 
     Args:
-        model: a diffusion model.
+        model: the model.
         prompts: texts, or rows of token ids.
-        buckets: number of equal parts of the masked share, each with its own maps.
+        buckets: number of equal parts of the masked share, each with its own maps; 1 for an autoregressive model.
         updates: optimizer steps per bucket.
         batch: positions per update.
         learning_rate: of Adam, in units of the stream's size; falls to 0.
@@ -60,12 +62,11 @@ def train_tuned_lens(
         chat_template, **settings: as in `sinklens.generate`.
 
     Raises:
-        SettingError: an autoregressive model, a number below 1, or a bucket without positions.
+        SettingError: several buckets of an autoregressive model, a number below 1, or a bucket without positions.
     """
-    if model.mask_token_id is None:
-        raise SettingError(f"a tuned lens is trained by the masked share, and {model.name} has no mask token.")
     if min(buckets, updates, batch, places, rows) < 1:
         raise SettingError("buckets, updates, batch, places and rows must be at least 1.")
+    check_buckets(model, buckets)
     d_model, layers = model.cfg.d_model, model.cfg.n_layers
     empty = TunedLens(model.name, torch.zeros(buckets, layers, d_model, d_model), torch.zeros(buckets, layers, d_model))
     drawn = torch.Generator().manual_seed(as_seed(seed))
@@ -120,14 +121,14 @@ def _sample(parts: list[_Places], places: int, drawn: torch.Generator) -> list[_
 
 @torch.no_grad()
 def _streams(run: "Generation") -> Iterator[tuple[float, _Places]]:
-    """Masked share of each row and step, and the streams that predict its undecided positions."""
+    """Masked share of each row and step, and the streams that predict its `predicted_places`."""
     model, shares = run.model, masked_share(run)
     points = [f"blocks.{layer}.hook_resid_post" for layer in range(model.cfg.n_layers)]
-    for step in range(run.steps_run):
+    for step, predicted in predicted_places(run):
         ids, real, time = exact_step(run, step)
         seen = model.tree.peek(ids, real, [*points, *conditions(model)], time)
         streams = torch.stack([seen[name].float().cpu() for name in points])
-        sources = streams_before(model, run.real, run.undecided[:, step])
+        sources = streams_before(model, run.real, predicted)[:, : ids.shape[1]]
         for row, places in enumerate(sources):
             if bool(places.any()):
                 here, count = streams[:, row, places], int(places.sum())

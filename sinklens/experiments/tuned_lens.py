@@ -7,7 +7,8 @@ first moves it to where the last layer would be,
 
 with A and b trained per layer so that the reading agrees with the model's own prediction. A diffusion model predicts
 under very different amounts of text, so there is one pair (A, b) for each *bucket* of the masked share, the share of
-the answer's positions that are undecided at the step. The last layer's map is the identity.
+the answer's positions that are undecided at the step. An autoregressive model has no such share, and one bucket. The
+last layer's map is the identity.
 
 Caveat: a tuned lens may compute what the model computes only later. It says what a stream lets one predict, not what
 the model has concluded there.
@@ -15,10 +16,11 @@ the model has concluded there.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -102,3 +104,40 @@ def masked_share(run: "Generation") -> Float[np.ndarray, "batch step"]:
     """Share of the answer's positions that are undecided at each step; those undecided at step 0 are the answer."""
     undecided = (run.undecided & run.real[:, None]).sum(dim=2).double().numpy()
     return undecided[:, :-1] / np.maximum(undecided[:, :1], 1)
+
+
+class PredictedPlaces(NamedTuple):
+    """Positions whose tokens one pass predicts.
+
+    Attributes:
+        step: the step of the pass.
+        places: the positions, in columns of the canvas.
+    """
+
+    step: int
+    places: Bool[Tensor, "batch pos"]
+
+
+def predicted_places(run: "Generation") -> list[PredictedPlaces]:
+    """The passes that show what a run predicts.
+
+    Of a diffusion run these are all steps, with their undecided positions; of an autoregressive run the last step
+    alone, whose pass over the text predicts every token of the answer.
+    """
+    if not run.causal:
+        return [PredictedPlaces(step, run.undecided[:, step] & run.real) for step in range(run.steps_run)]
+    places = torch.zeros_like(run.real)
+    places[:, run.prompt_length : run.prompt_length + run.steps_run] = run.active[:, : run.steps_run]
+    return [PredictedPlaces(run.steps_run - 1, places)]
+
+
+def check_buckets(model: "Model", buckets: int) -> None:
+    """Check that runs of `model` can be split by the masked share.
+
+    Raises:
+        SettingError: no mask token, except of an autoregressive model with one bucket.
+    """
+    if model.causal and buckets != 1:
+        raise SettingError(f"{model.name} is autoregressive, so its passes have no masked share; pass buckets=1.")
+    if model.mask_token_id is None and not model.causal:
+        raise SettingError(f"lenses are split by the masked share, and {model.name} has no mask token.")

@@ -1,4 +1,4 @@
-"""How good an SAE is where it is used: explained variance, dead features and recovered loss, by state.
+"""How good an SAE or a transcoder is where it is used: explained variance, dead features and recovered loss, by state.
 
 The loss of a step is the cross-entropy, at the undecided positions, of the tokens that the run finally has; all runs
 are on the canvases of the unchanged run. With the SAE spliced in at the positions of one state,
@@ -22,9 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.features.autoencoder import SAE
-from sinklens.features.places import InScope, PointPlaces, Scope, states_of, stream_point
-from sinklens.features.splice import SpliceSAE
+from sinklens.features.autoencoder import SAE, Transcoder
+from sinklens.features.places import InScope, PointPlaces, Scope, states_of
+from sinklens.features.splice import PointPair, SpliceSAE, decoded
 from sinklens.hooks.points import Point
 from sinklens.interventions import MaskedLogits
 from sinklens.interventions.where import Rule
@@ -55,11 +55,12 @@ class Mean:
 
 def assess(
     model: "Model",
-    sae: SAE,
+    sae: SAE | Transcoder,
     point: str,
     prompts: Sequence[Any],
     scopes: Sequence[Scope] = ("masked", "decided"),
     *,
+    to: str | None = None,
     seed: int = 0,
     chat_template: bool | str = False,
     **settings: Any,
@@ -68,10 +69,11 @@ def assess(
 
     Args:
         model: a diffusion model.
-        sae: any SAE.
+        sae: any SAE, or with `to` any transcoder.
         point: where it belongs.
         prompts: texts, or rows of token ids.
         scopes: the states, or groups of states, that are assessed separately.
+        to: the point that a transcoder writes to, where all measures are taken; None is `point`.
         seed, chat_template, **settings: as in `sinklens.generate`.
 
     Returns:
@@ -84,16 +86,15 @@ def assess(
     """
     if model.mask_token_id is None:
         raise SettingError(f"assess compares losses at undecided positions, and {model.name} has none.")
-    point, listed = stream_point(model, point), [states_of(scope) for scope in scopes]
-    seen = [Moments(sae, point, scope=states) for states in listed]
+    listed = [states_of(scope) for scope in scopes]
+    seen = [Moments(sae, point, scope=states, to=to) for states in listed]
     shared = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
     logits = MaskedLogits()
     base = generate(model, list(prompts), hooks=[*seen, logits], **shared)
     loss = float(token_losses(base, logits).mean())
 
-    def under(autoencoder: SAE, states: tuple[str, ...]) -> float:
-        spliced = [SpliceSAE(autoencoder, point, scope=states), logits]
-        generate(model, list(prompts), hooks=spliced, replay=base, **shared)
+    def under(splice: SpliceSAE) -> float:
+        generate(model, list(prompts), hooks=[splice, logits], replay=base, **shared)
         return float(token_losses(base, logits).mean())
 
     rows = []
@@ -101,7 +102,8 @@ def assess(
         row = dict.fromkeys(MEASURES, float("nan")) | {"loss": loss, "places": moments.count}
         if moments.count:
             row |= moments.measures()
-            row["loss_spliced"], row["loss_mean"] = under(sae, states), under(Mean(moments.mean.float()), states)
+            row["loss_spliced"] = under(SpliceSAE(sae, point, scope=states, to=to))
+            row["loss_mean"] = under(SpliceSAE(Mean(moments.mean.float()), to or point, scope=states))
             row["recovered"] = (row["loss_mean"] - row["loss_spliced"]) / (row["loss_mean"] - loss)
         rows.append(row)
     names = [scope if isinstance(scope, str) else "+".join(scope) for scope in scopes]
@@ -129,6 +131,7 @@ class Moments(Reader):
     point: str
     _: KW_ONLY
     scope: Scope = "all"
+    to: str | None = None
     sums: dict[str, Any] = field(default_factory=dict, init=False)
 
     @property
@@ -138,22 +141,24 @@ class Moments(Reader):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
-        places = PointPlaces(self, model, run, self.point)
+        pair = PointPair.of(model, self.point, self.to)
+        places = PointPlaces(self, model, run, pair.write)
         sums = self.sums = {"count": 0, "missed": 0.0, "squares": 0.0, "total": 0.0, "fired": 0}
 
         def add(value: Tensor, hook: Point) -> None:
-            chosen = places.selected(hook, value)
+            chosen, read = places.selected(hook, value), pair.taken(value)
             if chosen is None or not bool(chosen.any()):
                 return
-            x = value[chosen].flatten(1).float()
+            x, y = read[chosen].flatten(1).float(), value[chosen].flatten(1).float()
             features = self.sae.encode(x)
-            sums["count"] += len(x)
-            sums["missed"] += float((x - self.sae.decode(features)).double().pow(2).sum())
-            sums["squares"] += float(x.double().pow(2).sum())
-            sums["total"] = sums["total"] + x.double().sum(dim=0).cpu()
+            made = decoded(self.sae, features, None if self.to is None else x)
+            sums["count"] += len(y)
+            sums["missed"] += float((y - made).double().pow(2).sum())
+            sums["squares"] += float(y.double().pow(2).sum())
+            sums["total"] = sums["total"] + y.double().sum(dim=0).cpu()
             sums["fired"] = sums["fired"] + (features > 0).sum(dim=0).cpu()
 
-        return places.around([(self.point, add)])
+        return places.around([*pair.hooks(), (pair.write, add)])
 
     @property
     def count(self) -> int:

@@ -16,8 +16,8 @@ import xarray as xr
 from sinklens.errors import SettingError
 from sinklens.experiments.tuned_lens import masked_share
 from sinklens.features.assessing import Mean, Moments, token_losses
-from sinklens.features.autoencoder import SAE
-from sinklens.features.places import Scope, states_of, stream_point
+from sinklens.features.autoencoder import SAE, Transcoder
+from sinklens.features.places import Scope, states_of
 from sinklens.features.splice import SpliceSAE
 from sinklens.interventions import MaskedLogits
 from sinklens.tracing import generate
@@ -31,10 +31,11 @@ LOSSES = ("loss", "loss_spliced", "loss_mean")
 
 def assess_by_share(
     model: "Model",
-    sae: SAE,
+    sae: SAE | Transcoder,
     point: str,
     prompts: Sequence[Any],
     *,
+    to: str | None = None,
     buckets: int = 4,
     scope: Scope = "all",
     seed: int = 0,
@@ -45,9 +46,10 @@ def assess_by_share(
 
     Args:
         model: a diffusion model.
-        sae: any SAE.
+        sae: any SAE, or with `to` any transcoder.
         point: where it belongs.
         prompts: texts, or rows of token ids, that it was not trained on.
+        to: the point that a transcoder writes to; None is `point`.
         buckets: number of equal parts of the masked share.
         scope: states of the positions at which the SAE is spliced in.
         seed, chat_template, **settings: as in `sinklens.generate`.
@@ -61,14 +63,14 @@ def assess_by_share(
     """
     if model.mask_token_id is None or buckets < 1:
         raise SettingError(f"assess_by_share needs a model with a mask token ({model.name}) and at least one bucket.")
-    point, states = stream_point(model, point), states_of(scope)
-    moments, logits = Moments(sae, point, scope=states), MaskedLogits()
+    states = states_of(scope)
+    moments, logits = Moments(sae, point, scope=states, to=to), MaskedLogits()
     shared = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
     base = generate(model, list(prompts), hooks=[moments, logits], **shared)
     losses = [token_losses(base, logits).numpy()]
-    for autoencoder in (sae, Mean(moments.mean.float())):
-        hooks = [SpliceSAE(autoencoder, point, scope=states), logits]
-        generate(model, list(prompts), hooks=hooks, replay=base, **shared)
+    mean = SpliceSAE(Mean(moments.mean.float()), to or point, scope=states)
+    for splice in (SpliceSAE(sae, point, scope=states, to=to), mean):
+        generate(model, list(prompts), hooks=[splice, logits], replay=base, **shared)
         losses.append(token_losses(base, logits).numpy())
     bucket = _buckets(base, buckets)
     found = {name: np.full(buckets, np.nan) for name in LOSSES}
@@ -76,8 +78,8 @@ def assess_by_share(
     for number in np.flatnonzero(places):
         for name, values in zip(LOSSES, losses, strict=True):
             found[name][number] = values[bucket == number].mean()
-    loss, spliced, mean = (found[name] for name in LOSSES)
-    data = {**found, "recovered": (mean - spliced) / (mean - loss), "places": places}
+    loss, spliced, of_mean = (found[name] for name in LOSSES)
+    data = {**found, "recovered": (of_mean - spliced) / (of_mean - loss), "places": places}
     coords = {"bucket": np.arange(1, buckets + 1) / buckets}
     return xr.Dataset({name: ("bucket", value) for name, value in data.items()}, coords)
 

@@ -1,11 +1,11 @@
-"""SAEs in Gemma Scope's layout: one ``params.npz`` per SAE (Lieberum et al., 2408.05147).
+"""SAEs and transcoders in Gemma Scope's layout: one ``params.npz`` each (Lieberum et al., 2408.05147).
 
 The file holds ``W_enc`` [d_in, d_sae], ``b_enc``, ``W_dec`` [d_sae, d_in], ``b_dec`` and ``threshold``; the SAE is a
 JumpReLU that does not subtract b_dec before encoding. Nothing in the file names the model or the point, so the caller
 does.
 
-Pitfall: the same keys also describe Gemma Scope's transcoders, which write to another point than they read. Loaded here
-they would be taken for SAEs; the folder's name says which they are.
+Pitfall: the same keys describe Gemma Scope's transcoders, which write to another point than they read; the folder's
+name says which they are. Without ``point_out=`` one is taken for an SAE.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ TENSORS = ("W_enc", "b_enc", "W_dec", "b_dec", "threshold")
 
 
 def load_gemma_scope(
-    path: str | Path, point: str = "", model: str = "", device: str | torch.device = "cpu"
+    path: str | Path, point: str = "", model: str = "", device: str | torch.device = "cpu", *, point_out: str = ""
 ) -> SparseAutoencoder:
     """Read an SAE in Gemma Scope's layout, in float32.
 
@@ -32,6 +32,7 @@ def load_gemma_scope(
         point: the hook point of its activations, such as ``"blocks.20.hook_resid_post"``.
         model: name of the model.
         device: where the weights are put.
+        point_out: of a transcoder, the hook point that it writes to, such as ``"blocks.20.hook_mlp_out"``.
 
     Raises:
         CheckpointError: the file is missing or broken, or does not hold these arrays alone.
@@ -49,7 +50,10 @@ def load_gemma_scope(
         )
     tensors: dict[str, Any] = {name: torch.from_numpy(np.array(arrays[name], dtype=np.float32)) for name in TENSORS}
     try:
-        sae = SparseAutoencoder(**tensors, architecture="jumprelu", subtract_b_dec=False, point=point, model=model)
+        sae = SparseAutoencoder(
+            **tensors, architecture="jumprelu", subtract_b_dec=False, point=point, model=model,
+            transcoder=bool(point_out), point_out=point_out,
+        )  # fmt: skip
     except (SettingError, ValueError) as error:
         raise CheckpointError(f"{file}: {error}") from error
     return sae.to(device)
@@ -59,13 +63,14 @@ def save_gemma_scope(sae: SparseAutoencoder, path: str | Path) -> None:
     """Write an SAE in Gemma Scope's layout, which has JumpReLUs only.
 
     Raises:
-        SettingError: another architecture, or one that subtracts b_dec before encoding.
+        SettingError: another architecture, one that subtracts b_dec before encoding, or a transcoder with W_skip.
     """
-    if sae.architecture != "jumprelu" or sae.subtract_b_dec or sae.threshold is None:
+    if sae.architecture != "jumprelu" or sae.subtract_b_dec or sae.W_skip is not None:
         raise SettingError(
-            f"Gemma Scope's layout has JumpReLUs that do not subtract b_dec; this SAE is {sae.architecture!r} with "
-            f"subtract_b_dec={sae.subtract_b_dec}. Write it with save_sae."
+            f"Gemma Scope's layout has JumpReLUs that do not subtract b_dec, without W_skip; this SAE is "
+            f"{sae.architecture!r} with subtract_b_dec={sae.subtract_b_dec}. Write it with save_sae."
         )
+    sae = sae.folded()
     file = Path(path) / FILE if Path(path).suffix != ".npz" else Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, Any] = {name: getattr(sae, name).detach().cpu().float().numpy() for name in TENSORS}

@@ -1,9 +1,10 @@
-"""SAEs in SAELens's format: a folder with ``cfg.json`` and ``sae_weights.safetensors``.
+"""SAEs and transcoders in SAELens's format: a folder with ``cfg.json`` and ``sae_weights.safetensors``.
 
-SAELens cannot be installed beside sinklens (it needs an earlier TransformerLens), so its folders are read here. Three
-of its architectures are known: standard, topk and jumprelu. What would change a number and is not implemented is
-refused by name: other architectures, activation functions and normalizations, and weights that are left over. The point
-and the model are in ``metadata`` (version 6), in ``meta``, or at the top of the config (earlier versions).
+SAELens cannot be installed beside sinklens (it needs an earlier TransformerLens), so its folders are read here. `READ`
+lists the architectures that are known. A finished BatchTopK SAE is stored as "jumprelu"; a checkpoint of its training,
+"batchtopk" with one ``topk_threshold``, is turned into the same JumpReLU here. What would change a number and is not
+implemented is refused by name: other architectures, activation functions and normalizations, and weights that are left
+over. Points and the model are in ``metadata`` (version 6), in ``meta``, or at the top of the config (earlier versions).
 
 Pitfall: files of SAELens before 6 that normalize activations leave the scaling to the caller. They are refused; load
 such an SAE with SAELens, fold its norm, and save it again.
@@ -13,7 +14,7 @@ import json
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -21,27 +22,59 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from sinklens.errors import CheckpointError, SettingError, nearest
-from sinklens.features.autoencoder import SparseAutoencoder
+from sinklens.features.autoencoder import SAEArchitecture, SparseAutoencoder
 from sinklens.utils.atomic import atomic_write
 from sinklens.utils.integers import as_integer
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 SHIPPED_FOLDER = "shipped"
-TENSORS = {
-    "standard": ("W_enc", "b_enc", "W_dec", "b_dec"),
-    "topk": ("W_enc", "b_enc", "W_dec", "b_dec"),
-    "jumprelu": ("W_enc", "b_enc", "W_dec", "b_dec", "threshold"),
+SHARED = ("W_enc", "b_enc", "W_dec", "b_dec")
+
+
+class Layout(NamedTuple):
+    """How one of SAELens's architectures is stored.
+
+    Attributes:
+        activation: the architecture of `SparseAutoencoder`.
+        extra: weights beside `SHARED`.
+        transcoder: whether it is one.
+        trained: whether this is a checkpoint of the training, which is read but not written.
+        rescales: whether ``rescale_acts_by_decoder_norm`` is known.
+    """
+
+    activation: SAEArchitecture
+    extra: tuple[str, ...] = ()
+    transcoder: bool = False
+    trained: bool = False
+    rescales: bool = False
+
+
+READ: dict[str, Layout] = {
+    "standard": Layout("standard"),
+    "topk": Layout("topk", rescales=True),
+    "jumprelu": Layout("jumprelu", ("threshold",)),
+    "transcoder": Layout("standard", transcoder=True),
+    "skip_transcoder": Layout("standard", ("W_skip",), transcoder=True),
+    "jumprelu_transcoder": Layout("jumprelu", ("threshold",), transcoder=True),
+    "jumprelu_skip_transcoder": Layout("jumprelu", ("threshold", "W_skip"), transcoder=True),
+    "batchtopk": Layout("jumprelu", ("topk_threshold",), trained=True, rescales=True),
+    "matryoshka_batchtopk": Layout("jumprelu", ("topk_threshold",), trained=True, rescales=True),
 }
-"""Weights of each architecture."""
+"""Architectures by the name that SAELens has for them."""
 ONLY: dict[str, tuple[Any, ...]] = {
     "normalize_activations": ("none", None, False),
     "finetuning_scaling_factor": (False, None),
     "reshape_activations": ("none", "hook_z", None),  # heads are flattened at every point
     "noise_scale": (0, 0.0, None),
     "hook_head_index": (None,),
+    "hook_head_index_out": (None,),
 }
 """Keys of the config that change what an SAE computes, and the values that are supported."""
-ACTIVATIONS = {"standard": ("relu", None), "topk": ("topk", "relu", None), "jumprelu": ("relu", "jumprelu", None)}
+ACTIVATIONS: dict[SAEArchitecture, tuple[str | None, ...]] = {
+    "standard": ("relu", None),
+    "topk": ("topk", "relu", None),
+    "jumprelu": ("relu", "jumprelu", None),
+}
 OLD_NAMES = {
     "hook_point": "hook_name",
     "hook_point_head_index": "hook_head_index",
@@ -56,7 +89,7 @@ def shipped_saes() -> list[str]:
 
 
 def load_sae(folder: str | Path, device: str | torch.device = "cpu") -> SparseAutoencoder:
-    """Read an SAE, in float32.
+    """Read an SAE or a transcoder, in float32.
 
     Args:
         folder: a folder in SAELens's format, or the name of a shipped SAE.
@@ -69,35 +102,49 @@ def load_sae(folder: str | Path, device: str | torch.device = "cpu") -> SparseAu
     path = _found(folder)
     config, weights = _config(path), _weights(path)
     kind = _architecture(config, path)
-    _check_config(config, kind, path)
-    _check_weights(weights, kind, path)
     about = {**config, **(config.get("meta") or {}), **(config.get("metadata") or {})}
+    _check_config(about, kind, path)
+    _check_weights(weights, kind, path)
+    layout = READ[kind]
+    tensors: dict[str, Any] = {name: weights[name].float() for name in (*SHARED, *layout.extra)}
+    if layout.trained:
+        tensors["threshold"] = torch.full_like(tensors["b_enc"], float(tensors.pop("topk_threshold")))
     try:
         sae = SparseAutoencoder(
-            **{name: weights[name].float() for name in TENSORS[kind]},
-            architecture=kind,  # type: ignore[arg-type]
-            k=_k(config, path) if kind == "topk" else None,
-            subtract_b_dec=bool(config.get("apply_b_dec_to_input", True)),
-            rescale=bool(config.get("rescale_acts_by_decoder_norm", False)),
+            **tensors,
+            architecture=layout.activation,
+            k=_k(config, path) if layout.activation == "topk" else None,
+            subtract_b_dec=bool(config.get("apply_b_dec_to_input", not layout.transcoder)),
+            rescale=bool(config.get("rescale_acts_by_decoder_norm", layout.trained)),
             point=str(about.get("hook_name") or ""),
             model=str(about.get("model_name") or ""),
+            transcoder=layout.transcoder,
+            point_out=str(about.get("hook_name_out") or "") if layout.transcoder else "",
         )
-    except SettingError as error:
+    except (SettingError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     _check_sizes(config, sae, path)
-    return sae.to(device)
+    return (sae.folded() if layout.trained else sae).to(device)
 
 
 def save_sae(sae: SparseAutoencoder, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
     """Write `sae` in SAELens's format (of version 6), which `load_sae` and SAELens read.
 
     Args:
+        sae: an SAE or a transcoder. Unless it is a TopK, ``rescale`` is folded into its weights.
         folder: created if it is missing; its config and weights are replaced.
         dtype: type of the stored weights.
+
+    Raises:
+        SettingError: a TopK transcoder, which SAELens does not have.
     """
-    tensors = {name: getattr(sae, name).to(dtype).contiguous().cpu() for name in TENSORS[sae.architecture]}
+    kind = _written_as(sae)
+    if not READ[kind].rescales:
+        sae = sae.folded()
+    tensors = {name: getattr(sae, name).to(dtype).contiguous().cpu() for name in (*SHARED, *READ[kind].extra)}
+    metadata = {"model_name": sae.model, "hook_name": sae.point, "sae_lens_version": "6.0.0"}
     config: dict[str, Any] = {
-        "architecture": sae.architecture,
+        "architecture": kind,
         "d_in": sae.d_in,
         "d_sae": sae.d_sae,
         "dtype": str(dtype).removeprefix("torch."),
@@ -105,14 +152,29 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path, dtype: torch.dtype = to
         "apply_b_dec_to_input": sae.subtract_b_dec,
         "normalize_activations": "none",
         "reshape_activations": "none",
-        "metadata": {"model_name": sae.model, "hook_name": sae.point, "sae_lens_version": "6.0.0"},
+        "metadata": metadata,
     }
+    if sae.transcoder:
+        config["d_out"] = sae.d_out
+        metadata["hook_name_out"] = sae.point_out
     if sae.architecture == "topk":
         config |= {"k": sae.k, "rescale_acts_by_decoder_norm": sae.rescale}
     with atomic_write(Path(folder) / WEIGHTS) as part:
         part.write_bytes(save(tensors))
     with atomic_write(Path(folder) / CONFIG) as part:
         part.write_text(json.dumps(config, indent=1) + "\n")
+
+
+def _written_as(sae: SparseAutoencoder) -> str:
+    """SAELens's name of the architecture."""
+    wanted = sae.architecture, sae.transcoder, sae.W_skip is not None
+    for kind, layout in READ.items():
+        if not layout.trained and (layout.activation, layout.transcoder, "W_skip" in layout.extra) == wanted:
+            return kind
+    raise SettingError(
+        f"SAELens has no transcoder with the activation {sae.architecture!r}, so this one cannot be written in its "
+        f"format; it has {', '.join(kind for kind, layout in READ.items() if layout.transcoder)}."
+    )
 
 
 def _found(folder: str | Path) -> Path:
@@ -151,9 +213,9 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     kind = config.get("architecture", "standard")
     if kind == "standard" and config.get("activation_fn") == "topk":  # SAELens before 4
         kind = "topk"
-    if kind not in TENSORS:
+    if kind not in READ:
         raise CheckpointError(
-            f"{path}: architecture {kind!r} is not supported; known are {', '.join(TENSORS)}. Any object with encode "
+            f"{path}: architecture {kind!r} is not supported; known are {', '.join(READ)}. Any object with encode "
             f"and decode can be spliced, so write one for it."
         )
     return str(kind)
@@ -161,22 +223,26 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
 
 def _check_config(config: Mapping[str, Any], kind: str, path: Path) -> None:
     """Refuse values that change what the SAE computes."""
-    for name, allowed in {**ONLY, "activation_fn": ACTIVATIONS[kind]}.items():
+    for name, allowed in {**ONLY, "activation_fn": ACTIVATIONS[READ[kind].activation]}.items():
         if config.get(name) not in allowed:
             shown = ", ".join(repr(value) for value in allowed if value is not None) or "None"
             raise CheckpointError(
                 f"{path}: {name}={config[name]!r} is not supported for architecture {kind!r}; only {shown}."
             )
-    if kind != "topk" and config.get("rescale_acts_by_decoder_norm"):
-        raise CheckpointError(f"{path}: rescale_acts_by_decoder_norm is supported for architecture 'topk' only.")
+    if not READ[kind].rescales and config.get("rescale_acts_by_decoder_norm"):
+        raise CheckpointError(
+            f"{path}: rescale_acts_by_decoder_norm is supported for TopK and BatchTopK only; the architecture is "
+            f"{kind!r}."
+        )
 
 
 def _check_weights(weights: Mapping[str, Tensor], kind: str, path: Path) -> None:
-    missing = [name for name in TENSORS[kind] if name not in weights]
-    surplus = [name for name in weights if name not in TENSORS[kind]]
+    wanted = (*SHARED, *READ[kind].extra)
+    missing = [name for name in wanted if name not in weights]
+    surplus = [name for name in weights if name not in wanted]
     if missing or surplus:
         raise CheckpointError(
-            f"{path / WEIGHTS} must hold {', '.join(TENSORS[kind])} for architecture {kind!r}; missing: "
+            f"{path / WEIGHTS} must hold {', '.join(wanted)} for architecture {kind!r}; missing: "
             f"{', '.join(missing) or 'none'}; not known: {', '.join(surplus) or 'none'}."
         )
 
@@ -189,7 +255,7 @@ def _k(config: Mapping[str, Any], path: Path) -> int:
 
 
 def _check_sizes(config: Mapping[str, Any], sae: SparseAutoencoder, path: Path) -> None:
-    for name in ("d_in", "d_sae"):
+    for name in ("d_in", "d_sae", "d_out"):
         if config.get(name, getattr(sae, name)) != getattr(sae, name):
             raise CheckpointError(
                 f"{path}: {CONFIG} says {name} {config[name]}, but the weights have {getattr(sae, name)}; the two "

@@ -57,6 +57,11 @@ class Probe:
     classes: Shaped[np.ndarray, " output"] | None
     means: Float[np.ndarray, "known d"]
 
+    def __repr__(self) -> str:
+        reads = f"{self.weights.shape[1]} dimensions" + (f" at {self.point}" if self.point else "")
+        predicts = "a number" if self.classes is None else f"{len(self.classes)} classes"
+        return f"Probe({self.kind}, {reads}, predicts {predicts})"
+
     def outputs(self, x: Float[np.ndarray, "place d"]) -> Float[np.ndarray, "place output"]:
         """W x + b."""
         return x @ self.weights.T + self.bias

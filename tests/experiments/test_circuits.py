@@ -232,6 +232,94 @@ def test_the_picture_has_every_edge_once_with_its_sign():
     assert text.endswith("}\n")
 
 
+NODE = {  # circuit-tracer 0.5.0, circuit_tracer/frontend/graph_models.py; the first five have no default
+    "node_id": str, "feature": int, "layer": str, "ctx_idx": int, "feature_type": str, "jsNodeId": str,
+    "token_prob": float, "is_target_logit": bool, "run_idx": int, "reverse_ctx_idx": int, "clerp": str,
+}  # fmt: skip
+METADATA = {"slug": str, "scan": str, "transcoder_list": list, "prompt_tokens": list, "prompt": str}
+PAGE = {"pinnedIds": list, "supernodes": list, "linkType": str, "clickedId": str, "sg_pos": str}
+
+
+def check_graph(data, tokens):
+    """What circuit-tracer's models require, and what its page needs to place every node."""
+    for content, wanted in [(data["metadata"], METADATA), (data["qParams"], PAGE), *((n, NODE) for n in data["nodes"])]:
+        assert {name: type(content[name]) for name in wanted} == wanted
+    assert data["metadata"]["prompt_tokens"] == tokens
+    ids = [node["node_id"] for node in data["nodes"]]
+    assert len(set(ids)) == len(ids)
+    for link in data["links"]:
+        assert {link["source"], link["target"]} <= set(ids)
+        assert isinstance(link["weight"], float)
+    for node in data["nodes"]:
+        assert 0 <= node["ctx_idx"] < len(tokens)
+        assert len(tokens) > 1  # the page drops nodes that occur at more than two thirds of the tokens
+        assert node["feature_type"] == "logit" or "(p=" not in node["clerp"]
+    assert all("(p=" in node["clerp"] for node in data["nodes"] if node["feature_type"] == "logit")
+
+
+def linked(data):
+    """(label of the sender, receiver, position, weight) of every link."""
+    nodes = {node["node_id"]: node for node in data["nodes"]}
+    found = []
+    for link in data["links"]:
+        source, target = nodes[link["source"]], nodes[link["target"]]
+        assert source["ctx_idx"] == target["ctx_idx"]
+        head = link["receiver"].split(".")[0].replace("_mlp_in", " MLP")
+        assert target["clerp"] == ('Output "logits" (p=nan)' if head == "logits" else head)
+        found.append((source["clerp"].replace(" MLP", "_mlp_out"), link["receiver"], source["ctx_idx"], link["weight"]))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_the_graph_for_circuit_tracer_has_every_edge_with_its_weight(by_position):
+    model, (clean, other) = random_model(), neighbours()
+    scores = edge_attribution(model, clean, other, bent, by_position=by_position)["effect"]
+    circuit = Circuit.strongest(scores, share=0.2)
+    tokens = [f"w{number}" for number in range(6)] if by_position else None
+    data = circuit.to_graph(tokens, slug="planted-1", model="random")
+    check_graph(data, tokens or ["", "every position"])
+    wanted = [(edge.sender, edge.receiver, edge.pos if by_position else 1, edge.score) for edge in circuit.edges]
+    assert linked(data) == sorted(wanted)
+    assert len(wanted) > 20
+    layers = {node["clerp"]: node["layer"] for node in data["nodes"]}
+    assert (layers["embed"], layers['Output "logits" (p=nan)']) == ("E", "3")
+    assert all(int(layer) == int(name.lstrip("L").split("H")[0].split()[0]) for name, layer in layers.items()
+               if name != "embed" and "Output" not in name)  # fmt: skip
+
+
+def test_a_folder_lists_its_graphs_once(tmp_path):
+    scores = xr.concat([small(), -2 * small()], dim="step").assign_coords(step=[4, 7])
+    circuit = Circuit.strongest(scores, share=1.0)
+    for slug, step in (("a", 4), ("b", 4), ("a", 7)):
+        path = circuit.save_graph(tmp_path / "graphs", slug=slug, step=step)
+    listed = json.loads((tmp_path / "graphs" / "graph-metadata.json").read_text())
+    assert [entry["slug"] for entry in listed["graphs"]] == ["b", "a"]
+    assert path == tmp_path / "graphs" / "a.json"
+    wanted = Circuit.strongest(-2 * small(), share=1.0).to_graph(slug="a")
+    assert json.loads(path.read_text()) == wanted
+    (tmp_path / "graphs" / "graph-metadata.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"graph-metadata\.json lists no graphs"):
+        circuit.save_graph(tmp_path / "graphs", step=4)
+
+
+def test_graphs_that_the_page_cannot_show_are_refused():
+    scores = xr.concat([small(), small()], dim="step").assign_coords(step=[4, 7])
+    with pytest.raises(SettingError, match=r"step must be one of \[4, 7\] for this circuit; got None"):
+        Circuit.strongest(scores, share=1.0).to_graph()
+    with pytest.raises(SettingError, match=r"step must be one of \[None\] for this circuit; got 4"):
+        Circuit.strongest(small(), share=1.0).to_graph(step=4)
+    with pytest.raises(SettingError, match=r"slug must consist of letters.*got '\.\./a'"):
+        Circuit.strongest(small(), share=1.0).to_graph(slug="../a")
+    placed = xr.concat([small(), small()], dim="pos").assign_coords(pos=[0, 1])
+    with pytest.raises(SettingError, match=r"edges at position 1, so tokens must have .* at least 2 columns; got 1"):
+        Circuit.strongest(placed, share=1.0).to_graph(["a"])
+
+
+def test_a_case_is_shown_in_one_line():
+    case = circuit_case(shared_model(), *neighbours(), bent)
+    assert repr(case) == "CircuitCase(llama, step 0, 2 × 6 ids, of which 4 corrupted)"
+
+
 def test_what_is_no_circuit_is_refused():
     with pytest.raises(SettingError, match="a circuit of these scores has 0 to 6 edges; got count=7"):
         Circuit.strongest(small(), count=7)

@@ -96,9 +96,27 @@ def test_the_lens_of_a_trained_model_is_nearer_to_the_final_token_than_the_logit
     )
 
 
+def test_an_autoregressive_lens_reads_the_answer_in_one_pass(worded):
+    model, prompt, settings = worded("llama", True), "w5 w6 w7", {"gen_length": 4}
+    lens = fit_jacobian_lens(model, [prompt], buckets=1, dims=7, **settings)
+    run = sinklens.generate(model, [prompt], record_sinks=False, **settings)
+    text = run.canvas[:, -1, : run.prompt_length + run.steps_run]
+    places = torch.arange(run.prompt_length - 1, text.shape[1] - 1)  # the streams that predict the answer
+    for layer in range(2):
+        full = complete(model, text[:, :-1], layer)
+        wanted = full[places][:, :, places].sum(dim=0).mean(dim=1)
+        torch.testing.assert_close(lens.maps[0, layer].T + torch.eye(24), wanted.detach(), atol=1e-4, rtol=1e-3)
+    found = compare_lenses(model, [prompt], {"jacobian": lens}, buckets=1, **settings)
+    read = logit_lens(model, run, steps=[-1], lens=lens).isel(step=0, pos=slice(run.prompt_length, text.shape[1]))
+    np.testing.assert_allclose(found["decoded"][0, 0, 0], (read["final_rank"] == 0).mean("pos"))
+    np.testing.assert_allclose(found["probability"][0, 0, 0], read["final_probability"].mean("pos"), rtol=1e-5)
+    assert found["decoded"][0, 0, 0, -1] == 1.0  # greedy: the last layer's token is the final one
+
+
 def test_models_and_numbers_that_do_not_fit_are_refused(worded):
-    with pytest.raises(SettingError, match="has no mask token"):
-        fit_jacobian_lens(worded("llama", True), ["w5"])
+    for call in (fit_jacobian_lens, lambda *given, **more: compare_lenses(*given, {"logit": None}, **more)):
+        with pytest.raises(SettingError, match=r"llama is autoregressive, .* no masked share; pass buckets=1"):
+            call(worded("llama", True), ["w5"], buckets=2)
     with pytest.raises(SettingError, match="must be at least 1"):
         fit_jacobian_lens(worded(), ["w5"], passes=0)
     with pytest.raises(SettingError, match=r"no step has a masked share above 0\.00 and up to 0\.25"):

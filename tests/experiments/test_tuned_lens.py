@@ -7,6 +7,7 @@ import torch
 import sinklens
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.experiments import LogitLens, TunedLens, logit_lens, train_tuned_lens
+from sinklens.experiments.lens_training import _streams
 from sinklens.tasks.word_problems import held_out, training
 
 UNEQUAL = ["w5 w6 w7 w8", "w9 w10"]
@@ -96,6 +97,24 @@ def test_a_trained_lens_is_closer_to_the_prediction_than_the_logit_lens_on_other
     assert divergences(run, swapped)[:-1].sum() > tuned[:-1].sum()  # each bucket needs its own maps
 
 
+def test_an_autoregressive_lens_is_trained_on_the_streams_that_predict_the_answer(worded):
+    model = worded("llama", True)
+    run = sinklens.generate(model, UNEQUAL, gen_length=5, record_sinks=False)
+    wanted = []
+    for row in range(2):
+        start, end = int((~run.real[row]).sum()), run.prompt_length + run.steps_run - 1
+        cache = model.run_with_cache(run.canvas[row : row + 1, -1, start:end])[1]
+        answer = slice(run.prompt_length - 1 - start, None)
+        wanted.append(torch.stack([cache[f"blocks.{n}.hook_resid_post"][0, answer].detach() for n in range(3)]))
+    found = [places.streams for _, places in _streams(run)]
+    assert [part.shape[1] for part in found] == [5, 5]
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    lens = train_tuned_lens(model, UNEQUAL, buckets=1, updates=20, batch=8, gen_length=5)
+    assert lens.maps[0, :2].abs().sum() > 0
+    assert not lens.maps[0, 2].any()
+
+
 def test_a_lens_is_read_as_it_was_saved(tmp_path):
     lens = random_lens()
     lens.save(tmp_path / "lens.safetensors")
@@ -111,7 +130,7 @@ def test_models_and_settings_that_do_not_fit_are_refused(worded):
     run = sinklens.generate(worded(), UNEQUAL, gen_length=6, steps=2, record_sinks=False)
     with pytest.raises(SettingError, match=r"\[layers, d_model\] \[3, 20\], and llama has \[3, 24\]"):
         logit_lens(worded(), run, lens=random_lens(d_model=20))
-    with pytest.raises(SettingError, match="has no mask token"):
+    with pytest.raises(SettingError, match=r"llama is autoregressive, .* pass buckets=1"):
         train_tuned_lens(worded("llama", True), UNEQUAL)
     with pytest.raises(SettingError, match="must be at least 1"):
         train_tuned_lens(worded(), UNEQUAL, buckets=0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from planted_saes import random_sae
+from planted_saes import random_sae, random_transcoder
 
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.features import load_gemma_scope, load_sae, save_gemma_scope, save_sae
@@ -43,6 +43,16 @@ def test_an_sae_is_read_as_it_was_written_in_either_layout(tmp_path):
     for other in (random_sae(), random_sae(architecture="jumprelu")):
         with pytest.raises(SettingError, match="Gemma Scope's layout has JumpReLUs that do not subtract b_dec"):
             save_gemma_scope(other, tmp_path / "other")
+
+
+def test_a_transcoder_is_read_as_it_was_written(tmp_path):
+    sae, x = random_transcoder(skip=False, point_out="blocks.1.hook_mlp_out"), torch.randn(10, 24)
+    save_gemma_scope(sae, tmp_path)
+    read = load_gemma_scope(tmp_path, "blocks.1.ln2.hook_normalized", point_out="blocks.1.hook_mlp_out")
+    assert torch.equal(read.decode(read.encode(x), x), sae.decode(sae.encode(x), x))
+    assert (read.transcoder, read.point_out) == (True, "blocks.1.hook_mlp_out")
+    with pytest.raises(SettingError, match="without W_skip"):
+        save_gemma_scope(random_transcoder(), tmp_path)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -1,13 +1,15 @@
 """Splicing changes exactly the chosen features at the chosen places, as the same edit does in plain torch."""
 
+import numpy as np
 import pytest
 import torch
-from planted_saes import Perfect, random_sae
+from planted_saes import Perfect, random_sae, random_transcoder
 from watching import PADDED, SHORT, again, logits_of, short, unwatched, watch
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
-from sinklens.features import SpliceSAE
+from sinklens.features import SpliceSAE, assess, assess_by_share
+from sinklens.interventions import Activations, MaskedLogits
 
 KINDS = [("llama", False), ("qwen3", False), ("dream", False), ("llama", True), ("sdar", False)]
 POINT = "blocks.1.hook_resid_post"
@@ -100,6 +102,105 @@ def test_a_single_pass_is_spliced_at_positions(worded):
     expected = cache[POINT].clone()
     expected[:, 2] = splice.sae.decode(splice.sae.encode(expected[:, 2]))
     torch.testing.assert_close(seen["post"], expected)
+
+
+READS, WRITES = "blocks.1.ln2.hook_normalized", "blocks.1.hook_mlp_out"
+
+
+def transcribed(splice, x, where):
+    """A transcoder's splice as an edit for plain torch, place by place; `x` is what it reads."""
+
+    def edit(value):
+        value = value.clone()
+        for row, column in where.nonzero().tolist():
+            read = x[row, column][None]
+            before = splice.sae.encode(read)
+            after = before.clone()
+            for feature in splice.features or ():
+                after[0, feature] = 0.0
+            new = splice.sae.decode(after, read)[0]
+            if splice.error:
+                new = value[row, column] + new - splice.sae.decode(before, read)[0]
+            value[row, column] = new
+        return value
+
+    return edit
+
+
+@pytest.mark.parametrize("what", [{}, {"features": [3, 11], "error": True}, {"scope": "masked"}], ids=str)
+def test_a_transcoder_writes_at_one_point_what_it_read_at_another(worded, what):
+    splice = SpliceSAE(random_transcoder(), READS, to=WRITES, **what)
+    watched = watch(worded(), PADDED, [splice], ["hook_logits"])
+    for step in range(watched.run.steps_run):
+        chosen = in_scope(watched.run, splice, step)
+        x = again(watched.run, step, {}).values[READS]
+        plain = again(watched.run, step, {WRITES: transcribed(splice, x, chosen)}).logits
+        for row, real in enumerate(watched.run.real):
+            got = watched.values[step]["denoise.hook_logits"][row, real]
+            torch.testing.assert_close(got, plain[row, real], atol=5e-4, rtol=1e-3)
+
+
+class Mlp:
+    """A transcoder that is the MLP of layer 1 itself: features are what it reads."""
+
+    def __init__(self, model):
+        layer = model.tree.hf.model.layers[1]
+        self.weight, self.mlp = layer.post_attention_layernorm.weight.detach(), layer.mlp
+
+    def encode(self, x):
+        return x
+
+    @torch.no_grad()
+    def decode(self, features, x=None):
+        assert torch.equal(features, x)
+        return self.mlp(x * self.weight)  # the point lies before the norm's weight
+
+
+def test_a_planted_transcoder_that_is_the_mlp_changes_nothing_and_recovers_the_loss(worded):
+    model = worded()
+    base, spliced = (
+        watch(model, PADDED, hooks, ["hook_logits"]) for hooks in ([], [SpliceSAE(Mlp(model), READS, to=WRITES)])
+    )
+    torch.testing.assert_close(logits_of(spliced), logits_of(base), atol=1e-4, rtol=1e-4)
+    found = assess(model, Mlp(model), READS, PADDED, ("masked",), to=WRITES, gen_length=8, steps=4)
+    assert float(found["explained_variance"][0]) == pytest.approx(1.0, abs=1e-5)
+    assert float(found["recovered"][0]) == pytest.approx(1.0, abs=1e-3)
+    by_share = assess_by_share(model, Mlp(model), READS, PADDED, to=WRITES, buckets=2, gen_length=8, steps=4)
+    np.testing.assert_allclose(by_share["recovered"], 1.0, atol=1e-3)
+
+
+def test_a_transcoder_is_assessed_where_it_writes(worded):
+    model, sae = worded(), random_transcoder()
+    found = assess(model, sae, READS, PADDED, ("all",), to=WRITES, gen_length=8, steps=4)
+    kept = Activations(names=[READS, WRITES])
+    run = sinklens.generate(model, PADDED, hooks=kept, gen_length=8, steps=4, record_sinks=False)
+    x, y = (torch.cat([kept.caches[step][name][run.real] for step in range(4)]) for name in (READS, WRITES))
+    missed, spread = (y - sae.decode(sae.encode(x), x)).pow(2).sum(), (y - y.mean(dim=0)).pow(2).sum()
+    assert float(found["explained_variance"][0]) == pytest.approx(float(1 - missed / spread), rel=1e-3)
+    mean = sinklens.generate(
+        model, PADDED, gen_length=8, steps=4, record_sinks=False, replay=run,
+        hooks=[SpliceSAE(sae, READS, to=WRITES), logits := MaskedLogits()],
+    )  # fmt: skip
+    losses = [
+        torch.nn.functional.cross_entropy(logits.kept[step][number], run.tokens[row, column])
+        for step in range(mean.steps_run)
+        for number, (row, column) in enumerate((run.undecided[:, step] & run.real).nonzero().tolist())
+    ]
+    assert float(found["loss_spliced"][0]) == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
+
+
+def test_a_transcoder_is_refused_where_it_cannot_write(worded):
+    def run(splice):
+        sinklens.generate(worded(), SHORT, hooks=splice, **short(worded(), {}))
+
+    with pytest.raises(SettingError, match=r"hook_resid_pre is computed before blocks\.1\.ln2\.hook_normalized"):
+        run(SpliceSAE(random_transcoder(), READS, to="blocks.1.hook_resid_pre"))
+    with pytest.raises(SettingError, match="a transcoder writes to another point than it reads: pass to="):
+        run(SpliceSAE(random_transcoder(), READS))
+    with pytest.raises(SettingError, match="an autoencoder writes where it reads: leave out to="):
+        run(SpliceSAE(random_sae(), READS, to=WRITES))
+    with pytest.raises(SettingError, match="activations of size 9, but the point has 24"):
+        run(SpliceSAE(random_transcoder(d_out=9), READS, to=WRITES))
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -1,5 +1,7 @@
 """Probes have the weights of their formulas, and their directions do in a run what they say."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -164,3 +166,10 @@ def test_a_subspace_without_points_or_of_dependent_vectors_is_refused(worded):
         PatchSubspace(source=source, basis=torch.ones(1, D))
     with pytest.raises(SettingError, match="linearly independent"):
         PatchSubspace(source=source, names=["blocks.0.hook_resid_post"], basis=torch.ones(2, D))
+
+
+def test_a_probe_is_shown_in_one_line():
+    x, y = sample(3)
+    named = replace(fitted(x, y, "centroid"), point="blocks.1.hook_resid_post")
+    assert repr(named) == "Probe(centroid, 6 dimensions at blocks.1.hook_resid_post, predicts 3 classes)"
+    assert repr(fitted(x, np.arange(len(x)), "ridge")) == "Probe(ridge, 6 dimensions, predicts a number)"

@@ -1,0 +1,158 @@
+"""Pictures of a circuit: Graphviz text, and the graphs that circuit-tracer's page shows.
+
+circuit-tracer (Hanna et al., 2025; `circuit_tracer.frontend` of version 0.5.0) stores a graph as JSON: ``nodes`` with a
+layer and a position, ``links`` with a weight, ``metadata`` and the state of the page in ``qParams``. Its nodes are
+features of transcoders; here they are heads, MLPs, the embedding and the logits.
+
+Pitfall: the page drops a node that occurs at more than two thirds of the tokens, so a graph of a single token is empty.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from sinklens.errors import CheckpointError, SettingError
+from sinklens.utils.atomic import atomic_write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+COLORS = {"embed": "#d9d9d9", "head": "#9ecae1", "mlp": "#fdd0a2", "logits": "#d9d9d9"}
+EVERYWHERE = ["", "every position"]
+"""Tokens of a graph without positions; all nodes are at the second."""
+TYPES = {"embed": "embedding", "head": "attention head", "mlp": "mlp", "logits": "logit"}
+LISTED = "graph-metadata.json"
+
+
+class CircuitEdge(NamedTuple):
+    """An edge of a circuit.
+
+    Attributes:
+        sender, receiver: labels, as in `PathPatch`.
+        score: its score; NaN without scores.
+        step, pos: where it is kept; None for everywhere.
+    """
+
+    sender: str
+    receiver: str
+    score: float
+    step: int | None = None
+    pos: int | None = None
+
+
+def dot(edges: "Iterable[CircuitEdge]") -> str:
+    """Graphviz DOT text of edges; those that differ by step or position are summed."""
+    total: dict[tuple[str, str], float] = {}
+    for edge in edges:
+        pair = edge.sender, _component(edge.receiver)
+        score = 0.0 if np.isnan(edge.score) else edge.score
+        total[pair] = total.get(pair, 0.0) + score
+    largest = max((abs(score) for score in total.values()), default=0.0) or 1.0
+    nodes = dict.fromkeys(name for pair in total for name in (_node(pair[0]), pair[1]))
+    lines = ["digraph circuit {", "  rankdir=BT;", '  node [shape=box, style=filled, fontname="sans-serif"];']
+    ranks: dict[tuple[int, int], list[str]] = {}
+    for name in nodes:
+        ranks.setdefault(_rank(name), []).append(name)
+    for _, names in sorted(ranks.items()):
+        shown = " ".join(f'"{name}" [fillcolor="{COLORS[_kind(name)]}"];' for name in sorted(names))
+        lines.append(f"  {{ rank=same; {shown} }}")
+    for (sender, receiver), score in sorted(total.items(), key=lambda entry: -abs(entry[1])):
+        width, color = 0.3 + 4 * abs(score) / largest, "#cb181d" if score < 0 else "#2171b5"
+        label = f'"{_node(sender)}" -> "{receiver}"'
+        lines.append(f'  {label} [penwidth={width:.2f}, color="{color}", tooltip="{score:.3g}"];')
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def graph(edges: "Sequence[CircuitEdge]", tokens: "Sequence[str] | None", slug: str, model: str) -> dict[str, Any]:
+    """See `Circuit.to_graph`."""
+    if not re.fullmatch(r"[\w-]+", slug):
+        raise SettingError(f"slug must consist of letters, digits, - and _, as it names a file; got {slug!r}.")
+    last = max((edge.pos for edge in edges if edge.pos is not None), default=None)
+    if last is not None and (tokens is None or len(tokens) <= max(last, 1)):
+        raise SettingError(
+            f"the circuit has edges at position {last}, so tokens must have the text of each of at least "
+            f"{max(last, 1) + 1} columns; got {'none' if tokens is None else len(tokens)}."
+        )
+    pairs = [(_node(edge.sender), _component(edge.receiver), edge.pos) for edge in edges]
+    names = {(name, pos) for sender, receiver, pos in pairs for name in (sender, receiver)}
+    depth = 1 + max((_rank(name)[0] for name, _ in names if _kind(name) != "logits"), default=-1)
+    nodes = {
+        (name, pos): _graph_node(name, pos, depth)
+        for name, pos in sorted(names, key=lambda place: (_rank(place[0]), place))
+    }
+    links = []
+    for edge, (sender, receiver, pos) in zip(edges, pairs, strict=True):
+        source, target = (nodes[name, pos]["node_id"] for name in (sender, receiver))
+        links.append({"source": source, "target": target, "weight": edge.score, "receiver": edge.receiver})
+    about = {
+        "slug": slug,
+        "scan": model,
+        "transcoder_list": [],
+        "prompt_tokens": EVERYWHERE if last is None else list(tokens or ()),
+        "prompt": "".join(tokens or ()),
+        "node_threshold": None,
+        "schema_version": 1,
+    }
+    page = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
+    return {"metadata": about, "qParams": page, "nodes": list(nodes.values()), "links": links}
+
+
+def save_graph(data: dict[str, Any], folder: Path) -> Path:
+    """Write a graph, and list it beside the others of its folder."""
+    listed, about = folder / LISTED, data["metadata"]
+    try:
+        graphs = json.loads(listed.read_text(encoding="utf-8"))["graphs"] if listed.exists() else []
+        others = [entry for entry in graphs if entry["slug"] != about["slug"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{listed} lists no graphs: {error!r}. Choose another folder.") from error
+    path = folder / f"{about['slug']}.json"
+    for file, content in {path: data, listed: {"graphs": [*others, about]}}.items():
+        with atomic_write(file) as part:
+            part.write_text(json.dumps(content, indent=2, allow_nan=False), encoding="utf-8")
+    return path
+
+
+def _graph_node(name: str, pos: int | None, depth: int) -> dict[str, Any]:
+    """A component as a node of circuit-tracer; the logits are in layer `depth`."""
+    kind, at = _kind(name), 1 if pos is None else pos
+    layer = {"embed": "E", "logits": str(depth)}.get(kind) or str(_rank(name)[0])
+    number = int(name[name.index("H") + 1 :]) if kind == "head" else -1 if kind == "mlp" else 0
+    return {
+        "node_id": f"{layer}_{number}_{at}",
+        "feature": number,
+        "layer": layer,
+        "ctx_idx": at,
+        "feature_type": TYPES[kind],
+        "token_prob": 0.0,
+        "is_target_logit": kind == "logits",
+        "run_idx": 0,
+        "reverse_ctx_idx": 0,
+        "jsNodeId": f"{layer}_{number}-0",
+        "clerp": f'Output "{name}" (p=nan)' if kind == "logits" else name,
+        "influence": None,
+        "activation": None,
+    }
+
+
+def _component(receiver: str) -> str:
+    """The component that a receiver belongs to: a head for its queries, keys and values."""
+    return receiver.partition(".")[0].removesuffix("_mlp_in") + (" MLP" if receiver.endswith("_mlp_in") else "")
+
+
+def _node(sender: str) -> str:
+    return sender.removesuffix("_mlp_out") + (" MLP" if sender.endswith("_mlp_out") else "")
+
+
+def _kind(name: str) -> str:
+    return name if name in ("embed", "logits") else "mlp" if name.endswith("MLP") else "head"
+
+
+def _rank(name: str) -> tuple[int, int]:
+    """Where a component is in the pass."""
+    kind = _kind(name)
+    if kind in ("embed", "logits"):
+        return (-1, 0) if kind == "embed" else (1_000_000, 0)
+    return (int(name.split()[0]), 1) if kind == "mlp" else (int(name[1 : name.index("H")]), 0)
