@@ -1,4 +1,4 @@
-"""Write the tables of docs/findings.md from the stored results in docs/results.
+"""Write the tables of docs/findings.md and docs/findings-supplement.md from the stored results in docs/results.
 
     python scripts/findings.py
 
@@ -25,10 +25,9 @@ from sinklens.analyses.seeds import Seeds, over_seeds
 from sinklens.evaluation.statistics import holm
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "findings.md"
+PAGE, SUPPLEMENT = (ROOT / "docs" / name for name in ("findings.md", "findings-supplement.md"))
 RESULTS = ROOT / "docs" / "results"
 FEWEST = 10  # prompts of a run with something to compare; with fewer, the run is left out of the table of seeds
-COMPARABLE = 0.25  # a matched cell is empty if fewer of the sinks or landings have a place to compare with
 SEEDS = {"": "first seed", "-seed-2": "seed 2", "-seed-3": "seed 3"}  # end of a model's name -> its column
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -55,20 +54,22 @@ def only(table: pandas.DataFrame, row: Row) -> pandas.Series | None:
     return None if table.empty else table.iloc[0]
 
 
-def found(row: Row, file: str, model: str) -> tuple[float, float, float, int] | None:
+def found(
+    row: Row, file: str, model: str, comparable: float = Table.comparable
+) -> tuple[float, float, float, int] | None:
     """Estimate, interval and number of prompts of one model; None where nothing, or too little, was measured."""
     one = only(matching(stored(row.file or file), row, model), row)
     if one is None:
         return None
     names = ("estimate", "low", "high") if "estimate" in one else ("share", "share_low", "share_high")
     estimate, low, high = (float(one[name]) for name in names)
-    too_few = float(one.get("matched_share", 1.0)) < COMPARABLE
+    too_few = float(one.get("matched_share", 1.0)) < comparable
     return None if math.isnan(estimate) or too_few else (estimate, low, high, int(one.get("prompts", 0)))
 
 
-def cell(row: Row, file: str, model: str, counted: bool = False) -> str:
+def cell(row: Row, table: Table, model: str, counted: bool = False) -> str:
     """Estimate and interval of one model, and the number of prompts if `counted`; empty where nothing was measured."""
-    values = found(row, file, model)
+    values = found(row, table.file, model, table.comparable)
     if values is None:
         return ""
     estimate, low, high = (number(value * row.scale, row.digits) for value in values[:3])
@@ -96,7 +97,7 @@ def columns(table: Table) -> list[str]:
 def lines_of(table: Table) -> list[list[str]]:
     """Header and rows, without rows that no model has."""
     models = columns(table)
-    rows = [[row.label, *(cell(row, table.file, model, table.counted) for model in models)] for row in table.rows]
+    rows = [[row.label, *(cell(row, table, model, table.counted) for model in models)] for row in table.rows]
     header = [model.replace("-seed-", ", seed ") for model in models]
     return [["", *header], *(line for line in rows if any(line[1:]))]
 
@@ -112,7 +113,7 @@ def compared(table: Table) -> list[list[str]]:
             known = [value[:3] for value in values if value]
             if values[0] and len(known) > 1 and isinstance(row, Contrast):
                 runs = zip(SEEDS, values, strict=True)
-                cells = [cell(row, table.file, model + seed, counted=True) if value else "" for seed, value in runs]
+                cells = [cell(row, table, model + seed, counted=True) if value else "" for seed, value in runs]
                 found_rows.append((row, cells, combined(known, row.on)))
         p_values = [mean.p_value(row.threshold) for row, _, mean in found_rows]
         corrected = iter(holm([p for p in p_values if not math.isnan(p)]))
@@ -186,4 +187,5 @@ def current(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(current(PAGE.read_text()))
+    for page in (PAGE, SUPPLEMENT):
+        page.write_text(current(page.read_text()))

@@ -1,4 +1,4 @@
-"""The tables of docs/findings.md: which stored numbers each one holds. findings.py writes them."""
+"""The tables of docs/findings.md and its supplement: which stored numbers each one holds. findings.py writes them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -51,12 +51,14 @@ class Table:
         rows: its rows.
         models: its columns.
         counted: whether each cell says from how many prompts it is, because the rows differ.
+        comparable: a matched cell is empty if a smaller share of the sinks or landings has a place to compare with.
     """
 
     file: str
     rows: tuple[Row, ...]
     models: tuple[str, ...] = MODELS
     counted: bool = False
+    comparable: float = 0.25
 
 
 def percent(label: str, digits: int = 1, **where: Any) -> Row:
@@ -82,7 +84,88 @@ DIFFUSION = MODELS[:3]
 CACHED = (*DIFFUSION, "tiny-llada-moe")
 WINDOWS = {"none": "all keys", "earlier": "earlier keys only", "later": "later keys only", "near": "near keys only"}
 EQ3 = "epsilon-over-mean (sum, 3)"
+WITHIN = "step, position, group"
+MODE_CLAIMS = {
+    "filling a block: strongest keys move more under denoising": ("strongest keys move, filling a block, points", 100),
+    "swapping a token: strongest keys move more under denoising": ("… swapping a token, points", 100),
+    "filling a block: sinks move more under denoising": ("sinks move, filling a block, points", 100),
+    "swapping a token: sinks move more under denoising": ("… swapping a token, points", 100),
+    "hiding sinks costs more than as many random keys, more so under denoising":
+        ("hiding sinks, beyond random keys, nats per token", 1),
+    "hiding sinks costs more than random keys with as much attention, more so under denoising":
+        ("… beyond keys with as much attention, nats per token", 1),
+    "masking sinks loses more answers than as many random keys, more so under denoising":
+        ("answers lost by masking sinks, beyond random keys, points", 100),
+    "masking sinks loses more answers than random keys with as much attention, more so under denoising":
+        ("… beyond keys with as much attention, points", 100),
+    "sinks are strong in the same heads in both modes": ("rank correlation of heads, beyond shuffled heads", 1),
+    "heads keep their key in both modes": ("heads with the same strongest key, beyond shuffled heads, points", 100),
+}  # fmt: skip
 TABLES: dict[str, Table] = {
+    "edits": Table("groups/edits-jumps", (
+        *(percent(label, measure="jump_share", edit=edit, lead=0.0) for label, edit in (
+            ("a token decided, as in the run", "decided"),
+            ("the same tokens in random order", "shuffled"),
+            ("another problem's answer", "another answer"),
+            ("a token decided, later queries", "decided, later"),
+            ("a token of the prompt replaced, later queries", "prompt token"),
+            ("a token of the answer replaced, later queries", "answer token"),
+            ("an operand replaced, later queries", "operand"),
+        )),
+        percent("a token decided, jumps with a lead above 1", measure="jump_share", edit="decided", lead=1.0),
+        percent("of the jumps when a token is decided: lead below 0.1", measure="near_tie_share", edit="decided"),
+    )),
+    "matched": Table("groups/token_types-matched", (
+        *(plain(f"sinks on {kind}s ÷ other tokens, {label}", measure="ratio", by="kind", set=kind, matched=matched)
+          for kind in ("mask", "digit")
+          for label, matched in (("all places", "nothing"), ("same step and place", "step, position"),
+                                 ("… and template", WITHIN))),
+        *(Row(f"landings on just-decided ÷ {name}, same step, place and template",
+              {"measure": "ratio", "others": others, "matched": WITHIN}, 1.0, 1, "groups/events-landings")
+          for name, others in (("all other answer tokens", "all"), ("those decided earlier", "decided earlier"),)),
+        *(Row(f"score against deciding step, correlation, {label}", {"measure": measure}, 1.0, 2, "groups/events-order")
+          for label, measure in (("same step and place", "within"), ("… and template", "within_group"))),
+        Row("lens at undecided sinks of layer 1, same step, place and template, points",
+            {"measure": "named_difference", "layer": 1, "matched": WITHIN}, 100.0, 0, "groups/masked_sinks-matched"),
+    ), models=DIFFUSION, comparable=0.2),
+    "modes": Table("modes-claims", tuple(
+        contrast("modes-claims", f"{label}: denoising − causal" if " more" in claim else label,
+                 scale=scale, digits=1 if scale == 100 else 2, measure="difference", claim=claim)
+        for claim, (label, scale) in MODE_CLAIMS.items()
+    ), models=("tiny-two-modes",)),
+    "mode_costs": Table("modes-costs", (
+        *(plain(f"nats lost by hiding the sinks of {of} passes, in {mode} passes", measure="nll", mode=stored,
+                keys=keys, choice="sink")
+          for of, keys, mode, stored in (("causal", "causal", "causal", "causal"),
+                                         ("causal", "causal", "denoising", "denoise"),
+                                         ("denoising", "denoise", "denoising", "denoise"))),
+        *(Row(f"strongest key changes per step as decoded, {mode}, %",
+              {"measure": "decoding_jump_share", "mode": stored}, 100.0, 1, "modes-decoding")
+          for mode, stored in (("causal", "causal"), ("denoising", "denoise"))),
+        *(Row(f"problems lost by masking {keys}, {mode}, %", {"measure": "lost", "mode": stored, "masked": masked},
+              100.0, 0, "modes-answers")
+          for mode, stored in (("causal", "causal"), ("denoising", "denoise"))
+          for keys, masked in (("sinks", "sink"), ("random keys", "random"), ("as much attention", "same_mass"))),
+    ), models=("tiny-two-modes",)),
+    "swaps": Table("groups/swaps-swaps", (
+        *(plain(f"heads with a sink at the place, {when} {swap}", measure=measure, swap=swap)
+          for swap in ("digit → word", "digit → digit", "word → digit", "word → word")
+          for when, measure in (("before", "sinks_before"), ("after", "sinks_after"))),
+        *(Row(f"change: {swap}", {"measure": "change", "swap": swap}, 1.0, 2, "groups/swaps-beyond")
+          for swap in ("digit → word, beyond digit → digit", "word → digit, beyond word → word",
+                       "word → punctuation, beyond word → word")),
+    )),
+    "equal_mass": Table("groups/content-costs", (
+        *(Row(f"{kind}, {part}: {label}", {"kind": kind, "part": part, "change": change, "measure": measure}, 100.0,
+              digits, file)
+          for kind in ("digit", "not digit") for part in ("sink", "other")
+          for label, change, measure, digits, file in (
+              ("problems lost, %", "mask", "cost", 0, "groups/content-costs"),
+              ("… with as much attention to other keys masked", "mask_mass", "cost", 0, "groups/content-costs"),
+              ("attention removed, %", "mask", "removed", 1, "groups/content-removed"),
+              ("… from the other keys", "mask_mass", "removed", 1, "groups/content-removed"),
+          )),
+    ), models=DIFFUSION),
     "existence": Table(
         "existence-detectors",
         (

@@ -1,4 +1,4 @@
-"""The findings page: its tables are written from the stored results, and its text has no number that they lack."""
+"""The findings pages: tables and figures are those of the stored results, and the text has no number that they lack."""
 
 import importlib.util
 import re
@@ -19,8 +19,8 @@ NUMBER = r"(?<![\w.,-])−?\d+(?:[.,]\d+)*(?![\w])"
 
 
 def sections():
-    """Title -> text of every section of the page, and of what precedes the first."""
-    parts = re.split(r"^## (.*)\n", script.PAGE.read_text(), flags=re.MULTILINE)
+    """Title -> text of every section of the supplement, and of what precedes the first."""
+    parts = re.split(r"^## (.*)\n", script.SUPPLEMENT.read_text(), flags=re.MULTILINE)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
@@ -45,8 +45,19 @@ def unsupported(text):
 
 @pytest.mark.extended
 def test_the_tables_are_those_of_the_stored_results():
-    assert script.PAGE.read_text() == script.current(script.PAGE.read_text()), "run python scripts/findings.py"
-    assert {match[2] for match in script.MARKED.finditer(script.PAGE.read_text())} == set(script.TABLES)
+    texts = [page.read_text() for page in (script.PAGE, script.SUPPLEMENT)]
+    assert texts == [script.current(text) for text in texts], "run python scripts/findings.py"
+    assert {match[2] for text in texts for match in script.MARKED.finditer(text)} == set(script.TABLES)
+
+
+def test_every_number_of_the_page_is_in_one_of_its_tables():
+    assert unsupported(script.PAGE.read_text()) == set()
+
+
+def test_the_page_is_short_and_has_four_figures():
+    text, _ = script.PAGE.read_text().split("## The numbers")
+    assert len(prose(text).split()) <= 1500
+    assert len(re.findall(r"!\[", text)) == 4
 
 
 @pytest.mark.parametrize("title", sections())
@@ -55,7 +66,7 @@ def test_every_number_in_the_text_is_in_a_table_of_its_section(title):
 
 
 def verdicts():
-    """The rows of the page's first table: verdict, seeds and studies."""
+    """The rows of the supplement's first table: verdict, seeds and studies."""
     rows = [line.strip("| ").split(" | ") for line in sections()[""].splitlines() if line.startswith("|")][2:]
     assert len(rows) >= 8
     return [(cells[2], cells[4], re.findall(r"`(\w+)", cells[5])) for cells in rows]
@@ -108,5 +119,5 @@ def test_every_section_names_the_command_that_measured_its_table(title):
     text = sections()[title]
     for match in script.MARKED.finditer(text):
         for file in script.files(script.TABLES[match[2]]):
-            assert file == "ranges" or f"sinklens analyse {file.split('-')[0]} " in text, file
+            assert file == "ranges" or f"sinklens analyse {Path(file).name.split('-')[0]} " in text, file
             assert (script.RESULTS / f"{file}.csv").is_file()

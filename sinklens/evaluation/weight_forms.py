@@ -250,7 +250,9 @@ def _granularity(data: Mapping[str, Any], where: str, kind: str) -> tuple[int, i
         found = found[-1]
     if isinstance(data.get("group_size"), int):
         return data["group_size"], 1
-    name = "PerRow" if found is None else found.get("_type")
+    if found is None:
+        return 0, 1
+    name = found.get("_type")
     if name == "PerGroup":
         return int(found["_data"]["group_size"]), 1
     sizes = {"PerRow": (0, 1), "PerAxis": (0, 1), "PerTensor": (0, 0)}

@@ -2,13 +2,12 @@
 
 `load_sae` reads an SAE in SAELens's format, `load_gemma_scope` in Gemma Scope's; `SpliceSAE` replaces an activation by
 its reconstruction and ablates or clamps features, and `RandomError` is a control of it; `read_features` says which fire
-where in a run, and `summarize_features` where they fire most; `collect` writes activations of runs to disk, `train` and `train_many` train
-SAEs on them, and `assess` and `assess_by_share` say how good one is at masked and at decided positions. Any object with
-``encode`` and ``decode`` is an SAE; a `Transcoder` writes to another point than it reads (``to=``), and
-`SpliceCrossLayer` runs one whose features write to all later layers (`load_cross_layer`). `collect_sinks` writes the
-sinks of many runs to one store. `store_size` says beforehand how much `collect` would write, and `export_store` and
-`store_frame` hand it to other tools.
-"""
+where in a run, and `summarize_features` where they fire most; `collect` writes activations of runs to disk, `train` and
+`train_many` train SAEs on them, and `assess` and `assess_by_share` say how good one is at masked and at decided
+positions. Any object with ``encode`` and ``decode`` is an SAE; a `Transcoder` writes to another point than it reads
+(``to=``), and `SpliceCrossLayer` runs one whose features write to all later layers (`load_cross_layer`).
+`collect_sinks` writes the sinks of many runs to one store. `store_size` says beforehand how much `collect` would write,
+and `export_store` and `store_frame` hand it to other tools."""
 
 from sinklens.features.assessing import assess
 from sinklens.features.autoencoder import SAE, SparseAutoencoder, Transcoder

@@ -191,4 +191,4 @@ class SparseAutoencoder:
             return self
         norm = self.W_dec.norm(dim=-1).clamp(min=1e-8)
         weights = {"W_enc": self.W_enc * norm, "b_enc": self.b_enc * norm, "W_dec": self.W_dec / norm[:, None]}
-        return replace(self, **weights, rescale=False)  # type: ignore[arg-type]
+        return replace(self, **weights, rescale=False)
