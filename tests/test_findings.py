@@ -1,6 +1,6 @@
 """The findings pages: tables and figures are those of the stored results, and the text has no number that they lack."""
 
-import importlib.util
+import importlib
 import re
 from pathlib import Path
 
@@ -10,11 +10,9 @@ import pytest
 from scipy.stats import t
 
 ROOT = Path(__file__).resolve().parents[1]
-SPEC = importlib.util.spec_from_file_location("findings", ROOT / "scripts" / "findings.py")
-script = importlib.util.module_from_spec(SPEC)
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(ROOT / "scripts")
-    SPEC.loader.exec_module(script)
+    script, figures = (importlib.import_module(name) for name in ("findings", "findings_figures"))
 NUMBER = r"(?<![\w.,-])−?\d+(?:[.,]\d+)*(?![\w])"
 
 
@@ -121,3 +119,27 @@ def test_every_section_names_the_command_that_measured_its_table(title):
         for file in script.files(script.TABLES[match[2]]):
             assert file == "ranges" or f"sinklens analyse {Path(file).name.split('-')[0]} " in text, file
             assert (script.RESULTS / f"{file}.csv").is_file()
+
+
+@pytest.mark.parametrize(("name", "factor"), [("forest", 1), ("leads", 100), ("mass", 100), ("swaps", 1)])
+def test_a_figure_draws_the_stored_numbers_and_no_others(name, factor):
+    figure, table = figures.FIGURES[f"findings-{name}"]()
+    side = "get_xdata" if name in ("forest", "swaps") else "get_ydata"
+    lines = [line for ax in figure.axes for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    drawn = np.concatenate([np.asarray(getattr(line, side)(), dtype=float) for line in lines])
+    expected = factor * table["estimate"].dropna().to_numpy()
+    np.testing.assert_allclose(np.sort(drawn), np.sort(expected))
+    assert len(expected) >= 12
+    assert (ROOT / "docs" / "pictures" / f"findings-{name}.svg").is_file()
+
+
+def test_ratios_within_templates_are_in_the_forest_for_seeds_that_have_them():
+    table = figures.forest_rows()
+    within = table[table["matched"] == figures.WITHIN]
+    assert set(within["seed"]) == {"seed 1"}
+    stored = pandas.read_csv(script.RESULTS / "groups" / "token_types-matched.csv").query(
+        "model == 'tiny-llada' and measure == 'ratio' and by == 'kind' and set == 'mask'"
+        " and matched == 'step, position, group'"
+    )
+    mine = within[(within["model"] == "tiny-llada") & within["claim"].str.contains("masks")]
+    assert mine["estimate"].tolist() == stored["estimate"].tolist()
