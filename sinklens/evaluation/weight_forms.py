@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 HALF, FLOAT = 16, 32  # bits
+FIELDS = "_data"  # key of the fields of a config object in the files that torchao writes
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def _torchao(config: Mapping[str, Any], model: "Model", where: str) -> StoredWei
     if embeddings:
         ends = {hf.get_input_embeddings(), hf.get_output_embeddings()}
         at_ends = {path for path, module in hf.named_modules() if module in ends}
-    rules = made["_data"].get("fqn_to_config", {}) if name == "FqnToConfig" else {"_default": made}
+    rules = made[FIELDS].get("fqn_to_config", {}) if name == "FqnToConfig" else {"_default": made}
     forms = {key: None if one is None else _torchao_form(one, model, where) for key, one in rules.items()}
 
     def form_of(path: str) -> Form | None:
@@ -230,7 +231,7 @@ def _torchao(config: Mapping[str, Any], model: "Model", where: str) -> StoredWei
 
 def _torchao_form(made: Mapping[str, Any], model: "Model", where: str) -> Form:
     """The form of one of torchao's configs; scales have the width that torchao 0.18 gives them."""
-    kind, data = str(made.get("_type")), made.get("_data", {})
+    kind, data = str(made.get("_type")), made.get(FIELDS, {})
     if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
         return Form(8, FLOAT + 8, *_granularity(data, where, kind))
     if kind in ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"):
@@ -254,7 +255,7 @@ def _granularity(data: Mapping[str, Any], where: str, kind: str) -> tuple[int, i
         return 0, 1
     name = found.get("_type")
     if name == "PerGroup":
-        return int(found["_data"]["group_size"]), 1
+        return int(found[FIELDS]["group_size"]), 1
     sizes = {"PerRow": (0, 1), "PerAxis": (0, 1), "PerTensor": (0, 0)}
     if name not in sizes:
         raise _unknown(where, "torchao", f"granularity of {kind}", name, "PerRow, PerGroup or PerTensor")
