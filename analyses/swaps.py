@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import xarray as xr
 
+from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.intervals import interval_rows, judged
 from sinklens.analyses.strata import Groups, groups_of, labels_of, shaped, stratified
 from sinklens.analyses.study import Study
@@ -77,18 +78,18 @@ class Swaps(Study):
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES` [prompt, swap]: means over the places, over steps; NaN where there is no such place or token."""
-        run = self.generate(model, prompts, settings, record_sinks=False).run
-        rows = []
-        for replace, by in SWAPS.values():
-            rows.append([self._means(run, row, replace, by) for row in range(len(prompts))])
-        before, after = np.array(rows).transpose(2, 1, 0)
-        axes = ("prompt", "swap")
-        values = {"sinks_before": before, "sinks_after": after, "change": after - before}
-        return xr.Dataset({name: (axes, found) for name, found in values.items()}, {"swap": list(SWAPS)})
 
-    def _means(self, run: "Generation", row: int, replace: str, by: str) -> tuple[float, float]:
-        """Means of ``sinks_before`` and ``sinks_after`` over the swaps of one prompt."""
-        found = swap(run, replace, by, rows=[row], places=self.places, seed=self.seed)
+        def one(prompt: SinglePrompt) -> xr.Dataset:
+            run = self.generate(model, [prompt], settings, record_sinks=False).run
+            before, after = np.array([self._means(run, replace, by) for replace, by in SWAPS.values()]).T
+            values = {"sinks_before": before, "sinks_after": after, "change": after - before}
+            return xr.Dataset({name: ("swap", found) for name, found in values.items()}, {"swap": list(SWAPS)})
+
+        return each_prompt(prompts, one)
+
+    def _means(self, run: "Generation", replace: str, by: str) -> tuple[float, float]:
+        """Means of ``sinks_before`` and ``sinks_after`` over the swaps of one kind."""
+        found = swap(run, replace, by, places=self.places, seed=self.seed)
         if not found.sizes["swap"]:
             return float("nan"), float("nan")
         return float(found["sinks_before"].mean()), float(found["sinks_after"].mean())
