@@ -182,7 +182,7 @@ def _two_modes(seed: int) -> Recipe:
 
 
 _TEXT: dict[str, Any] = {
-    "cycles": (1200, 2500),
+    "cycles": (1200,),
     "batch": 64,
     "problems": 0,
     "prompt_weight": 1.0,
