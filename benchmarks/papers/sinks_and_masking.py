@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from rows_of_templates import answers, mean, problems, row
+from templates import answers, balanced, mean, row
 
 import sinklens
 from sinklens.analyses.mass import attended, masks, with_same_mass
@@ -46,7 +46,7 @@ def steady(model: Any, one: Problem) -> tuple[dict[str, MaskSinks], float]:
 
 def main() -> None:
     """Print the tables."""
-    asked = problems(3)
+    asked = balanced(3)
     for name in sys.argv[1:] or MODELS:
         model = sinklens.load(name)
         base = right(model, asked, [])
