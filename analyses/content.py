@@ -8,7 +8,7 @@ only digits, or only other tokens; and of these only sinks, or only keys that ar
 each cell of this table it also makes other changes. It replaces only the *value* of the key by the row's mean value and
 leaves the attention unchanged (is the message missed, or the attention?), and it masks or replaces other keys as
 controls. The controls are weaker than the key that they stand for and are the same at every step. One more control
-masks random keys that are no sinks and receive as much attention, over all heads of a layer (mass.py).
+masks random keys that are not sinks and receive as much attention, over all heads of a layer (mass.py).
 
 Caveat: the cells are not the same heads and steps, and ``share`` differs: compare a cost with that of its controls
 first, and see in ``controls`` how many of their keys exist. A name or a noun is copied too, so "not digit" is not free

@@ -4,7 +4,7 @@
 
 Every model answers 21 held-out word problems, three of each template. It is masked as in Rulli et al. (2510.15731,
 Sec. 4.3), with one and five keys per head; and *steadily*, the strongest key of the unmasked run at the step before,
-beside as many random keys and random keys that are no sinks and hold as much attention (sinklens.analyses.mass). Took
+beside as many random keys and random keys that are not sinks and hold as much attention (sinklens.analyses.mass). Took
 12 minutes on a fraction of a core.
 """
 
