@@ -1,6 +1,6 @@
 """Do tokens that are forced early decide the answer? docs/papers/early-tokens.md.
 
-Five held-out problems of each of the seven templates. In each run of tiny-llada, a token of the answer is replaced at a
+Two held-out problems of each of the seven templates. In each run of tiny-llada, a token of the answer is replaced at a
 step: the number that is *copied* from the question, the one that is *computed* (the first after "="), or, as a control,
 a *word*. Counted are runs whose final number changes, and runs that had not decided that number yet. The planted
 dependence: the numbers of the question are hidden in all layers, so the final number can only follow those of the
@@ -20,7 +20,7 @@ from sinklens.interventions import ForceTokens, HideKeys
 from sinklens.tasks.word_problems import read_answer
 
 AT = (0, 12, 18, 23)
-problems = balanced(5)
+problems = balanced(2)
 model = sinklens.load("tiny-llada")
 counts: dict[str, list[bool]] = {}
 

@@ -13,7 +13,6 @@ from sinklens.interventions import SkipLayers
 
 MODELS = {
     "tiny-llada": {"steps": 8},
-    "tiny-mmada": {"steps": 8},
     "tiny-dream": {"steps": 8},
     "tiny-mdlm": {"steps": 8},
     "tiny-two-modes": {"mode": "diffusion", "gen_length": 8},

@@ -3,7 +3,7 @@
 Self-conditioning hands each step the last step's prediction as a mean of embeddings. It is replaced by the embedding of
 the most likely token, and as controls by those of a random token, of the token that the prediction of a prompt of
 another template names at the place, and by zeros. Measured are the KL divergence of the predictions on the unchanged
-canvases, and the answers of free runs. It took SECONDS seconds of CPU time on one core.
+canvases, and the answers of free runs. It took 31 seconds of CPU time on one core.
 """
 
 from collections.abc import Callable
