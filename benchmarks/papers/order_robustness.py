@@ -1,6 +1,6 @@
 """Does accuracy depend on the order of decoding, and does reasoning settle first? docs/papers/order-robustness.md.
 
-Five held-out problems of each of the seven templates. The layouts: reasoning, then the number (as trained), and the
+Two held-out problems of each of the seven templates. The layouts: reasoning, then the number (as trained), and the
 number first, on which no shipped model was trained. The orders of tiny-llada: by confidence, at random, from left to
 right. The settling steps of three tokens of each answer: the first number, which is copied from the question; the first
 number after "=", which is computed; and the number after "####". Intervals: Wilson's for shares, t over templates.
@@ -20,7 +20,7 @@ from sinklens.tasks.word_problems import read_answer
 
 SHORT = {"steps": 12, "record_sinks": False}
 ORDERS = {"confidence": {}, "random": {"remasking": "random"}, "left to right": {"block_length": 2}}
-problems = balanced(5)
+problems = balanced(2)
 prompts = [problem.prompt for problem in problems]
 
 
