@@ -3,29 +3,26 @@
 The attribute is the thing that an answer counts ("… = 12 apples"); the direction is the unembedding of " kites" minus
 that of the mean token, added to the last stream at undecided positions. Schedules of equal total strength are compared:
 all steps, the half of the noise levels in which most things are decided, and the other half; then uniform steering with
-the dose per step of these halves. The doses were chosen on the first 12 problems of one step; the table is measured on
-36 others, nine of each template. It took SECONDS seconds of CPU time on one core.
+the dose per step of these halves. It took 11 seconds of CPU time on one core.
 """
 
 import numpy as np
-from templates import balanced
 
 import sinklens
-from sinklens.evaluation.statistics import Accuracy, paired
+from sinklens.evaluation.statistics import Accuracy
 from sinklens.interventions import AtNoise, Steer
 from sinklens.tasks.word_problems import ITEMS, Problem, held_out, read_answer
 
 TARGET, DOSES = " kites", (40.0, 50.0)
-ONE_STEP = ("more", "fewer", "groups", "share")
-SEEN = 12  # problems on which the doses were chosen
 
 
 def main() -> None:
     """Print when things are decided, and the table."""
     model = sinklens.load("tiny-llada")
     things = [model.to_single_token(f" {item}") for item in ITEMS]
-    among = [one for one in held_out() if one.kind in ONE_STEP and TARGET not in one.prompt]
-    problems = balanced(9, ONE_STEP, among[SEEN:])
+    problems = [
+        one for one in held_out(60) if one.kind in ("more", "fewer", "groups", "share") and TARGET not in one.prompt
+    ][:12]
     prompts = [one.prompt for one in problems]
     base = sinklens.generate(model, prompts, record_sinks=False)
     place = np.isin(base.tokens.numpy(), things) & (base.unmask_step >= 0).numpy()
@@ -45,18 +42,12 @@ def main() -> None:
             "uniform": Steer(direction, dose, where="masked", **at),
             "uniform, twice the dose": Steer(direction, 2 * dose, where="masked", **at),
         } | {name: Steer(direction, 2 * dose, where=half & "masked", **at) for name, half in halves.items()}
-        hits = {}
         for name, hooks in schedules.items():
             texts = sinklens.generate(model, prompts, hooks=hooks, record_sinks=False).text
-            hits[name] = np.array([TARGET in text for text in texts])
+            hit = [TARGET in text for text in texts]
             right = _right(texts, problems)
-            both = Accuracy(int((hits[name] & right).sum()), len(texts))
-            print(
-                dose, name, "target", hits[name].sum(), "right", right.sum(), "both", both, repr(texts[0]), flush=True
-            )
-        for other in ("missed", "uniform"):
-            gap = paired(hits[other], hits["matched"])
-            print(dose, f"matched − {other}: {gap.difference:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}], p = {gap.p:.2g}")
+            both = Accuracy(int((np.array(hit) & right).sum()), len(texts))
+            print(dose, name, "target", sum(hit), "right", right.sum(), "both", both, repr(texts[0]))
 
 
 def _right(texts: list[str], problems: list[Problem]) -> np.ndarray:
