@@ -2,7 +2,7 @@
 
 Ridge probes of the step, at undecided positions, on runs of the model's own decoding order, on runs of random order,
 and from one to the other; then the entropy at undecided positions under steering along "late minus early". It took
-16 seconds of CPU time on one core.
+30 seconds of CPU time on one core.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from sinklens.experiments import StepOutput, sweep
 from sinklens.probes import Probe, ProbeData, fit_probe, probe_data, probe_table
 
 NAMES = ("tiny-llada", "tiny-mmada")
-EACH, FITTED = 3, 2  # problems of every template, and how many of them give the direction of steering
+EACH, FITTED = 5, 3  # problems of every template, and how many of them give the direction of steering
 PENALTY = 1000.0
 DOSE = 3.0  # in differences of the two class means
 
