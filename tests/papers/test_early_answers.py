@@ -80,7 +80,8 @@ def test_every_guess_is_judged_as_by_hand(both):
     by_step = np.array([values["right"] for values, _, _ in hand])
     np.testing.assert_array_equal(known["right"], by_step)
     np.testing.assert_array_equal(spelled, [values["spelled"] for values, _, _ in hand])
-    np.testing.assert_array_equal(known["final"], [correct(text, p) for (_, _, text), p in zip(hand, PROBLEMS)])
+    final = [correct(text, problem) for (_, _, text), problem in zip(hand, PROBLEMS, strict=True)]
+    np.testing.assert_array_equal(known["final"], final)
     first = [line.argmax() / 24 if line.any() else np.nan for line in by_step]
     np.testing.assert_allclose(known["first"], first)
     if run.model.name.endswith("tiny-llada"):  # a step earlier or later, other verdicts would come out
@@ -94,6 +95,7 @@ def test_runs_would_end_at_the_steps_found_by_hand(both):
     expected = np.array([[exit[threshold][0] for _, exit, _ in hand] for threshold in THRESHOLDS])
     np.testing.assert_array_equal(exits["exit"], expected)
     np.testing.assert_allclose(exits["share"], expected / 24)
-    verdicts = [[correct(of[threshold][1], p) for (_, of, _), p in zip(hand, PROBLEMS)] for threshold in THRESHOLDS]
+    rows = [(of, problem) for (_, of, _), problem in zip(hand, PROBLEMS, strict=True)]
+    verdicts = [[correct(of[threshold][1], problem) for of, problem in rows] for threshold in THRESHOLDS]
     np.testing.assert_array_equal(exits["right"], verdicts)
     assert len(np.unique(expected)) > 2
