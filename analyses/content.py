@@ -8,9 +8,9 @@ only digits, or only other tokens; and of these only sinks, or only keys that ar
 each cell of this table it also makes other changes. It replaces only the *value* of the key by the row's mean value and
 leaves the attention unchanged (is the message missed, or the attention?), and it masks or replaces other keys as
 controls. The controls are weaker than the key that they stand for and are the same at every step. Three more controls
-mask random keys that are no sinks and receive as much attention, over all heads of a layer (mass.py): keys of any kind,
-digits only, and other tokens only. The last two differ in kind alone: do digits cost more than other tokens if neither
-are sinks and both receive the same attention?
+mask random keys that are not sinks and receive as much attention, over all heads of a layer (mass.py): keys of any
+kind, digits only, and other tokens only. The last two differ in kind alone: do digits cost more than other tokens if
+neither are sinks and both receive the same attention?
 
 Caveat: the cells are not the same heads and steps, and ``share`` differs: compare a cost with that of its controls
 first, and see in ``controls`` how many of their keys exist. A name or a noun is copied too, so "not digit" is not free

@@ -1,4 +1,4 @@
-"""Control keys that are no sinks and receive as much attention as the masked ones, and the attention that masks remove.
+"""Control keys that are not sinks and receive as much attention as the masked keys, and what masks remove.
 
 A sink receives more attention than other keys by definition, so masking sinks removes more of it than masking as many
 random keys. Whether a key matters *because* it is a sink can be asked only at equal attention. `matched` draws random

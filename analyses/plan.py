@@ -47,7 +47,7 @@ class Plan:
     Attributes:
         claim: one plain sentence.
         model: shipped name, hub name or folder.
-        mask: the keys of the unchanged run that are masked: "sinks", or "others", all that are none.
+        mask: the keys of the unchanged run that are masked: "sinks", or "others", all keys that are not sinks.
         kind: of these, only tokens of a kind, such as "digit" or "not digit"; "any" for all.
         against: the control, of `Against`.
         epsilon: a key is a sink if its column sum is more than this above the mean of the others.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float, Int
-from rows_of_templates import answers, mean, problems, row
+from templates import answers, balanced, mean, row
 from torch import Tensor
 
 import sinklens
@@ -134,7 +134,7 @@ def same_answer(
 
 def main() -> None:
     """Print the tables."""
-    asked = problems(2)
+    asked = balanced(2)
     for name in sys.argv[1:] or SETTINGS:
         model = sinklens.load(name)
         settings = SETTINGS.get(name, SETTINGS["tiny-sdar" if model.block_length else "tiny-llada"])
@@ -142,7 +142,7 @@ def main() -> None:
         found = [of_prompt(runs, number) for number in range(len(asked))]
         shares = {guess: np.array([part[guess] for part, _ in found]).T for guess in GUESSES}
         for guess in GUESSES:
-            cells = [mean(part, asked, 0) for part in shares[guess]]
+            cells = [mean(part, asked, ".0f") for part in shares[guess]]
             if guess != "step before":
                 same = [
                     same_answer(run, one.prompt, kept[guess], settings)
@@ -151,7 +151,7 @@ def main() -> None:
                 cells.append(answers(np.array(same, float)))
             print(row(name, guess, *cells), flush=True)
         for guess in ("block before", "another prompt"):
-            cells = [mean(part, asked, 0) for part in shares["first step"] - shares[guess]]
+            cells = [mean(part, asked, ".0f") for part in shares["first step"] - shares[guess]]
             print(row(name, f"first step − {guess}", *cells), flush=True)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from rows_of_templates import mean, problems, row
+from templates import balanced, mean, row
 from torch import Tensor
 
 import sinklens
@@ -84,7 +84,7 @@ def cost(model: Any, prompt: str) -> Float[np.ndarray, "2"]:
 
 def main() -> None:
     """Print the tables."""
-    asked = problems(3)
+    asked = balanced(3)
     print(MEASURES)
     for name in sys.argv[1:] or MODELS:
         model = sinklens.load(name)
@@ -98,10 +98,17 @@ def main() -> None:
             parts.append(np.nanmean([of_pass(model, canvas) for canvas in canvases], axis=0))
             costs.append([np.nan, np.nan] if model.causal else cost(model, one.prompt))
         values, kl = np.array(parts), np.array(costs)
-        cells = [mean(values[:, number], asked, 0 if "%" in measure else 2) for number, measure in enumerate(MEASURES)]
+        cells = [
+            mean(values[:, number], asked, ".0f" if "%" in measure else ".2f")
+            for number, measure in enumerate(MEASURES)
+        ]
         if not model.causal:
             with np.errstate(divide="ignore"):
-                cells += [mean(kl[:, 0], asked, 2), mean(kl[:, 1], asked, 2), mean(np.log2(kl[:, 0] / kl[:, 1]), asked)]
+                cells += [
+                    mean(kl[:, 0], asked, ".2f"),
+                    mean(kl[:, 1], asked, ".2f"),
+                    mean(np.log2(kl[:, 0] / kl[:, 1]), asked),
+                ]
         print(row(name, *cells), flush=True)
 
 

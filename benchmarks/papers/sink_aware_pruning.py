@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from rows_of_templates import answers, geometric, mean, middle, problems, row
+from templates import answers, balanced, geometric, mean, middle, row
 from torch import Tensor, nn
 
 import sinklens
@@ -114,7 +114,7 @@ def variances(model: Any, asked: Sequence[Problem]) -> None:
     for label, tracks in tracks_of.items():
         spatial = np.array([float(motion.spatial_variance(track)[0]) for track in tracks])
         temporal[label] = np.array([float(motion.temporal_variance(track)[0]) for track in tracks])
-        print(row(model.name, label, mean(spatial, asked, 2), middle(temporal[label])), flush=True)
+        print(row(model.name, label, mean(spatial, asked, ".2f"), middle(temporal[label])), flush=True)
     if not model.causal:
         ratio = temporal["run"] / temporal["random order"]
         print(row(model.name, "run / random order", geometric(ratio, asked)), flush=True)
@@ -133,15 +133,15 @@ def pruning(model: Any, asked: Sequence[Problem]) -> None:
     for label, found in choices.items():
         with pruned(found):
             costs[label] = cost(model, asked, base, logits)
-        print(row(model.name, label, mean(costs[label][0], asked, 2), answers(costs[label][1])), flush=True)
+        print(row(model.name, label, mean(costs[label][0], asked, ".2f"), answers(costs[label][1])), flush=True)
     for other in ("Wanda", "without random"):
         difference = costs["without sinks"][0] - costs[other][0]
-        print(row(model.name, f"without sinks − {other}", mean(difference, asked, 3)), flush=True)
+        print(row(model.name, f"without sinks − {other}", mean(difference, asked, ".3f")), flush=True)
 
 
 def main() -> None:
     """Print the tables."""
-    asked = problems(2)
+    asked = balanced(2)
     for name in sys.argv[1:] or MODELS:
         model = sinklens.load(name)
         variances(model, asked)
