@@ -4,10 +4,10 @@
 
 Variances over 14 held-out word problems, two of each template: of the run, of a pattern that does not change
 (sinklens.sinks.nulls), and of canvases that decide the same tokens in random order. Then three quarters of the weights
-of every row are removed by Wanda's score |W|·‖X‖ (2306.11695), X from the canvases of steps 4, 12 and 20 of seven
-training problems, one of each template, with the activations of sinks scaled down by 1 − their weight (Sink-Aware
-Pruning, 2602.17664), or not, or with the same weights at random positions. Took 10 minutes for each model on a fraction
-of a core.
+of every row are removed at random, by |W|, and by Wanda's score |W|·‖X‖ (2306.11695). X is from the canvases of steps
+4, 12 and 20 of seven training problems, one of each template, with the activations of sinks scaled down by 1 − their
+strength (Sink-Aware Pruning, 2602.17664), or not, or with the same strengths at random positions. Took 10 minutes for
+each model on a fraction of a core.
 """
 
 import sys

@@ -235,7 +235,7 @@ def _standardized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return (x - mean) / deviation, mean, deviation
 
 
-def _logistic(x: np.ndarray, y: np.ndarray, classes: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray]:
+def _logistic(x: np.ndarray, y: np.ndarray, classes: np.ndarray, penalty: Positive) -> tuple[np.ndarray, np.ndarray]:
     """scikit-learn's weights, one row for each class."""
     from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped,unused-ignore]
 
@@ -247,7 +247,7 @@ def _logistic(x: np.ndarray, y: np.ndarray, classes: np.ndarray, penalty: float)
     return weights / deviation, bias - weights @ (mean / deviation)
 
 
-def _ridge(x: np.ndarray, y: np.ndarray, penalty: float) -> Probe:
+def _ridge(x: np.ndarray, y: np.ndarray, penalty: Positive) -> Probe:
     from sklearn.linear_model import Ridge  # type: ignore[import-untyped,unused-ignore]
 
     scaled, mean, deviation = _standardized(x)
