@@ -10,6 +10,7 @@ documents; it says nothing about other sources.
 """
 
 import json
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -159,7 +160,8 @@ def _mean_loss(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
 def write_windows(file: Path, recipe: Recipe, documents: Path = DOCUMENTS) -> int:
     """Write the first window of every held-out document as JSON Lines of token ids, and return their number.
 
-    Each line has ``prompt``, ``document`` and ``source``; the study ``texts`` reads it.
+    The documents are in random order, always the same, so the first lines are a sample of all. Each line has
+    ``prompt``, ``document`` and ``source``; the study ``texts`` reads it.
 
     Raises:
         SinklensError: see `held_out`.
@@ -169,6 +171,7 @@ def write_windows(file: Path, recipe: Recipe, documents: Path = DOCUMENTS) -> in
         json.dumps({"prompt": ids, "document": name, "source": rows.source[name]})
         for ids, name in zip(rows.ids.tolist(), rows.document, strict=True)
     ]
+    random.Random(0).shuffle(lines)
     with atomic_write(file) as partial:
         partial.write_text("\n".join(lines) + "\n")
     return len(lines)
