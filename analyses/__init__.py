@@ -18,6 +18,7 @@ STUDIES = {
     "edits": ("edits", "Edits"),
     "swaps": ("swaps", "Swaps"),
     "layers": ("layers", "Layers"),
+    "texts": ("texts", "Texts"),
     "token_types": ("token_types", "TokenTypes"),
     "split": ("split", "Split"),
     "masked_sinks": ("masked_sinks", "MaskedSinks"),

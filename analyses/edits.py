@@ -168,7 +168,7 @@ class Edits(Study):
             "prompt token": free & (place < start), "answer token": free & (place >= start),
             "operand": free & (place < start) & (kind == Kind.DIGIT),
         }  # fmt: skip
-        return {name: _edited(model, text, self._chosen(where, noise), kinds, noise) for name, where in sorts.items()}
+        return {name: edited(model, text, self._chosen(where, noise), kinds, noise) for name, where in sorts.items()}
 
     def _chosen(self, where: Bool[np.ndarray, " pos"], noise: np.random.Generator) -> list[int]:
         """`draws` places, with replacement."""
@@ -278,14 +278,19 @@ def _along(model: "Model", canvases: Int[Tensor, "step pos"], later: bool = True
     return every, compared(sums[:-1, 2][usable], sums[1:, 1][usable])
 
 
-def _edited(
+def edited(
     model: "Model",
     text: Int[Tensor, " pos"],
     places: Sequence[int],
     kinds: Int[np.ndarray, " vocab"],
     noise: np.random.Generator,
+    later: bool = True,
 ) -> Jumps | None:
-    """Jumps after replacing the token at each place by another of its kind; None without places."""
+    """Jumps after replacing the token at each place by another of its kind; None without places.
+
+    Args:
+        later: whether sums are over the queries after the edit only.
+    """
     canvases, first = [], []
     for place in places:
         same = np.flatnonzero(kinds == kinds[int(text[place])])
@@ -294,9 +299,9 @@ def _edited(
             canvas = text.clone()
             canvas[place] = int(noise.choice(same))
             canvases.append(canvas)
-            first.append(place + 1)
+            first.append(place + 1 if later else 0)
     if not canvases:
         return None
-    later = np.array(first)
-    before = column_sums(model, text[None], later[None])[0]
-    return compared(before, column_sums(model, torch.stack(canvases), later[:, None])[:, 0])
+    queries = np.array(first)
+    before = column_sums(model, text[None], queries[None])[0]
+    return compared(before, column_sums(model, torch.stack(canvases), queries[:, None])[:, 0])

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.analyses.intervals import interval_table
@@ -91,11 +91,22 @@ def matched(
         :, None
     ]  # [batch, 1, layer, key]
     order = np.broadcast_to(order, (*shape[:3], order.shape[-1]))
-    of_layer = np.take_along_axis((sizes * free).reshape(order.shape), order, axis=-1)
+    taken = of_mass(sizes.reshape(order.shape), free.reshape(order.shape), wanted, order)
+    return treated.copy(data=taken.reshape(shape))
+
+
+def of_mass(
+    sizes: Float[np.ndarray, "*layer key"],
+    free: Bool[np.ndarray, "*layer key"],
+    wanted: Float[np.ndarray, "*layer 1"],
+    order: Int[np.ndarray, "*layer key"],
+) -> Bool[np.ndarray, "*layer key"]:
+    """The free keys, taken in `order`, that bring the sum of their sizes nearest to `wanted`; all if it is larger."""
+    of_layer = np.take_along_axis(sizes * free, order, axis=-1)
     nearer = of_layer.cumsum(axis=-1) - of_layer / 2 <= wanted  # half of the next key still fits
     taken = np.zeros(order.shape, dtype=bool)
     np.put_along_axis(taken, order, nearer & (wanted > 0), axis=-1)
-    return treated.copy(data=taken.reshape(shape) & free)
+    return taken & free
 
 
 def _order(track: SinkTrack, row: int, sizes: Sequence[int], seed: int) -> np.ndarray:

@@ -23,7 +23,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float, Int
 
-from sinklens.analyses.intervals import Interval, resampling_weights
+from sinklens.analyses.intervals import Interval, interval_rows, resampling_weights
 from sinklens.analyses.scales import DIFFERENCE, LINEAR, LOG, Scale
 from sinklens.sinks.matching import ratio, terms
 
@@ -63,6 +63,28 @@ def labels_of(found: Matched, claim: bool = True) -> dict[str, Any]:
 def shaped(found: Interval, axes: int) -> Interval:
     """An interval of one number with `axes` axes of size 1, for `interval_rows`."""
     return Interval(*(np.asarray(value).reshape((1,) * axes) for value in found))
+
+
+def mean_rows(
+    model: str, measure: str, values: xr.DataArray, seed: int = 0, group: Groups | None = None, claim: bool = False
+) -> list[dict[str, Any]]:
+    """One table row per entry of `values` along its axes other than ``prompt``: the mean over prompts, whose interval
+    resamples groups of prompts if there are several; NaN prompts are left out, entry by entry.
+
+    Args:
+        claim: whether rows have a p value, that the mean is 0.
+    """
+    values, rows = values.transpose("prompt", ...), []
+    labels = {str(name): values[name].to_numpy() for name in values.dims if name != "prompt"}
+    array = values.to_numpy()
+    for place in np.ndindex(array.shape[1:]):
+        one = array[(slice(None), *place)][:, None]
+        parts = [np.nan_to_num(one), (~np.isnan(one)).astype(float)]
+        found = stratified(lambda *sums: sums, ratio, parts, seed, group, within=False, null=0.0)
+        axes = {name: [values_of[at]] for (name, values_of), at in zip(labels.items(), place, strict=True)}
+        (row,) = interval_rows(model, measure, shaped(found.found, len(axes)), axes)
+        rows.append({**row, **labels_of(found, claim)})
+    return rows
 
 
 class Matching(NamedTuple):

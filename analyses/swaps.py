@@ -13,19 +13,18 @@ they have no control and are not among `SWAPS`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import xarray as xr
 
 from sinklens.analyses.answers import each_prompt
-from sinklens.analyses.intervals import interval_rows, judged
-from sinklens.analyses.strata import Groups, groups_of, labels_of, shaped, stratified
+from sinklens.analyses.intervals import judged
+from sinklens.analyses.strata import groups_of, mean_rows
 from sinklens.analyses.study import Study
 from sinklens.experiments import swap
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
-from sinklens.sinks.matching import ratio
 from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
@@ -111,23 +110,10 @@ class Swaps(Study):
         for model, data in measured.items():
             group = groups_of(data)
             for measure in MEASURES:
-                swaps += self._rows(model, measure, data[measure], group)
-            beyond += self._rows(model, "change", self.contrasts(data)["change"], group, claim=True)
+                swaps += mean_rows(model, measure, data[measure], self.seed, group)
+            beyond += mean_rows(model, "change", self.contrasts(data)["change"], self.seed, group, claim=True)
         tables = {"swaps": DataFrame(swaps), "beyond": judged(DataFrame(beyond), "gains sinks", "loses sinks")}
         return {name: table.assign(meaning=table["measure"].map(MEASURES)) for name, table in tables.items()}
-
-    def _rows(
-        self, model: str, measure: str, values: xr.DataArray, group: Groups | None, claim: bool = False
-    ) -> list[dict[str, Any]]:
-        """One row per swap: the mean over prompts."""
-        rows = []
-        for name in values["swap"].to_numpy():
-            one = values.sel(swap=name).to_numpy()[:, None]
-            parts = [np.nan_to_num(one), (~np.isnan(one)).astype(float)]
-            found = stratified(lambda *sums: sums, ratio, parts, self.seed, group, within=False, null=0.0)
-            (row,) = interval_rows(model, measure, shaped(found.found, 1), {"swap": [name]})
-            rows.append({**row, **labels_of(found, claim)})
-        return rows
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``change``: the change of every swap and model."""

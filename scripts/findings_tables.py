@@ -147,6 +147,24 @@ TABLES: dict[str, Table] = {
           for mode, stored in (("causal", "causal"), ("denoising", "denoise"))
           for keys, masked in (("sinks", "sink"), ("random keys", "random"), ("as much attention", "same_mass"))),
     ), models=("tiny-two-modes",)),
+    "texts": Table("texts-texts", (
+        plain("loss, nats per token", 3, measure="nats"),
+        *(row
+          for kind in ("any", "delimiter", "start", "mask", "digit", "word")
+          for row in (
+              plain(f"{kind}: nats lost by hiding its sinks", 3, measure="cost", kind=kind, choice="sink"),
+              plain("… as much attention to keys that are no sinks", 3, measure="cost", kind=kind, choice="same_mass"),
+              Row("… difference", {"measure": f"hiding {kind} sinks costs more than hiding as much attention"}, 1.0, 3,
+                  "texts-claims"),
+              percent("… attention hidden, %", measure="removed", kind=kind, choice="sink"),
+              percent("… heads with a sink, per place, %", measure="per_place", kind=kind),
+          )),
+        plain("log2 of what values write at sinks ÷ at other keys", measure="write_ratio"),
+        *(percent(f"strongest key changes, {label}, %", measure="jump_share", edit=edit, lead=0.0)
+          for edit, label in (("edited, later", "a token replaced, later queries"),
+                              ("edited", "a token replaced, all queries"),
+                              ("revealed", "a mask revealed, all queries"))),
+    ), models=("tiny-text", "tiny-text-causal")),
     "swaps": Table("groups/swaps-swaps", (
         *(plain(f"heads with a sink at the place, {when} {swap}", measure=measure, swap=swap)
           for swap in ("digit → word", "digit → digit", "word → digit", "word → word")

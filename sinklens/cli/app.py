@@ -346,22 +346,24 @@ def run_train(options: argparse.Namespace) -> None:
         )
     out = export(recipe, folder, checkpoint_folder)
     if recipe.windows:
-        _score_text(recipe, folder)
+        _score_text(recipe, folder, out)
     else:
         _score_problems(recipe, folder, out, options.run_generated_code)
     print(f"Checkpoint in {out}")
 
 
-def _score_text(recipe: "Recipe", folder: Path) -> None:
-    """Print the loss on held-out text over the course of a run."""
+def _score_text(recipe: "Recipe", folder: Path, out: Path) -> None:
+    """Print the loss on held-out text over the course of a run, and write the model card."""
     from dataclasses import asdict
 
     from sinklens.zoo import curve
+    from sinklens.zoo.export import write_text_card
     from sinklens.zoo.text_scores import score_checkpoint
 
     for record in curve.accuracy_curve(recipe, folder, lambda made: asdict(score_checkpoint(recipe, made))):
         interval = f"[{record['low']:.3f}, {record['high']:.3f}]"
         print(f"held-out text at step {record['step']}: {record['nats']:.3f} {interval} nats per token", flush=True)
+    write_text_card(recipe, folder, out, curve.read_curve(folder))
 
 
 def _score_problems(recipe: "Recipe", folder: Path, out: Path, run_generated_code: bool) -> None:

@@ -20,7 +20,8 @@ class Known:
         rounding: half a unit of the last digit that the source states.
         source: where the number is stated.
         fingerprint: `Model.fingerprint`; "" if it is not known.
-        right: of the 500 held-out word problems, how many a shipped model gets right; None for others.
+        right: of the 500 held-out word problems, how many a shipped model gets right; None for others,
+            and for models of text.
     """
 
     name: str
@@ -39,7 +40,7 @@ _TABLE_5 = "Nie et al., 2502.09992, Table 5"
 _QWEN = "model card of Qwen2.5-7B, whose architecture and initial weights it has"
 
 
-def _shipped(name: str, fingerprint: str, parameters: int, right: int) -> Known:
+def _shipped(name: str, fingerprint: str, parameters: int, right: int | None) -> Known:
     return Known(name, parameters, 0, f"model card of {name}", fingerprint, right)
 
 
@@ -55,6 +56,8 @@ KNOWN = (
     _shipped("tiny-mdlm", "b93459020d82773c", 2196996, 426),
     _shipped("tiny-mmada", "f0d0d6973732d565", 2028480, 470),
     _shipped("tiny-sdar", "de13e59ab3a71608", 2018368, 500),
+    _shipped("tiny-text", "8f8d7d21f82bb2a8", 3344064, None),
+    _shipped("tiny-text-causal", "454bda7e2aaac03a", 3344064, None),
     _shipped("tiny-two-modes", "9df3b332d5d12f92", 2018112, 500),
     *(Known(name, 8_020_000_000, 5_000_000, _TABLE_5) for name in (LLADA_BASE, LLADA_INSTRUCT, LLADA_15)),
     *(Known(name, 7_610_000_000, 10_000_000, _QWEN) for name in (DREAM_BASE, DREAM_INSTRUCT)),

@@ -119,17 +119,11 @@ def write_card(
         scores: measured on held-out samples.
         over_training: step -> `sinklens.zoo.scores.training_score` of the weights kept at that step.
     """
-    records = read_records(run / "log.jsonl")
-    ends = [a for a, b in zip(records, [*records[1:], {"seconds": 0.0}], strict=True) if b["seconds"] < a["seconds"]]
-    minutes = sum(record["seconds"] for record in ends) / 60
-    steps = {record["step"]: record for record in records}  # a resumed run repeats some steps: the later records count
-    points = [steps[step] for step in sorted(steps) if step % 400 == 0 or step == max(steps)]
-    rows = "\n".join(
-        f"| {r['step']} | {r['loss']:.4f} | {_format_accuracy(over_training.get(r['step']))} |" for r in points
-    )
     table = "\n".join(f"| {s.what} | {s.accuracy} | {s.chance:.2f} |" for s in scores)
-    settings = "\n".join(f"- {name}: {value}" for name, value in asdict(recipe).items())
-    text = f"""# {recipe.name}
+    rights = {step: str(Accuracy(int(one["right"]), int(one["total"]))) for step, one in over_training.items()}
+    return _write(
+        folder,
+        f"""# {recipe.name}
 
 {DESCRIPTIONS[recipe.family]} language model with {PARAMETERS.get(recipe.family, "2 million parameters")}, trained \
 by sinklens on \
@@ -147,24 +141,69 @@ Limits: the model knows only these templates and the numbers of its training pro
 (`python -m sinklens.analyses.accuracy {recipe.name} --ranges`). Prompts have the form `Question: …\\nAnswer:`;
 answers have at most {ANSWER_LENGTH} tokens.{_other_prompts(recipe)}{_picture_prompts(recipe)}
 
-## Recipe (`sinklens train {recipe.name}`)
+{_training(recipe, run, "held-out word problems right", rights)}""",
+    )
+
+
+def write_text_card(
+    recipe: Recipe, run: Path, folder: Path, over_training: Mapping[int, Mapping[str, int | float]]
+) -> Path:
+    """Write the card of a model of English text.
+
+    Args:
+        run, folder: see `write_card`.
+        over_training: step -> the fields of `sinklens.zoo.text_scores.score_checkpoint` at that step.
+    """
+    scores = {step: f"{one['nats']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for step, one in over_training.items()}
+    last = over_training[max(over_training)]
+    tokens = recipe.steps * recipe.batch * recipe.windows / 1e6
+    exact = "exact" if recipe.objective == "causal" else "an estimate of the bound of Nie et al., 2502.09992, Eq. 6"
+    return _write(
+        folder,
+        f"""# {recipe.name}
+
+{DESCRIPTIONS[recipe.family]} language model with 3.3 million parameters, trained by sinklens on {tokens:.1f} million \
+tokens of English:
+free documentation, dictionaries and books from Debian's packages, which `python -m sinklens.zoo.text` gathers.
+tiny-text and tiny-text-causal are twins with the same network, tokenizer, initial weights, data and batches but \
+different objectives.
+
+Loss on {last["documents"]} documents of five sources that it was not trained on: {scores[max(scores)]} nats per token \
+({exact}; 95 % interval over documents).
+
+Limits: the model is far too small to write meaningful text, and it answers no questions. It is meant for studies of
+attention in text (`sinklens analyse texts`).
+
+{_training(recipe, run, "held-out loss, nats per token", scores)}""",
+    )
+
+
+def _training(recipe: Recipe, run: Path, measure: str, measured: Mapping[int, str]) -> str:
+    """The sections of a card on the settings and the course of the run."""
+    records = read_records(run / "log.jsonl")
+    ends = [a for a, b in zip(records, [*records[1:], {"seconds": 0.0}], strict=True) if b["seconds"] < a["seconds"]]
+    minutes = sum(record["seconds"] for record in ends) / 60
+    steps = {record["step"]: record for record in records}  # a resumed run repeats some steps: the later records count
+    points = [steps[step] for step in sorted(steps) if step % 400 == 0 or step == max(steps)]
+    rows = "\n".join(f"| {r['step']} | {r['loss']:.4f} | {measured.get(int(r['step']), '')} |" for r in points)
+    settings = "\n".join(f"- {name}: {value}" for name, value in asdict(recipe).items())
+    return f"""## Recipe (`sinklens train {recipe.name}`)
 {settings}
 
 Training took {minutes:.0f} minutes of wall time on a CPU{"" if len(ends) == 1 else f" in {len(ends)} sessions"}, \
 alongside other work.
 
-| step | training loss | held-out word problems right, with 95 % interval |
+| step | training loss | {measure}, with 95 % interval |
 |---|---|---|
 {rows}
 """
+
+
+def _write(folder: Path, text: str) -> Path:
     file = folder / "README.md"
     with atomic_write(file) as part:
         part.write_text(text)
     return file
-
-
-def _format_accuracy(record: Mapping[str, int | float] | None) -> str:
-    return "" if record is None else str(Accuracy(int(record["right"]), int(record["total"])))
 
 
 def _other_prompts(recipe: Recipe) -> str:

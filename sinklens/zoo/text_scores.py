@@ -9,6 +9,9 @@ Windows of a document resemble each other, and documents of a source too. The in
 documents; it says nothing about other sources.
 """
 
+import json
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from sinklens.errors import SinklensError
 from sinklens.model import load
+from sinklens.utils.atomic import atomic_write
 from sinklens.zoo.recipes import Recipe
 from sinklens.zoo.text import read_documents
 from sinklens.zoo.text_windows import DOCUMENTS, document_ids, text_tokenizer
@@ -151,3 +155,29 @@ def score(losses: Float[Tensor, " window"], document: Sequence[str], seed: int =
 
 def _mean_loss(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
     return np.asarray(sums.sum(axis=axis) / counts.sum(axis=axis))
+
+
+def write_windows(file: Path, recipe: Recipe, documents: Path = DOCUMENTS) -> int:
+    """Write the first window of every held-out document as JSON Lines of token ids, and return their number.
+
+    The documents are in random order, always the same, so the first lines are a sample of all. Each line has
+    ``prompt``, ``document`` and ``source``; the study ``texts`` reads it.
+
+    Raises:
+        SinklensError: see `held_out`.
+    """
+    rows = held_out(recipe, documents, per_document=1)
+    lines = [
+        json.dumps({"prompt": ids, "document": name, "source": rows.source[name]})
+        for ids, name in zip(rows.ids.tolist(), rows.document, strict=True)
+    ]
+    random.Random(0).shuffle(lines)
+    with atomic_write(file) as partial:
+        partial.write_text("\n".join(lines) + "\n")
+    return len(lines)
+
+
+if __name__ == "__main__":
+    from sinklens.zoo.recipes import RECIPES
+
+    print(f"{write_windows(Path(sys.argv[1]), RECIPES['tiny-text'])} windows in {sys.argv[1]}")

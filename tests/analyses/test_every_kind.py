@@ -22,7 +22,10 @@ ANYWHERE = {
     "features": "belongs to 'tiny-llada'",
     "modes": "a model that decodes in one way",
 }
-ON_BLOCKS = {"caching": "no cache policy applies, as its attention is block-causal"}
+ON_BLOCKS = {
+    "caching": "no cache policy applies, as its attention is block-causal",
+    "texts": "attention depends on blocks",
+}
 NOISE_LEVELS = {"patching": "always draws its tokens"}
 ON_TOKENS = NOISE_LEVELS | {
     "settling": "reads predictions at undecided positions",
@@ -32,6 +35,7 @@ ON_TOKENS = NOISE_LEVELS | {
     "edits": "no single step decides a position|reads a noise level",
     "mechanism": "positions are decided in no order",
     "caching": "its keys change with the noise level",
+    "texts": "reads a noise level|without a mask token",
 }
 ON_CANVASES = {
     "settling": "reads predictions at undecided positions",
@@ -45,6 +49,7 @@ ON_CANVASES = {
     "swaps": "compute those of their canvas alone",
     "mechanism": "positions are decided in no order",
     "circuits": "lacks? the self-conditioning",
+    "texts": "without a mask token|depends on blocks",
 }
 WHY = {"tiny-canvas": ON_CANVASES, "tiny-sdar": ON_BLOCKS, "tiny-mdlm": NOISE_LEVELS, "tiny-duo": ON_TOKENS}
 

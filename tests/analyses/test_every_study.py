@@ -14,7 +14,7 @@ from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [*(problem.prompt for problem in held_out(2)), "Is $x_1$ a _b_ or 12 \n\n $\\frac{ 中?\nAnswer:"]
 OBSERVED = ("existence", "dynamics", "edits", "swaps", "layers", "token_types", "split", "masked_sinks", "events",
-            "diagnose")  # fmt: skip
+            "diagnose", "texts")  # fmt: skip
 EFFECTS = ("heads", "necessity", "content", "definitions", "windows", "interaction", "blocks", "budget", "mechanism")
 LONG = ("heads", "budget", "content", "necessity", "mechanism")  # of many interventions, for which two steps suffice
 FEW = {"heads": {"reference": 2}}

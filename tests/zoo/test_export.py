@@ -11,7 +11,7 @@ import sinklens
 from sinklens.checkpoints import shipped_names
 from sinklens.evaluation.statistics import Accuracy
 from sinklens.zoo import RECIPES, train, training
-from sinklens.zoo.export import export, write_card, write_checkpoint
+from sinklens.zoo.export import export, write_card, write_checkpoint, write_text_card
 from sinklens.zoo.pictures import CODE_TOKENS
 from sinklens.zoo.scores import Score
 
@@ -193,3 +193,18 @@ def test_shipped_checkpoints_are_small_and_in_the_public_layout(name):
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == MODEL_TYPES.get(RECIPES[name].family, RECIPES[name].family)
     assert (folder / "README.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("tiny-text", "an estimate of the bound"), ("tiny-text-causal", "(exact; ")]
+)
+def test_the_card_of_a_model_of_text_has_its_loss(name, kind, tmp_path):
+    records = [{"step": 400, "loss": 5.0, "seconds": 60.0}, {"step": 1200, "loss": 4.0, "seconds": 180.0}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    scores = {1200: {"nats": 4.27, "low": 4.2, "high": 4.3, "documents": 779, "windows": 2646}}
+    text = write_text_card(RECIPES[name], tmp_path, tmp_path, scores).read_text()
+    assert "9.8 million tokens" in " ".join(text.split())
+    assert "Loss on 779 documents of five sources that it was not trained on: 4.270 [4.200, 4.300] nats" in text
+    assert kind in text
+    assert "| 1200 | 4.0000 | 4.270 [4.200, 4.300] |" in text
+    assert "| 400 | 5.0000 |  |" in text

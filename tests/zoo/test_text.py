@@ -15,7 +15,7 @@ from sinklens.errors import SinklensError
 from sinklens.zoo import RECIPES, text, train
 from sinklens.zoo.export import export
 from sinklens.zoo.text import DebianPackage, dictionary_paragraphs, gather, html_paragraphs, is_prose, pod_paragraphs
-from sinklens.zoo.text_scores import held_out, random_masks, score, score_checkpoint, window_losses
+from sinklens.zoo.text_scores import held_out, random_masks, score, score_checkpoint, window_losses, write_windows
 from sinklens.zoo.text_windows import DOCUMENTS, text_corpus, text_tokenizer
 
 SENTENCES = [f"The {animal} of number {n} sleeps under a tall tree." for n in range(80) for animal in ("cat", "dog")]
@@ -186,3 +186,20 @@ def test_the_interval_counts_documents_not_windows():
     clustered, independent = score(alike, names), score(alike, [str(n) for n in range(200)])
     assert clustered.nats == independent.nats == 2.5
     assert clustered.high - clustered.low > 5 * (independent.high - independent.low)
+
+
+def test_windows_are_the_first_of_every_held_out_document_in_random_order(recipe, tmp_path):
+    documents = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()]
+    DOCUMENTS.write_text("\n".join(json.dumps({**one, "held_out": True}) for one in documents))
+    file = tmp_path / "windows.jsonl"
+    assert write_windows(file, recipe) == len(documents)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    names = [one["document"] for one in lines]
+    every = held_out(recipe)
+    assert names != sorted(names)
+    assert sorted(names) == sorted(set(every.document))
+    for one in lines:
+        assert one["prompt"] == every.ids[every.document.index(one["document"])].tolist()
+        assert one["source"] == every.source[one["document"]]
+    assert write_windows(file, recipe) == len(documents)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == lines
