@@ -4,29 +4,26 @@
 
 Variances over 14 held-out word problems, two of each template: of the run, of a pattern that does not change
 (sinklens.sinks.nulls), and of canvases that decide the same tokens in random order. Then three quarters of the weights
-of every row are removed by Wanda's score |W|·‖X‖ (2306.11695), X from the canvases of steps 4, 12 and 20 of seven
-training problems, one of each template, with the activations of sinks scaled down by 1 − their weight (Sink-Aware
-Pruning, 2602.17664), or not, or with the same weights at random positions. Took 10 minutes for each model on a fraction
-of a core.
+of every row are removed at random, by |W|, and by Wanda's score |W|·‖X‖ (2306.11695). X is from the canvases of steps
+4, 12 and 20 of seven training problems, one of each template, with the activations of sinks scaled down by 1 − their
+strength (Sink-Aware Pruning, 2602.17664), or not, or with the same strengths at random positions. Took 10 minutes for
+each model on a fraction of a core.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from templates import answers, balanced, geometric, mean, middle, row
-from torch import Tensor, nn
 
 import sinklens
 from sinklens.analyses.edits import revealed
 from sinklens.analyses.nulls import null_of
-from sinklens.experiments import compare
+from sinklens.experiments import compare, input_norms
 from sinklens.experiments.swaps import column_sums
-from sinklens.interventions import MaskedLogits
+from sinklens.interventions import MaskedLogits, PruneWeights
 from sinklens.sinks import MeanPlusStd, SinkTrack, build_track, motion
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, read_answer, training
 
@@ -41,50 +38,14 @@ def calibration() -> list[Problem]:
     return [found[kind] for kind in PROBLEM_KINDS]
 
 
-def linears(model: Any) -> list[nn.Linear]:
-    """The weight matrices of the layers."""
-    named = model.tree.hf.named_modules()
-    return [part for name, part in named if isinstance(part, nn.Linear) and (".blocks." in name or ".layers." in name)]
-
-
-def norms(model: Any, runs: Sequence[Any], scale: Callable[[Tensor], Tensor]) -> dict[nn.Linear, Tensor]:
-    """‖X‖ of every input of every matrix; `scale` maps the sinks' weights [pos] to what they are scaled down by."""
-    total: dict[nn.Linear, Any] = dict.fromkeys(linears(model), 0.0)
-    kept = torch.empty(0)
-
-    def add(part: nn.Linear, inputs: tuple[Tensor]) -> None:
-        total[part] = total[part] + kept**2 @ inputs[0][0].float() ** 2
-
-    handles = [part.register_forward_pre_hook(add) for part in total]
-    for run in runs:
-        weight = MeanPlusStd().strength(run.sinks).isel(batch=0, layer=0, head=0).to_numpy()
-        for step in (step for step in STEPS if step < run.steps_run):
-            length = run.prompt_length + step if model.causal else run.canvas.shape[2]
-            kept = 1 - scale(torch.tensor(weight[step, :length], dtype=torch.float32))
-            model(run.canvas[:, step, :length])
-    for handle in handles:
-        handle.remove()
-    return {part: found.sqrt() for part, found in total.items()}
-
-
-@contextmanager
-def pruned(found: dict[nn.Linear, Tensor] | None) -> Any:
-    """Remove `SHARE` of every row, the smallest |W|·‖X‖; afterwards the weights are as before."""
-    before = {part: part.weight.data.clone() for part in found or {}}
-    for part, norm in (found or {}).items():
-        score = part.weight.data.abs() * norm
-        part.weight.data[score <= score.quantile(SHARE, dim=1, keepdim=True)] = 0
-    yield
-    for part, weight in before.items():
-        part.weight.data.copy_(weight)
-
-
-def cost(model: Any, asked: Sequence[Problem], base: Any, logits: MaskedLogits) -> Float[np.ndarray, "2 prompt"]:
-    """KL divergence on the canvases of `base`, and right answers."""
-    prompts, after = [one.prompt for one in asked], MaskedLogits()
-    replayed = sinklens.generate(model, prompts, replay=base, hooks=[after], record_sinks=False, progress=False)
+def cost(
+    model: Any, asked: Sequence[Problem], base: Any, logits: MaskedLogits, hooks: list[Any]
+) -> Float[np.ndarray, "2 prompt"]:
+    """KL divergence on the canvases of `base`, and right answers, under `hooks`."""
+    prompts, after, quiet = [one.prompt for one in asked], MaskedLogits(), {"record_sinks": False, "progress": False}
+    replayed = sinklens.generate(model, prompts, replay=base, hooks=[*hooks, after], **quiet)
     kl = compare(base, replayed, logits.kept, after.kept)["kl"].mean("step").to_numpy()
-    run = sinklens.generate(model, prompts, record_sinks=False, progress=False)
+    run = sinklens.generate(model, prompts, hooks=hooks, **quiet)
     right = [read_answer(text or "") == one.result for text, one in zip(run.text, asked, strict=True)]
     return np.stack([kl, np.array(right, float)])
 
@@ -97,11 +58,6 @@ def in_random_order(model: Any, run: Any) -> SinkTrack:
     none, ids = np.zeros((1, *canvases.shape), dtype=bool), canvases.numpy()[None]
     attrs = {"model": model.name, "prompt_length": run.prompt_length}
     return build_track(score, ids, none, none, np.ones_like(none[:, 0]), np.full(none[:, 0].shape, -1), attrs)
-
-
-def shuffled(weight: Tensor) -> Tensor:
-    """The same weights at random positions."""
-    return weight[torch.randperm(len(weight), generator=torch.Generator().manual_seed(len(weight)))]
 
 
 def variances(model: Any, asked: Sequence[Problem]) -> None:
@@ -125,14 +81,16 @@ def pruning(model: Any, asked: Sequence[Problem]) -> None:
     known = [sinklens.generate(model, one.prompt, progress=False) for one in calibration()]
     logits, costs = MaskedLogits(), {}
     base = sinklens.generate(model, [one.prompt for one in asked], hooks=[logits], progress=False)
-    choices = {
-        "none": None, "magnitude": {part: torch.ones(part.in_features) for part in linears(model)},
-        "Wanda": norms(model, known, torch.zeros_like), "without sinks": norms(model, known, lambda weight: weight),
-        "without random": norms(model, known, shuffled),
-    }  # fmt: skip
-    for label, found in choices.items():
-        with pruned(found):
-            costs[label] = cost(model, asked, base, logits)
+    norms = {
+        "Wanda": input_norms(known, steps=STEPS),
+        "without sinks": input_norms(known, steps=STEPS, without=MeanPlusStd()),
+        "without random": input_norms(known, steps=STEPS, without=MeanPlusStd(), shuffled=0),
+    }
+    choices: dict[str, list[Any]] = {"none": [], "random": [PruneWeights(SHARE, "random")]}
+    choices |= {"magnitude": [PruneWeights(SHARE)]}
+    choices |= {label: [PruneWeights(SHARE, "wanda", norms=found)] for label, found in norms.items()}
+    for label, hooks in choices.items():
+        costs[label] = cost(model, asked, base, logits, hooks)
         print(row(model.name, label, mean(costs[label][0], asked, ".2f"), answers(costs[label][1])), flush=True)
     for other in ("Wanda", "without random"):
         difference = costs["without sinks"][0] - costs[other][0]

@@ -6,11 +6,15 @@ test resumes, and a finished one prints its report again, corrected for the test
 
 import argparse
 import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.cli.options import add_loading, loading
-from sinklens.errors import SettingError
+from sinklens.errors import ControlWarning, SettingError, warn_caller
 
 if TYPE_CHECKING:
     from sinklens.analyses.claim import Found
@@ -63,7 +67,7 @@ def run_test(options: argparse.Namespace) -> None:
     print(f"Plan {run.name} is stored in {out / tested.FILE} and counted in {ledger}.")
     study = Claim(plan=plan, seed=plan.seed, settings=plan.settings, answers=answers)
     models = [load(name, **loading(options, name)) for name in (plan.model, *plan.seeds)]
-    with Counts("prompts") as counts:
+    with counted_control_warnings(), Counts("prompts") as counts:
         try:
             findings = study.run(models, prompts, out, progress=counts)
         except KeyboardInterrupt:
@@ -74,6 +78,28 @@ def run_test(options: argparse.Namespace) -> None:
     with atomic_write(out / REPORT) as part:
         part.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(["", *lines, "", f"Written to {out / REPORT}; all tables: `sinklens table {out}`."]))
+
+
+@contextmanager
+def counted_control_warnings() -> Iterator[None]:
+    """Issue each `ControlWarning` of a block once, at its end, with the number of times it was issued."""
+    found: Counter[str] = Counter()
+    shown = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, ControlWarning):
+            found[str(message)] += 1
+        else:
+            shown(message, category, *place, **more)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", ControlWarning)
+            warnings.showwarning = show
+            yield
+    finally:
+        for text, count in found.items():
+            warn_caller(f"{text} ({count} time{'s' * (count > 1)})", ControlWarning)
 
 
 def _check_answers(plan: "Plan", prompts: list[Any], answers: dict[str, str]) -> None:
@@ -109,9 +135,11 @@ def power_lines(plan: "Plan", tests: int) -> list[str]:
 def report_lines(plan: "Plan", found: "Found", corrected: "Corrected", differences: Any) -> list[str]:
     """The report."""
     from sinklens.analyses.claim import MEASURES, PICKS, verdict
+    from sinklens.analyses.plan import TEMPLATE
 
     said = verdict(plan, found, corrected.p, corrected.p_equivalent)
-    units = "training runs" if plan.seeds else f"groups ({plan.group})" if plan.group else "prompts"
+    grouped = bool(plan.groups())
+    units = "training runs" if plan.seeds else f"groups ({plan.group or TEMPLATE})" if grouped else "prompts"
     what = "ratio" if plan.measure == "kl" else "difference"
     lines = [
         f"# {said}: {plan.claim}",
@@ -127,7 +155,7 @@ def report_lines(plan: "Plan", found: "Found", corrected: "Corrected", differenc
         lines.append(
             f"So many {units} {_show(found.shown, what)} with a probability of 0.80, before correction; {why}."
         )
-    if not plan.group and not plan.prompts:
+    if not grouped and not plan.prompts:
         lines.append("The shipped problems have seven templates; this holds for these templates only.")
     if not plan.seeds:
         lines.append(f"It is about {plan.model}, one training run.")

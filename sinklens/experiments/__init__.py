@@ -10,11 +10,13 @@
   `settling_steps`, `answer_emergence`, `early_exit`.
 - Sinks: `sink_jumps` lists their jumps, `jump_undone` measures which path made one, `sinks_compared` lists changes.
 - Streams: `layer_similarity`, `step_similarity`, `massive_activations`, `outlier_dimensions`.
-- From other prompts: `head_outputs`, `donors`, `difference_of_means`, for ablating, resampling and steering.
+- From other prompts: `head_outputs`, `donors`, `difference_of_means`, for ablating, resampling and steering;
+  `input_norms`, for pruning.
 - Gaps: `holes` makes a run of a text with gaps; `span_likelihood` says how probable a span between two texts is.
 """
 
 from sinklens.experiments.attribution import agreement, attribution_patching, patching_effects
+from sinklens.experiments.calibration import input_norms
 from sinklens.experiments.captured import head_outputs
 from sinklens.experiments.circuit import Circuit, Overlap
 from sinklens.experiments.circuit_pictures import CircuitEdge
@@ -110,6 +112,7 @@ __all__ = [
     "guesses",
     "head_outputs",
     "holes",
+    "input_norms",
     "jump_undone",
     "layer_similarity",
     "logit_lens",

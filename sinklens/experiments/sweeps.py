@@ -94,7 +94,8 @@ def sweep(
     Raises:
         SettingError: no prompt or intervention, a budget below one row, an intervention that makes the canvas longer
             under replay, or, with `out`, an intervention that cannot be fingerprinted; `metric` with `out` or `cache`,
-            or a metric that does not return one number per prompt; a cache policy that this run cannot have.
+            or a metric that does not return one number per prompt; a cache policy that this run cannot have; replay
+            with cached blocks (``use_cache=True``), whose steps lack the logits of later blocks.
     """
     model = load(model)
     if not isinstance(interventions, Mapping):

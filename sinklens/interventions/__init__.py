@@ -21,11 +21,13 @@ from sinklens.interventions.noise_range import AtNoise
 from sinklens.interventions.patching import Activations, PatchHooks
 from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.places import AtPositions
+from sinklens.interventions.pruning import InputNorms, PruneWeights
 from sinklens.interventions.rounding import RoundActivations, RoundWeights
 from sinklens.interventions.streams import ClampStream, Directions, Steer
 from sinklens.interventions.subspaces import PatchSubspace
 from sinklens.interventions.values import AblateValues
 from sinklens.interventions.watermark import GreenList
+from sinklens.interventions.weights import EditWeights, WeightMatrix
 from sinklens.interventions.where import InArray, Moment, OfKind, Positions, Rule, Where
 from sinklens.runs.caches import StepCaches
 from sinklens.runs.intervention import Intervention, Reader, RunContext
@@ -43,6 +45,7 @@ __all__ = [
     "ClampStream",
     "Directions",
     "Donors",
+    "EditWeights",
     "FixedNoise",
     "ForceTime",
     "ForceTokens",
@@ -53,6 +56,7 @@ __all__ = [
     "HideKeys",
     "HoldSinks",
     "InArray",
+    "InputNorms",
     "Intervention",
     "KeepEdges",
     "KeepKeys",
@@ -66,6 +70,7 @@ __all__ = [
     "PatchSubspace",
     "PathPatch",
     "Positions",
+    "PruneWeights",
     "Reader",
     "Remask",
     "Renoise",
@@ -79,6 +84,7 @@ __all__ = [
     "Steer",
     "StepCaches",
     "Suffix",
+    "WeightMatrix",
     "Where",
     "WindowAttention",
 ]

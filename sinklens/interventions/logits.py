@@ -63,7 +63,10 @@ class MaskedLogits(Reader):
                 raise SettingError("MaskedLogits compares complete answers; run with a gen_length of one canvas.")
             first = undecided.shape[1] - value.shape[1] if encoder else 0  # a canvas is the end of the text
             if not run.causal and value.shape[1] != undecided.shape[1] - first:
-                raise SettingError("MaskedLogits needs the logits of all masked positions; run with use_cache=False.")
+                raise SettingError(
+                    "MaskedLogits needs the logits of all masked positions; run with use_cache=False. With cached "
+                    "blocks, a step computes those of its block alone."
+                )
             masked = value[:, 0] if run.causal else value[(undecided & run.real)[:, first:]]
             self.kept[hook.step or 0] = masked.detach().float().cpu()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.interventions.where import Chooser, Moment, OfStep
+from sinklens.utils.arguments import Share, check_arguments
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,15 @@ class AtNoise(OfStep):
         least, most: the range, ends included; 1 is an answer without any token, 0 a finished one.
 
     Raises:
-        SettingError: not 0 ≤ least ≤ most ≤ 1; in a run, a model without a mask token.
+        SettingError: not numbers with 0 ≤ least ≤ most ≤ 1; in a run, a model without a mask token.
     """
 
-    least: float
-    most: float = 1.0
+    least: Share
+    most: Share = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.least <= self.most <= 1:
+        check_arguments(self)
+        if self.least > self.most:
             raise SettingError(f"AtNoise takes 0 <= least <= most <= 1; got {self.least} and {self.most}.")
 
     def start(self, now: Moment) -> Chooser:

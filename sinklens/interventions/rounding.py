@@ -13,10 +13,9 @@ Limitation: this is the error of rounding, not the arithmetic of a quantized ker
 done, which would lower it.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -25,7 +24,8 @@ from torch import Tensor, nn
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import AtPositions
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, refuse, refuse_empty, within
+from sinklens.interventions.weights import EditWeights, WeightMatrix
+from sinklens.runs.intervention import Pairs, RunContext, refuse, refuse_empty, within
 from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def rounded(values: Float[Tensor, "*row column"], bits: int, group: int | None =
 
 
 @dataclass(frozen=True)
-class RoundWeights(Intervention):
+class RoundWeights(EditWeights):
     """Round the weight matrices of layers while a run lasts; afterwards they are as before.
 
         sinklens.generate(model, prompt, hooks=RoundWeights(4, group=32))
@@ -66,55 +66,27 @@ class RoundWeights(Intervention):
         layers: layers whose weights are rounded.
 
     Raises:
-        SettingError: numbers out of range, ``steps=``, ``heads=`` or ``positions=``, or weights that are offloaded.
+        SettingError: numbers out of range; otherwise as `EditWeights`.
     """
-
-    changes_model: ClassVar[bool] = True
 
     bits: int
     group: int | None = None
     keep_dims: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        refuse_empty(self)
-        refuse(self, "steps", "heads", "positions")
+        super().__post_init__()
         _check_bits(self.bits)
         if self.group is not None and ((number := as_integer(self.group)) is None or number < 1):
             raise SettingError(f"group must be at least 1, or None for one scale per output; got {self.group!r}.")
 
-    @contextmanager
-    def applied(self, model: "Model") -> Iterator[None]:
-        """See `HookSource.applied`."""
+    def edited(self, model: "Model", matrix: WeightMatrix) -> Float[Tensor, "*expert out inputs"]:
+        """See `EditWeights.edited`."""
         keep = [within("dim", [dim], model.cfg.d_model)[0] for dim in self.keep_dims]
-        before: list[tuple[Tensor, Tensor]] = []
-        try:
-            for layer in self.chosen_layers(model):
-                for matrix in _matrices(model, layer):
-                    data = matrix.weight.data
-                    before.append((data, data.clone()))
-                    data.copy_(self._rounded(matrix, keep if matrix.reads else []))
-            yield
-        finally:
-            for data, original in before:
-                data.copy_(original)
-
-    def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
-        if run.single:
-            raise SettingError(
-                "RoundWeights changes the model and not a point, so a single pass cannot take it as hooks; write "
-                "`with RoundWeights(bits).applied(model):` around the pass."
-            )
-        self.chosen_layers(model)
-        return []
-
-    def _rounded(self, matrix: "_Matrix", keep: list[int]) -> Tensor:
-        rows = matrix.weight.data.T if matrix.turned else matrix.weight.data
-        others = torch.ones(rows.shape[-1], dtype=torch.bool, device=rows.device)
-        others[keep] = False
-        found = rows.clone()
-        found[..., others] = rounded(rows[..., others], self.bits, self.group)
-        return found.T if matrix.turned else found
+        others = torch.ones(matrix.rows.shape[-1], dtype=torch.bool, device=matrix.rows.device)
+        others[keep if matrix.reads else []] = False
+        found = matrix.rows.clone()
+        found[..., others] = rounded(matrix.rows[..., others], self.bits, self.group)
+        return found
 
 
 @dataclass(frozen=True)
@@ -157,35 +129,6 @@ class RoundActivations(AtPositions):
             return value
 
         return self.edits(model, run, self.point, edit)
-
-
-class _Matrix(NamedTuple):
-    """A weight matrix of a layer, [out, in], or [in, out] if it is `turned`; `reads` if its inputs are the stream."""
-
-    weight: nn.Parameter
-    turned: bool
-    reads: bool
-
-
-def _matrices(model: "Model", layer: int) -> Iterator[_Matrix]:
-    """The weight matrices of a layer.
-
-    Raises:
-        SettingError: one is offloaded.
-    """
-    architecture = model.tree.architecture
-    layers: Any = model.tree.hf.get_submodule(architecture.base).get_submodule(architecture.layers)
-    writers = {f"{architecture.attn}.{architecture.o}", f"{architecture.mlp}.{architecture.down}"}
-    for path, module in layers[layer].named_modules():
-        for name, weight in module.named_parameters(recurse=False):
-            if weight.ndim < 2:
-                continue
-            if weight.is_meta:
-                raise SettingError(f"{path} of layer {layer} is offloaded; load the model on one device to round it.")
-            turned = type(module).__name__ == "Conv1D"  # of GPT-2
-            inputs = weight.shape[0] if turned else weight.shape[-1]
-            reads = inputs == model.cfg.d_model and path not in writers and not name.startswith("down")
-            yield _Matrix(weight, turned, reads)
 
 
 def _check_bits(bits: int) -> None:

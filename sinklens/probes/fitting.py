@@ -29,6 +29,7 @@ from sinklens.errors import SettingError
 from sinklens.interventions.streams import Steer, SteerMode
 from sinklens.interventions.subspaces import PatchSubspace
 from sinklens.probes.data import ProbeData
+from sinklens.utils.arguments import Number, Positive, read_as
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,7 +125,7 @@ class Probe:
 
     # --- as an intervention ---
 
-    def steer(self, coefficient: float, toward: Any = None, mode: SteerMode = "add", **places: Any) -> Steer:
+    def steer(self, coefficient: Number, toward: Any = None, mode: SteerMode = "add", **places: Any) -> Steer:
         """Move the stream along `direction`.
 
         Args:
@@ -134,9 +135,10 @@ class Probe:
             **places: ``where=``, ``steps=`` and ``positions=``, as in every intervention.
 
         Raises:
-            SettingError: the probe does not read a residual stream.
+            SettingError: the probe does not read a residual stream, or a coefficient that is not a number.
         """
         layer, point = self._stream()
+        coefficient = read_as(Number, "coefficient", coefficient)
         scale = self.gap(toward) if mode == "add" else 1.0
         return Steer(self.direction(toward) * scale, coefficient, mode=mode, point=point, layers=[layer], **places)  # type: ignore[arg-type]
 
@@ -168,7 +170,9 @@ class Probe:
         return int(parts[1]), parts[2]
 
 
-def fit_probe(data: ProbeData, point: str, label: str, kind: ProbeKind = "logistic", *, penalty: float = 1.0) -> Probe:
+def fit_probe(
+    data: ProbeData, point: str, label: str, kind: ProbeKind = "logistic", *, penalty: Positive = 1.0
+) -> Probe:
     """Fit a probe to all places of `data`; `probe_table` says how well such a probe does on other prompts.
 
     Args:
@@ -178,20 +182,19 @@ def fit_probe(data: ProbeData, point: str, label: str, kind: ProbeKind = "logist
         penalty: strength of the L2 penalty of "logistic" and "ridge".
 
     Raises:
-        SettingError: an unknown kind, point or column; fewer than two classes, or more than two for "mass_mean" and
-            "difference".
+        SettingError: an unknown kind, point or column; a penalty that is not above 0; fewer than two classes, or more
+            than two for "mass_mean" and "difference".
     """
     return replace(fitted(data.at(point), data.column(label), kind, penalty), point=point)
 
 
 def fitted(
-    x: Float[np.ndarray, "place d"], y: Shaped[np.ndarray, " place"], kind: ProbeKind, penalty: float = 1.0
+    x: Float[np.ndarray, "place d"], y: Shaped[np.ndarray, " place"], kind: ProbeKind, penalty: Positive = 1.0
 ) -> Probe:
     """A probe of vectors and their labels; see `fit_probe`."""
     if kind not in get_args(ProbeKind):
         raise SettingError(f"kind must be one of {', '.join(get_args(ProbeKind))}; got {kind!r}.")
-    if not penalty > 0:
-        raise SettingError(f"penalty must be above 0; got {penalty}.")
+    penalty = read_as(Positive, "penalty", penalty)
     x = np.asarray(x, dtype=np.float64)
     if kind == "ridge":
         return _ridge(x, np.asarray(y, dtype=np.float64), penalty)
@@ -232,7 +235,7 @@ def _standardized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return (x - mean) / deviation, mean, deviation
 
 
-def _logistic(x: np.ndarray, y: np.ndarray, classes: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray]:
+def _logistic(x: np.ndarray, y: np.ndarray, classes: np.ndarray, penalty: Positive) -> tuple[np.ndarray, np.ndarray]:
     """scikit-learn's weights, one row for each class."""
     from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped,unused-ignore]
 
@@ -244,7 +247,7 @@ def _logistic(x: np.ndarray, y: np.ndarray, classes: np.ndarray, penalty: float)
     return weights / deviation, bias - weights @ (mean / deviation)
 
 
-def _ridge(x: np.ndarray, y: np.ndarray, penalty: float) -> Probe:
+def _ridge(x: np.ndarray, y: np.ndarray, penalty: Positive) -> Probe:
     from sklearn.linear_model import Ridge  # type: ignore[import-untyped,unused-ignore]
 
     scaled, mean, deviation = _standardized(x)

@@ -31,6 +31,7 @@ from sinklens.errors import SettingError
 from sinklens.evaluation.statistics import holm, score_interval
 from sinklens.probes.data import ProbeData
 from sinklens.probes.fitting import ProbeKind, fitted
+from sinklens.utils.arguments import Positive, read_as
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
@@ -53,11 +54,11 @@ class ProbeTest:
         seed: of folds, draws and intervals.
 
     Raises:
-        SettingError: fewer than two folds, or no repeat.
+        SettingError: fewer than two folds, no repeat, or a penalty that is not above 0.
     """
 
     kind: ProbeKind = "logistic"
-    penalty: float = 1.0
+    penalty: Positive = 1.0
     folds: int = 5
     units: str = "prompt"
     balanced: bool = False
@@ -65,6 +66,7 @@ class ProbeTest:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        read_as(Positive, "penalty", self.penalty)
         if self.folds < 2 or self.repeats < 1:
             raise SettingError(f"folds must be 2 or more and repeats 1 or more; got {self.folds} and {self.repeats}.")
 
@@ -87,7 +89,7 @@ def probe_table(
     by: str | None = None,
     *,
     kind: ProbeKind = "logistic",
-    penalty: float = 1.0,
+    penalty: Positive = 1.0,
     folds: int = 5,
     units: str = "prompt",
     balanced: bool = False,

@@ -48,6 +48,7 @@ LIMITS = {  # mark of a range -> its attribute, the comparison and the words for
 REQUIRED = inspect.Parameter.empty  # the default of an argument without one
 REFUSED = object()
 UNIONS = (Union, types.UnionType)
+REAL = float | int  # type checkers take an int for a float, and checks at run time do not
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n(?= ))*)", flags=re.MULTILINE)
 ENTRY = re.compile(r"^ {4}([*\w]+(?:, [*\w]+)*): ((?:.*(?:\n {5,}.*)*))", flags=re.MULTILINE)
 
@@ -68,9 +69,10 @@ class Words:
 
 
 Count = Annotated[int, Ge(1)]
-Share = Annotated[float, Ge(0), Le(1)]
-Positive = Annotated[float, Gt(0)]
-NonNegative = Annotated[float, Ge(0)]
+Number = Annotated[float | int, Words("a finite number")]
+Share = Annotated[float | int, Ge(0), Le(1)]
+Positive = Annotated[float | int, Gt(0)]
+NonNegative = Annotated[float | int, Ge(0)]
 Seed = Annotated[int, Ge(0), Le(MOST_SEED)]
 
 
@@ -282,5 +284,6 @@ def _union(annotation: Any) -> tuple[Any, ...]:
 
 
 def _bare(kind: Any) -> Any:
-    """A type without its range."""
-    return kind.__origin__ if get_origin(kind) is Annotated else kind
+    """A type without its range; a number of either type is a float."""
+    bare = kind.__origin__ if get_origin(kind) is Annotated else kind
+    return float if bare == REAL else bare

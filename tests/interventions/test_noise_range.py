@@ -49,6 +49,24 @@ def test_in_a_likelihood_it_acts_in_the_passes_with_as_many_masks(worded):
     assert different.any(dim=1).tolist() == [False, False, True]
 
 
+def test_whole_numbers_are_a_range_too(worded):
+    assert AtNoise(0) == AtNoise(0.0)
+    places, _ = changed(worded(), AtNoise(1, 1))
+    assert torch.equal(places, changed(worded(), AtNoise(1.0, 1.0))[0])
+    assert 0 < int(places.sum()) < places.numel()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("least", "most", "message"), [
+    (True, 1.0, "least must be a number from 0 to 1; got True"), (-1, 1, "least must be a number from 0 to 1; got -1"),
+    (0.5, 1.5, r"most must be a number from 0 to 1; got 1\.5"), ("0", 1, "least must be a number from 0 to 1; got '0'"),
+    (0, float("nan"), "most must be a number from 0 to 1; got nan"),
+])  # fmt: skip
+def test_what_is_no_share_is_refused(least, most, message):
+    with pytest.raises(SettingError, match=message):
+        AtNoise(least, most)
+
+
 def test_senseless_ranges_and_models_without_masks_are_refused(worded):
     with pytest.raises(SettingError, match=r"0 <= least <= most <= 1; got 0\.8 and 0\.2"):
         AtNoise(0.8, 0.2)

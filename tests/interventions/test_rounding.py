@@ -105,7 +105,7 @@ def test_numbers_that_make_no_sense_are_refused(worded):
         RoundWeights(4, steps=[0])
     with pytest.raises(SettingError, match=r"point must be one of ln1\.hook_normalized"):
         RoundActivations(4, point="hook_embed")
-    with pytest.raises(SettingError, match=r"write `with RoundWeights\(bits\)\.applied\(model\):`"):
+    with pytest.raises(SettingError, match=r"write `with RoundWeights\(\.\.\.\)\.applied\(model\):`"):
         RoundWeights(4).hooks_for(worded())
     with pytest.raises(SettingError, match="dim 24 does not exist; there are 24"):
         sinklens.generate(worded(), LONG, hooks=RoundWeights(4, keep_dims=[24]), gen_length=4, steps=2)

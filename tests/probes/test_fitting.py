@@ -145,6 +145,24 @@ def test_what_a_probe_cannot_do_is_refused(unchecked):
     elsewhere = Probe("ridge", "blocks.0.attn.hook_z", np.ones((1, 3)), np.zeros(1), None, np.zeros((0, 3)))
     with pytest.raises(SettingError, match=r"the probe reads blocks\.0\.attn\.hook_z; use patch"):
         elsewhere.steer(1.0)
+    for penalty in (0, -1.0, True, float("nan"), "2"):
+        with pytest.raises(SettingError, match="penalty must be a finite number above 0; got "):
+            fitted(x, y, "logistic", penalty)
+    for coefficient in (True, float("inf"), None):
+        with pytest.raises(SettingError, match="coefficient must be a finite number; got "):
+            replace(elsewhere, point=POINT).steer(coefficient)
+
+
+def test_whole_numbers_are_numbers(worded):
+    x, y = sample()
+    for kind in ("logistic", "ridge"):
+        labels = y if kind == "logistic" else x[:, 0]
+        one, two = (fitted(x, labels, kind, penalty) for penalty in (2, 2.0))
+        np.testing.assert_array_equal(one.weights, two.weights)
+    probe = probe_of(worded())
+    (before, after), (_, same) = (streams(worded(), probe.steer(coefficient)) for coefficient in (2, 2.0))
+    assert torch.equal(after, same)
+    assert not torch.allclose(after, before)
 
 
 def test_a_subspace_of_heads_is_patched_as_their_flattened_values(worded):

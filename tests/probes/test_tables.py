@@ -110,6 +110,9 @@ def test_noise_is_divided_into_quarters_and_a_single_class_has_no_score():
 def test_too_few_prompts_and_senseless_settings_are_refused():
     with pytest.raises(SettingError, match="there are 3 values of 'prompt', too few for 5 folds"):
         probe_table(planted_data(prompts=3), "y")
+    with pytest.raises(SettingError, match="penalty must be a finite number above 0; got True"):
+        ProbeTest(penalty=True)
+    assert ProbeTest(penalty=2) == ProbeTest(penalty=2.0)
     with pytest.raises(SettingError, match="folds must be 2 or more and repeats 1 or more; got 1 and 3"):
         probe_table(planted_data(), "y", folds=1)
 

@@ -12,8 +12,10 @@ from annotated_types import Gt, Le, Lt
 from sinklens.errors import SettingError
 from sinklens.utils.arguments import (
     REQUIRED,
+    Argument,
     Count,
     NonNegative,
+    Number,
     Positive,
     Seed,
     Share,
@@ -97,7 +99,8 @@ def test_a_docstring_without_sections_describes_no_argument():
     [
         (Count, 1), (Seed, 0), (Seed, 2**63 - 1), (Share, 0), (Share, 1.0), (Positive, 1e-9), (NonNegative, 0),
         (Share | None, None), (bool | str, "a"), (bool, False), (str, ""), (Literal["a", "b"], "b"), (dict, {}),
-        (Any, [1]), ("quoted", 1), (float, np.float32(0.5)), (Annotated[float, Gt(0), Lt(1)], 0.5),
+        (Number, 2), (Number, -0.5), (Any, [1]), ("quoted", 1), (float, np.float32(0.5)),
+        (Annotated[float, Gt(0), Lt(1)], 0.5),
     ],
 )  # fmt: skip
 def test_a_value_of_the_declared_type_is_kept(kind, given):
@@ -120,6 +123,8 @@ def test_an_integer_of_any_type_becomes_pythons(given):
         (Seed, -1, "it must be an integer from 0 to 2**63 - 1; got -1."),
         (Seed, 2**63, f"it must be an integer from 0 to 2**63 - 1; got {2**63}."),
         (float, float("nan"), "it must be a finite number; got nan."),
+        (Number, True, "it must be a finite number; got True."),
+        (Number, float("inf"), "it must be a finite number; got inf."),
         (float, True, "it must be a finite number; got True."),
         (Positive, 0, "it must be a finite number above 0; got 0."),
         (NonNegative, -0.5, "it must be a finite number of at least 0; got -0.5."),
@@ -138,6 +143,11 @@ def test_an_integer_of_any_type_becomes_pythons(given):
 def test_another_value_is_refused_with_what_is_allowed(kind, given, text):
     with pytest.raises(SettingError, match=f"^{re.escape(text)}$"):
         read_as(kind, "it", given)
+
+
+def test_a_real_number_of_either_type_is_declared_as_a_float():
+    for kind in (Number, Share, Positive | None, NonNegative):
+        assert Argument("it", kind, REQUIRED).type is float
 
 
 def test_a_dataclass_refuses_a_field_by_its_name():
