@@ -4,17 +4,20 @@
 
 A plan (plan.py) names keys to mask and a control. For every prompt, the keys and *all* controls are masked, steadily,
 by the unchanged run's scores (answers.py). The verdict is about the control that the plan names; the others are listed
-beside it and are not tested. The units of the test are prompts; or groups, if the claim is about further groups; or
+beside it and are not tested. The units of the test are groups of prompts, if the prompts have groups; else prompts; or
 training runs, if the plan names several:
 
 - prompts, of outcomes: Tango's interval, McNemar's exact test, and two one-sided score tests for equivalence;
-- otherwise the t interval and t tests of the units' means, of prompts for "kl" with logarithms of ratios.
+- groups, and prompts for "kl": the t interval and t tests of their means, for "kl" of logarithms of ratios;
+- training runs: the interval and the test of seeds.py, as everywhere. The runs answered the same prompts, and what they
+  share of their chance, or of that of the groups, is part of it.
 
 *holds*: the difference is above 0. *equivalent*: it is smaller than the smallest difference of interest, in either
 direction. *the opposite holds*: it is below 0. *cannot tell*: none of these, and the report says what so many units
 could have shown. Each verdict has an error rate of 5 % over all tests on these prompts (tested.py).
 
-Limitation: t tests of few groups or runs assume that their means are normally distributed.
+Limitation: t tests of few groups or runs assume that their means are normally distributed, runs' on the scale of the
+measure. docs/concepts/error-rates.md has the simulated error rates.
 """
 
 import math
@@ -31,6 +34,8 @@ from sinklens.analyses.intervals import interval_table, outcomes
 from sinklens.analyses.mass import SAME_MASS, attended, removed, with_same_mass
 from sinklens.analyses.plan import Plan
 from sinklens.analyses.power import LEVEL, equivalence_power, equivalent_p, paired_power, smallest_paired
+from sinklens.analyses.scales import DIFFERENCE, LINEAR, Scale
+from sinklens.analyses.seeds import hierarchical
 from sinklens.analyses.study import Study
 from sinklens.evaluation.statistics import mcnemar
 from sinklens.interventions import MaskSinks
@@ -144,16 +149,20 @@ class Claim(Study):
         }
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``masks``: the measures by keys; ``differences``: the keys of the plan minus every control; and ``groups``,
-        the same by group, if the plan has groups.
+        """``masks``: the measures by keys; ``differences``: the keys of the plan minus every control, with intervals
+        over groups if the plan has groups; and then ``groups``, the same by group.
         """
         measures = ["cost", "changed"] + ["kl"] * (self.plan.measure == "kl")
         tables = {"masks": interval_table(measured, [*measures, "removed"], self.seed).dropna(subset="estimate")}
         ranges = {"cost": (-1, 1), "changed": (-1, 1)}
         less = {name: data[measures].sel(pick="treated", drop=True) - data[measures] for name, data in measured.items()}
         controls = {name: data.drop_sel(pick="treated").rename(pick="control") for name, data in less.items()}
-        tables["differences"] = interval_table(controls, measures, self.seed, ranges)
         groups = self.plan.groups()
+        tables["differences"] = interval_table(controls, measures, self.seed, ranges)
+        if groups:
+            over = [over_groups(controls[row.model][row.measure].sel(control=row.control), groups)
+                    for row in tables["differences"].itertuples()]  # fmt: skip
+            tables["differences"][["estimate", "low", "high"]] = over
         if groups and self.plan.against in next(iter(controls.values()))["control"]:
             parts = [
                 interval_table({name: data.sel(control=self.plan.against).isel(prompt=np.array(groups) == group)},
@@ -172,17 +181,24 @@ class Claim(Study):
 
 def decided(plan: Plan, measured: Mapping[str, xr.Dataset]) -> Found:
     """The result of a plan from the measurements of its models."""
-    values = [difference(plan, data) for data in measured.values()]
-    units = in_units(values, plan.groups())
-    if units is None and plan.measure != "kl":
-        return _of_outcomes(values[0], plan.of_interest)
-    found = values[0] if units is None else units
-    found = found[~np.isnan(found)]
-    if plan.measure == "kl":
-        logs = _of_means(found, math.log(plan.of_interest))
-        estimate, low, high = (math.exp(value) for value in logs[:3])
-        return logs._replace(estimate=estimate, low=low, high=high, shown=math.exp(min(logs.shown, 700.0)))
-    return _of_means(found, plan.of_interest)
+    values, groups, kl = [difference(plan, data) for data in measured.values()], plan.groups(), plan.measure == "kl"
+    of_interest = math.log(plan.of_interest) if kl else plan.of_interest
+    if len(values) > 1:
+        found = _of_runs(values, groups, of_interest, LINEAR if kl else DIFFERENCE)
+    elif groups or kl:
+        found = _of_means(in_groups(values[0], groups) if groups else values[0][~np.isnan(values[0])], of_interest)
+    else:
+        return _of_outcomes(values[0], of_interest)
+    if not kl:
+        return found
+    estimate, low, high = (math.exp(value) for value in found[:3])
+    return found._replace(estimate=estimate, low=low, high=high, shown=math.exp(min(found.shown, 700.0)))
+
+
+def over_groups(values: xr.DataArray, groups: Sequence[str]) -> tuple[float, float, float]:
+    """Mean and t interval over groups of a difference [prompt]."""
+    found = _of_means(in_groups(values.to_numpy(), groups), 0.0)
+    return found.estimate, found.low, found.high
 
 
 def difference(plan: Plan, data: xr.Dataset) -> Float[np.ndarray, " prompt"]:
@@ -195,16 +211,10 @@ def difference(plan: Plan, data: xr.Dataset) -> Float[np.ndarray, " prompt"]:
     return np.where(np.isfinite(logs), logs, np.nan)
 
 
-def in_units(
-    values: Sequence[Float[np.ndarray, " prompt"]], groups: Sequence[str]
-) -> Float[np.ndarray, " unit"] | None:
-    """The means that are compared: of training runs if there are several, else of groups; None for single prompts."""
-    if len(values) > 1:
-        return np.array([np.nanmean(value) for value in values])
-    if not groups:
-        return None
+def in_groups(values: Float[np.ndarray, " prompt"], groups: Sequence[str]) -> Float[np.ndarray, " group"]:
+    """The mean of every group; NaN prompts are left out, and groups without others."""
     names = np.array(groups)
-    parts = [values[0][(names == name) & ~np.isnan(values[0])] for name in dict.fromkeys(groups)]
+    parts = [values[(names == name) & ~np.isnan(values)] for name in dict.fromkeys(groups)]
     return np.array([part.mean() for part in parts if len(part)])
 
 
@@ -234,6 +244,24 @@ def _of_means(values: Float[np.ndarray, " unit"], of_interest: float) -> Found:
     p = float(2 * t.sf(abs(mean) / scale, free)) if mean else 1.0
     equal = max(float(t.sf((of_interest - mean) / scale, free)), float(t.sf((of_interest + mean) / scale, free)))
     return Found(mean, mean - half, mean + half, p, equal, number, smallest_t(number, size * math.sqrt(number)))
+
+
+def _of_runs(
+    values: Sequence[Float[np.ndarray, " prompt"]], groups: Sequence[str], of_interest: float, scale: Scale
+) -> Found:
+    """The estimate of seeds.py over training runs, its test, and two one-sided tests with the same standard error."""
+    from scipy.stats import t
+
+    seeds, number = hierarchical(values, scale=scale, group=groups), len(values)
+    if math.isnan(seeds.error):
+        return Found(seeds.estimate, math.nan, math.nan, math.nan, math.nan, number, math.inf)
+    error, centre = max(seeds.error, 1e-12), float(scale.to(seeds.estimate))
+    p = float(2 * t.sf(abs(centre) / error, number - 1))
+    edges = (float(scale.to(of_interest)) - centre, centre - float(scale.to(-of_interest)))
+    equal = max(float(t.sf(edge / error, number - 1)) for edge in edges)
+    shown = smallest_t(number, error * math.sqrt(number))
+    shown = shown if math.isinf(shown) else float(scale.back(shown))
+    return Found(seeds.estimate, seeds.low, seeds.high, p, equal, number, shown)
 
 
 def t_power(effect: float, number: int, spread: float, level: float = LEVEL) -> float:
@@ -268,7 +296,7 @@ def planned_power(plan: Plan, tests: int) -> dict[str, float]:
     level, groups = LEVEL / max(1, tests), plan.groups()
     units = 1 + len(plan.seeds) if plan.seeds else len(set(groups)) if groups else plan.n
     against = plan.expect["against"]
-    if plan.measure != "kl" and units == plan.n:
+    if plan.measure != "kl" and not plan.seeds and not groups:
         against = min(against, (1 - plan.of_interest) / 2)
         return {
             "holds": paired_power(plan.of_interest, plan.n, level, against),
@@ -276,9 +304,12 @@ def planned_power(plan: Plan, tests: int) -> dict[str, float]:
             "shown": smallest_paired(plan.n, level, against),
         }
     within = plan.expect["spread"] if plan.measure == "kl" else math.sqrt(plan.of_interest + 2 * against)
-    of_unit = plan.n if plan.seeds else plan.n / units
-    between = 0.0 if units == plan.n else plan.expect["between"]
-    spread = within if units == plan.n else math.sqrt(between**2 + within**2 / of_unit)
+    between = plan.expect["between"]
+    if plan.seeds:  # all runs answer the same prompts, so their chance is not averaged over runs
+        shared = within**2 / plan.n + (between**2 / len(set(groups)) if groups else 0.0)
+        spread = math.sqrt(between**2 + units * shared)
+    else:
+        spread = math.sqrt(between**2 + within**2 * units / plan.n) if groups else within
     effect = math.log(plan.of_interest) if plan.measure == "kl" else plan.of_interest
     shown = smallest_t(units, spread, level)
     return {

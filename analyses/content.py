@@ -7,8 +7,10 @@ Eq. 3). At every step, this study masks each head's strongest key of the unchang
 only digits, or only other tokens; and of these only sinks, or only keys that are not sinks. In the heads and steps of
 each cell of this table it also makes other changes. It replaces only the *value* of the key by the row's mean value and
 leaves the attention unchanged (is the message missed, or the attention?), and it masks or replaces other keys as
-controls. The controls are weaker than the key that they stand for and are the same at every step. One more control
-masks random keys that are no sinks and receive as much attention, over all heads of a layer (mass.py).
+controls. The controls are weaker than the key that they stand for and are the same at every step. Three more controls
+mask random keys that are not sinks and receive as much attention, over all heads of a layer (mass.py): keys of any
+kind, digits only, and other tokens only. The last two differ in kind alone: do digits cost more than other tokens if
+neither are sinks and both receive the same attention?
 
 Caveat: the cells are not the same heads and steps, and ``share`` differs: compare a cost with that of its controls
 first, and see in ``controls`` how many of their keys exist. A name or a noun is copied too, so "not digit" is not free
@@ -25,7 +27,7 @@ import xarray as xr
 
 from sinklens.analyses.answers import each_prompt, free_effects, unchanged
 from sinklens.analyses.intervals import interval_table, judged
-from sinklens.analyses.mass import MEANING, REMOVED, SAME_MASS, attended, removed, with_same_mass
+from sinklens.analyses.mass import MEANING, REMOVED, attended, removed, same_mass_name, with_same_mass
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
 from sinklens.interventions import AblateValues, MaskSinks
@@ -36,7 +38,7 @@ from sinklens.sinks.strongest import Marked, Part
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+    from pandas import DataFrame, Series  # type: ignore[import-untyped,unused-ignore]
 
     from sinklens.model import Model
 
@@ -52,14 +54,22 @@ CHANGES = {
     "mask_kind": "attention to a random weaker key of the same kind masked",
     "value_random": "value of a random weaker key replaced by the mean",
     "mask_mass": f"attention to {MEANING} masked",
+    "mask_mass_kind": f"attention to {MEANING}, of the study's kind, masked",
+    "mask_mass_rest": f"attention to {MEANING}, of other kinds, masked",
 }
+AMONG = {"mask_mass": "", "mask_mass_kind": "kind", "mask_mass_rest": "rest"}
+"""Changes of as much attention -> which keys they choose among, as `with_same_mass` names them."""
 CLAIMS = {
     "masking costs more than masking a random key": ("mask", "mask_random"),
     "… than masking a random key of the same kind": ("mask", "mask_kind"),
     "… than masking as much attention to keys that are no sinks": ("mask", "mask_mass"),
+    "… than masking as much attention to {kind} keys that are no sinks": ("mask", "mask_mass_kind"),
+    "… than masking as much attention to other keys that are neither {kind} keys nor sinks": ("mask", "mask_mass_rest"),
+    "with as much attention to keys that are no sinks, {kind} keys cost more than others":
+        ("mask_mass_kind", "mask_mass_rest"),
     "the value costs more than that of a random key": ("value", "value_random"),
     "masking costs more than replacing the value": ("mask", "value"),
-}
+}  # fmt: skip
 MEASURES = {
     "cost": "share of word problems lost",
     "right": "share of word problems answered right",
@@ -81,6 +91,7 @@ class Content(Study):
         overall: whether these are the strongest of all keys, which are then split by kind; or the strongest of each
             kind, so that every head loses `top_k` keys of it.
         changes: which of `CHANGES` are made, "mask" among them. Fewer take less time; claims about others are left out.
+        cells: which cells are measured, such as ``"digit sink"`` or ``"not digit all"``; by default all.
     """
 
     name: ClassVar[str] = "content"
@@ -93,11 +104,15 @@ class Content(Study):
     top_k: int = 1
     overall: bool = True
     changes: tuple[str, ...] = tuple(CHANGES)
+    cells: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if "mask" not in self.changes or not set(self.changes) <= CHANGES.keys():
             raise SettingError(f"changes are some of {', '.join(CHANGES)}, with mask; got {self.changes!r}.")
+        known = [" ".join(cell) for cell in product(self.kinds, PARTS)]
+        if not set(self.cells) <= set(known):
+            raise SettingError(f"cells are some of {', '.join(known)}; got {self.cells!r}.")
 
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
@@ -106,16 +121,23 @@ class Content(Study):
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES`, `CONTROLS` and `MASS` [prompt, kind, part, change]; ``share`` [prompt, kind, part]; ``base``
-        [prompt]. The mass is that of masked keys, NaN for keys that are drawn in the run.
+        [prompt]. The mass is that of masked keys, NaN for keys that are drawn in the run. A cell that is not among
+        `cells` is NaN.
         """
         sizes = (len(self.kinds), len(PARTS), len(self.changes))
+        every = [f"{kind} {part}" for kind, part in product(self.kinds, PARTS)]
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
-            cells = {f"{kind} {part}": self.keys(kind, part) for kind, part in product(self.kinds, PARTS)}
+            cells = {
+                cell: self.keys(kind, part)
+                for cell, (kind, part) in zip(every, product(self.kinds, PARTS), strict=True)
+                if not self.cells or cell in self.cells
+            }
             base = unchanged(self, model, prompt, settings)
             mass = attended(self, model, prompt, settings, base)
             found_keys = {cell: keys.detect(base) for cell, keys in cells.items()}
-            track = with_same_mass(base, found_keys, EpsilonOverMean().detect(base), mass, self.seed)
+            sinks = EpsilonOverMean().detect(base)
+            track = with_same_mass(base, found_keys, sinks, mass, self.seed, self._among(base))
             listed = {
                 f"{cell} {name}": hook for cell in cells for name, hook in self.interventions(track, cell).items()
             }
@@ -125,9 +147,18 @@ class Content(Study):
             values |= {name: found[name].to_numpy()[1:] for name in CONTROLS}
             made = product(cells, self.changes)
             values["removed"] = np.array([_removed(track, cell, change, mass) for cell, change in made])
-            shares = np.array([_share(track, cell) for cell in cells]).reshape(sizes[:2])
+            place = [every.index(cell) for cell in cells]
+
+            def placed(value: np.ndarray) -> np.ndarray:
+                """Values by measured cell among all cells, [kind, part, ...]."""
+                value = value.reshape(len(place), -1)
+                full = np.full((len(every), value.shape[1]), np.nan)
+                full[place] = value
+                return full
+
+            shares = placed(np.array([_share(track, cell) for cell in cells])).reshape(sizes[:2])
             return xr.Dataset(
-                {name: (("kind", "part", "change"), value.reshape(sizes)) for name, value in values.items()}
+                {name: (("kind", "part", "change"), placed(value).reshape(sizes)) for name, value in values.items()}
                 | {"share": (("kind", "part"), shares), "base": ((), right[0])},
                 coords={"kind": list(self.kinds), "part": list(PARTS), "change": list(self.changes)},
             )
@@ -138,18 +169,25 @@ class Content(Study):
         """The keys of one cell."""
         return StrongestKeys(self.top_k, self.kinds[kind], part, overall=self.overall)
 
+    def _among(self, track: SinkTrack) -> dict[str, xr.DataArray]:
+        """What the controls of equal mass choose among, beside all keys: those of the kind, and the rest."""
+        of_kind = StrongestKeys(track.data.sizes["pos"], self.kinds[self.kind]).detect(track)
+        among = {"kind": of_kind, "rest": ~of_kind}
+        return {name: among[name] for change in self.changes if (name := AMONG.get(change, ""))}
+
     def interventions(self, track: SinkTrack, cell: str) -> dict[str, Any]:
         """One intervention per entry of `changes`, on the keys that `track` marks as `cell`."""
         shared: dict[str, Any] = {"top_k": None, "detector": Marked(cell), "source": track, "seed": self.seed}
         rest = shared | {"pick": "random", "persistent": True}
-        every = {
+        every: dict[str, Any] = {
             "mask": MaskSinks(**shared),
             "value": AblateValues(**shared),
             "mask_random": MaskSinks(**rest),
             "mask_kind": MaskSinks(**rest | {"pick": "same_kind"}),
             "value_random": AblateValues(**rest),
-            "mask_mass": MaskSinks(**shared | {"detector": Marked(f"{cell} {SAME_MASS}")}),
         }
+        for change, among in AMONG.items():
+            every[change] = MaskSinks(**shared | {"detector": Marked(same_mass_name(cell, among))})
         return {change: every[change] for change in self.changes}
 
     def contrasts(self, data: xr.Dataset) -> xr.Dataset:
@@ -168,16 +206,22 @@ class Content(Study):
         }
         meanings = MEASURES | BASE | SHARE | CONTROLS | MASS
         named = {
-            name: table.assign(where=table["part"].map(PARTS), meaning=table["measure"].map(meanings))
+            name: table[self._has(table)].assign(where=table["part"].map(PARTS), meaning=table["measure"].map(meanings))
             for name, table in tables.items()
         }
         return {**named, "claims": claims(measured, self.kind, self.seed)}
+
+    def _has(self, table: "DataFrame") -> "Series":
+        """Rows of cells that are measured, and of no cell."""
+        cell = table["kind"] + " " + table["part"]
+        return cell.isin(self.cells) | (table["kind"].isna() if self.cells else True)
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: word problems lost, a row per model and a panel per kind."""
         from sinklens.views.effects import costs_by_cell
 
         table = interval_table(measured, ["cost"], self.seed)
+        table = table[self._has(table)]
         changes = {change: CHANGES[change] for change in self.changes}
         return {"costs": costs_by_cell(table, "kind", "part", "change", PARTS, changes, MEASURES["cost"])}
 
@@ -189,8 +233,10 @@ def _share(track: SinkTrack, cell: str) -> float:
 
 def _removed(track: SinkTrack, cell: str, change: str, mass: xr.DataArray) -> float:
     """Share of attention removed by a mask whose keys the track marks; NaN for other changes."""
-    keys = {"mask": cell, "mask_mass": f"{cell} {SAME_MASS}"}.get(change)
-    return float("nan") if keys is None else float(removed(track[keys], mass)[0])
+    if change not in ("mask", *AMONG):
+        return float("nan")
+    keys = cell if change == "mask" else same_mass_name(cell, AMONG[change])
+    return float(removed(track[keys], mass)[0])
 
 
 def claims(measured: Mapping[str, xr.Dataset], kind: str, seed: int) -> "DataFrame":
@@ -214,19 +260,25 @@ def _paired(data: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
     """The claims, and the differences of costs that are above 0 if they hold; NaN without a right answer."""
     cost = data["cost"] if bool((data["base"] > 0).any()) else data["cost"] * np.nan
 
-    def of(kind: str, part: str, change: str = "mask") -> xr.DataArray:
-        return cost.sel(kind=kind, part=part, change=change)
-
+    made = data["changed"].notnull().any("prompt")
     other = f"not {kind}"
-    found = {
-        f"a {kind} that is a sink costs more than one that is not": of(kind, "sink") - of(kind, "other"),
-        "another token that is a sink costs more than one that is not": of(other, "sink") - of(other, "other"),
-        f"among sinks, a {kind} costs more than another token": of(kind, "sink") - of(other, "sink"),
-        f"among others, a {kind} costs more than another token": of(kind, "other") - of(other, "other"),
+
+    def above(first: tuple[str, str, str], second: tuple[str, str, str]) -> xr.DataArray | None:
+        """Cost of one cell and change minus that of another; None where one is not measured."""
+        cells = [dict(zip(("kind", "part", "change"), cell, strict=True)) for cell in (first, second)]
+        if not all(cell["change"] in cost["change"] and bool(made.sel(cell)) for cell in cells):
+            return None
+        return (cost.sel(cells[0]) - cost.sel(cells[1])).reset_coords(drop=True)
+
+    compared = {
+        f"a {kind} that is a sink costs more than one that is not": ((kind, "sink"), (kind, "other")),
+        "another token that is a sink costs more than one that is not": ((other, "sink"), (other, "other")),
+        f"among sinks, a {kind} costs more than another token": ((kind, "sink"), (other, "sink")),
+        f"among others, a {kind} costs more than another token": ((kind, "other"), (other, "other")),
     }
+    found = {claim: above((*one, "mask"), (*than, "mask")) for claim, (one, than) in compared.items()}
     for name, part in product((kind, other), ("sink", "other")):
         where = f"{name}, {PARTS[part]}"  # type: ignore[index]
         for claim, (change, control) in CLAIMS.items():
-            if {change, control} <= set(cost["change"].to_numpy()):
-                found[f"{where}: {claim}"] = of(name, part, change) - of(name, part, control)
-    return {claim: values.reset_coords(drop=True) for claim, values in found.items()}
+            found[f"{where}: {claim.format(kind=kind)}"] = above((name, part, change), (name, part, control))
+    return {claim: values for claim, values in found.items() if values is not None}

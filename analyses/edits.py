@@ -132,7 +132,7 @@ class Edits(Study):
             self._answers[model.name, repr(prompt)] = run.tokens[row, run.prompt_length :][real]
 
     def _other(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> Int[Tensor, " pos"]:
-        """The answer to the next prompt of the study; empty if there is none."""
+        """The answer to the next prompt of the study; empty if the study has no other prompt."""
         other = self._others.get(repr(prompt), prompt)
         if other == prompt:
             return torch.empty(0, dtype=torch.long)

@@ -12,7 +12,7 @@ half of such excesses. On the prompts of the study it then measures, for chosen 
 - ``follows``: firing at a position while it is a sink, minus firing at the same position while it is not one;
 - ``arrives`` and ``leaves``: rise of firing at the new place and fall at the old place of a sink that moves from a step
   to the next;
-- ``gone``: share of the layer's sinks that are none when the features are ablated, on the same canvases; ``weaker``:
+- ``gone``: share of the layer's sinks that disappear when the features are ablated, on the same canvases; ``weaker``:
   by which share their scores fall; ``kl``: how the predictions change;
 - ``changed`` and ``cost``: share of answers that change, and of right answers that are lost, in free runs;
 - ``removed``: length of what the ablation takes from the stream at a position, where controls may differ.
@@ -55,7 +55,7 @@ MEASURES = {
     "follows": "firing at a position while it is a sink, minus while it is not one (same token)",
     "arrives": "rise of firing at the new place of a sink that moves",
     "leaves": "fall of firing at its old place",
-    "gone": "share of sinks that are none when the features are ablated",
+    "gone": "share of sinks that disappear when the features are ablated",
     "weaker": "share by which the scores of sinks fall",
     "kl": "KL divergence from the unchanged run (nats per undecided position, under replay)",
     "changed": "share of answers that change",

@@ -1,4 +1,4 @@
-"""Control keys that are no sinks and receive as much attention as the masked ones, and the attention that masks remove.
+"""Control keys that are not sinks and receive as much attention as the masked keys, and what masks remove.
 
 A sink receives more attention than other keys by definition, so masking sinks removes more of it than masking as many
 random keys. Whether a key matters *because* it is a sink can be asked only at equal attention. `matched` draws random
@@ -131,12 +131,27 @@ def with_same_mass(
     sinks: Bool[xr.DataArray, "batch step layer head pos"],
     mass: Float[xr.DataArray, "batch step layer head pos"],
     seed: int = 0,
+    among: Mapping[str, Bool[xr.DataArray, "batch step layer head pos"]] | None = None,
 ) -> SinkTrack:
-    """`track` with the keys of each entry, and under ``"NAME same_mass"`` their `matched` keys that are no sinks."""
+    """`track` with the keys of each entry, and under ``"NAME same_mass"`` their `matched` keys that are no sinks.
+
+    Args:
+        among: sets of keys by name; ``"NAME same_mass SET"`` are `matched` keys of that set that are no sinks.
+    """
     exists = track.scores().notnull() & ~sinks
+    sets = {"": exists} | {name: exists & found.transpose(*exists.dims) for name, found in (among or {}).items()}
     keys = {name: found.transpose(*exists.dims) for name, found in treated.items()}
-    controls = {f"{name} {SAME_MASS}": matched(track, found, exists, mass, seed) for name, found in keys.items()}
+    controls = {
+        same_mass_name(name, of): matched(track, found, allowed, mass, seed)
+        for name, found in keys.items()
+        for of, allowed in sets.items()
+    }
     return SinkTrack(track.data.assign({**keys, **controls}))
+
+
+def same_mass_name(name: str, among: str = "") -> str:
+    """How `with_same_mass` names the control of an entry, chosen among all keys or those of a set."""
+    return f"{name} {SAME_MASS} {among}".rstrip()
 
 
 def masks(track: SinkTrack, name: str, seed: int = 0, **more: Any) -> dict[str, MaskSinks]:

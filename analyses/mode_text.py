@@ -1,8 +1,8 @@
 """One text, read by the causal and by the denoising passes of a model that has both: what the study `modes` measures.
 
 The text is the prompt and the finished answer of a run, cut into the complete blocks that follow the prompt.
-Passes over a block read the text up to its end. In both modes the text before the block is causal among itself, so only
-the block's queries differ between the modes.
+Passes over a block read the text up to its end. In both modes, attention within the text before the block is causal, so
+only the block's queries differ between the modes.
 
 Limitation: an answer that ends within its first block has no complete block, and nothing is measured.
 """

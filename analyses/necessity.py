@@ -8,7 +8,7 @@ study separates the two: the strongest key of the unchanged run's previous step 
 everywhere; only in the heads and steps where it is a sink; and only where it is not a sink. ``share`` is the share of
 heads and steps concerned. ε is a choice: ``thresholds`` masks every key above ε, however many, for several ε. The
 first control of each masks as many random keys in the same heads and steps: weaker ones, the same at every step. The
-second masks random keys that are no sinks and receive as much attention (mass.py): only it says whether a key matters
+second masks random keys that are not sinks and receive as much attention (mass.py): only it says whether a key matters
 *because* it is a sink. ``curve`` sets the cost of both against the attention that they remove.
 
 Caveat: heads with and without sinks do different things. A cost where there are sinks is not necessarily caused by the

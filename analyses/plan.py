@@ -31,6 +31,7 @@ from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out, template_of
 Against = Literal["same_mass", "random", "same_kind", "nearest", "nothing"]
 Measure = Literal["cost", "changed", "kl"]
 REQUIRED = ("claim", "model", "contrast", "n", "of_interest")
+TEMPLATE, NO_GROUP = "template", "none"
 PARTS: dict[str, dict[str, Any]] = {
     "contrast": {"mask": "sinks", "kind": "any", "against": "same_mass"},
     "detector": {"epsilon": 3.0},
@@ -46,7 +47,7 @@ class Plan:
     Attributes:
         claim: one plain sentence.
         model: shipped name, hub name or folder.
-        mask: the keys of the unchanged run that are masked: "sinks", or "others", all that are none.
+        mask: the keys of the unchanged run that are masked: "sinks", or "others", all keys that are not sinks.
         kind: of these, only tokens of a kind, such as "digit" or "not digit"; "any" for all.
         against: the control, of `Against`.
         epsilon: a key is a sink if its column sum is more than this above the mean of the others.
@@ -55,7 +56,8 @@ class Plan:
         n: number of prompts.
         of_interest: the smallest difference of interest, a share of the prompts; for "kl" a ratio above 1.
         group: what prompts share: "template" of the shipped problems, or a key of each line of `prompts`. The claim is
-            then about further groups, and groups are compared instead of prompts. "" for none.
+            then about further groups, and groups are compared instead of prompts. "" is the template of shipped
+            problems, and none for a file; "none" compares prompts, and is about further prompts of these groups.
         prompts: a file of prompts; "" for the shipped held-out problems.
         seeds: further training runs of the recipe. The claim is then about the recipe, and runs are compared.
         seed: seed of the runs and of random keys.
@@ -95,8 +97,8 @@ class Plan:
         if not possible:
             form = "a ratio above 1, such as 1.5" if self.measure == "kl" else "a share of prompts, such as 0.1"
             raise SettingError(f"of_interest is {self.of_interest}; with measure: {self.measure} it is {form}.")
-        if self.group and not self.prompts and self.group != "template":
-            raise SettingError(f"the shipped problems have the group 'template'; got {self.group!r}.")
+        if not self.prompts and self.group not in ("", NO_GROUP, TEMPLATE):
+            raise SettingError(f"the shipped problems have the group 'template', or 'none'; got {self.group!r}.")
 
     def texts(self) -> list[Any]:
         """The first `n` prompts.
@@ -120,10 +122,12 @@ class Plan:
         Raises:
             SettingError: a line has no such key, or there is one group only.
         """
-        if not self.group:
+        if self.group == NO_GROUP or (self.prompts and not self.group):
             return []
         if not self.prompts:
             found = [str(template_of(prompt)) for prompt in self.texts()]
+            if not self.group and len(set(found)) < 2:
+                return []
         else:
             lines = [line for line in Path(self.prompts).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
             entries = [json.loads(line) for line in lines[: self.n]] if self.prompts.endswith(".jsonl") else []

@@ -7,7 +7,8 @@ ratios), m_s the mean of seed s over prompts, k seeds and θ the mean of g(m_s),
     g⁻¹(θ ± t₍k₋₁, 0.975₎ √(s² / k + v)),
 
 s² the variance of g(m_s) over the seeds, and v that of θ over resamples of the prompts, if all seeds answered the same
-(0 if each seed has its own: s² then contains their chance).
+(0 if each seed has its own: s² then contains their chance). Prompts that share a template, document or author are
+resampled by it.
 
 The rule: a verdict other than "cannot tell" requires that this interval excludes the threshold. If the mean of all
 possible seeds is the threshold, that happens in at most 5 % of all cases, however much seeds vary beside prompts
@@ -106,7 +107,11 @@ def over_seeds(by_seed: Sequence[float], shared: float = 0.0, scale: Scale = LIN
 
 
 def hierarchical(
-    values: Sequence[Float[np.ndarray, " _"]], paired: bool = True, seed: int = 0, scale: Scale = LINEAR
+    values: Sequence[Float[np.ndarray, " _"]],
+    paired: bool = True,
+    seed: int = 0,
+    scale: Scale = LINEAR,
+    group: Sequence[str] = (),
 ) -> Seeds:
     """Mean over seeds and prompts with the module's interval.
 
@@ -115,9 +120,10 @@ def hierarchical(
         paired: whether all seeds answered the same prompts, in the same order. False: each seed has its own prompts,
             and their numbers may differ.
         scale: that of the measure.
+        group: what each prompt of paired seeds shares with others; v is then of resamples of groups.
 
     Raises:
-        SettingError: there is no seed, or paired seeds have different numbers of prompts.
+        SettingError: there is no seed, paired seeds have different numbers of prompts, or there is one group only.
     """
     arrays = [np.asarray(part, dtype=np.float64) for part in values]
     if not arrays:
@@ -130,19 +136,29 @@ def hierarchical(
         )
     by_seed = [float(np.mean(part[~np.isnan(part)])) if (~np.isnan(part)).any() else np.nan for part in arrays]
     resolution = 1 / max(len(part) for part in arrays)
-    shared = _shared_variance(np.stack(arrays), scale, resolution, seed) if paired else 0.0
+    shared = _shared_variance(np.stack(arrays), scale, resolution, seed, group) if paired else 0.0
     return over_seeds(by_seed, shared, scale, resolution)
 
 
-def _shared_variance(values: Float[np.ndarray, "seed prompt"], scale: Scale, resolution: float, seed: int) -> float:
-    """v of the module: of the mean over seeds on the scale, over resamples of the prompts."""
-    drawn = resampling_weights(values.shape[1], np.random.default_rng(seed))
+def _shared_variance(
+    values: Float[np.ndarray, "seed prompt"], scale: Scale, resolution: float, seed: int, group: Sequence[str] = ()
+) -> float:
+    """v of the module: of the mean over seeds on the scale, over resamples of the prompts, or of their groups.
+
+    Resamples of k groups vary (k − 1) / k times as much as further groups do, which is made up for.
+    """
+    units = np.unique(list(group), return_inverse=True)[1] if len(group) else np.arange(values.shape[1])
+    number = int(units.max()) + 1
+    if len(group) and number < 2:
+        raise SettingError(f"all prompts are of one group ({group[0]}), whose chance cannot be estimated; omit group.")
+    drawn = resampling_weights(number, np.random.default_rng(seed))[:, units]
     known = ~np.isnan(values)
     with np.errstate(invalid="ignore", divide="ignore"):
         means = (drawn @ np.where(known, values, 0).T) / (drawn @ known.T)
     centres = scale.to(means, resolution).mean(axis=1)
     centres = centres[np.isfinite(centres)]
-    return float(centres.var()) if len(centres) else np.nan
+    factor = number / (number - 1) if len(group) else 1.0
+    return float(centres.var()) * factor if len(centres) else np.nan
 
 
 def scale_of(name: str, declared: Mapping[str, Scale], difference: bool = False) -> Scale:

@@ -68,8 +68,9 @@ def shaped(found: Interval, axes: int) -> Interval:
 def mean_rows(
     model: str, measure: str, values: xr.DataArray, seed: int = 0, group: Groups | None = None, claim: bool = False
 ) -> list[dict[str, Any]]:
-    """One table row per entry of `values` along its axes other than ``prompt``: the mean over prompts, whose interval
-    resamples groups of prompts if there are several; NaN prompts are left out, entry by entry.
+    """One table row per entry of `values` along its axes other than ``prompt``: the mean over prompts and its interval.
+
+    The interval resamples groups of prompts if there are several. NaN prompts are left out, entry by entry.
 
     Args:
         claim: whether rows have a p value, that the mean is 0.

@@ -1,4 +1,4 @@
-"""Weights of modules that accelerate has offloaded, that are quantized, or of which other processes hold parts.
+"""Weights of modules that are offloaded by accelerate, quantized, or split over processes.
 
 A model that is split over devices may have layers whose weights are in main memory or on disk. accelerate loads them
 onto the device just before such a module's ``forward`` and removes them after it; between calls, the parameter is an

@@ -7,7 +7,7 @@ finished text, and one segment of all columns is a bidirectional pass. `Segments
 says which one a pass has, and `HookTree.hidden` applies it.
 
 Pitfall: keys that a cache holds were computed by the rule of an earlier pass. A block that was committed by a causal
-pass stays causal among itself, whatever a later pass opens.
+pass stays causal within itself, whatever a later pass opens.
 """
 
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ class PassRule(NamedTuple):
     Attributes:
         mode: see `ForwardPass.mode`; None for a pass that sees all tokens.
         block_start: first column of the block of a "denoise" or "draft" pass.
-        causal_context: whether the text before the block is causal among itself. False: the prompt, and each block
+        causal_context: whether attention within the text before the block is causal. False: the prompt, and each block
             after it, sees all of itself, and so does the block of a "commit" pass, or the prompt of a "prefill" pass.
         prompt_length: where the first block begins, if the context is not causal; None for `block_start`.
     """

@@ -485,7 +485,7 @@ class HookTree(ModelWeights, HookFront):
             return NextTokenLoss(ids, real)
         if self.masks is None:
             raise SettingError(
-                "the loss of this model is not defined by one pass: its canvas is random tokens, of which none is "
+                "the loss of this model is not defined by one pass: its canvas is random tokens, none of which is "
                 "marked as undecided. Take the logits."
             )
         return self.masks.loss(ids, targets, real)

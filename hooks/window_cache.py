@@ -40,7 +40,7 @@ class WindowCache(Cache):
         window: the columns that the pass computes.
         fresh: keys that the pass computes and uses; never padding.
         gone: keys that no query may see.
-        edited: positions of which a hook changed a stale key or value in this pass.
+        edited: positions whose stale key or value a hook changed in this pass.
     """
 
     def __init__(self, tree: "HookTree", real: Bool[Tensor, "batch pos"]) -> None:

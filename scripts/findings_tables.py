@@ -184,6 +184,23 @@ TABLES: dict[str, Table] = {
               ("… from the other keys", "mask_mass", "removed", 1, "groups/content-removed"),
           )),
     ), models=DIFFUSION),
+    "digits": Table("digits/content-costs", (
+        *(Row(f"{keys}: {label}", {"kind": "digit", "part": part, "change": change, "measure": measure}, 100.0,
+              digits, f"digits/content-{file}")
+          for part, cell in (("sink", "strongest keys that are digits and sinks"),
+                             ("other", "strongest keys that are digits, no sinks"))
+          for change, keys in (("mask", cell), ("mask_mass_kind", "… as much attention to digits that are no sinks"),
+                               ("mask_mass_rest", "… as much attention to other tokens that are no sinks"))
+          for label, measure, digits, file in (("problems lost, %", "cost", 0, "costs"),
+                                               ("attention removed, %", "removed", 2, "removed"))),
+        *(Row(label, {"measure": f"digit, {part}: {claim}"}, 100.0, 0, "digits/content-claims")
+          for part, label, claim in (
+              ("where it is a sink", "points that digits cost more if they are sinks",
+               "… than masking as much attention to digit keys that are no sinks"),
+              ("where it is a sink", "… that digits cost more than other tokens if neither are sinks",
+               "with as much attention to keys that are no sinks, digit keys cost more than others"),
+          )),
+    ), models=("tiny-llada", "tiny-dream")),
     "existence": Table(
         "existence-detectors",
         (

@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from sinklens.tasks.word_problems import PROBLEM_KINDS
+from sinklens.tasks.word_problems import PROBLEM_KINDS, training
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "papers"
 
@@ -17,27 +17,29 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "papers"
 def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The helpers of the scripts."""
     monkeypatch.syspath_prepend(FOLDER)
-    return importlib.import_module("rows_of_templates")
+    return importlib.import_module("templates")
 
 
 def test_every_template_has_as_many_problems(tables):
-    asked = tables.problems(2)
+    asked = tables.balanced(2)
     assert [problem.kind for problem in asked] == [kind for kind in sorted(PROBLEM_KINDS) for _ in range(2)]
 
 
 def test_the_interval_is_that_of_the_means_of_templates(tables):
-    asked = tables.problems(2)
+    asked = tables.balanced(2)
     values = np.arange(14.0) ** 2
     values[3] = np.nan  # of the second template, 4 is left
     means = [(values[0] + values[1]) / 2, values[2]] + [(values[at] + values[at + 1]) / 2 for at in range(4, 14, 2)]
     middle, half = sum(means) / 7, 2.446912 * stdev(means) / 7**0.5  # t of 6 degrees of freedom
-    assert tables.mean(values, asked, 3) == f"{middle:.3f} [{middle - half:.3f}, {middle + half:.3f}]".replace("-", "−")
+    assert tables.mean(values, asked, ".3f") == f"{middle:.3f} [{middle - half:.3f}, {middle + half:.3f}]".replace(
+        "-", "−"
+    )
 
 
 def test_a_geometric_mean_never_falls_below_0(tables):
-    asked = tables.problems(1)
+    asked = tables.balanced(1)
     values = np.array([0.01, 0.1, 1, 10, 100, 0.1, 10])
-    text = tables.geometric(values, asked, 3)
+    text = tables.geometric(values, asked, ".3f")
     assert text.startswith("1.000 [")
     assert "−" not in text
 
@@ -49,3 +51,15 @@ def test_a_geometric_mean_never_falls_below_0(tables):
 ])  # fmt: skip
 def test_answers_have_score_intervals(tables, values, lowest, text):
     assert tables.answers(np.array(values), lowest) == text
+
+
+def test_an_interval_ends_where_possible_values_do(tables):
+    values = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 1.0])
+    asked = tables.balanced(1)
+    assert tables.mean(values, asked, ".2f", within=(0, 1)).split("[")[1].startswith("0.00, ")
+    assert tables.mean(values, asked, ".2f").split("[")[1].startswith("−")
+
+
+def test_problems_are_taken_from_another_set_if_one_is_given(tables):
+    among = training(7, 100)
+    assert tables.balanced(1, ("together",), among) == [next(one for one in among if one.kind == "together")]

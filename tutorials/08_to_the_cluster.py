@@ -133,7 +133,7 @@ assert faster.hash != PROTOCOLS["llada-gsm8k"].hash
 # %% [markdown]
 # LLaDA-8B-Instruct's 0.694 and 0.786 are the same model in two decoding regimes. `sinklens protocols` lists all
 # protocols with their published scores, sources, and what the sources leave open. The hash covers everything that
-# affects a score. A changed setting makes another run in the ledger; the table says in what it departs from the
+# affects a score. A changed setting makes another run in the ledger; the table says how it departs from the
 # protocol, and compares only runs that do not depart with the published score.
 #
 # On a machine with GPUs, one command per family then produces the paper's table:

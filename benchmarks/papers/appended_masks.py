@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from rows_of_templates import answers, mean, problems, row
+from templates import answers, balanced, mean, row
 
 import sinklens
 from sinklens.experiments.swaps import kinds_of_vocabulary
@@ -62,7 +62,7 @@ def predicted(model: Any, one: Problem) -> Float[np.ndarray, "case extra 3"]:
 
 def main() -> None:
     """Print the tables."""
-    asked = problems(6)
+    asked = balanced(6)
     for name in sys.argv[1:] or MODELS:
         model = sinklens.load(name)
         with torch.no_grad():
@@ -71,11 +71,11 @@ def main() -> None:
             for number, extra in enumerate((0, *EXTRA)):
                 change = found[:, at, number, 0] - found[:, at, 0, 0]
                 drawn = 100 * found[:, at, number, 2]
-                cells = (mean(change, asked, 2), answers(found[:, at, number, 1]), mean(drawn, asked, 0))
+                cells = (mean(change, asked, ".2f"), answers(found[:, at, number, 1]), mean(drawn, asked, ".0f"))
                 print(row(name, case, str(extra), *cells), flush=True)
         for control in (1, 2):
             change = found[:, 0, -1, 0] - found[:, control, -1, 0]
-            print(row(name, f"{EXTRA[-1]} masks − {CASES[control]}", mean(change, asked, 2)), flush=True)
+            print(row(name, f"{EXTRA[-1]} masks − {CASES[control]}", mean(change, asked, ".2f")), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from rows_of_templates import mean, problems, row
+from templates import balanced, mean, row
 
 import sinklens
 from sinklens.analyses.nulls import null_of
@@ -54,7 +54,7 @@ def received(model: Any, run: Any, number: int) -> Float[np.ndarray, "kind layer
 
 def main() -> None:
     """Print the tables."""
-    asked = problems(3)
+    asked = balanced(3)
     for name in sys.argv[1:] or MODELS:
         model = sinklens.load(name)
         shares, there = [], []
@@ -63,16 +63,17 @@ def main() -> None:
                 run = sinklens.generate(model, one.prompt, progress=False)
                 shares.append([*overlaps(run.sinks), *overlaps(null_of(run, 0))])
                 there.append(received(model, run, number))
-        cells = [mean(part, asked, 0) for part in np.array(shares).T]
+        cells = [mean(part, asked, ".0f") for part in np.array(shares).T]
         print(row(name, "overlap: step, layer; of the null", *cells), flush=True)
         sums = np.array(there)  # [prompt, kind, layer]
         for at, kind in enumerate(KINDS):
-            print(row(name, kind.name.lower(), *(mean(part, asked, 2) for part in sums[:, at].T)), flush=True)
+            print(row(name, kind.name.lower(), *(mean(part, asked, ".2f") for part in sums[:, at].T)), flush=True)
         for label, content in {"word": 0, "number": 1}.items():
             more = np.log2(sums[:, content] / sums[:, 2])
-            cells = [mean(part, asked, 2) for part in more.T]
+            cells = [mean(part, asked, ".2f") for part in more.T]
             print(
-                row(name, f"log2 {label} / punctuation", *cells, mean(more[:, -1] - more[:, 0], asked, 2)), flush=True
+                row(name, f"log2 {label} / punctuation", *cells, mean(more[:, -1] - more[:, 0], asked, ".2f")),
+                flush=True,
             )
 
 

@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 import xarray as xr
-from errors_in_traces import TWO_STEPS, erring_runs, out_of_fold, report
-from template_means import balanced
+from errors_in_traces import erring_runs, out_of_fold
 
 import sinklens
 
@@ -45,20 +44,17 @@ def deviation(power: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.n
 
 def main() -> None:
     """Print the table."""
-    problems = balanced(28, TWO_STEPS)
-    kinds = np.array([problem.kind for problem in problems])
-    run, found, wrong = erring_runs(problems)
-    numbers = is_number(run)
-    print(f"{wrong.sum()} of {len(wrong)} answers are wrong")
+    judged = erring_runs()
+    wrong, report, numbers = judged.wrong, judged.report, is_number(judged.run)
     for label, chosen in {"numbers": numbers, "all tokens": numbers | True, "all but numbers": ~numbers}.items():
-        entropy = course(found, chosen)
+        entropy = course(judged.found, chosen)
         print(label)
-        report("  squared deviation", out_of_fold(entropy, wrong, deviation(2)), wrong, kinds)
-        report("  signed deviation", out_of_fold(entropy, wrong, deviation(1)), wrong, kinds)
+        report("  squared deviation", out_of_fold(entropy, wrong, deviation(2)))
+        report("  signed deviation", out_of_fold(entropy, wrong, deviation(1)))
         mixed = np.random.default_rng(0).permuted(entropy, axis=1)
-        report("  squared deviation, steps shuffled", out_of_fold(mixed, wrong, deviation(2)), wrong, kinds)
-        report("  mean over steps", entropy.mean(axis=1), wrong, kinds)
-        report("  last step alone", entropy[:, -1], wrong, kinds)
+        report("  squared deviation, steps shuffled", out_of_fold(mixed, wrong, deviation(2)))
+        report("  mean over steps", entropy.mean(axis=1))
+        report("  last step alone", entropy[:, -1])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ About 40 seconds of processor time.
 """
 
 import numpy as np
-from template_means import balanced, over_templates
+from templates import balanced, mean
 
 import sinklens
 from sinklens.evaluation.statistics import Accuracy, paired
@@ -39,7 +39,7 @@ for name in MODELS:
     for label, verdicts in {"step 0": judged[:, 0], "half": judged[:, half], "decided at half": spelled}.items():
         print(f"  {label}: {Accuracy(int(verdicts.sum()), len(full))}")
     print(f"  another problem's result at half: {Accuracy(sum(others), len(full))}")
-    print(f"  exit by gap 0.9: {over_templates(exits['share'], problems, 0, 1)} of the steps")
+    print(f"  exit by gap 0.9: {mean(exits['share'], problems, '.2f', (0, 1))} of the steps")
     for label, verdicts in {"gap": exits["right"].to_numpy(), "same steps for all": fixed}.items():
         cost = paired(full, verdicts)
         print(f"  {label}: {cost.difference:+.2f} [{cost.low:+.2f}, {cost.high:+.2f}]")

@@ -11,7 +11,7 @@ About 40 seconds of processor time.
 """
 
 import numpy as np
-from template_means import balanced
+from templates import balanced
 
 import sinklens
 from sinklens.evaluation.statistics import Accuracy

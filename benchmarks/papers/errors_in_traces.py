@@ -11,13 +11,14 @@ About 12 seconds of processor time.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import xarray as xr
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from template_means import balanced
+from templates import balanced
 
 import sinklens
 from sinklens.experiments import entropy_features, step_predictions
@@ -29,14 +30,37 @@ Features = np.ndarray
 """[problem, feature]."""
 
 
-def erring_runs(problems: list[Problem]) -> tuple[sinklens.Generation, xr.Dataset, np.ndarray]:
-    """A run of each problem, its predictions, and whether its answer is wrong [problem]."""
-    model, prompts = sinklens.load("tiny-llada"), [problem.prompt for problem in problems]
+class Judged(NamedTuple):
+    """A run, its predictions, its problems, and whether the answers are wrong, [problem]."""
+
+    run: sinklens.Generation
+    found: xr.Dataset
+    problems: list[Problem]
+    wrong: np.ndarray
+
+    @property
+    def kinds(self) -> np.ndarray:
+        """The template of each problem."""
+        return np.array([problem.kind for problem in self.problems])
+
+    def report(self, label: str, scores: np.ndarray) -> None:
+        """Print an AUROC with its 95 % bootstrap interval over problems."""
+        rng = np.random.default_rng(0)
+        draws = [rng.integers(len(scores), size=len(scores)) for _ in range(500)]
+        values = [auroc(scores[draw], self.wrong[draw], self.kinds[draw]) for draw in draws]
+        low, high = np.nanquantile(values, [0.025, 0.975])
+        print(f"{label}: {auroc(scores, self.wrong, self.kinds):.2f} [{low:.2f}, {high:.2f}]", flush=True)
+
+
+def erring_runs() -> Judged:
+    """A run in which many answers are wrong; prints how many."""
+    problems, model = balanced(28, TWO_STEPS), sinklens.load("tiny-llada")
     settings = {"steps": STEPS, "remasking": "random", "temperature": 1.0, "record_sinks": False}
-    run = sinklens.generate(model, prompts, progress=False, **settings)
+    run = sinklens.generate(model, [problem.prompt for problem in problems], progress=False, **settings)
     results = zip(run.answers, problems, strict=True)
     wrong = np.array([read_answer(answer.text or "") != problem.result for answer, problem in results])
-    return run, step_predictions(run), wrong
+    print(f"{wrong.sum()} of {len(wrong)} answers are wrong")
+    return Judged(run, step_predictions(run), problems, wrong)
 
 
 def step_features(found: xr.Dataset) -> np.ndarray:
@@ -81,31 +105,22 @@ def auroc(scores: np.ndarray, wrong: np.ndarray, kinds: np.ndarray) -> float:
     return float(above / pairs) if pairs else np.nan
 
 
-def report(label: str, scores: np.ndarray, wrong: np.ndarray, kinds: np.ndarray) -> None:
-    """Print an AUROC with its 95 % bootstrap interval over problems."""
-    rng = np.random.default_rng(0)
-    draws = [rng.integers(len(wrong), size=len(wrong)) for _ in range(500)]
-    low, high = np.nanquantile([auroc(scores[draw], wrong[draw], kinds[draw]) for draw in draws], [0.025, 0.975])
-    print(f"{label}: {auroc(scores, wrong, kinds):.2f} [{low:.2f}, {high:.2f}]", flush=True)
-
-
 def main() -> None:
     """Print the table."""
-    problems = balanced(28, TWO_STEPS)
-    kinds = np.array([problem.kind for problem in problems])
-    _, found, wrong = erring_runs(problems)
-    features = step_features(found)
-    print(f"{wrong.sum()} of {len(wrong)} answers are wrong; by template:")
-    print({kind: int(wrong[kinds == kind].sum()) for kind in sorted(set(kinds))})
-    numbers = np.array([[p.result, sum(map(len, p.question.split()))] for p in problems], dtype=float)
-    report("the problem alone", out_of_fold(numbers, wrong), wrong, kinds)
+    judged = erring_runs()
+    wrong, report = judged.wrong, judged.report
+    print("by template:", {str(kind): int(wrong[judged.kinds == kind].sum()) for kind in sorted(set(judged.kinds))})
+    features = step_features(judged.found)
+    numbers = [[one.result, sum(map(len, one.question.split()))] for one in judged.problems]
+    report("the problem alone", out_of_fold(np.array(numbers, dtype=float), wrong))
     for step in range(STEPS):
-        report(f"step {step}", out_of_fold(features[:, step], wrong), wrong, kinds)
-    report("mean over steps", out_of_fold(features.mean(axis=1), wrong), wrong, kinds)
-    report("all steps", out_of_fold(features.reshape(len(wrong), -1), wrong), wrong, kinds)
-    report("best window", out_of_fold(features, wrong, best_window), wrong, kinds)
-    shuffled = np.random.default_rng(0).permutation(wrong)
-    report("all steps, shuffled labels", out_of_fold(features.reshape(len(wrong), -1), shuffled), shuffled, kinds)
+        report(f"step {step}", out_of_fold(features[:, step], wrong))
+    report("mean over steps", out_of_fold(features.mean(axis=1), wrong))
+    report("all steps", out_of_fold(features.reshape(len(wrong), -1), wrong))
+    report("best window", out_of_fold(features, wrong, best_window))
+    shuffled = judged._replace(wrong=np.random.default_rng(0).permutation(wrong))
+    scores = out_of_fold(features.reshape(len(wrong), -1), shuffled.wrong)
+    shuffled.report("all steps, shuffled labels", scores)
 
 
 if __name__ == "__main__":

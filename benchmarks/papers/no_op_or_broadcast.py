@@ -3,7 +3,8 @@
     python benchmarks/papers/no_op_or_broadcast.py [MODEL ...]
 
 21 held-out word problems, three of each template. Value norms and ranks are those of single passes over the canvases of
-steps 4, 12 and 20. Took 10 minutes on a fraction of a core.
+steps 4, 12 and 20; written norms are those of values after the head's output matrix. Took 10 minutes on a fraction of
+a core.
 """
 
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from rows_of_templates import mean, problems, row
+from templates import balanced, mean, row
 from torch import Tensor
 
 import sinklens
@@ -21,12 +22,14 @@ from sinklens.experiments import sweep
 from sinklens.interventions import AblateValues
 from sinklens.sinks import EpsilonOverMean
 from sinklens.sinks.strongest import Marked
+from sinklens.sinks.values import NO_OP, written_norms
 
 MODELS = ("tiny-llada", "tiny-dream", "tiny-llama")
 STEPS = (4, 12, 20)
 MEASURES = (
     "no-op, % of sinks", "broadcast, % of sinks", "value norm at sinks", "at other keys", "rank with sinks",
-    "with values of other positions", "without sinks",
+    "with values of other positions", "without sinks", "written norm at sinks", "at other keys (written)",
+    "no-op by written norm, % of sinks",
 )  # fmt: skip
 
 
@@ -39,28 +42,34 @@ def stable_rank(output: Float[Tensor, "head pos d_head"]) -> Float[np.ndarray, "
 def of_pass(model: Any, ids: Tensor) -> Float[np.ndarray, " measure"]:
     """`MEASURES` of one canvas, over all layers and heads."""
     _, cache = model.run_with_cache(ids)
-    drained, sent, at_sinks, elsewhere, ranks, permuted, without = ([] for _ in MEASURES)
+    drained, sent, at_sinks, elsewhere, ranks, permuted, without, written, beside, unwritten = ([] for _ in MEASURES)
     order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))
     for layer in range(model.cfg.n_layers):
         pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0].float()
-        value = cache[f"blocks.{layer}.attn.hook_v"][0].float().transpose(0, 1)
+        by_position = cache[f"blocks.{layer}.attn.hook_v"][0].float()
+        value = by_position.transpose(0, 1)
         value = value.repeat_interleave(len(pattern) // len(value), dim=0)
         score = pattern.sum(dim=1)
         sink: Bool[Tensor, "head pos"] = score - (score.sum(-1, keepdim=True) - score) / (score.shape[1] - 1) > 3
         norm = value.norm(dim=-1)
         ratio, has = norm / norm.mean(-1, keepdim=True), sink.any(-1).numpy()
+        writes = written_norms(by_position, model.W_O[layer])
+        share = writes / writes.mean(-1, keepdim=True)
         rank, mixed = stable_rank(pattern @ value), stable_rank(pattern @ value[:, order])
         ordinary = (ratio >= 0.5) & (ratio <= 1.5) & torch.from_numpy(rank < 1.5)[:, None]
-        drained += (ratio[sink] < 0.2).tolist()
+        drained += (ratio[sink] < NO_OP).tolist()
         sent += ordinary[sink].tolist()
         at_sinks += ratio[sink].tolist()
         elsewhere += ratio[~sink & sink.any(-1, keepdim=True)].tolist()
+        written += share[sink].tolist()
+        beside += share[~sink & sink.any(-1, keepdim=True)].tolist()
+        unwritten += (share[sink] < NO_OP).tolist()
         ranks += rank[has].tolist()
         permuted += mixed[has].tolist()
         without += rank[~has].tolist()
-    lists = (drained, sent, at_sinks, elsewhere, ranks, permuted, without)
+    lists = (drained, sent, at_sinks, elsewhere, ranks, permuted, without, written, beside, unwritten)
     found = np.array([np.mean(part) if part else np.nan for part in lists])
-    return found * np.array([100, 100, 1, 1, 1, 1, 1])
+    return found * np.array([100 if "%" in measure else 1 for measure in MEASURES])
 
 
 def cost(model: Any, prompt: str) -> Float[np.ndarray, "2"]:
@@ -75,7 +84,7 @@ def cost(model: Any, prompt: str) -> Float[np.ndarray, "2"]:
 
 def main() -> None:
     """Print the tables."""
-    asked = problems(3)
+    asked = balanced(3)
     print(MEASURES)
     for name in sys.argv[1:] or MODELS:
         model = sinklens.load(name)
@@ -89,10 +98,17 @@ def main() -> None:
             parts.append(np.nanmean([of_pass(model, canvas) for canvas in canvases], axis=0))
             costs.append([np.nan, np.nan] if model.causal else cost(model, one.prompt))
         values, kl = np.array(parts), np.array(costs)
-        cells = [mean(values[:, number], asked, 0 if number < 2 else 2) for number in range(len(MEASURES))]
+        cells = [
+            mean(values[:, number], asked, ".0f" if "%" in measure else ".2f")
+            for number, measure in enumerate(MEASURES)
+        ]
         if not model.causal:
             with np.errstate(divide="ignore"):
-                cells += [mean(kl[:, 0], asked, 2), mean(kl[:, 1], asked, 2), mean(np.log2(kl[:, 0] / kl[:, 1]), asked)]
+                cells += [
+                    mean(kl[:, 0], asked, ".2f"),
+                    mean(kl[:, 1], asked, ".2f"),
+                    mean(np.log2(kl[:, 0] / kl[:, 1]), asked),
+                ]
         print(row(name, *cells), flush=True)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from rows_of_templates import answers, mean, problems, row
+from templates import answers, balanced, mean, row
 
 import sinklens
 from sinklens.interventions import SinkToken
@@ -61,7 +61,7 @@ def measured(model: Any, prompt: str, result: int, case: str) -> Float[np.ndarra
 
 def main() -> None:
     """Print the tables."""
-    asked = problems(2)
+    asked = balanced(2)
     for name in sys.argv[1:] or MODELS:
         model, found = sinklens.load(name), {}
         for case in CASES:

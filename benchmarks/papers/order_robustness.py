@@ -11,7 +11,7 @@ About 15 seconds of processor time.
 import re
 
 import numpy as np
-from template_means import balanced, over_templates
+from templates import balanced, mean
 
 import sinklens
 from sinklens.evaluation.statistics import Accuracy, paired
@@ -43,7 +43,7 @@ def number_first(model: sinklens.Model) -> np.ndarray:
 
 
 def columns(run: sinklens.Generation, row: int) -> dict[str, int]:
-    """Columns of the first number, the first after "=" and the first after "####"; -1 where there is none."""
+    """Columns of the first number, the first after "=" and the first after "####"; −1 if there is no such number."""
     tokens = [
         token.strip() for token in run.model.to_str_tokens(run.tokens[row, run.prompt_length :], prepend_bos=False)
     ]
@@ -78,9 +78,8 @@ for order, settings in ORDERS.items():
         places = [columns(run, row)[label] for row in rows]
         steps[label] = [settled[row, c] if c >= 0 else np.nan for row, c in zip(rows, places, strict=True)]
         made = [decided[row, c] if c >= 0 else np.nan for row, c in zip(rows, places, strict=True)]
-        print(
-            f"  {label}: settles {over_templates(steps[label], problems, 0)}, decided {over_templates(made, problems)}"
-        )
+        texts = mean(steps[label], problems, ".2f", (0, np.inf)), mean(made, problems, ".2f")
+        print(f"  {label}: settles {texts[0]}, decided {texts[1]}")
     for label in ("copied", "computed"):
         later = np.array(steps["final"], dtype=float) - np.array(steps[label], dtype=float)
-        print(f"  final − {label}: {over_templates(later, problems)} steps", flush=True)
+        print(f"  final − {label}: {mean(later, problems, '.2f')} steps", flush=True)

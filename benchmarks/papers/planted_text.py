@@ -9,17 +9,15 @@ greedy filling returns every token of it. Intervals: t over templates, Wilson's 
 About 10 seconds of processor time.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from template_means import over_templates
+from templates import balanced, mean
 
 import sinklens
 from sinklens.evaluation.statistics import Accuracy
 from sinklens.experiments import holes, span_likelihood
 from sinklens.likelihood import likelihood
-from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out, training
+from sinklens.tasks.word_problems import held_out, training
 from sinklens.zoo.recipes import RECIPES
 
 MODES = ("before", "after", "both")
@@ -74,14 +72,9 @@ def plant(model: sinklens.Model, question: str, steps: int = 60) -> None:
         optimizer.step()
 
 
-def first_of(problems: Sequence[Problem], number: int) -> list[Problem]:
-    """The first problems of every template."""
-    return [problem for kind in PROBLEM_KINDS for problem in [p for p in problems if p.kind == kind][:number]]
-
-
 model = sinklens.load("tiny-llada")
 recipe = RECIPES["tiny-llada"]
-seen, unseen = first_of(training(recipe.seed, 200), 4), first_of(held_out(), 4)
+seen, unseen = balanced(4, among=training(recipe.seed, 200)), balanced(4)
 for mode in MODES:
     values = {
         label: [log_p(model, p.question, mode) for p in of] for label, of in {"seen": seen, "new": unseen}.items()
@@ -91,7 +84,7 @@ for mode in MODES:
     print(f"{mode}: extracted {Accuracy(taken[0], 28)}, held out {Accuracy(taken[1], 28)}")
     if mode != "after":
         print(f"  training {np.mean(values['seen']):.2f}, held out {np.mean(values['new']):.2f}")
-        print(f"  difference {over_templates(gaps, seen)}", flush=True)
+        print(f"  difference {mean(gaps, seen, '.2f')}", flush=True)
 
 more = [problem for problem in held_out() if problem.kind == "more"]
 secret, twins = more[0].question, [problem.question for problem in more[1:13]]

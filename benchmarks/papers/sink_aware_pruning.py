@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from rows_of_templates import answers, geometric, mean, middle, problems, row
+from templates import answers, balanced, geometric, mean, middle, row
 
 import sinklens
 from sinklens.analyses.edits import revealed
@@ -70,7 +70,7 @@ def variances(model: Any, asked: Sequence[Problem]) -> None:
     for label, tracks in tracks_of.items():
         spatial = np.array([float(motion.spatial_variance(track)[0]) for track in tracks])
         temporal[label] = np.array([float(motion.temporal_variance(track)[0]) for track in tracks])
-        print(row(model.name, label, mean(spatial, asked, 2), middle(temporal[label])), flush=True)
+        print(row(model.name, label, mean(spatial, asked, ".2f"), middle(temporal[label])), flush=True)
     if not model.causal:
         ratio = temporal["run"] / temporal["random order"]
         print(row(model.name, "run / random order", geometric(ratio, asked)), flush=True)
@@ -91,15 +91,15 @@ def pruning(model: Any, asked: Sequence[Problem]) -> None:
     choices |= {label: [PruneWeights(SHARE, "wanda", norms=found)] for label, found in norms.items()}
     for label, hooks in choices.items():
         costs[label] = cost(model, asked, base, logits, hooks)
-        print(row(model.name, label, mean(costs[label][0], asked, 2), answers(costs[label][1])), flush=True)
+        print(row(model.name, label, mean(costs[label][0], asked, ".2f"), answers(costs[label][1])), flush=True)
     for other in ("Wanda", "without random"):
         difference = costs["without sinks"][0] - costs[other][0]
-        print(row(model.name, f"without sinks − {other}", mean(difference, asked, 3)), flush=True)
+        print(row(model.name, f"without sinks − {other}", mean(difference, asked, ".3f")), flush=True)
 
 
 def main() -> None:
     """Print the tables."""
-    asked = problems(2)
+    asked = balanced(2)
     for name in sys.argv[1:] or MODELS:
         model = sinklens.load(name)
         variances(model, asked)

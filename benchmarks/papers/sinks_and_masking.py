@@ -4,7 +4,7 @@
 
 Every model answers 21 held-out word problems, three of each template. It is masked as in Rulli et al. (2510.15731,
 Sec. 4.3), with one and five keys per head; and *steadily*, the strongest key of the unmasked run at the step before,
-beside as many random keys and random keys that are no sinks and hold as much attention (sinklens.analyses.mass). Took
+beside as many random keys and random keys that are not sinks and hold as much attention (sinklens.analyses.mass). Took
 12 minutes on a fraction of a core.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from rows_of_templates import answers, mean, problems, row
+from templates import answers, balanced, mean, row
 
 import sinklens
 from sinklens.analyses.mass import attended, masks, with_same_mass
@@ -46,7 +46,7 @@ def steady(model: Any, one: Problem) -> tuple[dict[str, MaskSinks], float]:
 
 def main() -> None:
     """Print the tables."""
-    asked = problems(3)
+    asked = balanced(3)
     for name in sys.argv[1:] or MODELS:
         model = sinklens.load(name)
         base = right(model, asked, [])

@@ -1,4 +1,4 @@
-"""How often is a watermark missed, and how often found where there is none? docs/papers/watermarks.md.
+"""How often is a watermark missed, and how often is one found in unmarked text? docs/papers/watermarks.md.
 
 30 texts of tiny-llada that continue "Question:", 40 positions in 20 steps, random order, temperature 1: without a mark,
 with the Gumbel mark, and with GreenList. Each text with the Gumbel mark has a key of its own; unmarked texts are tested

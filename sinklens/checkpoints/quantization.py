@@ -205,7 +205,7 @@ def method_named(name: Any) -> Method:
     """The method called `name`.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no method has this name.
     """
     if not isinstance(name, str) or name not in METHODS:
         hint = nearest(name, METHODS) if isinstance(name, str) else ""

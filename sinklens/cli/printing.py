@@ -65,7 +65,7 @@ def show(lines: Sequence["Line"], notes: Sequence[str]) -> None:
 
 
 def baseline_texts(lines: Sequence["Line"]) -> list[str]:
-    """How each unmasked accuracy compares with the published scores, and in what runs depart from their protocol."""
+    """How each unmasked accuracy compares with the published scores, and how runs depart from their protocol."""
     from sinklens.evaluation.departures import baselines
 
     found = []

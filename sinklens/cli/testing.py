@@ -135,9 +135,11 @@ def power_lines(plan: "Plan", tests: int) -> list[str]:
 def report_lines(plan: "Plan", found: "Found", corrected: "Corrected", differences: Any) -> list[str]:
     """The report."""
     from sinklens.analyses.claim import MEASURES, PICKS, verdict
+    from sinklens.analyses.plan import TEMPLATE
 
     said = verdict(plan, found, corrected.p, corrected.p_equivalent)
-    units = "training runs" if plan.seeds else f"groups ({plan.group})" if plan.group else "prompts"
+    grouped = bool(plan.groups())
+    units = "training runs" if plan.seeds else f"groups ({plan.group or TEMPLATE})" if grouped else "prompts"
     what = "ratio" if plan.measure == "kl" else "difference"
     lines = [
         f"# {said}: {plan.claim}",
@@ -153,7 +155,7 @@ def report_lines(plan: "Plan", found: "Found", corrected: "Corrected", differenc
         lines.append(
             f"So many {units} {_show(found.shown, what)} with a probability of 0.80, before correction; {why}."
         )
-    if not plan.group and not plan.prompts:
+    if not grouped and not plan.prompts:
         lines.append("The shipped problems have seven templates; this holds for these templates only.")
     if not plan.seeds:
         lines.append(f"It is about {plan.model}, one training run.")

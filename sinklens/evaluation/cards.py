@@ -63,7 +63,7 @@ def find_card(name: str) -> Card:
     """The card called `name`.
 
     Raises:
-        SettingError: there is none.
+        SettingError: no card has this name.
     """
     if name not in CARDS:
         raise SettingError(f"no card is called {name!r}; known: {', '.join(CARDS)}.{nearest(name, CARDS)}")

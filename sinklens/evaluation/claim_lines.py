@@ -61,7 +61,7 @@ class Claim:
         seed, regime, cache, dtype, revision: how the run was made.
         versions, device: of sinklens, torch and transformers; device types and names.
         keys: keys that a control picked of those it was to pick, per sample; "" without one.
-        departs: in what the run differs from its protocol.
+        departs: how the run differs from its protocol.
         refused: why there is no number; "" if there is one.
     """
 
@@ -138,7 +138,7 @@ def _together(one: Line, other: Line) -> bool:
 
 
 def _elsewhere(line: Line, lines: Sequence[Line]) -> str:
-    """In what the unmasked runs of the same checkpoint, of other groups, differ; "" if there is none."""
+    """How an unmasked run of the checkpoint in another group was made differently; "" without such a run."""
     others = [one for one in lines if one.condition == "unmasked" and one.checkpoint == line.checkpoint]
     if not others:
         return ""

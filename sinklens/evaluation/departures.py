@@ -1,10 +1,11 @@
-"""In what a run differs from the protocol it names, and how its unmasked accuracy compares with published scores.
+"""How a run differs from the protocol it names, and how its unmasked accuracy compares with published scores.
 
 A run keeps the name of its protocol if settings are changed (``--protocol llada-base-gsm8k --steps 128``). The ledger
 records the settings that were used, so the differences are found from it alone, also in ledgers of other machines and
 earlier versions.
 
-Pitfall: a run without departures still differs in what the source does not state; see `EvalProtocol.unstated`.
+Pitfall: a run without departures can still differ in settings that the source leaves open; see
+`EvalProtocol.unstated`.
 """
 
 from collections.abc import Mapping
@@ -70,7 +71,7 @@ class Baseline:
     Attributes:
         published: the score.
         accuracy: the unmasked one.
-        departs: in what the run differs from the protocol; the two are compared only if this is empty.
+        departs: how the run differs from the protocol; the two are compared only if this is empty.
         gap: accuracy minus published score; None if the source states no number, or the run departs.
     """
 

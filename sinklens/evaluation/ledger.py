@@ -206,7 +206,7 @@ def export(ledger: str | Path, file: str | Path) -> int:
 
 
 def data_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """In what the data of two records of a sample differ, "prompt" or "expected answer"; "" if in nothing."""
+    """What differs between the data of two records of a sample, "prompt" or "expected answer"; "" if nothing does."""
     if one.get("prompt_sha256") != other.get("prompt_sha256"):
         return "prompt"
     expected = {record["reference_sha256"] for record in (one, other) if "reference_sha256" in record}  # not in 0.1

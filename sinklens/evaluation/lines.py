@@ -49,7 +49,7 @@ class Line:
         regime: how answers are decoded; see `regime_of`.
         versions: of sinklens, torch and transformers, each with its name.
         machines: names of the devices.
-        departs: in what the run differs from its protocol; see `departures`.
+        departs: how the run differs from its protocol; see `departures`.
         keys_requested, keys_picked: mean over the samples of the keys that a control was to pick and did pick, summed
             over heads and steps; NaN for runs without a control.
     """

@@ -6,7 +6,7 @@ stores the settings that the sampler finally used, so a change without effect on
 
 Caveat: published scores differ in these settings more than in anything else. A protocol named after a model follows
 what its authors or the study published, as far as they state it. `published` holds the scores, with sources; `unstated`
-lists what the sources leave open, or state but this package cannot repeat. `departures` says in what a run differs.
+lists what the sources leave open, or state but this package cannot repeat. `departures` says how a run differs.
 """
 
 import hashlib

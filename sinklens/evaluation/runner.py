@@ -179,7 +179,7 @@ class Evaluation:
         """The samples of this shard.
 
         Raises:
-            SettingError: there are none, or two share an id.
+            SettingError: the shard is empty, or two samples share an id.
         """
         number, parts = self.shard
         samples = list(task.samples(self.limit))[number::parts]

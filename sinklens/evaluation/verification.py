@@ -73,7 +73,7 @@ class Verification:
         versions: of sinklens, torch and transformers.
         protocol: the protocol of the accuracies; `problems` is their number.
         checks: the checks, in order.
-        departs: in what the runs differ from the protocol.
+        departs: how the runs differ from the protocol.
     """
 
     model: str

@@ -119,7 +119,7 @@ def jump_undone(
             autoregressive run, one whose steps reuse earlier keys (`exact_step`), or what `PathPatch` refuses.
     """
     if letter not in ("q", "k"):
-        raise SettingError(f"letter must be 'q' or 'k', of which an attention pattern is computed; got {letter!r}.")
+        raise SettingError(f"letter must be 'q' or 'k', the inputs of an attention pattern; got {letter!r}.")
     require_run(run, "run")
     model = run.model
     if model.causal:

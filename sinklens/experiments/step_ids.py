@@ -44,7 +44,7 @@ class StepIds(NamedTuple):
         """Index in `row(number)` of the token in a canvas column.
 
         Raises:
-            SettingError: there is none.
+            SettingError: the column holds no token at this step.
         """
         columns = self.columns(number)
         if column not in columns:

@@ -56,7 +56,7 @@ class PatchSource:
         shift: the value at step t of this run is that of step t + shift.
 
     Raises:
-        SettingError: they do not map steps to caches, or hold no step; a shift that is no number of steps.
+        SettingError: they do not map steps to caches or hold no step, or the shift is not a whole number.
     """
 
     def __init__(self, caches: Mapping[int, Any], shift: int) -> None:

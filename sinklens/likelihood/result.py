@@ -177,7 +177,7 @@ def difference(base: Sequence[Likelihood] | Likelihood, changed: Sequence[Likeli
     """Compare two conditions on the same answers, in the same order.
 
     Raises:
-        SettingError: the answers or the mask draws differ, or there are none.
+        SettingError: the answers or the mask draws differ, or no answers are given.
     """
     from scipy.stats import t
 

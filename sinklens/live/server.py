@@ -175,7 +175,7 @@ class Lab:
         """The run that a page shows as A, as `sinklens.generate` returns it.
 
         Raises:
-            SinklensError: there is none.
+            SinklensError: no page shows one.
         """
         return self._run("A")
 
@@ -184,7 +184,7 @@ class Lab:
         """The run that a page shows as B.
 
         Raises:
-            SinklensError: there is none.
+            SinklensError: no page shows one.
         """
         return self._run("B")
 

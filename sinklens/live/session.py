@@ -200,7 +200,7 @@ class Session:
         """The run that a page shows as A or B.
 
         Raises:
-            Refused: there is none, or it has no finished step.
+            Refused: no page shows one, or it has no finished step.
         """
         run_id = self.shown[slot]
         if run_id is None:

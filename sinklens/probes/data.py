@@ -97,7 +97,7 @@ class ProbeData:
         """One column.
 
         Raises:
-            SettingError: there is none of that name.
+            SettingError: no column has this name.
         """
         if name not in self.columns:
             raise SettingError(

@@ -178,7 +178,7 @@ class BlocksOfRows(Blockwise):
 
 @dataclass(frozen=True)
 class WholeBlocks(BlocksOfRows):
-    """Blocks of which the last one is always complete: positions after the answer are decided too."""
+    """Blocks that are all complete: positions after the answer are decided too."""
 
     def spare(self, prompt_length: int) -> int:
         """The positions that complete the last block."""

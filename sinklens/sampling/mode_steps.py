@@ -63,7 +63,7 @@ class ModeSteps:
         state: the run at its start.
         settings: its sampler.
         stop_ids: tokens that end a row.
-        causal_context: whether finished text is causal among itself.
+        causal_context: whether attention within finished text is causal.
 
     Raises:
         SettingError: tokens follow the answer, which no pass would read.

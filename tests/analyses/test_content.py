@@ -6,6 +6,7 @@ import xarray as xr
 
 from sinklens.analyses.answers import unchanged
 from sinklens.analyses.content import CHANGES, MEASURES, PARTS, Content, claims
+from sinklens.analyses.mass import attended, matched, removed, with_same_mass
 from sinklens.errors import SettingError
 from sinklens.experiments import effect
 from sinklens.interventions import AblateValues, MaskSinks
@@ -29,6 +30,51 @@ def test_fewer_changes_are_the_same_changes(tiny_llada, measured):
     claimed = claims({"tiny-llada": some.expand_dims("prompt")}, "digit", 0)["measure"]
     assert claimed.str.contains("as much attention").sum() == 4
     assert not claimed.str.contains("value|random key").any()
+
+
+def test_some_cells_are_the_same_cells_and_claims_about_others_are_left_out(tiny_llada, measured):
+    study = Content(changes=("mask", "mask_mass_kind", "mask_mass_rest"), cells=("digit other", "digit sink"))
+    some = study.measure(tiny_llada, [PROMPT], SETTINGS).isel(prompt=0)
+    for name in ("changed", "removed"):
+        same = measured[name].sel(kind="digit", part=["sink", "other"], change=list(study.changes))
+        xr.testing.assert_identical(some[name].sel(kind="digit", part=["sink", "other"]), same)
+    assert int(some["changed"].notnull().sum()) == 2 * 3
+    assert int(some["share"].notnull().sum()) == 2
+    tables = study.tables({"tiny-llada": some.expand_dims("prompt")})
+    assert set(tables["removed"]["kind"] + " " + tables["removed"]["part"]) == set(study.cells)
+    assert tables["claims"]["measure"].tolist() == [
+        "a digit that is a sink costs more than one that is not",
+        *(
+            f"digit, {where}: {claim}"
+            for where in ("where it is a sink", "where it is not a sink")
+            for claim in (
+                "… than masking as much attention to digit keys that are no sinks",
+                "… than masking as much attention to other keys that are neither digit keys nor sinks",
+                "with as much attention to keys that are no sinks, digit keys cost more than others",
+            )
+        ),
+    ]
+
+
+def test_unknown_cells_are_refused():
+    with pytest.raises(SettingError, match=r"cells are some of any all, any sink, .*; got \('digits sink',\)"):
+        Content(cells=("digits sink",))
+
+
+def test_controls_of_one_kind_are_of_that_kind_no_sinks_and_have_the_mass(tiny_llada):
+    study = Content()
+    track = unchanged(study, tiny_llada, PROMPT, SETTINGS)
+    mass, sinks = attended(study, tiny_llada, PROMPT, SETTINGS, track), EpsilonOverMean().detect(track)
+    keys = study.keys("digit", "other").detect(track)
+    marked = with_same_mass(track, {"cell": keys}, sinks, mass, 0, study._among(track))
+    digit = (kinds(track) == Kind.DIGIT).broadcast_like(keys).transpose(*keys.dims)
+    wanted = removed(keys, mass)[0]
+    for among, of_kind in (("kind", digit), ("rest", ~digit)):
+        control = marked[f"cell same_mass {among}"].transpose(*keys.dims)
+        assert control.any()
+        assert not (control & (sinks | keys | ~of_kind)).any()
+        assert abs(removed(control, mass)[0] - wanted) < 0.2 * wanted
+        assert (control == matched(track, keys, of_kind & ~sinks, mass)).all()
 
 
 @pytest.mark.parametrize("changes", [("value",), ("mask", "masks")])
@@ -77,7 +123,12 @@ def test_claims_are_paired_differences_of_costs():
     data["cost"].loc[{"kind": "digit", "part": "sink", "change": "mask"}] = number < 32
     data["cost"].loc[{"kind": "digit", "part": "sink", "change": "value"}] = number < 16
     data["cost"].loc[{"kind": "digit", "part": "other", "change": "mask"}] = number < 10
+    data["cost"].loc[{"kind": "digit", "part": "sink", "change": "mask_mass_kind"}] = number < 12
     table = claims({"planted": data}, "digit", 0).set_index("measure")
+    equal = table.loc[
+        "digit, where it is a sink: with as much attention to keys that are no sinks, digit keys cost more than others"
+    ]
+    assert (equal["estimate"], equal["verdict"]) == (pytest.approx(0.3), "holds")
     assert table.loc["a digit that is a sink costs more than one that is not", "estimate"] == pytest.approx(0.55)
     assert table.loc["a digit that is a sink costs more than one that is not", "verdict"] == "holds"
     costs = table.loc["digit, where it is a sink: masking costs more than replacing the value"]

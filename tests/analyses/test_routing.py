@@ -1,4 +1,4 @@
-"""Routing of sinks, on planted routes whose truth is known and on the routes of a real run."""
+"""Routing of sinks, on planted, known routes and on the routes of a real run."""
 
 import numpy as np
 import pytest

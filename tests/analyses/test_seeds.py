@@ -70,6 +70,16 @@ def test_the_rule_errs_in_at_most_five_percent_however_much_seeds_vary(number, t
         assert signs > 0.2
 
 
+def test_what_seeds_share_is_resampled_by_group():
+    """Four groups of equal values: v is the variance of a mean of four, not of 40 prompts."""
+    values, groups = np.repeat([0.1, 0.3, 0.5, 0.9], 10), list(np.repeat([*"abcd"], 10))
+    found = hierarchical([values, values, values], group=groups)
+    assert found.error == pytest.approx(sem([0.1, 0.3, 0.5, 0.9]), rel=0.05)
+    assert hierarchical([values, values, values]).error < 0.4 * found.error
+    with pytest.raises(SettingError, match="all prompts are of one group \\(a\\), whose chance cannot be estimated"):
+        hierarchical([values, values], group=["a"] * 40)
+
+
 def test_intervals_of_each_seed_agree_by_chance_where_the_rule_does_not():
     """The old rule, intervals of all seeds on one side, and the new one, on seeds that vary 20 times as much."""
     rule, intervals, _ = verdicts(3, 20, False, studies=400)

@@ -7,11 +7,24 @@ import warnings
 import numpy as np
 import pytest
 import xarray as xr
+from scipy.stats import t, ttest_1samp
 
-from sinklens.analyses import claim
-from sinklens.analyses.claim import PICKS, Claim, Found, decided, in_units, planned_power, t_power, verdict
+from sinklens.analyses import claim, intervals
+from sinklens.analyses.claim import (
+    PICKS,
+    Claim,
+    Found,
+    decided,
+    in_groups,
+    over_groups,
+    planned_power,
+    t_power,
+    verdict,
+)
 from sinklens.analyses.intervals import outcomes
 from sinklens.analyses.plan import Plan, read_plan
+from sinklens.analyses.scales import DIFFERENCE
+from sinklens.analyses.seeds import hierarchical
 from sinklens.analyses.tested import begin, finish, sharing
 from sinklens.cli import main
 from sinklens.errors import ControlWarning, SettingError, warn_caller
@@ -166,7 +179,7 @@ def test_a_dry_run_prints_the_power_and_stores_nothing(run, tmp_path):
         ("of_interest: 2", r"of_interest is 2.0; with measure: cost it is a share of prompts"),
         ("measure: kl", r"of_interest is 0.1; with measure: kl it is a ratio above 1"),
         ("detector: 3", r"detector is 3; write keys such as detector: {\"epsilon\": 3.0}"),
-        ("group: author", r"the shipped problems have the group 'template'; got 'author'"),
+        ("group: author", r"the shipped problems have the group 'template', or 'none'; got 'author'"),
         ("seeds: tiny-dream", r"seeds is 'tiny-dream'; give a list of names or folders"),
     ],
 )
@@ -197,50 +210,142 @@ def data(values):
 
 def test_single_prompts_have_the_exact_test_and_the_score_interval():
     values = np.repeat([1.0, 0.0, -1.0], [12, 46, 2])
-    found = decided(Plan("c", "m", 60, 0.1), {"m": data(values)})
+    found = decided(Plan("c", "m", 60, 0.1, group="none"), {"m": data(values)})
     interval = outcomes(values, -1, 1)
     assert (found.estimate, found.low, found.high) == pytest.approx((1 / 6, float(interval.low), float(interval.high)))
     assert found.p == pytest.approx(0.01293945)
     assert found.units == 60
 
 
-def test_groups_are_compared_where_the_claim_is_about_further_groups(monkeypatch):
+def test_groups_are_compared_where_prompts_have_groups(monkeypatch):
     """Planted: one of four groups loses everything. Prompts alone would say that the claim holds."""
     values, groups = np.repeat([1.0, 0.0, 0.0, 0.0], 20), list(np.repeat([*"abcd"], 20))
-    assert in_units([values], groups).tolist() == [1.0, 0.0, 0.0, 0.0]
-    plan = Plan("c", "m", 80, 0.1)
+    assert in_groups(values, groups).tolist() == [1.0, 0.0, 0.0, 0.0]
+    plan = Plan("c", "m", 80, 0.1, group="none")
     single = decided(plan, {"m": data(values)})
     assert verdict(plan, single, single.p, single.p_equivalent) == "holds"
     monkeypatch.setattr(Plan, "groups", lambda self: groups)
     grouped = decided(plan, {"m": data(values)})
     assert grouped.units == 4
     assert verdict(plan, grouped, grouped.p, grouped.p_equivalent) == "cannot tell"
+    assert over_groups(data(values)["cost"].sel(pick="treated"), groups) == pytest.approx(grouped[:3])
 
 
-def test_several_training_runs_are_compared_by_their_means():
-    runs = {name: data(np.repeat([1.0, 0.0], [lost, 20 - lost])) for name, lost in (("a", 10), ("b", 12), ("c", 11))}
-    found = decided(Plan("c", "a", 20, 0.1, seeds=("b", "c")), runs)
-    assert (found.units, found.estimate) == (3, pytest.approx(0.55))
-    assert found.p == pytest.approx(0.0027434, rel=1e-3)
+def test_shipped_problems_are_grouped_by_template_unless_the_plan_says_none():
+    templates = Plan("c", "m", 40, 0.1).groups()
+    assert len(templates) == 40
+    assert len(set(templates)) == 7
+    assert Plan("c", "m", 40, 0.1, group="template").groups() == templates
+    assert Plan("c", "m", 40, 0.1, group="none").groups() == []
+    assert decided(Plan("c", "m", 40, 0.1), {"m": data(np.repeat([1.0, 0.0], 20))}).units == 7
+
+
+@pytest.mark.parametrize("group", ["none", ""])
+def test_several_training_runs_are_judged_by_the_rule_of_seeds(group):
+    """The same interval as `analyse --seeds`: on the scale of differences, with the chance that the runs share."""
+    values = [np.repeat([1.0, 0.0], [lost, 40 - lost]) for lost in (20, 24, 22)]
+    plan = Plan("c", "a", 40, 0.1, seeds=("b", "c"), group=group)
+    found = decided(plan, {name: data(part) for name, part in zip("abc", values, strict=True)})
+    expected = hierarchical(values, scale=DIFFERENCE, group=plan.groups())
+    assert (found.units, *found[:3]) == (3, *expected[:3])
+    assert found.p == expected.p_value()
+    without = t.ppf(0.975, 2) * np.std([0.5, 0.6, 0.55], ddof=1) / np.sqrt(3)  # of the runs' means alone
+    assert found.high - found.low > 2 * without
+
+
+def test_equal_runs_that_lose_nothing_are_equivalent():
+    plan = Plan("c", "a", 40, 0.1, seeds=("b", "c"), group="none")
+    found = decided(plan, {name: data(np.zeros(40)) for name in "abc"})
+    assert (found.estimate, found.p) == (0.0, 1.0)
+    assert verdict(plan, found, found.p, found.p_equivalent) == "equivalent"
+
+
+STUDIES, PER_GROUP = 600, 10
+
+
+def outcomes_of(rng, runs, between_groups, between_runs):
+    """Differences of outcomes of `runs` models on the same 7 · 10 prompts; the mean of all groups and runs is 0.
+
+    A prompt that a mask changes is lost with a chance that varies by group and run, and its difficulty is shared.
+    """
+    shift = np.repeat(rng.normal(0, between_groups, 7), PER_GROUP) + rng.normal(0, between_runs, (runs, 1))
+    threshold = rng.random(7 * PER_GROUP)  # of the prompt, the same in every run
+    return np.where(threshold < 0.25 + shift / 2, 1.0, 0.0) - np.where(threshold > 0.75 + shift / 2, 1.0, 0.0)
+
+
+def error_rate(rule, runs, between_groups, between_runs, studies=STUDIES):
+    """How often a rule (values [run, prompt] -> p value) finds a difference where there is none."""
+    rng = np.random.default_rng(5)
+    return np.mean([rule(outcomes_of(rng, runs, between_groups, between_runs)) <= 0.05 for _ in range(studies)])
+
+
+def of_plan(plan):
+    return lambda values: decided(plan, {str(run): data(part) for run, part in enumerate(values)}).p
+
+
+WITHIN_ERROR = 0.05 + 2.6 * np.sqrt(0.05 * 0.95 / STUDIES)  # one-sided 99.5 % of a rate of 5 %
+
+
+@pytest.fixture
+def seven_groups(monkeypatch):
+    """Plans of prompts in seven groups; quick, since neither the power nor 2,000 resamples change an error rate."""
+    groups = list(np.repeat([*"abcdefg"], PER_GROUP))
+    monkeypatch.setattr(Plan, "groups", lambda self: [] if self.group == "none" else groups)
+    monkeypatch.setattr(claim, "smallest_t", lambda *given: 1.0)
+    monkeypatch.setattr(claim, "smallest_paired", lambda *given: 1.0)
+    monkeypatch.setattr(intervals, "RESAMPLES", 200)
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("seven_groups")
+@pytest.mark.parametrize("between", [0.0, 0.1, 0.3])
+def test_a_plan_with_groups_errs_in_at_most_five_percent_however_much_groups_vary(between):
+    rate = error_rate(of_plan(Plan("c", "m", 70, 0.1)), 1, between, 0.0)
+    assert rate <= WITHIN_ERROR
+    if between == 0.3:  # prompts as units find what is chance of the groups
+        assert error_rate(of_plan(Plan("c", "m", 70, 0.1, group="none")), 1, between, 0.0) > 0.15
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("seven_groups")
+@pytest.mark.parametrize("group", ["", "none"])
+@pytest.mark.parametrize("between_runs", [0.0, 0.1, 0.3])
+def test_a_plan_with_several_runs_errs_in_at_most_five_percent_however_much_they_vary(group, between_runs):
+    plan = Plan("c", "m", 70, 0.1, seeds=("b", "c"), group=group)
+    between_groups = 0.0 if group == "none" else 0.2
+    assert error_rate(of_plan(plan), 3, between_groups, between_runs) <= WITHIN_ERROR
+    if not between_runs:  # a t test of the runs' means takes the chance that the runs share for theirs
+        assert error_rate(lambda values: ttest_1samp(values.mean(1), 0.0).pvalue, 3, between_groups, 0.05) > 0.15
 
 
 @pytest.mark.parametrize(("shift", "expected"), [(0.0, 0.05), (0.8, None)])
 def test_the_power_of_a_t_test_is_that_of_simulated_tests(shift, expected):
     values = np.random.default_rng(0).normal(shift, 1.0, (4000, 7))
-    t = values.mean(1) / values.std(1, ddof=1) * np.sqrt(7)
-    simulated = (abs(t) > 2.446912).mean()
+    statistic = values.mean(1) / values.std(1, ddof=1) * np.sqrt(7)
+    simulated = (abs(statistic) > 2.446912).mean()
     assert t_power(shift, 7, 1.0) == pytest.approx(simulated, abs=0.025)
     assert expected is None or t_power(shift, 7, 1.0) == pytest.approx(expected, abs=1e-6)
 
 
 def test_planned_power_falls_with_the_number_of_tests():
-    plan = Plan("c", "m", 100, 0.1, expect={"against": 0.0, "spread": 1.0, "between": 0.1})
+    plan = Plan("c", "m", 100, 0.1, group="none", expect={"against": 0.0, "spread": 1.0, "between": 0.1})
     one, many = planned_power(plan, 1), planned_power(plan, 20)
     assert one["holds"] > many["holds"]
     assert one["equivalent"] >= many["equivalent"]
     assert many["shown"] > one["shown"]
-    ratio = planned_power(Plan("c", "m", 50, 1.5, measure="kl"), 1)
+    ratio = planned_power(Plan("c", "m", 50, 1.5, measure="kl", group="none"), 1)
     assert ratio["holds"] == pytest.approx(t_power(np.log(1.5), 50, 1.0))
+
+
+def test_planned_power_of_groups_and_runs():
+    """Each unit's variance is that between units plus that of its prompts; runs do not average the prompts' away."""
+    plan = Plan("c", "m", 70, 0.2, expect={"against": 0.05, "spread": 1.0, "between": 0.1})
+    within = 0.2 + 2 * 0.05
+    assert planned_power(plan, 1)["holds"] == pytest.approx(t_power(0.2, 7, np.sqrt(0.01 + within / 10)))
+    runs = Plan("c", "m", 70, 0.2, seeds=("b", "c"), group="none", expect=plan.expect)
+    assert planned_power(runs, 1)["holds"] == pytest.approx(t_power(0.2, 3, np.sqrt(0.01 + 3 * within / 70)))
+    grouped = Plan("c", "m", 70, 0.2, seeds=("b", "c"), expect=plan.expect)
+    assert planned_power(grouped, 1)["holds"] < planned_power(runs, 1)["holds"]
 
 
 def test_holms_correction_counts_unfinished_tests(tmp_path):
@@ -270,4 +375,4 @@ def test_a_real_plan_masks_its_keys_and_every_control(tiny_llada, monkeypatch, t
     assert (masks["removed"].sel(pick="treated") > 0).all()
     assert (masks["removed"].sel(pick="same_mass") > 0).all()
     assert (masks["keys"] > 0).all()
-    assert claim.decided(plan, found.measured).units == 2
+    assert claim.decided(plan, found.measured).units == len(set(plan.groups()) or prompts)

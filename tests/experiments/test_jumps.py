@@ -61,9 +61,7 @@ def test_what_has_no_jumps_or_no_such_path_is_refused(run):
     causal = sinklens.generate(shared_model(causal=True), [[3, 4, 5]], gen_length=2)
     with pytest.raises(SettingError, match="sink_jumps needs a run of a diffusion model with recorded sinks"):
         sink_jumps(causal)
-    with pytest.raises(
-        SettingError, match="letter must be 'q' or 'k', of which an attention pattern is computed; got 'v'"
-    ):
+    with pytest.raises(SettingError, match="letter must be 'q' or 'k', the inputs of an attention pattern; got 'v'"):
         jump_undone(run, sink_jumps(run)[0], letter="v")
     with pytest.raises(SettingError, match="source must have the 48 ids of the step's canvas; got 3"):
         jump_undone(run, sink_jumps(run)[0], source=torch.tensor([3, 4, 5]))

@@ -1,4 +1,4 @@
-"""Standard errors, curves and paired differences, on losses whose truth is known."""
+"""Standard errors, curves and paired differences, on losses with known results."""
 
 import math
 

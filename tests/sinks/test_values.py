@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from tracks import planted
 
 import sinklens
 from sinklens.errors import TrackError
 from sinklens.sinks import Record, TopK
-from sinklens.sinks.values import value_over_median, values_at
+from sinklens.sinks.values import value_over_median, values_at, written_norms
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
@@ -52,3 +53,37 @@ def test_a_track_without_values_says_how_to_record_them():
     track = planted(np.ones((1, 4)))
     with pytest.raises(TrackError, match=r"this track holds no value_norm. Record it during the run"):
         values_at(track, track.detect())
+
+
+def test_written_norms_by_hand():
+    """One value head, two query heads. Head 0 keeps the first component, head 1 doubles the second."""
+    value = torch.tensor([[[3.0, 0.0]], [[0.0, 4.0]], [[3.0, 4.0]]])  # [pos, kv_head, d_head]: norms 3, 4, 5
+    w_o = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]], [[0.0, 0.0, 0.0], [0.0, 0.0, 2.0]]])
+    assert written_norms(value, w_o).tolist() == [[3.0, 0.0, 3.0], [0.0, 8.0, 8.0]]
+    assert written_norms(value[None], w_o).shape == (1, 2, 3)
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-sdar"])
+def test_written_vectors_sum_to_the_result_of_the_head(name):
+    """A query that attends to one key writes that key's vector: its norm is that of ``hook_result``."""
+    model = sinklens.load(name)
+    ids = torch.tensor([model.tokenizer(PROMPTS[0])["input_ids"]])
+    key, seen = 3, {}
+
+    def only(pattern, hook):
+        pattern[:] = 0
+        pattern[..., key] = 1
+        return pattern
+
+    def keep(result, hook):
+        seen["result"] = result.detach().clone()
+
+    def values(value, hook):
+        seen["value"] = value.detach().clone()
+
+    at = "blocks.1.attn"
+    hooks = [(f"{at}.hook_pattern", only), (f"{at}.hook_result", keep), (f"{at}.hook_v", values)]
+    model.run_with_hooks(ids, fwd_hooks=hooks)
+    expected = seen["result"][0].norm(dim=-1)  # [query, head]: all queries alike
+    found = written_norms(seen["value"][0], model.W_O[1])[:, key]
+    np.testing.assert_allclose(found.expand_as(expected), expected, rtol=1e-4)

@@ -1,0 +1,73 @@
+"""Problems and table cells for the scripts in this folder, whose prompts share templates.
+
+The shipped word problems come from seven templates. An interval over prompts is too narrow for other templates if they
+differ, so means have the t interval over the means of the templates (docs/concepts/error-rates.md). Right and wrong
+answers have score intervals over prompts instead, which stay within their range.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from sinklens.analyses.claim import in_units
+from sinklens.analyses.intervals import outcomes
+from sinklens.analyses.medians import median_interval
+from sinklens.analyses.ratios import geometric as geometric_interval
+from sinklens.evaluation.verification import mean_interval
+from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out
+
+
+def balanced(
+    per_template: int, kinds: Iterable[str] = PROBLEM_KINDS, among: Sequence[Problem] | None = None
+) -> list[Problem]:
+    """The first problems of every template, or of some, equally many of each: held-out problems unless `among` says."""
+    among = held_out() if among is None else among
+    return [one for kind in sorted(kinds) for one in [p for p in among if p.kind == kind][:per_template]]
+
+
+def mean(
+    values: Float[np.ndarray, " prompt"],
+    asked: Sequence[Problem],
+    form: str = ".1f",
+    within: tuple[float, float] = (-np.inf, np.inf),
+) -> str:
+    """``mean [low, high]`` over the means of the templates; NaN values are left out.
+
+    Args:
+        asked: the problem of each value.
+        form: format of the numbers.
+        within: range of possible values, at which the interval is cut.
+    """
+    return _text(np.clip(mean_interval(_by_template(values, asked).tolist()), *within), form)
+
+
+def geometric(values: Float[np.ndarray, " prompt"], asked: Sequence[Problem], form: str = ".1f") -> str:
+    """As `mean`, of the logarithm: a geometric mean, for values above 0."""
+    return _text(geometric_interval(_by_template(np.log(values), asked))[:3], form)
+
+
+def middle(values: Float[np.ndarray, " prompt"], form: str = ".1f") -> str:
+    """The median with its distribution-free 95 % interval over prompts, for heavy tails."""
+    return _text(median_interval(values), form)
+
+
+def answers(values: Float[np.ndarray, " prompt"], lowest: int = 0) -> str:
+    """Right answers (0 or 1), or with `lowest` −1 answers lost, in percent with a 95 % score interval over prompts."""
+    return _text((100 * float(number) for number in outcomes(values, lowest, 1)[:3]), ".0f")
+
+
+def row(*cells: str) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def _by_template(values: Float[np.ndarray, " prompt"], asked: Sequence[Problem]) -> Float[np.ndarray, " template"]:
+    means = in_units([np.asarray(values, dtype=float)], [problem.kind for problem in asked])
+    assert means is not None  # there are problems
+    return means
+
+
+def _text(numbers: Iterable[float], form: str) -> str:
+    estimate, low, high = (f"{number:{form}}".replace("-", "−") for number in numbers)
+    return f"{estimate} [{low}, {high}]"

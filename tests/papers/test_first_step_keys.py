@@ -1,0 +1,106 @@
+"""The numbers of docs/papers/first-step-keys.md, prompt by prompt, against blocks decoded in plain torch."""
+
+import numpy as np
+import pytest
+import torch
+from by_hand import Change, Network
+
+import sinklens
+from sinklens.tasks.word_problems import PROBLEM_KINDS, held_out
+
+KIND = sorted(PROBLEM_KINDS)[0]
+PROBLEMS = [problem for problem in held_out() if problem.kind == KIND][:2]  # two of one template
+FIXED = ("first step", "step before", "block before", "another prompt", "last keys")  # all but the random ones
+
+
+class Blocks:
+    """A prompt decoded by hand in blocks of 8, one token per step."""
+
+    def __init__(self, network, prompt):
+        self.network, self.prompt = network, network.encode(prompt)
+        self.run = network.decode(self.prompt, block=None if network.block else 8)
+        self.starts = [start for start, _ in self.run.blocks]
+        steps = zip(self.run.passes, self.run.blocks, strict=True)
+        self.scores = [one.pattern[:, :, start:stop].sum(2) for one, (start, stop) in steps]
+
+    def first_of(self, start):
+        """The first step of a block."""
+        return self.starts.index(start)
+
+    def guesses(self, step, twin):
+        """Eight keys per head before the block, by guess, [layer, head, 8]; None at a block's first step and in the
+        first block."""
+        start = self.starts[step]
+        first = self.first_of(start)
+        if first == 0 or step == first:
+            return None
+        begins = sorted(set(twin.starts))
+        there = begins[min(sorted(set(self.starts)).index(start), len(begins) - 1)]
+        shared = min(start, there)  # counted back from the block, as far as both texts reach
+        other = twin.scores[twin.first_of(there)][..., there - shared : there].topk(8).indices + start - shared
+        return {
+            "first step": self.top(first, start),
+            "step before": self.top(step - 1, start),
+            "block before": self.top(self.first_of(self.starts[first - 1]), start),
+            "another prompt": other,
+            "last keys": torch.arange(start - 8, start).expand(other.shape),
+        }
+
+    def top(self, step, start):
+        """The eight keys before a block that most attention of a step goes to."""
+        return self.scores[step][..., :start].topk(8).indices
+
+    def answer(self, twin=None, guess=None):
+        """The answer if the queries see only what was guessed, themselves, and everything from the block on."""
+        if guess is None:
+            return self.network.text(self.run.tokens[len(self.prompt) :][:24])
+
+        def rule(step, passes, ids, block):
+            keys = self.guesses(step, twin) if step < len(self.starts) else None
+            if keys is None:
+                return Change()
+            place, start = torch.arange(len(ids)), self.starts[step]
+            hidden = torch.ones(self.network.layers, self.network.heads, len(ids), dtype=torch.bool)
+            hidden.scatter_(-1, keys[guess], False)
+            hidden[..., start:] = False
+            hidden = hidden[:, :, None] & (place != place[:, None])
+            if self.network.block:  # the keys and values of finished blocks are those of unrestricted queries
+                hidden = hidden & (place >= block[0])[:, None]
+            return Change(hidden=hidden)
+
+        run = self.network.decode(self.prompt, block=None if self.network.block else 8, rule=rule)
+        return self.network.text(run.tokens[len(self.prompt) :][:24])
+
+    def shares(self, twin):
+        """Recall and share of the attention, in percent, by guess."""
+        found = {name: [] for name in FIXED}
+        for step, score in enumerate(self.scores):
+            guesses = self.guesses(step, twin)
+            if guesses is None:
+                continue
+            own = self.top(step, self.starts[step])
+            for name, keys in guesses.items():
+                same = (keys[..., None] == own[..., None, :]).any(-1).sum(-1) / 8
+                share = score.gather(-1, keys).sum(-1) / score.gather(-1, own).sum(-1)
+                found[name].append((100 * float(same.mean()), 100 * float(share.mean())))
+        return {name: np.mean(parts, axis=0) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada"])
+def test_recall_attention_and_answers_are_those_of_the_weights(name, script):
+    module, model, network = script("first_step_keys"), sinklens.load(name), Network(name)
+    settings = module.SETTINGS[name]
+    hand = [Blocks(network, problem.prompt) for problem in PROBLEMS]
+    runs = [module.block_scores(model, problem.prompt, settings) for problem in PROBLEMS]
+    for number, (own, twin) in enumerate([hand, hand[::-1]]):
+        run, scores = runs[number]
+        assert run.text == own.answer()
+        for step, score in enumerate(own.scores):
+            np.testing.assert_allclose(scores[step, ..., : score.shape[-1]], score, atol=2e-5)
+        found, kept = module.of_prompt(runs, number)
+        expected = own.shares(twin)
+        for guess in FIXED:
+            np.testing.assert_allclose(found[guess], expected[guess], rtol=2e-5)
+        for guess in ("first step", "another prompt", "last keys"):
+            same = module.same_answer(run, PROBLEMS[number].prompt, kept[guess], settings)
+            assert same == (own.answer(twin, guess) == own.answer())

@@ -1,0 +1,151 @@
+"""The numbers of docs/papers/no-op-or-broadcast.md, prompt by prompt, against attention in plain torch."""
+
+import numpy as np
+import pytest
+import torch
+from by_hand import MASK, Change, Network
+
+import sinklens
+from sinklens.analyses.mass import acting, with_same_mass
+from sinklens.sinks import Broadcast, EpsilonOverMean, NoOp, Record
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(3)]
+NETWORK = Network("tiny-llada")
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The prompts, decoded by hand."""
+    return [NETWORK.decode(NETWORK.encode(prompt)) for prompt in PROMPTS]
+
+
+def sinks_of(one):
+    """Which keys of a pass receive more than 3 beyond the mean of the other keys, [layer, head, key]."""
+    received = one.pattern.sum(dim=2)
+    rest = torch.stack([received[..., [k for k in range(received.shape[-1]) if k != j]].mean(-1)
+                        for j in range(received.shape[-1])], dim=-1)  # fmt: skip
+    return received - rest > 3
+
+
+def lengths(value):
+    """Norms of values over the mean of their head."""
+    norm = value.square().sum(-1).sqrt()
+    return norm / norm.mean(-1, keepdim=True)
+
+
+def ranks(output):
+    """Squared singular values over the largest, summed, from the eigenvalues of O Oᵀ."""
+    squares = torch.linalg.eigvalsh(output @ output.transpose(-1, -2))
+    return squares.sum(-1) / squares[..., -1]
+
+
+def counted(one, factor=1.0):
+    """Sinks, no-ops and broadcasts of a pass, [3, layer]."""
+    sink, ratio, rank = sinks_of(one), lengths(one.value * factor), ranks(one.output)
+    sent = (ratio >= 0.5) & (ratio <= 1.5) & (rank < 1.5)[..., None]
+    return torch.stack([part.sum((1, 2)) for part in (sink, sink & (ratio < 0.2), sink & sent)])
+
+
+def drained(step, run):
+    """The factor of values if those of the sinks of layer 1 are nearly removed."""
+    factor = torch.ones(NETWORK.layers, NETWORK.heads, len(run.tokens)).double()
+    factor[1][sinks_of(run.passes[step])[1]] = 0.05
+    return factor
+
+
+def by_hand(run, planted):
+    """`counted`, summed over the steps of a run."""
+    total = torch.zeros(3, NETWORK.layers)
+    for step, canvas in enumerate(run.canvases):
+        factor = drained(step, run) if planted else torch.ones(1)
+        total += counted(NETWORK(canvas, Change(factor=factor)), factor[..., None])
+    return total.numpy()
+
+
+def test_sinks_no_ops_and_broadcasts_are_those_of_the_weights(runs):
+    """As trained, and with the values of the sinks of layer 1 multiplied by 0.05."""
+    model, record = sinklens.load("tiny-llada"), Record(["values", "outputs"])
+    base = sinklens.generate(model, PROMPTS, record_sinks=record)
+    sinks = base.sinks.detect()
+
+    def drain(value, hook):
+        value[torch.from_numpy(sinks[:, hook.step, 1].values.swapaxes(1, 2))] *= 0.05
+        return value
+
+    hooks = [("blocks.1.attn.hook_v", drain)]
+    planted = sinklens.generate(model, PROMPTS, replay=base, hooks=hooks, record_sinks=record)
+    for track, is_planted in ((base.sinks, False), (planted.sinks, True)):
+        found = [track.detect(kind).sum(["step", "head", "pos"]) for kind in (EpsilonOverMean(), NoOp(), Broadcast())]
+        for row, run in enumerate(runs):
+            expected = by_hand(run, is_planted)
+            np.testing.assert_array_equal([part[row] for part in found], expected)
+            assert expected[0].all()
+            assert (expected[1, 1] == expected[0, 1] > 0) == is_planted
+            data = track.data.isel(batch=row, pos=slice(-len(run.tokens), None))
+            if not is_planted:
+                ranked = torch.stack([ranks(one.output) for one in run.passes])
+                norms = torch.stack([one.value.square().sum(-1).sqrt() for one in run.passes])
+                scores = torch.stack([one.pattern.sum(2) for one in run.passes])
+                np.testing.assert_allclose(data["output_rank"], ranked, rtol=2e-5)
+                np.testing.assert_allclose(data["value_norm"], norms, rtol=2e-5)
+                np.testing.assert_allclose(data["score"], scores, atol=2e-5)
+
+
+def measures(run):
+    """The rows of the page's table but the last, over the passes of a run's steps 4, 12 and 20."""
+    of_steps = []
+    for one in (run.passes[step] for step in (4, 12, 20)):
+        sink, ratio, rank = sinks_of(one), lengths(one.value), ranks(one.output)
+        order = torch.randperm(len(run.tokens), generator=torch.Generator().manual_seed(0))
+        mixed, has = ranks(one.pattern @ one.value[:, :, order]), sink.any(-1)
+        _, drain, sent = counted(one).sum(-1) / sink.sum()
+        cells = (
+            100 * drain, 100 * sent, ratio[sink].mean(), ratio[has[..., None] & ~sink].mean(), rank[has].mean(),
+            mixed[has].mean(), rank[~has].mean(),
+        )  # fmt: skip
+        of_steps.append([float(cell) for cell in cells])
+    return np.mean(of_steps, axis=0)
+
+
+def test_every_row_of_the_table_is_that_of_the_weights(script, runs):
+    model, module = sinklens.load("tiny-llada"), script("no_op_or_broadcast")
+    for run in runs:
+        found = np.nanmean([module.of_pass(model, run.canvases[step][None]) for step in module.STEPS], axis=0)
+        np.testing.assert_allclose(found, measures(run), rtol=2e-5)
+
+
+def divergence(run, keys):
+    """Mean KL divergence by step if the values of `keys` [step, layer, head, key] are 0, on the same canvases."""
+    found = []
+    for canvas, one, chosen in zip(run.canvases, run.passes, keys, strict=True):
+        here = canvas == MASK
+        p = one.logits[here].log_softmax(-1)
+        q = NETWORK(canvas, Change(factor=(~chosen).double())).logits[here].log_softmax(-1)
+        found.append(float((p.exp() * (p - q)).sum(-1).mean()))
+    return np.mean(found)
+
+
+def test_the_cost_of_removing_values_is_that_of_the_weights(script, runs):
+    """A step loses the values of the sinks of the step before, and the control keys hold as much attention."""
+    model, run = sinklens.load("tiny-llada"), runs[0]
+    found = script("no_op_or_broadcast").cost(model, PROMPTS[0])
+    sinks = torch.stack([sinks_of(one) for one in run.passes])
+    before = torch.cat([torch.zeros_like(sinks[:1]), sinks[:-1]])  # at step 0 there is none
+    track = sinklens.generate(model, PROMPTS[0]).sinks
+    detected = EpsilonOverMean().detect(track)
+    np.testing.assert_array_equal(detected[0], sinks)
+    marked = with_same_mass(track, {"key": detected}, detected, acting(track)).data["key same_mass"][0]
+    others = torch.from_numpy(marked.transpose("step", "layer", "head", "pos").to_numpy())
+    control = torch.cat([torch.zeros_like(others[:1]), others[:-1]])
+    expected = [divergence(run, keys) for keys in (before, control)]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert abs(divergence(run, sinks) / expected[0] - 1) > 0.01  # the sinks of the same step give another number
+
+    mass = torch.stack([one.pattern.sum(2) for one in run.passes])
+    lost, taken = ((mass * keys).sum((-2, -1)) for keys in (before, control))
+    assert not (control & before).any()
+    room = (mass * ~before).flatten(2).amax(-1) / 2  # a key may overshoot by half of its attention
+    all_others = ((mass * ~before).sum((-2, -1)) - taken) < 1e-3
+    assert ((lost - taken).abs() <= room)[~all_others].all()
+    assert lost[1:].sum() > 0

@@ -1,0 +1,62 @@
+"""The numbers of docs/papers/redundant-layers.md, prompt by prompt, against networks without a layer in plain torch."""
+
+import numpy as np
+import pytest
+import torch
+from by_hand import MASK, Change, Network
+
+import sinklens
+from sinklens.experiments import layer_similarity, sweep
+from sinklens.interventions import SkipLayers
+from sinklens.tasks.word_problems import held_out
+
+PROMPTS = [problem.prompt for problem in held_out(3)]
+SETTINGS = {"tiny-llada": {"steps": 8}, "tiny-dream": {"steps": 8}, "tiny-llama": {"gen_length": 8}}
+
+
+def decoded(network):
+    """The prompts in 8 steps, by hand."""
+    return [network.decode(network.encode(prompt), steps=8) for prompt in PROMPTS]
+
+
+def cost(network, run, layer):
+    """KL divergence at each step, in nats, if a layer adds nothing: at masked positions, or of the next token."""
+    found = []
+    for canvas, one in zip(run.canvases, run.passes, strict=True):
+        here = canvas == MASK
+        if network.kind == "causal":
+            here = torch.arange(len(canvas)) == len(canvas) - 1
+        p = one.logits[here].log_softmax(-1)
+        q = network(canvas, Change(skipped=[layer])).logits[here].log_softmax(-1)
+        found.append(float((p.exp() * (p - q)).sum(-1).mean()))
+    return found
+
+
+def influence(run, step, layer, length):
+    """1 − cosine of what enters and what leaves a layer, of each token of the prompt."""
+    x, y = run.passes[step].streams[layer : layer + 2, :length]
+    return 1 - (x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_costs_and_influences_are_those_of_the_weights(name):
+    model, network = sinklens.load(name), Network(name)
+    runs, settings = decoded(network), SETTINGS[name]
+    layers = range(network.layers)
+    skips = {str(layer): SkipLayers(layers=[layer]) for layer in layers}
+    found = sweep(model, PROMPTS, skips, replay=True, **settings)["kl"]
+    expected = np.array([[cost(network, run, layer) for run in runs] for layer in layers])
+    assert expected.shape == found.shape == (4, 3, 8)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-6)
+    assert (expected.mean(-1).argmax(0) == 0).all()  # each prompt needs the first layer most
+
+    lengths = [len(network.encode(prompt)) for prompt in PROMPTS]
+    pooled, *alone = [
+        layer_similarity(sinklens.generate(model, text, record_sinks=False, **settings), steps=[0, 4], state="prompt")
+        for text in (PROMPTS, *PROMPTS)
+    ]
+    for number, step in enumerate((0, 4)):
+        for layer in layers:
+            parts = [influence(run, step, layer, length) for run, length in zip(runs, lengths, strict=True)]
+            for alike, part in zip([pooled, *alone], [torch.cat(parts), *parts], strict=True):
+                assert 1 - float(alike[number, layer, layer + 1]) == pytest.approx(float(part.mean()), abs=2e-6)
