@@ -33,7 +33,8 @@ class MassiveActivation(NamedTuple):
 
     Attributes:
         step, row, stream: where; stream l enters layer l, and the last one leaves the last layer.
-        column: the column of the canvas.
+        column: the column of the canvas, padding included; ``positions=`` of an intervention count without the row's
+            padding.
         dim: the dimension of the stream.
         value: the value.
         times_median: its magnitude, in medians of the stream of its step and layer.
