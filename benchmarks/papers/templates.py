@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from sinklens.analyses.claim import in_units
+from sinklens.analyses.claim import in_groups
 from sinklens.analyses.intervals import outcomes
 from sinklens.analyses.medians import median_interval
 from sinklens.analyses.ratios import geometric as geometric_interval
@@ -63,9 +63,7 @@ def row(*cells: str) -> str:
 
 
 def _by_template(values: Float[np.ndarray, " prompt"], asked: Sequence[Problem]) -> Float[np.ndarray, " template"]:
-    means = in_units([np.asarray(values, dtype=float)], [problem.kind for problem in asked])
-    assert means is not None  # there are problems
-    return means
+    return in_groups(np.asarray(values, dtype=float), [problem.kind for problem in asked])
 
 
 def _text(numbers: Iterable[float], form: str) -> str:
