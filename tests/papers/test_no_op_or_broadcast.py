@@ -34,6 +34,16 @@ def lengths(value):
     return norm / norm.mean(-1, keepdim=True)
 
 
+def written(value):
+    """Norms of what each head would write of a value [layer, head, pos, d_head], over the mean of the head."""
+    norms = []
+    for layer, of_layer in enumerate(value):
+        matrices = NETWORK.weights[NETWORK._name(layer, "o")].chunk(NETWORK.heads, dim=1)  # [d_model, d_head] each
+        norms.append(torch.stack([(v @ w.T).square().sum(-1).sqrt() for v, w in zip(of_layer, matrices, strict=True)]))
+    norm = torch.stack(norms)
+    return norm / norm.mean(-1, keepdim=True)
+
+
 def ranks(output):
     """Squared singular values over the largest, summed, from the eigenvalues of O Oᵀ."""
     squares = torch.linalg.eigvalsh(output @ output.transpose(-1, -2))
@@ -99,10 +109,12 @@ def measures(run):
         sink, ratio, rank = sinks_of(one), lengths(one.value), ranks(one.output)
         order = torch.randperm(len(run.tokens), generator=torch.Generator().manual_seed(0))
         mixed, has = ranks(one.pattern @ one.value[:, :, order]), sink.any(-1)
+        share = written(one.value)
         _, drain, sent = counted(one).sum(-1) / sink.sum()
         cells = (
             100 * drain, 100 * sent, ratio[sink].mean(), ratio[has[..., None] & ~sink].mean(), rank[has].mean(),
-            mixed[has].mean(), rank[~has].mean(),
+            mixed[has].mean(), rank[~has].mean(), share[sink].mean(), share[has[..., None] & ~sink].mean(),
+            100 * (share[sink] < 0.2).double().mean(),
         )  # fmt: skip
         of_steps.append([float(cell) for cell in cells])
     return np.mean(of_steps, axis=0)
