@@ -8,8 +8,8 @@ becomes of one matrix:
         def edited(self, model, matrix):
             return matrix.rows / 2
 
-A *matrix* is a parameter of a layer with two axes or more: projections, routers, and stacked experts. Embeddings,
-norms, biases and the language-model head are none. Its *rows* are its outputs.
+A *matrix* is a parameter of a layer with two axes or more: projections, routers, and stacked experts, but not
+embeddings, norms, biases or the language-model head. Its *rows* are its outputs.
 
 Pitfall: the model changes for every row of a batch, and for every other use of it while the run lasts.
 """

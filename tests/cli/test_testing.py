@@ -95,7 +95,8 @@ def test_a_changed_plan_is_refused_after_the_first_run_and_the_first_one_resumes
     code, printed, calls = run(0.4, 9)
     assert (code, calls) == (1, [])
     assert (
-        "was begun with another plan; changed since: n, prompts. A plan cannot change after its first run." in printed
+        "was begun with another plan; changed since: groups, n, prompts. A plan cannot change after its first run."
+        in printed
     )
     code, printed, calls = run(0.4, 8)
     assert (code, calls) == (0, [])  # nothing is measured twice
