@@ -33,7 +33,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.analyses.answers import each_prompt
-from sinklens.analyses.edits import LEADS, Jumps, compared, edited
+from sinklens.analyses.edits import LEADS, Jumps, compared, edited, measures
 from sinklens.analyses.intervals import judged
 from sinklens.analyses.mass import of_mass
 from sinklens.analyses.strata import groups_of, mean_rows
@@ -173,7 +173,7 @@ class Texts(Study):
             jumps.append(edited(model, canvas, _drawn(visible, self.edits, noise), kinds, noise, later=False))
             jumps.append(_revealed(model, canvas, ids, _drawn(hidden, self.edits, noise)))
         jumps += [None] * (len(EDITS) - len(jumps))
-        return np.array([_shares(one) for one in jumps])
+        return np.array([measures(one)[0] for one in jumps])
 
     def contrasts(self, data: xr.Dataset) -> xr.Dataset:
         """The differences that `CLAIMS` names, above 0 where they hold."""
@@ -231,13 +231,6 @@ def _drawn(allowed: Bool[np.ndarray, " pos"], number: int, noise: np.random.Gene
     """`number` allowed places, with replacement; none if there are none."""
     places = np.flatnonzero(allowed)
     return noise.choice(places, number).tolist() if len(places) else []
-
-
-def _shares(jumps: Jumps | None) -> Float[np.ndarray, " lead"]:
-    """``jump_share`` for every lead; NaN without edits."""
-    if jumps is None:
-        return np.full(len(LEADS), np.nan)
-    return np.array([(jumps.moved & (jumps.lead >= least)).mean() for least in LEADS])
 
 
 def _revealed(
