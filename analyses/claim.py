@@ -16,12 +16,14 @@ training runs, if the plan names several:
 direction. *the opposite holds*: it is below 0. *cannot tell*: none of these, and the report says what so many units
 could have shown. Each verdict has an error rate of 5 % over all tests on these prompts (tested.py).
 
+Units that agree exactly have no spread; their spread is taken as if one prompt had been answered differently.
+
 Limitation: t tests of few groups or runs assume that their means are normally distributed, runs' on the scale of the
 measure. docs/concepts/error-rates.md has the simulated error rates.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -184,20 +186,23 @@ def decided(plan: Plan, measured: Mapping[str, xr.Dataset]) -> Found:
     values, groups, kl = [difference(plan, data) for data in measured.values()], plan.groups(), plan.measure == "kl"
     of_interest = math.log(plan.of_interest) if kl else plan.of_interest
     if len(values) > 1:
-        found = _of_runs(values, groups, of_interest, LINEAR if kl else DIFFERENCE)
-    elif groups or kl:
-        found = _of_means(in_groups(values[0], groups) if groups else values[0][~np.isnan(values[0])], of_interest)
+        scale = LINEAR if kl else DIFFERENCE
+        found = _not_certain(values, groups, lambda given: _of_runs(given, groups, of_interest, scale))
+    elif groups:
+        found = _of_groups(values[0], groups, of_interest)
+    elif kl:
+        found = _of_means(values[0][~np.isnan(values[0])], of_interest)
     else:
         return _of_outcomes(values[0], of_interest)
     if not kl:
-        return found
+        return _possible(found)
     estimate, low, high = (math.exp(value) for value in found[:3])
     return found._replace(estimate=estimate, low=low, high=high, shown=math.exp(min(found.shown, 700.0)))
 
 
 def over_groups(values: xr.DataArray, groups: Sequence[str]) -> tuple[float, float, float]:
     """Mean and t interval over groups of a difference [prompt]."""
-    found = _of_means(in_groups(values.to_numpy(), groups), 0.0)
+    found = _possible(_of_groups(values.to_numpy(), groups, 0.0))
     return found.estimate, found.low, found.high
 
 
@@ -216,6 +221,44 @@ def in_groups(values: Float[np.ndarray, " prompt"], groups: Sequence[str]) -> Fl
     names = np.array(groups)
     parts = [values[(names == name) & ~np.isnan(values)] for name in dict.fromkeys(groups)]
     return np.array([part.mean() for part in parts if len(part)])
+
+
+def _of_groups(values: Float[np.ndarray, " prompt"], groups: Sequence[str], of_interest: float) -> Found:
+    return _not_certain([values], groups, lambda given: _of_means(in_groups(given[0], groups), of_interest))
+
+
+def _not_certain(
+    values: list[Float[np.ndarray, " prompt"]],
+    groups: Sequence[str],
+    of: Callable[[list[Float[np.ndarray, " prompt"]]], Found],
+) -> Found:
+    """`of` the values; if all units agree exactly, the less certain of two neighbors.
+
+    Units that agree have no spread, so a t test would be certain, even of two prompts. Their spread is then taken from
+    the two results that are nearest: one prompt of the smallest group is higher or lower by 1.
+    """
+    found, (first, *rest) = of(values), values
+    if found.high > found.low + 1e-9 or math.isnan(found.low):
+        return found
+    sizes = {group: groups.count(group) for group in groups}
+    known = np.flatnonzero(~np.isnan(first))
+    at = min(known.tolist(), key=lambda prompt: sizes[groups[prompt]] if groups else 0)
+    near = [of([first + step * (np.arange(len(first)) == at), *rest]) for step in (-1.0, 1.0)]
+    ends = [end if end.high > end.low + 1e-9 else end._replace(low=-math.inf, high=math.inf, p=1.0, p_equivalent=1.0,
+                                                                 shown=math.inf) for end in near]  # fmt: skip
+    return found._replace(
+        low=min(end.low for end in ends),
+        high=max(end.high for end in ends),
+        p=max(end.p for end in (found, *ends)),
+        p_equivalent=max(end.p_equivalent for end in (found, *ends)),
+        shown=max(end.shown for end in ends),
+    )
+
+
+def _possible(found: Found) -> Found:
+    """A difference of shares whose interval and smallest difference shown are between −1 and 1 (`shown`: or none)."""
+    low, high = (float(np.clip(end, -1, 1)) for end in (found.low, found.high))
+    return found._replace(low=low, high=high, shown=found.shown if found.shown <= 1 else math.inf)
 
 
 def _of_outcomes(values: Float[np.ndarray, " prompt"], of_interest: float) -> Found:
@@ -315,7 +358,7 @@ def planned_power(plan: Plan, tests: int) -> dict[str, float]:
     return {
         "holds": t_power(effect, units, spread, level),
         "equivalent": math.nan,
-        "shown": math.exp(min(shown, 700.0)) if plan.measure == "kl" else shown,
+        "shown": math.exp(min(shown, 700.0)) if plan.measure == "kl" else shown if shown <= 1 else math.inf,
     }
 
 

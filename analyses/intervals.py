@@ -31,6 +31,7 @@ from jaxtyping import Float, Shaped
 
 from sinklens.analyses.medians import HEAVY, typical
 from sinklens.analyses.power import OF_INTEREST, equivalent_p, smallest_shown
+from sinklens.errors import SettingError
 from sinklens.evaluation.statistics import holm, mcnemar, score_interval, score_p
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ def outcomes(values: Shaped[np.ndarray, "prompt *rest"], lowest: int, highest: i
 
     Args:
         lowest, highest: range of the possible values.
+
+    Raises:
+        SettingError: a value that is no integer from `lowest` to `highest`.
     """
     counts, possible = _counted(values, lowest, highest)
     count = counts.sum(axis=-1)
@@ -340,7 +344,14 @@ def _are_outcomes(values: np.ndarray, possible: tuple[int, int] | None) -> bool:
 def _counted(values: np.ndarray, lowest: int, highest: int) -> tuple[np.ndarray, np.ndarray]:
     """How often each integer of the range occurs over prompts, [*rest, value], and the integers."""
     possible = np.arange(lowest, highest + 1)
-    return (np.asarray(values)[..., None] == possible).sum(axis=0).astype(np.float64), possible
+    values = np.asarray(values)
+    others = values[~np.isnan(values) & ~np.isin(values, possible)]
+    if len(others):
+        raise SettingError(
+            f"outcomes are the integers from {lowest} to {highest}, or NaN; got {others[0]:g}. Give the range of all "
+            "possible values (0 and 1 of verdicts, −1 and 1 of their differences), or use bootstrap for other values."
+        )
+    return (values[..., None] == possible).sum(axis=0).astype(np.float64), possible
 
 
 def _flipped(values: np.ndarray, seed: int) -> float:

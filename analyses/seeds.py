@@ -181,7 +181,8 @@ def seeds_table(
 ) -> "DataFrame":
     """`hierarchical` of every variable and entry, all models being seeds that answered the same prompts.
 
-    Entries are those of any model, by label; an entry that a model lacks is NaN.
+    Entries are those of any model, by label; an entry that a model lacks is NaN. If there are several groups of
+    prompts (``prompt_group``), what the seeds share is resampled by group.
 
     Args:
         scales: what the study declares (`scale_of`).
@@ -199,6 +200,7 @@ def seeds_table(
     from pandas import DataFrame
 
     rows: list[dict[str, Any]] = []
+    groups = _groups(next(iter(measured.values()))) if measured else []
     for name in variables:
         scale = scale_of(name, scales or {}, difference)
         given = [data[name].transpose("prompt", ...) for data in measured.values()]
@@ -206,7 +208,7 @@ def seeds_table(
         axes = parts[0].dims[1:]
         for place in np.ndindex(parts[0].shape[1:]):
             at = dict(zip(axes, place, strict=True))
-            found = hierarchical([part.isel(at).to_numpy() for part in parts], seed=seed, scale=scale)
+            found = hierarchical([part.isel(at).to_numpy() for part in parts], seed=seed, scale=scale, group=groups)
             labels = {
                 str(axis): parts[0][axis].to_numpy()[index] if axis in parts[0].coords else index
                 for axis, index in at.items()
@@ -220,6 +222,12 @@ def seeds_table(
     return DataFrame(rows)
 
 
+def _groups(data: xr.Dataset) -> list[str]:
+    """The group of each prompt; empty without several groups."""
+    found = data["prompt_group"].to_numpy().tolist() if "prompt_group" in data.coords else []
+    return found if len(set(found)) > 1 else []
+
+
 def write_seeds(study: Study, findings: Findings, out: Path, seed: int = 0) -> tuple["DataFrame", Path]:
     """Write ``STUDY-seeds.csv``: `seeds_table` of a study's contrasts and of every measurement with at most `ENTRIES`
     entries; the column ``compared`` is "difference" for the former and "measurement" for the latter. Differences have
@@ -228,7 +236,7 @@ def write_seeds(study: Study, findings: Findings, out: Path, seed: int = 0) -> t
     from pandas import concat
 
     parts = {
-        "difference": {name: study.contrasts(data) for name, data in findings.measured.items()},
+        "difference": {name: _of_prompts(study.contrasts(data), data) for name, data in findings.measured.items()},
         "measurement": findings.measured,
     }
     tables = [
@@ -248,6 +256,13 @@ def write_seeds(study: Study, findings: Findings, out: Path, seed: int = 0) -> t
     with atomic_write(file) as part:
         table.to_csv(part, index=False)
     return table, file
+
+
+def _of_prompts(contrasts: xr.Dataset, data: xr.Dataset) -> xr.Dataset:
+    """The contrasts with the groups of the prompts, which a contrast built from bare arrays lacks."""
+    if "prompt_group" not in data.coords or "prompt" not in contrasts.dims:
+        return contrasts
+    return contrasts.assign_coords(prompt_group=data["prompt_group"])
 
 
 def _summarized(measured: Mapping[str, xr.Dataset]) -> list[str]:

@@ -15,12 +15,14 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from lenses import over_templates, text
 
 import sinklens
+from sinklens.analyses.ratios import Estimate
 from sinklens.experiments import circuit_case, circuit_curves, edge_scores
 from sinklens.experiments.circuit_search import CircuitCase
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out, training
@@ -30,14 +32,6 @@ PATHS = {"attribution": 0, "integrated gradients": 8}
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 EACH, DRAWS = 2, 2
 """Problems of each template, for the scores and for the measurement, and random circuits of each kind per problem."""
-
-
-class Value(NamedTuple):
-    """A mean over templates with its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
 
 
 def case_of(model: sinklens.Model, problem: Problem) -> CircuitCase | None:
@@ -72,16 +66,6 @@ def cases_of(model: sinklens.Model, problems: Sequence[Problem]) -> Iterator[tup
             yield kind, case
 
 
-def over_templates(kinds: Sequence[str], above: np.ndarray, below: np.ndarray) -> Value:
-    """The mean over templates of sum(above) / sum(below), with a t interval."""
-    from scipy.stats import t
-
-    at = [np.array(kinds) == kind for kind in dict.fromkeys(kinds)]
-    values = np.array([above[chosen].sum() / below[chosen].sum() for chosen in at])
-    half = t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-    return Value(float(values.mean()), float(values.mean() - half), float(values.mean() + half))
-
-
 def measured(name: str, paths: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each score, share and kind of circuit."""
     model = sinklens.load(name)
@@ -99,7 +83,7 @@ def measured(name: str, paths: Sequence[str]) -> list[dict[str, Any]]:
                 row["changed"] = float(np.mean([one["changed"].sel(share=share).mean() for one in curves]))
                 for measure in ("faithfulness", "completeness"):
                     values = np.array([float(one[measure].sel(share=share, kind=kind).mean()) for one in curves])
-                    row[measure] = over_templates(kinds, values * span, span)
+                    row[measure] = over_templates(values, kinds, span)  # a ratio of sums
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     return rows
@@ -109,7 +93,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The rows that an earlier call printed."""
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
     measures = ("faithfulness", "completeness")
-    return [row | {measure: Value(*row[measure]) for measure in measures} for row in rows]
+    return [row | {measure: Estimate(*row[measure]) for measure in measures} for row in rows]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -122,11 +106,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             )
             for kind in ("random", "degree")
         ]
-        cells = [f"{value.mean:.2f} ({value.low:.2f} to {value.high:.2f})" for value in (row["faithfulness"],)]
-        cells += [f"{other['faithfulness'].mean:.2f}" for other in beside]
-        value = row["completeness"]
-        cells += [f"{value.mean:.2f} ({value.low:.2f} to {value.high:.2f})"]
-        cells += [f"{other['completeness'].mean:.2f}" for other in beside]
+        cells = [text(row["faithfulness"])]
+        cells += [f"{other['faithfulness'].estimate:.2f}" for other in beside]
+        cells += [text(row["completeness"])]
+        cells += [f"{other['completeness'].estimate:.2f}" for other in beside]
         cells += [f"{row['changed']:.2f}"]
         lines.append(f"| {row['model']} | {row['score']} | {row['share']:.0%}, {row['edges']} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -153,7 +136,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 chosen = [row for row in rows if (row["model"], row["score"]) == panel and row["kind"] == kind]
                 values = [row[measure] for row in chosen]
                 at = [row["share"] for row in chosen]
-                axis.plot(at, [value.mean for value in values], "o-", ms=3, color=color, label=labels[kind])
+                axis.plot(at, [value.estimate for value in values], "o-", ms=3, color=color, label=labels[kind])
                 low, high = [value.low for value in values], [value.high for value in values]
                 axis.fill_between(at, low, high, color=color, alpha=0.2, lw=0)
             axis.axhline(1, color="black", lw=0.5, ls=":")

@@ -11,12 +11,15 @@ layer. Each template is one value; intervals are t intervals over the seven temp
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import xarray as xr
+from jaxtyping import Float
 
 import sinklens
+from sinklens.analyses.claim import in_groups
+from sinklens.analyses.ratios import Estimate
+from sinklens.evaluation.verification import mean_interval
 from sinklens.experiments import TunedLens, compare_lenses, fit_jacobian_lens, train_tuned_lens
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out, training
 
@@ -26,30 +29,31 @@ FITTED, TESTED = 2, 2
 """Problems of each template."""
 
 
-class Value(NamedTuple):
-    """A mean over templates with its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f} ({self.low:.2f} to {self.high:.2f})"
-
-
 def chosen(problems: Sequence[Problem], each: int) -> Iterator[Problem]:
     """The first problems of every template."""
     for kind in PROBLEM_KINDS:
         yield from [problem for problem in problems if problem.kind == kind][:each]
 
 
-def over_templates(values: xr.DataArray, kinds: Sequence[str]) -> Value:
-    """The mean over templates of values [prompt], with a t interval."""
-    from scipy.stats import t
+def over_templates(
+    values: Float[np.ndarray, " prompt"],
+    kinds: Sequence[str],
+    weights: Float[np.ndarray, " prompt"] | None = None,
+) -> Estimate:
+    """The mean of the templates' means with its t interval; NaN values are left out.
 
-    means = np.array([np.nanmean(values.to_numpy()[np.array(kinds) == kind]) for kind in dict.fromkeys(kinds)])
-    half = t.ppf(0.975, len(means) - 1) * means.std(ddof=1) / np.sqrt(len(means))
-    return Value(float(means.mean()), float(means.mean() - half), float(means.mean() + half))
+    Args:
+        kinds: the template of each value.
+        weights: of each value within its template; None for equal ones.
+    """
+    known = np.where(np.isnan(values), np.nan, 1.0 if weights is None else weights)
+    means = in_groups(known * values, kinds) / in_groups(known, kinds)
+    return Estimate(*mean_interval(means.tolist()), len(means))
+
+
+def text(value: Estimate) -> str:
+    """``mean (low to high)``."""
+    return f"{value.estimate:.2f} ({value.low:.2f} to {value.high:.2f})"
 
 
 def measured(name: str) -> list[dict[str, Any]]:
@@ -71,13 +75,11 @@ def measured(name: str) -> list[dict[str, Any]]:
             here = found.sel(bucket=bucket)
             now, logit = here.sel(lens=lens), here.sel(lens="logit")
             row: dict[str, Any] = {"model": name, "bucket": float(bucket), "lens": lens, "n": len(tested)}
-            row["first"] = over_templates(now["first"], kinds)
-            row["earlier"] = over_templates(logit["first"] - now["first"], kinds)
-            row["decoded"] = [over_templates(now["decoded"].sel(layer=n), kinds) for n in range(model.cfg.n_layers)]
-            row["more"] = [
-                over_templates((now["decoded"] - logit["decoded"]).sel(layer=n), kinds)
-                for n in range(model.cfg.n_layers)
-            ]
+            row["first"] = over_templates(now["first"].to_numpy(), kinds)
+            row["earlier"] = over_templates((logit["first"] - now["first"]).to_numpy(), kinds)
+            decoded, more = now["decoded"], now["decoded"] - logit["decoded"]
+            row["decoded"] = [over_templates(decoded.sel(layer=n).to_numpy(), kinds) for n in range(model.cfg.n_layers)]
+            row["more"] = [over_templates(more.sel(layer=n).to_numpy(), kinds) for n in range(model.cfg.n_layers)]
             rows.append(row)
             print(json.dumps(row), flush=True)
     return rows
@@ -89,9 +91,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         low = row["bucket"] - 1 / BUCKETS[row["model"]]
         share = "" if BUCKETS[row["model"]] == 1 else f", {low:.2f} to {row['bucket']:.2f}"
-        decoded = " | ".join(f"{value.mean:.2f}" for value in row["decoded"])
-        earlier = "" if row["lens"] == "logit" else str(row["earlier"])
-        lines.append(f"| {row['model']}{share} | {row['lens']} | {decoded} | {row['first']} | {earlier} |")
+        decoded = " | ".join(f"{value.estimate:.2f}" for value in row["decoded"])
+        earlier = "" if row["lens"] == "logit" else text(row["earlier"])
+        lines.append(f"| {row['model']}{share} | {row['lens']} | {decoded} | {text(row['first'])} | {earlier} |")
     return "\n".join(lines)
 
 

@@ -43,6 +43,7 @@ class Browser:
     def open(self, path: Path, width: int = 1440, height: int = 1000) -> None:
         """Load a file and wait for its first view, or for heads drawn by themselves."""
         self.size(width, height)
+        self.driver.get("about:blank")  # the last page writes to the logs until it is left
         self.driver.get_log("browser"), self.driver.get_log("performance")
         self.driver.get(path.as_uri())
         self.wait(

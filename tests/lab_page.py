@@ -22,8 +22,8 @@ class Page:
 
     def open(self, address, width=1440):
         self.browser.size(width)
+        self.browser.driver.get("about:blank")  # the last page writes to the logs until it is left
         self.browser.driver.get_log("browser"), self.browser.driver.get_log("performance")
-        self.browser.driver.get("about:blank")
         self.browser.driver.get(address)
         self.browser.wait("return document.body.dataset.ready")
         return self

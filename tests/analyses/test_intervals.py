@@ -20,6 +20,7 @@ from sinklens.analyses.intervals import (
     pooled,
     verdict,
 )
+from sinklens.errors import SettingError
 from sinklens.evaluation.statistics import Accuracy, mcnemar, paired
 
 NAN = float("nan")
@@ -119,6 +120,12 @@ def test_rows_are_labelled_on_every_axis():
 )
 def test_a_verdict_requires_the_entire_interval_on_one_side(numbers, expected):
     assert verdict(*numbers, 0.5, "above", "below") == expected
+
+
+@pytest.mark.parametrize("values", [[1.0, -1.0, NAN], [1.0, 0.5], [[0.0, 1.0], [2.0, 0.0]]])
+def test_outcomes_beyond_their_range_are_refused(values):
+    with pytest.raises(SettingError, match=r"integers from 0 to 1, or NaN; got (-1|0\.5|2)\. Give the range"):
+        outcomes(np.array(values), 0, 1)
 
 
 def test_outcomes_have_the_intervals_of_the_evaluation():

@@ -172,6 +172,23 @@ def test_the_table_has_a_row_per_entry_with_every_seed():
     assert [float(value) for value in table.loc["one", "by_seed"].split()] == pytest.approx([1, 2, 3], abs=0.02)
 
 
+def test_the_table_and_its_file_resample_the_groups_of_the_prompts(tmp_path):
+    """Four groups of ten equal prompts are four observations, in the measurements and in the differences."""
+    values, groups = np.repeat([0.1, 0.3, 0.5, 0.9], 10), list(np.repeat([*"abcd"], 10))
+    zero = np.zeros(40)
+    given = dict.fromkeys(COMPARED, ("prompt", values)) | {f"null_{name}": ("prompt", zero) for name in COMPARED}
+    alone = {str(at): xr.Dataset(given) for at in (1, 2, 3)}
+    grouped = {name: data.assign_coords(prompt_group=("prompt", groups)) for name, data in alone.items()}
+    name = COMPARED[0]
+    expected = hierarchical([values] * 3, scale=scale_of(name, {}), group=groups)
+    (row,) = seeds_table(grouped, [name]).itertuples()
+    assert (row.low, row.high) == (expected.low, expected.high)
+    for measured, wide in ((grouped, True), (alone, False)):
+        table, _ = write_seeds(Dynamics(), Findings(measured, {}, {}, {}), tmp_path)
+        width = table["high"] - table["low"]
+        assert ((width > 0.8) == wide)[table["measure"].isin(COMPARED)].all()
+
+
 def test_entries_are_matched_by_label_although_models_have_different_ones():
     values = {"1": (["0", "a", "b"], [0.0, 1.0, 2.0]), "2": (["0", "9", "a", "b"], [0.0, 5.0, 1.0, 3.0])}
     models = {

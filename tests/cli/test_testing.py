@@ -261,6 +261,33 @@ def test_equal_runs_that_lose_nothing_are_equivalent():
     assert verdict(plan, found, found.p, found.p_equivalent) == "equivalent"
 
 
+@pytest.mark.parametrize(("lost", "said"), [(0.0, "equivalent"), (1.0, "holds")])
+def test_few_groups_or_runs_that_agree_exactly_are_not_certain(monkeypatch, lost, said):
+    """Without a spread, a t test of two prompts had p = 1e-12."""
+
+    def verdict_of(groups, each, runs=1):
+        names = [str(group) for group in range(groups) for _ in range(each)]
+        monkeypatch.setattr(Plan, "groups", lambda self: names if groups > 1 else [])
+        plan = Plan("c", "a", len(names), 0.1, seeds=tuple("bc"[: runs - 1]), group="" if groups > 1 else "none")
+        found = decided(plan, {name: data(np.full(len(names), lost)) for name in "abc"[:runs]})
+        assert -1 <= found.low < found.estimate + 1e-9
+        assert found.estimate - 1e-9 < found.high <= 1
+        return verdict(plan, found, found.p, found.p_equivalent)
+
+    assert verdict_of(groups=2, each=1) == verdict_of(groups=1, each=3, runs=3) == "cannot tell"
+    assert verdict_of(groups=7, each=14) == said
+
+
+def test_differences_of_shares_stay_between_minus_one_and_one(monkeypatch):
+    names = ["a", "a", "b", "b"]
+    monkeypatch.setattr(Plan, "groups", lambda self: names)
+    plan, values = Plan("c", "m", 4, 0.1), data(np.array([1.0, 0.0, 0.0, 0.0]))
+    found = decided(plan, {"m": values})
+    assert (found.low, found.high, found.shown) == (-1.0, 1.0, np.inf)
+    assert over_groups(values["cost"].sel(pick="treated"), names) == (0.25, -1.0, 1.0)
+    assert planned_power(plan, 1)["shown"] == np.inf
+
+
 STUDIES, PER_GROUP = 600, 10
 
 

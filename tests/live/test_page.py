@@ -291,7 +291,7 @@ def test_hostile_tokens_and_prompts_are_shown_and_not_executed(browser, tmp_path
         assert browser.js("return [window.bad, document.images.length]") == [None, 0]
         asked = [unquote(address) for address in browser.requests()]
         assert asked
-        assert all(address.startswith(lab.address) for address in asked)
+        assert [address for address in asked if not address.startswith(lab.address)] == []
         page.quiet()
         page.fresh()
         browser.driver.get("about:blank")
