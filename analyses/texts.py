@@ -3,26 +3,31 @@
     python -m sinklens.zoo.text_scores windows.jsonl
     sinklens analyse texts tiny-text tiny-text-causal --prompts windows.jsonl --group document
 
-No answer is generated: each prompt is a text, read in single passes. A masked model predicts random masked tokens, as
-many as a uniformly drawn count, and an autoregressive model every next token. The loss is in nats per predicted token,
-so it varies continuously, and texts need neither operands nor templates.
+No answer is generated: each prompt is a text, read in single passes (text_passes.py). A masked model predicts random
+masked tokens, as many as a uniformly drawn count, and an autoregressive model every next token. The loss is in nats per
+predicted token, so it varies continuously, and texts need neither operands nor templates.
 
 *Sinks* are the keys of a head that receive more attention than uniform attention would give them, by more than
 `epsilon`: Σ_i A[i, j] − Σ_i 1 / (keys that query i sees) > ε. In a bidirectional model this is nearly the paper's Eq. 3
 (Rulli et al., 2510.15731); in an autoregressive one, the first keys are not sinks merely because all queries see them.
-Sinks of one kind of token are hidden in all layers and heads at once, in another pass over the same canvas: no query
-but that of their own position sees them. Controls hide as many weaker keys of each head, drawn at random, or keys that
-are no sinks until they hold together as much attention as the hidden sinks of their layer (*same mass*).
+Sinks of one kind of token are hidden in all layers and heads at once, in another pass over the same canvas. Controls
+hide as many weaker keys of each head, drawn at random, or keys that are no sinks until they hold together as much
+attention as the hidden sinks of their layer (*same mass*).
+
+Sinks are also left *stale*, as a cache would leave them: with the keys and values of a canvas that has `age` more
+masks. An autoregressive model has no stale keys, because later tokens do not change earlier ones.
 
 The strongest key of a head *jumps* if an edit of one token changes it: an *edited* token is replaced by another of its
 kind; a *revealed* one takes the place of a mask. In an autoregressive model only queries after an edit can move, so
 ``edited, later`` sums over these in every model.
 
+If the study runs on masked and causal models, ``pairs`` compares each masked one with each causal one, text by text.
+
 Caveat: ``write_ratio`` averages keys of all kinds; a difference need not be due to their being sinks.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -35,12 +40,25 @@ from torch import Tensor
 from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.edits import LEADS, Jumps, compared, edited, measures
 from sinklens.analyses.intervals import judged
-from sinklens.analyses.mass import of_mass
 from sinklens.analyses.strata import groups_of, mean_rows
 from sinklens.analyses.study import Study
+from sinklens.analyses.text_passes import (
+    CHOICES,
+    STALE,
+    Canvas,
+    earlier_canvas,
+    hiding,
+    key_choices,
+    loss,
+    no_ops,
+    read,
+    stale_costs,
+    uniform,
+    write_ratio,
+    written,
+)
 from sinklens.errors import SettingError
 from sinklens.experiments.swaps import column_sums, kinds_of_vocabulary
-from sinklens.interventions.controls import largest, rest_of
 from sinklens.likelihood.draws import by_count
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
@@ -51,7 +69,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-    from sinklens.hooks.points import Point
     from sinklens.model import Model
 
 KINDS: Mapping[str, tuple[Kind, ...]] = {
@@ -61,11 +78,6 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
     "delimiter": (Kind.NEWLINE, Kind.SPACE, Kind.PUNCTUATION),
     "digit": (Kind.DIGIT,),
     "word": (Kind.WORD,),
-}
-CHOICES = {
-    "sink": "the sinks",
-    "random": "as many weaker keys of each head, drawn at random",
-    "same_mass": "random keys that are no sinks, with as much attention",
 }
 EDITS = {
     "edited, later": "a visible token replaced by one of its kind, later queries",
@@ -78,31 +90,66 @@ MEASURES = {
     "removed": "share of all attention that the hidden keys receive",
     "per_place": "heads with a sink at a place of this kind, of 1",
     "write_ratio": "log2 of what a sink's value writes (norm after W_O) over what other keys' values write",
+    "no_op_share": "share of the sinks whose value writes less than a fifth of the head's median",
+    "stale_cost": "loss added by stale keys and values, nats per predicted token",
+    "stale_mass": "share of all attention that the stale keys receive",
     "jump_share": "share of heads and edits at which the strongest key changes with at least this lead",
 }
-CLAIMS = {
-    **{f"hiding {kind} sinks costs more than hiding as much attention": ("cost", kind) for kind in KINDS},
-    **{f"a {kind} is a sink more often than a word": ("per_place", kind) for kind in ("start", "mask", "delimiter")},
-    "a revealed token moves sinks more than an edited one": ("jump_share", "revealed"),
-    "sinks write less than other keys": ("write_ratio", ""),
-}
-
-Keys = Bool[Tensor, "layer head key"]
-Sums = Float[Tensor, "layer head key"]
 
 
-class Read(NamedTuple):
-    """One pass over a canvas.
+class Difference(NamedTuple):
+    """What a claim compares.
 
     Attributes:
-        loss: nats per predicted token.
-        pattern: attention of every query.
-        writes: norm of each key's value after the head's output matrix.
+        measure: of `MEASURES`.
+        more, less: where it is larger, and where smaller, if the claim holds; None for 0.
     """
 
-    loss: float
-    pattern: Float[Tensor, "layer head query key"]
-    writes: Sums
+    measure: str
+    more: Mapping[str, Any] | None = None
+    less: Mapping[str, Any] | None = None
+
+    def of(self, data: xr.Dataset) -> xr.DataArray:
+        """The difference of each text, [prompt]."""
+        parts = [0.0 if where is None else data[self.measure].sel(dict(where)) for where in (self.more, self.less)]
+        return (parts[0] - parts[1]).drop_vars(["kind", "choice", "stale", "edit", "lead"], errors="ignore")
+
+
+def _beyond_mass(kind: str) -> Difference:
+    """What sinks of a kind cost beyond as much attention."""
+    return Difference("cost", {"kind": kind, "choice": "sink"}, {"kind": kind, "choice": "same_mass"})
+
+
+def _jumps(edit: str) -> dict[str, Any]:
+    """Every jump after an edit."""
+    return {"edit": edit, "lead": LEADS[0]}
+
+
+CLAIMS = {
+    **{f"hiding {kind} sinks costs more than hiding as much attention": _beyond_mass(kind) for kind in KINDS},
+    **{
+        f"a {kind} is a sink more often than a word": Difference("per_place", {"kind": kind}, {"kind": "word"})
+        for kind in ("start", "mask", "delimiter")
+    },
+    "a revealed token moves sinks more than an edited one": Difference(
+        "jump_share", _jumps("revealed"), _jumps("edited")
+    ),
+    "sinks write less than other keys": Difference("write_ratio", less={}),
+    "stale sinks cost more than as much stale attention": Difference(
+        "stale_cost", {"stale": "sink"}, {"stale": "same_mass"}
+    ),
+}
+PAIRS = {
+    **{f"hiding {kind} sinks, beyond as much attention": _beyond_mass(kind) for kind in KINDS if kind != "mask"},
+    **{
+        f"heads with a sink at a {kind}": Difference("per_place", {"kind": kind})
+        for kind in ("start", "delimiter", "word")
+    },
+    "log2 of what sinks write": Difference("write_ratio", {}),
+    "sinks that are no-ops": Difference("no_op_share", {}),
+    "jumps, a token replaced, later queries": Difference("jump_share", _jumps("edited, later")),
+}
+"""What `paired` compares: the masked model minus the causal one."""
 
 
 @dataclass
@@ -114,6 +161,7 @@ class Texts(Study):
         edits: number of edits of each sort for each text.
         epsilon: a sink receives more than this above uniform attention, in column sums.
         longest: tokens read of a text; the rest is left out.
+        age: tokens decided since stale keys were computed.
     """
 
     name: ClassVar[str] = "texts"
@@ -122,6 +170,7 @@ class Texts(Study):
     edits: Count = 4
     epsilon: float = 3.0
     longest: Count = 512
+    age: Count = 8
 
     def refusal(self, model: "Model") -> str:
         """See `Study.refusal`."""
@@ -134,8 +183,9 @@ class Texts(Study):
         return ""
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """``nats`` and ``write_ratio`` [prompt], ``cost`` and ``removed`` [prompt, kind, choice], ``per_place``
-        [prompt, kind], ``jump_share`` [prompt, edit, lead]; means over the draws, NaN where there is nothing.
+        """``nats``, ``write_ratio``, ``no_op_share`` and ``causal`` [prompt]; ``cost`` and ``removed`` [prompt, kind,
+        choice]; ``stale_cost`` and ``stale_mass`` [prompt, stale]; ``per_place`` [prompt, kind]; ``jump_share``
+        [prompt, edit, lead]. Means over the draws, NaN where there is nothing.
         """
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
@@ -143,11 +193,16 @@ class Texts(Study):
             if len(ids) < 3:
                 raise SettingError(f"the study texts needs at least three tokens per text; got {prompt!r}.")
             noise = _noise(ids, self.seed)
-            found = [_of_canvas(model, ids, masked, self.epsilon, noise) for masked in self._masks(model, ids)]
+            found = [self._of_canvas(model, Canvas(ids, masked), noise) for masked in self._masks(model, ids)]
             data: xr.Dataset = xr.concat(found, dim="draw").mean("draw", skipna=True)
-            return data.assign(jump_share=(("edit", "lead"), self._jumps(model, ids, noise)))
+            return data.assign(
+                causal=float(model.causal), jump_share=(("edit", "lead"), self._jumps(model, ids, noise))
+            )
 
-        places = {"kind": list(KINDS), "choice": list(CHOICES), "edit": list(EDITS), "lead": list(LEADS)}
+        places = {
+            "kind": list(KINDS), "choice": list(CHOICES), "stale": list(STALE), "edit": list(EDITS),
+            "lead": list(LEADS),
+        }  # fmt: skip
         return each_prompt(prompts, one).assign_coords(places)
 
     def _masks(self, model: "Model", ids: Int[Tensor, " pos"]) -> Bool[Tensor, "draw pos"]:
@@ -157,6 +212,35 @@ class Texts(Study):
         generator = torch.Generator().manual_seed(int(_noise(ids, self.seed).integers(2**62)))
         masked, _ = by_count(len(ids) - 1, self.draws, generator)
         return torch.nn.functional.pad(masked, (1, 0), value=False)
+
+    def _of_canvas(self, model: "Model", canvas: Canvas, noise: np.random.Generator) -> xr.Dataset:
+        """The measurements of one canvas, without jumps."""
+        plain, tokens = read(model, canvas), canvas.tokens(model)
+        kinds = torch.from_numpy(kinds_of_vocabulary(model)[tokens.numpy()].astype(np.int64))
+        sinks = plain.sums - uniform(len(tokens), model.causal) > self.epsilon
+        order, every = torch.from_numpy(noise.random(sinks.shape)), torch.ones(len(tokens), dtype=torch.bool)
+        cost, removed = np.full((2, len(KINDS), len(CHOICES)), np.nan)
+        per_place, mass = np.full(len(KINDS), np.nan), plain.from_others
+        for row, wanted in enumerate(KINDS.values()):
+            of_kind = torch.isin(kinds, torch.tensor([int(kind) for kind in wanted]))
+            if of_kind.any():
+                per_place[row] = float(sinks[..., of_kind].double().mean())
+            treated = sinks & of_kind
+            if not treated.any():
+                continue
+            for column, keys in enumerate(key_choices(treated, sinks, plain, order, every).values()):
+                cost[row, column] = loss(model, canvas, hiding(keys)) - plain.loss
+                removed[row, column] = float((mass * keys).sum() / mass.sum())
+        earlier = None if model.causal else earlier_canvas(canvas, self.age, noise)
+        stale = np.full((2, len(STALE)), np.nan)
+        if earlier is not None:
+            stale = np.array(list(stale_costs(model, canvas, plain, earlier, self.epsilon, order).values())).T
+        axes, writes = ("kind", "choice"), written(model, plain)
+        return xr.Dataset(
+            {"nats": plain.loss, "write_ratio": write_ratio(writes, sinks), "no_op_share": no_ops(writes, sinks),
+             "cost": (axes, cost), "removed": (axes, removed), "per_place": (axes[:1], per_place),
+             "stale_cost": ("stale", stale[0]), "stale_mass": ("stale", stale[1])}
+        )  # fmt: skip
 
     def _jumps(
         self, model: "Model", ids: Int[Tensor, " pos"], noise: np.random.Generator
@@ -168,7 +252,7 @@ class Texts(Study):
         free[[0, -1]] = False
         jumps: list[Jumps | None] = [edited(model, ids, _drawn(free, self.edits, noise), kinds, noise)]
         if not model.causal:
-            canvas = ids.masked_fill(masked, int(model.mask_token_id or 0))
+            canvas = Canvas(ids, masked).tokens(model)
             visible, hidden = free & ~masked.numpy(), masked.numpy()
             jumps.append(edited(model, canvas, _drawn(visible, self.edits, noise), kinds, noise, later=False))
             jumps.append(_revealed(model, canvas, ids, _drawn(hidden, self.edits, noise)))
@@ -177,23 +261,11 @@ class Texts(Study):
 
     def contrasts(self, data: xr.Dataset) -> xr.Dataset:
         """The differences that `CLAIMS` names, above 0 where they hold."""
-        cost, place = data["cost"], data["per_place"]
-        jumps = data["jump_share"].isel(lead=0)
-        found = {}
-        for claim, (measure, what) in CLAIMS.items():
-            if measure == "cost":
-                found[claim] = cost.sel(kind=what, choice="sink") - cost.sel(kind=what, choice="same_mass")
-            elif measure == "per_place":
-                found[claim] = place.sel(kind=what) - place.sel(kind="word")
-            elif measure == "jump_share":
-                found[claim] = jumps.sel(edit=what) - jumps.sel(edit="edited")
-            else:
-                found[claim] = -data[measure]
-        return xr.Dataset({claim: values.reset_coords(drop=True) for claim, values in found.items()})
+        return xr.Dataset({claim: difference.of(data) for claim, difference in CLAIMS.items()})
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``texts``: `MEASURES`; ``claims``: `CLAIMS`, one family on each model. Intervals resample groups of texts if
-        there are several.
+        """``texts``: `MEASURES`; ``claims``: `CLAIMS`, one family on each model; ``pairs``: `PAIRS`, one family on each
+        pair of a masked and a causal model. Intervals resample groups of texts if there are several.
         """
         from pandas import DataFrame
 
@@ -206,7 +278,14 @@ class Texts(Study):
                 claims += mean_rows(model, str(claim), values, self.seed, group, claim=True)
         table = DataFrame(rows).dropna(subset="estimate")
         table = table.assign(meaning=table["measure"].map(MEASURES)).drop(columns="p")
-        return {"texts": table, "claims": judged(DataFrame(claims))}
+        pairs = [
+            row
+            for pair, data in paired(measured).items()
+            for name, values in data.items()
+            for row in mean_rows(pair, str(name), values, self.seed, groups_of(data), claim=True)
+        ]
+        tables = {"texts": table, "claims": judged(DataFrame(claims))}
+        return {**tables, "pairs": judged(DataFrame(pairs), "more", "less")} if pairs else tables
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: loss added by hiding keys of each kind."""
@@ -219,6 +298,16 @@ class Texts(Study):
             interval_dots(table[table["choice"] == choice], "kind", ax, line=0.0)
             ax.set(xlabel="loss added, nats per token", title=meaning)
         return {"costs": figure}
+
+
+def paired(measured: Mapping[str, xr.Dataset]) -> dict[str, xr.Dataset]:
+    """`PAIRS` [prompt] of every masked model minus every causal one, as "MASKED − CAUSAL"."""
+    return {
+        f"{one} − {other}": xr.Dataset({name: pair.of(masked) - pair.of(causal) for name, pair in PAIRS.items()})
+        for one, masked in measured.items()
+        for other, causal in measured.items()
+        if causal["causal"].all() and not masked["causal"].any()
+    }
 
 
 def _noise(ids: Int[Tensor, " pos"], seed: int) -> np.random.Generator:
@@ -243,120 +332,3 @@ def _revealed(
     for row, place in enumerate(places):
         after[row, place] = text[place]
     return compared(column_sums(model, canvas[None])[:, 0], column_sums(model, after)[:, 0])
-
-
-def _of_canvas(
-    model: "Model",
-    ids: Int[Tensor, " pos"],
-    masked: Bool[Tensor, " pos"],
-    epsilon: float,
-    noise: np.random.Generator,
-) -> xr.Dataset:
-    """The measurements of one canvas, without jumps."""
-    canvas = ids if model.causal else ids.masked_fill(masked, int(model.mask_token_id or 0))
-    plain = read(model, ids, canvas, masked)
-    kinds = torch.from_numpy(kinds_of_vocabulary(model)[canvas.numpy()].astype(np.int64))
-    sums = plain.pattern.sum(dim=-2)
-    sinks = sums - uniform(len(ids), model.causal) > epsilon
-    seen = sums - plain.pattern.diagonal(dim1=-2, dim2=-1)  # what hiding takes away
-    order = torch.from_numpy(noise.random(sums.shape))
-    cost, removed = np.full((2, len(KINDS), len(CHOICES)), np.nan)
-    per_place = np.full(len(KINDS), np.nan)
-    for row, wanted in enumerate(KINDS.values()):
-        of_kind = torch.isin(kinds, torch.tensor([int(kind) for kind in wanted]))
-        if of_kind.any():
-            per_place[row] = float(sinks[..., of_kind].double().mean())
-        treated = sinks & of_kind
-        if not treated.any():
-            continue
-        for column, keys in enumerate(_choices(treated, sinks, sums, seen, order).values()):
-            cost[row, column] = read(model, ids, canvas, masked, keys).loss - plain.loss
-            removed[row, column] = float((seen * keys).sum() / seen.sum())
-    axes = ("kind", "choice")
-    written = _write_ratio(plain.writes, sinks)
-    return xr.Dataset(
-        {"nats": plain.loss, "write_ratio": written, "cost": (axes, cost), "removed": (axes, removed),
-         "per_place": (axes[:1], per_place)}
-    )  # fmt: skip
-
-
-def uniform(length: int, causal: bool) -> Float[Tensor, " key"]:
-    """The column sums of uniform attention: 1 in a bidirectional model, and less for later keys in a causal one."""
-    sees = torch.ones(length, length).tril() if causal else torch.ones(length, length)
-    return (sees / sees.sum(dim=-1, keepdim=True)).sum(dim=0)
-
-
-def _choices(treated: Keys, sinks: Keys, sums: Sums, seen: Sums, order: Sums) -> dict[str, Keys]:
-    """The keys of `CHOICES` for some of the sinks."""
-    rest = rest_of(sums, treated, torch.ones_like(treated)) & ~sinks
-    layers, heads, keys = sums.shape
-    flat = (layers, heads * keys)
-    mass = of_mass(
-        seen.reshape(flat).double().numpy(), (~sinks).reshape(flat).numpy(),
-        (seen * treated).sum(dim=(1, 2)).double().numpy()[:, None], order.reshape(flat).argsort(dim=-1).numpy(),
-    )  # fmt: skip
-    return {
-        "sink": treated,
-        "random": largest(order, rest, treated.sum(dim=-1, keepdim=True)),
-        "same_mass": torch.from_numpy(mass).reshape(layers, heads, keys),
-    }
-
-
-def _write_ratio(writes: Sums, sinks: Keys) -> float:
-    """log2 of the mean norm at sinks over that at the other keys, mean over the heads that have both."""
-    some = sinks.any(dim=-1) & (~sinks).any(dim=-1)
-    if not some.any():
-        return float("nan")
-    at, off = ((writes * keys).sum(dim=-1) / keys.sum(dim=-1).clamp_min(1) for keys in (sinks, ~sinks))
-    return float((at[some] / off[some]).log2().mean())
-
-
-@torch.no_grad()
-def read(
-    model: "Model",
-    ids: Int[Tensor, " pos"],
-    canvas: Int[Tensor, " pos"],
-    masked: Bool[Tensor, " pos"],
-    hidden: Keys | None = None,
-) -> Read:
-    """One pass over a canvas of the text `ids`, with the loss at masked positions, or of every next token.
-
-    Args:
-        hidden: keys that no query but their own position sees.
-    """
-    layers, kept = range(model.cfg.n_layers), dict[str, Tensor]()
-
-    def keep(value: Tensor, hook: "Point") -> None:
-        kept[str(hook.name)] = value.float().cpu()
-
-    names = [f"blocks.{layer}.attn.{point}" for layer in layers for point in ("hook_pattern", "hook_v")]
-    watched: list[Any] = [(name, keep) for name in names] if hidden is None else _hiding(hidden)
-    with model.tree.hooks(fwd_hooks=watched):
-        logits = model.tree(canvas[None].to(model.cfg.device))[0].double().cpu()
-    rows, tokens = (logits[:-1], ids[1:]) if model.causal else (logits[masked], ids[masked])
-    loss = float(torch.nn.functional.cross_entropy(rows, tokens))
-    if hidden is not None:
-        return Read(loss, torch.empty(0), torch.empty(0))
-    pattern = torch.stack([kept[f"blocks.{layer}.attn.hook_pattern"][0] for layer in layers])
-    writes = torch.stack([_writes(model, layer, kept[f"blocks.{layer}.attn.hook_v"][0]) for layer in layers])
-    return Read(loss, pattern, writes)
-
-
-def _writes(model: "Model", layer: int, value: Float[Tensor, "pos kv_head d_head"]) -> Float[Tensor, "head pos"]:
-    """Norm of every value after the output matrix of every head that reads it."""
-    weight = model.blocks[layer].attn.W_O.float().cpu()
-    of_head = value.transpose(0, 1).repeat_interleave(len(weight) // value.shape[1], dim=0)
-    return torch.einsum("hpd,hdm->hpm", of_head, weight).norm(dim=-1)
-
-
-def _hiding(hidden: Keys) -> list[tuple[str, Callable[..., Tensor]]]:
-    """Hooks that hide keys from every query but that of their own position."""
-    own = torch.eye(hidden.shape[-1], dtype=torch.bool)
-
-    def hook_of(keys: Bool[Tensor, "head key"]) -> Callable[..., Tensor]:
-        def hide(value: Tensor, hook: "Point") -> Tensor:
-            return value.masked_fill((keys[:, None] & ~own).to(value.device), -torch.inf)
-
-        return hide
-
-    return [(f"blocks.{layer}.attn.hook_attn_mask", hook_of(keys)) for layer, keys in enumerate(hidden)]

@@ -6,11 +6,28 @@ import numpy as np
 import pytest
 import torch
 
-from sinklens.analyses.texts import CHOICES, KINDS, Texts, read, uniform
+from sinklens.analyses import text_passes
+from sinklens.analyses.text_passes import (
+    CHOICES,
+    STALE,
+    Canvas,
+    Read,
+    earlier_canvas,
+    hiding,
+    key_choices,
+    loss,
+    no_ops,
+    outdating,
+    read,
+    uniform,
+    write_ratio,
+    written,
+)
+from sinklens.analyses.texts import KINDS, PAIRS, Texts
 from sinklens.errors import SettingError
 from sinklens.tasks.word_problems import held_out
 
-module = importlib.import_module("sinklens.analyses.texts")
+texts = importlib.import_module("sinklens.analyses.texts")
 PROBLEMS = [problem.prompt for problem in held_out(12)]
 
 
@@ -26,7 +43,7 @@ def test_a_pass_with_hidden_keys_is_one_whose_attention_is_divided_among_the_oth
     ids = model.encode(PROBLEMS[0])[0][0]
     masked = torch.zeros(len(ids), dtype=torch.bool)
     masked[5:9] = not model.causal
-    canvas = ids.masked_fill(masked, model.mask_token_id or 0)
+    canvas = Canvas(ids, masked)
     hidden = (
         torch.rand(model.cfg.n_layers, model.cfg.n_heads, len(ids), generator=torch.Generator().manual_seed(0)) < 0.2
     )
@@ -41,76 +58,169 @@ def test_a_pass_with_hidden_keys_is_one_whose_attention_is_divided_among_the_oth
         return pattern / pattern.sum(dim=-1, keepdim=True)
 
     points = [(f"blocks.{layer}.attn.hook_pattern", rescale) for layer in range(model.cfg.n_layers)]
-    logits = model.run_with_hooks(canvas[None], fwd_hooks=points)[0].double()
+    logits = model.run_with_hooks(canvas.tokens(model)[None], fwd_hooks=points)[0].double()
     predicted = range(1, len(ids)) if model.causal else [at for at in range(len(ids)) if masked[at]]
     losses = [-logits[at - model.causal].log_softmax(-1)[ids[at]].item() for at in predicted]
-    assert read(model, ids, canvas, masked, hidden).loss == pytest.approx(np.mean(losses), abs=1e-5)
-    assert read(model, ids, canvas, masked).loss != pytest.approx(np.mean(losses), abs=1e-4)
+    assert loss(model, canvas, hiding(hidden)) == pytest.approx(np.mean(losses), abs=1e-5)
+    assert read(model, canvas).loss != pytest.approx(np.mean(losses), abs=1e-4)
 
 
-def test_what_a_value_writes_is_its_part_of_the_output(tiny_llada):
+def test_a_pass_with_stale_keys_reads_rotated_keys_and_values_of_the_earlier_canvas(tiny_llada):
+    canvas, earlier = canvases(tiny_llada)
+    stale = torch.rand(tiny_llada.cfg.n_layers, tiny_llada.cfg.n_heads, len(canvas.ids)) < 0.3
+    _, cache = tiny_llada.run_with_cache(earlier.tokens(tiny_llada)[None])
+
+    def outdate(value, hook):
+        layer = int(hook.name.split(".")[1])
+        for head in range(value.shape[2]):
+            for key in range(value.shape[1]):
+                if stale[layer, head, key]:
+                    value[0, key, head] = cache[hook.name][0, key, head]
+        return value
+
+    points = [f"blocks.{layer}.attn.{name}" for layer in range(len(stale)) for name in ("hook_rot_k", "hook_v")]
+    tokens = canvas.tokens(tiny_llada)[None]
+    logits = tiny_llada.run_with_hooks(tokens, fwd_hooks=[(point, outdate) for point in points])[0].double()
+    expected = torch.nn.functional.cross_entropy(logits[canvas.masked], canvas.ids[canvas.masked]).item()
+    before, plain = read(tiny_llada, earlier), read(tiny_llada, canvas)
+    assert loss(tiny_llada, canvas, outdating(stale, before)) == pytest.approx(expected, abs=1e-5)
+    assert plain.loss != pytest.approx(expected, abs=1e-3)
+    assert loss(tiny_llada, canvas, outdating(stale, plain)) == pytest.approx(plain.loss, abs=1e-6)
+
+
+def canvases(model):
+    """A canvas with twelve masks, and one with four more."""
+    ids = model.encode(PROBLEMS[0])[0][0]
+    masked = torch.zeros(len(ids), dtype=torch.bool)
+    masked[5:17] = True
+    earlier = earlier_canvas(Canvas(ids, masked), 4, np.random.default_rng(0))
+    assert earlier.masked.sum() == 16
+    assert (earlier.masked >= masked).all()
+    assert not earlier.masked[0]
+    return Canvas(ids, masked), earlier
+
+
+def test_a_canvas_with_too_few_visible_tokens_has_no_earlier_one():
+    canvas = Canvas(torch.arange(6), torch.tensor([False, False, False, True, True, True]))
+    assert earlier_canvas(canvas, 2, np.random.default_rng(0)) is None  # no content would be left
+    masked = earlier_canvas(canvas, 1, np.random.default_rng(0)).masked.tolist()
+    assert masked in ([False, True, False, True, True, True], [False, False, True, True, True, True])
+
+
+def test_what_a_value_writes_is_its_part_of_the_output_in_medians(tiny_llada):
     ids = tiny_llada.encode(PROBLEMS[0])[0][0]
-    found = read(tiny_llada, ids, ids, torch.ones(len(ids), dtype=torch.bool)).writes
-    _, cache = tiny_llada.run_with_cache(ids[None])
+    found = written(tiny_llada, read(tiny_llada, Canvas(ids, torch.ones(len(ids), dtype=torch.bool))))
+    _, cache = tiny_llada.run_with_cache(torch.full_like(ids, tiny_llada.mask_token_id)[None])
     value, weight = cache["blocks.1.attn.hook_v"][0], tiny_llada.blocks[1].attn.W_O
     for head, key in ((0, 3), (5, 20)):
-        of_head = value[key, head * value.shape[1] // len(weight)]
-        assert found[1, head, key] == pytest.approx((of_head @ weight[head]).norm().item(), rel=1e-4)
+        norms = (value[:, head * value.shape[1] // len(weight)] @ weight[head]).norm(dim=-1)
+        assert found[1, head, key] == pytest.approx((norms[key] / norms.median()).item(), rel=1e-4)
+
+
+def test_a_no_op_writes_less_than_a_fifth_of_the_median():
+    sizes = torch.tensor([[[1.0, 0.19, 0.21, 4.0], [1.0, 1.0, 1.0, 0.01]]])
+    sinks = torch.tensor([[[False, True, True, True], [False] * 4]])
+    assert no_ops(sizes, sinks) == pytest.approx(1 / 3)
+    assert np.isnan(no_ops(sizes, torch.zeros_like(sinks)))
+    assert write_ratio(sizes, sinks) == pytest.approx(np.log2(4.4 / 3))
 
 
 def planted(monkeypatch, cost_of_sinks):
     """Passes in which the start token holds much of the attention of each head.
 
-    Hiding keys costs the attention they hold, and `cost_of_sinks` more if they are the start token.
+    Keys that are hidden or stale cost the attention they hold, and `cost_of_sinks` more if the start token is one.
     """
 
-    def of(model, ids, canvas, masked, hidden=None):
+    def pattern_of(model, ids):
         rng = np.random.default_rng(ids.tolist())
         shape = (model.cfg.n_layers, model.cfg.n_heads, len(ids), len(ids))
         pattern = torch.from_numpy(rng.uniform(0.5, 1.5, shape)) / len(ids)
         pattern[..., 0] = 0.3
-        pattern = pattern / pattern.sum(dim=-1, keepdim=True)
-        if hidden is None:
-            return module.Read(3.0, pattern, torch.ones(shape[:-1]))
-        lost = float((pattern.sum(dim=-2) * hidden).sum()) / pattern.sum().item()
-        extra = cost_of_sinks if bool(hidden[..., 0].all()) else 0.0
-        return module.Read(3.0 + lost + extra + rng.normal(0, 0.01), torch.empty(0), torch.empty(0))
+        return pattern / pattern.sum(dim=-1, keepdim=True)
 
-    monkeypatch.setattr(module, "read", of)
+    def planted_loss(model, canvas, keys):
+        sums = pattern_of(model, canvas.ids).sum(dim=-2)
+        lost = float((sums * keys).sum() / sums.sum())
+        noise = np.random.default_rng(torch.nonzero(keys).flatten().tolist()).normal(0, 0.01)
+        return 3.0 + lost + noise + (cost_of_sinks if bool(keys[..., 0].all()) else 0.0)
+
+    def planted_read(model, canvas):
+        pattern = pattern_of(model, canvas.ids)
+        return Read(3.0, pattern, torch.ones(*pattern.shape[:1], pattern.shape[-1], 1, 1), torch.empty(0))
+
+    for where in (texts, text_passes):
+        monkeypatch.setattr(where, "read", planted_read)
+        monkeypatch.setattr(where, "loss", planted_loss)
+    monkeypatch.setattr(texts, "hiding", lambda keys: keys)
+    monkeypatch.setattr(texts, "written", lambda model, read: torch.ones_like(read.sums))
+    monkeypatch.setattr(text_passes, "outdating", lambda keys, earlier: keys)
 
 
 @pytest.mark.parametrize(("extra", "verdict"), [(0.5, "holds"), (0.0, "cannot tell")])
 def test_sinks_that_cost_what_their_attention_costs_are_separated_from_others(extra, verdict, tiny_llada, monkeypatch):
-    """In both, hiding the sinks costs far more than hiding as many other keys."""
+    """In both, sinks cost far more than as many other keys."""
     planted(monkeypatch, extra)
     found = Texts(draws=1, edits=1).run(tiny_llada, PROBLEMS)
-    claims = found.tables["claims"].set_index("measure")
-    name = "hiding start sinks costs more than hiding as much attention"
-    assert claims.loc[name, "verdict"] == verdict
-    assert claims.loc[name, "estimate"] == pytest.approx(extra, abs=0.02)
-    costs = found.tables["texts"].query("measure == 'cost' and kind == 'start'").set_index("choice")["estimate"]
-    assert costs["sink"] - costs["random"] > 0.2
-    removed = found.tables["texts"].query("measure == 'removed' and kind == 'start'").set_index("choice")["estimate"]
+    claims, means = found.tables["claims"].set_index("measure"), found.tables["texts"]
+    for name, measure, column in (
+        ("hiding start sinks costs more than hiding as much attention", "cost", "choice"),
+        ("stale sinks cost more than as much stale attention", "stale_cost", "stale"),
+    ):
+        assert claims.loc[name, "verdict"] == verdict
+        assert claims.loc[name, "estimate"] == pytest.approx(extra, abs=0.02)
+        rows = means[means["measure"] == measure]
+        costs = rows[rows["kind"].isin(["start", np.nan])].set_index(column)["estimate"]
+        assert costs["sink"] - costs["random"] > 0.15
+    removed = means.query("measure == 'removed' and kind == 'start'").set_index("choice")["estimate"]
     assert removed["same_mass"] == pytest.approx(removed["sink"], abs=0.02)
 
 
 def test_controls_are_no_sinks_and_have_the_number_or_the_attention(tiny_llada):
     ids = tiny_llada.encode(PROBLEMS[0])[0][0]
-    pattern = read(tiny_llada, ids, ids, torch.ones(len(ids), dtype=torch.bool)).pattern
-    sums = pattern.sum(dim=-2)
-    sinks = sums - 1 > 3
-    seen = sums - pattern.diagonal(dim1=-2, dim2=-1)
-    order = torch.rand(sums.shape, generator=torch.Generator().manual_seed(0))
-    found = module._choices(sinks, sinks, sums, seen, order)
+    plain = read(tiny_llada, Canvas(ids, torch.ones(len(ids), dtype=torch.bool)))
+    allowed = torch.arange(len(ids)) > 4
+    sinks = (plain.sums - 1 > 3) & allowed
+    order = torch.rand(sinks.shape, generator=torch.Generator().manual_seed(0))
+    found = key_choices(sinks, sinks, plain, order, allowed)
     assert list(found) == list(CHOICES)
     assert sinks.any()
-    assert not (found["random"] & sinks).any()
-    assert not (found["same_mass"] & sinks).any()
+    for name in ("random", "same_mass"):
+        assert not (found[name] & sinks).any()
+        assert not (found[name] & ~allowed).any()
     assert (found["random"].sum(dim=-1) == sinks.sum(dim=-1)).all()
-    mass = {name: (seen * keys).sum(dim=(1, 2)) for name, keys in found.items()}
-    enough = (seen * ~sinks).sum(dim=(1, 2)) > mass["sink"]
+    mass = {name: (plain.from_others * keys).sum(dim=(1, 2)) for name, keys in found.items()}
+    enough = (plain.from_others * ~sinks * allowed).sum(dim=(1, 2)) > mass["sink"]
     assert enough.any()
-    torch.testing.assert_close(mass["same_mass"][enough], mass["sink"][enough], atol=float(seen[~sinks].max()), rtol=0)
+    largest = float(plain.from_others[~sinks].max())
+    torch.testing.assert_close(mass["same_mass"][enough], mass["sink"][enough], atol=largest, rtol=0)
+
+
+def test_stale_keys_were_visible_and_their_controls_hold_as_much_attention(tiny_llada):
+    canvas, earlier = canvases(tiny_llada)
+    plain = read(tiny_llada, canvas)
+    order = torch.rand(plain.sums.shape, generator=torch.Generator().manual_seed(0))
+    found = text_passes.stale_costs(tiny_llada, canvas, plain, earlier, 3.0, order)
+    assert list(found) == list(STALE)
+    cost, mass = ({name: values[at] for name, values in found.items()} for at in (0, 1))
+    assert mass["sink"] == pytest.approx(mass["same_mass"], abs=0.02)
+    assert 0 < mass["sink"] < mass["all"] < 1
+    assert mass["all"] == pytest.approx(
+        float(plain.from_others[..., ~earlier.masked].sum() / plain.from_others.sum()), abs=1e-6
+    )
+    stale = (~earlier.masked).expand_as(plain.sums)
+    expected = loss(tiny_llada, canvas, outdating(stale, read(tiny_llada, earlier))) - plain.loss
+    assert cost["all"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_pairs_subtract_the_causal_model_text_by_text(tiny_llada, tiny_llama):
+    found = Texts(draws=1, edits=1).run([tiny_llada, tiny_llama], PROBLEMS[:3])
+    pairs = found.tables["pairs"].set_index("measure")
+    assert set(pairs["model"]) == {"tiny-llada − tiny-llama"}
+    assert set(pairs.index) == set(PAIRS)
+    masked, causal = (found.measured[name]["write_ratio"] for name in ("tiny-llada", "tiny-llama"))
+    expected = float((masked - causal).mean())
+    assert pairs.loc["log2 of what sinks write", "estimate"] == pytest.approx(expected)
+    assert "pairs" not in Texts(draws=1, edits=1).run(tiny_llada, PROBLEMS[:2]).tables
 
 
 def test_measures_of_a_text(tiny_llada, tiny_llama):
@@ -121,6 +231,10 @@ def test_measures_of_a_text(tiny_llada, tiny_llama):
     assert masked["per_place"].sel(kind="mask").notnull().all()
     assert causal["jump_share"].sel(edit=["edited", "revealed"]).isnull().all()
     assert masked["jump_share"].notnull().all()
+    assert causal["stale_cost"].isnull().all()
+    assert masked["stale_cost"].notnull().all()
+    assert (masked["causal"] == 0).all()
+    assert (causal["causal"] == 1).all()
     ids = tiny_llama.encode(PROBLEMS[0])[0][0]
     logits = tiny_llama(ids[None])[0].double()
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
