@@ -81,6 +81,8 @@ def contrast(
 
 
 DIFFUSION = MODELS[:3]
+TEXTS = ("tiny-text", "tiny-text-causal")
+TEXT_KINDS = ("any", "delimiter", "start", "mask", "digit", "word")
 CACHED = (*DIFFUSION, "tiny-llada-moe")
 WINDOWS = {"none": "all keys", "earlier": "earlier keys only", "later": "later keys only", "near": "near keys only"}
 EQ3 = "epsilon-over-mean (sum, 3)"
@@ -160,11 +162,36 @@ TABLES: dict[str, Table] = {
               percent("… heads with a sink, per place, %", measure="per_place", kind=kind),
           )),
         plain("log2 of what values write at sinks ÷ at other keys", measure="write_ratio"),
+        percent("sinks that are no-ops, %", 2, measure="no_op_share"),
+        *(Row(f"nats lost {when}, 10⁻³", {"measure": "stale_cost", "stale": stale}, 1e3, 2)
+          for stale, when in (("sink", "if sinks are 8 tokens out of date"),
+                              ("same_mass", "… if random keys with as much attention are"),
+                              ("all", "… if all visible keys are"))),
+        percent("attention to the sinks that are out of date, %", measure="stale_mass", stale="sink"),
         *(percent(f"strongest key changes, {label}, %", measure="jump_share", edit=edit, lead=0.0)
           for edit, label in (("edited, later", "a token replaced, later queries"),
                               ("edited", "a token replaced, all queries"),
                               ("revealed", "a mask revealed, all queries"))),
-    ), models=("tiny-text", "tiny-text-causal")),
+    ), models=TEXTS),
+    "text_seeds": Table("", (
+        *(contrast("texts-claims", f"{kind}: sinks cost more than as much attention, nats", digits=3,
+                   measure=f"hiding {kind} sinks costs more than hiding as much attention") for kind in TEXT_KINDS),
+        *(contrast("texts-claims", f"heads with a sink at a {kind}, beyond words, points", 0.0, 100.0, 1,
+                   measure=f"a {kind} is a sink more often than a word") for kind in ("start", "mask", "delimiter")),
+        contrast("texts-claims", "log2 of what values write at other keys ÷ at sinks",
+                 measure="sinks write less than other keys"),
+        contrast("texts-claims", "stale sinks cost more than as much stale attention, 10⁻³ nats", 0.0, 1e3,
+                 measure="stale sinks cost more than as much stale attention"),
+        *(contrast("texts-pairs", f"{kind}: sinks cost more than as much attention, nats: masked − causal", digits=3,
+                   measure=f"hiding {kind} sinks, beyond as much attention")
+          for kind in TEXT_KINDS if kind != "mask"),
+        *(contrast("texts-pairs", f"heads with a sink at a {kind}, points: masked − causal", 0.0, 100.0, 1,
+                   measure=f"heads with a sink at a {kind}") for kind in ("start", "delimiter", "word")),
+        contrast("texts-pairs", "log2 of what values write at sinks ÷ at other keys: masked − causal",
+                 measure="log2 of what sinks write"),
+        contrast("texts-pairs", "strongest key changes, a token replaced, later queries, points: masked − causal", 0.0,
+                 100.0, 1, measure="jumps, a token replaced, later queries"),
+    ), (*TEXTS, " − ".join(TEXTS))),
     "swaps": Table("groups/swaps-swaps", (
         *(plain(f"heads with a sink at the place, {when} {swap}", measure=measure, swap=swap)
           for swap in ("digit → word", "digit → digit", "word → digit", "word → word")
