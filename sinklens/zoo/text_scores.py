@@ -31,6 +31,8 @@ from sinklens.zoo.text import read_documents
 from sinklens.zoo.text_windows import DOCUMENTS, document_ids, text_tokenizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from sinklens.model import Model
 
 RESAMPLES = 2_000
@@ -74,13 +76,22 @@ class TextScore:
         return f"{self.nats:.3f} [{self.low:.3f}, {self.high:.3f}] nats per token, {counts}"
 
 
-def held_out(recipe: Recipe, documents: Path = DOCUMENTS, per_document: int = 4) -> HeldOut:
+def held_out(
+    recipe: Recipe,
+    documents: Path = DOCUMENTS,
+    per_document: int = 4,
+    tokenizer: "PreTrainedTokenizerFast | None" = None,
+) -> HeldOut:
     """The first `per_document` windows of every held-out document; remainders shorter than a window are left out.
+
+    Args:
+        tokenizer: by default the one that belongs to the file of documents. That of a checkpoint that was trained on
+            other documents has other ids.
 
     Raises:
         SinklensError: there is no file of documents, or none of its documents is held out and long enough.
     """
-    tokenizer = text_tokenizer(recipe, documents)
+    tokenizer = tokenizer or text_tokenizer(recipe, documents)
     windows, names, sources = [], [], {}
     for document in read_documents(documents):
         if not document.held_out:
@@ -157,8 +168,12 @@ def _mean_loss(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
     return np.asarray(sums.sum(axis=axis) / counts.sum(axis=axis))
 
 
-def write_windows(file: Path, recipe: Recipe, documents: Path = DOCUMENTS) -> int:
+def write_windows(
+    file: Path, recipe: Recipe, documents: Path = DOCUMENTS, tokenizer: "PreTrainedTokenizerFast | None" = None
+) -> int:
     """Write the first window of every held-out document as JSON Lines of token ids, and return their number.
+
+    The ids are those of `tokenizer` (see `held_out`); a model with another one reads other tokens.
 
     The documents are in random order, always the same, so the first lines are a sample of all. Each line has
     ``prompt``, ``document`` and ``source``; the study ``texts`` reads it.
@@ -166,7 +181,7 @@ def write_windows(file: Path, recipe: Recipe, documents: Path = DOCUMENTS) -> in
     Raises:
         SinklensError: see `held_out`.
     """
-    rows = held_out(recipe, documents, per_document=1)
+    rows = held_out(recipe, documents, 1, tokenizer)
     lines = [
         json.dumps({"prompt": ids, "document": name, "source": rows.source[name]})
         for ids, name in zip(rows.ids.tolist(), rows.document, strict=True)
@@ -178,6 +193,12 @@ def write_windows(file: Path, recipe: Recipe, documents: Path = DOCUMENTS) -> in
 
 
 if __name__ == "__main__":
+    from transformers import PreTrainedTokenizerFast
+
+    from sinklens.checkpoints.files import find_checkpoint
     from sinklens.zoo.recipes import RECIPES
 
-    print(f"{write_windows(Path(sys.argv[1]), RECIPES['tiny-text'])} windows in {sys.argv[1]}")
+    checkpoint = find_checkpoint(sys.argv[2] if len(sys.argv) > 2 else "tiny-text")
+    reader = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    number = write_windows(Path(sys.argv[1]), RECIPES["tiny-text"], tokenizer=reader)
+    print(f"{number} windows in {sys.argv[1]}, in tokens of {checkpoint}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import sinklens
 from sinklens.cli import main
 from sinklens.errors import SinklensError
 from sinklens.zoo import RECIPES, text, train
@@ -203,3 +204,18 @@ def test_windows_are_the_first_of_every_held_out_document_in_random_order(recipe
         assert one["source"] == every.source[one["document"]]
     assert write_windows(file, recipe) == len(documents)
     assert [json.loads(line) for line in file.read_text().splitlines()] == lines
+
+
+def test_windows_are_in_the_tokens_of_the_checkpoint_that_reads_them(recipe, tmp_path):
+    """A checkpoint trained on another release of the documents has other ids for some of their words."""
+    shipped, file = sinklens.load("tiny-text").tokenizer, tmp_path / "windows.jsonl"
+    documents = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()]
+    DOCUMENTS.write_text("\n".join(json.dumps({**one, "held_out": True}) for one in documents))
+    write_windows(file, recipe, tokenizer=shipped)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    texts = {f"{one['source']}/{one['name']}": one["text"] for one in documents}
+    assert lines
+    for line in lines:
+        assert texts[line["document"]].startswith(shipped.decode(line["prompt"][1:-1]))
+    write_windows(file, recipe)
+    assert [json.loads(line)["prompt"] for line in file.read_text().splitlines()] != [line["prompt"] for line in lines]
