@@ -111,8 +111,9 @@ class Difference(NamedTuple):
 
     def of(self, data: xr.Dataset) -> xr.DataArray:
         """The difference of each text, [prompt]."""
-        parts = [0.0 if where is None else data[self.measure].sel(dict(where)) for where in (self.more, self.less)]
-        return (parts[0] - parts[1]).drop_vars(["kind", "choice", "stale", "edit", "lead"], errors="ignore")
+        values = data[self.measure]
+        more, less = (xr.DataArray(0.0) if at is None else values.sel(dict(at)) for at in (self.more, self.less))
+        return (more - less).drop_vars(["kind", "choice", "stale", "edit", "lead"], errors="ignore")
 
 
 def _beyond_mass(kind: str) -> Difference:
