@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.evaluation import statistics
 from sinklens.model import load
+from sinklens.runs import generate
 from sinklens.tasks.word_problems import RANGES, Problem, held_out, in_range, read_answer
-from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from pandas import DataFrame

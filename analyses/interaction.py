@@ -28,8 +28,8 @@ from sinklens.experiments import compare
 from sinklens.interventions import MaskedLogits, MaskSinks, WindowAttention
 from sinklens.interventions.controls import Pick
 from sinklens.model.prompts import SinglePrompt
+from sinklens.runs import generate
 from sinklens.sampling.settings import Settings
-from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

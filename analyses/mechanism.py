@@ -34,9 +34,9 @@ from sinklens.analyses.study import Study
 from sinklens.experiments import attention_to, compare
 from sinklens.interventions import MaskedLogits
 from sinklens.model.prompts import SinglePrompt
+from sinklens.runs import generate
 from sinklens.sampling import DreamSettings, LladaSettings, settings_for
 from sinklens.sampling.settings import Settings
-from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

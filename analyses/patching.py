@@ -42,10 +42,10 @@ from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
 from sinklens.hooks.front import HookPair
 from sinklens.model.prompts import SinglePrompt
+from sinklens.runs import generate
 from sinklens.sampling import settings_for
 from sinklens.sampling.registry import find_sampler
 from sinklens.sampling.settings import Settings
-from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

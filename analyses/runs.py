@@ -19,11 +19,11 @@ from torch import Tensor
 
 from sinklens.caching import Policy
 from sinklens.model.prompts import SinglePrompt
+from sinklens.runs import generate
 from sinklens.runs.request import Hooks
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record, SinkTrack
 from sinklens.sinks.active import active_steps
-from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from sinklens.model import Model

@@ -58,8 +58,8 @@ from sinklens.analyses.text_passes import (
     written,
 )
 from sinklens.errors import SettingError
+from sinklens.experiments.nll.draws import by_count
 from sinklens.experiments.swaps import column_sums, kinds_of_vocabulary
-from sinklens.likelihood.draws import by_count
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks.kinds import Kind

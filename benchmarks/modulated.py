@@ -8,7 +8,8 @@ import torch
 
 from sinklens.checkpoints.dit import DitConfig, DitForMaskedLM
 from sinklens.devices.measuring import Ratio
-from sinklens.hooks import HookTree, architecture_of, attention
+from sinklens.hooks import HookTree, architecture_of
+from sinklens.hooks.attention import attention
 
 SMALL = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "cond_dim": 128}
 SMALLEST_DIT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "cond_dim": 16}

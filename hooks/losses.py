@@ -21,7 +21,7 @@ from torch import Tensor
 from transformer_lens.utilities import lm_cross_entropy_loss
 
 from sinklens.errors import SettingError
-from sinklens.hooks.blocks import Blocks
+from sinklens.hooks.attention.blocks import Blocks
 
 
 @dataclass(frozen=True)

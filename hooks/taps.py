@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from einops import einsum, rearrange
 from torch import Tensor, nn
 
-from sinklens.hooks import attention, modulation
+from sinklens.hooks import modulation
 from sinklens.hooks.architectures import Architecture, Experts
+from sinklens.hooks.attention import attention
 from sinklens.hooks.experts import ExpertTaps
 from sinklens.hooks.interleaving import replace_body
 from sinklens.hooks.modulation import BLOCK

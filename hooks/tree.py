@@ -25,7 +25,8 @@ from sinklens.errors import HookNameError, PromptError, SettingError, SinklensEr
 from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbors checks versions, before the others
 from sinklens.hooks.adapter import Adapter, connect_adapter
 from sinklens.hooks.architectures import Architecture, check_modules
-from sinklens.hooks.blocks import Blocks, blocks_of
+from sinklens.hooks.attention.blocks import Blocks, blocks_of
+from sinklens.hooks.attention.segments import PassRule, changes_attention, ruled_by, single_pass
 from sinklens.hooks.canvas_pass import CanvasPass
 from sinklens.hooks.forward_pass import CAUSAL, ForwardPass, PassKind
 from sinklens.hooks.front import HookFront
@@ -37,7 +38,6 @@ from sinklens.hooks.model_weights import ModelWeights
 from sinklens.hooks.modulation import times_of
 from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
-from sinklens.hooks.segments import PassRule, changes_attention, ruled_by, single_pass
 from sinklens.hooks.sharding import is_sharded, sharding_of
 from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint

@@ -17,9 +17,9 @@ from sinklens.errors import SinklensError
 if TYPE_CHECKING:
     from sinklens.live import lab
     from sinklens.model import Model, borrow, load
+    from sinklens.runs import Trace, generate, replay, trace
     from sinklens.runs.result import Answer, Generation
     from sinklens.sinks.track import SinkTrack
-    from sinklens.tracing import Trace, generate, replay, trace
 
 __version__ = "0.2.0"
 __all__ = [
@@ -32,17 +32,17 @@ _HOMES = {
     "Generation": "sinklens.runs.result",
     "Model": "sinklens.model",
     "SinkTrack": "sinklens.sinks.track",
-    "Trace": "sinklens.tracing",
+    "Trace": "sinklens.runs",
     "borrow": "sinklens.model",
-    "generate": "sinklens.tracing",
+    "generate": "sinklens.runs",
     "lab": "sinklens.live",
     "load": "sinklens.model",
-    "replay": "sinklens.tracing",
-    "trace": "sinklens.tracing",
+    "replay": "sinklens.runs",
+    "trace": "sinklens.runs",
 }
 _MODULES = (
-    "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions", "likelihood",
-    "live", "probes", "sampling", "sinks", "tasks", "tracing", "views", "zoo",
+    "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions",
+    "live", "probes", "sampling", "sinks", "runs", "tasks", "views", "zoo",
 )  # fmt: skip
 
 

@@ -285,7 +285,7 @@ def random_dit(family: str, vocab_size: int = 5, block_length: int | None = None
     """A random network with a noise level, of one of its families; a new network would give logits of 0."""
     from sinklens.checkpoints import family_named
     from sinklens.checkpoints.dit import DitConfig
-    from sinklens.hooks.blocks import Blocks
+    from sinklens.hooks.attention.blocks import Blocks
 
     sizes = {"hidden_size": 16, "cond_dim": 6, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"vocab_size": vocab_size, "max_position_embeddings": 32, "scale_by_sigma": family == "sedd"}

@@ -16,7 +16,7 @@ from templates import balanced, mean
 import sinklens
 from sinklens.evaluation.statistics import Accuracy
 from sinklens.experiments import holes, span_likelihood
-from sinklens.likelihood import likelihood
+from sinklens.experiments.nll import likelihood
 from sinklens.tasks.word_problems import held_out, training
 from sinklens.zoo.recipes import RECIPES
 

@@ -43,7 +43,7 @@ from sinklens.checkpoints.config_keys import (
     SEDD_REQUIRED,
     Required,
 )
-from sinklens.hooks.blocks import Start
+from sinklens.hooks.attention.blocks import Start
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Family:
             into a part.
         rows_of: name of the embedding's weight, after `renames`, if config.json may name fewer tokens than it has rows.
         refused_tokens: config key of a token id -> what the token stands for; prompts that contain it are refused.
-        bound: how the likelihood of a diffusion model is bounded, see sinklens/likelihood: "masks", "subs",
+        bound: how the likelihood of a diffusion model is bounded, see sinklens/experiments/nll: "masks", "subs",
             "score entropy", "uniform" or "mixture"; "" if no bound is published.
         modes: for a model whose attention changes from pass to pass: ``mode=`` of a run -> the sampler that decodes so.
             Its passes see all tokens unless they name a mode.

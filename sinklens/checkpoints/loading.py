@@ -32,9 +32,9 @@ from sinklens.checkpoints.reading import SMALL, DeviceMap, checked_source, read,
 from sinklens.checkpoints.regimes import blocks_for, choose_family
 from sinklens.checkpoints.translate import check_required, one_spelling, translate, value_at
 from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, warn_caller
-from sinklens.hooks import segments
 from sinklens.hooks.adapter import Adapter
-from sinklens.hooks.blocks import Blocks, write
+from sinklens.hooks.attention import segments
+from sinklens.hooks.attention.blocks import Blocks, write
 from sinklens.hooks.quantized import note_element_type
 from sinklens.utils.arguments import Count, check_arguments
 
@@ -178,7 +178,7 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
         CheckpointError: see `sinklens.load`.
     """
 
-    import sinklens.hooks.attention as attention
+    import sinklens.hooks.attention.attention as attention
 
     folder = files.find_checkpoint(name_or_path, request.revision)
     raw = files.read_config(folder)
@@ -272,7 +272,7 @@ def prepare(
     blocks: Blocks | None = None,
 ) -> Checkpoint:
     """Put a transformers model into the state that sinklens requires, and return it with its special tokens."""
-    import sinklens.hooks.attention as attention
+    import sinklens.hooks.attention.attention as attention
 
     vocabulary = hf.config.get_text_config().vocab_size
     mask = _mask_token(raw, tokenizer, family, vocabulary, name)  # first: a rejected model stays unchanged
@@ -387,7 +387,7 @@ def from_pretrained_model(
         CheckpointError: no family has its ``model_type``, the named family has another class, it has no language-model
             head, or it has hook points already.
     """
-    import sinklens.hooks.attention as attention
+    import sinklens.hooks.attention.attention as attention
 
     raw = hf.config.to_dict()
     kind = raw.get("model_type")

@@ -13,7 +13,7 @@ from typing import Any
 from sinklens.checkpoints.families import BY_MODEL_TYPE, FAMILIES, Family
 from sinklens.checkpoints.translate import class_names, family_named, family_of
 from sinklens.errors import CheckpointError, SettingError
-from sinklens.hooks.blocks import Blocks, check_length
+from sinklens.hooks.attention.blocks import Blocks, check_length
 
 
 def choose_family(config: dict[str, Any], where: str, name: str | None, block_length: int | None) -> Family:

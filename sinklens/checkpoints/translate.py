@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sinklens.checkpoints.families import BY_CLASS, BY_MODEL_TYPE, FAMILIES, REFUSED, Family
 from sinklens.checkpoints.registry import register_installed
 from sinklens.errors import CheckpointError, nearest
-from sinklens.hooks import normalizers as weighing
+from sinklens.hooks.attention import normalizers as weighing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

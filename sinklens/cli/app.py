@@ -156,8 +156,8 @@ def run_demo(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from sinklens.model import load
+    from sinklens.runs import trace
     from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out
-    from sinklens.tracing import trace
     from sinklens.utils.folders import check_folder
     from sinklens.views import report, sink_paths, terminal
 
@@ -196,7 +196,7 @@ def run_trace(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from sinklens.model import load
-    from sinklens.tracing import generate
+    from sinklens.runs import generate
     from sinklens.utils.folders import check_folder
     from sinklens.views import most_moving_head, report, sink_path, terminal
 

@@ -24,8 +24,8 @@ FILE = Path(__file__).with_suffix(".json")
 GROUP = "sinklens.samplers"  # entry points of packages that register samplers
 LOADING = "sinklens.checkpoints.loading:LoadRequest"
 RUN = "sinklens.runs.request:RunRequest"
-DRAWS = "sinklens.likelihood:DrawRule"
-LIKELIHOOD = "sinklens.likelihood:LikelihoodRequest"
+DRAWS = "sinklens.experiments.nll:DrawRule"
+LIKELIHOOD = "sinklens.experiments.nll:LikelihoodRequest"
 NAMES = {  # what declares arguments -> those that a text can give
     LOADING: ("dtype", "device", "device_map", "revision", "family", "block_length", "mask_token_id", "quantization"),
     RUN: ("seed", "chat_template", "cache"),

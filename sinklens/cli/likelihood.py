@@ -55,7 +55,7 @@ def run_likelihood(options: argparse.Namespace) -> None:
     """`sinklens likelihood`."""
     from sinklens.evaluation.choices import answer_questions, read_choices, word_problem_choices
     from sinklens.evaluation.conditions import masking
-    from sinklens.likelihood import DrawRule, LikelihoodRequest
+    from sinklens.experiments.nll import DrawRule, LikelihoodRequest
     from sinklens.model import load
     from sinklens.utils.atomic import atomic_write
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sinklens.devices.agreement import near
-from sinklens.hooks import column_sums, trust
+from sinklens.hooks.attention import column_sums, trust
 
 LENGTHS = (1, 17, 63, 65, 127, 300)
 TOLERANCE = 1e-4  # of the largest value; products are exact
@@ -72,7 +72,7 @@ import math
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sinklens.hooks import column_sums_triton as kernels, tiles
+from sinklens.hooks.attention import column_sums_triton as kernels, tiles
 
 for kernel in (kernels._lse_kernel, kernels._sums_kernel):
     tile, names = tiles.DEFAULT, kernel.arg_names

@@ -15,7 +15,7 @@ from sinklens.devices.agreement import near_logits, same_tokens
 from sinklens.devices.references import ReferenceFolder, StoredRun
 from sinklens.devices.stored_runs import FOLDERS, compare_pass, open_folder, stored_runs
 from sinklens.model import Model
-from sinklens.tracing import generate
+from sinklens.runs import generate
 
 CPU = torch.device("cpu")
 FIRST, *OTHERS = FOLDERS

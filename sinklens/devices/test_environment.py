@@ -43,7 +43,7 @@ def test_products(device: torch.device, finding: Callable[..., None], record_pro
 @pytest.mark.cuda("no CUDA device; the kernels run in Triton's interpreter")
 def test_triton(device: torch.device, finding: Callable[..., None]) -> None:
     """Triton compiles for this device"""
-    from sinklens.hooks import column_sums_triton
+    from sinklens.hooks.attention import column_sums_triton
 
     query = torch.zeros(1, 1, 16, 64, device=device)
     found = float(column_sums_triton.log_sum_exp(query, query, 1.0)[0, 0, 0])

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from sinklens.devices import samples
 from sinklens.devices.agreement import near
 from sinklens.devices.kernels import Case, compare_kernels, operands, shared_memory
-from sinklens.hooks import column_sums, fused, tiles, trust
+from sinklens.hooks.attention import column_sums, fused, tiles, trust
 
 MIXED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # for attention's output
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -86,7 +86,7 @@ def kernels(device: torch.device) -> ModuleType:
     pytest.importorskip("triton", reason="Triton is not installed")
     if device.type not in ("cuda", "cpu"):
         pytest.skip(f"the kernels are for CUDA devices; this is {device.type}")
-    from sinklens.hooks import column_sums_triton
+    from sinklens.hooks.attention import column_sums_triton
 
     return column_sums_triton
 

@@ -12,7 +12,7 @@ from sinklens.errors import DeviceMemoryError
 from sinklens.evaluation.run_memory import plan_run
 from sinklens.hooks.points import Point
 from sinklens.model import Model
-from sinklens.tracing import generate
+from sinklens.runs import generate
 
 GIVEN: dict[str, Any] = {"gen_length": 16, "block_length": 16, "steps": 2, "progress": False}
 

@@ -9,8 +9,8 @@ import torch
 from sinklens.devices import samples
 from sinklens.devices.agreement import same_tokens
 from sinklens.model import Model
+from sinklens.runs import generate
 from sinklens.runs.result import Generation
-from sinklens.tracing import generate
 
 CPU = torch.device("cpu")
 RANDOM = "random weights"

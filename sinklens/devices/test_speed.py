@@ -22,10 +22,10 @@ from sinklens.devices import roofline
 from sinklens.devices.measuring import Ratio, compare, peak, seconds
 from sinklens.devices.plain import ANSWER, LLADA_8B, TINY, blank, plain_loop, random_llada, reference_loop, twin
 from sinklens.errors import DeviceMemoryError
-from sinklens.hooks import column_sums
+from sinklens.hooks.attention import column_sums
 from sinklens.interventions import MaskSinks
 from sinklens.model import Model, load
-from sinklens.tracing import generate
+from sinklens.runs import generate
 from sinklens.utils.memory import release
 
 SPARE = 24e9  # bytes reserved for activations when choosing the number of layers

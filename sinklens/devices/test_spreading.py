@@ -12,7 +12,7 @@ from sinklens.devices import samples
 from sinklens.devices.agreement import near
 from sinklens.interventions import MaskSinks
 from sinklens.model import Model, load
-from sinklens.tracing import generate
+from sinklens.runs import generate
 
 GIVEN: dict[str, Any] = {"gen_length": 4, "steps": 4, "block_length": 4, "progress": False}
 LAYERS = 4

@@ -20,10 +20,10 @@ from jaxtyping import Bool
 from sinklens.errors import ControlWarning, SettingError, TaskError, warn_caller
 from sinklens.evaluation.conditions import CONTROLS, Condition, unpaired
 from sinklens.evaluation.statistics import Accuracy, Paired, paired
+from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
+from sinklens.experiments.nll.pairs import PromptAnswer, pairs_of
+from sinklens.experiments.nll.result import Difference, Likelihood, difference
 from sinklens.interventions import Intervention, MaskSinks
-from sinklens.likelihood.estimate import LikelihoodRequest, likelihoods
-from sinklens.likelihood.pairs import PromptAnswer, pairs_of
-from sinklens.likelihood.result import Difference, Likelihood, difference
 from sinklens.model import Model
 from sinklens.tasks.base import check_limit
 from sinklens.tasks.word_problems import Problem, held_out

@@ -5,8 +5,8 @@
 
 The harness has no plugin mechanism, so the second command registers the model and then calls the harness's own command
 line. The harness builds prompts and judges answers; this module encodes the prompts, generates the answers and cuts
-them at the task's stop texts. Tasks that score given answers get likelihoods (sinklens/likelihood): exact ones of an
-autoregressive model, bounds of a masked diffusion model, estimated as LLaDA's evaluation script does.
+them at the task's stop texts. Tasks that score given answers get likelihoods (sinklens/experiments/nll): exact ones of
+an autoregressive model, bounds of a masked diffusion model, estimated as LLaDA's evaluation script does.
 
 Sampler settings come from, in order of precedence: the model's arguments for the task, its other arguments, the task
 (``max_gen_toks`` is `gen_length`), the checkpoint, the sampler's defaults.
@@ -27,20 +27,20 @@ from typing import Any, NoReturn
 
 from sinklens.caching import Policy, as_policy
 from sinklens.errors import PromptError, SettingError, SinklensError
+from sinklens.experiments.nll.batches import Batches
+from sinklens.experiments.nll.draws import DrawRule, Masking
+from sinklens.experiments.nll.estimate import LikelihoodRequest, refuse_cache, scores
+from sinklens.experiments.nll.pairs import PromptAnswer, check_pair, divided, longest
 from sinklens.interventions import MaskSinks
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.places import Reach
 from sinklens.interventions.selection import Scope
-from sinklens.likelihood.batches import Batches
-from sinklens.likelihood.draws import DrawRule, Masking
-from sinklens.likelihood.estimate import LikelihoodRequest, refuse_cache, scores
-from sinklens.likelihood.pairs import PromptAnswer, check_pair, divided, longest
 from sinklens.model import load
+from sinklens.runs import generate
 from sinklens.runs.policies import check_policy
 from sinklens.runs.request import hook_list
 from sinklens.sampling import settings_for
 from sinklens.tasks.base import cut
-from sinklens.tracing import generate
 from sinklens.utils.integers import as_seed
 
 try:
@@ -77,7 +77,7 @@ class SinklensLM(LM):
         cache: a cache policy or its name, such as "dual" or "keep-sinks:4"; None computes every position. It is not
             the harness's response cache.
         mc_num, mc_batch, mc_masking: `mc_num`, `batch` and `masking` of the likelihood of a diffusion model; see
-            `sinklens.likelihood.DrawRule`. Its guidance is the setting ``cfg_scale``.
+            `sinklens.experiments.nll.DrawRule`. Its guidance is the setting ``cfg_scale``.
         check_greedy: whether a diffusion model also decodes each answer of a likelihood task, for metrics that ask
             whether it would write it (lambada's accuracy); without it they get False, as LLaDA's script recommends.
         revision, dtype, device: as in `sinklens.load`. "cuda:0", the default of the harness's command line, is

@@ -25,6 +25,7 @@ from sinklens.evaluation.ledger import LedgerRecord
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sink_sums import SinkSums
 from sinklens.interventions import Intervention, Suffix
+from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.policies import check_policy
 from sinklens.sampling import settings_for
@@ -33,7 +34,6 @@ from sinklens.sinks.track import SinkTrack
 from sinklens.tasks import Sample, Task
 from sinklens.tasks.prompts import IdSample, Prompts, before_end, model_input, prompt_hash, reference_hash
 from sinklens.tasks.verdicts import Verdict
-from sinklens.tracing import generate
 from sinklens.utils.versions import versions
 
 if TYPE_CHECKING:

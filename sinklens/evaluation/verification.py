@@ -209,8 +209,8 @@ def _measured(
     from sinklens.evaluation.protocols import find_protocol
     from sinklens.evaluation.runner import evaluate
     from sinklens.evaluation.tables import read_lines
+    from sinklens.runs import generate
     from sinklens.tasks.prompts import model_input
-    from sinklens.tracing import generate
 
     chosen = find_protocol(protocol).with_settings(settings)
     evaluate(model, chosen, masking(MASKED), out, task=task, limit=problems, batch=batch)
@@ -254,7 +254,7 @@ def self_check(model: "Model") -> Check:
 
 def prompt_check(model: "Model") -> Check:
     """Whether two runs of a fixed prompt are the same, decide every position, and record attention that sums up."""
-    from sinklens.tracing import generate
+    from sinklens.runs import generate
 
     prompt = PROMPT if model.tokenizer is not None else [list(range(1, 9))]
     first, second = (generate(model, prompt, seed=0, progress=False) for _ in range(2))

@@ -14,8 +14,8 @@ from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.heads import HeadOutputs
 from sinklens.model import Model
+from sinklens.runs import generate
 from sinklens.runs.intervention import Pairs, layer_of
-from sinklens.tracing import generate
 from sinklens.utils.integers import as_seed
 
 POOL = 4096  # outputs kept per head for resampling

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from sinklens.errors import PromptError
 from sinklens.model import Model
+from sinklens.runs import generate
 from sinklens.runs.request import Hooks
 from sinklens.runs.result import Generation, require_run
-from sinklens.tracing import generate
 
 
 def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = (), **options: Any) -> Generation:

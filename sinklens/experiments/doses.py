@@ -19,9 +19,9 @@ import numpy as np
 import xarray as xr
 
 from sinklens.errors import SettingError
-from sinklens.likelihood import likelihood
+from sinklens.experiments.nll import likelihood
+from sinklens.runs import generate
 from sinklens.runs.intervention import HookSource
-from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from sinklens.model import Model

@@ -18,13 +18,13 @@ from sinklens.experiments.modes import modes_compared
 from sinklens.experiments.sink_changes import sinks_compared
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import load
+from sinklens.runs import generate
 from sinklens.runs.request import Hooks, hook_list
 from sinklens.runs.result import Generation
 from sinklens.sampling.key_cache import Policy
 from sinklens.sampling.registry import find_sampler, sampler_name
 from sinklens.sampling.settings import Mode
 from sinklens.sinks.record import Record
-from sinklens.tracing import generate
 
 
 @dataclass(frozen=True)

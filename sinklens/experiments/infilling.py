@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sinklens.errors import PromptError
+from sinklens.experiments.nll import likelihood
+from sinklens.experiments.nll.result import Likelihood
 from sinklens.interventions.canvas import ForceTokens, Suffix
-from sinklens.likelihood import likelihood
-from sinklens.likelihood.result import Likelihood
 from sinklens.runs.request import hook_list
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def span_likelihood(
 
     Args:
         before, span, after: texts or token ids.
-        **how: ``mc_num``, ``exact``, ``seed``, ``hooks`` and others of `sinklens.likelihood.likelihood`.
+        **how: ``mc_num``, ``exact``, ``seed``, ``hooks`` and others of `sinklens.experiments.nll.likelihood`.
 
     Raises:
         PromptError, SettingError: see `likelihood`; a model that does not see text after its answer.

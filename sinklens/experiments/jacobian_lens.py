@@ -30,8 +30,8 @@ from sinklens.experiments.lens import streams_before
 from sinklens.experiments.step_ids import exact_step
 from sinklens.experiments.tuned_lens import TunedLens, check_buckets, masked_share, predicted_places
 from sinklens.hooks.points import Point
+from sinklens.runs import generate
 from sinklens.runs.intervention import Pairs
-from sinklens.tracing import generate
 from sinklens.utils.integers import as_seed
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import xarray as xr
 from sinklens.errors import SettingError
 from sinklens.experiments.lens import logit_lens
 from sinklens.experiments.tuned_lens import TunedLens, check_buckets, masked_share, predicted_places
-from sinklens.tracing import generate
+from sinklens.runs import generate
 
 if TYPE_CHECKING:
     from sinklens.model import Model

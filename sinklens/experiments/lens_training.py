@@ -25,7 +25,7 @@ from sinklens.errors import SettingError
 from sinklens.experiments.lens import CONDITION, conditions, log_probabilities, streams_before
 from sinklens.experiments.step_ids import exact_step
 from sinklens.experiments.tuned_lens import TunedLens, check_buckets, masked_share, predicted_places
-from sinklens.tracing import generate
+from sinklens.runs import generate
 from sinklens.utils.integers import as_seed
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from sinklens.experiments.comparison import compare
 from sinklens.experiments.sink_changes import sinks_compared
 from sinklens.interventions import MaskedLogits
 from sinklens.model import Model
+from sinklens.runs import generate
 from sinklens.runs.result import Generation
-from sinklens.tracing import generate
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from sinklens.interventions.streams import Directions, StreamPoint
 from sinklens.interventions.where import Rule, as_rule
 from sinklens.model import Model
 from sinklens.model.prompts import Prompt
+from sinklens.runs import generate
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, layer_of
 from sinklens.runs.request import Hooks, hook_list
-from sinklens.tracing import generate
 
 
 def donors(

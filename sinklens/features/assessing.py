@@ -28,8 +28,8 @@ from sinklens.features.splice import PointPair, SpliceSAE, decoded
 from sinklens.hooks.points import Point
 from sinklens.interventions import MaskedLogits
 from sinklens.interventions.where import Rule
+from sinklens.runs import generate
 from sinklens.runs.intervention import Pairs, Reader, RunContext
-from sinklens.tracing import generate
 
 if TYPE_CHECKING:
     from sinklens.model import Model

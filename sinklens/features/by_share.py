@@ -20,7 +20,7 @@ from sinklens.features.autoencoder import SAE, Transcoder
 from sinklens.features.places import Scope, states_of
 from sinklens.features.splice import SpliceSAE
 from sinklens.interventions import MaskedLogits
-from sinklens.tracing import generate
+from sinklens.runs import generate
 
 if TYPE_CHECKING:
     from sinklens.model import Model

@@ -28,13 +28,13 @@ from sinklens.features.store import COLUMNS, ActivationStore, array_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.where import Rule
 from sinklens.model import Model
+from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, within
 from sinklens.sampling import settings_for
 from sinklens.sinks import Detector, Record
 from sinklens.sinks.kinds import STATES
 from sinklens.sinks.run_store import StoredType
-from sinklens.tracing import generate
 from sinklens.utils.arguments import Count, Seed, read_as
 from sinklens.utils.progress import OnProgress
 

@@ -20,6 +20,7 @@ from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
 from sinklens.features.collecting import run_settings, without_copies
 from sinklens.model import Model
+from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.request import RunRequest
 from sinklens.runs.start import start
@@ -27,7 +28,6 @@ from sinklens.sinks import Detector, EpsilonOverMean, Record
 from sinklens.sinks.active import nothing
 from sinklens.sinks.run_store import RunStore, RunWriter, StoredType
 from sinklens.sinks.track import SinkTrack
-from sinklens.tracing import generate
 from sinklens.utils.arguments import Count, Seed, read_as
 from sinklens.utils.progress import OnProgress
 

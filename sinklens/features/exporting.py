@@ -22,9 +22,9 @@ from sinklens.features.places import Scope, states_of, stream_point
 from sinklens.features.run_places import places_of_step, states_of_run
 from sinklens.features.store import COLUMNS, ActivationStore
 from sinklens.model import Model
+from sinklens.runs import generate
 from sinklens.runs.intervention import place_mask, within
 from sinklens.sinks.kinds import STATES
-from sinklens.tracing import generate
 from sinklens.utils.arguments import Count, read_as
 
 if TYPE_CHECKING:

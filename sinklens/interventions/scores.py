@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.hooks.normalizers import normalizer_of
+from sinklens.hooks.attention.normalizers import normalizer_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import KeyScores
 from sinklens.runs.intervention import Pairs, RunContext, Snapshot, layer_of, row_key

@@ -107,7 +107,7 @@ class Source(Computed):
     def value(self, model: "Model", given: Mapping[str, Any]) -> Any:
         """See `Computed`."""
         from sinklens.interventions import Activations
-        from sinklens.tracing import generate
+        from sinklens.runs import generate
 
         kept = Activations(names=[self.point])
         generate(model, self.prompt, hooks=[kept], record_sinks=False, progress=False, **given)

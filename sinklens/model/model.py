@@ -21,8 +21,8 @@ from sinklens.checkpoints.loading import LoadRequest
 from sinklens.checkpoints.quantization import Quantization
 from sinklens.errors import CheckpointError, SelfCheckError
 from sinklens.hooks.architectures import architecture_of
+from sinklens.hooks.attention.normalizers import normalizer_name
 from sinklens.hooks.losses import Masks
-from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.offload import device_of, value_of
 from sinklens.hooks.quantized import exact_words, stored_values
 from sinklens.hooks.sizes import Sizes
@@ -58,8 +58,8 @@ ELSEWHERE = {  # methods of TransformerLens and transformers models that a `Mode
     "generator": "tracer.result is the ids, in a block of model.generate.",
     "input_to_embed": "read the hook point hook_embed.",
 }
-RUN = "sinklens.tracing.generating:generate_as"  # these are found by name when they are called: they use models
-LIKELIHOOD = "sinklens.likelihood.estimate:likelihood"
+RUN = "sinklens.runs.generating:generate_as"  # these are found by name when they are called: they use models
+LIKELIHOOD = "sinklens.experiments.nll.estimate:likelihood"
 MODEL_KEY = "sinklens_model"  # key in the __dict__ of a transformers model under which its `Model` is kept
 
 
@@ -220,10 +220,10 @@ class Model(ModuleMethods, SinglePasses):
 
         Args:
             prompt, answer: text or token ids; several prompts need as many answers, several answers may share a prompt.
-            options: those of `sinklens.likelihood.likelihood`: ``hooks``, ``mc_num``, ``batch``, ``exact``, …
+            options: those of `sinklens.experiments.nll.likelihood`: ``hooks``, ``mc_num``, ``batch``, ``exact``, …
 
         Returns:
-            A `sinklens.likelihood.Likelihood`, or one for each of several answers.
+            A `sinklens.experiments.nll.Likelihood`, or one for each of several answers.
         """
         return _found(LIKELIHOOD)(self, prompt, answer, **options)
 

@@ -30,9 +30,9 @@ from transformers.cache_utils import DynamicCache
 
 from sinklens.errors import SelfCheckError
 from sinklens.hooks import names
-from sinklens.hooks.blocks import Blocks, blocks_of
+from sinklens.hooks.attention.blocks import Blocks, blocks_of
+from sinklens.hooks.attention.normalizers import normalizer_of, softmax
 from sinklens.hooks.front import HookPair
-from sinklens.hooks.normalizers import normalizer_of, softmax
 from sinklens.hooks.tree import HookTree
 
 TOKENS = 6

@@ -22,8 +22,8 @@ from torch import Tensor
 from sinklens.caching import as_policy
 from sinklens.errors import HookFunctionError, HookNameError, HookOrderError, SettingError, SinklensError
 from sinklens.hooks import names
+from sinklens.hooks.attention.normalizers import normalizer_name
 from sinklens.hooks.hook_functions import label, takes_hook
-from sinklens.hooks.normalizers import normalizer_name
 from sinklens.hooks.points import SamplerPoint
 from sinklens.hooks.sizes import point_elements
 from sinklens.model import Model

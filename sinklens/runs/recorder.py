@@ -25,9 +25,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, SinklensError
+from sinklens.hooks.attention.sampled_sums import QuerySample
 from sinklens.hooks.forward_pass import MODES, ForwardPass
 from sinklens.hooks.names import covers_all_columns
-from sinklens.hooks.sampled_sums import QuerySample
 from sinklens.sinks.quantities import Quantity
 from sinklens.sinks.record import Record, StepLayer
 from sinklens.sinks.reduction import ReducingStore

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from sinklens.hooks.blocks import Blocks, ruled_by
+from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import Passes
 from sinklens.sampling.parts import Guided

@@ -37,7 +37,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import PromptError
-from sinklens.hooks.blocks import Blocks, ruled_by
+from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.sampling import decisions
 from sinklens.sampling.noise_levels import LastPrediction
 from sinklens.sampling.sampler import Sampler, require

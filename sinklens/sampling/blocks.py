@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.hooks.blocks import Blocks
+from sinklens.hooks.attention.blocks import Blocks
 from sinklens.sampling import decisions
 from sinklens.sampling.sampler import FILLED_IN, Sampler
 from sinklens.utils.arguments import Count

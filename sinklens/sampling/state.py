@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import HookFunctionError, NotANumberError, ReadOnlyHookError, SettingError
-from sinklens.hooks.blocks import ruled_by
+from sinklens.hooks.attention.blocks import ruled_by
 from sinklens.hooks.forward_pass import ForwardPass, PassKind
 from sinklens.hooks.points import Point, at
 from sinklens.hooks.tree import HookTree

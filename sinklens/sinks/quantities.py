@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.hooks.sampled_sums import QuerySample
+from sinklens.hooks.attention.sampled_sums import QuerySample
 
 Variables = dict[str, tuple[str, ...]]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sinklens.errors import SettingError, nearest
-from sinklens.hooks.sampled_sums import QuerySample
+from sinklens.hooks.attention.sampled_sums import QuerySample
 from sinklens.sinks.quantities import BY_NAME, Quantity, SampledScores, Scores
 from sinklens.sinks.stores import CANVASES, refuse_existing
 from sinklens.utils.integers import as_integer

@@ -24,8 +24,8 @@ from sinklens.views.html import HEADS, circuitsvis_chunk, json_block, token_text
 from sinklens.views.patterns import generation_of, pattern_at, recorded
 
 if TYPE_CHECKING:
+    from sinklens.runs import Trace
     from sinklens.runs.result import Generation
-    from sinklens.tracing import Trace
 
 CELLS = 24_000  # what CircuitsVis draws in about a second
 

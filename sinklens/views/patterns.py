@@ -20,8 +20,8 @@ from sinklens.errors import SinklensError, TrackError
 from sinklens.hooks.forward_pass import PassKind
 
 if TYPE_CHECKING:
+    from sinklens.runs import Trace
     from sinklens.runs.result import Generation
-    from sinklens.tracing import Trace
 
 # Largest share of a head's attention that may differ from the run, by the model's dtype. The explicit and the fused
 # kernel round differently, and this accumulates over layers: the shipped models differ by at most 3e-7 in float32, 3e-4

@@ -29,8 +29,8 @@ from sinklens.views.report_budget import PageScores, Patterns, fit_patterns, fit
 from sinklens.views.report_data import Material, Numbers
 
 if TYPE_CHECKING:
+    from sinklens.runs import Trace
     from sinklens.runs.result import Generation
-    from sinklens.tracing import Trace
 
 SPARE = 40_000  # bytes reserved for what is written last
 

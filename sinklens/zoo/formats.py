@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.hooks import normalizers as weighing
+from sinklens.hooks.attention import normalizers as weighing
 from sinklens.zoo import pictures
 from sinklens.zoo.corpus import ANSWER_LENGTH
 from sinklens.zoo.initial import VISION

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sinklens.checkpoints import files
 from sinklens.checkpoints.translate import family_named, family_of
-from sinklens.hooks import normalizers as weighing
+from sinklens.hooks.attention import normalizers as weighing
 from sinklens.zoo.corpus import Corpus
 from sinklens.zoo.recipes import Recipe
 
@@ -45,7 +45,7 @@ def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> "PreTra
     """The initial model of the recipe, with the attention of its family."""
     import transformers
 
-    from sinklens.hooks import attention
+    from sinklens.hooks.attention import attention
 
     family = family_named(recipe.family)
     if family.module:

@@ -45,7 +45,7 @@ class Recipe:
         start_from: checkpoint that provides the initial weights, by shipped name or folder; None draws them randomly.
         start_token: whether prompts begin with a start token that is never masked ("kept"), with one that is masked
             like any prompt token ("maskable"), or with none ("absent").
-        attention: the attention normalizer, a name in `sinklens.hooks.normalizers`.
+        attention: the attention normalizer, a name in `sinklens.hooks.attention.normalizers`.
         pictures: size of a second training set, captioned pictures (`pictures.training`). Each makes two rows, one per
             direction, and steps draw from these and the problems in proportion to their numbers. 0 means none.
         code: size of a training set of small functions (`tiny_code.training`). 0 means none.

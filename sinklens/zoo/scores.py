@@ -17,8 +17,8 @@ from sinklens.checkpoints import family_named
 from sinklens.evaluation.sandbox import Limits, run_program
 from sinklens.evaluation.statistics import Accuracy
 from sinklens.model import load
+from sinklens.runs import generate
 from sinklens.tasks import CodeSample, CodeTask, Sample, Task, find_task
-from sinklens.tracing import generate
 from sinklens.zoo.pictures import held_out
 from sinklens.zoo.recipes import Recipe
 

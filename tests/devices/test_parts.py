@@ -11,7 +11,9 @@ CPU = torch.device("cpu")
 
 
 def test_a_wrong_kernel_is_detected(monkeypatch):
-    kernels = pytest.importorskip("sinklens.hooks.column_sums_triton", reason="Triton has no wheel for this system")
+    kernels = pytest.importorskip(
+        "sinklens.hooks.attention.column_sums_triton", reason="Triton has no wheel for this system"
+    )
     original, case = kernels.column_sums, Case(torch.float32, 32, "key")
     assert "differs by" in compare_kernels(case, kernels, CPU)
     monkeypatch.setattr(kernels, "column_sums", lambda *given: original(*given) * 1.01)

@@ -17,8 +17,8 @@ from sinklens.evaluation.choices import (
     word_problem_choices,
 )
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking, under_caches
+from sinklens.experiments.nll import DrawRule, Likelihood, LikelihoodRequest, difference, likelihood
 from sinklens.interventions import AblateHeads, MaskSinks
-from sinklens.likelihood import DrawRule, Likelihood, LikelihoodRequest, difference, likelihood
 from sinklens.tasks.word_problems import held_out, read_answer
 
 RULE = DrawRule(mc_num=4, batch=2)

@@ -7,8 +7,8 @@ import pytest
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
+from sinklens.experiments.nll import DrawRule, LikelihoodRequest, PromptAnswer, likelihood, likelihoods
 from sinklens.interventions import MaskSinks
-from sinklens.likelihood import DrawRule, LikelihoodRequest, PromptAnswer, likelihood, likelihoods
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 
@@ -20,9 +20,9 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from sinklens.evaluation.harness import SinklensLM  # noqa: E402
-from sinklens.likelihood.batches import Batches  # noqa: E402
-from sinklens.likelihood.greedy import writes  # noqa: E402
-from sinklens.likelihood.hooked_pass import HookedPass  # noqa: E402
+from sinklens.experiments.nll.batches import Batches  # noqa: E402
+from sinklens.experiments.nll.greedy import writes  # noqa: E402
+from sinklens.experiments.nll.hooked_pass import HookedPass  # noqa: E402
 from sinklens.runs.control_keys import ControlLog  # noqa: E402
 
 TASK = """

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from sinklens.errors import ReadOnlyHookError
-from sinklens.hooks import attention as module
-from sinklens.hooks import column_sums
+from sinklens.hooks.attention import attention as module
+from sinklens.hooks.attention import column_sums
 
 AT = "blocks.1.attn"
 PADDINGS = [pytest.param(None, id="unpadded"), pytest.param(left_padding(), id="padded")]

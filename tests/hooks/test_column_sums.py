@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sinklens.hooks import column_sums as module
-from sinklens.hooks.column_sums import column_sums, log_sum_exp
+from sinklens.hooks.attention import column_sums as module
+from sinklens.hooks.attention.column_sums import column_sums, log_sum_exp
 
 SCALE = 0.37
 

@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 import sinklens.hooks as hooks
 from sinklens.devices.kernels import shared_memory
-from sinklens.hooks import column_sums as plain
-from sinklens.hooks import column_sums_triton as kernels
-from sinklens.hooks import tiles, trust
+from sinklens.hooks.attention import column_sums as plain
+from sinklens.hooks.attention import column_sums_triton as kernels
+from sinklens.hooks.attention import tiles, trust
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.37
@@ -172,7 +172,7 @@ def test_running_out_of_memory_in_a_probe_gives_no_verdict(monkeypatch):
 
 @pytest.mark.usefixtures("switched_on")
 def test_without_triton_the_plain_version_runs_with_one_warning(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sinklens.hooks.column_sums_triton", None)
+    monkeypatch.setitem(sys.modules, "sinklens.hooks.attention.column_sums_triton", None)
     monkeypatch.delattr(hooks, "column_sums_triton", raising=False)
     plain._installed.cache_clear()
     query, key = operands(20, 20)

@@ -5,8 +5,8 @@ import torch
 from building import random_ids, random_model
 from torch.nn.attention import SDPBackend
 
-from sinklens.hooks import fused, trust
-from sinklens.hooks.fused import FusedInputs, attend
+from sinklens.hooks.attention import fused, trust
+from sinklens.hooks.attention.fused import FusedInputs, attend
 
 SCALE = 0.37
 SIGNATURES = {

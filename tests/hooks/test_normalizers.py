@@ -8,8 +8,8 @@ import torch
 from building import left_padding, plain_pass, random_hf, random_ids, random_model
 
 import sinklens
-from sinklens.hooks import attention
-from sinklens.hooks.normalizers import NORMALIZERS
+from sinklens.hooks.attention import attention
+from sinklens.hooks.attention.normalizers import NORMALIZERS
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import Detector
 

@@ -6,8 +6,8 @@ import torch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.hooks import sampled_sums
-from sinklens.hooks.sampled_sums import QuerySample
+from sinklens.hooks.attention import sampled_sums
+from sinklens.hooks.attention.sampled_sums import QuerySample
 from sinklens.sinks import Record
 
 PROMPTS = ["one two three four five six", "seven eight nine"]

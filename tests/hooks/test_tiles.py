@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from sinklens.hooks import tiles
-from sinklens.hooks.tiles import DEFAULT, SMALL, TILES, fastest
+from sinklens.hooks.attention import tiles
+from sinklens.hooks.attention.tiles import DEFAULT, SMALL, TILES, fastest
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from watching import PADDED, short
 
 import sinklens
 from sinklens.errors import SettingError
+from sinklens.experiments.nll import likelihood
 from sinklens.interventions import Activations, AtNoise, Steer
-from sinklens.likelihood import likelihood
 
 POINT = "blocks.1.hook_resid_pre"
 

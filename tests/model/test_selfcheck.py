@@ -12,7 +12,8 @@ from nnsight import NNsight, TransformersModel
 
 from sinklens.checkpoints import from_pretrained_model
 from sinklens.errors import SelfCheckError
-from sinklens.hooks import attention, names
+from sinklens.hooks import names
+from sinklens.hooks.attention import attention
 from sinklens.model import Model, load
 from sinklens.model.selfcheck import check
 

@@ -21,7 +21,7 @@ import sinklens
 from sinklens.checkpoints import Family
 from sinklens.checkpoints.loading import prepare
 from sinklens.errors import SettingError
-from sinklens.hooks.blocks import Blocks
+from sinklens.hooks.attention.blocks import Blocks
 from sinklens.model import Model
 from sinklens.sampling.decisions import RowNoise
 from sinklens.sampling.registry import SAMPLERS as REGISTERED

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from sinklens.checkpoints.files import find_checkpoint
 from sinklens.errors import CheckpointError, SettingError
-from sinklens.hooks import attention
+from sinklens.hooks.attention import attention
 from sinklens.zoo import RECIPES, train, training
 from sinklens.zoo.corpus import ANSWER_LENGTH, build_corpus
 from sinklens.zoo.tokenizer import train_tokenizer

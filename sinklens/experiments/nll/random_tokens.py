@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinklens.likelihood.noise import KEPT, CountedTokens, Logits, NoiseNumbers, NoisyTokens, TimedNoise, without
+from sinklens.experiments.nll.noise import KEPT, CountedTokens, Logits, NoiseNumbers, NoisyTokens, TimedNoise, without
 from sinklens.sampling.gidd import noise_shares
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sinklens.errors import SettingError
-from sinklens.likelihood.draws import DrawRule
+from sinklens.experiments.nll.draws import DrawRule
 from sinklens.sampling.decisions import log_linear_sigma
 
 LEAST_TIME = 1e-3  # of MDLM's, BD3-LM's, SEDD's and Duo's evaluations

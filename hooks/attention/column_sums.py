@@ -11,7 +11,7 @@ summed over blocks of queries: one extra matrix product, nothing of size S² kep
 
 column_sums_triton.py implements the same formula as kernels for GPUs. They run on the kinds of devices in
 `TRITON_DEVICES` if Triton is installed and they have agreed with the formula (trust.py); elsewhere the plain version
-below runs. ``sinklens.hooks.column_sums.TRITON_DEVICES = ()`` turns them off.
+below runs. ``sinklens.hooks.attention.column_sums.TRITON_DEVICES = ()`` turns them off.
 
 Caveat: a fully masked row has lse = −inf and no defined attention. The sum leaves out such rows, and padding rows.
 """
@@ -157,7 +157,7 @@ def _kernels(query: Tensor, mask: Tensor | None, causal: bool) -> Any:
 def _installed() -> Any:
     """The module of the Triton kernels; None, with a warning, if Triton is missing."""
     try:
-        from sinklens.hooks import column_sums_triton
+        from sinklens.hooks.attention import column_sums_triton
     except ImportError as error:
         warnings.warn(
             f"sink scores are computed without their Triton kernel, which is slower: {error}. Install triton.",

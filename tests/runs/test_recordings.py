@@ -9,7 +9,7 @@ from watching import PADDED, short
 
 import sinklens
 from sinklens.errors import CheckpointError, SettingError
-from sinklens.tracing import (
+from sinklens.runs import (
     from_history,
     from_sequences,
     read_canvases,

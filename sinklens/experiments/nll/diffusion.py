@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 
-from sinklens.likelihood.batches import Batches
-from sinklens.likelihood.draws import DrawRule
-from sinklens.likelihood.hooked_pass import HookedPass, MaskedRows, blocks_of_text
-from sinklens.likelihood.noise import CountedTokens, Noise, NoisyDraws
-from sinklens.likelihood.pairs import PromptAnswer
-from sinklens.likelihood.result import Likelihood, ValueKind
-from sinklens.likelihood.shared_prefix import logits_after, prefix_length, shares_prefixes
+from sinklens.experiments.nll.batches import Batches
+from sinklens.experiments.nll.draws import DrawRule
+from sinklens.experiments.nll.hooked_pass import HookedPass, MaskedRows, blocks_of_text
+from sinklens.experiments.nll.noise import CountedTokens, Noise, NoisyDraws
+from sinklens.experiments.nll.pairs import PromptAnswer
+from sinklens.experiments.nll.result import Likelihood, ValueKind
+from sinklens.experiments.nll.shared_prefix import logits_after, prefix_length, shares_prefixes
 from sinklens.model import Model
 
 

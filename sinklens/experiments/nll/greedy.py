@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sinklens.likelihood.batches import Batches
-from sinklens.likelihood.diffusion import block_ends
-from sinklens.likelihood.hooked_pass import HookedPass, MaskedRows
-from sinklens.likelihood.pairs import PromptAnswer
+from sinklens.experiments.nll.batches import Batches
+from sinklens.experiments.nll.diffusion import block_ends
+from sinklens.experiments.nll.hooked_pass import HookedPass, MaskedRows
+from sinklens.experiments.nll.pairs import PromptAnswer
 
 
 def writes(passes: HookedPass, pairs: Sequence[PromptAnswer], batches: Batches) -> list[bool]:

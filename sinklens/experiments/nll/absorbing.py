@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sinklens.likelihood.draws import every_mask
-from sinklens.likelihood.noise import (
+from sinklens.experiments.nll.draws import every_mask
+from sinklens.experiments.nll.noise import (
     KEPT,
     CountedTokens,
     Logits,

@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinklens.errors import HookNameError, PromptError, SettingError
+from sinklens.experiments.nll.plans import leaves, planned
 from sinklens.hooks import names
-from sinklens.hooks.blocks import Blocks, ruled_by
+from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.hook_functions import takes_hook
 from sinklens.interventions.kept_patterns import FreezePattern
 from sinklens.interventions.keys import HoldSinks
 from sinklens.interventions.places import AtKeys, AtPositions
 from sinklens.interventions.where import Where
-from sinklens.likelihood.plans import leaves, planned
 from sinklens.model import Model
 from sinklens.runs.attached import attached
 from sinklens.runs.control_keys import ControlLog

@@ -23,8 +23,8 @@ from sinklens.model.prompts import Encoded, Prompt
 from sinklens.model.tokens import side_of
 from sinklens.runs.request import Hooks, RunRequest
 from sinklens.runs.result import Generation
+from sinklens.runs.session import Trace, carried_out, denoising_of
 from sinklens.sampling.registry import find_sampler, sampler_name
-from sinklens.tracing.session import Trace, carried_out, denoising_of
 
 RETURN_TYPES = ("input", "str", "tokens")
 _LOGITS = "change the logits at the hook point denoise.hook_logits, with hooks="

@@ -7,9 +7,9 @@ from building import random_model
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
+from sinklens.experiments.nll import LikelihoodRequest, PromptAnswer, likelihood, likelihoods
 from sinklens.hooks.tree import HookTree
 from sinklens.interventions import AblateHeads, MaskSinks
-from sinklens.likelihood import LikelihoodRequest, PromptAnswer, likelihood, likelihoods
 
 PAIRS = [
     PromptAnswer(prompt, answer)

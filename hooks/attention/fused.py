@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from sinklens.hooks import trust
+from sinklens.hooks.attention import trust
 
 FUSED_DEVICES: tuple[str, ...] = ("cuda",)  # kinds of devices, besides the CPU, whose operators may be used
 ALIGNED = 8  # the memory-efficient operator requires the row length of a mask to be a multiple of this

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 from sinklens.caching import Policy, as_policy
 from sinklens.errors import SettingError
-from sinklens.likelihood.autoregressive import score_exactly, score_forced
-from sinklens.likelihood.batches import Batches
-from sinklens.likelihood.diffusion import bounds
-from sinklens.likelihood.draws import DrawRule, Masking
-from sinklens.likelihood.families import noise_of
-from sinklens.likelihood.greedy import writes
-from sinklens.likelihood.hooked_pass import HookedPass, refuse_earlier
-from sinklens.likelihood.pairs import PromptAnswer, is_several, pairs_of
-from sinklens.likelihood.result import Likelihood
+from sinklens.experiments.nll.autoregressive import score_exactly, score_forced
+from sinklens.experiments.nll.batches import Batches
+from sinklens.experiments.nll.diffusion import bounds
+from sinklens.experiments.nll.draws import DrawRule, Masking
+from sinklens.experiments.nll.families import noise_of
+from sinklens.experiments.nll.greedy import writes
+from sinklens.experiments.nll.hooked_pass import HookedPass, refuse_earlier
+from sinklens.experiments.nll.pairs import PromptAnswer, is_several, pairs_of
+from sinklens.experiments.nll.result import Likelihood
 from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.control_keys import ControlLog

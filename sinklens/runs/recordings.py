@@ -36,9 +36,9 @@ from sinklens.errors import CheckpointError, SettingError
 from sinklens.model import Model, load
 from sinklens.runs.request import Hooks, RunRequest
 from sinklens.runs.result import Generation, require_run
+from sinklens.runs.session import generate
 from sinklens.runs.start import start
 from sinklens.sampling.registry import find_sampler, sampler_name
-from sinklens.tracing.session import generate
 from sinklens.utils.atomic import atomic_write
 
 FORMAT = "canvases 1"

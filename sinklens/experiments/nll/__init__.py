@@ -4,10 +4,10 @@ No sampler is involved, so a likelihood does not depend on the settings that cha
 conditions are paired: all conditions share the masks of every answer.
 """
 
-from sinklens.likelihood.draws import DrawRule
-from sinklens.likelihood.estimate import LikelihoodRequest, likelihood, likelihoods
-from sinklens.likelihood.pairs import PromptAnswer
-from sinklens.likelihood.result import Difference, Likelihood, LossCurve, curve, difference
+from sinklens.experiments.nll.draws import DrawRule
+from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihood, likelihoods
+from sinklens.experiments.nll.pairs import PromptAnswer
+from sinklens.experiments.nll.result import Difference, Likelihood, LossCurve, curve, difference
 
 __all__ = [
     "Difference",

@@ -10,10 +10,10 @@ from building import random_dit
 
 import sinklens
 from sinklens.errors import SettingError
+from sinklens.experiments.nll import DrawRule, LikelihoodRequest, PromptAnswer, difference, likelihood, likelihoods
+from sinklens.experiments.nll.families import noise_of
+from sinklens.experiments.nll.noise import CountedTokens
 from sinklens.interventions import MaskSinks
-from sinklens.likelihood import DrawRule, LikelihoodRequest, PromptAnswer, difference, likelihood, likelihoods
-from sinklens.likelihood.families import noise_of
-from sinklens.likelihood.noise import CountedTokens
 
 V = 5
 MADE = {

@@ -9,9 +9,9 @@ from likelihood_oracle import LladaScript, all_masks
 
 import sinklens
 from sinklens.errors import DeviceMemoryError, PromptError, SettingError
+from sinklens.experiments.nll import DrawRule, LikelihoodRequest, PromptAnswer, difference, likelihood, likelihoods
+from sinklens.experiments.nll.draws import generator_of
 from sinklens.hooks.tree import HookTree
-from sinklens.likelihood import DrawRule, LikelihoodRequest, PromptAnswer, difference, likelihood, likelihoods
-from sinklens.likelihood.draws import generator_of
 
 PROMPT, ANSWER = [5, 9, 3], [7, 11, 2, 8, 4]
 SHIFTED = ("dream", "fast-dllm-v2", "rnd1", "open-dcoder")

@@ -8,6 +8,8 @@ from likelihood_oracle import LladaScript, all_masks
 
 import sinklens
 from sinklens.errors import HookFunctionError, HookNameError, SettingError
+from sinklens.experiments.nll import difference, likelihood
+from sinklens.experiments.nll.draws import generator_of
 from sinklens.interventions import (
     AblateHeads,
     ForceTokens,
@@ -21,8 +23,6 @@ from sinklens.interventions import (
     Where,
     WindowAttention,
 )  # fmt: skip
-from sinklens.likelihood import difference, likelihood
-from sinklens.likelihood.draws import generator_of
 from sinklens.sinks import EpsilonOverMean
 
 PROMPT, ANSWER = [5, 9, 3], [7, 11, 2, 8]

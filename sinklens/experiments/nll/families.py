@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sinklens.errors import SettingError
-from sinklens.likelihood.absorbing import Absorbing, ScoreEntropy
-from sinklens.likelihood.noise import KEPT, MaskNoise, Noise
-from sinklens.likelihood.random_tokens import MixedNoise, UniformNoise
+from sinklens.experiments.nll.absorbing import Absorbing, ScoreEntropy
+from sinklens.experiments.nll.noise import KEPT, MaskNoise, Noise
+from sinklens.experiments.nll.random_tokens import MixedNoise, UniformNoise
 from sinklens.model import Model
 
 

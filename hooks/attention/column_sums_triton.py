@@ -32,8 +32,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from sinklens.hooks import tiles, trust
-from sinklens.hooks.tiles import Tile
+from sinklens.hooks.attention import tiles, trust
+from sinklens.hooks.attention.tiles import Tile
 from sinklens.utils.versions import versions
 
 LOG2_E = math.log2(math.e)  # exponentials use base 2, which the hardware implements

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sinklens.hooks.column_sums import sums_of_powers
+from sinklens.hooks.attention.column_sums import sums_of_powers
 
 SHARE = 0.25
 FEWEST = 64  # queries; a pass with as few is summed completely
@@ -50,7 +50,7 @@ class QuerySample:
         mask: Float[Tensor, "#batch #head #query key"] | None = None,
         real: Bool[Tensor, "#batch query"] | None = None,
     ) -> Float[Tensor, "batch head key"]:
-        """The estimates, with the arguments of `sinklens.hooks.column_sums.column_sums`; sets `error`."""
+        """The estimates, with the arguments of `sinklens.hooks.attention.column_sums.column_sums`; sets `error`."""
         batch, heads, queries, width = query.shape
         counted = torch.ones(batch, queries, dtype=torch.bool) if real is None else real.expand(batch, -1).cpu()
         rows = [self._drawn(row, places) for row, places in enumerate(counted)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sinklens.errors import SettingError
-from sinklens.likelihood import Likelihood, curve, difference
+from sinklens.experiments.nll import Likelihood, curve, difference
 
 
 def planted(losses, shares, kind="estimate", batch=1, blocks=None):

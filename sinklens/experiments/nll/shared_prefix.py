@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinklens.likelihood.hooked_pass import HookedPass, blocks_of_text
+from sinklens.experiments.nll.hooked_pass import HookedPass, blocks_of_text
 from sinklens.model import Model
 from sinklens.sampling.key_cache import one_later
 

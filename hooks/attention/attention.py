@@ -32,10 +32,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirection
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinklens.errors import ReadOnlyHookError
-from sinklens.hooks import fused, segments
-from sinklens.hooks.blocks import blocks_of
-from sinklens.hooks.column_sums import column_sums, log_sum_exp
-from sinklens.hooks.normalizers import Normalizer, Visible, normalizer_of, softmax
+from sinklens.hooks.attention import fused, segments
+from sinklens.hooks.attention.blocks import blocks_of
+from sinklens.hooks.attention.column_sums import column_sums, log_sum_exp
+from sinklens.hooks.attention.normalizers import Normalizer, Visible, normalizer_of, softmax
 from sinklens.hooks.points import at
 
 if TYPE_CHECKING:

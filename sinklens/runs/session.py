@@ -29,7 +29,7 @@ from sinklens.runs.intervention import within
 from sinklens.runs.recorder import after
 from sinklens.runs.request import RunRequest
 from sinklens.runs.result import Generation
-from sinklens.tracing.steps import StepServer, VisitedSteps
+from sinklens.runs.steps import StepServer, VisitedSteps
 from sinklens.utils.arguments import takes
 
 DERIVED = ("tokens", "text", "steps_run", "key_reuse", "time_at", "causal", "modes", "step_blocks", "kind_at")

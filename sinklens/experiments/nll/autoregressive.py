@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sinklens.errors import SettingError
+from sinklens.experiments.nll.batches import Batches
+from sinklens.experiments.nll.pairs import PromptAnswer, by_prompt
+from sinklens.experiments.nll.result import Likelihood
+from sinklens.experiments.nll.shared_prefix import hidden_after
 from sinklens.hooks.points import Point
-from sinklens.likelihood.batches import Batches
-from sinklens.likelihood.pairs import PromptAnswer, by_prompt
-from sinklens.likelihood.result import Likelihood
-from sinklens.likelihood.shared_prefix import hidden_after
 from sinklens.model import Model
-from sinklens.tracing import generate
+from sinklens.runs import generate
 
 
 class TokenScores:
