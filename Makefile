@@ -55,7 +55,6 @@ notebooks: $(STAMP)  ## execute the tutorials that changed and write their noteb
 	$(BIN)/python scripts/make_notebooks.py $(ARGS)
 
 docs: $(STAMP)  ## build the documentation into site/, which opens offline
-	$(BIN)/python scripts/api_tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 # The marker of an unfinished setup is renamed to the stamp as the last step. A marker that still exists was left by a

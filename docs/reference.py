@@ -6,16 +6,23 @@ conventions of this project: several names may share an entry (``layers, heads: 
 heading. `Conventions` rewrites both into standard Google format, and shows the arguments of functions that take those
 of a request (`sinklens.utils.arguments.takes`).
 
+Each page of docs/api begins with a table of its names and the first lines of their docstrings: the members that its
+mkdocstrings directives (``::: sinklens.sinks`` with ``members``) list, all public functions and classes of a module
+without listed members, or the single object named.
+
 Limitation: `mkdocs serve` creates the links once; a new file at the top of sinklens/ needs a restart.
 """
 
 import importlib.util
 import re
 import tempfile
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import griffe
+import yaml
 from mkdocs.plugins import event_priority
 
 from sinklens.utils.arguments import with_arguments
@@ -24,6 +31,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ENTRY = re.compile(r"^( +)([*\w]+(?:, [*\w]+)+): (.*(?:\n\1 +.*)*)", flags=re.MULTILINE)
 SECTION = re.compile(r"^( *)(?:Args|Attributes):\n((?:\1 +.*\n?|\n(?=\1 ))*)", flags=re.MULTILINE)
 TAKES = re.compile(r"(?:\w+\.)*takes\((\w+)\)")
+DIRECTIVE = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", flags=re.MULTILINE)
+SHAPES = {"{": "dict", "[": "list", "(": "tuple"}
+DIV = '<div class="names" markdown>'  # on a narrow screen, docs/assets/sinklens.css sets the cells below each other
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1\S.*)*", flags=re.MULTILINE)
 _scratch: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -35,6 +45,50 @@ def on_config(config: Any) -> Any:
     _link_tree(Path(_scratch[-1].name))
     config.plugins["mkdocstrings"].config.handlers.setdefault("python", {})["paths"] = [_scratch[-1].name]
     return config
+
+
+def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
+    """Insert the table of names below the introduction of a page of the reference."""
+    first = DIRECTIVE.search(markdown) if page.file.src_uri.startswith("api/") else None
+    if first is None:
+        return markdown
+    lines = [f"| [`{name.removeprefix('sinklens.')}`][{name}] | {what} |" for name, what in _rows(markdown)]
+    table = "\n".join([DIV, "", "| name | what it is |", "|---|---|", *lines, "", "</div>"])
+    return f"{markdown[: first.start()]}{table}\n\n{markdown[first.start() :]}"
+
+
+def _rows(text: str) -> Iterator[tuple[str, str]]:
+    """Full names and the first lines of their docstrings, in the page's order."""
+    for target, options in DIRECTIVE.findall(text):
+        members = (yaml.safe_load(options) or {}).get("options", {}).get("members") if options else None
+        found = _object(target)
+        if members is None and found.is_module:
+            members = [name for name, one in found.members.items() if _is_public(name, one)]
+        names = [f"{target}.{name}" for name in members] if members else [target]
+        yield from ((name, summary(_object(name))) for name in names)
+
+
+@cache
+def _package() -> Any:
+    return griffe.load("sinklens", search_paths=[_scratch[-1].name], resolve_aliases=True, try_relative_path=False)
+
+
+def _object(path: str) -> Any:
+    found = _package() if path == "sinklens" else _package()[path.removeprefix("sinklens.")]
+    return found.final_target if found.is_alias else found
+
+
+def _is_public(name: str, one: Any) -> bool:
+    return not name.startswith("_") and not one.is_alias and (one.is_function or one.is_class)
+
+
+def summary(one: Any) -> str:
+    """The first line of an object's docstring as a Markdown cell; for a constant without one, its value or type."""
+    if one.docstring is not None:
+        return one.docstring.value.strip().splitlines()[0].replace("``", "`").replace("|", "\\|")
+    value = " ".join(str(one.value).split())
+    shown = value if len(value) <= 100 else str(one.annotation or SHAPES.get(value[0], "…"))
+    return "`" + shown.replace("|", "\\|") + "`"
 
 
 def on_shutdown() -> None:
