@@ -19,7 +19,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 TESTS = Path(__file__).resolve().parent
 EXTENDED = (  # files and folders that `make test` leaves to `make check`: real processes, training, studies, documents
     "analyses", "cli/test_studies.py", "devices/test_check.py", "devices/test_ray_gpus.py",
-    "devices/test_stored_runs.py", "evaluation/sandbox", "evaluation/test_coverage.py",
+    "devices/test_stored_runs.py", "evaluation/sandbox", "utils/test_coverage.py",
     "evaluation/test_distributed.py", "evaluation/test_harness", "evaluation/test_runner.py",
     "experiments/test_sweeps.py", "hooks/test_column_sums_triton.py", "hooks/test_fused.py", "papers",
     "test_benchmarks.py", "test_docs.py", "test_tutorials.py", "views/test_report.py", "zoo",

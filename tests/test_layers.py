@@ -32,7 +32,7 @@ FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of th
     ("cli",),
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names}
-FILES = sorted([*ROOT.glob("hooks/**/*.py"), *ROOT.glob("analyses/*.py"), *ROOT.glob("sinklens/**/*.py")])
+FILES = sorted([*ROOT.glob("hooks/**/*.py"), *ROOT.glob("analyses/**/*.py"), *ROOT.glob("sinklens/**/*.py")])
 
 
 def module_name(file: Path) -> str:

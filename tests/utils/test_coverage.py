@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sinklens.evaluation.statistics import Z, score_interval
+from sinklens.utils.estimates import Z, score_interval
 
 STUDIES = 20_000
 SIZES = (25, 50, 100, 500)
