@@ -37,13 +37,14 @@ def exported(tree: ast.Module) -> list[str]:
 def measure(depth: int) -> tuple[Counter[str], dict[str, list[str]]]:
     """Statements by folder of at most `depth` parts, and exported names by package."""
     sizes: Counter[str] = Counter()
-    names = {}
+    names: dict[str, list[str]] = {}
     for folder in FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):
             tree, path = ast.parse(file.read_text()), file.relative_to(ROOT)
             sizes["/".join(path.parts[: min(depth, len(path.parts) - 1)])] += statements(tree)
-            if folder in PACKAGES and (listed := exported(tree)):
-                names[path.parent.as_posix()] = listed
+            if folder in PACKAGES:
+                listed = names.setdefault(path.parent.as_posix(), [])
+                listed += [name for name in exported(tree) if name not in listed]
     return sizes, names
 
 
