@@ -6,7 +6,7 @@ python scripts/measure_fidelity.py [MODEL ...] [--methods torchao-int8,torchao-i
 import argparse
 
 import sinklens
-from sinklens.experiments import fidelity
+from sinklens.experiments import effect
 from sinklens.tasks import find_task
 
 PROMPTS = 4
@@ -26,7 +26,7 @@ def main() -> None:
         full = sinklens.load(name, check=False)
         for method in options.methods.split(","):
             other = sinklens.load(name, quantization=method, dtype="float32", check=False)
-            found = fidelity(full, other, prompts, gen_length=24)
+            found = effect(full, prompts, other=other, gen_length=24)
             kl, same = found.under_replay["kl"].mean("batch"), found.free_running["same_answer"]
             print(
                 f"| {name} | {method} | {float(kl.mean()):.3g} ({float(kl.max()):.3g}) nats | "

@@ -1,6 +1,6 @@
 """Experiments that take several runs or passes: compare two runs, measure an intervention's effect, sweep, attribute.
 
-- Two runs: `compare`, `effect`, `fidelity` (a quantized model), `modes_compared`, `commits_compared`, `mode_patching`;
+- Two runs: `compare`, `effect` (also of a mode, or a quantized model), `modes_compared`, `commits_compared`, `mode_patching`;
   `corrupted` runs a changed prompt on a run's canvases, and `swap` puts another kind of token in a place.
 - Many runs: `sweep` runs many interventions in few passes; `dose_response` measures what steering does and costs.
 - Which points matter: `attribution_patching`, `patching_effects`, `write_attribution`, `read_attribution`.
@@ -30,11 +30,9 @@ from sinklens.experiments.circuit_search import (
     greedy_circuit,
     measure_circuit,
 )
-from sinklens.experiments.comparison import attention_to, compare
 from sinklens.experiments.corruption import corrupted
-from sinklens.experiments.doses import dose_response
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
-from sinklens.experiments.effects import Effect, ModeEffect, effect
+from sinklens.experiments.effect import Effect, attention_to, compare, dose_response, effect, sinks_compared
 from sinklens.experiments.infilling import holes, span_likelihood
 from sinklens.experiments.jacobian_lens import fit_jacobian_lens
 from sinklens.experiments.jumps import Jump, jump_undone, sink_jumps
@@ -50,7 +48,6 @@ from sinklens.experiments.massive import (
 from sinklens.experiments.metrics import AtPosition, StepOutput
 from sinklens.experiments.modes import commits_compared, mode_patching, modes_compared
 from sinklens.experiments.paths import AcrossSteps, path_across_steps
-from sinklens.experiments.quantized import Fidelity, fidelity
 from sinklens.experiments.readers import read_attribution
 from sinklens.experiments.reference_runs import difference_of_means, donors
 from sinklens.experiments.settling import (
@@ -62,7 +59,6 @@ from sinklens.experiments.settling import (
     step_predictions,
 )
 from sinklens.experiments.similarity import layer_similarity, step_similarity
-from sinklens.experiments.sink_changes import sinks_compared
 from sinklens.experiments.step_ids import of_step
 from sinklens.experiments.swaps import swap
 from sinklens.experiments.sweeps import sweep
@@ -78,11 +74,9 @@ __all__ = [
     "CircuitValue",
     "Edge",
     "Effect",
-    "Fidelity",
     "Jump",
     "LogitLens",
     "MassiveActivation",
-    "ModeEffect",
     "OutlierDimension",
     "Overlap",
     "StepOutput",
@@ -106,7 +100,6 @@ __all__ = [
     "edge_scores",
     "effect",
     "entropy_features",
-    "fidelity",
     "fit_jacobian_lens",
     "greedy_circuit",
     "guesses",

@@ -23,7 +23,7 @@ from torch import Tensor
 from sinklens.caching import Policy, as_policy
 from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
-from sinklens.experiments.comparison import answers_compared, compared, kept_places
+from sinklens.experiments.effect import compare, kept_places
 from sinklens.experiments.metrics import Metric, SweepAxis, Work, named_places
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.interventions.logits import MaskedLogits
@@ -290,11 +290,9 @@ class _Sweep:
         """One intervention of a run, the one of these `rows`, compared with the run without it."""
         changed = _rows_of(result, rows)
         if self._replay:
-            part = compared(base, changed, logits.kept, _logits_of(result, kept.kept, rows))
-        elif changed.canvas.shape[2] == base.canvas.shape[2]:
-            part = compared(base, changed)
+            part = compare(base, changed, logits.kept, _logits_of(result, kept.kept, rows), edited=True)
         else:
-            part = xr.Dataset(answers_compared(base, changed))
+            part = compare(base, changed, edited=True)
         answers = [
             answer.text if answer.text is not None else str(ids.tolist())
             for answer, ids in zip(changed.answers, changed.canvas[:, -1, changed.prompt_length :], strict=True)

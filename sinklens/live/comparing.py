@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sinklens.experiments.comparison import compared
+from sinklens.experiments import compare
 from sinklens.interventions import MaskedLogits
 from sinklens.live.execution import repeat
 from sinklens.live.outcome import RunOutcome
@@ -94,7 +94,7 @@ def divergence(specs: Sequence[RunSpec], outcomes: Sequence[RunOutcome], model: 
         repeat(spec, model, outcome, steps=max(chosen) + 1, extra=[logits])
         for spec, outcome, logits in zip(specs, outcomes, kept, strict=True)
     ]
-    found = compared(first, second, kept[0].kept, kept[1].kept)["kl"].to_numpy()[0]
+    found = compare(first, second, kept[0].kept, kept[1].kept, edited=True)["kl"].to_numpy()[0]
     listed = [None if np.isnan(value) else float(value) for value in found]
     return listed + [None] * (steps - len(listed))
 

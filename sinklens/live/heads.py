@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sinklens.experiments.comparison import compared
+from sinklens.experiments import compare
 from sinklens.experiments.stacking import Stacked
 from sinklens.experiments.sweeps import bytes_per_row
 from sinklens.interventions import AblateHeads, MaskedLogits
@@ -145,7 +145,9 @@ class HeadTrial:
         found = []
         for row in range(len(heads)):
             part = {step: values.chunk(len(heads))[row] for step, values in kept.kept.items()}
-            kl = compared(base, base, logits.kept, part)["kl"].to_numpy()[0]  # the canvases are those of `base`
+            kl = compare(base, base, logits.kept, part, edited=True)["kl"].to_numpy()[
+                0
+            ]  # the canvases are those of `base`
             found.append(None if np.isnan(kl).all() else float(np.nanmean(kl)))
         return found
 

@@ -158,7 +158,7 @@ def test_effect_of_two_modes_decodes_in_both_and_compares_at_equal_text(model, p
     found = effect(model, prompts, modes=("diffusion", "autoregressive"), **settings)
     assert torch.equal(found.base.canvas, run.canvas)
     assert set(found.free.modes) == {"causal"}
-    assert found.at_equal_text.identical(modes_compared(run))
+    assert found.under_replay.identical(modes_compared(run))
     for row in range(2):
         tokens = [one.tokens[row, 12:28].tolist() for one in (found.base, found.free)]
         parted = next((12 + at for at, (a, b) in enumerate(zip(*tokens, strict=True)) if a != b), -1)
@@ -220,7 +220,7 @@ def test_what_has_one_mode_or_no_steps_in_common_is_refused(model, prompts, run)
     other = sinklens.generate(model, prompts, mode="autoregressive", gen_length=16, hooks=[logits])
     with pytest.raises(SettingError, match="a step of one is no step of the other"):
         compare(run, other, logits.kept, logits.kept)
-    with pytest.raises(SettingError, match="gen_length; got 2 rows of 16 and 2 of 8"):
+    with pytest.raises(SettingError, match=r"gen_length; got \[2, 16\] and \[2, 8\]"):
         compare(run, sinklens.generate(model, prompts, mode="autoregressive", gen_length=8))
     with pytest.raises(SettingError, match="one rule for all steps"):
         sinklens.experiments.logit_lens(model, run)

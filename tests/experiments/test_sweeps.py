@@ -12,7 +12,6 @@ from building import random_hf
 import sinklens
 from sinklens.errors import HookFunctionError, SettingError
 from sinklens.experiments import compare, head_outputs, stacking, sweep, sweeps
-from sinklens.experiments.comparison import answers_compared
 from sinklens.interventions import (
     AblateHeads,
     ForceTokens,
@@ -112,7 +111,7 @@ def test_an_intervention_that_lengthens_the_canvas_runs_separately_and_its_answe
     changed = sinklens.generate(model, PROMPTS, hooks=[SinkToken()], record_sinks=False, **SHORT)
     longer = swept.sel(intervention="longer")
     assert longer["answer"].to_numpy().tolist() == changed.text
-    for measure, (_, values) in answers_compared(base, changed).items():
+    for measure, values in compare(base, changed, edited=True).items():
         np.testing.assert_array_equal(longer[measure], values)
     assert longer["first_divergent_step"].isnull().all()
     assert swept.sel(intervention="none")["first_divergent_step"].to_numpy().tolist() == [-1] * 3

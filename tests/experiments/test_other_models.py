@@ -1,4 +1,4 @@
-"""Fidelity is 0 between equal models, and what a planted change of the logits makes it."""
+"""The effect of another model is 0 between equal models, and what a planted change of the logits makes it."""
 
 import copy
 
@@ -8,7 +8,7 @@ from building import random_hf, random_ids
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import fidelity
+from sinklens.experiments import effect
 
 GIVEN = {"gen_length": 4, "steps": 4, "block_length": 4}
 
@@ -22,7 +22,8 @@ def _pair(factor: float) -> tuple[sinklens.Model, sinklens.Model]:
 
 
 def test_a_model_agrees_with_itself():
-    found = fidelity(*_pair(1.0), random_ids()[:, :4], **GIVEN)
+    model, other = _pair(1.0)
+    found = effect(model, random_ids()[:, :4], other=other, **GIVEN)
     assert float(found.under_replay["kl"].max()) == pytest.approx(0, abs=1e-9)
     assert found.sinks_moved == 0
     assert bool(found.free_running["same_answer"].all())
@@ -31,7 +32,7 @@ def test_a_model_agrees_with_itself():
 def test_the_kl_is_that_of_the_models_distributions_on_the_reference_s_canvases():
     """Halved logits keep every decision by confidence's order and every sink; the distributions are flatter."""
     reference, other = _pair(0.5)
-    found = fidelity(reference, other, random_ids()[:1, :4], **GIVEN)
+    found = effect(reference, random_ids()[:1, :4], other=other, **GIVEN)
     assert found.sinks_moved == 0
     for step in range(4):
         canvas = found.base.canvas[:1, step]
@@ -45,4 +46,4 @@ def test_the_kl_is_that_of_the_models_distributions_on_the_reference_s_canvases(
 
 def test_models_of_other_sizes_are_refused():
     with pytest.raises(SettingError, match=r"same layers, heads and vocabulary; got \(3, 6, 61\) and \(2, 6, 61\)"):
-        fidelity(sinklens.load(random_hf()), sinklens.load(random_hf(num_hidden_layers=2)), random_ids())
+        effect(random_hf(), random_ids(), other=sinklens.load(random_hf(num_hidden_layers=2)))

@@ -1,0 +1,536 @@
+"""Two runs compared: the effect of an intervention, of a mode, of a cache policy, or of another model.
+
+There are two comparisons. *Free-running*: the runs are independent; after the first difference they work on different
+canvases, and later differences are consequences, not direct effects. *Under replay* (``replay=`` the base run): the
+changed run computes everything itself, but every step begins on the base run's canvas, which isolates the effect of
+each step.
+
+`effect` makes the runs and both comparisons in one call. `compare` reads canvases of two runs, and logits where both
+kept them with `MaskedLogits`; `sinks_compared` reads their sinks. Runs in two modes of a model that changes its
+attention have different steps, and are compared by their answers. `dose_response` measures an intervention as it grows.
+
+A row of an autoregressive run that has ended waits for the others of its batch; tokens added while it waits are not
+counted.
+
+Pitfall: a confidence of 1 cannot rise. Means over positions hide that near the end of a run most positions are certain;
+inspect the steps.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.experiments.modes import modes_compared
+from sinklens.experiments.nll import likelihood
+from sinklens.experiments.step_ids import of_step
+from sinklens.interventions.logits import MaskedLogits
+from sinklens.model import Model, load
+from sinklens.runs import generate
+from sinklens.runs.intervention import HookSource, within
+from sinklens.runs.request import Hooks, hook_list
+from sinklens.runs.result import Generation, require_run
+from sinklens.sampling.key_cache import Policy
+from sinklens.sampling.registry import find_sampler, sampler_name
+from sinklens.sampling.settings import Mode
+from sinklens.sinks.detectors import Detector
+from sinklens.sinks.record import Record
+from sinklens.sinks.track import SinkTrack
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a change does to runs of the same prompts, as returned by `effect`.
+
+    Attributes:
+        base, free, replayed: the run without the change, with it, and with it on the base run's canvases; `replayed` is
+            None with ``modes=``.
+        free_running, under_replay: `compare` of base with `free` and with `replayed`; with ``modes=`` `under_replay` is
+            `modes_compared` of the text of `base`, in passes of the unchanged model, without hooks.
+        same_queries: the base run once more, with sink scores summed over the queries that `replayed` computed; None
+            without a cache policy, or without sinks.
+    """
+
+    base: Generation
+    free: Generation
+    replayed: Generation | None
+    free_running: xr.Dataset
+    under_replay: xr.Dataset
+    same_queries: Generation | None = None
+
+    @property
+    def sinks_moved(self) -> float:
+        """Share of heads, over prompts and steps, whose strongest key is another one under replay."""
+        cfg = self.base.model.cfg
+        return float(self.under_replay["sinks_moved"].mean()) / (cfg.n_layers * cfg.n_heads)
+
+    def __repr__(self) -> str:
+        same, kl = self.free_running["same_answer"], self.under_replay["kl"]
+        over = f"under replay {float(kl.mean()):.3g} nats over {kl.shape[1]} steps"
+        if self.replayed is None:
+            over = f"of the unchanged model at equal text {float(kl.mean()):.3g} nats"
+        return f"Effect({int(same.sum())} of {same.size} answers stay the same, mean KL {over})"
+
+
+def effect(
+    model: Any,
+    prompt: Any,
+    hooks: Hooks = (),
+    *,
+    other: Model | None = None,
+    modes: tuple[Mode, Mode] | None = None,
+    cache: Policy | str | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> Effect:
+    """Run `model` on `prompt` without a change, with it, and with it under replay; compare, logits included.
+
+    The change is an intervention (`hooks`), a cache policy, another model, or a mode. With `cache` or `other`,
+    ``under_replay`` also has the counts of `sinks_compared`. A step under a cache policy computes fewer queries, and
+    sums over fewer queries have other sinks even if no attention changed. So a fourth run repeats the exact one with
+    sums over the queries of the third, and these two are compared.
+
+        full, small = sinklens.load("tiny-llada"), sinklens.load("tiny-llada", quantization="torchao-int8")
+        print(effect(full, prompts, other=small, gen_length=16).sinks_moved)
+
+    Args:
+        prompt: as in `sinklens.generate`; with several prompts, each measure is [batch, …] (use
+            `analyses.intervals.mean_interval` for its interval over them).
+        hooks: an intervention, or a list of interventions and (name, function) pairs.
+        other: a model with the same layers, heads and vocabulary, such as the quantized one, that makes the second and
+            third run. What holds for prompts of one kind may not hold for others.
+        modes: two modes of a model that changes its attention, such as ``("autoregressive", "diffusion")``. The prompt
+            is decoded in both, under `hooks`, and with the same settings as far as both modes have them.
+        cache: a cache policy or its name, for the second and third run.
+        seed, **settings: as in `sinklens.generate`.
+
+    Raises:
+        SettingError: models of different sizes, or not two modes.
+    """
+    entries = hook_list(hooks)
+    if modes is not None:
+        return _of_modes(model, prompt, modes, entries, {"seed": seed, "cache": cache, **settings})
+    model = load(model)
+    sizes = [(one.cfg.n_layers, one.cfg.n_heads, one.cfg.d_vocab) for one in (model, other or model)]
+    if sizes[0] != sizes[1]:
+        raise SettingError(
+            f"compared models must have the same layers, heads and vocabulary; got {sizes[0]} and {sizes[1]}. Compare "
+            f"a quantized model with the one that was quantized."
+        )
+    settings |= {"seed": seed, "progress": False}
+    kept = [MaskedLogits() for _ in range(3)]
+    base = generate(model, prompt, hooks=[kept[0]], **settings)
+    free = generate(other or model, prompt, hooks=[*entries, kept[1]], cache=cache, **settings)
+    replayed = generate(other or model, prompt, hooks=[*entries, kept[2]], cache=cache, replay=base, **settings)
+    free_running, under_replay = (
+        compare(base, run, kept[0].kept, logits.kept) for run, logits in ((free, kept[1]), (replayed, kept[2]))
+    )
+    same = None
+    if (cache is not None or other is not None) and replayed.sinks is not None:
+        if cache is not None:
+            record = Record(queries=replayed.sinks["fresh"].any("layer") if "fresh" in replayed.sinks else None)
+            same = generate(model, prompt, replay=base, **settings | {"record_sinks": record})
+        under_replay = xr.merge([under_replay, sinks_compared(same or base, replayed)], join="outer")
+    return Effect(base, free, replayed, free_running, under_replay, same)
+
+
+def _of_modes(model: Any, prompt: Any, modes: tuple[Mode, Mode], hooks: list[Any], settings: dict[str, Any]) -> Effect:
+    """The effect of decoding in the second of two modes instead of the first."""
+    if len(modes) != 2 or modes[0] == modes[1]:
+        raise SettingError(f"modes= takes two different modes, such as ('autoregressive', 'diffusion'); got {modes!r}.")
+    model, runs = load(model), []
+    others = {name for other in model.family_record.modes.values() for name in find_sampler(other).setting_names()}
+    for mode in modes:
+        known = find_sampler(sampler_name(model.family_record, {"mode": mode})).setting_names()
+        chosen = {name: value for name, value in settings.items() if name in known or name not in others}
+        runs.append(generate(model, prompt, mode=mode, hooks=hooks, progress=False, **chosen))
+    base, free = runs
+    return Effect(base, free, None, compare(base, free), modes_compared(base, settings.get("block_length")))
+
+
+def compare(
+    base: Generation,
+    changed: Generation,
+    base_logits: Mapping[int, Tensor] | None = None,
+    changed_logits: Mapping[int, Tensor] | None = None,
+    attended: Bool[np.ndarray, "batch step pos"] | None = None,
+    *,
+    edited: bool = False,
+) -> xr.Dataset:
+    """Compare two runs of the same prompts and settings.
+
+    Per [batch, step], over the positions masked in both, or the position being decoded (NaN where there are none, and
+    at steps without logits; a cache policy has none at positions that it does not compute):
+        ``kl``: mean of Σ_v p(v) log(p(v)/q(v)) in nats, p the base run's distribution and q the changed run's;
+        ``top1_agreement``: share of positions with the same most likely token;
+        ``confidence``, ``confidence_changed``: mean probability of the most likely token;
+        with `attended` also ``change_attended`` and ``change_rest``: mean change of that probability at the marked
+        positions, and at the others.
+    Per [batch]:
+        ``order``: Kendall's τ-b of the steps at which the answer's positions were decided, in an autoregressive run up
+        to the earlier end; NaN where all steps are equal;
+        ``first_divergent_step``: the first step after which the canvas differs from the base run's (0 also if the runs
+        begin on different canvases); -1 if none does; for runs in two modes instead ``first_divergent_position``, the
+        first position of the answer with another token, or -1;
+        ``changed_share``: share of the answer's positions with a different final token, including those after an end
+        token; in an autoregressive run, of the positions up to the later end;
+        ``edit_distance``: Levenshtein distance of the answers in tokens, up to the first end token;
+        ``same_answer``: whether that is 0;
+        ``control_requested``, ``control_picked``: if `changed` has controls (``pick=``), the number of keys that they
+        control for, and of the control keys, over steps, layers and heads.
+
+    Args:
+        base_logits, changed_logits: `MaskedLogits.kept` of the two runs.
+        attended: positions to report separately, e.g. those that attended to a masked sink; see `attention_to`.
+        edited: the runs are known to share their prompts even if an intervention changed or lengthened them. Runs of
+            different lengths are then compared by their answers only.
+
+    Raises:
+        SettingError: not runs, runs of different prompts or lengths, logits of only one run or of different steps, or
+            `attended` without logits.
+    """
+    require_run(base, "base")
+    require_run(changed, "changed")
+    if not edited:
+        _check_same_prompts(base, changed)
+    if attended is not None and (base_logits is None or changed_logits is None):
+        raise SettingError(
+            "attended= splits the change of confidence, which needs the logits of both runs; pass them, too."
+        )
+    if (base_logits is None) != (changed_logits is None):
+        raise SettingError("pass both base_logits and changed_logits, or neither; got only one.")
+    if base_logits and changed_logits and not set(base_logits) & set(changed_logits):
+        raise SettingError(
+            f"no step has the logits of both runs: base_logits holds steps {sorted(base_logits)}, changed_logits "
+            f"{sorted(changed_logits)}. Keep the same steps in both, MaskedLogits(steps=...)."
+        )
+    found, rows = _answers(base, changed), range(len(base.answers))
+    if _two_modes(base, changed):
+        if base_logits is not None:
+            raise SettingError(
+                "these runs decode in two modes, so a step of one is no step of the other; leave the logits out. "
+                "sinklens.experiments.modes_compared compares the predictions of both modes at equal text."
+            )
+        found["first_divergent_position"] = ("batch", np.array([_parting(base, changed, row) for row in rows]))
+        return xr.Dataset(found)
+    if base.canvas.shape[2] != changed.canvas.shape[2]:
+        return xr.Dataset(found)
+    found["first_divergent_step"] = ("batch", np.array([_first_difference(base, changed, row) for row in rows]))
+    if base_logits is None or changed_logits is None:
+        return xr.Dataset(found)
+    steps = max(base.steps_run, changed.steps_run)
+    found |= _of_steps(base, changed, base_logits, changed_logits, attended, steps)
+    return xr.Dataset(found, coords={"step": np.arange(steps)})
+
+
+def _two_modes(base: Generation, changed: Generation) -> bool:
+    """Whether two runs of one model decode in different modes."""
+    return base.model.tree.changes_attention and base.settings.name != changed.settings.name
+
+
+def _check_same_prompts(base: Generation, changed: Generation) -> None:
+    by_answers, start = _two_modes(base, changed), base.prompt_length
+    sizes = [
+        [len(run.answers), run.settings.gen_length if by_answers else run.canvas.shape[2]] for run in (base, changed)
+    ]
+    if sizes[0] != sizes[1]:
+        what = ("gen_length", "rows, answer positions") if by_answers else ("lengths", "rows, positions")
+        raise SettingError(
+            f"compared runs must have the same prompts and {what[0]}; got {sizes[0]} and {sizes[1]} ({what[1]})."
+        )
+    shared = slice(0, start + base.settings.gen_length)
+    same = start == changed.prompt_length and torch.equal(base.real[:, shared], changed.real[:, shared])
+    if not same or not torch.equal(base.canvas[:, 0, :start], changed.canvas[:, 0, :start]):
+        raise SettingError(
+            "compared runs must have the same prompts; these do not. Rerun one with the prompts of the other."
+        )
+
+
+def _answers(base: Generation, changed: Generation) -> dict[str, Any]:
+    """The part of `compare` that uses only the answers; the prompts may have different lengths."""
+    from rapidfuzz.distance import Levenshtein
+    from scipy.stats import kendalltau
+
+    order, changes, distance = [], [], []
+    for row in range(len(base.answers)):
+        decided = [_decided(run, row) for run in (base, changed)]
+        steps = [run.unmask_step[row, places].numpy() for run, places in zip((base, changed), decided, strict=True)]
+        shared = min(map(len, steps))
+        order.append(kendalltau(steps[0][:shared], steps[1][:shared]).statistic if shared > 1 else np.nan)
+        pairs = _paired_tokens(base, changed, row)
+        changes.append(sum(before != after for before, after in pairs) / len(pairs))
+        texts = [run.tokens[row, _until_end(run, row)].tolist() for run in (base, changed)]
+        distance.append(Levenshtein.distance(*([token for token in text if token >= 0] for text in texts)))
+    found: dict[str, Any] = {
+        "order": np.array(order, dtype=float), "changed_share": np.array(changes),
+        "edit_distance": np.array(distance), "same_answer": np.array(distance) == 0,
+    }  # fmt: skip
+    keys = changed.control_keys
+    if keys is not None and keys.requested.any():
+        found |= {"control_requested": keys.requested.numpy(), "control_picked": keys.picked.numpy()}
+    return {name: ("batch", values) for name, values in found.items()}
+
+
+def _until_end(run: Generation, row: int) -> slice:
+    """The answer before its first end token. Masks that remain count as tokens, undecoded positions (< 0) do not."""
+    start, stop = run.prompt_length, run.prompt_length + run.settings.gen_length
+    ends = np.flatnonzero(np.isin(run.tokens[row, start:stop].numpy(), run.model.eos_token_ids))
+    return slice(start, start + int(ends[0]) if len(ends) else stop)
+
+
+def _decided(run: Generation, row: int) -> slice:
+    """The answer; of an autoregressive run what was decoded up to and including its end."""
+    start, stop = run.prompt_length, run.prompt_length + run.settings.gen_length
+    end = min(_until_end(run, row).stop + 1, stop)
+    if run.model.tree.changes_attention:  # what follows the end depends on the mode
+        return slice(start, end)
+    return slice(start, min(end, start + run.steps_run)) if run.causal else slice(start, stop)
+
+
+def _paired_tokens(base: Generation, changed: Generation, row: int) -> list[tuple[int | None, int | None]]:
+    return list(zip_longest(*(run.tokens[row, _decided(run, row)].tolist() for run in (base, changed))))
+
+
+def _parting(base: Generation, changed: Generation, row: int) -> int:
+    """The first position with another token in the answers up to and including their ends; -1 if there is none."""
+    pairs = enumerate(_paired_tokens(base, changed, row), base.prompt_length)
+    return next((at for at, (one, other) in pairs if one != other), -1)
+
+
+def _first_difference(base: Generation, changed: Generation, row: int) -> int:
+    first, second = (run.canvas[row, : _last_change(run, row) + 2] for run in (base, changed))
+    shared = min(len(first), len(second))
+    differs = (first[:shared] != second[:shared]).any(dim=1).nonzero()
+    if len(differs):
+        return max(0, int(differs[0]) - 1)
+    return -1 if len(first) == len(second) else shared - 1
+
+
+def _last_change(run: Generation, row: int) -> int:
+    """The last step that changed the row's canvas before it ended; -1 if none did."""
+    if run.causal:
+        return min(_until_end(run, row).stop - run.prompt_length, run.steps_run - 1)
+    changes = (run.canvas[row, 1:] != run.canvas[row, :-1]).any(dim=1).nonzero()
+    return int(changes[-1]) if len(changes) else -1
+
+
+def _of_steps(
+    base: Generation,
+    changed: Generation,
+    base_logits: Mapping[int, Tensor],
+    changed_logits: Mapping[int, Tensor],
+    attended: Bool[np.ndarray, "batch step pos"] | None,
+    steps: int,
+) -> dict[str, Any]:
+    rows = len(base.answers)
+    names = ["kl", "top1_agreement", "confidence", "confidence_changed"]
+    names += [] if attended is None else ["change_attended", "change_rest"]
+    found = {name: np.full((rows, steps), np.nan) for name in names}
+    for step in sorted(set(base_logits) & set(changed_logits)):
+        base_places, changed_places = kept_places(base, step), kept_places(changed, step)
+        both = base_places & changed_places
+        if base.causal:  # rows that had ended only wait
+            both = both & base.active[:, [step]] & changed.active[:, [step]]
+        p = base_logits[step][both[base_places]].double().log_softmax(-1)
+        q = changed_logits[step][both[changed_places]].double().log_softmax(-1)
+        known = ~(p.isnan() | q.isnan()).any(dim=-1)  # a cache policy does not compute every masked position
+        p, q, both = p[known], q[known], both.masked_scatter(both, known)
+        values = {
+            "kl": torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1).numpy(),
+            "top1_agreement": (p.argmax(-1) == q.argmax(-1)).double().numpy(),
+            "confidence": p.amax(-1).exp().numpy(),
+            "confidence_changed": q.amax(-1).exp().numpy(),
+        }
+        if attended is not None:
+            marked = attended[:, step][both.numpy()]
+            change = values["confidence_changed"] - values["confidence"]
+            values["change_attended"] = np.where(marked, change, np.nan)
+            values["change_rest"] = np.where(marked, np.nan, change)
+        row_of = both.nonzero()[:, 0].numpy()
+        for name, value in values.items():
+            counted = ~np.isnan(value)
+            sums = np.bincount(row_of[counted], value[counted], rows)
+            number = np.bincount(row_of[counted], minlength=rows)
+            found[name][:, step] = np.where(number > 0, sums / np.maximum(number, 1), np.nan)
+    return {name: (("batch", "step"), value) for name, value in found.items()}
+
+
+def kept_places(run: Generation, step: int) -> Bool[Tensor, "batch pos"]:
+    """Where `MaskedLogits` kept logits: masked positions; in an autoregressive run the position being decoded."""
+    if not run.causal:
+        masked = run.undecided[:, step] & run.real
+        if (block := run.step_blocks[step]) is not None:
+            masked[:, : block.start] = masked[:, block.stop :] = False
+        return masked
+    place = torch.zeros_like(run.real)
+    place[:, run.prompt_length + step] = True
+    return place
+
+
+def sinks_compared(base: Generation, changed: Generation, detector: Detector | None = None) -> xr.Dataset:
+    """Sinks of `base` that `changed` lacks, and the reverse, in the steps that both ran.
+
+    Per [batch, step], summed over layers and heads: ``sinks``, the number of base's sinks; ``sinks_lost``, of these
+    those that `changed` lacks; ``sinks_added``, sinks of `changed` that base lacks; ``sinks_moved``, the number of
+    heads whose strongest key is another one. Scores are scaled to a mean of 1 over the keys of a head, because a step
+    under a cache policy has fewer queries.
+
+    Pitfall: after two free runs diverge, the tokens at a position differ, too; a comparison under replay holds them
+    fixed. And keys that only some queries attend to count as lost in a step that does not compute these queries, so
+    compare runs with the same queries (`Record.queries`), as `effect` does.
+
+    Args:
+        detector: what a sink is, by its scores; default `EpsilonOverMean()`.
+
+    Raises:
+        SettingError: a run did not record its sinks, or the runs have different positions.
+    """
+    require_run(base, "base")
+    require_run(changed, "changed")
+    if base.sinks is None or changed.sinks is None:
+        raise SettingError("sinks_compared needs the sinks of both runs; run them with record_sinks=True.")
+    if base.canvas.shape[::2] != changed.canvas.shape[::2]:
+        raise SettingError(
+            f"compared runs must have the same prompts and lengths; got {list(base.canvas.shape[::2])} and "
+            f"{list(changed.canvas.shape[::2])} (rows, positions)."
+        )
+    steps = list(range(min(base.steps_run, changed.steps_run)))
+    found, top = [], []
+    for track in (base.sinks, changed.sinks):
+        data = track.data.isel(step=steps)
+        score = data["score"].where(data["is_real"])
+        found.append(SinkTrack(data.assign(score=score / score.mean("pos"))).detect(detector))
+        top.append(score.fillna(-np.inf).argmax("pos"))
+    before, after = found
+    counts = {"sinks": before, "sinks_lost": before & ~after, "sinks_added": after & ~before}
+    data = {name: marked.sum(("layer", "head", "pos")) for name, marked in counts.items()}
+    data["sinks_moved"] = (top[0] != top[1]).sum(("layer", "head"))
+    return xr.Dataset(data).drop_vars(["batch"], errors="ignore")
+
+
+def attention_to(
+    run: Generation, keys: Bool[xr.DataArray, "batch _ layer head pos"], steps: Sequence[int] | None = None
+) -> Float[np.ndarray, "batch step pos"]:
+    """Attention that each query of `run` gives to `keys`, averaged over layers and heads.
+
+    NaN at padding, at positions that are not decoded yet, and at other `steps`.
+
+    Recomputed by one pass of the unchanged model over each step's canvas. With ``keys = MaskSinks(...).keys(changed)``
+    it shows which positions had attended to the sinks that were masked.
+
+    Args:
+        keys: keys from a track of this run with all its layers and heads; for some of the steps only, with their
+            numbers in the coordinate ``step``.
+        steps: step numbers; negative ones count from the end. By default those of `keys`.
+
+    Raises:
+        SettingError: a step that the run or `keys` does not have, or `keys` of another run or with only some layers or
+            heads; or steps whose passes saw a window of the text.
+    """
+    require_run(run, "run")
+    cfg, axes = run.model.cfg, ("batch", "layer", "head", "pos")
+    here = dict(zip(axes, (len(run.answers), cfg.n_layers, cfg.n_heads, run.canvas.shape[2]), strict=True))
+    there = {axis: keys.sizes.get(axis) for axis in axes}
+    if here != there:
+        raise SettingError(f"keys has {there}, this run {here}; pass keys of this run, with all its layers and heads.")
+    if "step" not in keys.coords:
+        keys = keys.assign_coords(step=np.arange(keys.sizes["step"]))
+    known = keys["step"].to_numpy().tolist()
+    chosen = [step for step in known if step < run.steps_run] if steps is None else within("step", steps, run.steps_run)
+    if set(chosen) - set(known):
+        raise SettingError(f"keys has no step {min(set(chosen) - set(known))}; choose from {known}.")
+    found = np.full((len(run.answers), run.steps_run, run.canvas.shape[2]), np.nan)
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(cfg.n_layers)]
+    for step in chosen:
+        ids, real, time = of_step(run, step)
+        exists = int((run.canvas[0, step] >= 0).sum())
+        ids, real = ids[:, :exists], real[:, :exists]
+        seen = run.model.tree.peek(ids, real, names, time, run.kind_at(step))
+        wanted = torch.from_numpy(keys.sel(step=step).transpose(*axes).to_numpy())[..., :exists, None]
+        mass = [(seen[name] @ wanted[:, layer].to(seen[name]))[..., 0].float() for layer, name in enumerate(names)]
+        found[:, step, :exists] = np.where(real.cpu(), torch.stack(mass).mean(dim=(0, 2)).cpu(), np.nan)
+    return found
+
+
+def dose_response(
+    model: Model,
+    prompts: Sequence[Any],
+    conditions: Mapping[str, Callable[[float], Any]],
+    doses: Sequence[float | int],
+    measure: Callable[[Generation], Any],
+    *,
+    answers: Sequence[Any] | None = None,
+    mc_num: int = 32,
+    seed: int = 0,
+    **settings: Any,
+) -> xr.Dataset:
+    """Dose and effect: how much an intervention does as it grows, and what it costs in likelihood.
+
+        steered = lambda dose: probe.steer(dose, where=AtNoise(0.5) & "masked")
+        found = dose_response(model, prompts, {"probe": steered}, [1, 2, 4], measure, answers=answers)
+
+    Pitfall: every direction has an effect once it is large enough. Give a random direction of the same length as a
+    second condition, and compare both at equal cost.
+
+    Args:
+        prompts: texts or rows of token ids, run in one batch.
+        conditions: name -> function of the dose that returns what ``hooks=`` takes: a direction by difference of means
+            (`difference_of_means`), of a probe (`sinklens.probes.Probe.steer`) or of an SAE
+            (``Steer(sae.W_dec[feature], dose)``).
+        doses: what these functions get.
+        measure: of a run, one number for each prompt.
+        answers: one for each prompt, whose likelihood is the cost; None measures no cost.
+        mc_num: masks per answer, a multiple of 16, the same for every dose.
+        seed, **settings: as in `sinklens.generate`.
+
+    Returns:
+        A Dataset: ``effect`` [condition, dose, prompt], ``base`` [prompt] without hooks; with `answers` also ``cost``
+        [condition, dose, prompt], nats per token by which the answer becomes less likely (negative if more), and
+        ``base_likelihood`` [prompt], nats per token.
+
+    Raises:
+        SettingError: nothing to run; a measure that does not return one number per prompt; a cost of an intervention
+            with ``steps=``, which a likelihood does not have.
+    """
+    count = len(prompts)
+    if not conditions or not len(doses) or isinstance(prompts, str) or not count:
+        raise SettingError("dose_response needs a list of prompts, a condition and a dose at least.")
+    if answers is not None and len(answers) != count:
+        raise SettingError(f"got {count} prompts and {len(answers)} answers; give one answer for each prompt.")
+
+    def measured(hooks: Any) -> Float[np.ndarray, " prompt"]:
+        run = generate(model, list(prompts), hooks=hooks, seed=seed, record_sinks=False, progress=False, **settings)
+        values = np.asarray(measure(run), dtype=np.float64)
+        if values.shape != (count,):
+            raise SettingError(
+                f"a measure returns one number for each of the {count} prompts of a run; got shape "
+                f"{list(values.shape)}."
+            )
+        return values
+
+    def chance(hooks: Any) -> Float[np.ndarray, " prompt"]:
+        found: Any = likelihood(model, list(prompts), list(answers or ()), hooks=hooks, mc_num=mc_num, seed=seed)
+        return np.array([one.value / len(one.tokens) for one in found])
+
+    listed = [hook_list(make(dose)) for make in conditions.values() for dose in doses]
+    stepped = [one for hooks in listed for one in hooks if isinstance(one, HookSource) and one.steps is not None]
+    if answers is not None and stepped:  # they would act in all passes of a likelihood or in none
+        raise SettingError(
+            f"{type(stepped[0]).__name__} has steps=, and a likelihood has no steps; schedule it by "
+            f"where=AtNoise(least, most), or leave answers= out."
+        )
+    axes, shape = ("condition", "dose", "prompt"), (len(conditions), len(doses), count)
+    data = {"effect": (axes, np.stack([measured(hooks) for hooks in listed]).reshape(shape))}
+    data["base"] = (("prompt",), measured([]))
+    if answers is not None:
+        base = chance([])
+        data["cost"] = (axes, base - np.stack([chance(hooks) for hooks in listed]).reshape(shape))
+        data["base_likelihood"] = (("prompt",), base)
+    return xr.Dataset(data, {"condition": list(conditions), "dose": list(doses)})
