@@ -1,7 +1,8 @@
 """Experiments that take several runs or passes: compare two runs, measure an intervention's effect, sweep, attribute.
 
-- Two runs: `compare`, `effect` (also of a mode, or a quantized model), `modes_compared`, `commits_compared`, `mode_patching`;
-  `corrupted` runs a changed prompt on a run's canvases, and `swap` puts another kind of token in a place.
+- Two runs: `compare`, `effect` (also of modes and quantized models), `modes_compared`, `commits_compared`,
+  `mode_patching`; `corrupted` runs a changed prompt on a run's canvases, and `swap` puts another kind of token in a
+  place.
 - Many runs: `sweep` runs many interventions in few passes; `dose_response` measures what steering does and costs.
 - Which points matter: `attribution_patching`, `patching_effects`, `write_attribution`, `read_attribution`.
 - Paths and circuits: `edge_attribution`, `path_patching_effects`, `path_across_steps`; `edge_scores`, `greedy_circuit`,
