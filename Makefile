@@ -42,8 +42,8 @@ format: $(STAMP)  ## format the code and fix what the linter can
 	$(BIN)/ruff format .
 
 train: $(STAMP)  ## train the shipped models again; resumes an interrupted run
-	$(BIN)/sinklens train tiny-llada
-	$(BIN)/sinklens train tiny-llama
+	$(BIN)/python -m training tiny-llada
+	$(BIN)/python -m training tiny-llama
 
 bench: $(STAMP)  ## measure the cost of watching
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -1,6 +1,6 @@
 """When do sinks appear in training, and do they come with accuracy?
 
-    sinklens train tiny-llada --checkpoints over-training
+    python -m training tiny-llada --checkpoints over-training
     sinklens analyse emergence over-training/*
 
 Models are checkpoints of a training run, named ``RUN@STEP``; each runs on the same prompts with its default settings,
@@ -103,7 +103,7 @@ def run_and_step(name: str) -> tuple[str, int]:
     if not at or not step.isdigit():
         raise SettingError(
             f"emergence compares checkpoints of a training run, in folders called RUN@STEP, e.g. tiny-llada@400; got "
-            f"{name}. `sinklens train NAME --checkpoints DIR` writes such folders."
+            f"{name}. `python -m training NAME --checkpoints DIR` writes such folders."
         )
     return run, int(step)
 

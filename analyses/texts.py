@@ -1,6 +1,6 @@
 """What does hiding sinks cost the likelihood of a text, and do sinks move when one token of it is edited?
 
-    python -m sinklens.zoo.text_scores windows.jsonl
+    python -m training.text_scores windows.jsonl
     sinklens analyse texts tiny-text tiny-text-causal --prompts windows.jsonl --group document
 
 No answer is generated: each prompt is a text, read in single passes (text_passes.py). A masked model predicts random

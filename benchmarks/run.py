@@ -40,7 +40,6 @@ from sinklens.runs import recorder
 from sinklens.runs.request import Hooks
 from sinklens.sinks import Record
 from sinklens.sinks.stores import ZarrStore
-from sinklens.zoo.tokenizer import train_tokenizer
 
 RESULTS = Path(__file__).with_name("results.json")
 STEPS = 8
@@ -107,7 +106,7 @@ def lensed(**sizes: int) -> TransformerBridge:
     hf = random_llada(**sizes)
     with tempfile.TemporaryDirectory() as folder:
         hf.config.save_pretrained(folder)
-        train_tokenizer().save_pretrained(folder)
+        sinklens.load("tiny-llada").tokenizer.save_pretrained(folder)
         return TransformerBridge.boot_transformers(folder, hf_model=hf)
 
 

@@ -42,7 +42,7 @@ _HOMES = {
 }
 _MODULES = (
     "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions",
-    "live", "probes", "sampling", "sinks", "runs", "tasks", "views", "zoo",
+    "live", "probes", "sampling", "sinks", "runs", "tasks", "views",
 )  # fmt: skip
 
 

@@ -4,8 +4,7 @@
 (`ValueError`, `KeyError`, ...), so code that catches those keeps working.
 
 Not included: `AttributeError` for missing names of an object or module; errors inside the processes that isolate
-generated programs, which the caller gets as an outcome; and plain `ValueError`s of sinklens.zoo, which trains the
-shipped models.
+generated programs, which the caller gets as an outcome.
 """
 
 import difflib

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 from sinklens.checkpoints import Family
 from sinklens.checkpoints.loading import prepare
 from sinklens.model import Model, load
-from sinklens.zoo.tokenizer import train_tokenizer
+from training.tokenizer import train_tokenizer
 
 SIZES = {
     "vocab_size": 61,

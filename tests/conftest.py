@@ -22,7 +22,7 @@ EXTENDED = (  # files and folders that `make test` leaves to `make check`: real 
     "devices/test_stored_runs.py", "evaluation/sandbox", "utils/test_coverage.py",
     "evaluation/test_distributed.py", "evaluation/test_harness", "evaluation/test_runner.py",
     "experiments/test_sweeps.py", "hooks/test_column_sums_triton.py", "hooks/test_fused.py", "papers",
-    "test_benchmarks.py", "test_docs.py", "test_tutorials.py", "views/test_report.py", "zoo",
+    "test_benchmarks.py", "test_docs.py", "test_tutorials.py", "training", "views/test_report.py",
 )  # fmt: skip
 
 

@@ -3,9 +3,7 @@
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float, Int
-
-from sinklens.zoo import planted_sinks
-from sinklens.zoo.planted import DISTANCE_PAIR, HEADS, ROTATIONS
+from planted import DISTANCE_PAIR, HEADS, ROTATIONS, planted_sinks
 
 
 def planted_paths(

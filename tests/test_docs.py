@@ -38,7 +38,7 @@ BLOCKS = [
 PUBLIC = (
     "sinklens", "sinklens.analyses", "sinklens.checkpoints", "sinklens.evaluation", "sinklens.experiments",
     "sinklens.features", "sinklens.hooks", "sinklens.interventions", "sinklens.live", "sinklens.experiments.nll",
-    "sinklens.probes", "sinklens.sampling", "sinklens.sinks", "sinklens.tasks", "sinklens.views", "sinklens.zoo",
+    "sinklens.probes", "sinklens.sampling", "sinklens.sinks", "sinklens.tasks", "sinklens.views",
 )  # fmt: skip
 QUOTED = re.findall(r"^```text\n(.*?)\n```", PAGES["errors.md"], flags=re.DOTALL | re.MULTILINE)
 

@@ -26,7 +26,6 @@ FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of th
     ("evaluation",),
     ("probes",),
     ("live",),
-    ("zoo",),
     ("devices",),
     ("analyses",),
     ("cli",),

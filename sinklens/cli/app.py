@@ -29,7 +29,6 @@ from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
-    from sinklens.zoo import Recipe
 
 DEMO_PROBLEM = 14
 
@@ -127,28 +126,6 @@ def _add_hooks(hooks: argparse.ArgumentParser) -> None:
 
 def _add_models(models: argparse.ArgumentParser) -> None:
     models.set_defaults(command=run_models)
-
-
-def _add_train(train: argparse.ArgumentParser) -> None:
-    from sinklens.zoo.recipes import RECIPES
-
-    train.add_argument("name", metavar="NAME", help=f"{', '.join(RECIPES)}; or planted: a model with hand-set sinks")
-    train.add_argument("--run", type=Path, help="folder of the run, also to resume it (default: runs/NAME)")
-    train.add_argument("--out", type=Path, help="folder of the finished checkpoint (default: runs/NAME/checkpoint)")
-    train.add_argument("--steps", type=int, help="number of steps, e.g. fewer for a trial (default: the recipe's)")
-    train.add_argument(
-        "--checkpoints",
-        type=Path,
-        metavar="DIR",
-        help="do not train; write the checkpoints that the run has saved so far, as NAME@STEP (default: train)",
-    )
-    train.add_argument(
-        "--run-generated-code",
-        action="store_true",
-        help="for the model card of a code model: run the functions it writes, in isolation, and score them "
-        "(default: no)",
-    )
-    train.set_defaults(command=run_train)
 
 
 def run_demo(options: argparse.Namespace) -> None:
@@ -304,91 +281,6 @@ def run_models(options: argparse.Namespace) -> None:
         print(f"  {family.name:10s} {kinds}; sampler {family.sampler}\n{'':13s}verified: {family.verified}")
 
 
-def run_train(options: argparse.Namespace) -> None:
-    """`sinklens train`."""
-    import dataclasses
-
-    from sinklens.utils.folders import check_folder, require_writable
-    from sinklens.zoo import RECIPES, curve, planted_checkpoint, train
-    from sinklens.zoo.export import export
-
-    if options.steps is not None and options.steps < 1:
-        raise SinklensError(f"--steps must be at least 1; got {options.steps}.")
-    if options.name == "planted":
-        _refuse_with_planted(options)
-        folder = options.out or Path("runs/planted/checkpoint")
-        check_folder(folder, "a checkpoint")
-        out = planted_checkpoint(folder)
-        print(f"Checkpoint in {out}; its weights were set by hand, without training.")
-        return
-    if options.name not in RECIPES:
-        known = [*RECIPES, "planted"]
-        raise SinklensError(
-            f"no recipe is called {options.name!r}; known: {', '.join(known)}.{nearest(options.name, known)}"
-        )
-    recipe = RECIPES[options.name]
-    if options.steps is not None:
-        recipe = dataclasses.replace(recipe, cycles=(options.steps,))
-    folder = options.run or Path("runs") / recipe.name
-    if options.checkpoints is not None:
-        require_writable(options.checkpoints)
-        for checkpoint in curve.write_checkpoints(recipe, folder, options.checkpoints):
-            print(checkpoint)
-        return
-    checkpoint_folder = options.out or folder / "checkpoint"
-    if checkpoint_folder.resolve() == folder.resolve():
-        raise SinklensError(f"--out and --run are both {folder}; a checkpoint needs a folder of its own.")
-    check_folder(checkpoint_folder, "a checkpoint")
-    for record in train(recipe, folder):
-        print(
-            f"step {record['step']:.0f}/{recipe.steps}  loss {record['loss']:.4f}  {record['seconds']:.0f} s",
-            flush=True,
-        )
-    out = export(recipe, folder, checkpoint_folder)
-    if recipe.windows:
-        _score_text(recipe, folder, out)
-    else:
-        _score_problems(recipe, folder, out, options.run_generated_code)
-    print(f"Checkpoint in {out}")
-
-
-def _score_text(recipe: "Recipe", folder: Path, out: Path) -> None:
-    """Print the loss on held-out text over the course of a run, and write the model card."""
-    from dataclasses import asdict
-
-    from sinklens.zoo import curve
-    from sinklens.zoo.export import write_text_card
-    from sinklens.zoo.text_scores import score_checkpoint
-
-    for record in curve.accuracy_curve(recipe, folder, lambda made: asdict(score_checkpoint(recipe, made))):
-        interval = f"[{record['low']:.3f}, {record['high']:.3f}]"
-        print(f"held-out text at step {record['step']}: {record['nats']:.3f} {interval} nats per token", flush=True)
-    write_text_card(recipe, folder, out, curve.read_curve(folder))
-
-
-def _score_problems(recipe: "Recipe", folder: Path, out: Path, run_generated_code: bool) -> None:
-    """Print the accuracy over the course of a run and at its end, and write the model card."""
-    from sinklens.zoo import curve
-    from sinklens.zoo.export import write_card
-    from sinklens.zoo.scores import scores, training_score
-
-    for record in curve.accuracy_curve(recipe, folder, training_score):
-        print(f"word problems at step {record['step']}: {record['right']} of {record['total']}", flush=True)
-    found = []
-    for score in scores(recipe, out, run_generated_code=run_generated_code):
-        print(f"{score.what}: {score.accuracy}", flush=True)
-        found.append(score)
-    write_card(recipe, folder, out, found, curve.read_curve(folder))
-
-
-def _refuse_with_planted(options: argparse.Namespace) -> None:
-    for name in ("run", "steps", "checkpoints", "run_generated_code"):
-        if getattr(options, name):
-            raise SinklensError(
-                f"--{name.replace('_', '-')} has no effect on planted, which is not trained; remove it."
-            )
-
-
 def _write_text(path: Path, text: str) -> None:
     from sinklens.utils.atomic import atomic_write
 
@@ -465,8 +357,4 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     ),
     "hooks": ("list the hook points of a model, with shapes, without loading its weights", _add_hooks),
     "models": ("list the models that can be loaded, and how far each family was verified", _add_models),
-    "train": (
-        "train a shipped model again, or a variant of one; an interrupted run resumes where it stopped",
-        _add_train,
-    ),
 }

@@ -241,12 +241,10 @@ def _transformer_lens(bench: Bench, canvas: Tensor) -> Callable[[], Tensor]:
     """TransformerLens's bridge attends causally, at equal cost, so its scores are not compared."""
     from transformer_lens.model_bridge import TransformerBridge
 
-    from sinklens.zoo.tokenizer import train_tokenizer
-
     hf: Any = twin(bench.plain, "eager")
     with tempfile.TemporaryDirectory() as folder:
         hf.config.save_pretrained(folder)
-        train_tokenizer(problems=500).save_pretrained(folder)
+        load("tiny-llada").tokenizer.save_pretrained(folder)
         lens = TransformerBridge.boot_transformers(folder, hf_model=hf, device=str(bench.device))
 
     def work() -> Tensor:

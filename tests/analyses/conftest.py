@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from sinklens import Model, load
-from sinklens.zoo import RECIPES, write_untrained
+from training import RECIPES, write_untrained
 
 TINY = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 1, "d_mlp": 24}
 

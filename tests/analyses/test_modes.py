@@ -16,7 +16,7 @@ from sinklens.analyses.modes import Modes
 from sinklens.analyses.seeds import write_seeds
 from sinklens.errors import SettingError
 from sinklens.tasks.word_problems import held_out
-from sinklens.zoo import RECIPES, write_untrained
+from training import RECIPES, write_untrained
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
 SIZES = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_mlp": 24, "block_length": 4}

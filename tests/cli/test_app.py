@@ -111,7 +111,6 @@ def test_models_lists_shipped_models_and_every_family(capsys):
         (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--block-length", "7"], "does not divide"),
         (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--cache", "duel"], "no cache policy is called 'duel'"),
         (["demo", "--problem", "500"], "must be between 0 and 499"),
-        (["train", "tiny-lada"], "Nearest: tiny-llada"),
         (["analyse", "dynamic", "tiny-llada"], "Nearest: dynamics"),
         (["analyse", "split", "tiny-lada"], "Nearest: tiny-llada"),
         (["analyse", "split", "tiny-llada", "--limit", "0"], "--limit must be at least 1"),
@@ -136,7 +135,7 @@ def test_incorrect_usage_exits_with_code_two_and_help_with_zero(capsys):
         main(["tracee"])
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    for name in ("demo", "trace", "analyse", "hooks", "models", "train"):
+    for name in ("demo", "trace", "analyse", "hooks", "models"):
         assert name in capsys.readouterr().out or name
 
 
@@ -247,7 +246,6 @@ def options_of(command):
         "table",
         "hooks",
         "models",
-        "train",
         "plan",
         "verify",
     ],
@@ -325,39 +323,19 @@ def test_abbreviated_options_are_rejected(capsys):
     assert "unrecognized arguments: --al. Nearest: --all" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["train", "tiny-llada", "--steps", "-5"], "--steps must be at least 1; got -5."),
-        (["train", "tiny-llada", "--steps", "0"], "--steps must be at least 1; got 0."),
-        (["train", "planted", "--steps", "5"], "--steps has no effect on planted, which is not trained; remove it."),
-        (["train", "planted", "--run", "x"], "--run has no effect on planted"),
-    ],
-)
-def test_train_rejects_invalid_steps_and_options_without_effect(arguments, text, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sinklens.zoo.train", lambda *given: iter(()))
-    assert main(arguments) == 1
-    assert text in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 OUTS = {
     "demo": ["demo"],
     "trace": ["trace", "tiny-llada", "--prompt", "Question: 1", "--gen-length", "4"],
     "analyse": ["analyse", "layers", "tiny-llada", "--limit", "1", "--gen-length", "4"],
     "evaluate": ["evaluate", "tiny-llada", "--task", "tiny-gsm", "--limit", "1", "--gen-length", "4"],
-    "train": ["train", "tiny-llada", "--steps", "1", "--run", "run"],
-    "planted": ["train", "planted"],
 }
 
 
 @pytest.mark.parametrize("command", OUTS)
 def test_the_folder_for_results_is_checked_before_the_run(command, capsys, tmp_path, monkeypatch):
-    """With a stand-in for the model and the training, which fails when it is reached."""
+    """With a stand-in for the model, which fails when it is reached."""
     monkeypatch.chdir(tmp_path)
-    for place in ("sinklens.model.load", "sinklens.evaluation.runner.load", "sinklens.zoo.training.build_corpus",
-                  "sinklens.zoo.planted.build_model"):  # fmt: skip
+    for place in ("sinklens.model.load", "sinklens.evaluation.runner.load"):
         monkeypatch.setattr(place, lambda *given, **more: pytest.fail("the run began"))
     Path("file").write_text("")
     Path("another").mkdir()

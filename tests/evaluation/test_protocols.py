@@ -9,7 +9,7 @@ from sinklens.errors import SettingError, TaskError
 from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol, find_protocol
 from sinklens.sampling import make_settings, settings_for
 from sinklens.tasks import NAMES
-from sinklens.zoo import RECIPES, write_untrained
+from training import RECIPES, write_untrained
 
 TINY = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 1, "d_mlp": 24}
 

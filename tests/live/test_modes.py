@@ -14,7 +14,7 @@ from sinklens.live.refusal import Refused
 from sinklens.sinks import Record
 from sinklens.views.patterns import pattern_at
 from sinklens.views.report_data import Numbers
-from sinklens.zoo import RECIPES, write_untrained
+from training import RECIPES, write_untrained
 
 TINY = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_mlp": 24, "block_length": 4}
 PLACES = [(0, 1), (2, 1), (4, 1)]

@@ -1,7 +1,5 @@
 """The accepted forms of a prompt, and that all forms of one prompt give the same tokens."""
 
-import importlib
-
 import numpy as np
 import pytest
 import torch
@@ -326,11 +324,6 @@ def test_patching_between_dicts_of_ids_equals_patching_between_ids(tiny_llada):
     )
     xr.testing.assert_identical(found, expected)
     assert (found["hook_resid_post"] != 0).any()
-
-
-def test_the_zoo_is_a_part_of_the_package():
-    assert "zoo" in dir(sinklens)
-    assert sinklens.zoo is importlib.import_module("sinklens.zoo")
 
 
 def test_a_text_is_encoded_by_the_tokenizer(with_tokenizer):

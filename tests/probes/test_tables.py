@@ -120,8 +120,9 @@ def test_too_few_prompts_and_senseless_settings_are_refused():
 @pytest.mark.extended
 def test_the_planted_checkpoint_writes_the_neighbor_in_layer_0(tmp_path):
     """Head *previous* writes whether the token before is a mask, which the embedding of a mask does not say."""
+    from planted import planted_checkpoint
+
     from sinklens.tasks.word_problems import training
-    from sinklens.zoo.planted import planted_checkpoint
 
     model = sinklens.load(planted_checkpoint(tmp_path / "planted"))
     prompts = [problem.prompt for problem in training(seed=3, size=10)]

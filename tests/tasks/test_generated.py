@@ -8,7 +8,7 @@ import pytest
 from sinklens.errors import TaskError
 from sinklens.tasks import skills, tiny_code, word_problems
 from sinklens.tasks.generated import distinct, first_distinct, training_set
-from sinklens.zoo import pictures
+from training import pictures
 
 
 def stream(seed):

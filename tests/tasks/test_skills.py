@@ -11,7 +11,7 @@ import pytest
 from sinklens.errors import TaskError
 from sinklens.tasks import skills
 from sinklens.tasks.skills import PEOPLE, SKILLS, Skill, held_out, training
-from sinklens.zoo.corpus import ANSWER_LENGTH
+from training.corpus import ANSWER_LENGTH
 
 
 def copied(prompt):

@@ -10,7 +10,7 @@ from programs import program
 from sinklens.tasks import tiny_code
 from sinklens.tasks.functions import TEMPLATES
 from sinklens.tasks.tiny_code import FUNCTION_KINDS, TinyCode, held_out, training
-from sinklens.zoo.corpus import ANSWER_LENGTH
+from training.corpus import ANSWER_LENGTH
 
 SWAPS = (
     ("+", "-"), (" - ", " + "), ("* 2", "* 3"), ("//", "%"), ("max", "min"), ("min", "max"), ("<=", "<"), (">", "<"),

@@ -7,7 +7,7 @@ import pytest
 from sinklens.errors import TaskError
 from sinklens.tasks import word_problems
 from sinklens.tasks.word_problems import PROBLEM_KINDS, RANGES, held_out, in_range, read_answer, training
-from sinklens.zoo.tokenizer import END, MASK, START, train_tokenizer
+from training.tokenizer import END, MASK, START, train_tokenizer
 
 
 @pytest.fixture(scope="module")

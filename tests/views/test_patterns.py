@@ -11,7 +11,7 @@ from sinklens.errors import SinklensError, TrackError
 from sinklens.sinks import Record
 from sinklens.tasks.word_problems import held_out
 from sinklens.views.patterns import pattern_at, patterns_at
-from sinklens.zoo import RECIPES, write_untrained
+from training import RECIPES, write_untrained
 
 PLACES = [(3, 1), (19, 2)]
 

@@ -1,0 +1,351 @@
+"""The planted checkpoint: sinks recorded, found, masked, measured and drawn are the planted ones."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from planted import HEADS, planted_checkpoint, planted_sinks
+from planted_truth import planted_paths, planted_scores
+from safetensors.torch import load_file
+
+import sinklens
+from sinklens.checkpoints.files import find_checkpoint
+from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.sinks import (
+    Broadcast,
+    EpsilonOverMean,
+    MeanPlusStd,
+    NoOp,
+    Record,
+    ResidualPeak,
+    SinkRate,
+    SmallValueNorm,
+    TopK,
+    motion,
+)
+from sinklens.sinks.kinds import Kind, kinds
+from sinklens.views import report, sink_path, sink_paths
+from sinklens.views.report import material
+from sinklens.views.report_data import Numbers
+
+PROMPTS = [
+    "Question: Tom has 5 apples. He buys 7 more.\nAnswer:",
+    "Question: Mia has 20 pens. She loses 6 of them. How many pens are left?\nAnswer:",
+]
+GEN, STEPS = 16, 16
+STATIC, MOVING, SPREAD = ("start", "fading", "newline"), ("frontier", "edge"), ("previous", "next", "uniform")
+WITH_SINK = (*STATIC, *MOVING)
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The checkpoint."""
+    return planted_checkpoint(tmp_path_factory.mktemp("planted") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def models(folder):
+    """The checkpoint loaded in each element type."""
+    return {dtype: sinklens.load(folder, dtype=dtype) for dtype in ("float32", "bfloat16")}
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    """The float32 model."""
+    return models["float32"]
+
+
+def decode(model, **settings):
+    """A run on both prompts, the first padded on the left."""
+    return sinklens.generate(model, PROMPTS, **{"gen_length": GEN, "steps": STEPS, "block_length": GEN} | settings)
+
+
+@pytest.fixture(scope="module")
+def runs(models):
+    """One token per step, with everything that detectors need and every pattern."""
+    record = Record(
+        ["values", "stream", "outputs"], patterns=[(step, layer) for step in range(STEPS) for layer in (0, 1)]
+    )
+    return {dtype: decode(model, record_sinks=record) for dtype, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def run(runs):
+    """The float32 run."""
+    return runs["float32"]
+
+
+def tokens(track):
+    """The ids and padding that determine the planted sinks."""
+    return track.data["token_id"].to_numpy(), track.data["is_real"].to_numpy()
+
+
+def of(values, name):
+    """The slice of an array with layers and heads that belongs to one planted head."""
+    layer, head = HEADS[name]
+    return values.isel(layer=layer, head=head)
+
+
+def by_hand(run):
+    """[row][name] -> position at each step, from the prompts alone: finds the tokens in a loop over rows."""
+    found = []
+    for ids, real in zip(run.canvas[:, 0].tolist(), run.real.tolist(), strict=True):
+        words = [run.model.tokenizer.decode([number]) for number in ids]
+        first, start = words.index("<|mdm_mask|>"), real.index(True)
+        assert words[start] == "<|startoftext|>"
+        frontier = [first + step for step in range(STEPS)]
+        found.append(
+            dict.fromkeys(SPREAD, [-1] * STEPS)
+            | {"start": [start] * STEPS, "fading": [start] * STEPS, "newline": [words.index("\n")] * STEPS}
+            | {"frontier": frontier, "edge": [place - 1 for place in frontier]}
+        )
+    return found
+
+
+# --- the checkpoint --------------------------------------------------------------------------------------------------
+
+
+def test_it_is_a_llada_checkpoint_with_the_shipped_tokenizer(folder, model):
+    assert model.family == "llada"
+    shipped = find_checkpoint("tiny-llada", None)
+    assert (
+        json.loads((folder / "config.json").read_text()).keys()
+        == json.loads((shipped / "config.json").read_text()).keys()
+    )
+    assert (folder / "tokenizer.json").read_bytes() == (shipped / "tokenizer.json").read_bytes()
+    stored, other = (load_file(place / "model.safetensors") for place in (folder, shipped))
+    assert set(stored) < set(other)  # fewer layers
+    assert {value.dtype for value in stored.values()} == {torch.bfloat16}
+
+
+# --- where the sinks are ---------------------------------------------------------------------------------------------
+
+
+@DTYPES
+def test_it_decodes_from_left_to_right(runs, dtype):
+    run = runs[dtype]
+    assert run.text == [" 1" * GEN] * 2
+    assert run.real[0].sum() < run.real[1].sum()  # so the first row is padded
+    order = torch.arange(run.canvas.shape[2]) - run.prompt_length
+    assert torch.equal(run.unmask_step, order.clamp(min=-1).expand(2, -1))
+
+
+def test_planted_paths_are_those_found_by_hand_in_the_tokens(run):
+    paths = planted_paths(*tokens(run.sinks))
+    for row, expected in enumerate(by_hand(run)):
+        for name in HEADS:
+            assert of(paths, name)[row].to_numpy().tolist() == expected[name], (row, name)
+
+
+@DTYPES
+def test_strongest_keys_follow_the_planted_paths(runs, dtype):
+    run = runs[dtype]
+    for row, expected in enumerate(by_hand(run)):
+        for name in WITH_SINK:
+            assert run.sinks.trajectory(*HEADS[name], batch=row).tolist() == expected[name], (row, name)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.02)])
+def test_column_sums_are_the_planted_ones(runs, dtype, error):
+    track = runs[dtype].sinks
+    np.testing.assert_allclose(track.scores(), planted_scores(*tokens(track)), atol=error)
+    size = track.data["is_real"].sum("pos").to_numpy()[:, None]
+    for name in ("start", *MOVING, "newline"):
+        assert (of(track.scores(), name).max("pos") > 0.9999 * size).all()
+    fading = of(track.scores(), "fading").max("pos") / size
+    assert ((fading > 0.9) & (fading < 0.98)).all()
+
+
+def canvases(model, rng, rows=40, length=30):
+    """Prompts with zero to two newlines, some without a start token, and masks at random positions."""
+    mask, start, newline = model.mask_token_id, model.tokenizer.bos_token_id, model.tokenizer.encode("\n")[-1]
+    ids = rng.integers(300, 600, size=(rows, length))
+    ids[:, 0] = np.where(np.arange(rows) % 5 > 0, start, ids[:, 0])
+    ids[np.arange(rows) % 3 > 0, 4] = newline
+    ids[np.arange(rows) % 3 > 1, 7] = newline
+    ids[:, 9:] = np.where(rng.random((rows, length - 9)) < rng.random((rows, 1)), mask, ids[:, 9:])
+    return ids
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-3), ("bfloat16", 0.03)])
+def test_column_sums_are_the_planted_ones_on_any_canvas(models, dtype, error):
+    model = models[dtype]
+    ids = canvases(model, np.random.default_rng(3))
+    names = [f"blocks.{layer}.attn.hook_sink_scores" for layer in (0, 1)]
+    _, cache = model.run_with_cache(torch.from_numpy(ids), names_filter=names)
+    recorded = torch.stack([cache[name] for name in names], dim=1).float().numpy()
+    expected = planted_scores(ids[:, None], np.ones(ids.shape, dtype=bool)).to_numpy()[:, 0]
+    several = planted_sinks(ids[:, None], np.ones(ids.shape, dtype=bool)).sum("pos")
+    assert {0, 1, 2} <= set(np.unique(of(several, "newline")))
+    assert of(several, "frontier").max() > 4
+    np.testing.assert_allclose(recorded, expected, atol=error)
+
+
+@pytest.mark.parametrize(("steps", "block_length", "jump"), [(4, 16, 4), (8, 8, 2), (16, 4, 1)])
+def test_several_tokens_per_step_and_blocks_move_the_sinks_by_as_many(model, steps, block_length, jump):
+    track = decode(model, steps=steps, block_length=block_length).sinks
+    for name in MOVING:
+        path = track.trajectory(*HEADS[name], batch=0)
+        assert path.tolist() == list(range(path[0], path[0] + GEN, jump))
+        assert path.tolist() == of(planted_paths(*tokens(track)), name)[0].to_numpy().tolist()
+
+
+# --- what is found, measured, masked and drawn -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "detector",
+    [EpsilonOverMean(), EpsilonOverMean(50, "percent"), EpsilonOverMean(0.5, "fraction"), MeanPlusStd(3, over=())],
+    ids=repr,
+)
+@DTYPES
+def test_detectors_on_each_heads_scores_find_only_the_planted_sinks(runs, dtype, detector):
+    track = runs[dtype].sinks
+    found, expected = track.detect(detector), planted_sinks(*tokens(track))
+    for name in WITH_SINK:
+        assert (of(found, name) == of(expected, name)).all(), name
+    if isinstance(
+        detector, EpsilonOverMean
+    ):  # with almost no variance, any unevenness exceeds a few standard deviations
+        assert not any(of(found, name).any() for name in SPREAD)
+
+
+@DTYPES
+def test_the_strongest_key_is_the_planted_sink(runs, dtype):
+    track = runs[dtype].sinks
+    found, expected = track.detect(TopK(1)), planted_sinks(*tokens(track))
+    assert all((of(found, name) == of(expected, name)).all() for name in WITH_SINK)
+
+
+def test_detectors_that_pool_heads_find_the_sinks_that_heads_share(run):
+    expected = planted_sinks(*tokens(run.sinks)).sum(("layer", "head"))
+    for least in (1, 2):
+        found = run.sinks.detect(SinkRate(share=least / 8)).isel(layer=0, head=0)
+        assert (found == (expected >= least)).all()
+    found = run.sinks.detect(MeanPlusStd(1)).isel(layer=0, head=0)
+    assert (found == (expected >= 1)).all()
+
+
+@DTYPES
+def test_detectors_on_values_and_residuals_find_the_start_token(runs, dtype):
+    track = runs[dtype].sinks
+    start = of(planted_sinks(*tokens(track)), "start")
+    small, no_op = track.detect(SmallValueNorm()), track.detect(NoOp())
+    for name in HEADS:
+        assert (of(small, name) == (start & (name == "start"))).all(), name
+        assert (of(no_op, name) == (start & (name == "start"))).all(), name
+        assert (of(track.detect(ResidualPeak()), name) == start).all()
+
+
+@DTYPES
+def test_broadcasting_sinks_are_those_with_ordinary_values(runs, dtype):
+    track = runs[dtype].sinks
+    found, expected = track.detect(Broadcast()), planted_sinks(*tokens(track))
+    for name in HEADS:
+        assert (of(found, name) == (of(expected, name) & (name in (*MOVING, "newline", "fading")))).all(), name
+
+
+def test_kinds_of_the_sinks_are_known(run):
+    kind = kinds(run.sinks)
+    for name, expected in (("start", Kind.START), ("newline", Kind.NEWLINE), ("frontier", Kind.MASK)):
+        at = kind.to_numpy()[of(run.sinks.detect(), name).to_numpy()]
+        assert set(at) == {expected}
+
+
+@DTYPES
+def test_motion_measures_report_the_planted_motion(runs, dtype):
+    track = runs[dtype].sinks
+    jumps, drift = motion.jumps(track), motion.drift(track)
+    for name in MOVING:
+        assert (of(jumps["changes"], name) == STEPS - 1).all()
+        assert (of(jumps["distance"], name) == 1).all()
+        np.testing.assert_allclose(of(drift["slope"], name), 1)
+        np.testing.assert_allclose(of(drift["r_squared"], name), 1)
+    for name in STATIC:
+        assert (of(jumps["changes"], name) == 0).all()
+    assert (motion.static_share(track.isel(layer=0)) == 1).all()
+    assert (motion.static_share(track.isel(layer=1, head=slice(0, 3))) == 1 / 3).all()
+
+
+def test_sinks_that_move_live_one_step_and_sinks_that_stay_live_the_complete_run(run):
+    lives = motion.lifetimes(run.sinks.detect(), motion.existing(run.sinks))
+    for name in WITH_SINK:
+        layer, head = HEADS[name]
+        selected = lives[(lives["layer"] == layer) & (lives["head"] == head)]
+        assert set(selected["length"]) == ({1} if name in MOVING else {STEPS})
+        assert len(selected) == 2 * (STEPS if name in MOVING else 1)
+    assert len(lives) == 2 * (2 * STEPS + 3)
+
+
+def masked(model, name, **settings):
+    """A run that masks the sinks of one head and records all patterns of its layer."""
+    layer, head = HEADS[name]
+    record = Record(patterns=[(step, layer) for step in range(STEPS)])
+    return decode(model, hooks=MaskSinks(top_k=1, layers=[layer], heads=[head], **settings), record_sinks=record)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", WITH_SINK)
+def test_masking_hides_exactly_the_sink_of_the_previous_step(models, runs, dtype, name):
+    run = masked(models[dtype], name, source=runs[dtype].sinks)
+    layer, head = HEADS[name]
+    path = of(planted_paths(*tokens(runs[dtype].sinks)), name).to_numpy()
+    for step in range(STEPS):
+        pattern = run.patterns[step, layer][:, head]
+        for row, real in enumerate(run.real):
+            hidden = [key for key in torch.nonzero(real)[:, 0].tolist() if (pattern[row, real][:, key] == 0).all()]
+            assert hidden == ([] if step == 0 else [path[row, step - 1]]), (step, row)
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_a_moving_sink_escapes_the_mask_of_the_previous_step(model, run, name):
+    track = masked(model, name).sinks
+    assert (of(track.detect(), name) == of(planted_sinks(*tokens(run.sinks)), name)).all()
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_a_static_sink_is_masked_every_second_step(model, run, name):
+    track = masked(model, name).sinks  # masked at one step, it is not found there and so not masked at the next
+    there = of(track.detect(), name)
+    assert (
+        there.isel(step=slice(0, None, 2)) == of(planted_sinks(*tokens(run.sinks)), name).isel(step=slice(0, None, 2))
+    ).all()
+    assert not there.isel(step=slice(1, None, 2)).any()
+    size = track.data["is_real"].sum("pos").to_numpy()[:, None]
+    highest = of(track.scores(), name).isel(step=slice(1, None, 2)).max("pos")
+    np.testing.assert_allclose(highest, np.broadcast_to(size / (size - 1), highest.shape), rtol=1e-4)
+
+
+def test_removing_a_head_that_writes_nothing_changes_no_logit(model, run):
+    ids = run.canvas[1:, 5]
+    plain = model(ids)
+    for name, (layer, head) in HEADS.items():
+        edited = model.run_with_hooks(ids, fwd_hooks=AblateHeads(layers=[layer], heads=[head]).hooks_for(model))
+        assert torch.equal(edited, plain) == (name not in ("previous", "next", "fading")), name
+
+
+def test_the_drawn_path_is_the_planted_one(run):
+    from matplotlib import pyplot
+
+    expected = by_hand(run)[0]
+    for name in WITH_SINK:
+        ax = sink_path(run.sinks, *HEADS[name])
+        drawn = next(line for line in ax.lines if str(line.get_label()).startswith("layer"))
+        assert drawn.get_ydata().tolist() == expected[name]
+    figure = sink_paths([run.sinks])
+    drawn = next(line for line in figure.axes[0].lines if str(line.get_label()).startswith("layer"))
+    assert drawn.get_ydata().tolist() in [expected[name] for name in MOVING]
+    pyplot.close("all")
+
+
+def test_the_report_shows_the_planted_paths(run, tmp_path):
+    for row, expected in enumerate(by_hand(run)):
+        shown = material(run, row)
+        numbers = Numbers(shown.track, shown.canvas)
+        for name in WITH_SINK:
+            layer, head = HEADS[name]
+            column = 1 + 2 + layer * 4 + head
+            assert (numbers.path[:, column] + numbers.first).tolist() == expected[name]
+    assert report(run, tmp_path / "run.html").stat().st_size > 10_000

@@ -1,0 +1,105 @@
+"""The loss of block-causal models: its one pass computes what sinklens computes block by block."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from training.block_loss import block_loss, completed, corrupt_blocks, doubled, doubled_logits
+
+BLOCK, PROMPT, MASK = 8, 21, 1
+
+
+@pytest.fixture(scope="module")
+def model(noisy_toy):
+    return noisy_toy("tiny-sdar")
+
+
+def rows(count=4):
+    """Prompt and answer of the lengths of the training rows; the answer ends with end tokens."""
+    ids = torch.randint(3, 600, (count, PROMPT + 24), generator=torch.Generator().manual_seed(1))
+    ids[:, -2:] = 0
+    return ids
+
+
+def noisy_rows(seed=2):
+    clean = completed(rows(), BLOCK)
+    return clean, *corrupt_blocks(clean, PROMPT, BLOCK, MASK, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_each_noisy_block_gets_the_logits_of_the_clean_text_before_it_and_itself(model, implementation):
+    _, hf, loaded = model
+    hf.set_attn_implementation(implementation)
+    clean, noisy, _ = noisy_rows()
+    with torch.no_grad():
+        given = doubled(clean, noisy, PROMPT, BLOCK)
+        found = doubled_logits(hf, given)
+        assert found.shape[1] == 32  # of the 48 positions of the completed rows
+        for number, start in enumerate(range(16, 48, BLOCK)):
+            text = torch.cat([clean[:, :start], noisy[:, start : start + BLOCK]], dim=1)
+            expected = loaded(text)[:, start:]
+            here = found[:, number * BLOCK : (number + 1) * BLOCK]
+            torch.testing.assert_close(here, expected, atol=1e-5, rtol=1e-5)
+
+
+def naive_doubled_logits(hf, clean, noisy):
+    """The published pass, over all blocks of both copies, with its mask written out position by position."""
+    length = clean.shape[1]
+    sees = torch.zeros(2 * length, 2 * length, dtype=torch.bool)
+    for query in range(2 * length):
+        for key in range(2 * length):
+            a, b = query % length // BLOCK, key % length // BLOCK
+            if query < length:  # noisy
+                sees[query, key] = a == b if key < length else b < a
+            else:
+                sees[query, key] = key >= length and b <= a
+    positions = torch.arange(length).repeat(2)[None]
+    ids = torch.cat([noisy, clean], dim=1)
+    return hf(input_ids=ids, attention_mask=sees[None, None], position_ids=positions).logits[:, :length]
+
+
+def test_the_blocks_that_are_left_out_of_the_pass_change_neither_logits_nor_gradients(model):
+    recipe, hf, _ = model
+    clean, noisy, weight = noisy_rows(recipe.seed * 1_000_003 + 6 + 500_000_003)
+    hf.zero_grad()
+    loss = F.cross_entropy(naive_doubled_logits(hf, clean, noisy).transpose(1, 2), clean, reduction="none")
+    expected = (loss * weight).sum() / (4 * 27)  # an answer of 24 tokens, continued by 3
+    expected.backward()
+    gradients = {name: value.grad.clone() for name, value in hf.named_parameters()}
+    hf.zero_grad()
+    found = block_loss(hf, recipe, rows(), PROMPT, MASK, step=6)
+    found.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, value in hf.named_parameters():
+        torch.testing.assert_close(value.grad, gradients[name], atol=1e-4, rtol=1e-3)
+        assert value.grad.abs().sum() > 0
+
+
+def test_the_mask_of_a_row_that_is_not_trained_block_by_block_gives_another_loss(model):
+    _, hf, _ = model
+    clean, noisy, _ = noisy_rows()
+    given = doubled(clean, noisy, PROMPT, BLOCK)
+    with torch.no_grad():
+        right = doubled_logits(hf, given)
+        wrong = doubled_logits(hf, given._replace(sees=torch.ones_like(given.sees)))
+    assert (right - wrong).abs().max() > 0.1
+
+
+def test_each_block_has_its_own_noise_level_and_the_prompt_is_never_masked():
+    ids = completed(torch.full((600, PROMPT + 24), 9), BLOCK)
+    noisy, weight = corrupt_blocks(ids, PROMPT, BLOCK, MASK, torch.Generator().manual_seed(0))
+    assert torch.equal(noisy == MASK, weight > 0)
+    assert not (noisy[:, :PROMPT] == MASK).any()
+    complete = weight[:, 24:].unflatten(1, (-1, BLOCK))  # the blocks without prompt tokens
+    share = (complete > 0).float().mean(dim=2)
+    t = torch.where(share > 0, 1 / complete.amax(dim=2), 0)
+    assert (share - t)[share > 0].abs().mean() < 0.15
+    assert float(weight.max()) <= 1e3 + 1
+    assert torch.corrcoef(share.T).fill_diagonal_(0).abs().max() < 0.15  # levels of a row's blocks are independent
+    assert weight.mean(dim=0)[PROMPT:].mean() == pytest.approx(1, abs=0.1)  # masked with t, weighted by 1/t
+
+
+def test_the_last_block_is_completed_with_end_tokens():
+    assert completed(rows(), BLOCK).shape == (4, 48)
+    assert not completed(rows(), BLOCK)[:, 43:].any()
+    assert torch.equal(completed(rows()[:, :40], BLOCK), rows()[:, :40])

@@ -1,0 +1,101 @@
+"""Accuracy over training: each kept copy of the weights is scored once, with its own weights."""
+
+import json
+
+import pytest
+import torch
+
+import sinklens
+from sinklens.errors import CheckpointError
+from training import export, train
+from training.curve import accuracy_curve, read_curve, write_checkpoints
+
+
+@pytest.fixture
+def run(small, tmp_path):
+    list(train(small("tiny-dream"), tmp_path, save_every=2, keep_every=4))
+    return tmp_path
+
+
+def norm(folder):
+    """A score that differs between checkpoints."""
+    return {"norm": float(sinklens.load(folder).tree.hf.lm_head.weight.detach().norm())}
+
+
+def test_every_kept_copy_and_the_finished_state_are_scored(run, small):
+    records = list(accuracy_curve(small("tiny-dream"), run, norm))
+    assert [record["step"] for record in records] == [4, 6]
+    kept = torch.load(run / "weights-4.pt", weights_only=True)["lm_head.weight"]
+    last = torch.load(run / "state.pt", weights_only=True)["model"]["lm_head.weight"].bfloat16()
+    expected = [value.float().norm().item() for value in (kept, last)]
+    assert [record["norm"] for record in records] == pytest.approx(expected, rel=1e-6)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-6)
+    assert [json.loads(line) for line in (run / "accuracy.jsonl").read_text().splitlines()] == records
+
+
+def test_an_interrupted_curve_resumes_where_it_stopped(run, small):
+    first = next(accuracy_curve(small("tiny-dream"), run, norm))
+    rest = list(accuracy_curve(small("tiny-dream"), run, norm))
+    assert [first["step"], *(record["step"] for record in rest)] == [4, 6]
+    assert list(accuracy_curve(small("tiny-dream"), run, norm)) == []
+
+
+def test_a_truncated_record_is_computed_again(run, small):
+    recipe, result = small("tiny-dream"), run / "accuracy.jsonl"
+    first, second = accuracy_curve(recipe, run, norm)
+    complete = result.read_text()
+    result.write_text(complete[:-5])
+    assert read_curve(run) == {4: first}
+    assert list(accuracy_curve(recipe, run, norm)) == [second]
+    assert result.read_text() == complete
+    assert read_curve(run) == {4: first, 6: second}
+
+
+def test_truncated_weights_are_named(run, small, tmp_path):
+    file = run / "weights-4.pt"
+    content = file.read_bytes()
+    for kept in (0, 3000, len(content) - 40):
+        file.write_bytes(content[:kept])
+        with pytest.raises(CheckpointError, match=r"weights-4.pt is truncated or corrupt \(.*is skipped"):
+            list(accuracy_curve(small("tiny-dream"), run, norm))
+        with pytest.raises(CheckpointError, match=r"weights-4.pt is truncated or corrupt"):
+            write_checkpoints(small("tiny-dream"), run, tmp_path / "out")
+
+
+def test_an_interrupted_checkpoint_is_absent_or_written_again(run, small, tmp_path, monkeypatch):
+    recipe, out = small("tiny-dream"), tmp_path / "over-training"
+    plain = export._write_json
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            write_checkpoints(recipe, run, out)
+    assert export._write_json is plain
+    assert list(out.iterdir()) == []
+    first, second = write_checkpoints(recipe, run, out)
+    complete = {file.name: file.read_bytes() for file in first.iterdir()}
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        (first / name).unlink()
+    (first / "own.txt").touch()
+    assert write_checkpoints(recipe, run, out) == [first, second]
+    assert {file.name: file.read_bytes() for file in first.iterdir()} == {**complete, "own.txt": b""}
+    assert sorted(out.iterdir()) == [first, second]
+
+
+def test_a_folder_without_weights_is_rejected(small, tmp_path):
+    with pytest.raises(
+        sinklens.SinklensError, match=r"contains no weights-<step>.pt; train first: python -m training tiny-"
+    ):
+        list(accuracy_curve(small("tiny-dream"), tmp_path, norm))
+
+
+def test_kept_weights_become_checkpoints_named_after_their_step(run, small, tmp_path):
+    recipe, out = small("tiny-dream"), tmp_path / "over-training"
+    written = write_checkpoints(recipe, run, out)
+    assert [folder.name for folder in written] == ["tiny-dream@4", "tiny-dream@6"]
+    scores = [norm(folder)["norm"] for folder in written]
+    assert scores == [record["norm"] for record in accuracy_curve(recipe, run, norm)]
+    (out / "tiny-dream@4" / "kept").touch()
+    assert write_checkpoints(recipe, run, out) == written
+    assert (out / "tiny-dream@4" / "kept").exists()
+    with pytest.raises(sinklens.SinklensError, match=r"contains no weights-<step>.pt"):
+        write_checkpoints(recipe, out, out)

@@ -1,0 +1,210 @@
+"""Exported runs: each has its family's layout, and the reloaded model computes and generates what was trained."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import sinklens
+from sinklens.checkpoints import shipped_names
+from sinklens.evaluation.statistics import Accuracy
+from training import RECIPES, loop, train
+from training.export import export, write_card, write_checkpoint, write_text_card
+from training.pictures import CODE_TOKENS
+from training.scores import Score
+
+FAMILIES = {"tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada"}
+MODEL_TYPES = {
+    "dream": "Dream",
+    "llada-moe": "llada",
+    "diffusion-gemma": "diffusion_gemma",
+    "nemotron-diffusion": "nemotron_labs_diffusion",
+}
+PUBLIC = {"tiny-llada": "llada-8b", "tiny-dream": "dream-7b", "tiny-mmada": "mmada-8b"}
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "no-start", "sigmoid", "off-by-one"])
+def exported(request, small, tmp_path_factory):
+    """A recipe, the folder of its finished toy run, and its checkpoint.
+
+    A few steps teach the toy only to answer with end tokens; noise on the weights makes its answers varied.
+    """
+    recipe = small(request.param)
+    run = tmp_path_factory.mktemp(request.param)
+    list(train(recipe, run, save_every=6))
+    state = torch.load(run / "state.pt", weights_only=True)
+    generator = torch.Generator().manual_seed(4)
+    for value in state["model"].values():
+        value += 0.3 * torch.randn(value.shape, generator=generator)
+    torch.save(state, run / "state.pt")
+    return recipe, run, export(recipe, run, run / "out")
+
+
+def trained(recipe, run):
+    """The trained model, in the precision in which it is stored."""
+    model = loop.build_model(recipe, loop.make_tokenizer(recipe))
+    state = torch.load(run / "state.pt", weights_only=True)["model"]
+    model.load_state_dict({key: value.bfloat16().float() for key, value in state.items()})
+    return model.eval()
+
+
+def test_a_reloaded_checkpoint_computes_what_the_trained_model_does(exported):
+    recipe, run, folder = exported
+    model = sinklens.load(folder)
+    assert model.family == FAMILIES.get(recipe.name, "llada")
+    ids = torch.randint(3, 600, (2, 30))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), trained(recipe, run)(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def decode(recipe, hf, mask, prompt):
+    """One row's answer, by an independent implementation of each family's sampler."""
+    canvas = prompt + [mask] * 24
+    if recipe.objective == "causal":
+        for place in range(len(prompt), len(canvas)):
+            canvas[place] = int(hf(input_ids=torch.tensor([canvas[:place]])).logits[0, -1].argmax())
+        return canvas
+    times = torch.linspace(1, 1e-3, 25).tolist()
+    for step in range(24):
+        masked = [place for place, token in enumerate(canvas) if token == mask]
+        probs = hf(input_ids=torch.tensor([canvas])).logits[0].double().softmax(dim=-1)
+        if recipe.objective == "shifted":
+            probs = torch.cat([probs[:1], probs[:-1]])
+            confidence = {place: float((probs[place] * (probs[place] + 1e-10).log()).sum()) for place in masked}
+            left = 1 - times[step + 1] / times[step]
+            count = int(len(masked) * left) if step < 23 else len(masked)
+        else:
+            confidence = {place: float(probs[place].max()) for place in masked}
+            count = 1
+        for place in sorted(masked, key=lambda p: -confidence[p])[:count]:
+            canvas[place] = int(probs[place].argmax())
+    return canvas
+
+
+def test_a_reloaded_checkpoint_generates_what_the_trained_model_does(exported):
+    recipe, run, folder = exported
+    model = sinklens.load(folder)
+    text = "<|t2i|> red dot at 1 1 on blue<|soi|>" if recipe.pictures else "Question: Tom has 5 pens.\nAnswer:"
+    done = sinklens.generate(model, text, record_sinks=False)
+    prompt = model.tokenizer(text).input_ids
+    assert done.settings.gen_length == done.settings.steps == 24
+    with torch.no_grad():
+        expected = decode(recipe, trained(recipe, run), model.mask_token_id, prompt)
+    seen = [token for token in done.tokens[0].tolist() if token >= 0]  # an autoregressive row may end early
+    assert seen == expected[: len(seen)]
+    assert len(seen) == len(expected) or seen[-1] == model.tokenizer.eos_token_id
+    assert len(set(seen[len(prompt) :])) > 5
+
+
+def untrained(recipe, folder):
+    """The checkpoint of a recipe's initial model."""
+    model = loop.build_model(recipe, loop.make_tokenizer(recipe))
+    return write_checkpoint(recipe, model.state_dict(), folder)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_config_has_the_keys_of_the_public_checkpoint(name, small, conformance, tmp_path):
+    config = json.loads((untrained(small(name), tmp_path) / "config.json").read_text())
+    public = json.loads((conformance / "configs" / f"{PUBLIC[name]}.json").read_text())
+    assert set(config) - {"torch_dtype"} <= set(public)  # MMaDA-8B's config has no element type
+    assert config["model_type"] == public["model_type"]
+    assert config["architectures"] == public["architectures"]
+    fixed = ("hidden_act", "rope_scaling", "use_sliding_window", "block_type", "activation_type", "include_qkv_bias")
+    assert {key: config.get(key) for key in fixed} == {key: public.get(key) for key in fixed}
+
+
+def test_the_vocabulary_of_a_model_with_pictures_is_split_into_text_and_codes(small, tmp_path):
+    folder = untrained(small("tiny-mmada"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = sinklens.load(folder).tokenizer
+    assert config["llm_vocab_size"] + config["codebook_size"] == config["new_vocab_size"] == config["vocab_size"]
+    assert tokenizer.convert_tokens_to_ids(CODE_TOKENS[0]) == config["llm_vocab_size"]
+    assert config["num_vq_tokens"] == 16
+
+
+def test_an_unfinished_run_is_not_exported(small, tmp_path):
+    recipe = small("tiny-llada")
+    with pytest.raises(sinklens.SinklensError, match=r"has no state.pt; train first"):
+        export(recipe, tmp_path, tmp_path / "out")
+    list(train(recipe, tmp_path, save_every=6))
+    with pytest.raises(sinklens.SinklensError, match=r"at step 6 of 9; let `python -m training` finish it"):
+        export(replace(recipe, cycles=(9,)), tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "statement"),
+    [
+        ("tiny-dream", "Dream format, shifted prediction"),
+        ("tiny-mmada", "Pictures are 4 × 4 cells of 8 colours"),
+        ("no-start", "It differs from tiny-llada in cycles = (6,)"),
+        ("no-start", "start_token = absent"),
+        ("tiny-sdar", "A block-causal masked-diffusion (SDAR format)"),
+        ("tiny-two-modes", "An autoregressive and block-diffusion (Nemotron-Labs-Diffusion format)"),
+        ("tiny-llada-moe", "with 3.8 million parameters, of which a token uses 1.6 million"),
+        ("tiny-canvas", "It differs from tiny-llada in objective = uniform"),
+        ("tiny-mdlm", "(tokens drawn at random with seed 0, in 24 steps)"),
+        ("tiny-mdlm", "tiny-mdlm and tiny-duo are twins"),
+        ("tiny-duo", "uniform noise instead of a mask token; it reads the noise level"),
+        ("tiny-duo", "in objective = duo"),
+        ("tiny-canvas", "(tokens drawn at random with seed 0, accepted by their entropy, in at most 24 steps)"),
+    ],
+)
+def test_the_card_describes_the_model(name, statement, small, tmp_path):
+    recipe = small(name)
+    list(train(recipe, tmp_path, save_every=6))
+    card = write_card(
+        recipe, tmp_path, tmp_path, [Score("word problems", Accuracy(1, 2), 0.25)], {6: {"right": 1, "total": 4}}
+    )
+    text = card.read_text()
+    assert statement in text
+    assert re.search(r"\| 6 \| \d+\.\d{4} \| 0\.250 \[0\.046, 0\.699\] of 4 \|", text)
+    assert "| word problems | 0.500 [0.095, 0.905] of 2 | 0.25 |" in text
+    assert (f"It started from the weights of {recipe.start_from}" in text) is (recipe.start_from is not None)
+
+
+def test_the_card_lists_each_step_once_with_the_value_of_the_resumed_run(small, tmp_path):
+    recipe = replace(small("tiny-llada"), cycles=(840,))
+    log = [(380, 3.0, 50), (400, 2.5, 60), (800, 2.0, 120), (400, 1.5, 20), (800, 1.25, 100), (840, 1.0, 180)]
+    lines = [json.dumps({"step": step, "loss": loss, "seconds": seconds}) for step, loss, seconds in log]
+    (tmp_path / "log.jsonl").write_text("\n".join([*lines, '{"st']))
+    text = write_card(recipe, tmp_path, tmp_path, [], {}).read_text()
+    assert re.findall(r"^\| (\d+) \| ([\d.]+) \|", text, flags=re.MULTILINE) == [
+        ("400", "1.5000"), ("800", "1.2500"), ("840", "1.0000"),
+    ]  # fmt: skip
+    assert "Training took 5 minutes of wall time on a CPU in 2 sessions" in text
+
+
+def test_the_card_of_a_model_with_mixed_data_says_when_it_learned_what(small, tmp_path):
+    recipe = replace(small("tiny-llada"), cycles=(2, 4), code=90, skills=30, problems_first=1)
+    list(train(recipe, tmp_path, save_every=6))
+    text = write_card(recipe, tmp_path, tmp_path, [], {}).read_text()
+    assert "on word problems, small functions and exercises that it generates." in text
+    assert "steps of tiny-llada; the other 4 draw uniformly from 400 problems, 90 functions and 30" in text
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_shipped_checkpoints_are_small_and_in_the_public_layout(name):
+    from sinklens.checkpoints.files import find_checkpoint
+
+    folder = find_checkpoint(name, None)
+    assert (folder / "model.safetensors").stat().st_size <= 8_000_000
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == MODEL_TYPES.get(RECIPES[name].family, RECIPES[name].family)
+    assert (folder / "README.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("tiny-text", "an estimate of the bound"), ("tiny-text-causal", "(exact; ")]
+)
+def test_the_card_of_a_model_of_text_has_its_loss(name, kind, tmp_path):
+    records = [{"step": 400, "loss": 5.0, "seconds": 60.0}, {"step": 1200, "loss": 4.0, "seconds": 180.0}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    scores = {1200: {"nats": 4.27, "low": 4.2, "high": 4.3, "documents": 779, "windows": 2646}}
+    text = write_text_card(RECIPES[name], tmp_path, tmp_path, scores).read_text()
+    assert "9.8 million tokens" in " ".join(text.split())
+    assert "Loss on 779 documents of five sources that it was not trained on: 4.270 [4.200, 4.300] nats" in text
+    assert kind in text
+    assert "| 1200 | 4.0000 | 4.270 [4.200, 4.300] |" in text
+    assert "| 400 | 5.0000 |  |" in text

@@ -1,0 +1,294 @@
+"""Training: it resumes exactly, its objectives are the published ones, and it starts from the recipe's weights."""
+
+import hashlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from sinklens.checkpoints.files import find_checkpoint
+from sinklens.errors import CheckpointError, SettingError
+from sinklens.hooks.attention import attention
+from training import RECIPES, loop, train
+from training.corpus import ANSWER_LENGTH, build_corpus
+from training.tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer()
+
+
+def weights(folder):
+    return torch.load(folder / "state.pt", weights_only=True)["model"]
+
+
+@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada-moe", "tiny-canvas", "tiny-duo", "tiny-two-modes"])
+def test_an_interrupted_run_resumes_after_its_last_state(name, small, tmp_path, monkeypatch):
+    recipe = small(name)
+    list(train(recipe, tmp_path / "complete", save_every=2))
+    plain = loop.learning_rate
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "learning_rate", lambda recipe, step: 1 / (5 - step) and plain(recipe, step))
+        with pytest.raises(ZeroDivisionError, match="division by zero"):
+            list(train(recipe, tmp_path / "stopped", save_every=2))
+    assert torch.load(tmp_path / "stopped" / "state.pt", weights_only=True)["step"] == 4
+    list(train(recipe, tmp_path / "stopped", save_every=2))
+    for key, value in weights(tmp_path / "complete").items():
+        assert torch.equal(weights(tmp_path / "stopped")[key], value)
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama", "tiny-dream", "tiny-mmada"])
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(name, small, tmp_path):
+    recipe = small(name)
+    list(train(recipe, tmp_path / "complete", save_every=2))
+    run = tmp_path / "killed"
+    code = (
+        "import torch; torch.set_num_threads(1)\n"
+        "from pathlib import Path\nfrom training import Recipe, train\n"
+        "import training.loop as loop\nimport time\n"
+        "rate = loop.learning_rate\n"
+        "loop.learning_rate = lambda recipe, step: (time.sleep(60) if step == 4 else 0, rate(recipe, step))[1]\n"
+        f"list(train(Recipe(**{asdict(recipe)!r}), Path({str(run)!r}), save_every=2))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "state.pt").exists() or torch.load(run / "state.pt", weights_only=True)["step"] < 4:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert torch.load(run / "state.pt", weights_only=True)["step"] == 4
+    list(train(recipe, run, save_every=2))
+    for key, value in weights(tmp_path / "complete").items():
+        torch.testing.assert_close(weights(run)[key], value, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "found"), [("softmax", "eager"), ("sigmoid", attention.NAME)])
+def test_a_recipe_is_trained_with_its_attention(small, tmp_path, monkeypatch, kind, found):
+    used = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(loop, "_update", lambda _, __, model, *_more: used.append(model.config) or 0.0)
+    list(train(replace(small("tiny-llada"), attention=kind, cycles=(1,)), tmp_path))
+    assert [config._attn_implementation for config in used] == [found]
+
+
+def test_a_folder_of_another_recipe_is_rejected(small, tmp_path):
+    recipe = small("tiny-llada")
+    list(train(recipe, tmp_path, save_every=6))
+    message = r"state.pt belongs to another recipe: .* step 6 it has seed 1, not 2\. Give this run another folder"
+    with pytest.raises(SettingError, match=message):
+        list(train(replace(recipe, seed=2), tmp_path))
+
+
+def test_a_run_that_cannot_be_resumed_is_rejected_before_rows_are_made(small, tmp_path, monkeypatch):
+    recipe = small("tiny-llada")
+    list(train(recipe, tmp_path, save_every=6))
+    monkeypatch.setattr(loop, "build_corpus", lambda *_: pytest.fail("the rows were made"))
+    with pytest.raises(SettingError, match=r"it has cycles \(6,\), not \(3,\)"):
+        next(train(replace(recipe, cycles=(3,)), tmp_path))
+    state = tmp_path / "state.pt"
+    state.write_bytes(state.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match=r"state.pt is truncated or corrupt .*without state.pt a run starts"):
+        next(train(recipe, tmp_path))
+
+
+def test_an_interrupt_while_weights_are_written_leaves_no_file(small, tmp_path, monkeypatch):
+    def killed(content, file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", killed)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        list(train(small("tiny-llada"), tmp_path, keep_every=4))
+    assert list(tmp_path.glob("weights-*.pt")) == []
+
+
+def test_a_state_older_than_a_setting_has_its_default(small, tmp_path):
+    recipe = small("tiny-llada")
+    list(train(recipe, tmp_path, save_every=6))
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    for newer in ("start_from", "start_token", "pictures"):
+        del state["recipe"][newer]
+    torch.save(state, tmp_path / "state.pt")
+    assert list(train(recipe, tmp_path)) == []
+    with pytest.raises(ValueError, match="belongs to another recipe"):
+        list(train(replace(recipe, start_token="maskable"), tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
+def test_a_finished_run_can_be_resumed_with_another_cycle_of_mixed_rows(name, small, tmp_path):
+    plain = replace(small(name), cycles=(4, 2))
+    mixed = replace(plain, cycles=(4, 2, 4), peaks=(1.0, 0.5, 0.5), code=200, skills=60, problems_first=2)
+    list(train(mixed, tmp_path / "complete", save_every=2, keep_every=2))
+    list(train(plain, tmp_path / "further", save_every=2, keep_every=2))
+    list(train(mixed, tmp_path / "further", save_every=2, keep_every=2))
+    for key, value in weights(tmp_path / "complete").items():
+        assert torch.equal(weights(tmp_path / "further")[key], value)
+    unmixed = replace(mixed, code=0, skills=0)
+    list(train(unmixed, tmp_path / "unmixed", save_every=2, keep_every=2))
+    kept = [[torch.load(tmp_path / run / f"weights-{n}.pt") for n in (6, 8)] for run in ("complete", "unmixed")]
+    equal = [all(torch.equal(a[key], b[key]) for key in a) for a, b in zip(*kept, strict=True)]
+    assert equal == [True, False]
+
+
+def test_a_run_resumes_only_if_its_steps_are_the_same_under_the_recipe(small, tmp_path):
+    plain = replace(small("tiny-llada"), cycles=(4, 2))
+    list(train(plain, tmp_path, save_every=2))
+    for change in (
+        {"cycles": (4, 4)},
+        {"cycles": (4, 2, 4), "peaks": (1.0, 1.0, 0.5)},
+        {"cycles": (4, 2, 4), "code": 90},
+    ):
+        with pytest.raises(ValueError, match="belongs to another recipe"):
+            list(train(replace(plain, **change), tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "losses"),
+    [("tiny-llada", (5.93079, 5.35433, 5.23274)), ("tiny-llama", (6.78158, 6.75802, 6.63838))],
+)
+def test_the_shipped_recipes_are_reproducible(name, losses):
+    """Losses recorded when the shipped checkpoints were trained, with fewer problems and smaller batches."""
+    recipe = replace(RECIPES[name].until(3), problems=2000, batch=16)
+    tokenizer = loop.make_tokenizer(recipe)
+    corpus = build_corpus(tokenizer, recipe)
+    length, ids = corpus.batch(recipe.seed, 0, recipe.batch)
+    assert (length, hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16]) == (27, "ceef0bd85d1a3b8a")
+    model = loop.build_model(recipe, tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay)
+    seen = [loop._update(recipe, corpus, model, optimizer, tokenizer.mask_token_id, step) for step in range(3)]
+    assert seen == pytest.approx(losses, rel=2e-3)
+
+
+def test_masking_follows_t_and_spares_the_prompt_and_the_start_token():
+    ids = torch.full((800, 60), 9)
+    generator = torch.Generator().manual_seed(0)
+    noisy, masked, t = loop.corrupt(ids, 36, 1, generator)
+    assert torch.equal(noisy == 1, masked)
+    ordinary = torch.arange(800) % 8 != 0
+    assert not masked[ordinary, :36].any()
+    assert not masked[:, 0].any()
+    assert masked[~ordinary, 1:36].any()
+    share = masked[:, 36:].float().mean(dim=1, keepdim=True)
+    assert (share - t).abs().mean() < 0.08
+    assert float(t.min()) > 0
+
+
+def test_a_maskable_start_token_is_masked_like_any_prompt_token_and_nothing_else_changes():
+    ids = torch.full((800, 60), 9)
+    _, kept, t = loop.corrupt(ids, 36, 1, torch.Generator().manual_seed(0))
+    _, masked, same_t = loop.corrupt(ids, 36, 1, torch.Generator().manual_seed(0), spared=0)
+    assert torch.equal(kept[:, 1:], masked[:, 1:])
+    assert torch.equal(t, same_t)
+    complete = torch.arange(800) % 8 == 0
+    assert not masked[~complete, 0].any()
+    assert abs(masked[complete, 0].float().mean() - t[complete].mean()) < 0.1
+
+
+@pytest.mark.parametrize(("start_token", "ever"), [("kept", False), ("maskable", True), ("absent", True)])
+def test_the_recipe_decides_whether_the_first_token_is_ever_masked(start_token, ever, small, tokenizer, monkeypatch):
+    recipe = replace(small("tiny-llada"), start_token=start_token)
+    model = loop.build_model(recipe, tokenizer)
+    seen = []
+    monkeypatch.setattr(model, "forward", lambda input_ids, use_cache: seen.append(input_ids) or _Uniform(input_ids))
+    for step in range(30):
+        loop._masked_loss(model, recipe, torch.full((8, 40), 9), 16, tokenizer.mask_token_id, step)
+    assert bool((torch.cat(seen)[:, 0] == tokenizer.mask_token_id).any()) is ever
+
+
+class _Uniform:
+    """A model's output with uniform logits."""
+
+    def __init__(self, ids):
+        self.logits = torch.zeros(*ids.shape, 643)
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_the_masked_loss_is_cross_entropy_over_t_summed_over_masked_tokens(name, small, tokenizer):
+    recipe = replace(small(name), start_from=None)
+    model = loop.build_model(recipe, tokenizer)
+    ids = torch.randint(3, 600, (8, 40))
+    loss = loop._masked_loss(model, recipe, ids, 16, tokenizer.mask_token_id, step=3)
+    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + 3 + 500_000_003)
+    noisy, masked, t = loop.corrupt(ids, 16, tokenizer.mask_token_id, generator)
+    logits = model(input_ids=noisy).logits
+    before = 1 if name == "tiny-dream" else 0
+    expected = 0.0
+    for row in range(8):
+        for place in range(40):
+            if masked[row, place]:
+                weight = (recipe.prompt_weight if row == 0 else 1.0) / t[row].item()
+                expected += weight * F.cross_entropy(logits[row, place - before], ids[row, place]).item()
+    assert loss.item() == pytest.approx(expected / (8 * ANSWER_LENGTH), rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "sees_ahead"), [("tiny-llama", False), ("tiny-llada", True), ("tiny-dream", True)])
+def test_all_but_the_causal_model_see_later_tokens(name, sees_ahead, small, tokenizer):
+    model = loop.build_model(replace(small(name), start_from=None), tokenizer)
+    ids = torch.randint(3, 600, (1, 20))
+    other = ids.clone()
+    other[0, -1] += 1
+    with torch.no_grad():
+        same = torch.equal(model(input_ids=ids).logits[:, :-1], model(input_ids=other).logits[:, :-1])
+    assert same is not sees_ahead
+
+
+def test_the_learning_rate_restarts_at_half_its_peak():
+    recipe = replace(RECIPES["tiny-llada"], cycles=(100, 50), warmup=10)
+    rates = [loop.learning_rate(recipe, step) for step in range(150)]
+    assert rates[9] == recipe.learning_rate == max(rates)
+    assert rates[99] == pytest.approx(recipe.learning_rate * 0.01, rel=0.1)
+    assert rates[109] == pytest.approx(recipe.learning_rate / 2)
+    assert rates[55] == pytest.approx(recipe.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * 0.5))))
+
+
+def test_tiny_dream_starts_as_tiny_llama_with_zero_biases(tokenizer, tiny_llama):
+    model = loop.build_model(RECIPES["tiny-dream"], tokenizer)
+    biases = {name for name, value in model.state_dict().items() if name.endswith(".bias")}
+    assert len(biases) == 3 * RECIPES["tiny-dream"].n_layers
+    assert not any(model.state_dict()[name].any() for name in biases)
+    model.config.is_causal = True
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = True
+    ids = torch.randint(3, 600, (2, 30))
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, tiny_llama(ids), atol=1e-4, rtol=1e-4)
+
+
+def test_tiny_mmada_starts_as_tiny_llada_with_new_tokens_added():
+    recipe = replace(RECIPES["tiny-mmada"], problems=400, pictures=200, batch=16)
+    tokenizer = loop.make_tokenizer(recipe)
+    model = loop.build_model(recipe, tokenizer)
+    stored = load_file(find_checkpoint("tiny-llada", None) / "model.safetensors")["model.transformer.wte.weight"]
+    embedding = model.get_input_embeddings().weight
+    assert torch.equal(embedding[: len(stored)], stored.float())
+    assert len(embedding) == len(tokenizer) > len(stored)
+    assert 0.01 < embedding[len(stored) :].std() < 0.03
+    corpus = build_corpus(tokenizer, recipe)
+    losses = {"problem": [], "draw": []}
+    for (kind, length), rows in corpus.groups.items():
+        if kind in losses and len(rows) >= 16:
+            with torch.no_grad():
+                loss = loop._masked_loss(model, recipe, rows[:16].long(), length, tokenizer.mask_token_id, 0)
+            losses[kind].append(loss.item())
+    assert max(losses["problem"]) < 0.5  # a uniform guess costs log(670) = 6.5
+    assert min(losses["draw"]) > 3
+
+
+@pytest.mark.parametrize("change", [{"d_model": 64}, {"n_layers": 1}, {"n_layers": 3}, {"d_mlp": 32}])
+def test_starting_from_weights_of_other_sizes_is_rejected(change, small):
+    recipe = replace(small("tiny-dream"), **change)
+    with pytest.raises(ValueError, match=r"do not fit this model: .*model\..* differ; start from a checkpoint of"):
+        loop.build_model(recipe, loop.make_tokenizer(recipe))

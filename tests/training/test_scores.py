@@ -1,0 +1,79 @@
+"""Scores of a model card: every task of the recipe, each answer judged by its task's rule."""
+
+from dataclasses import replace
+
+import pytest
+
+import sinklens
+from sinklens.tasks import find_task
+from training import RECIPES
+from training import scores as module
+from training.pictures import held_out
+from training.scores import SKILLS, scores, training_score
+
+FIVE = 5
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """A function that makes the model give planned answers (prompt -> text) and none to other prompts."""
+
+    class Given:
+        def __init__(self, texts):
+            self.answers = [sinklens.Answer(text, True, 0, 0) for text in texts]
+
+    def plan(answers):
+        monkeypatch.setattr(module, "load", lambda checkpoint: None)
+        monkeypatch.setattr(
+            module, "generate", lambda model, prompts, **_: Given([answers.get(p, "") for p in prompts])
+        )
+
+    return plan
+
+
+def right_answers(*names):
+    """Prompt -> reference, for the first samples of tasks."""
+    samples = [sample for name in names for sample in sinklens.tasks.find_task(name).samples(FIVE)]
+    return {sample.prompt: sample.reference for sample in samples}
+
+
+def test_exactly_the_tasks_of_the_recipe_are_scored(answering, tmp_path):
+    answering({})
+    found = {name: [score.what for score in scores(recipe, tmp_path, limit=FIVE)] for name, recipe in RECIPES.items()}
+    assert found["tiny-llada"] == ["word problems"]
+    assert found["tiny-llada-skills"] == ["word problems", *SKILLS]
+    assert found["tiny-mmada"] == ["word problems", "captions drawn", "pictures described"]
+
+
+@pytest.mark.usefixtures("isolation")
+def test_programs_run_only_on_request_and_count_if_their_tests_pass(answering, tmp_path):
+    recipe = replace(RECIPES["tiny-llada"], code=1)
+    answers = right_answers("tiny-code")
+    spoiled = next(iter(answers))
+    answering(answers | {spoiled: " return 12345"})
+    assert [score.what for score in scores(recipe, tmp_path, limit=FIVE)] == ["word problems"]
+    found = {score.what: score for score in scores(recipe, tmp_path, run_generated_code=True, limit=FIVE)}
+    assert (found["tiny-code"].accuracy.right, found["tiny-code"].accuracy.total) == (FIVE - 1, FIVE)
+    assert found["word problems"].accuracy.right == 0
+
+
+def test_pictures_count_only_if_every_cell_or_word_is_right(answering, tmp_path):
+    shown = held_out(FIVE)
+    right = dict([picture.to_draw for picture in shown] + [picture.to_describe for picture in shown])
+    wrong_cell, wrong_word = shown[1].to_draw[0], shown[3].to_describe[0]
+    answering(right | {wrong_cell: shown[2].to_draw[1], wrong_word: right[wrong_word] + " red"})
+    found = {score.what: score.accuracy for score in scores(RECIPES["tiny-mmada"], tmp_path, limit=FIVE)}
+    assert (found["captions drawn"].right, found["pictures described"].right) == (FIVE - 1, FIVE - 1)
+    assert found["captions drawn"].total == FIVE
+
+
+def test_a_shipped_model_gets_its_known_score():
+    folder = sinklens.checkpoints.files.find_checkpoint("tiny-llama", None)
+    (score,) = scores(RECIPES["tiny-llama"], folder, limit=20)
+    assert (score.accuracy.right, score.chance) == (20, 0.0)
+
+
+def test_the_training_score_counts_the_first_problems(answering, tmp_path):
+    problems = find_task("tiny-gsm").samples(4)
+    answering({sample.prompt: sample.reference for sample in problems[:3]})
+    assert training_score(tmp_path, 4) == {"right": 3, "total": 4}
