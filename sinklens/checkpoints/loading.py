@@ -46,27 +46,7 @@ TokenId = Annotated[int, Ge(0)]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """The arguments of loading a model, declared once: `sinklens.load`, the lab and every command that loads take them.
-
-    Attributes:
-        revision: branch, tag or commit on the hub; by default the main branch.
-        dtype: "auto", "float32", "float16", "bfloat16" or a torch dtype. "auto" is the stored dtype, except that models
-            below 10⁹ parameters run in float32 on a CPU.
-        device: e.g. "cpu", "cuda:1"; by default a GPU if one is available.
-        device_map: passed to transformers, e.g. "auto" to spread a model over several GPUs; by default it is on
-            one device.
-        tokenizer: replaces the checkpoint's tokenizer.
-        family: name of the checkpoint's family (``sinklens models`` lists them), where its config.json does not
-            determine it; by default the family that config.json names.
-        block_length: positions per block of a block-causal model; by default the number that config.json names.
-        mask_token_id: the mask token; by default the one that config.json or the tokenizer names, or the family's.
-        quantization: how to quantize full-precision weights while they are read: "torchao-int8", "torchao-int4",
-            "torchao-float8", "bnb-int8", "bnb-nf4", "fp8" or a quantization config of transformers; by default they
-            stay as they are.
-        tp_plan: "auto" to divide the model among the processes of torchrun by transformers' plan for its class, or
-            rules that replace some of the plan's; by default every process has all of it.
-        ep_plan: with `tp_plan`: "auto" to give each process some of the experts, and not a part of each.
-        check: run the self-check (selfcheck.py), which takes a few short passes.
+    """The arguments of loading a model, checked; `sinklens.load` says what each means.
 
     Raises:
         SettingError: an argument has another type or is out of range.

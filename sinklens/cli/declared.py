@@ -22,8 +22,8 @@ from sinklens.utils.arguments import REQUIRED, Argument, arguments
 
 FILE = Path(__file__).with_suffix(".json")
 GROUP = "sinklens.samplers"  # entry points of packages that register samplers
-LOADING = "sinklens.checkpoints.loading:LoadRequest"
-RUN = "sinklens.runs.request:RunRequest"
+LOADING = "sinklens.model.model:load"
+RUN = "sinklens.runs:generate"
 DRAWS = "sinklens.experiments.nll:DrawRule"
 LIKELIHOOD = "sinklens.experiments.nll:LikelihoodRequest"
 NAMES = {  # what declares arguments -> those that a text can give

@@ -108,8 +108,8 @@ def sweep(
     if not listed or not len(prompts):
         raise SettingError("a sweep needs at least one intervention and one prompt.")
     request = RunRequest(
-        prompts, seed=seed, chat_template=chat_template, cache=cache, record_sinks=False, progress=False
-    ).changed(settings=settings)
+        prompts, seed, chat_template, cache=cache, record_sinks=False, progress=False, settings=settings
+    )
     places = _places(listed, metric, replay, out, as_policy(cache))
     work = _Sweep(model, request, replay, None if out is None else Path(out))
     limit = work.rows_within(prompts, memory_gb) if rows is None else read_as(Count, "rows", rows)
@@ -267,7 +267,7 @@ class _Sweep:
 
     def start(self, batch: Any, hooks: Any, replay: Any, copies: int) -> Denoising:
         """A run that has not begun."""
-        return Denoising(self._model, self._request.changed(prompt=batch, hooks=hooks, replay=replay, copies=copies))
+        return Denoising(self._model, replace(self._request, prompt=batch, hooks=hooks, replay=replay, copies=copies))
 
     def run(self, batch: Any, group: Mapping[str, list[Any]], base: Generation, logits: MaskedLogits) -> xr.Dataset:
         """All interventions of `group` in one run."""

@@ -127,7 +127,7 @@ def _sizes(
     """Steps and positions of the longest run."""
     lengths = [len(model.encode(prompt, chat_template)[0][0]) for prompt in prompts]
     longest = prompts[int(np.argmax(lengths))]
-    begun = start(model, RunRequest(longest, seed=seed, chat_template=chat_template, **settings))
+    begun = start(model, RunRequest(longest, seed, chat_template, settings=settings))
     return begun.settings.fitted(lengths).most_steps, begun.state.canvas.shape[1]
 
 

@@ -200,8 +200,11 @@ def denoising(
         copies: rows of the run; each has the prompt of `spec`.
     """
     hooks = [*(built(spec, model) if changes is None else changes), *extra]
-    request = RunRequest(spec.prompt, hooks=hooks, record_sinks=record, replay=replay, progress=False, **spec.given)
-    return Denoising(model, request.changed(copies=copies))
+    request = RunRequest(
+        spec.prompt, spec.seed, spec.chat_template, hooks, record, replay, spec.cache, progress=False,
+        settings=spec.of_sampler, copies=copies,
+    )  # fmt: skip
+    return Denoising(model, request)
 
 
 def built(spec: RunSpec, model: "Model") -> list[Intervention]:

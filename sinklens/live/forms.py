@@ -8,7 +8,7 @@ from sinklens.caching import POLICIES
 from sinklens.errors import SettingError
 from sinklens.live.chips import CHIPS
 from sinklens.live.refusal import require
-from sinklens.runs.request import RunRequest
+from sinklens.runs import generate
 from sinklens.sampling.registry import find_sampler, fitting, settings_for
 from sinklens.utils.arguments import Argument, arguments
 from sinklens.views.html import visible
@@ -68,7 +68,7 @@ def of_settings(model: "Model") -> Form:
 
 def _cache() -> Form:
     """The cache policy of a run: a name, with a number where the policy takes one."""
-    declared = arguments(RunRequest)["cache"]
+    declared = arguments(generate)["cache"]
     words = f"Which keys and values a step reuses: {', '.join(POLICIES)}, or such as keep-sinks:4. Empty: none."
     return {"name": "cache", "type": "str", "default": declared.default, "help": words}
 

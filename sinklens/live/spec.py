@@ -1,6 +1,6 @@
 """What a run of the lab is: everything that decides its canvas, read from a request and written to its record.
 
-The arguments that a run of the lab shares with `sinklens.generate` are those of `RunRequest`, checked by its types.
+The arguments that a run of the lab shares with `sinklens.generate` are checked by its types.
 
 A `RunSpec` contains the specification of the run that it replays, and the canvas that it continues from, so it can be
 repeated and printed as Python even after those runs were removed.
@@ -18,14 +18,14 @@ from sinklens.errors import SettingError
 from sinklens.live.chips import Expression, expressions, is_index, read_chips
 from sinklens.live.problems import SHIPPED
 from sinklens.live.refusal import Refused, require
-from sinklens.runs.request import RunRequest
+from sinklens.runs import generate
 from sinklens.sampling.registry import SAMPLERS, find_sampler
 from sinklens.utils.arguments import arguments
 
 MOST_CHARACTERS = 20_000  # of a prompt
 MOST_SETTING = 1_000_000
 MOST_REPLAYS = 32  # runs in a chain in which each replays the next
-RUN = arguments(RunRequest)
+RUN = arguments(generate)
 OF_RUN = ("seed", "chat_template", "cache")  # arguments of a run that the form has; prompt, hooks and replay are built
 FIELDS = (
     "model", "prompt", "ids", "problem", "settings", "sampler", *OF_RUN, "chips", "replay", "canvas", "compare_to",
@@ -89,7 +89,12 @@ class RunSpec:
         """The arguments of `sinklens.generate` besides prompt, hooks and replay; those with their default left out."""
         of_run = {name: getattr(self, name) for name in OF_RUN}
         changed = {name: value for name, value in of_run.items() if value != RUN[name].default}
-        return changed | dict(self.settings) | ({} if self.sampler is None else {"sampler": self.sampler})
+        return changed | self.of_sampler
+
+    @property
+    def of_sampler(self) -> dict[str, Any]:
+        """The sampler's settings that were given, and its name if one is chosen."""
+        return dict(self.settings) | ({} if self.sampler is None else {"sampler": self.sampler})
 
     @property
     def changes(self) -> list[Expression]:
@@ -191,7 +196,7 @@ def read_request(body: Any) -> RunSpec:
 
 
 def _of_run(name: str, given: Any) -> Any:
-    """An argument of `RunRequest`, checked by its type; a cache policy by its name."""
+    """An argument of `generate`, checked by its type; a cache policy by its name."""
     try:
         value = RUN[name].read(given)
         if name == "cache":

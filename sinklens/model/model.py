@@ -16,9 +16,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
-from sinklens.checkpoints.loading import LoadRequest
+from sinklens.checkpoints.loading import LoadRequest, TokenId
 from sinklens.checkpoints.quantization import Quantization
+from sinklens.checkpoints.reading import DeviceMap
 from sinklens.errors import CheckpointError, SelfCheckError
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.attention.normalizers import normalizer_name
@@ -32,7 +35,7 @@ from sinklens.model.passes import SinglePasses
 from sinklens.model.prompts import Prompt, adds_start
 from sinklens.model.selfcheck import check as run_check
 from sinklens.model.tokens import ModuleMethods
-from sinklens.utils.arguments import takes
+from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -248,14 +251,46 @@ class Model(ModuleMethods, SinglePasses):
         return self.tree.hf
 
 
-@takes(LoadRequest)
-def load(name_or_path: Any, request: LoadRequest) -> Model:
+def load(
+    name_or_path: Any,
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | int | None = None,
+    device_map: DeviceMap | None = None,
+    tokenizer: Any = None,
+    family: str | None = None,
+    block_length: Count | None = None,
+    mask_token_id: TokenId | None = None,
+    quantization: Any = None,
+    tp_plan: Any = None,
+    ep_plan: Any = None,
+    check: bool = True,
+) -> Model:
     """Load a model and name every point in it.
 
     Args:
         name_or_path: a shipped checkpoint ("tiny-llada", "tiny-llama"), a hub name, a local folder in the published
             layout (config.json and one or more *.safetensors), a transformers `PreTrainedModel`, or a TransformerLens
             `TransformerBridge`.
+        revision: branch, tag or commit on the hub; by default the main branch.
+        dtype: "auto", "float32", "float16", "bfloat16" or a torch dtype. "auto" is the stored dtype, except that models
+            below 10⁹ parameters run in float32 on a CPU.
+        device: e.g. "cpu", "cuda:1"; by default a GPU if one is available.
+        device_map: passed to transformers, e.g. "auto" to spread a model over several GPUs; by default it is on
+            one device.
+        tokenizer: replaces the checkpoint's tokenizer.
+        family: name of the checkpoint's family (``sinklens models`` lists them), where its config.json does not
+            determine it; by default the family that config.json names.
+        block_length: positions per block of a block-causal model; by default the number that config.json names.
+        mask_token_id: the mask token; by default the one that config.json or the tokenizer names, or the family's.
+        quantization: how to quantize full-precision weights while they are read: "torchao-int8", "torchao-int4",
+            "torchao-float8", "bnb-int8", "bnb-nf4", "fp8" or a quantization config of transformers; by default they
+            stay as they are.
+        tp_plan: "auto" to divide the model among the processes of torchrun by transformers' plan for its class, or
+            rules that replace some of the plan's; by default every process has all of it.
+        ep_plan: with `tp_plan`: "auto" to give each process some of the experts, and not a part of each.
+        check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Returns:
         The model, in evaluation mode; for a transformers model that was loaded before, the same `Model` again.
@@ -264,24 +299,30 @@ def load(name_or_path: Any, request: LoadRequest) -> Model:
         CheckpointError: the checkpoint was not found, there is no network, the family is unknown, a config value is
             unsupported, the weights are pickles only, or weights are missing, surplus, misshapen or truncated.
         SelfCheckError: the hook points do not show what the model computes.
+        SettingError: an argument has another type or is out of range.
     """
+    request = LoadRequest(
+        revision=revision, dtype=dtype, device=device, device_map=device_map, tokenizer=tokenizer, family=family,
+        block_length=block_length, mask_token_id=mask_token_id, quantization=quantization, tp_plan=tp_plan,
+        ep_plan=ep_plan, check=check,
+    )  # fmt: skip
     if isinstance(name_or_path, str | Path):
-        return _with_hook_points(load_checkpoint(name_or_path, request), request.check)
-    if (request.revision, request.device_map, request.device, request.dtype) != (None, None, None, "auto"):
+        return _with_hook_points(load_checkpoint(name_or_path, request), check)
+    if (revision, device_map, device, dtype) != (None, None, None, "auto"):
         raise CheckpointError(
             "revision, dtype, device and device_map apply only while loading, and this model is already loaded. "
             "Move or convert it before passing it to load."
         )
-    if (request.quantization, request.tp_plan, request.ep_plan) != (None, None, None):
+    if (quantization, tp_plan, ep_plan) != (None, None, None):
         raise CheckpointError(
             "quantization, tp_plan and ep_plan apply only while loading, and this model is already loaded; pass its "
             "name or folder."
         )
     known = name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(MODEL_KEY)
-    tokenizer, described = request.tokenizer, (request.family, request.block_length, request.mask_token_id)
+    described = (family, request.block_length, request.mask_token_id)
     if known is not None and tokenizer in (None, known.tokenizer) and not any(one is not None for one in described):
         return known
-    return _with_hook_points(_checkpoint_of(name_or_path, tokenizer, *described), request.check)
+    return _with_hook_points(_checkpoint_of(name_or_path, tokenizer, *described), check)
 
 
 def _with_hook_points(checkpoint: Checkpoint, check: bool) -> Model:

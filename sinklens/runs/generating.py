@@ -78,8 +78,8 @@ def generate_as(
     side_of(padding_side)  # a run pads on the left
     prompt = _prompt(model, given, prepend_bos, attention_mask)
     chosen = _settings(model, settings, max_new_tokens, do_sample, use_past_kv_cache)
-    request = RunRequest(prompt, seed=seed, hooks=hooks, record_sinks=False, progress=verbose)
-    denoising = denoising_of(model, request.changed(settings=chosen))
+    request = RunRequest(prompt, seed, hooks=hooks, record_sinks=False, progress=verbose, settings=chosen)
+    denoising = denoising_of(model, request)
     if opens_block("generate"):
         return Writing(denoising)
     run = carried_out(denoising)

@@ -307,7 +307,7 @@ def replay(
     model = load(model)
     given = _settings(model, recorded, settings)
     shared = {"seed": recorded.seed, "record_sinks": record_sinks, "progress": progress, "hooks": hooks}
-    request = RunRequest([recorded.prompt_ids], **shared, **given)
+    request = RunRequest([recorded.prompt_ids], **shared, settings=given)
     placed = _placed(start(model, request).state, recorded)
     return generate(model, [recorded.prompt_ids], replay=placed, **shared, **given)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from sinklens.caching.registry import CachePolicy
 from sinklens.errors import HookOrderError, SettingError, SinklensError
 from sinklens.hooks.hook_functions import refuse_other
 from sinklens.hooks.interleaving import BlockTracer, TracedRows
@@ -27,17 +28,28 @@ from sinklens.runs.caches import StepCaches, chosen_points
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.intervention import within
 from sinklens.runs.recorder import after
-from sinklens.runs.request import RunRequest
-from sinklens.runs.result import Generation
+from sinklens.runs.request import Hooks, Recorded, RunRequest
+from sinklens.runs.result import Generation, Replayable
 from sinklens.runs.steps import StepServer, VisitedSteps
-from sinklens.utils.arguments import takes
+from sinklens.utils.arguments import Seed
 
 DERIVED = ("tokens", "text", "steps_run", "key_reuse", "time_at", "causal", "modes", "step_blocks", "kind_at")
 """What a `Generation` derives from its fields, and a trace has after its block too."""
 
 
-@takes(RunRequest)
-def trace(model: Any, request: RunRequest) -> "Trace":
+def trace(
+    model: Any,
+    prompt: Any,
+    *,
+    seed: Seed = 0,
+    chat_template: bool | str = False,
+    hooks: Hooks = (),
+    record_sinks: Recorded = True,
+    replay: Replayable | Tensor | None = None,
+    cache: CachePolicy | None = None,
+    progress: bool | None = None,
+    **settings: Any,
+) -> "Trace":
     """Open a denoising run; use it as ``with sinklens.trace(model, prompt) as t:``.
 
     Inside the block, `t` reads and writes the values of every step by name:
@@ -51,6 +63,7 @@ def trace(model: Any, request: RunRequest) -> "Trace":
 
     Args:
         model: a `Model`, or anything `sinklens.load` accepts.
+        prompt, seed, chat_template, hooks, record_sinks, replay, cache, progress, **settings: as in `generate`.
 
     Raises:
         PromptError: the prompt is empty, too long, contains the mask token, or is text for a model without a tokenizer.
@@ -58,11 +71,23 @@ def trace(model: Any, request: RunRequest) -> "Trace":
         HookNameError: a name in `hooks` (or in the block) is not a hook point.
         HookOrderError: the block requested a point that the step had already passed.
     """
+    request = RunRequest(prompt, seed, chat_template, hooks, record_sinks, replay, cache, progress, settings)
     return Trace(denoising_of(model, request))
 
 
-@takes(RunRequest)
-def generate(model: Any, request: RunRequest) -> Generation:
+def generate(
+    model: Any,
+    prompt: Any,
+    *,
+    seed: Seed = 0,
+    chat_template: bool | str = False,
+    hooks: Hooks = (),
+    record_sinks: Recorded = True,
+    replay: Replayable | Tensor | None = None,
+    cache: CachePolicy | None = None,
+    progress: bool | None = None,
+    **settings: Any,
+) -> Generation:
     """Run denoising without a block.
 
         run = sinklens.generate(model, prompts, gen_length=64, hooks=[("blocks.1.attn.hook_z", fn)])
@@ -70,6 +95,29 @@ def generate(model: Any, request: RunRequest) -> Generation:
 
     Args:
         model: a `Model`, or anything `sinklens.load` accepts.
+        prompt: a string, a list of strings (left-padded), or token ids [pos] or [batch, pos].
+        seed: the same seed, prompt and settings give the same result. A row's result does not depend on its batch, but:
+            (1) with ``threshold=`` or several canvases a finished row waits for the slowest, unchanged; (2) these
+            waiting steps count for interventions at given steps, and for keys drawn at every step; (3) at a temperature
+            above 0, copies of one prompt in one batch get different random numbers.
+        chat_template: True applies the tokenizer's chat template to text; a string is used as the template.
+        hooks: ``[(name or predicate, fn), …]`` with TransformerLens functions ``fn(value, hook)``, and interventions;
+            ``hook.step`` is the step. They are removed when the run ends.
+        record_sinks: record the sink scores of every step, layer and head; a `sinks.Record` sets what else to record,
+            and where.
+        replay: an earlier run; its canvas is forced at every step, which isolates the effect of an intervention in each
+            step. Its prompts may differ from these if they have the same number of tokens: then this run has its own
+            prompts and the earlier run's answers on its canvases. Or canvases [batch, steps + 1, pos] like
+            ``run.canvas``, with any changes from the second on; the run ends early if one of them leaves nothing to
+            decide.
+        cache: a policy of `sinklens.caching` (`DualCache()`, or its name, "dual"): which keys and values a step
+            computes, reuses or hides. Every policy but `NoCache`, the default, approximates. For bidirectional models
+            only; those with causal or block-causal attention reuse keys exactly (``use_cache``).
+        progress: show a progress bar; by default on a terminal, after a few seconds.
+        **settings: settings of the model's sampler: `sampling.LladaSettings`, `DreamSettings` or
+            `AutoregressiveSettings`; `sampling.settings_for` shows those of a model. Omitted ones default to the
+            checkpoint's values, then to the sampler's. Passing ``gen_length`` resets the checkpoint's ``steps`` and
+            ``block_length``. ``sampler`` chooses another sampler than the family's, by name (`sampling.SAMPLERS`).
 
     Returns:
         The result of the run: text, canvases, when each token was decided, and sinks.
@@ -77,6 +125,7 @@ def generate(model: Any, request: RunRequest) -> Generation:
     Raises:
         SinklensError: see `trace`.
     """
+    request = RunRequest(prompt, seed, chat_template, hooks, record_sinks, replay, cache, progress, settings)
     return carried_out(denoising_of(model, request))
 
 

@@ -15,8 +15,8 @@
         def __post_init__(self) -> None:
             check_arguments(self)             # Window(width=0): "width must be an integer of at least 1; got 0."
 
-`arguments` reads the declaration of a class or a function. The command line, the lab's form, the checks, and functions
-with the same arguments (`takes`) are derived from it. Ranges are written as for pydantic and hypothesis, with
+`arguments` reads the declaration of a class or a function. The command line, the lab's form and the checks are derived
+from it. Ranges are written as for pydantic and hypothesis, with
 `annotated_types` in `Annotated`.
 
 Limitation: values are checked against None, bool, int, float, str, `Literal`, classes and unions of these. Any other
@@ -32,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
-from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -51,10 +51,6 @@ UNIONS = (Union, types.UnionType)
 REAL = float | int  # type checkers take an int for a float, and checks at run time do not
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n(?= ))*)", flags=re.MULTILINE)
 ENTRY = re.compile(r"^ {4}([*\w]+(?:, [*\w]+)*): ((?:.*(?:\n {5,}.*)*))", flags=re.MULTILINE)
-
-P = ParamSpec("P")
-Made = TypeVar("Made")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -169,41 +165,6 @@ def check_arguments(record: Any) -> None:
         value = argument.read(given)
         if value is not given:
             object.__setattr__(record, argument.name, value)
-
-
-def takes(
-    request: Callable[P, Made],
-) -> Callable[[Callable[[Any, Made], Result]], Callable[Concatenate[Any, P], Result]]:
-    """Turn a function of a model and a request into one of the model and the request's arguments.
-
-        @takes(RunRequest)
-        def generate(model, request): ...           # generate(model, prompt, seed=1)
-
-    Type checkers and ``help()`` see the arguments with their types, defaults and meanings.
-    """
-
-    def decorate(function: Callable[[Any, Made], Result]) -> Callable[Concatenate[Any, P], Result]:
-        def call(model: Any, *args: P.args, **kwargs: P.kwargs) -> Result:
-            return function(model, request(*args, **kwargs))
-
-        own, given = inspect.signature(function), inspect.signature(request)
-        first = next(iter(own.parameters.values()))
-        call.__name__, call.__qualname__, call.__module__ = (
-            function.__name__,
-            function.__qualname__,
-            function.__module__,
-        )
-        call.__doc__ = with_arguments(function.__doc__ or "", request.__doc__ or "")
-        call.__signature__ = own.replace(parameters=[first, *given.parameters.values()])  # type: ignore[attr-defined]
-        return call
-
-    return decorate
-
-
-def with_arguments(docstring: str, declaring: str) -> str:
-    """A docstring whose ``Args:`` go on with those of another one."""
-    further = next(iter(SECTION.findall(inspect.cleandoc(declaring))), "").rstrip()
-    return SECTION.sub(lambda found: f"{found[0].rstrip()}\n{further}\n", inspect.cleandoc(docstring), count=1).rstrip()
 
 
 def meanings(docstring: str | None) -> dict[str, str]:

@@ -20,10 +20,8 @@ from transformers import PreTrainedTokenizerFast
 import sinklens
 from sinklens import SinkTrack
 from sinklens.analyses import STUDIES, questions
-from sinklens.checkpoints.loading import LoadRequest
 from sinklens.cli import declared, main
 from sinklens.cli.app import _parser
-from sinklens.runs.request import RunRequest
 from sinklens.sampling import registry
 from sinklens.sampling.registry import SAMPLERS, setting_help
 from sinklens.sampling.settings import Settings
@@ -274,7 +272,7 @@ def test_every_command_that_loads_or_runs_a_model_has_the_options_for_it(command
 
 
 def test_an_option_has_the_type_and_the_default_of_its_argument():
-    declared = {"--seed": arguments(RunRequest)["seed"], "--dtype": arguments(LoadRequest)["dtype"]}
+    declared = {"--seed": arguments(sinklens.generate)["seed"], "--dtype": arguments(sinklens.load)["dtype"]}
     found = {option.option_strings[0]: option for option in options_of("trace")}
     for name, argument in declared.items():
         assert found[name].default == argument.default
@@ -356,7 +354,6 @@ def test_output_that_cannot_be_written_is_one_message(tmp_path):
     code = """
 import resource, signal, sys
 from sinklens.utils.arguments import arguments
-from sinklens.checkpoints.loading import LoadRequest
 from sinklens.cli import declared, main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 sys.dont_write_bytecode = True  # Python would keep the truncated files and fail on them later

@@ -24,7 +24,6 @@ from sinklens.utils.arguments import (
     check_arguments,
     meanings,
     read_as,
-    takes,
 )
 
 NAMED = Annotated[int | str, Words("a number, or its name,")]
@@ -153,35 +152,6 @@ def test_a_real_number_of_either_type_is_declared_as_a_float():
 def test_a_dataclass_refuses_a_field_by_its_name():
     with pytest.raises(SettingError, match=r"share must be a number from 0 to 1 or None; got 1\.5"):
         Window(share=1.5)
-
-
-@takes(Window)
-def shown(model: Any, window: Window) -> str:
-    """Show a window.
-
-    Args:
-        model: the model.
-
-    Returns:
-        It as text.
-    """
-    return f"{model}: {window}"
-
-
-def test_a_function_takes_the_arguments_of_its_request():
-    assert shown("m", 3, share=0.5) == f"m: {Window(3, 0.5)}"
-    assert str(inspect.signature(shown)).startswith("(model: Any, width: ")
-    assert list(arguments(shown)) == ["model", *arguments(Window)]
-    with pytest.raises(SettingError, match="width must be an integer"):
-        shown("m", width=0)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'wdth'"):
-        shown("m", wdth=3)
-
-
-def test_the_documentation_of_such_a_function_holds_the_meaning_of_each_argument():
-    assert shown.__name__ == "shown"
-    assert meanings(shown.__doc__) == {"model": "the model.", **meanings(Window.__doc__)}
-    assert shown.__doc__.splitlines()[-3:] == ["", "Returns:", "    It as text."]
 
 
 def test_the_declaration_leaves_the_signature_as_it_is():
