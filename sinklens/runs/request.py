@@ -43,7 +43,7 @@ class RunRequest:
     prompt: Any
     seed: Seed = 0
     chat_template: bool | str = False
-    hooks: Hooks = ()
+    hooks: Any = ()
     record_sinks: Recorded = True
     replay: Replayable | Tensor | None = None
     cache: CachePolicy | None = None
