@@ -12,17 +12,8 @@ without listed members, or the single object named.
 Limitation: `mkdocs serve` creates the links once; a new file at the top of sinklens/ needs a restart.
 """
 
-import importlib.util
 import re
-import tempfile
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
-
-import griffe
-import yaml
-from mkdocs.plugins import event_priority
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY = re.compile(r"^( +)([*\w]+(?:, [*\w]+)+): (.*(?:\n\1 +.*)*)", flags=re.MULTILINE)
