@@ -35,17 +35,9 @@ from sinklens.experiments.corruption import corrupted
 from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
 from sinklens.experiments.effect import Effect, attention_to, compare, dose_response, effect, sinks_compared
 from sinklens.experiments.infilling import holes, span_likelihood
-from sinklens.experiments.jacobian_lens import fit_jacobian_lens
 from sinklens.experiments.jumps import Jump, jump_undone, sink_jumps
-from sinklens.experiments.lens import LogitLens, logit_lens
-from sinklens.experiments.lens_comparison import compare_lenses
-from sinklens.experiments.lens_training import train_tuned_lens
-from sinklens.experiments.massive import (
-    MassiveActivation,
-    OutlierDimension,
-    massive_activations,
-    outlier_dimensions,
-)
+from sinklens.experiments.lens import LogitLens, TunedLens, compare_lenses, logit_lens
+from sinklens.experiments.lens_fits import fit_jacobian_lens, train_tuned_lens
 from sinklens.experiments.metrics import AtPosition, StepOutput
 from sinklens.experiments.modes import commits_compared, mode_patching, modes_compared
 from sinklens.experiments.paths import AcrossSteps, path_across_steps
@@ -59,11 +51,15 @@ from sinklens.experiments.settling import (
     settling_steps,
     step_predictions,
 )
-from sinklens.experiments.similarity import layer_similarity, step_similarity
 from sinklens.experiments.step_ids import of_step
+from sinklens.experiments.streams import (
+    layer_similarity,
+    massive_activations,
+    outlier_dimensions,
+    step_similarity,
+)
 from sinklens.experiments.swaps import swap
 from sinklens.experiments.sweeps import sweep
-from sinklens.experiments.tuned_lens import TunedLens
 from sinklens.experiments.writers import write_attribution
 
 __all__ = [
@@ -77,8 +73,6 @@ __all__ = [
     "Effect",
     "Jump",
     "LogitLens",
-    "MassiveActivation",
-    "OutlierDimension",
     "Overlap",
     "StepOutput",
     "TunedLens",

@@ -1,4 +1,4 @@
-"""The logit lens: the tokens each layer predicts at each position and step, including masked positions.
+"""The logit lens and the tuned lens: the tokens each layer predicts at each position and step, masked ones included.
 
 The residual stream that leaves a layer is read as if it were the last one: final norm, unembedding, softmax
 (nostalgebraist, "interpreting GPT: the logit lens", 2020). The last layer's reading is the model's own prediction.
@@ -13,28 +13,41 @@ nothing is read.
 `logit_lens` reads a run afterwards, with a pass of the unchanged model over each step's canvas; `LogitLens` collects
 streams during a run and so sees the edits of its hooks. Under guidance both read the conditional rows.
 
-Limitation: the final norm and unembedding were trained on the last layer only, and early layers may represent tokens in
-other directions (Belrose et al., 2303.08112). If a reading does not name a token, the stream may still encode it. A
-tuned lens (tuned_lens.py), passed as ``lens=``, moves the streams to the last layer's directions first.
+The final norm and unembedding were trained on the last layer only, and early layers may represent tokens in other
+directions. A *tuned lens* (Belrose et al., 2303.08112), passed as ``lens=``, first moves a stream to where the last
+layer would be,
+
+    h ↦ h + h A + b,
+
+with A and b per layer (lens_fits.py). A diffusion model predicts under very different amounts of text, so there is one
+pair (A, b) for each *bucket* of the masked share, the share of the answer's positions that are undecided at the step.
+An autoregressive model has no such share, and one bucket. The last layer's map is the identity.
+
+Limitation: if a reading does not name a token, the stream may still encode it. A tuned lens may compute what the model
+computes only later. It says what a stream lets one predict, not what the model has concluded there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import xarray as xr
 from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import CheckpointError, SettingError
 from sinklens.experiments.step_ids import exact_step
-from sinklens.experiments.tuned_lens import TunedLens, masked_share
 from sinklens.hooks.modulation import final_modulation
 from sinklens.hooks.points import Point
+from sinklens.runs import generate
 from sinklens.runs.intervention import Pairs, Reader, RunContext, layer_of, place_mask, refuse, within
 from sinklens.runs.result import require_run
+from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -42,6 +55,116 @@ if TYPE_CHECKING:
 
 CONDITION = "hook_cond"
 CHUNK = 2**25  # logits held at once: 128 MB
+
+
+@dataclass(frozen=True, eq=False)
+class TunedLens:
+    """Affine maps of the streams that leave the layers, as `train_tuned_lens` makes them.
+
+    Attributes:
+        model: name of the model.
+        maps: A.
+        offsets: b.
+    """
+
+    model: str
+    maps: Float[Tensor, "bucket layer d_model d_model"]
+    offsets: Float[Tensor, "bucket layer d_model"]
+
+    @property
+    def buckets(self) -> int:
+        """Number of buckets; bucket i holds masked shares above i / buckets, up to (i + 1) / buckets."""
+        return self.maps.shape[0]
+
+    def translate(
+        self, stream: Float[Tensor, "*place d_model"], layer: int, share: float
+    ) -> Float[Tensor, "*place d_model"]:
+        """The streams that leave `layer` at steps with masked share `share`, moved to the last layer's."""
+        at = int(bucket_of(share, self.buckets))
+        moved = stream.float() @ self.maps[at, layer].to(stream.device) + self.offsets[at, layer].to(stream.device)
+        return (stream + moved).to(stream.dtype)
+
+    def check(self, model: "Model") -> None:
+        """Check that this lens fits `model`.
+
+        Raises:
+            SettingError: it has other layers or another stream.
+        """
+        sizes = [model.cfg.n_layers, model.cfg.d_model]
+        if list(self.maps.shape[1:3]) != sizes:
+            raise SettingError(
+                f"the lens is of {self.model} with [layers, d_model] {list(self.maps.shape[1:3])}, and {model.name} "
+                f"has {sizes}; train one with train_tuned_lens(model, prompts)."
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the lens as safetensors."""
+        tensors = {"maps": self.maps.contiguous(), "offsets": self.offsets.contiguous()}
+        with atomic_write(path) as part:
+            save_file(tensors, part, {"model": self.model})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "TunedLens":
+        """Read what `save` wrote.
+
+        Raises:
+            CheckpointError: there is no such file, or it holds something else.
+        """
+        try:
+            with safe_open(path, framework="pt") as opened:
+                return cls((opened.metadata() or {})["model"], opened.get_tensor("maps"), opened.get_tensor("offsets"))
+        except (OSError, KeyError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{path} holds no tuned lens: {error}. Pass a file that TunedLens.save wrote."
+            ) from error
+
+
+def bucket_of(share: float | np.ndarray, buckets: int) -> Int[np.ndarray, "*shape"]:
+    """The bucket of each masked share."""
+    return np.asarray(np.clip(np.ceil(np.asarray(share) * buckets - 1e-9).astype(int) - 1, 0, buckets - 1))
+
+
+def masked_share(run: "Generation") -> Float[np.ndarray, "batch step"]:
+    """Share of the answer's positions that are undecided at each step; those undecided at step 0 are the answer."""
+    undecided = (run.undecided & run.real[:, None]).sum(dim=2).double().numpy()
+    return undecided[:, :-1] / np.maximum(undecided[:, :1], 1)
+
+
+class PredictedPlaces(NamedTuple):
+    """Positions whose tokens one pass predicts.
+
+    Attributes:
+        step: the step of the pass.
+        places: the positions, in columns of the canvas.
+    """
+
+    step: int
+    places: Bool[Tensor, "batch pos"]
+
+
+def predicted_places(run: "Generation") -> list[PredictedPlaces]:
+    """The passes that show what a run predicts.
+
+    Of a diffusion run these are all steps, with their undecided positions; of an autoregressive run the last step
+    alone, whose pass over the text predicts every token of the answer.
+    """
+    if not run.causal:
+        return [PredictedPlaces(step, run.undecided[:, step] & run.real) for step in range(run.steps_run)]
+    places = torch.zeros_like(run.real)
+    places[:, run.prompt_length : run.prompt_length + run.steps_run] = run.active[:, : run.steps_run]
+    return [PredictedPlaces(run.steps_run - 1, places)]
+
+
+def check_buckets(model: "Model", buckets: int) -> None:
+    """Check that runs of `model` can be split by the masked share.
+
+    Raises:
+        SettingError: no mask token, except of an autoregressive model with one bucket.
+    """
+    if model.causal and buckets != 1:
+        raise SettingError(f"{model.name} is autoregressive, so its passes have no masked share; pass buckets=1.")
+    if model.mask_token_id is None and not model.causal:
+        raise SettingError(f"lenses are split by the masked share, and {model.name} has no mask token.")
 
 
 def logit_lens(
@@ -89,22 +212,21 @@ def logit_lens(
             f"the run is of {run.model.name}, and {model.name} has another family or vocabulary; pass the model that "
             f"made the run."
         )
-    if lens is not None:
-        lens.check(model)
     row = within("row", [row], len(run.canvas))[0]
-    chosen, places = within("layer", layers, model.cfg.n_layers), place_mask(positions, run.real[[row]])[0]
+    chosen = within("layer", layers, model.cfg.n_layers)
     points = [f"blocks.{layer}.hook_resid_post" for layer in chosen]
 
     def streams(step: int, sources: Tensor) -> _Streams:
         ids, real, time = exact_step(run, step)
         wanted = [*points, *conditions(model)]
         seen = model.tree.peek(ids[[row]], real[[row]], wanted, None if time is None else time[[row]])
-        found = [seen[name][0, sources.to(seen[name].device)] for name in points]
-        condition = seen[CONDITION][0] if CONDITION in wanted else None
-        return _Streams(_moved(lens, run, row, step, chosen, found), condition)
+        found = {
+            layer: seen[point][0, sources.to(seen[point].device)] for layer, point in zip(chosen, points, strict=True)
+        }
+        return _Streams(found, seen[CONDITION][0] if CONDITION in wanted else None)
 
-    request = _Request(row, within("step", steps, run.steps_run), chosen, places & run.real[row], top_k)
-    return _dataset(model, run, request, streams)
+    request = _Request(row, within("step", steps, run.steps_run), chosen, positions, top_k)
+    return _dataset(model, run, request, streams, lens)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -178,49 +300,35 @@ class LogitLens(Reader):
         steps = sorted({step for step, _ in self.kept if step < run.steps_run})
         if not steps:
             raise SettingError("the lens holds no step; list it in hooks= of the run, with steps that the run reaches.")
-        if lens is not None:
-            lens.check(run.model)
         layers, row = sorted({layer for _, layer in self.kept}), within("row", [row], len(run.canvas))[0]
-        places = place_mask(self.positions, run.real)
-        wanted = streams_before(run.model, run.real, places)
+        wanted = streams_before(run.model, run.real, place_mask(self.positions, run.real))
 
         def streams(step: int, sources: Tensor) -> _Streams:
             here = wanted[:, : run.prompt_length + step if run.model.causal else wanted.shape[1]]
             if self.kept[step, layers[0]].shape != (int(here.sum()), run.model.cfg.d_model):
                 raise SettingError("the lens holds streams of another run; read it before the next run begins.")
             index = here.flatten().cumsum(0).view(here.shape)[row, sources] - 1
-            found = [self.kept[step, layer][index] for layer in layers]
             condition = self.conditions[step][row] if step in self.conditions else None
-            return _Streams(_moved(lens, run, row, step, layers, found), condition)
+            return _Streams({layer: self.kept[step, layer][index] for layer in layers}, condition)
 
-        return _dataset(run.model, run, _Request(row, steps, layers, places[row] & run.real[row], self.top_k), streams)
+        return _dataset(run.model, run, _Request(row, steps, layers, self.positions, self.top_k), streams, lens)
 
 
 class _Streams(NamedTuple):
     """The streams [place, d_model] of a step by layer, and what the modulations of the row are made from."""
 
-    by_layer: list[Tensor]
+    by_layer: dict[int, Tensor]
     condition: Float[Tensor, " d_cond"] | None
 
 
 class _Request(NamedTuple):
-    """Which places of a run are read; `places` is True at the columns."""
+    """What is read of a run."""
 
     row: int
     steps: list[int]
     layers: list[int]
-    places: Bool[Tensor, " pos"]
+    positions: Sequence[int] | None
     top_k: int
-
-
-class _Reading(NamedTuple):
-    """The lens at some positions of one step and layer."""
-
-    token: Int[Tensor, "pos rank"]
-    probability: Float[Tensor, "pos rank"]
-    entropy: Float[Tensor, " pos"]
-    final_probability: Float[Tensor, " pos"]
-    final_rank: Int[Tensor, " pos"]
 
 
 def _check_top_k(model: "Model", top_k: int) -> None:
@@ -244,35 +352,42 @@ def streams_before(
 
 
 def _dataset(
-    model: "Model", run: "Generation", request: _Request, streams: Callable[[int, Tensor], _Streams]
+    model: "Model",
+    run: "Generation",
+    request: _Request,
+    streams: Callable[[int, Tensor], _Streams],
+    lens: TunedLens | None,
 ) -> xr.Dataset:
     """The readings of `streams`, which returns the streams of a step at some columns."""
-    ids, columns = run.canvas[request.row].cpu(), request.places.nonzero()[:, 0].cpu()
-    start = int(run.real[request.row].long().argmax())
-    shape = (len(request.steps), len(request.layers), len(columns))
+    if lens is not None:
+        lens.check(model)
+    row, steps, layers, positions, top_k = request
+    places = place_mask(positions, run.real[[row]])[0] & run.real[row]
+    ids, columns, share = run.canvas[row].cpu(), places.nonzero()[:, 0].cpu(), masked_share(run)[row]
+    start = int(run.real[row].long().argmax())
+    shape = (len(steps), len(layers), len(columns))
     empty = {"token": -1, "probability": np.nan, "entropy": np.nan, "final_probability": np.nan, "final_rank": -1}
-    ranked = {name: (*shape, request.top_k) if name in ("token", "probability") else shape for name in empty}
+    ranked = {name: (*shape, top_k) if name in ("token", "probability") else shape for name in empty}
     found = {name: np.full(ranked[name], fill, np.float32 if fill != -1 else np.int64) for name, fill in empty.items()}
-    for at_step, step in enumerate(request.steps):
+    for at_step, step in enumerate(steps):
         here = torch.ones_like(columns, dtype=torch.bool)
         if model.causal:
             here = (columns > start) & (columns <= run.prompt_length + step)
         by_layer, condition = streams(step, (columns[here] - _before(model)).clamp(min=start))
-        for at_layer, stream in enumerate(by_layer):
-            reading = _read(model, stream, condition, ids[-1, columns[here]], request.top_k)
-            for name, value in reading._asdict().items():
+        for at_layer, (layer, stream) in enumerate(by_layer.items()):
+            moved = stream if lens is None else lens.translate(stream, layer, float(share[step]))
+            for name, value in _read(model, moved, condition, ids[-1, columns[here]], top_k).items():
                 found[name][at_step, at_layer, here.numpy()] = value.cpu().numpy()
-    axes, tokens = ("step", "layer", "pos", "rank"), ids[request.steps][:, columns].numpy()
+    axes, tokens = ("step", "layer", "pos", "rank"), ids[steps][:, columns].numpy()
     data: dict[str, Any] = {name: (axes[: array.ndim], array) for name, array in found.items()}
     data |= {"final_token": ("pos", ids[-1, columns].numpy()), "token_id": (("step", "pos"), tokens)}
-    undecided = run.undecided[request.row].cpu()[request.steps][:, columns].numpy()
-    data |= {"masked": (("step", "pos"), undecided)}
+    data |= {"masked": (("step", "pos"), run.undecided[row].cpu()[steps][:, columns].numpy())}
     if model.tokenizer is not None:
         texts = {token: str(model.tokenizer.decode([token])) for token in np.unique(found["token"]) if token >= 0}
         data["text"] = (axes, np.vectorize(lambda token: texts.get(token, ""), otypes=[object])(found["token"]))
-    coords = {"step": request.steps, "layer": request.layers, "pos": (columns - start).numpy()}
-    coords |= {"rank": range(request.top_k), "column": ("pos", columns.numpy())}
-    return xr.Dataset(data, coords, {"model": model.name, "row": request.row, "prompt_length": run.prompt_length})
+    coords = {"step": steps, "layer": layers, "pos": (columns - start).numpy()}
+    coords |= {"rank": range(top_k), "column": ("pos", columns.numpy())}
+    return xr.Dataset(data, coords, {"model": model.name, "row": row, "prompt_length": run.prompt_length})
 
 
 def conditions(model: "Model") -> list[str]:
@@ -301,16 +416,6 @@ def log_probabilities(
         model.tree.watch.peeked = None
 
 
-def _moved(
-    lens: TunedLens | None, run: "Generation", row: int, step: int, layers: Sequence[int], streams: list[Tensor]
-) -> list[Tensor]:
-    """The streams of a step, by layer, as the tuned lens moves them; unchanged without one."""
-    if lens is None:
-        return streams
-    share = float(masked_share(run)[row, step])
-    return [lens.translate(stream, layer, share) for layer, stream in zip(layers, streams, strict=True)]
-
-
 @torch.no_grad()
 def _read(
     model: "Model",
@@ -318,18 +423,86 @@ def _read(
     condition: Float[Tensor, " d_cond"] | None,
     final: Int[Tensor, " pos"],
     top_k: int,
-) -> _Reading:
+) -> dict[str, Tensor]:
     """The lens at every position of `stream`, whose final tokens are `final` (-1 where the run left no token)."""
     parts = []
     size = max(1, CHUNK // model.cfg.d_vocab)
     for start in range(0, max(1, len(stream)), size):
         part, token = (value[start : start + size].to(model.cfg.device) for value in (stream, final))
         logs = log_probabilities(model, part, condition)
-        final_log, top = logs.gather(1, token.clamp(min=0)[:, None]), logs.topk(top_k, dim=-1)
-        entropy, exists = torch.special.entr(logs.exp()).sum(dim=-1), token >= 0
-        probability, rank = (
-            final_log[:, 0].exp().where(exists, torch.nan),
-            (logs > final_log).sum(dim=-1).where(exists, -1),
+        final_log, top, exists = logs.gather(1, token.clamp(min=0)[:, None]), logs.topk(top_k, dim=-1), token >= 0
+        parts.append(
+            {
+                "token": top.indices,
+                "probability": top.values.exp(),
+                "entropy": torch.special.entr(logs.exp()).sum(dim=-1),
+                "final_probability": final_log[:, 0].exp().where(exists, torch.nan),
+                "final_rank": (logs > final_log).sum(dim=-1).where(exists, -1),
+            }
         )
-        parts.append(_Reading(top.indices, top.values.exp(), entropy, probability, rank))
-    return _Reading(*(torch.cat(list(values)) for values in zip(*parts, strict=True)))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def compare_lenses(
+    model: "Model",
+    prompts: Sequence[Any],
+    lenses: Mapping[str, TunedLens | None],
+    *,
+    buckets: int = 4,
+    seed: int = 0,
+    **settings: Any,
+) -> xr.Dataset:
+    """Which lens decodes the final token earlier? Read runs of `prompts` that no lens was fitted on.
+
+    At every undecided position of every step, or at every position of an autoregressive run's answer, a lens reads the
+    streams of all layers. It *decodes* the final token at layer l if that token is the most probable one there, and
+    *from* the first layer after which this no longer changes. The mean over positions and steps of a prompt, by bucket
+    of the masked share, is one number per prompt, so intervals are over prompts.
+
+    Caveat: the last layer's reading is the model's own prediction, which is often another token than the final one.
+    Positions where it is the final one are those of ``decoded`` at the last layer.
+
+    Args:
+        model: the model.
+        prompts: texts, or rows of token ids.
+        lenses: name -> lens; None is the logit lens.
+        buckets: equal parts of the masked share, of the result; 1 for an autoregressive model.
+        seed, **settings: as in `sinklens.generate`.
+
+    Returns:
+        ``decoded`` [lens, prompt, bucket, layer], the share of undecided places whose final token is the most probable
+        one; ``first`` [lens, prompt, bucket], the mean first layer from which it is, n_layers where no layer decodes
+        the token for good; ``probability`` [lens, prompt, bucket, layer], its mean probability; NaN where a prompt has
+        no such place.
+
+    Raises:
+        SettingError: no lens, buckets below 1, or several of an autoregressive model.
+    """
+    if not lenses or buckets < 1:
+        raise SettingError("compare_lenses needs at least one lens and at least one bucket.")
+    check_buckets(model, buckets)
+    shape, layers = (len(lenses), len(prompts), buckets), model.cfg.n_layers
+    found = {name: np.full((*shape, layers), np.nan) for name in ("decoded", "probability")}
+    found["first"] = np.full(shape, np.nan)
+    for number, prompt in enumerate(prompts):
+        run = generate(model, [prompt], seed=seed, record_sinks=False, progress=False, **settings)
+        steps, places = zip(*((step, chosen[0, run.real[0]]) for step, chosen in predicted_places(run)), strict=True)
+        predicted = torch.stack(places).cpu().numpy()
+        bucket = bucket_of(masked_share(run)[0, list(steps)], buckets)
+        for place, lens in enumerate(lenses.values()):
+            data = logit_lens(model, run, steps=steps, top_k=1, lens=lens).transpose("step", "pos", "layer", ...)
+            top, likely = (data["final_rank"] == 0).to_numpy(), data["final_probability"].to_numpy()
+            for level in range(buckets):
+                chosen, at = predicted & (bucket == level)[:, None], (place, number, level)
+                if chosen.any():
+                    found["decoded"][at], found["probability"][at] = (one[chosen].mean(axis=0) for one in (top, likely))
+                    found["first"][at] = first_layers(top[chosen]).mean()
+    axes = ("lens", "prompt", "bucket", "layer")
+    coords = {"lens": list(lenses), "bucket": np.arange(1, buckets + 1) / buckets, "layer": range(layers)}
+    data = {name: (axes[: values.ndim], values) for name, values in found.items()}
+    return xr.Dataset(data, coords, {"model": model.name})
+
+
+def first_layers(top: Bool[np.ndarray, "place layer"]) -> Int[np.ndarray, " place"]:
+    """The first layer from which on `top` is True; the number of layers where the last one is not."""
+    return top.shape[1] - np.cumprod(top[:, ::-1], axis=1).sum(axis=1)

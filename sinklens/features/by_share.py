@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.errors import SettingError
-from sinklens.experiments.tuned_lens import masked_share
+from sinklens.experiments.lens import masked_share
 from sinklens.features.assessing import Mean, Moments, token_losses
 from sinklens.features.autoencoder import SAE, Transcoder
 from sinklens.features.places import Scope, states_of

@@ -31,8 +31,8 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 
 from sinklens.errors import SettingError
+from sinklens.experiments.lens import masked_share
 from sinklens.experiments.step_ids import exact_step
-from sinklens.experiments.tuned_lens import masked_share
 from sinklens.features.places import Scope, states_of, stream_point
 from sinklens.features.run_places import places_of_step, states_of_run
 from sinklens.features.store import ActivationStore

@@ -8,7 +8,7 @@ from building import plain_pass, random_model
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import compare_lenses, fit_jacobian_lens, logit_lens
-from sinklens.experiments.lens_comparison import first_layers
+from sinklens.experiments.lens import first_layers
 from sinklens.tasks.word_problems import held_out, training
 
 

@@ -9,7 +9,7 @@ from watching import PADDED, short
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import layer_similarity, step_similarity
-from sinklens.experiments.similarity import linear_cka
+from sinklens.experiments.streams import linear_cka
 
 
 def streams(run, row, step):
@@ -49,7 +49,7 @@ def test_layers_are_compared_by_the_formula_over_the_rows_and_positions_of_a_sta
 def test_steps_are_compared_at_the_positions_that_both_have_in_the_state(worded, measure, state):
     model = worded()
     run = sinklens.generate(model, PADDED[1:], **short(model, {}))
-    found = step_similarity(run, measure, positions=state)
+    found = step_similarity(run, measure, state=state)
     prompt = torch.arange(run.canvas.shape[2]) < run.prompt_length
     shared = prompt if state == "prompt" else run.undecided[0, 0] & run.undecided[0, 2]
     x, y = (streams(run, 0, step)[:, shared].double().numpy() for step in (0, 2))
