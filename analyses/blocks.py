@@ -23,8 +23,9 @@ import xarray as xr
 from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, unchanged
 from sinklens.analyses.intervals import interval_table
 from sinklens.analyses.study import SINK, Study
+from sinklens.families import settings_for
+from sinklens.families.llada import LladaSettings
 from sinklens.model.prompts import SinglePrompt
-from sinklens.sampling import LladaSettings, settings_for
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import motion
 

@@ -36,9 +36,9 @@ from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.mass import SAME_MASS, acting, curve, removed
 from sinklens.analyses.ratios import ratio_table
 from sinklens.analyses.study import Study
+from sinklens.families import settings_for
 from sinklens.interventions import Intervention, KeepKeys, WindowAttention
 from sinklens.model.prompts import SinglePrompt
-from sinklens.sampling import settings_for
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 

@@ -49,9 +49,9 @@ from sinklens.analyses.stale_keys import (
     layer_names,
 )
 from sinklens.analyses.study import SINK, Study
-from sinklens.caching import DelayedCache, DualCache, KeepSinks, Planned, Policy, Refresh
 from sinklens.interventions import MaskedLogits
 from sinklens.model.prompts import SinglePrompt
+from sinklens.sampling import DelayedCache, DualCache, KeepSinks, Planned, Policy, Refresh
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Detector, EpsilonOverMean, Record, SinkTrack
 

@@ -40,8 +40,8 @@ from sinklens.analyses.routing import ROWS, Routes, routing, routing_rows, witho
 from sinklens.analyses.runs import OwnRun
 from sinklens.analyses.study import SINK, Study
 from sinklens.errors import SettingError
+from sinklens.families import settings_for
 from sinklens.model.prompts import SinglePrompt
-from sinklens.sampling import settings_for
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record, SinkTrack
 

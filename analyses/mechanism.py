@@ -32,10 +32,12 @@ from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, u
 from sinklens.analyses.intervals import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import attention_to, compare
+from sinklens.families import settings_for
+from sinklens.families.dream import DreamSettings
+from sinklens.families.llada import LladaSettings
 from sinklens.interventions import MaskedLogits
 from sinklens.model.prompts import SinglePrompt
 from sinklens.runs import generate
-from sinklens.sampling import DreamSettings, LladaSettings, settings_for
 from sinklens.sampling.settings import Settings
 
 if TYPE_CHECKING:

@@ -40,11 +40,11 @@ from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.intervals import Interval, interval_rows, interval_table, pooled
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError
+from sinklens.families import settings_for
+from sinklens.families.registry import find_sampler
 from sinklens.hooks.front import HookPair
 from sinklens.model.prompts import SinglePrompt
 from sinklens.runs import generate
-from sinklens.sampling import settings_for
-from sinklens.sampling.registry import find_sampler
 from sinklens.sampling.settings import Settings
 
 if TYPE_CHECKING:

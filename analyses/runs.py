@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinklens.caching import Policy
 from sinklens.model.prompts import SinglePrompt
 from sinklens.runs import generate
 from sinklens.runs.request import Hooks
+from sinklens.sampling import Policy
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record, SinkTrack
 from sinklens.sinks.active import active_steps

@@ -132,7 +132,7 @@ def _noise(run: Generation, start: int, shape: Sequence[int], seed: int) -> Tens
 def fresh_keys(
     condition: Staleness, sets: Mapping[str, Bool[np.ndarray, "step layer pos"]], allowed: Bool[np.ndarray, "step pos"]
 ) -> Bool[np.ndarray, "step layer pos"]:
-    """What a condition computes, for `sinklens.caching.Planned`."""
+    """What a condition computes, for `sinklens.sampling.Planned`."""
     keys = sets[condition.choice]
     stale = keys if condition.change == "stale" else allowed[:, None] & ~keys
     if condition.layer != EVERYWHERE:

@@ -35,14 +35,16 @@ from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
 from sinklens.analyses.scales import Scale
 from sinklens.analyses.units import Units, unused
-from sinklens.caching import as_policy
-from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
 from sinklens.evaluation.units import equals_apart
+from sinklens.families import settings_for
+from sinklens.families.registry import find_sampler
+from sinklens.families.samplers import sampler_name
 from sinklens.model import load
 from sinklens.model.prompts import SinglePrompt
-from sinklens.sampling.registry import find_sampler, sampler_name, settings_for
+from sinklens.sampling import as_policy
+from sinklens.sampling.policies import CachePolicy
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.groups import SHARED, STRETCH, sharing, template_groups
 from sinklens.tasks.prompts import read_prompts

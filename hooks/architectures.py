@@ -215,7 +215,7 @@ def architecture_of(model_type: str) -> Architecture:
     if model_type not in ARCHITECTURES:
         raise CheckpointError(
             f"architecture {model_type!r} has no hook points; known are {', '.join(ARCHITECTURES)}. "
-            f"To add one of the Llama kind, pass a record to sinklens.checkpoints.register or add an entry to "
+            f"To add one of the Llama kind, pass a record to sinklens.families.register or add an entry to "
             f"hooks/architectures.py (see CONTRIBUTING.md)."
         )
     return ARCHITECTURES[model_type]

@@ -76,7 +76,7 @@ def expected_files() -> set[str]:
 def shipped_files() -> list[Path]:
     """Every file of the shipped checkpoints, autoencoders and pages, the device check's settings, and the declarations
     of the command line."""
-    folders = ("checkpoints/shipped", "features/shipped", "views/page", "live/static")
+    folders = ("model/shipped", "features/shipped", "views/page", "live/static")
     found = [path for folder in folders for path in (ROOT / "sinklens" / folder).rglob("*") if path.is_file()]
     return [*found, ROOT / "sinklens/devices/pytest.ini", ROOT / "sinklens/cli/declared.json"]
 
@@ -91,7 +91,7 @@ def check_contents(wheel: Path) -> None:
     if surplus := sorted(packed - expected):
         sys.exit(f"the wheel contains {surplus}, which are neither modules nor shipped data")
     if not any("/shipped/" in name and name.endswith(".safetensors") for name in packed):
-        sys.exit("the wheel contains no checkpoint: sinklens/checkpoints/shipped is empty")
+        sys.exit("the wheel contains no checkpoint: sinklens/model/shipped is empty")
 
 
 def check_run(wheel: Path, scratch: Path) -> str:

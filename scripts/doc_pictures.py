@@ -19,10 +19,10 @@ import torch
 from jaxtyping import Bool, Int
 
 import sinklens
-from sinklens.caching import Evict
 from sinklens.errors import PromptWarning
 from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads
+from sinklens.sampling import Evict
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"

@@ -41,7 +41,7 @@ _HOMES = {
     "trace": "sinklens.runs",
 }
 _MODULES = (
-    "analyses", "checkpoints", "errors", "evaluation", "experiments", "hooks", "interventions",
+    "analyses", "errors", "evaluation", "experiments", "families", "features", "hooks", "interventions",
     "live", "probes", "sampling", "sinks", "runs", "tasks", "views",
 )  # fmt: skip
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from sinklens.checkpoints import Family
-from sinklens.checkpoints.loading import prepare
+from sinklens.families import Family
 from sinklens.model import Model, load
 from training.tokenizer import train_tokenizer
 
@@ -283,8 +282,8 @@ def _rotate(x: Tensor, positions: Tensor, theta: float, rotated: int) -> Tensor:
 
 def random_dit(family: str, vocab_size: int = 5, block_length: int | None = None, **settings: Any) -> Model:
     """A random network with a noise level, of one of its families; a new network would give logits of 0."""
-    from sinklens.checkpoints import family_named
-    from sinklens.checkpoints.dit import DitConfig
+    from sinklens.families import family_named
+    from sinklens.families.dit import DitConfig
     from sinklens.hooks.attention.blocks import Blocks
 
     sizes = {"hidden_size": 16, "cond_dim": 6, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -145,13 +145,12 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def families() -> Iterator[None]:
     """The tables of families and architectures are afterwards as they were."""
-    from sinklens.checkpoints import BY_MODEL_TYPE, FAMILIES
+    from sinklens.families import FAMILIES
     from sinklens.hooks import ARCHITECTURES
 
-    before = list(FAMILIES), dict(BY_MODEL_TYPE), dict(ARCHITECTURES)
+    before = dict(FAMILIES), dict(ARCHITECTURES)
     yield
-    FAMILIES[:] = before[0]
-    for table, entries in ((BY_MODEL_TYPE, before[1]), (ARCHITECTURES, before[2])):
+    for table, entries in zip((FAMILIES, ARCHITECTURES), before, strict=True):
         table.clear()
         table.update(entries)
 

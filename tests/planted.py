@@ -68,7 +68,7 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.checkpoints.files import find_checkpoint
+from sinklens.model.files import find_checkpoint
 from training.export import write_checkpoint
 from training.loop import build_model, make_tokenizer
 from training.recipes import Recipe

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import sinklens
-from sinklens.sampling import SAMPLERS
+from sinklens.families import SAMPLERS
 
 TOLERANCE = 1e-4
 RUNS = {"llada-mha": 5, "llada-gqa": 5, "dream-gqa": 4, "mmada": 2, "llada-moe": 5}

@@ -20,11 +20,12 @@ from test_layers import FLOORS
 
 import sinklens
 from sinklens import errors
-from sinklens.checkpoints import FAMILIES, shipped_names
 from sinklens.errors import SinklensError
 from sinklens.experiments import Effect
+from sinklens.families import FAMILIES
 from sinklens.hooks import names
 from sinklens.interventions import Intervention
+from sinklens.model.files import shipped_names
 from sinklens.sinks import Detector
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +37,7 @@ BLOCKS = [
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
 ]
 PUBLIC = (
-    "sinklens", "sinklens.analyses", "sinklens.checkpoints", "sinklens.evaluation", "sinklens.experiments",
+    "sinklens", "sinklens.analyses", "sinklens.evaluation", "sinklens.experiments", "sinklens.families",
     "sinklens.features", "sinklens.hooks", "sinklens.interventions", "sinklens.live", "sinklens.experiments.nll",
     "sinklens.probes", "sinklens.sampling", "sinklens.sinks", "sinklens.tasks", "sinklens.views",
 )  # fmt: skip
@@ -340,13 +341,13 @@ def test_quoted_messages_occur_in_the_code():
 
 def test_the_table_of_models_lists_the_families_and_what_ships():
     documented = [(code(name), code(sampler)) for name, _, sampler, *_ in rows("models.md", "# Models")]
-    assert documented == [(family.name, family.sampler) for family in FAMILIES]
+    assert documented == [(family.name, family.sampler) for family in FAMILIES.values()]
     assert [code(name) for name, *_ in rows("models.md", "## Shipped")][: len(shipped_names())] == shipped_names()
 
 
 def test_no_model_is_listed_as_run_with_real_weights():
     assert {cells[-1] for cells in rows("models.md", "# Models")} == {"no"}
-    assert [family.name for family in FAMILIES if "real weights" in family.verified] == []
+    assert [family.name for family in FAMILIES.values() if "real weights" in family.verified] == []
 
 
 @pytest.mark.parametrize(("package", "base", "page"), [

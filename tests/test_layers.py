@@ -12,11 +12,10 @@ FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of th
     ("errors",),
     ("utils",),
     ("hooks",),
+    ("sinks",),  # cache policies choose keys by their sinks
     ("sampling",),
-    ("checkpoints",),
+    ("families",),
     ("model",),
-    ("sinks",),
-    ("caching",),
     ("runs",),
     ("interventions",),
     ("experiments",),

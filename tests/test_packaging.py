@@ -85,7 +85,7 @@ for command in {[[], *([name] for name in COMMANDS)]}:
         main([*command, "--help"])
     except SystemExit:
         loaded(f"help of {{command}}", {("torch", *HEAVY, *SLOW)})
-import sinklens.analyses, sinklens.checkpoints, sinklens.evaluation, sinklens.sinks
+import sinklens.analyses, sinklens.families, sinklens.evaluation, sinklens.sinks
 loaded("packages of lazy names")
 sinklens.lab
 loaded("the lab", ("starlette", "uvicorn"))

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import sinklens
 from sinklens import errors
-from sinklens.checkpoints import files
 from sinklens.errors import HookOrderError, PromptError, SettingError
+from sinklens.model import files
 
 TEXT = "Question: Mia has 20 pens. She loses 6 of them. How many pens are left?\nAnswer:"
 OTHER = "Question: Tom has 9 cups.\nAnswer:"

@@ -10,8 +10,8 @@ from planted_truth import planted_paths, planted_scores
 from safetensors.torch import load_file
 
 import sinklens
-from sinklens.checkpoints.files import find_checkpoint
 from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.model.files import find_checkpoint
 from sinklens.sinks import (
     Broadcast,
     EpsilonOverMean,

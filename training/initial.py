@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.checkpoints import files
-from sinklens.checkpoints.translate import family_named, family_of
+from sinklens.families import family_named
+from sinklens.families.registry import named_family
 from sinklens.hooks.attention import normalizers as weighing
 from training.corpus import Corpus
 from training.recipes import Recipe
@@ -184,7 +184,7 @@ def _start_from(name: str, model: "PreTrainedModel") -> None:
     from safetensors.torch import load_file
 
     folder = files.find_checkpoint(name, None)
-    family = family_of(files.read_config(folder), str(folder))
+    family = named_family(files.read_config(folder), str(folder))
     stored = {files.rename(key, family): value for key, value in load_file(folder / "model.safetensors").items()}
     target = model.state_dict()
     unexpected = sorted(set(stored) - set(target))

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.checkpoints import family_named
 from sinklens.evaluation.sandbox import Limits, run_program
 from sinklens.evaluation.statistics import Accuracy
+from sinklens.families import family_named
 from sinklens.model import load
 from sinklens.runs import generate
 from sinklens.tasks import CodeSample, CodeTask, Sample, Task, find_task

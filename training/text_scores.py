@@ -195,7 +195,7 @@ def write_windows(
 if __name__ == "__main__":
     from transformers import PreTrainedTokenizerFast
 
-    from sinklens.checkpoints.files import find_checkpoint
+    from sinklens.model.files import find_checkpoint
     from training.recipes import RECIPES
 
     checkpoint = find_checkpoint(sys.argv[2] if len(sys.argv) > 2 else "tiny-text")

@@ -39,8 +39,8 @@ print(run.text)
 
 # %% [markdown]
 # The answer has 24 positions and took 24 steps, one token each. These are the checkpoint's own settings; `gen_length`,
-# `steps`, `block_length`, `temperature` and so on are keywords of `generate` (`help(sinklens.sampling.LladaSettings)`
-# lists them all).
+# `steps`, `block_length`, `temperature` and so on are keywords of `generate`;
+# `help(sinklens.families.SAMPLERS["llada"])` lists them all.
 #
 # `run.canvas` [batch, steps + 1, pos] holds the token ids that each step worked on, followed by the final ones.
 

@@ -23,10 +23,11 @@ import xarray as xr
 from safetensors.torch import load_file, save_file
 
 import sinklens
-from sinklens.checkpoints import Family, find_checkpoint, register
 from sinklens.errors import CheckpointError
+from sinklens.families import Family, register
 from sinklens.hooks import Architecture
 from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.model.files import find_checkpoint
 from sinklens.tasks.word_problems import held_out
 
 torch.set_num_threads(1)  # models this small gain nothing from more

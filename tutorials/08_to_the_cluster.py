@@ -62,7 +62,8 @@ def shell(command):
 # `build_empty` makes the transformers model on PyTorch's meta device: every tensor has its shape but uses no memory.
 
 # %%
-from sinklens.checkpoints import build_empty, family_of, translate
+from sinklens.families import identify, translate
+from sinklens.model.loading import build_empty
 
 CONFIGS = {
     "LLaDA-8B": {
@@ -84,7 +85,7 @@ CONFIGS = {
 
 GIB, POSITIONS, rows = 2**30, 1024, {}
 for name, raw in CONFIGS.items():
-    config = translate(raw, family_of(raw, name), name)
+    config = translate(raw, identify(raw).family, name)
     parameters = sum(parameter.numel() for parameter in build_empty(config).parameters())
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     rows[name] = {

@@ -21,8 +21,8 @@ import pandas as pd
 import torch
 
 import sinklens
-from sinklens.caching import DualCache, KeepSinks, PrefixCache
 from sinklens.experiments import effect, sinks_compared
+from sinklens.sampling import DualCache, KeepSinks, PrefixCache
 from sinklens.tasks.word_problems import held_out
 
 torch.set_num_threads(1)  # models this small gain nothing from more
@@ -185,7 +185,7 @@ assert answers.loc[stale, "tokens changed"].max() < answers.loc["only sinks left
 # about as much as `only sinks left`.
 
 # %%
-from sinklens.caching import Evict
+from sinklens.sampling import Evict
 
 matched = {keep: effect(model, prompts, cache=Evict(keep=keep), block_length=8) for keep in (0.05, 0.2)}
 for keep, cost in matched.items():
@@ -198,7 +198,7 @@ print(f"only sinks left: {hidden['only sinks left']:.3f} of keys hidden, {kl['on
 # **2.** With `every=2` no key is older than one step, and the KL divergence is smaller than under `DualCache` alone.
 
 # %%
-from sinklens.caching import Refresh
+from sinklens.sampling import Refresh
 
 often = {every: effect(model, prompts, cache=Refresh(every=every), block_length=8) for every in (2, 4)}
 refreshed = {every: float(cost.under_replay["kl"].mean()) for every, cost in often.items()}

@@ -304,7 +304,7 @@ def _show_fresh(points: "AttentionPoints", key: Tensor, mask: Tensor | None, que
     if not torch.equal(points.hook_fresh(fresh.clone()), fresh):
         raise ReadOnlyHookError(
             f"{points.hook_fresh.name} only reports which keys are computed; to choose them, write a policy "
-            f"(sinklens.caching.Policy) and pass it as cache=."
+            f"(sinklens.sampling.Policy) and pass it as cache=."
         )
 
 

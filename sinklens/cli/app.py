@@ -223,15 +223,16 @@ def _print_remarks(run: "Generation") -> None:
 
 def run_hooks(options: argparse.Namespace) -> None:
     """`sinklens hooks`."""
-    from sinklens.checkpoints import build_empty, translate
-    from sinklens.checkpoints.files import find_checkpoint, read_config
-    from sinklens.checkpoints.regimes import choose_family
+    from sinklens.families import translate
+    from sinklens.families.registry import family_of
     from sinklens.hooks import architecture_of
     from sinklens.hooks.tree import HookTree
+    from sinklens.model.files import find_checkpoint, read_config
+    from sinklens.model.loading import build_empty
 
     folder = find_checkpoint(options.model, options.revision)
     raw = read_config(folder)
-    family = choose_family(raw, str(folder), options.family, options.block_length)
+    family = family_of(raw, str(folder), options.family, options.block_length)
     config = translate(raw, family, str(folder))
     tree = HookTree(build_empty(config, family.model_class), architecture_of(config.model_type), family.drawn)
     cfg = tree.cfg
@@ -264,8 +265,9 @@ def _hook_lines(parts: Any, sizes: dict[str, int], every: bool) -> list[str]:
 
 def run_models(options: argparse.Namespace) -> None:
     """`sinklens models`."""
-    from sinklens.checkpoints import FAMILIES, shipped_names
-    from sinklens.checkpoints.registry import register_installed
+    from sinklens.families import FAMILIES
+    from sinklens.families.registry import register_installed
+    from sinklens.model.files import shipped_names
 
     register_installed()
     print("Shipped checkpoints (by name):")
@@ -274,7 +276,7 @@ def run_models(options: argparse.Namespace) -> None:
     print(
         "\nFamilies (by hub name, or a folder with config.json and *.safetensors; code in checkpoints is not executed):"
     )
-    for family in FAMILIES:
+    for family in FAMILIES.values():
         kinds = f"model_type {', '.join(family.model_types)}"
         if family.classes:
             kinds += f" or architectures {', '.join(family.classes)}"

@@ -21,7 +21,7 @@ from typing import Any
 from sinklens.utils.arguments import REQUIRED, Argument, arguments
 
 FILE = Path(__file__).with_suffix(".json")
-GROUP = "sinklens.samplers"  # entry points of packages that register samplers
+GROUP = "sinklens.families"  # entry points of packages that register samplers
 LOADING = "sinklens.model.model:load"
 RUN = "sinklens.runs:generate"
 DRAWS = "sinklens.experiments.nll:DrawRule"
@@ -73,11 +73,10 @@ def setting_options() -> list[tuple[str, dict[str, Any]]]:
 
 def derive() -> dict[str, Any]:
     """All options, as the declarations have them."""
-    from sinklens.checkpoints.families import FAMILIES
-    from sinklens.sampling.registry import SAMPLERS, register_installed
+    from sinklens.families.registry import FAMILIES, SAMPLERS, register_installed
 
     register_installed()
-    modes = sorted({mode for family in FAMILIES for mode in family.modes})
+    modes = sorted({mode for family in FAMILIES.values() for mode in family.modes})
     found: dict[str, Any] = {
         declared: {name: _form(_arguments(declared)[name]) for name in names} for declared, names in NAMES.items()
     }
@@ -131,7 +130,8 @@ def _first_sentence(meaning: str) -> str:
 
 def _settings() -> dict[str, dict[str, Any]]:
     """How argparse adds the settings that a text can give; whether a value fits is checked by the sampler."""
-    from sinklens.sampling.registry import SAMPLERS, setting_help
+    from sinklens.families import SAMPLERS
+    from sinklens.families.samplers import setting_help
 
     owned: dict[str, list[Argument]] = {}
     for sampler in SAMPLERS.values():

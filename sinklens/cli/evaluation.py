@@ -294,7 +294,8 @@ def _check_limit(task: "Task", limit: int | None) -> None:
 
 def _refuse_unused_settings(given: dict[str, Any], options: argparse.Namespace) -> None:
     """Reject settings that none of the models has; they would silently have no effect."""
-    from sinklens.sampling.registry import find_sampler, sampler_name
+    from sinklens.families.registry import find_sampler
+    from sinklens.families.samplers import sampler_name
 
     models, queries = options.models, options.queries
     if not given and queries != "all":

@@ -19,7 +19,7 @@ from sinklens.cli import declared
 from sinklens.errors import SinklensError
 
 if TYPE_CHECKING:
-    from sinklens.checkpoints import Family
+    from sinklens.families import Family
 
 OF_LOADING, OF_RUN = declared.NAMES[declared.LOADING], declared.NAMES[declared.RUN]
 
@@ -43,7 +43,7 @@ def add_loading(command: Any, *names: str) -> None:
 
 def loading(options: argparse.Namespace, model: str | None = None) -> dict[str, Any]:
     """What `add_loading` read, as keyword arguments of `sinklens.load`; for `model`, only those that apply to it."""
-    from sinklens.checkpoints.loading import fitting
+    from sinklens.model.loading import fitting
 
     given = {name: getattr(options, name) for name in OF_LOADING if hasattr(options, name)}
     if hasattr(options, "set_block_length"):
@@ -122,17 +122,17 @@ class _Former(argparse.Action):
 
 def family_for(model: str, options: argparse.Namespace) -> "Family":
     """The family with which `model` is loaded."""
-    from sinklens.checkpoints.files import find_checkpoint, read_config
-    from sinklens.checkpoints.regimes import choose_family
+    from sinklens.families.registry import family_of
+    from sinklens.model.files import find_checkpoint, read_config
 
     given = loading(options)
     raw = read_config(find_checkpoint(model, given.get("revision")))
-    return choose_family(raw, model, given.get("family"), given.get("block_length"))
+    return family_of(raw, model, given.get("family"), given.get("block_length"))
 
 
 def refuse_caches(names: Sequence[str], options: argparse.Namespace) -> None:
     """Reject unknown policies, and models that cannot run under one, before anything is loaded."""
-    from sinklens.caching import as_policy
+    from sinklens.sampling import as_policy
 
     if not [name for name in names if as_policy(name) is not None]:
         return

@@ -16,13 +16,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinklens.caching import DualCache, NoCache, Policy, PrefixCache
 from sinklens.devices import stored_mode_runs as modes
 from sinklens.devices import stored_timed_runs as timed
 from sinklens.devices.agreement import EXACT, near
 from sinklens.devices.references import ReferenceFolder, StoredRun
+from sinklens.families import SAMPLERS
 from sinklens.interventions import FixedNoise, Suffix
-from sinklens.sampling import SAMPLERS
+from sinklens.sampling import DualCache, NoCache, Policy, PrefixCache
 
 Translate = Callable[[ReferenceFolder, int, dict[str, Any]], Iterator[StoredRun]]
 

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from sinklens.checkpoints.quantization import METHODS
 from sinklens.devices import samples
 from sinklens.hooks.offload import value_of
 from sinklens.model import Model, load
+from sinklens.model.quantization import METHODS
 
 LOOSE = 0.1  # of the logits: kernels round inputs to bfloat16 or 8 bits
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sinklens.caching import Policy, as_policy, policy_name
 from sinklens.errors import SettingError, nearest
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.interventions.controls import DRAWN, Pick
@@ -21,6 +20,7 @@ from sinklens.interventions.selection import Scope, as_tuple
 from sinklens.runs.identity import identify
 from sinklens.runs.intervention import whole_numbers
 from sinklens.runs.request import hook_list
+from sinklens.sampling import Policy, as_policy, policy_name
 from sinklens.sinks.strongest import Part, StrongestKeys
 from sinklens.utils.integers import as_seed
 

@@ -27,7 +27,7 @@ def config_folder(source: str | Path) -> Iterator[Path]:
     Raises:
         CheckpointError: nothing has this name.
     """
-    from sinklens.checkpoints.files import find_checkpoint, shipped_names
+    from sinklens.model.files import find_checkpoint, shipped_names
 
     path = Path(source)
     if path.is_file():
@@ -60,7 +60,7 @@ def _download_config(name: str) -> Path:
 
 def fake_model(folder: Path, load: Mapping[str, Any], dtype: torch.dtype) -> "Model":
     """A model of fake tensors; call it inside `without_memory`."""
-    from sinklens.checkpoints.loading import LoadRequest, outline
+    from sinklens.model.loading import LoadRequest, outline
     from sinklens.model.model import Model
 
     given = {key: value for key, value in load.items() if key in ("family", "block_length", "tokenizer")}

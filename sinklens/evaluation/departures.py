@@ -16,7 +16,8 @@ from sinklens.errors import SettingError
 from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol
 from sinklens.evaluation.published import Published
 from sinklens.evaluation.statistics import Accuracy, Gap, unpaired_gap
-from sinklens.sampling.registry import find_sampler, make_settings
+from sinklens.families.registry import find_sampler
+from sinklens.families.samplers import make_settings
 
 OF_TASK = ("task", "shots", "extractor", "chat_template", "sampler")
 

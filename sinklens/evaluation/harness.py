@@ -25,12 +25,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sinklens.caching import Policy, as_policy
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.experiments.nll.batches import Batches
 from sinklens.experiments.nll.draws import DrawRule, Masking
 from sinklens.experiments.nll.estimate import LikelihoodRequest, refuse_cache, scores
 from sinklens.experiments.nll.pairs import PromptAnswer, check_pair, divided, longest
+from sinklens.families import settings_for
 from sinklens.interventions import MaskSinks
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.places import Reach
@@ -39,7 +39,7 @@ from sinklens.model import load
 from sinklens.runs import generate
 from sinklens.runs.policies import check_policy
 from sinklens.runs.request import hook_list
-from sinklens.sampling import settings_for
+from sinklens.sampling import Policy, as_policy
 from sinklens.tasks.base import cut
 from sinklens.utils.integers import as_seed
 

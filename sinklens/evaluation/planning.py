@@ -21,7 +21,7 @@ from sinklens.errors import SettingError
 from sinklens.evaluation.cards import CARDS, Card, find_card
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.protocols import EvalProtocol
-from sinklens.sampling import settings_for
+from sinklens.families import settings_for
 from sinklens.sinks.reduction import AT_ONCE
 from sinklens.tasks import Sample
 from sinklens.tasks.prompts import model_input
@@ -90,7 +90,7 @@ def plan(model: "Model", protocol: EvalProtocol, conditions: Sequence[Condition]
     """The cost of an evaluation of `samples`.
 
     Args:
-        model: a model, which may be on the meta device (`sinklens.checkpoints.loading.outline`).
+        model: a model, which may be on the meta device (`sinklens.model.loading.outline`).
     """
     settings = settings_for(model, protocol.run_settings(model))
     prompt, counted = _prompt_tokens(model, samples, protocol.chat_template)
@@ -211,7 +211,7 @@ def _row_bytes(model: "Model", settings: "Sampler", queries: float) -> float:
 
 def meta_model(name: Any, load: Mapping[str, Any]) -> "Model":
     """A model without weights, for `plan`."""
-    from sinklens.checkpoints.loading import LoadRequest, outline
+    from sinklens.model.loading import LoadRequest, outline
     from sinklens.model.model import Model
 
     given = {key: value for key, value in load.items() if key in ("revision", "family", "block_length", "tokenizer")}

@@ -35,8 +35,9 @@ from sinklens.evaluation.published import (
     of_study,
 )
 from sinklens.evaluation.regimes import check_regime, in_regime
-from sinklens.sampling import SAMPLERS
-from sinklens.sampling.registry import find_sampler, sampler_name
+from sinklens.families import SAMPLERS
+from sinklens.families.registry import find_sampler
+from sinklens.families.samplers import sampler_name
 from sinklens.tasks import NAMES, Task, find_task
 
 if TYPE_CHECKING:

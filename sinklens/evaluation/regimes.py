@@ -11,8 +11,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SettingError
-from sinklens.sampling import settings_for
-from sinklens.sampling.registry import find_sampler
+from sinklens.families import settings_for
+from sinklens.families.registry import find_sampler
 
 if TYPE_CHECKING:
     from sinklens.model import Model

@@ -31,7 +31,7 @@ from sinklens.evaluation.config_only import config_folder, fake_model
 from sinklens.evaluation.plan_choices import QUANTIZATIONS, WATCHED
 from sinklens.evaluation.planning import ModelSizes, queries_and_keys, sizes_of
 from sinklens.evaluation.weight_forms import planned_weights
-from sinklens.sampling import settings_for
+from sinklens.families import settings_for
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -229,8 +229,8 @@ def _check(quantization: str, batch: int, prompt_length: int) -> None:
 
 def _published(folder: Path, model: "Model", quantization: str) -> dict[str, Any] | None:
     """The ``quantization_config`` of the checkpoint, whose packages need not be installed; None for full precision."""
-    from sinklens.checkpoints.files import read_config
-    from sinklens.checkpoints.quantization import published
+    from sinklens.model.files import read_config
+    from sinklens.model.quantization import published
 
     found = published(read_config(folder), model.checkpoint.family, str(folder), installed=False)
     if found is not None and quantization != "none":

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, runtime_checkable
 
-from sinklens.caching import Policy
 from sinklens.errors import ControlWarning, LedgerError, SettingError, nearest, warn_caller
 from sinklens.evaluation.conditions import Condition, under_caches, unpaired
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, Writer, data_difference, holds_runs
 from sinklens.evaluation.protocols import EvalProtocol, find_protocol
 from sinklens.evaluation.units import Batch, batches, carry_out, check_caches, identity
 from sinklens.model import load
+from sinklens.sampling import Policy
 from sinklens.tasks import Sample, Task
 from sinklens.tasks.prompts import prompt_hash, reference_hash
 from sinklens.utils.folders import check_folder

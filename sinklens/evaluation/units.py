@@ -24,11 +24,11 @@ from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import LedgerRecord
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sink_sums import SinkSums
+from sinklens.families import settings_for
 from sinklens.interventions import Intervention, Suffix
 from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.policies import check_policy
-from sinklens.sampling import settings_for
 from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
 from sinklens.tasks import Sample, Task

@@ -31,6 +31,8 @@ from sinklens.errors import SettingError
 from sinklens.experiments.modes import modes_compared
 from sinklens.experiments.nll import likelihood
 from sinklens.experiments.step_ids import of_step
+from sinklens.families.registry import find_sampler
+from sinklens.families.samplers import sampler_name
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.runs import generate
@@ -38,7 +40,6 @@ from sinklens.runs.intervention import HookSource, within
 from sinklens.runs.request import Hooks, hook_list
 from sinklens.runs.result import Generation, require_run
 from sinklens.sampling.key_cache import Policy
-from sinklens.sampling.registry import find_sampler, sampler_name
 from sinklens.sampling.settings import Mode
 from sinklens.sinks.detectors import Detector
 from sinklens.sinks.record import Record

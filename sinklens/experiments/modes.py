@@ -22,10 +22,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.families import settings_for
 from sinklens.hooks.forward_pass import CAUSAL, IN_BLOCK
 from sinklens.runs.intervention import within
 from sinklens.runs.result import Generation, require_run
-from sinklens.sampling import settings_for
 from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:

@@ -20,12 +20,11 @@ import numpy as np
 import xarray as xr
 from torch import Tensor
 
-from sinklens.caching import Policy, as_policy
-from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
 from sinklens.experiments.effect import compare, kept_places
 from sinklens.experiments.metrics import Metric, SweepAxis, Work, named_places
 from sinklens.experiments.stacking import Repeated, Stacked
+from sinklens.families import settings_for
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.model.prompts import Prompt
@@ -34,7 +33,8 @@ from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import HookSource
 from sinklens.runs.request import RunRequest, hook_list
 from sinklens.runs.result import Generation
-from sinklens.sampling import Sampler, settings_for
+from sinklens.sampling import Policy, Sampler, as_policy
+from sinklens.sampling.policies import CachePolicy
 from sinklens.utils.arguments import Count, Seed, read_as
 from sinklens.utils.atomic import atomic_write
 from sinklens.utils.integers import is_finite

@@ -20,9 +20,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.caching import as_policy
-from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
+from sinklens.families import settings_for
 from sinklens.features.places import InScope, PointPlaces, Scope, state_masks, states_of, stream_point
 from sinklens.features.store import COLUMNS, ActivationStore, array_of
 from sinklens.hooks.points import Point
@@ -31,7 +30,8 @@ from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, within
-from sinklens.sampling import settings_for
+from sinklens.sampling import as_policy
+from sinklens.sampling.policies import CachePolicy
 from sinklens.sinks import Detector, Record
 from sinklens.sinks.kinds import STATES
 from sinklens.sinks.run_store import StoredType

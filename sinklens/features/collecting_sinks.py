@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import xarray as xr
 
-from sinklens.caching.registry import CachePolicy
 from sinklens.errors import SettingError
 from sinklens.features.collecting import run_settings, without_copies
 from sinklens.model import Model
@@ -24,6 +23,7 @@ from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.request import RunRequest
 from sinklens.runs.start import start
+from sinklens.sampling.policies import CachePolicy
 from sinklens.sinks import Detector, EpsilonOverMean, Record
 from sinklens.sinks.active import nothing
 from sinklens.sinks.run_store import RunStore, RunWriter, StoredType

@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sinklens.caching import POLICIES
 from sinklens.errors import SettingError
+from sinklens.families import settings_for
+from sinklens.families.registry import find_sampler
+from sinklens.families.samplers import fitting
 from sinklens.live.chips import CHIPS
 from sinklens.live.refusal import require
 from sinklens.runs import generate
-from sinklens.sampling.registry import find_sampler, fitting, settings_for
+from sinklens.sampling import POLICIES
 from sinklens.utils.arguments import Argument, arguments
 from sinklens.views.html import visible
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sinklens.checkpoints.loading import LoadRequest, fitting
 from sinklens.errors import SinklensError
 from sinklens.live.session import LabModel
 from sinklens.model import Model, load
+from sinklens.model.loading import LoadRequest, fitting
 
 
 def lab_models(given: Sequence[Any], **options: Any) -> list[LabModel]:

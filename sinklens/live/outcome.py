@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from sinklens.caching import as_policy
+from sinklens.families.registry import find_sampler
 from sinklens.hooks.forward_pass import MODES, PassKind
 from sinklens.live.chips import is_index
 from sinklens.live.refusal import require
 from sinklens.runs.result import Answer, Generation
-from sinklens.sampling.registry import find_sampler
+from sinklens.sampling import as_policy
 from sinklens.sinks.track import SinkTrack, build_track
 
 if TYPE_CHECKING:

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from sinklens.caching import as_policy
 from sinklens.errors import SettingError
+from sinklens.families import SAMPLERS
+from sinklens.families.registry import find_sampler
 from sinklens.live.chips import Expression, expressions, is_index, read_chips
 from sinklens.live.problems import SHIPPED
 from sinklens.live.refusal import Refused, require
 from sinklens.runs import generate
-from sinklens.sampling.registry import SAMPLERS, find_sampler
+from sinklens.sampling import as_policy
 from sinklens.utils.arguments import arguments
 
 MOST_CHARACTERS = 20_000  # of a prompt

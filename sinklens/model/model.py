@@ -18,11 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sinklens.checkpoints import Checkpoint, Family, from_bridge, from_pretrained_model, load_checkpoint
-from sinklens.checkpoints.loading import LoadRequest, TokenId
-from sinklens.checkpoints.quantization import Quantization
-from sinklens.checkpoints.reading import DeviceMap
 from sinklens.errors import CheckpointError, SelfCheckError
+from sinklens.families import Family
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.attention.normalizers import normalizer_name
 from sinklens.hooks.losses import Masks
@@ -30,9 +27,13 @@ from sinklens.hooks.offload import device_of, value_of
 from sinklens.hooks.quantized import exact_words, stored_values
 from sinklens.hooks.sizes import Sizes
 from sinklens.hooks.tree import HookTree
+from sinklens.model.bridges import from_bridge
 from sinklens.model.fingerprint import weights_fingerprint
+from sinklens.model.loading import Checkpoint, LoadRequest, TokenId, from_pretrained_model, load_checkpoint
 from sinklens.model.passes import SinglePasses
 from sinklens.model.prompts import Prompt, adds_start
+from sinklens.model.quantization import Quantization
+from sinklens.model.reading import DeviceMap
 from sinklens.model.selfcheck import check as run_check
 from sinklens.model.tokens import ModuleMethods
 from sinklens.utils.arguments import Count

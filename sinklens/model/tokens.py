@@ -18,9 +18,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
+from sinklens.families import settings_for
 from sinklens.hooks.padded import PaddedIds
 from sinklens.model.prompts import Encoded, Prompt, PromptReader
-from sinklens.sampling import settings_for
 from sinklens.utils.integers import as_integer
 
 Self = TypeVar("Self", bound="ModuleMethods")

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from sinklens.errors import PromptError, SettingError
+from sinklens.families.registry import find_sampler
+from sinklens.families.samplers import sampler_name
 from sinklens.hooks.interleaving import opens_block
 from sinklens.hooks.padded import PaddedIds
 from sinklens.model import Model
@@ -24,7 +26,6 @@ from sinklens.model.tokens import side_of
 from sinklens.runs.request import Hooks, RunRequest
 from sinklens.runs.result import Generation
 from sinklens.runs.session import Trace, carried_out, denoising_of
-from sinklens.sampling.registry import find_sampler, sampler_name
 
 RETURN_TYPES = ("input", "str", "tokens")
 _LOGITS = "change the logits at the hook point denoise.hook_logits, with hooks="

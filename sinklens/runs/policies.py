@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinklens.caching import Policy, as_policy
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.model import Model
 from sinklens.runs.recorder import after
+from sinklens.sampling import Policy, as_policy
 from sinklens.sampling.key_cache import KeyCache, PolicyCache
 from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State

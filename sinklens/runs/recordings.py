@@ -33,12 +33,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import CheckpointError, SettingError
+from sinklens.families.registry import find_sampler
+from sinklens.families.samplers import sampler_name
 from sinklens.model import Model, load
 from sinklens.runs.request import Hooks, RunRequest
 from sinklens.runs.result import Generation, require_run
 from sinklens.runs.session import generate
 from sinklens.runs.start import start
-from sinklens.sampling.registry import find_sampler, sampler_name
 from sinklens.utils.atomic import atomic_write
 
 FORMAT = "canvases 1"

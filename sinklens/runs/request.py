@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from sinklens.caching.registry import CachePolicy
 from sinklens.errors import HookNameError
 from sinklens.hooks.names import HookName
 from sinklens.runs.intervention import HookFunction, HookSource
 from sinklens.runs.result import Replayable
+from sinklens.sampling.policies import CachePolicy
 from sinklens.sinks.record import Record
 from sinklens.utils.arguments import Seed, Words, check_arguments
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sinklens.caching.registry import CachePolicy
 from sinklens.errors import HookOrderError, SettingError, SinklensError
 from sinklens.hooks.hook_functions import refuse_other
 from sinklens.hooks.interleaving import BlockTracer, TracedRows
@@ -31,6 +30,7 @@ from sinklens.runs.recorder import after
 from sinklens.runs.request import Hooks, Recorded, RunRequest
 from sinklens.runs.result import Generation, Replayable
 from sinklens.runs.steps import StepServer, VisitedSteps
+from sinklens.sampling.policies import CachePolicy
 from sinklens.utils.arguments import Seed
 
 DERIVED = ("tokens", "text", "steps_run", "key_reuse", "time_at", "causal", "modes", "step_blocks", "kind_at")
@@ -110,7 +110,7 @@ def generate(
             prompts and the earlier run's answers on its canvases. Or canvases [batch, steps + 1, pos] like
             ``run.canvas``, with any changes from the second on; the run ends early if one of them leaves nothing to
             decide.
-        cache: a policy of `sinklens.caching` (`DualCache()`, or its name, "dual"): which keys and values a step
+        cache: a policy of `sinklens.sampling` (`DualCache()`, or its name, "dual"): which keys and values a step
             computes, reuses or hides. Every policy but `NoCache`, the default, approximates. For bidirectional models
             only; those with causal or block-causal attention reuse keys exactly (``use_cache``).
         progress: show a progress bar; by default on a terminal, after a few seconds.

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinklens.errors import PromptError, SettingError
+from sinklens.families import settings_for
 from sinklens.hooks.forward_pass import PassKind
 from sinklens.model import Model
 from sinklens.runs.intervention import HookSource
 from sinklens.runs.request import RunRequest
-from sinklens.sampling import Sampler, settings_for
+from sinklens.sampling import Sampler
 from sinklens.sampling.decisions import RowNoise
 from sinklens.sampling.state import State
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from sinklens.errors import HookOrderError, SettingError
+from sinklens.families.samplers import never_passed
 from sinklens.hooks.interleaving import wait_for
 from sinklens.hooks.points import SamplerPoint
 from sinklens.model import Model
-from sinklens.sampling.registry import never_passed
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State

@@ -1,62 +1,43 @@
-"""The samplers: masked, block and canvas diffusion, and left to right. Each is a loop of one function per decision."""
+"""What samplers share: their base class, the loop, the state of a run, decisions, and cache policies.
 
-from sinklens.sampling.autoregressive import AutoregressiveSettings
-from sinklens.sampling.bd3lm import Bd3lmSettings
-from sinklens.sampling.bd3lm_card import Bd3lmCardSettings
-from sinklens.sampling.bd3lm_owt import Bd3lmOwtSettings
-from sinklens.sampling.diffusion_gemma import DiffusionGemmaSettings
-from sinklens.sampling.dream import DreamSettings
-from sinklens.sampling.dream_blocks import DreamBlockSettings
-from sinklens.sampling.duo import DuoSettings
-from sinklens.sampling.fast_dllm_v2 import FastDllmV2Settings
-from sinklens.sampling.gidd import GiddCorrectionSettings, GiddSettings
-from sinklens.sampling.linear_speculation import LinearSpeculationSettings
-from sinklens.sampling.llada import LladaSettings
-from sinklens.sampling.llada2 import Llada2Settings
-from sinklens.sampling.llada21 import Llada21Settings
-from sinklens.sampling.mdlm import MdlmSettings
-from sinklens.sampling.mdlm_windows import MdlmWindowSettings
-from sinklens.sampling.nemotron_diffusion import NemotronDiffusionSettings
-from sinklens.sampling.nemotron_dllm import NemotronDllmSettings
-from sinklens.sampling.open_dcoder import OpenDcoderSettings
-from sinklens.sampling.registry import SAMPLERS, make_settings, register, settings_for
-from sinklens.sampling.remdm import RemdmSettings
-from sinklens.sampling.rnd1 import Rnd1Settings
+The samplers themselves are in `sinklens.families`. Each is a loop of one function per decision.
+"""
+
+from sinklens.sampling.key_cache import History, Keys, Policy
+from sinklens.sampling.policies import (
+    POLICIES,
+    DelayedCache,
+    DualCache,
+    Evict,
+    KeepSinks,
+    NoCache,
+    Planned,
+    PrefixCache,
+    Refresh,
+    as_policy,
+    find_policy,
+    policy_name,
+)
 from sinklens.sampling.sampler import Sampler
-from sinklens.sampling.sdar import SdarSettings
-from sinklens.sampling.sedd import SeddSettings
 from sinklens.sampling.settings import RunSettings, Settings
 
 __all__ = [
-    "SAMPLERS",
-    "AutoregressiveSettings",
-    "Bd3lmCardSettings",
-    "Bd3lmOwtSettings",
-    "Bd3lmSettings",
-    "DiffusionGemmaSettings",
-    "DreamBlockSettings",
-    "DreamSettings",
-    "DuoSettings",
-    "FastDllmV2Settings",
-    "GiddCorrectionSettings",
-    "GiddSettings",
-    "LinearSpeculationSettings",
-    "Llada2Settings",
-    "Llada21Settings",
-    "LladaSettings",
-    "MdlmSettings",
-    "MdlmWindowSettings",
-    "NemotronDiffusionSettings",
-    "NemotronDllmSettings",
-    "OpenDcoderSettings",
-    "RemdmSettings",
-    "Rnd1Settings",
+    "POLICIES",
+    "DelayedCache",
+    "DualCache",
+    "Evict",
+    "History",
+    "KeepSinks",
+    "Keys",
+    "NoCache",
+    "Planned",
+    "Policy",
+    "PrefixCache",
+    "Refresh",
     "RunSettings",
     "Sampler",
-    "SdarSettings",
-    "SeddSettings",
     "Settings",
-    "make_settings",
-    "register",
-    "settings_for",
+    "as_policy",
+    "find_policy",
+    "policy_name",
 ]

@@ -111,7 +111,7 @@ class History:
 
 
 class Policy(ABC):
-    """Decides before each step which keys are computed, reused or hidden; see `sinklens.caching`.
+    """Decides before each step which keys are computed, reused or hidden; see `sinklens.sampling`.
 
     Attributes:
         reads_scores, reads_drift, reads_queries: whether `plan` uses these fields of `History`, which cost time.

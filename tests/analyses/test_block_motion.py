@@ -8,7 +8,7 @@ from planting import planted
 
 import sinklens
 from sinklens.analyses.block_motion import BLOCK_MOTION, BlockSums, block_motion, block_numbers, current_blocks
-from sinklens.sampling import settings_for
+from sinklens.families import settings_for
 from sinklens.sinks import Record
 from sinklens.tasks.word_problems import held_out
 

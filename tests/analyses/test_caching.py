@@ -11,9 +11,9 @@ import sinklens
 from sinklens.analyses.caching import MOTION, POLICIES, SOURCES, Caching, claim_values
 from sinklens.analyses.seeds import write_seeds
 from sinklens.analyses.stale_keys import Staleness, candidates, chosen_keys, conditions, costs, fresh_keys
-from sinklens.caching import Planned
 from sinklens.errors import SettingError
 from sinklens.experiments import effect
+from sinklens.sampling import Planned
 from sinklens.sinks import EpsilonOverMean, Record, SinkTrack
 from sinklens.sinks.kinds import kinds
 from sinklens.tasks.word_problems import held_out

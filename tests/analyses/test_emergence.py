@@ -9,8 +9,8 @@ import xarray as xr
 import sinklens
 from sinklens.analyses import find
 from sinklens.analyses.emergence import MEASURES, run_and_step, runs_and_steps, sinks_of
-from sinklens.checkpoints.files import find_checkpoint
 from sinklens.errors import SettingError
+from sinklens.model.files import find_checkpoint
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]

@@ -22,8 +22,8 @@ from sinklens import SinkTrack
 from sinklens.analyses import STUDIES, questions
 from sinklens.cli import declared, main
 from sinklens.cli.app import _parser
-from sinklens.sampling import registry
-from sinklens.sampling.registry import SAMPLERS, setting_help
+from sinklens.families import SAMPLERS, registry
+from sinklens.families.samplers import setting_help
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.word_problems import held_out
 from sinklens.utils.arguments import arguments

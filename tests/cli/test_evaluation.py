@@ -11,8 +11,6 @@ import pytest
 from ledgers import planted_run
 
 import sinklens
-from sinklens.caching import DualCache
-from sinklens.checkpoints.files import find_checkpoint
 from sinklens.cli import main
 from sinklens.evaluation.conditions import masking, under_caches
 from sinklens.evaluation.ledger import LedgerRun
@@ -20,6 +18,8 @@ from sinklens.evaluation.lines import frame
 from sinklens.evaluation.protocols import PROTOCOLS
 from sinklens.evaluation.published import HARNESS_PROTOCOLS
 from sinklens.evaluation.tables import read_lines
+from sinklens.model.files import find_checkpoint
+from sinklens.sampling import DualCache
 from sinklens.tasks.word_problems import held_out
 from sinklens.views import accuracy_by_speed, accuracy_curves
 

@@ -16,9 +16,9 @@ import xarray as xr
 from ledgers import planted_run, repeats
 
 from sinklens.analyses import find
-from sinklens.checkpoints.files import find_checkpoint
 from sinklens.cli import main
 from sinklens.evaluation.ledger import LedgerRun, holds_runs
+from sinklens.model.files import find_checkpoint
 from sinklens.tasks.word_problems import held_out
 
 COMMAND = [sys.executable, "-m", "sinklens.cli"]

@@ -197,7 +197,8 @@ def test_a_checkpoint_that_does_not_say_its_regime_is_refused_with_the_choices(r
 
 def test_the_full_size_config_builds_with_the_published_sizes(reference):
     """Qwen3-0.6B: 596 million parameters, tied."""
-    from sinklens.checkpoints import build_empty, family_named, translate
+    from sinklens.families import family_named, translate
+    from sinklens.model.loading import build_empty
 
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
     sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "layer_types": ["full_attention"] * 28}

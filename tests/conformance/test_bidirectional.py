@@ -11,9 +11,10 @@ from layouts import word_tokenizer
 from published import Reference, assert_same_pass, assert_same_routing, largest_difference
 
 import sinklens
-from sinklens.checkpoints import build_empty, family_named, translate
 from sinklens.errors import CheckpointError, SettingError
+from sinklens.families import family_named, translate
 from sinklens.interventions import Suffix
+from sinklens.model.loading import build_empty
 
 TOLERANCE = 1e-4
 RUNS = {"llada-moe": 5, "rnd1": 5, "open-dcoder": 9}

@@ -11,11 +11,11 @@ from published import Reference, assert_same_pass, largest_difference
 from safetensors.torch import load_file, save_file
 
 import sinklens
-from sinklens.checkpoints.families import FAMILIES
-from sinklens.checkpoints.loading import build_empty
-from sinklens.checkpoints.translate import translate
 from sinklens.errors import CheckpointError
+from sinklens.families import FAMILIES
+from sinklens.families.translate import translate
 from sinklens.interventions import MaskSinks, Suffix
+from sinklens.model.loading import build_empty
 
 TOLERANCE = 1e-4
 RUNS = {"diffullama": 8, "diffugpt": 7}
@@ -274,6 +274,6 @@ def test_diffugpt_needs_a_mask_token(conformance):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_full_size_has_the_published_number_of_parameters(conformance, name):
-    family = next(one for one in FAMILIES if one.name == name)
+    family = FAMILIES[name]
     empty = build_empty(translate(_reference(conformance / name).config() | FULL_SIZE[name], family, name))
     assert sum(parameter.numel() for parameter in empty.parameters()) == PARAMETERS[name]

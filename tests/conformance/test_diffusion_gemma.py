@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import sinklens
-from sinklens.checkpoints import build_empty, family_named, translate
+from sinklens.families import family_named, translate
 from sinklens.interventions import FixedNoise
+from sinklens.model.loading import build_empty
 
 TOLERANCE = 2e-4
 PASSES = (0, 1, 2)

@@ -9,9 +9,10 @@ from published import largest_difference
 from safetensors.torch import load_file
 
 import sinklens
-from sinklens.checkpoints import build_empty, family_named, translate
-from sinklens.checkpoints.files import read_config
 from sinklens.errors import CheckpointError, HookNameError, SettingError
+from sinklens.families import family_named, translate
+from sinklens.model.files import read_config
+from sinklens.model.loading import build_empty
 
 FOLDERS = ("mdlm", "bd3lm-owt", "duo", "sedd", "gidd")
 MODULATION = [f"hook_{part}_{what}" for part in ("attn", "mlp") for what in ("shift", "scale", "gate")]

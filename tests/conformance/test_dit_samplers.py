@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from timed import loader
 
 import sinklens
-from sinklens.caching import PrefixCache
 from sinklens.errors import PromptError, SettingError
 from sinklens.interventions import MaskSinks, Suffix
+from sinklens.sampling import PrefixCache
 
 RUNS = [(name, number) for name, count in (("mdlm", 4), ("sedd", 5), ("bd3lm-owt", 6)) for number in range(count)]
 SLIDING = [("bd3lm-owt", 3)]  # compared in test_sliding_windows.py

@@ -13,8 +13,8 @@ import torch
 from published import Reference, largest_difference
 
 import sinklens
-from sinklens.caching import DualCache, NoCache, PrefixCache
 from sinklens.hooks.window_cache import WindowCache
+from sinklens.sampling import DualCache, NoCache, PrefixCache
 from sinklens.sampling.key_cache import Policy
 
 POLICIES: dict[str, Policy] = {

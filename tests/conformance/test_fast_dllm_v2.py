@@ -172,7 +172,8 @@ def test_a_proposed_mask_token_does_not_keep_the_run_from_ending(reference, load
 
 def test_the_full_size_configs_build_with_the_published_sizes(reference):
     """Qwen2.5-1.5B, tied: 1.54 billion parameters; 7B: 7.62."""
-    from sinklens.checkpoints import build_empty, family_named, translate
+    from sinklens.families import family_named, translate
+    from sinklens.model.loading import build_empty
 
     small = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
     small |= {"num_key_value_heads": 2, "vocab_size": 151936, "layer_types": ["full_attention"] * 28}

@@ -5,7 +5,8 @@ import torch
 from published import assert_same_canvases, assert_same_pass, largest_difference
 
 import sinklens
-from sinklens.checkpoints import build_empty, family_named, translate
+from sinklens.families import family_named, translate
+from sinklens.model.loading import build_empty
 
 FOLDER = "llada2-moe"
 TOLERANCE = 1e-4

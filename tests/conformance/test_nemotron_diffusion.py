@@ -424,7 +424,8 @@ def test_a_checkpoint_without_its_adapter_drafts_without_it(reference, load, tmp
     ids=["8B", "3B", "3B-Base"],
 )
 def test_the_full_size_configs_build_with_the_published_sizes(reference, sizes, rotation, parameters):
-    from sinklens.checkpoints import build_empty, family_named, translate
+    from sinklens.families import family_named, translate
+    from sinklens.model.loading import build_empty
 
     config = reference.config() | FULL_SIZE | sizes | {"rope_parameters": ROTATION | rotation}
     made = translate(config, family_named(FOLDER), "here")

@@ -123,7 +123,8 @@ def test_the_block_length_is_part_of_the_fingerprint(load):
 
 def test_the_full_size_config_builds_with_the_published_sizes():
     """The 8B of the repository: 8.19 billion parameters, as Qwen3-8B."""
-    from sinklens.checkpoints import build_empty, family_named, translate
+    from sinklens.families import family_named, translate
+    from sinklens.model.loading import build_empty
 
     raw = {
         "model_type": "sdar", "architectures": ["SDARForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288,

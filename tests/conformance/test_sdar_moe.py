@@ -4,10 +4,10 @@ import pytest
 from published import assert_same_canvases, assert_same_pass, assert_same_routing, sdar_model, sdar_settings
 
 import sinklens
-from sinklens.checkpoints.families import FAMILIES
-from sinklens.checkpoints.loading import build_empty
-from sinklens.checkpoints.translate import translate
 from sinklens.errors import CheckpointError
+from sinklens.families import FAMILIES
+from sinklens.families.translate import translate
+from sinklens.model.loading import build_empty
 
 FOLDER = "sdar-moe"
 TOLERANCE = 1e-4
@@ -63,6 +63,6 @@ def test_every_canvas_equals_the_references_token_for_token(reference, load, num
 
 
 def test_the_full_size_has_the_published_number_of_parameters(reference):
-    family = next(one for one in FAMILIES if one.name == "sdar-moe")
+    family = FAMILIES["sdar-moe"]
     empty = build_empty(translate(reference.config() | FULL_SIZE, family, "SDAR-30B-A3B-Chat"))
     assert sum(parameter.numel() for parameter in empty.parameters()) == 30_532_122_624

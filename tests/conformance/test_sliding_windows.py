@@ -10,11 +10,10 @@ from dit_oracle import PlainDit, rotated
 from safetensors.torch import load_file
 
 import sinklens
-from sinklens.caching import PrefixCache
 from sinklens.errors import SettingError, TrackError
 from sinklens.experiments import LogitLens, attention_to, compare, logit_lens, of_step, sweep
 from sinklens.interventions import AblateHeads, Activations, ForceTokens, MaskedLogits, MaskSinks
-from sinklens.sampling import bd3lm_owt
+from sinklens.sampling import PrefixCache, bd3lm_owt
 
 WINDOW = {"sampler": "mdlm-windows", "window_length": 9, "stride_length": 4, "window_steps": 5}
 

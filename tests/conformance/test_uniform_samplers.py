@@ -234,5 +234,5 @@ def test_what_has_no_meaning_is_refused_by_name(conformance, name, given, messag
 
 
 def test_a_part_of_one_time_has_kappa_1():
-    settings = sinklens.sampling.DuoSettings(gen_length=4, steps=4, high_frac=0.2, high_mode="max-capped-0.1")
+    settings = sinklens.families.duo.DuoSettings(gen_length=4, steps=4, high_frac=0.2, high_mode="max-capped-0.1")
     assert settings.updates()[0].kappa == 1

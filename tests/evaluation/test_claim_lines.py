@@ -113,7 +113,7 @@ def test_what_differs_in_more_than_the_intervention_is_named(tmp_path, changes, 
 
 def test_a_baseline_is_beside_its_published_score_before_any_intervention(tmp_path):
     from sinklens.evaluation.protocols import find_protocol
-    from sinklens.sampling.registry import make_settings
+    from sinklens.families.samplers import make_settings
 
     protocol = find_protocol("llada-instruct-gsm8k-blocks")
     settings = vars(make_settings("llada", protocol.of("llada"), {}))

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 import sinklens
-from sinklens.caching import DelayedCache, DualCache, Evict, KeepSinks, NoCache, Policy, Refresh
 from sinklens.errors import SettingError, SinklensError
 from sinklens.evaluation.conditions import CONTROLS, UNMASKED, Condition, masking, under_caches
 from sinklens.interventions import Intervention, MaskSinks
+from sinklens.sampling import DelayedCache, DualCache, Evict, KeepSinks, NoCache, Policy, Refresh
 from sinklens.sinks.detectors import Detector
 from sinklens.sinks.strongest import StrongestKeys
 

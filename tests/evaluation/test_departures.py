@@ -9,7 +9,7 @@ from sinklens.evaluation.protocols import PROTOCOLS, find_protocol
 from sinklens.evaluation.published import HARNESS_PROTOCOLS, Published
 from sinklens.evaluation.statistics import Accuracy, unpaired_gap
 from sinklens.evaluation.tables import read_lines
-from sinklens.sampling.registry import make_settings
+from sinklens.families.samplers import make_settings
 
 LLADA = "GSAI-ML/LLaDA-8B-Instruct"
 BLOCKS = find_protocol("llada-instruct-gsm8k-blocks")

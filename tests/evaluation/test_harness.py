@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 
 import sinklens
-from sinklens.caching import Evict
 from sinklens.errors import PromptError, SettingError
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, Job
 from sinklens.evaluation.units import Batch
 from sinklens.interventions import MaskSinks
+from sinklens.sampling import Evict
 from sinklens.tasks.base import cut
 from sinklens.tasks.gsm8k import Gsm8k
 from sinklens.tasks.tiny_gsm import TinyGsm

@@ -9,7 +9,7 @@ from sinklens.evaluation.lines import regime_of
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.regimes import in_regime
 from sinklens.evaluation.units import identity
-from sinklens.sampling import settings_for
+from sinklens.families import settings_for
 
 
 def resolved(model, given, regime):

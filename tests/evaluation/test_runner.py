@@ -15,7 +15,6 @@ import pytest
 from ledgers import repeats
 
 from sinklens.analyses import find
-from sinklens.caching import DualCache
 from sinklens.errors import ControlWarning, LedgerError, SettingError, SinklensError
 from sinklens.evaluation import units
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking
@@ -24,6 +23,7 @@ from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, estimate, evaluate
 from sinklens.evaluation.tables import read_lines
 from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.sampling import DualCache
 from sinklens.tasks import Sample, find_task
 from sinklens.tasks.tiny_gsm import TinyGsm
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import sinklens
-from sinklens.checkpoints.files import find_checkpoint
 from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import UNMASKED, masking
 from sinklens.evaluation.protocols import find_protocol
@@ -22,6 +21,7 @@ from sinklens.evaluation.units import (
     token_ids,
 )
 from sinklens.interventions import MaskSinks
+from sinklens.model.files import find_checkpoint
 from sinklens.tasks import Sample, find_task
 from sinklens.tasks.gsm8k import Gsm8k
 from sinklens.tasks.prompts import IdSample

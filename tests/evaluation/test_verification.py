@@ -201,7 +201,7 @@ def test_what_is_known_about_a_model_follows_from_its_name():
 
 
 def test_what_is_known_about_the_shipped_models_is_true():
-    from sinklens.checkpoints import shipped_names
+    from sinklens.model.files import shipped_names
 
     shipped = {one.name: one for one in KNOWN if one.fingerprint}
     assert sorted(shipped) == shipped_names()

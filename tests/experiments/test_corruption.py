@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.caching import DualCache
 from sinklens.errors import PromptError, SettingError
 from sinklens.experiments import corrupted
 from sinklens.experiments.corruption import again
 from sinklens.interventions import ForceTokens
+from sinklens.sampling import DualCache
 
 QUESTION = "Question: Mia has 17 pens. She loses 6 of them. How many pens are left?\nAnswer:"
 OTHER = "Question: At school, Tom has 6 cups. He finds 6 more. How many cups does Tom have now?\nAnswer:"

@@ -14,7 +14,6 @@ import torch
 from layouts import change_config, write_family
 
 import sinklens
-from sinklens.checkpoints.files import find_checkpoint
 from sinklens.errors import SinklensError
 from sinklens.experiments import (
     LogitLens,
@@ -34,6 +33,7 @@ from sinklens.experiments import (
     write_attribution,
 )
 from sinklens.interventions import AblateHeads, AblateValues, Activations, PatchHooks
+from sinklens.model.files import find_checkpoint
 from sinklens.sinks import EpsilonOverMean
 
 FEW = "Question: Ben has 9 eggs. He finds 4 more. How many eggs does Ben have now?\nAnswer:"

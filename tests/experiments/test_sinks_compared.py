@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.caching import DualCache
 from sinklens.errors import SettingError
 from sinklens.experiments import effect, sinks_compared
 from sinklens.interventions import MaskedLogits
+from sinklens.sampling import DualCache
 
 PROMPTS = ["one two three four five six", "seven eight nine"]
 SETTINGS = {"gen_length": 12, "block_length": 6}

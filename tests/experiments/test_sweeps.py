@@ -12,6 +12,7 @@ from building import random_hf
 import sinklens
 from sinklens.errors import HookFunctionError, SettingError
 from sinklens.experiments import compare, head_outputs, stacking, sweep, sweeps
+from sinklens.families.samplers import make_settings
 from sinklens.interventions import (
     AblateHeads,
     ForceTokens,
@@ -20,7 +21,6 @@ from sinklens.interventions import (
     SinkToken,
     WindowAttention,
 )
-from sinklens.sampling import make_settings
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]

@@ -9,10 +9,10 @@ from planted_saes import random_sae
 from watching import LONG, PADDED, SHORT, entered
 
 import sinklens
-from sinklens.caching import Planned
 from sinklens.errors import SettingError
 from sinklens.features import ActivationStore, collect
 from sinklens.features.places import STATES
+from sinklens.sampling import Planned
 from sinklens.sinks import NoOp, Record, TopK
 
 POINT = "blocks.1.hook_resid_post"

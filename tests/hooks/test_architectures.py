@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from transformers import MistralConfig, MistralForCausalLM
 
 import sinklens
-from sinklens.checkpoints import BY_MODEL_TYPE, Family
 from sinklens.errors import CheckpointError
+from sinklens.families import FAMILIES, Family
 from sinklens.hooks import ARCHITECTURES, Architecture, architecture_of
 from sinklens.hooks.tree import HookTree
 
@@ -31,7 +31,7 @@ NEWDLM = Family(
 def newdlm(tmp_path, monkeypatch):
     """A checkpoint folder of the new family, and the model it was saved from."""
     monkeypatch.setitem(ARCHITECTURES, "mistral", Architecture())
-    monkeypatch.setitem(BY_MODEL_TYPE, "newdlm", NEWDLM)
+    monkeypatch.setitem(FAMILIES, "newdlm", NEWDLM)
     config = MistralConfig(
         vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=None, tie_word_embeddings=False,

@@ -6,10 +6,11 @@ from published import largest_difference
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import sinklens
-from sinklens.checkpoints import build_empty, family_named, translate
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.experiments import path_patching_effects
+from sinklens.families import family_named, translate
 from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.model.loading import build_empty
 
 SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 40, "vocab_size": 67}
 

@@ -5,9 +5,9 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from building import KINDS, left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
 
-from sinklens.checkpoints import from_pretrained_model
 from sinklens.hooks import HookTree, architecture_of, names
 from sinklens.model import Model
+from sinklens.model.loading import from_pretrained_model
 
 LAYER = [f"blocks.1.{name}" for name, _ in names.block_specs()]
 READ_ONLY = tuple(f"blocks.1.attn.{name}" for name in names.READ_ONLY)

@@ -11,7 +11,6 @@ from planted_saes import Perfect
 from torch import Tensor
 
 import sinklens
-from sinklens.caching import PrefixCache
 from sinklens.errors import SettingError
 from sinklens.experiments import effect, head_outputs, sweep
 from sinklens.features import SpliceSAE, collect, read_features
@@ -39,6 +38,7 @@ from sinklens.interventions import (
     Where,
     WindowAttention,
 )
+from sinklens.sampling import PrefixCache
 
 PROMPTS = [[5, 9, 13], [8, 2, 4]]
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -6,9 +6,9 @@ from building import random_ids, shared_model
 from watching import LONG, PADDED, SHORT, add, again, entered, hidden, unwatched, watch
 
 import sinklens
-from sinklens.caching import DualCache
 from sinklens.errors import SettingError
 from sinklens.interventions import ForceTokens, KeepKeys, MaskSinks
+from sinklens.sampling import DualCache
 from sinklens.sinks import EpsilonOverMean, NoOp, Record, SinkTrack, SmallValueNorm, TopK
 
 WAYS = [("llama", False, {}), ("dream", False, {}), ("qwen2", True, {}), ("qwen2", True, {"use_cache": False})]

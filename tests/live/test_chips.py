@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from sinklens import interventions
+from sinklens.families import SAMPLERS
 from sinklens.live.chips import CHIPS, expressions, read_chips
 from sinklens.live.forms import of_chips, of_settings
-from sinklens.sampling import SAMPLERS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "concepts" / "lab.md").read_text()
 DOCUMENTED = re.findall(r"^\| `(\w+)` \| `(\w+\(.*\))` \|$", PAGE, flags=re.MULTILINE)

@@ -10,11 +10,11 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from building import KINDS, MIXED, plain_pass, random_hf, random_ids, random_model
 from nnsight import NNsight, TransformersModel
 
-from sinklens.checkpoints import from_pretrained_model
 from sinklens.errors import SelfCheckError
 from sinklens.hooks import names
 from sinklens.hooks.attention import attention
 from sinklens.model import Model, load
+from sinklens.model.loading import from_pretrained_model
 from sinklens.model.selfcheck import check
 
 

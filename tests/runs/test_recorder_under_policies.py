@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.caching import DelayedCache, DualCache
 from sinklens.errors import SettingError
+from sinklens.sampling import DelayedCache, DualCache
 from sinklens.sinks import Quantity, Record
 from sinklens.sinks.nulls import FixedQueries
 from sinklens.views import attention, pattern_at

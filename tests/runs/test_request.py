@@ -9,12 +9,12 @@ import torch
 import sinklens
 from sinklens.analyses import find
 from sinklens.analyses.runs import own_run
-from sinklens.checkpoints.loading import LoadRequest
 from sinklens.errors import HookNameError, SettingError
 from sinklens.experiments import effect, sweep
 from sinklens.features import collect
 from sinklens.interventions import AblateHeads
 from sinklens.live.spec import RunSpec
+from sinklens.model.loading import LoadRequest
 from sinklens.runs.request import RunRequest
 from sinklens.utils.arguments import REQUIRED, arguments
 

@@ -13,6 +13,8 @@ from torch import Tensor
 import sinklens
 from sinklens.errors import HookFunctionError, PromptError, SettingError
 from sinklens.experiments import sweep
+from sinklens.families.diffusion_gemma import entropies
+from sinklens.families.samplers import make_settings
 from sinklens.interventions import (
     AblateHeads,
     AblateValues,
@@ -24,8 +26,6 @@ from sinklens.interventions import (
     PatchHooks,
     Remask,
 )
-from sinklens.sampling import make_settings
-from sinklens.sampling.diffusion_gemma import entropies
 from sinklens.sinks import Record
 
 SETTINGS: dict[str, Any] = {
@@ -73,7 +73,7 @@ def test_a_bad_setting_raises_an_error_that_says_what_is_allowed(given, text):
 
 
 def test_settings_come_from_the_generation_config(gemma):
-    settings = sinklens.sampling.settings_for(gemma, {})
+    settings = sinklens.families.settings_for(gemma, {})
     assert (settings.canvas_length, settings.gen_length, settings.max_denoising_steps) == (8, 256, 48)
     assert (settings.entropy_bound, settings.t_min, settings.t_max, settings.pad_token_id) == (0.1, 0.4, 0.8, 0)
     assert gemma.eos_token_ids == (1, 106, 50)

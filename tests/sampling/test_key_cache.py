@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.caching import DualCache, History, Policy
+from sinklens.sampling import DualCache, History, Policy
 from sinklens.sampling.key_cache import KeyCache
 
 PROMPTS = ["one two three four five six", "seven eight nine"]

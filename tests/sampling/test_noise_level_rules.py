@@ -18,8 +18,8 @@ from random_cases import determined, distinct, in_parts
 from timed import loader
 
 import sinklens
+from sinklens.families import SAMPLERS as REGISTERED
 from sinklens.sampling.decisions import RowNoise
-from sinklens.sampling.registry import SAMPLERS as REGISTERED
 
 Settings = dict[str, Any]
 MODES = [

@@ -18,13 +18,13 @@ from building import random_hf
 from random_cases import determined, distinct, in_parts
 
 import sinklens
-from sinklens.checkpoints import Family
-from sinklens.checkpoints.loading import prepare
 from sinklens.errors import SettingError
+from sinklens.families import SAMPLERS as REGISTERED
+from sinklens.families import Family
 from sinklens.hooks.attention.blocks import Blocks
 from sinklens.model import Model
+from sinklens.model.loading import prepare
 from sinklens.sampling.decisions import RowNoise
-from sinklens.sampling.registry import SAMPLERS as REGISTERED
 
 VOCABULARY, MASK, ENDS = 13, 12, (3, 7)
 SIZES = {

@@ -8,8 +8,11 @@ from timed import loader
 
 import sinklens
 from sinklens.errors import HookOrderError, SettingError
-from sinklens.sampling import SAMPLERS, LladaSettings, Sampler, register
-from sinklens.sampling.registry import find_sampler, fitting
+from sinklens.families import SAMPLERS, register
+from sinklens.families.llada import LladaSettings
+from sinklens.families.registry import find_sampler
+from sinklens.families.samplers import fitting
+from sinklens.sampling import Sampler
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,11 @@ import math
 import pytest
 
 from sinklens.errors import SettingError
-from sinklens.sampling import SAMPLERS, AutoregressiveSettings, LladaSettings, RunSettings, make_settings
+from sinklens.families import SAMPLERS
+from sinklens.families.autoregressive import AutoregressiveSettings
+from sinklens.families.llada import LladaSettings
+from sinklens.families.samplers import make_settings
+from sinklens.sampling import RunSettings
 
 
 def test_steps_and_block_length_follow_gen_length():

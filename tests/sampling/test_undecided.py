@@ -7,8 +7,9 @@ import torch
 
 import sinklens
 from sinklens.experiments import compare
+from sinklens.families import SAMPLERS, register
 from sinklens.interventions import MaskedLogits, MaskSinks
-from sinklens.sampling import SAMPLERS, Sampler, register
+from sinklens.sampling import Sampler
 
 NOISE = 7  # an ordinary token
 

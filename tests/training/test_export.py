@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.checkpoints import shipped_names
 from sinklens.evaluation.statistics import Accuracy
 from training import RECIPES, loop, train
 from training.export import export, write_card, write_checkpoint, write_text_card
@@ -186,7 +185,7 @@ def test_the_card_of_a_model_with_mixed_data_says_when_it_learned_what(small, tm
 
 @pytest.mark.parametrize("name", shipped_names())
 def test_shipped_checkpoints_are_small_and_in_the_public_layout(name):
-    from sinklens.checkpoints.files import find_checkpoint
+    from sinklens.model.files import find_checkpoint
 
     folder = find_checkpoint(name, None)
     assert (folder / "model.safetensors").stat().st_size <= 8_000_000

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from sinklens.checkpoints.files import find_checkpoint
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.hooks.attention import attention
 from training import RECIPES, loop, train

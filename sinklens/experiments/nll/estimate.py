@@ -12,7 +12,6 @@ fail silently.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sinklens.caching import Policy, as_policy
 from sinklens.errors import SettingError
 from sinklens.experiments.nll.autoregressive import score_exactly, score_forced
 from sinklens.experiments.nll.batches import Batches
@@ -27,6 +26,7 @@ from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.request import Hooks, hook_list
+from sinklens.sampling import Policy, as_policy
 from sinklens.utils.arguments import Count, NonNegative, check_arguments
 
 

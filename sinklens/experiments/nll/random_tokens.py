@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.experiments.nll.noise import KEPT, CountedTokens, Logits, NoiseNumbers, NoisyTokens, TimedNoise, without
-from sinklens.sampling.gidd import noise_shares
+from sinklens.families.gidd import noise_shares
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,367 @@
+"""The registry: all families and samplers by name, and to which family a checkpoint belongs.
+
+Each module in `MODULES` brings its records (``FAMILIES``) and samplers (``SAMPLERS``). `register` adds one of a user's
+own. An installed package adds some without being imported: its entry point in the group ``sinklens.families`` names a
+function without arguments that calls `register`. The group is read when a name is not in the tables, and by
+``sinklens models``.
+
+`identify` uses config.json and the caller's arguments, and guesses nothing: a wrong guess would compute another model
+without an error. Where these leave the question open, or keys of config.json contradict each other, the error says what
+to pass. For example, a config.json of Qwen2 that names its own code may be that of a bidirectional model.
+
+Limitations: a diffusion model whose config.json equals that of an ordinary causal one loads as causal. A family
+registered by a script exists only in that process; the command line and workers on other machines read entry points.
+"""
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from inspect import isabstract
+from typing import Any, NamedTuple
+
+from sinklens.errors import CheckpointError, SettingError, nearest
+from sinklens.families.autoregressive import AutoregressiveSettings
+from sinklens.families.bd3lm import Bd3lmSettings
+from sinklens.families.bd3lm_card import Bd3lmCardSettings
+from sinklens.families.bd3lm_owt import Bd3lmOwtSettings
+from sinklens.families.diffullama import DiffuLlamaSettings
+from sinklens.families.diffusion_gemma import DiffusionGemmaSettings
+from sinklens.families.dream import DreamSettings
+from sinklens.families.dream_blocks import DreamBlockSettings
+from sinklens.families.duo import DuoSettings
+from sinklens.families.families import FAMILIES as RECORDS
+from sinklens.families.families import Family
+from sinklens.families.fast_dllm_v2 import FastDllmV2Settings
+from sinklens.families.gidd import GiddCorrectionSettings, GiddSettings
+from sinklens.families.linear_speculation import LinearSpeculationSettings
+from sinklens.families.llada import LladaSettings
+from sinklens.families.llada2 import Llada2Settings
+from sinklens.families.llada21 import Llada21Settings
+from sinklens.families.mdlm import MdlmSettings
+from sinklens.families.mdlm_windows import MdlmWindowSettings
+from sinklens.families.nemotron_diffusion import NemotronDiffusionSettings
+from sinklens.families.nemotron_dllm import NemotronDllmSettings
+from sinklens.families.open_dcoder import OpenDcoderSettings
+from sinklens.families.remdm import RemdmSettings
+from sinklens.families.rnd1 import Rnd1Settings
+from sinklens.families.sdar import SdarSettings
+from sinklens.families.sedd import SeddSettings
+from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architecture_of
+from sinklens.hooks.attention.blocks import Blocks, check_length
+from sinklens.sampling.sampler import Sampler
+
+GROUP = "sinklens.families"
+FAMILIES: dict[str, Family] = {family.name: family for family in RECORDS}
+SAMPLERS: dict[str, type[Sampler]] = {
+    sampler.name: sampler
+    for sampler in (
+        LladaSettings,
+        DreamSettings,
+        DreamBlockSettings,
+        AutoregressiveSettings,
+        Rnd1Settings,
+        OpenDcoderSettings,
+        SdarSettings,
+        Llada2Settings,
+        Llada21Settings,
+        Bd3lmSettings,
+        Bd3lmCardSettings,
+        FastDllmV2Settings,
+        DiffusionGemmaSettings,
+        MdlmSettings,
+        MdlmWindowSettings,
+        SeddSettings,
+        Bd3lmOwtSettings,
+        DuoSettings,
+        RemdmSettings,
+        GiddSettings,
+        GiddCorrectionSettings,
+        DiffuLlamaSettings,
+        NemotronDiffusionSettings,
+        LinearSpeculationSettings,
+        NemotronDllmSettings,
+    )
+}
+_REORDERED = (
+    "moves {what} in front of the masks of a causal pass and keeps each token's own position, so a column of a pass is "
+    "not a position of the text, as every hook point, track and picture assumes"
+)
+REFUSED_FAMILIES = {
+    "nemotron_labs_diffusion_vlm": "has a vision tower, and sinklens reads text only; load the text model",
+    "wedlm": f"belongs to WeDLM, which {_REORDERED.format(what='decided tokens')}; it is not supported",
+    "refusion": f"belongs to ReFusion, which {_REORDERED.format(what='decided slots')}; it is not supported",
+}
+"""Values of ``model_type``, or beginnings of the names of classes -> why such a checkpoint is refused."""
+REFUSED_SAMPLERS = {
+    "d3llm": "is not available: it works on several blocks at a time, decides by entropy, and recomputes cached keys "
+    "on a schedule, and no stored run of its authors' code says how these rules combine. Its checkpoints are LLaDA's "
+    "and Dream's; load them and use those samplers, with threshold= or a cache policy (cache=)."
+}
+"""Names of known samplers that are not available -> why."""
+
+
+def register(new: Family | type[Sampler], architecture: Architecture | None = None) -> None:
+    """Add a family or a sampler in this process; registering the same one again has no effect.
+
+    Args:
+        new: a family's record, with a new name and new model types; or a dataclass derived from `Sampler`.
+        architecture: for a family: where the transformers class of `Family.architecture` keeps the modules that carry
+            the hook points; None if `hooks.ARCHITECTURES` already lists it.
+
+    Raises:
+        CheckpointError: another family has the name or a model type, its sampler is unknown, or the architecture has no
+            hook points or has them in other places than `architecture` says.
+        SettingError: another sampler has the name, or the class is not a complete sampler.
+    """
+    if not isinstance(new, Family):
+        _register_sampler(new)
+        return
+    placed = architecture_of(new.architecture) if architecture is None else architecture
+    if ARCHITECTURES.get(new.architecture, placed) != placed:
+        raise CheckpointError(
+            f"architecture {new.architecture!r} is already registered with other module names; leave architecture= "
+            f"out to use those, or start a new process to register others."
+        )
+    if FAMILIES.get(new.name) != new:
+        _validate(new)
+    FAMILIES[new.name], ARCHITECTURES[new.architecture] = new, placed
+
+
+def _register_sampler(new: type[Sampler]) -> None:
+    valid = isinstance(new, type) and issubclass(new, Sampler) and not isabstract(new)
+    if not valid or "name" not in vars(new):
+        raise SettingError(
+            f"{getattr(new, '__name__', new)} must be a dataclass derived from Sampler with a name and denoise."
+        )
+    if SAMPLERS.setdefault(new.name, new) is not new:
+        raise SettingError(f"a sampler called {new.name!r} already exists; choose another name.")
+
+
+def _validate(family: Family) -> None:
+    if isinstance(family.model_types, str) or not family.model_types:
+        raise CheckpointError(f"model_types must be a tuple of names, such as ('newdlm',); got {family.model_types!r}.")
+    try:
+        find_sampler(family.sampler)
+    except SettingError as error:
+        raise CheckpointError(f"{error} Add one with sinklens.families.register.") from error
+    if family.name in FAMILIES:
+        raise CheckpointError(
+            f"a family called {family.name!r} already exists with another record; choose another name, or start a new "
+            f"process to change the record."
+        )
+    for key, names in (("model_type", family.model_types), ("architectures", family.classes)):
+        for name in names:
+            if taken := next(_named_by(key, name), None):
+                raise CheckpointError(
+                    f"{key} {name!r} already belongs to the family {taken.name!r}. Use another one in your config.json."
+                )
+
+
+def register_installed() -> None:
+    """Register what installed packages bring, from the entry-point group ``sinklens.families``.
+
+    Raises:
+        CheckpointError: an entry point could not be imported, or a family that it registers is invalid.
+    """
+    for entry in entry_points(group=GROUP):
+        try:
+            registers = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise CheckpointError(
+                f"the entry point {entry.name} = {entry.value} of the group {GROUP} could not be imported ({error}); "
+                f"fix or uninstall the package that defines it."
+            ) from error
+        registers()
+
+
+def find_sampler(name: str) -> type[Sampler]:
+    """The sampler called `name`.
+
+    Raises:
+        SettingError: no sampler has this name, or it is known and not supported.
+    """
+    if not isinstance(name, str):
+        raise SettingError(f"sampler must be a name, one of {', '.join(SAMPLERS)}; got {name!r}.")
+    if name not in SAMPLERS:
+        register_installed()
+    if name not in SAMPLERS and name.lower() in REFUSED_SAMPLERS:
+        raise SettingError(f"the sampler {name!r} {REFUSED_SAMPLERS[name.lower()]}")
+    if name not in SAMPLERS:
+        raise SettingError(f"no sampler is called {name!r}; known: {', '.join(SAMPLERS)}.{nearest(name, SAMPLERS)}")
+    return SAMPLERS[name]
+
+
+def family_named(name: str) -> Family:
+    """The family called `name`; a hyphen and an underscore are the same.
+
+    Raises:
+        CheckpointError: there is no such family.
+    """
+    plain = name.replace("_", "-")
+    if plain not in FAMILIES and name not in FAMILIES:
+        register_installed()
+    known = {family.replace("_", "-"): record for family, record in FAMILIES.items()}
+    if plain not in known:
+        raise CheckpointError(f"no family is called {name!r}; known: {', '.join(FAMILIES)}.{nearest(name, FAMILIES)}")
+    return FAMILIES.get(name, known[plain])
+
+
+class Identity(NamedTuple):
+    """What a checkpoint is.
+
+    Attributes:
+        family: its family.
+        blocks: the blocks of its attention; None if it is not block-causal.
+    """
+
+    family: Family
+    blocks: Blocks | None
+
+
+def identify(
+    config: dict[str, Any], where: str = "config.json", name: str | None = None, block_length: int | None = None
+) -> Identity:
+    """The family and the blocks of a checkpoint.
+
+    Args:
+        config: the parsed config.json.
+        where: the checkpoint, for messages.
+        name: the family, where the caller knows it.
+        block_length: positions per block, where the caller knows it.
+
+    Raises:
+        CheckpointError: the family is unknown or open, see `family_of`; or its attention has no blocks and a length was
+            given; or it has, and nothing says the length, or it is not a number of positions.
+    """
+    family = family_of(config, where, name, block_length)
+    if not family.block_causal:
+        if block_length is not None:
+            raise CheckpointError(
+                f"{where}: the {family.name} family has {family.attention} attention, which has no blocks; leave "
+                f"block_length= out. Runs take one as a setting of their sampler."
+            )
+        return Identity(family, None)
+    lengths = (block_length, config.get(family.block_length_key), family.block_length)
+    found = next((length for length in lengths if length is not None), None)
+    if found is None:
+        raise CheckpointError(
+            f"{where}: config.json does not give the block length of this {family.name} checkpoint; "
+            f"pass it, as in sinklens.load(..., block_length=4). The checkpoint's name or its model card says it."
+        )
+    try:
+        return Identity(family, Blocks(check_length(found), family.blocks_start))
+    except SettingError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def family_of(
+    config: dict[str, Any], where: str, name: str | None = None, block_length: int | None = None
+) -> Family:  # fmt: skip
+    """The family called `name`, or the one that ``architectures`` or ``model_type`` in config.json names.
+
+    Raises:
+        CheckpointError: there is no such family; or several share the ``model_type``, and neither `name` nor
+            `block_length` says which; or no `name` is given, and another key contradicts the ``model_type``.
+    """
+    if name is not None:
+        return family_named(name)
+    family = named_family(config, where)
+    _refuse_other_model(config, family, where)
+    sharing = [one for one in FAMILIES.values() if one.regime and set(one.model_types) & set(family.model_types)]
+    if not family.regime or len(sharing) < 2:
+        return family
+    if block_length is not None:
+        sharing = [one for one in sharing if one.block_causal]
+    if len(sharing) == 1:
+        return sharing[0]
+    choices = "; ".join(f"family={one.name!r}, {one.regime}" for one in sharing)
+    raise CheckpointError(
+        f"{where}: model_type {config.get('model_type')!r} does not say how the checkpoint was trained, and a wrong "
+        f"choice computes another model. Its model card says how; pass one of {choices}."
+    )
+
+
+def _named_by(key: str, value: Any) -> Iterator[Family]:
+    """The families that a value of ``model_type`` or ``architectures`` names."""
+    for family in FAMILIES.values():
+        if value in (family.model_types if key == "model_type" else family.classes):
+            yield family
+
+
+def named_family(config: dict[str, Any], where: str) -> Family:
+    """The first family that ``architectures`` or ``model_type`` in config.json names.
+
+    Raises:
+        CheckpointError: it does not name a family; the message says if the checkpoint asks for code that it ships.
+    """
+    kind, classes = config.get("model_type"), class_names(config)
+    by_class = next((family for name in classes for family in _named_by("architectures", name)), None)
+    if by_class is not None:
+        return by_class
+    named = {f"model_type {kind!r}": str(kind), **{f"the class {name!r} in architectures": name for name in classes}}
+    for what, value in named.items():
+        if known := next((one for one in REFUSED_FAMILIES if value.lower().startswith(one)), None):
+            raise CheckpointError(f"{where}: {what} {REFUSED_FAMILIES[known]}.")
+    if next(_named_by("model_type", kind), None) is None:
+        register_installed()
+    if by_type := next(_named_by("model_type", kind), None):
+        return by_type
+    if {"graph", "tokens", "model"} <= config.keys():
+        raise CheckpointError(
+            f"{where}: config.json has no model_type, but looks like SEDD's training configuration; if it is, pass "
+            f"family='sedd'."
+        )
+    needs_code = (
+        " It asks for code in its repository (auto_map), which sinklens never runs." if config.get("auto_map") else ""
+    )
+    known_types = list(dict.fromkeys(one for family in FAMILIES.values() for one in family.model_types))
+    raise CheckpointError(
+        f"{where}: model_type {kind!r} is not a known family.{needs_code} Known: {', '.join(known_types)}."
+        f"{nearest(str(kind), known_types)} Add a family with sinklens.families.register."
+    )
+
+
+def class_names(config: dict[str, Any]) -> list[str]:
+    """The entries of ``architectures``."""
+    entries = config.get("architectures")
+    return [str(name) for name in ([entries] if isinstance(entries, str) else entries or ())]
+
+
+def _refuse_other_model(config: dict[str, Any], family: Family, where: str) -> None:
+    """Refuse a checkpoint whose config.json says that its model is not the one that ``model_type`` names."""
+    named = next(_named_by("model_type", config.get("model_type")), None)
+    if named is not None and named.stock:
+        family = named
+    signs = _signs_of_another(config, family)
+    if not signs:
+        return
+    choices = ", ".join(
+        f"{one.name!r} ({one.attention}{', predicts the next position' * one.shift})"
+        for one in FAMILIES.values()
+        if (one.architecture, one.config_names) == (family.architecture, family.config_names)
+    )
+    raise CheckpointError(
+        f"{where}: config.json is that of {family.name}, but {', and '.join(signs)}, so its model may differ. Pass "
+        f"family=, as the model card says: {choices}."
+    )
+
+
+def _signs_of_another(config: dict[str, Any], family: Family) -> list[str]:
+    """What in config.json says that the model is not `family`'s."""
+    signs = []
+    foreign = [name for name in class_names(config) if family.own_classes and name not in family.own_classes]
+    if foreign:
+        signs.append(f"architectures names {', '.join(foreign)} instead of {' or '.join(family.own_classes)}")
+    directed = not family.class_attention and isinstance(config.get("is_causal"), bool)
+    if directed and config["is_causal"] != family.causal:
+        signs.append(f"is_causal is {config['is_causal']}")
+    if not family.stock:
+        return signs
+    brought = config.get("auto_map")
+    entries = brought if isinstance(brought, dict) else {}
+    code = {str(name) for key, name in entries.items() if key.startswith(("AutoConfig", "AutoModel"))}
+    if code:
+        signs.append(f"auto_map names code of its own ({', '.join(sorted(code))})")
+    keys = {"mask_token_id", *(one.block_length_key for one in FAMILIES.values() if one.block_length_key)}
+    if family.causal and config.get("is_causal") is not True:
+        signs += [f"it has {key}, which causal models lack" for key in sorted(keys) if config.get(key) is not None]
+    return signs

@@ -1,0 +1,182 @@
+"""The settings of a run: which sampler decodes a model, and what its settings are.
+
+A family names its sampler (`Family.sampler`), and ``sampler=`` of a run chooses another one that fits the attention the
+family was trained with.
+
+Pitfall: matching attention is necessary, not sufficient. A checkpoint trained with one schedule may answer badly under
+another.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from sinklens.errors import SettingError, nearest
+from sinklens.families.registry import SAMPLERS, find_sampler
+from sinklens.sampling.sampler import Sampler
+
+
+def never_passed(point: str, sampler: str) -> str:
+    """The message for a point that a sampler does not pass."""
+    return (
+        f"the {sampler} sampler does not pass {point}, so there is no value to read or change. Use another point "
+        f"or, in a sampler of your own, pass the value through it: at(state.tree.{point}, value)."
+    )
+
+
+def setting_help(name: str) -> str:
+    """Help text for a setting: the samplers that have it, and its meaning in the first one."""
+    owners = [sampler for sampler in SAMPLERS.values() if name in sampler.settings()]
+    return f"[{', '.join(owner.name for owner in owners)}] {owners[0].settings()[name].meaning}"
+
+
+def make_settings(sampler: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sampler:
+    """Validate the given settings and fill in the defaults of the checkpoint, then of the sampler.
+
+    Args:
+        sampler: name of the sampler.
+        given: the user's settings; None means the default. 0 does not mean None: ``gen_length=0`` is an error.
+        defaults: the checkpoint's settings. Passing ``gen_length`` resets ``steps`` and ``block_length`` to the
+            sampler's defaults, since the checkpoint's values only fit its own ``gen_length``.
+
+    Raises:
+        SettingError: a setting is unknown, belongs to another sampler, or is out of range.
+    """
+    found = find_sampler(sampler)
+    known = found.settings()
+    chosen = {name: value for name, value in given.items() if value is not None}
+    for name in chosen:
+        if name not in known:
+            raise SettingError(_unknown(name, found))
+    chosen = {name: known[name].read(value) for name, value in chosen.items()}
+    kept = dict(defaults)
+    if "gen_length" in chosen:  # the checkpoint's steps and block_length fit its own gen_length
+        kept = {name: value for name, value in kept.items() if name not in ("steps", "block_length")}
+    return found(**{**kept, **chosen})
+
+
+ELSEWHERE = {"fwd_hooks": "hooks=", "max_new_tokens": "gen_length="}
+"""What TransformerLens and transformers call an argument of a run."""
+
+
+def _unknown(name: str, sampler: type[Sampler]) -> str:
+    known = sampler.setting_names()
+    owners = [other.name for other in SAMPLERS.values() if name in other.setting_names()]
+    if name in ELSEWHERE:
+        return f"{name} is not a setting of the {sampler.name} sampler: pass {ELSEWHERE[name]}."
+    hint = (
+        f"it belongs to the {', '.join(owners[:-1])}{' and ' * (len(owners) > 1)}{owners[-1]} "
+        f"sampler{'s' * (len(owners) > 1)}."
+        if owners
+        else f"no sampler has it.{nearest(name, known)}"
+    )
+    return f"{name} is not a setting of the {sampler.name} sampler: {hint} Its settings: {', '.join(known)}."
+
+
+@runtime_checkable
+class Sampled(Protocol):
+    """A model whose family names a sampler, and whose checkpoint may bring settings of its own."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def family_record(self) -> Any:
+        """Everything known of the family."""
+
+    @property
+    def checkpoint(self) -> Any:
+        """What was loaded."""
+
+    @property
+    def tree(self) -> Any:
+        """Its hook points."""
+
+
+def sampler_name(family: Any, given: Mapping[str, Any]) -> str:
+    """The name of the sampler that ``given["sampler"]`` or ``given["mode"]`` chooses; the family's if neither does.
+
+    Raises:
+        SettingError: the family has no such mode, or both are given.
+    """
+    mode, sampler = given.get("mode"), given.get("sampler")
+    if mode is None:
+        return sampler or family.sampler
+    if sampler is not None:
+        raise SettingError(f"mode={mode!r} and sampler={sampler!r} both choose how to decode; pass one of them.")
+    if mode not in family.modes:
+        known = ", ".join(map(repr, family.modes))
+        advice = (
+            f"one of {known}.{nearest(str(mode), family.modes)}"
+            if family.modes
+            else f"left out for {family.name} models, which decode in one way."
+        )
+        raise SettingError(f"mode={mode!r} must be {advice}")
+    return family.modes[mode]
+
+
+def misfit(sampler: type[Sampler], model: Sampled) -> str:
+    """Why `sampler` does not decode a model, as the end of a sentence; "" if it does."""
+    family, config, timed = model.family_record, model.tree.hf.config, bool(model.tree.architecture.time)
+    if family.attention not in sampler.attention:
+        return (
+            f"fits {' or '.join(sampler.attention)} attention, but {family.name} models were trained with "
+            f"{family.attention} attention"
+        )
+    if not family.causal and sampler.masked is not family.masked:
+        needs, has = ("a", "no") if sampler.masked else ("no", "a")
+        return f"is for models with {needs} mask token, but {family.name} models have {has} mask token"
+    if sampler.sets_time and not timed:
+        return f"sets a noise level, and {model.name} does not read one"
+    if not timed:
+        return ""
+    if model.tree.timed and not sampler.sets_time:
+        return f"does not set the noise level that {model.name} reads"
+    if sampler.sets_time and (sampler.level == "time") is (config.p_uniform is None):
+        other = "sigma" if config.p_uniform is None else "time"
+        return f"sets {sampler.level}, and {model.name} reads {other}"
+    return ""
+
+
+def fitting(model: Sampled) -> list[str]:
+    """The names of the samplers that decode a model."""
+    return [sampler.name for sampler in SAMPLERS.values() if not misfit(sampler, model)]
+
+
+def settings_for(model: Sampled, given: Mapping[str, Any]) -> Sampler:
+    """The settings of a run of `model`: those `given`, then the checkpoint's, then the sampler's defaults.
+
+    ``given["sampler"]`` chooses another sampler than the family's, and so does ``given["mode"]`` for a model that
+    changes its attention; the checkpoint's settings are then not used, except for those that both samplers have.
+
+    Raises:
+        SettingError: the sampler does not decode this model; or see `make_settings`.
+    """
+    family = model.family_record
+    name = sampler_name(family, given)
+    sampler = find_sampler(name)
+    if why := misfit(sampler, model):
+        raise SettingError(f"the {name} sampler {why}; choose one of {', '.join(fitting(model))}.")
+    defaults = model.checkpoint.defaults
+    if name != family.sampler:
+        defaults = {key: value for key, value in defaults.items() if key in sampler.setting_names()}
+    chosen = {key: value for key, value in given.items() if key not in ("sampler", "mode")}
+    if family.modes:  # its blocks begin where the prompt ends, so their length is not that of a gen_length
+        chosen = {key: value for key, value in defaults.items() if key == "block_length"} | chosen
+    if family.block_causal and "block_length" in sampler.setting_names():
+        chosen["block_length"] = _block_length(chosen.get("block_length"), model.checkpoint.blocks.length, family.name)
+    return make_settings(name, chosen, defaults)
+
+
+def _block_length(given: int | None, length: int, family: str) -> int:
+    """The block length of a block-causal model, whose attention depends on it.
+
+    Raises:
+        SettingError: another one was given.
+    """
+    if given not in (None, length):
+        raise SettingError(
+            f"block_length is {given!r}, but this {family} model was loaded with blocks of {length}, which its "
+            f"attention uses too. Load it again with sinklens.load(..., block_length=...)."
+        )
+    return length

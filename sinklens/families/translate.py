@@ -1,0 +1,204 @@
+"""Translates a checkpoint's config.json into the transformers config that it is loaded with.
+
+The family's record defines the translation: keys are renamed, and a value that cannot be expressed raises an error that
+names it. Keys that neither the record nor transformers knows (training settings, initialization) do not affect the
+forward pass and are dropped.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from sinklens.errors import CheckpointError, nearest
+from sinklens.families.families import Family
+from sinklens.hooks.attention import normalizers as weighing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Keys of a public config that transformers' config classes accept unchanged. A token that the config does not name
+# becomes None, because the classes' defaults refer to another vocabulary.
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_KEPT = ("initializer_range", "attention_dropout", weighing.CONFIG_KEY)
+
+
+def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrainedConfig":
+    """The transformers config for `config`, the parsed config.json of a checkpoint at `where`.
+
+    The result has the family's ``is_causal`` and no ``auto_map``.
+
+    Raises:
+        CheckpointError: a value cannot be expressed, or a required key is missing.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    config = one_spelling(config, where)
+    check_required(config, family, where)
+    config.pop("quantization_config", None)  # of the weights, not of what they compute: see quantization.py
+    if family.module:
+        import_module(family.module)
+    try:
+        made = CONFIG_MAPPING[family.architecture](**_settings({**family.defaults, **config}, family, where))
+    except CheckpointError:
+        raise
+    except (StrictDataclassError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{where}: config.json does not describe a {family.architecture} model: {reason}"
+        ) from error
+    made.is_causal = None if family.class_attention else family.causal
+    _check_defaults(config, made, family, where)
+    _check_layers(made, family, where)
+    return made
+
+
+def one_spelling(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """`config` with the keys of the rotation at the top level, where transformers 4 writes them.
+
+    transformers 5 writes ``rope_parameters``, which holds ``rope_theta``, ``partial_rotary_factor`` and the entries of
+    ``rope_scaling``. A dictionary per layer type stays as it is.
+
+    Raises:
+        CheckpointError: a key has one value at the top level and another one in ``rope_parameters``.
+    """
+    moved = config.get("rope_parameters")
+    if not isinstance(moved, dict) or any(isinstance(value, dict) for value in moved.values()):
+        moved = {}
+    alone = {key: moved[key] for key in ("rope_theta", "partial_rotary_factor") if moved.get(key) is not None}
+    scaling = {key: value for key, value in moved.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    found = {key: value for key, value in config.items() if key != "rope_parameters" or not moved}
+    if not _scales(found.get("rope_scaling")):
+        found.pop("rope_scaling", None)
+    for key, value in (alone | ({"rope_scaling": scaling} if _scales(scaling) else {})).items():
+        if found.get(key, value) not in (value, None):
+            raise CheckpointError(
+                f"{where}: config.json has {key} = {found[key]!r}, but {value!r} in rope_parameters; keep one of them."
+            )
+        found[key] = value
+    return found
+
+
+def _scales(scaling: Any) -> bool:
+    """Whether ``rope_scaling`` changes the rotation; the type "default" does not."""
+    if not isinstance(scaling, dict):
+        return bool(scaling)
+    return bool(scaling) and scaling.get("rope_type", scaling.get("type", "default")) != "default"
+
+
+def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """The arguments of the transformers config, by the route that the family takes."""
+    if family.convert:
+        return _converted(config, family, where)
+    if family.config_names:
+        return _renamed(config, family, where)
+    dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype")
+    return {key: value for key, value in config.items() if key not in (*dropped, *family.dropped)}
+
+
+def _check_defaults(config: dict[str, Any], made: "PreTrainedConfig", family: Family, where: str) -> None:
+    """Check that the family can express the default of each key that config.json leaves out."""
+    for key, allowed in family.required.items():
+        published = key in family.defaults
+        if has_key(config, key) or not (published or has_key(made, key)):
+            continue
+        value = family.defaults[key] if published else value_at(made, key)
+        if value not in allowed:
+            source = "its published code" if published else f"transformers' class for {family.architecture}"
+            expected = " or ".join(repr(value) for value in allowed)
+            raise CheckpointError(
+                f"{where}: config.json has no {key}, and {source} then uses {value!r}; the {family.name} family can "
+                f"express only {expected}. Set it in config.json."
+            )
+
+
+def _check_layers(made: "PreTrainedConfig", family: Family, where: str) -> None:
+    """Check that layers see all of their keys, or a window of them where the class has windows."""
+    if family.class_attention:
+        return
+    has_windows = hasattr(type(made), "sliding_window")  # a class without them would ignore the key
+    windowed = family.causal and has_windows and getattr(made, "sliding_window", None) is not None
+    allowed = {"full_attention", "sliding_attention"} if windowed else {"full_attention"}
+    if other := sorted(set(getattr(made, "layer_types", None) or ()) - allowed):
+        off = " while sliding_window is off" if family.causal and has_windows and not windowed else ""
+        raise CheckpointError(
+            f"{where}: layer_types in config.json has {', '.join(other)}; the {family.name} family can express only "
+            f"{' and '.join(sorted(allowed))}{off}."
+        )
+
+
+def check_required(config: dict[str, Any], family: Family, where: str) -> None:
+    """Check that the family and the hook points can express a config.
+
+    Raises:
+        CheckpointError: they cannot; the message names the key, its value and the values that can be expressed.
+    """
+    for key, allowed in family.required.items():
+        if has_key(config, key) and value_at(config, key) not in allowed:
+            expected = " or ".join(repr(value) for value in allowed)
+            raise CheckpointError(
+                f"{where}: config.json has {key} = {value_at(config, key)!r}; the {family.name} family can express "
+                f"only {expected}. Ignoring the value would compute a different model."
+            )
+    if unknown := [key for key in config if key.startswith("sinklens") and key != weighing.CONFIG_KEY]:
+        raise CheckpointError(f"{where}: config.json has {unknown[0]!r}; sinklens reads only {weighing.CONFIG_KEY}.")
+    chosen = config.get(weighing.CONFIG_KEY, "softmax")
+    if not isinstance(chosen, str) or chosen not in weighing.NORMALIZERS:
+        raise CheckpointError(
+            f"{where}: config.json has {weighing.CONFIG_KEY} = {chosen!r}; known attention normalizers are "
+            f"{', '.join(weighing.NORMALIZERS)}.{nearest(str(chosen), weighing.NORMALIZERS)}"
+        )
+
+
+def _converted(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """The settings that the family's own function makes of a config."""
+    missing = [key for key in family.needed if value_at(config, key) is None]
+    if missing:
+        raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
+    if "rope_theta" in family.needed:
+        _check_theta(config["rope_theta"], where)
+    module, _, function = family.convert.partition(":")
+    return getattr(import_module(module), function)(config)
+
+
+def _check_theta(theta: Any, where: str) -> None:
+    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
+        raise CheckpointError(
+            f"{where}: config.json has rope_theta = {theta!r}; it must be a number above 0, such as 500000.0."
+        )
+
+
+def _renamed(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """LLaDA's config keys under transformers' names, with the sizes that LLaDA derives."""
+    config = dict(config)
+    if config.get("mlp_hidden_size") is None and config.get("mlp_ratio") and config.get("d_model"):
+        config["mlp_hidden_size"] = config["mlp_ratio"] * config["d_model"]
+    if config.get("n_kv_heads") is None:
+        config["n_kv_heads"] = config.get("n_heads")
+    config["vocab_size"] = config.get("embedding_size") or config.get("vocab_size")
+    needed = [*family.config_names, "vocab_size"]
+    missing = [key for key in needed if config.get(key) is None and key != "weight_tying"]
+    if missing:
+        raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
+    settings = {new: config[old] for old, new in family.config_names.items() if old in config}
+    theta = settings.pop("rope_theta")
+    _check_theta(theta, where)
+    settings |= {key: config[key] for key in _KEPT if key in config} | {key: config.get(key) for key in _TOKENS}
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": float(theta)}
+    settings["vocab_size"] = config["vocab_size"]
+    return settings
+
+
+def has_key(config: Any, key: str) -> bool:
+    """Whether a config, a dictionary or an object, has `key`; a dot leads into a part."""
+    first, _, rest = key.partition(".")
+    entries = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    return first in entries and (not rest or has_key(entries[first], rest))
+
+
+def value_at(config: Any, key: str) -> Any:
+    """The value of `key` in a config; None if it has no such key."""
+    if not has_key(config, key):
+        return None
+    first, _, rest = key.partition(".")
+    value = (config if isinstance(config, dict) else config.__dict__)[first]
+    return value_at(value, rest) if rest else value

@@ -1,0 +1,247 @@
+"""Finds the files of a checkpoint and checks its weights before loading any of them.
+
+Only safetensors files are read. The names and shapes in their headers are compared with those of the model that the
+config describes, so a checkpoint with missing, unexpected, misshapen or truncated weights is rejected before anything
+is built. transformers alone would only warn and continue with random weights.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sinklens.errors import CheckpointError, nearest
+from sinklens.families import Family
+
+SHIPPED_FOLDER = "shipped"
+_DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The contents of the headers of a checkpoint's safetensors files.
+
+    Attributes:
+        shapes: weight name in transformers' naming -> shape.
+        dtype: element type of most of the values.
+        original: weight name in transformers' naming -> name in the files.
+        packed: names, in transformers' naming, of weights stored as integers or in 8 bits: those of a quantized
+            checkpoint.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+    original: dict[str, str]
+    packed: frozenset[str] = frozenset()
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored values."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+
+def shipped_names() -> list[str]:
+    """Names of the checkpoints that ship with sinklens."""
+    folder = resources.files("sinklens.model") / SHIPPED_FOLDER
+    if not folder.is_dir():
+        return []
+    return sorted(entry.name for entry in folder.iterdir() if (entry / "config.json").is_file())
+
+
+def find_checkpoint(name_or_path: str | Path, revision: str | None = None) -> Path:
+    """The local folder of a checkpoint, with its config.json, *.safetensors and tokenizer.
+
+    Args:
+        name_or_path: tried in this order: a shipped name; a folder, which is returned; a name on the hub, whose files
+            are downloaded and cached.
+        revision: branch, tag or commit on the hub; None means the main branch.
+
+    Raises:
+        CheckpointError: nothing has this name, there is no network, or `revision` was given for a folder.
+    """
+    path = Path(name_or_path)
+    if str(name_or_path) in shipped_names():
+        path = Path(str(resources.files("sinklens.model") / SHIPPED_FOLDER / str(name_or_path)))
+    if path.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"revision {revision!r} applies to names on the hub, and {path} is a folder. Leave revision out."
+            )
+        return path
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; pass the folder that contains config.json and the weights.")
+    looks_local = path.is_absolute() or str(name_or_path).startswith((".", "~")) or str(name_or_path).count("/") != 1
+    if looks_local:
+        raise CheckpointError(
+            f"{name_or_path!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped_names())}) "
+            f"nor a hub name like 'GSAI-ML/LLaDA-8B-Instruct'.{nearest(str(name_or_path), shipped_names())}"
+        )
+    return _download(str(name_or_path), revision)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: of the hub's HTTP client
+
+    offline = bool(constants.HF_HUB_OFFLINE)
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOADED, local_files_only=offline))
+    except (OSError, HTTPError, HFValidationError) as error:
+        at_revision = f" at revision {revision!r}" if revision else ""
+        reason = next(iter(str(error).splitlines()), "no reason given").rstrip(".")
+        raise CheckpointError(
+            f"could not download {name!r}{at_revision} from the hub: {type(error).__name__}: {reason}. "
+            f"{_way_out(name, error, offline)}"
+        ) from error
+
+
+def _way_out(name: str, error: Exception, offline: bool) -> str:
+    """What to do about a download that failed."""
+    from huggingface_hub.errors import GatedRepoError
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, GatedRepoError) or status in (401, 403):
+        return (
+            f"The repository is gated or private: accept its terms at https://huggingface.co/{name} with your account, "
+            f"then run `hf auth login` (or set HF_TOKEN) on this machine, and load it again."
+        )
+    if offline:
+        return (
+            f"HF_HUB_OFFLINE is set and the cache lacks it: run `hf download {name}` where there is a network, or "
+            f"unset HF_HUB_OFFLINE."
+        )
+    return (
+        "Check the name and the network, or download the files elsewhere and pass their folder; gated models need "
+        "`hf auth login` first."
+    )
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a snapshot in the hub's cache, whose folder is called so; None for other folders."""
+    is_commit = folder.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", folder.name)
+    return folder.name if is_commit else None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint folder.
+
+    Raises:
+        CheckpointError: the file is missing or not JSON.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder} has no config.json; a checkpoint folder contains config.json and *.safetensors."
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{file} is not valid JSON ({error}); it may be incomplete. Download it again."
+        ) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} contains a JSON {type(config).__name__}, not an object.")
+    return config
+
+
+def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weights:
+    """Names, shapes and element type of all stored weights; reads only the headers.
+
+    Args:
+        quantized: whether integers and 8-bit numbers may be among them; the element type is then that of the others.
+
+    Raises:
+        CheckpointError: there are no safetensors files (pickles are rejected), a shard is missing, or a file is
+            truncated or corrupt.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    original: dict[str, str] = {}
+    dtypes: dict[str, int] = {}
+    packed: set[str] = set()
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for stored in opened.keys():  # noqa: SIM118 — safe_open is not a mapping
+                    if family.ignored and re.search(family.ignored, stored):
+                        continue
+                    part = opened.get_slice(stored)
+                    name = rename(stored, family)
+                    shapes[name], original[name] = tuple(part.get_shape()), stored
+                    size = torch.Size(shapes[name]).numel()
+                    dtypes[part.get_dtype()] = dtypes.get(part.get_dtype(), 0) + size
+                    if part.get_dtype() not in DTYPES:
+                        packed.add(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is truncated or corrupt ({error}). Download it again.") from error
+    if quantized:
+        dtypes = {kind: size for kind, size in dtypes.items() if kind in DTYPES}
+    main = max(dtypes, key=lambda kind: dtypes[kind], default="F32")
+    if main not in DTYPES:
+        raise CheckpointError(f"{folder}: weights of type {main} are not supported; use {', '.join(DTYPES)}.")
+    return Weights(shapes, DTYPES[main], original, frozenset(packed))
+
+
+def rename(stored: str, family: Family) -> str:
+    """The name of a stored weight in transformers' naming."""
+    for pattern, replacement in family.renames.items():
+        stored = re.sub(pattern, replacement, stored)
+    return stored
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    single = folder / "model.safetensors"
+    if single.is_file():  # before the index: transformers, which reads the weights, checks in this order
+        return [single]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            content = json.loads(index.read_text(encoding="utf-8"))
+            dict.keys(content["metadata"])  # transformers, which reads the weights, requires it
+            names = sorted(set(content["weight_map"].values()))
+            shards = [folder / name for name in names]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} is corrupt ({error}); download it again.") from error
+        missing = [shard.name for shard in shards if not shard.is_file()]
+        if missing:
+            raise CheckpointError(f"{folder}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing)}.")
+        return shards
+    if any(folder.glob("model-*-of-*.safetensors")):
+        raise CheckpointError(f"{folder} has shards but no {index.name}, which lists their contents. Download it too.")
+    pickles = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
+    note = f" It has pickles ({', '.join(pickles[:3])}), which can run code and are rejected." if pickles else ""
+    raise CheckpointError(f"{folder} has no model.safetensors.{note} Convert the weights to safetensors.")
+
+
+def check_weights(weights: Weights, expected: dict[str, tuple[int, ...]], tied: set[str], where: str) -> None:
+    """Check the stored weights against the model's parameters.
+
+    Args:
+        expected: names and shapes of the model's parameters.
+        tied: parameters that may be absent because they share another parameter's values.
+
+    Raises:
+        CheckpointError: weights are missing, unexpected, or of another shape.
+    """
+    missing = sorted(set(expected) - set(weights.shapes) - tied)
+    unexpected = sorted(weights.original[name] for name in set(weights.shapes) - set(expected) - tied)
+    shapes = [
+        f"{weights.original[name]} is {list(shape)}, the config requires {list(expected[name])}"
+        for name, shape in weights.shapes.items()
+        if name in expected and shape != expected[name]
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} weights are missing ({', '.join(missing[:4])})")
+    if unexpected:
+        problems.append(f"{len(unexpected)} weights have no place in the model ({', '.join(unexpected[:4])})")
+    problems += shapes[:4]
+    if problems:
+        found = "; ".join(problems)
+        raise CheckpointError(f"{where}: {found}. Nothing was loaded; check that config and weights match.")

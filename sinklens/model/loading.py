@@ -1,0 +1,500 @@
+"""Loads a checkpoint into the transformers class of its family.
+
+In this order: the config is translated; the headers are checked against a model on the meta device; device, element
+type, tokenizer and mask token are determined; and only then are the weights read, so a failure leaves nothing
+half-loaded. transformers reads them (`from_pretrained` with the translated config and the family's renames).
+`is_causal` is set on the config, which decides the mask, and on every attention module, where transformers' fused
+attention looks for it if no mask is passed. A class that decides this itself (`Family.class_attention`) keeps its
+flags.
+
+Silent failure that is refused: transformers' own `generate` decodes any model from left to right, even one that was
+trained to fill masks. While a diffusion model is loaded, its `generate` raises an error; see `_refuse_decoding`.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import torch
+from annotated_types import Ge
+
+from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, warn_caller
+from sinklens.families import FAMILIES, Family, identify, translate
+from sinklens.families.registry import family_of
+from sinklens.families.translate import check_required, one_spelling, value_at
+from sinklens.hooks.adapter import Adapter
+from sinklens.hooks.attention import segments
+from sinklens.hooks.attention.blocks import Blocks, write
+from sinklens.hooks.quantized import note_element_type
+from sinklens.model import files
+from sinklens.model.adapters import read_adapter
+from sinklens.model.packing import stored_shapes
+from sinklens.model.parallel import parallel_for
+from sinklens.model.quantization import Quantization, check_quantized, quantization_of
+from sinklens.model.reading import SMALL, DeviceMap, checked_source, read, target_for
+from sinklens.utils.arguments import Count, check_arguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+TokenId = Annotated[int, Ge(0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """The arguments of loading a model, checked; `sinklens.load` says what each means.
+
+    Raises:
+        SettingError: an argument has another type or is out of range.
+    """
+
+    revision: str | None = None
+    dtype: str | torch.dtype = "auto"
+    device: str | torch.device | int | None = None
+    device_map: DeviceMap | None = None
+    tokenizer: Any = None
+    family: str | None = None
+    block_length: Count | None = None
+    mask_token_id: TokenId | None = None
+    quantization: Any = None
+    tp_plan: Any = None
+    ep_plan: Any = None
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+
+
+def fitting(name_or_path: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `LoadRequest` for several models, as they apply to one of them.
+
+    Returns:
+        Them, with ``block_length`` only if it is block-causal and ``mask_token_id`` only if it has a mask token.
+
+    Raises:
+        CheckpointError: the checkpoint was not found, or its family is unknown or open.
+    """
+    if options.get("block_length") is None and options.get("mask_token_id") is None:
+        return dict(options)
+    raw = files.read_config(files.find_checkpoint(name_or_path, options.get("revision")))
+    family = family_of(raw, str(name_or_path), options.get("family"), options.get("block_length"))
+    fits = {"block_length": family.block_causal, "mask_token_id": family.masked and not family.causal}
+    return {name: value for name, value in options.items() if fits.get(name, True)}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model with its tokenizer, family and special tokens.
+
+    Attributes:
+        hf: the transformers model, in evaluation mode.
+        tokenizer: None if the checkpoint has none.
+        family: the family's record.
+        mask_token_id: None for autoregressive models.
+        eos_token_ids: tokens that end an answer.
+        defaults: the checkpoint's sampler settings.
+        blocks: the blocks of a block-causal model; None for other attention.
+        refused_tokens: token ids that prompts must not contain, and what they stand for.
+        name: the name or path that was loaded.
+        revision: the commit of a checkpoint from the hub, whatever branch or tag was requested; None for a folder.
+        undo: closing it restores everything that `prepare` changed in the transformers model.
+        adapter: the checkpoint's adapter, which draft passes use; None without one.
+        quantization: which of its matrices are quantized; None for a model in full precision.
+    """
+
+    hf: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase | None"
+    family: Family
+    mask_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    defaults: dict[str, Any]
+    name: str
+    revision: str | None = None
+    blocks: Blocks | None = None
+    refused_tokens: dict[int, str] = field(default_factory=dict)
+    undo: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+    adapter: Adapter | None = None
+    quantization: Quantization | None = None
+
+
+def build_empty(
+    config: "PreTrainedConfig",
+    model_class: str = "AutoModelForCausalLM",
+    device: str = "meta",
+    dtype: torch.dtype | None = None,
+) -> "PreTrainedModel":
+    """A family's model on the meta device, which has names and shapes but takes no memory.
+
+    Args:
+        config: its transformers config.
+        model_class: as in `Family`.
+        device: another device, for a model of fake tensors (`sinklens.utils.allocations`).
+        dtype: element type; by default that of the config.
+
+    Raises:
+        CheckpointError: transformers cannot build the model, e.g. because it lacks the activation function.
+    """
+    import transformers
+
+    try:
+        with torch.device(device):
+            return getattr(transformers, model_class).from_config(
+                config, attn_implementation="sdpa", **({} if dtype is None else {"dtype": dtype})
+            )
+    except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            f"transformers cannot build a {config.model_type} model from this config: {type(error).__name__}: {error}."
+        ) from error
+
+
+def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoint:
+    """Load a checkpoint by name or folder.
+
+    Raises:
+        CheckpointError: see `sinklens.load`.
+    """
+
+    import sinklens.hooks.attention.attention as attention
+
+    folder = files.find_checkpoint(name_or_path, request.revision)
+    raw = files.read_config(folder)
+    revision = files.commit_of(folder) or request.revision
+    family, blocks = identify(raw, str(folder), request.family, request.block_length)
+    raw = _with_mask(raw, request.mask_token_id, family, str(folder))
+    weights = files.read_headers(folder, family, quantized=raw.get("quantization_config") is not None)
+    config = translate(_with_rows(raw, family, weights), family, str(folder))
+    empty = build_empty(config, family.model_class)
+    expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
+    adapter = read_adapter(folder, family, expected)
+    tied = dict(empty.all_tied_weights_keys)
+    source = checked_source(folder, family, raw, (config, weights), stored_shapes(expected, family.fused), set(tied))
+    if request.device is not None and request.device_map is not None:
+        raise CheckpointError("pass device= or device_map=, not both.")
+    shared = parallel_for(config, family, request, str(folder))
+    target = target_for(source, _device(request.device), request.device_map, request.dtype, request.quantization)
+    target = replace(target, parallel=shared)
+    found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
+    _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
+    defaults = _sampler_defaults(folder, family)
+    quantized = target.config is not None or source.published is not None
+    stored_twice = bool(set(tied) & set(weights.shapes))
+    with _progress_bars(weights.parameters >= SMALL), _quiet(stored_twice or quantized):
+        hf = read(source, target, attention.NAME)
+    made = quantization_of(hf, target.method or (source.published or {}).get("quant_method"))
+    if made is not None:
+        check_quantized(made, str(folder))
+    _tie(hf, tied, weights, str(folder))
+    checkpoint = prepare(hf, found, family, raw, str(name_or_path), revision, defaults, blocks)
+    return replace(checkpoint, adapter=adapter, quantization=made)
+
+
+def outline(
+    name_or_path: str | Path, request: LoadRequest, device: str = "meta", dtype: torch.dtype | None = None
+) -> Checkpoint:
+    """A checkpoint on the meta device: everything but its weights, which need not be there.
+
+    Args:
+        device, dtype: as in `build_empty`.
+
+    Raises:
+        CheckpointError: see `sinklens.load`.
+    """
+    folder = files.find_checkpoint(name_or_path, request.revision)
+    raw = files.read_config(folder)
+    family, blocks = identify(raw, str(folder), request.family, request.block_length)
+    config = translate(raw, family, str(folder))
+    found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
+    empty = build_empty(config, family.model_class, device, dtype)
+    defaults = _sampler_defaults(folder, family)
+    revision = files.commit_of(folder) or request.revision
+    return prepare(empty, found, family, raw, str(name_or_path), revision, defaults, blocks)
+
+
+def _tie(hf: "PreTrainedModel", tied: dict[str, str], weights: files.Weights, where: str) -> None:
+    """Share the weights that the config ties, even where the files hold another value, which transformers 5 would use.
+
+    Raises:
+        CheckpointError: they differ, and one of them stays on disk.
+    """
+    value = hf.get_parameter_or_buffer
+    parted = [target for target, source in tied.items() if value(target) is not value(source)]
+    if not parted:
+        return
+    names = ", ".join(weights.original.get(name, name) for name in parted)
+    untie = "set tie_word_embeddings (in LLaDA's format: weight_tying) in config.json to false"
+    if any(value(name).is_meta for target in parted for name in (target, tied[target])):
+        raise CheckpointError(
+            f"{where}: config.json ties {names} to other weights, but the files hold another value. Load without "
+            f"device_map=; or, to use the stored value, {untie}."
+        )
+    hf.tie_weights()
+    warn_caller(
+        f"{where}: config.json ties {names} to other weights, so the different value in the files is not used. To use "
+        f"it, {untie}.",
+        CheckpointWarning,
+    )
+
+
+def prepare(
+    hf: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    family: Family,
+    raw: dict[str, Any],
+    name: str,
+    revision: str | None = None,
+    defaults: dict[str, Any] | None = None,
+    blocks: Blocks | None = None,
+) -> Checkpoint:
+    """Put a transformers model into the state that sinklens requires, and return it with its special tokens."""
+    import sinklens.hooks.attention.attention as attention
+
+    vocabulary = hf.config.get_text_config().vocab_size
+    mask = _mask_token(raw, tokenizer, family, vocabulary, name)  # first: a rejected model stays unchanged
+    undo = ExitStack()
+    undo.callback(_restorer(hf))
+    hf.eval()
+    hf.config.is_causal = None if family.class_attention else family.causal
+    write(hf.config, blocks)
+    if family.modes:
+        segments.write(hf.config)
+    hf.set_attn_implementation(attention.NAME)
+    note_element_type(hf, hf.dtype, undo)
+    if hf.dtype == torch.float64:
+        hf.set_experts_implementation("eager")  # torch has no grouped matrix products in float64
+    for module in hf.modules():
+        if hasattr(module, "is_causal") and not family.class_attention:
+            module.is_causal = family.causal
+    if not family.causal:
+        _refuse_decoding(hf, name, undo)
+    ends = _end_tokens(hf, tokenizer, raw)
+    chosen = {setting: raw[key] for key, setting in family.config_settings.items() if key in raw} | (defaults or {})
+    refused = {raw[key]: what for key, what in family.refused_tokens.items() if raw.get(key) is not None}
+    checkpoint = Checkpoint(hf, tokenizer, family, mask, ends, chosen, name, revision, blocks, refused, undo)
+    return replace(checkpoint, quantization=quantization_of(hf))
+
+
+def _restorer(hf: "PreTrainedModel") -> Callable[[], None]:
+    """A function that sets the model's mode, config and causal flags back to what they are now."""
+    modules = [(module, module.training, module.__dict__.get("is_causal")) for module in hf.modules()]
+    configs = {id(module.config): module.config for module in hf.modules() if hasattr(module, "config")}
+    settings = [(config, dict(config.__dict__)) for config in configs.values()]
+
+    def restore() -> None:
+        for module, training, is_causal in modules:
+            module.training = training
+            if is_causal is not None:
+                module.is_causal = is_causal
+        for config, values in settings:
+            config.__dict__.clear()
+            config.__dict__.update(values)
+
+    return restore
+
+
+def _refuse_decoding(hf: "PreTrainedModel", name: str, undo: ExitStack) -> None:
+    """Make transformers' left-to-right decoding of a diffusion model an error, including in its pipelines.
+
+    A class with a `generate` of its own keeps it, and one without any cannot decode.
+    """
+    from transformers import GenerationMixin
+
+    if not isinstance(hf, GenerationMixin) or type(hf).generate is not GenerationMixin.generate:
+        return
+    before = {"generate": hf.__dict__["generate"]} if "generate" in hf.__dict__ else {}
+    hf.__dict__["generate"] = partial(_refused_decoding, name)
+    undo.callback(hf.__dict__.update, before)
+    undo.callback(hf.__dict__.pop, "generate", None)
+
+
+def _refused_decoding(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise SettingError(
+        f"{name} is a diffusion model, and transformers' generate would decode it from left to right, which gives text "
+        f"that the model was not trained to write. Call sinklens.generate(model, prompt, gen_length=...); "
+        f"model.release() restores transformers' method."
+    )
+
+
+def _with_mask(raw: dict[str, Any], mask: int | None, family: Family, where: str) -> dict[str, Any]:
+    """config.json with the mask token that the caller names."""
+    if mask is None:
+        return raw
+    if family.causal or not family.masked:
+        raise CheckpointError(f"{where}: {family.name} models have no mask token; leave mask_token_id= out.")
+    return raw | {"mask_token_id": mask}
+
+
+def _with_rows(raw: dict[str, Any], family: Family, weights: files.Weights) -> dict[str, Any]:
+    """config.json with as many tokens as the stored embedding has rows, where the family's config does not say it."""
+    rows, size = weights.shapes.get(family.rows_of, ()), raw.get("vocab_size")
+    return raw | {"vocab_size": rows[0]} if rows and isinstance(size, int) and rows[0] > size else raw
+
+
+def _mask_token(
+    raw: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None", family: Family, vocabulary: int, name: str
+) -> int | None:
+    """The mask token: the config's, else the tokenizer's, else the family's; None for models without one."""
+    if family.causal or not family.masked:
+        return None
+    named = (raw.get("mask_token_id"), getattr(tokenizer, "mask_token_id", None), family.mask_token_id)
+    last = vocabulary - 1 if family.mask_is_last else None
+    mask = next((token for token in (*named, last) if token is not None), None)
+    if not isinstance(mask, int) or not 0 <= mask < vocabulary:
+        raise CheckpointError(
+            f"{name}: no usable mask token (found {mask!r}, vocabulary {vocabulary}); "
+            f"pass mask_token_id=, set it in config.json, or pass a tokenizer that has a mask token."
+        )
+    return mask
+
+
+def from_pretrained_model(
+    hf: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    family_name: str | None = None,
+    block_length: int | None = None,
+    mask_token_id: int | None = None,
+) -> Checkpoint:
+    """Use a transformers model that is already in memory; its config determines the family, unless it is named.
+
+    A bidirectional model of the Llama or Qwen classes has ``config.is_causal = False``.
+
+    Raises:
+        CheckpointError: no family has its ``model_type``, the named family has another class, it has no language-model
+            head, or it has hook points already.
+    """
+    import sinklens.hooks.attention.attention as attention
+
+    raw = hf.config.to_dict()
+    kind = raw.get("model_type")
+    if getattr(hf.config, "is_causal", True) is False and f"a2d-{kind}" in FAMILIES:
+        family_name = family_name or (f"a2d-{kind}" if block_length is None else f"bd3lm-{kind}")
+    family, blocks = identify(raw, type(hf).__name__, family_name, block_length)
+    raw = _with_mask(raw, mask_token_id, family, type(hf).__name__)
+    if family.architecture != kind:
+        raise CheckpointError(
+            f"the {family.name} family needs a {family.architecture} model, but this {type(hf).__name__} has "
+            f"model_type {kind!r}; name another family, or leave family= out."
+        )
+    if type(hf).__module__.startswith("transformers_modules"):
+        raise CheckpointError(
+            f"{type(hf).__name__} runs code from its checkpoint; pass its name or folder to sinklens.load instead, "
+            f"which loads the same weights into transformers' own class."
+        )
+    if hf.get_output_embeddings() is None:
+        raise CheckpointError(f"{type(hf).__name__} has no language-model head; pass a model of a …ForCausalLM class.")
+    if any(attention.POINTS in module.__dict__ for module in hf.modules()):
+        raise CheckpointError(
+            f"this {type(hf).__name__} already has hook points, and a second set would disconnect the first; "
+            f"use the model that sinklens.load returned for it (set its .tokenizer to change the tokenizer)."
+        )
+    name = getattr(hf.config, "name_or_path", "") or kind
+    check_required(one_spelling(raw, name), family, name)
+    generation = getattr(hf, "generation_config", None)
+    defaults = {} if generation is None else _generation_defaults(generation.to_dict(), family)
+    return prepare(hf, tokenizer, family, raw, name, defaults=defaults, blocks=blocks)
+
+
+@contextmanager
+def _quiet(needed: bool) -> Iterator[None]:
+    """Keep transformers from logging warnings; `_tie` reports and repairs tied weights that differ."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    if needed:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextmanager
+def _progress_bars(shown: bool) -> Iterator[None]:
+    """Show or hide transformers' progress bars; afterwards the user's setting is restored."""
+    from transformers.utils import logging
+
+    if shown:
+        yield
+        return
+    before = logging.set_tqdm_hook(lambda make, args, kwargs: make(*args, **{**kwargs, "disable": True}))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+
+
+def _device(device: str | torch.device | int | None) -> torch.device:
+    """The requested device; by default a GPU if there is one, else the CPU."""
+    try:
+        found = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except RuntimeError as error:
+        raise CheckpointError(f"torch does not know the device {device!r}; pass 'cpu', 'cuda' or 'cuda:1'.") from error
+    if found.type == "meta":
+        raise CheckpointError("the device 'meta' holds no values, so a model on it cannot run; pass 'cpu' or 'cuda'.")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise CheckpointError(f"device {str(found)!r} is not available: torch sees {torch.cuda.device_count()} GPUs.")
+    return found
+
+
+def _tokenizer(folder: Path, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase | None":
+    """The folder's tokenizer; None if it has none.
+
+    Raises:
+        CheckpointError: the tokenizer cannot be read.
+    """
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return None
+    try:
+        return _read_tokenizer(folder, config)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {reason}). One of its files may be "
+            f"incomplete: download them again, or pass another tokenizer as sinklens.load(..., tokenizer=...)."
+        ) from error
+
+
+def _read_tokenizer(folder: Path, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
+    """Read the tokenizer without running code that tokenizer_config.json names."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    if (folder / "vocab.json").is_file():  # Dream: Qwen2's byte-level BPE under Dream's class name
+        return AutoTokenizer.from_pretrained(folder, tokenizer_type=config.model_type, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
+
+
+def _end_tokens(
+    hf: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", raw: dict[str, Any]
+) -> tuple[int, ...]:
+    """End-of-sequence tokens: the generation config's, else the config's, else the tokenizer's."""
+    generation = getattr(hf, "generation_config", None)
+    for source in (getattr(generation, "eos_token_id", None), raw.get("eos_token_id")):
+        if source is not None:
+            return tuple(source) if isinstance(source, list | tuple) else (source,)
+    end = getattr(tokenizer, "eos_token_id", None)
+    return () if end is None else (end,)
+
+
+def _sampler_defaults(folder: Path, family: Family) -> dict[str, Any]:
+    """Sampler settings in generation_config.json: the family's keys, and those that it lists under ``"sinklens"``."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        generation = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(generation, dict):
+            raise ValueError("it is not a JSON object")
+        return _generation_defaults(generation, family) | dict(generation.get("sinklens") or {})
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{file} has no valid settings ({error}). Download it again.") from error
+
+
+def _generation_defaults(generation: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The sampler settings among the entries of a generation config."""
+    found = {setting: value_at(generation, key) for key, setting in family.generation_settings.items()}
+    return {setting: value for setting, value in found.items() if value is not None}

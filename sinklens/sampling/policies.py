@@ -1,0 +1,426 @@
+"""Cache policies: which keys and values a step of a bidirectional model computes, reuses or hides.
+
+    run = sinklens.generate(model, prompt, cache=DualCache())
+
+`NoCache` computes everything, the default. Every other policy approximates: compare it with the exact run. What each
+approximates stands at its class. A policy of your own is a `Policy` (key_cache.py) with the method `plan`; an entry in
+`POLICIES` gives it a name where objects cannot be written, as on the command line: "dual", or "keep-sinks:4" with an
+argument.
+
+Pitfall: a name selects a policy with its default arguments but one; write the object to set others.
+
+Pitfall: of a sampler without blocks the answer is the block, so a policy's complete step at the beginning of each block
+is the first of the run alone.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import max_pool1d
+
+from sinklens.errors import SettingError, nearest
+from sinklens.sampling.key_cache import History, Keys, Policy
+from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
+from sinklens.sinks.track import build_track
+from sinklens.utils.arguments import Count, NonNegative, Share, Words, check_arguments, read_as
+
+CachePolicy = Annotated[Policy | str, Words("a policy such as sinklens.sampling.DualCache() or its name, 'dual',")]
+
+
+@dataclass(frozen=True)
+class NoCache(Policy):
+    """Compute every position in every step: the exact run, and the default."""
+
+    def plan(self, history: History) -> Bool[Tensor, " pos"]:
+        """Everything is fresh."""
+        return torch.ones_like(history.in_block)
+
+
+@dataclass(frozen=True)
+class PrefixCache(Policy):
+    """Reuse the keys and values of the columns before the active block until the next block begins.
+
+    Fast-dLLM's prefix cache (Wu et al., 2505.22618, v1 of the code). What it approximates: a reused entry belongs to
+    the canvas of the block's first step, where the block was still masked, so the entries of the prompt and of earlier
+    blocks do not know the tokens that the block has got since then.
+    """
+
+    def plan(self, history: History) -> Bool[Tensor, " pos"]:
+        """Fresh from the block's first column on; everything in its first step."""
+        columns = torch.arange(history.canvas.shape[1], device=history.canvas.device)
+        return columns >= (history.block.start if history.step_in_block else 0)
+
+
+@dataclass(frozen=True)
+class DualCache(Policy):
+    """Reuse the keys and values of the columns before and after the active block until the next block begins.
+
+    Fast-dLLM's dual cache; it approximates as `PrefixCache` does.
+    """
+
+    def plan(self, history: History) -> Bool[Tensor, " pos"]:
+        """Fresh inside the block; everything in its first step."""
+        return history.in_block if history.step_in_block else torch.ones_like(history.in_block)
+
+
+@dataclass(frozen=True)
+class DelayedCache(Policy):
+    """Reuse the entries of positions from the second step after their token was written.
+
+    dKV-Cache's delayed cache (Ma et al., 2505.15781; horseee/dKV-Cache, `llada_dkv_cache_decode.py`). The first step
+    that sees a token computes its entry, and later steps reuse it. The first two steps of a block and every
+    `refresh`-th one compute everything. Undecided positions are always computed, those of later blocks included.
+
+    Where logits at j predict the token at j + 1, j is reused only if both tokens were written by then, dKV-Cache's rule
+    "un_right". Its other two rules skip positions that a policy here must compute: "right" (only j is written) skips
+    those that predict undecided ones, and "un" (only j + 1 is written) skips undecided ones.
+
+    What it approximates: a reused entry knows the tokens that were written up to the step after its own, but no later
+    ones. The published code needs rows with equally many decided positions; here each row reuses its own.
+
+    Attributes:
+        refresh: steps of a block between complete steps (`cache_reloading_step`); 1 computes everything always.
+    """
+
+    refresh: Count = 8
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+
+    def plan(self, history: History) -> Bool[Tensor, "batch pos"]:
+        """Fresh where undecided, or written in the step before; with shifted logits also before such positions."""
+        if history.step_in_block < 2 or history.step_in_block % self.refresh == 0:
+            return torch.ones_like(history.undecided)
+        fresh = history.undecided | (history.decided == 1)
+        if history.shift:
+            fresh[:, :-1] |= (fresh & history.real)[:, 1:].clone()
+        return fresh
+
+
+@dataclass(frozen=True)
+class Evict(Policy):
+    """Hide all but the best share of the positions outside the block, from its third step on.
+
+    Sparse-dLLM's eviction (Song et al., 2508.02558; OpenMOSS/Sparse-dLLM). The first two steps of a block compute
+    everything. Then each layer ranks the positions outside the block and keeps the best until the next complete step;
+    the block itself is computed in every step. The published rank of a position is the mean over heads of (mean rotated
+    query of the block) · (its rotated key), unscaled and without softmax, followed by a maximum over its neighbors.
+
+    What it approximates: the block no longer sees the hidden positions, and the kept ones are stale. Hidden keys are
+    masked, not removed, so that a map keeps one column per position; they still take up memory.
+
+    Attributes:
+        keep: share of these positions that each layer keeps, rounded down; from 0 to 1.
+        by: their rank: "queries", Sparse-dLLM's, or "score", their sink score in the step before, averaged over heads.
+        kernel: width of the maximum over neighbors, an odd number; 1 for none.
+    """
+
+    keep: Share = 0.5
+    by: Literal["queries", "score"] = "queries"
+    kernel: Count = 3
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+        if self.kernel % 2 == 0:
+            raise SettingError(f"kernel must be an odd number of positions; got {self.kernel!r}.")
+        object.__setattr__(self, "reads_queries", self.by == "queries")
+        object.__setattr__(self, "reads_scores", self.by == "score")
+
+    def plan(self, history: History) -> Int[Tensor, "batch layer pos"]:
+        """Everything fresh in two steps; then the block fresh, the best others stale, the rest gone.
+
+        The best are chosen after a complete step.
+        """
+        if history.step_in_block < 2:
+            return torch.full_like(history.age, int(Keys.FRESH))
+        chosen = history.complete[:, :, None]
+        kept = torch.where(chosen, self._kept(history), ~history.gone) if bool(chosen.any()) else ~history.gone
+        plan = torch.where(kept, int(Keys.STALE), int(Keys.GONE))
+        return torch.where(history.in_block, int(Keys.FRESH), plan)
+
+    def _kept(self, history: History) -> Tensor:
+        """True at the best positions outside the block, [batch, layer, pos]."""
+        outside = ~history.in_block
+        ranked = self._importance(history).masked_fill(~history.real[:, None], -torch.inf)[:, :, outside]
+        if self.kernel > 1:  # the positions before and after the block are neighbors, as in the published code
+            ranked = max_pool1d(ranked.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2).view_as(ranked)
+        ranked = ranked.masked_fill(~history.real[:, None, outside], -torch.inf)
+        order = ranked.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        counts = (history.real[:, outside].sum(dim=1) * self.keep).long()
+        kept = torch.zeros_like(history.age, dtype=torch.bool)
+        kept[:, :, outside] = order < counts[:, None, None]
+        return kept
+
+    def _importance(self, history: History) -> Float[Tensor, "batch layer pos"]:
+        if self.by == "score":
+            assert history.scores is not None
+            return history.scores.mean(dim=2)
+        assert history.queries is not None
+        layers = []
+        for layer in range(history.age.shape[1]):
+            query, key = history.queries[:, layer], history.keys(layer).float()
+            grouped = query.unflatten(1, (key.shape[1], -1)).mean(dim=2)  # heads that share keys
+            layers.append(torch.einsum("bhd,bhpd->bp", grouped, key) / key.shape[1])
+        return torch.stack(layers, dim=1)
+
+
+@dataclass(frozen=True)
+class Refresh(Policy):
+    """Compute everything every `every` steps of a block, or when the probe's key has moved.
+
+    After Elastic-Cache (Nguyen-Tri et al., 2510.14973). Between refreshes another policy decides. With a bound on
+    `drift`, each row also computes one *probe*: of the positions that it would not compute otherwise, the one that got
+    the most attention in the step before, summed over layers and heads. The drift of its key, the relative change
+    ‖k_t − k‖ / ‖k_t‖ against the entry it replaces, needs no second pass. If it exceeds the bound in any layer, the row
+    computes everything in the next step.
+
+    What it approximates: Elastic-Cache measures attention, not keys, and refreshes only the layers from the first one
+    that drifts; here all layers are refreshed. The probe enlarges the window that a step computes, up to everything
+    between it and the block.
+
+    Attributes:
+        every: steps of a block between complete steps; None for none after the first.
+        drift: the largest drift of the probe's key that does not trigger a complete step; None for no probe.
+        within: the policy of the other steps.
+    """
+
+    every: Count | None = None
+    drift: NonNegative | None = None
+    within: Policy = field(default_factory=DualCache)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.within, Policy):
+            raise SettingError(f"within must be a policy such as DualCache(); got {self.within!r}.")
+        check_arguments(self)
+        if self.every is None and self.drift is None:
+            raise SettingError("Refresh needs every= or drift=; without them use the inner policy alone.")
+        needs = self.drift is not None
+        object.__setattr__(self, "reads_scores", needs or self.within.reads_scores)
+        object.__setattr__(self, "reads_drift", needs or self.within.reads_drift)
+        object.__setattr__(self, "reads_queries", self.within.reads_queries)
+
+    def plan(self, history: History) -> Tensor:
+        """The inner plan with the probe, or everything."""
+        everything = torch.ones_like(history.undecided)
+        if history.step_in_block == 0 or (self.every and history.step_in_block % self.every == 0):
+            return everything
+        inner = self.within.plan(history)
+        if self.drift is None:
+            return inner
+        if inner.dtype is not torch.bool or inner.ndim > 2:
+            raise SettingError(
+                f"drift= needs an inner policy that returns booleans [batch, pos]; {type(self.within).__name__} "
+                f"hides keys or chooses by layer. Use every=."
+            )
+        inner = inner.expand_as(everything)
+        computed = history.with_predictors(inner)
+        return inner | self._probe(history, computed) | self._moved(history, computed)[:, None]
+
+    def _probe(self, history: History, computed: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+        """The most attended position of each row outside `computed`."""
+        assert history.scores is not None
+        total = history.scores.sum(dim=(1, 2)).masked_fill(computed | ~history.real, -torch.inf)
+        return torch.zeros_like(computed).scatter(1, total.argmax(dim=1, keepdim=True), True) & ~computed
+
+    def _moved(self, history: History, computed: Bool[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+        """Rows whose probe drifted beyond the bound in the step before; not after a complete step."""
+        assert history.drift is not None
+        assert self.drift is not None
+        outside = history.drift.masked_fill(computed[:, None], torch.nan)
+        above = (outside > self.drift).flatten(1).any(dim=1)
+        return above & ~history.complete[:, 0]
+
+
+@dataclass(frozen=True)
+class KeepSinks(Policy):
+    """Compute the sinks in every step and leave other keys stale, or keep the sinks and hide the others.
+
+    It asks what a cache owes to its sinks. A detector finds sinks in the scores of the step before, in each layer: a
+    position that is a sink of any head counts. Outside the block, either the sinks are computed and the others stale
+    (`others="stale"`), or the sinks are stale and the others hidden (`others="gone"`). The negation,
+    ``~KeepSinks(...)``, exchanges sinks and others. It approximates as `DualCache` does, with these exceptions, and the
+    first step of a block computes everything.
+
+    Pitfall: a key that is hidden has no attention, so it cannot become a sink again before the next complete step.
+
+    Attributes:
+        detector: what a sink is; it may read the scores only.
+        k: at most this many sinks per layer, those whose strongest head is strongest; None for all that are found.
+        others: what happens to the other positions outside the block: "stale" (sinks are fresh) or "gone" (sinks are
+            stale).
+        negated: exchange sinks and others; write ``~KeepSinks(...)``.
+    """
+
+    detector: Detector = field(default_factory=EpsilonOverMean)
+    k: Count | None = None
+    others: Literal["stale", "gone"] = "stale"
+    negated: bool = False
+    reads_scores: bool = field(default=True, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require_detector(self.detector)
+        check_arguments(self)
+
+    def __invert__(self) -> "KeepSinks":
+        return replace(self, negated=not self.negated)
+
+    def plan(self, history: History) -> Int[Tensor, "batch layer pos"]:
+        """Everything fresh in the block's first step; then the block, and the sinks or the others."""
+        if history.step_in_block == 0:
+            return torch.full_like(history.age, int(Keys.FRESH))
+        favored, rest = (Keys.FRESH, Keys.STALE) if self.others == "stale" else (Keys.STALE, Keys.GONE)
+        chosen = ~history.gone
+        if self.others == "stale" or bool(history.complete.any()):
+            found = self._sinks(history) ^ self.negated
+            chosen = found if self.others == "stale" else torch.where(history.complete[:, :, None], found, chosen)
+        plan = torch.where(chosen, int(favored), int(rest))
+        return torch.where(history.in_block, int(Keys.FRESH), plan)
+
+    def _sinks(self, history: History) -> Bool[Tensor, "batch layer pos"]:
+        track = _track(history)
+        found = torch.from_numpy(self.detector.detect(track).to_numpy()[:, 0])
+        if self.k is not None:
+            strength = torch.from_numpy(np.nan_to_num(self.detector.strength(track).to_numpy()[:, 0], nan=-np.inf))
+            best = torch.where(found, strength, -torch.inf).amax(dim=2)
+            kth = best.topk(min(self.k, best.shape[-1]), dim=-1).values[..., -1:]
+            return ((best >= kth) & (best > -torch.inf)).to(history.real.device)
+        return found.any(dim=2).to(history.real.device)
+
+
+def _track(history: History) -> Any:
+    """The step before as a track of one step; scores are scaled to a mean of 1, as if every position were a query."""
+    assert history.scores is not None
+    scores = history.scores.float()
+    mean = scores.sum(dim=-1, keepdim=True) / history.real.sum(dim=-1)[:, None, None, None]
+    scaled = (scores / mean.clamp(min=torch.finfo(torch.float32).tiny)).cpu().numpy()
+    masked = history.undecided.cpu().numpy()
+    return build_track(
+        score=scaled[:, None], token_id=history.canvas.to(torch.int32).cpu().numpy()[:, None],
+        masked=masked[:, None], committed=np.zeros_like(masked)[:, None], is_real=history.real.cpu().numpy(),
+        unmask_step=np.full(masked.shape, -1), attrs={"model": "", "prompt_length": 0},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Planned(Policy):
+    """Compute, reuse and hide the keys that a table lists for each step.
+
+        stale = exact.sinks.detect().any("head")  # [batch, step, layer, pos]
+        stale[:, 0] = False
+        run = sinklens.generate(model, prompt, replay=exact, cache=Planned(~stale))
+
+    Chosen from an exact run and carried out on its canvases (``replay=``), the plan leaves stale exactly the keys in
+    question, or as many others as a control. A run also computes what it must, whatever the plan says (key_cache.py);
+    the track's ``staleness`` shows the keys that were used.
+
+    Attributes:
+        table: [batch, step, layer, pos], a tensor, array or DataArray: numbers of `Keys`, or booleans (True for fresh,
+            False for stale). Axes that do not matter have size 1.
+    """
+
+    table: Any
+
+    def __post_init__(self) -> None:
+        values = self.table if isinstance(self.table, Tensor) else np.array(self.table)
+        if values.ndim != 4:
+            raise SettingError(f"Planned takes a table [batch, step, layer, pos]; got shape {list(values.shape)}.")
+        object.__setattr__(self, "table", torch.as_tensor(values))
+
+    def __repr__(self) -> str:
+        return f"Planned({list(self.table.shape)})"
+
+    def plan(self, history: History) -> Tensor:
+        """The entries of the step.
+
+        Raises:
+            SettingError: the table has no such step.
+        """
+        steps = self.table.shape[1]
+        if steps > 1 and history.step >= steps:
+            raise SettingError(
+                f"the table of Planned has {steps} steps, and the run reached step {history.step}; make it as long as "
+                f"the run, or give the step axis size 1."
+            )
+        return self.table[:, history.step if steps > 1 else 0]
+
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "none": NoCache,
+    "prefix": PrefixCache,
+    "dual": DualCache,
+    "delayed": DelayedCache,
+    "refresh": lambda every=8: Refresh(every=every),
+    "evict": Evict,
+    "keep-sinks": lambda k=None: KeepSinks(k=k),
+    "drop-sinks": lambda k=None: ~KeepSinks(k=k, others="gone"),
+}
+"""Name -> a function that makes the policy, from a number if one follows the name after a colon."""
+
+
+def as_policy(cache: Any) -> Policy | None:
+    """What `cache=` of a run takes, a policy or a name, as a policy; None for the exact run.
+
+    Raises:
+        SettingError: it is neither, or no policy has this name.
+    """
+    given = read_as(CachePolicy | None, "cache", cache)
+    policy = find_policy(given) if isinstance(given, str) else given
+    return None if isinstance(policy, NoCache) else policy
+
+
+def policy_name(policy: Policy) -> str:
+    """The text for which `find_policy` returns an equal policy; else its repr."""
+    numbers = [value for value in vars(policy).values() if type(value) in (int, float)]
+    texts = [text for name in POLICIES for text in (name, *(f"{name}:{number}" for number in numbers))]
+    for text in texts:
+        with suppress(SettingError):
+            if find_policy(text) == policy:
+                return text
+    return repr(policy)
+
+
+def find_policy(text: str) -> Policy:
+    """The policy that a name, with an optional number as in "keep-sinks:4", selects.
+
+    Raises:
+        SettingError: no policy has this name, or its argument is not a number that it takes.
+    """
+    if not isinstance(text, str):
+        raise SettingError(f"a cache policy is found by its name, such as 'dual'; got {text!r}.")
+    name, colon, argument = text.partition(":")
+    if name not in POLICIES:
+        raise SettingError(
+            f"no cache policy is called {name!r}; known: {', '.join(POLICIES)}.{nearest(name, POLICIES)}"
+        )
+    if not colon:
+        return POLICIES[name]()
+    if not _takes_number(POLICIES[name]):
+        raise SettingError(f"{text!r} is not a cache policy: {name!r} takes no number. Write {name!r} alone.")
+    try:
+        number = float(argument) if "." in argument else int(argument)
+    except ValueError:
+        raise SettingError(
+            f"{text!r} is not a cache policy: {argument!r} is not a number. Write a number after the colon, or "
+            f"{name!r} alone."
+        ) from None
+    try:
+        return POLICIES[name](number)
+    except (TypeError, ValueError) as error:
+        raise SettingError(
+            f"{text!r} is not a cache policy: {error} Write another number after the colon, or {name!r} alone."
+        ) from error
+
+
+def _takes_number(make: Callable[..., Policy]) -> bool:
+    try:
+        inspect.signature(make).bind(1)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,454 @@
+"""Loading gives a model that computes what transformers' class computes from the same weights, or fails completely."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from building import SIZES, plain_pass, random_hf, random_ids
+from layouts import (
+    ARCHITECTURES,
+    BLOCK_CAUSAL,
+    WORDS,
+    arguments,
+    causal,
+    change_config,
+    eager_logits,
+    public_config,
+    public_weights,
+    word_tokenizer,
+    write_checkpoint,
+    write_family,
+    write_tokenizer,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils import logging
+
+import sinklens
+from sinklens.errors import CheckpointError
+from sinklens.model import loading, reading
+
+LLADA_HEAD = "model.transformer.ff_out.weight"
+
+
+def _logits(model: Callable[..., Any], ids: Tensor, **kwargs: Any) -> Tensor:
+    with torch.no_grad():
+        made = model(ids, **kwargs)
+    return made if isinstance(made, Tensor) else made.logits
+
+
+@pytest.fixture
+def llada(tmp_path: Path) -> Path:
+    """A LLaDA checkpoint."""
+    write_family(tmp_path / "llada", "llada")
+    return tmp_path / "llada"
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes reading weights an error."""
+
+    def read(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
+
+
+# The model
+
+
+@pytest.mark.fast_cases(9)
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_logits_equal_those_of_the_transformers_class_with_the_same_weights(tmp_path, family):
+    hf, ids = write_family(tmp_path, family), random_ids()
+    model = sinklens.load(tmp_path, **arguments(family))
+    wanted = eager_logits(hf, ids, causal(family), family in BLOCK_CAUSAL)
+    torch.testing.assert_close(_logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
+    assert model.family == family
+    assert model.mask_token_id == (None if causal(family) else 60)
+    assert model.eos_token_ids == (2,)
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    "family",
+    [
+        family
+        if family in ("llada", "dream", "llada-moe", "llada2")
+        else pytest.param(family, marks=pytest.mark.extended)
+        for family in ARCHITECTURES
+    ],
+)
+def test_sharded_weights_give_the_same_model(tmp_path, family):
+    write_family(tmp_path / "whole", family)
+    write_family(tmp_path / "sharded", family, shards=3)
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) == 3
+    ids = random_ids()
+    sharded, whole = (sinklens.load(tmp_path / name, **arguments(family)) for name in ("sharded", "whole"))
+    assert torch.equal(_logits(sharded, ids), _logits(whole, ids))
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("family", ["llada", "dream", "llama", "qwen3"])
+@pytest.mark.parametrize("twice", [False, True], ids=["stored once", "stored twice"])
+def test_a_tied_head_is_the_embedding(tmp_path, family, twice):
+    hf = random_hf(ARCHITECTURES[family], causal(family), tie_word_embeddings=True)
+    weights = public_weights(family, hf)
+    if twice:
+        weights[LLADA_HEAD if family == "llada" else "lm_head.weight"] = hf.lm_head.weight.data.clone()
+    write_checkpoint(tmp_path, public_config(family, hf), weights)
+    model, ids = sinklens.load(tmp_path), random_ids()
+    assert model.tree.W_U.data_ptr() == model.tree.W_E.data_ptr()
+    torch.testing.assert_close(_logits(model, ids), eager_logits(hf, ids, causal(family)), rtol=1e-4, atol=1e-5)
+
+
+def test_loaded_models_are_in_evaluation_mode(llada):
+    model = sinklens.load(llada)
+    assert not any(module.training for module in model.tree.hf.modules())
+
+
+@pytest.mark.parametrize(
+    ("requested", "given"),
+    [
+        ("auto", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("float16", torch.float16),
+        (torch.float16, torch.float16),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_the_element_type_is_the_requested_one(tmp_path, requested, given):
+    hf = random_hf("llama", dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, public_config("llada", hf), public_weights("llada", hf))
+    model, ids = sinklens.load(tmp_path, dtype=requested), random_ids()
+    assert {parameter.dtype for parameter in model.tree.hf.parameters()} == {given}
+    torch.testing.assert_close(
+        _logits(model, ids).float(),
+        eager_logits(random_hf("llama", dtype=torch.bfloat16).to(given), ids, causal=False).float(),
+        rtol=0.05 if given.itemsize == 2 else 1e-4,
+        atol=0.1 if given.itemsize == 2 else 1e-5,
+    )
+
+
+def test_a_model_that_is_not_small_keeps_its_stored_type(tmp_path, monkeypatch):
+    hf = random_hf("llama", dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, public_config("llada", hf), public_weights("llada", hf))
+    monkeypatch.setattr(reading, "SMALL", 1)
+    assert sinklens.load(tmp_path).cfg.dtype is torch.bfloat16
+
+
+SPREAD = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+SPREAD |= {f"model.layers.{layer}": "cpu" for layer in range(3)}
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, "auto", SPREAD], ids=["cpu", "all", "auto", "by module"])
+def test_a_device_map_gives_the_same_logits(llada, device_map):
+    ids = random_ids()
+    mapped, plain = sinklens.load(llada, device_map=device_map), sinklens.load(llada, device="cpu")
+    torch.testing.assert_close(_logits(mapped, ids).cpu(), _logits(plain, ids), rtol=1e-4, atol=1e-5)
+
+
+def test_a_small_model_on_a_cpu_runs_in_float32_with_a_device_map_too(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("without a GPU only")
+    hf = random_hf("llama", dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, public_config("llada", hf), public_weights("llada", hf))
+    assert sinklens.load(tmp_path, device_map="cpu").cfg.dtype is torch.float32
+
+
+def test_a_model_with_a_layer_on_disk_shows_its_hook_points(llada):
+    """accelerate wraps the layers of a model that is distributed over devices."""
+    ids, place = random_ids(), SPREAD | {"model.layers.1": "disk"}
+    model, plain = sinklens.load(llada, device_map=place), sinklens.load(llada, device="cpu")
+    names = [
+        "blocks.1.attn.hook_pattern",
+        "blocks.1.hook_resid_mid",
+        "blocks.1.mlp.hook_post",
+        "blocks.2.hook_attn_out",
+    ]
+    with torch.no_grad():
+        logits, cache = model.run_with_cache(ids, names_filter=names)
+        wanted, wanted_cache = plain.run_with_cache(ids, names_filter=names)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+    for name in names:
+        torch.testing.assert_close(cache[name], wanted_cache[name], rtol=1e-4, atol=1e-5)
+
+
+# Tokenizer, special tokens and defaults
+
+
+def test_the_tokenizer_of_the_folder_is_used(llada):
+    write_tokenizer(llada)
+    model = sinklens.load(llada)
+    assert model.tokenizer("w7 w9").input_ids == [7, 9]
+    assert model.tokenizer.mask_token_id == 60
+
+
+def test_a_given_tokenizer_takes_precedence_over_the_folders(llada, tmp_path):
+    write_tokenizer(llada)
+    given = word_tokenizer(tmp_path / "other")
+    assert sinklens.load(llada, tokenizer=given).tokenizer is given
+
+
+def test_the_mask_token_comes_from_the_tokenizer_if_the_config_names_none(llada):
+    change_config(llada, mask_token_id=None)
+    assert sinklens.load(write_tokenizer(llada)).mask_token_id == WORDS.index("<mask>")
+
+
+def test_a_config_without_an_end_token_uses_the_tokenizers(llada):
+    change_config(llada, eos_token_id=None)
+    assert sinklens.load(llada).eos_token_ids == ()
+    assert sinklens.load(write_tokenizer(llada)).eos_token_ids == (2,)
+
+
+def test_the_generation_config_provides_end_tokens_and_sampler_settings(llada):
+    made = {"eos_token_id": [5, 6], "sinklens": {"gen_length": 8, "block_length": 4}}
+    (llada / "generation_config.json").write_text(json.dumps(made))
+    model = sinklens.load(llada)
+    assert model.eos_token_ids == (5, 6)
+    assert model.checkpoint.defaults == {"gen_length": 8, "block_length": 4}
+    assert sinklens.generate(model, torch.tensor([3, 4])).settings.block_length == 4
+
+
+def test_a_tokenizer_that_names_code_is_read_without_running_it(tmp_path):
+    """Dream's layout: Qwen2's vocabulary files under a class that exists only in its repository."""
+    write_family(tmp_path, "dream")
+    vocabulary = {"a": 0, "b": 1, "Ġ": 2, "ab": 3, "Ġab": 4, "<|endoftext|>": 5}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nĠ ab\n")
+    added = {"content": "<|mask|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    settings = {
+        "tokenizer_class": "DreamTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "added_tokens_decoder": {"6": {**added, "special": True}},
+        "mask_token": "<|mask|>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenization_dream.py").write_text("raise SystemExit('code of the checkpoint was run')")
+    tokenizer = sinklens.load(tmp_path).tokenizer
+    assert tokenizer("ab ab<|mask|>b").input_ids == [3, 4, 6, 1]
+    assert tokenizer.mask_token_id == 6
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kept", [0, 100])
+@pytest.mark.usefixtures("nothing_loads")
+def test_an_incomplete_tokenizer_is_rejected_before_weights_are_read(llada, name, kept):
+    write_tokenizer(llada)
+    (llada / name).write_text((llada / name).read_text()[:kept])
+    with pytest.raises(CheckpointError, match=r"the tokenizer in .*llada cannot be read \(.*incomplete: download them"):
+        sinklens.load(llada)
+
+
+def test_an_invalid_tokenizer_file_is_rejected_unless_a_tokenizer_is_given(llada, tmp_path):
+    for content in ("{}", '{"added_tokens": [], "model": {"type": "x"}}'):
+        (llada / "tokenizer.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"or pass another tokenizer as sinklens\.load\(\.\.\., tokenizer="):
+            sinklens.load(llada)
+    assert sinklens.load(llada, tokenizer=word_tokenizer(tmp_path)).tokenizer is not None
+
+
+# Quiet
+
+
+@pytest.mark.extended
+def test_loading_small_checkpoints_prints_nothing(tmp_path):
+    """Runs in a separate process, so that warnings and messages that transformers prints once are seen."""
+    for family in ARCHITECTURES:
+        write_family(tmp_path / family, family, shards=2)
+        write_tokenizer(tmp_path / family)
+    given = {family: arguments(family) for family in ARCHITECTURES}
+    code = f"import sinklens\nfor name, given in {given}.items(): sinklens.load(name, **given)"
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # with such small models, threads mostly wait for each other
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=alone, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+def test_a_progress_bar_is_shown_for_large_models(llada, monkeypatch, capfd):
+    sinklens.load(llada)
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(loading, "SMALL", 1)
+    sinklens.load(llada)
+    assert "Loading weights" in capfd.readouterr().err
+
+
+def test_transformers_progress_bars_are_restored_after_loading(llada, monkeypatch):
+    def own(make: Any, args: Any, kwargs: Any) -> Any:
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(logging, "_tqdm_hook", own)
+    enabled = logging.is_progress_bar_enabled()
+    sinklens.load(llada)
+    assert logging._tqdm_hook is own
+    assert logging.is_progress_bar_enabled() is enabled
+
+
+def test_transformers_progress_bars_are_restored_if_loading_is_interrupted(llada, nothing_loads):
+    with pytest.raises(AssertionError, match="weights were read"):
+        sinklens.load(llada)
+    assert logging._tqdm_hook is None
+
+
+# Rejected before weights are read
+
+
+def _drop(folder: Path, *names: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: value for name, value in weights.items() if name not in names}, folder / "model.safetensors")
+
+
+def _add(folder: Path, **more: Tensor) -> None:
+    save_file(load_file(folder / "model.safetensors") | more, folder / "model.safetensors")
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def _pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _write(name: str, text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"has no config\.json"),
+    "broken config": (_write("config.json", "{"), r"config\.json is not valid JSON"),
+    "unknown family": (lambda folder: change_config(folder, model_type="mamba"), "model_type 'mamba' is not a known"),
+    "unsupported": (
+        lambda folder: change_config(folder, alibi=True),
+        "alibi = True; the llada family can express only",
+    ),
+    "missing key": (lambda folder: change_config(folder, d_model=None), r"config\.json lacks .*d_model"),
+    "wrong size": (
+        lambda folder: change_config(folder, n_layers=2),
+        r"9 weights have no place in the model \(model\.tra",
+    ),
+    "missing weight": (
+        lambda folder: _drop(folder, LLADA_HEAD, "model.transformer.ln_f.weight"),
+        r"2 weights are missing \(lm_head\.weight, model\.norm\.weight\)\. Nothing was loaded",
+    ),
+    "unexpected weight": (
+        lambda folder: _add(folder, **{"model.transformer.blocks.0.q_proj.bias": torch.zeros(24)}),
+        r"1 weights have no place in the model \(model\.transformer\.blocks\.0\.q_proj\.bias\)",
+    ),
+    "wrong shape": (
+        lambda folder: _add(folder, **{LLADA_HEAD: torch.zeros(60, 24)}),
+        r"model\.transformer\.ff_out\.weight is \[60, 24\], the config requires \[61, 24\]",
+    ),
+    "head of an untied model tied": (
+        lambda folder: _drop(folder, LLADA_HEAD),
+        r"1 weights are missing \(lm_head\.weight\)",
+    ),
+    "truncated": (_cut, r"model\.safetensors is truncated or corrupt"),
+    "pickles": (_pickle, r"It has pickles \(pytorch_model\.bin\), which can run code and are rejected"),
+    "mask token outside": (
+        lambda folder: change_config(folder, mask_token_id=61),
+        r"llada: no usable mask token \(found 61, vocabulary 61\); pass mask_token_id=",
+    ),
+    "mask token of the family outside": (
+        lambda folder: change_config(folder, mask_token_id=None),
+        r"no usable mask token \(found 126336, vocabulary 61\)",
+    ),
+    "mask token not a number": (
+        lambda folder: change_config(folder, mask_token_id="<mask>"),
+        r"no usable mask token \(found '<mask>', vocabulary 61\)",
+    ),
+    "broken generation config": (
+        _write("generation_config.json", "{"),
+        r"generation_config\.json has no valid settings",
+    ),
+    "generation config not an object": (
+        _write("generation_config.json", "[]"),
+        r"generation_config\.json has no valid",
+    ),
+    "defaults not an object": (
+        _write("generation_config.json", '{"sinklens": 3}'),
+        r"generation_config\.json has no valid",
+    ),
+}
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+@pytest.mark.usefixtures("nothing_loads")
+def test_a_spoiled_checkpoint_is_rejected_before_weights_are_read(llada, spoiled):
+    spoil, message = SPOILED[spoiled]
+    spoil(llada)
+    with pytest.raises(CheckpointError, match=message):
+        sinklens.load(llada)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_an_adapted_model_without_a_mask_token_is_rejected_before_weights_are_read(tmp_path):
+    write_family(tmp_path, "a2d-qwen3")
+    change_config(tmp_path, mask_token_id=None)
+    with pytest.raises(CheckpointError, match=r"no usable mask token \(found None, vocabulary 61\)"):
+        sinklens.load(tmp_path, family="a2d-qwen3")
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llada-moe", "tiny-canvas"])
+def test_a_recorded_run_in_float64_equals_the_one_in_float32(name):
+    """For experts, torch lacks the grouped matrix products that transformers uses by default."""
+    exact, usual = (sinklens.load(name, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    prompt = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
+    runs = [sinklens.generate(model, prompt, seed=0, record_sinks=True, progress=False) for model in (exact, usual)]
+    assert runs[0].text == runs[1].text
+    scores = [torch.from_numpy(run.sinks.scores().to_numpy()) for run in runs]
+    torch.testing.assert_close(*scores, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": "float8"}, "dtype 'float8' is not one of auto, float64, float32, float16, bfloat16, fp32, fp16, bf16"),
+    ({"dtype": torch.int8}, r"dtype torch\.int8 is not one of auto"),
+    ({"device": "cpu", "device_map": "cpu"}, "pass device= or device_map=, not both"),
+    ({"device": "gpu"}, "torch does not know the device 'gpu'; pass 'cpu', 'cuda' or 'cuda:1'"),
+    ({"device": "cuda:77"}, r"device 'cuda:77' is not available: torch sees \d+ GPUs"),
+    ({"revision": "v1"}, "revision 'v1' applies to names on the hub"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), ARGUMENTS, ids=[str(given) for given, _ in ARGUMENTS])
+@pytest.mark.usefixtures("nothing_loads")
+def test_a_wrong_argument_is_rejected_before_weights_are_read(llada, given, message):
+    with pytest.raises(CheckpointError, match=message):
+        sinklens.load(llada, **given)
+
+
+def test_weights_are_read_if_nothing_is_wrong(llada, nothing_loads):
+    """The tests above rely on this."""
+    with pytest.raises(AssertionError, match="weights were read"):
+        sinklens.load(llada)
+
+
+# The tests' own references
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "a2d-qwen3", "llama"])
+def test_eager_attention_of_transformers_equals_plain_torch(family):
+    """The two references that these and other tests compare with agree."""
+    hf, ids = random_hf(ARCHITECTURES[family], causal(family)), random_ids()
+    wanted = eager_logits(hf, ids, causal(family))
+    plain = plain_pass(sinklens.load(hf), ids)
+    torch.testing.assert_close(plain.logits, wanted, rtol=1e-4, atol=1e-5)
+    assert wanted.shape[-1] == SIZES["vocab_size"]
+
+
+def test_arguments_for_several_models_apply_where_they_fit():
+    given = {"mask_token_id": 5, "block_length": 4, "dtype": "auto"}
+    assert loading.fitting("tiny-llama", given) == {"dtype": "auto"}
+    assert loading.fitting("tiny-llada", given) == {"mask_token_id": 5, "dtype": "auto"}
+    assert loading.fitting("tiny-sdar", given) == given

@@ -1,0 +1,54 @@
+"""A planned run computes, reuses and hides what its table lists, and nothing else."""
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.runs.identity import fingerprint
+from sinklens.sampling import Keys, Planned
+
+PROMPTS = ["one two three four five six", "seven eight nine"]
+STEPS = 4
+
+
+def test_each_key_is_as_old_as_the_table_says(worded):
+    model = worded("llama")
+    exact = sinklens.generate(model, PROMPTS, gen_length=STEPS)
+    rows, length = exact.real.shape
+    table = np.full((rows, STEPS, model.cfg.n_layers, length), int(Keys.FRESH))
+    table[0, 1:, 1, 3] = Keys.STALE  # in one row and layer, from step 1 on
+    table[1, 2, 0, 4] = Keys.GONE
+    run = sinklens.generate(model, PROMPTS, gen_length=STEPS, replay=exact, cache=Planned(table))
+    expected = np.where(exact.real.numpy()[:, None, None], np.zeros_like(table), -1)
+    expected[0, :, 1, 3] = range(STEPS)
+    expected[1, 2, 0, 4] = -1
+    np.testing.assert_array_equal(run.sinks["staleness"].to_numpy(), expected)
+
+
+def test_an_array_of_booleans_may_leave_axes_out_that_do_not_matter(worded):
+    model = worded("llama")
+    length = sinklens.generate(model, PROMPTS, gen_length=STEPS).canvas.shape[2]
+    late = torch.arange(length)[None, None, None] >= length - STEPS
+    runs = [
+        sinklens.generate(model, PROMPTS, gen_length=STEPS, cache=Planned(table))
+        for table in (late, xr.DataArray(late.numpy(), dims=("batch", "step", "layer", "pos")))
+    ]
+    assert torch.equal(runs[0].canvas, runs[1].canvas)
+    assert int(runs[0].sinks["fresh"].isel(step=2, layer=0).sum("pos").max()) == STEPS
+
+
+def test_plans_are_equal_by_what_they_list():
+    table = torch.ones(1, 1, 1, 3, dtype=torch.bool)
+    assert fingerprint(Planned(table)) == fingerprint(Planned(table.clone())) != fingerprint(Planned(~table))
+    assert repr(Planned(table)) == "Planned([1, 1, 1, 3])"
+
+
+def test_a_table_that_does_not_fit_the_run_is_refused(worded):
+    with pytest.raises(SettingError, match=r"Planned takes a table \[batch, step, layer, pos\]; got shape \[2, 3\]"):
+        Planned(torch.ones(2, 3, dtype=torch.bool))
+    short = Planned(torch.ones(1, 2, 1, 1, dtype=torch.bool))
+    with pytest.raises(SettingError, match="table of Planned has 2 steps, and the run reached step 2; make it as long"):
+        sinklens.generate(worded("llama"), PROMPTS, gen_length=STEPS, cache=short)

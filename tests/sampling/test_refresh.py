@@ -1,0 +1,67 @@
+"""A refresh in the middle of a block is a complete step like the block's first one."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import sinklens
+from sinklens.errors import SettingError
+from sinklens.sampling import Evict, History, KeepSinks, Refresh
+from sinklens.sinks import TopK
+
+PROMPTS = ["one two three four five six", "seven eight nine"]
+
+
+@pytest.mark.parametrize(
+    "within", [Evict(keep=0.4), Evict(keep=0.4, by="score", kernel=1), KeepSinks(TopK(1), others="gone")], ids=repr
+)
+def test_keys_are_chosen_again_after_each_refresh_and_hidden_until_the_next(worded, within):
+    run = sinklens.generate(worded("llama"), PROMPTS, cache=Refresh(every=4, within=within), gen_length=12,
+                            block_length=12)  # fmt: skip
+    hidden = (run.sinks["staleness"].to_numpy() < 0) & run.real.numpy()[:, None, None]
+    scores, start, real = run.sinks.scores().fillna(-1).to_numpy(), run.prompt_length, run.real.numpy()
+    first = 2 if isinstance(within, Evict) else 1  # eviction computes everything in two steps of a block
+    assert not hidden[:, [0, 4, 8]].any()
+    for row in range(2):
+        outside = [j for j in range(start) if real[row, j]]
+        for step, layer in ((step, layer) for step in range(run.steps_run) for layer in range(scores.shape[2])):
+            if step % 4 == 0 or step < first:
+                continue
+            kept = {j for j in outside if not hidden[row, step, layer, j]}
+            if isinstance(within, Evict):
+                assert len(kept) == int(0.4 * len(outside))
+            else:
+                complete = scores[row, step - step % 4, layer]
+                assert kept == {int(head.argmax()) for head in complete} & set(outside)
+            if step % 4 > first:
+                assert (hidden[row, step, layer] == hidden[row, step - 1, layer]).all()
+
+
+@dataclass(frozen=True)
+class Planted(Refresh):
+    """Sees the most attention, and a large drift, at the last column of the prompt; less attention at its third."""
+
+    def plan(self, history: History) -> torch.Tensor:
+        if history.scores is None:
+            return super().plan(history)
+        last = history.block.start - 1
+        scores, moved = torch.zeros_like(history.scores), torch.full_like(history.drift, torch.nan)
+        scores[..., last], scores[..., 2], moved[..., last] = 9.0, 5.0, 9.0
+        return super().plan(replace(history, scores=scores, drift=moved))
+
+
+def test_a_column_computed_as_predictor_is_no_probe(worded):
+    """Dream's logits are shifted: the prompt's last column is computed to predict the first of the answer."""
+    run = sinklens.generate(worded("dream"), PROMPTS[:1], cache=Planted(drift=1), gen_length=6)
+    start = run.prompt_length
+    steps = [step for step in range(1, run.steps_run) if run.undecided[0, step, start]]
+    assert steps
+    for step in steps:
+        fresh = run.sinks["fresh"].to_numpy()[0, step, 0]
+        assert fresh.nonzero()[0].tolist() == [2, start - 1, *range(start, start + 6)]
+
+
+def test_the_inner_policy_is_a_policy(unchecked):
+    with pytest.raises(SettingError, match=r"within must be a policy such as DualCache\(\); got 'dual'"):
+        Refresh(every=2, within="dual")
