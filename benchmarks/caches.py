@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, Q
 import sinklens
 from sinklens.devices.measuring import Ratio, compare, compare_peaks
 from sinklens.devices.plain import ANSWER, MASK, random_llada, twin
+from sinklens.families import autoregressive
 from sinklens.hooks.tree import HookTree
 from sinklens.hooks.window_cache import WindowCache
-from sinklens.sampling import autoregressive
 from sinklens.sampling.state import State
 from sinklens.tasks.word_problems import held_out
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-SHIPPED = Path(__file__).resolve().parents[1] / "sinklens" / "checkpoints" / "shipped"
+SHIPPED = Path(__file__).resolve().parents[1] / "sinklens" / "model" / "shipped"
 MASK, END = 1, 0
 LLADA = {
     "embed": "model.transformer.wte", "norm": "model.transformer.ln_f", "unembed": "model.transformer.ff_out",

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 import sinklens
 from sinklens.errors import SettingError, TrackError
 from sinklens.experiments import LogitLens, attention_to, compare, logit_lens, of_step, sweep
+from sinklens.families import bd3lm_owt
 from sinklens.interventions import AblateHeads, Activations, ForceTokens, MaskedLogits, MaskSinks
-from sinklens.sampling import PrefixCache, bd3lm_owt
+from sinklens.sampling import PrefixCache
 
 WINDOW = {"sampler": "mdlm-windows", "window_length": 9, "stride_length": 4, "window_steps": 5}
 

@@ -119,7 +119,7 @@ def test_the_plan_of_experts_counts_their_projections_in_any_element_type(dtype)
 
 
 def test_a_plan_needs_no_weights_and_takes_a_file_of_any_name(tmp_path):
-    folder = Path(sinklens.__file__).parent / "checkpoints" / "shipped" / "tiny-llada"
+    folder = Path(sinklens.__file__).parent / "model" / "shipped" / "tiny-llada"
     (tmp_path / "folder").mkdir()
     shutil.copy(folder / "config.json", tmp_path / "folder" / "config.json")
     shutil.copy(folder / "config.json", tmp_path / "other.json")

@@ -260,7 +260,7 @@ def test_a_known_checkpoint_is_found_by_the_last_part_of_its_name():
 def roomy(tmp_path_factory):
     """tiny-llada with room for GSM8K's prompts, in a folder of another name."""
     folder = tmp_path_factory.mktemp("models") / "roomy"
-    shutil.copytree(Path(sinklens.__file__).parent / "checkpoints" / "shipped" / "tiny-llada", folder)
+    shutil.copytree(Path(sinklens.__file__).parent / "model" / "shipped" / "tiny-llada", folder)
     config = json.loads((folder / "config.json").read_text())
     key = next(name for name in ("max_sequence_length", "max_position_embeddings") if name in config)
     (folder / "config.json").write_text(json.dumps(config | {key: 1024}))

@@ -9,6 +9,7 @@ import torch
 
 import sinklens
 from sinklens.evaluation.statistics import Accuracy
+from sinklens.model.files import shipped_names
 from training import RECIPES, loop, train
 from training.export import export, write_card, write_checkpoint, write_text_card
 from training.pictures import CODE_TOKENS

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.hooks.attention import attention
+from sinklens.model.files import find_checkpoint
 from training import RECIPES, loop, train
 from training.corpus import ANSWER_LENGTH, build_corpus
 from training.tokenizer import train_tokenizer
