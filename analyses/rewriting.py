@@ -1,15 +1,12 @@
-"""Controls for just decided tokens: other tokens whose embedding changes as much.
+"""A control for just decided tokens in the study `events`: other tokens whose embedding changes as much.
 
 A step that decides a token changes the model's input at this position only, from the embedding of the mask to that of
 the token. So no other position of a run matches it in the size of this change, and a matched control has to be made:
+the canvas of the step before, with the decided token *written over* an answer token that was decided earlier. Chosen is
+the one at which ‖e(new) − e(old)‖ is nearest to ‖e(new) − e(mask)‖.
 
-- *written over* (study ``events``): the canvas of the step before, with the decided token written over an answer token
-  that was decided earlier. Chosen is the one at which ‖e(new) − e(old)‖ is nearest to ‖e(new) − e(mask)‖.
-- *masked again* (study ``circuits``): the canvas of the step, with an answer token masked that was decided earlier.
-  Chosen is the one at which ‖e(token) − e(mask)‖ is nearest to that of the just decided token.
-
-Caveat: a token written over another seldom fits its text, and a run seldom masks such a place; either can change
-attention for other reasons than the size of the change.
+Caveat: a token written over another seldom fits its text, which can change attention for other reasons than the size of
+the change.
 """
 
 from collections.abc import Sequence
@@ -74,21 +71,6 @@ def nearest_changes(wanted: Sequence[float], sizes: Float[np.ndarray, " place"])
             found.append(place)
             left[place] = np.inf
     return found
-
-
-def masked_again(
-    model: "Model", before: Int[Tensor, " pos"], now: Int[Tensor, " pos"], prompt_length: int
-) -> tuple[Int[np.ndarray, " place"], Int[Tensor, " pos"]]:
-    """Positions of earlier tokens that stand for the just decided ones, and the canvas `now` with masks there."""
-    mask = model.mask_token_id
-    assert mask is not None
-    change = embedding_change(model, torch.full_like(now, mask), now)
-    just = (now != before).numpy()
-    earlier = ~just & (np.arange(len(now)) >= prompt_length)  # a mask does not change: it is not taken
-    places = np.sort(np.array(nearest_changes(change[just].tolist(), np.where(earlier, change, 0)), dtype=np.int64))
-    canvas = now.clone()
-    canvas[torch.from_numpy(places)] = mask
-    return places, canvas
 
 
 def written_over(model: "Model", track: SinkTrack) -> xr.Dataset:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/findings.md and docs/findings-supplement.md from the stored results in docs/results.
+"""Write the tables of docs/findings.md from the stored results in docs/results.
 
     python scripts/findings.py
 
@@ -11,8 +11,7 @@ none of its tables. Results of further training runs, with other seeds, are in d
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -22,10 +21,10 @@ from findings_tables import TABLES, Contrast, Row, Table
 from sinklens.analyses.intervals import LEVEL
 from sinklens.analyses.scales import Scale
 from sinklens.analyses.seeds import Seeds, over_seeds
-from sinklens.evaluation.statistics import holm
+from sinklens.utils.estimates import holm
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, SUPPLEMENT = (ROOT / "docs" / name for name in ("findings.md", "findings-supplement.md"))
+PAGE = ROOT / "docs" / "findings.md"
 RESULTS = ROOT / "docs" / "results"
 FEWEST = 10  # prompts of a run with something to compare; with fewer, the run is left out of the table of seeds
 SEEDS = {"": "first seed", "-seed-2": "seed 2", "-seed-3": "seed 3"}  # end of a model's name -> its column
@@ -120,7 +119,8 @@ def compared(table: Table) -> list[list[str]]:
         for (row, cells, mean), alone in zip(found_rows, p_values, strict=True):
             p = 0.0 if math.isnan(alone) else next(corrected)  # a share is above 0 by definition
             text = "" if math.isnan(alone) else f"{p:.2g}"
-            lines.append([model, row.label, *cells, shown(row, mean), text, judged(mean, row.threshold, p)])
+            if row.listed:
+                lines.append([model, row.label, *cells, shown(row, mean), text, judged(mean, row.threshold, p)])
     used = [0, 1, *(at for at in range(2, 2 + len(SEEDS)) if any(line[at] for line in lines)), -3, -2, -1]
     header = ["model", "measure", *SEEDS.values(), "mean of the seeds", "p (Holm)", "verdict"]
     return [[line[at] for at in used] for line in (header, *lines)]
@@ -149,21 +149,6 @@ def judged(mean: Seeds, threshold: float, p: float) -> str:
     return "cannot tell" if p > LEVEL else mean.verdict("above", "below", threshold)
 
 
-def tally(studies: Iterable[str]) -> str:
-    """For the page's first table: verdicts over seeds on the contrasts of some studies; "1" without a second.
-
-    Contrasts that do not test the claim of the row (`Contrast.tests`) are left out.
-    """
-    study = {row.label: str(row.file).split("-")[0] for row in TABLES["seeds"].rows if row.tests}
-    table = compared(TABLES["seeds"])
-    lines = [line for line in table[1:] if study.get(line[1]) in set(studies)]
-    found = Counter(line[-1] for line in lines)
-    parts = [f"{found[name]} {name}" for name in ("above", "below", "cannot tell") if found[name]]
-    runs = [at for at, name in enumerate(table[0]) if name in SEEDS.values()]
-    seeds = sorted({sum(bool(line[at]) for at in runs) for line in lines})
-    return f"{' or '.join(map(str, seeds))}: {', '.join(parts)}" if parts else "1"
-
-
 def rendered(table: Table) -> str:
     """A table in Markdown."""
     header, *rows = compared(table) if isinstance(table.rows[0], Contrast) else lines_of(table)
@@ -171,21 +156,10 @@ def rendered(table: Table) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def with_tallies(line: str) -> str:
-    """A line of the page; in a row of its first table, with the seeds of its studies."""
-    cells = line.split(" | ")
-    if len(cells) != 6 or not (studies := re.findall(r"`(\w+)`", cells[-1])):
-        return line
-    return " | ".join([*cells[:4], tally(studies), cells[5]])
-
-
 def current(text: str) -> str:
-    """The page with all tables and tallies written again."""
-    first, *rest = text.split("\n## ", 1)
-    text = "\n## ".join(["\n".join(map(with_tallies, first.split("\n"))), *rest])
+    """The page with all tables written again."""
     return MARKED.sub(lambda match: f"{match[1]}\n{rendered(TABLES[match[2]])}\n{match[3]}", text)
 
 
 if __name__ == "__main__":
-    for page in (PAGE, SUPPLEMENT):
-        page.write_text(current(page.read_text()))
+    PAGE.write_text(current(PAGE.read_text()))

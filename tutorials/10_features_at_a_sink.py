@@ -115,8 +115,7 @@ assert compared["follows"].abs().max() < 0.5 * compared["excess"].min()
 
 # %% [markdown]
 # They stay: `follows` is near 0. These features mark a place of the answer, at which a sink forms at some steps. They
-# describe the place, not the sink. `sinklens analyse features` does this for both SAEs on 100 problems, with controls
-# and intervals ([findings](../docs/findings-supplement.md#features-at-sinks)).
+# describe the place, not the sink.
 
 # %% [markdown]
 # ## Ablate them

@@ -5,22 +5,19 @@ import io
 import numpy as np
 import pandas
 import pytest
-import torch
 import xarray as xr
 
 from sinklens.analyses import find
-from sinklens.errors import SettingError
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [*(problem.prompt for problem in held_out(2)), "Is $x_1$ a _b_ or 12 \n\n $\\frac{ 中?\nAnswer:"]
-OBSERVED = ("existence", "dynamics", "edits", "swaps", "layers", "token_types", "split", "masked_sinks", "events",
-            "diagnose", "texts")  # fmt: skip
-EFFECTS = ("heads", "necessity", "content", "definitions", "windows", "interaction", "blocks", "budget", "mechanism")
-LONG = ("heads", "budget", "content", "necessity", "mechanism")  # of many interventions, for which two steps suffice
+OBSERVED = ("existence", "dynamics", "edits", "swaps", "token_types", "events", "diagnose", "texts")
+EFFECTS = ("heads", "necessity", "content", "definitions", "mechanism")
+LONG = ("heads", "content", "necessity", "mechanism")  # of many interventions, for which two steps suffice
 FEW = {"heads": {"reference": 2}}
 
 
-@pytest.mark.parametrize("name", [*OBSERVED, *EFFECTS, "patching"])
+@pytest.mark.parametrize("name", [*OBSERVED, *EFFECTS])
 def test_a_second_run_agrees_for_any_batch_size_and_its_tables_are_identical(name, tiny_llada, tiny_llama, tmp_path):
     models, few = [tiny_llada, tiny_llama], FEW.get(name, {})
     prompts, length = (PROMPTS, 6) if name in OBSERVED else (PROMPTS[1:], 2 if name in LONG else 4)
@@ -56,7 +53,7 @@ def test_a_second_run_agrees_for_any_batch_size_and_its_tables_are_identical(nam
     assert data["model"].values.tolist() == ["tiny-llada", "tiny-llama"]
 
 
-@pytest.mark.parametrize("name", [*sorted({*EFFECTS} - {"interaction"}), "diagnose"])
+@pytest.mark.parametrize("name", [*EFFECTS, "diagnose"])
 def test_prompts_of_token_ids_are_measured_without_scoring_their_answers(name, tiny_llada):
     study = find(name)(settings={"gen_length": 2}, **FEW.get(name, {}))
     given = tiny_llada.encode(held_out(1)[0].prompt)[0]
@@ -66,8 +63,3 @@ def test_prompts_of_token_ids_are_measured_without_scoring_their_answers(name, t
     assert text["right"].notnull().any()
     changed = "masking_changed" if name == "diagnose" else "changed"
     np.testing.assert_array_equal(measured[changed], text[changed])
-
-
-def test_patching_rejects_token_ids(tiny_llada):
-    with pytest.raises(SettingError, match=r"a number in the text of a prompt; prompt 0 is a list of token ids. Give"):
-        find("patching")().run(tiny_llada, torch.tensor([2, 287, 28]))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.analyses.rewriting import masked_again, nearest_changes, rewritten, strongest_keys, written_over
+from sinklens.analyses.rewriting import nearest_changes, rewritten, strongest_keys, written_over
 from sinklens.sinks import motion
 from sinklens.tasks.word_problems import held_out
 
@@ -75,18 +75,3 @@ def test_landings_are_those_of_runs_on_the_rewritten_canvas(tiny_llada, run):
         checked += 1
     assert checked == 2 * (LENGTH - 2)
     assert data["written_landed_at"].sum() > 0
-
-
-def test_the_token_masked_again_changes_most_like_the_decided_one(tiny_llada, run):
-    mask, start = tiny_llada.mask_token_id, run.prompt_length
-    before, now = run.canvas[0, 5], run.canvas[0, 6]
-    (just,) = (now != before).nonzero().flatten().tolist()
-    (place,), canvas = masked_again(tiny_llada, before, now, start)
-    decided = [pos for pos in range(start, len(now)) if now[pos] != mask and pos != just]
-    miss = [abs(size(tiny_llada, now[pos], mask) - size(tiny_llada, now[just], mask)) for pos in decided]
-    assert place == decided[int(np.argmin(miss))]
-    assert (canvas != now).nonzero().flatten().tolist() == [place]
-    assert canvas[place] == mask
-    places, same = masked_again(tiny_llada, run.canvas[0, 0], run.canvas[0, 1], start)
-    assert len(places) == 0  # nothing was decided earlier
-    assert torch.equal(same, run.canvas[0, 1])

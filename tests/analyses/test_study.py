@@ -305,10 +305,10 @@ def test_token_ids_in_a_prompts_file_are_used_as_token_ids(tmp_path):
     file.write_text('{"prompt": [2, 287, 28]}\n{"question": [2, 287, 28, 423]}\n')
     assert read_prompts(file) == [[2, 287, 28], [2, 287, 28, 423]]
     given = ["--gen-length", "2"]
-    assert main(["analyse", "layers", "tiny-llama", "--prompts", str(file), "--out", str(out), *given]) == 0
+    assert main(["analyse", "existence", "tiny-llama", "--prompts", str(file), "--out", str(out), *given]) == 0
     rows = [torch.tensor([2, 287, 28]), torch.tensor([2, 287, 28, 423])]
-    same = find("layers")(settings={"gen_length": 2}).run("tiny-llama", rows)
-    assert json.loads((out / "layers.json").read_text())["prompts_sha256"] == same.manifest["prompts_sha256"]
+    same = find("existence")(settings={"gen_length": 2}).run("tiny-llama", rows)
+    assert json.loads((out / "existence.json").read_text())["prompts_sha256"] == same.manifest["prompts_sha256"]
 
 
 USER_STUDY = """

@@ -110,12 +110,12 @@ def test_models_lists_shipped_models_and_every_family(capsys):
         (["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--cache", "duel"], "no cache policy is called 'duel'"),
         (["demo", "--problem", "500"], "must be between 0 and 499"),
         (["analyse", "dynamic", "tiny-llada"], "Nearest: dynamics"),
-        (["analyse", "split", "tiny-lada"], "Nearest: tiny-llada"),
-        (["analyse", "split", "tiny-llada", "--limit", "0"], "--limit must be at least 1"),
-        (["analyse", "split", "tiny-llada", "--batch", "0"], "batch must be an integer of at least 1; got 0."),
-        (["analyse", "split", "tiny-llada", "--alg", "entropy"], "none of these models has a setting 'alg'"),
-        (["analyse", "split", "tiny-llada", "tiny-llada"], "each model can be given only once"),
-        (["analyse", "split", "tiny-llada", "--prompts", "/no/such/file"], "could not read prompts from"),
+        (["analyse", "existence", "tiny-lada"], "Nearest: tiny-llada"),
+        (["analyse", "existence", "tiny-llada", "--limit", "0"], "--limit must be at least 1"),
+        (["analyse", "existence", "tiny-llada", "--batch", "0"], "batch must be an integer of at least 1; got 0."),
+        (["analyse", "existence", "tiny-llada", "--alg", "entropy"], "none of these models has a setting 'alg'"),
+        (["analyse", "existence", "tiny-llada", "tiny-llada"], "each model can be given only once"),
+        (["analyse", "existence", "tiny-llada", "--prompts", "/no/such/file"], "could not read prompts from"),
     ],
 )
 def test_an_error_prints_one_message_and_exits_with_code_one(arguments, text, capsys, tmp_path, monkeypatch):
@@ -289,7 +289,7 @@ def test_results_go_to_a_folder_named_after_the_command(command):
 
 def test_a_former_option_is_accepted_with_a_note(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["analyse", "layers", "tiny-llama", "--number", "501"]) == 1
+    assert main(["analyse", "existence", "tiny-llama", "--number", "501"]) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("sinklens: --number is now --limit.\nsinklens: give 0 to 500 held-out problems")
     with pytest.raises(SystemExit, match="0"):
@@ -324,7 +324,7 @@ def test_abbreviated_options_are_rejected(capsys):
 OUTS = {
     "demo": ["demo"],
     "trace": ["trace", "tiny-llada", "--prompt", "Question: 1", "--gen-length", "4"],
-    "analyse": ["analyse", "layers", "tiny-llada", "--limit", "1", "--gen-length", "4"],
+    "analyse": ["analyse", "existence", "tiny-llada", "--limit", "1", "--gen-length", "4"],
     "evaluate": ["evaluate", "tiny-llada", "--task", "tiny-gsm", "--limit", "1", "--gen-length", "4"],
 }
 
@@ -375,7 +375,7 @@ def test_an_interrupt_during_imports_is_one_message(capsys, monkeypatch):
     "arguments",
     [
         ["trace", "m", "--prompt", "x", "--out", "o"],
-        ["analyse", "layers", "m"],
+        ["analyse", "existence", "m"],
         ["evaluate", "m", "--task", "t", "--out", "o"],
     ],
 )

@@ -16,6 +16,7 @@ import xarray as xr
 from ledgers import planted_run, repeats
 
 from sinklens.analyses import find
+from sinklens.analyses.printing import ROWS
 from sinklens.cli import main
 from sinklens.evaluation.ledger import LedgerRun, holds_runs
 from sinklens.model.files import find_checkpoint
@@ -60,7 +61,7 @@ def stopped(call, out, more, by):
 def test_a_study_that_is_interrupted_and_killed_resumes_with_another_batch(tmp_path):
     """Real processes: every finished prompt is kept, none is measured twice, and the tables are equal."""
     out = tmp_path / "cut"
-    call = ["analyse", "windows", "tiny-llama", "--limit", "8", "--gen-length", "4", "--out", str(out)]
+    call = ["analyse", "definitions", "tiny-llama", "--limit", "8", "--gen-length", "4", "--out", str(out)]
     code, errors = stopped([*call, "--batch", "3"], out, 1, signal.SIGINT)
     first = kept(out)
     assert (code, 1 <= first < 8) == (130, True), errors
@@ -75,12 +76,14 @@ def test_a_study_that_is_interrupted_and_killed_resumes_with_another_batch(tmp_p
     assert errors.splitlines()[0] == f"tiny-llama: {second} of 8 prompts done"
     assert len(errors.splitlines()) == 1 + 8 - second
     assert kept(out) == 8
-    study = find("windows")(settings={"gen_length": 4}, batch=8)
+    study = find("definitions")(settings={"gen_length": 4}, batch=8)
     uninterrupted = study.run("tiny-llama", [problem.prompt for problem in held_out(8)], tmp_path / "full")
-    assert (out / "windows-windows.csv").read_bytes() == (tmp_path / "full" / "windows-windows.csv").read_bytes()
-    resumed = xr.load_dataset(out / "windows.nc", engine="h5netcdf")
+    assert (out / "definitions-definitions.csv").read_bytes() == (
+        tmp_path / "full" / "definitions-definitions.csv"
+    ).read_bytes()
+    resumed = xr.load_dataset(out / "definitions.nc", engine="h5netcdf")
     xr.testing.assert_identical(resumed.isel(model=0, drop=True), uninterrupted.measured["tiny-llama"])
-    assert "windows: tiny-llama (8 prompts)" in printed
+    assert "definitions: tiny-llama (8 prompts)" in printed
 
 
 def analyse(out, prompts):
@@ -121,26 +124,26 @@ def test_an_interrupted_study_resumes_in_another_process_and_writes_the_same_fil
 
 def test_analyse_writes_its_files_and_says_where(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    call = ["analyse", "layers", "tiny-llama", "--limit", "2", "--gen-length", "3", "--seed", "4"]
+    call = ["analyse", "existence", "tiny-llama", "--limit", "2", "--gen-length", "3", "--seed", "4"]
     assert main(call) == 0
     printed = capsys.readouterr().out
-    tables, _, files = printed.partition("layers: 2 prompts, tiny-llama. Written:\n")
-    assert "map: tiny-llama (2 prompts)" in tables
+    tables, _, files = printed.partition("existence: 2 prompts, tiny-llama. Written:\n")
+    assert "detectors: tiny-llama (2 prompts)" in tables
     for line in files.splitlines():
         assert Path(line.strip()).is_file(), line
-    manifest = json.loads((tmp_path / "sinklens-analyse" / "layers.json").read_text())
+    manifest = json.loads((tmp_path / "sinklens-analyse" / "existence.json").read_text())
     assert (manifest["prompts"], manifest["options"]["seed"]) == (2, 4)
     assert manifest["models"][0]["settings"]["gen_length"] == 3
 
 
 def test_a_study_goes_on_in_the_default_folder_of_earlier_versions(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    call = ["analyse", "layers", "tiny-llama", "--limit", "1", "--gen-length", "2"]
-    assert main([*call, "--out", "analyses-layers"]) == 0
+    call = ["analyse", "existence", "tiny-llama", "--limit", "1", "--gen-length", "2"]
+    assert main([*call, "--out", "analyses-existence"]) == 0
     capsys.readouterr()
     assert main(call) == 0
     errors = capsys.readouterr().err
-    assert errors.startswith("sinklens: going on in analyses-layers, the default of earlier versions; now it is ")
+    assert errors.startswith("sinklens: going on in analyses-existence, the default of earlier versions; now it is ")
     assert "1 of 1 prompts done" in errors
     assert not Path("sinklens-analyse").exists()
 
@@ -148,25 +151,26 @@ def test_a_study_goes_on_in_the_default_folder_of_earlier_versions(tmp_path, cap
 def test_analyse_loads_models_as_requested_and_applies_a_chat_template(tmp_path, capsys):
     folder = shutil.copytree(find_checkpoint("tiny-llama", None), tmp_path / "chatty")
     (folder / "chat_template.jinja").write_text("Question: {{ messages[0]['content'] }}\nAnswer:")
-    call = ["analyse", "layers", str(folder), "--limit", "1", "--gen-length", "2", "--out", str(tmp_path / "out")]
+    call = ["analyse", "existence", str(folder), "--limit", "1", "--gen-length", "2", "--out", str(tmp_path / "out")]
     assert main([*call, "--chat", "--dtype", "float64", "--device", "cpu"]) == 0
-    manifest = json.loads((tmp_path / "out" / "layers.json").read_text())
+    manifest = json.loads((tmp_path / "out" / "existence.json").read_text())
     assert manifest["options"]["chat_template"] is True
     assert (manifest["models"][0]["dtype"], manifest["models"][0]["device"]) == ("torch.float64", "cpu")
     capsys.readouterr()
-    assert main(["analyse", "layers", "tiny-llama", "--limit", "1", "--chat", "--out", str(tmp_path / "none")]) == 1
+    assert main(["analyse", "existence", "tiny-llama", "--limit", "1", "--chat", "--out", str(tmp_path / "none")]) == 1
     assert "has no chat template. Leave chat_template (--chat) out" in capsys.readouterr().err
 
 
 def test_table_prints_what_analyse_printed(tmp_path, capsys):
     out = tmp_path / "out"
-    call = ["analyse", "layers", "tiny-llada", "tiny-llama", "--limit", "2", "--gen-length", "3", "--out", str(out)]
+    call = ["analyse", "existence", "tiny-llada", "tiny-llama", "--limit", "2", "--gen-length", "3", "--out", str(out)]
     assert main(call) == 0
     printed, errors = capsys.readouterr()
-    tables = printed.partition("layers: 2 prompts")[0]
-    frame = pandas.read_csv(out / "layers-trend.csv")
-    for row in frame.itertuples():
-        assert f"{row.estimate:.3f}" in tables or float(row.estimate).is_integer()
+    tables = printed.partition("existence: 2 prompts")[0]
+    shown = pandas.read_csv(out / "existence-detectors.csv").groupby("model").head(ROWS)["estimate"].dropna()
+    assert len(shown) > 20
+    for estimate in shown:
+        assert f"{estimate:.3f}" in tables or float(estimate).is_integer() or abs(estimate) < 0.0005
     assert errors.splitlines() == [
         f"{name}: {done} of 2 prompts done" for name in ("tiny-llada", "tiny-llama") for done in (0, 2)
     ]
@@ -180,12 +184,14 @@ def test_table_prints_what_analyse_printed(tmp_path, capsys):
 
 def test_table_prints_a_study_and_an_evaluation_from_one_folder(tmp_path, capsys):
     """No command writes both into one folder, but earlier versions did."""
-    assert main(["analyse", "layers", "tiny-llama", "--limit", "1", "--gen-length", "2", "--out", str(tmp_path)]) == 0
+    assert (
+        main(["analyse", "existence", "tiny-llama", "--limit", "1", "--gen-length", "2", "--out", str(tmp_path)]) == 0
+    )
     capsys.readouterr()
     planted_run(tmp_path, {"a": True})
     assert main(["table", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "map: tiny-llama (1 prompt)" in printed
+    assert "detectors: tiny-llama (1 prompt)" in printed
     assert "tiny-gsm: accuracy" in printed
 
 
@@ -196,13 +202,15 @@ def test_a_folder_without_a_table_is_rejected_with_the_reason(tmp_path, capsys, 
         assert text in capsys.readouterr().err
     out = tmp_path / "out"
     monkeypatch.setattr(
-        "sinklens.analyses.layers.Layers.tables", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt)
+        "sinklens.analyses.existence.Existence.tables", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(SystemExit, match="130"):
-        main(["analyse", "layers", "tiny-llama", "--limit", "1", "--gen-length", "2", "--out", str(out)])
+        main(["analyse", "existence", "tiny-llama", "--limit", "1", "--gen-length", "2", "--out", str(out)])
     assert "keeps the finished prompts (tiny-llama: 1 of 1). To resume:" in capsys.readouterr().err
     assert main(["table", str(out)]) == 1
-    assert "holds an unfinished study (layers: tiny-llama: 1 of 1 prompts); rerun the same" in capsys.readouterr().err
+    assert (
+        "holds an unfinished study (existence: tiny-llama: 1 of 1 prompts); rerun the same" in capsys.readouterr().err
+    )
 
 
 def test_options_for_evaluations_are_rejected_for_a_study(tmp_path, capsys):
@@ -225,21 +233,24 @@ def test_missing_and_malformed_prompts_are_rejected(more, text, tmp_path, capsys
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("one\ntwo\n")
     Path("a.jsonl").write_text('{"prompt": "one"}\ntwo\n')
-    assert main(["analyse", "layers", "tiny-llama", *more]) == 1
+    assert main(["analyse", "existence", "tiny-llama", *more]) == 1
     assert text in capsys.readouterr().err
 
 
 def test_seeds_are_summarised_over_all_models(tmp_path, capsys):
-    """Two models stand in for two seeds: every estimate over seeds is the mean of the models' estimates."""
-    call = ["analyse", "layers", "tiny-llada", "tiny-llama", "--limit", "2", "--gen-length", "3", "--seeds"]
+    """Two models stand in for two seeds: every ratio over seeds is the geometric mean of the models'."""
+    call = ["analyse", "existence", "tiny-llada", "tiny-llama", "--limit", "2", "--gen-length", "3", "--seeds"]
     assert main([*call, "--out", str(tmp_path)]) == 0
     assert "over 2 seeds and 2 prompts" in capsys.readouterr().out
-    table = pandas.read_csv(tmp_path / "layers-seeds.csv")
-    each = pandas.read_csv(tmp_path / "layers-trend.csv").groupby("measure")["estimate"].mean()
-    for row in table[table["measure"].isin(each.index)].itertuples():
-        assert row.estimate == pytest.approx(each[row.measure])
+    table = pandas.read_csv(tmp_path / "existence-seeds.csv")
+    each = pandas.read_csv(tmp_path / "existence-detectors.csv")
+    ratios = np.log(each[each["measure"] == "value_ratio"].set_index(["model", "detector"])["estimate"].unstack(0))
+    rows = table[table["measure"] == "value_ratio"].dropna(subset="estimate")
+    assert len(rows) > 3
+    for row in rows.itertuples():
+        assert np.log(row.estimate) == pytest.approx(ratios.loc[row.detector].mean())
         assert row.low < row.estimate < row.high
-    assert set(each.index) <= set(table["measure"])
+    assert {"found", "heads", "value_ratio", "no_op"} <= set(table["measure"])
 
 
 def test_groups_are_read_from_a_column_of_the_prompts(tmp_path, capsys):
@@ -247,7 +258,7 @@ def test_groups_are_read_from_a_column_of_the_prompts(tmp_path, capsys):
     file.write_text("".join(json.dumps({"prompt": text, "author": text[0]}) + "\n" for text in ("Ann", "Abe", "Bo")))
     call = [
         "analyse",
-        "layers",
+        "existence",
         "tiny-llama",
         "--prompts",
         str(file),
@@ -257,23 +268,23 @@ def test_groups_are_read_from_a_column_of_the_prompts(tmp_path, capsys):
         str(tmp_path / "out"),
     ]
     assert main([*call, "--group", "author"]) == 0
-    assert json.loads((tmp_path / "out" / "layers.json").read_text())["groups"] == {"A": 2, "B": 1}
+    assert json.loads((tmp_path / "out" / "existence.json").read_text())["groups"] == {"A": 2, "B": 1}
     assert main([*call[:3], "--group", "author"]) == 1
     assert "--group names a key of the lines of a file" in capsys.readouterr().err
 
 
 def test_one_seed_has_no_summary_over_seeds(capsys):
-    assert main(["analyse", "layers", "tiny-llama", "--seeds"]) == 1
+    assert main(["analyse", "existence", "tiny-llama", "--seeds"]) == 1
     assert "--seeds compares training runs of one recipe; give at least two models" in capsys.readouterr().err
 
 
 def test_a_study_of_runs_as_they_are_runs_under_a_policy_and_others_refuse_it(tmp_path, capsys):
     call = ["tiny-llada", "--limit", "1", "--gen-length", "8", "--block-length", "4", "--cache", "dual"]
-    assert main(["analyse", "layers", *call, "--out", str(tmp_path)]) == 0
-    cached = xr.load_dataset(tmp_path / "layers.nc", engine="h5netcdf")
-    assert json.loads((tmp_path / "layers.json").read_text())["options"]["cache"] == "dual"
-    exact = find("layers")(settings={"gen_length": 8, "block_length": 4}).run("tiny-llada", [held_out(1)[0].prompt])
-    assert not np.array_equal(cached["count"].to_numpy()[0], exact.measured["tiny-llada"]["count"].to_numpy())
+    assert main(["analyse", "existence", *call, "--out", str(tmp_path)]) == 0
+    cached = xr.load_dataset(tmp_path / "existence.nc", engine="h5netcdf")
+    assert json.loads((tmp_path / "existence.json").read_text())["options"]["cache"] == "dual"
+    exact = find("existence")(settings={"gen_length": 8, "block_length": 4}).run("tiny-llada", [held_out(1)[0].prompt])
+    assert not np.array_equal(cached["found"].to_numpy()[0], exact.measured["tiny-llada"]["found"].to_numpy())
     capsys.readouterr()
     assert main(["analyse", "heads", *call, "--out", str(tmp_path / "heads")]) == 1
     assert "the study heads compares exact steps, so it takes no cache policy" in capsys.readouterr().err
@@ -306,5 +317,5 @@ def test_a_study_of_right_answers_says_what_a_file_lacks(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "the study content counts answers lost, and 1 of 1 prompts in " in said
     assert '{"prompt": "Question: ...", "expected": "42"} in a .jsonl file; prompts must be texts.' in said
-    assert main(["analyse", "windows", "tiny-llama", *own(tmp_path, {"prompt": "Mine?"})]) == 0
+    assert main(["analyse", "definitions", "tiny-llama", *own(tmp_path, {"prompt": "Mine?"})]) == 0
     assert "Where right answers are counted, they are left out." in capsys.readouterr().err

@@ -40,8 +40,8 @@ def test_an_interrupt_prints_what_is_kept_and_a_shell_command_to_resume(capsys):
     with Counts("prompts") as counts, pytest.raises(SystemExit, match="130"):
         counts("m", 3, 10)
         counts("n", 0, 10)
-        counts.stop(Path("a folder"), ["analyse", "layers", "m", "n", "--out", "a folder"])
+        counts.stop(Path("a folder"), ["analyse", "existence", "m", "n", "--out", "a folder"])
     assert capsys.readouterr().err.splitlines()[-2:] == [
         "sinklens: interrupted; a folder keeps the finished prompts (m: 3 of 10; n: 0 of 10). To resume:",
-        "  sinklens analyse layers m n --out 'a folder'",
+        "  sinklens analyse existence m n --out 'a folder'",
     ]

@@ -52,7 +52,9 @@ def test_a_function_with_some_of_the_arguments_declares_them_alike(function):
         assert (argument.annotation, argument.default) == (DECLARED[name].annotation, DECLARED[name].default), name
 
 
-@pytest.mark.parametrize("function", [effect, own_run, find("layers"), RunSpec], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [effect, own_run, find("existence"), RunSpec], ids=lambda function: function.__name__
+)
 def test_further_declarations_have_the_same_defaults(function):
     shared = {name: one.default for name, one in arguments(function).items() if name in SOME}
     assert "seed" in shared

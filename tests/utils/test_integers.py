@@ -45,7 +45,7 @@ def test_what_is_not_a_seed_is_refused(given):
         lambda model, out, seed: masking([1], ["random"], seed=seed),
         lambda model, out, seed: MaskSinks(top_k=1, pick="random_any", seed=seed),
         lambda model, out, seed: AblateHeads(seed=seed),
-        lambda model, out, seed: find("layers")(seed=seed),
+        lambda model, out, seed: find("existence")(seed=seed),
         lambda model, out, seed: SAERecipe(d_sae=8, k=1, seed=seed),
         lambda model, out, seed: word_problems.training(seed, 1),
     ],
