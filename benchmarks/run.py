@@ -39,7 +39,7 @@ from sinklens.interventions import MaskSinks
 from sinklens.runs import recorder
 from sinklens.runs.request import Hooks
 from sinklens.sinks import Record
-from sinklens.sinks.stores import ZarrStore
+from sinklens.sinks.steps import StoredSteps
 
 RESULTS = Path(__file__).with_name("results.json")
 STEPS = 8
@@ -219,7 +219,7 @@ def _on_disk(model: sinklens.Model) -> Ratio:
 def writing(pairs: int) -> Iterator[Ratio]:
     """Recording on disk: written while the next step is computed ÷ written before it starts."""
 
-    class AtOnce(ZarrStore):
+    class AtOnce(StoredSteps):
         def append(self, step: Mapping[str, np.ndarray]) -> None:
             super().append(step)
             self.flush()
@@ -228,15 +228,15 @@ def writing(pairs: int) -> Iterator[Ratio]:
     for length in (256, 1024):
         prompt = torch.randint(3, TINY["vocab"], (1, length - ANSWER))
 
-        def run(store: type[ZarrStore], prompt: torch.Tensor = prompt) -> object:
-            with tempfile.TemporaryDirectory() as folder, mock.patch.object(recorder, "ZarrStore", store):
+        def run(store: type[StoredSteps], prompt: torch.Tensor = prompt) -> object:
+            with tempfile.TemporaryDirectory() as folder, mock.patch.object(recorder, "StoredSteps", store):
                 return sinklens.generate(
                     model, prompt, gen_length=ANSWER, block_length=ANSWER, steps=ANSWER, progress=False,
                     record_sinks=Record(to=Path(folder) / "run.zarr"),
                 )  # fmt: skip
 
         what = f"recorded on disk: in the background ÷ at once (tiny-llada's size, S = {length}, {ANSWER} steps)"
-        yield compare(what, lambda: run(ZarrStore), lambda: run(AtOnce), pairs)
+        yield compare(what, lambda: run(StoredSteps), lambda: run(AtOnce), pairs)
 
 
 def compiling(sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator[Ratio]:

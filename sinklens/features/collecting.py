@@ -34,7 +34,7 @@ from sinklens.sampling import as_policy
 from sinklens.sampling.policies import CachePolicy
 from sinklens.sinks import Detector, Record
 from sinklens.sinks.kinds import STATES
-from sinklens.sinks.run_store import StoredType
+from sinklens.sinks.store import StoredType
 from sinklens.utils.arguments import Count, Seed, read_as
 from sinklens.utils.progress import OnProgress
 

@@ -25,8 +25,8 @@ from sinklens.runs.request import RunRequest
 from sinklens.runs.start import start
 from sinklens.sampling.policies import CachePolicy
 from sinklens.sinks import Detector, EpsilonOverMean, Record
-from sinklens.sinks.active import nothing
-from sinklens.sinks.run_store import RunStore, RunWriter, StoredType
+from sinklens.sinks.run_store import RunStore
+from sinklens.sinks.store import StoredType, nothing
 from sinklens.sinks.track import SinkTrack
 from sinklens.utils.arguments import Count, Seed, read_as
 from sinklens.utils.progress import OnProgress
@@ -90,24 +90,21 @@ def collect_sinks(
         "quantities": [one if isinstance(one, str) else fingerprint(one) for one in quantities],
     }  # fmt: skip
     steps, positions = _sizes(model, listed, seed, chat_template, settings)
-    writer = RunWriter(to, about, steps, positions)
-    try:
-        while (first := writer.ended) < len(listed):
-            part = without_copies(listed[first : first + min(batch, writer.room())])
-            into = _Into(writer, keep, top_k, found, len(part))
-            record = Record(quantities, exact=exact, reduce=into.take)
-            run = generate(
-                model, part, seed=seed, chat_template=chat_template, progress=False, cache=cache, record_sinks=record,
-                **settings,
-            )  # fmt: skip
-            per_run = {"is_real": run.real.numpy(), "unmask_step": run.unmask_step.numpy().astype(np.int32)}
-            per_run |= {"steps_run": np.full(len(part), run.steps_run, dtype=np.int32)} | into.bounds()
-            writer.end_batch(len(part), per_run, into.attributes(positions))
-            if report is not None:
-                report(writer.ended, len(listed))
-    finally:
-        writer.flush()
-    return writer.store
+    store = RunStore.begin(to, about, steps, positions)
+    while (first := len(store)) < len(listed):
+        part = without_copies(listed[first : first + batch])
+        into = _Into(store, keep, top_k, found, len(part))
+        record = Record(quantities, exact=exact, reduce=into.take)
+        run = generate(
+            model, part, seed=seed, chat_template=chat_template, progress=False, cache=cache, record_sinks=record,
+            **settings,
+        )  # fmt: skip
+        per_run = {"is_real": run.real.numpy(), "unmask_step": run.unmask_step.numpy().astype(np.int32)}
+        per_run |= {"steps_run": np.full(len(part), run.steps_run, dtype=np.int32)} | into.bounds()
+        store.end_batch(per_run, into.attributes(positions))
+        if report is not None:
+            report(len(store), len(listed))
+    return store
 
 
 def _check(prompts: Sequence[Any], keep: str, detector: Detector | None, dtype: str) -> None:
@@ -132,17 +129,17 @@ def _sizes(
 
 
 class _Into:
-    """Hands the steps of a batch to the writer.
+    """Hands the steps of a batch to the store.
 
     Args:
-        writer: the writer.
+        store: the store.
         keep, top_k, detector: as in `collect_sinks`.
         rows: runs of the batch.
     """
 
-    def __init__(self, writer: RunWriter, keep: Keep, top_k: int, detector: Detector, rows: int) -> None:
-        self._writer, self._detector, self._rows = writer, detector, rows
-        self._first_sink, self._step, self._k = writer.sinks_so_far(), 0, top_k
+    def __init__(self, store: RunStore, keep: Keep, top_k: int, detector: Detector, rows: int) -> None:
+        self._store, self._detector, self._rows = store, detector, rows
+        self._first_sink, self._step, self._k = store.sinks_so_far, 0, top_k
         self._attributes: dict[str, Any] = {}
         self._columns = 0
         self._keep = keep
@@ -160,14 +157,14 @@ class _Into:
             if "pos" in kept[name].dims
         }  # padding within the batch is like padding before it
         kept = kept.assign(missing)[steps]
-        self._writer.add(self._step, kept.drop_vars(list(kept.coords)), self._rows)
+        self._store.add(self._step, kept.drop_vars(list(kept.coords)))
         self._step += track.steps
 
     def bounds(self) -> dict[str, np.ndarray]:
         """Where the sinks of the batch lie, for each of its runs."""
         if self._keep != "sinks":
             return {}
-        ends = {"sinks_first": self._first_sink, "sinks_last": self._writer.sinks_so_far()}
+        ends = {"sinks_first": self._first_sink, "sinks_last": self._store.sinks_so_far}
         return {name: np.full(self._rows, end, dtype=np.int64) for name, end in ends.items()}
 
     def attributes(self, positions: int) -> dict[str, Any]:
@@ -185,18 +182,18 @@ class _Into:
         return _without_scores(track).assign(top_pos=shifted, top_score=shifted.copy(data=value))
 
     def _sinks(self, track: SinkTrack) -> xr.Dataset:
-        """No scores; the sinks go to the writer."""
+        """No scores; the sinks go to the store."""
         found = track.detect(self._detector).to_numpy()
         run, step, layer, head, pos = np.nonzero(found)
-        self._writer.add_sinks({
-            "run": run + self._writer.ended, "step": step + self._step, "layer": layer, "head": head,
+        self._store.add_sinks({
+            "run": run + len(self._store), "step": step + self._step, "layer": layer, "head": head,
             "pos": pos + self._shift(track), "score": track.data["score"].to_numpy()[found],
         })  # fmt: skip
         return _without_scores(track)
 
     def _shift(self, track: SinkTrack) -> int:
         """Positions of padding before those of the batch."""
-        return self._writer.positions - track.data.sizes["pos"]
+        return self._store.sizes["pos"] - track.data.sizes["pos"]
 
 
 def _all(track: SinkTrack) -> xr.Dataset:

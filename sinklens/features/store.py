@@ -20,7 +20,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from sinklens.errors import SettingError, nearest
-from sinklens.sinks.run_store import rounded
+from sinklens.sinks.store import rounded
 
 FORMAT = "sinklens activations 1"
 COLUMNS = {"prompt": "int32", "step": "int32", "pos": "int32", "state": "int8", "token_id": "int32"}
@@ -58,7 +58,7 @@ class ActivationStore:
         Args:
             about: what determines the rows, as plain JSON values.
             d_in: size of an activation, or of each of several points.
-            dtype: type of the activations on disk; bfloat16 as rounded float32, see run_store.py.
+            dtype: type of the activations on disk; bfloat16 as rounded float32, see sinks/store.py.
 
         Raises:
             SettingError: something else is at `path`, or a collection with other arguments.

@@ -30,8 +30,7 @@ from sinklens.hooks.forward_pass import MODES, ForwardPass
 from sinklens.hooks.names import covers_all_columns
 from sinklens.sinks.quantities import Quantity
 from sinklens.sinks.record import Record, StepLayer
-from sinklens.sinks.reduction import ReducingStore
-from sinklens.sinks.stores import MemoryStore, Store, ZarrStore
+from sinklens.sinks.steps import ReducedSteps, Steps, StoredSteps
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
@@ -97,11 +96,11 @@ class SinkRecorder:
         self._watching: list[Any] = []
         axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
         axes |= dict(more or {}) | ({} if self._queries is None else {"computed": ("pos",)})
-        self.store: Store = MemoryStore(axes)
+        self.store = Steps(axes)
         if record.reduce is not None:
-            self.store = ReducingStore(axes, record.reduce)
+            self.store = ReducedSteps(axes, record.reduce)
         if record.to is not None:
-            self.store = ZarrStore(record.to, axes, steps, record.dtype, record.overwrite)
+            self.store = StoredSteps(record.to, axes, steps, record.dtype, record.overwrite)
 
     @property
     def wants_patterns(self) -> bool:

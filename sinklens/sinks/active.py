@@ -9,13 +9,13 @@ Limitation: without end-token ids (``special``) in the track, rows never end.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Int
 
 from sinklens.sinks.data import Track, TrackData
+from sinklens.sinks.store import nothing
 
 
 def holds_end(ids: Int[np.ndarray, "batch step pos"], ends: Sequence[int]) -> Bool[np.ndarray, "batch step"]:
@@ -47,10 +47,3 @@ def active_steps(track: Track, active: Bool[np.ndarray, "batch step"]) -> Track:
             chosen = value.drop_vars("step", errors="ignore").isel(batch=rows, step=steps)
             moved[name] = chosen.where(kept, nothing(value.dtype))
     return type(track)(data.drop_dims("step").assign(moved))
-
-
-def nothing(dtype: np.dtype) -> Any:
-    """The fill value of a variable where a position or step does not exist."""
-    if np.issubdtype(dtype, np.floating):
-        return np.nan
-    return -1 if np.issubdtype(dtype, np.integer) else False

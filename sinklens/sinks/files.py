@@ -1,43 +1,42 @@
 """Sink tracks on disk, and several tracks concatenated into one.
 
-A track is one NetCDF-4 file, or a Zarr store if its name ends in ``.zarr``. Files are written to a temporary path
-beside the target and moved into place once complete. The store of a killed run opens with the steps that it completed.
-A store has one chunk per step, so single steps of an opened track can be read alone.
+A track is one NetCDF-4 file, or a Zarr store (`TrackStore`) if its name ends in ``.zarr``. Both are written to a
+temporary path beside the target and moved into place once complete. The store of a killed run opens with the steps that
+it completed. A store has one chunk per step, so single steps of an opened track can be read alone.
 
 Limitation: a NetCDF file is first built in main memory, because on a full disk the HDF5 library fails while closing,
 where its error cannot be caught. Save a track that is larger than memory as a Zarr store.
 """
 
 import json
-import shutil
-import warnings
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from sinklens.errors import SinklensError, TrackError
-from sinklens.sinks.active import nothing
+from sinklens.errors import SettingError, TrackError
 from sinklens.sinks.data import TrackData
-from sinklens.sinks.stores import FINISHED, FORMAT, FORMATS, WIDE, WRITTEN, beside, is_store, restore
+from sinklens.sinks.store import WIDE, TrackStore, attributes_of, nothing, replacing, restore, writing
 from sinklens.utils.atomic import atomic_write
 
 SAME = ("model", "revision", "family", "causal", "settings", "dtype")  # must match to concatenate tracks
+AT_ONCE = 2**26  # bytes of steps that are written together
 
 
 def save(track: TrackData, path: Path, dtype: str, overwrite: bool = True) -> Path:
     """See `SinkTrack.save`."""
     if dtype not in ("float32", "float16"):
-        raise TrackError(f"dtype on disk must be 'float32' or 'float16'; got {dtype!r}.")
-    _refuse(path, overwrite)
-    data = track.data.assign_attrs(format=FORMAT).drop_encoding()
+        raise SettingError(f"dtype on disk must be 'float32' or 'float16'; got {dtype!r}.")
+    refuse_existing(path, overwrite)
+    if path.suffix == ".zarr":
+        with writing(path), replacing(path, overwrite=True) as part:
+            _fill(TrackStore.begin(part, {"dtype": dtype}), track.data)
+        return path
+    data = track.data.assign_attrs(format=TrackStore.form).drop_encoding()
     recorded = [name for name in data.data_vars if np.issubdtype(data[name].dtype, np.floating)]
     data = data.assign({name: data[name].astype("float32" if name in WIDE else dtype) for name in recorded})
-    if path.suffix == ".zarr":
-        return _save_store(data, path)
     compressed = {name: {"zlib": True, "complevel": 1} for name in recorded}
     content = data.to_netcdf(engine="h5netcdf", encoding=compressed, invalid_netcdf=dtype == "float16")
     with atomic_write(path) as part:
@@ -45,118 +44,83 @@ def save(track: TrackData, path: Path, dtype: str, overwrite: bool = True) -> Pa
     return path
 
 
-def _save_store(data: xr.Dataset, path: Path) -> Path:
-    part, old = (beside(path, state) for state in ("part", "old"))
-    chunks = {
-        name: {"chunks": tuple(1 if axis == "step" else size for axis, size in values.sizes.items())}
-        for name, values in data.data_vars.items()
-    }
-    try:
-        restore(path, old)
-        shutil.rmtree(part, ignore_errors=True)
-        with warnings.catch_warnings():  # other readers of format 3 may not know consolidated metadata
-            warnings.filterwarnings("ignore", "Consolidated metadata is currently not part")
-            data.to_zarr(part, mode="w", consolidated=True, encoding=chunks, write_empty_chunks=True)
-        if path.exists():
-            path.replace(old)
-        part.replace(path)
-    except OSError as error:
-        raise SinklensError(f"could not write {path}: {error}. Make room or choose another place.") from error
-    finally:
-        restore(path, old)
-        shutil.rmtree(part, ignore_errors=True)
-    return path
+def _fill(store: TrackStore, data: xr.Dataset) -> None:
+    """Write a track to an empty store, some steps at a time."""
+    steps = data.sizes["step"]
+    store.sizes["step"] = steps
+    several = max(1, AT_ONCE * steps // max(1, data.nbytes))
+    for first in range(0, steps, several):
+        for name, values in data.isel(step=slice(first, first + several)).data_vars.items():
+            if "step" in values.dims:
+                store.write(str(name), values.dims, values.to_numpy(), step=first)
+    for name, variable in data.variables.items():
+        if name in data.coords or "step" not in variable.dims:
+            store.write(str(name), variable.dims, variable.to_numpy())
+    store.commit(steps, **{name: value for name, value in data.attrs.items() if name != "format"})
 
 
-def _refuse(path: Path, overwrite: bool) -> None:
-    """Reject a path that holds something other than a track, or a track that may not be replaced."""
+def refuse_existing(path: Path, overwrite: bool) -> None:
+    """Check that a track may be written to `path`: a new path, or with `overwrite` that of an earlier track.
+
+    Raises:
+        SettingError: `path` holds something else, or may not be replaced.
+    """
+    restore(path)
     if not path.exists():
         return
-    if not (is_store(path) if path.is_dir() else _is_file(path)):
-        raise TrackError(f"{path} exists and is not a sink track; choose another path.")
+    empty = path.suffix != ".zarr" and path.is_file() and not path.stat().st_size  # like a new temporary file
+    if not empty and _format_of(path) != TrackStore.form:
+        raise SettingError(f"{path} exists and is not a sink track; choose another path.")
     if not overwrite:
-        raise TrackError(f"{path} already exists; pass overwrite=True to replace it, or choose another path.")
+        raise SettingError(f"{path} already exists; choose another path, or replace the track with overwrite=True.")
 
 
-def _is_file(path: Path) -> bool:
-    """Whether `path` is a sink track's NetCDF file, or empty like a new temporary file."""
-    import h5py
-
-    if path.stat().st_size == 0:
-        return True
+def _format_of(path: Path) -> Any:
+    """The attribute "format" of a Zarr folder or a NetCDF file; None if there is none."""
+    if path.is_dir():
+        return attributes_of(path).get("format")
     try:
-        with h5py.File(path) as file:
-            found = file.attrs.get("format")
-    except OSError:
-        return False
-    return (found.decode() if isinstance(found, bytes) else found) in FORMATS
+        with xr.open_dataset(path, engine="h5netcdf") as data:
+            return data.attrs.get("format")
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def open_dataset(path: Path) -> xr.Dataset:
     """See `SinkTrack.open`."""
     if not path.exists():
         raise TrackError(f"{path} does not exist; pass the path that SinkTrack.save returned.")
-    data = _open_store(path) if path.is_dir() else _open_file(path)
-    if data.attrs.get("format") not in FORMATS:
-        raise TrackError(
-            f"{path} is not a sink track that this version can read (format {data.attrs.get('format')!r})."
-        )
-    return data
-
-
-def _open_file(path: Path) -> xr.Dataset:
     try:
-        return _converted(xr.open_dataset(path, engine="h5netcdf"))
-    except (OSError, ValueError, KeyError) as error:
+        data = _open_store(path) if path.is_dir() else xr.open_dataset(path, engine="h5netcdf")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, TrackError):
+            raise
+        kind = "Zarr store" if path.is_dir() else "NetCDF-4 file"
         raise TrackError(
-            f"{path} is not a complete NetCDF-4 file ({error}); it may be truncated. Save the track again."
+            f"{path} is not a complete {kind} ({error}); it may be truncated. Copy, save or record it again."
         ) from error
+    if data.attrs.get("format") != TrackStore.form:
+        raise TrackError(f"{path} is not a sink track of this version (format {data.attrs.get('format')!r}).")
+    return data
 
 
 def _open_store(path: Path) -> xr.Dataset:
     """Open a Zarr store up to its last complete step; missing chunks are an error."""
-    import zarr
-
     if not (path / "zarr.json").exists():
         raise TrackError(f"{path} is a folder, but not the Zarr store of a sink track.")
-    try:
-        with warnings.catch_warnings():  # a kill during a write leaves a *.partial, which is never read
-            warnings.filterwarnings("ignore", r"Object at .*\.partial is not recognized")
-            data = _converted(xr.open_zarr(path, chunks=None, consolidated=False))
-            arrays = dict(zarr.open_group(path, mode="r", use_consolidated=False).arrays())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TrackError(
-            f"{path} is not a complete Zarr store ({error}); it may be truncated. Copy or record it again."
-        ) from error
-    if data.attrs.get("format") not in FORMATS:
-        return data
-    killed = WRITTEN in data.attrs and not data.attrs.get(FINISHED, 1)
-    steps = int(data.attrs.pop(WRITTEN, data.sizes.get("step", 0)))
-    if steps == 0:
+    attributes = json.loads((path / "zarr.json").read_text())["attributes"]
+    if attributes.get("format") != TrackStore.form:
+        return xr.Dataset(attrs=attributes)
+    store = TrackStore(path)
+    if not len(store):
         raise TrackError(f"{path} holds no step: its run ended during the first one. Delete it and run again.")
-    for name in set(arrays) - ({"unmask_step"} if killed else set()):
-        lost = _lost_chunks(path / name, arrays[name], steps)
-        if lost:
+    data = store.dataset()
+    for name in data.variables:
+        if lost := store.lost_chunks(str(name)):
             raise TrackError(
                 f"{path} lacks {lost} chunks of {name}; part of the store was lost. Copy the complete folder again."
             )
-    data = data.isel(step=slice(0, steps))
-    return _unfinished(data) if killed else data
-
-
-def _converted(data: xr.Dataset) -> xr.Dataset:
-    """Rename the variables of format 1 to the current names."""
-    return data.rename(real="is_real") if data.attrs.get("format") == FORMATS[0] and "real" in data else data
-
-
-def _lost_chunks(folder: Path, array: Any, steps: int) -> int:
-    """Number of chunks of the first `steps` steps that are missing on disk."""
-    places = [
-        range(-(-steps // size) if axis == "step" else count)
-        for axis, size, count in zip(array.metadata.dimension_names, array.chunks, array.cdata_shape, strict=True)
-    ]
-    keys = (array.metadata.encode_chunk_key(place) for place in product(*places))
-    return sum(not (folder / key).is_file() for key in keys)
+    return data if "unmask_step" in data else _unfinished(data)
 
 
 def _unfinished(data: xr.Dataset) -> xr.Dataset:
@@ -228,6 +192,6 @@ def _shared_attrs(parts: Sequence[xr.Dataset], length: int) -> dict[str, object]
     shared = parts[0].attrs | {"prompt_length": length - answer, "vocabulary": json.dumps(vocabulary)}
     if len(seeds) > 1:
         shared["seed"] = sorted(seeds)
-    if any(not part.attrs.get(FINISHED, 1) for part in parts):
-        shared[FINISHED] = 0
+    if any(not part.attrs.get("finished", 1) for part in parts):
+        shared["finished"] = 0
     return shared

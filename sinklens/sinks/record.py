@@ -13,8 +13,9 @@ import torch
 
 from sinklens.errors import SettingError, nearest
 from sinklens.hooks.attention.sampled_sums import QuerySample
+from sinklens.sinks.files import refuse_existing
 from sinklens.sinks.quantities import BY_NAME, Quantity, SampledScores, Scores
-from sinklens.sinks.stores import CANVASES, refuse_existing
+from sinklens.sinks.steps import CANVASES
 from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Record:
                 f"run.sinks.save('sinks.nc') after the run."
             )
         if self.to is not None:
-            refuse_existing(self.to, self.overwrite)
+            refuse_existing(Path(self.to), self.overwrite)
 
     def _refuse_duplicates(self) -> None:
         chosen = self.chosen()

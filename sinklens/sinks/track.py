@@ -63,8 +63,8 @@ class SinkTrack(TrackData):
             overwrite: replace an earlier track at `path`; False raises instead. Other files are never replaced.
 
         Raises:
+            SettingError: `path` exists and is not a sink track, or `overwrite` is False; or an unknown dtype.
             SinklensError: the file cannot be written; the track is still in memory.
-            TrackError: `path` exists and is not a sink track, or `overwrite` is False.
         """
         return files.save(self, Path(path), dtype, overwrite)
 

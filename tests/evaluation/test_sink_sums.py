@@ -34,7 +34,7 @@ def naive(score, steps):
 @pytest.mark.parametrize("at_once", [0, 10**5, 10**12])
 def test_the_sums_of_a_run_equal_a_naive_count(name, at_once, monkeypatch, request):
     """Of an autoregressive run, the steps until each row has ended."""
-    monkeypatch.setattr("sinklens.sinks.reduction.AT_ONCE", at_once)
+    monkeypatch.setattr("sinklens.sinks.steps.AT_ONCE", at_once)
     model = request.getfixturevalue(name.replace("-", "_"))
     run = sinklens.generate(model, PROMPTS, progress=False)
     sums, parts = SinkSums(), []

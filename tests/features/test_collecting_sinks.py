@@ -43,7 +43,7 @@ def alone(model):
 @pytest.fixture
 def small(monkeypatch):
     """Shards of two runs, so that a store has several."""
-    monkeypatch.setattr(run_store, "SHARD", 2 * 4 * (3 * 6 * 13 * 4 + 13 * 6))
+    monkeypatch.setattr(run_store, "SHARD", 2 * 4 * (3 * 6 * 13 * 4))
 
 
 def check(store, alone, tolerance=1e-5):
@@ -71,12 +71,9 @@ def test_a_store_holds_the_tracks_of_single_runs_whatever_the_batch(model, alone
 
 
 def test_runs_that_are_longer_than_a_shard_are_divided_by_steps(model, alone, monkeypatch, tmp_path):
-    monkeypatch.setattr(run_store, "SHARD", 2 * (3 * 6 * 13 * 4 + 13 * 6) * 2)
-    monkeypatch.setattr(run_store, "CHUNK", 3 * 6 * 13 * 4)
+    monkeypatch.setattr(run_store, "SHARD", 2 * (3 * 6 * 13 * 4))
     store = collect_sinks(model, prompts(), tmp_path / "runs.zarr", batch=2, **GIVEN)
-    assert (store.group.attrs["runs_in_shard"], store.group.attrs["steps_in_shard"]) == (1, 2)
-    assert store.group["score"].chunks[:2] == (1, 1)
-    assert store.group["score"].shards[:2] == (1, 2)
+    assert store.group["score"].chunks[:2] == store.group["score"].shards[:2] == (1, 2)
     check(store, alone)
 
 
@@ -109,7 +106,7 @@ def test_the_strongest_keys_are_those_of_the_track(model, alone, small, tmp_path
 
 @pytest.mark.parametrize("detector", [None, TopK(2)])
 def test_the_sinks_are_those_that_the_detector_finds(model, alone, tmp_path, detector, monkeypatch):
-    monkeypatch.setattr(run_store, "ROWS", 4)  # shards of 32 sinks
+    monkeypatch.setattr(run_store, "ROWS", 32)
     store = collect_sinks(
         model, prompts(), tmp_path / "runs.zarr", keep="sinks", detector=detector, batch=2, **GIVEN
     )  # fmt: skip
@@ -162,7 +159,7 @@ def test_the_same_call_resumes_and_another_is_refused(model, alone, small, tmp_p
     assert len(RunStore(path)) == 3
     assert not RunStore(path).finished
     store = collect_sinks(model, prompts(), path, batch=4, report=lambda done, total: seen.append(done), **GIVEN)
-    assert seen == [1, 2, 3, 4, 5]  # the fourth completes a shard
+    assert seen == [1, 2, 3, 5]
     check(store, alone)
     with pytest.raises(SettingError, match=r"recorded with other keep, detector; choose another path"):
         collect_sinks(model, prompts(), path, keep="sinks", detector=EpsilonOverMean(), **GIVEN)
@@ -174,7 +171,7 @@ sys.path.insert(0, sys.argv[2])
 from test_collecting_sinks import GIVEN, prompts, random_model
 import sinklens.sinks.run_store as run_store
 from sinklens.features import collect_sinks, collecting_sinks
-run_store.SHARD = 2 * 4 * (3 * 6 * 13 * 4 + 13 * 6)
+run_store.SHARD = 2 * 4 * (3 * 6 * 13 * 4)
 collect_sinks(random_model(), prompts(40), sys.argv[1], batch=2, report=lambda done, total: time.sleep(0.2), **GIVEN)
 """
 
@@ -186,7 +183,7 @@ def test_a_killed_process_leaves_a_store_that_the_same_call_completes(model, sma
     env = os.environ | {"PYTHONPATH": str(here.parent)}
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(path), str(here)], env=env)
     until = time.monotonic() + 120
-    while time.monotonic() < until and not (run_store.is_run_store(path) and len(RunStore(path)) >= 6):
+    while time.monotonic() < until and not ((path / "zarr.json").exists() and len(RunStore(path)) >= 6):
         time.sleep(0.05)
     child.send_signal(signal.SIGKILL)
     child.wait()

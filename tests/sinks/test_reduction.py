@@ -15,7 +15,7 @@ PROMPT = "Question: 20 + 18?\nAnswer:"
 
 
 def test_the_parts_are_consecutive_pieces_of_the_track(tiny_llada, monkeypatch):
-    monkeypatch.setattr("sinklens.sinks.reduction.AT_ONCE", 50_000)
+    monkeypatch.setattr("sinklens.sinks.steps.AT_ONCE", 50_000)
     parts = []
     sinklens.generate(tiny_llada, PROMPT, progress=False, record_sinks=Record(["values"], reduce=parts.append))
     run = sinklens.generate(tiny_llada, PROMPT, progress=False, record_sinks=Record(["values"]))
@@ -29,7 +29,7 @@ def test_the_parts_are_consecutive_pieces_of_the_track(tiny_llada, monkeypatch):
 
 
 def test_steps_are_dropped_once_they_are_handed_over(tiny_llada, monkeypatch):
-    monkeypatch.setattr("sinklens.sinks.reduction.AT_ONCE", 0)
+    monkeypatch.setattr("sinklens.sinks.steps.AT_ONCE", 0)
     alive, most = [], 0
 
     def reduce(track):

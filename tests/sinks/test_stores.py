@@ -16,7 +16,8 @@ from tracks import Killed, disk_full_beyond, killed_at_write
 import sinklens
 from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.sinks import EpsilonOverMean, Record, SinkTrack
-from sinklens.sinks.stores import WIDE, MemoryStore, ZarrStore
+from sinklens.sinks.steps import Steps, StoredSteps
+from sinklens.sinks.store import WIDE
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]
@@ -89,7 +90,7 @@ def test_a_store_is_found_after_changing_the_working_directory(tiny_llada, tmp_p
 def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, monkeypatch, to):
     """Arrays of earlier steps that are alive when a step is appended: at most those being written, or all."""
     appended, alive = [], []
-    kind = MemoryStore if to is None else ZarrStore
+    kind = Steps if to is None else StoredSteps
     append = kind.append
 
     def watch(self, step):
@@ -127,7 +128,7 @@ ATTRS = {"model": "hand-made", "prompt_length": 1}
 def test_a_step_has_the_documented_size(tmp_path):
     """LLaDA-8B at 1,024 positions in float16: 2.1 MB for the scores, against 2.1 GB for full patterns in bfloat16."""
     layers, heads, length, steps = 32, 32, 1024, 2
-    store = ZarrStore(tmp_path / "run.zarr", AXES, steps, "float16")
+    store = StoredSteps(tmp_path / "run.zarr", AXES, steps, "float16")
     noise = np.random.default_rng(0)
     for _ in range(steps):
         score = noise.lognormal(0, 2, (1, layers, heads, length)).astype(np.float32)
@@ -145,7 +146,7 @@ def test_a_step_has_the_documented_size(tmp_path):
 
 def recorded(path, steps=4):
     """Use a store as a run does; yields after every finished step."""
-    store = ZarrStore(path, AXES, steps + 1, "float32")  # planned for one step more than will run
+    store = StoredSteps(path, AXES, steps + 1, "float32")  # planned for one step more than will run
     real = np.array([[True] * 4])
     for step in range(steps):
         store.describe(ATTRS | {"vocabulary": '{"7": "x"}'}, {"is_real": real})
@@ -213,7 +214,7 @@ from sinklens.sinks import Record
 store = pathlib.Path(r"{tmp_path / "run.zarr"}") / "zarr.json"
 def kill(value, hook):
     if hook.step == 5:
-        while json.loads(store.read_text())["attributes"]["steps_written"] < 5:
+        while json.loads(store.read_text())["attributes"]["written"] < 5:
             time.sleep(0.01)  # step 4 is being written
         os.kill(os.getpid(), signal.SIGKILL)
 sinklens.generate("tiny-llada", {PROMPTS!r}, gen_length=8, hooks=[("blocks.2.hook_resid_pre", kill)],
@@ -255,7 +256,7 @@ def test_a_killed_autoregressive_run_keeps_its_decoded_tokens(tiny_llama, tmp_pa
 def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_steps_before(tiny_llada, complete, tmp_path):
     def fill(value, hook):
         if hook.step == 3:
-            while json.loads((tmp_path / "run.zarr" / "zarr.json").read_text())["attributes"]["steps_written"] < 3:
+            while json.loads((tmp_path / "run.zarr" / "zarr.json").read_text())["attributes"]["written"] < 3:
                 time.sleep(0.01)  # step 2 is being written
             limit.__enter__()
 
@@ -276,7 +277,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_steps_before(tiny_llada
 
 def test_an_unwritable_place_is_reported_at_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
-    store = ZarrStore(tmp_path / "file" / "run.zarr", AXES, 4, "float32")
+    store = StoredSteps(tmp_path / "file" / "run.zarr", AXES, 4, "float32")
     with pytest.raises(
         SinklensError,
         match=r"could not write to .*: .Errno 17. File exists: [^ ]*\. Make room or choose another place",
@@ -313,15 +314,15 @@ def test_a_run_that_ends_early_has_only_the_steps_that_ran(tiny_llada, tmp_path,
 
 
 def test_a_store_has_no_dataset_before_its_first_step_and_needs_a_free_path(tmp_path):
-    assert MemoryStore(AXES).dataset() is None
-    assert ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32").dataset() is None
+    assert Steps(AXES).dataset() is None
+    assert StoredSteps(tmp_path / "run.zarr", AXES, 4, "float32").dataset() is None
     (tmp_path / "run.zarr").write_text("")
     with pytest.raises(SettingError, match=r"run\.zarr exists and is not a sink track"):
-        ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32")
+        StoredSteps(tmp_path / "run.zarr", AXES, 4, "float32")
 
 
 def test_a_later_description_replaces_an_earlier_one(tmp_path):
-    for store in (MemoryStore(AXES), ZarrStore(tmp_path / "run.zarr", AXES, 1, "float32")):
+    for store in (Steps(AXES), StoredSteps(tmp_path / "run.zarr", AXES, 1, "float32")):
         for real in (False, True):
             store.describe(ATTRS | {"seed": int(real)}, {"is_real": np.full((1, 4), real)})
         store.append(small_step(0))
@@ -333,7 +334,7 @@ def test_a_later_description_replaces_an_earlier_one(tmp_path):
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["finished", "killed"])
 def test_plain_xarray_opens_a_recording_without_a_warning(tmp_path, stopped):
-    store = ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32")
+    store = StoredSteps(tmp_path / "run.zarr", AXES, 4, "float32")
     for step in range(2):
         store.describe(ATTRS, {"is_real": np.ones((1, 4), bool)})
         store.append(small_step(step))
@@ -359,7 +360,7 @@ def test_a_run_replaces_an_earlier_recording_only_with_overwrite(tiny_llada, tmp
     first = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=3, record_sinks=Record(to=path)).sinks
     path_of_first = first.trajectory(0, 0).tolist()
     with pytest.raises(
-        SettingError, match=r"run\.zarr already exists; choose another path, or replace .*overwrite=True"
+        SettingError, match=r"run\.zarr already exists; choose another path, or replace the track with overwrite=True"
     ):
         Record(to=path)
     with pytest.raises(SinklensError, match="contains the mask token"):
@@ -377,7 +378,7 @@ def test_overwrite_replaces_nothing_but_a_track(tmp_path):
     with pytest.raises(SettingError, match=r"mine\.zarr exists and is not a sink track; choose another path"):
         Record(to=tmp_path / "mine.zarr", overwrite=True)
     with pytest.raises(SettingError, match="is not a sink track"):
-        ZarrStore(tmp_path / "mine.zarr", AXES, 4, "float32", overwrite=True)
+        StoredSteps(tmp_path / "mine.zarr", AXES, 4, "float32", overwrite=True)
     assert (tmp_path / "mine.zarr" / "thesis.txt").read_text() == "all of it"
 
 
@@ -385,7 +386,7 @@ def test_a_kill_while_a_recording_is_replaced_keeps_the_earlier_one(tmp_path, mo
     """The next run that records there puts it back before it does anything else."""
 
     def record(step, **kwargs):
-        store = ZarrStore(tmp_path / "run.zarr", AXES, 4, "float32", **kwargs)
+        store = StoredSteps(tmp_path / "run.zarr", AXES, 4, "float32", **kwargs)
         store.describe(ATTRS | {"seed": step}, {"is_real": np.ones((1, 4), bool)})
         store.append(small_step(step))
         store.flush()
@@ -397,7 +398,8 @@ def test_a_kill_while_a_recording_is_replaced_keeps_the_earlier_one(tmp_path, mo
     with monkeypatch.context() as patch, pytest.raises(Killed, match="in between"):
         patch.setattr("pathlib.Path.rename", kill)
         record(1, overwrite=True)
-    assert [file.name for file in tmp_path.iterdir()] == [".run.old.zarr"]
+    assert [file.name for file in tmp_path.iterdir()] == ["run.zarr"]
+    (tmp_path / "run.zarr").rename(tmp_path / ".run.old.zarr")  # as a process leaves it that is killed in between
     with pytest.raises(SettingError, match=r"run\.zarr already exists"):
         record(2)
     assert SinkTrack.open(tmp_path / "run.zarr").data.attrs["seed"] == 0
@@ -405,7 +407,7 @@ def test_a_kill_while_a_recording_is_replaced_keeps_the_earlier_one(tmp_path, mo
 
 def test_of_two_runs_that_race_to_one_path_the_later_is_refused_and_the_other_keeps_its_steps(tmp_path):
     """Both find the path free before either writes to it."""
-    first, second = (ZarrStore(tmp_path / "run.zarr", AXES, 2, "float32") for _ in range(2))
+    first, second = (StoredSteps(tmp_path / "run.zarr", AXES, 2, "float32") for _ in range(2))
     first.append(small_step(0)), first.flush()
     with pytest.raises(SettingError, match=r"another run began to record at .*run\.zarr in the meantime"):
         second.append(small_step(1)), second.flush()

@@ -1,0 +1,182 @@
+"""Where a recorder keeps the steps of a run: main memory, a function that takes them, or a Zarr store on disk.
+
+While the next step is computed, `StoredSteps` writes each step as separate chunks, then the number of complete steps. A
+run that is killed at any moment leaves a store that opens with the steps that were written.
+
+Size: a step of scores takes layers × heads × positions × 4 bytes (2 in float16). LLaDA-8B (32 layers, 32 heads) at
+1,024 positions: 4.2 MB, or 2.1 MB in float16; its full patterns would take 2.1 GB in bfloat16.
+
+Limitation: each chunk is a file, so a run of many short steps creates many small files; `SinkTrack.save` combines them
+in one file.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from sinklens.sinks.data import AXES
+from sinklens.sinks.files import refuse_existing
+from sinklens.sinks.store import TrackStore, replacing, writing
+from sinklens.sinks.track import SinkTrack
+
+CANVASES = dict.fromkeys(("token_id", "masked", "committed"), ("pos",))
+AT_ONCE = 16 * 2**20  # bytes of steps that are collected before a function gets them
+
+
+class Steps:
+    """Steps in main memory.
+
+    Args:
+        axes: variable -> its axes after batch and step.
+    """
+
+    def __init__(self, axes: Mapping[str, tuple[str, ...]]) -> None:
+        self._axes = {name: ("batch", "step", *tail) for name, tail in (CANVASES | dict(axes)).items()}
+        self._steps: list[dict[str, np.ndarray]] = []
+        self._attrs: dict[str, Any] = {}
+        self._per_run: dict[str, np.ndarray] = {}
+
+    def append(self, step: Mapping[str, np.ndarray]) -> None:
+        """Add a step: variable -> [batch, ...] without a step axis."""
+        self._steps.append(dict(step))
+
+    def describe(self, attrs: Mapping[str, Any], per_run: Mapping[str, np.ndarray]) -> None:
+        """Set attributes, and variables [batch, pos] of the run; a later call replaces those of an earlier one."""
+        self._attrs, self._per_run = dict(attrs), dict(per_run)
+
+    def flush(self) -> None:
+        """Wait until every step appended so far is stored."""
+
+    def dataset(self) -> xr.Dataset | None:
+        """All steps, once the run has ended; None if there is no step."""
+        if not self._steps:
+            return None
+        stacked = {
+            name: (axes, np.stack([step[name] for step in self._steps], axis=1)) for name, axes in self._axes.items()
+        }
+        per_run = {name: (("batch", "pos"), value) for name, value in self._per_run.items()}
+        return xr.Dataset(stacked | per_run, attrs=self._attrs)
+
+
+class ReducedSteps(Steps):
+    """Steps that a function gets as tracks of at most `AT_ONCE` bytes, so that memory does not grow with their number.
+
+    Pitfall: a function that keeps a part of a track without copying it keeps all of it.
+
+    Args:
+        axes: as in `Steps`.
+        reduce: called with consecutive steps, as a track.
+    """
+
+    def __init__(self, axes: Mapping[str, tuple[str, ...]], reduce: Callable[[SinkTrack], None]) -> None:
+        super().__init__(axes)
+        self._reduce = reduce
+
+    def append(self, step: Mapping[str, np.ndarray]) -> None:
+        """Add the step; hand over those before it, if together they are too many."""
+        if sum(value.nbytes for held in [*self._steps, step] for value in held.values()) > AT_ONCE:
+            self.flush()
+        super().append(step)
+
+    def flush(self) -> None:
+        """Hand over the steps added so far."""
+        data = super().dataset()
+        self._steps = []
+        if data is not None:
+            self._reduce(SinkTrack(data))
+
+    def dataset(self) -> None:
+        """Hand over the last steps; no track is kept."""
+        self.flush()
+
+
+class StoredSteps(Steps):
+    """Steps in a Zarr store at `path`, a new folder created with the first step.
+
+    A separate thread writes, in the order of the calls, at most one call behind: the next call waits for it and raises
+    its error, if any.
+
+    Args:
+        path: path of the store.
+        axes: as in `Steps`.
+        steps: planned number of steps.
+        dtype: type of floating-point variables on disk, except some that float16 cannot hold.
+        overwrite: replace an earlier track at `path` when the first step arrives.
+
+    Raises:
+        SettingError: `path` exists and may not be replaced.
+    """
+
+    def __init__(
+        self, path: str | Path, axes: Mapping[str, tuple[str, ...]], steps: int, dtype: str, overwrite: bool = False
+    ) -> None:
+        super().__init__(axes)
+        refuse_existing(Path(path), overwrite)
+        self.path, self._overwrite = Path(path).absolute(), overwrite
+        self._planned, self._dtype, self._done = steps, dtype, 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sinklens-zarr")
+        self._pending: Future[None] | None = None
+
+    @cached_property
+    def _store(self) -> TrackStore:
+        with replacing(self.path, self._overwrite) as part:
+            TrackStore.begin(part, {"dtype": self._dtype})
+        store = TrackStore(self.path)
+        store.sizes["step"] = self._planned
+        return store
+
+    def append(self, step: Mapping[str, np.ndarray]) -> None:
+        """Write the step; it counts once all its variables are on disk."""
+        self._write(self._append, dict(step))
+
+    def describe(self, attrs: Mapping[str, Any], per_run: Mapping[str, np.ndarray]) -> None:
+        """Write the attributes and variables."""
+        self._write(self._describe, dict(attrs), dict(per_run))
+
+    def _write(self, write: Callable[..., None], *what: dict[str, Any]) -> None:
+        self.flush()
+        self._pending = self._thread.submit(self._explained, write, *what)
+
+    def _explained(self, write: Callable[..., None], *what: dict[str, Any]) -> None:
+        kept = f"The {self._done} steps before this one are complete; open them with SinkTrack.open. "
+        with writing(self.path, kept if self._done else ""):
+            write(*what)
+
+    def flush(self) -> None:
+        """Wait until everything is on disk.
+
+        Raises:
+            SinklensError: the step could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _append(self, step: dict[str, np.ndarray]) -> None:
+        for name, value in step.items():
+            self._store.write(name, self._axes[name], value[:, None], step=self._done)
+        if self._done == 0:
+            sizes = {axis: size for name in step for axis, size in self._store.sizes_of(name).items()}
+            for axis in sizes.keys() & set(AXES):  # their coordinates are their indices
+                self._store.write(axis, (axis,), np.arange(sizes[axis]))
+        self._store.commit(self._done + 1, finished=0)
+        self._done += 1
+
+    def _describe(self, attrs: dict[str, Any], per_run: dict[str, np.ndarray]) -> None:
+        for name, value in per_run.items():
+            self._store.write(name, ("batch", "pos"), value)
+        self._store.commit(self._done, **attrs, finished=0)
+
+    def dataset(self) -> xr.Dataset | None:
+        """The steps, read lazily from disk; marks the run as finished."""
+        self.flush()
+        if self._done == 0:
+            return None
+        with writing(self.path):
+            self._store.commit(self._done, finished=1)
+        return self._store.dataset()

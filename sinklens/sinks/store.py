@@ -1,0 +1,247 @@
+"""Zarr folders that grow: a track by steps, a collection by runs, activations by places.
+
+A `Store` is a group of named variables with named axes; plain xarray opens it, too. It grows along one axis, and what
+counts of it is an attribute of the group, which is written last. So a writer that is killed at any moment leaves a
+store that opens with what counted before, and the next one overwrites the rest. No file that a store needs is ever
+missing: every chunk is a file, even if it holds nothing.
+
+Zarr has no bfloat16. Such numbers are rounded to bfloat16 and stored as float32, whose last two bytes are then zero and
+vanish in the compression; any reader opens them.
+
+Pitfall: a chunk is a file, or with shards a part of one, and is read and written in one piece.
+"""
+
+import json
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+import xarray as xr
+
+from sinklens.errors import SettingError, SinklensError
+
+AnyStore = TypeVar("AnyStore", bound="Store")
+StoredType = Literal["float32", "float16", "bfloat16"]
+WIDE = frozenset({"stream_peak", "stream_median", "stream_channel_median"})  # above float16's 65,504 in some models
+
+
+class Store:
+    """The store at `path`.
+
+    Attributes:
+        form: the attribute "format" of its kind.
+        made: how to make one, for messages.
+        along: the axis along which it grows.
+        sizes: planned sizes of axes; an array grows along all others when something is written beyond its end.
+
+    Raises:
+        SettingError: there is no such store at `path`.
+    """
+
+    form: ClassVar[str]
+    made: ClassVar[str]
+    along: ClassVar[str]
+
+    def __init__(self, path: str | Path) -> None:
+        import zarr
+
+        self.path = Path(path)
+        if attributes_of(self.path).get("format") != self.form:
+            raise SettingError(f"{path} is not a store of {self.form.split()[1]}; make one with {self.made}.")
+        self.group: Any = zarr.open_group(self.path, mode="r+")
+        self.sizes: dict[str, int] = {}
+        self._arrays: dict[str, Any] = {}
+        self._changed = False
+
+    @classmethod
+    def begin(cls: type[AnyStore], path: str | Path, about: Mapping[str, Any]) -> AnyStore:
+        """Create an empty store, or open the one at `path` if it was begun with the same arguments.
+
+        Args:
+            about: what determines its content, as plain JSON values.
+
+        Raises:
+            SettingError: something else is at `path`, or a store that was begun with other arguments.
+        """
+        import zarr
+
+        about = json.loads(json.dumps(dict(about)))
+        if not Path(path).exists():
+            zarr.open_group(Path(path), mode="w-").update_attributes({"format": cls.form, "about": about, "written": 0})
+        store = cls(path)
+        other = [name for name in about if store.about.get(name) != about[name]]
+        if other:
+            raise SettingError(
+                f"{path} was recorded with other {', '.join(other)}; choose another path, or delete that folder."
+            )
+        return store
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What was recorded, and with which settings."""
+        return dict(self.group.attrs["about"])
+
+    def __len__(self) -> int:
+        """How much counts along the axis that grows."""
+        return int(self.group.attrs["written"])
+
+    def dataset(self) -> xr.Dataset:
+        """What counts, read from disk when it is used."""
+        data = xr.open_zarr(self.path, chunks=None, consolidated=True)
+        data.attrs = {name: value for name, value in data.attrs.items() if name not in ("about", "written")}
+        return data.isel({self.along: slice(0, len(self))})
+
+    def write(self, name: str, dims: Sequence[Any], values: np.ndarray, **start: int) -> None:
+        """Write `values` into a variable, from `start` along some axes; creates it, or makes it longer.
+
+        What was never written is NaN, −1 or False. It counts after `commit`.
+        """
+        if np.issubdtype(values.dtype, np.floating) and name not in WIDE:
+            values = rounded(values, self.about.get("dtype", "float32"))
+        if name not in self._arrays:
+            self._arrays[name] = self.group[name] if name in self.group else self._create(name, dims, values)
+        array = self._arrays[name]
+        spans = [(start.get(axis, 0), start.get(axis, 0) + size) for axis, size in zip(dims, values.shape, strict=True)]
+        shape = tuple(max(size, stop) for size, (_, stop) in zip(array.shape, spans, strict=True))
+        if shape != array.shape:
+            array.resize(shape)
+            self._changed = True
+        array[tuple(slice(*span) for span in spans)] = values
+
+    def sizes_of(self, name: str) -> dict[str, int]:
+        """Axes of a variable, and their sizes."""
+        array = self._arrays[name] if name in self._arrays else self.group[name]
+        return dict(zip(array.metadata.dimension_names, array.shape, strict=True))
+
+    def _create(self, name: str, dims: Sequence[Any], values: np.ndarray) -> Any:
+        from zarr.codecs import BloscCodec
+
+        self._changed = True
+        sizes = {str(axis): self.sizes.get(axis, size) for axis, size in zip(dims, values.shape, strict=True)}
+        chunks, shards = self.layout(sizes, values.itemsize)
+        return self.group.create_array(
+            name, shape=tuple(sizes.values()), dtype=values.dtype, fill_value=nothing(values.dtype), overwrite=True,
+            chunks=tuple((sizes | chunks).values()), shards=tuple((sizes | shards).values()) if shards else None,
+            compressors=BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=values.itemsize),
+            dimension_names=tuple(sizes), config={"write_empty_chunks": True},
+        )  # fmt: skip
+
+    def layout(self, sizes: Mapping[str, int], itemsize: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Sizes of a chunk, and of a shard, along the axes that they divide; no shards if the latter is empty."""
+        raise NotImplementedError
+
+    def commit(self, written: int, **attributes: Any) -> None:
+        """Count everything up to `written` along the axis that grows, and set attributes."""
+        if self._changed:
+            import zarr
+
+            with warnings.catch_warnings():  # other readers of format 3 may not know consolidated metadata
+                warnings.filterwarnings("ignore", "Consolidated metadata is currently not part")
+                self.group = zarr.consolidate_metadata(self.group.store)
+            self._changed = False
+        plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in attributes.items()}
+        self.group.update_attributes({**plain, "written": written})
+
+
+class TrackStore(Store):
+    """A track of one run, or of several as one batch; every step is a chunk, so it is read alone."""
+
+    form, made, along = "sinklens track 3", "track.save(path)", "step"
+
+    def layout(self, sizes: Mapping[str, int], itemsize: int) -> tuple[dict[str, int], dict[str, int]]:
+        """One chunk for each step."""
+        return {"step": 1} if "step" in sizes and len(sizes) > 1 else {}, {}
+
+    def lost_chunks(self, name: str) -> int:
+        """Number of chunks of a variable that are missing on disk."""
+        array, sizes = self.group[name], self.sizes_of(name)
+        sizes |= {self.along: len(self)} if self.along in sizes else {}
+        counts = [math.ceil(size / chunk) for size, chunk in zip(sizes.values(), array.chunks, strict=True)]
+        files = (self.path / name / array.metadata.encode_chunk_key(place) for place in np.ndindex(*counts))
+        return sum(not file.is_file() for file in files)
+
+
+def attributes_of(path: Path) -> dict[str, Any]:
+    """The attributes of the Zarr group at `path`; empty if there is none."""
+    try:
+        return dict(json.loads((path / "zarr.json").read_text())["attributes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def nothing(dtype: np.dtype) -> Any:
+    """The fill value of a variable where a position or step does not exist."""
+    if np.issubdtype(dtype, np.floating):
+        return np.nan
+    return -1 if np.issubdtype(dtype, np.integer) else False
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Floating-point numbers as a store holds them; bfloat16 as float32 with zeros in the last two bytes."""
+    if dtype != "bfloat16":
+        return values.astype(dtype)
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).bfloat16().float().numpy()
+
+
+@contextmanager
+def replacing(path: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a hidden path beside `path`; the folder that the block makes there then moves into place.
+
+    With `overwrite` it replaces the folder at `path`, of which a kill at any moment leaves the old or the new one.
+
+    Raises:
+        SettingError: another run was faster.
+    """
+    part, old = path.with_name(f".{path.stem}.{os.getpid()}.part.zarr"), _old(path)
+    restore(path)
+    shutil.rmtree(part, ignore_errors=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield part
+        if overwrite and path.exists():
+            path.replace(old)
+        try:
+            part.rename(path)
+        except OSError as error:
+            if not path.exists():
+                raise
+            raise SettingError(
+                f"another run began to record at {path} in the meantime; give each run a path of its own."
+            ) from error
+    finally:
+        restore(path)
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def restore(path: Path) -> None:
+    """Undo a replacement that was interrupted before the new folder was in place; otherwise delete the old one."""
+    if _old(path).exists() and not path.exists():
+        _old(path).replace(path)
+    shutil.rmtree(_old(path), ignore_errors=True)
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f".{path.stem}.old.zarr")
+
+
+@contextmanager
+def writing(path: Path, advice: str = "") -> Iterator[None]:
+    """Explain what fails while something is written to `path`.
+
+    Raises:
+        SinklensError: it cannot be written (missing folder, no permission, full disk).
+    """
+    try:
+        yield
+    except OSError as error:
+        raise SinklensError(
+            f"could not write to {path}: {error}. {advice}Make room or choose another place."
+        ) from error
