@@ -22,7 +22,7 @@ from sinklens.evaluation.cards import CARDS, Card, find_card
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.families import settings_for
-from sinklens.sinks.reduction import AT_ONCE
+from sinklens.sinks.steps import AT_ONCE
 from sinklens.tasks import Sample
 from sinklens.tasks.prompts import model_input
 
