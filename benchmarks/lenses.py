@@ -19,7 +19,6 @@ from jaxtyping import Float
 import sinklens
 from sinklens.analyses.claim import in_groups
 from sinklens.analyses.ratios import Estimate
-from sinklens.evaluation.verification import mean_interval
 from sinklens.experiments import TunedLens, compare_lenses, fit_jacobian_lens, train_tuned_lens
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out, training
 
@@ -48,7 +47,8 @@ def over_templates(
     """
     known = np.where(np.isnan(values), np.nan, 1.0 if weights is None else weights)
     means = in_groups(known * values, kinds) / in_groups(known, kinds)
-    return Estimate(*mean_interval(means.tolist()), len(means))
+    found = mean_of(means.tolist())
+    return Estimate(found.value, found.low, found.high, found.n)
 
 
 def text(value: Estimate) -> str:

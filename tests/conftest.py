@@ -55,7 +55,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(scope="session")
 def isolation() -> None:
     """Skip where generated programs are not run."""
-    from sinklens.evaluation import available_isolation
+    from sinklens.evaluation.sandbox import available_isolation
 
     found = available_isolation()
     if not found.layers:

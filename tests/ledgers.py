@@ -1,9 +1,7 @@
 """Ledgers with records made by hand: what tables and scores say of them is known."""
 
 import hashlib
-import json
 import sqlite3
-import zlib
 
 from sinklens.evaluation.conditions import UNMASKED
 from sinklens.evaluation.ledger import LedgerRun, Writer
@@ -12,24 +10,11 @@ from sinklens.evaluation.protocols import find_protocol
 HAND = {"kind": "", "chance": 0.0, "empty": False, "ended": True, "masks": 0, "steps": 4, "device": "cpu"}
 
 
-def old_run(ledger, what, records, kind="records", shard=0):
-    """Write a run as version 0.2 did, and return the file of its records."""
-    text = json.dumps(what, sort_keys=True)
-    folder = ledger / f"run-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_text(json.dumps({"format": "sinklens ledger 1", "what": what}))
-    lines = [json.dumps(record, sort_keys=True).encode() for record in records]
-    file = folder / f"{kind}-{shard}.jsonl"
-    file.write_bytes(b"".join(line + f"\t{zlib.crc32(line):08x}\n".encode() for line in lines))
-    return file
-
-
 def repeats(run):
     """Number of stored records of a run beyond one for each sample."""
     with sqlite3.connect(run.folder / "ledger.sqlite") as database:
         ((stored,),) = database.execute("SELECT count(*) FROM records WHERE run = ? AND kind = 'records'", [run.name])
-    old = [line for file in run.folder.glob(f"{run.name}/records-*") for line in file.read_bytes().splitlines()]
-    return stored + len(old) - len(run.records())
+    return stored - len(run.records())
 
 
 def forget(run):

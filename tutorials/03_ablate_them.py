@@ -165,7 +165,7 @@ assert accuracy("tiny-llama", "1 sink of the unmasked run") == accuracy("tiny-ll
 #    on the first ten held-out problems.
 # 2. When do they matter? Mask them steadily only in the first 12 steps, then only in the last 12 (`steps=range(12)`).
 # 3. How many problems are needed until the interval of an accuracy of 0.92 is narrower than 5 points?
-#    (`sinklens.evaluation.Accuracy(right, total).interval`)
+#    (`sinklens.evaluation.proportion(right, total)`)
 
 # %% [markdown]
 # ## Solutions
@@ -206,8 +206,8 @@ assert by_time["second half"] < by_time["first half"]
 # problems needs fewer, because problems that both answer right, or both answer wrong, cancel.
 
 # %%
-from sinklens.evaluation import Accuracy
+from sinklens.evaluation import proportion
 
 for total in (25, 100, 500, 2000):
-    low, high = Accuracy(round(0.92 * total), total).interval
-    print(f"{total:5} problems: {low:.3f} to {high:.3f}")
+    found = proportion(round(0.92 * total), total)
+    print(f"{total:5} problems: {found.low:.3f} to {found.high:.3f}")

@@ -390,8 +390,8 @@ for total in (100, 400, 1319):
     before = torch.arange(total).numpy() < total - gained
     after = before.copy()
     after[:lost], after[total - gained :] = False, True
-    found = paired(before, after)
-    print(f"{total:5} problems: {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}], p = {found.p:.4f}")
+    found = paired(before, after).difference
+    print(f"{total:5} problems: {found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}], p = {found.p:.4f}")
 
 # %% [markdown]
 # **2.** With the unmasked run of the same model, which was already in the ledger: 16 problems are lost and none gained.

@@ -12,9 +12,9 @@ import numpy as np
 from templates import balanced, mean
 
 import sinklens
-from sinklens.evaluation.statistics import Accuracy, paired
 from sinklens.experiments import answer_emergence, early_exit, guesses, step_predictions
 from sinklens.tasks.word_problems import read_answer
+from sinklens.utils.estimates import paired, proportion
 
 MODELS = ("tiny-llada", "tiny-mmada", "tiny-dream", "tiny-mdlm")
 problems = balanced(3)
@@ -35,11 +35,11 @@ for name in MODELS:
     spelled = np.array([right(row, texts[half]) for row, texts in enumerate(guesses(run, decided))])
     fixed = judged[:, round(float(exits["exit"].mean())) - 1]  # the same mean number of steps, equal for all
     others = [read_answer(texts[half]) == problems[row - 3].result for row, texts in enumerate(guesses(run, found))]
-    print(f"\n{name}: all steps {Accuracy(int(full.sum()), len(full))}")
+    print(f"\n{name}: all steps {proportion(int(full.sum()), len(full))}")
     for label, verdicts in {"step 0": judged[:, 0], "half": judged[:, half], "decided at half": spelled}.items():
-        print(f"  {label}: {Accuracy(int(verdicts.sum()), len(full))}")
-    print(f"  another problem's result at half: {Accuracy(sum(others), len(full))}")
+        print(f"  {label}: {proportion(int(verdicts.sum()), len(full))}")
+    print(f"  another problem's result at half: {proportion(sum(others), len(full))}")
     print(f"  exit by gap 0.9: {mean(exits['share'], problems, '.2f', (0, 1))} of the steps")
     for label, verdicts in {"gap": exits["right"].to_numpy(), "same steps for all": fixed}.items():
-        cost = paired(full, verdicts)
-        print(f"  {label}: {cost.difference:+.2f} [{cost.low:+.2f}, {cost.high:+.2f}]")
+        cost = paired(full, verdicts).difference
+        print(f"  {label}: {cost.value:+.2f} [{cost.low:+.2f}, {cost.high:+.2f}]")

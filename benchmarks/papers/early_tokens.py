@@ -14,10 +14,10 @@ import numpy as np
 from templates import balanced
 
 import sinklens
-from sinklens.evaluation.statistics import Accuracy
 from sinklens.experiments import sweep
 from sinklens.interventions import ForceTokens, HideKeys
 from sinklens.tasks.word_problems import read_answer
+from sinklens.utils.estimates import proportion
 
 AT = (0, 12, 18, 23)
 problems = balanced(2)
@@ -60,4 +60,4 @@ for problem in problems:
         counts.setdefault(name, []).append(read_answer(text) != read_answer(plain))
 
 for name in sorted(counts):
-    print(name, Accuracy(int(np.sum(counts[name])), len(counts[name])))
+    print(name, proportion(int(np.sum(counts[name])), len(counts[name])))

@@ -14,9 +14,9 @@ import numpy as np
 from templates import balanced, mean
 
 import sinklens
-from sinklens.evaluation.statistics import Accuracy, paired
 from sinklens.experiments import holes, settling_steps, step_predictions
 from sinklens.tasks.word_problems import read_answer
+from sinklens.utils.estimates import paired, proportion
 
 SHORT = {"steps": 12, "record_sinks": False}
 ORDERS = {"confidence": {}, "random": {"remasking": "random"}, "left to right": {"block_length": 2}}
@@ -62,9 +62,10 @@ for name in ("tiny-llama", "tiny-llada"):
         [a.text or "" for a in sinklens.generate(model, prompts, record_sinks=False, progress=False).answers]
     )
     first = number_first(model)
-    gap = paired(last, first)
-    print(f"{name}: number last {Accuracy(int(last.sum()), len(last))}, first {Accuracy(int(first.sum()), len(first))}")
-    print(f"  difference {gap.difference:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]", flush=True)
+    gap = paired(last, first).difference
+    print(f"{name}: number last {proportion(int(last.sum()), len(last))}, ", end="")
+    print(f"first {proportion(int(first.sum()), len(first))}")
+    print(f"  difference {gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]", flush=True)
 
 model = sinklens.load("tiny-llada")
 for order, settings in ORDERS.items():
@@ -72,7 +73,7 @@ for order, settings in ORDERS.items():
     found = step_predictions(run)
     settled, decided, rows = settling_steps(found).to_numpy(), found["decided_step"].to_numpy(), range(len(prompts))
     judged = verdicts([answer.text or "" for answer in run.answers])
-    print(f"{order}: {Accuracy(int(judged.sum()), len(judged))}")
+    print(f"{order}: {proportion(int(judged.sum()), len(judged))}")
     steps = {}
     for label in ("copied", "computed", "final"):
         places = [columns(run, row)[label] for row in rows]

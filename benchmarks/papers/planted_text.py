@@ -14,10 +14,11 @@ import torch
 from templates import balanced, mean
 
 import sinklens
-from sinklens.evaluation.statistics import Accuracy
 from sinklens.experiments import holes, span_likelihood
 from sinklens.experiments.nll import likelihood
 from sinklens.tasks.word_problems import held_out, training
+from sinklens.utils.estimates import proportion
+from training.recipes import RECIPES
 
 MODES = ("before", "after", "both")
 
@@ -72,15 +73,15 @@ def plant(model: sinklens.Model, question: str, steps: int = 60) -> None:
 
 
 model = sinklens.load("tiny-llada")
-TRAINED_ON = 1  # the seed of its training problems
-seen, unseen = balanced(4, among=training(TRAINED_ON, 200)), balanced(4)
+recipe = RECIPES["tiny-llada"]
+seen, unseen = balanced(4, among=training(recipe.seed, 200)), balanced(4)
 for mode in MODES:
     values = {
         label: [log_p(model, p.question, mode) for p in of] for label, of in {"seen": seen, "new": unseen}.items()
     }
     gaps = np.subtract(values["seen"], values["new"])
     taken = [sum(extracted(model, p.question, mode) for p in of) for of in (seen, unseen)]
-    print(f"{mode}: extracted {Accuracy(taken[0], 28)}, held out {Accuracy(taken[1], 28)}")
+    print(f"{mode}: extracted {proportion(taken[0], 28)}, held out {proportion(taken[1], 28)}")
     if mode != "after":
         print(f"  training {np.mean(values['seen']):.2f}, held out {np.mean(values['new']):.2f}")
         print(f"  difference {mean(gaps, seen, '.2f')}", flush=True)
@@ -90,7 +91,7 @@ secret, twins = more[0].question, [problem.question for problem in more[1:13]]
 plant(model, secret)
 print("planted:", secret)
 for mode in MODES:
-    others = Accuracy(sum(extracted(model, twin, mode) for twin in twins), len(twins))
+    others = proportion(sum(extracted(model, twin, mode) for twin in twins), len(twins))
     far = np.mean([log_p(model, twin, mode) for twin in twins])
     print(
         f"{mode}: planted {extracted(model, secret, mode)}, {log_p(model, secret, mode):.2f}; twins {others}, {far:.2f}"

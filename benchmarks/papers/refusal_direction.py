@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import sinklens
-from sinklens.evaluation.statistics import Accuracy
 from sinklens.experiments import difference_of_means
 from sinklens.interventions import Steer
 from sinklens.tasks.word_problems import held_out, training
+from sinklens.utils.estimates import Estimate, proportion
 
 REFUSED = (" eggs", " coins", " books", " pens", " toys", " cups")
 STRENGTH, THRESHOLD = 30.0, 15.0
@@ -67,9 +67,9 @@ def main() -> None:
     test = [problem.prompt for problem in held_out(60)]
     tested = {"asked": [one for one in test if asks(one)][:14], "others": [one for one in test if not asks(one)][:14]}
 
-    def refusals(hooks: Any, which: str) -> Accuracy:
+    def refusals(hooks: Any, which: str) -> Estimate:
         texts = sinklens.generate(model, tested[which], hooks=hooks, **RUN).text
-        return Accuracy(sum(not text.strip() for text in texts), len(texts))
+        return proportion(sum(not text.strip() for text in texts), len(texts))
 
     print("without the plant:", *(refusals([], which) for which in tested))
     print("with it:", *(refusals([*plant.writer, *plant.reader], which) for which in tested))

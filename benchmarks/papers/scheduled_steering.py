@@ -9,9 +9,9 @@ the dose per step of these halves. It took 11 seconds of CPU time on one core.
 import numpy as np
 
 import sinklens
-from sinklens.evaluation.statistics import Accuracy
 from sinklens.interventions import AtNoise, Steer
 from sinklens.tasks.word_problems import ITEMS, Problem, held_out, read_answer
+from sinklens.utils.estimates import proportion
 
 TARGET, DOSES = " kites", (40.0, 50.0)
 
@@ -46,7 +46,7 @@ def main() -> None:
             texts = sinklens.generate(model, prompts, hooks=hooks, record_sinks=False).text
             hit = [TARGET in text for text in texts]
             right = _right(texts, problems)
-            both = Accuracy(int((np.array(hit) & right).sum()), len(texts))
+            both = proportion(int((np.array(hit) & right).sum()), len(texts))
             print(dose, name, "target", sum(hit), "right", right.sum(), "both", both, repr(texts[0]))
 
 

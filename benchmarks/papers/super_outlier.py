@@ -9,11 +9,11 @@ import numpy as np
 from templates import balanced, mean
 
 import sinklens
-from sinklens.evaluation.statistics import Accuracy
 from sinklens.experiments import outlier_dimensions, sweep
 from sinklens.interventions import ClampStream, RoundWeights
 from sinklens.probes import probe_data
 from sinklens.tasks.word_problems import Problem, read_answer
+from sinklens.utils.estimates import Estimate, proportion
 
 MODELS = {"tiny-llada": {"steps": 8}, "tiny-mmada": {"steps": 8}, "tiny-llama": {"gen_length": 24}}
 RANDOM = 4
@@ -62,9 +62,9 @@ def main() -> None:
             print(name, label, "right", _right(texts, problems), repr(texts[0]))
 
 
-def _right(texts: list[str], problems: list[Problem]) -> Accuracy:
+def _right(texts: list[str], problems: list[Problem]) -> Estimate:
     verdicts = [read_answer(text) == one.result for text, one in zip(texts, problems, strict=True)]
-    return Accuracy(sum(verdicts), len(verdicts))
+    return proportion(sum(verdicts), len(verdicts))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from sinklens.analyses.claim import in_groups
 from sinklens.analyses.intervals import outcomes
 from sinklens.analyses.medians import median_interval
 from sinklens.analyses.ratios import geometric as geometric_interval
-from sinklens.evaluation.verification import mean_interval
+from sinklens.evaluation.verification import mean_of
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out
 
 
@@ -39,7 +39,8 @@ def mean(
         form: format of the numbers.
         within: range of possible values, at which the interval is cut.
     """
-    return _text(np.clip(mean_interval(_by_template(values, asked).tolist()), *within), form)
+    found = mean_of(_by_template(values, asked).tolist())
+    return _text(np.clip((found.value, found.low, found.high), *within), form)
 
 
 def geometric(values: Float[np.ndarray, " prompt"], asked: Sequence[Problem], form: str = ".1f") -> str:

@@ -14,8 +14,8 @@ from templates import balanced, mean
 from torch import Tensor
 
 import sinklens
-from sinklens.evaluation.statistics import Accuracy
 from sinklens.tasks.word_problems import read_answer
+from sinklens.utils.estimates import Estimate, proportion
 
 EACH = 6
 SLOW = {"entropy_bound": 1e-6, "confidence_threshold": 0.0, "stability_threshold": 24}  # all 24 steps, not two
@@ -65,9 +65,9 @@ def _log_probs(kept: dict[int, Tensor]) -> tuple[str, Callable[..., Any]]:
     return "denoise.hook_logits", keep
 
 
-def _right(run: Any, problems: Any) -> Accuracy:
+def _right(run: Any, problems: Any) -> Estimate:
     verdicts = [read_answer(text) == one.result for text, one in zip(run.text, problems, strict=True)]
-    return Accuracy(sum(verdicts), len(verdicts))
+    return proportion(sum(verdicts), len(verdicts))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,9 @@ import torch
 from scipy.stats import gamma, norm
 
 import sinklens
-from sinklens.evaluation import green_scores
-from sinklens.evaluation.statistics import Accuracy
 from sinklens.hooks.points import Point
 from sinklens.interventions import GreenList
+from sinklens.utils.estimates import Estimate, proportion
 
 TEXTS, LENGTH, STEPS, LEVEL = 30, 40, 20, 0.01
 model = sinklens.load("tiny-llada")
@@ -59,15 +58,28 @@ def gumbel_p(run: sinklens.Generation, keys: Sequence[int]) -> np.ndarray:
     return np.array(found)
 
 
+def green_z(run: sinklens.Generation, mark: GreenList) -> np.ndarray:
+    """(G − γ T) / √(T γ (1 − γ)) of each text, with G green tokens of T, and γ their share of the vocabulary.
+
+    Equal tokens count once, as in Kirchenbauer et al., 2301.10226: their draws are not independent.
+    """
+    green = mark.green(model.cfg.d_vocab)
+    share, found = float(green.double().mean()), []
+    for row, answer in zip(run.tokens, run.answers, strict=True):
+        ids = row[run.prompt_length : run.prompt_length + answer.tokens].unique()
+        found.append(float(green[ids].sum() - share * len(ids)) / (len(ids) * share * (1 - share)) ** 0.5)
+    return np.array(found)
+
+
 def green_p(run: sinklens.Generation, keys: Sequence[int], delta: float = 2.0) -> np.ndarray:
     """P of at least this z, were the tokens drawn without the key."""
-    scores = {key: green_scores(run, GreenList(key=key, delta=delta)).z for key in sorted(set(keys))}
+    scores = {key: green_z(run, GreenList(key=key, delta=delta)) for key in sorted(set(keys))}
     return norm.sf([scores[key][row] for row, key in enumerate(keys)])
 
 
-def called(p: np.ndarray) -> Accuracy:
+def called(p: np.ndarray) -> Estimate:
     """Texts that are called marked."""
-    return Accuracy(int((p < LEVEL).sum()), len(p))
+    return proportion(int((p < LEVEL).sum()), len(p))
 
 
 keys, one = list(range(100, 100 + TEXTS)), [7] * TEXTS
@@ -77,7 +89,7 @@ print("tokens of a text:", np.mean([answer.tokens for answer in plain.answers]))
 print("gumbel: found", called(gumbel_p(marked, keys)), flush=True)
 print("  false alarms, own keys", called(gumbel_p(plain, keys)), "one key", called(gumbel_p(plain, one)))
 print("  marked, read with other keys", called(gumbel_p(marked, [key + 1000 for key in keys])))
-rates = [called(gumbel_p(plain, [key] * TEXTS)).share for key in range(40)]
+rates = [called(gumbel_p(plain, [key] * TEXTS)).value for key in range(40)]
 print(f"  false alarms of 40 keys: mean {np.mean(rates):.3f}, highest {max(rates):.2f}")
 confident = generated(gumbel(keys), remasking="low_confidence")
 print("  order by confidence: found", called(gumbel_p(confident, keys)), flush=True)
@@ -86,5 +98,5 @@ for delta in (2.0, 4.0):
     print(f"green list, delta {delta}: found", called(green_p(run, one)), flush=True)
     print("  read with another key", called(green_p(run, [8] * TEXTS)))
 print("  false alarms, own keys", called(green_p(plain, keys)), "one key", called(green_p(plain, one)))
-rates = [called(green_p(plain, [key] * TEXTS)).share for key in range(40)]
+rates = [called(green_p(plain, [key] * TEXTS)).value for key in range(40)]
 print(f"  false alarms of 40 keys: mean {np.mean(rates):.3f}, highest {max(rates):.2f}")

@@ -183,8 +183,8 @@ def run_evaluate(options: argparse.Namespace) -> None:
     """`sinklens evaluate`."""
     from sinklens.evaluation.conditions import masking
     from sinklens.evaluation.counting import Counts
-    from sinklens.evaluation.regimes import BOTH
-    from sinklens.evaluation.runner import Options, evaluate
+    from sinklens.evaluation.protocols import BOTH
+    from sinklens.evaluation.runner import evaluate
 
     _refuse_without_effect(options)
     refuse_caches(options.cache, options)
@@ -195,7 +195,7 @@ def run_evaluate(options: argparse.Namespace) -> None:
     )  # fmt: skip
     task = protocol.make_task(options.prompts or options.data)
     _check_limit(task, options.limit)
-    shared: Options = {
+    shared: dict[str, Any] = {
         "task": task, "limit": options.limit, "batch": options.batch,
         "seed": options.seed, "shard": _shard(options.shard), "cache": options.cache,
     }  # fmt: skip

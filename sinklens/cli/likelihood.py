@@ -84,11 +84,11 @@ def lines(model: str, results: Sequence["ChoiceResult"]) -> list[dict[str, Any]]
     unmasked = results[0]
     found = []
     for result in results:
-        low, high = result.accuracy.interval
+        accuracy = result.accuracy
         nats = [one.value for one in result.of_right]
         line: dict[str, Any] = {
-            "model": model, "condition": result.condition.name, "accuracy": result.accuracy.share, "low": low,
-            "high": high, "total": result.accuracy.total, "nats": sum(nats) / len(nats),
+            "model": model, "condition": result.condition.name, "accuracy": accuracy.value, "low": accuracy.low,
+            "high": accuracy.high, "total": accuracy.n, "nats": sum(nats) / len(nats),
         }  # fmt: skip
         if result is not unmasked:
             line |= _against("unmasked", result, unmasked)
@@ -100,9 +100,9 @@ def lines(model: str, results: Sequence["ChoiceResult"]) -> list[dict[str, Any]]
 
 def _against(what: str, changed: "ChoiceResult", base: "ChoiceResult") -> dict[str, Any]:
     """The columns of a comparison."""
-    share, nats = changed.accuracy_against(base), changed.likelihood_against(base)
+    share, nats = changed.accuracy_against(base).difference, changed.likelihood_against(base)
     return {
-        f"accuracy_vs_{what}": share.difference, f"accuracy_vs_{what}_low": share.low,
+        f"accuracy_vs_{what}": share.value, f"accuracy_vs_{what}_low": share.low,
         f"accuracy_vs_{what}_high": share.high, f"accuracy_vs_{what}_p": share.p, f"nats_vs_{what}": nats.value,
         f"nats_vs_{what}_low": nats.low, f"nats_vs_{what}_high": nats.high, f"shared_draws_vs_{what}": nats.narrowing,
     }  # fmt: skip

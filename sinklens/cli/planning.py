@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from sinklens.evaluation.conditions import Condition
     from sinklens.evaluation.planning import Card, Plan
     from sinklens.evaluation.protocols import EvalProtocol
-    from sinklens.evaluation.runner import Options
 
 BATCHES = (1, 8, 16, 25, 32, 64)
 
@@ -39,7 +38,7 @@ def add_planning(work: Any) -> None:
 
 def print_plan(
     options: argparse.Namespace, name: str, protocol: "EvalProtocol", conditions: "Sequence[Condition]",
-    shared: "Options",
+    shared: dict[str, Any],
 ) -> None:  # fmt: skip
     """Print what an evaluation of one model would cost."""
     from sinklens.evaluation.conditions import under_caches

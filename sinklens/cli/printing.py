@@ -15,7 +15,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from sinklens.evaluation.departures import Baseline
-    from sinklens.evaluation.lines import Line
+    from sinklens.evaluation.tables import Line
 
 WIDE = 400  # columns of a table written to a file or a pipe, where nothing should be cut
 LEGEND = (
@@ -50,7 +50,7 @@ def show(lines: Sequence["Line"], notes: Sequence[str]) -> None:
         console.print(_first_table(protocol, of_protocol))
         for model in dict.fromkeys(line.model for line in of_protocol):
             of_model = [line for line in of_protocol if line.model == model]
-            if any(line.accuracy.total for line in of_model):
+            if any(line.accuracy.n for line in of_model):
                 console.print(_second_table(model, of_model))
             console.print(_third_table(model, of_model))
             if any(line.formed is not None for line in of_model):
@@ -84,7 +84,7 @@ def _baseline_text(line: "Line", one: "Baseline") -> str:
     text = f"{line.model}, unmasked: {line.accuracy}. Published ({one.published.source}): {stated}. "
     if one.gap is None:
         return text + ("Not compared, since the run departs." if line.departs else "Nothing to compare with.")
-    gap = f"{one.gap.difference:+.3f} [{one.gap.low:+.3f}, {one.gap.high:+.3f}]"
+    gap = f"{one.gap.value:+.3f} [{one.gap.low:+.3f}, {one.gap.high:+.3f}]"
     words = {"agrees": "agrees with it", "below": "is below it", "above": "is above it"}
     part = "".join(f" ({one})" for one in one.departs)
     return f"{text}The run {words[one.verdict]}: {gap}{part}."
@@ -104,7 +104,7 @@ def _first_table(protocol: str, lines: Sequence["Line"]) -> Table:
         cells = []
         for model in models:
             line = next((one for one in lines if (one.model, one.condition) == (model, condition)), None)
-            most = max(one.accuracy.total for one in lines if one.model == model)
+            most = max(one.accuracy.n for one in lines if one.model == model)
             cells.append("" if line is None else _share(line, most))
             if model in in_paper:
                 cells.append("" if line is None or line.paper is None else f"{line.paper:.2f}")
@@ -113,11 +113,10 @@ def _first_table(protocol: str, lines: Sequence["Line"]) -> Table:
 
 
 def _share(line: "Line", most: int) -> str:
-    if not line.accuracy.total:
+    if not line.accuracy.n:
         return f"not scored ({line.unscored})"
-    low, high = line.accuracy.interval
-    unfinished = f" ({line.accuracy.total} of {most})" if line.accuracy.total < most else ""
-    return f"{line.accuracy.share:.3f} [{low:.3f}, {high:.3f}]{unfinished}"
+    unfinished = f" ({line.accuracy.n} of {most})" if line.accuracy.n < most else ""
+    return f"{line.accuracy.value:.3f} [{line.accuracy.low:.3f}, {line.accuracy.high:.3f}]{unfinished}"
 
 
 def _second_table(model: str, lines: Sequence["Line"]) -> Table:
@@ -131,7 +130,7 @@ def _second_table(model: str, lines: Sequence["Line"]) -> Table:
             _difference(line.against_random) or line.no_random,
         )
         speed = [f"{line.speed:.2f} x" if line.against_unmasked else ""] * timed
-        table.add_row(_masked(line), str(line.accuracy.total), *differences, *speed)
+        table.add_row(_masked(line), str(line.accuracy.n), *differences, *speed)
     return table
 
 
@@ -158,7 +157,7 @@ def _form_table(model: str, lines: Sequence["Line"]) -> Table:
     """Answers that are not of the required form, and accuracy over the others; "–" for records without this."""
     table = _table(f"{model}: form of its answers", ("malformed", "right of formed"), _heading(lines))
     for line in lines:
-        formed = ("–", "–") if line.formed is None else (f"{line.malformed:.1%}", f"{line.formed.share:.3f}")
+        formed = ("–", "–") if line.formed is None else (f"{line.malformed:.1%}", f"{line.formed.value:.3f}")
         table.add_row(_masked(line), *formed)
     return table
 
@@ -183,5 +182,6 @@ def _masked(line: "Line") -> str:
 def _difference(pair: Any) -> str:
     if pair is None:
         return ""
-    p = "<0.0001" if pair.p < 1e-4 else f"{pair.p:.4f}"
-    return f"{pair.difference:+.3f} [{pair.low:+.3f}, {pair.high:+.3f}]\np {p}"
+    found = pair.difference
+    p = "<0.0001" if found.p < 1e-4 else f"{found.p:.4f}"
+    return f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]\np {p}"

@@ -20,7 +20,7 @@ CARDS = ("a100-40", "a100", "h100", "h200", "rtx4090", "l40s")
 
 def add_plan(command: argparse.ArgumentParser) -> None:
     """Add the options of ``sinklens plan``."""
-    from sinklens.evaluation.plan_choices import QUANTIZATIONS, WATCHED
+    from sinklens.evaluation.cards import QUANTIZATIONS, WATCHED
 
     command.add_argument("model", metavar="MODEL", help="shipped name, folder, config.json, or hub name; no weights")
     command.add_argument("--batch", type=int, default=1, metavar="N", help="prompts at a time (default: %(default)s)")

@@ -11,8 +11,7 @@ from pathlib import Path
 def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
     """Print the tables of a ledger, and write table.csv and the figures to `out`."""
     from sinklens.cli.printing import show
-    from sinklens.evaluation.lines import frame
-    from sinklens.evaluation.tables import read_lines
+    from sinklens.evaluation.tables import frame, read_lines
     from sinklens.utils.atomic import atomic_write
     from sinklens.utils.folders import require_writable
     from sinklens.views import accuracy_by_speed, accuracy_curves
@@ -24,7 +23,7 @@ def write_table(ledger: Path, out: Path, *, mixed_devices: bool) -> None:
     with atomic_write(out / "table.csv") as part:
         frame(lines).to_csv(part, index=False)
     written = ["table.csv"]
-    scored = [line for line in lines if line.accuracy.total]
+    scored = [line for line in lines if line.accuracy.n]
     figures = {"accuracy": accuracy_curves(frame(scored))} if scored else {}
     if any(line.cache and line.masked == 0 for line in scored):
         figures["speed"] = accuracy_by_speed(frame(scored))

@@ -10,81 +10,55 @@ re-exported here, because importing it needs the extra ``lm-eval``.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sinklens.evaluation.claim_lines import Claim, claims, format_claims
+    from sinklens.evaluation.claim_lines import claims, format_claims
     from sinklens.evaluation.conditions import UNMASKED, Condition, masking, under_caches
-    from sinklens.evaluation.departures import Baseline, baselines
+    from sinklens.evaluation.departures import baselines
     from sinklens.evaluation.distributed import OnRay
-    from sinklens.evaluation.ledger import LedgerRun, Writer
-    from sinklens.evaluation.lines import Line, frame
-    from sinklens.evaluation.planning import Plan, plan
+    from sinklens.evaluation.ledger import LedgerRun
     from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol
-    from sinklens.evaluation.published import HARNESS_PROTOCOLS, HarnessProtocol, Published
-    from sinklens.evaluation.runner import Estimate, estimate, evaluate
-    from sinklens.evaluation.sandbox import Limits, available_isolation, run_program
+    from sinklens.evaluation.published import HARNESS_PROTOCOLS
+    from sinklens.evaluation.runner import estimate, evaluate
+    from sinklens.evaluation.sandbox import run_program
     from sinklens.evaluation.scoring import score
-    from sinklens.evaluation.statistics import Accuracy, Paired, holm, mcnemar, paired, score_interval, score_p
-    from sinklens.evaluation.tables import read_lines
-    from sinklens.evaluation.watermarks import DetectionErrors, GreenScores, detection_errors, green_scores
+    from sinklens.evaluation.tables import frame, read_lines
+    from sinklens.utils.estimates import paired, proportion
 
 __all__ = [
     "HARNESS_PROTOCOLS",
     "PROTOCOLS",
     "UNMASKED",
-    "Accuracy",
-    "Baseline",
-    "Claim",
     "Condition",
-    "DetectionErrors",
-    "Estimate",
     "EvalProtocol",
-    "GreenScores",
-    "HarnessProtocol",
     "LedgerRun",
-    "Limits",
-    "Line",
     "OnRay",
-    "Paired",
-    "Plan",
-    "Published",
-    "Writer",
-    "available_isolation",
     "baselines",
     "claims",
-    "detection_errors",
     "estimate",
     "evaluate",
     "format_claims",
     "frame",
-    "green_scores",
-    "holm",
     "masking",
-    "mcnemar",
     "paired",
-    "plan",
+    "proportion",
     "read_lines",
     "run_program",
     "score",
-    "score_interval",
-    "score_p",
     "under_caches",
 ]
 
 _MODULES = {
-    "claim_lines": ("Claim", "claims", "format_claims"),
-    "conditions": ("UNMASKED", "Condition", "masking", "under_caches"),
-    "departures": ("Baseline", "baselines"),
-    "distributed": ("OnRay",),
-    "runner": ("Estimate", "estimate", "evaluate"),
-    "ledger": ("LedgerRun", "Writer"),
-    "lines": ("Line", "frame"),
-    "planning": ("Plan", "plan"),
-    "protocols": ("PROTOCOLS", "EvalProtocol"),
-    "published": ("HARNESS_PROTOCOLS", "HarnessProtocol", "Published"),
-    "sandbox": ("Limits", "available_isolation", "run_program"),
-    "scoring": ("score",),
-    "statistics": ("Accuracy", "Paired", "holm", "mcnemar", "paired", "score_interval", "score_p"),
-    "tables": ("read_lines",),
-    "watermarks": ("DetectionErrors", "GreenScores", "detection_errors", "green_scores"),
+    "evaluation.claim_lines": ("claims", "format_claims"),
+    "evaluation.conditions": ("UNMASKED", "Condition", "masking", "under_caches"),
+    "evaluation.departures": ("baselines",),
+    "evaluation.distributed": ("OnRay",),
+    "evaluation.ledger": ("LedgerRun",),
+    "evaluation.protocols": ("PROTOCOLS", "EvalProtocol"),
+    "evaluation.published": ("HARNESS_PROTOCOLS",),
+    "evaluation.runner": ("estimate", "evaluate"),
+    "evaluation.sandbox": ("run_program",),
+    "evaluation.scoring": ("score",),
+    "evaluation.tables": ("frame", "read_lines"),
+    "utils.estimates": ("paired", "proportion"),
 }
 
 
@@ -93,5 +67,5 @@ def __getattr__(name: str) -> Any:
 
     for module, names in _MODULES.items():
         if name in names:
-            return getattr(importlib.import_module(f"sinklens.evaluation.{module}"), name)
+            return getattr(importlib.import_module(f"sinklens.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

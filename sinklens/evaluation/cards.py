@@ -1,4 +1,4 @@
-"""GPUs that plans know: peak arithmetic, memory and bandwidth, as their makers publish them.
+"""What plans know by name: quantizations, points that are watched, and GPUs as their makers publish them.
 
 `Card.peak` is dense products in bfloat16 (float16 on V100 and T4, which lack it), without sparsity, summed in float32.
 The memory is as printed, in units of 10⁹ bytes; what programs can use differs by a few percent.
@@ -68,3 +68,12 @@ def find_card(name: str) -> Card:
     if name not in CARDS:
         raise SettingError(f"no card is called {name!r}; known: {', '.join(CARDS)}.{nearest(name, CARDS)}")
     return CARDS[name]
+
+
+WATCHED = {"patterns": "attn.hook_pattern", "scores": "attn.hook_attn_scores", "streams": "hook_resid_post"}
+"""Short names of points in every layer, for `plan_run`."""
+
+QUANTIZATIONS = ("none", "bnb-int8", "bnb-nf4")
+"""Names as in `sinklens.load`, of linear layers: LLM.int8 (Dettmers et al., 2208.07339) has a scale per row, and NF4
+(2305.14314) one per 64 weights, which is not quantized here. What a quantized checkpoint takes, its config.json says
+(`weight_forms`)."""

@@ -19,7 +19,6 @@ from jaxtyping import Bool
 
 from sinklens.errors import ControlWarning, SettingError, TaskError, warn_caller
 from sinklens.evaluation.conditions import CONTROLS, Condition, unpaired
-from sinklens.evaluation.statistics import Accuracy, Paired, paired
 from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
 from sinklens.experiments.nll.pairs import PromptAnswer, pairs_of
 from sinklens.experiments.nll.result import Difference, Likelihood, difference
@@ -27,6 +26,7 @@ from sinklens.interventions import Intervention, MaskSinks
 from sinklens.model import Model
 from sinklens.tasks.base import check_limit
 from sinklens.tasks.word_problems import Problem, held_out
+from sinklens.utils.estimates import Estimate, Paired, paired, proportion
 from sinklens.utils.progress import Progress
 
 APART = (1, -1, 10)  # how far wrong results of `word_problem_choices` are from the right one
@@ -68,9 +68,9 @@ class ChoiceResult:
         return np.array(chosen) == np.array(self.right)
 
     @property
-    def accuracy(self) -> Accuracy:
+    def accuracy(self) -> Estimate:
         """Share of questions whose right choice is the most probable one."""
-        return Accuracy(int(self.verdicts.sum()), len(self.right))
+        return proportion(int(self.verdicts.sum()), len(self.right))
 
     @property
     def of_right(self) -> list[Likelihood]:

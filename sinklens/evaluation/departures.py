@@ -15,9 +15,9 @@ from typing import Any
 from sinklens.errors import SettingError
 from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol
 from sinklens.evaluation.published import Published
-from sinklens.evaluation.statistics import Accuracy, Gap, unpaired_gap
 from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import make_settings
+from sinklens.utils.estimates import Estimate, unpaired
 
 OF_TASK = ("task", "shots", "extractor", "chat_template", "sampler")
 
@@ -31,11 +31,8 @@ def departures(what: Mapping[str, Any]) -> list[str]:
     if protocol is None:
         return []
     wanted = protocol.what
-    found = [
-        _text(name, what["protocol"].get(name), wanted.get(name))
-        for name in OF_TASK
-        if what["protocol"].get(name) != wanted.get(name)
-    ]
+    given = what["protocol"]
+    found = [_text(name, given.get(name), wanted.get(name)) for name in OF_TASK if given.get(name) != wanted.get(name)]
     return found + _of_sampler(what, protocol)
 
 
@@ -77,9 +74,9 @@ class Baseline:
     """
 
     published: Published
-    accuracy: Accuracy
+    accuracy: Estimate
     departs: tuple[str, ...]
-    gap: Gap | None
+    gap: Estimate | None
 
     @property
     def verdict(self) -> str:
@@ -89,17 +86,16 @@ class Baseline:
         return "below" if self.gap.high < 0 else "above" if self.gap.low > 0 else "agrees"
 
 
-def baselines(protocol: str, model: str, accuracy: Accuracy, departs: tuple[str, ...]) -> list[Baseline]:
+def baselines(protocol: str, model: str, accuracy: Estimate, departs: tuple[str, ...]) -> list[Baseline]:
     """The published scores of a model under a protocol without intervention, each beside `accuracy`.
 
     Samples that the run lacks are a departure: the published score is of the complete test set.
     """
     found = []
     for score in PROTOCOLS[protocol].published if protocol in PROTOCOLS else ():
-        if score.masked or not score.of(model) or not accuracy.total:
-            continue
-        total, other = score.samples, score.accuracy
-        part = (f"{accuracy.total} of {total:,} samples",) if total and accuracy.total < total else ()
-        compared = None if departs or other is None else unpaired_gap(other, accuracy)
-        found.append(Baseline(score, accuracy, (*departs, *part), compared))
+        if not score.masked and score.of(model) and accuracy.n:
+            part = bool(score.samples and accuracy.n < score.samples)
+            missing = (f"{accuracy.n} of {score.samples:,} samples",) if part else ()
+            gap = None if departs or score.accuracy is None else unpaired(score.accuracy, accuracy)
+            found.append(Baseline(score, accuracy, (*departs, *missing), gap))
     return found

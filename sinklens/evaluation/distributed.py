@@ -19,9 +19,9 @@ import pickle
 import socket
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from sinklens.errors import SettingError, SinklensError
 from sinklens.evaluation.conditions import Condition
@@ -90,10 +90,12 @@ class OnRay:
                 f"process."
             )
         ray = self._connect()
-        with self._stopped_after_an_error():
+        try:
             need, _ = self._shares()
-            found = ray.remote(**need)(_identities).remote(job, list(conditions), need)
-            return _or_raise(ray.get(found))
+            return _or_raise(ray.get(ray.remote(**need)(_identities).remote(job, list(conditions), need)))
+        except BaseException:
+            self.close()
+            raise
 
     def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[LedgerRecord]]]:
         """See `Engine`; yields batches as they finish.
@@ -136,14 +138,6 @@ class OnRay:
             self._close()
             self._close = None
 
-    @contextmanager
-    def _stopped_after_an_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
     def _connect(self) -> Any:
         """Return the module ``ray``, connected to a cluster."""
         try:
@@ -160,7 +154,7 @@ class OnRay:
             ray.init(address=address, **quiet)
         else:
             cpus = None if self.workers is None else max(1, math.ceil(self.workers * self.cpus_per_worker))
-            with _environment(RAY_ENVIRONMENT):
+            with patch.dict(os.environ, RAY_ENVIRONMENT | dict(os.environ)):
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
         self._close = weakref.finalize(self, ray.shutdown)  # also runs if no batch was missing
         return ray
@@ -269,15 +263,3 @@ def _require_reachable(address: str) -> None:
             f"no Ray cluster answers at {address} ({error}); start one there, or leave the address out (--address, "
             f"RAY_ADDRESS)."
         ) from error
-
-
-@contextmanager
-def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block, except those that are set already."""
-    missing = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)

@@ -8,16 +8,12 @@ A record is on disk when `Writer.add` returns, and records added together are st
 process is killed or the disk is full. Several processes may write into one ledger, each to its own *shard*. A shard has
 a lock, so that no two processes do the same work; the lock ends with its process.
 
-Ledgers of earlier versions are read in place (json_lines.py); new records go into a database beside them.
-
-Limitation: SQLite's write-ahead log needs all processes on one machine, so it is used on local file systems only.
-Elsewhere SQLite uses a rollback journal, which needs working file locks; without them, give each machine its own folder
-and `merge` the ledgers.
+Limitation: SQLite's rollback journal needs working file locks. On a network file system without them, give each machine
+its own folder and `merge` the ledgers.
 """
 
 import hashlib
 import json
-import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -27,7 +23,6 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from sinklens.errors import LedgerError
-from sinklens.evaluation import json_lines
 from sinklens.utils.atomic import atomic_write
 
 LedgerRecord = dict[str, Any]
@@ -46,8 +41,6 @@ COMMIT;
 NOT_READ = "{file} cannot be read ({error}); restore it from a copy."
 NOT_WRITTEN = "could not write to {file}: {error}. All earlier records are complete; free some space and rerun."
 WAIT = 60.0  # seconds that a process waits for another one's transaction
-LOCAL = ("apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
-"""File systems that no other machine writes to, so that all processes share the memory of the write-ahead log."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +75,7 @@ class LedgerRun:
         Raises:
             LedgerError: the folder holds no run, or a description cannot be read.
         """
-        found = dict(json_lines.descriptions(ledger))
-        found |= {name: json.loads(what) for name, what in _rows(ledger, "SELECT name, what FROM runs")}
+        found = {name: json.loads(what) for name, what in _rows(ledger, "SELECT name, what FROM runs")}
         if not found:
             raise LedgerError(f"{ledger} holds no run; create one with `sinklens evaluate ... --out {ledger}`.")
         return [cls(found[name], ledger, name) for name in sorted(found)]
@@ -95,16 +87,13 @@ class LedgerRun:
             LedgerError: the ledger is damaged.
         """
         query = "SELECT record FROM records WHERE run = ? AND kind = ?"
-        found = list(json_lines.records(self.folder / self.name, kind))
-        found += [json.loads(text) for (text,) in _rows(self.folder, query, self.name, kind)]
-        one_each = {str(record["sample"]): record for record in (found if kind == "verdicts" else reversed(found))}
-        return [one_each[sample] for sample in sorted(one_each)]
+        found = [json.loads(text) for (text,) in _rows(self.folder, query, self.name, kind)]
+        return sorted(found, key=lambda record: str(record["sample"]))
 
     def done(self) -> set[str]:
         """The ids of samples that have a record."""
         query = "SELECT sample FROM records WHERE run = ? AND kind = 'records'"
-        earlier = {str(record["sample"]) for record in json_lines.records(self.folder / self.name, "records")}
-        return earlier | {name for (name,) in _rows(self.folder, query, self.name)}
+        return {name for (name,) in _rows(self.folder, query, self.name)}
 
 
 class Writer:
@@ -150,8 +139,8 @@ class Writer:
 
 
 def holds_runs(folder: Path) -> bool:
-    """Whether a folder holds a ledger with at least one run, of this version or an earlier one."""
-    return any(folder.glob("run-*/run.json")) or bool(_rows(folder, "SELECT name FROM runs"))
+    """Whether a folder holds a ledger with at least one run."""
+    return bool(_rows(folder, "SELECT name FROM runs"))
 
 
 def merge(ledgers: Sequence[str | Path], out: str | Path) -> int:
@@ -209,8 +198,7 @@ def data_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """What differs between the data of two records of a sample, "prompt" or "expected answer"; "" if nothing does."""
     if one.get("prompt_sha256") != other.get("prompt_sha256"):
         return "prompt"
-    expected = {record["reference_sha256"] for record in (one, other) if "reference_sha256" in record}  # not in 0.1
-    return "expected answer" if len(expected) > 1 else ""
+    return "expected answer" if one.get("reference_sha256") != other.get("reference_sha256") else ""
 
 
 def _json(value: Mapping[str, Any]) -> str:
@@ -232,7 +220,7 @@ def _writing(folder: Path) -> Iterator[sqlite3.Connection]:
     with _errors(NOT_WRITTEN, folder):
         folder.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(folder / FILE, timeout=WAIT, isolation_level="IMMEDIATE")) as database:
-            database.execute(f"PRAGMA journal_mode = {'WAL' if file_system(folder) in LOCAL else 'DELETE'}")
+            database.execute("PRAGMA journal_mode = DELETE")
             database.execute("PRAGMA synchronous = FULL")
             if not _stored_version(database, folder):
                 database.executescript(SCHEMA)
@@ -240,17 +228,13 @@ def _writing(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _rows(folder: Path, query: str, *values: str) -> list[tuple[str, ...]]:
-    """The result of a query, in the order in which the rows were inserted; empty without a database."""
+    """The result of a query; empty without a database."""
     file = folder / FILE
     if not file.exists():
         return []
-    # On read-only media there is no place for the log's shared memory, and nobody else to share it with.
-    alone = not os.access(folder, os.W_OK) and not file.with_name(f"{FILE}-wal").exists()
-    uri = f"{file.absolute().as_uri()}?{'immutable=1' if alone else 'mode=rw'}"
+    uri = f"{file.absolute().as_uri()}?mode=rw"  # on read-only media SQLite only reads
     with _errors(NOT_READ, folder), closing(sqlite3.connect(uri, timeout=WAIT, uri=True)) as database:
-        return (
-            database.execute(f"{query} ORDER BY rowid", values).fetchall() if _stored_version(database, folder) else []
-        )
+        return database.execute(query, values).fetchall() if _stored_version(database, folder) else []
 
 
 def _stored_version(database: sqlite3.Connection, folder: Path) -> int:
@@ -282,13 +266,3 @@ def _locked(run: LedgerRun, kind: RecordKind, shard: int) -> Iterator[None]:
                     f"has finished, or use another folder (--out) or shard (`sinklens evaluate --shard`) here."
                 ) from error
             yield
-
-
-def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system of a folder, such as "ext4" or "nfs"; "" where `mounts` does not exist."""
-    found = {}
-    for line in mounts.read_text().splitlines() if mounts.exists() else ():
-        _, point, kind, *_ = line.split(" ")
-        found[Path(point.encode().decode("unicode_escape"))] = kind
-    folder = folder.resolve()
-    return next((found[place] for place in (folder, *folder.parents) if place in found), "")

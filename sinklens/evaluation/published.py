@@ -15,10 +15,9 @@ google/diffusiongemma-26B-A4B-it (model card of June 2026).
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from sinklens.evaluation.statistics import Accuracy
+from sinklens.utils.estimates import Estimate, proportion
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,11 @@ class Published:
     masked: int = 0
 
     @property
-    def accuracy(self) -> "Accuracy | None":
-        """The score as a number of right answers, rounded; None without a score or a number of samples."""
-        from sinklens.evaluation.statistics import Accuracy
-
+    def accuracy(self) -> Estimate | None:
+        """The score with its limits, as of a number of right answers, rounded; None without a score or that number."""
         if self.score is None or self.samples is None:
             return None
-        return Accuracy(round(self.score * self.samples), self.samples)
+        return proportion(round(self.score * self.samples), self.samples)
 
     def of(self, model: str) -> bool:
         """Whether `model`, a hub name or a folder, is this checkpoint."""

@@ -14,10 +14,14 @@ with S positions, L layers and H heads. A pass takes the longer of its operation
 bytes, weights once and activations, at the card's bandwidth.
 
 Caveats: the allocator of a GPU keeps free blocks, and its libraries take about half a gigabyte: a plan fills at most
-90 % of a card. Several cards hold a model by layers, one after the other, which is no faster than one.
+90 % of a card. A folder of the hub's cache may hold the config and no weights afterwards; loading the model completes
+it. Several cards hold a model by layers, one after the other, which is no faster than one.
 """
 
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +29,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sinklens.errors import SettingError, nearest
-from sinklens.evaluation.cards import Card
-from sinklens.evaluation.config_only import config_folder, fake_model
-from sinklens.evaluation.plan_choices import QUANTIZATIONS, WATCHED
+from sinklens.errors import CheckpointError, SettingError, nearest
+from sinklens.evaluation.cards import QUANTIZATIONS, WATCHED, Card
 from sinklens.evaluation.planning import ModelSizes, queries_and_keys, sizes_of
 from sinklens.evaluation.weight_forms import planned_weights
 from sinklens.families import settings_for
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 USABLE = 0.9  # share of a card that a plan fills
 LOGITS = "denoise.hook_logits"
+CONFIGS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]  # what is read of a checkpoint on the hub
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,53 @@ def plan_run(
             canvases=batch * (steps + 1) * length * 9, passes=steps, flops=flops,
             moved=_moved(model, weights, keys, batch * tried.rows * queries, sizes, dtype),
         )  # fmt: skip
+
+
+@contextmanager
+def config_folder(source: str | Path) -> Iterator[Path]:
+    """The folder with the config.json of `source`, without its weights.
+
+    Raises:
+        CheckpointError: nothing has this name.
+    """
+    from sinklens.model.files import find_checkpoint, shipped_names
+
+    path = Path(source)
+    if path.is_file():
+        if path.name == "config.json":
+            yield path.parent
+            return
+        with tempfile.TemporaryDirectory(prefix="sinklens-plan-") as folder:
+            shutil.copy(path, Path(folder) / "config.json")
+            yield Path(folder)
+        return
+    if path.suffix == ".json":
+        raise CheckpointError(f"there is no file {source}; pass a config.json, a folder, or a name on the Hub.")
+    on_hub = str(source) not in shipped_names() and not path.is_dir() and str(source).count("/") == 1
+    yield _download_config(str(source)) if on_hub and not path.is_absolute() else find_checkpoint(source)
+
+
+def _download_config(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=CONFIGS))
+    except (OSError, HTTPError, HFValidationError) as error:
+        reason = next(iter(str(error).splitlines()), "no reason given").rstrip(".")
+        raise CheckpointError(
+            f"could not download the config of {name!r}: {type(error).__name__}: {reason}. Check the name and the "
+            f"network, or download config.json elsewhere and pass that file."
+        ) from error
+
+
+def fake_model(folder: Path, load: Mapping[str, Any], dtype: torch.dtype) -> "Model":
+    """A model of fake tensors; call it inside `without_memory`."""
+    from sinklens.model.loading import LoadRequest, outline
+    from sinklens.model.model import Model
+
+    given = {key: value for key, value in load.items() if key in ("family", "block_length", "tokenizer")}
+    return Model(outline(folder, LoadRequest(**given), device="cpu", dtype=dtype))
 
 
 def _check(quantization: str, batch: int, prompt_length: int) -> None:

@@ -16,19 +16,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from sinklens.errors import ControlWarning, LedgerError, SettingError, nearest, warn_caller
+from sinklens.errors import ControlWarning, LedgerError, SettingError, warn_caller
 from sinklens.evaluation.conditions import Condition, under_caches, unpaired
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, Writer, data_difference, holds_runs
 from sinklens.evaluation.protocols import EvalProtocol, find_protocol
-from sinklens.evaluation.units import Batch, batches, carry_out, check_caches, identity
+from sinklens.evaluation.units import Batch, batches, carry_out, identities
 from sinklens.model import load
 from sinklens.sampling import Policy
 from sinklens.tasks import Sample, Task
 from sinklens.tasks.prompts import prompt_hash, reference_hash
 from sinklens.utils.folders import check_folder
-from sinklens.utils.integers import as_integer, check_seed_of
+from sinklens.utils.integers import as_integer, as_seed
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -51,12 +51,12 @@ class Job:
     seed: int
 
 
-@runtime_checkable
+@runtime_checkable  # arguments of this type are checked in tests
 class Engine(Protocol):
     """Interface of what holds the model and runs batches."""
 
     def identities(self, job: Job, conditions: Sequence[Condition]) -> list[dict[str, Any]]:
-        """The identity of each condition's run in the ledger; see `units.identity`."""
+        """The identity of each condition's run in the ledger; see `units.identities`."""
 
     def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterable[tuple[Batch, list[LedgerRecord]]]:
         """Yield each batch with its records, in any order."""
@@ -80,9 +80,7 @@ class InProcess:
 
     def identities(self, job: Job, conditions: Sequence[Condition]) -> list[dict[str, Any]]:
         """See `Engine`."""
-        check_caches(self.load(job), conditions, job.protocol)
-        shared = identity(self.load(job), conditions[0], job.task, job.protocol, job.seed)
-        return [shared | {"condition": condition.described()} for condition in conditions]
+        return identities(self.load(job), conditions, job.task, job.protocol, job.seed)
 
     def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[LedgerRecord]]]:
         """See `Engine`."""
@@ -90,27 +88,29 @@ class InProcess:
             yield batch, carry_out(self.load(job), job.task, job.protocol, batch, job.seed)
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments of `evaluate` and `estimate` that say what to evaluate; see `Evaluation`."""
+def evaluate(
+    model: Any,
+    protocol: EvalProtocol | str,
+    conditions: Sequence[Condition],
+    ledger: str | Path,
+    *,
+    task: Task | None = None,
+    limit: int | None = None,
+    batch: int = 25,
+    seed: int = 0,
+    shard: tuple[int, int] = (0, 1),
+    load: dict[str, Any] | None = None,
+    cache: str | Policy | Sequence[str | Policy] = (),
+    engine: Engine | None = None,
+    progress: Callable[[Condition, int, int], None] | None = None,
+) -> list[LedgerRun]:
+    """Evaluate a model on a task under each condition.
 
-    task: Task | None
-    limit: int | None
-    batch: int
-    seed: int
-    shard: tuple[int, int]
-    load: dict[str, Any] | None
-    cache: str | Policy | Sequence[str | Policy]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A request: what `evaluate` runs and `estimate` costs.
-
-    Attributes:
+    Args:
         model: the model, as `sinklens.load` takes it.
         protocol: the evaluation protocol, or the name of a protocol or task.
-        conditions: interventions to compare.
-        ledger: folder of the records.
+        conditions: interventions to compare, e.g. ``masking([0, 1, 5, 10], controls=["random"])``.
+        ledger: folder of the records; samples that have a record there are skipped.
         task: the protocol's task, read from local files; by default `EvalProtocol.make_task`.
         limit: evaluate only the first `limit` samples.
         batch: samples per run of the model; 1 for conditions with interventions if ``threshold=`` is set or there are
@@ -120,102 +120,8 @@ class Evaluation:
         load: keyword arguments of `sinklens.load`.
         cache: cache policies or their names; every condition is evaluated exactly and under each of them, see
             `under_caches`.
-    """
-
-    model: Any
-    protocol: EvalProtocol | str
-    conditions: Sequence[Condition]
-    ledger: str | Path
-    task: Task | None = None
-    limit: int | None = None
-    batch: int = 25
-    seed: int = 0
-    shard: tuple[int, int] = (0, 1)
-    load: dict[str, Any] | None = None
-    cache: str | Policy | Sequence[str | Policy] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "conditions", under_caches(self.conditions, self.cache))
-        check_seed_of(self)
-
-    def job(self) -> Job:
-        """What an engine needs.
-
-        Raises:
-            SettingError: the task is not the protocol's, or one of them has the wrong type.
-        """
-        protocol = find_protocol(self.protocol) if isinstance(self.protocol, str) else self.protocol
-        if not isinstance(protocol, EvalProtocol) or not isinstance(self.task, Task | None):
-            raise SettingError(
-                f"an evaluation takes a protocol, or the name of a protocol or task, and task= takes a Task, such as "
-                f"find_task('gsm8k', path='data'); got {protocol!r:.60} and {self.task!r:.60}."
-            )
-        task = self.task or protocol.make_task()
-        if task.name != protocol.task:
-            raise SettingError(f"the protocol {protocol.name} is for the task {protocol.task}; got {task.name}.")
-        return Job(self.model, self.load or {}, task, protocol, self.seed)
-
-    def check(self) -> None:
-        """Reject a shard, a batch or conditions that cannot be evaluated.
-
-        Raises:
-            SettingError: one of them.
-        """
-        if not isinstance(self.shard, tuple | list) or len(self.shard) != 2 or None in map(as_integer, self.shard):
-            raise SettingError(f"shard must be two integers, (0, 4) for the first of four; got {self.shard!r}.")
-        number, parts = self.shard
-        if parts < 1:
-            raise SettingError(f"the number of shards must be at least 1; got {parts}.")
-        if not 0 <= number < parts:
-            raise SettingError(f"{parts} shards are numbered 0 to {parts - 1}; got {number}.")
-        batch = as_integer(self.batch)
-        if batch is None or batch < 1:
-            raise SettingError(f"batch must be at least 1 sample; got {self.batch!r}.")
-        names = [condition.name for condition in self.conditions]
-        if not names or len(set(names)) < len(names):
-            raise SettingError(f"an evaluation needs at least one condition, each with a different name; got {names}.")
-
-    def samples(self, task: Task) -> list[Sample]:
-        """The samples of this shard.
-
-        Raises:
-            SettingError: the shard is empty, or two samples share an id.
-        """
-        number, parts = self.shard
-        samples = list(task.samples(self.limit))[number::parts]
-        repeated = next((name for name, count in Counter(sample.id for sample in samples).items() if count > 1), None)
-        if repeated is not None:
-            raise SettingError(
-                f"the task {task.name} has several samples with the id {repeated!r}; ids must be unique."
-            )
-        if not samples:
-            raise SettingError(
-                f"the task {task.name} has too few samples for shard {number} of {parts}; use fewer shards or raise "
-                f"limit."
-            )
-        return samples
-
-
-def evaluate(
-    model: Any,
-    protocol: EvalProtocol | str,
-    conditions: Sequence[Condition],
-    ledger: str | Path,
-    *,
-    engine: Engine | None = None,
-    progress: Callable[[Condition, int, int], None] | None = None,
-    **options: Unpack[Options],
-) -> list[LedgerRun]:
-    """Evaluate a model on a task under each condition.
-
-    Args:
-        model: the model, as `sinklens.load` takes it.
-        protocol: the evaluation protocol, or the name of a protocol or task.
-        conditions: interventions to compare, e.g. ``masking([0, 1, 5, 10], controls=["random"])``.
-        ledger: folder of the records; samples that have a record there are skipped.
         engine: runs the batches; None for this process.
         progress: called with a condition, its number of finished samples and its total.
-        **options: ``task``, ``limit``, ``batch``, ``seed``, ``shard``, ``load`` and ``cache``; see `Evaluation`.
 
     Returns:
         The ledger's run of each condition.
@@ -224,45 +130,36 @@ def evaluate(
         SinklensError: `ledger` cannot be written, or holds results of another kind.
         LedgerError: another process is writing the same shard, the disk is full, or the ledger was started with other
             data; finished samples are kept.
-        SettingError: there is no sample or no condition, the shard does not exist, the model cannot run under a cache
-            policy, or an option is unknown.
+        SettingError: there is no sample or no condition, the shard does not exist, the task is not the protocol's, or
+            the model cannot run under a cache policy.
 
     Warns:
         ControlWarning: a condition is a control of one that is neither among these nor in the ledger.
     """
     engine = engine or InProcess()
     check_folder(ledger, "an evaluation")
-    plan = _plan(_request(model, protocol, conditions, ledger, options), engine)
-    if note := unpaired(plan.controls(), plan.names()):
+    plan = _planned(engine, model, protocol, conditions, ledger, task, limit, batch, seed, shard, load, cache)
+    earlier = LedgerRun.all(Path(ledger)) if holds_runs(Path(ledger)) else []
+    controls = {one.name: one.control_of for one in plan.conditions}
+    if note := unpaired(controls, {*controls, *(run.what["condition"]["name"] for run in earlier)}):
         warn_caller(note, ControlWarning)
+    report, total = progress or (lambda condition, done, total: None), len(plan.samples)
     with ExitStack() as stack:
-        writers = [stack.enter_context(Writer(run.begin(), plan.request.shard[0])) for run in plan.runs]
+        writers = [stack.enter_context(Writer(run.begin(), shard[0])) for run in plan.runs]
         work = plan.missing()  # after locking: no other process is writing these shards
-        done = plan.finished()
-        report = progress or (lambda condition, done, total: None)
-        for condition, number in zip(plan.request.conditions, done, strict=True):
-            report(condition, number, len(plan.samples))
+        done = [len({sample.id for sample in plan.samples} & run.done()) for run in plan.runs]
+        for condition, number in zip(plan.conditions, done, strict=True):
+            report(condition, number, total)
         for finished, records in engine.carry_out(plan.job, work) if work else ():
-            place = plan.place(finished.condition)
+            place = list(controls).index(finished.condition.name)
             writers[place].add(*records)
             done[place] += len(records)
-            report(plan.request.conditions[place], done[place], len(plan.samples))
+            report(plan.conditions[place], done[place], total)
     return plan.runs
 
 
-def _request(
-    model: Any, protocol: EvalProtocol | str, conditions: Sequence[Condition], ledger: str | Path, options: Options
-) -> Evaluation:
-    """The request; an option that does not exist is an error."""
-    for name in options:
-        if name not in Options.__annotations__:
-            known = list(Options.__annotations__)
-            raise SettingError(f"{name} is not an option; the options are {', '.join(known)}.{nearest(name, known)}")
-    return Evaluation(model, protocol, conditions, ledger, **options)
-
-
 @dataclass(frozen=True)
-class Estimate:
+class Cost:
     """The cost of an evaluation, extrapolated from a few measured units.
 
     Attributes:
@@ -285,31 +182,39 @@ def estimate(
     protocol: EvalProtocol | str,
     conditions: Sequence[Condition],
     ledger: str | Path,
-    **options: Unpack[Options],
-) -> Estimate:
+    *,
+    task: Task | None = None,
+    limit: int | None = None,
+    batch: int = 25,
+    seed: int = 0,
+    shard: tuple[int, int] = (0, 1),
+    load: dict[str, Any] | None = None,
+    cache: str | Policy | Sequence[str | Policy] = (),
+) -> Cost:
     """Estimate the cost of `evaluate` with the same arguments by running two batches of medium length; writes nothing.
 
     The batches run under the first and the last condition that have units left, each after a one-row warm-up run.
     """
     engine = InProcess()
-    plan = _plan(_request(model, protocol, conditions, ledger, options), engine)
-    work = plan.missing()
-    if not work:
-        return Estimate(0, 0, 0, 0.0, 0)
-    loaded, job = engine.load(plan.job), plan.job
-    seconds: list[float] = []
-    measured: list[LedgerRecord] = []
-    left = [part for part in (_batches_of(work, condition) for condition in plan.request.conditions) if part]
-    for part in (left[0], left[-1]) if len(left) > 1 else left:
-        sample = part[len(part) // 2]
-        carry_out(loaded, job.task, job.protocol, Batch(sample.condition, sample.samples[:1]), job.seed)
-        started = time.perf_counter()
-        records = carry_out(loaded, job.task, job.protocol, sample, job.seed)
-        seconds.append((time.perf_counter() - started) / len(records))
-        measured += records
-    units = sum(len(one.samples) for one in work)
+    plan = _planned(engine, model, protocol, conditions, ledger, task, limit, batch, seed, shard, load, cache)
+    parts: dict[str, list[Batch]] = {}
+    for one in plan.missing():
+        parts.setdefault(one.condition.name, []).append(one)
+    if not parts:
+        return Cost(0, 0, 0, 0.0, 0)
+    seconds, measured = list[float](), list[LedgerRecord]()
+    for name in dict.fromkeys((next(iter(parts)), list(parts)[-1])):
+        middle = parts[name][len(parts[name]) // 2]
+        warm_up = Batch(middle.condition, middle.samples[:1])
+        for work, keep in ((warm_up, False), (middle, True)):
+            started = time.perf_counter()
+            ((_, records),) = engine.carry_out(plan.job, [work])
+            if keep:
+                seconds.append((time.perf_counter() - started) / len(records))
+                measured += records
+    units = sum(len(one.samples) for part in parts.values() for one in part)
     each = units / len(measured)
-    return Estimate(
+    return Cost(
         units=units,
         tokens=round(each * sum(len(record["tokens"]) for record in measured)),
         passes=round(each * sum(record["steps"] for record in measured)),
@@ -322,39 +227,32 @@ def estimate(
 class _Plan:
     """An evaluation before it starts."""
 
-    request: Evaluation
     job: Job
+    conditions: list[Condition]
     samples: list[Sample]
     runs: list[LedgerRun]
-
-    def controls(self) -> dict[str, str]:
-        """The conditions, each with the name of the one that it is a control of, or ""."""
-        return {condition.name: condition.control_of for condition in self.request.conditions}
-
-    def names(self) -> set[str]:
-        """The names of these conditions, and of those in the ledger."""
-        folder = Path(self.request.ledger)
-        earlier = LedgerRun.all(folder) if holds_runs(folder) else []
-        return {*self.controls(), *(run.what["condition"]["name"] for run in earlier)}
-
-    def place(self, condition: Condition) -> int:
-        return list(self.controls()).index(condition.name)
-
-    def finished(self) -> list[int]:
-        """The number of samples with a record on disk, for each condition."""
-        samples = {sample.id for sample in self.samples}
-        return [len(samples & run.done()) for run in self.runs]
+    batch: int
 
     def missing(self) -> list[Batch]:
-        """Units without a record, condition by condition."""
+        """Units without a record, condition by condition.
+
+        Raises:
+            LedgerError: a sample differs from the recorded one.
+        """
         found: list[Batch] = []
-        for condition, run in zip(self.request.conditions, self.runs, strict=True):
-            done = {str(record["sample"]): record for record in run.records()}
+        for condition, run in zip(self.conditions, self.runs, strict=True):
+            done, left = {str(record["sample"]): record for record in run.records()}, list[Sample]()
             for sample in self.samples:
-                if sample.id in done:
-                    _check_same(sample, done[sample.id], run)
-            left = [sample for sample in self.samples if sample.id not in done]
-            found += batches(condition, left, 1 if condition.hooks and _waits(run.what) else self.request.batch)
+                if sample.id not in done:
+                    left.append(sample)
+                    continue
+                here = {"prompt_sha256": prompt_hash(sample), "reference_sha256": reference_hash(sample)}
+                if difference := data_difference(done[sample.id], here):
+                    raise LedgerError(
+                        f"{run.folder} has a record of {sample.id} with another {difference}, so it was started with "
+                        f"other data. Use that data, or another folder (--out)."
+                    )
+            found += batches(condition, left, 1 if condition.hooks and _waits(run.what) else self.batch)
         return found
 
 
@@ -366,23 +264,39 @@ def _waits(what: Mapping[str, Any]) -> bool:
     return any(settings.get(name) is not None for name in ("threshold", "factor"))
 
 
-def _plan(request: Evaluation, engine: Engine) -> _Plan:
-    request.check()
-    job = request.job()
-    samples = request.samples(job.task)
-    runs = [LedgerRun.of(Path(request.ledger), what) for what in engine.identities(job, request.conditions)]
-    return _Plan(request, job, samples, runs)
-
-
-def _check_same(sample: Sample, record: LedgerRecord, run: LedgerRun) -> None:
-    """Refuse data in which a sample differs from the recorded one."""
-    here = {"prompt_sha256": prompt_hash(sample), "reference_sha256": reference_hash(sample)}
-    if difference := data_difference(record, here):
-        raise LedgerError(
-            f"{run.folder} has a record of {sample.id} with another {difference}, so it was started with other data. "
-            f"Use that data, or another folder (--out)."
+def _planned(
+    engine: Engine, model: Any, protocol: Any, conditions: Sequence[Condition], ledger: str | Path, task: Any,
+    limit: int | None, batch: int, seed: int, shard: Any, load: dict[str, Any] | None, cache: Any,
+) -> _Plan:  # fmt: skip
+    """The plan of an evaluation; see `evaluate` for the arguments and the errors."""
+    every = under_caches(conditions, cache)
+    names = [condition.name for condition in every]
+    if not names or len(set(names)) < len(names):
+        raise SettingError(f"an evaluation needs at least one condition, each with a different name; got {names}.")
+    if as_integer(batch) is None or batch < 1:
+        raise SettingError(f"batch must be at least 1 sample; got {batch!r}.")
+    if not isinstance(shard, tuple | list) or len(shard) != 2 or None in map(as_integer, shard) or shard[1] < 1:
+        raise SettingError(f"shard must be two integers, (0, 4) for the first of four; got {shard!r}.")
+    number, parts = shard
+    if not 0 <= number < parts:
+        raise SettingError(f"{parts} shards are numbered 0 to {parts - 1}; got {number}.")
+    chosen = find_protocol(protocol) if isinstance(protocol, str) else protocol
+    if not isinstance(chosen, EvalProtocol) or not isinstance(task, Task | None):
+        raise SettingError(
+            f"an evaluation takes a protocol, or the name of a protocol or task, and task= takes a Task, such as "
+            f"find_task('gsm8k', path='data'); got {protocol!r:.60} and {task!r:.60}."
         )
-
-
-def _batches_of(work: Sequence[Batch], condition: Condition) -> list[Batch]:
-    return [batch for batch in work if batch.condition == condition]
+    task = task or chosen.make_task()
+    if task.name != chosen.task:
+        raise SettingError(f"the protocol {chosen.name} is for the task {chosen.task}; got {task.name}.")
+    samples = list(task.samples(limit))[number::parts]
+    repeated = next((name for name, count in Counter(sample.id for sample in samples).items() if count > 1), None)
+    if repeated is not None:
+        raise SettingError(f"the task {task.name} has several samples with the id {repeated!r}; ids must be unique.")
+    if not samples:
+        raise SettingError(
+            f"the task {task.name} has too few samples for shard {number} of {parts}; use fewer shards or raise limit."
+        )
+    job = Job(model, load or {}, task, chosen, as_seed(seed))
+    runs = [LedgerRun.of(Path(ledger), what) for what in engine.identities(job, every)]
+    return _Plan(job, every, samples, runs, batch)

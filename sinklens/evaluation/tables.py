@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,24 +26,132 @@ from sinklens.errors import ControlWarning, LedgerError, SettingError
 from sinklens.evaluation.conditions import CONTROLS, unpaired
 from sinklens.evaluation.departures import departures
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, data_difference
-from sinklens.evaluation.lines import Line, regime_of
 from sinklens.evaluation.protocols import PROTOCOLS
 from sinklens.evaluation.published import STUDY
 from sinklens.evaluation.scoring import verdicts
-from sinklens.evaluation.statistics import Accuracy, Paired, holm, paired
+from sinklens.utils.estimates import Estimate, Paired, holm, paired, proportion
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 PICKS = ("", "strongest", "steady", *CONTROLS)  # in the order of a table
 
 
-class _Against(NamedTuple):
-    """A comparison with another run, or why there is none."""
+@dataclass(frozen=True)
+class Line:
+    """A line of the results table: one condition, and how it compares with the others of its group.
 
-    pair: Paired | None
-    missing: str
+    Attributes:
+        task, protocol, model: names; `model` includes what distinguishes groups that would share a name.
+        condition, masked, pick: as in `Condition`.
+        cache: the cache policy of the runs; "" for exact ones.
+        accuracy: over all samples with a verdict.
+        against_unmasked: paired with the unmasked run; None for the unmasked run, or if there is no such run.
+        against_random: paired with its control: the same number of random keys, masked in the same manner, or the
+            condition whose `Condition.control_of` names this one (the first of several). None without one.
+        chance: expected accuracy of a guess, in [0, 1].
+        malformed: share of answers that are not of the required form (`Task.malformed`); NaN if the task requires none.
+        formed: accuracy over the other answers; None where `malformed` is NaN.
+        empty, masks, unended: shares of answers that are empty, contain masks, or have no end token.
+        per_second: samples per second of model time.
+        control: name of that control; "" without one.
+        no_unmasked, no_random: why `against_unmasked` or `against_random` is None: "no unmasked run", "no control",
+            "not scored" or "no shared samples". "" if it is not None, or where it does not apply: to the unmasked run,
+            to controls, and to runs that change nothing but the cache policy.
+        speed: seconds of the exact unmasked run over seconds of this one, on the samples that both have; NaN for the
+            unmasked run, or if there is no such run.
+        sinks: sinks per head and step, by the paper's definition.
+        devices: device types.
+        paper: accuracy in the study's Table 1 for the same model and protocol, else None.
+        unscored: samples whose generated program has not been run. They are excluded from all other numbers, unless
+            no program has been run: then `accuracy` has no samples, and the shares are over the unscored ones.
+        checkpoint, revision, dtype, seed: of the runs; `checkpoint` is the model's name without additions.
+        regime: how answers are decoded; see `regime_of`.
+        versions: of sinklens, torch and transformers, each with its name.
+        machines: names of the devices.
+        departs: how the run differs from its protocol; see `departures`.
+        keys_requested, keys_picked: mean over the samples of the keys that a control was to pick and did pick, summed
+            over heads and steps; NaN for runs without a control.
+    """
+
+    task: str
+    protocol: str
+    model: str
+    condition: str
+    masked: int | None
+    pick: str
+    accuracy: Estimate
+    against_unmasked: Paired | None
+    against_random: Paired | None
+    chance: float
+    malformed: float
+    formed: Estimate | None
+    empty: float
+    masks: float
+    unended: float
+    per_second: float
+    sinks: float
+    devices: tuple[str, ...]
+    paper: float | None
+    unscored: int = 0
+    cache: str = ""
+    speed: float = math.nan
+    control: str = ""
+    no_unmasked: str = ""
+    no_random: str = ""
+    checkpoint: str = ""
+    revision: str = ""
+    dtype: str = ""
+    seed: int = 0
+    regime: str = ""
+    versions: tuple[str, ...] = ()
+    machines: tuple[str, ...] = ()
+    departs: tuple[str, ...] = ()
+    keys_requested: float = math.nan
+    keys_picked: float = math.nan
+
+
+def regime_of(sampler: str, settings: Mapping[str, Any]) -> str:
+    """How a sampler decodes: "left to right", "diffusion" (all positions at once), "blocks of 32" or "canvases of 256".
+
+    Autoregressive samplers decode from left to right. Samplers with blocks as long as the answer, or without blocks,
+    may decide any position at any step.
+    """
+    length = settings.get("gen_length")
+    for name, noun in (("block_length", "blocks"), ("canvas_length", "canvases")):
+        size = settings.get(name)
+        if size is not None and size != length:
+            return f"{noun} of {size}"
+    return "left to right" if sampler == "autoregressive" else "diffusion"
+
+
+def frame(lines: Sequence[Line]) -> "DataFrame":
+    """All lines as a table of plain numbers; `p` columns are Holm-corrected."""
+    import pandas as pd
+
+    return pd.DataFrame([_row(line) for line in lines])
+
+
+def _row(line: Line) -> dict[str, Any]:
+    row = {name: "; ".join(value) if type(value) is tuple else value for name, value in vars(line).items()}
+    accuracy, formed = row.pop("accuracy"), row.pop("formed")
+    row |= {"right": _right(accuracy), "total": accuracy.n, "estimate": accuracy.value}
+    row |= {"low": accuracy.low, "high": accuracy.high, "right_of_formed": math.nan if formed is None else formed.value}
+    for kind in ("against_unmasked", "against_random"):
+        nothing = Estimate(math.nan, math.nan, math.nan, math.nan, math.nan)
+        found, lost, gained = row.pop(kind) or (nothing, math.nan, math.nan)
+        row |= {f"{kind}_difference": found.value, f"{kind}_low": found.low, f"{kind}_high": found.high}
+        row |= {f"{kind}_lost": lost, f"{kind}_gained": gained, f"{kind}_p": found.p, f"{kind}_total": found.n}
+    return row
+
+
+def _right(accuracy: Estimate) -> int:
+    """The number of right answers."""
+    return round(accuracy.value * accuracy.n) if accuracy.n else 0
 
 
 @dataclass(frozen=True)
-class _ScoredRun:
+class _Scored:
     """A run, its records that have a verdict (or all, if none has), the verdicts by sample, and the unscored count."""
 
     run: LedgerRun
@@ -52,21 +160,13 @@ class _ScoredRun:
     unscored: int
 
     @property
-    def condition(self) -> dict[str, Any]:
-        return dict(self.run.what["condition"])
-
-    @property
-    def name(self) -> str:
-        return str(self.condition["name"])
+    def condition(self) -> Mapping[str, Any]:
+        return self.run.what["condition"]
 
     @property
     def controls(self) -> str:
         """The name of the condition that it is a control of, or ""."""
         return str(self.condition.get("control_of", ""))
-
-    @property
-    def devices(self) -> set[str]:
-        return {str(record["device"]) for record in self.records.values()}
 
 
 def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]:
@@ -83,229 +183,190 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
         UserWarning: generated programs have not been run, listed by run; see `Line.unscored`.
         ControlWarning: a condition is a control of one that its group does not include.
     """
-    read = [_read(run) for run in LedgerRun.all(Path(ledger))]
-    left_out = _unscored(read, ledger)
-    if left_out:
-        warnings.warn(left_out, stacklevel=2)
-    groups: dict[str, list[_ScoredRun]] = {}
+    read = [_scored(run) for run in LedgerRun.all(Path(ledger))]
+    left = [f"{one.unscored} of {one.run.what['model']} ({one.condition['name']})" for one in read if one.unscored]
+    if left:
+        warnings.warn(
+            f"Generated programs that have not been run are excluded from all accuracies: {', '.join(left)}. "
+            f"`sinklens score {ledger} --run-generated-code` runs them, in isolation.",
+            stacklevel=2,
+        )
+    groups: dict[str, list[_Scored]] = {}
     for one in read:
         if one.records:
-            groups.setdefault(json.dumps(_group(one.run), sort_keys=True), []).append(one)
+            shared = {name: value for name, value in one.run.what.items() if name != "condition"}
+            groups.setdefault(json.dumps(shared, sort_keys=True), []).append(one)
     if not groups:
         raise LedgerError(f"{ledger} holds no finished sample yet; rerun `sinklens evaluate` to resume.")
-    names = _names([json.loads(key) for key in groups])
     lines = []
-    for name, members in zip(names, groups.values(), strict=True):
+    for name, members in zip(_names([json.loads(key) for key in groups]), groups.values(), strict=True):
         lines += _lines(name, sorted(members, key=_order), mixed_devices)
     return sorted(lines, key=lambda line: (line.task, line.protocol, line.model))
 
 
-def _read(run: LedgerRun) -> _ScoredRun:
+def _scored(run: LedgerRun) -> _Scored:
     records = {str(record["sample"]): record for record in run.records()}
     found = verdicts(run) if records else {}
     kept = {sample: records[sample] for sample in records if sample in found or not found}
-    return _ScoredRun(run, kept, found, len(records) - len(found))
+    return _Scored(run, kept, found, len(records) - len(found))
 
 
-def _unscored(read: Sequence[_ScoredRun], ledger: str | Path) -> str:
-    """The warning about unscored programs; empty if there are none."""
-    left = [f"{one.unscored} of {one.run.what['model']} ({one.condition['name']})" for one in read if one.unscored]
-    if not left:
-        return ""
-    return (
-        f"Generated programs that have not been run are excluded from all accuracies: {', '.join(left)}. "
-        f"`sinklens score {ledger} --run-generated-code` runs them, in isolation."
-    )
-
-
-def _group(run: LedgerRun) -> dict[str, Any]:
-    return {name: value for name, value in run.what.items() if name != "condition"}
-
-
-def _order(read: _ScoredRun) -> tuple[str, float | int, int, str]:
+def _order(read: _Scored) -> tuple[str, float | int, int, str]:
     condition = read.condition
-    masked = condition["masked"]
+    masked = math.inf if condition["masked"] is None else condition["masked"]
     place = PICKS.index(condition["pick"]) if condition["pick"] in PICKS else len(PICKS)
-    return condition.get("cache", ""), math.inf if masked is None else masked, place, str(condition["hooks"])
+    return condition.get("cache", ""), masked, place, str(condition["hooks"])
 
 
 def _names(groups: Sequence[dict[str, Any]]) -> list[str]:
     """The model's name for each group, with the settings that distinguish groups of the same name."""
-    found = []
-    for group in groups:
-        namesakes = [other for other in groups if _label(other) == _label(group)]
-        differing = {name for other in namesakes for name, _ in {*_flat(other)} ^ {*_flat(group)}}
-        details = [f"{name.rpartition('.')[2]} {value}" for name, value in _flat(group) if name in differing]
+    found, flat = [], [dict(_flat(group)) for group in groups]
+    for group, own in zip(groups, flat, strict=True):
+        name = (group["protocol"]["name"], group["model"])
+        namesakes = [
+            other for one, other in zip(groups, flat, strict=True) if (one["protocol"]["name"], one["model"]) == name
+        ]
+        details = [
+            f"{key.rpartition('.')[2]} {value}"
+            for key, value in own.items()
+            if any(other.get(key) != value for other in namesakes)
+        ]
         found.append(f"{group['model']} ({', '.join(details)})" if details else str(group["model"]))
     return found
 
 
-def _label(group: Mapping[str, Any]) -> tuple[str, str]:
-    return str(group["protocol"]["name"]), str(group["model"])
-
-
-def _flat(group: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
+def _flat(group: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
     """Names and values as text, with nested dictionaries flattened; of the protocol only the settings of the task."""
-    found = []
     for name, value in sorted(group.items()):
-        if isinstance(value, Mapping) and name != "protocol":
-            found += _flat(value, f"{before}{name}.")
-        elif name == "protocol":
-            found += [(f"protocol.{key}", str(value[key])) for key in ("chat_template", "extractor", "shots", "task")]
+        if f"{before}{name}" == "protocol":
+            value = {key: value[key] for key in ("chat_template", "extractor", "shots", "task")}
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
         else:
-            found.append((f"{before}{name}", str(value)))
-    return found
+            yield f"{before}{name}", str(value)
 
 
-def _lines(name: str, members: Sequence[_ScoredRun], mixed_devices: bool) -> list[Line]:
+def _lines(name: str, members: Sequence[_Scored], mixed_devices: bool) -> list[Line]:
     base = next((one for one in members if not one.condition["hooks"] and "cache" not in one.condition), None)
-    if note := unpaired({one.name: one.controls for one in members}, [one.name for one in members]):
+    names = {str(one.condition["name"]): one.controls for one in members}
+    if note := unpaired(names, names):
         warnings.warn(note, ControlWarning, stacklevel=3)
     lines = []
     for one in members:
         control = _control_of(one, members)
         treated = one.condition["hooks"] and not one.controls and one.condition["pick"] not in CONTROLS
+        exact, no_exact = (None, "") if one is base else _against(base, one, "no unmasked run", mixed_devices)
+        other, no_other = _against(control, one, "no control" if treated else "", mixed_devices)
         lines.append(
-            _line(
-                name, one,
-                _Against(None, "") if one is base else _against(base, one, "no unmasked run", mixed_devices),
-                _against(control, one, "no control" if treated else "", mixed_devices),
-                math.nan if base is None or one is base else _speed(base, one),
-                "" if control is None else control.name,
+            replace(
+                _line(name, one),
+                against_unmasked=exact, no_unmasked=no_exact, against_random=other, no_random=no_other,
+                control="" if control is None else str(control.condition["name"]),
+                speed=math.nan if base is None or one is base else _speed(base, one),
             )
         )  # fmt: skip
-    return _corrected(lines)
+    for kind in ("against_unmasked", "against_random"):  # one correction for the comparisons of a kind
+        places = [place for place, line in enumerate(lines) if getattr(line, kind) is not None]
+        for place, p in zip(places, holm([getattr(lines[place], kind).difference.p for place in places]), strict=True):
+            pair = getattr(lines[place], kind)
+            lines[place] = replace(lines[place], **{kind: pair._replace(difference=replace(pair.difference, p=p))})
+    return lines
 
 
-def _control_of(read: _ScoredRun, members: Sequence[_ScoredRun]) -> _ScoredRun | None:
+def _control_of(read: _Scored, members: Sequence[_Scored]) -> _Scored | None:
     """The first control of a run: one that names its condition, or random keys masked in the same manner."""
-    named = [one for one in members if one.controls == read.name]
+    name = read.condition["name"]
+    named = [one for one in members if one.controls == name]
     if len(named) > 1:
-        others = ", ".join(repr(one.name) for one in named[1:])
-        warnings.warn(
-            f"{read.name!r} has several controls; it is compared with {named[0].name!r}, not with {others}.",
-            ControlWarning,
-            stacklevel=4,
-        )
+        first, *others = (repr(one.condition["name"]) for one in named)
+        text = f"{name!r} has several controls; it is compared with {first}, not with {', '.join(others)}."
+        warnings.warn(text, ControlWarning, stacklevel=4)
     if not named and read.condition["pick"] in ("strongest", "steady"):
         random = [one for one in members if one.condition["pick"] == "random" and not one.controls]
         named = [one for one in random if _masking_key(one) == _masking_key(read)]
     return named[0] if named else None
 
 
-def _against(other: _ScoredRun | None, read: _ScoredRun, absent: str, mixed_devices: bool) -> _Against:
-    """The comparison with `other`, or why there is none: `absent` without another run."""
-    if other is None:
-        return _Against(None, absent)
-    pair = _pair(other, read, mixed_devices)
-    unscored = not (other.verdicts and read.verdicts)
-    return _Against(pair, "" if pair is not None else "not scored" if unscored else "no shared samples")
-
-
-def _masking_key(read: _ScoredRun) -> str:
+def _masking_key(read: _Scored) -> str:
     """The number of masked keys, all masking settings except which keys are picked, and the cache policy."""
     hooks = [re.sub(r"pick='\w*'|seed=\d+|persistent=\w+", "", hook) for hook in read.condition["hooks"]]
     return json.dumps([read.condition["masked"], hooks, read.condition.get("cache")])
 
 
-def _pair(base: _ScoredRun, changed: _ScoredRun, mixed_devices: bool) -> Paired | None:
-    """Paired verdicts on the samples that both runs have; None if they share none."""
-    if not base.verdicts or not changed.verdicts:
-        return None
-    devices = base.devices | changed.devices
+def _against(base: _Scored | None, changed: _Scored, absent: str, mixed_devices: bool) -> tuple[Paired | None, str]:
+    """Verdicts paired on the samples that both runs have, or why there are none: `absent` without another run."""
+    if base is None:
+        return None, absent
+    if not (base.verdicts and changed.verdicts):
+        return None, "not scored"
+    model, names = base.run.what["model"], f"under {base.condition['name']!r} and {changed.condition['name']!r}"
+    devices = {str(record["device"]) for one in (base, changed) for record in one.records.values()}
     if len(devices) > 1 and not mixed_devices:
         raise SettingError(
-            f"{base.run.what['model']} ran on {' and '.join(sorted(devices))} under {base.condition['name']!r} and "
-            f"{changed.condition['name']!r}, and verdicts from different device types are not paired. Run both on one "
-            f"device type, or give mixed_devices=True (--mixed-devices)."
+            f"{model} ran on {' and '.join(sorted(devices))} {names}, and verdicts from different device types are not "
+            f"paired. Run both on one device type, or give mixed_devices=True (--mixed-devices)."
         )
     shared = sorted(base.verdicts.keys() & changed.verdicts.keys())
-    if not shared:
-        return None
     for sample in shared:
         if data_difference(base.records[sample], changed.records[sample]) == "prompt":
             raise LedgerError(
-                f"{base.run.what['model']} got different prompts for {sample} under {base.condition['name']!r} and "
-                f"{changed.condition['name']!r}, so their verdicts cannot be paired. Evaluate one of them again on the "
-                f"data of the other, or keep them in separate folders ({base.run.folder}, {changed.run.folder})."
+                f"{model} got different prompts for {sample} {names}, so their verdicts cannot be paired. Evaluate one "
+                f"of them again on the data of the other, or keep them in separate folders ({base.run.folder}, "
+                f"{changed.run.folder})."
             )
     first, second = (np.array([one.verdicts[sample] for sample in shared]) for one in (base, changed))
-    return paired(first, second)
+    return (paired(first, second), "") if shared else (None, "no shared samples")
 
 
-def _speed(base: _ScoredRun, changed: _ScoredRun) -> float:
+def _speed(base: _Scored, changed: _Scored) -> float:
     """Seconds of `base` over those of `changed` on the samples that both have; NaN without such samples."""
     shared = base.records.keys() & changed.records.keys()
     first, second = (sum(one.records[sample]["seconds"] for sample in shared) for one in (base, changed))
     return first / second if second else math.nan
 
 
-def _line(
-    name: str, read: _ScoredRun, against_unmasked: _Against, against_random: _Against, speed: float, control: str
-) -> Line:
+def _line(name: str, read: _Scored) -> Line:
+    """A line without its comparisons."""
     what, condition, records = read.run.what, read.condition, list(read.records.values())
-    seconds = sum(record["seconds"] for record in records)
-    formed = _formed(read)
+    seconds, formed = sum(record["seconds"] for record in records), _formed(read)
 
     def mean(values: Iterable[float]) -> float:
-        return float(np.mean(list(values)))
+        listed = list(values)
+        return float(np.mean(listed)) if listed else math.nan
+
+    def all_of(values: Iterable[Any]) -> tuple[str, ...]:
+        return tuple(sorted({str(value) for value in values if value}))
 
     return Line(
-        task=what["protocol"]["task"],
-        protocol=what["protocol"]["name"],
-        model=name,
-        condition=condition["name"],
-        masked=condition["masked"],
-        pick=condition["pick"],
-        accuracy=Accuracy(sum(read.verdicts.values()), len(read.verdicts)),
-        against_unmasked=against_unmasked.pair,
-        against_random=against_random.pair,
+        task=what["protocol"]["task"], protocol=what["protocol"]["name"], model=name, condition=condition["name"],
+        masked=condition["masked"], pick=condition["pick"], cache=condition.get("cache", ""),
+        accuracy=proportion(sum(read.verdicts.values()), len(read.verdicts)),
+        against_unmasked=None, against_random=None,
         chance=mean(record["chance"] for record in records),
-        malformed=math.nan if formed is None else 1 - formed.total / len(records),
-        formed=formed,
+        malformed=math.nan if formed is None else 1 - formed.n / len(records), formed=formed,
         empty=mean(record["empty"] for record in records),
         masks=mean(record["masks"] > 0 for record in records),
         unended=mean(not record["ended"] for record in records),
         per_second=len(records) / seconds if seconds else math.nan,
         sinks=mean(record["sinks"]["per_head"] for record in records),
-        devices=tuple(sorted(read.devices)),
-        paper=_published(what, condition),
-        unscored=read.unscored,
-        cache=condition.get("cache", ""),
-        speed=speed,
-        control=control,
-        no_unmasked=against_unmasked.missing,
-        no_random=against_random.missing,
-        **_made(read),
-    )
+        paper=_published(what, condition), unscored=read.unscored,
+        checkpoint=str(what["model"]), revision=str(what.get("revision", "")), dtype=str(what.get("dtype", "")),
+        seed=int(what["seed"]), regime=regime_of(str(what["sampler"]), what["settings"]),
+        versions=all_of(f"{one} {value}" for record in records for one, value in record.get("versions", {}).items()),
+        devices=all_of(record["device"] for record in records),
+        machines=all_of(record.get("device_name") for record in records), departs=tuple(departures(what)),
+        keys_requested=mean(record["control_requested"] for record in records if "control_requested" in record),
+        keys_picked=mean(record["control_picked"] for record in records if "control_picked" in record),
+    )  # fmt: skip
 
 
-def _made(read: _ScoredRun) -> dict[str, Any]:
-    """The columns that say how a run was made."""
-    what, records = read.run.what, list(read.records.values())
-    versions = {f"{name} {value}" for record in records for name, value in record.get("versions", {}).items()}
-    requested, picked = (
-        [record[name] for record in records if name in record] for name in ("control_requested", "control_picked")
-    )
-    return {
-        "checkpoint": str(what["model"]), "revision": str(what.get("revision", "")),
-        "dtype": str(what.get("dtype", "")), "seed": int(what["seed"]),
-        "regime": regime_of(str(what["sampler"]), what["settings"]),
-        "versions": tuple(sorted(versions)),
-        "machines": tuple(sorted({str(record["device_name"]) for record in records if record.get("device_name")})),
-        "departs": tuple(departures(what)),
-        "keys_requested": float(np.mean(requested)) if requested else math.nan,
-        "keys_picked": float(np.mean(picked)) if picked else math.nan,
-    }  # fmt: skip
-
-
-def _formed(read: _ScoredRun) -> Accuracy | None:
+def _formed(read: _Scored) -> Estimate | None:
     """Accuracy over the answers of the required form; None unless every record says whether its answer is."""
     malformed = {sample: record.get("malformed") for sample, record in read.records.items()}
     if None in malformed.values():
         return None
     formed = [sample for sample, bad in malformed.items() if not bad]
-    return Accuracy(sum(read.verdicts.get(sample, False) for sample in formed), len(formed))
+    return proportion(sum(read.verdicts.get(sample, False) for sample in formed), len(formed))
 
 
 def _published(what: Mapping[str, Any], condition: Mapping[str, Any]) -> float | None:
@@ -316,13 +377,3 @@ def _published(what: Mapping[str, Any], condition: Mapping[str, Any]) -> float |
         if one.source == STUDY and one.masked == condition["masked"] and one.of(str(what["model"])):
             return one.score
     return None
-
-
-def _corrected(lines: list[Line]) -> list[Line]:
-    """The lines with p values corrected by Holm's method over the comparisons of each kind."""
-    for kind in ("against_unmasked", "against_random"):
-        places = [place for place, line in enumerate(lines) if getattr(line, kind) is not None]
-        adjusted = holm([getattr(lines[place], kind).p for place in places])
-        for place, p in zip(places, adjusted, strict=True):
-            lines[place] = replace(lines[place], **{kind: replace(getattr(lines[place], kind), p=p)})
-    return lines

@@ -62,13 +62,9 @@ def batches(condition: Condition, samples: Sequence[Sample], size: int) -> Itera
     The order depends only on the samples.
     """
     for suffix in sorted({sample.suffix for sample in samples}):
-        yield from _with_one_suffix(condition, [sample for sample in samples if sample.suffix == suffix], size)
-
-
-def _with_one_suffix(condition: Condition, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
-    ordered = sorted(samples, key=lambda sample: (len(model_input(sample)), sample.id))
-    for part in equals_apart(ordered, model_input, size):
-        yield Batch(condition, tuple(part))
+        alike = [sample for sample in samples if sample.suffix == suffix]
+        ordered = sorted(alike, key=lambda sample: (len(model_input(sample)), sample.id))
+        yield from (Batch(condition, tuple(part)) for part in equals_apart(ordered, model_input, size))
 
 
 def equals_apart(units: Iterable[Unit], key: Callable[[Unit], Hashable], size: int) -> Iterator[list[Unit]]:
@@ -89,14 +85,20 @@ def equals_apart(units: Iterable[Unit], key: Callable[[Unit], Hashable], size: i
             yield part[start : start + size]
 
 
-def identity(model: "Model", condition: Condition, task: Task, protocol: EvalProtocol, seed: int) -> dict[str, Any]:
-    """The identity of a run in a ledger: everything except the data that determines a verdict, as plain JSON values.
+def identities(
+    model: "Model", conditions: Sequence[Condition], task: Task, protocol: EvalProtocol, seed: int
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The identity of each condition's run in a ledger: all that determines a verdict except the data, as plain JSON.
 
     Raises:
+        SettingError: a cache policy does not fit the model or the protocol's settings.
         PromptError: the task is text and the model has no tokenizer, or the expected token ids have a length that the
             model cannot generate; nothing has been written yet.
     """
     settings = settings_for(model, protocol.run_settings(model))
+    for condition in conditions:
+        if condition.cache is not None:
+            check_policy(model, settings, condition.cache)
     given = [sample for sample in task.samples() if isinstance(sample, IdSample)] if isinstance(task, Prompts) else []
     if model.tokenizer is None and not (given and all(sample.ids and sample.expected for sample in given)):
         raise PromptError(
@@ -106,38 +108,21 @@ def identity(model: "Model", condition: Condition, task: Task, protocol: EvalPro
         )
     for sample in given:
         _check_length(model, sample, settings.gen_length)
-    return {
-        "model": Path(model.name).resolve().name
-        if Path(model.name).is_dir()
-        else model.name,  # independent of the location
+    folder = Path(model.name)
+    asked = {name: value for name, value in protocol.what.items() if name not in ("settings", "regime")}
+    shared = {
+        "model": folder.resolve().name if folder.is_dir() else model.name,  # independent of the location
         "family": model.family,
         "sampler": settings.name,
         "revision": model.checkpoint.revision or "",
         "weights": model.fingerprint,
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
-        "condition": condition.described(),
-        "protocol": {"name": protocol.name}
-        | {
-            key: value
-            for key, value in protocol.what.items()
-            if key not in ("settings", "regime")  # both in settings
-        },
+        "protocol": {"name": protocol.name} | asked,  # its settings and regime are in the settings
         "task": _task_settings(task),
         "settings": asdict(settings),
         "seed": seed,
     }
-
-
-def check_caches(model: "Model", conditions: Sequence[Condition], protocol: EvalProtocol) -> None:
-    """Refuse cache policies that do not fit the model or the protocol's settings, before anything runs.
-
-    Raises:
-        SettingError: one does not.
-    """
-    settings = settings_for(model, protocol.run_settings(model))
-    for condition in conditions:
-        if condition.cache is not None:
-            check_policy(model, settings, condition.cache)
+    return [shared | {"condition": condition.described()} for condition in conditions]
 
 
 def _check_length(model: "Model", sample: IdSample, gen_length: int) -> None:
@@ -233,40 +218,30 @@ def _task_settings(task: Task) -> dict[str, Any]:
 
 
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRecord:
-    answer, steps = run.answers[row], _steps(run, row)
+    answer = run.answers[row]
+    steps = answer.tokens + answer.ended if run.causal else run.steps_run  # of an autoregressive run, up to its end
     length = steps if run.causal else run.settings.gen_length  # a finished row waits for its batch
     where = slice(run.prompt_length, run.prompt_length + length)
-    text = answer.text or ""
+    text, tokens, keys = answer.text or "", run.tokens[row, where].tolist(), run.control_keys
+    picked = {} if keys is None else {
+        "control_requested": int(keys.requested[row]), "control_picked": int(keys.picked[row]),
+    }  # fmt: skip
     return {
         "sample": sample.id,
         "kind": sample.kind,
         "chance": sample.chance,
         "prompt_sha256": prompt_hash(sample),
         "reference_sha256": reference_hash(sample),
-        "tokens": run.tokens[row, where].tolist(),
+        "tokens": tokens,
         "unmask_step": run.unmask_step[row, where].tolist(),
         "text": text,
-        "verdict": task.judge(sample, text, run.tokens[row, where].tolist()[: answer.tokens], run.model.eos_token_ids),
+        "verdict": task.judge(sample, text, tokens[: answer.tokens], run.model.eos_token_ids),
         "malformed": task.malformed(sample, text),
         "empty": answer.empty,
         "ended": answer.ended,
         "masks": answer.masks,
         "steps": steps,
-    } | _control_keys(run, row)
-
-
-def _control_keys(run: "Generation", row: int) -> LedgerRecord:
-    """How many keys the controls of a row picked, and controlled for; nothing for a run without a control."""
-    found = run.control_keys
-    if found is None:
-        return {}
-    return {"control_requested": int(found.requested[row]), "control_picked": int(found.picked[row])}
-
-
-def _steps(run: "Generation", row: int) -> int:
-    """The number of steps of a row; in an autoregressive run, up to its end token."""
-    answer = run.answers[row]
-    return answer.tokens + answer.ended if run.causal else run.steps_run
+    } | picked
 
 
 def _device_name(model: "Model") -> str:

@@ -6,7 +6,9 @@ sinks exist, they move over the steps, and masking K of them costs little. Each 
 found with its interval, and whether they fit. A report is written as JSON and as a Markdown table.
 
 Caveat: with 50 problems an accuracy is known to about 0.13, so a check that passes excludes only large errors. A
-statement with an interval that includes both outcomes is open, neither right nor wrong.
+statement with an interval that includes both outcomes is open, neither right nor wrong. A published number of
+parameters has the digits that its source states, so it distinguishes sizes, not checkpoints; only the shipped models
+have fingerprints.
 """
 
 import json
@@ -19,16 +21,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from sinklens.errors import SelfCheckError, SettingError
-from sinklens.evaluation.known_checkpoints import Known, known, protocol_for, scores_of
-from sinklens.evaluation.published import Published
-from sinklens.evaluation.statistics import Accuracy, Gap, Paired, unpaired_gap
+from sinklens.evaluation.conditions import masking
+from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol, find_protocol
+from sinklens.evaluation.published import DREAM_BASE, DREAM_INSTRUCT, LLADA_15, LLADA_BASE, LLADA_INSTRUCT, Published
+from sinklens.evaluation.runner import evaluate
+from sinklens.evaluation.tables import read_lines
+from sinklens.model import selfcheck
+from sinklens.runs import generate
 from sinklens.sinks.detectors import EpsilonOverMean
 from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
+from sinklens.tasks.prompts import model_input
+from sinklens.tasks.registry import reads_files
+from sinklens.utils.estimates import Estimate, Paired, student, unpaired
+from sinklens.utils.versions import versions
 
 if TYPE_CHECKING:
     from sinklens.model import Model
-    from sinklens.runs.result import Generation
     from sinklens.tasks.base import Task
 
 Outcome = Literal["passed", "failed", "open", "recorded"]
@@ -41,16 +50,100 @@ DESCRIBED = 8  # problems whose sinks are described
 
 
 @dataclass(frozen=True)
+class Known:
+    """A checkpoint of which something is published.
+
+    Attributes:
+        name: as on the hub, or shipped.
+        parameters: number of parameters, up to `rounding`.
+        rounding: half a unit of the last digit that the source states.
+        source: where the number is stated.
+        fingerprint: `Model.fingerprint`; "" if it is not known.
+        right: of the 500 held-out word problems, how many a shipped model gets right; None for others,
+            and for models of text.
+    """
+
+    name: str
+    parameters: int
+    rounding: int
+    source: str
+    fingerprint: str = ""
+    right: int | None = None
+
+    def of(self, model: str) -> bool:
+        """Whether `model`, a name or a folder, is this checkpoint."""
+        return model.rstrip("/").split("/")[-1] == self.name.split("/")[-1]
+
+
+_TABLE_5 = "Nie et al., 2502.09992, Table 5"
+_QWEN = "model card of Qwen2.5-7B, whose architecture and initial weights it has"
+
+
+def _shipped(name: str, fingerprint: str, parameters: int, right: int | None) -> Known:
+    return Known(name, parameters, 0, f"model card of {name}", fingerprint, right)
+
+
+KNOWN = (
+    _shipped("tiny-canvas", "e096eff9718515ea", 1834416, 490),
+    _shipped("tiny-dream", "e26870b0cad372aa", 2020416, 498),
+    _shipped("tiny-duo", "f6c9e8d271c6c991", 2196996, 413),
+    _shipped("tiny-llada", "49c30b6a6a6fe0ca", 2018112, 458),
+    _shipped("tiny-llada-moe", "e4559764a2e67e6b", 3793984, 489),
+    _shipped("tiny-llada-skills", "0dcac91da5c74471", 2018112, 435),
+    _shipped("tiny-llama", "a1b2bc2759bf1277", 2018112, 500),
+    _shipped("tiny-llama-skills", "af74d733e9ec23b4", 2018112, 500),
+    _shipped("tiny-mdlm", "b93459020d82773c", 2196996, 426),
+    _shipped("tiny-mmada", "f0d0d6973732d565", 2028480, 470),
+    _shipped("tiny-sdar", "de13e59ab3a71608", 2018368, 500),
+    _shipped("tiny-text", "8f8d7d21f82bb2a8", 3344064, None),
+    _shipped("tiny-text-causal", "454bda7e2aaac03a", 3344064, None),
+    _shipped("tiny-two-modes", "9df3b332d5d12f92", 2018112, 500),
+    *(Known(name, 8_020_000_000, 5_000_000, _TABLE_5) for name in (LLADA_BASE, LLADA_INSTRUCT, LLADA_15)),
+    *(Known(name, 7_610_000_000, 10_000_000, _QWEN) for name in (DREAM_BASE, DREAM_INSTRUCT)),
+    Known("meta-llama/Llama-3.1-8B-Instruct", 8_030_000_000, 5_000_000, _TABLE_5),
+)
+HELD_OUT = 500
+
+
+def known(model: str) -> Known | None:
+    """What is published about `model`; None if nothing is."""
+    return next((one for one in KNOWN if one.of(model)), None)
+
+
+def protocol_for(model: str) -> str:
+    """The protocol with which to measure `model`.
+
+    A shipped model is measured on its own word problems; others on GSM8K, with a protocol that has their score, and
+    with the study's settings if there is none.
+    """
+    found = known(model)
+    if found is not None and found.right is not None:
+        return "tiny-gsm"
+    scored = [name for name, protocol in PROTOCOLS.items() if protocol.task.startswith("gsm8k")]
+    best = max(scored, key=lambda name: len(scores_of(model, name)))  # the first of those with most scores
+    return best if scores_of(model, best) else "llada-gsm8k"
+
+
+def scores_of(model: str, protocol: str) -> tuple[Published, ...]:
+    """The published scores of `model` under a protocol, with 0, 1, 5 and 10 sinks masked; none under an unknown one."""
+    found = known(model)
+    if protocol == "tiny-gsm" and found is not None and found.right is not None:
+        return (Published(found.name, found.right / HELD_OUT, found.source, HELD_OUT),)
+    listed = PROTOCOLS[protocol].published if protocol in PROTOCOLS else ()
+    return tuple(score for score in listed if score.of(model) and score.score is not None)
+
+
+@dataclass(frozen=True)
 class Check:
     """One check.
 
     Attributes:
         name: what is checked.
-        outcome: "passed"; "failed"; "open" if the interval allows both; "recorded" if nothing is expected.
+        outcome: "passed"; "failed"; "open" if the limits allow both; "recorded" if nothing is expected.
         expected: what was expected, and its source.
         found: what was found, in words.
-        value, low, high: the number and its 95 % interval; None if there is none. Of masking, the cost: accuracy
-            without masking minus accuracy with it, positive if accuracy is lost.
+        number: the number with its limits; None if there is none. Of masking, the cost: accuracy without masking minus
+            accuracy with it, positive if accuracy is lost.
         statement: whether it is a statement of the study, not a property that the checkpoint must have.
     """
 
@@ -58,9 +151,7 @@ class Check:
     outcome: Outcome
     expected: str
     found: str
-    value: float | None = None
-    low: float | None = None
-    high: float | None = None
+    number: Estimate | None = None
     statement: bool = False
 
 
@@ -141,85 +232,69 @@ def verify(
         SettingError: an argument is wrong, or `data` is given for word problems, which are not read from a file.
         SinklensError: the problems cannot be read, or `out` holds results of another kind.
     """
-    about = known(model.name)
-    name = protocol or protocol_for(model.name)
-    scores = scores_of(model.name, name)
+    about, chosen = known(model.name), find_protocol(protocol or protocol_for(model.name))
+    scores = {one.masked: one for one in scores_of(model.name, chosen.name)}
     if score is not None and not 0 <= score <= 1:
         raise SettingError(f"score is a share of right answers in [0, 1]; got {score}.")
-    task = _task(name, data)
+    task = _task(chosen, data)
     checks = [
         fingerprint_check(model, fingerprint or (about.fingerprint if about else "")),
         parameters_check(model, about),
+        self_check(model),
     ]
-    checks.append(checked := self_check(model))
-    if checked.outcome == "failed":
-        return _report(model, name, 0, checks, ())
+    if checks[-1].outcome == "failed":
+        return _report(model, chosen.name, 0, checks, ())
     checks.append(prompt_check(model))
-    lines, runs = _measured(model, Path(out), name, problems, task, batch, settings or {})
-    unmasked = next(line for line in lines if line.masked in (None, 0) and line.condition == "unmasked")
-    plain = next((score for score in scores if score.masked == 0), None)
+    chosen = chosen.with_settings(settings or {})
+    evaluate(model, chosen, masking(MASKED), out, task=task, limit=problems, batch=batch)
+    lines = [line for line in read_lines(out) if line.protocol == chosen.name]
+    unmasked = next(line for line in lines if line.condition == "unmasked")
     if score is None:
-        checks.append(accuracy_check(unmasked.accuracy, plain, unmasked.departs))
+        checks.append(accuracy_check(unmasked.accuracy, scores.get(0), unmasked.departs))
     else:  # it is of these settings, whatever the protocol says
         given = Published(model.name, score, "as given", len(task.samples()))
         checks.append(accuracy_check(unmasked.accuracy, given, ()))
-    causal = model.checkpoint.family.causal
-    checks += [existence_check([run.sinks for run in runs]), motion_check([run.sinks for run in runs], causal)]
+    causal, tracks = model.checkpoint.family.causal, _tracks(model, chosen, task, problems)
+    checks += [existence_check(tracks), motion_check(tracks, causal)]
     for line in lines:
         if line.masked and line.against_unmasked is not None:
-            masked = next((score for score in scores if score.masked == line.masked), None)
-            checks.append(masking_check(line.masked, line.against_unmasked, causal, plain, masked))
-    return _report(model, name, unmasked.accuracy.total, checks, unmasked.departs)
+            published = (scores.get(0), scores.get(line.masked))
+            checks.append(masking_check(line.masked, line.against_unmasked, causal, *published))
+    return _report(model, chosen.name, unmasked.accuracy.n, checks, unmasked.departs)
 
 
 def _report(
     model: "Model", protocol: str, problems: int, checks: Sequence[Check], departs: Sequence[str]
 ) -> Verification:  # fmt: skip
-    from sinklens.utils.versions import versions
-
     return Verification(
         model.name, model.checkpoint.revision, model.family, str(model.cfg.dtype), str(model.cfg.device),
         versions("sinklens", "torch", "transformers"), protocol, problems, tuple(checks), tuple(departs),
     )  # fmt: skip
 
 
-def _task(protocol: str, data: str | Path | None) -> "Task":
+def _task(protocol: EvalProtocol, data: str | Path | None) -> "Task":
     """The problems of a protocol, read from `data` if they are published ones.
 
     Raises:
         SettingError: they are not.
     """
-    from sinklens.evaluation.protocols import find_protocol
-    from sinklens.tasks.registry import reads_files
-
-    chosen = find_protocol(protocol)
-    if data is not None and not reads_files(chosen.task):
+    if data is not None and not reads_files(protocol.task):
         raise SettingError(
-            f"the problems of {chosen.task} ship with sinklens and are not read from {data}. To measure on GSM8K, name "
-            f"its protocol or task, e.g. protocol='gsm8k-cot-zeroshot'; or leave data= out."
+            f"the problems of {protocol.task} ship with sinklens and are not read from {data}. To measure on GSM8K, "
+            f"name its protocol or task, e.g. protocol='gsm8k-cot-zeroshot'; or leave data= out."
         )
-    return chosen.make_task(data)
+    return protocol.make_task(data)
 
 
-def _measured(
-    model: "Model", out: Path, protocol: str, problems: int, task: "Task", batch: int, settings: Mapping[str, Any],
-) -> tuple[list[Any], "list[Generation]"]:  # fmt: skip
-    """The lines of the evaluation, unmasked and masked, and runs of some of the problems with their sinks."""
-    from sinklens.evaluation.conditions import masking
-    from sinklens.evaluation.protocols import find_protocol
-    from sinklens.evaluation.runner import evaluate
-    from sinklens.evaluation.tables import read_lines
-    from sinklens.runs import generate
-    from sinklens.tasks.prompts import model_input
-
-    chosen = find_protocol(protocol).with_settings(settings)
-    evaluate(model, chosen, masking(MASKED), out, task=task, limit=problems, batch=batch)
-    found = [line for line in read_lines(out) if line.protocol == chosen.name]
-    runs = []
-    for sample in list(task.samples(problems))[:DESCRIBED]:
-        given: dict[str, Any] = {} if not chosen.chat_template else {"chat_template": True}
-        runs.append(generate(model, model_input(sample), progress=False, **given, **chosen.run_settings(model)))
-    return found, runs
+def _tracks(model: "Model", protocol: EvalProtocol, task: "Task", problems: int) -> list[SinkTrack]:
+    """The sinks of some of the problems."""
+    given = {"chat_template": True} if protocol.chat_template else {}
+    given |= protocol.run_settings(model)
+    runs = [
+        generate(model, model_input(sample), progress=False, **given)
+        for sample in list(task.samples(problems))[:DESCRIBED]
+    ]
+    return [run.sinks for run in runs if run.sinks is not None]
 
 
 def fingerprint_check(model: "Model", expected: str) -> Check:
@@ -233,107 +308,74 @@ def parameters_check(model: "Model", about: Known | None) -> Check:
     """Whether the number of parameters is the published one, to the digits that its source states."""
     number = sum(value.numel() for value in model.checkpoint.hf.parameters())
     if about is None:
-        return Check("parameters", "recorded", "none published", f"{number:,}", float(number))
+        return Check("parameters", "recorded", "none published", f"{number:,}")
     fits = abs(number - about.parameters) <= about.rounding
     stated = f"{about.parameters:,}" if not about.rounding else f"{about.parameters / 1e9:.2f} · 10⁹"
-    return Check(
-        "parameters", "passed" if fits else "failed", f"{stated} ({about.source})", f"{number:,}", float(number)
-    )  # fmt: skip
+    return Check("parameters", "passed" if fits else "failed", f"{stated} ({about.source})", f"{number:,}")
 
 
 def self_check(model: "Model") -> Check:
-    """Whether the hook points show what the model computes."""
-    from sinklens.model.selfcheck import check
-
+    """Whether the hook points show what the model computes (`sinklens.model.selfcheck`)."""
+    expected = "hook points show what the model computes"
     try:
-        check(model.tree, model.checkpoint.family.causal)
+        selfcheck.check(model.tree, model.checkpoint.family.causal)
     except SelfCheckError as error:
-        return Check("self-check", "failed", "hook points show what the model computes", str(error))
-    return Check("self-check", "passed", "hook points show what the model computes", "they do")
+        return Check("self-check", "failed", expected, str(error))
+    return Check("self-check", "passed", expected, "they do")
 
 
 def prompt_check(model: "Model") -> Check:
-    """Whether two runs of a fixed prompt are the same, decide every position, and record attention that sums up."""
-    from sinklens.runs import generate
-
+    """Whether two runs of a fixed prompt are the same, and decide every position."""
     prompt = PROMPT if model.tokenizer is not None else [list(range(1, 9))]
-    first, second = (generate(model, prompt, seed=0, progress=False) for _ in range(2))
-    wrong = []
-    if not np.array_equal(first.canvas.numpy(), second.canvas.numpy()):
-        wrong.append("two runs with one seed differ")
-    if first.answers[0].masks:
-        wrong.append(f"{first.answers[0].masks} positions are never decided")
-    if (error := sum_error(first)) > 0.01:
-        wrong.append(f"sink scores miss the number of queries by {error:.1%}")
-    answer = first.answers[0].text
-    expected = "two runs are equal, no position stays masked, sink scores sum to the number of queries"
-    text = f"{len(first.answers[0].text or '')} characters: {json.dumps((answer or '')[:60], ensure_ascii=False)}"
+    first, second = (generate(model, prompt, seed=0, record_sinks=False, progress=False) for _ in range(2))
+    answer = first.answers[0]
+    wrong = ["two runs with one seed differ"] * (not first.canvas.equal(second.canvas))
+    wrong += [f"{answer.masks} positions are never decided"] * bool(answer.masks)
+    text = f"{len(answer.text or '')} characters: {json.dumps((answer.text or '')[:60], ensure_ascii=False)}"
+    expected = "two runs are equal, and no position stays masked"
     return Check("fixed prompt", "failed" if wrong else "passed", expected, "; ".join(wrong) or text)
 
 
-def sum_error(run: "Generation") -> float:
-    """The largest relative difference between the sum of a head's scores and the number of queries that it sums over.
-
-    0 where a step computes only a part of the queries, whose number the track does not hold.
-    """
-    track = run.sinks
-    assert track is not None, "sinks are recorded"
-    tree = run.model.tree
-    if tree.attention_blocks is not None or tree.architecture.encoder or tree.changes_attention:
-        return 0.0
-    total = track.scores().sum("pos").to_numpy()
-    exists = track.scores().notnull().sum("pos").to_numpy()
-    return float(np.nanmax(np.abs(total / np.maximum(exists, 1) - 1)))
-
-
-def accuracy_check(found: Accuracy, published: Published | None, departs: Sequence[str]) -> Check:
+def accuracy_check(found: Estimate, published: Published | None, departs: Sequence[str]) -> Check:
     """Whether the accuracy agrees with the published score, by Newcombe's interval of their difference."""
-    low, high = found.interval
-    numbers: dict[str, Any] = {"value": found.share, "low": low, "high": high}
     if published is None or published.accuracy is None:
-        return Check("accuracy", "recorded", "no published score", str(found), **numbers)
+        return Check("accuracy", "recorded", "no published score", str(found), found)
     stated = f"{published.score:.3f} ({published.source})"
     if departs:
-        return Check("accuracy", "recorded", f"{stated}; not compared, since the run departs", str(found), **numbers)
-    gap = unpaired_gap(published.accuracy, found)
+        return Check("accuracy", "recorded", f"{stated}; not compared, since the run departs", str(found), found)
+    gap = unpaired(published.accuracy, found)
     outcome: Outcome = "failed" if gap.low > 0 or gap.high < 0 else "passed"
-    return Check("accuracy", outcome, stated, f"{found}; difference {_interval(gap)}", **numbers)
+    return Check("accuracy", outcome, stated, f"{found}; difference {_interval(gap)}", found)
 
 
-def existence_check(tracks: Sequence[SinkTrack | None]) -> Check:
+def existence_check(tracks: Sequence[SinkTrack]) -> Check:
     """Whether sinks exist: some positions are sinks by Eq. 3 with ε = 3 in column sums, and few are."""
-    shares = []
-    for track in tracks:
-        assert track is not None, "sinks are recorded"
-        exists = track.scores().notnull()
-        shares.append(float(track.detect(EpsilonOverMean()).sum() / exists.sum()))
-    mean, low, high = mean_interval(shares)
-    none, many = high <= 0 or not any(shares), low > MOST_SINKS
-    outcome: Outcome = "failed" if none or many else "passed" if low > 0 and high <= MOST_SINKS else "open"
+    shares = [float(track.detect(EpsilonOverMean()).sum() / track.scores().notnull().sum()) for track in tracks]
+    mean = mean_of(shares)
+    none, many = mean.high <= 0 or not any(shares), mean.low > MOST_SINKS
+    fits = mean.low > 0 and mean.high <= MOST_SINKS
     expected = f"above 0 and at most {MOST_SINKS:.0%} of the positions are sinks (Eq. 3, ε = 3)"
-    return Check("sinks exist", outcome, expected, f"{mean:.2%} [{low:.2%}, {high:.2%}]", mean, low, high, True)
+    return _statement("sinks exist", fits, none or many, expected, f"{mean.value:.2%}", mean)
 
 
-def motion_check(tracks: Sequence[SinkTrack | None], causal: bool) -> Check:
+def motion_check(tracks: Sequence[SinkTrack], causal: bool) -> Check:
     """Whether sinks move: how often the strongest key of a head with a sink changes from one step to the next."""
-    shares = []
-    for track in tracks:
-        assert track is not None, "sinks are recorded"
-        moved = jumps(track, track.detect(EpsilonOverMean()))
-        pairs = float(moved["pairs"].sum())
-        if pairs:
-            shares.append(float(moved["changes"].sum()) / pairs)
-    expected = (
-        f"changes in at most {STILL:.0%} of the steps: an autoregressive model's sinks stay"
-        if causal
-        else f"changes in more than {STILL:.0%} of the steps: a diffusion model's sinks move"
-    ) + " (Figs. 4, 7)"
-    if not shares:
-        return Check("sinks move", "open", expected, "no head has a sink in two steps in a row", statement=True)
-    mean, low, high = mean_interval(shares)
-    fits, fails = (high <= STILL, low > STILL) if causal else (low > STILL, high <= STILL)
-    outcome: Outcome = "passed" if fits else "failed" if fails else "open"
-    return Check("sinks move", outcome, expected, f"{mean:.1%} [{low:.1%}, {high:.1%}]", mean, low, high, True)
+    moved = [jumps(track, track.detect(EpsilonOverMean())) for track in tracks]
+    shares = [float(one["changes"].sum() / one["pairs"].sum()) for one in moved if one["pairs"].sum()]
+    expected = f"changes in {'at most' if causal else 'more than'} {STILL:.0%} of the steps: "
+    expected += "an autoregressive model's sinks stay" if causal else "a diffusion model's sinks move"
+    mean = mean_of(shares)
+    still, moving = mean.high <= STILL, mean.low > STILL
+    fits, fails = (still, moving) if causal else (moving, still)
+    text = f"{mean.value:.1%}" if shares else "no head has a sink in two steps in a row"
+    return _statement("sinks move", fits, fails, f"{expected} (Figs. 4, 7)", text, mean)
+
+
+def _statement(name: str, fits: bool, fails: bool, expected: str, text: str, number: Estimate) -> Check:
+    if not math.isnan(number.low):
+        text += f" [{number.low:.2%}, {number.high:.2%}]"
+    outcome: Outcome = "failed" if fails else "passed" if fits else "open"
+    return Check(name, outcome, expected, text, number, statement=True)
 
 
 def masking_check(
@@ -346,40 +388,29 @@ def masking_check(
     model must not lie above `LITTLE`, and that of an autoregressive one not below it; the study has no number for 10
     sinks that holds for all models, so nothing is expected of them.
     """
-    cost, low, high = 0.0 - pair.difference, 0.0 - pair.high, 0.0 - pair.low
-    numbers = {"value": cost, "low": low, "high": high}
-    found = f"cost {cost:+.3f} [{low:+.3f}, {high:+.3f}] of {pair.total}, paired"
-    name = f"masking {masked} sink{'s' * (masked > 1)}"
-    if plain is not None and published is not None and plain.accuracy and published.accuracy:
-        gap = unpaired_gap(published.accuracy, plain.accuracy)  # without masking minus with it
-        overlap = low <= gap.high and gap.low <= high
-        expected = f"cost {_interval(gap)} ({published.source})"
-        return Check(name, "passed" if overlap else "failed", expected, found, statement=True, **numbers)
-    if masked > 5:
-        return Check(name, "recorded", "depends on the model (Table 1)", found, statement=True, **numbers)
+    gain = pair.difference
+    cost = Estimate(0.0 - gain.value, 0.0 - gain.high, 0.0 - gain.low, gain.n, gain.p)
+    found, name = f"cost {_interval(cost)} of {cost.n}, paired", f"masking {masked} sink{'s' * (masked > 1)}"
+    little, much = cost.high < LITTLE, cost.low > LITTLE
+    fits, fails, expected = little, much, f"cost at most {LITTLE:.2f}"
     if causal:
-        outcome: Outcome = "passed" if low > LITTLE else "failed" if high < LITTLE else "open"
-        return Check(
-            name, outcome, f"cost above {LITTLE:.2f}: an autoregressive model collapses", found,
-            statement=True, **numbers,
-        )  # fmt: skip
-    outcome = "passed" if high < LITTLE else "failed" if low > LITTLE else "open"
-    return Check(name, outcome, f"cost at most {LITTLE:.2f}", found, statement=True, **numbers)
+        fits, fails, expected = much, little, f"cost above {LITTLE:.2f}: an autoregressive model collapses"
+    if plain is not None and published is not None and plain.accuracy and published.accuracy:
+        gap = unpaired(published.accuracy, plain.accuracy)  # without masking minus with it
+        fits = cost.low <= gap.high and gap.low <= cost.high
+        fails, expected = not fits, f"cost {_interval(gap)} ({published.source})"
+    elif masked > 5:
+        return Check(name, "recorded", "depends on the model (Table 1)", found, cost, statement=True)
+    return Check(name, "passed" if fits else "failed" if fails else "open", expected, found, cost, statement=True)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and its 95 % t interval over prompts; unbounded with fewer than two."""
-    from scipy.stats import t
-
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, -math.inf, math.inf
-    half = float(t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
-    return mean, mean - half, mean + half
+def mean_of(values: Sequence[float]) -> Estimate:
+    """Mean over prompts with Student's limits; NaN without values."""
+    if not values:
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    error = float(np.std(values, ddof=min(1, len(values) - 1)) / math.sqrt(len(values)))
+    return student(float(np.mean(values)), error, len(values) - 1, len(values))
 
 
-def _interval(gap: Gap) -> str:
-    return f"{gap.difference:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]"
-
-
-__all__ = ["Check", "Verification", "verify"]
+def _interval(found: Estimate) -> str:
+    return f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"

@@ -2,7 +2,7 @@
 
 The logits of the tokens on a *green list*, a share γ of the vocabulary, are raised by δ before a token is proposed
 (Kirchenbauer et al., 2301.10226). The list is one for all positions (Zhao et al., 2306.17439), or it depends on the
-token before, as in the original. `sinklens.evaluation.green_scores` counts green tokens in a text.
+token before, as in the original. benchmarks/papers/watermarks.py counts green tokens in a text.
 
 Pitfall: a diffusion model decides positions in any order. With ``context="previous"`` a position whose left neighbor is
 undecided has no list yet and is drawn without bias; the more tokens a step decides, the weaker the mark.

@@ -23,11 +23,11 @@ from typing import Literal, NamedTuple
 from sinklens.errors import TaskError
 from sinklens.tasks.base import Sample, Task, check_limit, cut
 from sinklens.tasks.published import DataRow, HubSet, choose, read_file, read_hub
+from sinklens.tasks.verdicts import find
 
 FIELDS = ("question", "answer")
 FEW_SHOT_SEED = 1234
-FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
-IGNORED = (re.compile(","), re.compile(r"\$"), re.compile(r"(?s).*#### "), re.compile(r"\.$"))
+FLEXIBLE = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 
 Extractor = Literal["strict", "flexible"]
 
@@ -169,23 +169,13 @@ class Gsm8k(Task):
     def extract(self, text: str) -> str | None:
         """The number in the form that the harness compares; None if the extractor finds none."""
         answer = cut(text, self.stop)
-        found = strict(answer, self._style.ending) if self.extractor == "strict" else flexible(answer)
+        found = find(self._style.ending, answer) if self.extractor == "strict" else flexible(answer)
         return None if found is None else normal(found)
 
     def verdict(self, sample: Sample, text: str) -> bool:
         """Whether the extracted number equals the correct one as text."""
-        number = _last(self._style.ending.findall(sample.reference))
+        number = find(self._style.ending, sample.reference, last=True)
         return number is not None and self.extract(text) == normal(number)
-
-
-def strict(text: str, ending: re.Pattern[str] = STYLES["gsm8k"].ending) -> str | None:
-    """The number of the first `ending` in `text`; None if it has no such number.
-
-    >>> strict("16 - 7 = 9 eggs, so $18.\\n#### 18 dollars")
-    '18'
-    """
-    found = ending.search(text)
-    return found[1] if found else None
 
 
 def flexible(text: str) -> str | None:
@@ -197,7 +187,7 @@ def flexible(text: str) -> str | None:
     >>> flexible("She makes 9 * 2 = $18 every day, not 20%.")
     '20'
     """
-    return _last([found[0].strip() for found in FLEXIBLE.finditer(text)])
+    return find(FLEXIBLE, text, last=True)
 
 
 def normal(number: str) -> str:
@@ -206,10 +196,4 @@ def normal(number: str) -> str:
     >>> normal("$1,234.")
     '1234'
     """
-    for pattern in IGNORED:
-        number = pattern.sub("", number)
-    return number.lower()
-
-
-def _last(found: list[str]) -> str | None:
-    return found[-1] if found else None
+    return re.sub(r"\.$", "", re.sub(r"(?s).*#### ", "", re.sub(r"[,$]", "", number))).lower()

@@ -11,7 +11,7 @@ verbatim. A plain file whose first line is a JSON object with a prompt is theref
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from sinklens.errors import SinklensError, TaskError
 from sinklens.tasks.base import CodeSample, CodeTask, Sample, Task, check_limit
 from sinklens.tasks.published import read_file
-from sinklens.tasks.verdicts import FENCE, ExactMatch, Verdict
+from sinklens.tasks.verdicts import Verdict, unfenced
 
 Ids = tuple[int, ...]
 LINES = '{"prompt": [2, 287, 28], "expected": [260, 1]}, or texts in place of the ids'
@@ -122,16 +122,18 @@ def reference_hash(sample: Sample) -> str:
 
 @dataclass(frozen=True)
 class Prompts(Task):
-    """Prompts and expected answers from a JSON Lines file; an answer is right if it equals the expected one.
+    """Prompts and expected answers from a JSON Lines file.
 
-    Expected ids are compared with the generated ids, both up to the first end token. An expected text is compared with
-    the answer's text, ignoring white space at both ends.
+    Without a verdict an answer is right if it equals the expected one: expected ids are compared with the generated
+    ids, both up to the first end token, and an expected text with the answer's text, ignoring white space at both ends.
 
     Attributes:
         path: the file.
+        by: how answers are compared with ``expected``; prompts are then texts.
     """
 
     path: Path | None = None
+    by: Verdict | None = None
 
     def __post_init__(self) -> None:
         if self.path is not None:
@@ -139,14 +141,9 @@ class Prompts(Task):
 
     @property
     def name(self) -> str:
-        return "prompts"
+        return "prompts" if self.by is None else f"prompts-{self.by.name}"
 
     def samples(self, limit: int | None = None) -> list[Sample]:
-        lines = self.lines(limit)
-        return [_sample(_entry(line, where), where, number) for number, (where, line) in enumerate(lines)]
-
-    def lines(self, limit: int | None) -> list[tuple[str, str]]:
-        """The first lines of the file, each preceded by its location."""
         check_limit(limit)
         if self.path is None:
             raise TaskError(
@@ -154,43 +151,39 @@ class Prompts(Task):
             )
         if self.path.suffix != ".jsonl":
             raise TaskError(f"{self.path} does not end in .jsonl; give a JSON Lines file with lines such as {LINES}.")
-        return [*_lines(self.path)][:limit]
+        lines = [*_lines(self.path)][:limit]
+        return [self._sample(_entry(line, where), where, number) for number, (where, line) in enumerate(lines)]
+
+    def _sample(self, entry: Mapping[str, Any], where: str, number: int) -> Sample:
+        name = entry.get("id", f"{self.name}/{number}")
+        if not isinstance(name, str) or not name:
+            raise SinklensError(f"{where}: the id is {_short(name)}; give a non-empty text, or omit it.")
+        if self.by is not None:
+            return _judged(self.by, entry, where, name)
+        prompt = _text_or_ids(_prompt(entry, where), "prompt", where)
+        if "expected" not in entry:
+            raise SinklensError(f"{where}: no 'expected'; write lines such as {LINES}.")
+        expected = _text_or_ids(entry["expected"], "expected answer", where)
+        (text, ids), (reference, expected_ids) = (
+            (one, None) if isinstance(one, str) else ("", tuple(one)) for one in (prompt, expected)
+        )
+        return IdSample(name, text, reference, ids=ids, expected=expected_ids)
 
     def extract(self, text: str) -> str | None:
         return text.strip() or None
 
+    def verdict(self, sample: Sample, text: str) -> bool | None:
+        return (
+            super().verdict(sample, text) if self.by is None else self.by.right(sample.prompt, text, sample.reference)
+        )
+
     def malformed(self, sample: Sample, text: str) -> bool | None:
-        """Always None: an expected answer of free text or ids has no required form."""
+        return None if self.by is None else self.by.malformed(text, sample.reference)
 
     def judge(self, sample: Sample, text: str, ids: Sequence[int], end_ids: Collection[int]) -> bool | None:
         if isinstance(sample, IdSample) and sample.expected is not None:
             return tuple(ids) == before_end(sample.expected, end_ids)
         return self.verdict(sample, text)
-
-
-@dataclass(frozen=True)
-class JudgedPrompts(Prompts):
-    """Prompts from a JSON Lines file, judged by a verdict.
-
-    Attributes:
-        by: how answers are compared with ``expected``.
-    """
-
-    by: Verdict = field(default_factory=ExactMatch)
-
-    @property
-    def name(self) -> str:
-        return f"prompts-{self.by.name}"
-
-    def samples(self, limit: int | None = None) -> list[Sample]:
-        lines = self.lines(limit)
-        return [_judged(self.by, _entry(line, where), where, number) for number, (where, line) in enumerate(lines)]
-
-    def verdict(self, sample: Sample, text: str) -> bool:
-        return self.by.right(sample.prompt, text, sample.reference)
-
-    def malformed(self, sample: Sample, text: str) -> bool | None:
-        return self.by.malformed(text, sample.reference)
 
 
 @dataclass(frozen=True)
@@ -210,8 +203,7 @@ class CodePrompts(CodeTask):
         return "prompts-code"
 
     def extract(self, text: str) -> str:
-        block = FENCE.search(text)
-        return block[1] if block else text
+        return unfenced(text)
 
     def samples(self, limit: int | None = None) -> list[CodeSample]:
         check_limit(limit)
@@ -296,10 +288,9 @@ def _text_or_ids(found: Any, key: str, where: str) -> str | list[int]:
     )
 
 
-def _judged(verdict: Verdict, entry: Mapping[str, Any], where: str, number: int) -> Sample:
+def _judged(verdict: Verdict, entry: Mapping[str, Any], where: str, name: str) -> Sample:
     """The sample of a line, whose prompt is a text; the reference is what the verdict makes of ``expected``."""
-    prompt, expected = _prompt(entry, where), verdict.read(entry.get("expected"))
-    suffix = entry.get("suffix", "")
+    prompt, expected, suffix = _prompt(entry, where), verdict.read(entry.get("expected")), entry.get("suffix", "")
     if not isinstance(prompt, str) or not isinstance(suffix, str) or expected is None:
         raise SinklensError(
             f"{where}: the verdict {verdict.name} needs a text as prompt and {verdict.form} as expected; got "
@@ -310,26 +301,7 @@ def _judged(verdict: Verdict, entry: Mapping[str, Any], where: str, number: int)
             f"{where}: a suffix, the text after the gap, belongs to the verdict infilling, which needs one; the "
             f"verdict is {verdict.name} and the suffix {_short(suffix)}."
         )
-    return Sample(_id(entry, where, f"prompts-{verdict.name}/{number}"), prompt, expected, suffix=suffix)
-
-
-def _id(entry: Mapping[str, Any], where: str, default: str) -> str:
-    name = entry.get("id", default)
-    if not isinstance(name, str) or not name:
-        raise SinklensError(f"{where}: the id is {_short(name)}; give a non-empty text, or omit it.")
-    return name
-
-
-def _sample(entry: Mapping[str, Any], where: str, number: int) -> IdSample:
-    prompt = _text_or_ids(_prompt(entry, where), "prompt", where)
-    if "expected" not in entry:
-        raise SinklensError(f"{where}: no 'expected'; write lines such as {LINES}.")
-    expected = _text_or_ids(entry["expected"], "expected answer", where)
-    name = _id(entry, where, f"prompts/{number}")
-    ids = None if isinstance(prompt, str) else tuple(prompt)
-    expected_ids = None if isinstance(expected, str) else tuple(expected)
-    text, reference = (value if isinstance(value, str) else "" for value in (prompt, expected))
-    return IdSample(name, text, reference, ids=ids, expected=expected_ids)
+    return Sample(name, prompt, expected, suffix=suffix)
 
 
 def _short(found: Any) -> str:

@@ -46,31 +46,6 @@ def read_file(path: Path, fields: Sequence[str]) -> list[DataRow]:
     return [_record(line, fields, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
-def read_objects(path: Path, kinds: Mapping[str, type]) -> list[Mapping[str, Any]]:
-    """Read the records of a JSON Lines file whose fields hold more than text.
-
-    Args:
-        path: a ``.jsonl`` or ``.jsonl.gz`` file.
-        kinds: fields that every record must have, and the type of each.
-
-    Raises:
-        TaskError: as `read_file`.
-    """
-    names = [f"{name} ({kind.__name__})" for name, kind in kinds.items()]
-    if not path.is_file():
-        raise TaskError(f"there is no file {path}; give a JSON Lines file with the fields {', '.join(names)}.")
-    found = []
-    for number, line in enumerate((line for line in _text(path).split("\n") if line.strip()), 1):
-        row = _parsed(line, f"{path}, line {number}")
-        wrong = [name for name, kind in kinds.items() if not isinstance(row, dict) or type(row.get(name)) is not kind]
-        if wrong:
-            raise TaskError(f"{path}, line {number} has no usable {', '.join(wrong)}; it needs {', '.join(names)}.")
-        found.append(row)
-    if not found:
-        raise TaskError(f"{path} is empty; give a JSON Lines file with the fields {', '.join(names)}.")
-    return found
-
-
 def _text(path: Path) -> str:
     """The text of a file, unzipped and without a byte order mark."""
     try:

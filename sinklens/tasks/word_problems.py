@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from sinklens.errors import TaskError
-from sinklens.tasks.base import check_held_out
+from sinklens.tasks.base import Sample, Task, check_held_out, check_limit
 from sinklens.tasks.generated import first_distinct, training_set
 
 HELD_OUT_SEED = 20_251_015
@@ -245,3 +245,26 @@ def read_answer(text: str) -> int | None:
     """
     match = re.search(r"####\s*(-?\d+)", text)
     return int(match.group(1)) if match else None
+
+
+@dataclass(frozen=True)
+class TinyGsm(Task):
+    """The 500 held-out problems as a task; an answer is judged by the number after its first ``####``.
+
+    Caveat: a correct number after incorrect work counts as right, as in GSM8K.
+    """
+
+    @property
+    def name(self) -> str:
+        return "tiny-gsm"
+
+    def samples(self, limit: int | None = None) -> list[Sample]:
+        check_limit(limit)
+        return [
+            Sample(f"tiny-gsm/{number}", problem.prompt, f" {problem.answer}", kind=problem.kind)
+            for number, problem in enumerate(held_out()[:limit])
+        ]
+
+    def extract(self, text: str) -> str | None:
+        number = read_answer(text)
+        return None if number is None else str(number)

@@ -12,9 +12,9 @@ from ledgers import planted_run
 
 import sinklens
 from sinklens.cli import main
+from sinklens.evaluation import frame
 from sinklens.evaluation.conditions import masking, under_caches
 from sinklens.evaluation.ledger import LedgerRun
-from sinklens.evaluation.lines import frame
 from sinklens.evaluation.protocols import PROTOCOLS
 from sinklens.evaluation.published import HARNESS_PROTOCOLS
 from sinklens.evaluation.tables import read_lines

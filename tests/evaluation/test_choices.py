@@ -50,7 +50,7 @@ def test_the_questions_are_the_held_out_problems_with_other_results():
 def test_the_most_probable_choice_is_the_answer():
     result = planted([[-1.0, -2.0], [-1.0, -3.0], [-5.0, -4.0]], right=(0, 1, 1))
     assert result.verdicts.tolist() == [True, False, True]
-    assert result.accuracy.right == 2
+    assert (result.accuracy.value, result.accuracy.n) == (pytest.approx(2 / 3), 3)
     assert [one.value for one in result.of_right] == [-1.0, -3.0, -4.0]
 
 

@@ -9,11 +9,12 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from ledgers import planted_run
 
 from sinklens.errors import LedgerError, SettingError
-from sinklens.evaluation.claim_lines import FORMATS, Claim, claims, format_claims
+from sinklens.evaluation.claim_lines import FORMATS, claims, format_claims
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.ledger import export
 from sinklens.evaluation.tables import read_lines
@@ -36,7 +37,7 @@ def ledger(tmp_path):
 
 
 def by_name(found):
-    return {(claim.condition, claim.against): claim for claim in found}
+    return {(claim.condition, claim.against): claim for claim in found.itertuples()}
 
 
 def test_there_is_a_line_for_every_accuracy_and_comparison(ledger):
@@ -47,7 +48,12 @@ def test_there_is_a_line_for_every_accuracy_and_comparison(ledger):
     }  # fmt: skip
     lines = {line.condition: line for line in read_lines(ledger)}
     pair, one = lines["1 sink"].against_unmasked, found["1 sink", "unmasked"]
-    assert (one.value, one.low, one.high, one.p) == (pair.difference, pair.low, pair.high, pair.p)
+    assert (one.value, one.low, one.high, one.p) == (
+        pair.difference.value,
+        pair.difference.low,
+        pair.difference.high,
+        pair.difference.p,
+    )
     assert (one.n, one.lost, one.gained, one.seed) == (10, 6, 1, 0)
     assert (found["unmasked", ""].value, found["unmasked", ""].n) == (0.8, 10)
     assert (one.regime, one.device, one.refused) == ("diffusion", "cpu; Card 1", "")
@@ -61,12 +67,12 @@ def test_all_formats_say_the_same(ledger):
     read = json.loads(format_claims(found, "json"))
     rows = list(csv.DictReader(io.StringIO(format_claims(found, "csv"))))
     assert len(read) == len(rows) == len(found)
-    for claim, plain, row in zip(found, read, rows, strict=True):
-        assert set(plain) == set(row) == set(Claim.__annotations__)
+    for claim, plain, row in zip(found.to_dict(orient="records"), read, rows, strict=True):
+        assert set(plain) == set(row) == set(claim)
         for name, value in plain.items():
-            given = getattr(claim, name)
-            assert value == given or (value is None and math.isnan(given))
-            assert row[name] == ("" if value is None else str(value))
+            missing = pd.isna(claim[name])
+            assert (value is None, row[name] == "") == (missing, missing or claim[name] == "")
+            assert missing or value == pytest.approx(claim[name]) == type(value)(row[name])
     markdown = format_claims(found, "markdown").splitlines()
     latex = format_claims(found, "latex").splitlines()
     assert len(markdown) == len(found) + 2
@@ -122,21 +128,19 @@ def test_a_baseline_is_beside_its_published_score_before_any_intervention(tmp_pa
         planted_run(tmp_path, verdict, condition, protocol=protocol.name, settings=settings,
                     model="GSAI-ML/LLaDA-8B-Instruct")  # fmt: skip
     found = claims(read_lines(tmp_path))
-    assert [claim.against for claim in found[:3]] == ["", "published: ML-GSAI/LLaDA, EVAL.md", ""]
-    assert found[1].value == pytest.approx(1000 / 1319 - 1037 / 1319)
-    assert found[1].regime == "blocks of 8"
+    assert found.against.tolist()[:3] == ["", "published: ML-GSAI/LLaDA, EVAL.md", ""]
+    assert found.value[1] == pytest.approx(1000 / 1319 - 1037 / 1319)
+    assert found.regime[1] == "blocks of 8"
 
 
 def test_an_unknown_format_names_the_known_ones():
     with pytest.raises(SettingError, match=r"one of markdown, latex, csv, json; got 'markdwon'. Nearest: markdown"):
-        format_claims([], "markdwon")
-    assert all(format_claims([], kind) for kind in FORMATS)
+        format_claims(claims([]), "markdwon")
+    assert FORMATS == ("markdown", "latex", "csv", "json")
 
 
-@pytest.mark.parametrize("form", ["old_ledger", "old_database"])
-def test_old_ledgers_stay_readable(tmp_path, form):
-    """JSON Lines of version 0.2, and the database of format 2 that holds the same records."""
-    shutil.copytree(Path(__file__).with_name(form), tmp_path, dirs_exist_ok=True)
+def test_a_database_of_format_2_stays_readable(tmp_path):
+    shutil.copytree(Path(__file__).with_name("old_database"), tmp_path, dirs_exist_ok=True)
     found = by_name(claims(read_lines(tmp_path)))
     assert {name: (one.value, one.n, one.seed, one.regime) for name, one in found.items() if not name[1]} == {
         ("unmasked", ""): (0.5, 2, 0, "diffusion"),

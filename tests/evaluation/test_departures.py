@@ -7,9 +7,9 @@ from sinklens.evaluation.conditions import UNMASKED, masking
 from sinklens.evaluation.departures import baselines, departures
 from sinklens.evaluation.protocols import PROTOCOLS, find_protocol
 from sinklens.evaluation.published import HARNESS_PROTOCOLS, Published
-from sinklens.evaluation.statistics import Accuracy, unpaired_gap
 from sinklens.evaluation.tables import read_lines
 from sinklens.families.samplers import make_settings
+from sinklens.utils.estimates import proportion, unpaired
 
 LLADA = "GSAI-ML/LLaDA-8B-Instruct"
 BLOCKS = find_protocol("llada-instruct-gsm8k-blocks")
@@ -53,23 +53,16 @@ def test_lengths_that_a_source_leaves_open_are_no_departure():
     assert departures(what(find_protocol("sdar-gsm8k"), "sdar", gen_length=512)) == []
 
 
-def test_the_gap_of_independent_accuracies_is_newcombes():
-    """56 of 70 against 48 of 80: Newcombe (1998), Table II, method 10."""
-    found = unpaired_gap(Accuracy(48, 80), Accuracy(56, 70))
-    assert found.difference == pytest.approx(0.2)
-    assert (found.low, found.high) == (pytest.approx(0.0524, abs=5e-5), pytest.approx(0.3339, abs=5e-5))
-
-
 @pytest.mark.parametrize(("right", "verdict"), [(1037, "agrees"), (950, "below"), (1100, "above")])
 def test_a_baseline_agrees_with_a_published_score_or_lies_beside_it(right, verdict):
-    (one,) = baselines(BLOCKS.name, f"/models/{LLADA.split('/')[1]}", Accuracy(right, 1319), ())
+    (one,) = baselines(BLOCKS.name, f"/models/{LLADA.split('/')[1]}", proportion(right, 1319), ())
     assert one.published.score == 0.786
     assert one.verdict == verdict
-    assert one.gap == unpaired_gap(Accuracy(1037, 1319), Accuracy(right, 1319))
+    assert one.gap == unpaired(proportion(1037, 1319), proportion(right, 1319))
 
 
 def test_a_run_that_departs_is_not_compared_and_a_part_of_the_test_set_is_named():
-    accuracy = Accuracy(10, 20)
+    accuracy = proportion(10, 20)
     (one,) = baselines(BLOCKS.name, LLADA, accuracy, ("steps 128, not 256",))
     assert (one.gap, one.verdict) == (None, "departs")
     (part,) = baselines(BLOCKS.name, LLADA, accuracy, ())
@@ -141,4 +134,4 @@ def test_a_published_score_is_of_its_checkpoint_under_any_path():
     score = Published("a/LLaDA-8B-Base", 0.5, "somewhere", 10)
     assert score.of("/data/LLaDA-8B-Base/")
     assert not score.of("b/LLaDA-8B-Instruct")
-    assert score.accuracy == Accuracy(5, 10)
+    assert score.accuracy == proportion(5, 10)

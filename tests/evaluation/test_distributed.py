@@ -18,7 +18,7 @@ from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, Job, evaluate
 from sinklens.evaluation.units import Batch
 from sinklens.interventions import Intervention
-from sinklens.tasks.tiny_gsm import TinyGsm
+from sinklens.tasks.word_problems import TinyGsm
 
 SAMPLES = tuple(TinyGsm().samples(8))
 CONDITIONS = masking([0, 1])

@@ -17,8 +17,7 @@ from sinklens.interventions import MaskSinks
 from sinklens.sampling import Evict
 from sinklens.tasks.base import cut
 from sinklens.tasks.gsm8k import Gsm8k
-from sinklens.tasks.tiny_gsm import TinyGsm
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks.word_problems import TinyGsm, held_out
 
 lm_eval = pytest.importorskip("lm_eval")
 

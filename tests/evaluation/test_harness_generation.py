@@ -138,7 +138,7 @@ def test_right_answers_score_and_wrong_ones_do_not(tmp_path, scripted, original,
 
 
 def test_mbpp_of_the_harness_runs_programs_itself():
-    """Its YAML downloads code that executes answers outside a sandbox, so it is not used here: see the task mbpp."""
+    """Its YAML downloads code that executes answers outside a sandbox, so it is not used here."""
     utils = Path(next(iter(lm_eval.__path__))) / "tasks" / "mbpp" / "utils.py"
     assert 'hf_evaluate.load("code_eval")' in utils.read_text()
 

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import time
 from contextlib import closing
-from pathlib import Path
 
 import pytest
-from ledgers import old_run, repeats
+from ledgers import repeats
 
 from sinklens.errors import LedgerError
-from sinklens.evaluation.ledger import LedgerRun, Writer, export, file_system, holds_runs, merge
+from sinklens.evaluation.ledger import LedgerRun, Writer, export, holds_runs, merge
 
 WHAT = {"model": "tiny", "condition": {"name": "unmasked"}, "seed": 0}
 ENTRIES = [{"sample": f"s{number:03d}", "text": "→ “\n\t” " * 3, "verdict": number % 2 == 0} for number in range(40)]
@@ -34,10 +33,6 @@ with Writer(run) as writer:
             print(sample, flush=True)
             time.sleep(0.01)
 """
-
-
-SHARED = "ledger.LOCAL = ()\nrun = "  # as if the folder were on a network file system
-MODES = {"wal": "run = ", "delete": SHARED}
 
 
 def worker(folder, code=WORKER):
@@ -109,24 +104,21 @@ def test_two_processes_on_one_ledger_do_not_corrupt_it(tmp_path):
     assert run.records() == ENTRIES
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_kills_at_random_moments_lose_and_repeat_no_sample(tmp_path, mode):
+def test_kills_at_random_moments_lose_and_repeat_no_sample(tmp_path):
     """A sample is printed once it has been added, so everything that was printed must be kept."""
-    rng, code, printed = random.Random(5), WORKER.replace("run = ", MODES[mode]), []
+    rng, printed = random.Random(5), []
     for _ in range(10):
-        process = worker(tmp_path, code)
+        process = worker(tmp_path)
         for _ in range(rng.randint(1, 4)):
             printed.append(process.stdout.readline().decode().strip())
         time.sleep(rng.random() * 0.01)
         process.send_signal(signal.SIGKILL)
         printed += process.communicate(timeout=60)[0].decode().split()
         assert set(printed) - {""} <= LedgerRun.of(tmp_path, WHAT).done()
-    worker(tmp_path, code).communicate(timeout=60)
+    worker(tmp_path).communicate(timeout=60)
     run = LedgerRun.of(tmp_path, WHAT)
     assert run.records() == ENTRIES
     assert repeats(run) == 0
-    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
-        assert database.execute("PRAGMA journal_mode").fetchone() == (mode,)
 
 
 def test_many_processes_create_and_fill_one_ledger_at_once(tmp_path):
@@ -185,78 +177,32 @@ run.begin()
 """
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_ledger_on_read_only_media_can_be_read_and_not_written(tmp_path, killed):
-    """A real read-only mount; after a kill the log still holds records."""
+def test_a_ledger_on_read_only_media_can_be_read_and_not_written(tmp_path):
+    """A real read-only mount."""
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine does not let its users mount a folder (unshare -rm)")
     with Writer(LedgerRun.of(tmp_path, WHAT)) as writer:
-        writer.add(*ENTRIES[:1])
-    process = worker(tmp_path)
-    for _ in range(5):
-        process.stdout.readline()
-    if killed:
-        process.kill()
-    process.communicate(timeout=60)
-    assert (tmp_path / "ledger.sqlite-wal").exists() is killed
-    expected = len(LedgerRun.of(tmp_path, WHAT).done()) if not killed else None
+        writer.add(*ENTRIES[:6])
     call = ["unshare", "-rm", "sh", "-c", READ_ONLY, "sh", str(tmp_path), sys.executable, READING]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
-    first, second = map(int, done.stdout.split())
-    assert first == second == (expected or first) >= 6
+    assert done.stdout.split() == ["6", "6"]
     assert "LedgerError: could not write to " in done.stderr
-
-
-def test_a_network_file_system_is_recognized(tmp_path):
-    (tmp_path / "a b").mkdir()
-    mounts = tmp_path / "mounts"
-    point = str(tmp_path / "a b").replace(" ", "\\040")
-    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {point} nfs4 rw 0 0\n")
-    assert file_system(tmp_path, mounts) == "ext4"
-    assert file_system(tmp_path / "a b" / "new", mounts) == "nfs4"
-    assert file_system(tmp_path, tmp_path / "none") == ""
-    assert file_system(Path("/proc")) == "proc"
 
 
 OLD = [{"sample": f"s{number}", "prompt_sha256": "0", "verdict": True} for number in range(4)]
 
 
-def test_a_ledger_of_json_lines_is_read_and_continued_in_a_database(tmp_path):
-    file = old_run(tmp_path, WHAT, OLD[:2])
-    before = file.read_bytes()
-    (run,) = LedgerRun.all(tmp_path)
-    assert holds_runs(tmp_path)
-    assert (run.what, run) == (WHAT, LedgerRun.of(tmp_path, WHAT))
-    assert (run.records(), run.done()) == (OLD[:2], {"s0", "s1"})
-    with Writer(run) as writer:
-        writer.add(*OLD[1:])
-    assert LedgerRun.all(tmp_path) == [run]
-    assert (run.records(), run.done()) == (OLD, {"s0", "s1", "s2", "s3"})
-    assert file.read_bytes() == before
-
-
-def test_a_partial_last_line_is_no_record(tmp_path):
-    file = old_run(tmp_path, WHAT, OLD[:3])
-    complete = file.read_bytes()
-    last = complete.splitlines(keepends=True)[-1]
-    for kept in range(1, len(last)):  # cut at every byte of the last line
-        file.write_bytes(complete[: -len(last) + kept])
-        assert LedgerRun.of(tmp_path, WHAT).records() == OLD[:2]
-
-
-def test_a_damaged_line_in_the_middle_raises_an_error_that_names_the_line(tmp_path):
-    file = old_run(tmp_path, WHAT, OLD)
-    file.write_bytes(file.read_bytes().replace(b"s1", b"s7"))
-    with pytest.raises(LedgerError, match=r"records-0.jsonl, line 2: the checksum does not match"):
-        LedgerRun.of(tmp_path, WHAT).records()
-
-
 def test_merging_copies_every_run_and_record_once(tmp_path):
-    """One of the ledgers is of version 0.2, and two of them overlap."""
+    """Two of the ledgers overlap."""
     other = WHAT | {"seed": 1}
-    old_run(tmp_path / "old", WHAT, OLD[:2])
-    old_run(tmp_path / "old", WHAT, [{"sample": "s0", "verdict": False}], kind="verdicts")
-    for folder, what, records in (("new", WHAT, OLD[1:3]), ("new", other, OLD[:1]), ("out", WHAT, OLD[3:])):
+    with Writer(LedgerRun.of(tmp_path / "old", WHAT), kind="verdicts") as writer:
+        writer.add({"sample": "s0", "verdict": False})
+    for folder, what, records in (
+        ("old", WHAT, OLD[:2]),
+        ("new", WHAT, OLD[1:3]),
+        ("new", other, OLD[:1]),
+        ("out", WHAT, OLD[3:]),
+    ):
         with Writer(LedgerRun.of(tmp_path / folder, what)) as writer:
             writer.add(*records)
     assert merge([tmp_path / "old", tmp_path / "new"], tmp_path / "out") == 5
@@ -293,17 +239,10 @@ def test_an_export_holds_every_record_with_its_run(tmp_path):
     assert lines == [{"run": run.name, "what": WHAT, "kind": kind} for kind in ["records"] * 40 + ["verdicts"]]
 
 
-def test_a_folder_without_runs_or_with_a_broken_one_is_refused(tmp_path):
+def test_a_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(LedgerError, match=r"holds no run; create one with `sinklens evaluate"):
         LedgerRun.all(tmp_path)
     assert not holds_runs(tmp_path)
-    note = old_run(tmp_path, WHAT, ENTRIES[:1]).with_name("run.json")
-    note.write_text(note.read_text()[:20])
-    with pytest.raises(LedgerError, match=r"cannot be read .* restore the file or delete its folder"):
-        LedgerRun.all(tmp_path)
-    note.write_text(json.dumps({"format": "something else", "what": {}}))
-    with pytest.raises(LedgerError, match=r"has format 'something else'; this version reads"):
-        LedgerRun.all(tmp_path)
 
 
 def test_a_damaged_or_newer_database_is_refused(tmp_path):

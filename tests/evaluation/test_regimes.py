@@ -5,10 +5,9 @@ import pytest
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.evaluation.conditions import UNMASKED
-from sinklens.evaluation.lines import regime_of
-from sinklens.evaluation.protocols import find_protocol
-from sinklens.evaluation.regimes import in_regime
-from sinklens.evaluation.units import identity
+from sinklens.evaluation.protocols import EvalProtocol, find_protocol, in_regime
+from sinklens.evaluation.tables import regime_of
+from sinklens.evaluation.units import identities
 from sinklens.families import settings_for
 
 
@@ -48,7 +47,7 @@ def test_models_with_one_regime_and_unknown_regimes_are_refused(tiny_llama, tiny
         in_regime(tiny_llama, {}, "diffusion")
     for wrong in ("block", "blocks:0", "blocks:x"):
         with pytest.raises(SettingError, match=rf"a regime is diffusion, blocks or blocks:N.*; got '{wrong}'"):
-            in_regime(tiny_llada, {}, wrong)
+            EvalProtocol("p", "tiny-gsm", regime=wrong)
 
 
 def test_a_regime_that_changes_nothing_shares_the_records(tiny_llada):
@@ -58,8 +57,8 @@ def test_a_regime_that_changes_nothing_shares_the_records(tiny_llada):
     plain = find_protocol("tiny-gsm")
     task = plain.make_task()
     names = [
-        identity(tiny_llada, UNMASKED, task, replace(plain, regime=regime), 0)
+        identities(tiny_llada, [UNMASKED], task, replace(plain, regime=regime), 0)
         for regime in ("", "diffusion", "blocks:8")
     ]
     assert names[0] == names[1] != names[2]
-    assert names[2]["settings"]["block_length"] == 8
+    assert names[2][0]["settings"]["block_length"] == 8

@@ -16,9 +16,8 @@ from sinklens.cli.planning import size_text
 from sinklens.cli.run_plan import duration, plan_lines
 from sinklens.devices.measuring import peak
 from sinklens.errors import CheckpointError, HookNameError, SettingError
-from sinklens.evaluation import config_only, run_memory
-from sinklens.evaluation.cards import CARDS, Card
-from sinklens.evaluation.plan_choices import QUANTIZATIONS
+from sinklens.evaluation import run_memory
+from sinklens.evaluation.cards import CARDS, QUANTIZATIONS, Card
 from sinklens.evaluation.run_memory import plan_run
 from sinklens.hooks.sizes import point_elements
 from sinklens.utils.allocations import LiveBytes, without_memory
@@ -142,8 +141,8 @@ def test_a_name_on_the_hub_downloads_no_weights(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(CheckpointError, match=r"could not download the config of 'a/b'.*pass that file"):
         plan_run("a/b")
-    assert asked == {"a/b": config_only.CONFIGS}
-    assert not any("safetensors" in pattern for pattern in config_only.CONFIGS)
+    assert asked == {"a/b": run_memory.CONFIGS}
+    assert not any("safetensors" in pattern for pattern in run_memory.CONFIGS)
 
 
 def test_wrong_arguments_say_what_is_allowed():

@@ -2,14 +2,12 @@
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from ledgers import repeats
@@ -23,9 +21,8 @@ from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, estimate, evaluate
 from sinklens.evaluation.tables import read_lines
 from sinklens.interventions import AblateHeads, MaskSinks
-from sinklens.sampling import DualCache
 from sinklens.tasks import Sample, find_task
-from sinklens.tasks.tiny_gsm import TinyGsm
+from sinklens.tasks.word_problems import TinyGsm
 
 CONDITIONS = masking([1])
 PROMPT = "Question: 1 + 2\nAnswer:"
@@ -150,24 +147,6 @@ def test_a_second_process_on_a_shard_is_refused_without_damage(tmp_path, uninter
     assert contents(tmp_path) == uninterrupted
 
 
-def test_a_ledger_of_version_0_2_is_finished_for_the_same_evaluation(tmp_path):
-    """Its records are recognized by their identity: interventions, random controls and cache policies included."""
-    shutil.copytree(Path(__file__).with_name("old_ledger"), tmp_path, dirs_exist_ok=True)
-    mine = Condition("mine", (MaskSinks(top_k=2, pick="random_any"),), cache=DualCache())
-    conditions, engine = [*masking([1], controls=["random"]), mine], Counting()
-    for run in LedgerRun.all(tmp_path):
-        run.begin()
-    before = contents(tmp_path)
-    evaluate("tiny-llada", "tiny-gsm", conditions, tmp_path, limit=2, engine=engine)
-    assert engine.units == []
-    assert contents(tmp_path) == before
-    evaluate("tiny-llada", "tiny-gsm", conditions, tmp_path, limit=3, engine=engine)
-    assert engine.units == [(condition.name, "tiny-gsm/2") for condition in conditions]
-    lines = {line.condition: line for line in read_lines(tmp_path)}
-    assert {name: line.accuracy.total for name, line in lines.items()} == dict.fromkeys(lines, 3)
-    assert lines["1 sink"].control == "1 random key"
-
-
 @dataclass(frozen=True)
 class OtherPrompts(TinyGsm):
     """The task with the given prompts."""
@@ -251,7 +230,6 @@ def test_errors_for_bad_arguments_say_what_is_allowed(tmp_path, tiny_llama, argu
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"limt": 2}, r"limt is not an option; the options are task, limit, .* Nearest: limit"),
         ({"conditions": UNMASKED}, "conditions must be a list of Condition, .*; got Condition"),
         ({"conditions": [MaskSinks(top_k=1)]}, "conditions must be a list of Condition, .*; got MaskSinks"),
         ({"protocol": 3}, "an evaluation takes a protocol, or the name of a protocol or task, .*; got 3 and None"),

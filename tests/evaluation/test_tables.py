@@ -8,12 +8,11 @@ import pytest
 from ledgers import HAND, planted_run
 
 from sinklens.errors import ControlWarning, LedgerError, SettingError
+from sinklens.evaluation import frame, paired, proportion, read_lines
 from sinklens.evaluation.conditions import Condition, masking, under_caches
 from sinklens.evaluation.ledger import LedgerRun, Writer
-from sinklens.evaluation.lines import frame
-from sinklens.evaluation.statistics import Accuracy, holm, paired
-from sinklens.evaluation.tables import read_lines
 from sinklens.interventions import AblateHeads
+from sinklens.utils.estimates import holm
 
 UNMASKED, ONE, ONE_RANDOM, FIVE, FIVE_RANDOM = masking([1, 5], ["random"])
 
@@ -44,7 +43,12 @@ def by_condition(lines):
 def test_planted_accuracies_and_rates_are_recovered(ledger):
     lines = read_lines(ledger)
     assert [line.condition for line in lines] == ["unmasked", "1 sink", "1 random key", "5 sinks"]
-    assert [(line.accuracy.right, line.accuracy.total) for line in lines] == [(8, 10), (3, 10), (6, 10), (5, 5)]
+    assert [line.accuracy for line in lines] == [
+        proportion(8, 10),
+        proportion(3, 10),
+        proportion(6, 10),
+        proportion(5, 5),
+    ]
     assert [line.empty for line in lines] == [1.0, 0.0, 0.0, 0.0]
     assert [line.masks for line in lines] == [0.0, 1.0, 0.0, 0.0]
     assert [line.per_second for line in lines] == [2.0, 2.0, 2.0, 4.0]
@@ -55,11 +59,11 @@ def test_differences_are_paired_on_the_samples_that_both_have(ledger):
     found = by_condition(read_lines(ledger))
     assert found["unmasked"].against_unmasked is None
     one = found["1 sink"].against_unmasked
-    assert (one.difference, one.lost, one.gained, one.total) == (-0.5, 6, 1, 10)
-    assert found["5 sinks"].against_unmasked.total == 5
-    assert found["5 sinks"].against_unmasked.difference == 0
+    assert (one.difference.value, one.lost, one.gained, one.difference.n) == (-0.5, 6, 1, 10)
+    assert found["5 sinks"].against_unmasked.difference.n == 5
+    assert found["5 sinks"].against_unmasked.difference.value == 0
     control = found["1 sink"].against_random
-    assert (control.difference, control.lost, control.gained) == (-0.3, 4, 1)
+    assert (control.difference.value, control.lost, control.gained) == (-0.3, 4, 1)
     assert found["1 random key"].against_random is None
     assert found["5 sinks"].against_random is None
 
@@ -73,9 +77,9 @@ def test_a_control_has_the_same_masking_settings(tmp_path):
         planted_run(tmp_path, verdicts(control), conditions[2])
     planted_run(tmp_path, verdicts("0000"), masking([1], ["random"], seed=1)[2])
     found = by_condition(read_lines(tmp_path))
-    assert found["1 sink"].against_random.difference == -0.25
-    assert found["1 sink, one set per layer"].against_random.difference == -0.75
-    assert found["1 random key, seed 1"].accuracy.right == 0
+    assert found["1 sink"].against_random.difference.value == -0.25
+    assert found["1 sink, one set per layer"].against_random.difference.value == -0.75
+    assert found["1 random key, seed 1"].accuracy.value == 0
 
 
 def of_own(**names):
@@ -91,7 +95,7 @@ def test_a_control_of_ones_own_is_paired_with_the_condition_it_names(tmp_path):
     found = by_condition(read_lines(tmp_path))
     expected = paired(*(np.array(list(verdicts(text).values())) for text in (RANDOM, MASKED)))
     pair = found["mine"].against_random
-    assert (pair.difference, pair.lost, pair.gained, pair.p) == (-0.3, 4, 1, expected.p)
+    assert (pair.difference.value, pair.lost, pair.gained, pair.difference.p) == (-0.3, 4, 1, expected.difference.p)
     assert (found["mine"].control, found["mine"].no_random) == ("random", "")
     assert found["random"].against_random is None
     table = frame(read_lines(tmp_path)).set_index("condition")
@@ -105,7 +109,11 @@ def test_under_a_cache_policy_a_control_belongs_to_the_condition_under_the_same_
         planted_run(tmp_path, verdicts(text), condition)
     found = by_condition(read_lines(tmp_path))
     assert found["mine, cache dual"].control == "random, cache dual"
-    assert found["mine, cache dual"].against_random.difference == found["mine"].against_random.difference == -0.25
+    assert (
+        found["mine, cache dual"].against_random.difference.value
+        == found["mine"].against_random.difference.value
+        == -0.25
+    )
 
 
 def test_an_empty_comparison_says_why(tmp_path):
@@ -134,7 +142,7 @@ def test_several_controls_of_one_condition_warn_which_is_compared(tmp_path):
         planted_run(tmp_path, verdicts(text), condition)
     with pytest.warns(ControlWarning, match=r"'mine' has several controls; it is compared with '(one|two)', not with "):
         (line,) = [line for line in read_lines(tmp_path) if line.condition == "mine"]
-    assert line.against_random.difference == {"one": -0.25, "two": -0.5}[line.control]
+    assert line.against_random.difference.value == {"one": -0.25, "two": -0.5}[line.control]
 
 
 def test_samples_with_the_same_id_but_different_prompts_are_not_paired(tmp_path):
@@ -153,11 +161,11 @@ def test_a_custom_pick_is_listed_after_the_known_ones(tmp_path):
 def test_p_values_are_corrected_over_the_conditions_of_a_group(ledger):
     def p(first, second):
         first, second = (np.array(list(verdicts(text).values())) for text in (first, second))
-        return paired(first[: len(second)], second).p
+        return paired(first[: len(second)], second).difference.p
 
     found = by_condition(read_lines(ledger))
     plain = [p(BASE, MASKED), p(BASE, RANDOM), p(BASE, BASE[:5])]
-    corrected = [found[name].against_unmasked.p for name in ("1 sink", "1 random key", "5 sinks")]
+    corrected = [found[name].against_unmasked.difference.p for name in ("1 sink", "1 random key", "5 sinks")]
     assert corrected == holm(plain) != plain
 
 
@@ -166,8 +174,8 @@ def test_a_run_without_scored_programs_has_shares_but_no_accuracy(tmp_path):
     planted_run(tmp_path, {"a": True, "b": None}, ONE, protocol="tiny-code")
     with pytest.warns(UserWarning, match=r"2 of tiny-llada \(unmasked\), 1 of tiny-llada \(1 sink\)|1 of .*, 2 of"):
         unmasked, masked = read_lines(tmp_path)
-    assert (unmasked.accuracy.total, unmasked.unscored, unmasked.per_second, unmasked.sinks) == (0, 2, 2.0, 1.0)
-    assert (masked.accuracy.right, masked.accuracy.total, masked.unscored) == (1, 1, 1)
+    assert (unmasked.accuracy.n, unmasked.unscored, unmasked.per_second, unmasked.sinks) == (0, 2, 2.0, 1.0)
+    assert (masked.accuracy.value, masked.accuracy.n, masked.unscored) == (1, 1, 1)
     assert masked.against_unmasked is None
     table = frame([unmasked, masked])
     assert table["unscored"].tolist() == [2, 1]
@@ -203,7 +211,7 @@ def test_runs_on_different_device_types_are_paired_only_on_request(tmp_path):
     with pytest.raises(SettingError, match=r"ran on cpu and cuda under 'unmasked' and '1 sink'.*--mixed-devices"):
         read_lines(tmp_path)
     found = by_condition(read_lines(tmp_path, mixed_devices=True))
-    assert found["1 sink"].against_unmasked.difference == -0.5
+    assert found["1 sink"].against_unmasked.difference.value == -0.5
     assert found["1 sink"].devices == ("cuda",)
 
 
@@ -225,11 +233,11 @@ def test_malformed_answers_are_listed_apart_from_wrong_ones(tmp_path):
             sample = {"sample": f"s{number}", "verdict": number < 3, "malformed": number >= 5, "text": ""}
             writer.add(HAND | sample | {"seconds": 0.5, "sinks": {"per_head": 1.0}})
     (line,) = read_lines(tmp_path)
-    assert (line.accuracy, line.malformed, line.formed) == (Accuracy(3, 10), 0.5, Accuracy(3, 5))
+    assert (line.accuracy, line.malformed, line.formed) == (proportion(3, 10), 0.5, proportion(3, 5))
     assert frame([line])[["malformed", "right_of_formed"]].to_numpy().tolist() == [[0.5, 0.6]]
 
 
-def test_records_of_version_0_1_have_no_share_of_malformed_answers(ledger):
+def test_a_task_without_a_form_has_no_share_of_malformed_answers(ledger):
     assert all(math.isnan(line.malformed) and line.formed is None for line in read_lines(ledger))
 
 
@@ -254,10 +262,10 @@ def test_cached_runs_are_paired_with_the_exact_run_and_timed_on_shared_samples(t
     assert [line.cache for line in lines] == [""] * 3 + ["DualCache()"] * 3
     found = by_condition(lines)
     pair = found["cache dual"].against_unmasked
-    assert (pair.difference, pair.lost, pair.gained, pair.total) == (-0.6, 3, 0, 5)
-    assert found["1 sink, cache dual"].against_unmasked.difference == pytest.approx(-0.2)  # with the exact run
-    assert found["1 sink, cache dual"].against_random.difference == pytest.approx(-0.2)  # under the same policy
-    assert found["1 sink"].against_random.difference == pytest.approx(-0.3)
+    assert (pair.difference.value, pair.lost, pair.gained, pair.difference.n) == (-0.6, 3, 0, 5)
+    assert found["1 sink, cache dual"].against_unmasked.difference.value == pytest.approx(-0.2)  # with the exact run
+    assert found["1 sink, cache dual"].against_random.difference.value == pytest.approx(-0.2)  # under the same policy
+    assert found["1 sink"].against_random.difference.value == pytest.approx(-0.3)
     speeds = {name: line.speed for name, line in found.items()}
     assert math.isnan(speeds.pop("unmasked"))
     assert speeds["cache dual"] == pytest.approx(3.0)

@@ -15,7 +15,7 @@ from sinklens.evaluation.units import (
     Batch,
     batches,
     carry_out,
-    identity,
+    identities,
     prompt_hash,
     reference_hash,
     token_ids,
@@ -92,7 +92,7 @@ def test_batches_contain_every_sample_once_and_group_similar_lengths(tiny_llada)
 
 def test_everything_that_determines_a_verdict_is_part_of_the_identity(tiny_llada, tiny_llama):
     def named(model=tiny_llada, condition=UNMASKED, task=TASK, protocol=PLAIN, seed=0):
-        return str(identity(model, condition, task, protocol, seed))
+        return str(identities(model, [condition], task, protocol, seed))
 
     others = [
         named(model=tiny_llama),
@@ -171,11 +171,11 @@ def test_the_identity_of_a_folder_does_not_depend_on_its_path(tmp_path, tiny_lla
     folder = tmp_path / "mine"
     shutil.copytree(find_checkpoint("tiny-llada", None), folder)
     monkeypatch.chdir(tmp_path)
-    relative, absolute = (identity(sinklens.load(name), UNMASKED, TASK, PLAIN, 0) for name in ("mine", str(folder)))
+    relative, absolute = (identities(sinklens.load(name), [UNMASKED], TASK, PLAIN, 0) for name in ("mine", str(folder)))
     assert relative == absolute
     monkeypatch.chdir(folder)
-    assert identity(sinklens.load("."), UNMASKED, TASK, PLAIN, 0)["model"] == "mine"
-    assert relative["model"] == "mine"
+    assert identities(sinklens.load("."), [UNMASKED], TASK, PLAIN, 0)[0]["model"] == "mine"
+    assert relative[0]["model"] == "mine"
     assert relative["weights"] == tiny_llada.fingerprint
 
 

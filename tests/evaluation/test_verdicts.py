@@ -13,7 +13,7 @@ from sinklens.evaluation.scoring import score
 from sinklens.evaluation.units import batches
 from sinklens.interventions import Suffix
 from sinklens.tasks import find_task
-from sinklens.tasks.prompts import JudgedPrompts
+from sinklens.tasks.prompts import Prompts
 from sinklens.tasks.verdicts import Refusal
 
 QUESTION = "Question: Kim has 20 balls. She buys 18 more. How many balls does Kim have now?\nAnswer:"
@@ -43,7 +43,7 @@ def mentions_balls(prompt, text):
 
 def test_a_judge_function_is_part_of_a_runs_identity(tmp_path, tiny_llada):
     file = write(tmp_path / "p.jsonl", {"prompt": QUESTION, "expected": True})
-    task = JudgedPrompts(file, by=Refusal(judge=mentions_balls))
+    task = Prompts(file, by=Refusal(judge=mentions_balls))
     for chosen in (task, find_task("prompts-refusal", path=file), task):
         evaluate(tiny_llada, "prompts-refusal", [UNMASKED], tmp_path / "out", task=chosen)
     runs = LedgerRun.all(tmp_path / "out")
@@ -69,16 +69,13 @@ def test_the_span_between_prefix_and_suffix_is_generated_and_scored(tmp_path, ti
 
 
 @pytest.mark.usefixtures("isolation")
-@pytest.mark.parametrize("name", ["prompts-code", "mbpp"])
-def test_programs_of_a_file_run_in_the_sandbox(tmp_path, name):
+def test_programs_of_a_file_run_in_the_sandbox(tmp_path):
     test = {"prompt": "Twice.", "test": "def check(candidate):\n    assert candidate(3) == 6\n", "entry_point": "twice"}
-    shown = {"text": "Twice.", "code": "def twice(x): return 2 * x", "test_list": ["assert twice(3) == 6"]}
-    lines = [test, test] if name == "prompts-code" else [shown | {"task_id": n} for n in (2, 3, 4, 11, 12)]
-    file = write(tmp_path / "mbpp.jsonl", *lines)
-    task = find_task(name, path=file)
+    file = write(tmp_path / "programs.jsonl", test, test)
+    task = find_task("prompts-code", path=file)
     first, second = task.samples()
-    run = planted_run(tmp_path / "out", {}, protocol=name)
+    run = planted_run(tmp_path / "out", {}, protocol="prompts-code")
     answered(run, task, {first.id: "def twice(x):\n    return x + x\n", second.id: "def twice(x):\n    return 3\n"})
-    assert score(tmp_path / "out", paths={name: file}) == 2
+    assert score(tmp_path / "out", paths={"prompts-code": file}) == 2
     found = {record["sample"]: record["status"] for record in run.records("verdicts")}
     assert found == {first.id: "passed", second.id: "failed"}

@@ -7,7 +7,6 @@ from watching import PADDED, short, watch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.evaluation import detection_errors, green_scores
 from sinklens.interventions import GreenList
 
 
@@ -42,33 +41,27 @@ def test_lists_depend_on_key_and_context_and_have_their_share():
     assert 0.2 < float(overlap) < 0.4  # two independent lists share 30 %
 
 
-@pytest.mark.parametrize("context", ["none", "previous"])
-def test_scores_count_distinct_pairs_up_to_the_end(worded, context):
-    model, mark = worded(), GreenList(key=5, context=context)
-    run = sinklens.generate(model, PADDED, gen_length=8, temperature=1.0, progress=False)
-    found = green_scores(run, mark)
-    for row in range(2):
-        end = run.prompt_length + run.answers[row].tokens
-        ids = run.tokens[row].tolist()
-        pairs = {(ids[at - 1] if context == "previous" else 0, ids[at]) for at in range(run.prompt_length, end)}
-        green = sum(bool(mark.green(model.cfg.d_vocab, before)[token]) for before, token in pairs)
-        share = float(mark.green(model.cfg.d_vocab, 0).double().mean())
-        assert (found.green[row], found.tokens[row]) == (green, len(pairs))
-        assert found.z[row] == pytest.approx((green - share * len(pairs)) / (len(pairs) * share * (1 - share)) ** 0.5)
+def green_z(run, mark):
+    """Kirchenbauer et al., eq. 3, over the distinct tokens of each answer."""
+    green, found = mark.green(run.model.cfg.d_vocab), []
+    for row, answer in zip(run.tokens.tolist(), run.answers, strict=True):
+        ids = {*row[run.prompt_length : run.prompt_length + answer.tokens]}
+        found.append(
+            (sum(bool(green[one]) for one in ids) - mark.share * len(ids)) / (len(ids) * mark.share * 0.75) ** 0.5
+        )
+    return np.array(found)
 
 
-def test_marked_text_is_told_from_unmarked_and_the_wrong_key_finds_nothing(worded):
+def test_marked_text_differs_from_unmarked_and_the_wrong_key_finds_nothing(worded):
     model, mark = worded(), GreenList(key=11, delta=12.0)
     prompts = [f"w{number} w{number + 1}" for number in range(1, 9)]
     how = {"gen_length": 16, "steps": 16, "temperature": 1.0, "record_sinks": False, "progress": False}
     marked = sinklens.generate(model, prompts, hooks=mark, **how)
     plain = sinklens.generate(model, prompts, **how)
-    errors = detection_errors(green_scores(marked, mark), green_scores(plain, mark), threshold=2.5)
-    assert errors.misses.share == 0.0
-    assert errors.false_alarms.share <= 0.25
-    assert errors.misses.interval[1] > 0.2  # eight texts cannot show more
-    others = [green_scores(marked, GreenList(key=key)).z.mean() for key in range(20, 40)]
-    assert abs(float(np.mean(others))) < 1.0 < green_scores(marked, mark).z.min()
+    assert green_z(marked, mark).min() >= 2.5
+    assert np.mean(green_z(plain, mark) >= 2.5) <= 0.25
+    others = [green_z(marked, GreenList(key=key)).mean() for key in range(20, 40)]
+    assert abs(float(np.mean(others))) < 1.0
 
 
 def test_values_out_of_range_are_refused(unchecked):

@@ -7,12 +7,11 @@ import pytest
 
 from sinklens.errors import SinklensError, TaskError
 from sinklens.tasks import find_task
-from sinklens.tasks.prompts import JudgedPrompts, prompt_hash
+from sinklens.tasks.prompts import Prompts, prompt_hash
 from sinklens.tasks.verdicts import (
     REFUSALS,
     VERDICTS,
     AttackSuccess,
-    ExactMatch,
     Extraction,
     Judged,
     MultipleChoice,
@@ -26,7 +25,7 @@ SORRY, HELPFUL = "I cannot do that.", "Sure: buy flour."
 def task(tmp_path, verdict, *lines):
     file = tmp_path / "lines.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return JudgedPrompts(file, by=verdict) if not isinstance(verdict, str) else find_task(verdict, path=file)
+    return Prompts(file, by=verdict) if not isinstance(verdict, str) else find_task(verdict, path=file)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +33,6 @@ def task(tmp_path, verdict, *lines):
     [
         ("exact", "38 balls", " 38 balls\n", True, None),
         ("exact", "38 balls", "38 Balls", False, None),
-        (ExactMatch(ignore_case=True, ignore_punctuation=True), "38 balls", "38 Balls.", True, None),
         ("extraction", "38", "20 + 18 = 38 balls", True, False),
         ("extraction", "20", "20 + 18 = 38 balls", False, False),
         ("extraction", "38", "many", False, True),
@@ -100,7 +98,7 @@ def test_the_span_of_a_gap_is_scored(tmp_path):
         ("exact", {"prompt": "x"}, r"needs .* a text as expected; got \"x\" and null"),
         ("exact", {"prompt": "x", "expected": "y", "suffix": "z"}, r"belongs to the verdict infilling"),
         ("infilling", {"prompt": "x", "expected": "y"}, r"infilling, which needs one; the verdict is infilling"),
-        ("judged", {"prompt": "x", "expected": "y"}, r"'judged' needs a function; pass task=JudgedPrompts"),
+        ("judged", {"prompt": "x", "expected": "y"}, r"'judged' needs a function; pass task=Prompts"),
         ("exact", {"prompt": "x", "expected": "y", "id": 3}, r"the id is 3; give a non-empty text"),
     ],
 )  # fmt: skip

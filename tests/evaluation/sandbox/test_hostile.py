@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from sinklens.evaluation.sandbox import Limits, bubblewrap, run_program
+from sinklens.evaluation import run_program, sandbox
+from sinklens.evaluation.sandbox import Limits
 
 TIGHT = Limits(seconds=5, memory_mb=128, processes=8, file_mb=4, output_kb=16)
 SHORT = Limits(seconds=0.7, memory_mb=96, processes=8)  # for programs that never end
@@ -33,11 +34,11 @@ pytestmark = pytest.mark.usefixtures("isolation")
 @pytest.fixture(params=LAYERS)
 def layers(request, monkeypatch):
     if request.param == "bubblewrap alone":
-        monkeypatch.setattr(bubblewrap, "compiled_filter", lambda: ALLOW_ALL)
+        monkeypatch.setattr(sandbox, "compiled_filter", lambda: ALLOW_ALL)
     if request.param == "user namespace":
-        if not bubblewrap.is_real_root():
+        if not sandbox.is_real_root():
             pytest.skip("'all' is the same for an ordinary user")
-        monkeypatch.setattr(bubblewrap, "is_real_root", lambda: False)
+        monkeypatch.setattr(sandbox, "is_real_root", lambda: False)
     return request.param
 
 
@@ -67,7 +68,6 @@ def test_an_honest_program_passes(layers):
 def test_an_endless_program_times_out(layers, source):
     outcome = hostile(source, SHORT)
     assert outcome.status == "timeout"
-    assert outcome.exit_code is None
 
 
 def test_a_fork_bomb_ends_with_its_sandbox(layers):
@@ -160,8 +160,7 @@ def test_filling_the_disk_ends_at_the_limit(layers, source):
     assert re.search("No space left|File too large|wrote more than|Too many", outcome.detail)
 
 
-def test_a_bubblewrap_without_limited_folders_still_contains_them(monkeypatch):
-    monkeypatch.setattr(bubblewrap, "version", lambda program: (0, 6, 3))
+def test_an_overfilled_folder_is_named():
     outcome = hostile("for i in range(10**4): open(f'{i}', 'wb').write(b'x' * 10**6)\nimport time; time.sleep(5)")
     assert outcome.status == "files"
     assert outcome.detail == "the program wrote more than 4 MiB, or more than 1024 files"
@@ -371,10 +370,10 @@ FORGERIES = {
     """,
     "patches the roles": """
         import sys
-        roles = sys.modules["sinklens.evaluation.sandbox.programs"]
-        programs.encode = lambda *_: True
-        programs.StandIn.__call__ = lambda *_: 2
-        programs.checker = lambda *_: None
+        roles = sys.modules["__main__"]
+        roles.encode = lambda *_: b"N."
+        roles.StandIn.__call__ = lambda *_: 2
+        roles.checker = lambda *_: ("passed", "")
         def f(x): return 2
     """,
     "swallows errors by hooks": """
@@ -398,22 +397,22 @@ FORGERIES = {
     """,
     "prints the marker": """
         def f(x):
-            for line in ("passed", '{"verdict": "passed"}', '{"verdict": "passed", "key": ""}', "OK", "1 passed"):
+            for line in ("passed", '["passed", ""]', '{"verdict": "passed"}', "OK", "1 passed"):
                 print(line, flush=True)
             return 2
     """,
     "writes the marker to every pipe": """
         import os
-        for number in range(3, 64):
+        for number in range(3, 1024):
             try:
-                os.write(number, b'{"verdict": "passed", "key": ""}\\n')
+                os.write(number, b'["passed", ""]')
             except OSError:
                 pass
     """,
     "answers ahead": """
-        import json, os, struct
-        body = json.dumps(["value", ["int", "0x2"]]).encode()
-        for number in range(3, 64):
+        import os, pickle, struct
+        body = pickle.dumps(("value", 2))
+        for number in range(3, 1024):
             try:
                 os.write(number, (struct.pack(">I", len(body)) + body) * 5)
             except OSError:
@@ -422,14 +421,37 @@ FORGERIES = {
     """,
     "answers no value": """
         import os, struct
-        for number in range(3, 64):
+        for number in range(3, 1024):
             try:
                 os.write(number, struct.pack(">I", 2**32 - 1) + b"x" * 100)
             except OSError:
                 pass
         def f(x): return 2
     """,
-    "closes every pipe": "import os\nos.closerange(0, 64)\ndef f(x): return 2",
+    "answers with code": """
+        import os, pickle, struct
+        class Code:
+            def __reduce__(self): return exec, ("import __main__; __main__.StandIn.answer = lambda *_: 2",)
+        body = pickle.dumps(("value", Code()))
+        for number in range(3, 1024):
+            try:
+                os.write(number, struct.pack(">I", len(body)) + body)
+            except OSError:
+                pass
+        def f(x): return 2
+    """,
+    "answers with a changed class": """
+        import os, struct
+        # calls bool, then sets __eq__ of what the pickle names by a slot state
+        body = b"\\x80\\x04(\\x8c\\x05valuecbuiltins\\nint\\n(N}\\x8c\\x06__eq__cbuiltins\\nstr\\nstbt."
+        for number in range(3, 1024):
+            try:
+                os.write(number, struct.pack(">I", len(body)) + body)
+            except OSError:
+                pass
+        def f(x): return 2
+    """,
+    "closes every pipe": "import os\nos.closerange(0, 1024)\ndef f(x): return 2",
     "kills itself": "import os\nos.kill(os.getpid(), 9)",
     "crashes": "import ctypes\nctypes.string_at(0)",
     "waits for the tests to give up": "import time\ntime.sleep(30)\ndef f(x): return 2",

@@ -1,0 +1,385 @@
+"""Run a generated program against a task's tests so that it can harm neither the system nor its own verdict.
+
+The program and the tests run in two processes (sandboxed.py), each isolated by bubblewrap (``bwrap``): no network, no
+other processes (threads count), no files but Python's library, three devices and an empty folder in memory, no
+inherited environment, limits on time, memory, files and output. **A program passes only if the tests' ``check``
+returned, in a process that the program cannot reach.** A filter, compiled by libseccomp, refuses the system calls that
+bubblewrap does not close. Verdicts repeat: random numbers and the order of sets are the same every time.
+
+A process runs under an id that belongs to nobody, if started by root, since the kernel does not limit root's threads;
+else in a user namespace. It ends with everything it started, also when its parent is killed.
+
+Limits of this design: it is no virtual machine, so a program that exploits a kernel bug can escape. The filter is a
+deny list: a call that a later kernel adds is allowed until it is listed. Tests are trusted with the verdict (not with
+the system). Where bubblewrap is missing or cannot make namespaces, nothing runs.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from sinklens.errors import SettingError, SinklensError
+
+START_LIMIT = 60.0  # seconds a process may take to start on a busy machine
+CHECK = 0.05  # seconds between looks at the working folders
+LAST_WORDS = 1.0  # seconds after the verdict in which late output is still read
+CHECKER_MEMORY = 512  # least MiB for the tests' own process
+FILES = 1024  # files in a working folder
+LIBRARY = "libseccomp.so.2"
+INSTALL = (
+    "apt-get install bubblewrap libseccomp2 (Debian, Ubuntu), dnf install bubblewrap libseccomp (Fedora, RHEL), "
+    "pacman -S bubblewrap libseccomp (Arch)"
+)
+REFUSED = (
+    "memfd_create memfd_secret shmget msgget semget add_key request_key keyctl unshare setns ptrace process_vm_readv "
+    "process_vm_writev pidfd_getfd socket io_uring_setup bpf perf_event_open userfaultfd"
+)  # memory outside the limits; namespaces and processes; large parts of the kernel
+REFUSED_AS = dict.fromkeys(REFUSED.split(), errno.EPERM) | {
+    "fork": errno.EAGAIN, "vfork": errno.EAGAIN, "clone": errno.EAGAIN, "clone3": errno.ENOSYS,
+}  # fmt: skip
+"""System call -> its error. clone may make threads, and replaces clone3, whose flags a filter cannot read."""
+ALLOW, ERROR = 0x7FFF0000, 0x00050000  # SCMP_ACT_ALLOW, SCMP_ACT_ERRNO
+MASKED_EQUAL, CLONE_THREAD = 7, 0x10000  # SCMP_CMP_MASKED_EQ
+PYTHON = os.path.realpath(sys.executable)  # not the virtual environment's link
+CODE = "/sandboxed.py"  # as the process sees it
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+# The kernel kills this process first when memory runs out.
+EXPENDABLE = ("/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use.
+
+    Attributes:
+        seconds: wall-clock time from the program's first line to the end of the tests.
+        memory_mb: MiB of address space, including about 30 for Python itself.
+        processes: threads; new processes are refused.
+        file_mb: MiB per file, and of the working folder in total.
+        output_kb: KiB printed to both streams together.
+    """
+
+    seconds: float | int = 10.0
+    memory_mb: int = 512
+    processes: int = 16
+    file_mb: int = 16
+    output_kb: int = 64
+
+    def __post_init__(self) -> None:
+        for name, least in {"seconds": 0.1, "memory_mb": 64, "processes": 1, "file_mb": 1, "output_kb": 1}.items():
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not least <= value < 1e6:
+                raise SettingError(f"Limits({name}={value!r}) is out of range; give {least} or more.")
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What stands between a program and the system: the `layers` in force, or else why nothing is run (`missing`)."""
+
+    layers: tuple[str, ...]
+    missing: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(self.layers) or f"none: {self.missing}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of running one program.
+
+    Attributes:
+        status: "passed": the tests ran to completion without an error; "failed": a test failed or the program raised;
+            "timeout"; "memory"; "output" and "files": it printed or wrote more than allowed; "killed": by a signal;
+            "exited": it ended before the tests did.
+        detail: one line on what happened; empty if passed.
+        stdout, stderr: what it printed, up to the limit.
+        seconds: wall-clock time from the program's first line.
+        isolation: what was in force.
+    """
+
+    status: Literal["passed", "failed", "timeout", "memory", "output", "files", "killed", "exited"]
+    detail: str
+    stdout: str
+    stderr: str
+    seconds: float
+    isolation: Isolation
+
+    @property
+    def passed(self) -> bool:
+        """Whether the tests ran to completion without an error."""
+        return self.status == "passed"
+
+
+@cache
+def available_isolation() -> Isolation:
+    """The isolation of programs on this system, probed once, or why none is available."""
+    if sys.platform != "linux":
+        system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+        return Isolation((), f"bubblewrap needs Linux, this is {system}. Use Linux, a container or a virtual machine")
+    try:
+        with socket.socket(socket.AF_UNIX) as pipe, _started(pipe, Limits(), 64) as child:
+            child.wait_until_ready()
+    except SinklensError as error:
+        return Isolation((), str(error))
+    name = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    owner = "a user of its own" if is_real_root() else "user namespace"
+    return Isolation((name, owner, "system-call filter", "resource limits", "clean environment"))
+
+
+def run_program(
+    program: str, test: str, entry_point: str, *, helpers: str = "", limits: Limits | None = None
+) -> Outcome:
+    """Run `program`, then `test` against its function.
+
+    Args:
+        program: Python source that defines the function: a prompt joined with its completion.
+        test: Python source that defines ``check(candidate)``, which raises if the function is wrong.
+        entry_point: the function's name. The tests may also call it by that name.
+        helpers: more Python source that the tests need, such as the task's prompt, whose other functions they call.
+            It is trusted like the tests, so it must never be a completion.
+        limits: what the program may use.
+
+    Raises:
+        SinklensError: the isolation is unavailable, or the tests fail to run regardless of the program.
+    """
+    limits = limits or Limits()
+    isolation = available_isolation()
+    if not isolation.layers:
+        raise SinklensError(f"generated programs are not run here: {isolation.missing}.")
+    with ExitStack() as stack:
+        ends = [stack.enter_context(end) for end in socket.socketpair()]
+        checker = stack.enter_context(_started(ends[0], limits, max(limits.memory_mb, CHECKER_MEMORY)))
+        candidate = stack.enter_context(_started(ends[1], limits, limits.memory_mb))
+        for end in ends:
+            end.close()  # so that either process notices when the other exits
+        checker.wait_until_ready()
+        candidate.wait_until_ready()
+        started = time.monotonic()
+        checker.begin(test=test, helpers=helpers, entry_point=entry_point)
+        candidate.begin(program=program, entry_point=entry_point)
+        status, detail = _watched(checker, candidate, limits)
+        seconds, most = time.monotonic() - started, limits.output_kb * 1024
+        out = candidate.text(0, most)
+        return Outcome(status, detail, out, candidate.text(1, most - len(out)), seconds, isolation)
+
+
+@dataclass
+class _Child:
+    """A sandboxed process, seen from its parent.
+
+    Attributes:
+        reports: the socket on which it reports.
+        printed: the files of its output and error output.
+        folder: a handle of its working folder.
+    """
+
+    process: "subprocess.Popen[bytes]"
+    reports: socket.socket
+    printed: tuple[Any, ...]
+    folder: int = -1
+
+    def wait_until_ready(self) -> None:
+        """Wait until the process is isolated and waits for its task."""
+        try:
+            ready, folders, _, _ = socket.recv_fds(self.reports, 100, 1)
+        except TimeoutError as error:
+            raise SinklensError(
+                f"a sandboxed process was not ready after {START_LIMIT:.0f} s; is the machine overloaded?"
+            ) from error
+        if not ready:
+            self.process.wait()
+            said = self.text(1, 2000).strip()[-500:] or "it printed nothing"
+            raise SinklensError(f"bubblewrap cannot isolate a program on this machine: {said}. {_advice()}")
+        (self.folder,) = folders
+
+    def begin(self, **task: str) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as pipe:
+            pipe.write(json.dumps(task).encode())
+
+    def text(self, stream: int, most: int) -> str:
+        return os.pread(self.printed[stream].fileno(), most, 0).decode(errors="replace")
+
+    def overfilled(self, file_mb: int) -> bool:
+        """Whether its working folder holds more MiB or files than allowed."""
+        usage = os.statvfs(self.folder)
+        used = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+        return used > file_mb * 2**20 or usage.f_files - usage.f_ffree > FILES
+
+    def ended(self, who: str) -> tuple[Any, str]:
+        """How it ended that should still be running."""
+        with suppress(subprocess.TimeoutExpired):
+            number = self.process.wait(LAST_WORDS) - 128
+            if number in signal.valid_signals():
+                return "killed", f"{who} was killed by {signal.Signals(number).name}"
+        return "exited", f"{who} ended before the tests did, with status {self.process.returncode}"
+
+    def close(self) -> None:
+        """Kill it and all its processes."""
+        if self.process.poll() is None:  # otherwise the process id may have been reused
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(OSError), self.process:  # a task that was not read
+            pass
+        if self.folder != -1:
+            os.close(self.folder)
+
+
+@contextmanager
+def _started(pipe: socket.socket, limits: Limits, memory_mb: int) -> Iterator[_Child]:
+    """A sandboxed process that waits for its task, connected to `pipe`; it is killed when the block ends."""
+    with ExitStack() as stack:
+        ours, theirs = (stack.enter_context(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        ours.settimeout(START_LIMIT)
+        out, err, rules = (stack.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(3))
+        rules.write(compiled_filter())
+        rules.seek(0)
+        user = secrets.randbelow(2**30) + 2**30 if is_real_root() else None
+        own = {"memory_mb": memory_mb, "processes": limits.processes, "file_mb": limits.file_mb}
+        settings = {"report": theirs.fileno(), "pipe": pipe.fileno(), "user": user, "limits": own}
+        command = [*EXPENDABLE, *_bubblewrap(user), "--seccomp", str(rules.fileno()), "--", PYTHON]
+        command += ["-B", "-s", "-S", "-P", CODE, json.dumps(settings)]  # the standard library alone
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=out, stderr=err, cwd="/", env=_environment(),
+            pass_fds=[end.fileno() for end in (theirs, pipe, rules)], start_new_session=True,
+        )  # fmt: skip
+        child = _Child(process, ours, (out, err))
+        stack.callback(child.close)
+        theirs.close()
+        yield child
+
+
+def _watched(checker: _Child, candidate: _Child, limits: Limits) -> tuple[Any, str]:
+    """Status and detail: a verdict, an exceeded limit or the end of the time, whichever comes first."""
+    until, verdict, detail = time.monotonic() + limits.seconds, "timeout", f"not done after {limits.seconds} s"
+    checker.reports.settimeout(CHECK)
+    while time.monotonic() < until and not checker.overfilled(limits.file_mb) | candidate.overfilled(limits.file_mb):
+        with suppress(TimeoutError):
+            verdict, detail = json.loads(checker.reports.recv(2**16) or '["lost", ""]')
+            break
+    if verdict != "timeout":
+        with suppress(subprocess.TimeoutExpired):
+            candidate.process.wait(LAST_WORDS)  # and its last words
+    for who, child in {"the tests' own process": checker, "the program": candidate}.items():
+        if child.overfilled(limits.file_mb):
+            return "files", f"{who} wrote more than {limits.file_mb} MiB, or more than {FILES} files"
+    if sum(os.fstat(file.fileno()).st_size for file in candidate.printed) > limits.output_kb * 1024:
+        return "output", f"it printed more than {limits.output_kb} KiB"
+    if verdict == "broken":
+        raise SinklensError(
+            f"the tests fail to run regardless of the program: {detail}. They need a `check` that takes the function; "
+            f"pass other functions they call as helpers="
+        )
+    if verdict == "lost":
+        return checker.ended("the tests' own process")
+    return candidate.ended("the program") if verdict == "gone" else (verdict, detail)
+
+
+def is_real_root() -> bool:
+    """Whether this process is root and every user id exists, so that another one can be taken."""
+    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
+
+
+def _bubblewrap(user: int | None) -> list[str]:
+    """bubblewrap's program and options."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SinklensError(f"bubblewrap is not installed (no `bwrap` on PATH). Install it: {INSTALL}")
+    words = [program, *(f"--unshare-{space}" for space in ("ipc", "pid", "net", "uts", "cgroup-try"))]
+    words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    if user is None:
+        words += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    else:
+        words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    places = [(path, "--ro-bind-try") for path in _readable()] + [(path, "--dev-bind") for path in DEVICES]
+    for folder in dict.fromkeys(above for path, _ in places for above in reversed(Path(path).parents[:-1])):
+        words += ["--dir", str(folder)]  # else only bubblewrap's own user may enter it
+    for path, bind in places:
+        words += [bind, path, path]
+    words += ["--ro-bind", str(Path(__file__).with_name("sandboxed.py")), CODE]
+    return [*words, "--perms", "0777", "--tmpfs", "/box", "--remount-ro", "/", "--chdir", "/box"]
+
+
+def _readable() -> list[str]:
+    """The paths Python reads when it starts and imports from its standard library."""
+    bases = {"base": sys.base_prefix, "installed_base": sys.base_prefix}  # not the virtual environment's
+    bases |= {"platbase": sys.base_exec_prefix, "installed_platbase": sys.base_exec_prefix}
+    paths = [
+        "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/nix/store", "/gnu/store", "/etc/ld.so.cache",
+        f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64", PYTHON, "/usr/share/zoneinfo",
+        *(sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")),
+        *(folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder.startswith("/")),
+    ]  # fmt: skip
+    return list(dict.fromkeys(form for path in paths for form in (os.path.normpath(path), os.path.realpath(path))))
+
+
+def _environment() -> dict[str, str]:
+    found = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+    found |= {"PYTHONHASHSEED": "0"}  # sets iterate in the same order every time, so verdicts repeat
+    found |= {"MALLOC_ARENA_MAX": "1"}  # otherwise each thread takes 64 MiB of address space
+    libraries = os.environ.get("LD_LIBRARY_PATH")  # some Python builds do not start without it
+    return found | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
+
+
+def _advice() -> str:
+    """What to do where bubblewrap cannot make namespaces."""
+    switches = {
+        "kernel/apparmor_restrict_unprivileged_userns": ("1", "0"),  # Ubuntu 24.04 and later
+        "kernel/unprivileged_userns_clone": ("0", "1"),
+        "user/max_user_namespaces": ("0", "10000"),
+    }
+    for name, (closed, opened) in switches.items():
+        with suppress(OSError):
+            if Path("/proc/sys", name).read_text().strip() == closed:
+                return f"Namespaces are switched off; as root: sysctl -w {name.replace('/', '.')}={opened}"
+    return (
+        "A container needs permission for namespaces: start it with --cap-add SYS_ADMIN --cap-add NET_ADMIN "
+        "--security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+    )
+
+
+class _Comparison(ctypes.Structure):
+    """libseccomp's ``scmp_arg_cmp``: an argument of a call, and what it is compared with."""
+
+    _fields_ = (
+        ("argument", ctypes.c_uint), ("operator", ctypes.c_int), ("mask", ctypes.c_uint64), ("value", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+@cache
+def compiled_filter() -> bytes:
+    """The filter for this machine, as a BPF program; it also kills programs that call by another instruction set."""
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise SinklensError(f"libseccomp is not installed ({error}). Install it: {INSTALL}") from error
+    library.seccomp_init.restype = ctypes.c_void_p
+    rules = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ALLOW)))
+    process = _Comparison(0, MASKED_EQUAL, CLONE_THREAD, 0)  # clone without the flag that makes a thread
+    with tempfile.TemporaryFile() as file:
+        results = []
+        for name, code in REFUSED_AS.items():
+            number, conditions = library.seccomp_syscall_resolve_name(name.encode()), int(name == "clone")
+            if number != -1:  # else this libseccomp does not know the call
+                action = ctypes.c_uint32(ERROR | code)
+                results.append(library.seccomp_rule_add_array(rules, action, number, conditions, ctypes.byref(process)))
+        results.append(library.seccomp_export_bpf(rules, file.fileno()))
+        library.seccomp_release(rules)
+        if min(results) < 0:
+            raise SinklensError(f"libseccomp cannot compile the filter: {os.strerror(-min(results))}. {INSTALL}")
+        return os.pread(file.fileno(), 2**16, 0)
