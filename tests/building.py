@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 
 from sinklens.families import Family
 from sinklens.model import Model, load
+from sinklens.model.loading import prepare
 from training.tokenizer import train_tokenizer
 
 SIZES = {
