@@ -340,8 +340,8 @@ def test_quoted_messages_occur_in_the_code():
 
 
 def test_the_table_of_models_lists_the_families_and_what_ships():
-    documented = [(code(name), code(sampler)) for name, _, sampler, *_ in rows("models.md", "# Models")]
-    assert documented == [(family.name, family.sampler) for family in FAMILIES.values()]
+    documented = {code(name): code(sampler) for name, _, sampler, *_ in rows("models.md", "# Models")}
+    assert documented == {family.name: family.sampler for family in FAMILIES.values()}
     assert [code(name) for name, *_ in rows("models.md", "## Shipped")][: len(shipped_names())] == shipped_names()
 
 

@@ -103,7 +103,7 @@ class Recipe:
 
     @property
     def family(self) -> str:
-        """The family, in `sinklens.families.families`, in whose file format the run is saved."""
+        """The family, in `sinklens.families.base`, in whose file format the run is saved."""
         masked = "llada-moe" if self.experts else "mmada" if self.pictures else "llada"
         named = {"causal": "llama", "shifted": "dream", "blocks": "sdar", "uniform": "diffusion-gemma"}
         named |= {"modes": "nemotron-diffusion", "mdlm": "mdlm", "duo": "duo"}

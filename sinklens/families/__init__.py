@@ -3,7 +3,7 @@
 Code that ships with a checkpoint never runs.
 """
 
-from sinklens.families.families import Family
+from sinklens.families.base import Family
 from sinklens.families.registry import FAMILIES, SAMPLERS, family_named, identify, register
 from sinklens.families.samplers import settings_for
 from sinklens.families.translate import translate

@@ -1,4 +1,6 @@
-"""Left-to-right decoding with the hook names of a denoising run: a step decodes one token.
+"""Autoregressive models: transformers' own classes, decoded from left to right.
+
+Left-to-right decoding with the hook names of a denoising run: a step decodes one token.
 
 ``denoise.hook_canvas`` is the text so far; ``hook_logits``, ``hook_candidates``, ``hook_confidence`` and
 ``hook_commit`` have one position, the one being decoded. With a cache, a step computes only the new position. If an
@@ -9,18 +11,24 @@ While nothing is watched, rows that have ended leave the batch of the pass, and 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import ReadOnlyHookError
+from sinklens.families.base import ROTATION, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import Truncated
+from sinklens.sampling.state import State
 
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
+GPT2_RENAMES = {
+    r"^embed_tokens\.": "transformer.wte.",
+    r"^denoise_model\.": "transformer.",
+    r"^(wte|wpe|h|ln_f)\.": r"transformer.\1.",
+}
+GPT2_IGNORED = r"\.attn\.(masked_)?bias$"
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class AutoregressiveSettings(Truncated):
         """See `Sampler.caches_keys`."""
         return self.use_cache
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         if self.use_cache:
             state.cache_keys()
@@ -63,7 +71,7 @@ class AutoregressiveSettings(Truncated):
 
     def _decode(
         self,
-        state: "State",
+        state: State,
         text: Int[Tensor, "batch pos"],
         hidden: Float[Tensor, "running 1 d_model"],
         running: Int[Tensor, " running"],
@@ -91,16 +99,73 @@ class AutoregressiveSettings(Truncated):
         state.end_step(canvas)
 
 
-def _ended(state: "State", text: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+def _ended(state: State, text: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
     """True for rows of `text` whose answer contains an end-of-sequence token."""
     ends = torch.tensor(state.eos_ids, dtype=text.dtype, device=text.device)
     return torch.isin(text[:, state.prompt_length :], ends).any(dim=1)
 
 
-def _running(state: "State") -> Int[Tensor, " running"]:
+def _running(state: State) -> Int[Tensor, " running"]:
     """Indices of the rows that the pass computes: all while anything is watched, else the active ones."""
     points = state.tree.denoise
     passed = (points.hook_logits, points.hook_candidates, points.hook_confidence, points.hook_commit)
     everything = state.tree.is_watched or any(point.watched for point in passed) or not bool(state.active.any())
     running = torch.ones_like(state.active) if everything else state.active
     return running.nonzero()[:, 0]
+
+
+FAMILIES = (
+    Family(
+        name="llama",
+        model_types=("llama",),
+        architecture="llama",
+        sampler="autoregressive",
+        verified="logits equal transformers' own on tiny weights; Llama-3.1-8B built at full size, not run",
+        causal=True,
+        required=ROTATION,
+        own_classes=("LlamaForCausalLM",),
+    ),
+    Family(
+        name="qwen2",
+        model_types=("qwen2",),
+        architecture="qwen2",
+        sampler="autoregressive",
+        verified="logits equal transformers' own on tiny weights",
+        causal=True,
+        required=ROTATION,
+        own_classes=("Qwen2ForCausalLM",),
+    ),
+    Family(
+        name="qwen3",
+        model_types=("qwen3",),
+        architecture="qwen3",
+        sampler="autoregressive",
+        verified="logits equal transformers' own on tiny weights",
+        causal=True,
+        required=ROTATION,
+        own_classes=("Qwen3ForCausalLM",),
+    ),
+    Family(
+        name="qwen3-moe",
+        model_types=("qwen3_moe",),
+        architecture="qwen3_moe",
+        sampler="autoregressive",
+        verified="logits equal transformers' own on tiny weights",
+        causal=True,
+        required=ROTATION,
+        own_classes=("Qwen3MoeForCausalLM",),
+    ),
+    Family(
+        name="gpt2",
+        model_types=("gpt2",),
+        architecture="gpt2",
+        sampler="autoregressive",
+        verified="logits equal transformers' own on tiny weights; GPT-2 small built at full size, not run",
+        causal=True,
+        required={"add_cross_attention": (False,)},
+        renames=GPT2_RENAMES,
+        ignored=GPT2_IGNORED,
+        own_classes=("GPT2LMHeadModel",),
+    ),
+)
+SAMPLERS = (AutoregressiveSettings,)

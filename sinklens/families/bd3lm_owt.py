@@ -1,4 +1,6 @@
-"""The sampler of BD3-LM's authors: block after block, one token per step or as many as the time allows.
+"""BD3-LM: block diffusion of a DiT (dit.py).
+
+The sampler of BD3-LM's authors: block after block, one token per step or as many as the time allows.
 
 A block begins at time 1. With `first_hitting`, the time falls to t · u^(1/m) in every step, where m positions of the
 block are masked and u is a uniform random number; then one of the m positions, drawn uniformly, gets a token. Without
@@ -29,7 +31,7 @@ the noise level therefore gets the one at the last change.
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from annotated_types import Gt, Le
@@ -37,14 +39,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import PromptError
+from sinklens.families.modulated import DIT, DIT_NEEDED
 from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.sampling import decisions
 from sinklens.sampling.noise_levels import LastPrediction
 from sinklens.sampling.sampler import Sampler, require
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
 
 JUDGED, LEAST_ENTROPY = 256, 4.0  # the tokens that the stopping rule looks at, and their entropy in nats
 LARGEST_TIME = 0.999  # its noise level, 6.9078, is the largest that the network reads
@@ -113,7 +114,7 @@ class Bd3lmOwtSettings(Sampler):
             )
         return self
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         if self.var_length:
             state.require_end_tokens()
@@ -128,7 +129,7 @@ class Bd3lmOwtSettings(Sampler):
                 with nullcontext() if reach is None else ruled_by(config, reach):
                     block.run(step, last)
 
-    def _reach(self, state: "State") -> Blocks | None:
+    def _reach(self, state: State) -> Blocks | None:
         """The blocks that a query sees while the window slides; None without a window."""
         blocks = state.tree.attention_blocks
         if not self.sliding or blocks is None:
@@ -163,7 +164,7 @@ def stop(text: Int[Tensor, " pos"], eos_ids: Sequence[int], var_length: bool) ->
 class _Block:
     """One block of all rows while it is denoised."""
 
-    def __init__(self, settings: Bd3lmOwtSettings, state: "State", columns: Bool[Tensor, " pos"]) -> None:
+    def __init__(self, settings: Bd3lmOwtSettings, state: State, columns: Bool[Tensor, " pos"]) -> None:
         self._settings, self._state, self._columns = settings, state, columns
         rows, device = len(state.canvas), state.canvas.device
         self._time = torch.ones(rows, dtype=torch.float64, device=device)
@@ -231,3 +232,23 @@ class _Block:
         )
         number = (drawn * counts).long() + 1
         return chosen & (chosen.cumsum(dim=1) == number[:, None])
+
+
+FAMILIES = (
+    replace(
+        DIT,
+        name="bd3lm-owt",
+        bound="subs",
+        model_types=("bd3lm",),
+        sampler="bd3lm-owt",
+        needed=(*DIT_NEEDED, "time_conditioning"),
+        required={"adaln": (True,), "cross_attn": (True,), "causal": (False,)},
+        mask_is_last=True,
+        block_causal=True,
+        block_length_key="block_size",
+        blocks_start="column",
+        unconditional=False,
+        own_classes=("BD3LM",),
+    ),
+)
+SAMPLERS = (Bd3lmOwtSettings,)

@@ -1,4 +1,6 @@
-"""DiffuLLaMA's and DiffuGPT's samplers: proposals everywhere, decided at random or by their probability.
+"""DiffuLLaMA and DiffuGPT: Llama and GPT-2 without the causal mask, whose logits predict the next position.
+
+DiffuLLaMA's and DiffuGPT's samplers: proposals everywhere, decided at random or by their probability.
 
 Step t of T − 1, …, 0 proposes a token at every undecided position. With order "random", it decides each of them with
 probability 1 / (t + 1). With "confidence", the lowest proposals of the complete answer stay undecided: those below the
@@ -12,20 +14,20 @@ Pitfall: nothing ends an answer. Text after an end token belongs to the answer, 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Gt, Le
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinklens.families.autoregressive import GPT2_IGNORED, GPT2_RENAMES
+from sinklens.families.base import ROTATION, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.decisions import Truncation
 from sinklens.sampling.parts import Steps
 from sinklens.sampling.psi import answer
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
+from sinklens.sampling.state import State
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class DiffuLlamaSettings(Steps):
         """See `Sampler.judges_all_by`."""
         return "order='confidence'" if self.order == "confidence" else ""
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         state.undecided = answer(state, self.gen_length)
         competing: Bool[Tensor, "batch pos"] | None = None
@@ -63,7 +65,7 @@ class DiffuLlamaSettings(Steps):
             competing = state.undecided_before() if competing is None else competing
             self._step(state, competing, left)
 
-    def _step(self, state: "State", competing: Bool[Tensor, "batch pos"], left: int) -> None:
+    def _step(self, state: State, competing: Bool[Tensor, "batch pos"], left: int) -> None:
         """A step with `left` steps after it; `competing` are the positions that the first step found undecided."""
         canvas, undecided = state.step_canvas, state.undecided_before()
         assert canvas is not None, "begin_step was called"
@@ -92,3 +94,36 @@ class DiffuLlamaSettings(Steps):
         ordered = confidence.masked_fill(~where, torch.inf).sort(dim=1).values
         counts = [decisions.entropy_schedule(int(n), self.steps)[-1 - left] for n in competing.sum(dim=1)]
         return ordered.gather(1, torch.tensor(counts, device=ordered.device)[:, None])
+
+
+FAMILIES = (
+    Family(
+        name="diffullama",
+        model_types=(),
+        architecture="llama",
+        sampler="diffullama",
+        verified="logits, patterns, stream and canvases equal the reference code's on tiny weights; full size "
+        "built, not run",
+        shift=True,
+        required=ROTATION,
+        mask_token_id=811,
+        drawn=True,
+        unconditional=True,
+    ),
+    Family(
+        name="diffugpt",
+        model_types=(),
+        architecture="gpt2",
+        sampler="diffullama",
+        verified="logits, patterns, stream and canvases equal the reference code's on tiny weights; full size "
+        "built, not run",
+        shift=True,
+        required={"add_cross_attention": (False,)},
+        renames=GPT2_RENAMES,
+        ignored=GPT2_IGNORED,
+        rows_of="transformer.wte.weight",
+        drawn=True,
+        unconditional=True,
+    ),
+)
+SAMPLERS = (DiffuLlamaSettings,)

@@ -1,4 +1,6 @@
-"""DiffusionGemma's sampler: canvas after canvas of random tokens, without a mask token.
+"""DiffusionGemma: an encoder and a decoder, a class of transformers.
+
+DiffusionGemma's sampler: canvas after canvas of random tokens, without a mask token.
 
 A *canvas* is `canvas_length` positions. It begins as tokens drawn uniformly from the vocabulary. In every step the
 decoder sees the text before the canvas, which the encoder has written to a cache, and the canvas itself. From its
@@ -17,7 +19,7 @@ Pitfall: positions that do not exist yet hold -1, which is not a token id.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge
@@ -25,13 +27,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.families.base import Family
 from sinklens.sampling import decisions
 from sinklens.sampling.random_canvas import RandomCanvas, random_tokens
 from sinklens.sampling.sampler import require
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, NonNegative, Positive
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class DiffusionGemmaSettings(RandomCanvas):
         left = (self.max_denoising_steps - step) / self.max_denoising_steps
         return self.t_min + (self.t_max - self.t_min) * left
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         _check_canvas(state, self)
         state.cache_keys(read=state.tree.canvas_pass.encode)
@@ -131,7 +132,7 @@ class _OpenCanvas:
         over: whether the last step has run.
     """
 
-    def __init__(self, state: "State", settings: DiffusionGemmaSettings, start: int) -> None:
+    def __init__(self, state: State, settings: DiffusionGemmaSettings, start: int) -> None:
         self._state, self._settings, self._start = state, settings, start
         self._stop = start + settings.canvas_length
         rows, device = len(state.canvas), state.canvas.device
@@ -234,7 +235,7 @@ def lowest_entropies(entropy: Float[Tensor, "batch pos"], bound: float) -> Bool[
     return torch.zeros_like(accepted).scatter(-1, order, accepted)
 
 
-def _check_canvas(state: "State", settings: DiffusionGemmaSettings) -> None:
+def _check_canvas(state: State, settings: DiffusionGemmaSettings) -> None:
     if state.canvas.shape[1] != state.prompt_length + settings.gen_length:
         raise SettingError(
             "an intervention puts tokens after the answer, but this model reads nothing that follows its canvas; put "
@@ -243,12 +244,12 @@ def _check_canvas(state: "State", settings: DiffusionGemmaSettings) -> None:
     settings.check_start(state)
 
 
-def _has_end(state: "State", tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
+def _has_end(state: State, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
     return torch.isin(tokens, torch.tensor(state.eos_ids, dtype=tokens.dtype, device=tokens.device)).any(dim=1)
 
 
 def _padded(
-    state: "State", settings: DiffusionGemmaSettings, tokens: Int[Tensor, "batch pos"], ended: Bool[Tensor, " batch"]
+    state: State, settings: DiffusionGemmaSettings, tokens: Int[Tensor, "batch pos"], ended: Bool[Tensor, " batch"]
 ) -> Int[Tensor, "batch pos"]:
     """`tokens` with padding after the first end token, and everywhere in rows that ended in an earlier canvas."""
     if settings.pad_token_id is None:
@@ -256,3 +257,33 @@ def _padded(
     ends = torch.isin(tokens, torch.tensor(state.eos_ids, dtype=tokens.dtype, device=tokens.device)).long()
     after = (ends.cumsum(dim=1) - ends > 0) | ended[:, None]
     return tokens.masked_fill(after, settings.pad_token_id)
+
+
+FAMILIES = (
+    Family(
+        name="diffusion-gemma",
+        model_types=("diffusion_gemma",),
+        architecture="diffusion_gemma",
+        sampler="diffusion-gemma",
+        verified="logits equal transformers' own on tiny weights; text only; full size built, not run",
+        model_class="AutoModelForMultimodalLM",
+        class_attention="encoder-decoder",
+        masked=False,
+        required={"text_config.use_bidirectional_attention": ("vision", None)},
+        config_settings={"canvas_length": "canvas_length"},
+        generation_settings={
+            "max_new_tokens": "gen_length",
+            "max_denoising_steps": "max_denoising_steps",
+            "sampler_config.entropy_bound": "entropy_bound",
+            "t_max": "t_max",
+            "t_min": "t_min",
+            "stability_threshold": "stability_threshold",
+            "confidence_threshold": "confidence_threshold",
+            "pad_token_id": "pad_token_id",
+        },
+        refused_tokens={"image_token_id": "image"},
+        bound="",
+        own_classes=("DiffusionGemmaForBlockDiffusion",),
+    ),
+)
+SAMPLERS = (DiffusionGemmaSettings,)

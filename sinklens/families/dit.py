@@ -33,7 +33,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from sinklens.errors import SettingError
-from sinklens.families.config_keys import DIT_IGNORED
+from sinklens.families.modulated import DIT_IGNORED
 from sinklens.hooks.modulation import Time, modulated
 
 FREQUENCIES = 256  # sinusoids of the time embedding, fixed in all published checkpoints

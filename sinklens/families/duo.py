@@ -1,4 +1,6 @@
-"""Duo's sampler: every token of the canvas may change in every update, and no token is a mask.
+"""Duo: uniform diffusion of a DiT (dit.py).
+
+Duo's sampler: every token of the canvas may change in every update, and no token is a mask.
 
 Noise is a token drawn uniformly from the vocabulary, so no position shows whether it is decided. All answer positions
 are therefore *undecided* until the last step, which ends the run. To see what a step changed, compare consecutive
@@ -9,18 +11,17 @@ The published code has no prompts. Here the prompt is on the canvas in every pas
 Pitfall: `unmask_step` of an answer position is the last step, whenever its token was last changed.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.families.modulated import DIT, DIT_NEEDED
 from sinklens.sampling.psi import PsiSampler, answer
 from sinklens.sampling.random_canvas import RandomCanvas
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
+from sinklens.sampling.state import State
 
 
 @dataclass(frozen=True)
@@ -34,25 +35,25 @@ class DuoSettings(PsiSampler, RandomCanvas):
     name: ClassVar = "duo"
     masked: ClassVar = False
 
-    def begin(self, state: "State") -> None:
+    def begin(self, state: State) -> None:
         """See `PsiSampler.begin`."""
         self.check_start(state)
         state.canvas = self.begun(state, state.prompt_length)
         state.undecided = answer(state, self.gen_length)
 
-    def undecided(self, state: "State", last: bool) -> Bool[Tensor, "batch pos"] | None:
+    def undecided(self, state: State, last: bool) -> Bool[Tensor, "batch pos"] | None:
         """See `PsiSampler.undecided`."""
         return torch.zeros_like(state.real) if last else answer(state, self.gen_length)
 
     def log_probs(
-        self, state: "State", logits: Float[Tensor, "drawn vocab"], present: Int[Tensor, " drawn"]
+        self, state: State, logits: Float[Tensor, "drawn vocab"], present: Int[Tensor, " drawn"]
     ) -> Float[Tensor, "drawn vocab"]:
         """See `PsiSampler.log_probs`."""
         return logits.log_softmax(dim=-1)
 
     def posterior(
         self,
-        state: "State",
+        state: State,
         probs: Float[Tensor, "drawn vocab"],
         present: Int[Tensor, " drawn"],
         alpha_t: Float[Tensor, ""],
@@ -68,7 +69,23 @@ class DuoSettings(PsiSampler, RandomCanvas):
         return weights.scatter_add(-1, place, kept + (ratio - alpha_t)) / (kept + (1 - alpha_t))
 
     def noised(
-        self, state: "State", probs: Float[Tensor, "drawn vocab"], alpha_s: Float[Tensor, ""]
+        self, state: State, probs: Float[Tensor, "drawn vocab"], alpha_s: Float[Tensor, ""]
     ) -> Float[Tensor, "drawn vocab"]:
         """See `PsiSampler.noised`."""
         return alpha_s * probs + (1 - alpha_s) / probs.shape[-1]
+
+
+FAMILIES = (
+    replace(
+        DIT,
+        name="duo",
+        bound="uniform",
+        model_types=("duo",),
+        sampler="duo",
+        needed=DIT_NEEDED,
+        required={"causal": (False,)},
+        masked=False,
+        own_classes=("DUO",),
+    ),
+)
+SAMPLERS = (DuoSettings,)

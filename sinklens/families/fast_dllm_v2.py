@@ -1,4 +1,6 @@
-"""Fast-dLLM v2's sampler: blocks from left to right, each in sub-blocks; the logits predict the next position.
+"""Fast-dLLM v2: Qwen2 with block-causal attention.
+
+Fast-dLLM v2's sampler: blocks from left to right, each in sub-blocks; the logits predict the next position.
 
 The model was made from an autoregressive one, so the first token of a block is decided as there: from the last position
 of the finished block before it, in a separate step. It is the most likely token at every temperature. The other
@@ -18,22 +20,21 @@ Pitfall: keys of the sub-block cache are stale, so its tokens differ from those 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Gt, Le
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sinklens.families.base import QWEN_REQUIRED, VERIFIED, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Blockwise
 from sinklens.sampling.key_cache import History, Keys, Policy
 from sinklens.sampling.parts import Nucleus, divisors
 from sinklens.sampling.sampler import FILLED_IN, require
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, Share
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class FastDllmV2Settings(Nucleus, Blockwise):
         beyond = -(prompt_length + self.gen_length) % self.block_length
         return 0 if beyond == self.block_length - 1 else beyond
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         progress = self.begin(state, lambda masked: [1] * masked, early=True)
         if self.use_block_cache:
@@ -111,7 +112,7 @@ class FastDllmV2Settings(Nucleus, Blockwise):
             yield
             self._step(state, progress)
 
-    def _step(self, state: "State", progress: BlockProgress) -> None:
+    def _step(self, state: State, progress: BlockProgress) -> None:
         canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
         where = _next((canvas == state.mask_id) & block, state, self.small_block_size)
         drawn = self.draw(state, canvas, where, greedy=_offsets(state) == 0)
@@ -123,7 +124,7 @@ class FastDllmV2Settings(Nucleus, Blockwise):
 class SubBlockCache(Policy):
     """The keys that a step computes: those of the sub-block that it decides, or of a complete block."""
 
-    def __init__(self, state: "State", progress: BlockProgress, size: int) -> None:
+    def __init__(self, state: State, progress: BlockProgress, size: int) -> None:
         self._state, self._progress, self._size = state, progress, size
         self._offsets = _offsets(state)
 
@@ -143,15 +144,33 @@ class SubBlockCache(Policy):
         return torch.where(gone, int(Keys.GONE), plan)[:, None]
 
 
-def _next(masked: Bool[Tensor, "batch pos"], state: "State", size: int) -> Bool[Tensor, "batch pos"]:
+def _next(masked: Bool[Tensor, "batch pos"], state: State, size: int) -> Bool[Tensor, "batch pos"]:
     """Each row's masked positions of its first unfinished sub-block; of a block's first position, that one alone."""
     offsets = _offsets(state)
     group = torch.where(offsets == 0, -1, offsets // size).masked_fill(~masked, masked.shape[1])
     return masked & (group == group.amin(dim=1, keepdim=True))
 
 
-def _offsets(state: "State") -> Int[Tensor, "batch pos"]:
+def _offsets(state: State) -> Int[Tensor, "batch pos"]:
     """Place of each position within its block."""
     blocks = state.tree.attention_blocks
     assert blocks is not None
     return blocks.offsets(state.real)
+
+
+FAMILIES = (
+    Family(
+        name="fast-dllm-v2",
+        model_types=("Fast_dLLM_Qwen",),
+        architecture="qwen2",
+        sampler="fast-dllm-v2",
+        verified=VERIFIED,
+        shift=True,
+        required=QWEN_REQUIRED,
+        mask_token_id=151665,
+        block_causal=True,
+        block_length_key="bd_size",
+        own_classes=("Fast_dLLM_QwenForCausalLM",),
+    ),
+)
+SAMPLERS = (FastDllmV2Settings,)

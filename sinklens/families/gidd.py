@@ -1,4 +1,6 @@
-"""GIDD's samplers: from masks to text under masked and uniform noise, and the correction of a finished text.
+"""GIDD: masked and uniform diffusion of a DiT (dit.py).
+
+GIDD's samplers: from masks to text under masked and uniform noise, and the correction of a finished text.
 
 Noise is a mix of the mask and of random tokens; the checkpoint says how much of it is random (``p_uniform``). Every
 step draws every answer position again: a mask may become a token, a token another token, and a token a mask again. A
@@ -14,22 +16,21 @@ Pitfall: masks that remain after the last step stay in the text.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from annotated_types import Ge, Gt, Lt
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.families.modulated import DIT, DIT_ROTATION
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import Steps
 from sinklens.sampling.psi import answer
 from sinklens.sampling.random_canvas import RandomCanvas
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
 
 
 class NoiseShares(NamedTuple):
@@ -83,7 +84,7 @@ class GiddSettings(Steps):
         """See `Sampler.judges_all_by`."""
         return f"sampler={self.name!r}"
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         eps = state.tree.hf.config.t_eps
         times = eps + (1 - 2 * eps) * torch.linspace(0, 1, self.steps + 1)
@@ -91,7 +92,7 @@ class GiddSettings(Steps):
             yield
             self._step(state, times[number], times[max(0, number - 1)])
 
-    def _step(self, state: "State", time: Float[Tensor, ""], until: Float[Tensor, ""]) -> None:
+    def _step(self, state: State, time: Float[Tensor, ""], until: Float[Tensor, ""]) -> None:
         state.time = time.to(state.canvas.device).expand(len(state.canvas))
         canvas = state.begin_step()
         where = answer(state, self.gen_length)
@@ -139,7 +140,7 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
         """See `Sampler.judges_all_by`."""
         return f"sampler={self.name!r}"
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         self.check_start(state)
         state.canvas = self.begun(state, state.prompt_length)
@@ -150,7 +151,7 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
             yield
             self._step(state, rows)
 
-    def _step(self, state: "State", rows: "_Rows") -> None:
+    def _step(self, state: State, rows: "_Rows") -> None:
         state.time = torch.full_like(state.canvas[:, 0], self.t0, dtype=torch.float32)
         canvas = state.begin_step()
         where = answer(state, self.gen_length) & rows.running[:, None]
@@ -194,7 +195,7 @@ class _Rows:
         waited: corrections since.
     """
 
-    def __init__(self, state: "State") -> None:
+    def __init__(self, state: State) -> None:
         self.running = torch.ones_like(state.canvas[:, 0], dtype=torch.bool)
         self.most, self.waited = torch.full_like(state.canvas[:, 0], -1), torch.zeros_like(state.canvas[:, 0])
 
@@ -212,7 +213,7 @@ def noise_shares(time: Float[Tensor, "*shape"], p_uniform: float) -> NoiseShares
     return NoiseShares((1 - time) / total, time / total, spread / total)
 
 
-def mixture(state: "State", time: Float[Tensor, ""]) -> Mixture:
+def mixture(state: State, time: Float[Tensor, ""]) -> Mixture:
     """The mixture at `time`; see the module."""
     size, shares = state.tree.cfg.d_vocab, noise_shares(time, state.tree.hf.config.p_uniform)
     noise = (shares.random / (size - 1)).repeat(size)
@@ -231,3 +232,41 @@ def reverse(
     earlier, given = until.of(probs), now.of(probs).gather(-1, place)
     added = (now.noise - ratio * until.noise)[present][:, None]
     return (earlier * added).scatter_add(-1, place, ratio * earlier.gather(-1, place)) / given
+
+
+def converted(config: dict[str, Any]) -> dict[str, Any]:
+    """GIDD's config as that of dit.py."""
+    same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "p_uniform", "t_eps")
+    return {
+        **{key: config[key] for key in same},
+        "cond_dim": config["timestep_cond_dim"],
+        "max_position_embeddings": config["max_seq_len"],
+        **DIT_ROTATION,
+    }
+
+
+FAMILIES = (
+    replace(
+        DIT,
+        name="gidd",
+        bound="mixture",
+        model_types=("dit",),
+        sampler="gidd",
+        convert=converted,
+        needed=(
+            "vocab_size",
+            "max_seq_len",
+            "hidden_size",
+            "timestep_cond_dim",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "p_uniform",
+            "t_eps",
+        ),
+        own_classes=("DIT",),
+    ),
+)
+SAMPLERS = (
+    GiddSettings,
+    GiddCorrectionSettings,
+)

@@ -1,4 +1,6 @@
-"""LLaDA's sampler: blocks from left to right; the least confident proposals stay masked.
+"""LLaDA, MMaDA and LLaDA-MoE: Llama or Qwen3-MoE without the causal mask.
+
+LLaDA's sampler: blocks from left to right; the least confident proposals stay masked.
 
 Within a block, every step proposes a token at each masked position and commits the next share of them, the most
 confident first. If the proposal is the mask token itself, the position stays masked, as in the reference code.
@@ -9,19 +11,71 @@ masked; masks that earlier blocks kept are decided only in steps that compute th
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinklens.families.base import VERIFIED, VERIFIED_WITH_ROUTING, Family, Required, kept, rotation
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import EqualBlocks, Guided, StopAtEnd
 from sinklens.sampling.sampler import require
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import NonNegative, Share
 
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
+CONFIG = {
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "n_layers": "num_hidden_layers",
+    "mlp_hidden_size": "intermediate_size",
+    "rms_norm_eps": "rms_norm_eps",
+    "max_sequence_length": "max_position_embeddings",
+    "weight_tying": "tie_word_embeddings",
+}
+NEEDED = (
+    "d_model", "n_heads", "n_layers", "mlp_hidden_size or mlp_ratio", "rms_norm_eps", "rope_theta",
+    "max_sequence_length", "embedding_size or vocab_size",
+)  # fmt: skip
+LLADA_REQUIRED: Required = {
+    "alibi": (False,),
+    "rope": (True,),
+    "block_type": ("llama",),
+    "block_group_size": (1, None),
+    "activation_type": ("silu",),
+    "layer_norm_type": ("rms",),
+    "layer_norm_with_affine": (True,),
+    "attention_layer_norm": (False,),
+    "input_emb_norm": (False,),
+    "include_bias": (False,),
+    "include_qkv_bias": (False, None),
+    "bias_for_layer_norm": (False, None),
+    "multi_query_attention": (None, False),
+    "scale_logits": (False,),
+    "clip_qkv": (None,),
+    "rope_scaling": (None,),
+}
+LLADA_DEFAULTS: dict[str, str | int | float | bool] = {
+    "rope": False,
+    "block_type": "sequential",
+    "activation_type": "swiglu",
+    "layer_norm_type": "default",
+    "weight_tying": True,
+}
+LLADA_RENAMES = {
+    r"^model\.transformer\.wte\.": "model.embed_tokens.",
+    r"^model\.transformer\.ln_f\.": "model.norm.",
+    r"^model\.transformer\.ff_out\.": "lm_head.",
+    r"^model\.transformer\.blocks\.": "model.layers.",
+    r"\.attn_norm\.": ".input_layernorm.",
+    r"\.ff_norm\.": ".post_attention_layernorm.",
+    r"\.([qkv]_proj)\.": r".self_attn.\1.",
+    r"\.attn_out\.": ".self_attn.o_proj.",
+    r"\.ff_proj\.": ".mlp.gate_proj.",
+    r"\.up_proj\.": ".mlp.up_proj.",
+    r"\.ff_out\.": ".mlp.down_proj.",
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +129,7 @@ class LladaSettings(StopAtEnd, Guided, EqualBlocks):
             "logits_eos_inf never proposes the token that stop_at_eos waits for; choose one of them.",
         )
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         if self.stop_at_eos:
             state.require_end_tokens()
@@ -89,7 +143,7 @@ class LladaSettings(StopAtEnd, Guided, EqualBlocks):
                 yield
                 self._step(state, slice(start, end), counts if self.by_quota else [1] * len(counts), first)
 
-    def _step(self, state: "State", block: slice, counts: list[int], first: int) -> None:
+    def _step(self, state: State, block: slice, counts: list[int], first: int) -> None:
         canvas = state.begin_step(block)
         where = canvas == state.mask_id
         where[:, block.stop :] = False
@@ -106,7 +160,7 @@ class LladaSettings(StopAtEnd, Guided, EqualBlocks):
         state.commit(chosen, proposed, fill=self.stop_at_eos)
 
     def confidence(
-        self, state: "State", logits: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
+        self, state: State, logits: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
     ) -> Float[Tensor, " masked"]:
         """Probability of the proposed token; without that of end tokens under `confidence_eos_eot_inf`."""
         if self.confidence_eos_eot_inf:
@@ -114,3 +168,112 @@ class LladaSettings(StopAtEnd, Guided, EqualBlocks):
             logits = logits.clone()
             logits[:, ended] = -torch.inf
         return super().confidence(state, logits, candidates)
+
+
+def llada(config: dict[str, Any]) -> dict[str, Any]:
+    """LLaDA's config keys under transformers' names, with the sizes that LLaDA derives."""
+    settings = {new: config[old] for old, new in CONFIG.items() if old in config}
+    if settings.get("intermediate_size") is None:
+        settings["intermediate_size"] = config["mlp_ratio"] * config["d_model"]
+    if settings.get("num_key_value_heads") is None:
+        settings["num_key_value_heads"] = config["n_heads"]
+    return {
+        **kept(config),
+        **settings,
+        "rope_parameters": rotation(config),
+        "vocab_size": config.get("embedding_size") or config["vocab_size"],
+    }
+
+
+def llada_moe(config: dict[str, Any]) -> dict[str, Any]:
+    """LLaDA-MoE's config as Qwen3-MoE's.
+
+    The weights of the chosen experts are never divided by their sum, whatever ``norm_topk_prob`` says: the published
+    code does not read it. A layer has a dense MLP where ``moe_layer_freq`` is 0.
+    """
+    frequency = config.get("moe_layer_freq", 1)
+    every = frequency if isinstance(frequency, list) else [1] * config["num_hidden_layers"]
+    return {
+        **kept(config),
+        "head_dim": config["hidden_size"] // config["num_attention_heads"],
+        "moe_intermediate_size": config["expert_intermediate_size"],
+        "intermediate_size": config["dense_intermediate_size"],
+        "num_experts": config["num_experts"],
+        "num_experts_per_tok": config["num_experts_per_tok"],
+        "norm_topk_prob": False,
+        "mlp_only_layers": [layer for layer, sparse in enumerate(every) if not sparse],
+        "decoder_sparse_step": 1,
+        "use_sliding_window": False,
+        "rope_parameters": rotation(config),
+    }
+
+
+FAMILIES = (
+    Family(
+        name="llada",
+        model_types=("llada",),
+        architecture="llama",
+        sampler="llada",
+        verified=VERIFIED,
+        convert=llada,
+        needed=NEEDED,
+        required=LLADA_REQUIRED,
+        renames=LLADA_RENAMES,
+        mask_token_id=126336,
+        eot_token_id=126348,
+        own_classes=("LLaDAModelLM",),
+        defaults=LLADA_DEFAULTS,
+    ),
+    Family(
+        name="mmada",
+        model_types=("mmada",),
+        architecture="llama",
+        sampler="llada",
+        verified=VERIFIED,
+        convert=llada,
+        needed=NEEDED,
+        required=LLADA_REQUIRED,
+        renames=LLADA_RENAMES,
+        mask_token_id=126336,
+        eot_token_id=126348,
+        own_classes=("MMadaModelLM",),
+        defaults=LLADA_DEFAULTS,
+    ),
+    Family(
+        name="llada-moe",
+        model_types=("lladamoe",),
+        architecture="qwen3_moe",
+        sampler="llada",
+        verified=VERIFIED_WITH_ROUTING,
+        required={
+            "hidden_act": ("silu",),
+            "rope_scaling": (None,),
+            "partial_rotary_factor": (1, None),
+            "shared_expert_intermediate_size": (None,),
+            "moe_router_enable_expert_bias": (False,),
+            "clip_qkv": (None,),
+            "qk_layernorm": (True,),
+            "attention_bias": (False,),
+            "use_sliding_window": (False,),
+        },
+        mask_token_id=156895,
+        classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),
+        own_classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),
+        convert=llada_moe,
+        needed=(
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "vocab_size",
+            "rope_theta",
+            "rms_norm_eps",
+            "max_position_embeddings",
+            "num_experts",
+            "num_experts_per_tok",
+            "expert_intermediate_size",
+            "dense_intermediate_size",
+        ),
+    ),
+)
+SAMPLERS = (LladaSettings,)

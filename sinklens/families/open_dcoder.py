@@ -1,4 +1,6 @@
-"""Open-dCoder's sampler: Dream's schedule per row, or path planning ("p2"), which takes decisions back.
+"""Open-dCoder: Qwen2 without the causal mask, whose logits predict the next position.
+
+Open-dCoder's sampler: Dream's schedule per row, or path planning ("p2"), which takes decisions back.
 
 In path planning each step proposes a token, and its probability, at every answer position, masked or not. The least
 probable positions become masks, fewer with every step; the other masked positions get their proposal, and the other
@@ -10,19 +12,18 @@ the published code. A token that the model no longer proposes can stay.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinklens.families.base import QWEN_REQUIRED, VERIFIED, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import DreamRule, Proposals
 from sinklens.sampling.sampler import require
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import NonNegative
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class OpenDcoderSettings(DreamRule):
             "alg 'p2' chooses positions by probability alone; leave alg_temp out or choose another alg.",
         )
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         variable = (state.canvas == state.mask_id) & state.real
         times = self.times(self.steps)
@@ -70,7 +71,7 @@ class OpenDcoderSettings(DreamRule):
             else:
                 self._step(state, times, step)
 
-    def _step(self, state: "State", times: Float[Tensor, " time"], step: int) -> None:
+    def _step(self, state: State, times: Float[Tensor, " time"], step: int) -> None:
         canvas = state.begin_step()
         masked = (canvas == state.mask_id) & state.real
         where = masked & state.computed()
@@ -83,7 +84,7 @@ class OpenDcoderSettings(DreamRule):
             chosen = decisions.most_confident(confidence, counts, None, state.padding)
         state.commit(chosen, drawn.canvas)
 
-    def _plan(self, state: "State", variable: Bool[Tensor, "batch pos"], kept: float) -> None:
+    def _plan(self, state: State, variable: Bool[Tensor, "batch pos"], kept: float) -> None:
         """One step of path planning; `kept` is the fraction of variable positions that hold a token after it."""
         canvas = state.begin_step()
         where = variable | ((canvas == state.mask_id) & state.real)  # a hook may have masked a prompt token
@@ -101,3 +102,18 @@ class OpenDcoderSettings(DreamRule):
         if self.alg == "entropy":
             return decisions.floored_negative_entropy(drawn.probs)
         return decisions.probability(drawn.probs, drawn.candidates)
+
+
+FAMILIES = (
+    Family(
+        name="open-dcoder",
+        model_types=(),
+        architecture="qwen2",
+        sampler="open-dcoder",
+        verified=VERIFIED,
+        shift=True,
+        required=QWEN_REQUIRED,
+        dropped=("trust_remote_code",),
+    ),
+)
+SAMPLERS = (OpenDcoderSettings,)

@@ -14,73 +14,40 @@ registered by a script exists only in that process; the command line and workers
 """
 
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import isabstract
 from typing import Any, NamedTuple
 
 from sinklens.errors import CheckpointError, SettingError, nearest
-from sinklens.families.autoregressive import AutoregressiveSettings
-from sinklens.families.bd3lm import Bd3lmSettings
-from sinklens.families.bd3lm_card import Bd3lmCardSettings
-from sinklens.families.bd3lm_owt import Bd3lmOwtSettings
-from sinklens.families.diffullama import DiffuLlamaSettings
-from sinklens.families.diffusion_gemma import DiffusionGemmaSettings
-from sinklens.families.dream import DreamSettings
-from sinklens.families.dream_blocks import DreamBlockSettings
-from sinklens.families.duo import DuoSettings
-from sinklens.families.families import FAMILIES as RECORDS
-from sinklens.families.families import Family
-from sinklens.families.fast_dllm_v2 import FastDllmV2Settings
-from sinklens.families.gidd import GiddCorrectionSettings, GiddSettings
-from sinklens.families.linear_speculation import LinearSpeculationSettings
-from sinklens.families.llada import LladaSettings
-from sinklens.families.llada2 import Llada2Settings
-from sinklens.families.llada21 import Llada21Settings
-from sinklens.families.mdlm import MdlmSettings
-from sinklens.families.mdlm_windows import MdlmWindowSettings
-from sinklens.families.nemotron_diffusion import NemotronDiffusionSettings
-from sinklens.families.nemotron_dllm import NemotronDllmSettings
-from sinklens.families.open_dcoder import OpenDcoderSettings
-from sinklens.families.remdm import RemdmSettings
-from sinklens.families.rnd1 import Rnd1Settings
-from sinklens.families.sdar import SdarSettings
-from sinklens.families.sedd import SeddSettings
+from sinklens.families.base import Family
 from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architecture_of
 from sinklens.hooks.attention.blocks import Blocks, check_length
 from sinklens.sampling.sampler import Sampler
 
 GROUP = "sinklens.families"
-FAMILIES: dict[str, Family] = {family.name: family for family in RECORDS}
-SAMPLERS: dict[str, type[Sampler]] = {
-    sampler.name: sampler
-    for sampler in (
-        LladaSettings,
-        DreamSettings,
-        DreamBlockSettings,
-        AutoregressiveSettings,
-        Rnd1Settings,
-        OpenDcoderSettings,
-        SdarSettings,
-        Llada2Settings,
-        Llada21Settings,
-        Bd3lmSettings,
-        Bd3lmCardSettings,
-        FastDllmV2Settings,
-        DiffusionGemmaSettings,
-        MdlmSettings,
-        MdlmWindowSettings,
-        SeddSettings,
-        Bd3lmOwtSettings,
-        DuoSettings,
-        RemdmSettings,
-        GiddSettings,
-        GiddCorrectionSettings,
-        DiffuLlamaSettings,
-        NemotronDiffusionSettings,
-        LinearSpeculationSettings,
-        NemotronDllmSettings,
-    )
-}
+MODULES = (  # a family is its own file, and its line here
+    "llada",
+    "dream",
+    "autoregressive",
+    "rnd1",
+    "open_dcoder",
+    "sdar",
+    "llada2",
+    "a2d",
+    "fast_dllm_v2",
+    "diffusion_gemma",
+    "mdlm",
+    "sedd",
+    "bd3lm_owt",
+    "duo",
+    "gidd",
+    "diffullama",
+    "nemotron",
+)
+_MODULES = [import_module(f"sinklens.families.{name}") for name in MODULES]
+FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
+SAMPLERS: dict[str, type[Sampler]] = {sampler.name: sampler for module in _MODULES for sampler in module.SAMPLERS}
 _REORDERED = (
     "moves {what} in front of the masks of a causal pass and keeps each token's own position, so a column of a pass is "
     "not a position of the text, as every hook point, track and picture assumes"
@@ -337,7 +304,7 @@ def _refuse_other_model(config: dict[str, Any], family: Family, where: str) -> N
     choices = ", ".join(
         f"{one.name!r} ({one.attention}{', predicts the next position' * one.shift})"
         for one in FAMILIES.values()
-        if (one.architecture, one.config_names) == (family.architecture, family.config_names)
+        if (one.architecture, one.convert) == (family.architecture, family.convert)
     )
     raise CheckpointError(
         f"{where}: config.json is that of {family.name}, but {', and '.join(signs)}, so its model may differ. Pass "

@@ -1,4 +1,6 @@
-"""RND1's sampler: each step commits the masked positions of which the model is most certain, anywhere on the canvas.
+"""RND1: Qwen3-MoE without the causal mask, whose logits predict the next position.
+
+RND1's sampler: each step commits the masked positions of which the model is most certain, anywhere on the canvas.
 
 Certain means low entropy of the distribution that a token is proposed from; with ``eb_gamma`` tokens are committed by
 falling probability, as far as the sum of their entropies, minus the largest, stays within it. The last step commits
@@ -13,19 +15,18 @@ Pitfall: with more steps than masks, steps without a commit repeat the same pass
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinklens.families.base import ROTATION, VERIFIED_WITH_ROUTING, Family, kept, rotation
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import Steps, Truncated
 from sinklens.sampling.sampler import require
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import NonNegative
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Rnd1Settings(Truncated, Steps):
         super().__post_init__()
         require(self.temperature > 0, "temperature must be above 0; pass greedy=True for the most likely tokens.")
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         start = ((state.canvas == state.mask_id) & state.real).sum(dim=1).tolist()
         schedules = [decisions.entropy_schedule(masks, self.steps) for masks in start]
@@ -74,7 +75,7 @@ class Rnd1Settings(Truncated, Steps):
             yield
             self._step(state, keep, last=number == self.steps - 1)
 
-    def _step(self, state: "State", keep: Sequence[int], last: bool) -> None:
+    def _step(self, state: State, keep: Sequence[int], last: bool) -> None:
         canvas = state.begin_step()
         masked = (canvas == state.mask_id) & state.real
         where = masked & state.computed()
@@ -107,3 +108,58 @@ def _within_gamma(
     ordered = entropy.gather(1, order)
     within = ordered.cumsum(dim=1) - ordered.cummax(dim=1).values <= gamma
     return torch.zeros_like(within).scatter(1, order, within) & (confidence > -torch.inf)
+
+
+def converted(config: dict[str, Any]) -> dict[str, Any]:
+    """RND1's config as Qwen3-MoE's, whose keys it uses; there, ``false`` means none. All layers are mixtures."""
+    named = ("head_dim", "intermediate_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+    return {
+        **kept(config),
+        **{key: config[key] for key in (*named, "norm_topk_prob", "attention_bias") if key in config},
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "use_sliding_window": False,
+        "rope_parameters": rotation(config),
+    }
+
+
+FAMILIES = (
+    Family(
+        name="rnd1",
+        model_types=("rnd1",),
+        architecture="qwen3_moe",
+        sampler="rnd1",
+        verified=VERIFIED_WITH_ROUTING,
+        shift=True,
+        required={
+            **ROTATION,
+            "hidden_act": ("silu",),
+            "rope_scaling": (None, False),
+            "sliding_window": (None, False),
+            "use_sliding_window": (False,),
+            "attention_bias": (False,),
+            "is_causal": (False,),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([], None),
+        },
+        mask_token_id=151669,
+        convert=converted,
+        needed=(
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "rope_theta",
+            "rms_norm_eps",
+            "max_position_embeddings",
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+        ),
+        own_classes=("RND1LM",),
+    ),
+)
+SAMPLERS = (Rnd1Settings,)

@@ -1,4 +1,6 @@
-"""SDAR's sampler: blocks from left to right, each filled by a few passes under block-causal attention.
+"""SDAR: Qwen3 and Qwen3-MoE with block-causal attention.
+
+SDAR's sampler: blocks from left to right, each filled by a few passes under block-causal attention.
 
 Every row has its own current block, counted from its first token, and moves to the next one as soon as no position of
 the block is masked, or after ``denoising_steps`` passes. Rows therefore do not wait for each other, and a row's
@@ -13,19 +15,18 @@ Pitfall: a finished block is not decided again. A position of it that a hook mas
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinklens.families.base import QWEN_REQUIRED, VERIFIED, VERIFIED_WITH_ROUTING, Family
 from sinklens.sampling import decisions
 from sinklens.sampling.blocks import BlockProgress, Passes, WholeBlocks
 from sinklens.sampling.parts import Proposals, Truncated
 from sinklens.sampling.sampler import require
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, Positive, Share
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,14 @@ class SdarSettings(Truncated, Passes, WholeBlocks):
             f"at least one position; give at most {self.block_length}.",
         )
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         progress = self.begin(state, lambda masked: self.even_shares(self.block_length))
         while progress.advance(state.canvas):
             yield
             self._step(state, progress)
 
-    def _step(self, state: "State", progress: BlockProgress) -> None:
+    def _step(self, state: State, progress: BlockProgress) -> None:
         canvas, block, counts = state.begin_step(progress.window()), progress.current(), progress.take_counts()
         where = (canvas == state.mask_id) & block
         drawn = self.draw(state, canvas, where)
@@ -95,3 +96,32 @@ class SdarSettings(Truncated, Passes, WholeBlocks):
         if self.remasking_strategy == "low_confidence_static":
             return decisions.most_confident(confidence, counts, None)
         return decisions.above_or_best(confidence, counts, self.threshold)
+
+
+FAMILIES = (
+    Family(
+        name="sdar",
+        model_types=("sdar",),
+        architecture="qwen3",
+        sampler="sdar",
+        verified=VERIFIED,
+        required={**QWEN_REQUIRED, "attention_bias": (False,)},
+        mask_token_id=151669,
+        block_causal=True,
+        block_length_key="block_size",
+        dropped=("attn_implementation", "use_cache"),
+        own_classes=("SDARForCausalLM",),
+    ),
+    Family(
+        name="sdar-moe",
+        model_types=("sdar_moe",),
+        architecture="qwen3_moe",
+        sampler="sdar",
+        verified=VERIFIED_WITH_ROUTING,
+        required={**QWEN_REQUIRED, "attention_bias": (False,)},
+        block_causal=True,
+        block_length=4,
+        own_classes=("SDARMoeForCausalLM",),
+    ),
+)
+SAMPLERS = (SdarSettings,)

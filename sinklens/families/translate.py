@@ -9,16 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import CheckpointError, nearest
-from sinklens.families.families import Family
+from sinklens.families.base import Family
 from sinklens.hooks.attention import normalizers as weighing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-# Keys of a public config that transformers' config classes accept unchanged. A token that the config does not name
-# becomes None, because the classes' defaults refer to another vocabulary.
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_KEPT = ("initializer_range", "attention_dropout", weighing.CONFIG_KEY)
 
 
 def translate(config: dict[str, Any], family: Family, where: str) -> "PreTrainedConfig":
@@ -85,16 +80,6 @@ def _scales(scaling: Any) -> bool:
     return bool(scaling) and scaling.get("rope_type", scaling.get("type", "default")) != "default"
 
 
-def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """The arguments of the transformers config, by the route that the family takes."""
-    if family.convert:
-        return _converted(config, family, where)
-    if family.config_names:
-        return _renamed(config, family, where)
-    dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype")
-    return {key: value for key, value in config.items() if key not in (*dropped, *family.dropped)}
-
-
 def _check_defaults(config: dict[str, Any], made: "PreTrainedConfig", family: Family, where: str) -> None:
     """Check that the family can express the default of each key that config.json leaves out."""
     for key, allowed in family.required.items():
@@ -149,43 +134,20 @@ def check_required(config: dict[str, Any], family: Family, where: str) -> None:
         )
 
 
-def _converted(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """The settings that the family's own function makes of a config."""
-    missing = [key for key in family.needed if value_at(config, key) is None]
+def _settings(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """The arguments of the transformers config."""
+    if family.convert is None:
+        dropped = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype", "dtype")
+        return {key: value for key, value in config.items() if key not in (*dropped, *family.dropped)}
+    missing = [keys for keys in family.needed if all(value_at(config, key) is None for key in keys.split(" or "))]
     if missing:
         raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
-    if "rope_theta" in family.needed:
-        _check_theta(config["rope_theta"], where)
-    module, _, function = family.convert.partition(":")
-    return getattr(import_module(module), function)(config)
-
-
-def _check_theta(theta: Any, where: str) -> None:
+    theta = config.get("rope_theta", 1.0)
     if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
         raise CheckpointError(
             f"{where}: config.json has rope_theta = {theta!r}; it must be a number above 0, such as 500000.0."
         )
-
-
-def _renamed(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """LLaDA's config keys under transformers' names, with the sizes that LLaDA derives."""
-    config = dict(config)
-    if config.get("mlp_hidden_size") is None and config.get("mlp_ratio") and config.get("d_model"):
-        config["mlp_hidden_size"] = config["mlp_ratio"] * config["d_model"]
-    if config.get("n_kv_heads") is None:
-        config["n_kv_heads"] = config.get("n_heads")
-    config["vocab_size"] = config.get("embedding_size") or config.get("vocab_size")
-    needed = [*family.config_names, "vocab_size"]
-    missing = [key for key in needed if config.get(key) is None and key != "weight_tying"]
-    if missing:
-        raise CheckpointError(f"{where}: config.json lacks {', '.join(missing)}, which the {family.name} family needs.")
-    settings = {new: config[old] for old, new in family.config_names.items() if old in config}
-    theta = settings.pop("rope_theta")
-    _check_theta(theta, where)
-    settings |= {key: config[key] for key in _KEPT if key in config} | {key: config.get(key) for key in _TOKENS}
-    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": float(theta)}
-    settings["vocab_size"] = config["vocab_size"]
-    return settings
+    return family.convert(config)
 
 
 def has_key(config: Any, key: str) -> bool:

@@ -19,7 +19,6 @@ from sinklens.sampling.policies import (
     policy_name,
 )
 from sinklens.sampling.sampler import Sampler
-from sinklens.sampling.settings import RunSettings, Settings
 
 __all__ = [
     "POLICIES",
@@ -34,9 +33,7 @@ __all__ = [
     "Policy",
     "PrefixCache",
     "Refresh",
-    "RunSettings",
     "Sampler",
-    "Settings",
     "as_policy",
     "find_policy",
     "policy_name",

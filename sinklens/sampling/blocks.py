@@ -9,7 +9,7 @@ run records it; a value other than the model's is an error.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -18,10 +18,8 @@ from torch import Tensor
 from sinklens.hooks.attention.blocks import Blocks
 from sinklens.sampling import decisions
 from sinklens.sampling.sampler import FILLED_IN, Sampler
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
 
 Schedule = Callable[[int], Sequence[int]]
 
@@ -40,7 +38,7 @@ class BlockProgress:
 
     def __init__(
         self,
-        state: "State",
+        state: State,
         schedule: Schedule,
         stop_ids: tuple[int, ...],
         early: bool = False,
@@ -145,11 +143,11 @@ class Blockwise(Sampler):
         """See `Sampler.caches_keys`."""
         return self.use_cache
 
-    def stop_ids(self, state: "State") -> tuple[int, ...]:
+    def stop_ids(self, state: State) -> tuple[int, ...]:
         """The tokens that end a row."""
         return state.eos_ids if self.stop else ()
 
-    def begin(self, state: "State", schedule: Schedule, **more: Any) -> BlockProgress:
+    def begin(self, state: State, schedule: Schedule, **more: Any) -> BlockProgress:
         """The progress of a run at its start, see `BlockProgress`; sets up the cache of finished blocks."""
         if self.use_cache:
             state.cache_keys()

@@ -24,17 +24,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.hooks.tree import HookTree
 from sinklens.hooks.window_cache import WindowCache
-
-if TYPE_CHECKING:
-    from sinklens.hooks.tree import HookTree
 
 
 class Keys(IntEnum):
@@ -147,7 +145,7 @@ class KeyCache:
 
     decidable: Bool[Tensor, "batch pos"] | None = None
 
-    def __init__(self, tree: "HookTree", read: Callable[..., Tensor] | None = None) -> None:
+    def __init__(self, tree: HookTree, read: Callable[..., Tensor] | None = None) -> None:
         self.tree, self._read = tree, read or tree.hidden
         self.window = self._block = slice(0, 0)
         self._empty()
@@ -240,7 +238,7 @@ class PolicyCache(KeyCache):
 
     def __init__(
         self,
-        tree: "HookTree",
+        tree: HookTree,
         policy: Policy,
         real: Bool[Tensor, "batch pos"],
         answer: slice,

@@ -14,7 +14,7 @@ later positions of its block, although its denoise steps did.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,10 +24,8 @@ from sinklens.errors import SettingError
 from sinklens.hooks.forward_pass import Mode, PassKind
 from sinklens.sampling import decisions
 from sinklens.sampling.sampler import Sampler
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
 
 Choose = Callable[[Float[Tensor, "batch pos"]], Bool[Tensor, "batch pos"]]
 
@@ -70,7 +68,7 @@ class ModeSteps:
     """
 
     def __init__(
-        self, state: "State", settings: BlocksAfterPrompt, stop_ids: Sequence[int] = (), causal_context: bool = True
+        self, state: State, settings: BlocksAfterPrompt, stop_ids: Sequence[int] = (), causal_context: bool = True
     ) -> None:
         self._state, self._size, self._causal = state, settings.block_length, causal_context
         end = state.prompt_length + settings.gen_length

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,9 +21,7 @@ from torch import Tensor
 
 from sinklens.sampling import decisions
 from sinklens.sampling.parts import Steps
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
+from sinklens.sampling.state import State
 
 LAST_TIME = 1e-5
 
@@ -77,7 +75,7 @@ class FallingTime(Steps):
         if self.noise_removal:
             yield StepTime(times[-1], torch.zeros(()), closing=True)
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         last = LastPrediction()
         for times in self.schedule():
@@ -101,7 +99,7 @@ class FallingTime(Steps):
 
     @abstractmethod
     def weights(
-        self, state: "State", logits: Float[Tensor, "masked vocab"], times: StepTime
+        self, state: State, logits: Float[Tensor, "masked vocab"], times: StepTime
     ) -> Float[Tensor, "masked vocab"]:
         """The weights of a step's draw at the masked positions; the mask's are not read in the closing step."""
 
@@ -127,7 +125,7 @@ class LastPrediction:
         self._read: list[Tensor] = []
 
     def logits(
-        self, state: "State", canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]
+        self, state: State, canvas: Int[Tensor, "batch pos"], where: Bool[Tensor, "batch pos"]
     ) -> Float[Tensor, "masked vocab"]:
         """As `State.logits`."""
         read = [canvas, where]

@@ -7,7 +7,7 @@ Pitfall: `Proposals.canvas` keeps its own tokens where nothing is proposed; only
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from annotated_types import Gt, Le, Lt
@@ -17,10 +17,8 @@ from torch import Tensor
 from sinklens.sampling import decisions
 from sinklens.sampling.decisions import Truncation
 from sinklens.sampling.sampler import Sampler, require
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import Count, NonNegative
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
 
 Remasking = Literal["low_confidence", "random"]
 
@@ -121,7 +119,7 @@ class Guided(Sampler):
 
     def propose(
         self,
-        state: "State",
+        state: State,
         canvas: Int[Tensor, "batch pos"],
         where: Bool[Tensor, "batch pos"],
         logits: Float[Tensor, "masked vocab"],
@@ -139,7 +137,7 @@ class Guided(Sampler):
         return proposed, state.spread_confidence(where, confidence)
 
     def confidence(
-        self, state: "State", logits: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
+        self, state: State, logits: Float[Tensor, "masked vocab"], candidates: Int[Tensor, " masked"]
     ) -> Float[Tensor, " masked"]:
         """The confidence of proposed tokens: their probability."""
         return decisions.probability_by_slices(logits, candidates)
@@ -203,7 +201,7 @@ class Nucleus(Sampler):
 
     def draw(
         self,
-        state: "State",
+        state: State,
         canvas: Int[Tensor, "batch pos"],
         where: Bool[Tensor, "batch pos"],
         greedy: Bool[Tensor, "batch pos"] | None = None,

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from annotated_types import Gt, Le, Lt
@@ -31,10 +31,8 @@ from sinklens.sampling import decisions
 from sinklens.sampling.decisions import Truncation
 from sinklens.sampling.parts import Steps
 from sinklens.sampling.sampler import require
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import Share
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
 
 PROFILE = "linear-constant-linear-"
 MODES = "pure-posterior, pure-pc, constant-E, max-capped-E, max-rescale-E, constant-remdm-E"
@@ -157,7 +155,7 @@ class PsiSampler(Steps):
             found.append(Update(clean_share(times[-1]), one, one, greedy=self.final_step == "greedy"))
         return found
 
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """See `Sampler.denoise`."""
         self.begin(state)
         updates = self.updates()
@@ -165,7 +163,7 @@ class PsiSampler(Steps):
             yield
             self._step(state, update, last=number == len(updates) - 1)
 
-    def _step(self, state: "State", update: Update, last: bool) -> None:
+    def _step(self, state: State, update: Update, last: bool) -> None:
         state.time = -update.alpha_t.log().to(state.canvas.device).expand(len(state.canvas))
         canvas = state.begin_step()
         where = answer(state, self.gen_length)
@@ -184,7 +182,7 @@ class PsiSampler(Steps):
         state.commit(where, proposed, undecided=self.undecided(state, last))
 
     def _weights(
-        self, state: "State", probs: Float[Tensor, "drawn vocab"], present: Int[Tensor, " drawn"], update: Update
+        self, state: State, probs: Float[Tensor, "drawn vocab"], present: Int[Tensor, " drawn"], update: Update
     ) -> Float[Tensor, "drawn vocab"]:
         """The weights of the draw: κ · posterior + (1 − κ) · noised posterior at time 0."""
         weights = self.posterior(state, probs, present, update.alpha_t, update.alpha_s)
@@ -193,24 +191,24 @@ class PsiSampler(Steps):
         clean = self.posterior(state, probs, present, update.alpha_t, torch.ones_like(update.alpha_s))
         return update.kappa * weights + (1 - update.kappa) * self.noised(state, clean, update.alpha_s)
 
-    def begin(self, state: "State") -> None:
+    def begin(self, state: State) -> None:
         """Set the first canvas and its undecided positions, where they are not masks."""
         return
 
-    def undecided(self, state: "State", last: bool) -> Bool[Tensor, "batch pos"] | None:
+    def undecided(self, state: State, last: bool) -> Bool[Tensor, "batch pos"] | None:
         """As `State.undecided`, after a step that may be the `last` one."""
         return None
 
     @abstractmethod
     def log_probs(
-        self, state: "State", logits: Float[Tensor, "drawn vocab"], present: Int[Tensor, " drawn"]
+        self, state: State, logits: Float[Tensor, "drawn vocab"], present: Int[Tensor, " drawn"]
     ) -> Float[Tensor, "drawn vocab"]:
         """Log probabilities of the clean tokens, where the canvas has the tokens `present`."""
 
     @abstractmethod
     def posterior(
         self,
-        state: "State",
+        state: State,
         probs: Float[Tensor, "drawn vocab"],
         present: Int[Tensor, " drawn"],
         alpha_t: Float[Tensor, ""],
@@ -220,7 +218,7 @@ class PsiSampler(Steps):
 
     @abstractmethod
     def noised(
-        self, state: "State", probs: Float[Tensor, "drawn vocab"], alpha_s: Float[Tensor, ""]
+        self, state: State, probs: Float[Tensor, "drawn vocab"], alpha_s: Float[Tensor, ""]
     ) -> Float[Tensor, "drawn vocab"]:
         """Weights of the tokens at time s, given the probabilities of the clean ones alone."""
 
@@ -230,7 +228,7 @@ def clean_share(time: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return 1 - (1 - 1e-3) * time
 
 
-def answer(state: "State", gen_length: int) -> Bool[Tensor, "batch pos"]:
+def answer(state: State, gen_length: int) -> Bool[Tensor, "batch pos"]:
     """True at the answer's positions, without tokens appended to it."""
     columns = torch.arange(state.canvas.shape[1], device=state.canvas.device) - state.prompt_length
     return ((columns >= 0) & (columns < gen_length)).expand_as(state.canvas)

@@ -6,7 +6,7 @@ uniformly from the vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -14,9 +14,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.sampling.sampler import Sampler
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
+from sinklens.sampling.state import State
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -53,7 +51,7 @@ class RandomCanvas(Sampler):
             )
         return found
 
-    def check_start(self, state: "State") -> None:
+    def check_start(self, state: State) -> None:
         """Check that ``start_canvas`` fits the run.
 
         Raises:
@@ -70,7 +68,7 @@ class RandomCanvas(Sampler):
         if outside := [token for row in given for token in row if not 0 <= token < size]:
             raise SettingError(f"start_canvas has the token id {outside[0]}; the vocabulary is 0 to {size - 1}.")
 
-    def begun(self, state: "State", start: int) -> Int[Tensor, "batch pos"]:
+    def begun(self, state: State, start: int) -> Int[Tensor, "batch pos"]:
         """The text with the first tokens of the canvas at `start`: drawn, or those of a replay or ``start_canvas``."""
         canvas, place = state.canvas.clone(), slice(start, start + self.positions_per_block)
         everywhere = torch.ones_like(canvas[:, place], dtype=torch.bool)
@@ -84,7 +82,7 @@ class RandomCanvas(Sampler):
         return canvas
 
 
-def random_tokens(state: "State", where: Bool[Tensor, "batch pos"]) -> Int[Tensor, " drawn"]:
+def random_tokens(state: State, where: Bool[Tensor, "batch pos"]) -> Int[Tensor, " drawn"]:
     """A token id, uniform over the vocabulary, for every True of `where`."""
     size = state.tree.cfg.d_vocab
     return (state.noise.uniform(where, dtype=torch.float64) * size).long().clamp(max=size - 1)

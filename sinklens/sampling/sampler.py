@@ -14,17 +14,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.sampling.state import State
 from sinklens.utils.arguments import Argument, Count, arguments, meanings
-
-if TYPE_CHECKING:
-    from sinklens.sampling.state import State
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Sampler(ABC):
             object.__setattr__(self, name, value)
 
     @abstractmethod
-    def denoise(self, state: "State") -> Iterator[None]:
+    def denoise(self, state: State) -> Iterator[None]:
         """Yield before each step; when resumed, run the step on `state.canvas`."""
 
     def rehearse(self, logits: Float[Tensor, "masked vocab"]) -> None:

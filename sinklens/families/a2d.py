@@ -1,0 +1,192 @@
+"""dLLM's converted Llama and Qwen: trained by masked diffusion (decoded as LLaDA) or by block diffusion (BD3LM).
+
+dLLM's sampler for models trained with block diffusion (BD3LM): blocks from left to right, a float32 schedule.
+
+Prompts are padded on the left to a whole number of blocks, so a block never holds prompt and answer; the last block may
+be shorter. Within a block, the sampler is LLaDA's with another schedule (`decisions.linear_schedule`).
+
+Where the published implementation depends on the batch or on accidental tokens, this sampler does not: a row whose
+finished block contains an end token ends there (the reference continues it until all rows have ended), and a generated
+padding token is an ordinary token (the reference hides it from the next block on).
+
+The sampler in the model card of dLLM's BD3LM checkpoints: blocks that begin inside the prompt's last block.
+
+Blocks are counted from a row's first token, so the first one completes the prompt's last block. While it is decoded,
+the prompt tokens in it do not see the answer (`Blocks.sealed`), because the model card's code computes their keys
+before it and keeps them; once the block is finished, they do. Each block's positions are divided evenly among its
+passes, earlier passes taking the remainder. A row ends in the step in which an end token appears.
+
+Rows are independent, and prompts are padded on the left. The model card's code pads on the right and counts blocks by
+columns, so there a shorter row depends on the longest one; and it continues rows that have ended until all have.
+
+Limitation: a single pass of the model over a canvas of the first block lets the prompt see the answer, so its logits
+differ from those of the run.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+from sinklens.families.base import QWEN_REQUIRED, ROTATION, VERIFIED, Family
+from sinklens.hooks.attention.blocks import Blocks, ruled_by
+from sinklens.sampling import decisions
+from sinklens.sampling.blocks import Blockwise, Passes
+from sinklens.sampling.parts import Guided, Steps
+from sinklens.sampling.state import State
+
+MASKED_DIFFUSION = "trained by masked diffusion (mdlm)"
+BLOCK_DIFFUSION = "trained by block diffusion (bd3lm), with the block_length= that the card names, 32 by default"
+
+
+@dataclass(frozen=True)
+class Bd3lmSettings(Guided, Blockwise, Steps):
+    """The sampler of dLLM for block diffusion (BD3LM; Arriola et al., 2503.09573, and dLLM's code).
+
+    Attributes:
+        gen_length: number of answer positions; the last block may be shorter than the others.
+        steps: denoising steps of the complete generation; default `gen_length`. Rounded up so that every block has as
+            many; steps that would decide no position are left out.
+        right_shift_logits: logits at i predict the token at i + 1, for models trained to do so.
+    """
+
+    name: ClassVar = "bd3lm"
+    right_shift_logits: bool = False
+
+    def derived(self) -> dict[str, Any]:
+        """See `Sampler.derived`."""
+        found, blocks = super().derived(), -(-self.gen_length // self.block_length)
+        return found | {"steps": blocks * -(-found["steps"] // blocks)}
+
+    @property
+    def steps_per_block(self) -> int:
+        """Denoising steps of a block, before those that decide no position are left out."""
+        return self.steps // -(-self.gen_length // self.block_length)
+
+    def lead(self, columns: int) -> int:
+        """The columns that complete the prompts' first block."""
+        return -columns % self.block_length
+
+    def denoise(self, state: State) -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        state.shift = state.shift or self.right_shift_logits
+        progress = self.begin(state, partial(decisions.linear_schedule, steps=self.steps_per_block))
+        while progress.advance(state.canvas):
+            yield
+            canvas, counts = state.begin_step(progress.window()), progress.take_counts()
+            where = (canvas == state.mask_id) & progress.current()
+            logits = state.logits(canvas, where, self.cfg_scale)
+            proposed, confidence = self.propose(state, canvas, where, logits)
+            state.commit(decisions.most_confident(confidence, counts, None), proposed)
+
+
+@dataclass(frozen=True)
+class Bd3lmCardSettings(Guided, Passes):
+    """The sampler in the model card of dLLM's BD3LM checkpoints, which differs from dLLM's own.
+
+    The first block completes the prompt's last one; the last block may be shorter than the others.
+
+    Attributes:
+        denoising_steps: most passes per block, the published ``steps`` divided among the blocks of `gen_length`;
+            default `block_length`. Each decides its share of the block's masked positions.
+        cfg_scale: classifier-free guidance w: logits = un + (w + 1)(cond − un); 0 turns it off. The unconditional rows
+            have masks in place of the prompt and of finished blocks.
+        stop: end a row in the step that decides an end-of-sequence token; positions may stay masked, also before it.
+    """
+
+    name: ClassVar = "bd3lm-card"
+
+    def denoise(self, state: State) -> Iterator[None]:
+        """See `Sampler.denoise`."""
+        blocks, start = Blocks(self.block_length, "token"), state.prompt_length
+
+        def shares(masked: int) -> list[int]:
+            return [count for count in self.even_shares(masked) if count]
+
+        progress = self.begin(state, shares, blocks=blocks)
+        while progress.advance(state.canvas):
+            yield
+            block, counts = progress.current(), progress.take_counts()
+            sealed = replace(blocks, sealed=tuple(start if here else 0 for here in block[:, start].tolist()))
+            with ruled_by(state.tree.hf.config, sealed):  # a hook on the canvas may run another pass
+                canvas = state.begin_step(progress.window())
+                where = (canvas == state.mask_id) & block
+                given = ~block & (canvas != state.mask_id)
+                logits = state.logits(canvas, where, self.cfg_scale, given=given)
+            proposed, confidence = self.propose(state, canvas, where, logits)
+            state.commit(decisions.most_confident(confidence, counts, None), proposed)
+            progress.end(progress.stops(state.canvas, block))
+
+
+FAMILIES = (
+    Family(
+        name="a2d-llama",
+        model_types=("a2d-llama",),
+        architecture="llama",
+        sampler="llada",
+        verified="architecture equals transformers' Llama without the causal mask; no reference outputs compared",
+        required=ROTATION,
+        regime=MASKED_DIFFUSION,
+        own_classes=("A2DLlamaLMHeadModel",),
+    ),
+    Family(
+        name="bd3lm-llama",
+        model_types=("a2d-llama",),
+        architecture="llama",
+        sampler="bd3lm",
+        verified="architecture equals transformers' Llama with the block-causal mask; no reference outputs compared",
+        required={**ROTATION, "rope_scaling": (None,)},
+        block_causal=True,
+        blocks_start="column",
+        regime=BLOCK_DIFFUSION,
+        own_classes=("A2DLlamaLMHeadModel",),
+    ),
+    Family(
+        name="a2d-qwen2",
+        model_types=("a2d-qwen2",),
+        architecture="qwen2",
+        sampler="llada",
+        verified="architecture equals transformers' Qwen2 without the causal mask; no reference outputs compared",
+        required={**ROTATION, "use_sliding_window": (False,)},
+        regime=MASKED_DIFFUSION,
+        own_classes=("A2DQwen2LMHeadModel",),
+    ),
+    Family(
+        name="bd3lm-qwen2",
+        model_types=("a2d-qwen2",),
+        architecture="qwen2",
+        sampler="bd3lm",
+        verified="architecture equals transformers' Qwen2 with the block-causal mask; no reference outputs compared",
+        required=QWEN_REQUIRED,
+        block_causal=True,
+        blocks_start="column",
+        regime=BLOCK_DIFFUSION,
+        own_classes=("A2DQwen2LMHeadModel",),
+    ),
+    Family(
+        name="a2d-qwen3",
+        model_types=("a2d-qwen3",),
+        architecture="qwen3",
+        sampler="llada",
+        verified="architecture equals transformers' Qwen3 without the causal mask; no reference outputs compared",
+        required={**ROTATION, "use_sliding_window": (False,)},
+        regime=MASKED_DIFFUSION,
+        own_classes=("A2DQwen3LMHeadModel",),
+    ),
+    Family(
+        name="bd3lm-qwen3",
+        model_types=("a2d-qwen3",),
+        architecture="qwen3",
+        sampler="bd3lm",
+        verified=VERIFIED,
+        required={**QWEN_REQUIRED, "attention_bias": (False,)},
+        block_causal=True,
+        blocks_start="column",
+        regime=BLOCK_DIFFUSION,
+        own_classes=("A2DQwen3LMHeadModel",),
+    ),
+)
+SAMPLERS = (
+    Bd3lmSettings,
+    Bd3lmCardSettings,
+)
