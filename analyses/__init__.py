@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sinklens.analyses.intervals import difference_table, interval_table
+    from sinklens.analyses.estimates.tables import difference_table, interval_table
     from sinklens.analyses.study import Study
 
 STUDIES = {

@@ -17,28 +17,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import PromptError, SettingError, SinklensError
-from sinklens.evaluation import statistics
 from sinklens.model import load
 from sinklens.runs import generate
 from sinklens.tasks.word_problems import RANGES, Problem, held_out, in_range, read_answer
+from sinklens.utils.estimates import Estimate, proportion
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 
 @dataclass(frozen=True)
-class ProblemAccuracy(statistics.Accuracy):
+class ProblemAccuracy:
     """Exact-match accuracy of one model.
 
     Attributes:
+        right, total: number of problems answered correctly, and in total.
         empty: answers without any text.
         masked: answers with positions still masked.
         by_kind: problem kind -> (right, total).
     """
 
+    right: int
+    total: int
     empty: int
     masked: int
     by_kind: dict[str, tuple[int, int]]
+
+    @property
+    def share(self) -> Estimate:
+        """Share of right answers with Wilson's 95 % limits."""
+        return proportion(self.right, self.total)
 
 
 def measure(model: Any, problems: Sequence[Problem], batch: int = 100, **settings: Any) -> ProblemAccuracy:
@@ -80,8 +88,9 @@ def by_range(models: Sequence[Any], size: int = 50) -> "DataFrame":
         for kind, ranges in RANGES.items():
             for low, high in ranges:
                 found = measure(model, in_range(kind, low, high, size))
-                ends = found.interval
-                rows.append([model.name, kind, low, high, found.right, found.total, found.share, *ends])
+                share = found.share
+                counts = [model.name, kind, low, high, found.right, found.total]
+                rows.append([*counts, share.value, share.low, share.high])
     columns = ["model", "kind", "low", "high", "right", "total", "share", "share_low", "share_high"]
     return DataFrame(rows, columns=columns)
 
@@ -111,8 +120,8 @@ def _print_ranges(models: Sequence[str], size: int, out: Path | None) -> None:
     if out is not None:
         table.to_csv(out, index=False, float_format="%.6g")
     for row in table.itertuples():
-        score = statistics.Accuracy(row.right, row.total)
-        print(f"{row.model:18s} {row.kind:7s} {row.low:3d} to {row.high:3d}  {score}")
+        share = proportion(row.right, row.total)
+        print(f"{row.model:18s} {row.kind:7s} {row.low:3d} to {row.high:3d}  {share}")
 
 
 def _print(models: Sequence[str], problems: Sequence[Problem]) -> None:
@@ -120,7 +129,7 @@ def _print(models: Sequence[str], problems: Sequence[Problem]) -> None:
         raise SettingError("accuracy needs at least one problem; give --problems of 1 or more.")
     for name in models:
         result = measure(name, problems)
-        print(f"{name}: {result} ({result.empty} empty, {result.masked} with leftover masks)")
+        print(f"{name}: {result.share} ({result.empty} empty, {result.masked} with leftover masks)")
         for kind, (right, total) in result.by_kind.items():
             print(f"  {kind:18s} {right}/{total}")
 

@@ -30,8 +30,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.analyses.answers import each_prompt
-from sinklens.analyses.intervals import corrected, interval_table, judged, known_mean
-from sinklens.analyses.log_ratios import ratio_rows
+from sinklens.analyses.estimates.ratios import ratio_rows
+from sinklens.analyses.estimates.tables import corrected, interval_table, judged, known_mean
 from sinklens.analyses.nulls import rates
 from sinklens.analyses.stale_keys import (
     CHANGES,

@@ -26,7 +26,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.answers import each_prompt, free_effects, unchanged
-from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.mass import MEANING, REMOVED, attended, removed, same_mass_name, with_same_mass
 from sinklens.analyses.study import Study
 from sinklens.errors import SettingError

@@ -24,7 +24,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.answers import each_prompt, free_effects, unchanged
-from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.mass import newest_rows
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks

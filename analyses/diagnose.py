@@ -33,7 +33,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.analyses.answers import is_right
-from sinklens.analyses.intervals import corrected, interval_table, verdict
+from sinklens.analyses.estimates.tables import corrected, interval_table, verdict
 from sinklens.analyses.runs import active_steps
 from sinklens.analyses.study import SINK, Study
 from sinklens.interventions import MaskSinks, Rule

@@ -33,7 +33,7 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.runs import OwnRun
 from sinklens.analyses.study import Study
 from sinklens.experiments.swaps import column_sums, kinds_of_vocabulary

@@ -33,11 +33,9 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float
 
-from sinklens.analyses.intervals import corrected, interval_rows, interval_table
-from sinklens.analyses.ranks import partial_rank_correlation, rank_correlation, ranks
-from sinklens.analyses.rewriting import CHANGES, WRITTEN, written_over
-from sinklens.analyses.scales import LOG
-from sinklens.analyses.strata import (
+from sinklens.analyses.estimates.ranks import partial_rank_correlation, rank_correlation, ranks
+from sinklens.analyses.estimates.scales import LOG
+from sinklens.analyses.estimates.strata import (
     Groups,
     Matched,
     compare,
@@ -46,10 +44,11 @@ from sinklens.analyses.strata import (
     labels_of,
     matched_by,
     matchings,
-    shaped,
     stratified,
     two_groups,
 )
+from sinklens.analyses.estimates.tables import corrected, interval_rows, interval_table
+from sinklens.analyses.rewriting import CHANGES, WRITTEN, written_over
 from sinklens.analyses.study import Study
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
@@ -231,7 +230,7 @@ def landing_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]
                 found |= {"rate_just": _rate(used[:2], seed, group), "rate_others": _rate(used[2:], seed, group)}
             for measure, one in found.items():
                 labels = {"others": [others], "matched": [matching.name]}
-                (row,) = interval_rows(model, measure, shaped(one.found, 2), labels)
+                (row,) = interval_rows(model, measure, one.found, labels)
                 rows.append({**row, **labels_of(one, matching.claim)})
     return rows
 
@@ -256,7 +255,7 @@ def age_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
         sums = [part.sum(axis=1, keepdims=True) for part in parts[:2]]
         found = {"rate": _rate(sums, seed, group), "ratio": compare(parts, seed, group=group)}
         for measure, one in found.items():
-            (row,) = interval_rows(model, measure, shaped(one.found, 1), {"age": [age]})
+            (row,) = interval_rows(model, measure, one.found, {"age": [age]})
             rows.append({**row, **labels_of(one)})
     return rows
 

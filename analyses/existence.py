@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import xarray as xr
 
-from sinklens.analyses.intervals import interval_table
-from sinklens.analyses.scales import LOG, SHARE, Scale
+from sinklens.analyses.estimates.scales import LOG, SHARE, Scale
+from sinklens.analyses.estimates.tables import interval_table
 from sinklens.analyses.study import Study
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings

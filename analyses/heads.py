@@ -22,7 +22,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.answers import MEANINGS, each_prompt, effects, masked, unchanged
-from sinklens.analyses.intervals import RANGES, interval_rows, interval_table, mean_interval
+from sinklens.analyses.estimates.tables import RANGES, interval_rows, interval_table, mean_interval
 from sinklens.analyses.study import Study
 from sinklens.experiments import head_outputs
 from sinklens.interventions import AblateHeads, HeadOutputs

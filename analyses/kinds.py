@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 import xarray as xr
 
 from sinklens.analyses.dynamics import motion_of
-from sinklens.analyses.intervals import difference_table, interval_table
+from sinklens.analyses.estimates.tables import difference_table, interval_table
 from sinklens.analyses.nulls import FIXED, fixed_queries, rates
 from sinklens.analyses.study import Study
 from sinklens.families import settings_for

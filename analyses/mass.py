@@ -25,7 +25,7 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.estimates.tables import interval_table
 from sinklens.interventions import MaskSinks
 from sinklens.interventions.controls import Pick
 from sinklens.runs.intervention import layer_of

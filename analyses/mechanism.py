@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, unchanged
-from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import attention_to, compare
 from sinklens.families import settings_for

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
+from sinklens.analyses.estimates.ranks import rank_correlation
 from sinklens.analyses.mode_text import MODES, BlockText, patterns, scaled, sinks
-from sinklens.analyses.ranks import rank_correlation
 
 if TYPE_CHECKING:
     from sinklens.model import Model

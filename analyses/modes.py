@@ -30,7 +30,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.answers import each_prompt, free_effects
-from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.mode_costs import CHOICES, COSTS, SETS, costs
 from sinklens.analyses.mode_heads import SIMILARITY, heads
 from sinklens.analyses.mode_heads import SOURCES as HEAD_SOURCES

@@ -23,9 +23,9 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.answers import MEANINGS, each_prompt, effects, free_effects, unchanged
-from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.estimates.ratios import ratio_table
+from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.mass import MEANING, REMOVED, SAME_MASS, attended, curve, masks, removed, with_same_mass
-from sinklens.analyses.ratios import ratio_table
 from sinklens.analyses.study import Study
 from sinklens.interventions import MaskSinks
 from sinklens.model.prompts import SinglePrompt

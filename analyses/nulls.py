@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xarray as xr
 
-from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.estimates.tables import interval_table
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sinks import Record, SinkTrack, motion
 from sinklens.sinks.detectors import bounded

@@ -20,7 +20,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.answers import is_right
-from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.estimates.tables import interval_table
 from sinklens.analyses.study import Study
 from sinklens.experiments import answer_emergence, early_exit, settling_steps, step_predictions
 from sinklens.model.prompts import SinglePrompt

@@ -30,10 +30,9 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from sinklens.analyses.intervals import RESAMPLES
+from sinklens.analyses.estimates.scales import Scale
 from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
-from sinklens.analyses.scales import Scale
 from sinklens.analyses.units import Units, unused
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
@@ -50,6 +49,7 @@ from sinklens.tasks.groups import SHARED, STRETCH, sharing, template_groups
 from sinklens.tasks.prompts import read_prompts
 from sinklens.tasks.word_problems import held_out
 from sinklens.utils.arguments import Count, Seed, check_arguments
+from sinklens.utils.estimates import RESAMPLES
 from sinklens.utils.folders import check_folder
 from sinklens.utils.versions import versions
 

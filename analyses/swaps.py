@@ -19,8 +19,8 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.answers import each_prompt
-from sinklens.analyses.intervals import judged
-from sinklens.analyses.strata import groups_of, mean_rows
+from sinklens.analyses.estimates.strata import groups_of, mean_rows
+from sinklens.analyses.estimates.tables import judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import swap
 from sinklens.model.prompts import SinglePrompt

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from sinklens.errors import SettingError
 from sinklens.evaluation.ledger import LedgerRun, Writer, holds_runs
-from sinklens.evaluation.statistics import holm
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.estimates import holm
 
 VARIABLE = "SINKLENS_TESTS"
 FILE = "plan.json"

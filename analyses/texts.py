@@ -39,8 +39,8 @@ from torch import Tensor
 
 from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.edits import LEADS, Jumps, compared, edited, measures
-from sinklens.analyses.intervals import judged
-from sinklens.analyses.strata import groups_of, mean_rows
+from sinklens.analyses.estimates.strata import groups_of, mean_rows
+from sinklens.analyses.estimates.tables import judged
 from sinklens.analyses.study import Study
 from sinklens.analyses.text_passes import (
     CHOICES,

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import xarray as xr
 
-from sinklens.analyses.intervals import Interval, corrected, interval_rows, interval_table, pooled
-from sinklens.analyses.strata import compare, groups_of, labels_of, shaped
+from sinklens.analyses.estimates.strata import compare, groups_of, labels_of
+from sinklens.analyses.estimates.tables import corrected, interval_rows, interval_table
 from sinklens.analyses.study import SINK, Study
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.kinds import Kind, PlaceState, absorption, enrichment, frequency_table, set_codes
+from sinklens.utils.estimates import Estimate, pooled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -191,7 +192,7 @@ def _preference(name: str, data: xr.Dataset, by: str, seed: int) -> "DataFrame":
     from pandas import DataFrame
 
     sinks, places, expected = (data[f"{by}_{part}"].to_numpy() for part in ("sinks", "positions", "expected"))
-    found: dict[str, Interval] = {
+    found: dict[str, Estimate] = {
         "sink_share": pooled(_share, [sinks], seed),
         "position_share": pooled(_share, [places], seed),
         "enrichment": pooled(lambda one, all_: _share(one) / _share(all_), [sinks, places], seed),
@@ -220,7 +221,7 @@ def matched_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]
                     parts = [sinks[:, code], places[:, code], *others]
                     found = compare(parts, seed, group=group, within="group" in axes)
                     labels = {"by": [by], "set": [code.name.lower()], "matched": [name]}
-                    (row,) = interval_rows(model, "ratio", shaped(found.found, 3), labels)
+                    (row,) = interval_rows(model, "ratio", found.found, labels)
                     rows.append({**row, **labels_of(found, name == claim)})
     return rows
 

@@ -22,10 +22,10 @@ import torch
 from lenses import over_templates, text
 
 import sinklens
-from sinklens.analyses.ratios import Estimate
 from sinklens.experiments import circuit_case, circuit_curves, edge_scores
 from sinklens.experiments.circuit_search import CircuitCase
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out, training
+from sinklens.utils.estimates import Estimate
 
 MODELS = ("tiny-llada", "tiny-llama")
 PATHS = {"attribution": 0, "integrated gradients": 8}
@@ -107,9 +107,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             for kind in ("random", "degree")
         ]
         cells = [text(row["faithfulness"])]
-        cells += [f"{other['faithfulness'].estimate:.2f}" for other in beside]
+        cells += [f"{other['faithfulness'].value:.2f}" for other in beside]
         cells += [text(row["completeness"])]
-        cells += [f"{other['completeness'].estimate:.2f}" for other in beside]
+        cells += [f"{other['completeness'].value:.2f}" for other in beside]
         cells += [f"{row['changed']:.2f}"]
         lines.append(f"| {row['model']} | {row['score']} | {row['share']:.0%}, {row['edges']} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -136,7 +136,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 chosen = [row for row in rows if (row["model"], row["score"]) == panel and row["kind"] == kind]
                 values = [row[measure] for row in chosen]
                 at = [row["share"] for row in chosen]
-                axis.plot(at, [value.estimate for value in values], "o-", ms=3, color=color, label=labels[kind])
+                axis.plot(at, [value.value for value in values], "o-", ms=3, color=color, label=labels[kind])
                 low, high = [value.low for value in values], [value.high for value in values]
                 axis.fill_between(at, low, high, color=color, alpha=0.2, lw=0)
             axis.axhline(1, color="black", lw=0.5, ls=":")

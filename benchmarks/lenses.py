@@ -17,10 +17,11 @@ import numpy as np
 from jaxtyping import Float
 
 import sinklens
-from sinklens.analyses.claim import in_groups
-from sinklens.analyses.ratios import Estimate
+from sinklens.analyses.estimates.deciding import in_groups
+from sinklens.evaluation.verification import mean_of
 from sinklens.experiments import TunedLens, compare_lenses, fit_jacobian_lens, train_tuned_lens
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out, training
+from sinklens.utils.estimates import Estimate
 
 BUCKETS = {"tiny-llada": 2, "tiny-llama": 1}
 STEPS = {"tiny-llada": {"steps": 12}, "tiny-llama": {}}
@@ -47,13 +48,12 @@ def over_templates(
     """
     known = np.where(np.isnan(values), np.nan, 1.0 if weights is None else weights)
     means = in_groups(known * values, kinds) / in_groups(known, kinds)
-    found = mean_of(means.tolist())
-    return Estimate(found.value, found.low, found.high, found.n)
+    return mean_of(means.tolist())
 
 
 def text(value: Estimate) -> str:
     """``mean (low to high)``."""
-    return f"{value.estimate:.2f} ({value.low:.2f} to {value.high:.2f})"
+    return f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})"
 
 
 def measured(name: str) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         low = row["bucket"] - 1 / BUCKETS[row["model"]]
         share = "" if BUCKETS[row["model"]] == 1 else f", {low:.2f} to {row['bucket']:.2f}"
-        decoded = " | ".join(f"{value.estimate:.2f}" for value in row["decoded"])
+        decoded = " | ".join(f"{value.value:.2f}" for value in row["decoded"])
         earlier = "" if row["lens"] == "logit" else text(row["earlier"])
         lines.append(f"| {row['model']}{share} | {row['lens']} | {decoded} | {text(row['first'])} | {earlier} |")
     return "\n".join(lines)

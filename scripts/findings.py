@@ -6,7 +6,7 @@ A table is what stands between ``<!-- table: NAME -->`` and ``<!-- end of table 
 numbers it holds. tests/test_findings.py fails if a table is not current, or if a number in the text of a section is in
 none of its tables. Results of further training runs, with other seeds, are in docs/results/seed-2 and seed-3, as models
 "NAME-seed-2" and "NAME-seed-3": they add columns beside those of the first, and `Contrast` compares them.
-`judged` combines them by the rule of sinklens/analyses/seeds.py.
+`judged` combines them by the rule of analyses/estimates/seeds.py.
 """
 
 import math
@@ -18,10 +18,10 @@ from pathlib import Path
 import pandas
 from findings_tables import TABLES, Contrast, Row, Table
 
-from sinklens.analyses.intervals import LEVEL
-from sinklens.analyses.scales import Scale
-from sinklens.analyses.seeds import Seeds, over_seeds
-from sinklens.utils.estimates import holm
+from sinklens.analyses.estimates.scales import Scale
+from sinklens.analyses.estimates.seeds import over_seeds
+from sinklens.analyses.estimates.tables import verdict
+from sinklens.utils.estimates import Estimate, holm
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "findings.md"
@@ -113,8 +113,8 @@ def compared(table: Table) -> list[list[str]]:
             if values[0] and len(known) > 1 and isinstance(row, Contrast):
                 runs = zip(SEEDS, values, strict=True)
                 cells = [cell(row, table, model + seed, counted=True) if value else "" for seed, value in runs]
-                found_rows.append((row, cells, combined(known, row.on)))
-        p_values = [mean.p_value(row.threshold) for row, _, mean in found_rows]
+                found_rows.append((row, cells, combined(known, row.on, row.threshold)))
+        p_values = [mean.p for _, _, mean in found_rows]
         corrected = iter(holm([p for p in p_values if not math.isnan(p)]))
         for (row, cells, mean), alone in zip(found_rows, p_values, strict=True):
             p = 0.0 if math.isnan(alone) else next(corrected)  # a share is above 0 by definition
@@ -126,7 +126,7 @@ def compared(table: Table) -> list[list[str]]:
     return [[line[at] for at in used] for line in (header, *lines)]
 
 
-def combined(estimates: Sequence[tuple[float, ...]], scale: Scale) -> Seeds:
+def combined(estimates: Sequence[tuple[float, ...]], scale: Scale, threshold: float = 0.0) -> Estimate:
     """The estimate over seeds (`seeds.over_seeds`) from the estimate and interval of each.
 
     The seeds answered the same prompts. How much of their errors is shared is not stored; all of it is assumed to be.
@@ -135,18 +135,18 @@ def combined(estimates: Sequence[tuple[float, ...]], scale: Scale) -> Seeds:
     limits = [scale.to((low, high)) for _, low, high in estimates]
     errors = [(high - low) / (2 * z) for low, high in limits if math.isfinite(high - low)]
     shared = sum(error**2 for error in errors) / len(errors) if errors else 0.0
-    return over_seeds([estimate for estimate, _, _ in estimates], shared, scale)
+    return over_seeds([estimate for estimate, _, _ in estimates], shared, scale, threshold=threshold)
 
 
-def shown(row: Row, mean: Seeds) -> str:
+def shown(row: Row, mean: Estimate) -> str:
     """The estimate over seeds and its interval."""
-    estimate, low, high = (number(value * row.scale, row.digits) for value in (mean.estimate, mean.low, mean.high))
+    estimate, low, high = (number(value * row.scale, row.digits) for value in (mean.value, mean.low, mean.high))
     return f"{estimate} [{low}, {high}]"
 
 
-def judged(mean: Seeds, threshold: float, p: float) -> str:
-    """`Seeds.verdict` of a claim whose p value, corrected over the model's rows, is at most 0.05."""
-    return "cannot tell" if p > LEVEL else mean.verdict("above", "below", threshold)
+def judged(mean: Estimate, threshold: float, p: float) -> str:
+    """The verdict of a claim, from its p value corrected over the model's rows."""
+    return verdict(mean.value, mean.low, mean.high, threshold, "above", "below", p)
 
 
 def rendered(table: Table) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from sinklens.analyses.scales import DIFFERENCE, LINEAR, LOG, SHARE, Scale
+from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, LOG, SHARE, Scale
 
 MODELS = ("tiny-llada", "tiny-dream", "tiny-mmada", "tiny-llama")
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from sinklens.analyses.claim import in_groups
-from sinklens.analyses.intervals import outcomes
-from sinklens.analyses.medians import median_interval
-from sinklens.analyses.ratios import geometric as geometric_interval
+from sinklens.analyses.estimates.deciding import in_groups
+from sinklens.analyses.estimates.medians import median
+from sinklens.analyses.estimates.ratios import geometric as geometric_interval
 from sinklens.evaluation.verification import mean_of
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out
+from sinklens.utils.estimates import Estimate, outcomes
 
 
 def balanced(
@@ -45,17 +45,17 @@ def mean(
 
 def geometric(values: Float[np.ndarray, " prompt"], asked: Sequence[Problem], form: str = ".1f") -> str:
     """As `mean`, of the logarithm: a geometric mean, for values above 0."""
-    return _text(geometric_interval(_by_template(np.log(values), asked))[:3], form)
+    return _text(_numbers(geometric_interval(_by_template(np.log(values), asked))), form)
 
 
 def middle(values: Float[np.ndarray, " prompt"], form: str = ".1f") -> str:
     """The median with its distribution-free 95 % interval over prompts, for heavy tails."""
-    return _text(median_interval(values), form)
+    return _text(_numbers(median(values)), form)
 
 
 def answers(values: Float[np.ndarray, " prompt"], lowest: int = 0) -> str:
     """Right answers (0 or 1), or with `lowest` −1 answers lost, in percent with a 95 % score interval over prompts."""
-    return _text((100 * float(number) for number in outcomes(values, lowest, 1)[:3]), ".0f")
+    return _text((100 * number for number in _numbers(outcomes(values, lowest, 1))), ".0f")
 
 
 def row(*cells: str) -> str:
@@ -65,6 +65,10 @@ def row(*cells: str) -> str:
 
 def _by_template(values: Float[np.ndarray, " prompt"], asked: Sequence[Problem]) -> Float[np.ndarray, " template"]:
     return in_groups(np.asarray(values, dtype=float), [problem.kind for problem in asked])
+
+
+def _numbers(found: Estimate) -> Iterable[float]:
+    return (float(number) for number in (found.value, found.low, found.high))
 
 
 def _text(numbers: Iterable[float], form: str) -> str:

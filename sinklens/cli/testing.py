@@ -17,8 +17,8 @@ from sinklens.cli.options import add_loading, loading
 from sinklens.errors import ControlWarning, SettingError, warn_caller
 
 if TYPE_CHECKING:
-    from sinklens.analyses.claim import Found
-    from sinklens.analyses.plan import Plan
+    from sinklens.analyses.estimates.deciding import Decision
+    from sinklens.analyses.estimates.plan import Plan
     from sinklens.analyses.tested import Corrected
 
 REPORT = "test-report.md"
@@ -45,8 +45,9 @@ def add_test(command: argparse.ArgumentParser) -> None:
 def run_test(options: argparse.Namespace) -> None:
     """`sinklens test`."""
     from sinklens.analyses import tested
-    from sinklens.analyses.claim import Claim, decided
-    from sinklens.analyses.plan import read_plan
+    from sinklens.analyses.estimates.deciding import decided
+    from sinklens.analyses.estimates.plan import read_plan
+    from sinklens.analyses.planned import PlannedTest
     from sinklens.evaluation.counting import Counts
     from sinklens.model import load
     from sinklens.utils.atomic import atomic_write
@@ -65,16 +66,16 @@ def run_test(options: argparse.Namespace) -> None:
     check_folder(out, "a study")
     run = tested.begin(ledger, identity, out)
     print(f"Plan {run.name} is stored in {out / tested.FILE} and counted in {ledger}.")
-    study = Claim(plan=plan, seed=plan.seed, settings=plan.settings, answers=answers)
+    study = PlannedTest(plan=plan, seed=plan.seed, settings=plan.settings, answers=answers)
     models = [load(name, **loading(options, name)) for name in (plan.model, *plan.seeds)]
     with counted_control_warnings(), Counts("prompts") as counts:
         try:
             findings = study.run(models, prompts, out, progress=counts)
         except KeyboardInterrupt:
             counts.stop(out, options.call)
-    found = decided(plan, findings.measured)
-    corrected = tested.finish(run, found.p, found.p_equivalent)
-    lines = report_lines(plan, found, corrected, findings.tables["differences"])
+    made = decided(plan, findings.measured)
+    corrected = tested.finish(run, made.found.p, made.p_equivalent)
+    lines = report_lines(plan, made, corrected, findings.tables["differences"])
     with atomic_write(out / REPORT) as part:
         part.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(["", *lines, "", f"Written to {out / REPORT}; all tables: `sinklens table {out}`."]))
@@ -116,7 +117,7 @@ def _check_answers(plan: "Plan", prompts: list[Any], answers: dict[str, str]) ->
 
 def power_lines(plan: "Plan", tests: int) -> list[str]:
     """What the plan can show, before anything is measured."""
-    from sinklens.analyses.claim import planned_power
+    from sinklens.analyses.estimates.deciding import planned_power
 
     power = planned_power(plan, tests)
     what = "ratio" if plan.measure == "kl" else "difference"
@@ -132,29 +133,29 @@ def power_lines(plan: "Plan", tests: int) -> list[str]:
     return [*lines, f"Assumed (expect): {', '.join(assumed)}."]
 
 
-def report_lines(plan: "Plan", found: "Found", corrected: "Corrected", differences: Any) -> list[str]:
+def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differences: Any) -> list[str]:
     """The report."""
-    from sinklens.analyses.claim import MEASURES, PICKS, verdict
-    from sinklens.analyses.plan import TEMPLATE
+    from sinklens.analyses.estimates.deciding import verdict
+    from sinklens.analyses.estimates.plan import TEMPLATE
+    from sinklens.analyses.planned import MEASURES, PICKS
 
-    said = verdict(plan, found, corrected.p, corrected.p_equivalent)
+    found = made.found
+    said = verdict(plan, made, corrected.p, corrected.p_equivalent)
     grouped = bool(plan.groups())
     units = "training runs" if plan.seeds else f"groups ({plan.group or TEMPLATE})" if grouped else "prompts"
     what = "ratio" if plan.measure == "kl" else "difference"
     lines = [
         f"# {said}: {plan.claim}",
         "",
-        f"{what.capitalize()}: {found.estimate:.3f} [{found.low:.3f}, {found.high:.3f}] from {found.units} {units}; "
+        f"{what.capitalize()}: {found.value:.3f} [{found.low:.3f}, {found.high:.3f}] from {found.n} {units}; "
         f"{MEASURES[plan.measure]}; {PICKS['treated']} against {PICKS[plan.against]}.",
         f"p {found.p:.2g}, after correction for {corrected.tests} tests on these prompts {corrected.p:.2g}; "
-        f"equivalence within {plan.of_interest:g}: {found.p_equivalent:.2g}, corrected {corrected.p_equivalent:.2g}.",
+        f"equivalence within {plan.of_interest:g}: {made.p_equivalent:.2g}, corrected {corrected.p_equivalent:.2g}.",
     ]
     if said == "cannot tell":
-        few = found.shown > plan.of_interest
+        few = made.shown > plan.of_interest
         why = "there are too few of them" if few else "their number is not the reason"
-        lines.append(
-            f"So many {units} {_show(found.shown, what)} with a probability of 0.80, before correction; {why}."
-        )
+        lines.append(f"So many {units} {_show(made.shown, what)} with a probability of 0.80, before correction; {why}.")
     if not grouped and not plan.prompts:
         lines.append("The shipped problems have seven templates; this holds for these templates only.")
     if not plan.seeds:

@@ -103,7 +103,7 @@ def effect(
 
     Args:
         prompt: as in `sinklens.generate`; with several prompts, each measure is [batch, …] (use
-            `analyses.intervals.mean_interval` for its interval over them).
+            `analyses.estimates.tables.mean_interval` for its interval over them).
         hooks: an intervention, or a list of interventions and (name, function) pairs.
         other: a model with the same layers, heads and vocabulary, such as the quantized one, that makes the second and
             third run. What holds for prompts of one kind may not hold for others.

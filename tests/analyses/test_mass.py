@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 from planting import planted
 
-from sinklens.analyses.intervals import interval_table, judged
+from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.mass import acting, curve, matched, removed, with_same_mass
 from sinklens.sinks import EpsilonOverMean
 from sinklens.sinks.strongest import StrongestKeys

@@ -22,9 +22,9 @@ from sinklens.analyses.mechanism import (
     correlations,
     orders,
 )
-from sinklens.evaluation.statistics import holm
 from sinklens.interventions import MaskSinks
 from sinklens.tasks.word_problems import held_out
+from sinklens.utils.estimates import holm
 
 PROMPT = held_out(2)[1].prompt
 SETTINGS = {"gen_length": 6}

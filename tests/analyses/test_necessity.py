@@ -6,11 +6,11 @@ import xarray as xr
 
 from sinklens.analyses.answers import is_right, unchanged
 from sinklens.analyses.necessity import ABOVE, EPSILONS, MEASURES, PARTS, PICKS, Necessity
-from sinklens.evaluation.statistics import mcnemar
 from sinklens.experiments import effect
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 from sinklens.tasks.word_problems import held_out
+from sinklens.utils.estimates import mcnemar
 
 PROMPT = held_out(1)[0].prompt
 SETTINGS = {"gen_length": 6, "steps": 6}

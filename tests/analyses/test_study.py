@@ -15,7 +15,7 @@ from building import shared_model
 
 import sinklens.analyses.study as study
 from sinklens.analyses import STUDIES, find
-from sinklens.analyses.intervals import interval_table
+from sinklens.analyses.estimates.tables import interval_table
 from sinklens.analyses.study import Study, _source_hash, read_prompts
 from sinklens.cli import main
 from sinklens.errors import LedgerError, SettingError, SinklensError

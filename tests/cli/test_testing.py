@@ -9,27 +9,20 @@ import pytest
 import xarray as xr
 from scipy.stats import t, ttest_1samp
 
-from sinklens.analyses import claim, intervals
-from sinklens.analyses.claim import (
-    PICKS,
-    Claim,
-    Found,
-    decided,
-    in_groups,
-    over_groups,
-    planned_power,
-    t_power,
-    verdict,
-)
-from sinklens.analyses.intervals import outcomes
-from sinklens.analyses.plan import Plan, read_plan
-from sinklens.analyses.scales import DIFFERENCE
-from sinklens.analyses.seeds import hierarchical
+from sinklens.analyses.estimates import deciding
+from sinklens.analyses.estimates.deciding import Decision, decided, in_groups, over_groups, planned_power, verdict
+from sinklens.analyses.estimates.plan import Plan, read_plan
+from sinklens.analyses.estimates.power import t_power
+from sinklens.analyses.estimates.scales import DIFFERENCE
+from sinklens.analyses.estimates.seeds import hierarchical
+from sinklens.analyses.planned import PICKS, PlannedTest
 from sinklens.analyses.tested import begin, finish, sharing
 from sinklens.cli import main
 from sinklens.errors import ControlWarning, SettingError, warn_caller
 from sinklens.evaluation.ledger import LedgerRun
 from sinklens.tasks.word_problems import held_out
+from sinklens.utils import estimates
+from sinklens.utils.estimates import Estimate, outcomes
 
 PLAN = """
 claim: masking sinks costs more than masking as much attention elsewhere
@@ -67,7 +60,7 @@ def run(tmp_path, monkeypatch, capsys):
     def run_plan(lost, n, *, out="out", control=0.0, text=PLAN, options=()):
         (tmp_path / f"{out}.yaml").write_text(text % {"n": n})
         measure, calls = planted(lost, control)
-        monkeypatch.setattr(Claim, "measure", measure)
+        monkeypatch.setattr(PlannedTest, "measure", measure)
         call = ["test", str(tmp_path / f"{out}.yaml"), "--out", str(tmp_path / out), "--tests", str(tmp_path / "tests")]
         code = main([*call, *options])
         printed = capsys.readouterr()
@@ -117,7 +110,7 @@ def test_a_short_control_is_reported_once_with_the_number_of_runs(tmp_path, monk
         return measure(self, model, prompts, settings)
 
     (tmp_path / "out.yaml").write_text(PLAN % {"n": 5})
-    monkeypatch.setattr(Claim, "measure", short)
+    monkeypatch.setattr(PlannedTest, "measure", short)
     call = ["test", str(tmp_path / "out.yaml"), "--out", str(tmp_path / "out"), "--tests", str(tmp_path / "tests")]
     assert main(call) == 0
     said = [str(entry.message) for entry in recwarn if issubclass(entry.category, ControlWarning)]
@@ -143,7 +136,7 @@ def test_an_interrupted_test_resumes(run, tmp_path, monkeypatch):
         return measure(self, model, prompts, settings)
 
     (tmp_path / "out.yaml").write_text(PLAN % {"n": 6})
-    monkeypatch.setattr(Claim, "measure", interrupted)
+    monkeypatch.setattr(PlannedTest, "measure", interrupted)
     call = ["test", str(tmp_path / "out.yaml"), "--out", str(tmp_path / "out"), "--tests", str(tmp_path / "tests")]
     assert stopped(call) == 130
     assert len(calls) == 3
@@ -174,10 +167,13 @@ def test_a_dry_run_prints_the_power_and_stores_nothing(run, tmp_path):
     [
         ("claims: two", r"a plan has no claims; known: .* Nearest: claim"),
         ("contrast: {agains: random}", r"a plan has no contrast.agains; known: mask, kind, against. Nearest: against"),
-        ("contrast: {against: randm}", r"contrast.against is 'randm'; known: same_mass, .* Nearest: random"),
-        ("n: 20.5", r"n is 20.5; give a whole number"),
+        (
+            "contrast: {against: randm}",
+            r"against must be one of same_mass, random, .*; got 'randm'",
+        ),
+        ("n: 20.5", r"n must be an integer of at least 2; got 20.5"),
         ("n: 501", r"n is 501, and the held-out problems has 500 prompts"),
-        ("of_interest: 2", r"of_interest is 2.0; with measure: cost it is a share of prompts"),
+        ("of_interest: 2", r"of_interest is 2; with measure: cost it is a share of prompts"),
         ("measure: kl", r"of_interest is 0.1; with measure: kl it is a ratio above 1"),
         ("detector: 3", r"detector is 3; write keys such as detector: {\"epsilon\": 3.0}"),
         ("group: author", r"the shipped problems have the group 'template', or 'none'; got 'author'"),
@@ -204,6 +200,10 @@ def test_a_plan_needs_its_keys_and_can_be_toml_or_json(tmp_path):
         read_plan(tmp_path / "plan.yaml")
 
 
+def numbers(found):
+    return found.value, found.low, found.high
+
+
 def data(values):
     both = np.stack([values, np.zeros(len(values))], axis=1)
     return xr.Dataset({"cost": (("prompt", "pick"), both)}, {"pick": ["treated", "same_mass"]})
@@ -213,9 +213,9 @@ def test_single_prompts_have_the_exact_test_and_the_score_interval():
     values = np.repeat([1.0, 0.0, -1.0], [12, 46, 2])
     found = decided(Plan("c", "m", 60, 0.1, group="none"), {"m": data(values)})
     interval = outcomes(values, -1, 1)
-    assert (found.estimate, found.low, found.high) == pytest.approx((1 / 6, float(interval.low), float(interval.high)))
-    assert found.p == pytest.approx(0.01293945)
-    assert found.units == 60
+    assert numbers(found.found) == pytest.approx((1 / 6, float(interval.low), float(interval.high)))
+    assert found.found.p == pytest.approx(0.01293945)
+    assert found.found.n == 60
 
 
 def test_groups_are_compared_where_prompts_have_groups(monkeypatch):
@@ -224,12 +224,12 @@ def test_groups_are_compared_where_prompts_have_groups(monkeypatch):
     assert in_groups(values, groups).tolist() == [1.0, 0.0, 0.0, 0.0]
     plan = Plan("c", "m", 80, 0.1, group="none")
     single = decided(plan, {"m": data(values)})
-    assert verdict(plan, single, single.p, single.p_equivalent) == "holds"
+    assert verdict(plan, single, single.found.p, single.p_equivalent) == "holds"
     monkeypatch.setattr(Plan, "groups", lambda self: groups)
     grouped = decided(plan, {"m": data(values)})
-    assert grouped.units == 4
-    assert verdict(plan, grouped, grouped.p, grouped.p_equivalent) == "cannot tell"
-    assert over_groups(data(values)["cost"].sel(pick="treated"), groups) == pytest.approx(grouped[:3])
+    assert grouped.found.n == 4
+    assert verdict(plan, grouped, grouped.found.p, grouped.p_equivalent) == "cannot tell"
+    assert numbers(over_groups(values, groups)) == pytest.approx(numbers(grouped.found))
 
 
 def test_shipped_problems_are_grouped_by_template_unless_the_plan_says_none():
@@ -238,7 +238,7 @@ def test_shipped_problems_are_grouped_by_template_unless_the_plan_says_none():
     assert len(set(templates)) == 7
     assert Plan("c", "m", 40, 0.1, group="template").groups() == templates
     assert Plan("c", "m", 40, 0.1, group="none").groups() == []
-    assert decided(Plan("c", "m", 40, 0.1), {"m": data(np.repeat([1.0, 0.0], 20))}).units == 7
+    assert decided(Plan("c", "m", 40, 0.1), {"m": data(np.repeat([1.0, 0.0], 20))}).found.n == 7
 
 
 @pytest.mark.parametrize("group", ["none", ""])
@@ -248,17 +248,16 @@ def test_several_training_runs_are_judged_by_the_rule_of_seeds(group):
     plan = Plan("c", "a", 40, 0.1, seeds=("b", "c"), group=group)
     found = decided(plan, {name: data(part) for name, part in zip("abc", values, strict=True)})
     expected = hierarchical(values, scale=DIFFERENCE, group=plan.groups())
-    assert (found.units, *found[:3]) == (3, *expected[:3])
-    assert found.p == expected.p_value()
+    assert found.found == expected
     without = t.ppf(0.975, 2) * np.std([0.5, 0.6, 0.55], ddof=1) / np.sqrt(3)  # of the runs' means alone
-    assert found.high - found.low > 2 * without
+    assert found.found.high - found.found.low > 2 * without
 
 
 def test_equal_runs_that_lose_nothing_are_equivalent():
     plan = Plan("c", "a", 40, 0.1, seeds=("b", "c"), group="none")
     found = decided(plan, {name: data(np.zeros(40)) for name in "abc"})
-    assert (found.estimate, found.p) == (0.0, 1.0)
-    assert verdict(plan, found, found.p, found.p_equivalent) == "equivalent"
+    assert (found.found.value, found.found.p) == (0.0, 1.0)
+    assert verdict(plan, found, found.found.p, found.p_equivalent) == "equivalent"
 
 
 @pytest.mark.parametrize(("lost", "said"), [(0.0, "equivalent"), (1.0, "holds")])
@@ -270,9 +269,9 @@ def test_few_groups_or_runs_that_agree_exactly_are_not_certain(monkeypatch, lost
         monkeypatch.setattr(Plan, "groups", lambda self: names if groups > 1 else [])
         plan = Plan("c", "a", len(names), 0.1, seeds=tuple("bc"[: runs - 1]), group="" if groups > 1 else "none")
         found = decided(plan, {name: data(np.full(len(names), lost)) for name in "abc"[:runs]})
-        assert -1 <= found.low < found.estimate + 1e-9
-        assert found.estimate - 1e-9 < found.high <= 1
-        return verdict(plan, found, found.p, found.p_equivalent)
+        assert -1 <= found.found.low < found.found.value + 1e-9
+        assert found.found.value - 1e-9 < found.found.high <= 1
+        return verdict(plan, found, found.found.p, found.p_equivalent)
 
     assert verdict_of(groups=2, each=1) == verdict_of(groups=1, each=3, runs=3) == "cannot tell"
     assert verdict_of(groups=7, each=14) == said
@@ -281,10 +280,10 @@ def test_few_groups_or_runs_that_agree_exactly_are_not_certain(monkeypatch, lost
 def test_differences_of_shares_stay_between_minus_one_and_one(monkeypatch):
     names = ["a", "a", "b", "b"]
     monkeypatch.setattr(Plan, "groups", lambda self: names)
-    plan, values = Plan("c", "m", 4, 0.1), data(np.array([1.0, 0.0, 0.0, 0.0]))
-    found = decided(plan, {"m": values})
-    assert (found.low, found.high, found.shown) == (-1.0, 1.0, np.inf)
-    assert over_groups(values["cost"].sel(pick="treated"), names) == (0.25, -1.0, 1.0)
+    plan, values = Plan("c", "m", 4, 0.1), np.array([1.0, 0.0, 0.0, 0.0])
+    found = decided(plan, {"m": data(values)})
+    assert (found.found.low, found.found.high, found.shown) == (-1.0, 1.0, np.inf)
+    assert numbers(over_groups(values, names)) == (0.25, -1.0, 1.0)
     assert planned_power(plan, 1)["shown"] == np.inf
 
 
@@ -308,7 +307,7 @@ def error_rate(rule, runs, between_groups, between_runs, studies=STUDIES):
 
 
 def of_plan(plan):
-    return lambda values: decided(plan, {str(run): data(part) for run, part in enumerate(values)}).p
+    return lambda values: decided(plan, {str(run): data(part) for run, part in enumerate(values)}).found.p
 
 
 WITHIN_ERROR = 0.05 + 2.6 * np.sqrt(0.05 * 0.95 / STUDIES)  # one-sided 99.5 % of a rate of 5 %
@@ -319,9 +318,9 @@ def seven_groups(monkeypatch):
     """Plans of prompts in seven groups; quick, since neither the power nor 2,000 resamples change an error rate."""
     groups = list(np.repeat([*"abcdefg"], PER_GROUP))
     monkeypatch.setattr(Plan, "groups", lambda self: [] if self.group == "none" else groups)
-    monkeypatch.setattr(claim, "smallest_t", lambda *given: 1.0)
-    monkeypatch.setattr(claim, "smallest_paired", lambda *given: 1.0)
-    monkeypatch.setattr(intervals, "RESAMPLES", 200)
+    monkeypatch.setattr(deciding, "smallest_t", lambda *given: 1.0)
+    monkeypatch.setattr(deciding, "smallest_paired", lambda *given: 1.0)
+    monkeypatch.setattr(estimates, "RESAMPLES", 200)
 
 
 @pytest.mark.extended
@@ -386,7 +385,7 @@ def test_holms_correction_counts_unfinished_tests(tmp_path):
 
 
 def test_a_missing_result_is_no_verdict():
-    nothing = Found(*[float("nan")] * 5, 0, float("inf"))
+    nothing = Decision(Estimate(*[float("nan")] * 3, 0, float("nan")), float("nan"), float("inf"))
     assert verdict(Plan("c", "m", 2, 0.1), nothing, 0.0, 0.0) == "cannot tell"
 
 
@@ -394,7 +393,7 @@ def test_a_missing_result_is_no_verdict():
 def test_a_real_plan_masks_its_keys_and_every_control(tiny_llada, monkeypatch, tmp_path):
     plan = Plan("c", "tiny-llada", 2, 0.1, kind="digit")
     prompts = [problem.prompt for problem in held_out(2)]
-    study = Claim(plan=plan, settings={"gen_length": 6, "steps": 6})
+    study = PlannedTest(plan=plan, settings={"gen_length": 6, "steps": 6})
     found = study.run(tiny_llada, prompts, tmp_path)
     masks = found.measured["tiny-llada"]
     assert masks["pick"].values.tolist() == list(PICKS)
@@ -403,4 +402,4 @@ def test_a_real_plan_masks_its_keys_and_every_control(tiny_llada, monkeypatch, t
     assert (masks["removed"].sel(pick="treated") > 0).all()
     assert (masks["removed"].sel(pick="same_mass") > 0).all()
     assert (masks["keys"] > 0).all()
-    assert claim.decided(plan, found.measured).units == len(set(plan.groups()) or prompts)
+    assert decided(plan, found.measured).found.n == len(set(plan.groups()) or prompts)

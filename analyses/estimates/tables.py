@@ -1,18 +1,7 @@
-"""Estimates with intervals over prompts, and the tables that hold them.
+"""Tables of estimates over prompts: means with 95 % limits, p values, verdicts, and corrections for several claims.
 
-Intervals are 95 % intervals over prompts, because prompts were sampled, not steps or heads. There are three kinds:
-
-- *Outcomes* take few values, e.g. right or wrong, or a difference of two of those: score intervals (`outcomes`;
-  Wilson's and Tango's), because a bootstrap of values near 0 or 1 is far too narrow, and has zero width at 0 of n.
-- *Means* of all other values have percentile bootstrap intervals (`bootstrap`). Zero width there means that these
-  prompts agree, not that all others would.
-- *Pooled* estimates are functions of sums over prompts, such as all sinks on newlines divided by all sinks; bootstrap
-  too (`pooled`).
-
-A resample is a weight for each prompt (`resampling_weights`), so all resamples of all entries are one matrix product.
-``scipy.stats.bootstrap`` and ``permutation_test`` follow the same procedures with indices and copies of the values.
-They need memory for every value of every resample and draw other random numbers, which would change the stored
-findings.
+Limits are over prompts, because prompts were sampled, not steps or heads (sinklens/utils/estimates.py): score limits
+for outcomes, which take few values, else a bootstrap.
 
 Several claims of one study are tested as one family, with Holm's correction (`judged`). Beside each stands the smallest
 effect that the prompts could have shown after that correction (power.py), so that "cannot tell" says whether the number
@@ -21,26 +10,22 @@ of prompts is the reason.
 Limitation: prompts from one template resemble each other, so an interval over them says little about other text.
 """
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Float, Shaped
 
-from sinklens.analyses.medians import HEAVY, typical
-from sinklens.analyses.power import OF_INTEREST, equivalent_p, smallest_shown
-from sinklens.errors import SettingError
-from sinklens.evaluation.statistics import holm, mcnemar, score_interval, score_p
+from sinklens.analyses.estimates.medians import HEAVY, typical
+from sinklens.analyses.estimates.power import LEVEL, OF_INTEREST, equivalent_p, smallest_shown
+from sinklens.utils.estimates import Estimate, bootstrap, counted, holm, mcnemar, outcomes, score_p
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-RESAMPLES = 2000
 FLIPS = 20_000
 BATCH = 1000  # sign flips at a time
-LEVEL = 0.05
 NOTHING = "no prompt has a value: no answer is known, none is right with nothing changed, or nothing was to compare"
 
 # The smallest and largest value of every measure that is an outcome of one prompt, in steps of 1.
@@ -50,92 +35,23 @@ RANGES: dict[str, tuple[int, int]] = {
 }
 
 
-class Interval(NamedTuple):
-    """An estimate with its 95 % interval, [*rest] each.
-
-    Attributes:
-        estimate: NaN where no prompt has a value.
-        low, high: NaN where fewer than two prompts have a value: one prompt has no interval.
-        prompts: number of prompts with a value.
-    """
-
-    estimate: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    prompts: np.ndarray
-
-
-def outcomes(values: Shaped[np.ndarray, "prompt *rest"], lowest: int, highest: int) -> Interval:
-    """Mean over prompts of integers with its 95 % score interval; NaN prompts are left out, entry by entry.
-
-    See `sinklens.evaluation.statistics.score_interval`: Wilson's interval of 0 and 1, Tango's of −1, 0 and 1.
-
-    Args:
-        lowest, highest: range of the possible values.
-
-    Raises:
-        SettingError: a value that is no integer from `lowest` to `highest`.
-    """
-    counts, possible = _counted(values, lowest, highest)
-    count = counts.sum(axis=-1)
-    with np.errstate(invalid="ignore"):
-        estimate = counts @ possible / count
-    low, high = (np.where(count > 1, bound, np.nan) for bound in score_interval(counts, possible.tolist()))
-    return Interval(estimate, np.minimum(low, estimate), np.maximum(high, estimate), count.astype(int))
-
-
-def bootstrap(values: Shaped[np.ndarray, "prompt *rest"], seed: int = 0) -> Interval:
-    """Mean over prompts with its 95 % percentile bootstrap interval; NaN prompts are left out, entry by entry."""
-    values = np.asarray(values, dtype=np.float64)
-    known = ~np.isnan(values)
-    found = pooled(np.divide, [np.where(known, values, 0.0), known.astype(np.float64)], seed)
-    count = known.sum(axis=0)
-    low, high = (np.where(count > 1, bound, np.nan) for bound in (found.low, found.high))
-    return Interval(found.estimate, low, high, count)
-
-
-def pooled(
-    statistic: Callable[..., np.ndarray], parts: Sequence[Shaped[np.ndarray, "prompt *rest"]], seed: int = 0
-) -> Interval:
-    """A statistic of sums over prompts with its 95 % percentile bootstrap interval.
-
-    Args:
-        statistic: takes one sum per part, [..., *rest], and returns [..., *out].
-        parts: what each prompt contributes to each sum, without NaN.
-    """
-    sizes = [np.asarray(part, dtype=np.float64) for part in parts]
-    number = len(sizes[0])
-    drawn = resampling_weights(number, np.random.default_rng(seed))
-    with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # an entry without a value in any resample is NaN, as intended
-        estimate = np.asarray(statistic(*(size.sum(axis=0) for size in sizes)))
-        if number < 2:
-            return Interval(estimate, estimate * np.nan, estimate * np.nan, np.full(estimate.shape, number))
-        resampled = statistic(*(np.tensordot(drawn, size, axes=1) for size in sizes))
-        low, high = np.nanpercentile(resampled, [2.5, 97.5], axis=0)
-    return Interval(estimate, low, high, np.full(estimate.shape, number))
-
-
-def resampling_weights(prompts: int, rng: np.random.Generator) -> Float[np.ndarray, "resample prompt"]:
-    """How often each prompt is drawn in each of `RESAMPLES` resamples."""
-    return rng.multinomial(prompts, [1 / prompts] * prompts, size=RESAMPLES).astype(np.float64)
-
-
 def interval_rows(
-    model: str, measure: str, found: Interval, axes: Mapping[str, Sequence[Any] | np.ndarray]
+    model: str, measure: str, found: Estimate, axes: Mapping[str, Sequence[Any] | np.ndarray]
 ) -> list[dict[str, Any]]:
     """One table row per entry: model, measure, the entry's labels, estimate, low, high, prompts.
 
     Args:
-        axes: name of each axis of `found` -> its labels.
+        axes: name of each axis of `found` -> its labels; a single number can have axes with one label.
     """
-    rows = []
-    for place in np.ndindex(found.estimate.shape):
+    shape, rows = [len(labels) for labels in axes.values()], []
+    arrays = {
+        name: np.asarray(value).reshape(shape)
+        for name, value in (("estimate", found.value), ("low", found.low), ("high", found.high), ("prompts", found.n))
+    }
+    for place in np.ndindex(*shape):
         labels = {name: values[at] for (name, values), at in zip(axes.items(), place, strict=True)}
-        numbers = {
-            name: float(np.asarray(value)[place]) for name, value in found._asdict().items() if name != "prompts"
-        }
-        rows.append({"model": model, "measure": measure, **labels, **numbers, "prompts": int(found.prompts[place])})
+        numbers = {name: float(value[place]) for name, value in arrays.items()}
+        rows.append({"model": model, "measure": measure, **labels, **numbers, "prompts": int(arrays["prompts"][place])})
     return rows
 
 
@@ -206,7 +122,7 @@ def known_mean(values: Float[np.ndarray, "..."]) -> float:
 
 def mean_interval(
     values: Shaped[np.ndarray, "prompt *rest"], possible: tuple[int, int] | None = None, seed: int = 0
-) -> Interval:
+) -> Estimate:
     """`outcomes` if all values are integers in the range `possible`, else `bootstrap`."""
     if _are_outcomes(values, possible):
         assert possible is not None
@@ -237,7 +153,7 @@ def p_value(
     assert possible is not None
     if possible == (-1, 1) and null == 0:
         return mcnemar(int((known < 0).sum()), int((known > 0).sum()))
-    counts, support = _counted(known, *possible)
+    counts, support = counted(known, *possible)
     return float(score_p(counts, support.tolist(), null))
 
 
@@ -339,19 +255,6 @@ def _are_outcomes(values: np.ndarray, possible: tuple[int, int] | None) -> bool:
     if possible is None or not known.size:
         return False
     return bool(((known == known.round()) & (known >= possible[0]) & (known <= possible[1])).all())
-
-
-def _counted(values: np.ndarray, lowest: int, highest: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often each integer of the range occurs over prompts, [*rest, value], and the integers."""
-    possible = np.arange(lowest, highest + 1)
-    values = np.asarray(values)
-    others = values[~np.isnan(values) & ~np.isin(values, possible)]
-    if len(others):
-        raise SettingError(
-            f"outcomes are the integers from {lowest} to {highest}, or NaN; got {others[0]:g}. Give the range of all "
-            "possible values (0 and 1 of verdicts, −1 and 1 of their differences), or use bootstrap for other values."
-        )
-    return (values[..., None] == possible).sum(axis=0).astype(np.float64), possible
 
 
 def _flipped(values: np.ndarray, seed: int) -> float:

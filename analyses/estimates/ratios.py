@@ -15,16 +15,16 @@ with it.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 from jaxtyping import Float
 
-from sinklens.analyses.intervals import corrected, mean_interval, verdict
-from sinklens.analyses.medians import median_interval
-from sinklens.analyses.power import smallest_mean
-from sinklens.evaluation.statistics import Accuracy
+from sinklens.analyses.estimates.medians import median
+from sinklens.analyses.estimates.power import smallest_mean
+from sinklens.analyses.estimates.tables import corrected, interval_rows, verdict
+from sinklens.utils.estimates import Estimate, bootstrap, mcnemar, outcomes, proportion, student
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
@@ -37,22 +37,10 @@ KINDS = {
 }
 
 
-class Estimate(NamedTuple):
-    """A number with its 95 % interval; NaN where it has none.
-
-    Attributes:
-        estimate, low, high: the number and its limits.
-        prompts: number of prompts that it is from.
-        p: two-sided p value of a ratio of 1; NaN for the numbers that do not decide.
-        spread: standard deviation of the logarithms of a ratio.
-    """
-
-    estimate: float
-    low: float
-    high: float
-    prompts: int
-    p: float = np.nan
-    spread: float = np.nan
+def logs_of(first: Float[np.ndarray, " prompt"], second: Float[np.ndarray, " prompt"]) -> Float[np.ndarray, " usable"]:
+    """log first / second of the prompts where both are above 0."""
+    both = (first > 0) & (second > 0)
+    return np.log(first[both] / second[both])
 
 
 def compared(
@@ -61,35 +49,38 @@ def compared(
     """The numbers of `KINDS` for two quantities of the same prompts; prompts with a NaN are left out."""
     known = ~np.isnan(first - second)
     x, y = np.asarray(first, dtype=np.float64)[known], np.asarray(second, dtype=np.float64)[known]
-    mean = mean_interval(x - y, None, seed)
-    of_mean = Estimate(float(mean.estimate), float(mean.low), float(mean.high), len(x))
-    found = {"mean": of_mean, "median": median(x - y)}
-    differ = int((x != y).sum())
-    above = Accuracy(int((x > y).sum()), differ)
-    low, high = above.interval
-    found["above"] = Estimate(above.share, low, high, differ)
-    both = (x > 0) & (y > 0)
-    return found | {"ratio": geometric(np.log(x[both] / y[both]))}
-
-
-def median(values: Float[np.ndarray, " prompt"]) -> Estimate:
-    """`medians.median_interval` of values without NaN."""
-    return Estimate(*median_interval(values), len(values))
+    return {
+        "mean": bootstrap(x - y, seed), "median": median(x - y),
+        "above": proportion(int((x > y).sum()), int((x != y).sum())), "ratio": geometric(logs_of(x, y)),
+    }  # fmt: skip
 
 
 def geometric(logs: Float[np.ndarray, " prompt"]) -> Estimate:
     """exp of the mean of `logs`, with its t interval and the t test of a mean of 0."""
-    from scipy.stats import t
-
     number = len(logs)
-    if number < 2:
-        return Estimate(float(np.exp(logs.mean())) if number else np.nan, np.nan, np.nan, number)
-    mean, spread = float(logs.mean()), float(logs.std(ddof=1))
-    half = float(t.isf(0.025, number - 1)) * spread / np.sqrt(number)
-    distance = np.inf if spread == 0 else abs(mean) / (spread / np.sqrt(number))
-    p = 1.0 if mean == 0 else float(2 * t.sf(distance, number - 1))
-    estimate, low, high = (float(np.exp(value)) for value in (mean, mean - half, mean + half))
-    return Estimate(estimate, low, high, number, p, spread)
+    mean = float(logs.mean()) if number else np.nan
+    error = float(logs.std(ddof=1)) / np.sqrt(number) if number > 1 else np.nan
+    found = student(mean, error, number - 1, number)
+    value, low, high = (float(np.exp(end)) for end in (found.value, found.low, found.high))
+    return Estimate(value, low, high, number, found.p)
+
+
+def ratio_rows(
+    model: str, claim: str, first: Float[np.ndarray, " prompt"], second: Float[np.ndarray, " prompt"]
+) -> list[dict[str, Any]]:
+    """Two rows on a claim: ``ratio``, the geometric mean of first / second, and ``larger``, the share of prompts in
+    which the first is larger, among those that differ, with the p value of the sign test.
+    """
+    signs = np.sign(first - second)
+    signs = signs[~np.isnan(signs) & (signs != 0)]
+    sign_p = mcnemar(int((signs < 0).sum()), int((signs > 0).sum())) if len(signs) > 1 else np.nan
+    found = geometric(logs_of(first, second))
+    larger = outcomes((signs > 0).astype(float), 0, 1)
+    return [
+        {**row, "p": p}
+        for measure, one, p in (("ratio", found, found.p), ("larger", larger, sign_p))
+        for row in interval_rows(model, measure, one, {"claim": [claim]})
+    ]
 
 
 def ratio_table(
@@ -112,10 +103,15 @@ def ratio_table(
         other = other.transpose(*one.dims)
         axes = one.dims[1:]
         for place in np.ndindex(one.shape[1:]):
-            labels = {str(axis): one[axis].to_numpy()[at] for axis, at in zip(axes, place, strict=True)}
-            found = compared(one.to_numpy()[:, *place], other.to_numpy()[:, *place], seed)
-            rows += [{"model": model, **labels, "number": kind, **value._asdict()} for kind, value in found.items()]
-    table = DataFrame(rows)
+            labels = {str(axis): [one[axis].to_numpy()[at]] for axis, at in zip(axes, place, strict=True)}
+            pair = one.to_numpy()[:, *place], other.to_numpy()[:, *place]
+            logs = logs_of(*pair)
+            for number, found in compared(*pair, seed).items():
+                (row,) = interval_rows(model, number, found, labels)
+                decides = number == "ratio" and len(logs) > 1
+                spread = float(logs.std(ddof=1)) if decides else np.nan
+                rows.append({**row, "p": found.p if decides else np.nan, "spread": spread})
+    table = DataFrame(rows).rename(columns={"measure": "number"})
     tests = table.groupby("model")["p"].transform("count")
     shown = [
         float(np.exp(smallest_mean(row.prompts, row.spread, level / count))) if not np.isnan(row.p) else np.nan

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import rankdata, spearmanr
 
-from sinklens.analyses.ranks import partial_rank_correlation, rank_correlation, ranks
+from sinklens.analyses.estimates.ranks import partial_rank_correlation, rank_correlation, ranks
 
 
 def test_correlations_equal_scipy_s_on_the_known_entries():

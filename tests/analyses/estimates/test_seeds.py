@@ -6,13 +6,15 @@ import xarray as xr
 from scipy.special import expit, logit
 from scipy.stats import sem, t
 
-from sinklens.analyses import intervals, seeds
 from sinklens.analyses.dynamics import Dynamics
+from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, LOG, SHARE
+from sinklens.analyses.estimates.seeds import agree, hierarchical, over_seeds, scale_of, seeds_table
+from sinklens.analyses.estimates.tables import verdict
 from sinklens.analyses.nulls import COMPARED
 from sinklens.analyses.results import Findings
-from sinklens.analyses.scales import DIFFERENCE, LINEAR, LOG, SHARE
-from sinklens.analyses.seeds import Seeds, hierarchical, scale_of, seeds_table, write_seeds
+from sinklens.analyses.seeds import write_seeds
 from sinklens.errors import SettingError
+from sinklens.utils import estimates
 
 NAN = float("nan")
 
@@ -30,7 +32,7 @@ def share_covered(number, between, studies=150, prompts=40, truth=0.4):
 
 @pytest.fixture
 def fewer_resamples(monkeypatch):
-    monkeypatch.setattr(intervals, "RESAMPLES", 200)
+    monkeypatch.setattr(estimates, "RESAMPLES", 200)
 
 
 @pytest.mark.usefixtures("fewer_resamples")
@@ -40,8 +42,17 @@ def test_the_interval_over_seeds_and_prompts_covers_the_mean_of_all_seeds(number
     assert share_covered(number, between) >= 0.93
 
 
+def judged(found, threshold=0.0):
+    return verdict(found.value, found.low, found.high, threshold, "more", "less")
+
+
+def error(found):
+    """Standard error on a linear scale, from the limits."""
+    return (found.high - found.low) / 2 / t.ppf(0.975, found.n - 1)
+
+
 def verdicts(number, times, shared, studies, seed=0):
-    """How often rules find an effect where the mean of all seeds is 0: `Seeds`, all intervals on one side, all signs.
+    """How often rules find an effect where the mean of all seeds is 0: limits, all intervals on one side, all signs.
 
     Each seed's mean has a prompt error of 1 (all of it shared by the seeds, or none) and varies by `times` over seeds.
     """
@@ -51,7 +62,7 @@ def verdicts(number, times, shared, studies, seed=0):
         prompt = noise.normal(size=(1, 1) if shared else (number, 1))
         means = (noise.normal(0, times, (number, 1)) + prompt)[:, 0]
         found += [
-            seeds.over_seeds(means.tolist(), 1.0 if shared else 1 / number).verdict("yes", "yes") == "yes",
+            judged(over_seeds(means.tolist(), 1.0 if shared else 1 / number)) != "cannot tell",
             (means > 1.96).all() or (means < -1.96).all(),
             (means > 0).all() or (means < 0).all(),
         ]
@@ -74,8 +85,8 @@ def test_what_seeds_share_is_resampled_by_group():
     """Four groups of equal values: v is the variance of a mean of four, not of 40 prompts."""
     values, groups = np.repeat([0.1, 0.3, 0.5, 0.9], 10), list(np.repeat([*"abcd"], 10))
     found = hierarchical([values, values, values], group=groups)
-    assert found.error == pytest.approx(sem([0.1, 0.3, 0.5, 0.9]), rel=0.05)
-    assert hierarchical([values, values, values]).error < 0.4 * found.error
+    assert error(found) == pytest.approx(sem([0.1, 0.3, 0.5, 0.9]), rel=0.05)
+    assert error(hierarchical([values, values, values])) < 0.4 * error(found)
     with pytest.raises(SettingError, match="all prompts are of one group \\(a\\), whose chance cannot be estimated"):
         hierarchical([values, values], group=["a"] * 40)
 
@@ -100,15 +111,14 @@ def test_an_interval_over_prompts_alone_would_not_cover_it():
 def test_the_estimate_is_the_mean_of_the_seeds_means():
     values = [np.array([1.0, 3.0]), np.array([4.0]), np.array([NAN, 6.0, 7.0, 8.0])]
     found = hierarchical(values, paired=False)
-    assert found.by_seed == (2.0, 4.0, 7.0)
-    assert found.estimate == pytest.approx(13 / 3)
+    assert found.value == pytest.approx(13 / 3)
     assert found.low < 2 < 7 < found.high  # three seeds say little
     assert hierarchical(values, paired=False) == found
 
 
 def test_prompts_that_all_seeds_share_widen_the_interval(monkeypatch):
     """Two equal seeds: paired, the variation of their prompts remains; apart, they seem to know the mean exactly."""
-    monkeypatch.setattr(intervals, "RESAMPLES", 4000)
+    monkeypatch.setattr(estimates, "RESAMPLES", 4000)
     values = np.random.default_rng(0).normal(size=30)
     paired, apart = (hierarchical([values, values], paired=way) for way in (True, False))
     half = t.ppf(0.975, 1) * values.std() / np.sqrt(30)
@@ -117,23 +127,24 @@ def test_prompts_that_all_seeds_share_widen_the_interval(monkeypatch):
 
 
 def test_the_interval_is_the_t_interval_of_the_seeds_on_the_scale():
-    found = seeds.over_seeds([0.367, 0.852, 0.748], 0.0, SHARE)
+    found = over_seeds([0.367, 0.852, 0.748], 0.0, SHARE)
     expected = t.interval(0.95, 2, logit([0.367, 0.852, 0.748]).mean(), sem(logit([0.367, 0.852, 0.748])))
     np.testing.assert_allclose([found.low, found.high], expit(expected))
-    assert 0 < found.low < found.estimate < found.high < 1  # on the linear scale, it would end at 1.28
-    ratio = seeds.over_seeds([1.5, 3.0, 6.0], 0.0, LOG)
-    assert ratio.estimate == pytest.approx(3)
+    assert 0 < found.low < found.value < found.high < 1  # on the linear scale, it would end at 1.28
+    ratio = over_seeds([1.5, 3.0, 6.0], 0.0, LOG)
+    assert ratio.value == pytest.approx(3)
     np.testing.assert_allclose([ratio.low, ratio.high], np.exp(t.interval(0.95, 2, np.log(3), np.log(2) / np.sqrt(3))))
-    assert ratio.verdict("above", "below", 1.0) == "cannot tell"
-    assert seeds.over_seeds([0.0, 0.5], 0.0, SHARE, resolution=0.01).low > 0  # moved inwards by half a prompt
+    assert judged(ratio, 1.0) == "cannot tell"
+    assert over_seeds([0.0, 0.5], 0.0, SHARE, resolution=0.01).low > 0  # moved inwards by half a prompt
 
 
 def test_p_values_invert_the_interval():
     for values in ([1.0, 2.0, 3.0], [1.9, 2.0, 2.1], [4.0, 4.4, 4.1]):
-        found = seeds.over_seeds(values)
+        found = over_seeds(values)
         for threshold in (0.0, found.low - 1e-6, found.low + 1e-6, found.high + 1e-6):
-            assert (found.p_value(threshold) < 0.05) == (found.verdict("a", "b", threshold) != "cannot tell")
-    assert np.isnan(seeds.over_seeds([1.0]).p_value())
+            p = over_seeds(values, threshold=threshold).p
+            assert (p < 0.05) == (judged(found, threshold) != "cannot tell")
+    assert np.isnan(over_seeds([1.0]).p)
 
 
 def test_scales_are_declared_or_known_by_name():
@@ -146,15 +157,12 @@ def test_scales_are_declared_or_known_by_name():
     assert scale_of("drift", {}) is LINEAR
 
 
-def test_a_verdict_requires_that_the_interval_excludes_the_threshold():
-    assert Seeds(2.0, 1.0, 3.0, (1.5, 2.0, 2.5)).verdict("more", "less") == "more"
-    assert Seeds(-2.0, -3.0, -1.0, (-1.5, -2.5)).verdict("more", "less") == "less"
-    assert Seeds(2.0, 0.5, 3.0, (-0.1, 2.0, 4.1)).verdict("more", "less") == "more"  # one rule, not two
-    assert Seeds(2.0, -0.5, 3.0, (1.9, 2.1)).verdict("more", "less") == "cannot tell"
-    assert Seeds(2.0, 1.0, 3.0, (1.5, 2.5)).verdict("more", "less", threshold=1.6) == "cannot tell"
-    assert Seeds(2.0, NAN, NAN, (2.0,)).verdict("more", "less") == "cannot tell"
-    assert not Seeds(1.0, 0.5, 2.0, (0.0, 2.0)).agree()
-    assert not Seeds(NAN, NAN, NAN, (NAN, NAN)).agree()
+def test_seeds_agree_if_all_are_on_one_side():
+    assert agree((1.5, 2.0, 2.5))
+    assert agree((1.5, 2.5), threshold=3.0)
+    assert not agree((-0.1, 2.0, 4.1))
+    assert not agree((0.0, 2.0))
+    assert not agree((NAN, NAN))
 
 
 def test_the_table_has_a_row_per_entry_with_every_seed():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sinklens.analyses.scales import DIFFERENCE, LINEAR, LOG, SHARE
+from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, LOG, SHARE
 
 
 @pytest.mark.parametrize(("scale", "values"), [

@@ -11,7 +11,7 @@ A plan is a file in YAML, TOML or JSON:
     of_interest: 0.1
 
 Everything in it is checked when it is read. `Plan.identity` holds all of it, with hashes of the prompts and answers. It
-is stored under its hash before the first run (tested.py), and a plan that has changed since is refused.
+is stored under its hash before the first run (analyses/tested.py), and a plan that has changed since is refused.
 
 Limitation: a plan does not say what its author had already seen of these prompts.
 """
@@ -21,15 +21,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from sinklens.errors import SettingError, nearest
 from sinklens.sinks.strongest import KIND_NAMES, NOT
 from sinklens.tasks.prompts import read_answers, read_prompts
 from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out, template_of
+from sinklens.utils.arguments import Positive, Seed, check_arguments
 
-Against = Literal["same_mass", "random", "same_kind", "nearest", "nothing"]
-Measure = Literal["cost", "changed", "kl"]
 REQUIRED = ("claim", "model", "contrast", "n", "of_interest")
 TEMPLATE, NO_GROUP = "template", "none"
 PARTS: dict[str, dict[str, Any]] = {
@@ -68,32 +69,33 @@ class Plan:
 
     claim: str
     model: str
-    n: int
-    of_interest: float
-    mask: str = "sinks"
+    n: Annotated[int, Ge(2)]
+    of_interest: Positive
+    mask: Literal["sinks", "others"] = "sinks"
     kind: str = "any"
-    against: str = "same_mass"
-    epsilon: float = 3.0
-    measure: str = "cost"
+    against: Literal["same_mass", "random", "same_kind", "nearest", "nothing"] = "same_mass"
+    epsilon: Positive = 3.0
+    measure: Literal["cost", "changed", "kl"] = "cost"
     group: str = ""
     prompts: str = ""
     seeds: tuple[str, ...] = ()
-    seed: int = 0
+    seed: Seed = 0
     settings: dict[str, Any] = field(default_factory=dict)
     expect: dict[str, float] = field(default_factory=lambda: dict(PARTS["expect"]))
 
     def __post_init__(self) -> None:
-        _one_of("contrast.mask", self.mask, ("sinks", "others"))
-        _one_of("contrast.kind", self.kind.removeprefix(NOT), ("any", *KIND_NAMES))
-        _one_of("contrast.against", self.against, get_args(Against))
-        _one_of("measure", self.measure, get_args(Measure))
-        if self.n < 2:
-            raise SettingError(f"n is {self.n}; a test needs at least 2 prompts.")
-        if self.epsilon <= 0:
-            raise SettingError(f"detector.epsilon is {self.epsilon}; give a column sum above 0, such as 3.")
+        check_arguments(self)
+        kinds = ("any", *KIND_NAMES)
+        if (kind := self.kind.removeprefix(NOT)) not in kinds:
+            raise SettingError(f"contrast.kind is {kind!r}; known: {', '.join(kinds)}.{nearest(kind, kinds)}")
+        if not isinstance(self.seeds, tuple) or not all(isinstance(one, str) for one in self.seeds):
+            raise SettingError(f"seeds is {self.seeds!r}; give a list of names or folders.")
+        for name, value in self.expect.items():
+            if not isinstance(value, int | float):
+                raise SettingError(f"expect.{name} is {value!r}; give a number.")
         if self.measure == "kl" and self.against == "nothing":
             raise SettingError("measure: kl compares two masks as a ratio; give contrast.against a control.")
-        possible = self.of_interest > 1 if self.measure == "kl" else 0 < self.of_interest < 1
+        possible = self.of_interest > 1 if self.measure == "kl" else self.of_interest < 1
         if not possible:
             form = "a ratio above 1, such as 1.5" if self.measure == "kl" else "a share of prompts, such as 0.1"
             raise SettingError(f"of_interest is {self.of_interest}; with measure: {self.measure} it is {form}.")
@@ -155,22 +157,25 @@ def read_plan(path: str | Path) -> Plan:
         SettingError: the file cannot be read, or a key or a value (named in the error) is unknown, missing or wrong.
     """
     given = _parsed(Path(path))
-    known = [entry.name for entry in fields(Plan) if entry.name not in PARTS["contrast"] | PARTS["detector"]]
-    _known_keys("", given, [*known, *PARTS])
+    inner = PARTS["contrast"] | PARTS["detector"]
+    _known_keys("", given, [*(entry.name for entry in fields(Plan) if entry.name not in inner), *PARTS])
     missing = [name for name in REQUIRED if name not in given]
     if missing:
         raise SettingError(f"{path} has no {', '.join(missing)}; a plan needs {', '.join(REQUIRED)}.")
-    parts = {name: {**defaults, **_part(name, given, defaults)} for name, defaults in PARTS.items()}
+    parts = {}
+    for name, defaults in PARTS.items():
+        found = given.get(name, {})
+        if not isinstance(found, dict):
+            raise SettingError(f"{name} is {found!r}; write keys such as {name}: {json.dumps(defaults)}.")
+        _known_keys(f"{name}.", found, list(defaults))
+        parts[name] = {**defaults, **found}
     values = {name: value for name, value in given.items() if name not in PARTS}
     values |= parts["contrast"] | parts["detector"] | {"expect": parts["expect"]}
-    for entry in fields(Plan):
-        if entry.name in values:
-            values[entry.name] = _typed(entry.name, entry.type, values[entry.name])
-    plan = Plan(**values)
-    if plan.prompts and not Path(plan.prompts).is_absolute():
-        beside = Path(path).parent / plan.prompts
-        plan = Plan(**{**values, "prompts": str(beside)})
-    return plan
+    if isinstance(seeds := values.get("seeds"), list):
+        values["seeds"] = tuple(seeds)
+    if isinstance(prompts := values.get("prompts"), str) and prompts:
+        values["prompts"] = str(Path(path).parent / prompts)  # an absolute path stays
+    return Plan(**values)
 
 
 def _parsed(path: Path) -> Mapping[str, Any]:
@@ -191,43 +196,8 @@ def _parsed(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _part(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part of a plan with keys of its own."""
-    found = given.get(name, {})
-    if not isinstance(found, dict):
-        raise SettingError(f"{name} is {found!r}; write keys such as {name}: {json.dumps(defaults)}.")
-    _known_keys(f"{name}.", found, list(defaults))
-    kinds = {key: type(value).__name__ for key, value in defaults.items()}
-    return {key: _typed(f"{name}.{key}", kinds[key], value) for key, value in found.items()}
-
-
 def _known_keys(before: str, given: Mapping[str, Any], known: list[str]) -> None:
     for key in given:
         if key not in known:
             listed = ", ".join(dict.fromkeys(known))
             raise SettingError(f"a plan has no {before}{key}; known: {listed}.{nearest(str(key), known)}")
-
-
-def _typed(name: str, kind: Any, value: Any) -> Any:
-    """`value` as its type; whole numbers are also numbers."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    text = str(kind)
-    if text.startswith("tuple") or "tuple" in text:
-        if isinstance(value, list) and all(isinstance(one, str) for one in value):
-            return tuple(value)
-        raise SettingError(f"{name} is {value!r}; give a list of names or folders.")
-    if "dict" in text:
-        if isinstance(value, dict):
-            return value
-        raise SettingError(f"{name} is {value!r}; give keys and values.")
-    fits = {"int": number and value == int(value), "float": number, "str": isinstance(value, str)}
-    plain = next(key for key in fits if key in text)
-    if not fits[plain]:
-        forms = {"int": "a whole number", "float": "a number", "str": "a text"}
-        raise SettingError(f"{name} is {value!r}; give {forms[plain]}.")
-    return {"int": int, "float": float, "str": str}[plain](value)
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise SettingError(f"{name} is {value!r}; known: {', '.join(known)}.{nearest(value, known)}")

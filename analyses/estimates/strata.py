@@ -23,9 +23,10 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float, Int
 
-from sinklens.analyses.intervals import Interval, interval_rows, resampling_weights
-from sinklens.analyses.scales import DIFFERENCE, LINEAR, LOG, Scale
+from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, LOG, Scale
+from sinklens.analyses.estimates.tables import interval_rows
 from sinklens.sinks.matching import ratio, terms
+from sinklens.utils.estimates import Estimate, resampling_weights
 
 CHUNK = 2000  # strata per product, so that memory does not grow with their number
 UNBOUNDED = 0.025  # with more infinite resamples than this, the interval is infinite on their side
@@ -37,15 +38,14 @@ class Matched(NamedTuple):
     """A matched comparison of two groups of places.
 
     Attributes:
-        found: the estimate and its interval.
+        found: the estimate, with the p value of "no difference" (a ratio of 1, a difference or correlation of 0), NaN
+            if it has none.
         share: share of the first group's events that lie in strata with places of both groups.
-        p: two-sided p value of "no difference" (a ratio of 1, a difference or correlation of 0); NaN if it has none.
         groups: number of groups of prompts that the interval resamples; 0 if it resamples prompts.
     """
 
-    found: Interval
+    found: Estimate
     share: float
-    p: float = np.nan
     groups: int = 0
 
 
@@ -57,12 +57,7 @@ def groups_of(data: xr.Dataset) -> Groups | None:
 
 def labels_of(found: Matched, claim: bool = True) -> dict[str, Any]:
     """The columns of a table that describe a comparison: ``matched_share``, ``groups``, and ``p`` if it is a claim."""
-    return {"matched_share": found.share, "groups": found.groups, "p": found.p if claim else np.nan}
-
-
-def shaped(found: Interval, axes: int) -> Interval:
-    """An interval of one number with `axes` axes of size 1, for `interval_rows`."""
-    return Interval(*(np.asarray(value).reshape((1,) * axes) for value in found))
+    return {"matched_share": found.share, "groups": found.groups, "p": found.found.p if claim else np.nan}
 
 
 def mean_rows(
@@ -83,7 +78,7 @@ def mean_rows(
         parts = [np.nan_to_num(one), (~np.isnan(one)).astype(float)]
         found = stratified(lambda *sums: sums, ratio, parts, seed, group, within=False, null=0.0)
         axes = {name: [values_of[at]] for (name, values_of), at in zip(labels.items(), place, strict=True)}
-        (row,) = interval_rows(model, measure, shaped(found.found, len(axes)), axes)
+        (row,) = interval_rows(model, measure, found.found, axes)
         rows.append({**row, **labels_of(found, claim)})
     return rows
 
@@ -143,8 +138,7 @@ def stratified(
     group = np.zeros(number, dtype=int) if group is None else group
     clusters = np.unique(group[contributes])
     if not strata or not len(clusters):
-        nothing = np.array(np.nan)
-        return Matched(Interval(nothing, nothing, nothing, np.array(0)), 1.0)
+        return Matched(Estimate(np.nan, np.nan, np.nan, 0, np.nan), 1.0)
     drawn, unit = _drawn(group, clusters, seed)
     totals: Any = 0
     for cluster in clusters if within else (None,):
@@ -157,8 +151,8 @@ def stratified(
         known = values[1:][~np.isnan(values[1:])]
         enough = prompts > 1 and len(known)
         low, high = np.percentile(known, [2.5, 97.5], method="nearest") if enough else (np.nan, np.nan)
-    found = Interval(np.asarray(values[0]), np.asarray(low), np.asarray(high), np.array(prompts))
-    return Matched(found, 1.0, p if prompts > 1 else np.nan, len(clusters) if several else 0)
+    found = Estimate(float(values[0]), float(low), float(high), prompts, p if prompts > 1 else np.nan)
+    return Matched(found, 1.0, len(clusters) if several else 0)
 
 
 def _drawn(

@@ -2,7 +2,7 @@
 
 The top tenth of prompts can hold most of a mean KL. The bootstrap interval of such a mean is too narrow (docs/concepts/
 error-rates.md has its coverage), and a mean says little about a typical prompt. So tables of means
-(`intervals.interval_table`) give for the measures `HEAVY` also the *median*, with an interval between two order
+(`tables.interval_table`) give for the measures `HEAVY` also the *median*, with an interval between two order
 statistics that needs no assumption, and the share of prompts *above 0*, with Wilson's score interval.
 
 Caveat: these describe other quantities than the mean. If a few prompts matter, as for a total cost, the mean does too.
@@ -11,13 +11,13 @@ Caveat: these describe other quantities than the mean. If a few prompts matter, 
 import numpy as np
 from jaxtyping import Float
 
-from sinklens.evaluation.statistics import score_interval
+from sinklens.utils.estimates import Estimate, outcomes
 
 HEAVY = ("kl", "kl_age", "kl_step", "policy_kl")
 """Measures with a heavy tail, in all studies."""
 
 
-def median_interval(values: Float[np.ndarray, " prompt"]) -> tuple[float, float, float]:
+def median(values: Float[np.ndarray, " prompt"]) -> Estimate:
     """Median and its distribution-free 95 % interval: the order statistics l and n + 1 − l, l the largest rank with
     P(B < l) ≤ 0.025 for B ~ Binomial(n, ½). Infinite with fewer than six values; NaN entries are left out.
     """
@@ -26,20 +26,19 @@ def median_interval(values: Float[np.ndarray, " prompt"]) -> tuple[float, float,
     known = np.sort(values[~np.isnan(values)])
     number = len(known)
     if not number:
-        return np.nan, np.nan, np.nan
+        return Estimate(np.nan, np.nan, np.nan, 0)
     rank = int(binom.ppf(0.025, number, 0.5))
     low, high = (known[rank - 1], known[number - rank]) if rank else (-np.inf, np.inf)
-    return float(np.median(known)), float(low), float(high)
+    return Estimate(float(np.median(known)), float(low), float(high), number)
 
 
 def typical(values: Float[np.ndarray, " prompt"]) -> dict[str, float]:
     """Columns of a table: ``median``, ``median_low``, ``median_high``; and ``above``, ``above_low``, ``above_high``,
     the share of the prompts with a value above 0. NaN entries are left out.
     """
-    known = values[~np.isnan(values)]
-    positive = int((known > 0).sum())
-    share = positive / len(known) if len(known) else np.nan
-    low, high = score_interval(np.array([len(known) - positive, positive]), [0, 1]) if len(known) > 1 else (np.nan,) * 2
-    numbers = (*median_interval(known), share, float(low), float(high))
-    names = [f"{name}{end}" for name in ("median", "above") for end in ("", "_low", "_high")]
-    return dict(zip(names, numbers, strict=True))
+    above = outcomes(np.where(np.isnan(values), np.nan, values > 0), 0, 1)
+    return {
+        f"{name}{end}": float(number)
+        for name, found in (("median", median(values)), ("above", above))
+        for end, number in (("", found.value), ("_low", found.low), ("_high", found.high))
+    }

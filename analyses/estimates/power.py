@@ -16,16 +16,18 @@ heavy-tailed values it is too optimistic.
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from sinklens.errors import SettingError
-from sinklens.evaluation.statistics import score_p
+from sinklens.utils.estimates import score_p
 
 LEVEL = 0.05
 POWER = 0.8
+TINY = 1e-12  # in place of a spread of 0
 OF_INTEREST = 0.05
 """Smallest difference of shares of interest by default: the paper's bound for the cost of masking."""
 
@@ -59,34 +61,17 @@ def paired_power(effect: float, number: int, level: float = LEVEL, against: floa
     return float(min(1.0, (chance * np.where(few >= 0, found, 0.0)).sum()))
 
 
+@cache
 def smallest_paired(number: int, level: float = LEVEL, against: float = 0.0, power: float = POWER) -> float:
     """The smallest difference of paired verdicts that McNemar's exact test finds with probability `power`.
 
     Infinite where none would be found. Arguments as in `paired_power`.
     """
-    return _smallest_paired(int(number), float(level), round(float(against), 6), float(power))
-
-
-@cache
-def _smallest_paired(number: int, level: float, against: float, power: float) -> float:
-    low, high = 0.0, max(0.0, 1.0 - 2 * against)
-    if number < 1 or paired_power(high, number, level, against) < power:
+    if number < 1:
         return math.inf
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        enough = paired_power(middle, number, level, against) >= power
-        low, high = (low, middle) if enough else (middle, high)
-    return high
-
-
-def mean_power(effect: float, number: int, spread: float, level: float = LEVEL) -> float:
-    """Probability that a two-sided test finds a mean of `effect`, for values with standard deviation `spread`."""
-    from scipy.stats import norm
-
-    if not _can_reject(number, level) or spread <= 0:
-        return float(effect != 0 and spread == 0 and _can_reject(number, level))
-    shift, limit = abs(effect) * math.sqrt(number) / spread, norm.isf(level / 2)
-    return float(norm.sf(limit - shift) + norm.cdf(-limit - shift))
+    against = round(float(against), 6)
+    most = max(0.0, 1.0 - 2 * against)
+    return _smallest(lambda effect: paired_power(effect, int(number), level, against), most, power)
 
 
 def smallest_mean(number: int, spread: float, level: float = LEVEL, power: float = POWER) -> float:
@@ -96,6 +81,32 @@ def smallest_mean(number: int, spread: float, level: float = LEVEL, power: float
     if not _can_reject(number, level):
         return math.inf
     return float((norm.isf(level / 2) + norm.isf(1 - power)) * spread / math.sqrt(number))
+
+
+def t_power(effect: float, number: int, spread: float, level: float = LEVEL) -> float:
+    """Probability that a two-sided t test of `number` values with standard deviation `spread` finds a mean."""
+    from statsmodels.stats.power import TTestPower
+
+    size = abs(effect) / max(spread, TINY)
+    if number < 2 or size * math.sqrt(number) > 30:
+        return float(number >= 2)
+    return float(TTestPower().power(size, number, level))
+
+
+def smallest_t(number: int, spread: float, level: float = LEVEL) -> float:
+    """The smallest mean that a two-sided t test finds with a probability of 80 %; infinite where none would be."""
+    return _smallest(lambda effect: t_power(effect, number, 1.0, level), 100.0, POWER) * max(spread, TINY)
+
+
+def _smallest(power_of: Callable[[float], float], most: float, power: float) -> float:
+    """The smallest effect up to `most` that is found with probability `power`, by bisection; infinite without one."""
+    low, high = 0.0, most
+    if power_of(high) < power:
+        return math.inf
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if power_of(middle) >= power else (middle, high)
+    return high
 
 
 def smallest_shown(

@@ -1,0 +1,146 @@
+"""Does the claim of a plan hold?
+
+    sinklens test plan.yaml
+
+A plan (estimates/plan.py) names keys to mask and a control. For every prompt, the keys and *all* controls are masked,
+steadily, by the unchanged run's scores (answers.py). The verdict is about the control that the plan names
+(estimates/deciding.py); the others are listed beside it and are not tested.
+
+*holds*: the difference is above 0. *equivalent*: it is smaller than the smallest difference of interest, in either
+direction. *the opposite holds*: it is below 0. *cannot tell*: none of these, and the report says what so many units
+could have shown. Each verdict has an error rate of 5 % over all tests on these prompts (tested.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import xarray as xr
+
+from sinklens.analyses.answers import each_prompt, effects, free_effects, unchanged
+from sinklens.analyses.estimates.deciding import over_groups
+from sinklens.analyses.estimates.plan import Plan
+from sinklens.analyses.estimates.tables import interval_table
+from sinklens.analyses.mass import SAME_MASS, attended, removed, with_same_mass
+from sinklens.analyses.study import Study
+from sinklens.interventions import MaskSinks
+from sinklens.model.prompts import SinglePrompt
+from sinklens.sampling.settings import Settings
+from sinklens.sinks import EpsilonOverMean, SinkTrack
+from sinklens.sinks.kinds import Kind, kinds
+from sinklens.sinks.strongest import NOT, Marked
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+    from sinklens.model import Model
+
+PICKS = {
+    "treated": "the keys of the plan",
+    SAME_MASS: "random keys that are no sinks, with as much attention",
+    "random": "as many random weaker keys",
+    "same_kind": "as many random weaker keys of the same kinds of token",
+    "nearest": "the nearest weaker keys",
+    "nothing": "nothing masked",
+}
+MEASURES = {
+    "cost": "right answers lost by masking, share of prompts",
+    "changed": "answers that change by masking, share of prompts",
+    "kl": "KL divergence from the unchanged run (nats per undecided position, under replay)",
+}
+
+
+@dataclass
+class PlannedTest(Study):
+    """See the module.
+
+    Attributes:
+        plan: what is tested.
+    """
+
+    name: ClassVar[str] = "test"
+    together: ClassVar[bool] = False
+    scored: ClassVar[str] = "some"
+    plan: Plan = field(default_factory=lambda: Plan("", "", 2, 0.1))
+
+    def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
+        """`MEASURES` and ``removed`` [prompt, pick]; ``kl`` only where the plan asks for it, else NaN."""
+
+        def one(prompt: SinglePrompt) -> xr.Dataset:
+            track = unchanged(self, model, prompt, settings)
+            marked, mass = self._marked(model, prompt, settings, track)
+            listed = self.interventions(marked)
+            arguments = (self, model, prompt, settings, {"unchanged": [], **listed})
+            found = effects(*arguments) if self.plan.measure == "kl" else free_effects(*arguments)
+            right = found["right"].to_numpy()
+            gone = {"treated": marked["treated"], SAME_MASS: marked[f"treated {SAME_MASS}"]}
+            values = {
+                "right": right[1:],
+                "cost": right[0] - right[1:],
+                "changed": found["changed"].to_numpy()[1:],
+                "kl": found["kl"].to_numpy()[1:] if "kl" in found else np.full(len(listed), np.nan),
+                "removed": np.array(
+                    [float(removed(gone[name], mass)[0]) if name in gone else np.nan for name in listed]
+                ),
+            }
+            data = xr.Dataset({name: ("pick", value) for name, value in values.items()}, {"pick": list(listed)})
+            return data.assign(base=right[0], keys=float(marked["treated"].isel(step=slice(0, -1)).sum()))
+
+        return each_prompt(prompts, one)
+
+    def _marked(
+        self, model: "Model", prompt: SinglePrompt, settings: Settings, track: SinkTrack
+    ) -> tuple[SinkTrack, xr.DataArray]:
+        """The track with the keys of the plan and those with as much attention, and the attention that counts."""
+        sinks = EpsilonOverMean(self.plan.epsilon).detect(track)
+        keys = sinks if self.plan.mask == "sinks" else track.scores().notnull() & ~sinks
+        if self.plan.kind != "any":
+            named = kinds(track) == int(Kind[self.plan.kind.removeprefix(NOT).upper()])
+            keys = keys & (~named if self.plan.kind.startswith(NOT) else named)
+        mass = attended(self, model, prompt, settings, track)
+        return with_same_mass(track, {"treated": keys}, sinks, mass, self.seed), mass
+
+    def interventions(self, marked: SinkTrack) -> dict[str, Any]:
+        """One per entry of `PICKS`."""
+        shared: dict[str, Any] = {"top_k": None, "source": marked, "seed": self.seed}
+        keys: dict[str, Any] = shared | {"detector": Marked("treated")}
+        return {
+            "treated": MaskSinks(**keys),
+            SAME_MASS: MaskSinks(**shared, detector=Marked(f"treated {SAME_MASS}")),
+            "random": MaskSinks(**keys, pick="random", persistent=True),
+            "same_kind": MaskSinks(**keys, pick="same_kind", persistent=True),
+            "nearest": MaskSinks(**keys, pick="nearest"),
+            "nothing": [],
+        }
+
+    def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
+        """``masks``: the measures by keys; ``differences``: the keys of the plan minus every control, with intervals
+        over groups if the plan has groups; and then ``groups``, the same by group.
+        """
+        measures = ["cost", "changed"] + ["kl"] * (self.plan.measure == "kl")
+        tables = {"masks": interval_table(measured, [*measures, "removed"], self.seed).dropna(subset="estimate")}
+        ranges = {"cost": (-1, 1), "changed": (-1, 1)}
+        less = {name: data[measures].sel(pick="treated", drop=True) - data[measures] for name, data in measured.items()}
+        controls = {name: data.drop_sel(pick="treated").rename(pick="control") for name, data in less.items()}
+        groups = self.plan.groups()
+        tables["differences"] = interval_table(controls, measures, self.seed, ranges)
+        if groups:
+            over = [over_groups(controls[row.model][row.measure].sel(control=row.control).to_numpy(), groups)
+                    for row in tables["differences"].itertuples()]  # fmt: skip
+            tables["differences"][["estimate", "low", "high"]] = [(one.value, one.low, one.high) for one in over]
+        if groups and self.plan.against in next(iter(controls.values()))["control"]:
+            parts = [
+                interval_table({name: data.sel(control=self.plan.against).isel(prompt=np.array(groups) == group)},
+                               [self.plan.measure], self.seed, ranges).assign(group=group)
+                for name, data in controls.items() for group in dict.fromkeys(groups)
+            ]  # fmt: skip
+            from pandas import concat
+
+            tables["groups"] = concat(parts, ignore_index=True)
+        return tables
+
+    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
+        """None."""
+        return {}
