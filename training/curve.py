@@ -7,8 +7,6 @@ Pitfall: records of an older run in the same folder are taken for those of the n
 together with the run.
 """
 
-import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -65,23 +63,9 @@ def write_checkpoints(recipe: Recipe, run: Path, out: Path) -> list[Path]:
     for step, file in _required_weights(recipe, run).items():
         folder = out / f"{recipe.name}@{step}"
         if not (folder / LAST_WRITTEN).exists():
-            _write_atomically(recipe, _read_weights(file), folder)
+            write_checkpoint(recipe, _read_weights(file), folder)
         written.append(folder)
     return written
-
-
-def _write_atomically(recipe: Recipe, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write a checkpoint next to `folder` and move it there; a kill leaves at most a hidden folder."""
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    try:
-        write_checkpoint(recipe, weights, part)
-        if folder.exists():  # but is incomplete; other files in it are kept
-            for file in sorted(part.iterdir(), key=lambda file: file.name == LAST_WRITTEN):
-                file.replace(folder / file.name)
-        else:
-            part.replace(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _required_weights(recipe: Recipe, run: Path) -> dict[int, Path]:

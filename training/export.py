@@ -13,13 +13,14 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from sinklens.checkpoints import family_named
 from sinklens.errors import SinklensError
 from sinklens.evaluation.statistics import Accuracy
 from sinklens.utils.atomic import atomic_write
 from sinklens.utils.folders import require_writable
 from training import pictures
 from training.corpus import ANSWER_LENGTH
-from training.formats import FORMATS
+from training.formats import FORMATS, public_weights
 from training.loop import build_model, make_tokenizer
 from training.recipes import Recipe
 from training.run_files import read_records, read_tensors
@@ -65,7 +66,8 @@ def write_checkpoint(recipe: Recipe, weights: dict[str, Float[Tensor, "..."]], f
     model.load_state_dict(weights)
     folder.mkdir(parents=True, exist_ok=True)
     layout = FORMATS[recipe.family]
-    stored = {name: value.bfloat16().contiguous() for name, value in layout.weights(model).items()}
+    weights = public_weights(model, family_named(recipe.family))
+    stored = {name: value.bfloat16().contiguous() for name, value in weights.items()}
     with atomic_write(folder / "model.safetensors") as part:
         part.write_bytes(save(stored, metadata={"format": "pt"}))
     _write_json(folder / "config.json", layout.config(recipe, model.config, tokenizer))

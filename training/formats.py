@@ -1,9 +1,11 @@
-"""The public layout of each family: config.json, names and shapes of the stored weights, generation settings.
+"""The public layout of each family: config.json, the stored weights, generation settings.
 
 The masked model becomes a LLaDA checkpoint, an MMaDA checkpoint if it has pictures, or a LLaDA-MoE checkpoint if it has
 experts; the shifted model becomes a Dream checkpoint, the block-causal one an SDAR checkpoint, the canvas model a
 DiffusionGemma checkpoint, that with two modes a Nemotron-Labs-Diffusion checkpoint, the causal one a Llama checkpoint,
 and the two with a noise level MDLM and Duo checkpoints.
+
+Names and shapes of the weights follow from the family's record, whose renames and splits are inverted.
 
 Pitfall: transformers stacks the experts of a layer, but public checkpoints of LLaDA-MoE store each alone; those of
 DiffusionGemma store them stacked.
@@ -11,14 +13,15 @@ DiffusionGemma store them stacked.
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinklens.checkpoints import Family
 from sinklens.hooks.attention import normalizers as weighing
 from training import pictures
 from training.corpus import ANSWER_LENGTH
@@ -29,41 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 StateDict = dict[str, Float[Tensor, "..."]]
-LLADA_NAMES = {
-    "model.embed_tokens.": "model.transformer.wte.",
-    "model.norm.": "model.transformer.ln_f.",
-    "lm_head.": "model.transformer.ff_out.",
-    "model.layers.": "model.transformer.blocks.",
-    ".input_layernorm.": ".attn_norm.",
-    ".post_attention_layernorm.": ".ff_norm.",
-    ".self_attn.o_proj.": ".attn_out.",
-    ".self_attn.": ".",
-    ".mlp.gate_proj.": ".ff_proj.",
-    ".mlp.up_proj.": ".up_proj.",
-    ".mlp.down_proj.": ".ff_out.",
-}
-
-NOISE_LEVEL_NAMES = {
-    "model.embed_tokens.weight": "vocab_embed.embedding",
-    "model.time_embed.in_proj.": "sigma_map.mlp.0.",
-    "model.time_embed.out_proj.": "sigma_map.mlp.2.",
-    "model.norm.": "output_layer.norm_final.",
-    "model.modulation.": "output_layer.modulation.",
-    "lm_head.": "output_layer.linear.",
-    "model.layers.": "blocks.",
-    ".input_layernorm.": ".norm1.",
-    ".post_attention_layernorm.": ".norm2.",
-    ".self_attn.o_proj.": ".attn_out.",
-    ".mlp.up_proj.": ".mlp.0.",
-    ".mlp.down_proj.": ".mlp.2.",
-    ".modulation.": ".adaLN_modulation.",
-}
-
-
-def _public_name(name: str, names: dict[str, str]) -> str:
-    for ours, theirs in names.items():
-        name = name.replace(ours, theirs)
-    return name
 
 
 def _llada_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
@@ -330,59 +298,6 @@ def _duo_config(recipe: Recipe, config: "PreTrainedConfig", tokenizer: "PreTrain
     return {name: value for name, value in shared.items() if name != "time_conditioning"}
 
 
-def _llada_weights(model: "PreTrainedModel") -> StateDict:
-    return {_public_name(name, LLADA_NAMES): value for name, value in model.state_dict().items()}
-
-
-def _noise_level_weights(model: "PreTrainedModel") -> StateDict:
-    """With queries, keys and values as one weight, and the frequencies of the rotation."""
-    stored = {"backbone.rotary_emb.inv_freq": model.model.rotary_emb.inv_freq}
-    for name, value in model.state_dict().items():
-        block, _, kind = name.rpartition(".self_attn.")
-        public = f"backbone.{_public_name(name, NOISE_LEVEL_NAMES)}"
-        if kind == "q_proj.weight":
-            parts = [model.get_parameter(f"{block}.self_attn.{part}_proj.weight") for part in "qkv"]
-            stored[public.replace("self_attn.q_proj", "attn_qkv")] = torch.cat(parts)
-        elif kind not in ("k_proj.weight", "v_proj.weight"):
-            stored[public] = value
-    return stored
-
-
-def _same_weights(model: "PreTrainedModel") -> StateDict:
-    return model.state_dict()
-
-
-def _encoder_weights(model: "PreTrainedModel") -> StateDict:
-    """Nemotron-Labs-Diffusion's names: the network is an encoder with a diffusion head."""
-    return {_encoder_name(name): value for name, value in model.state_dict().items()}
-
-
-def _encoder_name(name: str) -> str:
-    return re.sub(r"^lm_head\.", "diffusion_head.", re.sub(r"^model\.", "encoder.", name))
-
-
-def _single_experts(model: "PreTrainedModel") -> StateDict:
-    """Each expert alone: transformers stacks gate and up projections, in this order, and then the experts."""
-    stored = dict[str, Tensor]()
-    for name, value in model.state_dict().items():
-        place, _, kind = name.rpartition(".")
-        for number, expert in enumerate(value if place.endswith(".experts") else ()):
-            if kind == "gate_up_proj":
-                gate, up = expert.chunk(2)
-                stored |= {f"{place}.{number}.gate_proj.weight": gate, f"{place}.{number}.up_proj.weight": up}
-            else:
-                stored[f"{place}.{number}.{kind}.weight"] = expert
-        if not place.endswith(".experts"):
-            stored[name] = value
-    return stored
-
-
-def _untied_weights(model: "PreTrainedModel") -> StateDict:
-    """Without the weights that are the same tensor as another one."""
-    tied = set(model.all_tied_weights_keys)
-    return {name: value for name, value in model.state_dict().items() if name not in tied}
-
-
 def _canvas_generation(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
     """The keys of DiffusionGemma's generation_config.json, with its values except for the lengths."""
     return {
@@ -402,31 +317,73 @@ def _lengths(**settings: int | str) -> Callable[[Recipe, "PreTrainedTokenizerFas
     return lambda recipe, tokenizer: {"sinklens": {"gen_length": ANSWER_LENGTH, **settings}}
 
 
+def public_weights(model: "PreTrainedModel", family: Family) -> StateDict:
+    """The weights of `model` as the family's files have them: the inverse of the renames and splits of its record."""
+    tied, layout = set(model.all_tied_weights_keys or ()), FORMATS[family.name]
+    own = {name: value for name, value in model.state_dict().items() if name not in tied}
+    own = _single_experts(own) if layout.single_experts else own
+    for fused, parts in family.fused.items():
+        for first in [name for name in own if name.endswith(f".{parts[0]}")]:
+            place = first.removesuffix(parts[0])
+            own[place + fused] = torch.cat([own.pop(place + part) for part in parts])
+    stored = {_public_name(name, family): value for name, value in own.items()}
+    return stored | {name: model.get_buffer(buffer) for name, buffer in layout.buffers.items()}
+
+
+def _public_name(name: str, family: Family) -> str:
+    """The name whose renaming is `name`; each pattern of the record is literal but for anchors and one group."""
+    for pattern, ours in reversed(family.renames.items()):
+        group = next(iter(re.findall(r"\([^)]*\)", pattern)), "")
+        literal = pattern.strip("^$").replace(group or "\n", "<group>")
+        public = re.sub(r"\\(.)", r"\1", literal)
+        found = re.escape(ours.replace(r"\1", "<group>")).replace("<group>", group)
+        name = re.sub(("^" if pattern.startswith("^") else "") + found, public.replace("<group>", r"\1"), name, count=1)
+    return name
+
+
+def _single_experts(weights: StateDict) -> StateDict:
+    """Each expert alone: transformers stacks gate and up projections, in this order, and then the experts."""
+    stored = dict[str, Tensor]()
+    for name, value in weights.items():
+        place, _, kind = name.rpartition(".")
+        if not place.endswith(".experts"):
+            stored[name] = value
+            continue
+        for number, expert in enumerate(value):
+            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            pieces = zip(parts, expert.chunk(len(parts)), strict=True)
+            stored |= {f"{place}.{number}.{part}.weight": piece for part, piece in pieces}
+    return stored
+
+
 @dataclass(frozen=True)
 class Format:
-    """One family's layout.
+    """One family's layout, besides the names of its weights.
 
     Attributes:
         config: the content of config.json.
-        weights: the stored weights by name.
         generation: the content of generation_config.json besides the special tokens.
+        single_experts: whether each expert is stored alone.
+        buffers: stored name -> buffer of the model.
     """
 
     config: Callable[[Recipe, "PreTrainedConfig", "PreTrainedTokenizerFast"], dict[str, Any]]
-    weights: Callable[["PreTrainedModel"], StateDict]
     generation: Callable[[Recipe, "PreTrainedTokenizerFast"], dict[str, Any]]
+    single_experts: bool = False
+    buffers: Mapping[str, str] = field(default_factory=dict)
 
 
 _MASKED = _lengths(steps=ANSWER_LENGTH, block_length=ANSWER_LENGTH)
+_ROTATION = {"backbone.rotary_emb.inv_freq": "model.rotary_emb.inv_freq"}
 FORMATS = {
-    "llada": Format(_llada_config, _llada_weights, _MASKED),
-    "mmada": Format(_mmada_config, _llada_weights, _MASKED),
-    "llada-moe": Format(_llada_moe_config, _single_experts, _MASKED),
-    "dream": Format(_dream_config, _same_weights, _lengths(steps=ANSWER_LENGTH)),
-    "sdar": Format(_sdar_config, _same_weights, _lengths(remasking_strategy="low_confidence_static")),
-    "diffusion-gemma": Format(_gemma_config, _untied_weights, _canvas_generation),
-    "mdlm": Format(_mdlm_config, _noise_level_weights, _lengths(steps=ANSWER_LENGTH)),
-    "duo": Format(_duo_config, _noise_level_weights, _lengths(steps=ANSWER_LENGTH, final_step="greedy")),
-    "nemotron-diffusion": Format(_nemotron_config, _encoder_weights, _lengths()),
-    "llama": Format(_llama_config, _same_weights, _lengths()),
+    "llada": Format(_llada_config, _MASKED),
+    "mmada": Format(_mmada_config, _MASKED),
+    "llada-moe": Format(_llada_moe_config, _MASKED, single_experts=True),
+    "dream": Format(_dream_config, _lengths(steps=ANSWER_LENGTH)),
+    "sdar": Format(_sdar_config, _lengths(remasking_strategy="low_confidence_static")),
+    "diffusion-gemma": Format(_gemma_config, _canvas_generation),
+    "mdlm": Format(_mdlm_config, _lengths(steps=ANSWER_LENGTH), buffers=_ROTATION),
+    "duo": Format(_duo_config, _lengths(steps=ANSWER_LENGTH, final_step="greedy"), buffers=_ROTATION),
+    "nemotron-diffusion": Format(_nemotron_config, _lengths()),
+    "llama": Format(_llama_config, _lengths()),
 }

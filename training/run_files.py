@@ -1,13 +1,9 @@
 """The files of a training run: records, one line of JSON each, and tensors.
 
-A kill can leave an incomplete last line, without a line feed. `read_records` ignores it and `append_record` removes it.
-Files of tensors are written to a temporary neighbor and then moved into place.
-
-Limitation: two processes that append to one file remove each other's lines. A run has one process.
+Every file is written to a temporary neighbor and then moved into place, so a kill leaves the last complete one.
 """
 
 import json
-import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,35 +11,21 @@ from typing import Any
 
 import torch
 
-from sinklens.errors import CheckpointError, SinklensError
+from sinklens.errors import CheckpointError
 from sinklens.utils.atomic import atomic_write
 
 JSONRecord = dict[str, Any]  # plain JSON values
 
 
 def read_records(file: Path) -> list[JSONRecord]:
-    """Every complete record; empty if there is no file.
-
-    Raises:
-        SinklensError: a complete line is not a record.
-    """
-    records = []
-    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1] if file.exists() else [], 1):
-        try:
-            records.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise SinklensError(
-                f"{file}, line {number} is not a JSON object ({error}); restore it, or delete that line."
-            ) from error
-    return records
+    """Every record; empty if there is no file."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def append_record(file: Path, record: JSONRecord) -> None:
-    """Write one record after the complete ones."""
-    if file.exists():
-        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
-    with file.open("a") as out:
-        out.write(json.dumps(record) + "\n")
+    """Write one record after the others."""
+    with atomic_write(file) as part:
+        part.write_text("".join(json.dumps(one) + "\n" for one in [*read_records(file), record]))
 
 
 def write_tensors(content: Mapping[str, Any], file: Path) -> None:

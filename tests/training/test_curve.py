@@ -7,8 +7,8 @@ import torch
 
 import sinklens
 from sinklens.errors import CheckpointError
-from training import export, train
-from training.curve import accuracy_curve, read_curve, write_checkpoints
+from training import train
+from training.curve import accuracy_curve, write_checkpoints
 
 
 @pytest.fixture
@@ -40,17 +40,6 @@ def test_an_interrupted_curve_resumes_where_it_stopped(run, small):
     assert list(accuracy_curve(small("tiny-dream"), run, norm)) == []
 
 
-def test_a_truncated_record_is_computed_again(run, small):
-    recipe, result = small("tiny-dream"), run / "accuracy.jsonl"
-    first, second = accuracy_curve(recipe, run, norm)
-    complete = result.read_text()
-    result.write_text(complete[:-5])
-    assert read_curve(run) == {4: first}
-    assert list(accuracy_curve(recipe, run, norm)) == [second]
-    assert result.read_text() == complete
-    assert read_curve(run) == {4: first, 6: second}
-
-
 def test_truncated_weights_are_named(run, small, tmp_path):
     file = run / "weights-4.pt"
     content = file.read_bytes()
@@ -60,25 +49,6 @@ def test_truncated_weights_are_named(run, small, tmp_path):
             list(accuracy_curve(small("tiny-dream"), run, norm))
         with pytest.raises(CheckpointError, match=r"weights-4.pt is truncated or corrupt"):
             write_checkpoints(small("tiny-dream"), run, tmp_path / "out")
-
-
-def test_an_interrupted_checkpoint_is_absent_or_written_again(run, small, tmp_path, monkeypatch):
-    recipe, out = small("tiny-dream"), tmp_path / "over-training"
-    plain = export._write_json
-    with monkeypatch.context() as patch:
-        patch.setattr(export, "_write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt, match=r"^$"):
-            write_checkpoints(recipe, run, out)
-    assert export._write_json is plain
-    assert list(out.iterdir()) == []
-    first, second = write_checkpoints(recipe, run, out)
-    complete = {file.name: file.read_bytes() for file in first.iterdir()}
-    for name in ("config.json", "tokenizer.json", "generation_config.json"):
-        (first / name).unlink()
-    (first / "own.txt").touch()
-    assert write_checkpoints(recipe, run, out) == [first, second]
-    assert {file.name: file.read_bytes() for file in first.iterdir()} == {**complete, "own.txt": b""}
-    assert sorted(out.iterdir()) == [first, second]
 
 
 def test_a_folder_without_weights_is_rejected(small, tmp_path):
@@ -94,8 +64,12 @@ def test_kept_weights_become_checkpoints_named_after_their_step(run, small, tmp_
     assert [folder.name for folder in written] == ["tiny-dream@4", "tiny-dream@6"]
     scores = [norm(folder)["norm"] for folder in written]
     assert scores == [record["norm"] for record in accuracy_curve(recipe, run, norm)]
-    (out / "tiny-dream@4" / "kept").touch()
+    complete = (written[0] / "config.json").read_bytes()
+    (written[0] / "config.json").write_text("kept")
     assert write_checkpoints(recipe, run, out) == written
-    assert (out / "tiny-dream@4" / "kept").exists()
+    assert (written[0] / "config.json").read_text() == "kept"
+    (written[0] / "generation_config.json").unlink()  # written last: the checkpoint is incomplete
+    assert write_checkpoints(recipe, run, out) == written
+    assert (written[0] / "config.json").read_bytes() == complete
     with pytest.raises(sinklens.SinklensError, match=r"contains no weights-<step>.pt"):
         write_checkpoints(recipe, out, out)
