@@ -19,6 +19,9 @@ from sinklens.errors import CheckpointError, nearest
 from sinklens.families import Family
 
 SHIPPED_FOLDER = "shipped"
+REPOSITORY = Path(__file__).resolve().parents[2] / "models"
+REPOSITORY_MODELS = ("tiny-llada-skills", "tiny-llama-skills", "tiny-text", "tiny-text-causal")
+"""Models that only studies use; they lie in `REPOSITORY`, which a wheel lacks."""
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -48,11 +51,15 @@ class Weights:
 
 
 def shipped_names() -> list[str]:
-    """Names of the checkpoints that ship with sinklens."""
-    folder = resources.files("sinklens.model") / SHIPPED_FOLDER
-    if not folder.is_dir():
-        return []
-    return sorted(entry.name for entry in folder.iterdir() if (entry / "config.json").is_file())
+    """Names of the checkpoints that ship with sinklens; in a checkout, also of those of the repository alone."""
+    return sorted(_shipped())
+
+
+def _shipped() -> dict[str, Path]:
+    """Name -> folder."""
+    packed = Path(str(resources.files("sinklens.model") / SHIPPED_FOLDER))
+    folders = [*(packed.iterdir() if packed.is_dir() else ()), *(REPOSITORY / name for name in REPOSITORY_MODELS)]
+    return {folder.name: folder for folder in folders if (folder / "config.json").is_file()}
 
 
 def find_checkpoint(name_or_path: str | Path, revision: str | None = None) -> Path:
@@ -66,9 +73,7 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None) -> Pa
     Raises:
         CheckpointError: nothing has this name, there is no network, or `revision` was given for a folder.
     """
-    path = Path(name_or_path)
-    if str(name_or_path) in shipped_names():
-        path = Path(str(resources.files("sinklens.model") / SHIPPED_FOLDER / str(name_or_path)))
+    path = _shipped().get(str(name_or_path), Path(name_or_path))
     if path.is_dir():
         if revision is not None:
             raise CheckpointError(
@@ -77,6 +82,11 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None) -> Pa
         return path
     if path.is_file():
         raise CheckpointError(f"{path} is a file; pass the folder that contains config.json and the weights.")
+    if str(name_or_path) in REPOSITORY_MODELS:
+        raise CheckpointError(
+            f"{name_or_path} comes with sinklens's repository, not with the installed package; pass the folder "
+            f"models/{name_or_path} of a checkout."
+        )
     looks_local = path.is_absolute() or str(name_or_path).startswith((".", "~")) or str(name_or_path).count("/") != 1
     if looks_local:
         raise CheckpointError(

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from sinklens.errors import CheckpointError
 from sinklens.families import family_named
+from sinklens.model import files
 from sinklens.model.files import commit_of, find_checkpoint, read_config, read_headers, shipped_names
 
 LLADA = family_named("llada")
@@ -51,6 +52,15 @@ def test_a_folder_is_returned_as_it_is(intact):
 def test_shipped_names_are_folders_of_the_package():
     for name in shipped_names():
         assert (find_checkpoint(name, None) / "config.json").is_file()
+
+
+def test_a_model_of_the_repository_is_found_in_a_checkout_and_named_elsewhere(monkeypatch, tmp_path):
+    assert find_checkpoint("tiny-text") == files.REPOSITORY / "tiny-text"
+    assert "tiny-text" in shipped_names()
+    monkeypatch.setattr(files, "REPOSITORY", tmp_path)
+    assert set(files.REPOSITORY_MODELS).isdisjoint(shipped_names())
+    with pytest.raises(CheckpointError, match=r"tiny-text comes with sinklens's repository, .* models/tiny-text of a"):
+        find_checkpoint("tiny-text")
 
 
 def test_a_file_is_rejected_with_a_hint_to_pass_its_folder(intact):
