@@ -46,10 +46,10 @@ train: $(STAMP)  ## train the shipped models again; resumes an interrupted run
 	$(BIN)/python -m training tiny-llama
 
 bench: $(STAMP)  ## measure the cost of watching
-	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python -m benchmarks.run $(ARGS)
 
 gpu: $(STAMP)  ## check sinklens on this machine's GPU and measure it (a CPU reports what it cannot check)
-	$(BIN)/python -m sinklens.devices.check $(ARGS)
+	$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu $(ARGS)
 
 notebooks: $(STAMP)  ## execute the tutorials that changed and write their notebooks
 	$(BIN)/python scripts/make_notebooks.py $(ARGS)

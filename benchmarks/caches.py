@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, Qwen2Config, Qwen3Config
 
 import sinklens
-from sinklens.devices.measuring import Ratio, compare, compare_peaks
-from sinklens.devices.plain import ANSWER, MASK, random_llada, twin
+from benchmarks.measuring import Ratio, compare, compare_peaks
+from benchmarks.plain import ANSWER, MASK, random_llada, twin
 from sinklens.families import autoregressive
 from sinklens.hooks.tree import HookTree
 from sinklens.hooks.window_cache import WindowCache

@@ -1,7 +1,7 @@
 """Measure how faithful and complete the strongest edges of the shipped models are, beside random circuits.
 
-    python benchmarks/circuits.py [MODEL ...] > rows.txt
-    python benchmarks/circuits.py --rows rows.txt --picture docs/pictures/circuit-curves.svg
+    python -m benchmarks.circuits [MODEL ...] > rows.txt
+    python -m benchmarks.circuits --rows rows.txt --picture docs/pictures/circuit-curves.svg
 
 The task is copying: in a word problem, the first number of the prompt is exchanged for another one, and the metric is
 the difference of the two numbers' logits at the position of the answer that repeats the first number; in a diffusion
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from lenses import over_templates, text
 
 import sinklens
+from benchmarks.lenses import over_templates, text
 from sinklens.experiments import circuit_case, circuit_curves, edge_scores
 from sinklens.experiments.circuit_search import CircuitCase
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out, training

@@ -1,6 +1,6 @@
 """Measure how well edge attribution ranks the direct paths of a trained model, and what path patching costs.
 
-    python benchmarks/edges.py
+    python -m benchmarks.edges
 
 On the canvas of a step of tiny-llada, with one number of the problem exchanged; the metric is the log-probability of
 the final token at the first masked position. Prints one line per case and number of gradients averaged, against path

@@ -8,8 +8,8 @@ import torch
 from transformer_lens.hook_points import HookPoint
 
 import sinklens
-from sinklens.devices.measuring import Ratio, compare
-from sinklens.devices.plain import ANSWER
+from benchmarks.measuring import Ratio, compare
+from benchmarks.plain import ANSWER
 from sinklens.experiments import sweep
 from sinklens.interventions import AblateHeads, Where
 from sinklens.tasks.word_problems import held_out

@@ -1,6 +1,6 @@
 """How fast the lab answers: from a request to its first step, its first changed step and its result; and a pattern.
 
-    python benchmarks/lab.py [MODEL] [--gen-length N] [--steps N] [--runs N] [--heads]
+    python -m benchmarks.lab [MODEL] [--gen-length N] [--steps N] [--runs N] [--heads]
 
 MODEL ``middle`` is the middle model of run.py (d_model 512, 8 layers, vocabulary 32,000) with random weights, on a
 canvas of 256 positions of which the last 32 are decided in 16 steps.
@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import httpx
 import torch
-from run import MIDDLE
 
 import sinklens
-from sinklens.devices.plain import random_llada
+from benchmarks.plain import random_llada
+from benchmarks.run import MIDDLE
 
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
 LONG = {"ids": list(range(3, 227)), "settings": {"gen_length": 32, "block_length": 32, "steps": 16}}

@@ -1,6 +1,6 @@
 """Measure which lens decodes the final token of the shipped models earlier, by layer and masked share.
 
-    python benchmarks/lenses.py [MODEL ...]
+    python -m benchmarks.lenses [MODEL ...]
 
 A tuned lens and a Jacobian lens are fitted on training problems and read, with the logit lens, on held-out ones, as
 many of each template. Prints, by bucket of the masked share, the first layer that decodes the final token for good (see

@@ -1,6 +1,6 @@
 """Time and memory of loading a large checkpoint, beside transformers' own ``from_pretrained``.
 
-    python benchmarks/loading.py FOLDER [--layers 16] [--repeats 2] [--dtypes bfloat16 float32]
+    python -m benchmarks.loading FOLDER [--layers 16] [--repeats 2] [--dtypes bfloat16 float32]
 
 A Llama checkpoint of random weights in bfloat16 is written to FOLDER, in four files, and deleted afterwards; with 16
 layers of LLaDA's kind at d_model 2048 it has 2.4 GB. A checkpoint that an interrupted call left there is used again.

@@ -1,6 +1,6 @@
 """Host memory while the sinks of many runs are recorded and read: does it grow with the number of runs?
 
-    python benchmarks/many_runs.py [--runs 1000] [--keep all top sinks]
+    python -m benchmarks.many_runs [--runs 1000] [--keep all top sinks]
 
 `collect_sinks` records tiny-llada on word problems, 8 tokens in 8 steps, into shards of 256 KiB, so that hundreds of
 shards are written. The resident memory of the process is read every 100 runs. Then a process of its own opens the store
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import sinklens
-from sinklens.devices.measuring import Ratio
+from benchmarks.measuring import Ratio
 from sinklens.features import collect_sinks
 from sinklens.sinks import RunStore, run_store
 from sinklens.tasks.word_problems import training

@@ -6,7 +6,7 @@ from time import process_time
 
 import torch
 
-from sinklens.devices.measuring import Ratio
+from benchmarks.measuring import Ratio
 from sinklens.families.dit import DitConfig, DitForMaskedLM
 from sinklens.hooks import HookTree, architecture_of
 from sinklens.hooks.attention import attention

@@ -1,6 +1,6 @@
 """Measure the cost of watching, as ratios within one process.
 
-    python benchmarks/run.py [--quick] [--only tiny sweep ...]
+    python -m benchmarks.run [--quick] [--only tiny sweep ...]
 
 Every figure is the ratio of two implementations of the same work, timed in turn (A B A B …) so that a drift of the
 machine affects both; the median of the pairwise ratios is reported with its range. Each result is written to
@@ -24,17 +24,26 @@ from unittest import mock
 import nnsight
 import numpy as np
 import torch
-from caches import against_fast_dllm, block_caching, block_ratios, cache_memory, caching, leaving, products, stopping
-from interventions import mapping, placing, sweeping
-from many_runs import many_runs
-from modulated import SMALL, SMALLEST_DIT, modulated
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import LlamaForCausalLM
 
 import sinklens
-from sinklens.devices.measuring import HEAD, Ratio, compare, compare_peaks, hardware, peak, seconds, table
-from sinklens.devices.plain import ANSWER, TINY, blank, plain_loop, random_llada, reference_loop
+from benchmarks.caches import (
+    against_fast_dllm,
+    block_caching,
+    block_ratios,
+    cache_memory,
+    caching,
+    leaving,
+    products,
+    stopping,
+)
+from benchmarks.interventions import mapping, placing, sweeping
+from benchmarks.many_runs import many_runs
+from benchmarks.measuring import HEAD, Ratio, compare, compare_peaks, hardware, peak, seconds, table
+from benchmarks.modulated import SMALL, SMALLEST_DIT, modulated
+from benchmarks.plain import ANSWER, TINY, blank, plain_loop, random_llada, reference_loop
 from sinklens.interventions import MaskSinks
 from sinklens.runs import recorder
 from sinklens.runs.request import Hooks

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PLACE = {"sinklens": "sinklens", "hooks": "sinklens/hooks", "analyses": "sinklens/analyses"}
 """The location of each folder of the repository in the wheel."""
+LARGEST = 40  # MiB
 
 PROBE = """\
 import sinklens
@@ -74,15 +75,14 @@ def expected_files() -> set[str]:
 
 
 def shipped_files() -> list[Path]:
-    """Every file of the shipped checkpoints, autoencoders and pages, the device check's settings, and the declarations
-    of the command line."""
+    """Every file of the shipped checkpoints, autoencoders and pages, and the declarations of the command line."""
     folders = ("model/shipped", "features/shipped", "views/page", "live/static")
     found = [path for folder in folders for path in (ROOT / "sinklens" / folder).rglob("*") if path.is_file()]
-    return [*found, ROOT / "sinklens/devices/pytest.ini", ROOT / "sinklens/cli/declared.json"]
+    return [*found, ROOT / "sinklens/cli/declared.json"]
 
 
 def check_contents(wheel: Path) -> None:
-    """Exit with an error if the contents of the wheel and the folders differ."""
+    """Exit with an error if the contents of the wheel and the folders differ, or the wheel is too large."""
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith("sinklens/")}
     expected = expected_files()
@@ -90,6 +90,8 @@ def check_contents(wheel: Path) -> None:
         sys.exit(f"the wheel lacks {missing}: list the package or its data in pyproject.toml")
     if surplus := sorted(packed - expected):
         sys.exit(f"the wheel contains {surplus}, which are neither modules nor shipped data")
+    if (size := wheel.stat().st_size / 2**20) > LARGEST:
+        sys.exit(f"the wheel has {size:.1f} MiB, more than {LARGEST}: move models that only studies use to models/")
     if not any("/shipped/" in name and name.endswith(".safetensors") for name in packed):
         sys.exit("the wheel contains no checkpoint: sinklens/model/shipped is empty")
 

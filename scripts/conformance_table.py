@@ -14,11 +14,11 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
+from stored.folders import ReferenceFolder, StoredRun
+from stored.runs import FOLDERS, open_folder, stored_pass, stored_runs
 from torch import Tensor
 
 import sinklens
-from sinklens.devices.references import ReferenceFolder, StoredRun
-from sinklens.devices.stored_runs import FOLDERS, open_folder, stored_pass, stored_runs
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 HEAD = "| checkpoint | logits | patterns | sink scores | runs equal | canvases equal |\n|---|---|---|---|---|---|"

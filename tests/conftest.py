@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
     from sinklens import Model
 
+collect_ignore = ["gpu"]  # the check of a device has its own settings and starts its own process (make gpu)
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 TESTS = Path(__file__).resolve().parent
 EXTENDED = (  # files and folders that `make test` leaves to `make check`: real processes, training, studies, documents
-    "analyses", "cli/test_studies.py", "devices/test_check.py", "devices/test_ray_gpus.py",
-    "devices/test_stored_runs.py", "evaluation/sandbox", "utils/test_coverage.py",
-    "evaluation/test_distributed.py", "evaluation/test_harness", "evaluation/test_runner.py",
-    "experiments/test_sweeps.py", "hooks/test_column_sums_triton.py", "hooks/test_fused.py", "papers",
-    "test_benchmarks.py", "test_docs.py", "test_tutorials.py", "training", "views/test_report.py",
+    "analyses", "cli/test_studies.py", "evaluation/sandbox", "utils/test_coverage.py",
+    "evaluation/test_distributed.py", "evaluation/test_harness", "evaluation/test_ray_gpus.py",
+    "evaluation/test_runner.py", "experiments/test_sweeps.py", "hooks/test_column_sums_triton.py",
+    "hooks/test_fused.py", "papers", "test_benchmarks.py", "test_docs.py", "test_gpu_check.py", "test_tutorials.py",
+    "training", "views/test_report.py",
 )  # fmt: skip
 
 

@@ -25,7 +25,6 @@ FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of th
     ("evaluation",),
     ("probes",),
     ("live",),
-    ("devices",),
     ("analyses",),
     ("cli",),
 ]

@@ -13,9 +13,9 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.checkpoints import family_named
 from sinklens.errors import SinklensError
 from sinklens.evaluation.statistics import Accuracy
+from sinklens.families import family_named
 from sinklens.utils.atomic import atomic_write
 from sinklens.utils.folders import require_writable
 from training import pictures

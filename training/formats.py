@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinklens.checkpoints import Family
+from sinklens.families import Family
 from sinklens.hooks.attention import normalizers as weighing
 from training import pictures
 from training.corpus import ANSWER_LENGTH

@@ -7,7 +7,7 @@ version. If the probe fails for any reason, sinklens warns once and uses the pla
 
 A verdict is valid for one process. The next process probes again, quickly: Triton stores compiled kernels on disk.
 
-Limitation: a probe uses small tensors only. ``python -m sinklens.devices.check`` tests longer ones.
+Limitation: a probe uses small tensors only. ``make gpu`` tests longer ones.
 """
 
 import warnings

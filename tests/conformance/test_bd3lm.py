@@ -1,12 +1,12 @@
-"""dLLM's BD3LM: sinklens reproduces the reference's logits, patterns and every canvas of its sampler."""
+"""dLLM's BD3LM: its end tokens, schedule and two samplers, beside the stored runs (test_stored_runs.py)."""
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from building import plain_pass
-from published import assert_same_canvases, assert_same_pass, largest_difference
+from stored.folders import largest_difference
+from stored.runs import stored_runs
 
 import sinklens
 from sinklens.errors import CheckpointError
@@ -15,70 +15,29 @@ from sinklens.sampling.decisions import linear_schedule
 
 FOLDER = "bd3lm"
 TOLERANCE = 1e-4
+
+
 RUNS = 7
-"""Runs of BD3LMSampler that are compared. Run 7 draws its own padding token, which the reference then hides; runs 8 to
-11 are the model card's sampler."""
-CARD = [(8, 0), (9, 0), (10, 0), (11, 1)]
-"""Runs of the model card's sampler and the longest row of each, which is compared; the reference pads the other."""
+"""Runs of BD3LMSampler; the others are the model card's."""
 
 
-def model_of(load, length: int, end: int = 305) -> sinklens.Model:
-    return load((("eos_token_id", end),), (("block_length", length),))
-
-
-def settings_of(stored: dict[str, Any]) -> dict[str, Any]:
-    found = {key: stored[key] for key in ("steps", "cfg_scale", "right_shift_logits") if key in stored}
-    return found | {"gen_length": stored["max_new_tokens"]}
+def model_of(reference, length: int, end: int = 305) -> sinklens.Model:
+    return reference.load(changes={"eos_token_id": end}, block_length=length)
 
 
 def prompts_of(reference, number: int) -> list[list[int]]:
     return [[token for token in row if token >= 0] for row in reference.tensors[f"gen{number}.prompt"].tolist()]
 
 
-def test_every_run_of_the_reference_is_compared_or_listed(reference):
-    rest = [stored["sampler"] for stored in reference.runs[RUNS:]]
-    assert rest == ["BD3LMSampler.sample"] + ["model card"] * 4
-
-
-def test_logits_patterns_and_sink_scores_equal_the_references(reference, load):
-    assert_same_pass(model_of(load, 8), reference, TOLERANCE)
-
-
-def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(reference, load):
-    """Blocks are counted by columns, padding included."""
-    tensors = reference.tensors
-    real = tensors["padded.attention_mask"].diagonal(dim1=1, dim2=2)
-    with torch.no_grad():
-        logits = model_of(load, 8)(tensors["padded.input_ids"], attention_mask=real.long())
-    assert not real.all()
-    assert largest_difference(logits[real], tensors["padded.logits"][real]) < TOLERANCE
-
-
-@pytest.mark.parametrize("recording", [True, False])
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5])
-def test_every_canvas_equals_the_references_token_for_token(reference, load, number, recording):
-    stored, tensors = reference.runs[number], reference.tensors
-    run = sinklens.generate(
-        model_of(load, stored["block_size"], stored["eos_token_id"]), prompts_of(reference, number),
-        record_sinks=recording, **settings_of(stored),
-    )  # fmt: skip
-    assert_same_canvases(run, *real_only(run, tensors[f"gen{number}.canvas"], tensors[f"gen{number}.result"]))
-
-
-def real_only(run, canvas, result):
-    """The reference's tensors with −1 on padding, whose token differs."""
-    hidden = ~run.real[:, : result.shape[1]]
-    result = torch.where(hidden, run.tokens[:, : result.shape[1]], result)
-    return canvas.masked_fill(hidden[:, None, : canvas.shape[2]], -1), result
-
-
-def test_a_row_ends_with_its_own_end_token_and_until_then_equals_the_references(reference, load):
+def test_a_row_ends_with_its_own_end_token_and_until_then_equals_the_references(reference):
     """The reference goes on with a row that has ended until all have; the answers are the same."""
     stored, tensors = reference.runs[6], reference.tensors
-    model = model_of(load, stored["block_size"], stored["eos_token_id"])
+    model = model_of(reference, stored["block_size"], stored["eos_token_id"])
     both = sinklens.generate(model, prompts_of(reference, 6), gen_length=8, steps=4, stop=False)
-    assert_same_canvases(both, *real_only(both, tensors["gen6.canvas"], tensors["gen6.result"]))
-    run = sinklens.generate(model, prompts_of(reference, 6), **settings_of(stored))
+    for step in range(4):
+        there = (tensors["gen6.canvas"][:, step] >= 0) & both.real[:, : tensors["gen6.canvas"].shape[2]]
+        assert torch.equal(both.canvas[:, step, : there.shape[1]][there], tensors["gen6.canvas"][:, step][there])
+    run = sinklens.generate(model, prompts_of(reference, 6), gen_length=stored["max_new_tokens"], steps=stored["steps"])
     assert run.steps_run == 4
     assert [answer.tokens for answer in run.answers] == [6, 0]
     assert torch.equal(run.tokens[0, 8:16], tensors["gen6.result"][0, 8:])
@@ -96,30 +55,9 @@ def test_the_schedule_is_the_references_rounding(reference):
     assert all(sum(linear_schedule(masked, steps)) == masked for masked in range(40) for steps in range(1, 40))
 
 
-def card_run(reference, load, number, row, **settings):
-    """A row of a stored run of the model card's sampler."""
-    stored = reference.runs[number]
-    blocks = -(-stored["max_new_tokens"] // stored["block_size"])
-    settings = {"denoising_steps": -(-stored["steps"] // blocks), "cfg_scale": stored.get("cfg_scale", 0.0)} | settings
-    model = model_of(load, stored["block_size"], stored["eos_token_id"])
-    prompts = [prompts_of(reference, number)[row]]
-    return sinklens.generate(model, prompts, sampler="bd3lm-card", gen_length=stored["max_new_tokens"], **settings)
-
-
-@pytest.mark.parametrize(("recording", "cached"), [(True, False), (False, True)])
-@pytest.mark.parametrize(("number", "row"), CARD)
-def test_canvases_of_the_model_cards_sampler_equal_the_references(reference, load, number, row, recording, cached):
-    run = card_run(reference, load, number, row, record_sinks=recording, use_cache=cached)
-    tensors = reference.tensors
-    canvas, result = (tensors[f"gen{number}.{what}"][[row]] for what in ("canvas", "result"))
-    assert_same_canvases(run, canvas, result)
-    assert run.prompt_length == reference.runs[number]["prompt_lengths"][row]
-    assert run.steps_run <= run.settings.steps
-
-
-def test_a_row_of_the_model_cards_sampler_does_not_depend_on_its_batch(reference, load):
+def test_a_row_of_the_model_cards_sampler_does_not_depend_on_its_batch(reference):
     """The reference counts the blocks of a shorter row by the columns of the longest."""
-    model, rows = model_of(load, 8), prompts_of(reference, 9)
+    model, rows = model_of(reference, 8), prompts_of(reference, 9)
     settings = {"sampler": "bd3lm-card", "gen_length": 21, "denoising_steps": 3}
     for guidance in (0.0, 1.5):
         together = sinklens.generate(model, rows, cfg_scale=guidance, **settings)
@@ -131,24 +69,25 @@ def test_a_row_of_the_model_cards_sampler_does_not_depend_on_its_batch(reference
             assert largest_difference(theirs[row, : alone.steps_run, :, :, -length:], ours[0]) < TOLERANCE
 
 
-def test_the_prompt_sees_no_answer_position_in_its_last_block_until_that_block_is_finished(reference, load):
+def test_the_prompt_sees_no_answer_position_in_its_last_block_until_that_block_is_finished(reference):
     seen = []
 
     def keep(value, hook):
         seen.append(value[0, :, :13, 13:].amax().item())
 
-    run = card_run(reference, load, 8, 0, record_sinks=False, hooks=[("blocks.1.attn.hook_pattern", keep)])
+    stored = next(run for run in stored_runs(reference) if run.number == 8)
+    run = reference.repeat(stored, record_sinks=False, hooks=[("blocks.1.attn.hook_pattern", keep)])
     first = int(run.unmask_step[0, 13:16].max()) + 1
     assert first == 3
     assert seen[:first] == [0.0] * first
     assert min(seen[first:]) > 0
-    model = model_of(load, 8)
+    model = model_of(reference, 8)
     assert model.tree.attention_blocks.start == "column"  # the rule of single passes is the model's again
 
 
-def test_masked_sinks_are_exact(reference, load):
+def test_masked_sinks_are_exact(reference):
     """Patterns under MaskSinks equal plain attention without the strongest key of the step before."""
-    model, values = model_of(load, 8), {}
+    model, values = model_of(reference, 8), {}
 
     def keep(value, hook):
         values.setdefault(hook.step, {})[hook.name] = value.clone()

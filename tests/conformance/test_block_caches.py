@@ -3,7 +3,8 @@
 import pytest
 import torch
 from building import plain_pass
-from published import Reference, largest_difference
+from stored.folders import largest_difference
+from stored.runs import open_folder
 
 import sinklens
 from sinklens.errors import SettingError
@@ -25,16 +26,13 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def references(conformance):
-    return {name: Reference(conformance / name) for name in FOLDERS}
+    return {name: open_folder(conformance / name) for name in FOLDERS}
 
 
 @pytest.fixture(scope="module")
-def models(references, tmp_path_factory):
+def models(references):
     """By folder, with blocks of 4."""
-    return {
-        name: reference.loader(tmp_path_factory.mktemp(name))((), (("block_length", 4),))
-        for name, reference in references.items()
-    }
+    return {name: reference.load(block_length=4) for name, reference in references.items()}
 
 
 def rows_of(reference):

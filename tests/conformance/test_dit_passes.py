@@ -5,8 +5,8 @@ from shutil import copytree
 
 import pytest
 import torch
-from published import largest_difference
 from safetensors.torch import load_file
+from stored.folders import largest_difference
 
 import sinklens
 from sinklens.errors import CheckpointError, HookNameError, SettingError

@@ -1,117 +1,23 @@
-"""The samplers of MDLM, SEDD and BD3-LM write every canvas of the authors' runs, given their random numbers."""
+"""The samplers of MDLM, SEDD and BD3-LM: published rules, batches, replay and masks, beside the stored runs."""
 
-import json
 import math
 from functools import cache
 
 import pytest
 import torch
-from published import largest_difference
-from safetensors.torch import load_file
+from stored.folders import largest_difference
+from stored.runs import open_folder
 from timed import loader
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
-from sinklens.interventions import MaskSinks, Suffix
+from sinklens.interventions import MaskSinks
 from sinklens.sampling import PrefixCache
-
-RUNS = [(name, number) for name, count in (("mdlm", 4), ("sedd", 5), ("bd3lm-owt", 6)) for number in range(count)]
-SLIDING = [("bd3lm-owt", 3)]  # compared in test_sliding_windows.py
-OF_OTHERS = {"mdlm": ["gen4", "gen5", "gen6", "gen7"]}
-"""Runs with a moving window (test_sliding_windows.py), and of another repository (test_uniform_samplers.py)."""
-
-
-@cache
-def _model(folder):
-    return sinklens.load(folder, family="sedd" if folder.name == "sedd" else None)
-
-
-@cache
-def _stored(folder):
-    runs = json.loads((folder / "expected.json").read_text())["generate"]
-    return load_file(folder / "expected.safetensors"), {run["run"]: run for run in runs}
-
-
-class Draws:
-    """Puts the stored random numbers at ``denoise.hook_uniform``; those of bd3lm-owt are of the block."""
-
-    def __init__(self, stored, run, blocks=None):
-        self.steps, self.blocks = (stored[f"{run}.draws"].double() + 0.5) / 65536, blocks
-        if f"{run}.draws_denoise" in stored:
-            closing = (stored[f"{run}.draws_denoise"].double() + 0.5) / 65536
-            self.steps = [*self.steps, torch.nn.functional.pad(closing, (0, 1))]
-
-    def __call__(self, value, hook):
-        if self.blocks is None:
-            return self.steps[hook.step].to(value.dtype)
-        size = self.steps.shape[2]
-        value[:, self.blocks[hook.step] * size :][:, :size] = self.steps[hook.step]
-        return value
-
-
-def repeated(folder, number, **more):
-    """A stored run, repeated with its draws."""
-    stored, runs = _stored(folder)
-    run = runs[f"gen{number}"]
-    hooks, settings = [], {}
-    prompt, length = [[] for _ in range(run["batch"])], run["length"]
-    if folder.name == "bd3lm-owt":
-        prompt, length = [[161]], run["length"] - 1
-        settings = {key: run[key] for key in ("first_hitting", "num_steps", "nucleus_p")}
-        changed = stored[f"{run['run']}.canvas"] != stored[f"{run['run']}.entering"]
-        existing = (stored[f"{run['run']}.entering"] >= 0).sum(dim=2)[:, 0]
-        hooks.append(("denoise.hook_uniform", Draws(stored, run["run"], (existing // 4 - 1).tolist())))
-        if run["first_hitting"]:
-
-            def chosen(value, hook):
-                written = torch.zeros_like(value)
-                written[:, : changed.shape[2]] = changed[hook.step]
-                assert bool(value.sum() == 1)
-                return written
-
-            hooks.append(("denoise.hook_commit", chosen))
-    else:
-        settings = {"predictor": run["sampler"], "steps": run["steps"]}
-        settings["noise_removal"] = run["noise_removal"] if "noise_removal" in run else run["denoise"]
-        hooks.append(("denoise.hook_uniform", Draws(stored, run["run"])))
-        if "fixed_positions" in run:
-            before = sum(place == index for index, place in enumerate(run["fixed_positions"]))
-            tokens = run["fixed_tokens"]
-            prompt, length = [tokens[:before]], length - len(tokens)
-            hooks += [Suffix(text=tokens[before:])] if tokens[before:] else []
-    hooks += more.pop("hooks", [])
-    return sinklens.generate(_model(folder), prompt, gen_length=length, hooks=hooks, **settings, **more)
-
-
-def test_every_run_of_the_references_is_compared(conformance):
-    for name in ("mdlm", "sedd", "bd3lm-owt"):
-        _, runs = _stored(conformance / name)
-        compared = [f"gen{number}" for folder, number in RUNS if folder == name]
-        assert [*compared, *OF_OTHERS.get(name, [])] == list(runs)
-
-
-@pytest.mark.parametrize(("name", "number"), [run for run in RUNS if run not in SLIDING])
-def test_every_canvas_equals_the_references(conformance, name, number):
-    folder = conformance / name
-    stored, runs = _stored(folder)
-    run, canvas = repeated(folder, number, record_sinks=False), stored[f"gen{number}.canvas"]
-    expected = torch.cat([canvas, stored[f"gen{number}.result"][None]]).transpose(0, 1)  # [batch, step + 1, pos]
-    found = run.canvas[:, 1:]
-    if runs[f"gen{number}"].get("token_0_written_at_t_0"):  # the reference's defect: all weights are infinite
-        wrong = (expected[:, -1] == 0).nonzero()[:, 1]
-        assert len(wrong) == 1
-        assert bool((found[:, -1, wrong] != 0).all())
-        found[:, -1, wrong] = 0
-    exists = expected >= 0
-    steps = found.shape[1]
-    assert torch.equal(found[exists[:, :steps]], expected[:, :steps][exists[:, :steps]].long())
-    assert torch.equal(expected[:, steps - 1 :], expected[:, -1:].expand(-1, expected.shape[1] - steps + 1, -1))
-    assert run.answers[0].masks == 0
 
 
 @pytest.mark.parametrize("name", ["mdlm", "sedd", "bd3lm-owt"])
 def test_rows_do_not_depend_on_their_batch_and_copies_differ(conformance, name):
-    model = _model(conformance / name)
+    model = open_folder(conformance / name).load()
     start = [[161, 3], [161, 4], [161, 3]]
     settings = {"gen_length": 9, "record_sinks": False, "seed": 3}
     settings |= {"first_hitting": False, "num_steps": 6} if name == "bd3lm-owt" else {"steps": 6}
@@ -125,7 +31,7 @@ def test_rows_do_not_depend_on_their_batch_and_copies_differ(conformance, name):
 
 @pytest.mark.parametrize("name", ["mdlm", "sedd", "bd3lm-owt"])
 def test_watching_a_run_changes_nothing_and_its_canvases_replay(conformance, name):
-    model = _model(conformance / name)
+    model = open_folder(conformance / name).load()
     settings = {"gen_length": 8, "seed": 1}
     plain = sinklens.generate(model, [[5], [6]], record_sinks=False, **settings)
     watched = sinklens.generate(model, [[5], [6]], **settings)
@@ -144,7 +50,7 @@ def test_watching_a_run_changes_nothing_and_its_canvases_replay(conformance, nam
 @pytest.mark.parametrize("name", ["mdlm", "sedd", "bd3lm-owt"])
 def test_masked_sinks_are_exact(conformance, name):
     """Under MaskSinks, the first layer's pattern is the plain one without the strongest key of the step before."""
-    model, at, seen = _model(conformance / name), "blocks.0.attn.hook_pattern", {}
+    model, at, seen = open_folder(conformance / name).load(), "blocks.0.attn.hook_pattern", {}
 
     def keep(value, hook):
         seen[hook.name, hook.step] = value.clone()
@@ -163,7 +69,7 @@ def test_masked_sinks_are_exact(conformance, name):
 
 
 def test_an_untimed_network_is_not_called_while_its_canvas_does_not_change(conformance):
-    model = _model(conformance / "mdlm")
+    model = open_folder(conformance / "mdlm").load()
     calls = []
     handle = model.tree.hf.register_forward_pre_hook(lambda *_: calls.append(1))
     base = model.tree.hf.model.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -178,7 +84,7 @@ def test_an_untimed_network_is_not_called_while_its_canvas_does_not_change(confo
 
 
 def test_bd3lm_refuses_what_it_cannot_run(conformance):
-    model = _model(conformance / "bd3lm-owt")
+    model = open_folder(conformance / "bd3lm-owt").load()
     with pytest.raises(PromptError, match=r"need 28 positions; .* has 16"):
         sinklens.generate(model, [[161]], gen_length=27)
     with pytest.raises(PromptError, match="the prompts have 1 to 2 tokens; blocks are counted from the first column"):
@@ -191,7 +97,7 @@ def test_bd3lm_refuses_what_it_cannot_run(conformance):
 
 @pytest.mark.parametrize("name", ["mdlm", "sedd"])
 def test_prompts_may_differ_in_length_and_be_empty(conformance, name):
-    model, settings = _model(conformance / name), {"gen_length": 7, "seed": 2, "record_sinks": False}
+    model, settings = open_folder(conformance / name).load(), {"gen_length": 7, "seed": 2, "record_sinks": False}
     batch = sinklens.generate(model, [[5, 6, 7], [], [9]], **settings)
     for row, prompt in ((1, []), (2, [9])):
         alone = sinklens.generate(model, [prompt], **settings)
@@ -207,7 +113,7 @@ def test_prompts_may_differ_in_length_and_be_empty(conformance, name):
 
 def test_sinks_of_the_same_step_are_measured_at_the_steps_noise_level(conformance):
     """The separate pass that measures them reads the noise level that the step reads."""
-    model, at, seen = _model(conformance / "sedd"), "blocks.0.attn.hook_pattern", {}
+    model, at, seen = open_folder(conformance / "sedd").load(), "blocks.0.attn.hook_pattern", {}
     keep = (lambda name: name in (at, "hook_time"), lambda value, hook: seen.update({(hook.name, hook.step): value}))
     run = sinklens.generate(model, [[5]], gen_length=8, hooks=[MaskSinks(top_k=1, same_step=True), keep], seed=1)
     for step in range(run.steps_run):
@@ -223,8 +129,8 @@ def test_cache_policies_are_for_untimed_networks(conformance):
     with pytest.raises(
         SettingError, match=r"PrefixCache reuses keys of earlier steps, and those of .* change with the"
     ):
-        sinklens.generate(_model(conformance / "sedd"), [[5]], **settings)
-    model = _model(conformance / "mdlm")
+        sinklens.generate(open_folder(conformance / "sedd").load(), [[5]], **settings)
+    model = open_folder(conformance / "mdlm").load()
     free = sinklens.generate(model, [[5, 7, 8]], **settings)
     watched = sinklens.generate(model, [[5, 7, 8]], **settings | {"record_sinks": True})
     assert torch.equal(free.canvas, watched.canvas)
@@ -235,10 +141,12 @@ def test_a_sampler_without_a_noise_level_is_refused_where_the_network_reads_it(c
     with pytest.raises(
         SettingError, match=r"the llada sampler does not set the noise level that .* reads; choose one of mdlm,"
     ):
-        sinklens.generate(_model(conformance / "sedd"), [[5]], sampler="llada", gen_length=4)
+        sinklens.generate(open_folder(conformance / "sedd").load(), [[5]], sampler="llada", gen_length=4)
     with pytest.raises(SettingError, match=r"the mdlm sampler sets a noise level, and .* does not read one"):
         sinklens.generate(tiny_llada, [[5]], sampler="mdlm", gen_length=4)
-    run = sinklens.generate(_model(conformance / "mdlm"), [[5]], sampler="llada", gen_length=4, record_sinks=False)
+    run = sinklens.generate(
+        open_folder(conformance / "mdlm").load(), [[5]], sampler="llada", gen_length=4, record_sinks=False
+    )
     assert run.answers[0].masks == 0
 
 

@@ -1,31 +1,19 @@
-"""Fast-dLLM v2: sinklens reproduces the reference's logits, patterns and every canvas."""
-
-from typing import Any
+"""Fast-dLLM v2: the sub-block cache, batches and endings, beside the stored runs (test_stored_runs.py)."""
 
 import pytest
 import torch
 from building import plain_pass
-from published import assert_same_pass, largest_difference
+from stored.folders import largest_difference
+from stored.runs import stored_runs
 
 import sinklens
 
 FOLDER = "fast-dllm-v2"
 TOLERANCE = 1e-4
-COMPARED = [0, 1, 2, 3, 4, 5, 6]
-"""Run 2 used the sub-block cache. Run 7 shows a defect of the
-reference, run 8 is its batched sampler, which is compared by its results."""
 
 
-def model_of(load, length: int, end: int = 305) -> sinklens.Model:
-    return load((("eos_token_id", end),), (("block_length", length),))
-
-
-def settings_of(stored: dict[str, Any], prompt: int) -> dict[str, Any]:
-    """The reference decodes max_new_tokens // block_size blocks, the first one from the prompt's end, and one token."""
-    blocks, size = stored["max_new_tokens"] // stored["block_size"], stored["block_size"]
-    found = {"small_block_size": stored["small_block_size"], "threshold": float(stored["threshold"])}
-    found |= {"use_block_cache": True} if stored.get("use_block_cache") else {}
-    return found | {"gen_length": (prompt // size + blocks) * size + 1 - prompt}
+def stored_run(reference, number):
+    return next(run for run in stored_runs(reference) if run.number == number)
 
 
 def first_of_a_block(run: sinklens.Generation, step: int, size: int) -> bool:
@@ -34,68 +22,35 @@ def first_of_a_block(run: sinklens.Generation, step: int, size: int) -> bool:
     return len(decided) == 1 and decided[0] % size == 0
 
 
-def test_every_run_of_the_reference_is_compared_or_listed(reference):
-    assert [stored["sampler"] for stored in reference.runs] == ["generate"] * 8 + ["batch_sample"]
+def test_the_block_length_is_that_of_the_config(reference):
+    assert reference.load().block_length == reference.config()["bd_size"] == 8
 
 
-def test_the_block_length_is_that_of_the_config(reference, load):
-    assert load().block_length == reference.config()["bd_size"] == 8
-
-
-def test_logits_patterns_and_sink_scores_equal_the_references(reference, load):
-    assert_same_pass(load(), reference, TOLERANCE)
-
-
-@pytest.mark.parametrize("recording", [True, False])
-@pytest.mark.parametrize("number", COMPARED)
-def test_every_canvas_equals_the_references_token_for_token(reference, load, number, recording):
-    stored, prompt = reference.runs[number], reference.tensors[f"gen{number}.prompt"]
-    size = stored["block_size"]
-    run = sinklens.generate(
-        model_of(load, size, stored["stop_token"]), prompt, record_sinks=recording,
-        **settings_of(stored, prompt.shape[1]),
-    )  # fmt: skip
-    passes = [step for step in range(run.steps_run) if not first_of_a_block(run, step, size)]
-    canvas, result = reference.tensors[f"gen{number}.canvas"], reference.tensors[f"gen{number}.result"]
-    assert len(passes) == canvas.shape[1]
-    for step, stored_canvas in zip(passes, canvas[0], strict=True):
-        there = stored_canvas >= 0
-        assert torch.equal(run.canvas[0, step, : len(there)][there], stored_canvas[there]), f"step {step}"
-    assert torch.equal(run.tokens[:, : result.shape[1]], result)
-
-
-def test_a_step_with_the_sub_block_cache_computes_the_span_that_the_reference_fed(reference, load):
-    stored, tensors = reference.runs[2], reference.tensors
+def test_a_step_with_the_sub_block_cache_computes_the_span_that_the_reference_fed(reference):
     shown, passes = [], []
 
     def fresh(value, hook):
         shown.append(value[0].nonzero()[:, 0].tolist())
 
-    run = sinklens.generate(
-        model_of(load, 8), tensors["gen2.prompt"], record_sinks=False, hooks=[("blocks.1.attn.hook_fresh", fresh)],
-        **settings_of(stored, 13),
-    )  # fmt: skip
+    run = reference.repeat(stored_run(reference, 2), record_sinks=False, hooks=[("blocks.1.attn.hook_fresh", fresh)])
     for step, columns in enumerate(shown):
         if not first_of_a_block(run, step, 8):
             passes.append([max(columns[0], columns[-1] // 8 * 8), columns[-1] + 1])
         else:  # the finished block, with its final tokens, and the position that is decided
             assert columns == list(range(columns[0], columns[0] + 9))
             assert columns[0] % 8 == 0
-    assert passes == tensors["gen2.span"].tolist()
+    assert passes == reference.tensors["gen2.span"].tolist()
 
 
 @pytest.mark.parametrize("number", [4, 6])
-def test_the_sub_block_cache_equals_a_naive_one(reference, load, number):
+def test_the_sub_block_cache_equals_a_naive_one(reference, number):
     """A plain pass whose stale keys and values are put in by hand, layer by layer."""
-    stored, prompt = reference.runs[number], reference.tensors[f"gen{number}.prompt"]
-    model = model_of(load, stored["block_size"])
-    settings = settings_of(stored, prompt.shape[1]) | {"use_block_cache": True}
     seen, logits = [], []
     hooks = [
         ("blocks.0.attn.hook_fresh", lambda v, hook: seen.append(v[0].clone())),
         ("denoise.hook_logits", lambda v, hook: logits.append(v[0].clone())),
     ]
-    run = sinklens.generate(model, prompt, record_sinks=False, hooks=hooks, **settings)
+    run = reference.repeat(stored_run(reference, number), record_sinks=False, hooks=hooks, use_block_cache=True)
     kept = {}
     for step in range(min(run.steps_run, 14)):
         now, fresh = {}, seen[step]
@@ -107,15 +62,15 @@ def test_the_sub_block_cache_equals_a_naive_one(reference, load, number):
         points = [f"blocks.{layer}.attn.hook_{what}" for layer in range(3) for what in ("rot_k", "v")]
         edits = {name: (lambda value, name=name: use(value, name)) for name in points}
         with torch.no_grad():
-            plain = plain_pass(model, run.canvas[:, step], run.real, edits).logits[0]
+            plain = plain_pass(run.model, run.canvas[:, step], run.real, edits).logits[0]
         first = int(fresh.nonzero()[0])
         ours = logits[step]
         places = fresh[first : first + len(ours)].nonzero()[:, 0][1:]  # the first one's own predecessor is not computed
         assert largest_difference(ours[places], plain[first + places - 1]) < 1e-3
 
 
-def test_rows_of_a_batch_with_the_sub_block_cache_equal_runs_of_them_alone(reference, load):
-    model = model_of(load, 8)
+def test_rows_of_a_batch_with_the_sub_block_cache_equal_runs_of_them_alone(reference):
+    model = reference.load(changes={"eos_token_id": 305}, block_length=8)
     rows = [[token for token in row if token >= 0] for row in reference.tensors["gen8.prompt"].tolist()]
     given = {"small_block_size": 4, "threshold": 0.4, "use_block_cache": True, "gen_length": 20}
     together, plain = sinklens.generate(model, rows, **given), {}
@@ -129,8 +84,8 @@ def test_rows_of_a_batch_with_the_sub_block_cache_equal_runs_of_them_alone(refer
     assert not all(plain.values())  # stale keys change results
 
 
-def test_rows_of_a_batch_equal_the_references_results_and_runs_of_them_alone(reference, load):
-    stored, model = reference.runs[8], model_of(load, 8)
+def test_rows_of_a_batch_equal_the_references_results_and_runs_of_them_alone(reference):
+    stored, model = reference.runs[8], reference.load(changes={"eos_token_id": 305}, block_length=8)
     rows = [[token for token in row if token >= 0] for row in reference.tensors["gen8.prompt"].tolist()]
     assert {len(row) % 8 for row in rows} == {5, 3}
     given = {key: stored[key] for key in ("small_block_size", "threshold")}
@@ -146,16 +101,16 @@ def test_rows_of_a_batch_equal_the_references_results_and_runs_of_them_alone(ref
         assert torch.equal(together.canvas[row, : alone.steps_run + 1, places], alone.canvas[0])
 
 
-def test_a_prompt_of_exactly_one_block_is_seen(reference, load):
+def test_a_prompt_of_exactly_one_block_is_seen(reference):
     """The reference neither prefills nor feeds it (gen 7); here another prompt gives another answer."""
-    model, prompt = load(), reference.tensors["gen7.prompt"]
+    model, prompt = reference.load(), reference.tensors["gen7.prompt"]
     other = prompt.clone()
     other[0, 2] = 50
     first, second = (sinklens.generate(model, ids, gen_length=9, record_sinks=False) for ids in (prompt, other))
     assert not torch.equal(first.tokens[:, 8:], second.tokens[:, 8:])
 
 
-def test_a_proposed_mask_token_does_not_keep_the_run_from_ending(reference, load):
+def test_a_proposed_mask_token_does_not_keep_the_run_from_ending(reference):
     """The reference loops for ever."""
 
     def propose(value, hook):
@@ -164,7 +119,7 @@ def test_a_proposed_mask_token_does_not_keep_the_run_from_ending(reference, load
         return value
 
     run = sinklens.generate(
-        load(), reference.tensors["gen0.prompt"], gen_length=20, hooks=[("denoise.hook_candidates", propose)]
+        reference.load(), reference.tensors["gen0.prompt"], gen_length=20, hooks=[("denoise.hook_candidates", propose)]
     )
     assert (run.tokens[0] == 309).nonzero()[:, 0].tolist()[0] == 20
     assert run.steps_run <= run.settings.steps

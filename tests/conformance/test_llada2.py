@@ -1,29 +1,29 @@
-"""LLaDA2: sinklens reproduces the reference's passes and routing, and every run of the samplers of 2.0 and 2.1."""
+"""LLaDA2: config, answers and edits of tokens, beside the stored runs (test_stored_runs.py)."""
 
 import pytest
 import torch
-from published import assert_same_canvases, assert_same_pass, largest_difference
+from stored.runs import stored_runs
 
-import sinklens
 from sinklens.families import family_named, translate
 from sinklens.model.loading import build_empty
 
 FOLDER = "llada2-moe"
-TOLERANCE = 1e-4
-VERSION_0 = range(8)
-VERSION_1 = range(8, 13)
-"""The runs of each sampler."""
 
 
 @pytest.fixture(scope="module")
-def model(load):
-    """With the block length of the reference's single pass."""
-    return load((), (("block_length", 8),))
+def model(reference):
+    return reference.load(block_length=8)
 
 
-def test_every_run_of_the_reference_is_compared(reference):
-    samplers = [stored["sampler"] for stored in reference.runs]
-    assert samplers == ["llada2.0"] * len(VERSION_0) + ["llada2.1"] * len(VERSION_1)
+def run_of(reference, number, **more):
+    """The stored run `number`, with further settings."""
+    return reference.repeat(next(run for run in stored_runs(reference) if run.number == number), **more)
+
+
+@pytest.mark.parametrize("number", range(13))
+def test_the_answer_equals_the_references(reference, number):
+    run, result = run_of(reference, number, record_sinks=False), reference.tensors[f"gen{number}.result"]
+    assert run.tokens[0, run.prompt_length :].tolist()[: result.shape[1]] == result[0].tolist()
 
 
 def test_the_config_is_translated_key_by_key(reference, model):
@@ -40,53 +40,7 @@ def test_the_config_is_translated_key_by_key(reference, model):
     assert (model.family, model.block_length, model.mask_token_id) == ("llada2", 8, 315)
 
 
-def test_logits_patterns_and_sink_scores_equal_the_references(reference, model):
-    assert_same_pass(model, reference, TOLERANCE)
-
-
-def test_the_routing_equals_the_references(reference, model):
-    with torch.no_grad():
-        _, kept = model.run_with_cache(reference.tensors["input_ids"], names_filter=lambda name: ".mlp." in name)
-    assert [parts.experts for parts in model.tree.parts] == [False, True, True]
-    assert all(parts.shared for parts in model.tree.parts[1:])
-    for layer in (1, 2):
-        stored = {what: reference.tensors[f"router.{layer}.{what}"] for what in ("logits", "weights", "experts")}
-        found, order = kept[f"blocks.{layer}.mlp.hook_expert_indices"].sort(dim=-1)  # the reference's are ascending
-        assert torch.equal(found, stored["experts"].long())
-        assert largest_difference(kept[f"blocks.{layer}.mlp.hook_router_logits"], stored["logits"]) < TOLERANCE
-        weights = kept[f"blocks.{layer}.mlp.hook_expert_weights"].gather(-1, order)
-        assert largest_difference(weights, stored["weights"]) < TOLERANCE
-
-
-def run_of(reference, load, number, **settings):
-    """The stored run `number`, with further settings."""
-    stored = reference.runs[number]
-    ends = stored["eos_id"] >= 0
-    model = load((("eos_token_id", stored["eos_id"] if ends else None),), (("block_length", stored["block_length"]),))
-    given = {"gen_length": stored["gen_length"], "threshold": stored["threshold"]}
-    if number in VERSION_1:
-        given |= {name: stored[name] for name in ("editing_threshold", "max_post_steps", "num_to_transfer")}
-        given |= {"sampler": "llada2.1", "stop": stored["eos_early_stop"]}
-    else:
-        given |= {"denoising_steps": stored["steps"], "minimal_topk": stored["minimal_topk"]}
-        given |= {"eos_early_stop": stored["eos_early_stop"], "stop": ends}
-    return sinklens.generate(model, reference.tensors[f"gen{number}.prompt"], **given | settings)
-
-
-@pytest.mark.parametrize(("recording", "cached"), [(True, False), (False, True)])
-@pytest.mark.parametrize("number", [*VERSION_0, *VERSION_1])
-def test_every_canvas_equals_the_references_token_for_token(reference, load, number, recording, cached):
-    run = run_of(reference, load, number, record_sinks=recording, use_cache=cached)
-    tensors = reference.tensors
-    final, result = tensors[f"gen{number}.final"], tensors[f"gen{number}.result"]
-    there = final >= 0
-    assert torch.equal(run.tokens[:, : final.shape[1]][there], final[there])
-    assert_same_canvases(run, tensors[f"gen{number}.canvas"], run.tokens)
-    answer = run.tokens[0, run.prompt_length :].tolist()[: result.shape[1]]
-    assert answer == result[0].tolist()
-
-
-def test_the_track_and_the_points_say_which_tokens_were_edited_in_which_step(reference, load):
+def test_the_track_and_the_points_say_which_tokens_were_edited_in_which_step(reference):
     """Run 8 edits tokens while masks are left, and after."""
     shown = {"hook_commit": [], "hook_edit": []}
 
@@ -94,7 +48,7 @@ def test_the_track_and_the_points_say_which_tokens_were_edited_in_which_step(ref
         shown[hook.name.partition(".")[2]].append(value.clone())
 
     hooks = [(f"denoise.{name}", keep) for name in shown]
-    run = run_of(reference, load, 8, hooks=hooks)
+    run = run_of(reference, 8, hooks=hooks)
     canvas, mask = reference.tensors["gen8.canvas"], reference.facts["mask_token_id"]
     edits, commits = torch.stack(shown["hook_edit"], 1), torch.stack(shown["hook_commit"], 1)
     for step in range(run.steps_run - 1):
@@ -109,27 +63,27 @@ def test_the_track_and_the_points_say_which_tokens_were_edited_in_which_step(ref
     assert not run.sinks.renoised.any()
 
 
-def test_edits_are_hidden_by_a_hook_and_a_replay_repeats_the_run(reference, load):
+def test_edits_are_hidden_by_a_hook_and_a_replay_repeats_the_run(reference):
     """Without edits, every position keeps its first token, and each block ends as soon as no mask is left."""
-    base = run_of(reference, load, 9, record_sinks=False)
+    base = run_of(reference, 9, record_sinks=False)
     kept = run_of(
         reference, load, 9, record_sinks=False, hooks=[("denoise.hook_edit", lambda value, hook: value & False)]
     )
     changed = (kept.canvas[:, 1:] != kept.canvas[:, :-1]) & ~kept.undecided[:, :-1]
     assert not changed.any()
     assert base.steps_run > kept.steps_run
-    again = run_of(reference, load, 9, replay=base)
+    again = run_of(reference, 9, replay=base)
     assert torch.equal(again.canvas, base.canvas)
     assert again.sinks.edited.any()
 
 
-def test_a_proposed_mask_token_does_not_keep_a_run_of_2_1_from_ending(reference, load):
+def test_a_proposed_mask_token_does_not_keep_a_run_of_2_1_from_ending(reference):
     """The reference never ends."""
 
     def propose(value, hook):
         return torch.where(torch.arange(value.shape[1]) == 20, 315, value)
 
-    run = run_of(reference, load, 8, record_sinks=False, hooks=[("denoise.hook_candidates", propose)])
+    run = run_of(reference, 8, record_sinks=False, hooks=[("denoise.hook_candidates", propose)])
     assert run.steps_run <= run.settings.steps
     assert run.tokens[0, 20] == 315
     assert not run.undecided[0, -1, 24:].any()  # later blocks are decided
@@ -138,7 +92,7 @@ def test_a_proposed_mask_token_does_not_keep_a_run_of_2_1_from_ending(reference,
 def test_a_fused_weight_is_split_into_queries_keys_and_values(reference, model):
     from safetensors.torch import load_file
 
-    fused = load_file(reference.folder / "model.safetensors")["model.layers.1.attention.query_key_value.weight"]
+    fused = load_file(reference.path / "model.safetensors")["model.layers.1.attention.query_key_value.weight"]
     attn = model.tree.hf.model.layers[1].self_attn
     q, k, v = fused.split([64, 32, 32])
     assert torch.equal(attn.q_proj.weight, q)

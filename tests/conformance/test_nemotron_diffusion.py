@@ -1,4 +1,4 @@
-"""Nemotron-Labs-Diffusion: sinklens reproduces the authors' samplers in all modes, on a reconstructed backbone."""
+"""Nemotron-Labs-Diffusion: passes, drafts and rules of its modes, beside the stored runs."""
 
 import itertools
 import json
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from published import largest_difference
 from safetensors.torch import load_file, save_file
+from stored.folders import largest_difference
+from stored.runs import stored_runs
 
 import sinklens
 from sinklens.errors import CheckpointError, HookFunctionError, PromptError, ReadOnlyHookError, SettingError
@@ -17,10 +18,8 @@ from sinklens.interventions import SinkToken
 
 FOLDER = "nemotron-diffusion"
 TOLERANCE = 1e-4
-RUNS = 14
 DEFECT = 7
 """The reference ends a block for all rows because one of them has ended."""
-MODES = {"ar_generate": "autoregressive", "generate": "diffusion", "linear_spec_generate": "speculation"}
 SPECULATION = [8, 9, 10, 11]
 PASSES = {"causal": ("causal.", None), "denoise": ("", 18), None: ("bidirectional.", None)}
 FULL_SIZE = {
@@ -35,45 +34,29 @@ ROTATION = {
 
 
 @pytest.fixture(scope="module")
-def model(load):
-    return load()
+def model(reference):
+    return reference.load()
 
 
-def settings_of(stored: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a stored run under our names."""
-    found: dict[str, Any] = {"gen_length": stored.get("max_new_tokens") or stored["gen_length"]}
-    if stored["method"] == "ar_generate":
-        return found | {"mode": "autoregressive"}
-    found["block_length"] = stored["block_length"]
-    if stored["method"] == "generate":
-        found |= {"threshold": stored.get("threshold"), "causal_context": stored.get("causal_context", True)}
-        return found | {"mode": "diffusion"}
-    if stored["method"] == "linear_spec_generate":
-        found |= {"draft_threshold": stored.get("threshold", 0.0), "use_adapter": stored.get("lora", False)}
-        return found | {"mode": "speculation"}
-    blocks = stored["gen_length"] // stored["block_length"]
-    found |= {"denoising_steps": stored["steps"] // blocks, "neg_entropy": stored["neg_entropy"]}
-    return found | {"sampler": "nemotron-dllm"}
-
-
-def stored_run(reference, load, number: int, **more: Any) -> sinklens.Generation:
-    """A run of the reference, repeated."""
-    stored = reference.runs[number]
-    changes = (("eos_token_id", stored["eos_token_id"]),) if "eos_token_id" in stored else ()
+def stored_run(reference, number: int, **more: Any) -> sinklens.Generation:
+    """A run of the reference, repeated; the one with a defect from its settings alone."""
+    if number != DEFECT:
+        return reference.repeat(next(run for run in stored_runs(reference) if run.number == number), **more)
     prompt = reference.tensors[f"gen{number}.prompt"]
-    return sinklens.generate(load(changes), prompt, **settings_of(stored) | more)
+    return sinklens.generate(reference.load(changes={"eos_token_id": 91}), prompt, **batched_settings(reference) | more)
+
+
+def batched_settings(reference) -> dict[str, Any]:
+    """Those of the run with a defect."""
+    stored = reference.runs[DEFECT]
+    found = {"mode": "diffusion", "gen_length": stored.get("max_new_tokens") or stored["gen_length"]}
+    found |= {"block_length": stored["block_length"], "threshold": stored.get("threshold")}
+    return found | {"causal_context": stored.get("causal_context", True)}
 
 
 def seen_in(steps: list) -> Any:
     """A hook that keeps the pass of every step."""
     return ("denoise.hook_canvas", lambda value, hook: steps.append(hook.forward_pass))
-
-
-def test_every_run_of_the_reference_is_compared(reference):
-    assert len(reference.runs) == RUNS
-    assert [
-        number for number, run in enumerate(reference.runs) if run["method"] == "linear_spec_generate"
-    ] == SPECULATION
 
 
 def test_the_config_is_translated_key_by_key(reference, model):
@@ -105,36 +88,29 @@ def test_logits_patterns_and_sink_scores_equal_the_references(reference, model, 
         assert largest_difference(sinks[f"blocks.{layer}.attn.hook_sink_scores"], pattern[:, layer].sum(2)) < TOLERANCE
 
 
-@pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("number", [number for number in range(RUNS) if number != DEFECT])
-def test_every_canvas_equals_the_references_token_for_token(reference, load, number, use_cache):
-    stored, tensors, passes = reference.runs[number], reference.tensors, []
-    run = stored_run(reference, load, number, use_cache=use_cache, hooks=[seen_in(passes)])
+@pytest.mark.parametrize("number", [number for number in range(14) if number != DEFECT])
+def test_every_block_begins_where_the_references_does(reference, number):
+    tensors, passes = reference.tensors, []
+    run = stored_run(reference, number, hooks=[seen_in(passes)])
     filling = [step for step, mode in enumerate(run.modes) if mode in ("denoise", "draft")]
-    assert [len(filling), run.steps_run - len(filling)] == stored["passes"]
-    result = tensors[f"gen{number}.result"]
-    assert torch.equal(run.tokens[:, : result.shape[1]], result)
-    assert stored["method"] == "generate" or (run.tokens[:, result.shape[1] :] == (-1 if number < 2 else 100)).all()
+    assert [len(filling), run.steps_run - len(filling)] == reference.runs[number]["passes"]
     if f"gen{number}.canvas" in tensors:
         assert [passes[step].block.start for step in filling] == tensors[f"gen{number}.start"].tolist()
-        kept = run.canvas[:, filling]
-        canvas = tensors[f"gen{number}.canvas"]
         stop = torch.tensor([passes[step].block.stop for step in filling])[:, None]
-        exists = torch.arange(canvas.shape[2]) < stop
-        assert torch.equal((canvas >= 0), exists.expand_as(canvas))
-        assert (kept[:, :, : canvas.shape[2]][canvas >= 0] == canvas[canvas >= 0]).all()
+        canvas = tensors[f"gen{number}.canvas"]
+        assert torch.equal((canvas >= 0), (torch.arange(canvas.shape[2]) < stop).expand_as(canvas))
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("number", SPECULATION)
-def test_drafts_verifications_and_accepted_lengths_equal_the_references(reference, load, number, use_cache):
+def test_drafts_verifications_and_accepted_lengths_equal_the_references(reference, number, use_cache):
     shown: dict[str, list] = {"draft": [], "verify": [], "accepted_length": []}
 
     def keep(value, hook):
         shown[hook.name.removeprefix("denoise.hook_")].append((hook.step, value.clone()))
 
     hooks = [(f"denoise.hook_{name}", keep) for name in shown]
-    run = stored_run(reference, load, number, use_cache=use_cache, hooks=hooks)
+    run = stored_run(reference, number, use_cache=use_cache, hooks=hooks)
     tensors = {name: reference.tensors[f"gen{number}.{name}"] for name in ("draft", "verify", "accepted")}
     assert torch.equal(torch.cat([value for _, value in shown["verify"]]), tensors["verify"])
     assert torch.cat([value for _, value in shown["accepted_length"]]).tolist() == tensors["accepted"].tolist()
@@ -144,18 +120,18 @@ def test_drafts_verifications_and_accepted_lengths_equal_the_references(referenc
 
 
 @pytest.mark.parametrize("number", [2, 5, 8, 11, 12])
-def test_logits_of_the_first_block_and_verification_equal_the_references(reference, load, number):
+def test_logits_of_the_first_block_and_verification_equal_the_references(reference, number):
     kept: dict[str, torch.Tensor] = {}
     hooks = [("denoise.hook_logits", lambda value, hook: kept.setdefault(hook.forward_pass.mode, value.clone()))]
-    stored_run(reference, load, number, hooks=hooks)
+    stored_run(reference, number, hooks=hooks)
     filling = kept["draft" if number in SPECULATION else "denoise"]
     assert largest_difference(filling, reference.tensors[f"gen{number}.logits"]) < TOLERANCE
     if number in SPECULATION:
         assert largest_difference(kept["verify"], reference.tensors[f"gen{number}.verify_logits"]) < TOLERANCE
 
 
-def test_the_modes_of_a_run_and_its_track_are_those_of_its_passes(reference, load):
-    run = stored_run(reference, load, 2)
+def test_the_modes_of_a_run_and_its_track_are_those_of_its_passes(reference):
+    run = stored_run(reference, 2)
     passes = Counter(reference.tensors["gen2.start"].tolist()).values()
     blocks = [["denoise"] * count + ["commit"] for count in passes]
     assert list(run.modes) == ["prefill", *itertools.chain(*blocks)]
@@ -168,21 +144,21 @@ def test_the_modes_of_a_run_and_its_track_are_those_of_its_passes(reference, loa
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_a_row_of_a_batch_is_decoded_as_if_it_were_alone(reference, load, use_cache):
+def test_a_row_of_a_batch_is_decoded_as_if_it_were_alone(reference, use_cache):
     """Where the reference leaves masks in one row because another one has ended."""
-    together = stored_run(reference, load, DEFECT, use_cache=use_cache)
+    together = stored_run(reference, DEFECT, use_cache=use_cache)
     prompt = reference.tensors[f"gen{DEFECT}.prompt"]
     for row in range(2):
-        settings = settings_of(reference.runs[DEFECT])
-        alone = sinklens.generate(load((("eos_token_id", 91),)), prompt[[row]], use_cache=use_cache, **settings)
+        model, settings = reference.load(changes={"eos_token_id": 91}), batched_settings(reference)
+        alone = sinklens.generate(model, prompt[[row]], use_cache=use_cache, **settings)
         assert torch.equal(together.tokens[row], alone.tokens[0])
     assert (together.answers[1].ended, together.answers[1].masks) == (True, 0)
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_left_padding_changes_nothing(reference, load, use_cache):
+def test_left_padding_changes_nothing(reference, use_cache):
     prompts = [reference.tensors[f"gen{number}.prompt"][0].tolist() for number in (2, 3)]
-    model = load()
+    model = reference.load()
     settings = {"mode": "diffusion", "gen_length": 16, "threshold": 0.7, "use_cache": use_cache}
     ids = torch.tensor([prompts[0], [0, *prompts[1]]])
     real = torch.tensor([[1] * 11, [0] + [1] * 10])
@@ -192,8 +168,8 @@ def test_left_padding_changes_nothing(reference, load, use_cache):
         assert torch.equal(together.tokens[row, 11:], alone.tokens[0, -16:])
 
 
-def test_the_adapter_acts_on_the_block_of_draft_passes_only(reference, load):
-    model, ids = load(), reference.tensors["input_ids"]
+def test_the_adapter_acts_on_the_block_of_draft_passes_only(reference):
+    model, ids = reference.load(), reference.tensors["input_ids"]
     with torch.no_grad():
         draft, denoise = (model(ids, mode=mode, block_start=18) for mode in ("draft", "denoise"))
         commit = model(ids, mode="commit")
@@ -208,7 +184,7 @@ def test_the_adapter_adds_its_low_rank_product_to_the_projection(reference, mode
     hooks = [(name, lambda value, hook, key=key: values.update({key: value})) for name, key in names]
     with torch.no_grad():
         model.run_with_hooks(ids, fwd_hooks=hooks, mode="draft", block_start=18)
-        stored = load_file(reference.folder / "linear_spec_lora" / "adapter_model.safetensors")
+        stored = load_file(reference.path / "linear_spec_lora" / "adapter_model.safetensors")
         at = "base_model.model.encoder.layers.1.self_attn.o_proj.lora_{}.weight"
         merged = (
             model.hf.model.layers[1].self_attn.o_proj.weight + 16 / 4 * stored[at.format("B")] @ stored[at.format("A")]
@@ -217,9 +193,9 @@ def test_the_adapter_adds_its_low_rank_product_to_the_projection(reference, mode
     assert largest_difference(values["out"][:, 18:], expected[:, 18:]) < 1e-5
 
 
-def test_speculation_writes_the_autoregressive_text(reference, load):
+def test_speculation_writes_the_autoregressive_text(reference):
     """Whatever the drafts are: with and without the adapter, thresholds, block lengths, caches and edited drafts."""
-    model = load()
+    model = reference.load()
 
     def wrong(value, hook):
         value = value.clone()
@@ -237,39 +213,38 @@ def test_speculation_writes_the_autoregressive_text(reference, load):
             assert torch.equal(run.tokens[:, : expected.shape[1]], expected), given
 
 
-def test_an_edited_accepted_length_moves_the_next_block(reference, load):
+def test_an_edited_accepted_length_moves_the_next_block(reference):
     one = [("denoise.hook_accepted_length", lambda value, hook: value * 0 + 1)]
-    run = stored_run(reference, load, 8, hooks=one)
+    run = stored_run(reference, 8, hooks=one)
     starts = [block.start for block in run.step_blocks if block]
     assert starts == list(range(10, 10 + len(starts)))
-    assert torch.equal(run.tokens[:, :36], stored_run(reference, load, 8).tokens[:, :36])
+    assert torch.equal(run.tokens[:, :36], stored_run(reference, 8).tokens[:, :36])
     with pytest.raises(HookFunctionError, match="takes 1 to 8 tokens"):
-        stored_run(reference, load, 8, hooks=[("denoise.hook_accepted_length", lambda value, hook: value * 0)])
+        stored_run(reference, 8, hooks=[("denoise.hook_accepted_length", lambda value, hook: value * 0)])
     with pytest.raises(ReadOnlyHookError, match="accepted_length"):
         stored_run(
             reference,
-            load,
             8,
             hooks=[("denoise.hook_commit", lambda v, hook: v & (hook.forward_pass.mode != "verify"))],
         )
 
 
 @pytest.mark.parametrize("number", [0, 2, 5, 8, 9, 12])
-def test_a_replay_repeats_the_run(reference, load, number):
-    base = stored_run(reference, load, number)
-    again = stored_run(reference, load, number, replay=base)
+def test_a_replay_repeats_the_run(reference, number):
+    base = stored_run(reference, number)
+    again = stored_run(reference, number, replay=base)
     assert torch.equal(again.canvas, base.canvas)
     assert again.modes == base.modes
     assert again.sinks["score"].equals(base.sinks["score"])
 
 
 @pytest.mark.parametrize("number", [2, 5])
-def test_a_pass_of_a_run_is_the_single_pass_of_its_mode(reference, load, number):
+def test_a_pass_of_a_run_is_the_single_pass_of_its_mode(reference, number):
     """Its pattern is that of plain attention under the rule of its mode, written out here."""
     kept: dict[int, torch.Tensor] = {}
     hooks = [("blocks.1.attn.hook_pattern", lambda value, hook: kept.update({hook.step: value.clone()}))]
     passes: list = []
-    run = stored_run(reference, load, number, hooks=[*hooks, seen_in(passes)])
+    run = stored_run(reference, number, hooks=[*hooks, seen_in(passes)])
     prompt, size = run.prompt_length, run.settings.block_length
     for step, mode in enumerate(run.modes):
         length = kept[step].shape[-1]
@@ -284,10 +259,10 @@ def test_a_pass_of_a_run_is_the_single_pass_of_its_mode(reference, load, number)
         assert torch.equal(kept[step][0] > 0, seen.expand(4, -1, -1)), (step, mode)
 
 
-def test_single_passes_read_a_context_that_sees_all_of_itself_as_runs_do(reference, load):
+def test_single_passes_read_a_context_that_sees_all_of_itself_as_runs_do(reference):
     kept: dict[int, torch.Tensor] = {}
     hooks = [("blocks.1.attn.hook_pattern", lambda value, hook: kept.update({hook.step: value.clone()}))]
-    run = stored_run(reference, load, 5, hooks=hooks)
+    run = stored_run(reference, 5, hooks=hooks)
     assert not run.settings.causal_context
     prompt, size = run.prompt_length, run.settings.block_length
     for step, mode in enumerate(run.modes):
@@ -307,21 +282,21 @@ def test_single_passes_read_a_context_that_sees_all_of_itself_as_runs_do(referen
 
 
 @pytest.mark.parametrize("mode", ["prefill", "denoise", "commit"])
-def test_a_hook_that_reads_the_mode_acts_in_the_steps_of_that_mode_only(reference, load, mode):
+def test_a_hook_that_reads_the_mode_acts_in_the_steps_of_that_mode_only(reference, mode):
     def logits_of(*hooks):
         kept: dict[int, torch.Tensor] = {}
         keep = ("denoise.hook_logits", lambda value, hook: kept.update({hook.step: value.clone()}))
-        return stored_run(reference, load, 2, replay=base, hooks=[*hooks, keep]), kept
+        return stored_run(reference, 2, replay=base, hooks=[*hooks, keep]), kept
 
     def zero(value, hook):
         return value * 0 if hook.forward_pass.mode == mode else value
 
-    base = stored_run(reference, load, 2)
+    base = stored_run(reference, 2)
     (run, plain), (_, changed) = logits_of(), logits_of(("blocks.0.attn.hook_z", zero))
     assert [not torch.equal(plain[step], changed[step]) for step in plain] == [found == mode for found in run.modes]
 
 
-def test_an_edit_of_read_text_is_read_again_with_a_cache(reference, load):
+def test_an_edit_of_read_text_is_read_again_with_a_cache(reference):
     def edit(value, hook):
         value = value.clone()
         if hook.step >= 4:
@@ -329,12 +304,12 @@ def test_an_edit_of_read_text_is_read_again_with_a_cache(reference, load):
         return value
 
     hooks = [("denoise.hook_canvas", edit)]
-    runs = [stored_run(reference, load, 2, hooks=hooks, use_cache=use_cache) for use_cache in (False, True)]
+    runs = [stored_run(reference, 2, hooks=hooks, use_cache=use_cache) for use_cache in (False, True)]
     assert torch.equal(runs[0].canvas, runs[1].canvas)
-    assert not torch.equal(runs[0].canvas, stored_run(reference, load, 2).canvas)
+    assert not torch.equal(runs[0].canvas, stored_run(reference, 2).canvas)
 
 
-def test_wrong_modes_and_settings_are_refused(reference, model, load):
+def test_wrong_modes_and_settings_are_refused(reference, model):
     ids = reference.tensors["input_ids"]
     with pytest.raises(SettingError, match="mode must be one of 'causal', 'prefill'"):
         model(ids, mode="autoregressive")
@@ -374,7 +349,7 @@ def with_adapter(reference, folder, weights=None, **changes):
     reference.write(folder)
     place = folder / "linear_spec_lora"
     place.unlink()
-    shutil.copytree(reference.folder / "linear_spec_lora", place)
+    shutil.copytree(reference.path / "linear_spec_lora", place)
     config = json.loads((place / "adapter_config.json").read_text())
     (place / "adapter_config.json").write_text(json.dumps(config | changes))
     if weights is not None:
@@ -400,14 +375,14 @@ def test_rank_stabilized_adapters_scale_by_the_root_of_the_rank(reference, tmp_p
     assert model.tree.adapter.scale == 16 / 4**0.5
 
 
-def test_a_checkpoint_without_its_adapter_drafts_without_it(reference, load, tmp_path):
+def test_a_checkpoint_without_its_adapter_drafts_without_it(reference, tmp_path):
     reference.write(tmp_path)
     (tmp_path / "linear_spec_lora").unlink()
     alone, prompt = sinklens.load(tmp_path), reference.tensors["gen8.prompt"]
     settings = {"mode": "speculation", "gen_length": 26, "block_length": 8}
-    expected = sinklens.generate(load(), prompt, use_adapter=False, **settings)
+    expected = sinklens.generate(reference.load(), prompt, use_adapter=False, **settings)
     assert torch.equal(sinklens.generate(alone, prompt, **settings).canvas, expected.canvas)
-    assert alone.fingerprint != load().fingerprint
+    assert alone.fingerprint != reference.load().fingerprint
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,10 @@
 """Texts longer than the window: MDLM's moves along the text, BD3-LM's slides by blocks; stored runs, rules, tracks."""
 
-import json
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
 from dit_oracle import PlainDit, rotated
-from safetensors.torch import load_file
+from stored.runs import open_folder
 
 import sinklens
 from sinklens.errors import SettingError, TrackError
@@ -19,56 +16,17 @@ from sinklens.sampling import PrefixCache
 WINDOW = {"sampler": "mdlm-windows", "window_length": 9, "stride_length": 4, "window_steps": 5}
 
 
-@cache
-def _model(folder):
-    return sinklens.load(folder)
-
-
-@cache
-def _stored(folder):
-    runs = json.loads((folder / "expected.json").read_text())
-    return load_file(folder / "expected.safetensors"), runs
-
-
 @pytest.fixture(scope="module")
 def mdlm(conformance):
-    return _model(conformance / "mdlm")
+    return open_folder(conformance / "mdlm").load()
 
 
 @pytest.fixture(scope="module")
 def bd3lm(conformance):
-    return _model(conformance / "bd3lm-owt")
+    return open_folder(conformance / "bd3lm-owt").load()
 
 
 # MDLM
-
-
-def test_every_window_of_mdlm_equals_the_references(mdlm, conformance):
-    stored, runs = _stored(conformance / "mdlm")
-    run = runs["generate"][4]
-    entering, after = stored["gen4.entering"][:, 0].long(), stored["gen4.canvas"][:, 0].long()
-    steps = (entering == 166).any(dim=1).nonzero()[:, 0].tolist()  # the others change nothing
-    assert torch.equal(entering[~(entering == 166).any(dim=1)], after[~(entering == 166).any(dim=1)])
-    per_window = round(1 / run["dt"]) + 1
-    first = [run["stride_length"] * (step // per_window) for step in steps]
-    draws = (stored["gen4.draws"].double() + 0.5) / 65536
-
-    def given(value, hook):
-        value[:, first[hook.step] :][:, : run["length"]] = draws[steps[hook.step]].to(value.dtype)
-        return value
-
-    settings = {
-        "sampler": "mdlm-windows", "window_length": run["length"], "stride_length": run["stride_length"],
-        "window_steps": round(1 / run["dt"]), "gen_length": run["length"] + run["stride_length"] * run["num_strides"],
-    }  # fmt: skip
-    for record in (False, True):
-        found = sinklens.generate(mdlm, [[]], hooks=[("denoise.hook_uniform", given)], record_sinks=record, **settings)
-        assert found.steps_run == len(steps)
-        for step, (number, start) in enumerate(zip(steps, first, strict=True)):
-            window = slice(start, start + run["length"])
-            assert torch.equal(found.canvas[0, step, window], entering[number])
-            assert torch.equal(found.canvas[0, step + 1, window], after[number])
-        assert torch.equal(found.tokens, stored["gen4.result"].long())
 
 
 def windows_of(run):
@@ -241,27 +199,12 @@ def test_a_token_masked_again_behind_the_window_does_not_keep_the_run_going(mdlm
 # BD3-LM
 
 
-def test_every_canvas_of_a_sliding_cache_equals_the_references(bd3lm, conformance):
-    stored, runs = _stored(conformance / "bd3lm-owt")
-    run, draws = runs["generate"][3], (stored["gen3.draws"].double() + 0.5) / 65536
-    changed = stored["gen3.canvas"] != stored["gen3.entering"]
-    blocks = ((stored["gen3.entering"] >= 0).sum(dim=2)[:, 0] // 4 - 1).tolist()
-
-    def drawn(value, hook):
-        value[:, blocks[hook.step] * 4 :][:, :4] = draws[hook.step]
-        return value
-
-    hooks = [("denoise.hook_uniform", drawn), ("denoise.hook_commit", lambda value, hook: changed[hook.step])]
-    settings = {key: run[key] for key in ("first_hitting", "num_steps", "nucleus_p")}
-    for record in (False, True):
-        found = sinklens.generate(
-            bd3lm, [[161]], gen_length=27, sliding=True, hooks=hooks, record_sinks=record, **settings
-        )
-        expected = torch.cat([stored["gen3.entering"], stored["gen3.result"][None]]).transpose(0, 1).long()
-        assert torch.equal(found.canvas[expected >= 0], expected[expected >= 0])
-    whole = sinklens.generate(bd3lm, [[161]], gen_length=11, seed=4, record_sinks=False)
-    within = sinklens.generate(bd3lm, [[161]], gen_length=11, seed=4, record_sinks=False, sliding=True)
-    assert torch.equal(whole.canvas, within.canvas)  # the text fits into the context
+def test_a_sliding_cache_changes_nothing_while_the_text_fits_into_the_context(bd3lm):
+    complete, within = (
+        sinklens.generate(bd3lm, [[161]], gen_length=11, seed=4, record_sinks=False, sliding=sliding)
+        for sliding in (False, True)
+    )
+    assert torch.equal(complete.canvas, within.canvas)
 
 
 def test_a_sliding_window_is_a_cache_that_drops_blocks_and_rotates_again(bd3lm, conformance):
@@ -318,9 +261,9 @@ def through_cache(dit, ids, held):
 
 @pytest.mark.parametrize("number", range(6))
 def test_texts_stop_by_the_published_rule(conformance, number):
-    stored, runs = _stored(conformance / "bd3lm-owt")
-    expected = runs["stop"][number]
-    text = stored[f"stop.{expected['canvas']}"][0].long()
+    folder = open_folder(conformance / "bd3lm-owt")
+    expected = folder.facts["stop"][number]
+    text = folder.tensors[f"stop.{expected['canvas']}"][0].long()
     found = bd3lm_owt.stop(text, (161,), expected["var_length"])
     assert found == (expected["stop"], expected["kept"])
 

@@ -1,115 +1,34 @@
-"""Duo, GIDD and MDLM under ψ samplers: every canvas equals the authors', with their random numbers."""
+"""Duo, GIDD and MDLM under ψ samplers: noise levels, batches and refusals, beside the stored runs."""
 
-import json
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from stored.runs import open_folder, stored_runs
 from torch import Tensor
 
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import ForceTokens, MaskSinks, Remask
 
-OTHERS = {"mdlm": {"ddpm", "ddpm_cache", "analytic", "semi_ar"}}
-"""Stored runs of other samplers."""
-RUNS = [
-    *(("duo", number) for number in range(7)),
-    *(("gidd", number) for number in range(5)),
-    *(("mdlm", number) for number in range(5, 8)),
-]
 
-
-@cache
-def _model(folder: Path) -> sinklens.Model:
-    return sinklens.load(folder, family="sedd" if folder.name == "sedd" else None)
-
-
-@cache
-def _stored(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    return json.loads((folder / "expected.json").read_text())["generate"], load_file(folder / "expected.safetensors")
-
-
-def _given(draws: Tensor) -> list[Any]:
-    """A hook that gives the stored numbers, [step, batch, pos, vocab | 1]; k stands for (k + 0.5) / 65536."""
-    numbers = (draws.double() + 0.5) / 65536
-    return [("denoise.hook_uniform", lambda value, hook: numbers[hook.step].to(value))]
-
-
-def _without_prompt(rows: int) -> Tensor:
-    return torch.zeros(rows, 0, dtype=torch.long)
-
-
-def _repeated(folder: Path, number: int, **more: Any) -> sinklens.runs.result.Generation:
-    """A stored run of updates, repeated with its numbers."""
-    run, stored = _stored(folder)[0][number], _stored(folder)[1]
-    draws, start = stored[f"gen{number}.draws"], stored[f"gen{number}.start"]
-    if folder.name == "gidd":
-        settings = {"steps": run["num_denoising_steps"], "min_p": run["min_p"]}
-        draws = draws[..., None]
-    else:
-        settings = {"steps": run["steps"], "final_step": run["noise_removal"], "top_p": run["p_nucleus"]}
-        settings |= {"eps": run["eps"], **run.get("psi", {})}
-        settings |= {"start_canvas": start} if folder.name == "duo" else {"sampler": "remdm"}
-    prompt = _without_prompt(run["batch"])
-    return sinklens.generate(_model(folder), prompt, gen_length=run["length"], hooks=_given(draws), **settings, **more)
-
-
-def _corrected(folder: Path, number: int) -> sinklens.runs.result.Generation:
-    """A stored self-correction; its numbers are stored row after row."""
-    run, stored = _stored(folder)[0][number], _stored(folder)[1]
-    counts = run["corrections_per_row"]
-    draws = torch.zeros(max(counts), len(counts), run["length"], 1)
-    for row, part in enumerate(stored[f"gen{number}.draws"].long().split(counts)):
-        draws[: len(part), row] = part[..., None].float()
-    names = ("temperature", "t0", "early_stopping", "early_stopping_patience")
-    return sinklens.generate(
-        _model(folder), _without_prompt(run["rows"]), sampler="gidd-self-correction", gen_length=run["length"],
-        steps=run["num_inference_steps"], start_canvas=stored[f"gen{number}.start"], hooks=_given(draws),
-        **{name: run[name] for name in names},
-    )  # fmt: skip
-
-
-def test_every_run_of_the_references_is_compared(conformance):
-    for name in ("duo", "gidd", "mdlm"):
-        runs = _stored(conformance / name)[0]
-        ours = {number for number, run in enumerate(runs) if run["sampler"] not in OTHERS.get(name, ())}
-        assert ours == {number for folder, number in RUNS if folder == name}
-
-
-@pytest.mark.parametrize(("name", "number"), [run for run in RUNS if run not in (("gidd", 3), ("gidd", 4))])
-def test_every_canvas_equals_the_references_with_its_numbers(conformance, name, number):
-    stored = _stored(conformance / name)[1]
-    run = _repeated(conformance / name, number)
-    expected = stored[f"gen{number}.canvas"].long().transpose(0, 1)
-    assert torch.equal(run.canvas[:, 0], stored[f"gen{number}.start"].long())
-    assert torch.equal(run.canvas[:, 1 : expected.shape[1] + 1], expected)
-    assert torch.equal(run.tokens, stored[f"gen{number}.result"].long())
-    greedy = _stored(conformance / name)[0][number].get("noise_removal") == "greedy"
-    assert run.steps_run == expected.shape[1] + greedy == run.settings.most_steps
-
-
-@pytest.mark.parametrize("number", [3, 4])
-def test_every_self_correction_equals_the_references_with_its_numbers(conformance, number):
-    run, stored = _corrected(conformance / "gidd", number), _stored(conformance / "gidd")[1]
-    assert torch.equal(run.tokens, stored[f"gen{number}.result"].long())
-    counts = _stored(conformance / "gidd")[0][number]["corrections_per_row"]
-    assert run.active.sum(dim=1).tolist() == counts
-    for row in range(len(run.tokens)):
-        entering = stored[f"gen{number}.entering"][stored[f"gen{number}.row"] == row].long()
-        assert torch.equal(run.canvas[row, : counts[row]], entering[1:])  # the first call of a row has no effect
+def test_each_row_is_corrected_as_often_as_the_references(conformance):
+    folder = open_folder(conformance / "gidd")
+    runs = [run for run in stored_runs(folder) if "corrections_per_row" in folder.runs[run.number]]
+    assert len(runs) == 2
+    for stored in runs:
+        counts = folder.runs[stored.number]["corrections_per_row"]
+        assert folder.repeat(stored).active.sum(dim=1).tolist() == counts
 
 
 def test_the_network_reads_the_stored_noise_levels(conformance):
     for name, number, level in (("duo", 5, "sigma"), ("gidd", 0, "t")):
         seen: list[Tensor] = []
-        expected = _stored(conformance / name)[1][f"gen{number}.{level}"]
-        model = _model(conformance / name)
-        with model.hooks(fwd_hooks=[("hook_time", lambda value, hook, seen=seen: seen.append(value.clone()))]):
-            run = _repeated(conformance / name, number, record_sinks=False)
+        folder = open_folder(conformance / name)
+        stored = next(run for run in stored_runs(folder) if run.number == number)
+        expected = folder.tensors[f"gen{number}.{level}"]
+        keep = ("hook_time", lambda value, hook, seen=seen: seen.append(value.clone()))
+        run = folder.repeat(stored, record_sinks=False, hooks=[keep])
         assert torch.equal(torch.stack(seen), expected[:, None].expand(-1, len(run.tokens)))
         assert torch.equal(run.time, torch.stack(seen, dim=1))
         assert torch.equal(run.time_at(1), seen[1])
@@ -138,7 +57,7 @@ def kind(request):
 
 @pytest.fixture
 def model(kind, conformance):
-    return _model(conformance / kind.split()[0])
+    return open_folder(conformance / kind.split().load()[0])
 
 
 def _generate(model: sinklens.Model, kind: str, prompts: Any = PROMPTS, **more: Any) -> Any:
@@ -230,7 +149,7 @@ def test_a_forced_token_is_on_the_canvas_of_its_step(model, kind):
 )
 def test_what_has_no_meaning_is_refused_by_name(conformance, name, given, message):
     with pytest.raises(SettingError, match=message):
-        sinklens.generate(_model(conformance / name), PROMPTS, gen_length=6, **given)
+        sinklens.generate(open_folder(conformance / name).load(), PROMPTS, gen_length=6, **given)
 
 
 def test_a_part_of_one_time_has_kappa_1():

@@ -11,10 +11,10 @@ import torch
 from building import random_hf, random_model
 
 import sinklens
+from benchmarks.measuring import peak
 from sinklens.cli import main
 from sinklens.cli.planning import size_text
 from sinklens.cli.run_plan import duration, plan_lines
-from sinklens.devices.measuring import peak
 from sinklens.errors import CheckpointError, HookNameError, SettingError
 from sinklens.evaluation import run_memory
 from sinklens.evaluation.cards import CARDS, QUANTIZATIONS, Card

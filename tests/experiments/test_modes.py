@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from published import Reference
+from stored.runs import open_folder
 
 import sinklens
 from sinklens.errors import SettingError
@@ -17,12 +17,12 @@ CLOSE = {"rtol": 0, "atol": 2e-5}
 
 @pytest.fixture(scope="module")
 def reference(conformance):
-    return Reference(conformance / "nemotron-diffusion")
+    return open_folder(conformance / "nemotron-diffusion")
 
 
 @pytest.fixture(scope="module")
-def load(reference, tmp_path_factory):
-    return reference.loader(tmp_path_factory.mktemp("modes"))
+def load(reference):
+    return lambda changes=(): reference.load(changes=dict(changes))
 
 
 @pytest.fixture(scope="module")

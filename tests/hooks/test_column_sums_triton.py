@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
+from gpu.kernels import shared_memory
+
 import sinklens.hooks as hooks
-from sinklens.devices.kernels import shared_memory
 from sinklens.hooks.attention import column_sums as plain
 from sinklens.hooks.attention import column_sums_triton as kernels
 from sinklens.hooks.attention import tiles, trust

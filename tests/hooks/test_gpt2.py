@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from published import largest_difference
+from stored.folders import largest_difference
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import sinklens

@@ -7,9 +7,9 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from gpu import samples
+from gpu.agreement import near
 
-from sinklens.devices import samples
-from sinklens.devices.agreement import near
 from sinklens.interventions import MaskSinks
 from sinklens.model import Model, load
 from sinklens.runs import generate

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from gpu import samples
 
-from sinklens.devices import samples
-from sinklens.devices.measuring import peak
+from benchmarks.measuring import peak
 from sinklens.errors import DeviceMemoryError
 from sinklens.evaluation.run_memory import plan_run
 from sinklens.hooks.points import Point

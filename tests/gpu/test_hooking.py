@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from gpu import samples
+from gpu.agreement import near
 from torch import Tensor
 
-from sinklens.devices import samples
-from sinklens.devices.agreement import near
 from sinklens.errors import ReadOnlyHookError
 from sinklens.interventions import AblateHeads, MaskSinks, WindowAttention
 from sinklens.model import Model
@@ -131,7 +131,7 @@ def test_block(model: Model, finding: Callable[..., None]) -> None:
     """an edit in a trace block acts like the same edit by a hook"""
     hooked = generate(model, samples.PROMPTS[0], hooks=[DROP_HEAD], **GIVEN)
     with trace(model, samples.PROMPTS[0], **GIVEN) as t:
-        for step in t.steps:  # noqa: B007
+        for step in t.steps:
             t["blocks.1.attn.hook_z"][:, :, 1] = 0
             pattern = t["blocks.2.attn.hook_pattern"].clone()
     assert torch.equal(t.canvas, hooked.canvas), "the edit in the block led to other tokens than the hook"
@@ -182,7 +182,7 @@ def test_caches(model: Model, finding: Callable[..., None]) -> None:
     name = "blocks.1.hook_resid_post"
     with trace(model, samples.PROMPTS[0], **GIVEN) as t:
         caches = t.cache([name], [0])
-        for step in t.steps:  # noqa: B007
+        for step in t.steps:
             pass
     with torch.no_grad():
         _, cache = model.run_with_cache(t.canvas[:, 0].to(model.cfg.device), names_filter=name)

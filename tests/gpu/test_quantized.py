@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from gpu import samples
 
-from sinklens.devices import samples
 from sinklens.hooks.offload import value_of
 from sinklens.model import Model, load
 from sinklens.model.quantization import METHODS

@@ -9,17 +9,16 @@ repeated.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
+from stored import modes, timed
+from stored.folders import ReferenceFolder, StoredRun
 from torch import Tensor
 
-from sinklens.devices import stored_mode_runs as modes
-from sinklens.devices import stored_timed_runs as timed
-from sinklens.devices.agreement import EXACT, near
-from sinklens.devices.references import ReferenceFolder, StoredRun
 from sinklens.families import SAMPLERS
 from sinklens.interventions import FixedNoise, Suffix
 from sinklens.sampling import DualCache, NoCache, Policy, PrefixCache
@@ -66,9 +65,10 @@ class StoredFormat(NamedTuple):
 def stored_runs(folder: ReferenceFolder) -> list[StoredRun]:
     """All runs of a folder that can be repeated."""
     translate = FOLDERS[folder.path.name].runs
-    return [run for number, given in enumerate(folder.facts["generate"]) for run in translate(folder, number, given)]
+    return [run for number, given in enumerate(folder.runs) for run in translate(folder, number, given)]
 
 
+@cache
 def open_folder(path: Path) -> ReferenceFolder:
     """The folder at `path`, whose name is in `FOLDERS`."""
     return ReferenceFolder(path, FOLDERS[path.name].family)
@@ -87,19 +87,6 @@ def stored_pass(folder: ReferenceFolder) -> StoredPass:
     layers = [name for name in expected if name.startswith("fwd0.decoder.pattern.")]
     patterns = [expected[f"fwd0.decoder.pattern.{layer}"] for layer in range(len(layers))]
     return StoredPass(ids, expected["fwd0.decoder.logits"], patterns)
-
-
-def compare_pass(case: ReferenceFolder, device: torch.device) -> str:
-    """Check that logits and patterns of the stored pass are the same on `device`."""
-    model, stored = case.load(device, block_length=case.pass_block_length), stored_pass(case)
-    with torch.no_grad():
-        ids = stored.ids.to(device)
-        given = stored.arguments(device)
-        logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"), **given)
-    difference, patterns = near(logits, stored.logits, EXACT), "not stored"
-    for layer, pattern in enumerate(stored.patterns):
-        patterns = near(cache["pattern", layer], pattern, EXACT)
-    return f"logits: {difference}; patterns of the last layer: {patterns}"
 
 
 def _mode(folder: ReferenceFolder) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from gpu import samples
+from gpu.agreement import near
+from gpu.kernels import Case, compare_kernels, operands, shared_memory
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from sinklens.devices import samples
-from sinklens.devices.agreement import near
-from sinklens.devices.kernels import Case, compare_kernels, operands, shared_memory
 from sinklens.hooks.attention import column_sums, fused, tiles, trust
 
 MIXED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # for attention's output

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from gpu import samples
+from gpu.agreement import same_tokens
 
-from sinklens.devices import samples
-from sinklens.devices.agreement import same_tokens
 from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.result import Generation

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from sinklens.devices import roofline
-from sinklens.devices.measuring import Ratio, compare, peak, seconds
-from sinklens.devices.plain import ANSWER, LLADA_8B, TINY, blank, plain_loop, random_llada, reference_loop, twin
+from benchmarks import roofline
+from benchmarks.measuring import Ratio, compare, peak, seconds
+from benchmarks.plain import ANSWER, LLADA_8B, TINY, blank, plain_loop, random_llada, reference_loop, twin
 from sinklens.errors import DeviceMemoryError
 from sinklens.hooks.attention import column_sums
 from sinklens.interventions import MaskSinks

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu import samples
+from gpu.agreement import EXACT, near, near_logits, same_tokens
+from stored.folders import ReferenceFolder, StoredRun
+from stored.runs import FOLDERS, open_folder, stored_pass, stored_runs
 from torch import Tensor
 
-from sinklens.devices import samples
-from sinklens.devices.agreement import near_logits, same_tokens
-from sinklens.devices.references import ReferenceFolder, StoredRun
-from sinklens.devices.stored_runs import FOLDERS, compare_pass, open_folder, stored_runs
 from sinklens.model import Model
-from sinklens.runs import generate
 
 CPU = torch.device("cpu")
 FIRST, *OTHERS = FOLDERS
@@ -64,7 +63,15 @@ def test_reference_pass(
     name: str, reference: Callable[[str], Path], device: torch.device, finding: Callable[..., None]
 ) -> None:
     """{name}: logits and patterns of the reference code"""
-    finding(compare_pass(open_folder(reference(name)), device))
+    case = open_folder(reference(name))
+    model, stored = case.load(device, block_length=case.pass_block_length), stored_pass(case)
+    with torch.no_grad():
+        ids, given = stored.ids.to(device), stored.arguments(device)
+        logits, cache = model.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"), **given)
+    difference, patterns = near(logits, stored.logits, EXACT), "not stored"
+    for layer, pattern in enumerate(stored.patterns):
+        patterns = near(cache["pattern", layer], pattern, EXACT)
+    finding(f"logits: {difference}; patterns of the last layer: {patterns}")
 
 
 @pytest.mark.large
@@ -81,14 +88,13 @@ def test_reference_runs(
 
 def _compare_run(case: ReferenceFolder, stored: StoredRun, device: torch.device) -> str:
     """Check that a stored run has the same canvases on `device`; what was tied if they differ there."""
-    block_length = stored.block_length or case.pass_block_length
-    model = case.load(device, stored.changes, block_length)
-    equal = stored.equal(generate(model, stored.prompt, progress=False, **stored.settings))
+    run = case.repeat(stored, device)
+    equal, model = stored.equal(run), run.model
     if all(equal):
         return ""
     assert model.family_record.masked, (
         f"run {stored.number}: {equal.count(False)} of {len(equal)} canvases differ; "
         "ties are not examined on a canvas of random tokens"
     )
-    on_cpu = case.load(CPU, stored.changes, block_length)
+    on_cpu = case.load(CPU, stored.changes, stored.block_length or case.pass_block_length)
     return f"run {stored.number}: {same_tokens(on_cpu, model, stored.prompt, stored.settings)}"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from sinklens.devices.measuring import seconds
+from benchmarks.measuring import seconds
 from sinklens.evaluation.cards import CARDS
 
 

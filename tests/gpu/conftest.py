@@ -1,10 +1,12 @@
-"""The options of the check, the device under test, and the choice of tests for it.
+"""The check of a device: its options, the device under test, and the choice of tests for it.
+
+``make gpu``, or ``python -m pytest -c tests/gpu/pytest.ini tests/gpu [--out FILE] [--device D] [--minutes N]
+[--conformance FOLDER] [-m PARTS] …`` from the root. The exit status is 1 if a test about correctness failed. Without an
+accelerator the tests run on the CPU, at small sizes, and report what they could not check. sinklens is imported from
+the checkout, installed or not.
 
 Tests marked `large` take sizes that need an accelerator, tests marked `small` those for a CPU; `cuda` says why a test
 needs a CUDA device. Each test also has the name of its part as a marker: ``-m "kernels or hooking"``.
-
-Pitfall: with ``python -m pytest --pyargs sinklens.devices`` pytest reads this file too late to add options: all have
-their defaults, and everything runs in one process.
 """
 
 import inspect
@@ -13,20 +15,31 @@ import os
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sinklens.devices.measuring import settle
-from sinklens.devices.report import PARTS, Report, part_of
+import sinklens
+
+ROOT = Path(__file__).resolve().parents[2]
+if find_spec("sinklens.hooks") is None:  # sinklens is not installed: its other two folders are beside it
+    sinklens.__path__.append(str(ROOT))
+
+from gpu.report import PARTS, Report, part_of  # noqa: E402
+
+from benchmarks.measuring import settle  # noqa: E402
 
 OPTIONS: dict[str, tuple[Any, str]] = {  # the default, and the help
     "device": ("", "e.g. cuda:1 or cpu; by default this machine's accelerator"),
     "out": ("sinklens-check.json", "JSON file (default: %(default)s)"),
     "minutes": (9.5, "start no test after this time (default: %(default)s)"),
-    "conformance": ("tests/reference_data", "folder of reference data, packed or unpacked (default: %(default)s)"),
+    "conformance": (
+        str(ROOT / "tests/reference_data"),
+        "folder of reference data, packed or unpacked (default: %(default)s)",
+    ),
 }
 UNTIL = pytest.StashKey[float]()
 MARKERS = {"large": "only with an accelerator", "small": "only on a CPU", "cuda(reason)": "needs CUDA"} | PARTS

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from stored.folders import ReferenceFolder, StoredRun
 from torch import Tensor
 
-from sinklens.devices.references import ReferenceFolder, StoredRun
 from sinklens.interventions import FixedNoise, Suffix
 
 
@@ -59,9 +59,7 @@ def gidd(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterato
 
 
 def bd3lm(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterator[StoredRun]:
-    """Runs block by block; one of them writes token 0 at time 0, a defect that is not repeated."""
-    if given["token_0_written_at_t_0"]:
-        return
+    """Runs block by block; a token 0 that one writes at time 0, a defect, is not compared."""
     stored, size = folder.tensors, given["length"]
     entering, after = stored[f"gen{number}.entering"].long(), stored[f"gen{number}.canvas"].long()
     draws = _uniform(folder, number)
@@ -74,7 +72,8 @@ def bd3lm(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterat
     run = _run(folder, number, size - 1, settings, uniform, entering.transpose(0, 1))
     if given["first_hitting"]:
         run.settings["hooks"].append(("denoise.hook_commit", _Written(entering != after)))
-    yield run._replace(prompt=[[folder.facts["bos_token_id"]]])
+    result = run.result.masked_fill(run.result == 0, -1) if given["token_0_written_at_t_0"] else run.result
+    yield run._replace(prompt=[[folder.facts["bos_token_id"]]], result=result)
 
 
 class _Written:

@@ -1,10 +1,10 @@
 """Folders of reference data: a tiny checkpoint in a public file format, and what the model's own code computed from it.
 
 Each folder holds config.json, model.safetensors, and ``expected.*`` with a single pass and stored runs. The runs are
-recorded under the names of the reference code, which differ from folder to folder; stored_runs.py translates them.
+recorded under the names of the reference code, which differ from folder to folder; runs.py translates them.
 
 Pitfall: most checkpoints leave the mask token, and the tokens that end a run, to a tokenizer or an argument. They are
-written into a copy of config.json, so a folder that loads here need not load alone.
+written into a copy of config.json, so a folder that loads here need not load alone. Models are kept: do not change one.
 """
 
 import json
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sinklens.model import Model, load
+from sinklens.runs import generate
 from sinklens.runs.result import Generation
 
 
@@ -88,6 +89,7 @@ class ReferenceFolder:
 
     def __init__(self, path: Path, family: str | None = None) -> None:
         self.path, self.family = path, family
+        self._models: dict[str, Model] = {}
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -102,9 +104,31 @@ class ReferenceFolder:
         return json.loads((self.path / "expected.json").read_text())
 
     @property
+    def runs(self) -> list[dict[str, Any]]:
+        """The settings of the stored runs, under the reference's names."""
+        return self.facts["generate"]
+
+    @property
     def pass_block_length(self) -> int | None:
         """The block length of the stored pass; None if attention is not block-causal."""
         return self.facts.get("block_length_of_full_pass", self.facts.get("block_length_of_attention_mask"))
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return json.loads((self.path / "config.json").read_text())
+
+    def write(self, folder: Path, **changes: Any) -> Path:
+        """A copy of the checkpoint with its mask token and `changes` in config.json and generation_config.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        mask = self.facts.get("mask_token_id")
+        given = ({} if mask is None else {"mask_token_id": mask}) | changes
+        for file in ("config.json", "generation_config.json"):
+            if (self.path / file).is_file():
+                (folder / file).write_text(json.dumps(json.loads((self.path / file).read_text()) | given))
+        for part in (self.path / "model.safetensors", *(one for one in self.path.iterdir() if one.is_dir())):
+            if not (folder / part.name).exists():
+                (folder / part.name).symlink_to(part.resolve())
+        return folder
 
     def load(
         self,
@@ -112,13 +136,24 @@ class ReferenceFolder:
         changes: Mapping[str, Any] | None = None,
         block_length: int | None = None,
     ) -> Model:
-        """The checkpoint in float32, with `changes` of its config."""
-        given = {"mask_token_id": self.facts.get("mask_token_id")} | dict(changes or {})
-        given = {key: value for key, value in given.items() if value is not None}
-        with TemporaryDirectory() as place:
-            for file in ("config.json", "generation_config.json"):
-                if (self.path / file).is_file():
-                    (Path(place) / file).write_text(json.dumps(json.loads((self.path / file).read_text()) | given))
-            for part in (self.path / "model.safetensors", *(one for one in self.path.iterdir() if one.is_dir())):
-                (Path(place) / part.name).symlink_to(part.resolve())
-            return load(place, family=self.family, block_length=block_length, device=device, dtype=torch.float32)
+        """The checkpoint in float32, with `changes` of its config; one model for equal arguments."""
+        key = json.dumps([str(device), dict(changes or {}), block_length])
+        if key not in self._models:
+            with TemporaryDirectory() as place:
+                self._models[key] = load(
+                    self.write(Path(place), **changes or {}), family=self.family, block_length=block_length,
+                    device=device, dtype=torch.float32,
+                )  # fmt: skip
+        return self._models[key]
+
+    def repeat(self, stored: StoredRun, device: torch.device | str = "cpu", **more: Any) -> Generation:
+        """A stored run as sinklens writes it; `more` are further arguments of `generate`, and hooks are added."""
+        model = self.load(device, stored.changes, stored.block_length or self.pass_block_length)
+        hooks = [*stored.settings.get("hooks", ()), *more.pop("hooks", ())]
+        return generate(model, stored.prompt, progress=False, **stored.settings | more | {"hooks": hooks})
+
+
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    """The largest absolute difference of two tensors of one shape."""
+    assert found.shape == expected.shape
+    return (found - expected).abs().max().item()

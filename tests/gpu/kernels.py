@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from gpu.agreement import near
 from torch import Tensor
 
-from sinklens.devices.agreement import near
 from sinklens.hooks.attention import column_sums, trust
 
 LENGTHS = (1, 17, 63, 65, 127, 300)

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from stored.folders import ReferenceFolder, StoredRun
 from torch import Tensor
-
-from sinklens.devices.references import ReferenceFolder, StoredRun
 
 FILLING = ("denoise", "draft")
 """The modes of the passes that the reference kept."""

@@ -1,0 +1,204 @@
+"""The check of a device: what its parts share is right, planted faults are detected, and outcomes become findings."""
+
+import json
+
+import pytest
+import torch
+from building import random_ids, random_model, shared_model
+from gpu import agreement, samples
+from gpu.agreement import near, same_tokens
+from gpu.kernels import Case, compare_kernels
+from gpu.report import Finding, Report, findings_of
+
+from benchmarks import roofline
+from benchmarks.plain import plain_loop, random_llada, reference_loop, twin
+
+GIVEN = {"gen_length": 8, "block_length": 8, "steps": 8}
+
+
+def rounded_differently(amount):
+    """The shared model with noise of size `amount` on its unembedding, as if a device had added in another order."""
+    model = random_model()
+    noise = torch.randn(model.tree.W_U.shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model.tree.W_U.add_(amount * noise)
+    return model
+
+
+def test_a_difference_is_relative_to_the_largest_number():
+    wanted = torch.tensor([0.0, 200.0, -torch.inf, torch.nan])
+    assert near(wanted + 0.01, wanted, 1e-4).startswith("differs by 5e-05")
+    with pytest.raises(AssertionError, match=r"differs by 0.0005; at most 0.0001 is allowed"):
+        near(wanted + 0.1, wanted, 1e-4)
+    with pytest.raises(AssertionError, match=r"hook_z differs by nan"):
+        near(torch.zeros(4), wanted, 1e-4, "hook_z")
+    with pytest.raises(AssertionError, match=r"shape \[3\] instead of \[4\]"):
+        near(wanted[:3], wanted, 1e-4)
+
+
+def test_the_same_run_passes():
+    result = same_tokens(shared_model(), random_model(), random_ids(length=9), GIVEN)
+    assert result == "8 steps, all canvases the same"
+
+
+def test_a_device_with_different_logits_fails():
+    with pytest.raises(
+        AssertionError, match=r"step 0: logits differ by .* on the same canvas, which is more than rounding"
+    ):
+        same_tokens(shared_model(), rounded_differently(0.3), random_ids(length=9), GIVEN)
+
+
+def test_a_decision_within_the_noise_is_a_tie(monkeypatch):
+    monkeypatch.setattr(agreement, "NOISE", 1.0)
+    result = same_tokens(shared_model(), rounded_differently(0.1), random_ids(length=9), GIVEN)
+    assert result.startswith("the same until step ")
+    assert "where decisions are tied" in result
+
+
+def test_a_different_decision_without_noise_fails(monkeypatch):
+    """One sampler decides differently although the logits are the same."""
+    original, plain = agreement._run, random_model()
+
+    def remasking_randomly(model, prompt, **given):
+        return original(model, prompt, **given, **({"remasking": "random"} if model is plain else {}))
+
+    monkeypatch.setattr(agreement, "_run", remasking_randomly)
+    with pytest.raises(AssertionError, match=r"decisions .* apart differ, where logits differ by 0"):
+        same_tokens(shared_model(), plain, random_ids(length=9), GIVEN)
+
+
+def test_decisions_are_separated_by_a_gap_of_logits_or_of_log_odds():
+    mask = 9
+    logits = torch.tensor([[2.0, 1.5, 0.0], [3.0, 0.0, 0.0], [0.5, 0.2, 0.0]]).double()
+    before = torch.tensor([mask, mask, mask])
+    odds = [float(row.max() - row[1:].logsumexp(0)) for row in logits]
+
+    def after(**tokens):
+        canvas = before.clone()
+        for place, token in tokens.items():
+            canvas[int(place[1:])] = token
+        return torch.stack([before, canvas])
+
+    assert agreement._separation(logits, after(p0=0), after(p0=1)) == pytest.approx(0.5)
+    assert agreement._separation(logits, after(p1=0), after(p0=0)) == pytest.approx(odds[1] - odds[0])
+    assert agreement._separation(logits, after(p0=0, p1=0), after(p0=1, p2=0)) == pytest.approx(
+        max(0.5, odds[1] - odds[2])
+    )
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_wrong_kernel_is_detected(monkeypatch):
+    kernels = pytest.importorskip(
+        "sinklens.hooks.attention.column_sums_triton", reason="Triton has no wheel for this system"
+    )
+    original, case = kernels.column_sums, Case(torch.float32, 32, "key")
+    assert "differs by" in compare_kernels(case, kernels, CPU)
+    monkeypatch.setattr(kernels, "column_sums", lambda *given: original(*given) * 1.01)
+    with pytest.raises(AssertionError, match=r"differs by 0\.01; at most 0.0001 is allowed"):
+        compare_kernels(case, kernels, CPU)
+
+
+def test_a_twin_shares_its_weights_and_gives_the_same_logits():
+    model, ids = random_llada(64, 2, 4, 97), samples.random_ids(1, 40)
+    for attention in ("sdpa", "eager"):
+        other = twin(model, attention)
+        assert other.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+        with torch.no_grad():
+            torch.testing.assert_close(other(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    assert torch.equal(plain_loop(model, ids, 4), reference_loop(model, ids, 4))
+
+
+def test_the_roofline_counts_products_and_bytes():
+    """One layer of width 2 with 3 hidden channels, one row of 5 positions, 2 of which are decided among 7 tokens."""
+    sizes = {"d_model": 2, "n_layers": 1, "n_heads": 1, "vocab": 7, "d_mlp": 3}
+    flops, moved = roofline.pass_of(sizes, 1, 5, 2, itemsize=2)
+    projections, mlp, attention, head = 4 * (2 * 5 * 2 * 2), 3 * (2 * 5 * 2 * 3), 2 * (2 * 5 * 5 * 2), 2 * 2 * 2 * 7
+    assert flops == projections + mlp + attention + head
+    assert moved == 2 * (4 * 4 + 3 * 6 + 2 * 7 + 5 * (8 * 2 + 3 * 3) * 2)
+
+
+@pytest.mark.parametrize(("name", "tflops"), [
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-40GB", 312),
+    ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla T4", 65),
+])  # fmt: skip
+def test_a_card_is_found_by_its_name(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = roofline.peak_of(torch.device("cuda:0"), torch.bfloat16)
+    assert (found.flops / 1e12, found.source) == (tflops, "data sheet")
+
+
+def test_an_unknown_card_is_measured():
+    found = roofline.peak_of(CPU, torch.float32)
+    assert found.source == "measured"
+    assert 1e8 < found.flops < 1e14
+    assert 1e7 < found.bytes < 1e13
+
+
+def outcome(status, longrepr=None, when="call", **properties):
+    return pytest.TestReport(
+        "test_runs.py::test_twice", ("test_runs.py", 1, "test_twice"), {}, status, longrepr, when,
+        user_properties=list(properties.items()), duration=0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("report", "wanted"), [
+    (outcome("passed", what="twice", detail="8 steps"), Finding("runs", "twice", "passed", "8 steps", seconds=0.5)),
+    (
+        outcome("passed", what="twice", detail="5 pairs", value=1.5, aim=1.02),
+        Finding("runs", "twice", "measured", "5 pairs", 1.5, 1.02, 0.5),
+    ),
+    (
+        outcome("skipped", ("test_runs.py", 1, "Skipped: it takes two GPUs"), "setup", what="twice"),
+        Finding("runs", "twice", "not checked", "it takes two GPUs", seconds=0.5),
+    ),
+    (
+        outcome("failed", "worker 'gw0' crashed", "???"),
+        Finding("runs", "test_twice", "failed", "worker 'gw0' crashed", seconds=0.5),
+    ),
+    (
+        outcome("failed", "the device is gone", "setup", what="twice"),
+        Finding("runs", "twice", "failed", "the device is gone", seconds=0.5),
+    ),
+])  # fmt: skip
+def test_an_outcome_is_one_finding(report, wanted):
+    assert list(findings_of(report)) == [wanted]
+
+
+def test_a_phase_that_only_prepares_is_no_finding_and_a_fact_is_one():
+    assert not list(findings_of(outcome("passed", when="setup", what="twice")))
+    fact, found = findings_of(outcome("passed", what="twice", threads=4))
+    assert fact == Finding("runs", "threads", "noted", "4")
+    assert found.status == "passed"
+
+
+def test_every_finding_is_written_to_disk_immediately(tmp_path):
+    report = Report(tmp_path / "out.json", "cpu")
+    for number in range(3):
+        report.pytest_runtest_logreport(outcome("passed", what=f"claim {number}", detail="ünïcode"))
+        content = json.loads(report.out.read_text())
+        assert [finding["what"] for finding in content["findings"]] == [f"claim {n}" for n in range(number + 1)]
+    assert (content["device"], content["seconds"]) == ("cpu", {"runs": 1.5})
+    assert [file.name for file in tmp_path.iterdir()] == ["out.json"], "a partly written file is left"
+
+
+@pytest.mark.parametrize(("parts", "status"), [(["runs"], 1), (["speed"], 0), (["speed", "runs"], 1), ([], 1)])
+def test_only_a_failure_about_correctness_fails_the_check(tmp_path, parts, status):
+    report = Report(tmp_path / "out.json", "cpu", [Finding(part, "a claim", "failed") for part in parts])
+    assert report.exit_status(1) == status
+    assert report.exit_status(2) == 2, "an interrupted check"
+
+
+def test_the_table_counts_findings_and_lists_the_noteworthy_ones(tmp_path):
+    findings = [
+        Finding("runs", "the tokens", "passed"), Finding("runs", "twice", "failed", "canvases differ"),
+        Finding("speed", "ratio", "measured", "5 pairs", 1.5, 1.02),
+        Finding("runs", "two GPUs", "not checked", "there is one"),
+    ]  # fmt: skip
+    lines = Report(tmp_path / "out.json", "cpu", findings, {"runs": 3.2, "speed": 60.0}).table()
+    assert lines[1].split()[:7] == ["runs", "1", "1", "1", "0", "3", "s"]
+    assert lines[2].split()[:7] == ["speed", "0", "0", "0", "1", "60", "s"]
+    assert "  runs: twice: canvases differ" in lines
+    assert "  runs: two GPUs: there is one" in lines
+    assert "  ratio: 1.500 (aim: at most 1.02, missed); 5 pairs" in lines
