@@ -42,9 +42,10 @@ def run(command, folder, **environment):
 
 
 def test_the_check_finds_a_checkout_that_is_not_installed(tmp_path):
-    """-S leaves site-packages out, and with them the installed package; libraries are found by their folder."""
+    """-S leaves the installed package out; other libraries are found by their folder, without workers."""
     libraries = Path(pytest.__file__).resolve().parents[1]
-    command = [sys.executable, "-S", *CHECK[1:], "-m", "environment", "-p", "xdist.plugin"]
+    alone = ["-p", "no:xdist", "-o", "addopts=--import-mode=importlib"]
+    command = [sys.executable, "-S", *CHECK[1:], "-m", "environment", *alone]
     done, content, _ = run(command, tmp_path, PYTHONPATH=str(libraries))
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(content["seconds"]) == ["environment"]

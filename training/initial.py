@@ -25,6 +25,7 @@ from torch import Tensor
 from sinklens.families import family_named
 from sinklens.families.registry import named_family
 from sinklens.hooks.attention import normalizers as weighing
+from sinklens.model import files
 from training.corpus import Corpus
 from training.recipes import Recipe
 

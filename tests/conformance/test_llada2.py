@@ -66,9 +66,7 @@ def test_the_track_and_the_points_say_which_tokens_were_edited_in_which_step(ref
 def test_edits_are_hidden_by_a_hook_and_a_replay_repeats_the_run(reference):
     """Without edits, every position keeps its first token, and each block ends as soon as no mask is left."""
     base = run_of(reference, 9, record_sinks=False)
-    kept = run_of(
-        reference, load, 9, record_sinks=False, hooks=[("denoise.hook_edit", lambda value, hook: value & False)]
-    )
+    kept = run_of(reference, 9, record_sinks=False, hooks=[("denoise.hook_edit", lambda value, hook: value & False)])
     changed = (kept.canvas[:, 1:] != kept.canvas[:, :-1]) & ~kept.undecided[:, :-1]
     assert not changed.any()
     assert base.steps_run > kept.steps_run
