@@ -57,7 +57,7 @@ def kind(request):
 
 @pytest.fixture
 def model(kind, conformance):
-    return open_folder(conformance / kind.split().load()[0])
+    return open_folder(conformance / kind.split()[0]).load()
 
 
 def _generate(model: sinklens.Model, kind: str, prompts: Any = PROMPTS, **more: Any) -> Any:
