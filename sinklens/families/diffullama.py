@@ -68,7 +68,6 @@ class DiffuLlamaSettings(Steps):
     def _step(self, state: State, competing: Bool[Tensor, "batch pos"], left: int) -> None:
         """A step with `left` steps after it; `competing` are the positions that the first step found undecided."""
         canvas, undecided = state.step_canvas, state.undecided_before()
-        assert canvas is not None, "begin_step was called"
         where = competing & undecided.any(dim=1, keepdim=True) if self.order == "confidence" else undecided
         where = where & state.computed()
         logits = decisions.truncate(state.logits(canvas, where), Truncation(self.temperature, self.top_p))

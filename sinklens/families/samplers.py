@@ -3,12 +3,14 @@
 A family names its sampler (`Family.sampler`), and ``sampler=`` of a run chooses another one that fits the attention the
 family was trained with.
 
+A `model` here is a `sinklens.Model`, which is on a higher floor.
+
 Pitfall: matching attention is necessary, not sufficient. A checkpoint trained with one schedule may answer badly under
 another.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from sinklens.errors import SettingError, nearest
 from sinklens.families.registry import SAMPLERS, find_sampler
@@ -72,27 +74,6 @@ def _unknown(name: str, sampler: type[Sampler]) -> str:
     return f"{name} is not a setting of the {sampler.name} sampler: {hint} Its settings: {', '.join(known)}."
 
 
-@runtime_checkable
-class Sampled(Protocol):
-    """A model whose family names a sampler, and whose checkpoint may bring settings of its own."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def family_record(self) -> Any:
-        """Everything known of the family."""
-
-    @property
-    def checkpoint(self) -> Any:
-        """What was loaded."""
-
-    @property
-    def tree(self) -> Any:
-        """Its hook points."""
-
-
 def sampler_name(family: Any, given: Mapping[str, Any]) -> str:
     """The name of the sampler that ``given["sampler"]`` or ``given["mode"]`` chooses; the family's if neither does.
 
@@ -115,7 +96,7 @@ def sampler_name(family: Any, given: Mapping[str, Any]) -> str:
     return family.modes[mode]
 
 
-def misfit(sampler: type[Sampler], model: Sampled) -> str:
+def misfit(sampler: type[Sampler], model: Any) -> str:
     """Why `sampler` does not decode a model, as the end of a sentence; "" if it does."""
     family, config, timed = model.family_record, model.tree.hf.config, bool(model.tree.architecture.time)
     if family.attention not in sampler.attention:
@@ -138,12 +119,12 @@ def misfit(sampler: type[Sampler], model: Sampled) -> str:
     return ""
 
 
-def fitting(model: Sampled) -> list[str]:
+def fitting(model: Any) -> list[str]:
     """The names of the samplers that decode a model."""
     return [sampler.name for sampler in SAMPLERS.values() if not misfit(sampler, model)]
 
 
-def settings_for(model: Sampled, given: Mapping[str, Any]) -> Sampler:
+def settings_for(model: Any, given: Mapping[str, Any]) -> Sampler:
     """The settings of a run of `model`: those `given`, then the checkpoint's, then the sampler's defaults.
 
     ``given["sampler"]`` chooses another sampler than the family's, and so does ``given["mode"]`` for a model that

@@ -134,7 +134,6 @@ class LiveRun:
     def after(self, step: int, state: "State") -> None:
         """Report the step."""
         latest = self.denoising.latest
-        assert state.step_canvas is not None
         self.canvases[-1] = state.step_canvas[0].cpu().numpy()
         self.undecided[-1] = state.undecided_before()[0].cpu().numpy()
         canvas, undecided = state.canvas[0].cpu().numpy(), state.undecided_after()[0].cpu().numpy()

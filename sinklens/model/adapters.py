@@ -70,7 +70,7 @@ def _factors(
         match = _NAME.match(name)
         if match is None:
             raise CheckpointError(f"{place / WEIGHTS} has {name!r}, which is not a factor of a LoRA weight.")
-        path = rename(match["path"] + ".weight", family).removesuffix(".weight")
+        path = rename(match["path"] + ".weight", family.renames).removesuffix(".weight")
         found.setdefault(path, {})[match["factor"]] = value
     for path, parts in found.items():
         size = expected.get(f"{path}.weight", ())

@@ -63,7 +63,13 @@ def from_bridge(bridge: Any, tokenizer: Any = None) -> Checkpoint:
         return from_pretrained_model(_filled(original.config, weights), tokenizer)
     config = translate(raw, family, "the TransformerBridge")
     name = getattr(original.config, "name_or_path", "") or family.name
-    return prepare(_filled(config, _renamed(weights, family.renames)), tokenizer, family, raw, name)
+    return prepare(
+        _filled(config, {files.rename(key, family.renames): value for key, value in weights.items()}),
+        tokenizer,
+        family,
+        raw,
+        name,
+    )
 
 
 def _filled(config: "PreTrainedConfig", weights: dict[str, Tensor]) -> "PreTrainedModel":
@@ -101,16 +107,6 @@ def _materialise_buffers(hf: "PreTrainedModel", device: torch.device) -> None:
                 setattr(module, name, type(child)(config=hf.config).to(device))
 
 
-def _renamed(weights: dict[str, Tensor], renames: Any) -> dict[str, Tensor]:
-    """`weights` under the names that regular expressions give them."""
-    found = {}
-    for name, value in weights.items():
-        for pattern, replacement in renames.items():
-            name = re.sub(pattern, replacement, name)
-        found[name] = value
-    return found
-
-
 def _native(cfg: Any, weights: dict[str, Tensor]) -> tuple["PreTrainedConfig", dict[str, Tensor]]:
     """Config and weights of a `boot_native` model as a Llama.
 
@@ -137,7 +133,7 @@ def _native(cfg: Any, weights: dict[str, Tensor]) -> tuple["PreTrainedConfig", d
         eos_token_id=None,
     )
     config.is_causal = cfg.attention_dir == "causal"
-    renamed = _renamed(weights, _NATIVE_RENAMES)
+    renamed = {files.rename(name, _NATIVE_RENAMES): value for name, value in weights.items()}
     return config, {name: _halved(name, value, cfg.d_head) for name, value in renamed.items()}
 
 

@@ -7,6 +7,7 @@ is built. transformers alone would only warn and continue with random weights.
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -182,7 +183,7 @@ def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weigh
                     if family.ignored and re.search(family.ignored, stored):
                         continue
                     part = opened.get_slice(stored)
-                    name = rename(stored, family)
+                    name = rename(stored, family.renames)
                     shapes[name], original[name] = tuple(part.get_shape()), stored
                     size = torch.Size(shapes[name]).numel()
                     dtypes[part.get_dtype()] = dtypes.get(part.get_dtype(), 0) + size
@@ -198,9 +199,9 @@ def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weigh
     return Weights(shapes, DTYPES[main], original, frozenset(packed))
 
 
-def rename(stored: str, family: Family) -> str:
-    """The name of a stored weight in transformers' naming."""
-    for pattern, replacement in family.renames.items():
+def rename(stored: str, renames: Mapping[str, str]) -> str:
+    """The name of a stored weight in transformers' naming, by `Family.renames`."""
+    for pattern, replacement in renames.items():
         stored = re.sub(pattern, replacement, stored)
     return stored
 

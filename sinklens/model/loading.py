@@ -182,7 +182,7 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     defaults = _sampler_defaults(folder, family)
     quantized = target.config is not None or source.published is not None
     stored_twice = bool(set(tied) & set(weights.shapes))
-    with _progress_bars(weights.parameters >= SMALL), _quiet(stored_twice or quantized):
+    with _output(bars=weights.parameters >= SMALL, warnings=not (stored_twice or quantized)):
         hf = read(source, target, attention.NAME)
     made = quantization_of(hf, target.method or (source.published or {}).get("quant_method"))
     if made is not None:
@@ -398,32 +398,23 @@ def from_pretrained_model(
 
 
 @contextmanager
-def _quiet(needed: bool) -> Iterator[None]:
-    """Keep transformers from logging warnings; `_tie` reports and repairs tied weights that differ."""
+def _output(bars: bool, warnings: bool) -> Iterator[None]:
+    """Whether transformers shows progress bars and logs warnings; afterwards the user's settings are restored.
+
+    `_tie` reports and repairs tied weights that differ.
+    """
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
-    if needed:
+    verbosity = logging.get_verbosity()
+    hook = logging.set_tqdm_hook(None)
+    logging.set_tqdm_hook(hook if bars else lambda make, args, kwargs: make(*args, **{**kwargs, "disable": True}))
+    if not warnings:
         logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
-
-
-@contextmanager
-def _progress_bars(shown: bool) -> Iterator[None]:
-    """Show or hide transformers' progress bars; afterwards the user's setting is restored."""
-    from transformers.utils import logging
-
-    if shown:
-        yield
-        return
-    before = logging.set_tqdm_hook(lambda make, args, kwargs: make(*args, **{**kwargs, "disable": True}))
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(before)
+        logging.set_verbosity(verbosity)
+        logging.set_tqdm_hook(hook)
 
 
 def _device(device: str | torch.device | int | None) -> torch.device:

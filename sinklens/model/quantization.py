@@ -303,7 +303,7 @@ def published(
     if installed:
         _need(LAYOUTS[kind].packages, kind, where)
     renamed = {
-        key: [rename(f"{name}.", family).removesuffix(".") for name in found[key]]
+        key: [rename(f"{name}.", family.renames).removesuffix(".") for name in found[key]]
         for key in NAMES_OF_MODULES
         if found.get(key)
     }

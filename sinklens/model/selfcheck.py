@@ -20,7 +20,7 @@ in all layers before the model is rejected. `sinklens.load(..., check=False)` sk
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,21 +103,8 @@ def _check_with_encoder(tree: HookTree) -> None:
         _check_patterns(tree, seen, names.ENCODER, causal=True, blocks=None)
         _check_patterns(tree, seen, "", causal=False, blocks=None)
         kinds = {kind: places for kind, places in kinds.items() if places}
-        rows = {name: row for row, kind in enumerate(kinds) for name in kinds[kind]}
-        editing = False
-
-        def edit(value: Tensor, hook: Any) -> Tensor | None:
-            if not editing:
-                return None
-            changed = value.clone()
-            changed[rows[hook.name]] = _other(changed[rows[hook.name]], hook.name)
-            return changed
-
-        hooks: list[HookPair] = [(name, edit) for name in rows]
-        before = _canvas_logits(tree, len(kinds), hooks)
-        editing = True
-        after = _canvas_logits(tree, len(kinds), hooks)
-    if silent := [kind for row, kind in enumerate(kinds) if _same(tree, before[row], after[row])]:
+        silent = _without_effect(tree, kinds, lambda hooks: _canvas_logits(tree, len(kinds), hooks))
+    if silent:
         _refuse_silent(silent)
 
 
@@ -329,11 +316,33 @@ def _refuse_silent(points: Sequence[str]) -> None:
 
 
 def _silent(tree: HookTree, ids: Int[Tensor, "1 pos"], places: dict[str, Sequence[str]]) -> list[str]:
+    """The keys of `places` whose points can be edited without any effect on the logits of a pass over `ids`.
+
+    In both passes all attention keys have different values: if all values were equal, it would make no difference which
+    keys attention selects.
+    """
+    rows = {name: row for row, kind in enumerate(places) for name in places[kind]}
+
+    def vary(value: Tensor, hook: Any) -> Tensor:
+        varied = _other(value[:1], hook.name).expand_as(value).clone()
+        if hook.name in rows:
+            varied[rows[hook.name]] = value[rows[hook.name]]
+        return varied
+
+    values: list[HookPair] = [(f"blocks.{layer}.attn.hook_v", vary) for layer in range(tree.cfg.n_layers)]
+    batch = ids.expand(len(places), -1)
+    return _without_effect(
+        tree, places, lambda hooks: tree.run_with_hooks(batch, fwd_hooks=[*values, *hooks], **_time(tree))
+    )
+
+
+def _without_effect(
+    tree: HookTree, places: Mapping[str, Sequence[str]], run: Callable[[list[HookPair]], Float[Tensor, "row pos vocab"]]
+) -> list[str]:
     """The keys of `places` whose points can be edited without any effect on the logits.
 
-    Each key of `places` gets a separate row of the batch. The same pass runs with and without edits, under the same
-    hooks, so values that no edit reaches are bitwise equal. In both passes all attention keys have different values:
-    if all values were equal, it would make no difference which keys attention selects.
+    Each key of `places` gets a separate row of the batch that `run` computes. The same pass runs with and without
+    edits, under the same hooks, so values that no edit reaches are bitwise equal.
     """
     rows = {name: row for row, kind in enumerate(places) for name in places[kind]}
     editing = False
@@ -345,18 +354,10 @@ def _silent(tree: HookTree, ids: Int[Tensor, "1 pos"], places: dict[str, Sequenc
         changed[row] = _other(changed[row], hook.name)
         return changed
 
-    def vary(value: Tensor, hook: Any) -> Tensor:
-        varied = _other(value[:1], hook.name).expand_as(value).clone()
-        if hook.name in rows:
-            varied[rows[hook.name]] = value[rows[hook.name]]
-        return varied
-
-    values = [f"blocks.{layer}.attn.hook_v" for layer in range(tree.cfg.n_layers)]
-    hooks: list[HookPair] = [*((name, vary) for name in values), *((name, edit) for name in rows)]
-    batch = ids.expand(len(places), -1)
-    before = tree.run_with_hooks(batch, fwd_hooks=hooks, **_time(tree))
+    hooks: list[HookPair] = [(name, edit) for name in rows]
+    before = run(hooks)
     editing = True
-    after = tree.run_with_hooks(batch, fwd_hooks=hooks, **_time(tree))
+    after = run(hooks)
     return [kind for row, kind in enumerate(places) if _same(tree, before[row], after[row])]
 
 

@@ -309,7 +309,6 @@ class Denoising:
             return
         state = self.state
         self.describe()  # first, because a step is readable as soon as it is in the store
-        assert state.step_canvas is not None
         canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
         self._recorder.end_step(step, canvases | recorded(state.keys) | of_pass(self.model.tree, self.rows))
 
@@ -321,7 +320,6 @@ class Denoising:
     def describe(self, **run_arrays: np.ndarray) -> None:
         """Write the run's provenance and the text of all tokens so far to the recorder's store, if anything is new."""
         assert self._recorder is not None
-        assert self.state.step_canvas is not None
         if self.model.tokenizer is not None:
             seen = torch.cat([self.state.step_canvas, self.state.canvas])  # they differ under a replay
             self._texts(torch.unique(seen).tolist())

@@ -116,7 +116,6 @@ def run(
 
 
 def _finish(step: int, state: State, listeners: Sequence[Listener], frames: list[Frame]) -> None:
-    assert state.step_canvas is not None, "every sampler step sets State.step_canvas"
     kind = state.tree.watch.forward_pass.kind
     frames[-1] = Frame(state.step_canvas, state.step_undecided, state.active, state.time, kind)
     frames.append(Frame(state.canvas, state.undecided))

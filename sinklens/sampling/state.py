@@ -7,7 +7,7 @@ the last step it knows that the run has ended.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -66,15 +66,16 @@ class State:
     noise: RowNoise
     shift: bool
     undecided: Bool[Tensor, "batch pos"] | None = None
-    step_canvas: Int[Tensor, "batch pos"] | None = None
     step_undecided: Bool[Tensor, "batch pos"] | None = None
     keys: KeyCache | None = None
     replay: Int[Tensor, "batch step pos"] | None = None
     replay_undecided: Bool[Tensor, "batch step pos"] | None = None
     steps_done: int = 0
     kind: PassKind | None = None
+    step_canvas: Int[Tensor, "batch pos"] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.step_canvas = self.canvas
         self._active = torch.ones_like(self.canvas[:, 0], dtype=torch.bool)
         self._window: Bool[Tensor, "batch pos"] | None = None
 
@@ -205,7 +206,6 @@ class State:
             fill: end rows at their end token; see `filled`.
             undecided: as in `end_step`; by default those of the step without the committed ones.
         """
-        assert self.step_canvas is not None, "every sampler step sets State.step_canvas"
         chosen = self.through("hook_commit", chosen)
         canvas = torch.where(chosen, proposed, self.step_canvas)
         if undecided is None and self.step_undecided is not None:
@@ -257,7 +257,6 @@ class State:
 
     def undecided_before(self) -> Bool[Tensor, "batch pos"]:
         """The undecided positions of `step_canvas`."""
-        assert self.step_canvas is not None, "every sampler step sets State.step_canvas"
         return self.step_canvas == self.mask_id if self.step_undecided is None else self.step_undecided
 
     def undecided_after(self) -> Bool[Tensor, "batch pos"]:

@@ -66,20 +66,22 @@ def test_family_has_hook_points_and_a_sampler(family):
 
 @pytest.mark.parametrize("name", LLADAS)
 def test_llada_names_map_to_llamas(name):
-    found = {public: rename(public, family_named(name)) for public in llada_names(layers=12)}
+    found = {public: rename(public, family_named(name).renames) for public in llada_names(layers=12)}
     assert found == llada_names(layers=12)
 
 
 def test_ff_out_is_the_head_at_the_top_level_and_the_down_projection_in_a_block():
     family = family_named("llada")
-    assert rename("model.transformer.ff_out.weight", family) == "lm_head.weight"
-    assert rename("model.transformer.blocks.31.ff_out.weight", family) == "model.layers.31.mlp.down_proj.weight"
+    assert rename("model.transformer.ff_out.weight", family.renames) == "lm_head.weight"
+    assert rename("model.transformer.blocks.31.ff_out.weight", family.renames) == "model.layers.31.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize("family", STANDARD, ids=lambda family: family.name)
 def test_public_names_become_exactly_the_parameters_of_the_class(family):
     hf = random_hf(ARCHITECTURES[family.name], family.causal)
-    renamed = {rename(public, family): tuple(value.shape) for public, value in public_weights(family.name, hf).items()}
+    renamed = {
+        rename(public, family.renames): tuple(value.shape) for public, value in public_weights(family.name, hf).items()
+    }
     shapes = {name: tuple(value.shape) for name, value in hf.state_dict().items()}
     assert renamed == stored_shapes(shapes, family.fused)
 
@@ -96,7 +98,7 @@ def test_names_of_a_modulated_network_become_exactly_its_parameters(family, pref
     sizes = {"vocab_size": 11, "hidden_size": 8, "cond_dim": 6, "num_hidden_layers": 2, "num_attention_heads": 2}
     hf = DitForMaskedLM(DitConfig(**sizes))
     blocks = {f"blocks.{layer}.{name}": shape for layer in range(2) for name, shape in DIT_BLOCK.items()}
-    renamed = {rename(prefix + name, family): shape for name, shape in (DIT_NAMES | blocks).items()}
+    renamed = {rename(prefix + name, family.renames): shape for name, shape in (DIT_NAMES | blocks).items()}
     shapes = {name: tuple(value.shape) for name, value in hf.state_dict().items()}
     assert renamed == stored_shapes(shapes, family.fused)
     assert all(re.search(family.ignored, name) for name in DIT_RECOMPUTED)
