@@ -72,7 +72,9 @@ def test_on_a_cpu_the_check_runs_and_reports_what_it_could_not_check(tmp_path):
 def test_a_hang_and_a_broken_device_each_cost_one_test(tmp_path):
     (tmp_path / "planted_faults.py").write_text(PLANTED)
     chosen = ["-m", "hooking", "-k", "sums or block or replay or read_only"]
-    done, content, findings = run([*CHECK, "-p", "planted_faults", *TIMEOUT, *chosen], tmp_path, PYTHONPATH=str(tmp_path))
+    done, content, findings = run(
+        [*CHECK, "-p", "planted_faults", *TIMEOUT, *chosen], tmp_path, PYTHONPATH=str(tmp_path)
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert sorted((finding["what"], finding["status"]) for finding in content["findings"]) == [
         ("a read-only point refuses an edit", "passed"), ("a replayed run has the given canvases", "failed"),
