@@ -49,7 +49,7 @@ def test_scores_that_know_only_the_position_do_not_predict_the_order_once_it_is_
     score = np.exp(-0.3 * (np.arange(ANSWER) + 2 * noise.normal(size=order.shape)))[:, None, None].repeat(ANSWER, 1)
     crude, partial, within = correlations(order, score)
     assert crude < -0.4
-    assert abs(partial.estimate) < 0.1
+    assert abs(partial.value) < 0.1
     assert within["low"] < 0 < within["high"]
 
 
