@@ -26,7 +26,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.experiments import sweep
-from sinklens.interventions import MaskSinks
+from sinklens.interventions import MaskKeys, MaskSinks
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
@@ -53,7 +53,7 @@ KEYS = {
 }
 
 
-def masked(track: SinkTrack, top_k: int = 1, **place: Any) -> dict[str, MaskSinks]:
+def masked(track: SinkTrack, top_k: int = 1, **place: Any) -> dict[str, MaskKeys]:
     """One masking intervention per entry of `KEYS`.
 
     Args:

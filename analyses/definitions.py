@@ -27,7 +27,7 @@ from sinklens.analyses.answers import each_prompt, free_effects, unchanged
 from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.mass import newest_rows
 from sinklens.analyses.study import Study
-from sinklens.interventions import MaskSinks
+from sinklens.interventions import MaskKeys, MaskSinks
 from sinklens.interventions.controls import Pick
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
@@ -100,7 +100,7 @@ class Definitions(Study):
 
     def interventions(
         self, model: "Model", prompt: SinglePrompt, settings: Settings, reach: str
-    ) -> dict[str, MaskSinks]:
+    ) -> dict[str, MaskKeys]:
         """One intervention per definition that the model has, pick and number of keys."""
         causal = model.causal
         columns = unchanged(self, model, prompt, settings)

@@ -36,8 +36,8 @@ from sinklens.analyses.answers import is_right
 from sinklens.analyses.estimates.tables import corrected, interval_table, verdict
 from sinklens.analyses.runs import active_steps
 from sinklens.analyses.study import SINK, Study
-from sinklens.interventions import MaskSinks, Rule
-from sinklens.interventions.where import Moment
+from sinklens.interventions import MaskKeys, MaskSinks, Rule
+from sinklens.interventions.rules import Moment
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
@@ -172,7 +172,7 @@ class OrdinaryKey(Detector):
         return score.copy(data=found)
 
 
-def masking(ordinary: bool = False, mass: bool = False) -> MaskSinks:
+def masking(ordinary: bool = False, mass: bool = False) -> MaskKeys:
     """Hide from every head, at each step, its strongest key of the previous step (Rulli et al., Sec. 4.3).
 
     As a control, with `ordinary`, the key of median strength among those it attends to is hidden instead; with `mass`,
@@ -198,7 +198,7 @@ class Between(Rule):
         return ((places >= first) & (places < stop))[:, None, None]
 
 
-def hiding(start: Int[Tensor, " batch"], end: Int[Tensor, " batch"]) -> MaskSinks:
+def hiding(start: Int[Tensor, " batch"], end: Int[Tensor, " batch"]) -> MaskKeys:
     """Hide the keys from `start` up to `end` from all queries of all heads, at every step."""
     return MaskSinks(top_k=None, where=Between(start, end), queries="each")
 

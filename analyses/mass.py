@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.analyses.estimates.tables import interval_table
-from sinklens.interventions import MaskSinks
+from sinklens.interventions import MaskKeys, MaskSinks
 from sinklens.interventions.controls import Pick
 from sinklens.runs.intervention import layer_of
 from sinklens.sinks import SinkTrack
@@ -154,7 +154,7 @@ def same_mass_name(name: str, among: str = "") -> str:
     return f"{name} {SAME_MASS} {among}".rstrip()
 
 
-def masks(track: SinkTrack, name: str, seed: int = 0, **more: Any) -> dict[str, MaskSinks]:
+def masks(track: SinkTrack, name: str, seed: int = 0, **more: Any) -> dict[str, MaskKeys]:
     """Masks of the keys ``name`` of a track by `with_same_mass`, of as many weaker random keys, and of as much mass."""
     shared: dict[str, Any] = {"top_k": None, "source": track, "seed": seed, **more}
     return {

@@ -27,7 +27,7 @@ from sinklens.analyses.estimates.ratios import ratio_table
 from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.mass import MEANING, REMOVED, SAME_MASS, attended, curve, masks, removed, with_same_mass
 from sinklens.analyses.study import Study
-from sinklens.interventions import MaskSinks
+from sinklens.interventions import MaskKeys
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Detector, EpsilonOverMean, SinkTrack, StrongestKeys
@@ -111,7 +111,7 @@ class Necessity(Study):
         }
         return with_same_mass(track, found, self.sink.detect(track), mass, self.seed)
 
-    def interventions(self, marked: SinkTrack) -> dict[str, MaskSinks]:
+    def interventions(self, marked: SinkTrack) -> dict[str, MaskKeys]:
         """One intervention per part and pick, in that order, from a track that `marked` returns."""
         return {f"{part} {pick}": mask for part in PARTS for pick, mask in masks(marked, part, self.seed).items()}
 

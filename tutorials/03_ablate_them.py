@@ -47,10 +47,10 @@ assert masked.text != plain.text
 #
 # ## A masked sink comes back every second step
 #
-# Which keys were masked? `MaskSinks.keys` reads them from the run's track.
+# Which keys were masked? `keys` reads them from the run, which recorded them.
 
 # %%
-keys = MaskSinks(top_k=1).keys(masked.sinks).isel(batch=0)  # [step, layer, head, pos], True where masked
+keys = MaskSinks(top_k=1).keys(masked).isel(batch=0)  # [step, layer, head, pos], True where masked
 layer, head = 3, 0
 path = keys.isel(layer=layer, head=head).argmax("pos").to_numpy()
 print("masked key by step:", path[1:].tolist())

@@ -19,7 +19,7 @@ from templates import answers, balanced, mean, row
 import sinklens
 from sinklens.analyses.mass import attended, masks, with_same_mass
 from sinklens.analyses.necessity import Necessity
-from sinklens.interventions import MaskSinks
+from sinklens.interventions import MaskKeys, MaskSinks
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 from sinklens.tasks.word_problems import Problem, read_answer
 
@@ -33,7 +33,7 @@ def right(model: Any, asked: Sequence[Problem], hooks: Any) -> Float[np.ndarray,
     return np.array([read_answer(text or "") == one.result for text, one in zip(run.text, asked, strict=True)], float)
 
 
-def steady(model: Any, one: Problem) -> tuple[dict[str, MaskSinks], float]:
+def steady(model: Any, one: Problem) -> tuple[dict[str, MaskKeys], float]:
     """The steady masks of one prompt, and the share of heads and steps with a sink."""
     study = Necessity()
     track = study.generate(model, [one.prompt], {}).run.sinks

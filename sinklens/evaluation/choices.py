@@ -22,7 +22,8 @@ from sinklens.evaluation.conditions import CONTROLS, Condition, unpaired
 from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
 from sinklens.experiments.nll.pairs import PromptAnswer, pairs_of
 from sinklens.experiments.nll.result import Difference, Likelihood, difference
-from sinklens.interventions import Intervention, MaskSinks
+from sinklens.interventions import Intervention, MaskKeys
+from sinklens.interventions.rules import as_rule
 from sinklens.model import Model
 from sinklens.tasks.base import check_limit
 from sinklens.tasks.word_problems import Problem, held_out
@@ -188,7 +189,9 @@ def _hooks(condition: Condition, model: Model) -> list[Any]:
 
 def _of_the_pass(hook: Intervention) -> Intervention:
     """`hook`; a mask of sinks by their scores takes those of the pass itself."""
-    return replace(hook, same_step=True) if isinstance(hook, MaskSinks) and hook.where is None else hook
+    if not isinstance(hook, MaskKeys) or hook.where is None:
+        return hook
+    return replace(hook, where=as_rule(hook.where).mapped(lambda where: replace(where, same_step=True)))
 
 
 def _in_groups(several: Sequence[list[PromptAnswer]], size: int = 16) -> Iterable[Sequence[list[PromptAnswer]]]:

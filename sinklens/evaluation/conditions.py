@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SettingError, nearest
-from sinklens.interventions import Intervention, MaskSinks
+from sinklens.interventions import Intervention, MaskKeys, MaskSinks, Where
 from sinklens.interventions.controls import DRAWN, Pick
-from sinklens.interventions.masking import OnSinks
-from sinklens.interventions.places import Reach
-from sinklens.interventions.selection import Scope, as_tuple
+from sinklens.interventions.places import AtKeys, Reach
+from sinklens.interventions.rules import Scope, as_rule, as_tuple
 from sinklens.runs.identity import identify
 from sinklens.runs.intervention import whole_numbers
 from sinklens.runs.request import hook_list
@@ -104,8 +103,14 @@ class Condition:
         if not self.of_unmasked:
             return list(self.hooks)
         track = unmasked()
+
+        def of_unmasked(where: Where) -> Where:
+            return replace(where, source=track) if where.track is None else where
+
         return [
-            replace(hook, source=track) if isinstance(hook, OnSinks) and hook.where is None else hook
+            replace(hook, where=as_rule(hook.where).mapped(of_unmasked))
+            if isinstance(hook, AtKeys) and hook.where is not None
+            else hook
             for hook in self.hooks
         ]
 
@@ -216,19 +221,21 @@ def unpaired(controls: Mapping[str, str], names: Collection[str]) -> str:
     return " ".join(texts)
 
 
-def _control(count: int, control: str, strongest: MaskSinks, of_unmasked: bool, seed: int) -> Condition:
+def _control(count: int, control: str, strongest: MaskKeys, of_unmasked: bool, seed: int) -> Condition:
     pick, persistent, noun = CONTROLS[control]
     drawn = pick in DRAWN or pick == "permuted"
-    hook = replace(strongest, pick=pick, persistent=persistent, seed=seed if drawn else 0)  # the others draw nothing
+    seed = seed if drawn else 0  # the others draw nothing
+    hook = replace(strongest, where=replace(strongest.where, pick=pick, persistent=persistent, seed=seed))
     of_strongest = pick not in ("random_any", "weakest")
     return Condition(_name(count, noun, hook), (hook,), count, control, of_unmasked=of_unmasked and of_strongest)
 
 
-def _name(count: int, noun: str, hook: MaskSinks) -> str:
+def _name(count: int, noun: str, hook: MaskKeys) -> str:
     head, space, tail = noun.partition(" of ")
-    suffixes = [] if hook.detector is None else _restrictions(hook.detector)
-    suffixes += [f"one set per {hook.scope}"] * (hook.scope != "head") + ["for all queries"] * (hook.queries == "all")
-    suffixes += [f"seed {hook.seed}"] * (hook.seed != 0)
+    keys = hook.where
+    suffixes = [] if keys.detector is None else _restrictions(keys.detector)
+    suffixes += [f"one set per {keys.scope}"] * (keys.scope != "head") + ["for all queries"] * (hook.queries == "all")
+    suffixes += [f"seed {keys.seed}"] * (keys.seed != 0)
     return ", ".join([f"{count} {head}{'s' if count > 1 else ''}{space}{tail}", *suffixes])
 
 

@@ -34,7 +34,7 @@ from sinklens.families import settings_for
 from sinklens.interventions import MaskSinks
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.places import Reach
-from sinklens.interventions.selection import Scope
+from sinklens.interventions.rules import Scope
 from sinklens.model import load
 from sinklens.runs import generate
 from sinklens.runs.policies import check_policy

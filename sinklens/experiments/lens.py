@@ -45,7 +45,7 @@ from sinklens.experiments.step_ids import exact_step
 from sinklens.hooks.modulation import final_modulation
 from sinklens.hooks.points import Point
 from sinklens.runs import generate
-from sinklens.runs.intervention import Pairs, Reader, RunContext, layer_of, place_mask, refuse, within
+from sinklens.runs.intervention import Pairs, Reader, RunContext, layer_of, place_mask, within
 from sinklens.runs.result import require_run
 from sinklens.utils.atomic import atomic_write
 
@@ -247,13 +247,11 @@ class LogitLens(Reader):
     """
 
     needs_run: ClassVar[str] = "LogitLens reads a run; use it in sinklens.trace or sinklens.generate."
+    refused: ClassVar[tuple[str, ...]] = ("heads",)
 
     top_k: int = 5
     kept: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     conditions: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        refuse(self, "heads")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""

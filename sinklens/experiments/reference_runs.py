@@ -20,8 +20,8 @@ from sinklens.hooks.names import HookName
 from sinklens.hooks.points import Point
 from sinklens.interventions.donors import Donors, labels_now
 from sinklens.interventions.places import Places
+from sinklens.interventions.rules import Rule, as_rule
 from sinklens.interventions.streams import Directions, StreamPoint
-from sinklens.interventions.where import Rule, as_rule
 from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs import generate

@@ -27,7 +27,7 @@ from sinklens.features.places import InScope, PointPlaces, Scope, states_of
 from sinklens.features.splice import PointPair, SpliceSAE, decoded
 from sinklens.hooks.points import Point
 from sinklens.interventions import MaskedLogits
-from sinklens.interventions.where import Rule
+from sinklens.interventions.rules import Rule
 from sinklens.runs import generate
 from sinklens.runs.intervention import Pairs, Reader, RunContext
 

@@ -25,7 +25,7 @@ from sinklens.families import settings_for
 from sinklens.features.places import InScope, PointPlaces, Scope, state_masks, states_of, stream_point
 from sinklens.features.store import COLUMNS, ActivationStore, array_of
 from sinklens.hooks.points import Point
-from sinklens.interventions.where import Rule
+from sinklens.interventions.rules import Rule
 from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint

@@ -31,8 +31,8 @@ from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.places import InScope, PointPlaces, Scope, states_of, stream_point
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import AtPositions
-from sinklens.interventions.where import Rule
-from sinklens.runs.intervention import Pairs, RunContext, layer_of, refuse
+from sinklens.interventions.rules import Rule
+from sinklens.runs.intervention import Pairs, RunContext, layer_of
 from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
@@ -56,12 +56,13 @@ class SpliceCrossLayer(AtPositions):
     """
 
     within_step: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
 
     transcoders: Sequence[SparseAutoencoder]
     scope: Scope = "all"
 
     def __post_init__(self) -> None:
-        refuse(self, "layers", "heads")
+        super().__post_init__()
         states_of(self.scope)
         _check_sizes(self.transcoders)
 

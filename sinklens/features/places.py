@@ -21,7 +21,7 @@ from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import Places
-from sinklens.interventions.where import Chooser, Moment, OfStep, Rule
+from sinklens.interventions.rules import Chooser, Moment, OfStep, Rule
 from sinklens.runs.intervention import HookSource, RunContext, Snapshot
 from sinklens.sinks.kinds import STATES
 
@@ -110,10 +110,7 @@ class PointPlaces(Places):
     """The places of an intervention at one point; `selected` leaves out padding."""
 
     def __init__(self, what: HookSource, model: "Model", run: RunContext, point: str) -> None:
-        inside = [int(point.split(".")[1])] if point.startswith("blocks.") else []
-        super().__init__(what, model, run, inside)
-        if not inside:
-            self.refuse_by_layer(point)
+        super().__init__(what, model, run, [point])
 
     def selected(self, hook: Point, value: Tensor) -> Bool[Tensor, "batch pos"] | None:
         """True at the places of a value [batch, pos, ...]; None if there are none in this pass."""

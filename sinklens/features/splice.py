@@ -25,8 +25,8 @@ from sinklens.features.autoencoder import SAE
 from sinklens.features.places import InScope, PointPlaces, Scope, states_of, stream_point
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import AtPositions
-from sinklens.interventions.where import Rule
-from sinklens.runs.intervention import Pairs, RunContext, refuse, refuse_empty, whole_numbers
+from sinklens.interventions.rules import Rule
+from sinklens.runs.intervention import Pairs, RunContext, whole_numbers
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -60,6 +60,8 @@ class SpliceSAE(AtPositions):
     """
 
     within_step: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
+    indexed: ClassVar[tuple[str, ...]] = ("features",)
 
     sae: Any
     point: str
@@ -70,14 +72,13 @@ class SpliceSAE(AtPositions):
     to: str | None = None
 
     def __post_init__(self) -> None:
-        refuse(self, "layers", "heads")
+        super().__post_init__()
         if not isinstance(self.sae, SAE):
             raise SettingError(
                 f"sae must have the methods encode and decode; {type(self.sae).__name__} lacks one. For a folder in "
                 f"SAELens's format use features.load_sae(folder)."
             )
         states_of(self.scope)
-        refuse_empty(self, "features")
         if self.error and self.features is None:
             raise SettingError(
                 "error=True without features= changes nothing; name the features to change, or pass error=False for "

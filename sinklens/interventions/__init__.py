@@ -9,26 +9,24 @@ from sinklens.interventions.acceptance import Accept, Renoise
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
 from sinklens.interventions.circuits import KeepEdges
 from sinklens.interventions.donors import Donors, Resample
-from sinklens.interventions.heads import AblateHeads, AblateMLPs, AblateSinkAttention, HeadOutputs
-from sinklens.interventions.kept_patterns import FreezePattern
-from sinklens.interventions.keys import HideKeys, HoldSinks
+from sinklens.interventions.heads import AblateHeads, AblateMLPs, HeadOutputs
 from sinklens.interventions.layers import LayerOrder, SkipLayers
 from sinklens.interventions.logits import MaskedLogits
-from sinklens.interventions.masking import KeepKeys, MaskSinks, OnSinks, WindowAttention
+from sinklens.interventions.masking import HideKeys, KeepKeys, MaskKeys, MaskSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
 from sinklens.interventions.noise_level import ClampGates, ForceTime, FreezeCond
-from sinklens.interventions.noise_range import AtNoise
 from sinklens.interventions.patching import Activations, PatchHooks
 from sinklens.interventions.paths import PathPatch
+from sinklens.interventions.patterns import AblateSinkAttention, FreezePattern, Hold, HoldSinks
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.pruning import InputNorms, PruneWeights
 from sinklens.interventions.rounding import RoundActivations, RoundWeights
+from sinklens.interventions.rules import AtNoise, InArray, Moment, OfKind, Positions, Rule, Where
 from sinklens.interventions.streams import ClampStream, Directions, Steer
 from sinklens.interventions.subspaces import PatchSubspace
 from sinklens.interventions.values import AblateValues
 from sinklens.interventions.watermark import GreenList
 from sinklens.interventions.weights import EditWeights, WeightMatrix
-from sinklens.interventions.where import InArray, Moment, OfKind, Positions, Rule, Where
 from sinklens.runs.caches import StepCaches
 from sinklens.runs.intervention import Intervention, Reader, RunContext
 
@@ -54,6 +52,7 @@ __all__ = [
     "GreenList",
     "HeadOutputs",
     "HideKeys",
+    "Hold",
     "HoldSinks",
     "InArray",
     "InputNorms",
@@ -61,11 +60,11 @@ __all__ = [
     "KeepEdges",
     "KeepKeys",
     "LayerOrder",
+    "MaskKeys",
     "MaskSinks",
     "MaskedLogits",
     "Moment",
     "OfKind",
-    "OnSinks",
     "PatchHooks",
     "PatchSubspace",
     "PathPatch",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.interventions.places import AtPositions, Places
-from sinklens.runs.intervention import Canvas, Pairs, RunContext, place_mask, refuse
+from sinklens.runs.intervention import Canvas, Pairs, RunContext, place_mask
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
@@ -32,11 +32,9 @@ class Acceptance(AtPositions):
     """Base class of interventions on what a step accepts; subclasses define `accepts`."""
 
     on_canvas: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
     accepts: ClassVar[bool]
     """Whether the chosen positions are accepted."""
-
-    def __post_init__(self) -> None:
-        refuse(self, "layers", "heads")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """The hooks of ``denoise.hook_accepted``, and those that find positions.

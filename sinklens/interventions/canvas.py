@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import AtPositions, Places
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, place_mask, refuse
+from sinklens.interventions.places import CANVAS, AtPositions, Places
+from sinklens.runs.intervention import Intervention, Pairs, RunContext, place_mask
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -35,11 +35,9 @@ class ForceTokens(Intervention):
     """
 
     on_canvas: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("layers", "heads", "positions")
 
     tokens: Mapping[int, int]
-
-    def __post_init__(self) -> None:
-        refuse(self, "layers", "heads", "positions")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
@@ -58,7 +56,7 @@ class ForceTokens(Intervention):
                 value = value.masked_fill(places[position][:, : value.shape[1]], token)
             return value
 
-        return [("denoise.hook_canvas", force)]
+        return [(CANVAS, force)]
 
     def _refuse_undecoded(self, position: int, place: Bool[Tensor, "batch pos"], run: RunContext) -> None:
         """Refuse a token that would never be on the canvas: in every row, its position is decoded after all `steps`."""
@@ -81,8 +79,7 @@ class Remask(AtPositions):
         positions, where: positions that are masked again; those of the prompt that `where` finds stay as they are.
     """
 
-    def __post_init__(self) -> None:
-        refuse(self, "layers", "heads")
+    refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
@@ -93,8 +90,7 @@ class Remask(AtPositions):
             raise SettingError(
                 f"{model.family} models have no mask token; use ForceTokens to put tokens on the canvas."
             )
-        places, prompt = Places(self, model, run), run.prompt_length
-        places.refuse_by_layer("denoise.hook_canvas")
+        places, prompt = Places(self, model, run, [CANVAS]), run.prompt_length
         if self.positions is not None and bool(place_mask(self.positions, run.real)[:, :prompt].any()):
             raise SettingError(
                 f"Remask takes answer positions, -{run.real.shape[1] - prompt} to -1; got {list(self.positions)}."
@@ -105,7 +101,7 @@ class Remask(AtPositions):
             found = places.at(hook.step or 0, None)
             return None if found is None else value.masked_fill(found.any(dim=1) & answer, run.mask_id)
 
-        return places.around([("denoise.hook_canvas", remask)])
+        return places.around([(CANVAS, remask)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +115,9 @@ class Suffix(Intervention):
         text: text, for models with a tokenizer, or token ids.
     """
 
-    text: str | Sequence[int]
+    refused: ClassVar[tuple[str, ...]] = ("steps", "layers", "heads", "positions")
 
-    def __post_init__(self) -> None:
-        refuse(self, "steps", "layers", "heads", "positions")
+    text: str | Sequence[int]
 
     def extend(
         self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]
@@ -160,16 +155,11 @@ class SinkToken(AtPositions):
         value: "own", the value that the model computes; or "zero", so that attention to it adds nothing.
     """
 
+    refused: ClassVar[tuple[str, ...]] = ("heads", "positions", "where")
+
     at: Literal["front", "end"] = "front"
     token: int | None = None
     value: Literal["own", "zero"] = "own"
-
-    def __post_init__(self) -> None:
-        refuse(self, "heads", "positions", "where")
-        if self.at not in ("front", "end") or self.value not in ("own", "zero"):
-            raise SettingError(
-                f"at must be 'front' or 'end', value 'own' or 'zero'; got {self.at!r} and {self.value!r}."
-            )
 
     def extend(
         self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]

@@ -24,7 +24,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.paths import Receiver, ResidualStream, Sender, keeps, refuse_indirect
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, refuse, refuse_empty
+from sinklens.runs.intervention import Intervention, Pairs, RunContext
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -49,13 +49,13 @@ class KeepEdges(Intervention):
     """
 
     within_step: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("layers", "heads", "positions")
 
     kept: xr.DataArray
     source: Mapping[int, Any]
 
     def __post_init__(self) -> None:
-        refuse_empty(self)
-        refuse(self, "layers", "heads", "positions")
+        super().__post_init__()
         unknown = [axis for axis in self.kept.dims if axis not in AXES]
         if unknown or not {"sender", "receiver"} <= set(self.kept.dims) or self.kept.dtype != bool:
             raise SettingError(

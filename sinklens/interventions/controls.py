@@ -1,13 +1,14 @@
 """Control keys: as many keys as the strongest, matched to them by what else could explain an effect.
 
-*Rest*: the allowed keys that are weaker than all of the strongest. The other controls draw from them, so a control
-never contains a key that it controls for. *Order*: random numbers per head; the keys with the largest are taken first,
-so an order that does not change between steps gives keys that do not change either.
+*Rest*: the allowed keys that are weaker than all of the strongest. Most controls draw from it, so that they never
+contain a key that they control for. *Order*: random numbers per head; the keys with the largest are taken first, so an
+order that does not change between steps gives keys that do not change either.
 
 Limitation: a head with one dominant key has no other key of the same mass. `same_mass` then takes many keys, all of
 the rest in the extreme, and `same_kind` takes fewer where the rest has too few of a kind.
 """
 
+import hashlib
 from typing import Literal, get_args
 
 import numpy as np
@@ -15,23 +16,25 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinklens.runs.intervention import RunContext
+
 Pick = Literal["strongest", "weakest", "random", "random_any", "permuted", "same_mass", "same_kind", "nearest"]
 PICKS: tuple[Pick, ...] = get_args(Pick)
 DRAWN: tuple[Pick, ...] = ("random", "random_any", "same_mass", "same_kind")
 """Picks that draw random numbers, at every step or once per run."""
 
-KeyScores = Float[Tensor, "batch head key"]
-ChosenKeys = Bool[Tensor, "batch head key"]
+KeyScores = Float[Tensor, "*batch head key"]
+ChosenKeys = Bool[Tensor, "*batch head key"]
 
 
-def rest_of(scores: KeyScores, found: ChosenKeys, allowed: Bool[Tensor, "batch #head key"]) -> ChosenKeys:
+def rest_of(scores: KeyScores, found: ChosenKeys, allowed: Bool[Tensor, "*#batch #head key"]) -> ChosenKeys:
     """Allowed keys that are neither in `found` nor stronger than the weakest key there."""
     least = scores.masked_fill(~found, torch.inf).amin(dim=-1, keepdim=True)
     return allowed & ~found & (scores <= least)
 
 
 def largest(
-    order: KeyScores, allowed: Bool[Tensor, "batch #head key"], number: Int[Tensor, "batch #head 1"]
+    order: KeyScores, allowed: Bool[Tensor, "*#batch #head key"], number: Int[Tensor, "*#batch #head 1"]
 ) -> ChosenKeys:
     """The `number` allowed keys of each head that are first in descending `order`; the first of ties."""
     most = int(number.max())
@@ -52,13 +55,14 @@ def same_mass(order: KeyScores, scores: KeyScores, found: ChosenKeys, rest: Chos
     return torch.zeros_like(rest).scatter(-1, places, wanted) & rest & found.any(dim=-1, keepdim=True)
 
 
-def same_kind(order: KeyScores, found: ChosenKeys, rest: ChosenKeys, kinds: Int[Tensor, "batch key"]) -> ChosenKeys:
+def same_kind(
+    order: KeyScores, found: ChosenKeys, rest: ChosenKeys, kinds: Int[Tensor, "*#batch #head key"]
+) -> ChosenKeys:
     """For each key of `found` another of the rest with the same kind of token, where there is one."""
     taken = torch.zeros_like(found)
     for kind in kinds.unique().tolist():
-        of_kind = (kinds == kind)[:, None]
-        number = (found & of_kind).sum(dim=-1, keepdim=True)
-        taken |= largest(order, rest & of_kind, number)
+        of_kind = kinds == kind
+        taken |= largest(order, rest & of_kind, (found & of_kind).sum(dim=-1, keepdim=True))
     return taken
 
 
@@ -76,13 +80,45 @@ def nearest(scores: KeyScores, found: ChosenKeys, rest: ChosenKeys) -> ChosenKey
     return taken
 
 
-def permuted(found: dict[int, ChosenKeys], row_keys: tuple[int, ...], seed: int) -> dict[int, ChosenKeys]:
+def permuted(
+    found: Bool[Tensor, "batch layer head key"], row_keys: tuple[int, ...], seed: int
+) -> Bool[Tensor, "batch layer head key"]:
     """The sets of `found`, each given to another head: one fixed cycle through the heads of all layers per row."""
-    stacked = torch.stack(list(found.values()), dim=1)  # [batch, layer, head, key]
-    heads = stacked.flatten(1, 2)
+    heads = found.flatten(1, 2)
     donors = torch.empty(heads.shape[:2], dtype=torch.long)
     for row, key in enumerate(row_keys[: len(heads)]):
         cycle = np.random.default_rng([seed, key]).permutation(heads.shape[1])
         donors[row, torch.from_numpy(cycle)] = torch.from_numpy(np.roll(cycle, -1))
-    moved = heads.gather(1, donors.to(heads.device)[..., None].expand_as(heads)).view_as(stacked)
-    return {layer: moved[:, at] for at, layer in enumerate(found)}
+    return heads.gather(1, donors.to(heads.device)[..., None].expand_as(heads)).view_as(found)
+
+
+def random_order(
+    like: Float[Tensor, "batch layer head key"],
+    run: RunContext,
+    seed: int,
+    step: int | None,
+    layers: list[int],
+    shared: bool,
+) -> Float[Tensor, "batch layer head key"]:
+    """Random numbers that are independent of padding and of the rest of the batch.
+
+    Args:
+        like: has the shape of the result.
+        step: the step; None for numbers that never change. Those are drawn for all positions of the run.
+        layers: what tells the layers apart.
+        shared: whether the heads of a layer share them.
+    """
+    drawn = torch.zeros(like.shape)
+    keys, known = like.shape[3], run.real.cpu()
+    known = known if step is None else known[:, :keys]
+    for place, layer in enumerate(layers):
+        digest = hashlib.sha256(repr((seed, "run" if step is None else step, layer)).encode()).digest()
+        for row, real in enumerate(known[: len(like)]):
+            rng = np.random.default_rng([int.from_bytes(digest[:8], "little"), run.row_keys[row]])
+            noise = rng.random((1 if shared else like.shape[2], int(real.sum()))).astype(np.float32)
+            complete = torch.zeros(like.shape[2], len(real))
+            complete[:, real] = torch.from_numpy(noise).expand(like.shape[2], -1)
+            if step is None and run.causal:
+                complete[:, run.prompt_length :] -= 1.0  # after the prompt's, which exist at every step
+            drawn[row, place] = complete[:, :keys]
+    return drawn.to(like.device)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.kinds_now import kinds_now, states_now
 from sinklens.interventions.places import AtPositions, Places, along, at_heads, head_axis
+from sinklens.interventions.scores import kinds_now, states_now
 from sinklens.runs.caches import chosen_points
-from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of, refuse_empty
+from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of
 from sinklens.sinks.kinds import Kind, PlaceState
-from sinklens.utils.integers import check_seed_of
+from sinklens.utils.arguments import Seed
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -173,11 +173,7 @@ class Resample(AtPositions):
     donors: Donors
     names: Sequence[str] | Any | None = None
     match: Sequence[str] = MATCHED
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        refuse_empty(self)
-        check_seed_of(self)
+    seed: Seed = 0
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""

@@ -1,7 +1,7 @@
-"""Interventions on single heads: their complete output, or only their attention to their sinks; and on MLPs.
+"""Interventions on the outputs of single heads, and of MLPs.
 
 `AblateHeads` acts on ``hook_z``, before the output projection: after it the heads are summed and can no longer be
-separated. `AblateSinkAttention` acts on ``hook_pattern``, so the layers it changes use explicit attention.
+separated.
 
 Pitfall: a zero is not a typical output. Where a head's mean is large, setting it to zero moves the stream away from
 anything the model has seen; compare with the mean and with resampled outputs.
@@ -17,12 +17,9 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.controls import Pick
 from sinklens.interventions.places import AtPositions
-from sinklens.interventions.selection import Scope, Selection
-from sinklens.runs.control_keys import ControlCount
-from sinklens.runs.intervention import Pairs, RunContext, layer_of, refuse, refuse_empty
-from sinklens.utils.integers import check_seed_of
+from sinklens.runs.intervention import Pairs, RunContext, layer_of
+from sinklens.utils.arguments import Seed
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -64,19 +61,14 @@ class AblateHeads(AtPositions):
 
     by: Literal["zero", "mean", "resample"] = "zero"
     reference: HeadOutputs | None = None
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        refuse_empty(self)
-        if self.by not in ("zero", "mean", "resample"):
-            raise SettingError(f"by must be 'zero', 'mean' or 'resample'; got {self.by!r}.")
-        if not isinstance(self.reference, HeadOutputs | None):
-            raise SettingError(f"reference must be what head_outputs(model, prompts) returns; got {self.reference!r}.")
+        super().__post_init__()
         if self.by == "resample" and self.reference is None:
             raise SettingError("resampling needs reference=head_outputs(model, prompts).")
         if self.by == "zero" and self.reference is not None:
             raise SettingError("by='zero' does not use reference=; pass by='mean' or by='resample', or omit it.")
-        check_seed_of(self)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
@@ -134,10 +126,7 @@ class AblateMLPs(AtPositions):
     within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
     acts_on: ClassVar[str] = "hook_mlp_out"
-
-    def __post_init__(self) -> None:
-        refuse_empty(self)
-        refuse(self, "heads")
+    refused: ClassVar[tuple[str, ...]] = ("heads",)
 
     def edit(self, value: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor:
         """Zeros."""
@@ -158,80 +147,3 @@ def _all_real(hook: Point, queries: int) -> Bool[Tensor, "batch pos"]:
             f"some of them; pass reference=head_outputs(model, prompts), or run without a cache."
         )
     return real
-
-
-@dataclass(frozen=True, kw_only=True)
-class AblateSinkAttention(AtPositions):
-    """Remove a head's attention to its sinks of the current step, without a second pass.
-
-    The sinks are those of the pattern that the layer has just computed: in an autoregressive run, those of the prompt
-    for the prompt, and for each later token the keys that it attends to most itself.
-
-    Attributes:
-        top_k: number of keys per head: the strongest, those with the largest column sums.
-        mass: "spread" redistributes their attention over the other keys, row by row, in proportion; "drop" discards it,
-            so that rows sum to less than 1.
-        scope: as in `MaskSinks`, except "model", since later layers have not been computed yet.
-        pick: "strongest"; or other keys of the same heads as a control, as in `MaskSinks` (except "same_kind", which
-            needs the tokens of an earlier step).
-        seed: seed of random keys, which depend only on the seed, the row's prompt, the step, the layer and the head.
-        positions, where: queries whose attention is changed.
-    """
-
-    within_step: ClassVar[bool] = True
-
-    top_k: int = 1
-    mass: Literal["spread", "drop"] = "spread"
-    scope: Scope = "head"
-    pick: Pick = "strongest"
-    seed: int = 0
-
-    @property
-    def selection(self) -> Selection:
-        """How keys are chosen."""
-        return Selection(top_k=self.top_k, pick=self.pick, scope=self.scope, seed=self.seed)
-
-    def __post_init__(self) -> None:
-        refuse_empty(self)
-        if self.mass not in ("spread", "drop"):
-            raise SettingError(f"mass must be 'spread' or 'drop'; got {self.mass!r}.")
-        if self.scope == "model":
-            raise SettingError("scope='model' needs the scores of all layers; use MaskSinks(same_step=True).")
-        if self.pick == "same_kind":
-            raise SettingError("pick='same_kind' needs the tokens of the step; use MaskSinks(same_step=True).")
-        _ = self.selection
-
-    def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
-        counted = self.selection.count_in(run, type(self).__name__)
-        heads = self.chosen_heads(model)
-
-        def removed(pattern: Float[Tensor, "batch head query key"], hook: Point) -> Tensor:
-            sinks = self._sinks(pattern, hook, run, counted, heads)
-            left = pattern.masked_fill(sinks, 0.0)
-            if self.mass == "drop":
-                return left
-            sums = left.sum(dim=-1, keepdim=True)
-            spread = left * pattern.sum(dim=-1, keepdim=True) / sums.clamp(min=1e-30)
-            return torch.where(sinks.any(dim=-1, keepdim=True) & (sums > 0), spread, left)
-
-        return self.edits(model, run, "attn.hook_pattern", removed)
-
-    def _sinks(
-        self, pattern: Float[Tensor, "batch head query key"], hook: Point, run: RunContext,
-        counted: ControlCount | None, heads: list[int],
-    ) -> Bool[Tensor, "batch head query key"]:  # fmt: skip
-        """The keys whose attention is removed from each query."""
-        queries, keys = pattern.shape[2:]
-        real, layer, step = hook.forward_pass.real[:, :keys].to(pattern.device), layer_of(hook), hook.step or 0
-        found = torch.zeros_like(pattern, dtype=torch.bool)
-        for part in hook.forward_pass.spans(queries):
-            rows, end = slice(part.start, part.stop), keys - queries + part.stop  # later keys do not exist yet
-            real_queries = real[:, keys - queries :][:, rows]
-            scores = (pattern[:, :, rows, :end].float() * real_queries[:, None, :, None]).sum(dim=2)
-            chosen = self.selection.choose(
-                {layer: scores}, real[:, :end], None if run.single else run, None, part.step,
-                counted=counted if part.step == step else None, heads=heads,
-            )  # fmt: skip
-            found[:, :, rows, :end] = chosen[layer][:, :, None]
-        return found

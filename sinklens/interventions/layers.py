@@ -21,7 +21,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.layer_order import LayerList, layers_in_order
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS, AtPositions
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, layer_of, refuse, refuse_empty, whole_numbers
+from sinklens.runs.intervention import Intervention, Pairs, RunContext, layer_of, whole_numbers
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -47,14 +47,9 @@ class SkipLayers(AtPositions):
 
     within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("heads",)
 
     part: Literal["layer", "attn", "mlp"] = "layer"
-
-    def __post_init__(self) -> None:
-        refuse_empty(self)
-        refuse(self, "heads")
-        if self.part not in PARTS:
-            raise SettingError(f"part must be 'layer', 'attn' or 'mlp'; got {self.part!r}.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
@@ -90,12 +85,10 @@ class LayerOrder(Intervention):
 
     changes_model: ClassVar[bool] = True
     within_step: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("layers", "heads", "positions")
+    indexed: ClassVar[tuple[str, ...]] = ("order",)
 
     order: Sequence[int]
-
-    def __post_init__(self) -> None:
-        refuse_empty(self, "order")
-        refuse(self, "layers", "heads", "positions")
 
     @contextmanager
     def applied(self, model: "Model") -> Iterator[None]:

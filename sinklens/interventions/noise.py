@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, refuse
+from sinklens.runs.intervention import Intervention, Pairs, RunContext
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
@@ -40,6 +40,7 @@ class FixedNoise(Intervention):
     )
 
     on_canvas: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("steps", "layers", "heads", "positions")
 
     starts: Int[Tensor, "canvas batch pos"] | None = None
     sampled: Int[Tensor, "step batch pos"] | None = None
@@ -52,7 +53,6 @@ class FixedNoise(Intervention):
         Raises:
             SettingError: a single pass, a model without these points, a restriction, or nothing given.
         """
-        refuse(self, "steps", "layers", "heads", "positions")
         architecture = model.tree.architecture
         if not architecture.encoder and not architecture.time:
             raise SettingError(self.needs_run)

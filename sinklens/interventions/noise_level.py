@@ -26,8 +26,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.names import MODULATION
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, refuse, refuse_empty, within
-from sinklens.utils.integers import as_integer
+from sinklens.runs.intervention import Intervention, Pairs, RunContext, within
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -39,10 +38,7 @@ class _Conditioning(Intervention):
     """Base class of interventions on what the noise level changes, which is the same at all positions of a row."""
 
     within_step: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        refuse_empty(self)
-        refuse(self, "heads", "positions")
+    refused: ClassVar[tuple[str, ...]] = ("heads", "positions")
 
     def _check(self, model: "Model", timed: bool = True) -> None:
         """Check that the network has modulations and, if it must be `timed`, that it reads its time."""
@@ -68,11 +64,12 @@ class ForceTime(_Conditioning):
             step as in ``run.time``. In a run of several rows, an axis of size 1 is repeated.
     """
 
+    refused: ClassVar[tuple[str, ...]] = ("layers", "heads", "positions")
+
     time: "float | Float[Tensor, '#batch'] | Float[Tensor, '#batch step']"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(self, "layers")
         given = torch.as_tensor(self.time)
         if given.ndim > 2 or given.numel() == 0:
             raise SettingError(
@@ -115,8 +112,6 @@ class FreezeCond(_Conditioning):
         super().__post_init__()
         if (self.cond is None) == (self.of_step is None):
             raise SettingError("pass either cond=, a vector for each row, or of_step=, a step of the run.")
-        if self.of_step is not None and as_integer(self.of_step) is None:
-            raise SettingError(f"of_step must be the number of a step; got {self.of_step!r}.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
@@ -187,10 +182,6 @@ class ClampGates(_Conditioning):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.of not in ("attn", "mlp", "both"):
-            raise SettingError(f"of must be 'attn', 'mlp' or 'both'; got {self.of!r}.")
-        if self.mode not in ("set", "limit"):
-            raise SettingError(f"mode must be 'set' or 'limit'; got {self.mode!r}.")
         if self.mode == "limit" and bool((torch.as_tensor(self.at) < 0).any()):
             raise SettingError(f"a limit must not be negative; got at={self.at!r}.")
 

@@ -60,13 +60,9 @@ class PatchTarget:
         self._places = self._places_of(points, model)
 
     def _places_of(self, points: Sequence[str], model: "Model") -> Places:
-        layered = [name for name in points if name.startswith("blocks.")]
-        layers = sorted({int(name.split(".")[1]) for name in layered})
         by_query = any(of_queries(name) for name in points)
-        places = Places(self._what, model, self._run, layers, of="queries" if by_query else None)
+        places = Places(self._what, model, self._run, points, of="queries" if by_query else None)
         for name in points:
-            if name not in layered:
-                places.refuse_by_layer(name)
             if self._limited and model.tree.architecture.encoder and name.startswith("denoise.") and name != CANVAS:
                 raise SettingError(
                     f"{name} has the positions of the current canvas only, so positions= and where=, which count from "

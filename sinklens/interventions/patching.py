@@ -24,8 +24,6 @@ from sinklens.runs.intervention import (
     Pairs,
     Reader,
     RunContext,
-    refuse,
-    refuse_empty,
     whole_numbers,
 )
 
@@ -48,12 +46,10 @@ class Activations(Reader):
     """
 
     on_canvas: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("heads", "positions")
 
     names: Sequence[str] | Any
     caches: Mapping[int, "ActivationCache"] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        refuse(self, "heads", "positions")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
@@ -106,7 +102,7 @@ class PatchHooks(AtPositions):
     source_positions: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        refuse_empty(self)
+        super().__post_init__()
         count = 0 if self.positions is None else len(whole_numbers("position", self.positions))
         if self.source_positions is not None and len(self.source_positions) != count:
             raise SettingError(

@@ -35,8 +35,8 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.patch_source import PatchSource
 from sinklens.interventions.patching import PatchHooks
 from sinklens.interventions.places import AtPositions, Places
-from sinklens.runs.intervention import HookFunction, Pairs, RunContext, refuse, within
-from sinklens.utils.integers import check_seed_of
+from sinklens.runs.intervention import HookFunction, Pairs, RunContext, within
+from sinklens.utils.arguments import Seed
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -224,20 +224,19 @@ class PathPatch(AtPositions):
     """
 
     within_step: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
 
     sender: str | Sequence[str]
     receiver: str | Sequence[str]
     source: Mapping[int, Any] | None = None
     by: Literal["source", "mean", "resample", "zero"] = "source"
     real: Bool[Tensor, "batch pos"] | None = None
-    seed: int = 0
+    seed: Seed = 0
     shift: int = 0
     source_positions: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        refuse(self, "layers", "heads")
-        if self.by not in ("source", "mean", "resample", "zero"):
-            raise SettingError(f"by must be 'source', 'mean', 'resample' or 'zero'; got {self.by!r}.")
+        super().__post_init__()
         if (self.source is None) != (self.by == "zero"):
             raise SettingError(
                 f"by={self.by!r} {'uses no' if self.by == 'zero' else 'needs'} source=, the values of another run."
@@ -246,7 +245,6 @@ class PathPatch(AtPositions):
             raise SettingError(f"source_positions= has no meaning with by={self.by!r}; leave it out.")
         if self.by not in ("mean", "resample") and self.real is not None:
             raise SettingError(f"real= has no meaning with by={self.by!r}; leave it out.")
-        check_seed_of(self)
 
     def acting_steps(self, steps: int) -> list[int]:
         """See `Intervention.acting_steps`."""
@@ -294,9 +292,7 @@ class PathPatch(AtPositions):
         values: Mapping[str, Tensor],
     ) -> Pairs:  # fmt: skip
         """The same, for a mean, a draw or zero in place of the source's own values."""
-        places = Places(self, model, run, [] if sender.layer < 0 else [sender.layer])
-        if sender.layer < 0:
-            places.refuse_by_layer(sender.point)
+        places = Places(self, model, run, [sender.point])
         steps = [0] if run.single else self.acting_steps(run.steps)
 
         def send(value: Tensor, hook: Point) -> None:

@@ -1,18 +1,18 @@
 """The places of one intervention in one run, and the base classes of interventions that have places.
 
-`Places` evaluates a rule (where.py) when a step begins, and it alone asks which queries and keys a pass has. In a
+`Places` evaluates a rule (rules.py) when a step begins, and it alone asks which queries and keys a pass has. In a
 diffusion run the places of a step apply to all queries of its pass. In an autoregressive run each query has the places
 of the step that owns it, also when a later pass computes it again; a key/value cache therefore changes nothing.
 
 An intervention is a rule and an *edit*: `AtPositions.edit` replaces the values at a point of the chosen layers, only at
 the chosen places. `AtKeys` is for interventions on keys, whose places are keys instead of queries.
 
-Limitation: in a single pass there are no steps and no padding, so only arrays and ``positions=`` are meaningful.
+Limitation: in a single pass there are no steps, so only arrays and ``positions=`` are meaningful.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -22,9 +22,8 @@ from sinklens.errors import SettingError
 from sinklens.hooks import names
 from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.points import Point
+from sinklens.interventions.rules import Moment, Positions, Rule, StepPlaces, Where, as_rule
 from sinklens.interventions.scores import StepScores
-from sinklens.interventions.selection import Selection
-from sinklens.interventions.where import Moment, Positions, Rule, StepPlaces, Where, as_rule
 from sinklens.runs.intervention import (
     Canvas,
     HookSource,
@@ -33,6 +32,7 @@ from sinklens.runs.intervention import (
     RunContext,
     layer_of,
     place_mask,
+    whole_numbers,
     within,
 )
 
@@ -50,16 +50,10 @@ class KeyMask(NamedTuple):
     Attributes:
         keys: [batch, head, query, key], or one row for all queries.
         rows: queries of each row of the batch that they apply to; the others are unchanged.
-        some: whether there are any keys; None if not known yet.
     """
 
     keys: Bool[Tensor, "batch #head #query key"]
     rows: Bool[Tensor, "batch #query"]
-    some: bool | None = None
-
-    def any(self) -> bool:
-        """Whether there are any keys. On a GPU, a known answer avoids waiting for the device."""
-        return bool(self.keys.any()) if self.some is None else self.some
 
 
 class Places:
@@ -67,15 +61,14 @@ class Places:
 
     Args:
         what: the intervention.
-        layers: layers that it changes; by default those of `what`.
+        points: the points that it changes; by default points of its layers.
         of: whether the places are "queries" or "keys"; None for neither.
-        pool: whether a rule by scores chooses only among ``positions=``; otherwise these limit what it has chosen.
 
     Attributes:
         layers, heads: as non-negative indices.
 
     Raises:
-        SettingError: the rule has no meaning in this run.
+        SettingError: the rule has no meaning in this run, or differs by layer at a point in none.
     """
 
     def __init__(
@@ -83,21 +76,18 @@ class Places:
         what: HookSource,
         model: "Model",
         run: RunContext,
-        layers: Sequence[int] | None = None,
+        points: Sequence[str] | None = None,
         of: Literal["queries", "keys"] | None = "queries",
-        pool: bool = False,
     ) -> None:
         of_keys, name = of == "keys", type(what).__name__
         rule = Positions(None) if what.rule is None and of_keys and not run.single else what.rule
         self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
-        self.layers = what.chosen_layers(model) if layers is None else list(layers)
-        self.heads = what.chosen_heads(model) if of_keys or rule is not None else list(range(model.cfg.n_heads))
+        inside = [int(point.split(".")[1]) for point in points or () if point.startswith("blocks.")]
+        self.layers = what.chosen_layers(model) if points is None else sorted(set(inside))
+        self.heads = what.chosen_heads(model)
         self._only = head_mask(self.heads, model.cfg.n_heads, torch.device("cpu")) if of_keys else None
         self._fixed = None if run.single else place_mask(what.positions, run.real)[:, None]
-        self._limit = None if self._fixed is None else (self._fixed & run.real[:, None])[:, None]
-        self._rows = run.real.any(dim=1)
-        among = self._fixed[:, 0] if self._fixed is not None and pool else None
-        now = self._now = Moment(name, model, run, self.layers, self.heads, among)
+        now = self._now = Moment(name, model, run, self.layers, self.heads)
         chooser = self._chooser = None if rule is None else rule.start(now)
         if of == "queries" and chooser is not None and chooser.past:
             raise SettingError(
@@ -105,12 +95,16 @@ class Places:
                 f"computed, so {name} would change nothing. Pass a SinkTrack of another run or Where(source=..., "
                 f"same_step=True); or change keys, with AblateValues or MaskSinks."
             )
-        follows = chooser is not None and not chooser.fixed
-        self._canvas = Canvas(run) if follows else None
+        outside = next((point for point in points or () if not point.startswith("blocks.")), None)
+        if outside is not None and chooser is not None and chooser.by_layer:
+            raise SettingError(
+                f"where= finds positions for each layer, and {outside} is in none; name a head, as in "
+                f"Where(top_k=1, of=(layer, head)), or pass an array whose layer axis has size 1."
+            )
+        self._canvas = Canvas(run) if chooser is not None and not chooser.fixed else None
         self._scores = None if chooser is None else StepScores(model, run, chooser.scored)
         self._choice = run.choices.begin(what) if run.choices is not None and chooser is not None else None
         self._found: dict[int, StepPlaces | None] = {}  # by step; in a diffusion run of the current step alone
-        self._some: list[bool] | None = None
 
     # --- hooks ---
 
@@ -140,15 +134,14 @@ class Places:
         """Evaluate the rule, and limit what it finds to the positions and the heads of the intervention."""
         assert self._chooser is not None
         found = self._chooser.at(now)
-        if found is not None and self._limit is not None:
-            missing = self._limit.shape[-1] - found.mask.shape[-1]  # not decoded yet
-            mask = (torch.nn.functional.pad(found.mask, (0, missing)) if missing else found.mask) & self._limit
+        if found is not None and self._fixed is not None:
+            limit = (self._fixed & self._run.real[:, None])[:, None]
+            missing = limit.shape[-1] - found.mask.shape[-1]  # not decoded yet
+            mask = (torch.nn.functional.pad(found.mask, (0, missing)) if missing else found.mask) & limit
             if self._only is not None and not bool(self._only.all()):
                 mask = mask & self._only.to(mask.device)[:, None]
             if self._choice is not None:
                 self._choice.keep(now.step, mask)
-            if self._only is not None and not self._run.causal:
-                self._some = mask.any(dim=0).flatten(1).any(dim=1).tolist()
             found = found._replace(mask=mask)
         self._found[now.step] = found
 
@@ -156,7 +149,6 @@ class Places:
         """Drop the places of earlier steps, unless their queries may be computed again."""
         if not self._run.causal:
             self._found.clear()
-            self._some = None
 
     def _of_step(self, step: int) -> StepPlaces | None:
         """What the rule found for a step."""
@@ -167,26 +159,28 @@ class Places:
 
     # --- what was found ---
 
-    def refuse_by_layer(self, point: str) -> None:
-        """Check that the places are the same in all layers, because `point` is in none.
+    def at(
+        self, step: int, layer: int | None, real: Bool[Tensor, "batch pos"] | None = None
+    ) -> Bool[Tensor, "#batch #head pos"] | None:
+        """The places of a step over the complete text; None for nowhere.
 
-        Raises:
-            SettingError: they differ by layer.
+        Args:
+            real: False on the padding of a single pass; None in a run.
         """
-        if self._chooser is not None and self._chooser.by_layer:
-            raise SettingError(
-                f"where= finds positions for each layer, and {point} is in none; name a head, as in "
-                f"Where(top_k=1, of=(layer, head)), or pass an array whose layer axis has size 1."
-            )
-
-    def at(self, step: int, layer: int | None) -> Bool[Tensor, "#batch #head pos"] | None:
-        """The places of a step of the run, over the complete text; None for nowhere."""
         if not self._in_step(step):
             return None
+        fixed = self._fixed if real is None else place_mask(self._positions, real)[:, None]
         if self._chooser is None:
-            return self._fixed
+            return fixed
         found = self._of_step(step)
-        return None if found is None else _of_layer(found.mask, layer)
+        if found is None or fixed is None:
+            return None
+        mask = found.mask[:, layer if layer is not None and found.mask.shape[1] > 1 else 0].to(fixed.device)
+        if mask.shape[-1] not in (1, fixed.shape[-1]):
+            raise SettingError(
+                f"where has {mask.shape[-1]} positions, and the pass {fixed.shape[-1]}; give one for each."
+            )
+        return mask & fixed
 
     def in_any_head(self, step: int) -> Bool[Tensor, "#batch pos"] | None:
         """The places of a step of the run in any layer and head, over the complete text; None for nowhere."""
@@ -196,14 +190,11 @@ class Places:
 
     def of_queries(self, hook: Point, queries: int, device: torch.device) -> Bool[Tensor, "#batch #head query"] | None:
         """The affected queries of the pass of a point; None if there are none at this step."""
-        if self._run.single:
-            return self._of_single_pass(hook, queries, device)
-        first, spans = hook.forward_pass.first(queries), hook.forward_pass.spans(queries)
-        if len(spans) == 1:
-            return self.of_span(hook, spans[0], first, device)
+        now = hook.forward_pass
+        first, spans = now.first(queries), [QuerySpan(0, 0, queries)] if self._run.single else now.spans(queries)
         found = [(span, mask) for span in spans if (mask := self.of_span(hook, span, first, device)) is not None]
-        if not found:
-            return None
+        if len(spans) == 1 or not found:
+            return found[0][1] if found else None
         heads = max(mask.shape[1] for _, mask in found)
         rows = torch.zeros(len(self._run.real), heads, queries, dtype=torch.bool, device=device)
         for span, mask in found:
@@ -214,23 +205,9 @@ class Places:
         self, hook: Point, span: QuerySpan, first: int, device: torch.device
     ) -> Bool[Tensor, "#batch #head query"] | None:
         """The affected positions of a span of a pass whose first one is text position `first`; None if none are."""
-        if self._run.single:
-            return self._of_single_pass(hook, span.stop - span.start, device)
-        mask = self.at(span.step, layer_at(hook))
+        real = hook.forward_pass.real if self._run.single else None
+        mask = self.at(span.step, layer_at(hook), real)
         return None if mask is None else mask[..., first + span.start : first + span.stop].to(device)
-
-    def _of_single_pass(self, hook: Point, size: int, device: torch.device) -> Bool[Tensor, "#batch #head pos"]:
-        """The affected positions of a single pass."""
-        first, real = hook.forward_pass.first(size), hook.forward_pass.real
-        fixed = place_mask(self._positions, real)[:, None, first : first + size].to(device)
-        if self._chooser is None:
-            return fixed
-        found = self._of_step(0)
-        assert found is not None, "a single pass has only places that do not depend on a run"
-        mask = _of_layer(found.mask, layer_at(hook))
-        if mask.shape[-1] not in (1, size):
-            raise SettingError(f"where has {mask.shape[-1]} positions, and the pass {size}; give one for each.")
-        return mask.to(device) & fixed
 
     def along(self, hook: Point, value: Tensor, heads: Sequence[int] | None = None) -> Bool[Tensor, "..."] | None:
         """The affected places of the value of a point, along its axes; None if there are none at this step.
@@ -255,26 +232,26 @@ class Places:
             reach: in an autoregressive run, the affected queries: the "newest" token of each step, "each" token by the
                 keys of the step that it belongs to, or "all" tokens of a pass by the keys of the newest one.
         """
-        layer, step, width, device = layer_of(hook), int(hook.step or 0), value.shape[-1], value.device
-        if self._run.single:
-            single = self._of_single_pass(hook, width, device) & head_mask(self.heads, value.shape[1], device)[:, None]
-            return KeyMask(single[:, :, None], torch.ones(1, 1, dtype=torch.bool, device=device))
-        if self._run.causal:
-            return self._causal_keys(layer, step, value, reach, hook.forward_pass.spans())
-        mask = self.at(step, layer)
+        layer, step, device, now = layer_of(hook), int(hook.step or 0), value.device, hook.forward_pass
+        if self._run.causal and not self._run.single:
+            return self._causal_keys(layer, step, value, reach, now.spans())
+        mask = self.at(step, layer, now.real if self._run.single else None)
         if mask is None:
             return None
-        place = hook.forward_pass.keys
-        if place.stop > mask.shape[-1]:  # positions that are new, or not among the keys of the pass
-            mask = torch.nn.functional.pad(mask, (0, place.stop - mask.shape[-1]))
-        mask = mask[..., place.start : place.stop].to(device)
-        some = None if self._some is None else self._some[layer if len(self._some) > 1 else 0]
-        return KeyMask(mask[:, :, None], self._rows_of(step)[:, None].to(device), some)
+        if now.keys.stop > mask.shape[-1]:  # positions that are new, or not among the keys of the pass
+            mask = torch.nn.functional.pad(mask, (0, now.keys.stop - mask.shape[-1]))
+        mask = mask[..., now.keys.start : now.keys.stop].to(device)
+        if self._run.single:
+            rows = torch.ones(1, dtype=torch.bool)
+            mask = mask & head_mask(self.heads, value.shape[1], device)[:, None]
+        else:
+            rows = self._rows_of(step)
+        return KeyMask(mask[:, :, None], rows[:, None].to(device))
 
     def _rows_of(self, step: int) -> Bool[Tensor, " batch"]:
         """Rows whose keys are known."""
         found = self._of_step(step)
-        return self._rows if found is None or found.rows is None else found.rows
+        return self._run.real.any(dim=1) if found is None or found.rows is None else found.rows
 
     def _causal_keys(
         self, layer: int, step: int, value: Tensor, reach: str, spans: Sequence[QuerySpan]
@@ -299,12 +276,6 @@ class Places:
             found[:, :, own] = keys[:, :, None, :width].to(device)
             rows[:, own] = self._rows_of(span.step)[:, None].to(device)
         return KeyMask(found, rows) if bool(rows.any()) else None
-
-
-def _of_layer(mask: Bool[Tensor, "batch layer head pos"], layer: int | None) -> Bool[Tensor, "batch head pos"]:
-    if layer is None and mask.shape[1] > 1:
-        raise SettingError(f"where has {mask.shape[1]} layers, and this point is in none; give its layer axis size 1.")
-    return mask[:, layer if layer is not None and mask.shape[1] > 1 else 0]
 
 
 def layer_at(point: Point) -> int | None:
@@ -406,27 +377,24 @@ class AtPositions(Intervention):
         """See `HookSource.pairs`."""
         return self.edits(model, run, self.acts_on, self.edit)
 
-    def edits(
-        self, model: "Model", run: RunContext, point: str, edit: Edit, layers: Sequence[int] | None = None
-    ) -> Pairs:
-        """The hooks that replace the value of `point` by that of `edit`, at the places of this intervention alone.
+    def edits(self, model: "Model", run: RunContext, points: str | Sequence[str], edit: Edit) -> Pairs:
+        """The hooks that replace the values of points by those of `edit`, at the places of this intervention alone.
 
         Args:
-            point: a point of a layer, with a position axis.
+            points: the points, which have a position axis; or one of a layer, for every layer of ``layers=``.
             edit: as `AtPositions.edit`.
-            layers: the layers; by default those of ``layers=``.
 
         Raises:
             SettingError: ``heads=`` at a point without heads, or see `Places`.
         """
-        places = Places(self, model, run, layers)
-        points = [f"blocks.{layer}.{point}" for layer in places.layers]
-        heads = None if self.heads is None else self.chosen_heads(model)
-        if heads is not None:
-            head_axis(points[0])
+        if isinstance(points, str):
+            points = [f"blocks.{layer}.{points}" for layer in self.chosen_layers(model)]
+        places = Places(self, model, run, points)
+        for name in points if self.heads is not None else ():
+            head_axis(name)
 
         def act(value: Tensor, hook: Point) -> Tensor | None:
-            chosen = places.along(hook, value, heads)
+            chosen = places.along(hook, value, self.heads)
             if chosen is None:
                 return None
             given = value.clone()  # an edit in place must not reach the other places
@@ -437,56 +405,49 @@ class AtPositions(Intervention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtKeys(Selection, AtPositions):
-    """Base class of interventions on keys, which are chosen by their scores or named by ``where=``."""
+class AtKeys(AtPositions):
+    """Base class of interventions on keys.
 
-    def __post_init__(self) -> None:
-        """Check the choice; with `where`, that nothing else is set.
-
-        Raises:
-            SettingError: settings that exclude each other.
-        """
-        if self.where is None:
-            self.check_rule()
-            return
-        if self.top_k is not None or self.detector is not None:
-            raise SettingError(
-                f"pass one of top_k, detector and where; got where and top_k={self.top_k}, detector={self.detector!r}. "
-                f"{type(self).__name__}(top_k=None, where=...) takes all keys there."
-            )
-        if not self.is_default():
-            raise SettingError(
-                "with where=, the settings scope, pick, only, same_step, source and persistent have no effect; "
-                "pass them to it: where=Where(top_k=1, pick='random')."
-            )
-
-    @property
-    def rule(self) -> Rule:
-        """The rule of the keys."""
-        return Where.like(self) if self.where is None else as_rule(self.where)
-
-    def key_places(self, model: "Model", run: RunContext) -> Places:
-        """The keys of one run; a choice by scores is one among ``positions=``.
-
-        Raises:
-            SettingError: a single pass, for keys chosen by scores; or see `Places`.
-        """
-        if run.single and self.where is None:
-            raise SettingError(
-                f"{type(self).__name__} acts on the sinks of an earlier step, which a single pass does not have; use "
-                f"it in sinklens.trace or sinklens.generate."
-            )
-        return Places(self, model, run, of="keys", pool=self.where is None)
-
-
-def check_reach(queries: str) -> None:
-    """Check the name of the affected queries.
+    Attributes:
+        where: the keys; see `AtPositions`.
+        queries: in an autoregressive run, the "newest" token; "each" token, the prompt's included, by the keys of the
+            step that it belongs to; or "all" tokens, by the keys of the newest one.
+        positions: limits the keys.
 
     Raises:
-        SettingError: an unknown name.
+        SettingError: no keys; or keys by the scores of the previous step at step 0 alone.
     """
-    if queries not in get_args(Reach):
-        raise SettingError(f"queries must be one of {', '.join(get_args(Reach))}; got {queries!r}.")
+
+    queries: Reach = "newest"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.where is None and self.positions is None:
+            raise SettingError(f"{type(self).__name__} needs where= or positions=, the keys that it changes.")
+        earlier = isinstance(self.where, Where) and not self.where.same_step
+        if self.steps is not None and earlier and set(whole_numbers("step", self.steps)) == {0}:
+            raise SettingError(
+                f"{type(self).__name__} acts on the sinks of the previous step, so steps=[0] alone has no effect. Name "
+                f"a later step, or pass same_step=True."
+            )
+
+
+def chosen_keys(
+    top_k: int | None, where: Any, positions: Sequence[int] | None, which: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``where=`` and ``positions=`` of an intervention on the keys that a constructor's arguments name.
+
+    Raises:
+        SettingError: settings that exclude each other.
+    """
+    if where is None:
+        return {"where": Where(top_k=top_k, positions=positions, **which)}
+    if top_k is not None or which:
+        raise SettingError(
+            f"pass one of top_k, detector and where; got where and {', '.join(['top_k', *which])}. With where=, the "
+            f"other settings belong in it: where=Where(top_k=1, pick='random')."
+        )
+    return {"where": where, "positions": positions}
 
 
 def follows_run(entry: Intervention) -> bool:

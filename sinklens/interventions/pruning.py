@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.interventions.weights import EditWeights, WeightMatrix
-from sinklens.utils.arguments import Seed, Share, check_arguments
+from sinklens.utils.arguments import Seed, Share
 from sinklens.utils.integers import MOST_SEED
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ class PruneWeights(EditWeights):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_arguments(self)
         if self.score == "wanda" and self.norms is None:
             raise SettingError("score='wanda' needs norms=sinklens.experiments.input_norms(runs).")
         if self.score != "wanda" and self.norms is not None:

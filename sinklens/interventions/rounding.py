@@ -15,24 +15,24 @@ done, which would lower it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Le
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.weights import EditWeights, WeightMatrix
-from sinklens.runs.intervention import Pairs, RunContext, refuse, refuse_empty, within
-from sinklens.utils.integers import as_integer
+from sinklens.runs.intervention import Pairs, RunContext, within
+from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
+Bits = Annotated[int, Ge(2), Le(8)]
 RoundedPoint = Literal["ln1.hook_normalized", "ln2.hook_normalized", "hook_resid_pre", "hook_resid_mid"]
-ROUNDED = ("ln1.hook_normalized", "ln2.hook_normalized", "hook_resid_pre", "hook_resid_mid")
 
 
 def rounded(values: Float[Tensor, "*row column"], bits: int, group: int | None = None) -> Float[Tensor, "*row column"]:
@@ -69,15 +69,9 @@ class RoundWeights(EditWeights):
         SettingError: numbers out of range; otherwise as `EditWeights`.
     """
 
-    bits: int
-    group: int | None = None
+    bits: Bits
+    group: Count | None = None
     keep_dims: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_bits(self.bits)
-        if self.group is not None and ((number := as_integer(self.group)) is None or number < 1):
-            raise SettingError(f"group must be at least 1, or None for one scale per output; got {self.group!r}.")
 
     def edited(self, model: "Model", matrix: WeightMatrix) -> Float[Tensor, "*expert out inputs"]:
         """See `EditWeights.edited`."""
@@ -107,17 +101,11 @@ class RoundActivations(AtPositions):
 
     within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("heads",)
 
-    bits: int
+    bits: Bits
     point: RoundedPoint = "ln1.hook_normalized"
     keep_dims: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        refuse_empty(self)
-        refuse(self, "heads")
-        _check_bits(self.bits)
-        if self.point not in ROUNDED:
-            raise SettingError(f"point must be one of {', '.join(ROUNDED)}; got {self.point!r}.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
@@ -129,8 +117,3 @@ class RoundActivations(AtPositions):
             return value
 
         return self.edits(model, run, self.point, edit)
-
-
-def _check_bits(bits: int) -> None:
-    if (number := as_integer(bits)) is None or not 2 <= number <= 8:
-        raise SettingError(f"bits must be an integer from 2 to 8; got {bits!r}.")

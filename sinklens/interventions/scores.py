@@ -1,4 +1,4 @@
-"""The scores that a rule chooses by: those of the step before, collected during the run, or those of another run.
+"""What a rule chooses by: the scores of the step before, or those of another run, and the kinds of tokens.
 
 In a diffusion run they are the column sums of ``hook_sink_scores``. In an autoregressive run they are the last token's
 attention, which is computed here from its query, all keys and the additive mask.
@@ -7,22 +7,27 @@ Limitation: in an autoregressive run, that last row ignores edits that later hoo
 scores or to the pattern. List interventions on the mask before this one.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import SettingError, TrackError
 from sinklens.hooks.attention.normalizers import normalizer_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import KeyScores
 from sinklens.runs.intervention import Pairs, RunContext, Snapshot, layer_of, row_key
-from sinklens.sinks.track import SinkTrack
+from sinklens.sinks.kinds import STATES, PlaceState, kind_codes, kinds_of_tokens
+from sinklens.sinks.strongest import in_only, needs_text
+from sinklens.sinks.track import SinkTrack, build_track
 
 if TYPE_CHECKING:
     from sinklens.model import Model
+    from sinklens.sinks.detectors import Detector
 
 
 class ScoredStep(NamedTuple):
@@ -164,15 +169,106 @@ def check_prompts(source: SinkTrack, run: RunContext, ids: Int[Tensor, "batch po
             )
 
 
-def by_start(scores: dict[int, KeyScores], starts: dict[int, int]) -> dict[int, dict[int, KeyScores]]:
-    """The layers whose keys begin at the same text position."""
-    grouped: dict[int, dict[int, KeyScores]] = {}
-    for layer, values in scores.items():
-        grouped.setdefault(starts.get(layer, 0), {})[layer] = values
-    return grouped
+def detected(
+    detector: "Detector",
+    scores: Float[Tensor, "batch layer head key"],
+    seen: ScoredStep,
+    run: RunContext,
+    canvas: Snapshot,
+    own: bool,
+) -> Bool[Tensor, "batch layer head key"]:
+    """What a detector finds by the scores of a step.
+
+    Every key counts as visible to every query whose attention the scores hold: in an autoregressive run that is only
+    the newest query, not a column of the pattern.
+
+    Args:
+        scores: NaN at keys that do not exist.
+        seen: the step that they come from.
+        own: whether they are those of its recorded track, and not pooled ones.
+
+    Raises:
+        SettingError: the detector needs more than scores, and there is no recorded track.
+    """
+    values = scores.float()[:, None].cpu().numpy()
+    track = seen.track
+    if track is None:
+        track = _track_of(values, run, canvas)
+    elif not own:
+        missing = track.data.sizes["pos"] - values.shape[-1]  # not decoded yet
+        padded = np.pad(values, [(0, 0)] * 4 + [(0, missing)], constant_values=np.nan)
+        track = SinkTrack(track.data.assign(score=(track.data["score"].dims, padded)))
+    try:
+        found = track.detect(detector).to_numpy()[:, 0, ..., : canvas.ids.shape[1]]
+    except TrackError as error:
+        raise SettingError(
+            f"{detector!r} cannot be used here: {error} Within an intervention it sees only the scores; record the "
+            f"other quantities in an earlier run and pass it as source=run.sinks."
+        ) from error
+    return torch.from_numpy(found).to(canvas.ids.device)
+
+
+def _track_of(scores: Float[np.ndarray, "batch 1 layer head key"], run: RunContext, canvas: Snapshot) -> SinkTrack:
+    """A track of one step."""
+    ids, masked = (part.cpu().numpy()[:, None] for part in canvas[:2])
+    blocks = run.tree.attention_blocks
+    attrs = {
+        "model": str(run.tree.cfg.model_name),
+        "causal": 0,
+        "prompt_length": run.prompt_length,
+        "vocabulary": json.dumps(run.vocabulary(np.unique(ids).tolist())),
+        "special": json.dumps(run.special),
+        "settings": run.settings,
+        "block_length": 0 if blocks is None else blocks.length,
+    }
+    real = run.real[:, : ids.shape[2]].cpu().numpy()
+    track = build_track(scores, ids, masked, np.zeros_like(masked), real, np.full(real.shape, -1), attrs)
+    if canvas.computed is None:
+        return track
+    computed = canvas.computed.cpu().numpy()[:, None]  # units other than "sum" divide by the number of queries
+    return SinkTrack(track.data.assign(computed=(("batch", "step", "pos"), computed)))
 
 
 def place_of(track: SinkTrack, step: int) -> int | None:
     """Index of a run's step on the step axis of `track`, which may hold only some steps; None if it is missing."""
     places = (track.data["step"].to_numpy() == step).nonzero()[0]
     return int(places[0]) if len(places) else None
+
+
+def kinds_now(run: RunContext, canvas: Snapshot, reason: str) -> Int[Tensor, "batch pos"]:
+    """The `Kind` of each position's token.
+
+    Args:
+        reason: the setting that needs it, for the error.
+
+    Raises:
+        SettingError: the model has no tokenizer.
+    """
+    ids, masked = (part.cpu().numpy()[:, None] for part in (canvas.ids, canvas.undecided))
+    real = run.real[:, : ids.shape[2]].cpu().numpy()
+    tokens = np.unique(ids[real[:, None] & (ids >= 0)]).tolist()
+    try:
+        known = kinds_of_tokens(tokens, run.special, run.vocabulary(tokens))
+    except TrackError as error:
+        raise SettingError(f"{reason} needs the text of tokens: {error}") from error
+    codes = kind_codes(ids, masked, real, run.prompt_length, known)[:, 0]
+    return torch.from_numpy(codes.astype(np.int64)).to(canvas.ids.device)
+
+
+def states_now(run: RunContext, canvas: Snapshot) -> Int[Tensor, "batch pos"]:
+    """The `PlaceState` of each position; MISSING on padding and where nothing is decoded yet."""
+    ids, masked = canvas.ids, canvas.undecided
+    length = ids.shape[1]
+    prompt = torch.arange(length, device=ids.device) < run.prompt_length
+    codes = torch.where(prompt, int(PlaceState.PROMPT), int(PlaceState.COMMITTED)).expand_as(ids)
+    codes = torch.where(masked, int(PlaceState.MASKED), codes)
+    return torch.where(run.real[:, :length].to(ids.device) & (ids >= 0), codes, int(PlaceState.MISSING))
+
+
+def of_kind(names: Sequence[str], run: RunContext, canvas: Snapshot, reason: str) -> Bool[Tensor, "batch pos"]:
+    """Positions whose state or token kind is among `names`, which may begin with "not "."""
+    states = states_now(run, canvas).cpu().numpy()
+    by_state = {name: states == int(PlaceState[name.upper()]) for name in STATES}
+    codes = kinds_now(run, canvas, reason).cpu().numpy() if needs_text(names) else None
+    keep = in_only(names, by_state, codes) & (states != int(PlaceState.MISSING))
+    return torch.from_numpy(keep).to(canvas.ids.device)

@@ -13,7 +13,7 @@ norm.
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -22,7 +22,7 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import AtPositions
-from sinklens.runs.intervention import Pairs, RunContext, layer_of, refuse, refuse_empty, within
+from sinklens.runs.intervention import Pairs, RunContext, layer_of, within
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -63,6 +63,7 @@ class Steer(AtPositions):
 
     within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("heads",)
 
     direction: "Float[Tensor, '*layer d_model'] | Directions"
     coefficient: float | int = 1.0
@@ -71,13 +72,9 @@ class Steer(AtPositions):
     point: StreamPoint | None = None
 
     def __post_init__(self) -> None:
-        refuse_empty(self)
-        refuse(self, "heads")
-        if self.mode not in get_args(SteerMode):
-            raise SettingError(f"mode must be 'add', 'project_out' or 'set'; got {self.mode!r}.")
+        super().__post_init__()
         if isinstance(self.direction, Directions) and self.point not in (None, self.direction.point):
             raise SettingError(f"the directions belong to {self.direction.point}; leave out point={self.point!r}.")
-        _check_point(self._point)
 
     @property
     def _point(self) -> str:
@@ -129,6 +126,8 @@ class ClampStream(AtPositions):
 
     within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("heads", "layers")
+    indexed: ClassVar[tuple[str, ...]] = ("dims",)
 
     layer: int
     _: KW_ONLY
@@ -138,11 +137,7 @@ class ClampStream(AtPositions):
     point: StreamPoint = "hook_resid_pre"
 
     def __post_init__(self) -> None:
-        refuse_empty(self, "dims")
-        refuse(self, "heads", "layers")
-        if self.mode not in ("set", "limit"):
-            raise SettingError(f"mode must be 'set' or 'limit'; got {self.mode!r}.")
-        _check_point(self.point)
+        super().__post_init__()
         values = torch.as_tensor(self.at)
         if values.ndim > 1 or (values.ndim == 1 and len(values) != len(self.dims)):
             raise SettingError(f"at must be one number, or one for each of {len(self.dims)} dims; got {self.at!r}.")
@@ -161,9 +156,5 @@ class ClampStream(AtPositions):
             new[..., dims] = bound.expand_as(before) if self.mode == "set" else before.clamp(-bound, bound)
             return new
 
-        return self.edits(model, run, self.point, clamped, within("layer", [self.layer], model.cfg.n_layers))
-
-
-def _check_point(point: str) -> None:
-    if point not in get_args(StreamPoint):
-        raise SettingError(f"point must be one of {', '.join(get_args(StreamPoint))}; got {point!r}.")
+        layer = within("layer", [self.layer], model.cfg.n_layers)[0]
+        return self.edits(model, run, [f"blocks.{layer}.{self.point}"], clamped)

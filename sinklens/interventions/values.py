@@ -1,6 +1,6 @@
 """Replace what keys say, not how much attention they receive.
 
-A query's output is z = Σ_j A[j] v_j. Masking key j removes A[j], so the other weights grow; `AblateValues` keeps every
+A query's output is z = Σ_j A[j] v_j. Masking key j removes A[j], so the other weights grow; `ReplaceValues` keeps every
 weight of the layer and replaces v_j by zero, by the mean value of the row, or by a donor's. If that costs as much as
 masking, the message of the key is missed, not the attention that it absorbs. Keys are chosen per query head, also where
 heads share v_j through a common key/value head: z changes by Σ_{j chosen} A[j] (v'_j − v_j), added at ``hook_z``. This
@@ -11,7 +11,7 @@ Pitfall: attention is unchanged only in the layer itself. The changed outputs ch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,59 +21,53 @@ from sinklens.errors import SettingError
 from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
 from sinklens.interventions.donors import MATCHED, Donors, Draws
-from sinklens.interventions.masking import OnSinks
+from sinklens.interventions.places import AtKeys, Places, Reach, chosen_keys
 from sinklens.runs.intervention import Pairs, RunContext, layer_of
+from sinklens.utils.arguments import Seed
 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)
-class AblateValues(OnSinks):
-    """Replace the values of keys, and leave the attention to them unchanged.
+class ReplaceValues(AtKeys):
+    """Replace the values of keys, and leave the attention to them unchanged; `AblateValues` makes it.
 
     z_i = Σ_j A[i, j] v'_j, with v'_j the replacement for the chosen keys of a head, else v_j. The layers that it
     changes use explicit attention. Interventions on ``hook_v`` and ``hook_pattern`` must be listed before it.
-
-        AblateValues(where="newline", by="zero")
-        AblateValues(top_k=1, source=base)  # the strongest keys of another run
 
     Attributes:
         by: "mean", the mean value of the row's keys that the query can see; "zero", as if the attention to the keys
             were dropped; or "resample", the value of a matching position in `reference`.
         reference: `Donors` of ``hook_v``, for "resample".
         match: what a donor's position must have in common; see `Donors`.
-        top_k, detector, scope, pick, only, same_step, source, seed, persistent, where, positions: which keys; see
-            `OnSinks`. The seed is also that of resampling.
-        queries: as in `OnSinks`; by default, in an autoregressive run, each token sees the replaced values of its step.
+        seed: of resampling.
+        where, positions, queries: which keys; see `AtKeys`.
     """
 
     within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
 
-    top_k: int | None = None
-    queries: str = "each"
     by: Literal["mean", "zero", "resample"] = "mean"
     reference: Donors | None = None
     match: Sequence[str] = MATCHED
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.by not in ("mean", "zero", "resample"):
-            raise SettingError(f"by must be 'mean', 'zero' or 'resample'; got {self.by!r}.")
         if (self.by == "resample") != (self.reference is not None):
             raise SettingError("by='resample' and reference=donors(model, prompts, names) belong together.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
-        places = self.key_places(model, run)
+        places = Places(self, model, run, of="keys")
         draws = None if self.reference is None else Draws(self.reference, self.match, self.seed, run)
         values, changes = _Values(run, model.block_length, draws), dict[int, Tensor]()
 
         def compute(pattern: Float[Tensor, "batch head query key"], hook: Point) -> None:
             changes.pop(layer_of(hook), None)
             found = places.keys_at(hook, pattern, self.queries)
-            if found is not None and found.any():
+            if found is not None:
                 changes[layer_of(hook)] = values.change(hook, pattern, found.keys, self.by)
 
         def change(z: Float[Tensor, "batch pos head d_head"], hook: Point) -> Tensor | None:
@@ -86,6 +80,44 @@ class AblateValues(OnSinks):
         changed = [(f"blocks.{layer}.attn.hook_z", change) for layer in places.layers]
         first = [] if draws is None else draws.first()
         return [*first, *kept, *places.around(computed), *changed]
+
+
+def AblateValues(
+    top_k: int | None = None,
+    *,
+    by: Literal["mean", "zero", "resample"] = "mean",
+    reference: Donors | None = None,
+    match: Sequence[str] = MATCHED,
+    seed: int = 0,
+    where: Any = None,
+    queries: Reach = "each",
+    steps: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
+    **which: Any,
+) -> ReplaceValues:
+    """Replace the values of keys, and leave the attention to them unchanged.
+
+        AblateValues(where="newline", by="zero")
+        AblateValues(top_k=1, source=base)  # the strongest keys of another run
+
+    Args:
+        top_k: number of keys per head; or pass `where` or ``detector=``.
+        by, reference, match: what replaces them; see `ReplaceValues`.
+        seed: of random keys and of resampling.
+        where: all keys there, at the same step, instead of those chosen by score; see `AtPositions`.
+        queries: as in `MaskKeys`; by default, in an autoregressive run, each token sees the replaced values of its
+            step.
+        steps, layers, heads: where it acts.
+        positions: keys that may be chosen.
+        **which: which keys, as in `MaskSinks`.
+    """
+    chosen = chosen_keys(top_k, where, positions, which | ({"seed": seed} if where is None else {}))
+    return ReplaceValues(
+        **chosen, by=by, reference=reference, match=match, seed=seed, queries=queries, steps=steps, layers=layers,
+        heads=heads,
+    )  # fmt: skip
 
 
 class _Values:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, refuse
+from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -42,6 +42,7 @@ class GreenList(Intervention):
     """
 
     within_step: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("layers", "heads", "positions")
 
     key: int
     share: float = 0.25
@@ -49,7 +50,7 @@ class GreenList(Intervention):
     context: Literal["none", "previous"] = "none"
 
     def __post_init__(self) -> None:
-        refuse(self, "layers", "heads", "positions")
+        super().__post_init__()
         if not 0 < self.share < 1:
             raise SettingError(f"share is the green part of the vocabulary, above 0 and below 1; got {self.share}.")
         if self.context not in ("none", "previous"):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from sinklens.errors import SettingError
 from sinklens.hooks.quantized import PACKED, form_of
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, refuse, refuse_empty
+from sinklens.runs.intervention import Intervention, Pairs, RunContext
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -61,10 +61,7 @@ class EditWeights(Intervention):
     """
 
     changes_model: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        refuse_empty(self)
-        refuse(self, "steps", "heads", "positions")
+    refused: ClassVar[tuple[str, ...]] = ("steps", "heads", "positions")
 
     @abstractmethod
     def edited(self, model: "Model", matrix: WeightMatrix) -> Float[Tensor, "*expert out inputs"]:

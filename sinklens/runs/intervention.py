@@ -31,6 +31,7 @@ from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
 from sinklens.runs.choices import ChoiceLog
 from sinklens.runs.control_keys import ControlLog
+from sinklens.utils.arguments import check_arguments
 from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
@@ -110,6 +111,12 @@ class HookSource(ABC):
     changes_model: ClassVar[bool] = False
     """Whether it changes the model itself while a run lasts, for all rows, and not only values at points."""
 
+    refused: ClassVar[tuple[str, ...]] = ()
+    """The restrictions that it does not take."""
+
+    indexed: ClassVar[tuple[str, ...]] = ()
+    """Its further attributes that hold indices, which must not be empty."""
+
     steps: Sequence[int] | None
     layers: Sequence[int] | None
     heads: Sequence[int] | None
@@ -157,23 +164,37 @@ class HookSource(ABC):
         """The steps of a run of `steps` planned steps at which it may change something."""
         return within("step", self.steps, steps)
 
+    def __post_init__(self) -> None:
+        """Check the restrictions.
+
+        Raises:
+            SettingError: one is refused, or empty and would silently change nothing.
+        """
+        for name in self.refused:
+            if getattr(self, name) is not None:
+                raise SettingError(f"{type(self).__name__} does not support {name}=; leave it out.")
+        for name in ("steps", "layers", "heads", "positions", *self.indexed):
+            chosen = getattr(self, name)
+            if isinstance(chosen, Sized) and len(chosen) == 0:
+                raise SettingError(
+                    f"{name} is empty, so {type(self).__name__} would change nothing. Name at least one, pass None for "
+                    f"all, or leave the intervention out."
+                )
+
     def chosen_layers(self, model: "Model") -> list[int]:
         """The layers as indices from 0."""
-        refuse_empty(self)
         return within("layer", self.layers, model.cfg.n_layers)
 
     def chosen_heads(self, model: "Model") -> list[int]:
         """The heads as indices from 0."""
-        refuse_empty(self)
         return within("head", self.heads, model.cfg.n_heads)
 
     def step_test(self, run: RunContext | None) -> Callable[[int | None], bool]:
         """A test for whether a step is selected; outside a run there are no steps, and its argument is None.
 
         Raises:
-            SettingError: `steps` is set in a single pass; or it is empty.
+            SettingError: `steps` is set in a single pass.
         """
-        refuse_empty(self)
         if self.steps is None:
             return lambda step: True
         if run is None or run.single:
@@ -199,6 +220,15 @@ class Intervention(HookSource):
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
     positions: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the restrictions, and every attribute by its declared type.
+
+        Raises:
+            SettingError: a restriction is refused or empty, or an attribute has another type or is out of range.
+        """
+        super().__post_init__()
+        check_arguments(self)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -292,35 +322,6 @@ def place_mask(positions: Sequence[int] | None, real: Bool[Tensor, "batch pos"])
     mask = torch.zeros_like(real)
     mask[has.nonzero()[:, 0], columns[has]] = True
     return mask
-
-
-def refuse(what: HookSource, *restrictions: str) -> None:
-    """Reject restrictions that `what` does not support, instead of ignoring them.
-
-    Raises:
-        SettingError: one of them is set.
-    """
-    for name in restrictions:
-        if getattr(what, name) is not None:
-            raise SettingError(f"{type(what).__name__} does not support {name}=; leave it out.")
-
-
-def refuse_empty(what: HookSource, *more: str) -> None:
-    """Reject empty restrictions, which would silently change nothing.
-
-    Args:
-        more: further attributes that hold indices.
-
-    Raises:
-        SettingError: one is empty.
-    """
-    for name in ("steps", "layers", "heads", "positions", *more):
-        chosen = getattr(what, name)
-        if isinstance(chosen, Sized) and len(chosen) == 0:
-            raise SettingError(
-                f"{name} is empty, so {type(what).__name__} would change nothing. Name at least one, pass None for "
-                f"all, or leave the intervention out."
-            )
 
 
 def row_key(prompt: Sequence[int]) -> int:

@@ -215,7 +215,7 @@ def test_greedy_answers_equal_those_of_lladas_script():
 
 def test_what_a_likelihood_does_not_have_is_refused(tiny_llada):
     pair = [request("Question: 3?\nAnswer:", " 4")]
-    with pytest.raises(SettingError, match=r"MaskSinks acts on the sinks of the previous step.*same_step=True"):
+    with pytest.raises(SettingError, match=r"MaskKeys acts on the sinks of the previous step.*same_step=True"):
         SinklensLM(tiny_llada, mask_sinks=1).loglikelihood(pair, disable_tqdm=True)
     with pytest.raises(SettingError, match=r"reuses keys of earlier steps, and a likelihood is one pass without any"):
         SinklensLM(tiny_llada, cache="dual").loglikelihood(pair, disable_tqdm=True)

@@ -356,7 +356,7 @@ def masked(tiny_llada):
 
 def test_attention_to_keys_is_the_mean_over_heads_and_layers_of_the_unchanged_model(masked):
     change, run, _ = masked
-    keys = change.keys(run.sinks)
+    keys = change.keys(run)
     found = attention_to(run, keys, steps=[3, 6])
     for step in (3, 6):
         _, cache = run.model.run_with_cache(run.canvas[:, step], attention_mask=run.real)
@@ -405,7 +405,7 @@ def test_logits_of_one_run_or_of_other_steps_are_rejected(masked):
 def test_attention_to_keys_of_some_steps_uses_their_step_numbers(masked):
     """Not their indices: keys of steps 3 and 6 are at indices 0 and 1."""
     change, run, _ = masked
-    keys = change.keys(run.sinks)
+    keys = change.keys(run)
     complete, part = attention_to(run, keys), attention_to(run, keys.isel(step=[3, 6]))
     np.testing.assert_array_equal(part[:, [3, 6]], complete[:, [3, 6]])
     assert np.isnan(part[:, [0, 1, 2, 4, 5]]).all()
@@ -427,7 +427,7 @@ def test_attention_to_keys_of_some_steps_uses_their_step_numbers(masked):
 def test_keys_that_do_not_belong_to_the_run_are_rejected(masked, part, steps, text):
     change, run, _ = masked
     with pytest.raises(SettingError, match=text):
-        attention_to(run, change.keys(run.sinks).isel(part), steps)
+        attention_to(run, change.keys(run).isel(part), steps)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -152,7 +152,7 @@ def test_masked(model: Model, finding: Callable[..., None]) -> None:
     masks = MaskSinks(top_k=5)
     run = generate(model, samples.PROMPTS, hooks=masks, **GIVEN)
     assert run.sinks is not None
-    keys, scores = masks.keys(run.sinks).to_numpy(), run.sinks.scores().to_numpy()
+    keys, scores = masks.keys(run).to_numpy(), run.sinks.scores().to_numpy()
     assert keys.sum() > 0, "nothing was masked"
     assert (scores[keys] == 0).all(), f"{int((scores[keys] != 0).sum())} of {int(keys.sum())} masked keys have a score"
     finding(f"{int(keys.sum())} keys in {run.steps_run} steps")

@@ -225,7 +225,7 @@ def test_invalid_canvas_edits_are_rejected(worded, causal, intervention, text):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: SinkToken(at="middle"), "at must be 'front' or 'end', value 'own' or 'zero'; got 'middle' and 'own'"),
+        (lambda: SinkToken(at="middle"), "at must be one of front, end; got 'middle'"),
         (lambda: SinkToken(value="one"), "got 'front' and 'one'"),
         (lambda: SinkToken(heads=[1]), "SinkToken does not support heads=; leave it out"),
         (lambda: SinkToken(positions=[1]), "SinkToken does not support positions=; leave it out"),

@@ -10,8 +10,8 @@ from watching import LONG, watch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import MaskSinks, RunContext
-from sinklens.interventions.selection import Selection
+from sinklens.interventions import MaskSinks, RunContext, Where
+from sinklens.interventions.scores import ScoredStep
 from sinklens.runs.intervention import Snapshot
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 from sinklens.sinks.kinds import Kind, kinds
@@ -32,11 +32,12 @@ def choose(step=3, causal=False, scores=None, **given):
     """The keys of a selection: layer -> row -> head -> positions; and the scores."""
     noise = torch.Generator().manual_seed(step)
     scores = scores or {layer: torch.rand(2, HEADS, KEYS, generator=noise) ** 4 for layer in LAYERS}
-    plain = {"top_k": 2, "detector": None, "pick": "strongest", "scope": "head", "only": (), "seed": 3}
     canvas = Snapshot(torch.full((2, KEYS), 7), torch.zeros(2, KEYS, dtype=torch.bool))
-    found = Selection(**(plain | given)).choose(scores, REAL, run_context(causal), canvas, step)
+    rule = Where(**({"top_k": 2, "seed": 3} | given))
+    found = rule.taken(ScoredStep(scores, canvas), REAL, step, run_context(causal))
     positions = {
-        layer: [[head.nonzero()[:, 0].tolist() for head in row] for row in keys] for layer, keys in found.items()
+        layer: [[head.nonzero()[:, 0].tolist() for head in row] for row in found[:, at]]
+        for at, layer in enumerate(scores)
     }
     return positions, scores
 
@@ -178,9 +179,3 @@ def test_controls_by_kind_need_the_text_of_tokens(worded):
     ids = torch.tensor([[3, 4, 5]])
     with pytest.raises(SettingError, match=r"pick='same_kind' needs the text of tokens: token"):
         watch(shared_model(), ids, [MaskSinks(pick="same_kind")])
-
-
-def test_the_keys_of_a_control_do_not_follow_from_a_track(worded):
-    run = watch(worded(), [LONG], [], [], record_sinks=True).run
-    with pytest.raises(SettingError, match="not with random keys or other controls, only="):
-        MaskSinks(pick="nearest").keys(run.sinks)

@@ -275,19 +275,19 @@ def test_places_that_do_not_exist_are_rejected(worded, intervention, text):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: AblateHeads(by="noise"), "by must be 'zero', 'mean' or 'resample'; got 'noise'"),
+        (lambda: AblateHeads(by="noise"), "by must be one of zero, mean, resample; got 'noise'"),
         (
             lambda: AblateHeads(reference=HeadOutputs(torch.zeros(1), torch.zeros(1))),
             "by='zero' does not use reference=",
         ),
         (lambda: AblateHeads(by="resample"), r"resampling needs reference=head_outputs\(model, prompts\)"),
-        (lambda: AblateSinkAttention(mass="keep"), "mass must be 'spread' or 'drop'; got 'keep'"),
-        (lambda: AblateSinkAttention(scope="model"), r"scope='model' needs .* use MaskSinks\(same_step=True\)"),
+        (lambda: AblateSinkAttention(mass="keep"), "mass must be one of spread, drop; got 'keep'"),
+        (lambda: AblateSinkAttention(scope="model"), "scope must be one of head, layer; got 'model'"),
         (
             lambda: AblateSinkAttention(pick="some"),
             "pick must be one of strongest, weakest, random, .*nearest; got 'some'",
         ),
-        (lambda: AblateSinkAttention(top_k=-1), "top_k must be a number of keys, 0 or more; got -1"),
+        (lambda: AblateSinkAttention(top_k=-1), "top_k must be an integer of at least 0; got -1"),
         (
             lambda: AblateHeads(heads=3).hooks_for(shared_model()),
             r"heads must be a list of integers; write heads=\[3\]",

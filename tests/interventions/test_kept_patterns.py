@@ -17,7 +17,7 @@ POINTS = ["hook_pattern", "hook_fresh"]
     (0, 1, "step 0, which computed positions 0 to 14 with keys 0 to 14; step 1 computes positions 7 to 10 with"),
 ])  # fmt: skip
 def test_windows_of_different_positions_are_refused(worded, kind, at, later, text):
-    with pytest.raises(SettingError, match=f"{kind.__name__} repeats the attention of {text}"):
+    with pytest.raises(SettingError, match=f"Hold repeats the values of {text}"):
         watch(worded(), [LONG], [kind(at=at, steps=[later])], **DUAL)
 
 

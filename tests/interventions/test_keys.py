@@ -6,7 +6,7 @@ from watching import LONG, PADDED, again, watch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import HideKeys, HoldSinks
+from sinklens.interventions import HideKeys, HoldSinks, MaskKeys
 
 
 @pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("dream", False), ("llama", True)])
@@ -55,10 +55,9 @@ def test_held_sinks_keep_the_attention_of_their_step_and_the_rest_shares_what_is
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: HideKeys(), "HideKeys needs positions="),
-        (lambda: HideKeys(positions=[]), "positions is empty, so HideKeys would change nothing"),
-        (lambda: HoldSinks(at=0, positions=[1]), "HoldSinks does not support positions="),
-        (lambda: HoldSinks(at=0, top_k=0), "top_k must be a number of keys, 1 or more; got 0"),
+        (lambda: MaskKeys(), "MaskKeys needs where= or positions=, the keys that it changes"),
+        (lambda: HideKeys(positions=[]), "positions is empty, so MaskKeys would change nothing"),
+        (lambda: HoldSinks(at=0, top_k=0), "top_k must be an integer of at least 1 or None; got 0"),
     ],
 )
 def test_settings_without_a_meaning_are_rejected(make, text):
@@ -71,5 +70,5 @@ def test_places_that_do_not_exist_are_rejected(worded):
         watch(worded(), [LONG], [HideKeys(positions=[99])])
     with pytest.raises(SettingError, match="step 4 does not exist; there are 4"):
         watch(worded(), [LONG], [HoldSinks(at=4)])
-    with pytest.raises(SettingError, match="HoldSinks repeats attention of an earlier step of a diffusion run"):
+    with pytest.raises(SettingError, match="Hold repeats values of an earlier step of a diffusion run"):
         sinklens.generate(worded("llama", True), LONG, hooks=HoldSinks(at=0), gen_length=2)

@@ -137,7 +137,7 @@ def test_orders_that_make_no_sense_are_refused(worded):
         LayerOrder([0, 1]).hooks_for(model)
     with pytest.raises(SettingError, match="LayerOrder does not support layers="):
         LayerOrder([0], layers=[1])
-    with pytest.raises(SettingError, match="part must be 'layer', 'attn' or 'mlp'; got 'block'"):
+    with pytest.raises(SettingError, match="part must be one of layer, attn, mlp; got 'block'"):
         SkipLayers(part="block")
     metric = lambda output: output.logits.mean(dim=(1, 2))  # noqa: E731
     with pytest.raises(SettingError, match="LayerOrder changes the model for all rows of a batch"):

@@ -369,27 +369,6 @@ def test_the_attention_of_the_newest_query_is_the_same_in_every_unit(tiny_llama,
     assert count > 10
 
 
-def test_the_keys_of_a_part_of_a_track_are_those_of_its_steps(tiny_llada):
-    masking = MaskSinks(top_k=2, heads=[0, 3])
-    run = sinklens.generate(tiny_llada, held_out(1)[0].prompt, hooks=masking, gen_length=8)
-    complete, cut = masking.keys(run.sinks), masking.keys(run.sinks.isel(step=[0, 3, 4, 7]))
-    assert complete.any(("layer", "head", "pos"))[0].to_numpy().tolist() == [False] + [True] * 7
-    assert cut["step"].to_numpy().tolist() == [0, 3, 4, 7]
-    assert cut.any(("layer", "head", "pos"))[0].to_numpy().tolist() == [False, False, True, False]
-    assert (cut.sel(step=4) == complete.sel(step=4)).all()
-
-
-def test_negative_steps_count_from_the_end_of_the_planned_steps(tiny_llada):
-    def masked(track, steps):
-        keys = MaskSinks(top_k=1, steps=steps).keys(track)
-        return keys.any(("batch", "layer", "head", "pos")).to_numpy().nonzero()[0].tolist()
-
-    run = sinklens.generate(tiny_llada, held_out(1)[0].prompt, gen_length=8)
-    early = run.sinks.isel(step=slice(0, 4))  # like the track of a run that ended early
-    assert [masked(run.sinks, [-1]), masked(run.sinks, [-6])] == [[7], [2]]
-    assert [masked(early, [-1]), masked(early, [-6])] == [[], [2]]
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["steps", "layers", "heads", "positions"])
 @pytest.mark.parametrize(
@@ -419,7 +398,7 @@ def test_a_window_must_be_an_integer(width):
         lambda: WindowAttention(left=1, right=width),
         lambda: KeepKeys(window=width),
     ):
-        with pytest.raises(SettingError, match="a window must be an integer number of positions, 0 or more; got"):
+        with pytest.raises(SettingError, match="must be an integer of at least 0.*; got"):
             make()
     assert WindowAttention(width=np.int64(2)).width == 2
 

@@ -207,7 +207,7 @@ def test_what_has_no_meaning_is_refused(timed, tiny_llada):
         ClampGates(at=-1.0, mode="limit")
     with pytest.raises(SettingError, match="at must be one number, or"):
         ClampGates(at=torch.zeros(3)).hooks_for(timed)
-    with pytest.raises(SettingError, match="of must be 'attn', 'mlp' or 'both'; got 'all'"):
+    with pytest.raises(SettingError, match="of must be one of attn, mlp, both; got 'all'"):
         ClampGates(of="all")
-    with pytest.raises(SettingError, match="mode must be 'set' or 'limit'; got 'max'"):
+    with pytest.raises(SettingError, match="mode must be one of set, limit; got 'max'"):
         ClampGates(mode="max")

@@ -317,9 +317,9 @@ def test_a_frozen_pattern_repeats_its_step_at_its_heads_and_queries(worded, arch
 
 
 def test_freezing_without_an_earlier_pattern_is_rejected(worded):
-    with pytest.raises(SettingError, match="FreezePattern reuses the pattern of an earlier step of a diffusion run"):
+    with pytest.raises(SettingError, match="Hold repeats values of an earlier step of a diffusion run"):
         watch(worded("llama", True), [LONG], [FreezePattern(at=0)])
-    with pytest.raises(SettingError, match="FreezePattern reuses the pattern of an earlier step of a diffusion run"):
+    with pytest.raises(SettingError, match="Hold repeats values of an earlier step of a diffusion run"):
         FreezePattern(at=0).hooks_for(worded())
     with pytest.raises(SettingError, match="step 4 does not exist; there are 4"):
         watch(worded(), [LONG], [FreezePattern(at=4)])

@@ -185,7 +185,7 @@ def test_paths_without_what_they_need_are_refused():
         PathPatch(**path, by="mean")
     with pytest.raises(SettingError, match="by='zero' uses no source="):
         PathPatch(**path, by="zero", source={})
-    with pytest.raises(SettingError, match="by must be 'source', 'mean', 'resample' or 'zero'; got 'median'"):
+    with pytest.raises(SettingError, match="by must be one of source, mean, resample, zero; got 'median'"):
         PathPatch(**path, by="median")
     with pytest.raises(SettingError, match="real= has no meaning with by='source'"):
         PathPatch(**path, source={}, real=torch.ones(1, 2).bool())

@@ -99,7 +99,7 @@ def test_numbers_that_make_no_sense_are_refused(worded):
         RoundWeights(1)
     with pytest.raises(SettingError, match="bits must be an integer from 2 to 8; got 9"):
         RoundActivations(9)
-    with pytest.raises(SettingError, match="group must be at least 1"):
+    with pytest.raises(SettingError, match="group must be an integer of at least 1 or None; got"):
         RoundWeights(4, 0)
     with pytest.raises(SettingError, match="RoundWeights does not support steps="):
         RoundWeights(4, steps=[0])

@@ -7,23 +7,17 @@ from building import shared_model
 from watching import unwatched, watch
 
 from sinklens.errors import SettingError
-from sinklens.interventions import KeepKeys, MaskSinks, RunContext
-from sinklens.interventions.selection import Selection
+from sinklens.interventions import KeepKeys, MaskSinks, RunContext, Where
+from sinklens.interventions.scores import ScoredStep
 from sinklens.sinks import TopK
 from sinklens.sinks.kinds import Kind, kinds
 from sinklens.tasks.word_problems import held_out
 
 
-def selection(**given) -> Selection:
-    """A selection, by default the strongest key of each head."""
-    plain = {"top_k": 1, "detector": None, "pick": "strongest", "scope": "head", "only": (), "seed": 0}
-    return Selection(**(plain | given))
-
-
 def chosen(scores, real=None, **given):
-    """The keys that a selection takes in one layer, as positions by row and head."""
+    """The keys that a rule takes in one layer, as positions by row and head."""
     real = torch.ones(len(scores), scores.shape[-1], dtype=torch.bool) if real is None else real
-    keys = selection(**given).choose({0: scores}, real, None, None, 1)[0]
+    keys = Where(**given).taken(ScoredStep({0: scores}), real, 1)[:, 0]
     return [[head.nonzero()[:, 0].tolist() for head in row] for row in keys]
 
 
@@ -42,8 +36,8 @@ def test_no_key_is_taken_from_an_all_zero_head(pick):
     scores = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]])
     real = torch.ones(1, 3, dtype=torch.bool)
     run = RunContext(shared_model().tree, real, 3, 3, 60, 0, (5,), lambda ids: {}, {})
-    found = selection(top_k=2, pick=pick).choose({0: scores}, real, run, None, 1)[0]
-    assert found.sum(dim=-1).tolist() == [[0, 2]]
+    found = Where(top_k=2, pick=pick).taken(ScoredStep({0: scores}), real, 1, run)
+    assert found.sum(dim=-1).tolist() == [[[0, 2]]]
 
 
 def test_padding_is_never_taken_and_all_keys_of_a_short_row_are():
@@ -58,15 +52,10 @@ def test_scopes_average_over_heads_and_layers():
     layers = {0: torch.tensor([[[0.0, 3.0, 4.0], [5.0, 3.0, 0.0]]]), 2: torch.tensor([[[0.0, 0.0, 9.0]] * 2])}
     real = torch.ones(1, 3, dtype=torch.bool)
     found = {
-        scope: {layer: keys[0].int().argmax(-1).tolist() for layer, keys in chosen_keys.items()}
+        scope: Where(top_k=1, scope=scope).taken(ScoredStep(layers), real, 1)[0].int().argmax(-1).tolist()
         for scope in ("head", "layer", "model")
-        if (chosen_keys := selection(scope=scope).choose(layers, real, None, None, 1))
     }
-    assert found == {
-        "head": {0: [2, 0], 2: [2, 2]},
-        "layer": {0: [1, 1], 2: [2, 2]},
-        "model": {0: [2, 2], 2: [2, 2]},
-    }
+    assert found == {"head": [[2, 0], [2, 2]], "layer": [[1, 1], [2, 2]], "model": [[2, 2], [2, 2]]}
 
 
 def test_token_kinds_match_those_of_the_track(tiny_llada):
@@ -93,12 +82,11 @@ def test_kinds_need_the_text_of_tokens():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"top_k": None}, "no keys are named; pass top_k, a number of keys per head, or detector; an"),
-        ({"detector": TopK(2)}, "pass either top_k, a number of keys per head, or detector, not both"),
-        ({"top_k": -1}, "top_k must be a number of keys, 0 or more; got -1"),
-        ({"top_k": 2.5}, "top_k must be a number of keys, 0 or more; got 2.5"),
+        ({"top_k": 1, "detector": TopK(2)}, "pass either top_k, a number of keys per head, or detector; got top_k=1"),
+        ({"top_k": -1}, "top_k must be an integer of at least 0 or None; got -1"),
+        ({"top_k": 2.5}, "top_k must be an integer of at least 0 or None; got 2.5"),
         ({"pick": "best"}, "pick must be one of strongest, weakest, random, .*nearest; got 'best'"),
-        ({"scope": "row"}, "scope must be 'head', 'layer' or 'model'; got 'row'"),
+        ({"scope": "row"}, "scope must be one of head, layer, model; got 'row'"),
         ({"only": "maskd"}, r"'maskd' is neither. Known: prompt, masked, .* Nearest: masked"),
         ({"only": ["prompt", "newlines"]}, r"'newlines' is neither. .* Nearest: newline"),
     ],
@@ -113,4 +101,4 @@ def test_invalid_settings_are_rejected_when_the_intervention_is_created(kind, gi
 def test_random_keys_of_a_single_pass_are_rejected():
     scores, real = torch.ones(1, 1, 3), torch.ones(1, 3, dtype=torch.bool)
     with pytest.raises(SettingError, match="detectors, only=, random keys and other controls need a run"):
-        selection(pick="random_any").choose({0: scores}, real, None, None, 0)
+        Where(top_k=1, pick="random_any").taken(ScoredStep({0: scores}), real, 0)

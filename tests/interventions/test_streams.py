@@ -128,11 +128,11 @@ def test_directions_and_dimensions_that_do_not_fit_are_rejected(worded):
         watch(model, [LONG], [Steer(torch.ones(25))])
     with pytest.raises(SettingError, match="mode='set' needs a direction that is not zero"):
         watch(model, [LONG], [Steer(torch.zeros(24), mode="set")])
-    with pytest.raises(SettingError, match="mode must be 'add', 'project_out' or 'set'; got 'mul'"):
+    with pytest.raises(SettingError, match="mode must be one of add, project_out, set; got 'mul'"):
         Steer(DIRECTION, mode="mul")
     with pytest.raises(SettingError, match="the directions belong to hook_resid_mid; leave out point='hook_resid_pre'"):
         Steer(Directions(torch.ones(3, 24), "hook_resid_mid"), point="hook_resid_pre")
-    with pytest.raises(SettingError, match="point must be one of hook_resid_pre, hook_resid_mid, hook_resid_post; got"):
+    with pytest.raises(SettingError, match="point must be one of hook_resid_pre, hook_resid_mid, hook_resid_post"):
         Steer(DIRECTION, point="hook_embed")
     with pytest.raises(SettingError, match="dim 24 does not exist; there are 24"):
         watch(model, [LONG], [ClampStream(0, dims=[24])])
@@ -140,7 +140,7 @@ def test_directions_and_dimensions_that_do_not_fit_are_rejected(worded):
         ClampStream(0, dims=[1, 2], at=[1.0])
     with pytest.raises(SettingError, match="a limit must not be negative; got at=-1"):
         ClampStream(0, dims=[1], at=-1, mode="limit")
-    with pytest.raises(SettingError, match="mode must be 'set' or 'limit'; got 'clip'"):
+    with pytest.raises(SettingError, match="mode must be one of set, limit; got 'clip'"):
         ClampStream(0, dims=[1], mode="clip")
     with pytest.raises(SettingError, match="ClampStream does not support layers=; leave it out"):
         ClampStream(0, dims=[1], layers=[1])

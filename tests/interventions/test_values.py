@@ -156,7 +156,7 @@ def test_values_at_places_equal_those_of_a_loop_for_the_queries_of_each_step(
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_replacement_is_rejected(worded):
-    with pytest.raises(SettingError, match="by must be 'mean', 'zero' or 'resample'; got 'median'"):
+    with pytest.raises(SettingError, match="by must be one of mean, zero, resample; got 'median'"):
         AblateValues(top_k=1, by="median")
-    with pytest.raises(SettingError, match="AblateValues acts on the sinks of an earlier step"):
+    with pytest.raises(SettingError, match="ReplaceValues finds its places in a run, which a single pass is not"):
         AblateValues(top_k=1).hooks_for(worded())

@@ -15,6 +15,7 @@ from sinklens.interventions import (
     AblateSinkAttention,
     Activations,
     FreezePattern,
+    Hold,
     KeepKeys,
     MaskSinks,
     PatchHooks,
@@ -265,7 +266,7 @@ def test_masked_and_kept_keys_are_those_of_each_tokens_step(worded, hooks, setti
 )
 @pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("llama", True)])
 def test_queries_elsewhere_keep_their_attention(worded, kind, architecture, causal):
-    if causal and isinstance(kind, FreezePattern):
+    if causal and isinstance(kind, Hold):
         kind = WindowAttention(left=1, right=0)
     model = worded(architecture, causal)
     base = watch(model, PADDED)
@@ -367,11 +368,11 @@ def test_places_without_a_meaning_are_rejected(worded, unchecked):
         watch(causal, PADDED, [AblateHeads(where="masked")])
     with pytest.raises(SettingError, match=r"finds keys of the text before, .* so AblateHeads would change nothing"):
         watch(causal, PADDED, [AblateHeads(where=TopK(1))])
-    with pytest.raises(SettingError, match="pass one of top_k, detector and where; got where and top_k=1,"):
-        MaskSinks(where="prompt")
-    with pytest.raises(SettingError, match="the settings scope, pick, only, same_step, source and persistent have no"):
+    with pytest.raises(SettingError, match="pass one of top_k, detector and where; got where and top_k"):
+        MaskSinks(top_k=1, where="prompt")
+    with pytest.raises(SettingError, match="With where=, the other settings belong in it"):
         MaskSinks(top_k=None, where="prompt", pick="random_any")
-    with pytest.raises(SettingError, match="no keys are named; pass top_k, a number of keys per head, or detector"):
+    with pytest.raises(SettingError, match="pass either top_k, a number of keys per head, or detector; got top_k=None"):
         Where()
     with pytest.raises(SettingError, match=r"of must be a pair \(layer, head\); got \(1, 2, 3\)"):
         Where(top_k=1, of=(1, 2, 3))

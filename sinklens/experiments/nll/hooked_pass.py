@@ -18,15 +18,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinklens.errors import HookNameError, PromptError, SettingError
-from sinklens.experiments.nll.plans import leaves, planned
+from sinklens.experiments.nll.plans import planned
 from sinklens.hooks import names
 from sinklens.hooks.attention.blocks import Blocks, ruled_by
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.hook_functions import takes_hook
-from sinklens.interventions.kept_patterns import FreezePattern
-from sinklens.interventions.keys import HoldSinks
-from sinklens.interventions.places import AtKeys, AtPositions
-from sinklens.interventions.where import Where
+from sinklens.interventions.patterns import Hold
+from sinklens.interventions.places import AtPositions
+from sinklens.interventions.rules import Where
 from sinklens.model import Model
 from sinklens.runs.attached import attached
 from sinklens.runs.control_keys import ControlLog
@@ -221,19 +220,18 @@ def refuse_earlier(hooks: Sequence[Any], model: Model, only_masks: bool = True) 
     for entry in hooks:
         refuse_off_canvas(entry, model)
         rule = entry.rule if isinstance(entry, AtPositions) else None
-        if any(isinstance(leaf, Where) and not leaf.same_step for leaf in leaves(rule)):
+        wheres = [leaf for leaf in ([] if rule is None else rule.leaves()) if isinstance(leaf, Where)]
+        if any(not leaf.same_step for leaf in wheres):
             raise SettingError(
                 f"{_named(entry)} acts on the sinks of the previous step, and a likelihood is one pass without one: "
                 f"{INSTEAD}."
             )
-        tracks = [leaf.track for leaf in leaves(rule) if isinstance(leaf, Where)]
-        tracks += [entry.track] if isinstance(entry, AtKeys) else []
-        if not only_masks and any(track is not None for track in tracks):
+        if not only_masks and any(leaf.track is not None for leaf in wheres):
             raise SettingError(
                 f"{_named(entry)} takes the sinks of a recorded run, whose step is found by the number of masks, and "
                 f"{model.family} models add random tokens; pass same_step=True without source=."
             )
-        if isinstance(entry, HoldSinks | FreezePattern):
+        if isinstance(entry, Hold):
             raise SettingError(
                 f"{_named(entry)} repeats attention of an earlier step, and a likelihood is one pass without one; use "
                 f"it in sinklens.generate."

@@ -8,7 +8,6 @@ Pitfall: a run that decides several tokens per step skips some numbers of masked
 in.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.interventions.places import AtKeys, AtPositions
-from sinklens.interventions.where import Combined, Not, Rule, Where, as_rule
+from sinklens.interventions.places import AtPositions
+from sinklens.interventions.rules import Where, as_rule
 from sinklens.sinks.track import SinkTrack, build_track
 
 
@@ -34,38 +33,15 @@ def planned(
         SettingError: the run lacks a prompt, or its answers are shorter than those of the pass.
     """
 
-    def steps_of(track: SinkTrack) -> SinkTrack:
-        return steps_for_rows(track, *(part.cpu().numpy() for part in (prompts, real, masked)))
+    def of_steps(where: Where) -> Where:
+        if where.track is None:
+            return where
+        rows = (part.cpu().numpy() for part in (prompts, real, masked))
+        return replace(where, source=steps_for_rows(where.track, *rows))
 
-    if not isinstance(entry, AtPositions):
+    if not isinstance(entry, AtPositions) or entry.where is None:
         return entry
-    if entry.where is not None:
-        return replace(entry, where=_planned(as_rule(entry.where), steps_of))
-    if isinstance(entry, AtKeys) and entry.track is not None:
-        return replace(entry, source=steps_of(entry.track))
-    return entry
-
-
-def leaves(rule: Rule | None) -> Iterator[Rule]:
-    """The rules that a rule combines, or the rule itself."""
-    if isinstance(rule, Combined):
-        for one in rule.rules:
-            yield from leaves(one)
-    elif isinstance(rule, Not):
-        yield from leaves(rule.rule)
-    elif rule is not None:
-        yield rule
-
-
-def _planned(rule: Rule, steps_of: Callable[[SinkTrack], SinkTrack]) -> Rule:
-    """`rule` with the steps of its recorded runs."""
-    if isinstance(rule, Combined):
-        return replace(rule, rules=tuple(_planned(one, steps_of) for one in rule.rules))
-    if isinstance(rule, Not):
-        return replace(rule, rule=_planned(rule.rule, steps_of))
-    if isinstance(rule, Where) and rule.track is not None:
-        return replace(rule, source=steps_of(rule.track))
-    return rule
+    return replace(entry, where=as_rule(entry.where).mapped(of_steps))
 
 
 def steps_for_rows(

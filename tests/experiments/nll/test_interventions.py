@@ -167,7 +167,7 @@ def test_a_run_is_a_plan_each_pass_takes_its_step_with_as_many_masked_tokens(lla
     by_place = MaskSinks(top_k=None, where=Where(top_k=1, same_step=True, source=run))
     assert likelihood(llada, PROMPT, ANSWER, exact=True, hooks=by_place).value == pytest.approx(wanted, rel=1e-4)
     likelihood(llada, PROMPT, ANSWER, exact=True, hooks=AblateHeads(where=run.sinks, layers=[0], heads=[0]))
-    with pytest.raises(SettingError, match=r"MaskSinks acts on the sinks of the previous step.*source= with same_step"):
+    with pytest.raises(SettingError, match=r"MaskKeys acts on the sinks of the previous step.*source= with same_step"):
         likelihood(llada, PROMPT, ANSWER, hooks=MaskSinks(top_k=1, source=run))
     with pytest.raises(SettingError, match=r"source has no run of the prompt of row 0; record one with the prompts"):
         likelihood(llada, [1, 2], ANSWER, hooks=hooks)
@@ -243,14 +243,14 @@ def test_tokens_around_the_answer_are_given(llada):
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        (MaskSinks(top_k=1), r"MaskSinks acts on the sinks of the previous step, and a likelihood is one pass without"),
+        (MaskSinks(top_k=1), r"MaskKeys acts on the sinks of the previous step, and a likelihood is one pass without"),
         (
             MaskSinks(top_k=None, where=EpsilonOverMean()),
             r"pass same_step=True for the keys of the pass itself, where=",
         ),
         (AblateHeads(where=Where(top_k=1)), r"AblateHeads acts on the sinks of the previous step"),
         (AblateHeads(where="prompt" & ~Where(top_k=1), layers=[0]), r"AblateHeads acts on the sinks of the previous"),
-        (HoldSinks(at=0), r"HoldSinks repeats attention of an earlier step"),
+        (HoldSinks(at=0), r"Hold repeats attention of an earlier step"),
         (FreezePattern(at=0), r"FreezePattern repeats attention of an earlier step"),
         (AblateHeads(steps=[3], layers=[0], heads=[0]), r"step 3 does not exist; there are 1, 0 to 0"),
         (ForceTokens(tokens={4: 9}), r"an intervention changed answer tokens of a likelihood"),

@@ -1,0 +1,742 @@
+"""Rules: where an intervention acts. At each step a rule is a boolean mask over layer, head and position.
+
+``where=`` of an intervention takes a rule, or anything that `as_rule` turns into one. Rules combine: ``one & other``
+selects the places of both, ``one | other`` those of either, and ``~one`` all others in the text. One of the two sides
+may be anything that ``where=`` takes:
+
+    AblateHeads(where=OfKind("digit") & ~Where(top_k=3))  # digits that are not among the head's three strongest keys
+    MaskSinks(where=Where(detector=EpsilonOverMean()) & "prompt")
+
+A rule does not know what is done at its places, and an intervention does not know how they are found. An intervention
+evaluates its rule once per step, when the step begins (places.py). A rule of your own is a subclass with `Rule.at`.
+
+Pitfall: the scores of the step before do not exist at step 0. A `Where` without a `source` selects nothing there, and
+neither does its complement. A key that another intervention hides receives no attention, so it has no score either.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import xarray as xr
+from annotated_types import Ge
+from jaxtyping import Bool
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.interventions import controls
+from sinklens.interventions.controls import DRAWN, Pick
+from sinklens.interventions.scores import (
+    ScoredStep,
+    check_prompts,
+    check_second_pass,
+    check_source,
+    detected,
+    kinds_now,
+    of_kind,
+    place_of,
+    recorded,
+)
+from sinklens.runs.control_keys import ControlCount
+from sinklens.runs.intervention import RunContext, Snapshot, place_mask, within
+from sinklens.sinks.detectors import AXES, Detector, EpsilonOverMean
+from sinklens.sinks.strongest import check_only
+from sinklens.sinks.track import SinkTrack, require_detector
+from sinklens.utils.arguments import Seed, Share, check_arguments
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+    from sinklens.runs.result import Generation
+
+Mask = Bool[Tensor, "#batch #layer #head pos"]
+Scope = Literal["head", "layer", "model"]
+Needed = TypeVar("Needed")
+
+NO_SCORES = ScoredStep({})
+ITSELF: Literal["itself"] = "itself"
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """What a rule sees of a run when a step begins; before the first step, `step` and `canvas` have no meaning.
+
+    Attributes:
+        name: the intervention, for errors.
+        model: the model.
+        run: the run, or the single pass.
+        layers, heads: those that the intervention changes.
+        step: the step.
+        canvas: its canvas; None where a rule depends on the step's number alone.
+        before: the scores of the step before, and the canvas that they belong to.
+    """
+
+    name: str
+    model: "Model"
+    run: RunContext
+    layers: Sequence[int]
+    heads: Sequence[int]
+    step: int = 0
+    canvas: Snapshot | None = None
+    before: ScoredStep = NO_SCORES
+
+    def size(self, axis: str) -> int | None:
+        """The size of an axis; None if a single pass does not fix it."""
+        sizes: dict[str, int] = {"layer": self.model.cfg.n_layers, "head": self.model.cfg.n_heads}
+        if self.run.single:
+            return (sizes | {"step": 1}).get(axis)
+        batch, length = self.run.real.shape
+        return (sizes | {"batch": batch, "step": self.run.steps, "pos": length})[axis]
+
+    def need_run(self) -> RunContext:
+        """The run.
+
+        Raises:
+            SettingError: a single pass.
+        """
+        if self.run.single:
+            raise SettingError(
+                f"{self.name} finds its places in a run, which a single pass is not; use sinklens.trace or "
+                f"sinklens.generate, or pass an array."
+            )
+        return self.run
+
+    def need_canvas(self) -> Snapshot:
+        """The canvas of the step."""
+        assert self.canvas is not None, "every step of a run has a canvas"
+        return self.canvas
+
+
+class StepPlaces(NamedTuple):
+    """The places of a step.
+
+    Attributes:
+        mask: True at the places, over the text from its first position on. The layers are those of the model.
+        rows: rows that had scores; None if all had.
+    """
+
+    mask: Mask
+    rows: Bool[Tensor, " batch"] | None = None
+
+
+class Chooser(NamedTuple):
+    """A rule in one run.
+
+    Attributes:
+        at: the places of a step; None for nowhere.
+        by_layer: whether they differ between layers.
+        past: whether every place precedes the step's queries.
+        fixed: whether the number of the step determines them. A single pass has only such places.
+        scored: the layers whose scores of the step before it reads.
+    """
+
+    at: Callable[[Moment], StepPlaces | None]
+    by_layer: bool = False
+    past: bool = False
+    fixed: bool = False
+    scored: frozenset[int] = frozenset()
+
+
+class Rule:
+    """Where an intervention acts; see the module. A subclass defines `at`."""
+
+    @property
+    def follows_run(self) -> bool:
+        """Whether the places of a step may depend on what earlier steps of the run did."""
+        return True
+
+    def at(self, now: Moment) -> Mask | None:
+        """The places of a step, each axis complete or of size 1; None for nowhere. Padding never counts."""
+        raise NotImplementedError(f"{type(self).__name__} is a Rule and must define at(self, now).")
+
+    def start(self, now: Moment) -> Chooser:
+        """The rule in one run; override it to check the rule against the run, or to keep state.
+
+        Raises:
+            SettingError: the rule has no meaning there.
+        """
+        now.need_run()
+
+        def found(now: Moment) -> StepPlaces | None:
+            mask = self.at(now)
+            return None if mask is None else StepPlaces(mask)
+
+        return Chooser(found)
+
+    def leaves(self) -> list["Rule"]:
+        """The rules that it combines, or itself."""
+        return [self]
+
+    def mapped(self, change: "Callable[[Where], Rule]") -> "Rule":
+        """The rule with every `Where` in it changed."""
+        return self
+
+    def __and__(self, other: Any) -> "Rule":
+        return Combined((self, as_rule(other)), "and")
+
+    def __or__(self, other: Any) -> "Rule":
+        return Combined((self, as_rule(other)), "or")
+
+    def __invert__(self) -> "Rule":
+        return Combined((self,), "not")
+
+    def __rand__(self, other: Any) -> "Rule":
+        return as_rule(other) & self
+
+    def __ror__(self, other: Any) -> "Rule":
+        return as_rule(other) | self
+
+    def __bool__(self) -> bool:
+        raise SettingError(
+            "a rule is neither true nor false; combine rules with &, | and ~ instead of and, or and not."
+        )
+
+    __array_ufunc__ = None  # so that ``array & rule`` is a rule
+
+
+@dataclass(frozen=True)
+class Combined(Rule):
+    """Where all of several rules are ("and"), where any is ("or"), or where one rule is "not".
+
+    In rows without scores, the complement of a rule is nowhere.
+    """
+
+    rules: tuple[Rule, ...]
+    how: Literal["and", "or", "not"]
+
+    @property
+    def follows_run(self) -> bool:
+        """See `Rule.follows_run`."""
+        return any(rule.follows_run for rule in self.rules)
+
+    def leaves(self) -> list[Rule]:
+        """See `Rule.leaves`."""
+        return [leaf for rule in self.rules for leaf in rule.leaves()]
+
+    def mapped(self, change: "Callable[[Where], Rule]") -> Rule:
+        """See `Rule.mapped`."""
+        return replace(self, rules=tuple(rule.mapped(change) for rule in self.rules))
+
+    def start(self, now: Moment) -> Chooser:
+        """See `Rule.start`.
+
+        Raises:
+            SettingError: with ``&``, a control of sinks, which the other rules would make smaller.
+        """
+        picks = [rule.pick for rule in self.rules if isinstance(rule, Where) and rule.pick != "strongest"]
+        if self.how == "and" and picks:
+            raise SettingError(
+                f"{now.name}: Where(pick={picks[0]!r}) draws as many keys as there are sinks, and & would then "
+                f"leave out some of them. Restrict the draw itself: Where(pick={picks[0]!r}, only=[...]), or "
+                f"positions=; for another control pass an array."
+            )
+        parts = [rule.start(now) for rule in self.rules]
+
+        def found(now: Moment) -> StepPlaces | None:
+            known = [one for part in parts if (one := part.at(now)) is not None]
+            if not known or (self.how == "and" and len(known) < len(parts)):
+                return None
+            length = max(one.mask.shape[-1] for one in known)  # some cover only the text so far
+            masks = [torch.nn.functional.pad(one.mask, (0, length - one.mask.shape[-1])) for one in known]
+            rows = [one.rows for one in known if one.rows is not None]
+            if self.how == "and":
+                return StepPlaces(reduce(torch.bitwise_and, masks), torch.stack(rows).all(dim=0) if rows else None)
+            judged = torch.stack(rows).any(dim=0) if len(rows) == len(known) else None
+            if self.how == "or":
+                return StepPlaces(reduce(torch.bitwise_or, masks), judged)
+            return StepPlaces(~masks[0] if judged is None else ~masks[0] & judged[:, None, None, None], judged)
+
+        return Chooser(
+            found,
+            by_layer=any(part.by_layer for part in parts),
+            past=any(part.past for part in parts),
+            fixed=all(part.fixed for part in parts),
+            scored=frozenset[int]().union(*(part.scored for part in parts)),
+        )
+
+
+class OfStep(Rule):
+    """Base class of rules whose places do not depend on earlier steps."""
+
+    @property
+    def follows_run(self) -> bool:
+        """See `Rule.follows_run`."""
+        return False
+
+
+@dataclass(frozen=True)
+class OfKind(OfStep):
+    """Positions whose state or token kind is one of those named, on the canvas as the step begins.
+
+    Attributes:
+        names: states ("prompt", "masked", "committed") or token kinds ("digit", "newline", …), any of them; "not
+            digit", for example, is all but digits. "mask" is "masked", and "decided" is "committed": a decided answer
+            token.
+    """
+
+    names: str | Sequence[str]
+
+    def start(self, now: Moment) -> Chooser:
+        """See `Rule.start`."""
+        names = as_tuple(self.names)
+        check_only(names, "where")
+        if now.need_run().causal and {"masked", "mask"} & set(names):
+            raise SettingError(
+                f"where={self.names!r}: an autoregressive run has no masked positions; name 'prompt', 'committed' or "
+                f"a kind."
+            )
+        return super().start(now)
+
+    def at(self, now: Moment) -> Mask:
+        """See `Rule.at`."""
+        return of_kind(as_tuple(self.names), now.run, now.need_canvas(), f"where={self.names!r}")[:, None, None]
+
+
+@dataclass(frozen=True)
+class AtNoise(OfStep):
+    """All positions of the rows whose undecided share of the answer lies in a range, at the steps where it does.
+
+        Steer(direction, where=AtNoise(0.5, 1.0) & "masked")  # undecided positions, while half the answer is open
+
+    It says the same for runs of any number of steps, and in the passes of a likelihood. The share is that of all
+    positions after the prompt: a `Suffix` or a given part of the answer counts as decided.
+
+    Attributes:
+        least, most: the range, ends included; 1 is an answer without any token, 0 a finished one.
+
+    Raises:
+        SettingError: not numbers with 0 ≤ least ≤ most ≤ 1; in a run, a model without a mask token.
+    """
+
+    least: Share
+    most: Share = 1.0
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+        if self.least > self.most:
+            raise SettingError(f"AtNoise takes 0 <= least <= most <= 1; got {self.least} and {self.most}.")
+
+    def start(self, now: Moment) -> Chooser:
+        """See `Rule.start`."""
+        if now.need_run().causal or now.model.mask_token_id is None:
+            raise SettingError(
+                f"AtNoise counts undecided positions of the answer, and {now.model.name} has no masks; use steps=."
+            )
+        return super().start(now)
+
+    def at(self, now: Moment) -> Mask:
+        """See `Rule.at`."""
+        real = now.run.real
+        answer = real & (torch.arange(real.shape[1], device=real.device) >= now.run.prompt_length)
+        share = (now.need_canvas().undecided & answer).sum(dim=1) / answer.sum(dim=1).clamp(min=1)
+        inside = (share >= self.least) & (share <= self.most)
+        return (inside[:, None] & real)[:, None, None]
+
+
+@dataclass(frozen=True)
+class Positions(OfStep):
+    """Fixed positions of every row, as in ``positions=``: padding does not count, negative ones count from the end."""
+
+    positions: Sequence[int] | None
+
+    def start(self, now: Moment) -> Chooser:
+        """See `Rule.start`."""
+        found = StepPlaces(place_mask(self.positions, now.need_run().real)[:, None, None])
+        return Chooser(lambda now: found, fixed=True)
+
+
+@dataclass(frozen=True, eq=False)
+class InArray(OfStep):
+    """Positions marked in a boolean array; they are columns of the canvas, left padding included, as in a track.
+
+    Attributes:
+        marked: [batch, step, layer, head, pos], each axis complete or of size 1. A DataArray may omit axes; its `step`
+            coordinate says which steps it covers.
+    """
+
+    marked: Any
+
+    def start(self, now: Moment) -> Chooser:
+        """See `Rule.start`."""
+        where, steps = self.marked, None
+        if isinstance(where, xr.DataArray):
+            if "step" in where.coords:
+                where = where if "step" in where.dims else where.expand_dims("step")
+                steps = where["step"].to_numpy().tolist()
+                within("step", steps, now.size("step") or 1)
+            unknown = [axis for axis in map(str, where.dims) if axis not in AXES]
+            if unknown:
+                raise SettingError(f"where has an axis {unknown[0]!r}; the axes of a run are {', '.join(AXES)}.")
+            where = where.expand_dims([axis for axis in AXES if axis not in where.dims]).transpose(*AXES)
+        marked = checked_array(where, AXES, now, steps)
+
+        def at(now: Moment) -> StepPlaces | None:
+            if steps is not None and now.step not in steps:
+                return None
+            place = now.step if steps is None else steps.index(now.step)
+            return StepPlaces(marked[:, place if marked.shape[1] > 1 else 0])
+
+        return Chooser(at, by_layer=marked.shape[2] > 1, fixed=True)
+
+
+def checked_array(
+    where: Any, axes: Sequence[str], now: Moment, steps: Sequence[int] | None = None
+) -> Bool[Tensor, "..."]:
+    """`where` as a tensor, once its type and axes are those of the run.
+
+    Args:
+        steps: the steps that it holds, if not those of the run.
+
+    Raises:
+        SettingError: it is not boolean, an axis has another size, or it is True on padding.
+    """
+    values = torch.as_tensor(where.to_numpy() if isinstance(where, xr.DataArray) else where)
+    shape = list(values.shape)
+    if values.dtype is not torch.bool:
+        raise SettingError(f"where must be boolean, True at the places; got {values.dtype} of shape {shape}.")
+    if values.ndim != len(axes):
+        raise SettingError(
+            f"where must have the axes [{', '.join(axes)}], those that do not matter with size 1; got shape {shape}."
+        )
+    for axis, size in zip(axes, shape, strict=True):
+        known = len(steps) if axis == "step" and steps else now.size(axis)
+        if known is not None and size not in (1, known):
+            hint = " A DataArray, such as track.detect(), may lack steps." if axis == "step" else ""
+            raise SettingError(f"where has {size} along {axis}, this run {known}; give 1 or {known}.{hint}")
+    if now.run.single:
+        return values
+    values = values.to(now.run.real.device)
+    real = now.run.real.view(len(now.run.real), *[1] * (len(axes) - 2), -1)
+    if shape[0] > 1 and shape[-1] > 1 and bool((wrong := values & ~real).any()):
+        first = wrong.nonzero()[0].tolist()
+        raise SettingError(
+            f"where marks position {first[-1]} of row {first[0]}, which is padding; positions of an array are columns "
+            f"of the canvas, as in a track."
+        )
+    return values & real
+
+
+@dataclass(frozen=True)
+class ByStep(Rule):
+    """Positions that a function names for each step.
+
+    Attributes:
+        function: of the step; returns ``positions=`` for it, a state or kind, a boolean array [batch, layer, head,
+            pos], or None for nowhere.
+    """
+
+    function: Callable[[int], Any]
+
+    def start(self, now: Moment) -> Chooser:
+        """See `Rule.start`."""
+        now.need_run()
+
+        def found(now: Moment) -> StepPlaces | None:
+            given = self.function(now.step)
+            if isinstance(given, Tensor | np.ndarray | xr.DataArray) and given.dtype in (torch.bool, np.bool_):
+                return StepPlaces(checked_array(given, [axis for axis in AXES if axis != "step"], now))
+            if given is None:
+                return None
+            rule = OfKind(given) if _is_names(given) else Positions(given)
+            return rule.start(now).at(now)
+
+        return Chooser(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where(Rule):
+    """Positions chosen by their scores at every step: sinks, strongest keys, or a control of them.
+
+        PatchHooks(source=kept.caches, where=Where(top_k=1, of=(3, 0)))  # follows the strongest key of head 3.0
+
+    The scores are the column sums of a head's pattern; in an autoregressive run, the attention of its newest token.
+    Padding is never chosen. A head whose scores are all 0 has no strongest key.
+
+    Attributes:
+        top_k: number of strongest keys per head; None if `detector` chooses them. The paper masks 1, 5 and 10.
+        detector: finds the keys in a one-step track; its strength is not used.
+        scope: one set per "head", per "layer" (scores averaged over its heads), or for the "model".
+        pick: "strongest", or other keys as a control:
+            "weakest": as many of the weakest;
+            "random": as many random keys that are weaker than all of the strongest;
+            "random_any": as many random keys of any strength, possibly the strongest themselves;
+            "same_mass": random keys of that rest, as many as together receive the attention of the strongest;
+            "same_kind": for each of the strongest a random key of that rest with the same kind of token;
+            "nearest": for each of the strongest the nearest position of that rest;
+            "permuted": the strongest keys of another head, the same head throughout the run.
+        only: states ("prompt", "masked", "committed") or token kinds that may be taken, any of them; "not digit", for
+            example, leaves out digits.
+        positions: positions that may be taken, as in ``positions=``; None for all.
+        seed: seed of random keys, which depend only on the seed, the row's prompt, the step, the layer and the head.
+        persistent: draw random keys once per run, not at every step: a key is replaced only while it may not be taken,
+            as when it becomes one of the strongest. In an autoregressive run keys of the prompt are taken first,
+            because only they exist at every step.
+        same_step: use the scores of step t itself, from an unmasked pass before it; doubles the work, diffusion only.
+        source: "itself", or another run of the same prompts, or its `sinks`: uses the scores of that run at step t − 1
+            (at step t with `same_step`), by its recorded column sums, and nothing at steps that it lacks for the run or
+            for a row. A part of a track holds the steps listed in its ``step`` coordinate.
+        of: (layer, head) whose positions apply to every layer and head that the intervention changes. By default each
+            head has its own positions; at a point without a head axis, those of any of the layer's heads.
+
+    Raises:
+        SettingError: settings that exclude each other; in a run, a `top_k` above the number of positions, once the run
+            reaches that step; a source of other prompts or another model.
+    """
+
+    top_k: Annotated[int, Ge(0)] | None = None
+    detector: "Detector | None" = None
+    scope: Scope = "head"
+    pick: Pick = "strongest"
+    only: str | Sequence[str] = ()
+    positions: Sequence[int] | None = None
+    seed: Seed = 0
+    persistent: bool = False
+    same_step: bool = False
+    source: "SinkTrack | Generation | Literal['itself']" = ITSELF
+    of: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+        if (self.top_k is None) == (self.detector is None):
+            raise SettingError(
+                f"pass either top_k, a number of keys per head, or detector; got top_k={self.top_k} and "
+                f"detector={self.detector!r}. positions= and only= alone restrict which keys count."
+            )
+        if self.detector is not None:
+            require_detector(self.detector)
+        if self.pick == "permuted" and self.scope != "head":
+            raise SettingError(
+                f"pick='permuted' exchanges sets of keys between heads, but scope={self.scope!r} makes all sets equal; "
+                f"use scope='head'."
+            )
+        if self.persistent and self.pick not in DRAWN:
+            raise SettingError(
+                f"persistent=True needs random keys, pick={' or '.join(map(repr, DRAWN))}; pick={self.pick!r} draws "
+                f"none. Leave it out."
+            )
+        if self.of is not None and len(self.of) != 2:
+            raise SettingError(f"of must be a pair (layer, head); got {self.of!r}.")
+        check_only(as_tuple(self.only))
+        _ = self.track
+
+    @property
+    def track(self) -> SinkTrack | None:
+        """The recorded scores; None for those of the run itself.
+
+        Raises:
+            SettingError: `source` recorded no sinks, or is not a run.
+        """
+        if isinstance(self.source, str) and self.source == ITSELF:
+            return None
+        found = self.source if isinstance(self.source, SinkTrack) else getattr(self.source, "sinks", None)
+        if not isinstance(found, SinkTrack):
+            raise SettingError(
+                f"source must be another run or its sinks; got {self.source!r}. A run made with record_sinks=False has "
+                f"none; repeat it without that setting."
+            )
+        return found
+
+    @property
+    def follows_run(self) -> bool:
+        """See `Rule.follows_run`: by the scores or the tokens of the step before, or by keys drawn once."""
+        earlier = self.track is None or bool(self.only) or self.pick == "same_kind"
+        return self.persistent or (earlier and not self.same_step)
+
+    def mapped(self, change: "Callable[[Where], Rule]") -> Rule:
+        """See `Rule.mapped`."""
+        return change(self)
+
+    def start(self, now: Moment) -> Chooser:
+        """See `Rule.start`."""
+        run, source, cfg = now.need_run(), self.track, now.model.cfg
+        layers, heads = list(now.layers), list(now.heads)
+        if self.of is not None:
+            layers, heads = within("layer", self.of[:1], cfg.n_layers), within("head", self.of[1:], cfg.n_heads)
+        if source is not None:
+            check_source(source, run)
+        elif self.same_step:
+            check_second_pass(run)
+        counted = self.count_in(run, now.name)
+        checked = source is None
+
+        def found(now: Moment) -> StepPlaces | None:
+            nonlocal checked
+            if source is not None and not checked:
+                check_prompts(source, run, now.need_canvas().ids)
+                checked = True
+            seen = self._evidence(now, layers)
+            if not seen.scores:
+                return None
+            chosen = self.taken(seen, run.real, now.step, run, counted, heads)
+            if self.of is not None:
+                chosen = chosen[:, :, heads]
+            elif len(layers) < cfg.n_layers:
+                complete = chosen.new_zeros(len(chosen), cfg.n_layers, *chosen.shape[2:])
+                complete[:, layers] = chosen
+                chosen = complete
+            return StepPlaces(chosen, (run.real if seen.there is None else seen.there).any(dim=1))
+
+        past = run.causal and not (self.same_step and source is not None)
+        scored = frozenset() if source is not None or self.same_step else frozenset(layers)
+        return Chooser(found, by_layer=self.of is None, past=past, scored=scored)
+
+    def _evidence(self, now: Moment, layers: list[int]) -> ScoredStep:
+        """The scores of the step that `source` and `same_step` name."""
+        run, source, canvas = now.run, self.track, now.need_canvas()
+        if source is not None:
+            place = place_of(source, now.step if self.same_step else now.step - 1)
+            return NO_SCORES if place is None else recorded(source, place, layers, canvas.ids.device)
+        if not self.same_step:
+            scores = now.before.scores
+            return now.before._replace(scores={layer: scores[layer] for layer in layers if scores})
+        names = [f"blocks.{layer}.attn.hook_sink_scores" for layer in layers]
+        peeked = run.tree.peek(canvas.ids, run.forward_pass.real, names)
+        here = {layer: peeked[name].to(canvas.ids.device) for layer, name in zip(layers, names, strict=True)}
+        return ScoredStep(here, canvas)
+
+    def count_in(self, run: RunContext, name: str) -> ControlCount | None:
+        """Begin to count the keys of a control in a run of the intervention `name`; None for the strongest keys."""
+        return None if self.pick == "strongest" else run.controls.begin(f"{name}(pick={self.pick!r})")
+
+    def taken(
+        self,
+        seen: ScoredStep,
+        real: Bool[Tensor, "batch pos"],
+        step: int,
+        run: RunContext | None = None,
+        counted: ControlCount | None = None,
+        heads: Sequence[int] | None = None,
+    ) -> Bool[Tensor, "batch layer head key"]:
+        """The chosen keys of a step, for the layers that have scores.
+
+        Args:
+            seen: the scores, and the canvas that they belong to, which `only`, kinds and detectors need.
+            real: positions that are not padding.
+            step: the step that the keys are for; random keys depend on it.
+            run: the run, which `only`, detectors, random keys and other controls need.
+            counted: counts the keys of a control and those that it controls for, in `heads` (all heads for None).
+
+        Raises:
+            SettingError: `top_k` exceeds the number of keys that exist, or something needs unknown data.
+        """
+        scores, starts = torch.stack(list(seen.scores.values()), dim=1), [seen.starts.get(at, 0) for at in seen.scores]
+        keys, device = scores.shape[-1], real.device
+        if self.scope == "model" and len(set(starts)) > 1:
+            raise SettingError(
+                "scope='model' pools the scores of all layers, but layers with a sliding window have different keys; "
+                "use scope='layer' or 'head'."
+            )
+        if self.scope != "head":
+            mean = scores.mean(dim=2, keepdim=True)
+            scores = (mean if self.scope == "layer" else mean.mean(dim=1, keepdim=True)).expand_as(scores)
+        reach = torch.arange(keys, device=device) >= torch.tensor(starts, device=device)[:, None]
+        there = (real[:, None, :keys] & reach)[:, :, None]  # [batch, layer, 1, key]
+        longest = int(there.sum(dim=-1).amax(dim=0).min())
+        if self.top_k is not None and self.top_k > longest:
+            raise SettingError(
+                f"top_k = {self.top_k}, but at step {step} there are {longest} positions; choose at most that many."
+            )
+        canvas = None if seen.canvas is None else seen.canvas.first(keys)
+        allowed = there if seen.there is None else there & seen.there[:, None, None, :keys]
+        if self.positions is not None:
+            allowed = allowed & place_mask(self.positions, real)[:, None, None, :keys]
+        if names := as_tuple(self.only):
+            allowed = allowed & of_kind(names, _need(run), _need(canvas), f"only={list(names)}")[:, None, None]
+        attends = (scores != 0).any(dim=-1, keepdim=True)
+        if self.detector is None:
+            number = torch.full((len(scores), 1, 1, 1), self.top_k or 0, device=scores.device)
+            found = controls.largest(scores, allowed, number) & attends
+        else:
+            known = scores.masked_fill(~there, torch.nan)
+            own = self.scope == "head"
+            found = detected(self.detector, known, seen, _need(run), _need(canvas), own) & allowed
+        if self.pick == "strongest":
+            return found
+        taken = self._control(scores, found, allowed, run, canvas, step, list(seen.scores))
+        if self.pick in ("weakest", "random_any"):
+            taken = taken & attends
+        if counted is not None:
+            of_heads = slice(None) if heads is None else list(heads)
+            self._count(found[:, :, of_heads], taken[:, :, of_heads], counted)
+        return taken
+
+    def _control(
+        self, scores: Tensor, found: Tensor, allowed: Tensor, run: RunContext | None, canvas: Snapshot | None,
+        step: int, layers: list[int],
+    ) -> Bool[Tensor, "batch layer head key"]:  # fmt: skip
+        """The control of the strongest keys `found`."""
+        number, rest = found.sum(dim=-1, keepdim=True), controls.rest_of(scores, found, allowed)
+        if self.pick == "permuted":
+            return controls.permuted(found, _need(run).row_keys, self.seed)
+        if self.pick == "weakest":
+            return controls.largest(-scores, allowed, number)
+        if self.pick == "nearest":
+            return controls.nearest(scores, found, rest)
+        known, drawn_at = _need(run), None if self.persistent else step
+        apart = [0] * len(layers) if self.scope == "model" else layers
+        order = controls.random_order(scores, known, self.seed, drawn_at, apart, self.scope != "head")
+        if self.pick == "same_mass":
+            return controls.same_mass(order, scores, found, rest)
+        if self.pick == "same_kind":
+            kinds = kinds_now(known, _need(canvas), f"pick={self.pick!r}")
+            return controls.same_kind(order, found, rest, kinds[:, None, None])
+        return controls.largest(order, rest if self.pick == "random" else allowed, number)
+
+    def _count(self, found: Tensor, taken: Tensor, counted: ControlCount) -> None:
+        """Count the keys of a step and those that they control for."""
+        requested, picked = (keys.sum(dim=-1).flatten(1) for keys in (found, taken))
+        short = (picked == 0) & (requested > 0) if self.pick == "same_mass" else picked < requested
+        # "permuted" picks as many keys over all heads
+        counted.add(requested, picked, torch.zeros_like(short) if self.pick == "permuted" else short)
+
+
+def _need(value: Needed | None) -> Needed:
+    if value is None:
+        raise SettingError(
+            "detectors, only=, random keys and other controls need a run; use sinklens.trace or sinklens.generate."
+        )
+    return value
+
+
+def as_tuple(only: "str | Sequence[str]") -> tuple[str, ...]:
+    """`only` as a tuple, from one name or several.
+
+    Raises:
+        SettingError: it is neither.
+    """
+    if not isinstance(only, Iterable):
+        raise SettingError(f"give a name or a list of names; got {only!r}.")
+    return (only,) if isinstance(only, str) else tuple(only)
+
+
+def _is_names(value: object) -> bool:
+    """Whether `value` is a name or a list of names."""
+    return isinstance(value, str) or (
+        isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(name, str) for name in value)
+    )
+
+
+def as_rule(where: Any) -> Rule:
+    """The rule of what ``where=`` takes; see `places.AtPositions`.
+
+    Raises:
+        SettingError: it is of an unknown type.
+    """
+    if isinstance(where, Rule):
+        return where
+    if isinstance(where, Tensor | np.ndarray | xr.DataArray):
+        return InArray(where)
+    if isinstance(where, Detector):
+        return Where(detector=where)
+    if isinstance(where, SinkTrack):
+        return Where(detector=EpsilonOverMean(), source=where, same_step=True)
+    if callable(where) and not isinstance(where, type):
+        return ByStep(where)
+    if _is_names(where):
+        return OfKind(where)
+    raise SettingError(
+        f"where must be a detector, a Where, a SinkTrack, a state or token kind, a boolean array or a function of the "
+        f"step; got {where!r}. Positions that never change are positions=."
+    )
