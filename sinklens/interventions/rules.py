@@ -516,6 +516,8 @@ class Where(Rule):
                 f"persistent=True needs random keys, pick={' or '.join(map(repr, DRAWN))}; pick={self.pick!r} draws "
                 f"none. Leave it out."
             )
+        if self.positions is not None and len(self.positions) == 0:
+            raise SettingError("positions is empty, so Where would change nothing. Name at least one, or pass None.")
         if self.of is not None and len(self.of) != 2:
             raise SettingError(f"of must be a pair (layer, head); got {self.of!r}.")
         check_only(as_tuple(self.only))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from building import shared_model
-from watching import LONG, watch
+from watching import watch
 
 import sinklens
 from sinklens.errors import SettingError

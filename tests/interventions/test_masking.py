@@ -398,7 +398,7 @@ def test_a_window_must_be_an_integer(width):
         lambda: WindowAttention(left=1, right=width),
         lambda: KeepKeys(window=width),
     ):
-        with pytest.raises(SettingError, match="must be an integer of at least 0.*; got"):
+        with pytest.raises(SettingError, match=r"must be an integer of at least 0.*; got"):
             make()
     assert WindowAttention(width=np.int64(2)).width == 2
 

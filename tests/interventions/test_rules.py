@@ -288,5 +288,5 @@ def test_runs_without_a_record_are_rejected(worded):
     assert plain.chosen == ()
     assert watch(model, PADDED, [AblateMLPs(layers=[0])], [], record_sinks=True).run.chosen == ()
     for run in (recorded, plain):
-        with pytest.raises(SettingError, match="the run did not record the keys of this intervention; list it in hooks="):
+        with pytest.raises(SettingError, match="the run did not record the keys of this intervention; list it in"):
             MaskSinks(top_k=2).keys(run)
