@@ -84,8 +84,10 @@ class MaskKeys(AtKeys):
 
         def hide(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
             found = places.keys_at(hook, value, self.queries)
-            if found is None or not self.keep:
-                return None if found is None else value.masked_fill(found.keys, -torch.inf)
+            if found is None or not (self.keep or found.any()):
+                return None
+            if not self.keep:
+                return value.masked_fill(found.keys, -torch.inf)
             distance = hook.forward_pass.distances(value.device)
             seen = found.keys | (distance.abs() <= self.window) | ~found.rows[:, None, :, None]
             return without(value, seen, distance, places.heads, model, run)

@@ -50,10 +50,16 @@ class KeyMask(NamedTuple):
     Attributes:
         keys: [batch, head, query, key], or one row for all queries.
         rows: queries of each row of the batch that they apply to; the others are unchanged.
+        some: whether there are any keys; None if not known yet.
     """
 
     keys: Bool[Tensor, "batch #head #query key"]
     rows: Bool[Tensor, "batch #query"]
+    some: bool | None = None
+
+    def any(self) -> bool:
+        """Whether there are any keys. On a GPU, a known answer avoids waiting for the device."""
+        return bool(self.keys.any()) if self.some is None else self.some
 
 
 class Places:
@@ -105,6 +111,7 @@ class Places:
         self._scores = None if chooser is None else StepScores(model, run, chooser.scored)
         self._choice = run.choices.begin(what) if run.choices is not None and chooser is not None else None
         self._found: dict[int, StepPlaces | None] = {}  # by step; in a diffusion run of the current step alone
+        self._some: list[bool] | None = None  # by layer, of the current step
 
     # --- hooks ---
 
@@ -142,6 +149,8 @@ class Places:
                 mask = mask & self._only.to(mask.device)[:, None]
             if self._choice is not None:
                 self._choice.keep(now.step, mask)
+            if self._only is not None and not self._run.causal:
+                self._some = mask.any(dim=0).flatten(1).any(dim=1).tolist()
             found = found._replace(mask=mask)
         self._found[now.step] = found
 
@@ -149,6 +158,7 @@ class Places:
         """Drop the places of earlier steps, unless their queries may be computed again."""
         if not self._run.causal:
             self._found.clear()
+            self._some = None
 
     def _of_step(self, step: int) -> StepPlaces | None:
         """What the rule found for a step."""
@@ -246,7 +256,8 @@ class Places:
             mask = mask & head_mask(self.heads, value.shape[1], device)[:, None]
         else:
             rows = self._rows_of(step)
-        return KeyMask(mask[:, :, None], rows[:, None].to(device))
+        some = None if self._some is None else self._some[layer if len(self._some) > 1 else 0]
+        return KeyMask(mask[:, :, None], rows[:, None].to(device), some)
 
     def _rows_of(self, step: int) -> Bool[Tensor, " batch"]:
         """Rows whose keys are known."""
