@@ -25,7 +25,8 @@ from sinklens.analyses.answers import MEANINGS, each_prompt, effects, masked, un
 from sinklens.analyses.estimates.tables import RANGES, interval_rows, interval_table, mean_interval
 from sinklens.analyses.study import Study
 from sinklens.experiments import head_outputs
-from sinklens.interventions import AblateHeads, HeadOutputs
+from sinklens.interventions import AblateHeads
+from sinklens.interventions.ablation import HeadOutputs
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack

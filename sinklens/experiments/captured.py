@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.heads import HeadOutputs
+from sinklens.interventions.ablation import HeadOutputs
 from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.intervention import Pairs, layer_of

@@ -5,32 +5,30 @@ pairs. Restrict them with ``steps=``, ``layers=``, ``heads=`` and ``positions=``
 follow the run.
 """
 
+from sinklens.interventions.ablation import Ablate, AblateHeads, AblateMLPs, SkipLayers
 from sinklens.interventions.acceptance import Accept, Renoise
 from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
 from sinklens.interventions.circuits import KeepEdges
-from sinklens.interventions.donors import Donors, Resample
-from sinklens.interventions.heads import AblateHeads, AblateMLPs, HeadOutputs
-from sinklens.interventions.layers import LayerOrder, SkipLayers
+from sinklens.interventions.donors import Resample
+from sinklens.interventions.layers import LayerOrder
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import HideKeys, KeepKeys, MaskKeys, MaskSinks, WindowAttention
 from sinklens.interventions.noise import FixedNoise
 from sinklens.interventions.noise_level import ClampGates, ForceTime, FreezeCond
-from sinklens.interventions.patching import Activations, PatchHooks
+from sinklens.interventions.patching import Activations, PatchHooks, PatchSubspace
 from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.patterns import AblateSinkAttention, FreezePattern, Hold, HoldSinks
 from sinklens.interventions.places import AtPositions
-from sinklens.interventions.pruning import InputNorms, PruneWeights
+from sinklens.interventions.pruning import PruneWeights
 from sinklens.interventions.rounding import RoundActivations, RoundWeights
 from sinklens.interventions.rules import AtNoise, InArray, Moment, OfKind, Positions, Rule, Where
-from sinklens.interventions.streams import ClampStream, Directions, Steer
-from sinklens.interventions.subspaces import PatchSubspace
+from sinklens.interventions.streams import ClampStream, Steer
 from sinklens.interventions.values import AblateValues
-from sinklens.interventions.watermark import GreenList
-from sinklens.interventions.weights import EditWeights, WeightMatrix
-from sinklens.runs.caches import StepCaches
-from sinklens.runs.intervention import Intervention, Reader, RunContext
+from sinklens.interventions.weights import EditWeights
+from sinklens.runs.intervention import Intervention, Reader
 
 __all__ = [
+    "Ablate",
     "AblateHeads",
     "AblateMLPs",
     "AblateSinkAttention",
@@ -41,21 +39,16 @@ __all__ = [
     "AtPositions",
     "ClampGates",
     "ClampStream",
-    "Directions",
-    "Donors",
     "EditWeights",
     "FixedNoise",
     "ForceTime",
     "ForceTokens",
     "FreezeCond",
     "FreezePattern",
-    "GreenList",
-    "HeadOutputs",
     "HideKeys",
     "Hold",
     "HoldSinks",
     "InArray",
-    "InputNorms",
     "Intervention",
     "KeepEdges",
     "KeepKeys",
@@ -77,13 +70,10 @@ __all__ = [
     "RoundActivations",
     "RoundWeights",
     "Rule",
-    "RunContext",
     "SinkToken",
     "SkipLayers",
     "Steer",
-    "StepCaches",
     "Suffix",
-    "WeightMatrix",
     "Where",
     "WindowAttention",
 ]

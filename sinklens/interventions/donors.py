@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -115,10 +115,11 @@ class Draws:
         rows = len(self._run.real)
         wanted = wanted.expand(rows, -1) & self._run.real[:, : wanted.shape[1]].to(wanted.device)
         new = torch.zeros(rows, wanted.shape[1], *source.shape[1:], dtype=dtype, device=wanted.device)
-        noise = self._noise(step, layer_of(hook) if name.startswith("blocks.") else -1)
+        layer = layer_of(hook) if name.startswith("blocks.") else -1
+        noise = random_places(self._run, hook, self._seed, layer + 1)
         for row, column in wanted.nonzero().tolist():
             samples = self._matching(row, column, step)
-            new[row, column] = source[samples[int(noise[row][column] * len(samples))]].to(new)
+            new[row, column] = source[samples[int(noise[row, column] * len(samples))]].to(new)
         return new
 
     def _matching(self, row: int, column: int, step: int) -> list[int]:
@@ -134,16 +135,18 @@ class Draws:
             )
         return self._samples[label]
 
-    def _noise(self, step: int, layer: int) -> list[np.ndarray]:
-        """A number in [0, 1) for each position; in an autoregressive run the same at every step."""
-        step = 0 if self._run.causal else step
-        found = []
-        for row, real in enumerate(self._run.real.cpu()):
-            rng = np.random.default_rng([self._seed, self._run.row_keys[row], step, layer + 1])
-            numbers = np.zeros(len(real))
-            numbers[real.numpy()] = rng.random(int(real.sum()))
-            found.append(numbers)
-        return found
+
+def random_places(run: RunContext, hook: Point, seed: int, *place: int) -> Float[Tensor, "batch pos"]:
+    """A random number in [0, 1) for each position of the text, the same in every batch.
+
+    It depends only on the seed, the row's prompt, the step (in a diffusion run), the position and `place`.
+    """
+    real = (hook.forward_pass.real if run.single else run.real).cpu()
+    found, step = torch.zeros(real.shape, dtype=torch.float64), 0 if run.causal else int(hook.step or 0)
+    for row, there in enumerate(real):
+        rng = np.random.default_rng([seed, 0 if run.single else run.row_keys[row], step, *place])
+        found[row, there] = torch.from_numpy(rng.random(int(there.sum())))
+    return found
 
 
 def _named(label: str, code: int) -> str:

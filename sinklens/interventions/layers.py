@@ -1,9 +1,7 @@
-"""Interventions on complete layers: skip them, repeat them, run them in another order.
+"""Run the layers of a model in another order, for all positions of a pass.
 
-`SkipLayers` acts on hook points, so it can be restricted to steps and positions: where a layer is skipped, the stream
-leaves it as it entered. The layer is still computed, and nothing becomes faster. `LayerOrder` changes the order in
-which a model runs its layers, for all positions of a pass: a permutation swaps layers, a number that occurs twice
-repeats one, and a missing number skips one without computing it.
+A permutation swaps layers, a number that occurs twice repeats one, and a missing number skips one without computing it.
+`SkipLayers` skips a layer at some steps and positions only.
 
 Pitfall: a layer that does little at one noise level may matter at another. Compare the effect by step, under replay.
 """
@@ -12,56 +10,20 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.layer_order import LayerList, layers_in_order
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import CANVAS, AtPositions
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, layer_of, whole_numbers
+from sinklens.interventions.places import CANVAS
+from sinklens.runs.intervention import Intervention, Pairs, RunContext, whole_numbers
 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
 CACHES = ("use_cache", "use_block_cache")
-PARTS = {"layer": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SkipLayers(AtPositions):
-    """Skip layers, or only their attention or MLP: at the chosen places these add nothing to the residual stream.
-
-        SkipLayers(layers=[2], steps=range(8), where="masked")
-
-    Attributes:
-        part: "layer", "attn" or "mlp".
-        layers: layers that are skipped.
-        positions, where: positions at which they are skipped; other positions still read these through attention.
-
-    Raises:
-        SettingError: an unknown part, or ``heads=``.
-    """
-
-    within_step: ClassVar[bool] = True
-    on_canvas: ClassVar[bool] = True
-    refused: ClassVar[tuple[str, ...]] = ("heads",)
-
-    part: Literal["layer", "attn", "mlp"] = "layer"
-
-    def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
-        if self.part != "layer":
-            return self.edits(model, run, PARTS[self.part], lambda value, hook: torch.zeros_like(value))
-        entered: dict[int, Tensor] = {}
-
-        def keep(value: Tensor, hook: Point) -> None:
-            entered[layer_of(hook)] = value
-
-        streams: Pairs = [(f"blocks.{layer}.hook_resid_pre", keep) for layer in self.chosen_layers(model)]
-        return streams + self.edits(model, run, PARTS["layer"], lambda value, hook: entered[layer_of(hook)])
 
 
 @dataclass(frozen=True)

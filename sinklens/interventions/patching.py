@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -87,6 +89,8 @@ class PatchHooks(AtPositions):
             those of any of its heads; a point without a head axis, those of any head of its layer.
         source_positions: columns of the source's values to take, one for each of `positions`. By default the same
             columns, or if the source has another length, those with the numbers in `positions`.
+        basis: vectors that span a subspace, which need not be orthonormal: only the part inside it is replaced; see
+            `PatchSubspace`. None replaces all of a value.
 
     Raises:
         SettingError: a step or point that `source` does not hold; a step of `source` that the run does not have;
@@ -100,6 +104,7 @@ class PatchHooks(AtPositions):
     names: Sequence[str] | Any | None = None
     shift: int = 0
     source_positions: Sequence[int] | None = None
+    basis: "Float[Tensor, 'rank d'] | None" = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,6 +115,13 @@ class PatchHooks(AtPositions):
                 f"{count}."
             )
         PatchSource(self.source, self.shift)  # checks them
+        basis = self.basis
+        if basis is None:
+            return
+        if basis.ndim != 2 or not len(basis) or int(torch.linalg.matrix_rank(basis)) < len(basis):
+            raise SettingError(
+                f"basis must be linearly independent vectors [rank, d], at least one; got shape {list(basis.shape)}."
+            )
 
     def acting_steps(self, steps: int) -> list[int]:
         """See `Intervention.acting_steps`."""
@@ -121,13 +133,53 @@ class PatchHooks(AtPositions):
         steps = source.steps_of(run, self.steps)
         points = chosen_points(source.points if self.names is None else self.names, model, self.layers)
         source.require(points, steps)
+        span = None if self.basis is None else torch.linalg.qr(self.basis.detach().float().T).Q  # [d, rank]
         target = PatchTarget(self, self.source_positions, points, steps, model, run)
 
         def patch(value: Tensor, hook: Point) -> Tensor | None:
-            changed = None
+            changed, before = None, value
             for part in target.parts(value, hook):
                 new = source.read(part, part.of(value), hook, run)
                 changed = value = target.write(value, part, new)
-            return changed
+            return changed if span is None or changed is None else _inside(span, before, changed, hook)
 
         return target.around([(name, patch) for name in points])
+
+
+def PatchSubspace(*, names: Sequence[str] | Any, basis: Float[Tensor, "rank d"], **patch: Any) -> PatchHooks:
+    """Patch a subspace: of the value at a point, only the part inside a few directions comes from another run.
+
+    With B the orthonormal basis [rank, d] of the subspace, h the value here and v that of the source,
+
+        h + (v − h) Bᵀ B
+
+    so what is orthogonal to the subspace stays (interchange interventions in a subspace: Geiger et al., 2303.02536).
+
+        kept = Activations(names=[point])
+        generate(model, other, hooks=kept)
+        generate(model, prompt, hooks=PatchSubspace(source=kept.caches, names=[point], basis=direction[None]))
+
+    Pitfall: a large effect of a subspace does not mean that the model uses it in its own runs. A direction that nothing
+    varies along can be joined with one that nothing reads, and the two together carry an effect that neither has
+    (Makelov et al., 2311.17030). Compare with a random subspace of the same rank, and with the complete patch.
+
+    Args:
+        names: points with a vector at each position, of the size of those of `basis`; heads are flattened.
+        basis: vectors that span the subspace; they need not be orthonormal.
+        **patch: ``source=`` and all else, as in `PatchHooks`.
+
+    Raises:
+        SettingError: no vector, one of another size than the values, or vectors that are linearly dependent.
+    """
+    return PatchHooks(names=names, basis=basis, **patch)
+
+
+def _inside(span: Float[Tensor, "d rank"], before: Tensor, changed: Tensor, hook: Point) -> Tensor:
+    """`before` with the part of the change that lies in a subspace."""
+    here, along = before.flatten(2).float(), span.to(before.device)
+    if here.shape[-1] != len(span):
+        raise SettingError(
+            f"basis has vectors of size {len(span)}, and the values at {hook.name} have size {here.shape[-1]}."
+        )
+    moved = (changed.flatten(2).float() - here) @ along @ along.T
+    return (here + moved).to(before.dtype).view_as(before)

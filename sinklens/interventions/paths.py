@@ -25,13 +25,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
+from sinklens.interventions.donors import random_places
 from sinklens.interventions.patch_source import PatchSource
 from sinklens.interventions.patching import PatchHooks
 from sinklens.interventions.places import AtPositions, Places
@@ -323,20 +323,9 @@ class PathPatch(AtPositions):
         pool = source[real.to(source.device)]
         if self.by == "mean":
             return pool.mean(dim=0).expand_as(value)
-        return pool[self._drawn(len(pool), value, sender, run, hook, step)]
-
-    def _drawn(
-        self, size: int, value: Tensor, sender: Sender, run: RunContext, hook: Point, step: int
-    ) -> Int[Tensor, "batch pos"]:
-        """A number below `size` for each position."""
-        batch, queries = value.shape[:2]
-        real, first = hook.forward_pass.real.cpu(), hook.forward_pass.first(queries)
-        drawn = torch.zeros(real.shape, dtype=torch.long)
-        for row in range(batch):
-            key, place = 0 if run.single else run.row_keys[row], (sender.depth + 1, (sender.head or 0))
-            rng = np.random.default_rng([self.seed, key, 0 if run.causal else step, *place])
-            drawn[row, real[row]] = torch.from_numpy(rng.integers(size, size=int(real[row].sum())))
-        return drawn[:, first : first + queries].to(value.device)
+        queries, first = value.shape[1], hook.forward_pass.first(value.shape[1])
+        numbers = random_places(run, hook, self.seed, sender.depth + 1, sender.head or 0)[:, first : first + queries]
+        return pool[(numbers * len(pool)).long().to(value.device)]
 
 
 def _keeps_change(

@@ -26,8 +26,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.interventions.patching import PatchHooks, PatchSubspace
 from sinklens.interventions.streams import Steer, SteerMode
-from sinklens.interventions.subspaces import PatchSubspace
 from sinklens.probes.data import ProbeData
 from sinklens.utils.arguments import Number, Positive, read_as
 
@@ -154,7 +154,7 @@ class Probe:
             for vector in self.basis
         ]
 
-    def patch(self, source: Mapping[int, Any], **places: Any) -> PatchSubspace:
+    def patch(self, source: Mapping[int, Any], **places: Any) -> PatchHooks:
         """Take the part of the activation inside `basis` from another run, kept by `Activations` at the same point."""
         return PatchSubspace(source=source, names=[self.point], basis=self.basis, **places)
 

@@ -34,10 +34,11 @@ SETTINGS = {"llada": {"steps": 4}, "dream": {"steps": 4}, "sdar": {"use_cache": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromTheStart(AblateHeads):
+class FromTheStart(Ablate):
     """The same ablation, but not known to act on each step alone."""
 
     within_step: ClassVar[bool] = False
+    point: str = "attn.hook_z"
 
 
 def surprise(output):

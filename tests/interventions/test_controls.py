@@ -10,9 +10,9 @@ from watching import watch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import MaskSinks, RunContext, Where
+from sinklens.interventions import MaskSinks, Where
 from sinklens.interventions.scores import ScoredStep
-from sinklens.runs.intervention import Snapshot
+from sinklens.runs.intervention import RunContext, Snapshot
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 from sinklens.sinks.kinds import Kind, kinds
 from sinklens.tasks.word_problems import held_out

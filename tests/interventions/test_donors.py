@@ -6,7 +6,8 @@ from watching import LONG, PADDED, SHORT, entered, unwatched, watch
 
 from sinklens.errors import SettingError
 from sinklens.experiments import difference_of_means, donors
-from sinklens.interventions import AblateValues, Donors, Resample
+from sinklens.interventions import AblateValues, Resample
+from sinklens.interventions.donors import Donors
 from sinklens.sinks.kinds import Kind, PlaceState
 
 WAYS = [("llama", False, {}), ("sdar", False, {}), ("sdar", False, {"use_cache": True}),

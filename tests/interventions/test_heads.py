@@ -12,7 +12,8 @@ from watching import PADDED, SHORT, again, entered, unwatched, watch
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import head_outputs
-from sinklens.interventions import AblateHeads, AblateMLPs, AblateSinkAttention, HeadOutputs
+from sinklens.interventions import AblateHeads, AblateMLPs, AblateSinkAttention
+from sinklens.interventions.ablation import HeadOutputs
 from sinklens.tasks.word_problems import held_out
 
 WAYS = [(*kind, {}) for kind in [*EACH, ("qwen3_moe", False), ("dream", False), ("sdar", False)]]
@@ -64,8 +65,8 @@ def test_an_ablated_mlp_adds_nothing_at_its_steps_and_positions(worded, architec
         assert (before[inside] != 0).all()
         assert inside.any() == (step == 1)
         torch.testing.assert_close(after[~inside], before[~inside], atol=1e-4, rtol=1e-4)
-    with pytest.raises(SettingError, match=r"AblateMLPs does not support heads="):
-        AblateMLPs(heads=[1])
+    with pytest.raises(SettingError, match=r"hook_mlp_out has no head axis"):
+        AblateMLPs(heads=[1]).hooks_for(model)
 
 
 @pytest.mark.parametrize(("architecture", "settings", "step"), [
@@ -278,7 +279,7 @@ def test_places_that_do_not_exist_are_rejected(worded, intervention, text):
         (lambda: AblateHeads(by="noise"), "by must be one of zero, mean, resample; got 'noise'"),
         (
             lambda: AblateHeads(reference=HeadOutputs(torch.zeros(1), torch.zeros(1))),
-            "by='zero' does not use reference=",
+            "by='zero' at attn.hook_z does not use reference=",
         ),
         (lambda: AblateHeads(by="resample"), r"resampling needs reference=head_outputs\(model, prompts\)"),
         (lambda: AblateSinkAttention(mass="keep"), "mass must be one of spread, drop; got 'keep'"),

@@ -195,9 +195,7 @@ def test_a_trace_block_does_not_see_the_second_pass(tiny_llada, raw):
 @pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
 def test_a_single_pass_has_no_earlier_step(kind):
     model = shared_model()
-    with pytest.raises(
-        SettingError, match="MaskKeys finds its places in a run, which a single pass is not"
-    ):
+    with pytest.raises(SettingError, match="MaskKeys finds its places in a run, which a single pass is not"):
         model.run_with_hooks(random_ids(), fwd_hooks=kind().hooks_for(model))
 
 

@@ -8,7 +8,8 @@ from watching import LONG, PADDED, entered, short, watch
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import input_norms, sweep
-from sinklens.interventions import InputNorms, PruneWeights
+from sinklens.interventions import PruneWeights
+from sinklens.interventions.pruning import InputNorms
 from sinklens.interventions.weights import WeightMatrix
 from sinklens.sinks import MeanPlusStd
 

@@ -7,8 +7,9 @@ from building import shared_model
 from watching import unwatched, watch
 
 from sinklens.errors import SettingError
-from sinklens.interventions import KeepKeys, MaskSinks, RunContext, Where
+from sinklens.interventions import KeepKeys, MaskSinks, Where
 from sinklens.interventions.scores import ScoredStep
+from sinklens.runs.intervention import RunContext
 from sinklens.sinks import TopK
 from sinklens.sinks.kinds import Kind, kinds
 from sinklens.tasks.word_problems import held_out

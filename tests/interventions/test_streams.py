@@ -6,7 +6,8 @@ from watching import LONG, PADDED, again, entered, unwatched, watch
 
 from sinklens.errors import SettingError
 from sinklens.experiments import difference_of_means
-from sinklens.interventions import ClampStream, Directions, Steer
+from sinklens.interventions import ClampStream, Steer
+from sinklens.interventions.streams import Directions
 
 WAYS = [("llama", False, {}), ("sdar", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
 PRE = "blocks.1.hook_resid_pre"

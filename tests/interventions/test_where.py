@@ -321,7 +321,7 @@ def test_a_single_pass_takes_an_array(worded):
     with pytest.raises(SettingError, match="where has 4 positions, and the pass 3; give one for each"):
         model.run_with_hooks(ids[:, :3], fwd_hooks=ablate.hooks_for(model))
     for where in ("digit", TopK(1), lambda step: [0]):
-        with pytest.raises(SettingError, match="AblateHeads finds its places in a run, which a single pass is not"):
+        with pytest.raises(SettingError, match="Ablate finds its places in a run, which a single pass is not"):
             AblateHeads(where=where).hooks_for(model)
 
 
@@ -366,7 +366,7 @@ def test_places_without_a_meaning_are_rejected(worded, unchecked):
         watch(model, PADDED, [patch])
     with pytest.raises(SettingError, match="'masked': an autoregressive run has no masked positions"):
         watch(causal, PADDED, [AblateHeads(where="masked")])
-    with pytest.raises(SettingError, match=r"finds keys of the text before, .* so AblateHeads would change nothing"):
+    with pytest.raises(SettingError, match=r"finds keys of the text before, .* so Ablate would change nothing"):
         watch(causal, PADDED, [AblateHeads(where=TopK(1))])
     with pytest.raises(SettingError, match="pass one of top_k, detector and where; got where and top_k"):
         MaskSinks(top_k=1, where="prompt")

@@ -12,7 +12,8 @@ import torch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import AblateHeads, Activations, HeadOutputs, MaskSinks, PatchHooks
+from sinklens.interventions import AblateHeads, Activations, MaskSinks, PatchHooks
+from sinklens.interventions.ablation import HeadOutputs
 from sinklens.runs.identity import fingerprint, identify
 from sinklens.sinks import EpsilonOverMean, TopK
 

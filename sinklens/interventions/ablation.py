@@ -1,0 +1,177 @@
+"""Replace what components write: zero, a mean, the outputs of other prompts, or what a layer read.
+
+`Ablate` acts at a point of the chosen layers; `AblateHeads`, `AblateMLPs` and `SkipLayers` are short for it. Heads are
+ablated at ``hook_z``, before the output projection: after it they are summed and can no longer be separated. A skipped
+layer is still computed, and nothing becomes faster.
+
+Pitfall: a zero is not a typical output. Where a head's mean is large, setting it to zero moves the stream away from
+anything the model has seen; compare with the mean and with resampled outputs. And a layer that does little at one noise
+level may matter at another: compare the effect by step, under replay.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinklens.errors import SettingError
+from sinklens.hooks.points import Point
+from sinklens.interventions.donors import random_places
+from sinklens.interventions.places import AtPositions
+from sinklens.runs.intervention import Pairs, RunContext, layer_of
+from sinklens.utils.arguments import Seed
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+
+Z, PARTS = "attn.hook_z", {"layer": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
+
+
+@dataclass(frozen=True)
+class HeadOutputs:
+    """Outputs of every head on a reference set of prompts, collected by `sinklens.experiments.head_outputs`.
+
+    Attributes:
+        mean: mean over prompts, steps and real positions, each weighted by how often the passes of its row compute it.
+        pool: a random sample of the outputs, taken at the same places for all heads of a layer.
+    """
+
+    mean: Float[Tensor, "layer head d_head"]
+    pool: Float[Tensor, "layer sample head d_head"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablate(AtPositions):
+    """Replace the value of a point of the layers.
+
+    Attributes:
+        point: the point, which has a position axis.
+        by: "zero"; "mean", of the reference, or without one of the row's real positions (diffusion models only, in
+            steps that compute the complete canvas); "resample", an output of the same head at a random place of the
+            reference, drawn per position; or "skip", the stream as it entered the layer.
+        reference: `HeadOutputs` of other prompts, for ``attn.hook_z``.
+        seed: seed of the resampling, which depends only on the seed, the row's prompt, the step (in a diffusion run),
+            the layer and the position.
+        positions, where: positions whose values are replaced.
+
+    Raises:
+        SettingError: a missing reference, or one without a use. In a run: the mean without a reference in a step that
+            computes a part of the canvas, under a cache policy or with cached blocks.
+    """
+
+    within_step: ClassVar[bool] = True
+    on_canvas: ClassVar[bool] = True
+
+    point: str
+    by: Literal["zero", "mean", "resample", "skip"] = "zero"
+    reference: HeadOutputs | None = None
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.by == "resample" and self.reference is None:
+            raise SettingError("resampling needs reference=head_outputs(model, prompts).")
+        if self.reference is not None and (self.by in ("zero", "skip") or self.point != Z):
+            raise SettingError(
+                f"by={self.by!r} at {self.point} does not use reference=; pass by='mean' or by='resample' at {Z}, or "
+                f"omit it."
+            )
+
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
+        if self.by == "mean" and self.reference is None and model.causal:
+            raise SettingError(
+                "the mean over a row's positions would leak later positions in a causal model; pass "
+                "reference=head_outputs(model, prompts)."
+            )
+        sizes = (model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_head)
+        if self.reference is not None and tuple(self.reference.mean.shape) != sizes:
+            raise SettingError(
+                f"reference is of a model with [layer, head, d_head] {list(self.reference.mean.shape)}, this one has "
+                f"{list(sizes)}; compute it with head_outputs(model, prompts)."
+            )
+        entered: dict[int, Tensor] = {}
+
+        def keep(value: Tensor, hook: Point) -> None:
+            entered[layer_of(hook)] = value
+
+        def replacement(value: Tensor, hook: Point) -> Tensor:
+            if self.by == "skip":
+                return entered[layer_of(hook)]
+            return torch.zeros_like(value) if self.by == "zero" else self._typical(value, hook, run)
+
+        streams = [(f"blocks.{layer}.hook_resid_pre", keep) for layer in self.chosen_layers(model)]
+        return (streams if self.by == "skip" else []) + self.edits(model, run, self.point, replacement)
+
+    def _typical(self, value: Float[Tensor, "batch pos *shape"], hook: Point, run: RunContext) -> Tensor:
+        """The mean, or outputs drawn from the reference."""
+        if self.reference is None:
+            real = _all_real(hook, value.shape[1]).to(value)
+            weights = real / real.sum(dim=1, keepdim=True)
+            return torch.einsum("bp,bp...->b...", weights, value)[:, None].expand_as(value)
+        if self.by == "mean":
+            return self.reference.mean[layer_of(hook)].to(value).expand_as(value)
+        pool, first = self.reference.pool[layer_of(hook)], hook.forward_pass.first(value.shape[1])
+        numbers = random_places(run, hook, self.seed, layer_of(hook) + 1)[:, first : first + value.shape[1]]
+        return pool[(numbers * len(pool)).long()]
+
+
+def AblateHeads(
+    *,
+    by: Literal["zero", "mean", "resample"] = "zero",
+    reference: HeadOutputs | None = None,
+    seed: int = 0,
+    **places: Any,
+) -> Ablate:
+    """Replace the output of heads, z = A·V, before the output projection.
+
+    Args:
+        by, reference, seed: as in `Ablate`.
+        **places: ``steps=``, ``layers=``, ``heads=``, ``positions=`` and ``where=`` whose outputs are replaced.
+    """
+    return Ablate(point=Z, by=by, reference=reference, seed=seed, **places)
+
+
+def AblateMLPs(**places: Any) -> Ablate:
+    """Remove what MLPs add to the residual stream: their outputs become 0.
+
+    Args:
+        **places: ``steps=``, ``layers=``, ``positions=`` and ``where=`` at which they are removed.
+    """
+    return Ablate(point=PARTS["mlp"], **places)
+
+
+def SkipLayers(part: Literal["layer", "attn", "mlp"] = "layer", **places: Any) -> Ablate:
+    """Skip layers, or only their attention or MLP: at the chosen places these add nothing to the residual stream.
+
+        SkipLayers(layers=[2], steps=range(8), where="masked")
+
+    Args:
+        part: "layer", "attn" or "mlp".
+        **places: ``steps=``, ``layers=``, ``positions=`` and ``where=`` at which they are skipped; other positions
+            still read these through attention.
+
+    Raises:
+        SettingError: an unknown part.
+    """
+    if part not in PARTS:
+        raise SettingError(f"part must be one of {', '.join(PARTS)}; got {part!r}.")
+    return Ablate(point=PARTS[part], by="skip" if part == "layer" else "zero", **places)
+
+
+def _all_real(hook: Point, queries: int) -> Bool[Tensor, "batch pos"]:
+    """The real positions of the canvas, if a pass computes all of them.
+
+    Raises:
+        SettingError: it does not.
+    """
+    real, computed = hook.forward_pass.real, hook.forward_pass.computed
+    left = None if computed is None else real & ~computed.to(real.device)
+    if queries < real.shape[1] or (left is not None and bool(left.any())):
+        raise SettingError(
+            f"by='mean' without reference= is the mean over all positions of a row, and step {hook.step} computes only "
+            f"some of them; pass reference=head_outputs(model, prompts), or run without a cache."
+        )
+    return real
