@@ -8,7 +8,9 @@ Wilson's over texts.
 About 12 seconds of processor time.
 """
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,11 +18,42 @@ from scipy.stats import gamma, norm
 
 import sinklens
 from sinklens.hooks.points import Point
-from sinklens.interventions import GreenList
 from sinklens.utils.estimates import Estimate, proportion
 
 TEXTS, LENGTH, STEPS, LEVEL = 30, 40, 20, 0.01
 model = sinklens.load("tiny-llada")
+
+
+@dataclass(frozen=True)
+class GreenList:
+    """Raise the logits of a *green list*, a part of the vocabulary that a key selects, before tokens are proposed.
+
+    One list for all positions (Zhao et al., 2306.17439); in Kirchenbauer et al. (2301.10226) it depends on the token
+    before, which a diffusion model does not always know.
+
+    Attributes:
+        key: the secret; another key gives other lists.
+        share: γ, the share of the vocabulary that is green.
+        delta: δ, added to green logits.
+    """
+
+    key: int
+    share: float = 0.25
+    delta: float = 2.0
+
+    def green(self, vocabulary: int) -> torch.Tensor:
+        """The green tokens, [vocab]."""
+        digest = hashlib.sha256(repr((self.key, -1)).encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        found = torch.zeros(vocabulary, dtype=torch.bool)
+        found[torch.randperm(vocabulary, generator=generator)[: max(1, round(self.share * vocabulary))]] = True
+        return found
+
+    def hooks(self) -> list[tuple]:
+        """Hooks that raise the logits."""
+        return [
+            ("denoise.hook_logits", lambda logits, hook: logits + self.delta * self.green(logits.shape[-1]).to(logits))
+        ]
 
 
 def uniforms(keys: Sequence[int]) -> torch.Tensor:
@@ -94,7 +127,7 @@ print(f"  false alarms of 40 keys: mean {np.mean(rates):.3f}, highest {max(rates
 confident = generated(gumbel(keys), remasking="low_confidence")
 print("  order by confidence: found", called(gumbel_p(confident, keys)), flush=True)
 for delta in (2.0, 4.0):
-    run = generated(GreenList(key=7, delta=delta), temperature=1.0)
+    run = generated(GreenList(key=7, delta=delta).hooks(), temperature=1.0)
     print(f"green list, delta {delta}: found", called(green_p(run, one)), flush=True)
     print("  read with another key", called(green_p(run, [8] * TEXTS)))
 print("  false alarms, own keys", called(green_p(plain, keys)), "one key", called(green_p(plain, one)))
