@@ -28,7 +28,7 @@ NAN = float("nan")
 
 def test_the_control_of_equal_mass_spares_the_strongest_key():
     mask = masking(mass=True)
-    assert (mask.top_k, mask.pick, mask.persistent) == (1, "same_mass", True)
+    assert (mask.where.top_k, mask.where.pick, mask.where.persistent) == (1, "same_mass", True)
 
 
 @pytest.mark.parametrize("ordinary", [False, True])

@@ -26,7 +26,7 @@ def test_each_control_masks_the_same_number_of_other_keys():
         ("5 weakest keys", 5, "weakest"),
     ]
     assert found[2].hooks == (MaskSinks(top_k=5, pick="random", persistent=True, seed=7),)
-    assert [condition.hooks[0].seed for condition in found[1:]] == [0, 7, 0]  # the other picks draw nothing
+    assert [condition.hooks[0].where.seed for condition in found[1:]] == [0, 7, 0]  # the other picks draw nothing
 
 
 def test_random_controls_last_and_leave_out_the_strongest_unless_any_key_is_requested():
@@ -34,8 +34,8 @@ def test_random_controls_last_and_leave_out_the_strongest_unless_any_key_is_requ
     assert list(found) == ["", "strongest", "steady", *CONTROLS]
     for control in ("random", "same_mass", "same_kind"):
         (hook,) = found[control].hooks
-        assert (hook.persistent, hook.seed) == (True, 4)
-        assert hook.pick == control
+        assert (hook.where.persistent, hook.where.seed) == (True, 4)
+        assert hook.where.pick == control
     assert found["random_any"].hooks == (MaskSinks(pick="random_any", seed=4),)
     of_unmasked = [name for name, condition in found.items() if condition.of_unmasked]
     assert of_unmasked == ["steady", "random", "permuted", "same_mass", "same_kind", "nearest"]

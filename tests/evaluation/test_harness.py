@@ -160,7 +160,7 @@ def test_the_registered_name_takes_text_arguments(words):
     results = run(
         "sinklens", words(), model_args="pretrained=tiny-llada,mask_sinks=1,mask_pick=random,steps=12", batch_size="6"
     )
-    assert "MaskSinks(" in results["config"]["hooks"][0]
+    assert "MaskKeys(" in results["config"]["hooks"][0]
     assert "random" in results["config"]["hooks"][0]
     assert results["config"]["settings"]["steps"] == 12
     assert get_model("hf").__name__ == "HFLM", "the harness's own models are missing"

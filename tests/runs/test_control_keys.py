@@ -32,7 +32,7 @@ def hidden(watched, heads):
 @pytest.mark.parametrize("heads", [range(6), [1, 4]])
 def test_a_run_counts_the_keys_that_its_control_hides_in_the_heads_that_it_changes(tiny_llada, heads):
     control = MaskSinks(top_k=3, pick="same_kind", heads=list(heads))
-    with pytest.warns(ControlWarning, match=r"MaskSinks\(pick='same_kind'\) picks fewer keys than it controls for"):
+    with pytest.warns(ControlWarning, match=r"MaskKeys\(pick='same_kind'\) picks fewer keys than it controls for"):
         watched = watch(tiny_llada, PROMPTS, [control], **FEW)
     found = watched.run.control_keys
     assert found.picked.tolist() == hidden(watched, heads).tolist()
@@ -43,7 +43,7 @@ def test_a_run_counts_the_keys_that_its_control_hides_in_the_heads_that_it_chang
 def test_a_control_without_any_key_is_refused(tiny_llada):
     where = Where(detector=EVERY_DIGIT, pick="same_kind")
     for hooks in (MaskSinks(top_k=None, where=where), MaskSinks(top_k=None, detector=EVERY_DIGIT, pick="same_kind")):
-        with pytest.raises(SettingError, match=r"MaskSinks\(pick='same_kind'\) found \d+ keys to control for and no"):
+        with pytest.raises(SettingError, match=r"MaskKeys\(pick='same_kind'\) found \d+ keys to control for and no"):
             sinklens.generate(tiny_llada, PROMPTS, hooks=hooks, **FEW)
 
 
