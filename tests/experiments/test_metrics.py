@@ -13,6 +13,7 @@ from sinklens.errors import SettingError
 from sinklens.experiments import AtPosition, sweep
 from sinklens.features import SpliceSAE
 from sinklens.interventions import (
+    Ablate,
     AblateHeads,
     AblateSinkAttention,
     AblateValues,
