@@ -21,7 +21,7 @@ from sinklens.interventions.patterns import AblateSinkAttention, FreezePattern, 
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.pruning import PruneWeights
 from sinklens.interventions.rounding import RoundActivations, RoundWeights
-from sinklens.interventions.rules import AtNoise, InArray, Moment, OfKind, Positions, Rule, Where
+from sinklens.interventions.rules import AtNoise, OfKind, Rule, Where
 from sinklens.interventions.streams import ClampStream, Steer
 from sinklens.interventions.values import AblateValues
 from sinklens.interventions.weights import EditWeights
@@ -48,7 +48,6 @@ __all__ = [
     "HideKeys",
     "Hold",
     "HoldSinks",
-    "InArray",
     "Intervention",
     "KeepEdges",
     "KeepKeys",
@@ -56,12 +55,10 @@ __all__ = [
     "MaskKeys",
     "MaskSinks",
     "MaskedLogits",
-    "Moment",
     "OfKind",
     "PatchHooks",
     "PatchSubspace",
     "PathPatch",
-    "Positions",
     "PruneWeights",
     "Reader",
     "Remask",

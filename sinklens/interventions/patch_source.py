@@ -82,51 +82,36 @@ class PatchSource:
         """The points that it holds and that can be changed."""
         return [str(name) for name in self._caches[min(self._caches)] if not str(name).endswith(READ_ONLY)]
 
-    def steps_of(self, run: RunContext, wanted: Sequence[int] | None) -> frozenset[int]:
+    def steps_of(self, run: RunContext, wanted: Sequence[int] | None, points: Sequence[str]) -> frozenset[int]:
         """The steps of a run to patch: those `wanted`, or by default those for which it holds values.
 
         Raises:
-            SettingError: it holds no values for one of them.
+            SettingError: it lacks a point at one of them; by default, it holds a step that the run does not have, or
+                with a shift, only such steps.
         """
-        if wanted is None or run.single:
-            steps = [0] if run.single else self._default_steps(run)
-        else:
+        steps, shift = [0] if run.single else self.steps, self._shift
+        if wanted is not None and not run.single:
             steps = within("step", wanted, run.steps)
-        missing = [step for step in steps if step + self._shift not in self._caches]
-        if missing:
-            raise SettingError(
-                f"source holds steps {sorted(self._caches)}, but step {missing[0]} needs {missing[0] + self._shift}; "
-                f"record it, or change steps= or shift=."
-            )
-        return frozenset(steps)
-
-    def _default_steps(self, run: RunContext) -> list[int]:
-        """The steps for which it holds values; with a shift, those among them that the run has.
-
-        Raises:
-            SettingError: it holds a step that the run does not have, or with a shift, only such steps.
-        """
-        found = self.steps
-        inside = [step for step in found if step < run.steps]
-        if (inside == found) if self._shift == 0 else inside:
-            return inside or [0]
-        last, shift = max(self._caches), self._shift
-        shifted = f" (step {last - shift} here, with shift={shift})" if shift else ""
-        raise SettingError(
-            f"source holds step {last}{shifted}, which does not exist in this run; it has {run.steps}, 0 to "
-            f"{run.steps - 1}. Name the steps to patch (steps=), or pass a part of source."
-        )
-
-    def require(self, points: Sequence[str], steps: Iterable[int]) -> None:
-        """Check that it holds these points at all these steps of this run.
-
-        Raises:
-            SettingError: it lacks one.
-        """
-        for name in points:
-            if any(name not in self._caches[step + self._shift] for step in steps):
+        elif not run.single:
+            steps = [step for step in self.steps if step < run.steps]
+            if not steps or (shift == 0 and steps != self.steps):
+                last = max(self._caches)
+                shifted = f" (step {last - shift} here, with shift={shift})" if shift else ""
+                raise SettingError(
+                    f"source holds step {last}{shifted}, which does not exist in this run; it has {run.steps}, 0 to "
+                    f"{run.steps - 1}. Name the steps to patch (steps=), or pass a part of source."
+                )
+        for step in steps:
+            if step + shift not in self._caches:
+                raise SettingError(
+                    f"source holds steps {sorted(self._caches)}, but step {step} needs {step + shift}; record it, or "
+                    f"change steps= or shift=."
+                )
+            missing = next((name for name in points if name not in self._caches[step + shift]), None)
+            if missing is not None:
                 held = ", ".join(self._caches[min(self._caches)])
-                raise SettingError(f"source does not hold {name!r}; it holds {held}.")
+                raise SettingError(f"source does not hold {missing!r}; it holds {held}.")
+        return frozenset(steps)
 
     def read(self, part: Part, here: Tensor, hook: Point, run: RunContext) -> Tensor:
         """The values for a part of the value of a point.

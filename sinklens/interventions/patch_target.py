@@ -18,7 +18,7 @@ from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.points import Point
 from sinklens.interventions.patch_source import Part, of_queries
 from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at_heads, head_axis
-from sinklens.runs.intervention import Pairs, RunContext, place_mask, whole_numbers, within
+from sinklens.runs.intervention import Pairs, RunContext, place_mask, whole_numbers
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -52,23 +52,19 @@ class PatchTarget:
             raise SettingError(
                 "source_positions= pairs with positions=; where= takes the values of the same positions."
             )
-        if what.heads is not None:
-            _require_heads(what.heads, points, model)
+        for name in points if what.heads is not None else ():
+            head_axis(name)
         self._limited = what.positions is not None or what.where is not None
         self._columns = None if run.single or what.positions is None else _columns(what.positions, run.real)
         self._what, self._paired, self._steps, self._run = what, paired, steps, run
-        self._places = self._places_of(points, model)
-
-    def _places_of(self, points: Sequence[str], model: "Model") -> Places:
         by_query = any(of_queries(name) for name in points)
-        places = Places(self._what, model, self._run, points, of="queries" if by_query else None)
+        self._places = Places(what, model, run, points, of="queries" if by_query else None)
         for name in points:
             if self._limited and model.tree.architecture.encoder and name.startswith("denoise.") and name != CANVAS:
                 raise SettingError(
                     f"{name} has the positions of the current canvas only, so positions= and where=, which count from "
                     f"the prompt, do not apply; leave them out, or patch a point of the layers."
                 )
-        return places
 
     def around(self, acts: Pairs) -> Pairs:
         """`acts` with the hooks that find the places; see `Places.around`."""
@@ -131,15 +127,14 @@ class PatchTarget:
         length = source.shape[1]
         numbers = whole_numbers("position", positions if self._paired is None else self._paired)
         for number, target in zip(numbers, columns.T, strict=True):
+            if length > 1 and not -length <= number < length:
+                raise SettingError(
+                    f"position {number} does not exist at {part.name} in the source, which has {length}; choose "
+                    f"-{length} to {length - 1}."
+                )
             rows = ((target >= 0) & (target < changed.shape[1])).nonzero()[:, 0]
-            changed[rows, target[rows]] = source[rows, _column(number, length, part.name) if length > 1 else 0]
+            changed[rows, target[rows]] = source[rows, number % length]
         return changed.movedim(1, part.axis)
-
-
-def _require_heads(heads: Sequence[int], points: Sequence[str], model: "Model") -> None:
-    sizes = {"head": model.cfg.n_heads, "kv_head": model.cfg.n_key_value_heads}
-    for name in points:
-        within("head", heads, sizes[names.axes_of(name)[head_axis(name)]])
 
 
 def _spans(name: str, size: int, run: RunContext, step: int) -> tuple[int, list[QuerySpan]]:
@@ -154,15 +149,6 @@ def _spans(name: str, size: int, run: RunContext, step: int) -> tuple[int, list[
         return run.forward_pass.first(size), run.forward_pass.spans(size)
     decoding = name.startswith("denoise.") and name != CANVAS  # a single position, the one being decoded
     return run.prompt_length + step if decoding else 0, complete
-
-
-def _column(position: int, size: int, name: str) -> int:
-    if not -size <= position < size:
-        raise SettingError(
-            f"position {position} does not exist at {name} in the source, which has {size}; choose "
-            f"-{size} to {size - 1}."
-        )
-    return position % size
 
 
 def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch place"]:

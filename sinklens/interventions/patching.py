@@ -130,9 +130,8 @@ class PatchHooks(AtPositions):
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
         source = PatchSource(self.source, self.shift)
-        steps = source.steps_of(run, self.steps)
         points = chosen_points(source.points if self.names is None else self.names, model, self.layers)
-        source.require(points, steps)
+        steps = source.steps_of(run, self.steps, points)
         span = None if self.basis is None else torch.linalg.qr(self.basis.detach().float().T).Q  # [d, rank]
         target = PatchTarget(self, self.source_positions, points, steps, model, run)
 

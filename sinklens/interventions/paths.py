@@ -35,6 +35,7 @@ from sinklens.interventions.donors import random_places
 from sinklens.interventions.patch_source import PatchSource
 from sinklens.interventions.patching import PatchHooks
 from sinklens.interventions.places import AtPositions, Places
+from sinklens.interventions.rules import as_tuple
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext, within
 from sinklens.utils.arguments import Seed
 
@@ -254,8 +255,8 @@ class PathPatch(AtPositions):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
-        senders = [Sender.named(name, model) for name in _several(self.sender)]
-        receivers = [Receiver.named(name, model) for name in _several(self.receiver)]
+        senders = [Sender.named(name, model) for name in as_tuple(self.sender)]
+        receivers = [Receiver.named(name, model) for name in as_tuple(self.receiver)]
         _check_order(senders, receivers, model)
         changes: dict[str, ResidualStream | None] = {}
         values: dict[str, Tensor] = {}
@@ -342,10 +343,6 @@ def _keeps_change(
         changes[sender.name] = None if new is None else sender.written(new - value, model, values)
 
     return send
-
-
-def _several(names: str | Sequence[str]) -> list[str]:
-    return [names] if isinstance(names, str) else list(names)
 
 
 def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model: "Model") -> None:
