@@ -82,7 +82,7 @@ class Definitions(Study):
         return each_prompt(prompts, one)
 
     def _in_reach(
-        self, model: "Model", prompt: SinglePrompt, settings: Settings, listed: Mapping[str, MaskSinks]
+        self, model: "Model", prompt: SinglePrompt, settings: Settings, listed: Mapping[str, MaskKeys]
     ) -> xr.Dataset:
         """The measures of one reach; `listed` has names such as "first random 5"."""
         labels: dict[str, list[Any]] = {"definition": list(DEFINITIONS), "pick": list(PICKS), "top_k": list(TOP_K)}
