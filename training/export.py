@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SinklensError
-from sinklens.evaluation.statistics import Accuracy
+from sinklens.utils.estimates import proportion
 from sinklens.families import family_named
 from sinklens.utils.atomic import atomic_write
 from sinklens.utils.folders import require_writable
@@ -122,7 +122,7 @@ def write_card(
         over_training: step -> `training.scores.training_score` of the weights kept at that step.
     """
     table = "\n".join(f"| {s.what} | {s.accuracy} | {s.chance:.2f} |" for s in scores)
-    rights = {step: str(Accuracy(int(one["right"]), int(one["total"]))) for step, one in over_training.items()}
+    rights = {step: str(proportion(int(one["right"]), int(one["total"]))) for step, one in over_training.items()}
     return _write(
         folder,
         f"""# {recipe.name}

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.evaluation.sandbox import Limits, run_program
-from sinklens.evaluation.statistics import Accuracy
 from sinklens.families import family_named
 from sinklens.model import load
 from sinklens.runs import generate
 from sinklens.tasks import CodeSample, CodeTask, Sample, Task, find_task
+from sinklens.utils.estimates import Estimate, proportion
 from training.pictures import held_out
 from training.recipes import Recipe
 
@@ -40,7 +40,7 @@ class Score:
     """
 
     what: str
-    accuracy: Accuracy
+    accuracy: Estimate
     chance: float = 0.0
 
 
@@ -80,7 +80,7 @@ def training_score(checkpoint: Path, problems: int = 100) -> dict[str, int]:
         ``right`` and ``total`` of the first held-out word problems.
     """
     found = task_accuracy(load(checkpoint), find_task("tiny-gsm"), problems)
-    return {"right": found.right, "total": found.total}
+    return {"right": round(found.value * found.n), "total": found.n}
 
 
 def scored_modes(recipe: Recipe) -> list[str | None]:
@@ -88,11 +88,11 @@ def scored_modes(recipe: Recipe) -> list[str | None]:
     return [mode for mode in family_named(recipe.family).modes if mode != "speculation"] or [None]
 
 
-def task_accuracy(model: "Model", task: Task, limit: int | None = None, mode: str | None = None) -> Accuracy:
+def task_accuracy(model: "Model", task: Task, limit: int | None = None, mode: str | None = None) -> Estimate:
     """Share of a task's samples that `model` answers correctly; generated programs run in isolation."""
     samples = task.samples(limit)
     texts = _answers(model, [sample.prompt for sample in samples], mode=mode)
-    return Accuracy(sum(_right(task, *pair) for pair in zip(samples, texts, strict=True)), len(samples))
+    return proportion(sum(_right(task, *pair) for pair in zip(samples, texts, strict=True)), len(samples))
 
 
 def _right(task: Task, sample: Sample, text: str) -> bool:
@@ -103,10 +103,10 @@ def _right(task: Task, sample: Sample, text: str) -> bool:
     return run_program(program, sample.test, sample.entry_point, helpers=sample.stub, limits=Limits()).passed
 
 
-def _exact(model: "Model", texts: Sequence[tuple[str, str]]) -> Accuracy:
+def _exact(model: "Model", texts: Sequence[tuple[str, str]]) -> Estimate:
     """Share of answers that equal the expected text exactly, up to the end token."""
     given = _answers(model, [prompt for prompt, _ in texts])
-    return Accuracy(sum(text == expected for text, (_, expected) in zip(given, texts, strict=True)), len(texts))
+    return proportion(sum(text == expected for text, (_, expected) in zip(given, texts, strict=True)), len(texts))
 
 
 def _answers(model: "Model", prompts: Sequence[str], batch: int = 100, mode: Any = None) -> list[str]:

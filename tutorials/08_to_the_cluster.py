@@ -169,16 +169,16 @@ assert not Path("results").exists()
 # prompts of 900 tokens, on a card whose peak and utilization we state:
 
 # %%
-from sinklens.evaluation.planning import CARDS, meta_model, plan
+from sinklens.evaluation.planning import CARDS, plan
 from sinklens.tasks.prompts import IdSample
 
 problems = [IdSample(str(number), "", "", ids=(1,) * 900) for number in range(1319)]
 study = masking([1, 5, 10], controls=["random"], of_unmasked=True)
-cost = plan(meta_model("LLaDA-8B", {}), PROTOCOLS["llada-gsm8k"], study, problems)
+cost = plan("LLaDA-8B", PROTOCOLS["llada-gsm8k"], study, problems)
 card = CARDS["h100"]
 hours = cost.seconds(card, utilization=0.4) / 3600
 print(f"{cost.runs} runs, {cost.passes:,} passes, {cost.flops:.2g} operations; {hours:.0f} hours on one {card.name}")
-print(f"{cost.gpu_bytes(16) / 1e9:.1f} GB with 16 rows")
+print(f"{cost.run.with_batch(16).device_bytes / 1e9:.1f} GB with 16 rows")
 assert (cost.runs, cost.passes) == (16, 16 * 1319 * 256)
 assert 20 < cost.passes / hours / 3600 < 25  # passes of one row a second
 

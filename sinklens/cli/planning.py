@@ -42,7 +42,7 @@ def print_plan(
 ) -> None:  # fmt: skip
     """Print what an evaluation of one model would cost."""
     from sinklens.evaluation.conditions import under_caches
-    from sinklens.evaluation.planning import find_card, meta_model, plan
+    from sinklens.evaluation.planning import find_card, plan
     from sinklens.evaluation.runner import estimate
 
     card, task = find_card(options.card), shared["task"]
@@ -50,7 +50,7 @@ def print_plan(
     number, parts = shared["shard"]
     samples = list(task.samples(shared["limit"]))[number::parts]
     every = under_caches(conditions, shared["cache"])
-    found = plan(meta_model(name, shared["load"] or {}), protocol, every, samples)
+    found = plan(name, protocol, every, samples, shared["load"])
     regime = f", {protocol.regime}" if protocol.regime else ""
     print("\n".join([f"{name}{regime}", *plan_lines(found, card, options)]))
     try:
@@ -77,10 +77,12 @@ def plan_lines(found: "Plan", card: "Card", options: argparse.Namespace) -> list
             if options.price is None
             else f"; {hours:,.0f} card hours, {hours * options.price:,.0f} at {options.price:g}"
         ),
-        f"  {found.parameters:,} parameters, {size_text(found.weights)} of weights",
+        f"  {found.run.parameters:,} parameters, {size_text(found.run.weights)} of weights",
     ]
-    table = [f"{batch}: {size_text(found.gpu_bytes(batch))}" for batch in BATCHES]
-    lines.append(f"  GPU memory by batch: {', '.join(table)}; at most {found.largest_batch(card)} rows on {card.name}")
+    table = [f"{batch}: {size_text(found.run.with_batch(batch).device_bytes)}" for batch in BATCHES]
+    lines.append(
+        f"  GPU memory by batch: {', '.join(table)}; at most {found.run.largest_batch(card.memory)} rows on {card.name}"
+    )
     host = [f"{batch}: {size_text(found.host_bytes + batch * found.host_row_bytes)}" for batch in BATCHES]
     lines.append(f"  host memory by batch, without the weights while they are loaded: {', '.join(host)}")
     if found.disk_row_bytes:

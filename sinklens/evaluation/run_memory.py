@@ -11,7 +11,13 @@ the storages that exist at a time is the memory of a step. Other parts follow fr
                       (4 bits + 32 per 64 weights) of the linear layers
 
 with S positions, L layers and H heads. A pass takes the longer of its operations at a share of the card's peak and its
-bytes, weights once and activations, at the card's bandwidth.
+bytes, weights once and activations, at the card's bandwidth. A row with q computed positions and k keys takes
+
+    2 A q + 6 q k Σ_l H_l d_l + 2 d_model V u
+
+operations: A are the parameters of the layers' matrices that a position uses (of experts the chosen ones), H and d the
+heads and their width, V the vocabulary, and u the undecided positions, whose logits are needed. Of the 6, 4 are
+attention and 2 the second product of queries and keys for the sums over columns.
 
 Caveats: the allocator of a GPU keeps free blocks, and its libraries take about half a gigabyte: a plan fills at most
 90 % of a card. A folder of the hub's cache may hold the config and no weights afterwards; loading the model completes
@@ -20,6 +26,7 @@ it. Several cards hold a model by layers, one after the other, which is no faste
 
 import shutil
 import tempfile
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +38,6 @@ from torch import Tensor
 
 from sinklens.errors import CheckpointError, SettingError, nearest
 from sinklens.evaluation.cards import QUANTIZATIONS, WATCHED, Card
-from sinklens.evaluation.planning import ModelSizes, queries_and_keys, sizes_of
 from sinklens.evaluation.weight_forms import planned_weights
 from sinklens.families import settings_for
 
@@ -126,25 +132,12 @@ class RunPlan:
 
     def cards(self, memory: float | int, most: int = 64) -> int:
         """Cards of `memory` bytes that hold the run, with the layers divided among them; 0 if `most` do not."""
-        for number in range(1, most + 1):
-            shared = (self.weights + max(self.first_keys, self.keys - self.step)) / number
-            if shared + self.unpacked + self.step <= USABLE * memory:
-                return number
-        return 0
+        shared, each = self.weights + max(self.first_keys, self.keys - self.step), self.unpacked + self.step
+        return next((n for n in range(1, most + 1) if shared / n + each <= USABLE * memory), 0)
 
     def largest_batch(self, memory: float | int, most: int = 4096) -> int:
         """Rows that fit into one card of `memory` bytes; 0 if not even one does."""
-        fits = [number for number in range(most.bit_length()) if self._fits(1 << number, memory)]
-        if not fits:
-            return 0
-        low, high = 1 << fits[-1], 2 << fits[-1]
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(middle, memory) else (low, middle)
-        return min(low, most)
-
-    def _fits(self, batch: int, memory: float | int) -> bool:
-        return self.with_batch(batch).device_bytes <= USABLE * memory
+        return bisect_right(range(1, most + 1), USABLE * memory, key=lambda rows: self.with_batch(rows).device_bytes)
 
 
 def plan_run(
@@ -185,38 +178,39 @@ def plan_run(
         HookNameError: no point has this name.
         CheckpointError: the checkpoint was not found, or its config is not supported.
     """
-    from sinklens.utils.allocations import without_memory
-
-    _check(quantization, batch, prompt_length)
-    with config_folder(source) as folder, without_memory(), torch.no_grad():
-        model = fake_model(folder, load or {}, dtype)
+    if quantization not in QUANTIZATIONS:
+        raise SettingError(
+            f"no quantization is called {quantization!r}; known: {', '.join(QUANTIZATIONS)}."
+            f"{nearest(quantization, QUANTIZATIONS)}"
+        )
+    if batch < 1 or prompt_length < 1:
+        raise SettingError(f"a plan needs a batch and a prompt of at least 1; got {batch} and {prompt_length}.")
+    with fake_model(source, load or {}, dtype) as model:
         chosen = settings_for(model, dict(settings))
-        sizes = sizes_of(model)
-        points = watched_points(model, watch)
-        tried = _Step(model, chosen, prompt_length, points, keep, record_sinks)
-        several = max(2, batch)
-        one, more = tried.bytes(1), tried.bytes(several)
+        points, several = watched_points(model, watch), max(2, batch)
+        one = _peak(model, chosen, prompt_length, 1, points, keep, record_sinks)
+        more = _peak(model, chosen, prompt_length, several, points, keep, record_sinks)
         step = one if batch == 1 else more
-        plain = tried.unwatched().bytes(batch) if points else step
-        forms = planned_weights(model, _published(folder, model, quantization), str(source))
-        stored = {one.name: one.size(model) for one in forms}
+        plain = _peak(model, chosen, prompt_length, batch, [], False, record_sinks) if points else step
+        forms = planned_weights(model, _published(model, quantization), str(source))
+        stored = {form.name: form.size(model) for form in forms}
         quantization = quantization if quantization in stored else forms[0].name
         weights, unpacked = stored[quantization]
-        keys = _keys(model, chosen, batch * tried.rows, prompt_length, cached)
-        queries, seen = queries_and_keys(chosen, float(prompt_length), model)
-        undecided = tried.undecided / 2 if tried.undecided > 1 else 1.0
-        flops = batch * tried.rows * sizes.flops(queries, seen, undecided, record_sinks)
+        rows, first, undecided = _sizes(chosen, prompt_length)
         length, steps = prompt_length + chosen.gen_length, chosen.most_steps
-        scores = sizes.heads * length * 4 if record_sinks else 0
-        values = {name: _size(model, name, batch, length, dtype) for name in points}
+        keys = _keys(model, chosen, batch * rows, prompt_length, cached)
+        queries, seen = queries_and_keys(chosen, float(prompt_length), model)
+        flops = batch * rows * flops_of(model, queries, seen, undecided / 2 if undecided > 1 else 1.0, record_sinks)
+        scores = model.cfg.n_layers * model.cfg.n_heads * length * 4 if record_sinks else 0
         return RunPlan(
-            model=str(source), settings=chosen, batch=batch, prompt_length=prompt_length, parameters=sizes.parameters,
+            model=str(source), settings=chosen, batch=batch, prompt_length=prompt_length,
+            parameters=sum(value.numel() for value in model.checkpoint.hf.parameters()),
             quantization=quantization, alternatives=stored, weights=weights, unpacked=unpacked, step=step,
-            step_row=(more - one) // (several - 1), watched=step - plain, values=values, keys=keys,
-            first_keys=keys * tried.length // length,
-            track=batch * steps * (scores + 6 * length) if record_sinks else 0,
+            step_row=(more - one) // (several - 1), watched=step - plain,
+            values={name: _size(model, name, batch, length, dtype) for name in points}, keys=keys,
+            first_keys=keys * first // length, track=batch * steps * (scores + 6 * length) if record_sinks else 0,
             canvases=batch * (steps + 1) * length * 9, passes=steps, flops=flops,
-            moved=_moved(model, weights, keys, batch * tried.rows * queries, sizes, dtype),
+            moved=_moved(model, weights, keys, batch * rows * queries, dtype),
         )  # fmt: skip
 
 
@@ -258,30 +252,24 @@ def _download_config(name: str) -> Path:
         ) from error
 
 
-def fake_model(folder: Path, load: Mapping[str, Any], dtype: torch.dtype) -> "Model":
-    """A model of fake tensors; call it inside `without_memory`."""
+@contextmanager
+def fake_model(source: str | Path, load: Mapping[str, Any], dtype: torch.dtype) -> "Iterator[Model]":
+    """A block in which tensors are fake, and a model of them."""
     from sinklens.model.loading import LoadRequest, outline
     from sinklens.model.model import Model
+    from sinklens.utils.allocations import without_memory
 
-    given = {key: value for key, value in load.items() if key in ("family", "block_length", "tokenizer")}
-    return Model(outline(folder, LoadRequest(**given), device="cpu", dtype=dtype))
-
-
-def _check(quantization: str, batch: int, prompt_length: int) -> None:
-    if quantization not in QUANTIZATIONS:
-        raise SettingError(
-            f"no quantization is called {quantization!r}; known: {', '.join(QUANTIZATIONS)}."
-            f"{nearest(quantization, QUANTIZATIONS)}"
-        )
-    if batch < 1 or prompt_length < 1:
-        raise SettingError(f"a plan needs a batch and a prompt of at least 1; got {batch} and {prompt_length}.")
+    given = {key: value for key, value in load.items() if key in ("revision", "family", "block_length", "tokenizer")}
+    with config_folder(source) as folder, without_memory(), torch.no_grad():
+        yield Model(outline(folder, LoadRequest(**given), device="cpu", dtype=dtype))
 
 
-def _published(folder: Path, model: "Model", quantization: str) -> dict[str, Any] | None:
+def _published(model: "Model", quantization: str) -> dict[str, Any] | None:
     """The ``quantization_config`` of the checkpoint, whose packages need not be installed; None for full precision."""
     from sinklens.model.files import read_config
     from sinklens.model.quantization import published
 
+    folder = Path(model.name)
     found = published(read_config(folder), model.checkpoint.family, str(folder), installed=False)
     if found is not None and quantization != "none":
         raise SettingError(
@@ -308,67 +296,74 @@ def watched_points(model: "Model", watch: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-class _Step:
-    """A step on fake tensors.
+def _sizes(settings: "Sampler", prompt: int) -> tuple[int, int, int]:
+    """Rows of a pass for each prompt, two under guidance; positions of the first pass, which computes most; and
+    positions of a row whose logits a step needs at most.
+    """  # fmt: skip
+    block, whole = min(settings.positions_per_block, settings.gen_length), prompt + settings.gen_length
+    first = prompt if settings.left_to_right else prompt + block if settings.caches_keys else whole
+    return 2 if settings.guided else 1, first, block
 
-    Attributes:
-        rows: rows of a pass for each prompt: two under guidance.
-        undecided: positions of a row whose logits a step needs at most.
-        length: positions that the first pass computes, which computes most.
-    """
 
-    def __init__(
-        self, model: "Model", settings: "Sampler", prompt: int, points: list[str], keep: bool, record: bool
-    ) -> None:
-        self._model, self._settings, self._points, self._keep, self._record = model, settings, points, keep, record
-        block = min(settings.positions_per_block, settings.gen_length)
-        self.undecided, self.rows = block, 2 if settings.guided else 1
-        self.length = prompt + settings.gen_length
-        if settings.left_to_right:
-            self.length = prompt
-        elif settings.caches_keys:
-            self.length = prompt + block
+def _peak(
+    model: "Model", settings: "Sampler", prompt: int, batch: int, points: list[str], keep: bool, record: bool
+) -> int:  # fmt: skip
+    """Bytes of the tensors that exist at a time in a step with `batch` prompts; weights are not counted."""
+    from sinklens.utils.allocations import LiveBytes
 
-    def unwatched(self) -> "_Step":
-        """The same step without watched points."""
-        plain = _Step(self._model, self._settings, 1, [], False, self._record)
-        plain.length = self.length
-        return plain
+    tree, layers, held, sums = model.tree, model.cfg.n_layers, [], []
+    per_prompt, length, undecided = _sizes(settings, prompt)
+    hooks: list[Any] = [
+        (name, lambda value, hook: held.append(value) if keep else None) for name in points if name != LOGITS
+    ]
+    if record:  # of the last layer, when those of all others are held
+        hooks.append((f"blocks.{layers - 1}.attn.hook_sink_scores", lambda value, hook: sums.append(value[:batch])))
+    ids = torch.zeros(batch * per_prompt, length, dtype=torch.long)
+    given: dict[str, Any] = {"time": torch.zeros(len(ids))} if tree.timed else {}
+    with LiveBytes([*tree.hf.parameters(), *tree.hf.buffers()]) as live, tree.hooks(fwd_hooks=hooks):
+        if record:
+            sums += [torch.empty((batch, model.cfg.n_heads, length)) for _ in range(layers - 1)]
+        settings.rehearse(_logits(model, settings, tree.hidden(ids, **given), undecided, LOGITS in points))
+        if sums:
+            torch.stack(sums, dim=1)
+    return live.most
 
-    def bytes(self, batch: int) -> int:
-        """The peak of the step with `batch` prompts; weights are not counted."""
-        from sinklens.utils.allocations import LiveBytes
 
-        tree, held, sums = self._model.tree, [], []
-        rows, layers = batch * self.rows, self._model.cfg.n_layers
-        hooks: list[Any] = [(name, lambda value, hook: held.append(value) if self._keep else None)
-                            for name in self._points if name != LOGITS]  # fmt: skip
-        if self._record:  # of the last layer, when those of all others are held
-            hooks.append((f"blocks.{layers - 1}.attn.hook_sink_scores", lambda value, hook: sums.append(value[:batch])))
-        ids = torch.zeros(rows, self.length, dtype=torch.long)
-        given: dict[str, Any] = {"time": torch.zeros(rows)} if tree.timed else {}
-        with LiveBytes([*tree.hf.parameters(), *tree.hf.buffers()]) as live, tree.hooks(fwd_hooks=hooks):
-            if self._record:
-                size = (batch, self._model.cfg.n_heads, self.length)
-                sums += [torch.empty(size, dtype=torch.float32) for _ in range(layers - 1)]
-            self._settings.rehearse(self._logits(tree.hidden(ids, **given)))
-            if sums:
-                torch.stack(sums, dim=1)
-        return live.most
+def _logits(model: "Model", settings: "Sampler", hidden: Tensor, undecided: int, wide: bool) -> Tensor:
+    """The logits of the undecided positions in float32, as `State.logits_of` computes them; first of all if `wide`."""
+    parts = hidden.chunk(2) if settings.guided else (hidden,)
+    logits = [model.tree.head(part if wide else part[:, :undecided].flatten(0, 1).clone()) for part in parts]
+    mixed = logits[1] + 2.0 * (logits[0] - logits[1]) if settings.guided else logits[0]
+    found = (mixed[:, :undecided].flatten(0, 1).clone() if wide else mixed).float()
+    found.amax(dim=-1).isnan()
+    return found
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """The logits of the undecided positions in float32, as `State.logits_of` computes them."""
-        tree, guided = self._model.tree, self._settings.guided
-        parts = hidden.chunk(2) if guided else (hidden,)
-        wide = LOGITS in self._points
-        needed = [part if wide else part[:, : self.undecided].flatten(0, 1).clone() for part in parts]
-        logits = [tree.head(part) for part in needed]
-        mixed = logits[1] + 2.0 * (logits[0] - logits[1]) if guided else logits[0]
-        if wide:
-            mixed = mixed[:, : self.undecided].flatten(0, 1).clone()
-        found = mixed.float()
-        found.amax(dim=-1).isnan()
-        return found
+
+def queries_and_keys(settings: "Sampler", prompt: float, model: "Model") -> tuple[float, float]:
+    """Positions that a pass computes, and keys that they see, on average."""
+    length = prompt + settings.gen_length
+    if settings.caches_keys or model.causal:
+        size = min(settings.positions_per_block, settings.gen_length)
+        return float(size), prompt + (settings.gen_length + size) / 2
+    if model.tree.attention_blocks is not None or (
+        settings.positions_per_block < settings.gen_length and (model.family_record.attention != "bidirectional")
+    ):
+        return prompt + settings.gen_length / 2, prompt + settings.gen_length / 2
+    return length, length
+
+
+def flops_of(model: "Model", queries: float, keys: float, undecided: float, sums: bool = True) -> float:
+    """Operations of a pass of one row; with `sums` over columns, for sink scores. See the module's formula."""
+    cfg, hf = model.cfg, model.checkpoint.hf
+    ends = [id(end.weight) for end in (hf.get_input_embeddings(), hf.get_output_embeddings()) if end is not None]
+    chosen = (cfg.experts_per_token or 0) / cfg.num_experts if cfg.num_experts else 1.0
+    active = sum(
+        value.numel() * (chosen if ".experts." in name else 1.0)
+        for name, value in hf.named_parameters()
+        if value.ndim > 1 and id(value) not in ends
+    )
+    attention = (6 if sums else 4) * queries * keys * cfg.n_layers * cfg.n_heads * cfg.d_head
+    return 2 * active * queries + attention + 2 * cfg.d_model * cfg.d_vocab * undecided
 
 
 def _keys(model: "Model", settings: "Sampler", rows: int, prompt: int, cached: bool) -> int:
@@ -392,7 +387,7 @@ def _size(model: "Model", name: str, batch: int, length: int, dtype: torch.dtype
 
 
 def _moved(
-    model: "Model", weights: int, keys: int, tokens: float, sizes: ModelSizes, dtype: torch.dtype
+    model: "Model", weights: int, keys: int, tokens: float, dtype: torch.dtype
 ) -> float:  # fmt: skip
     """Bytes that a pass of `tokens` positions moves: weights and cached keys read once, activations written and read.
 

@@ -113,7 +113,7 @@ def planned_weights(model: "Model", config: Mapping[str, Any] | None, where: str
         config, where: as in `stored_weights`; None for a checkpoint in full precision.
 
     Returns:
-        Of a full-precision checkpoint those of `plan_choices.QUANTIZATIONS`. fp8 has a second one, since cards of a
+        Of a full-precision checkpoint those of `cards.QUANTIZATIONS`. fp8 has a second one, since cards of a
         compute capability below 8.9 dequantize it.
     """
     if config is None:

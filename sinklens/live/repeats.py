@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from sinklens.evaluation.statistics import Accuracy, paired
 from sinklens.live import problems
 from sinklens.live.chips import is_index
 from sinklens.live.execution import RunCancelled, denoising, ending
@@ -24,6 +23,7 @@ from sinklens.live.heads import Stop
 from sinklens.live.refusal import require
 from sinklens.live.session import Session
 from sinklens.live.spec import RunSpec
+from sinklens.utils.estimates import paired, proportion
 
 MOST = 200  # repetitions
 SEEDS = "seeds"
@@ -59,17 +59,17 @@ class Repetitions:
         """Counts and intervals so far."""
         done = len(self.changed)
         alike = self.over == SEEDS and done > 1 and len(self.answers) == 1
-        share = Accuracy(sum(self.changed), done)
+        share = proportion(sum(self.changed), done)
         found: dict[str, Any] = {
             "a": self.pair[0], "b": self.pair[1], "over": self.over, "status": self.status, "total": len(self.specs),
             "done": done, "error": self.error, "changed": sum(self.changed), "alike": alike,
-            "interval": None if alike or not done else [round(limit, 4) for limit in share.interval],
+            "interval": None if alike or not done else [round(limit, 4) for limit in (share.low, share.high)],
         }  # fmt: skip
         if self.right and len(self.right) == done:
             base, changed = (np.array(verdicts, dtype=bool) for verdicts in zip(*self.right, strict=True))
-            both = paired(base, changed)
+            both = paired(base, changed).difference
             found["right"] = [int(base.sum()), int(changed.sum())]
-            found["difference"] = [round(value, 4) for value in (both.difference, both.low, both.high)]
+            found["difference"] = [round(value, 4) for value in (both.value, both.low, both.high)]
         return found
 
 

@@ -28,10 +28,10 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from sinklens.errors import SettingError
-from sinklens.evaluation.statistics import holm, score_interval
 from sinklens.probes.data import ProbeData
 from sinklens.probes.fitting import ProbeKind, fitted
 from sinklens.utils.arguments import Positive, read_as
+from sinklens.utils.estimates import holm, score_interval
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]

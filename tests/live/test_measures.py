@@ -7,10 +7,10 @@ from lab_page import PROMPT
 
 import sinklens
 from sinklens.errors import SinklensError
-from sinklens.evaluation.statistics import Accuracy
 from sinklens.experiments import attribution_patching, logit_lens, of_step
 from sinklens.interventions import AblateHeads, MaskedLogits
 from sinklens.live import problems
+from sinklens.utils.estimates import proportion
 
 ABLATED = [{"kind": "ablate_head", "layer": 1, "head": 5}]
 OTHER = PROMPT.replace("Tom has 5", "Tom has 8")
@@ -95,7 +95,8 @@ def test_a_pair_is_repeated_on_problems_with_an_interval(client, tiny_llada):
     ]
     changed = sum(one != two for one, two in zip(*texts, strict=True))
     assert (state["status"], state["done"], state["changed"]) == ("done", 3, changed)
-    assert state["interval"] == pytest.approx(Accuracy(changed, 3).interval, abs=1e-3)
+    share = proportion(changed, 3)
+    assert state["interval"] == pytest.approx((share.low, share.high), abs=1e-3)
     assert client.get("/api/compare", a=a, b=b, kl="0")["repeats"] == state
 
 

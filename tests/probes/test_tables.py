@@ -5,9 +5,9 @@ import pytest
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.evaluation.statistics import holm
 from sinklens.probes import ProbeData, probe_data, probe_table
 from sinklens.probes.tables import ProbeTest, _folds
+from sinklens.utils.estimates import holm
 
 D = 12
 

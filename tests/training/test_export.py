@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.evaluation.statistics import Accuracy
 from sinklens.model.files import shipped_names
+from sinklens.utils.estimates import proportion
 from training import RECIPES, loop, train
 from training.export import export, write_card, write_checkpoint, write_text_card
 from training.pictures import CODE_TOKENS
@@ -155,7 +155,7 @@ def test_the_card_describes_the_model(name, statement, small, tmp_path):
     recipe = small(name)
     list(train(recipe, tmp_path, save_every=6))
     card = write_card(
-        recipe, tmp_path, tmp_path, [Score("word problems", Accuracy(1, 2), 0.25)], {6: {"right": 1, "total": 4}}
+        recipe, tmp_path, tmp_path, [Score("word problems", proportion(1, 2), 0.25)], {6: {"right": 1, "total": 4}}
     )
     text = card.read_text()
     assert statement in text

@@ -6,6 +6,7 @@ import pytest
 
 import sinklens
 from sinklens.tasks import find_task
+from sinklens.utils.estimates import proportion
 from training import RECIPES
 from training import scores as module
 from training.pictures import held_out
@@ -53,8 +54,8 @@ def test_programs_run_only_on_request_and_count_if_their_tests_pass(answering, t
     answering(answers | {spoiled: " return 12345"})
     assert [score.what for score in scores(recipe, tmp_path, limit=FIVE)] == ["word problems"]
     found = {score.what: score for score in scores(recipe, tmp_path, run_generated_code=True, limit=FIVE)}
-    assert (found["tiny-code"].accuracy.right, found["tiny-code"].accuracy.total) == (FIVE - 1, FIVE)
-    assert found["word problems"].accuracy.right == 0
+    assert found["tiny-code"].accuracy == proportion(FIVE - 1, FIVE)
+    assert found["word problems"].accuracy.value == 0
 
 
 def test_pictures_count_only_if_every_cell_or_word_is_right(answering, tmp_path):
@@ -70,7 +71,7 @@ def test_pictures_count_only_if_every_cell_or_word_is_right(answering, tmp_path)
 def test_a_shipped_model_gets_its_known_score():
     folder = sinklens.model.files.find_checkpoint("tiny-llama", None)
     (score,) = scores(RECIPES["tiny-llama"], folder, limit=20)
-    assert (score.accuracy.right, score.chance) == (20, 0.0)
+    assert (score.accuracy.value * score.accuracy.n, score.chance) == (20, 0.0)
 
 
 def test_the_training_score_counts_the_first_problems(answering, tmp_path):
