@@ -106,7 +106,7 @@ def _prompt_tokens(model: "Model", samples: Sequence[Sample], chat_template: boo
     return sum(each) / len(each), counted
 
 
-def _length(tokenizer: Any, sample: Sample, chat_template: bool) -> float:
+def _length(tokenizer: Any, sample: Sample, chat_template: bool) -> float | int:
     """Tokens of a prompt; a model of fake tensors cannot encode one."""
     given = model_input(sample)
     if tokenizer is None or not isinstance(given, str):

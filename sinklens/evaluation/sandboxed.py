@@ -78,7 +78,8 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         kind, value = pid
-        return {"set": set, "iterator": iter, "opaque": Opaque}[kind](value)
+        makers: dict[str, Any] = {"set": set, "iterator": iter, "opaque": Opaque}
+        return makers[kind](value)
 
 
 def encode(value: object, strict: bool = False) -> bytes:
@@ -212,7 +213,8 @@ def _limit(memory_mb: int, processes: int, file_mb: int) -> None:
     for name, size in (sizes | {"NOFILE": 64, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}).items():
         kind = getattr(resource, f"RLIMIT_{name}")
         ceiling = resource.getrlimit(kind)[1]  # perhaps tighter
-        resource.setrlimit(kind, [size if ceiling == resource.RLIM_INFINITY else min(size, ceiling)] * 2)
+        limit = size if ceiling == resource.RLIM_INFINITY else min(size, ceiling)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def main() -> None:
@@ -227,7 +229,7 @@ def main() -> None:
     folder = os.open(".", os.O_RDONLY)
     socket.send_fds(report, [b"ready"], [folder])
     os.close(folder)
-    task = json.loads(sys.stdin.read() or os._exit(1))  # type: ignore[func-returns-value]  # the parent has exited
+    task = json.loads(sys.stdin.read() or os._exit(1))  # the parent has exited
     random.seed(0)
     with suppress(EOFError, OSError):  # another process has exited
         if "program" in task:

@@ -133,7 +133,9 @@ def frame(lines: Sequence[Line]) -> "DataFrame":
 
 
 def _row(line: Line) -> dict[str, Any]:
-    row = {name: "; ".join(value) if type(value) is tuple else value for name, value in vars(line).items()}
+    row: dict[str, Any] = {
+        name: "; ".join(value) if type(value) is tuple else value for name, value in vars(line).items()
+    }
     accuracy, formed = row.pop("accuracy"), row.pop("formed")
     row |= {"right": _right(accuracy), "total": accuracy.n, "estimate": accuracy.value}
     row |= {"low": accuracy.low, "high": accuracy.high, "right_of_formed": math.nan if formed is None else formed.value}

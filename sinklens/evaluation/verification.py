@@ -288,7 +288,7 @@ def _task(protocol: EvalProtocol, data: str | Path | None) -> "Task":
 
 def _tracks(model: "Model", protocol: EvalProtocol, task: "Task", problems: int) -> list[SinkTrack]:
     """The sinks of some of the problems."""
-    given = {"chat_template": True} if protocol.chat_template else {}
+    given: dict[str, Any] = {"chat_template": True} if protocol.chat_template else {}
     given |= protocol.run_settings(model)
     runs = [
         generate(model, model_input(sample), progress=False, **given)
