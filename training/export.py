@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SinklensError
-from sinklens.utils.estimates import proportion
 from sinklens.families import family_named
 from sinklens.utils.atomic import atomic_write
+from sinklens.utils.estimates import proportion
 from sinklens.utils.folders import require_writable
 from training import pictures
 from training.corpus import ANSWER_LENGTH
