@@ -352,7 +352,9 @@ def queries_and_keys(settings: "Sampler", prompt: float, model: "Model") -> tupl
     return length, length
 
 
-def flops_of(model: "Model", queries: float, keys: float, undecided: float, sums: bool = True) -> float:
+def flops_of(
+    model: "Model", queries: float | int, keys: float | int, undecided: float | int, sums: bool = True
+) -> float:  # fmt: skip
     """Operations of a pass of one row; with `sums` over columns, for sink scores. See the module's formula."""
     cfg, hf = model.cfg, model.checkpoint.hf
     ends = [id(end.weight) for end in (hf.get_input_embeddings(), hf.get_output_embeddings()) if end is not None]
