@@ -186,7 +186,9 @@ def _start_from(name: str, model: "PreTrainedModel") -> None:
 
     folder = files.find_checkpoint(name, None)
     family = named_family(files.read_config(folder), str(folder))
-    stored = {files.rename(key, family.renames): value for key, value in load_file(folder / "model.safetensors").items()}
+    stored = {
+        files.rename(key, family.renames): value for key, value in load_file(folder / "model.safetensors").items()
+    }
     target = model.state_dict()
     unexpected = sorted(set(stored) - set(target))
     missing = sorted(key for key in set(target) - set(stored) if not _is_new(key))
