@@ -22,8 +22,8 @@ import torch
 
 import sinklens
 from benchmarks.lenses import over_templates, text
-from sinklens.experiments import circuit_case, circuit_curves, edge_scores
-from sinklens.experiments.circuit_search import CircuitCase
+from sinklens.experiments import circuit_curves, edge_scores
+from sinklens.experiments.circuits import CircuitCase, circuit_case
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out, training
 from sinklens.utils.estimates import Estimate
 

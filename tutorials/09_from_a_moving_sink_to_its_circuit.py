@@ -19,6 +19,7 @@ import torch
 
 import sinklens
 from sinklens.experiments import (
+    Circuit,
     agreement,
     corrupted,
     edge_attribution,
@@ -26,7 +27,6 @@ from sinklens.experiments import (
     path_patching_effects,
     read_attribution,
     sink_jumps,
-    strongest_edges,
     sweep,
     write_attribution,
 )
@@ -150,7 +150,7 @@ clean, other = run.canvas[:, STEP], run.canvas[:, STEP - 1]
 estimate = edge_attribution(model, clean, other, metric, path=4)
 reads = estimate.sel(sender=[f"L{LAYER}H{HEAD}"])
 print(f"the metric changes by {estimate.attrs['clean'] - estimate.attrs['corrupted']:.5f} nats")
-print(*strongest_edges(reads, 3), sep="\n")
+print(*Circuit.strongest(reads, count=3).edges, sep="\n")
 
 # %% [markdown]
 # An estimate is not yet a result. Patch the edges out of head 1.0 one at a time and compare.
@@ -158,9 +158,9 @@ print(*strongest_edges(reads, 3), sep="\n")
 # %%
 truth = path_patching_effects(model, clean, other, metric, senders=[f"L{LAYER}H{HEAD}"])
 match = agreement(reads, truth)["effect"]
-print(*strongest_edges(truth, 3), sep="\n")
+print(*Circuit.strongest(truth, count=3).edges, sep="\n")
 print(f"rank correlation of estimate and truth: {match.rank_correlation:.2f}")
-assert strongest_edges(truth, 1)[0].receiver == strongest_edges(reads, 1)[0].receiver
+assert Circuit.strongest(truth, count=1).edges[0].receiver == Circuit.strongest(reads, count=1).edges[0].receiver
 assert match.rank_correlation > 0.9
 assert float(abs(truth["effect"]).max()) < 1e-3
 

@@ -14,8 +14,8 @@ import torch
 from templates import balanced, mean
 
 import sinklens
-from sinklens.experiments import holes, span_likelihood
-from sinklens.experiments.nll import likelihood
+from sinklens.experiments import holes, likelihood
+from sinklens.interventions import Suffix
 from sinklens.tasks.word_problems import held_out, training
 from sinklens.utils.estimates import proportion
 from training.recipes import RECIPES
@@ -42,10 +42,7 @@ def log_p(model: sinklens.Model, question: str, mode: str) -> float:
         return float("nan")
     before, span, after = parts(model, question)
     left, right = surroundings(mode, before, after)
-    found = (
-        span_likelihood(model, left, span, right, exact=True) if right else likelihood(model, left, span, exact=True)
-    )
-    return float(found.value)
+    return float(likelihood(model, left, span, hooks=[Suffix(text=right)] if right else [], exact=True).value)
 
 
 def extracted(model: sinklens.Model, question: str, mode: str) -> bool:

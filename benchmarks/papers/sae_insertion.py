@@ -18,7 +18,7 @@ from torch import Tensor
 
 import sinklens
 from sinklens import features
-from sinklens.experiments.nll import Likelihood, likelihood
+from sinklens.experiments import Likelihood, likelihood
 from sinklens.probes import probe_data
 from sinklens.tasks.word_problems import Problem, training
 

@@ -24,8 +24,8 @@ FILE = Path(__file__).with_suffix(".json")
 GROUP = "sinklens.families"  # entry points of packages that register samplers
 LOADING = "sinklens.model.model:load"
 RUN = "sinklens.runs:generate"
-DRAWS = "sinklens.experiments.nll:DrawRule"
-LIKELIHOOD = "sinklens.experiments.nll:LikelihoodRequest"
+DRAWS = "sinklens.experiments.nll.draws:DrawRule"
+LIKELIHOOD = "sinklens.experiments.nll.estimate:LikelihoodRequest"
 NAMES = {  # what declares arguments -> those that a text can give
     LOADING: ("dtype", "device", "device_map", "revision", "family", "block_length", "mask_token_id", "quantization"),
     RUN: ("seed", "chat_template", "cache"),

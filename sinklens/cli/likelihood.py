@@ -55,7 +55,8 @@ def run_likelihood(options: argparse.Namespace) -> None:
     """`sinklens likelihood`."""
     from sinklens.evaluation.choices import answer_questions, read_choices, word_problem_choices
     from sinklens.evaluation.conditions import masking
-    from sinklens.experiments.nll import DrawRule, LikelihoodRequest
+    from sinklens.experiments.nll.draws import DrawRule
+    from sinklens.experiments.nll.estimate import LikelihoodRequest
     from sinklens.model import load
     from sinklens.utils.atomic import atomic_write
 

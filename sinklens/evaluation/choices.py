@@ -21,7 +21,7 @@ from sinklens.errors import ControlWarning, SettingError, TaskError, warn_caller
 from sinklens.evaluation.conditions import CONTROLS, Condition, unpaired
 from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
 from sinklens.experiments.nll.pairs import PromptAnswer, pairs_of
-from sinklens.experiments.nll.result import Difference, Likelihood, difference
+from sinklens.experiments.nll.result import Difference, Likelihood, likelihood_difference
 from sinklens.interventions import Intervention, MaskKeys
 from sinklens.interventions.rules import as_rule
 from sinklens.model import Model
@@ -84,7 +84,7 @@ class ChoiceResult:
 
     def likelihood_against(self, base: "ChoiceResult") -> Difference:
         """The mean difference of the right choices' log-likelihoods in nats, paired by question and mask draw."""
-        return difference(base.of_right, self.of_right)
+        return likelihood_difference(base.of_right, self.of_right)
 
 
 def word_problem_choices(limit: int | None = None) -> list[Question]:

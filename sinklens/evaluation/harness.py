@@ -77,7 +77,7 @@ class SinklensLM(LM):
         cache: a cache policy or its name, such as "dual" or "keep-sinks:4"; None computes every position. It is not
             the harness's response cache.
         mc_num, mc_batch, mc_masking: `mc_num`, `batch` and `masking` of the likelihood of a diffusion model; see
-            `sinklens.experiments.nll.DrawRule`. Its guidance is the setting ``cfg_scale``.
+            `sinklens.experiments.nll.draws.DrawRule`. Its guidance is the setting ``cfg_scale``.
         check_greedy: whether a diffusion model also decodes each answer of a likelihood task, for metrics that ask
             whether it would write it (lambada's accuracy); without it they get False, as LLaDA's script recommends.
         revision, dtype, device: as in `sinklens.load`. "cuda:0", the default of the harness's command line, is

@@ -13,17 +13,13 @@
 - Streams: `layer_similarity`, `step_similarity`, `massive_activations`, `outlier_dimensions`.
 - From other prompts: `head_outputs`, `donors`, `difference_of_means`, for ablating, resampling and steering;
   `input_norms`, for pruning.
-- Gaps: `holes` makes a run of a text with gaps; `span_likelihood` says how probable a span between two texts is.
+- How probable a model finds an answer: `likelihood`, `likelihood_difference`, `loss_curve`. Gaps: `holes` makes a run
+  of a text with gaps.
 """
 
 from sinklens.experiments.attribution import agreement, attribution_patching, patching_effects
-from sinklens.experiments.calibration import input_norms
-from sinklens.experiments.captured import head_outputs
-from sinklens.experiments.circuit import Circuit, Overlap
-from sinklens.experiments.circuit_pictures import CircuitEdge
-from sinklens.experiments.circuit_search import (
-    CircuitCase,
-    CircuitValue,
+from sinklens.experiments.circuits import (
+    Circuit,
     circuit_case,
     circuit_cases,
     circuit_curves,
@@ -31,18 +27,18 @@ from sinklens.experiments.circuit_search import (
     greedy_circuit,
     measure_circuit,
 )
-from sinklens.experiments.corruption import corrupted
-from sinklens.experiments.edges import Edge, edge_attribution, path_patching_effects, strongest_edges
+from sinklens.experiments.edges import edge_attribution, path_patching_effects, read_attribution
 from sinklens.experiments.effect import Effect, attention_to, compare, dose_response, effect, sinks_compared
-from sinklens.experiments.infilling import holes, span_likelihood
+from sinklens.experiments.infilling import holes
 from sinklens.experiments.jumps import Jump, jump_undone, sink_jumps
 from sinklens.experiments.lens import LogitLens, TunedLens, compare_lenses, logit_lens
 from sinklens.experiments.lens_fits import fit_jacobian_lens, train_tuned_lens
 from sinklens.experiments.metrics import AtPosition, StepOutput
 from sinklens.experiments.modes import commits_compared, mode_patching, modes_compared
-from sinklens.experiments.paths import AcrossSteps, path_across_steps
-from sinklens.experiments.readers import read_attribution
-from sinklens.experiments.reference_runs import difference_of_means, donors
+from sinklens.experiments.nll.estimate import likelihood
+from sinklens.experiments.nll.result import Likelihood, likelihood_difference, loss_curve
+from sinklens.experiments.reference_runs import difference_of_means, donors, head_outputs, input_norms
+from sinklens.experiments.reruns import corrupted, path_across_steps
 from sinklens.experiments.settling import (
     answer_emergence,
     early_exit,
@@ -52,28 +48,18 @@ from sinklens.experiments.settling import (
     step_predictions,
 )
 from sinklens.experiments.step_ids import of_step
-from sinklens.experiments.streams import (
-    layer_similarity,
-    massive_activations,
-    outlier_dimensions,
-    step_similarity,
-)
+from sinklens.experiments.streams import layer_similarity, massive_activations, outlier_dimensions, step_similarity
 from sinklens.experiments.swaps import swap
 from sinklens.experiments.sweeps import sweep
 from sinklens.experiments.writers import write_attribution
 
 __all__ = [
-    "AcrossSteps",
     "AtPosition",
     "Circuit",
-    "CircuitCase",
-    "CircuitEdge",
-    "CircuitValue",
-    "Edge",
     "Effect",
     "Jump",
+    "Likelihood",
     "LogitLens",
-    "Overlap",
     "StepOutput",
     "TunedLens",
     "agreement",
@@ -103,7 +89,10 @@ __all__ = [
     "input_norms",
     "jump_undone",
     "layer_similarity",
+    "likelihood",
+    "likelihood_difference",
     "logit_lens",
+    "loss_curve",
     "massive_activations",
     "measure_circuit",
     "mode_patching",
@@ -117,10 +106,8 @@ __all__ = [
     "settling_steps",
     "sink_jumps",
     "sinks_compared",
-    "span_likelihood",
     "step_predictions",
     "step_similarity",
-    "strongest_edges",
     "swap",
     "sweep",
     "train_tuned_lens",

@@ -83,18 +83,13 @@ def attribution_patching(
         SettingError: ids of different shapes, a metric that does not return one number or has no gradient, a point
             that cannot be patched, `path` below 0, or weights created under ``torch.inference_mode()``.
     """
-    if path < 0:
-        raise SettingError(
-            f"path must be 0 (the corrupted run only) or a positive number of gradients to average; got {path}."
-        )
     points, pair = _points(names, model), Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
     slope: dict[str, Tensor] = {}
     with differentiable(model):
         clean, clean_logits = pair.values(pair.clean, {*points, EMBED})
         corrupted, corrupted_logits = pair.values(pair.corrupted, points)
-        for share in [(number + 0.5) / path for number in range(path)] or [0.0]:
-            mix: Pairs = [(EMBED, lambda value, hook, share=share: torch.lerp(value, clean[EMBED], share))]
-            for name, part in pair.gradients(metric, points, mix if path else []).items():
+        for mix in pair.between(clean[EMBED], path):
+            for name, part in pair.gradients(metric, points, mix).items():
                 slope[name] = slope.get(name, 0.0) + wide(part) / max(1, path)
         found = {}
         for name in points:
@@ -226,6 +221,19 @@ class Pair(NamedTuple):
             return values.setdefault(str(hook.name), value if value.requires_grad else value.detach().requires_grad_())
 
         return values, self.logits(self.hidden(ids, [*before, *((name, keep) for name in points)]))
+
+    def between(self, clean: Tensor, path: int) -> list[Pairs]:
+        """For each gradient of a mean along the path, the hook that mixes the embeddings; without a path no hook.
+
+        Raises:
+            SettingError: `path` is below 0.
+        """
+        if path < 0:
+            raise SettingError(
+                f"path must be 0 (the corrupted run only) or a positive number of gradients to average; got {path}."
+            )
+        shares = [(number + 0.5) / path for number in range(path)]
+        return [[(EMBED, lambda value, hook, share=share: torch.lerp(value, clean, share))] for share in shares] or [[]]
 
     def gradients(self, metric: LogitMetric, points: Sequence[str], before: Pairs) -> dict[str, Tensor]:
         """∂m/∂v at every point of the corrupted pass under the hooks `before`."""

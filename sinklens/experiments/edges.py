@@ -1,4 +1,4 @@
-"""Edge attribution: what patching every direct path between two components would do, estimated from gradients.
+"""Edge attribution: what patching every direct path between two components would do, and who reads a sink.
 
 An edge goes from a sender (embedding, head, MLP) to a receiver (a head's queries, keys or values, an MLP, the logits).
 Patching it (`PathPatch`) adds the change of the sender's output to what the receiver reads, so to first order
@@ -10,14 +10,24 @@ where o is what the sender writes to the stream and x_receiver the stream as thi
 with one backward pass, `path_patching_effects` the left side with a copy of the batch for each edge, and `agreement`
 compares them. Components are named as in `PathPatch`.
 
+`read_attribution` asks what later components do with the message of one key. A head's query i takes A[i, j] v_j from
+key j. Replace v_j by the mean value of the keys that the query sees, as `AblateValues` does, and let the attention
+stay. The change of what the head writes,
+
+    δ_i = Σ_heads A[i, j] (mean of v − v_j) W_O,
+
+times the layer's gate where the network has one, then reaches only some later readers, on the direct path: one
+component, or a group. What follows from them follows.
+
 Pitfall: as in attribution.py, the estimate is inaccurate where the metric is nonlinear between the two inputs. Average
-the gradient along the path (``path=``), and check the strongest edges against `path_patching_effects`.
+the gradient along the path (``path=``), and check the strongest edges against `path_patching_effects`. And an effect of
+the message is not one of the sink's attention: masking a key also frees its attention, which other keys then receive;
+compare with `MaskSinks`, and with the same effect of a control key.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import xarray as xr
 from jaxtyping import Float, Int
@@ -25,18 +35,22 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.attribution import EMBED, LogitMetric, Pair, differentiable, metric_value, wide
+from sinklens.experiments.step_ids import exact_step
 from sinklens.experiments.sweeps import activation_bytes, rows_within
 from sinklens.hooks.modulation import Time
 from sinklens.hooks.points import Point
 from sinklens.interventions.circuits import receivers_of, senders_of
 from sinklens.interventions.paths import Receiver, ResidualStream, Sender, centered, keeps, refuse_indirect
 from sinklens.model.prompts import Prompt
-from sinklens.runs.intervention import HookFunction, Pairs
+from sinklens.runs.intervention import HookFunction, Pairs, within
+from sinklens.runs.result import require_run
 
 if TYPE_CHECKING:
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 ON_CPU = 16  # more copies of the batch per pass are slower on a CPU, whose caches they exceed
+EVERY = "all"
 
 
 def edge_attribution(
@@ -58,31 +72,38 @@ def edge_attribution(
 
     Returns:
         ``effect`` over ``sender`` and ``receiver``, summed over positions and rows; NaN where there is no such path.
-        With `by_position` also over ``pos``, the column at which the receiver reads.
-        Attributes ``clean`` and ``corrupted`` are the metric in the two passes.
+        With `by_position` also over ``pos``, the column at which the receiver reads. `Circuit.strongest` lists the
+        largest. Attributes ``clean`` and ``corrupted`` are the metric in the two passes.
 
     Raises:
         SettingError: as `attribution_patching`; a model with norms after its sublayers.
     """
+    return edge_effects(Pair.of(model, clean_ids, corrupted_ids, attention_mask, time), metric, path, by_position)
+
+
+def edge_effects(pair: Pair, metric: LogitMetric, path: int, by_position: bool) -> xr.Dataset:
+    """See `edge_attribution`."""
+    model = pair.model
     refuse_indirect(model, "a table of edges")
     senders, receivers = senders_of(model), receivers_of(model)
-    pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
     slopes: dict[str, Tensor] = {}
     with differentiable(model):
         outputs = dict.fromkeys(sender.point for sender in senders)
-        gates = [sender.gate for sender in senders if sender.gate]
+        gates = dict.fromkeys(sender.gate for sender in senders if sender.gate)
         clean, clean_logits = pair.values(pair.clean, outputs)
-        corrupted, corrupted_logits = pair.values(pair.corrupted, [*outputs, *dict.fromkeys(gates)])
-        shares = [(number + 0.5) / path for number in range(path)] or [0.0]
-        for share in shares:
-            mix: Pairs = [(EMBED, lambda value, hook, share=share: torch.lerp(value, clean[EMBED], share))]
-            for name, slope in _slopes(pair, metric, receivers, mix if path else []):
-                slopes[name] = slopes.get(name, 0.0) + slope / len(shares)
-        changes = {point: wide(clean[point]) - wide(corrupted[point]) for point in outputs}
-        written = [sender.written(changes[sender.point], model, corrupted) for sender in senders]
-        rows = [
-            _effects(sender, one, receivers, slopes, by_position) for sender, one in zip(senders, written, strict=True)
-        ]
+        corrupted, corrupted_logits = pair.values(pair.corrupted, [*outputs, *gates])
+        for mix in pair.between(clean[EMBED], path):
+            for receiver, slope in zip(receivers, _slopes(pair, metric, receivers, mix), strict=True):
+                slopes[receiver.name] = slopes.get(receiver.name, 0.0) + slope / max(1, path)
+        rows, axes = [], (0, 2) if by_position else (0, 1, 2)
+        for sender in senders:
+            change = wide(clean[sender.point]) - wide(corrupted[sender.point])
+            written = sender.written(change, model, corrupted)
+            missing = torch.full_like(written.sum(dim=axes), torch.nan)
+            effects = [
+                (written * slopes[one.name]).sum(dim=axes) if sender.depth < one.depth else missing for one in receivers
+            ]
+            rows.append(torch.stack(effects))
         values = metric_value(metric, clean_logits), metric_value(metric, corrupted_logits)
     return _table(torch.stack(rows), senders, receivers, *values)
 
@@ -130,11 +151,9 @@ def path_patching_effects(
     if size < 1:
         raise SettingError(f"edges_per_pass must be at least 1; got {edges_per_pass}.")
     effects = torch.full((len(first), len(last)), torch.nan)
-    for part in (edges[start : start + size] for start in range(0, len(edges), size)):
-        patches = stacked_patches([(changes[row], [last[column]]) for row, column in part], pair)
-        hidden = pair.hidden(pair.corrupted, patches, copies=len(part))
-        for (row, column), copy in zip(part, hidden.split(len(pair.corrupted)), strict=True):
-            effects[row, column] = metric_value(metric, pair.logits(copy)) - before
+    listed = [(changes[row], [last[column]]) for row, column in edges]
+    for (row, column), logits in zip(edges, _each_patched(pair, pair.corrupted, listed, size), strict=True):
+        effects[row, column] = metric_value(metric, logits) - before
     return _table(effects, first, last, metric_value(metric, clean_logits), before)
 
 
@@ -148,7 +167,18 @@ def copies_within(pair: Pair, memory_gb: float | int) -> int:
     return min(ON_CPU, allowed) if cfg.device.type == "cpu" else allowed
 
 
-def stacked_patches(edges: Sequence[tuple[ResidualStream, Sequence[Receiver]]], pair: Pair) -> Pairs:
+Change = tuple[ResidualStream, Sequence[Receiver]]
+"""A change of the stream, and the receivers that read it."""
+
+
+def _each_patched(pair: Pair, ids: Tensor, changes: Sequence[Change], size: int) -> Iterator[Tensor]:
+    """The logits of `ids` with each change alone, `size` copies of the batch per pass."""
+    for part in (changes[start : start + size] for start in range(0, len(changes), size)):
+        for copy in pair.hidden(ids, _stacked(part, pair), copies=len(part)).split(len(ids)):
+            yield pair.logits(copy)
+
+
+def _stacked(changes: Sequence[Change], pair: Pair) -> Pairs:
     """Hooks that add a change to what some receivers read: the change number n in copy n of the batch.
 
     Receivers come after what changed, and a copy has one change. So the change is that of the corrupted pass, and what
@@ -156,7 +186,7 @@ def stacked_patches(edges: Sequence[tuple[ResidualStream, Sequence[Receiver]]], 
     """
     values: dict[str, Tensor] = {}
     by_receiver: dict[Receiver, list[int]] = {}
-    for number, (_, receivers) in enumerate(edges):
+    for number, (_, receivers) in enumerate(changes):
         for receiver in receivers:
             by_receiver.setdefault(receiver, []).append(number)
     watched = dict.fromkeys(name for receiver in by_receiver for name in receiver.reads)
@@ -164,7 +194,7 @@ def stacked_patches(edges: Sequence[tuple[ResidualStream, Sequence[Receiver]]], 
     count = torch.arange(len(pair.corrupted))
     for receiver, numbers in by_receiver.items():
         rows = torch.cat([count + number * len(count) for number in numbers])
-        change = torch.cat([edges[number][0] for number in numbers])
+        change = torch.cat([changes[number][0] for number in numbers])
         pairs.append((receiver.point, _changed_rows(receiver, rows, change, values, pair.model)))
     return pairs
 
@@ -189,8 +219,8 @@ def _changed_rows(
 
 def _slopes(
     pair: Pair, metric: LogitMetric, receivers: Sequence[Receiver], mix: Pairs
-) -> Iterator[tuple[str, Float[Tensor, "batch pos d_model"]]]:
-    """∂m/∂x of every receiver in the corrupted pass under `mix`, by label."""
+) -> list[Float[Tensor, "batch pos d_model"]]:
+    """∂m/∂x of every receiver in the corrupted pass under `mix`."""
     points = list(dict.fromkeys(receiver.point for receiver in receivers))
     values: dict[str, Tensor] = {}
 
@@ -199,8 +229,7 @@ def _slopes(
 
     watched: Pairs = [(name, keep) for name in dict.fromkeys(name for one in receivers for name in one.reads)]
     slopes = pair.gradients(metric, points, [*mix, *watched])
-    for receiver in receivers:
-        yield receiver.name, _pulled_back(receiver, wide(slopes[receiver.point]), values, pair.model)
+    return [_pulled_back(one, wide(slopes[one.point]), values, pair.model) for one in receivers]
 
 
 def _pulled_back(receiver: Receiver, slope: Tensor, values: Mapping[str, Tensor], model: "Model") -> ResidualStream:
@@ -222,19 +251,6 @@ def _pulled_back(receiver: Receiver, slope: Tensor, values: Mapping[str, Tensor]
     return centered(slope / scale - stream * along / (stream.shape[-1] * scale**3), model)
 
 
-def _effects(
-    sender: Sender, written: ResidualStream, receivers: Sequence[Receiver], slopes: dict[str, Tensor], by_position: bool
-) -> Float[Tensor, "receiver *pos"]:
-    """Σ (change of what the sender writes) · (slope of the receiver), for every receiver after it."""
-    axes = (0, 2) if by_position else (0, 1, 2)
-    shape = (len(receivers), written.shape[1]) if by_position else (len(receivers),)
-    found = torch.full(shape, torch.nan, dtype=written.dtype, device=written.device)
-    for place, receiver in enumerate(receivers):
-        if sender.depth < receiver.depth:
-            found[place] = (written * slopes[receiver.name]).sum(dim=axes)
-    return found
-
-
 def _table(
     effects: Float[Tensor, "sender receiver *pos"],
     senders: Sequence[Sender],
@@ -244,41 +260,101 @@ def _table(
 ) -> xr.Dataset:
     """The effects with their labels, and the layers of both ends."""
     axes = ("sender", "receiver", "pos")[: effects.ndim]
-    return xr.Dataset(
-        {"effect": (axes, effects.detach().cpu().numpy())},
-        {
-            "sender": [sender.name for sender in senders],
-            "receiver": [receiver.name for receiver in receivers],
-            "sender_layer": ("sender", [sender.layer for sender in senders]),
-            "receiver_layer": ("receiver", [receiver.layer for receiver in receivers]),
-        },
-        {"clean": clean.item(), "corrupted": corrupted.item()},
-    )
+    coords = {
+        "sender": [sender.name for sender in senders],
+        "receiver": [receiver.name for receiver in receivers],
+        "sender_layer": ("sender", [sender.layer for sender in senders]),
+        "receiver_layer": ("receiver", [receiver.layer for receiver in receivers]),
+    }
+    about = {"clean": clean.item(), "corrupted": corrupted.item()}
+    return xr.Dataset({"effect": (axes, effects.detach().cpu().numpy())}, coords, about)
 
 
-class Edge(NamedTuple):
-    """A direct path from one component to another, with its effect.
+@torch.no_grad()
+def read_attribution(
+    run: "Generation",
+    step: int,
+    layer: int,
+    head: int | None = None,
+    key: int | None = None,
+    *,
+    row: int = 0,
+    readers: Mapping[str, Sequence[str]] | None = None,
+    memory_gb: float | int = 2.0,
+) -> xr.Dataset:
+    """The effect of a key's message on the predictions of a step, by the component that reads it.
 
-    Attributes:
-        sender, receiver: labels.
-        effect: its effect on the metric.
-    """
+        table = read_attribution(run, step=8, layer=1, head=0, key=18)
+        print(table["kl"].to_series().nlargest(5))
 
-    sender: str
-    receiver: str
-    effect: float
-
-
-def strongest_edges(effects: xr.Dataset, count: int = 10) -> list[Edge]:
-    """The edges with the largest effects of either sign, largest first.
+    Passes of the run's model over the step's canvas, with a copy for each reader. Hooks of the run are not applied
+    again.
 
     Args:
-        effects: from `edge_attribution` or `path_patching_effects`.
+        step, layer, row: indices; negative ones count from the end.
+        head: the head whose message is removed; None for all heads of the layer.
+        key: canvas position of the key, including padding; None for the key with the largest column sum in the head or
+            heads.
+        readers: name -> labels of the components that read the change together, as the receivers of `PathPatch`. By
+            default every later component alone.
+        memory_gb: as in `path_patching_effects`.
+
+    Returns:
+        ``kl`` over ``reader``: the KL divergence of the step's predictions from those of the unchanged pass, mean over
+        the undecided positions in nats (in an autoregressive run at the newest token). ``"all"``, the last reader, is
+        every later component: the effect of the message on the step. Attributes: ``step``, ``layer``, ``head`` (-1 for
+        all) and ``key``.
+
+    Raises:
+        SettingError: an index, position or component that does not exist, a reader that the head does not reach, or a
+            model with norms after its sublayers (DiffusionGemma).
     """
-    values = effects["effect"].transpose("sender", "receiver").to_numpy()
-    order = np.argsort(-np.abs(values), axis=None)[: min(count, int((~np.isnan(values)).sum()))]  # NaN comes last
-    places = zip(*np.unravel_index(order, values.shape), strict=True)
-    return [
-        Edge(str(effects["sender"].values[row]), str(effects["receiver"].values[column]), float(values[row, column]))
-        for row, column in places
-    ]
+    require_run(run, "run")
+    model = run.model
+    refuse_indirect(model, "readers")
+    layer, step = within("layer", [layer], model.cfg.n_layers)[0], within("step", [step], run.steps_run)[0]
+    heads = within("head", None if head is None else [head], model.cfg.n_heads)
+    row = within("row", [row], len(run.canvas))[0]
+    given = exact_step(run, step)
+    here, columns = given.row(row), given.columns(row)
+    pair = Pair(model, here.ids, here.ids, here.attention_mask, here.time)
+    place, change = _message(pair, layer, heads, None if key is None else given.place(row, key))
+    groups = _groups(readers, layer, model)
+    places = torch.arange(len(columns))[-1:] if model.causal else run.undecided[row, step, columns].nonzero()[:, 0]
+    places = places.to(here.ids.device)
+    before = pair.values(pair.clean, [])[1][0, places].double().log_softmax(-1)
+    values, listed = [], [(change, group) for group in groups.values()]
+    for logits in _each_patched(pair, pair.clean, listed, copies_within(pair, memory_gb)):
+        after = logits[0, places].double().log_softmax(-1)
+        values.append(float((before.exp() * (before - after)).sum(dim=-1).mean()))
+    about = {"step": step, "layer": layer, "head": -1 if head is None else heads[0], "key": columns[place]}
+    return xr.Dataset({"kl": ("reader", values)}, {"reader": list(groups)}, about)
+
+
+def _message(pair: Pair, layer: int, heads: list[int], key: int | None) -> tuple[int, ResidualStream]:
+    """The key, and the change of the stream if its value is replaced by the mean of those that a query sees."""
+    attn, gate = f"blocks.{layer}.attn", f"blocks.{layer}.adaln.hook_attn_gate"
+    gates = [gate] if pair.model.tree.architecture.modulation else []
+    points = [*gates, f"{attn}.hook_pattern", f"{attn}.hook_v", f"{attn}.hook_attn_scores"]
+    kept, _ = pair.values(pair.clean, points)
+    pattern, scores = (kept[f"{attn}.{name}"][0, heads].float() for name in ("hook_pattern", "hook_attn_scores"))
+    place = int(pattern.sum(dim=(0, 1)).argmax()) if key is None else key
+    cfg, seen = pair.model.cfg, (scores > -torch.inf).float()
+    own = kept[f"{attn}.hook_v"][0].float()[:, [head * cfg.n_key_value_heads // cfg.n_heads for head in heads]]
+    mean = torch.einsum("hqk,khd->hqd", seen, own) / seen.sum(dim=-1, keepdim=True).clamp(min=1)
+    message = pattern[:, :, place, None] * (mean - own[place, :, None])
+    change = torch.einsum("hqd,hdm->qm", message, wide(pair.model.blocks[layer].attn.W_O[heads]))
+    return place, change[None] * wide(kept[gate])[:, None] if gates else change[None]
+
+
+def _groups(readers: Mapping[str, Sequence[str]] | None, layer: int, model: "Model") -> dict[str, list[Receiver]]:
+    """The readers by name, and last all of them."""
+    later = [receiver for receiver in receivers_of(model) if receiver.depth > 2 * layer]
+    if readers is None:
+        found = {receiver.name: [receiver] for receiver in later}
+    else:
+        found = {str(name): [Receiver.named(label, model) for label in labels] for name, labels in readers.items()}
+    early = [receiver.name for group in found.values() for receiver in group if receiver.depth <= 2 * layer]
+    if early:
+        raise SettingError(f"{early[0]} does not read what heads of layer {layer} write; choose a later reader.")
+    return {**found, EVERY: later}

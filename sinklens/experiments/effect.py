@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.modes import modes_compared
-from sinklens.experiments.nll import likelihood
+from sinklens.experiments.nll.estimate import likelihood
 from sinklens.experiments.step_ids import of_step
 from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import sampler_name
@@ -411,9 +411,9 @@ def sinks_compared(base: Generation, changed: Generation, detector: Detector | N
         top.append(score.fillna(-np.inf).argmax("pos"))
     before, after = found
     counts = {"sinks": before, "sinks_lost": before & ~after, "sinks_added": after & ~before}
-    data = {name: marked.sum(("layer", "head", "pos")) for name, marked in counts.items()}
-    data["sinks_moved"] = (top[0] != top[1]).sum(("layer", "head"))
-    return xr.Dataset(data).drop_vars(["batch"], errors="ignore")
+    summed = {name: marked.sum(("layer", "head", "pos")) for name, marked in counts.items()}
+    summed["sinks_moved"] = (top[0] != top[1]).sum(("layer", "head"))
+    return xr.Dataset(summed).drop_vars(["batch"], errors="ignore")
 
 
 def attention_to(
@@ -528,7 +528,7 @@ def dose_response(
             f"where=AtNoise(least, most), or leave answers= out."
         )
     axes, shape = ("condition", "dose", "prompt"), (len(conditions), len(doses), count)
-    data = {"effect": (axes, np.stack([measured(hooks) for hooks in listed]).reshape(shape))}
+    data: dict[str, Any] = {"effect": (axes, np.stack([measured(hooks) for hooks in listed]).reshape(shape))}
     data["base"] = (("prompt",), measured([]))
     if answers is not None:
         base = chance([])

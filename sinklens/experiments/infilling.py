@@ -2,7 +2,7 @@
 
 `holes` turns a text with gaps into the arguments of a run: the text before the first gap is the prompt, the text after
 the last one a `Suffix`, and what lies between two gaps is on the canvas from the first step on (`ForceTokens`). The
-probability of a span is a likelihood with a suffix: `span_likelihood`.
+probability of a span between two texts is a `likelihood` under a `Suffix`.
 
 Limitation: every part is tokenized alone. A gap has a fixed number of tokens, and a text that was tokenized as a whole
 may have its borders elsewhere; pass token ids to decide them.
@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sinklens.errors import PromptError
-from sinklens.experiments.nll import likelihood
-from sinklens.experiments.nll.result import Likelihood
 from sinklens.interventions.canvas import ForceTokens, Suffix
-from sinklens.runs.request import hook_list
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -71,24 +68,6 @@ def holes(model: "Model", parts: Sequence[Part]) -> dict[str, Any]:
     ids = torch.tensor([prompt])
     given_ids = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # ids alone may look like padding
     return {"prompt": given_ids, "gen_length": place - len(prompt), "hooks": hooks}
-
-
-def span_likelihood(
-    model: "Model", before: str | Sequence[int], span: str | Sequence[int], after: str | Sequence[int], **how: Any
-) -> Likelihood:
-    """A lower bound of log p(span | before, after), from random masks of the span alone; exact masks if ``exact=True``.
-
-    Args:
-        before, span, after: texts or token ids.
-        **how: ``mc_num``, ``exact``, ``seed``, ``hooks`` and others of `sinklens.experiments.nll.likelihood`.
-
-    Raises:
-        PromptError, SettingError: see `likelihood`; a model that does not see text after its answer.
-    """
-    listed = hook_list(how.pop("hooks", ()))
-    found = likelihood(model, before, span, hooks=[*listed, Suffix(text=after)], **how)
-    assert isinstance(found, Likelihood)
-    return found
 
 
 def _ids(model: "Model", part: Part, start: bool = False) -> list[int]:

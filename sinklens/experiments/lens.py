@@ -497,8 +497,9 @@ def compare_lenses(
                     found["first"][at] = first_layers(top[chosen]).mean()
     axes = ("lens", "prompt", "bucket", "layer")
     coords = {"lens": list(lenses), "bucket": np.arange(1, buckets + 1) / buckets, "layer": range(layers)}
-    data = {name: (axes[: values.ndim], values) for name, values in found.items()}
-    return xr.Dataset(data, coords, {"model": model.name})
+    return xr.Dataset(
+        {name: (axes[: values.ndim], values) for name, values in found.items()}, coords, {"model": model.name}
+    )
 
 
 def first_layers(top: Bool[np.ndarray, "place layer"]) -> Int[np.ndarray, " place"]:

@@ -257,7 +257,7 @@ def fit_jacobian_lens(
     drawn = torch.Generator().manual_seed(as_seed(seed))
     for number, steps in enumerate(listed):
         chosen = [steps[place] for place in torch.randperm(len(steps), generator=drawn)[:passes].tolist()]
-        mean = torch.stack([_jacobians(*one, targets, dims, drawn) for one in chosen]).mean(dim=0)
+        mean = torch.stack([_jacobians(one, row, targets, dims, drawn) for one, row in chosen]).mean(dim=0)
         fitted.lens.maps[number, :-1] = mean.transpose(1, 2) - torch.eye(model.cfg.d_model)
     return fitted.lens
 

@@ -9,11 +9,12 @@ Pitfall: under replay a step's canvas is the base run's even where the intervent
 metric sees what the step would decide, not what follows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 import xarray as xr
 from jaxtyping import Bool, Float, Int
@@ -66,62 +67,45 @@ class AtPosition(NamedTuple):
 Metric = Callable[[StepOutput], Tensor | float | int]
 
 
-@dataclass(frozen=True)
-class Work:
-    """The interventions of a sweep on one batch of prompts.
+Start = Callable[[Any, Any, Repeated | None, int], Denoising]
+"""(prompts, hooks, canvases to replay, copies of the prompts) -> a run that has not begun."""
 
-    Attributes:
-        start: (prompts, hooks, canvases to replay, copies of the prompts) -> a run that has not begun.
+
+def measured(
+    start: Start, listed: Sequence[list[Any]], metric: Metric, rows: int, batch: Any, first: int, replay: bool
+) -> xr.Dataset:
+    """``metric`` [intervention, prompt, step] and ``metric_base`` [prompt, step] of a batch of prompts.
+
+    Args:
+        start: begins a run.
         listed: the interventions.
         metric: see `StepOutput`.
         rows: largest number of rows in a pass.
+        batch: the prompts, of which the first has the number `first` in the sweep.
+        replay: whether every step begins on the canvas of the run without interventions.
     """
-
-    start: Callable[[Any, Any, Repeated | None, int], Denoising]
-    listed: Mapping[Any, list[Any]]
-    metric: Metric
-    rows: int
-
-    def measure(self, batch: Any, first: int, replay: bool) -> xr.Dataset:
-        """``metric`` [intervention, prompt, step] and ``metric_base`` [prompt, step] of a batch of prompts."""
-        denoising = self.start(batch, [], None, 1)
-        denoising.carry_out()
-        base = denoising.result()
-        found = _MetricValues(self.metric, len(self.listed), len(base.answers), base.steps_run, first)
-        alone = [_steps_alone(hooks, base) if replay else None for hooks in self.listed.values()]
-        self._steps(batch, base, alone, found)
-        self._runs(batch, base, [number for number, steps in enumerate(alone) if steps is None], found, replay)
-        return found.dataset()
-
-    def _at_once(self, base: Generation) -> int:
-        """Number of copies of the batch in a pass, besides the one without interventions."""
-        return max(1, self.rows // len(base.answers) - 1)
-
-    def _steps(self, batch: Any, base: Generation, alone: Sequence[list[int] | None], found: "_MetricValues") -> None:
-        """The steps that interventions of single steps name, and the base run's value at these steps."""
-        hooks = list(self.listed.values())
-        for step in sorted({step for steps in alone if steps is not None for step in steps}):
-            numbers = [number for number, steps in enumerate(alone) if steps is not None and step in steps]
-            plain = _pass(self.start(batch, [], None, 1), base, step)
-            found.keep(None, step, plain, plain.logits)
-            for part in _parts(numbers, self._at_once(base)):
-                stacked = Stacked([hooks[number] for number in part])
-                denoising = self.start(batch, [stacked], None, len(part))
-                output = _pass(denoising, base, step)
-                denoising.controls.report(refuse=False)
-                for number, one in zip(part, output.chunks(len(part)), strict=True):
-                    found.keep(number, step, one, plain.logits)
-
-    def _runs(self, batch: Any, base: Generation, numbers: list[int], found: "_MetricValues", replay: bool) -> None:
-        """Complete runs of the other interventions, beside a copy without."""
-        hooks = list(self.listed.values())
-        for part in _parts(numbers, self._at_once(base)):
-            listener = _MetricReader(numbers=[None, *part], found=found)
-            stacked = Stacked([[], *(hooks[number] for number in part)])
-            canvases = Repeated.of(base, len(part) + 1) if replay else None
-            denoising = self.start(batch, [stacked, listener], canvases, len(part) + 1)
-            denoising.carry_out()
+    denoising = start(batch, [], None, 1)
+    denoising.carry_out()
+    base = denoising.result()
+    found = _MetricValues(metric, len(listed), len(base.answers), base.steps_run, first)
+    alone = [_steps_alone(hooks, base) if replay else None for hooks in listed]
+    at_once = max(1, rows // len(base.answers) - 1)  # copies of the batch, besides the one without interventions
+    for step in sorted({step for steps in alone if steps is not None for step in steps}):
+        plain = _pass(start(batch, [], None, 1), base, step)
+        found.keep(None, step, plain, plain.logits)
+        for part in _parts([n for n, steps in enumerate(alone) if steps is not None and step in steps], at_once):
+            denoising = start(batch, [Stacked([listed[number] for number in part])], None, len(part))
+            output = _pass(denoising, base, step)
             denoising.controls.report(refuse=False)
+            for number, one in zip(part, output.chunks(len(part)), strict=True):
+                found.keep(number, step, one, plain.logits)
+    for part in _parts([number for number, steps in enumerate(alone) if steps is None], at_once):
+        stacked, reader = Stacked([[], *(listed[n] for n in part)]), _MetricReader(numbers=[None, *part], found=found)
+        canvases = Repeated.of(base, len(part) + 1) if replay else None
+        denoising = start(batch, [stacked, reader], canvases, len(part) + 1)
+        denoising.carry_out()
+        denoising.controls.report(refuse=False)
+    return found.dataset()
 
 
 def _parts(numbers: list[int], size: int) -> list[list[int]]:
@@ -234,39 +218,8 @@ class _MetricReader(Reader):
         return [("denoise.hook_canvas", canvas.hook), ("denoise.hook_logits", read)]
 
 
-@dataclass(frozen=True)
-class SweepAxis:
-    """The names of a sweep's interventions, as one axis or as a grid.
-
-    Attributes:
-        names: texts, or places (layer, head) or (layer, head, step), or `AtPosition`.
-    """
-
-    names: list[Any]
-
-    def shaped(self, found: xr.Dataset) -> xr.Dataset:
-        """The result over the names, or over layer, head and step."""
-        if isinstance(self.names[0], str):
-            return found.assign_coords(intervention=self.names)
-        second = "pos" if isinstance(self.names[0], AtPosition) else "head"
-        layers, heads = (sorted({place[axis] for place in self.names}) for axis in (0, 1))
-        own_step = len(self.names[0]) == 3 and self.names[0][2] is not None
-        steps = sorted({place[2] for place in self.names}) if own_step else list(found["step"].values)
-        values = np.full((len(layers), len(heads), len(steps), found.sizes["prompt"]), np.nan)
-        metric = found["metric"].transpose("intervention", "step", "prompt").to_numpy()
-        for number, (layer, head, *rest) in enumerate(self.names):
-            cell = values[layers.index(layer), heads.index(head)]
-            if own_step:
-                cell[steps.index(rest[0])] = metric[number, rest[0]]
-            else:
-                cell[:] = metric[number]
-        base = found["metric_base"].transpose("step", "prompt").sel(step=steps)
-        grid = (("layer", second, "step", "prompt"), values)
-        return xr.Dataset({"metric": grid, "metric_base": base}, {"layer": layers, second: heads, "step": steps})
-
-
-def _kind_of(name: Any) -> str:
-    """What a name of an intervention is."""
+def kind_of(name: Any) -> str:
+    """What a name of an intervention is: a text, or a place."""
     if isinstance(name, AtPosition):
         return "position" if name.step is None else "position and step"
     if isinstance(name, tuple) and len(name) in (2, 3):
@@ -274,16 +227,17 @@ def _kind_of(name: Any) -> str:
     return "text" if isinstance(name, str) else "other"
 
 
-def named_places(listed: Mapping[Any, Any], with_metric: bool) -> SweepAxis:
-    """The names of the interventions.
-
-    Raises:
-        SettingError: places without a metric, or of mixed kinds.
-    """
-    kinds = {_kind_of(name) for name in listed}
-    if kinds != {"text"} and not (with_metric and len(kinds) == 1 and kinds != {"other"}):
-        raise SettingError(
-            f"interventions must be named by texts or, with metric=, all by (layer, head), all by (layer, head, step) "
-            f"or all by AtPosition(layer, position, step); got {next(iter(listed))!r}."
-        )
-    return SweepAxis(list(listed))
+def at_places(found: xr.Dataset, names: Sequence[Any]) -> xr.Dataset:
+    """The values over the names of the interventions; of places over layer, head (or pos) and step."""
+    if isinstance(names[0], str):
+        return found.assign_coords(intervention=list(names))
+    second = "pos" if isinstance(names[0], AtPosition) else "head"
+    metric, axes = found["metric"], ["layer", second]
+    if kind_of(names[0]) in ("place 3", "position and step"):  # the value at the step that the name has
+        axes.append("step")
+        metric = metric.sel(step=xr.DataArray([name[2] for name in names], dims="intervention")).drop_vars("step")
+    index = pd.MultiIndex.from_tuples([tuple(name[: len(axes)]) for name in names], names=axes)
+    grid = metric.assign_coords(xr.Coordinates.from_pandas_multiindex(index, "intervention")).unstack("intervention")
+    grid = grid.transpose("layer", second, "step", "prompt")
+    base = found["metric_base"].transpose("step", "prompt").sel(step=grid["step"])
+    return xr.Dataset({"metric": grid, "metric_base": base})

@@ -1,33 +1,54 @@
-"""Values collected from runs of other prompts: donors for resampling, and directions for steering.
+"""Values collected from runs of other prompts: for resampling and ablating, for steering, and for pruning.
 
-Both read each step's values at its real positions, with the labels or at the places of that step. Rows that only wait
-for the rest of their batch do not count.
+`donors`, `head_outputs` and `difference_of_means` read each step's values at its real positions, with the labels or at
+the places of that step. Rows that only wait for the rest of their batch do not count.
+
+`input_norms` reads finished runs, for Wanda's score of a weight. For each chosen step of each run, one pass over the
+canvas of the step is made, and for every matrix and input j
+
+    ‖X_j‖₂ = (Σ_p (1 − w_p)² x_pj²)^½,
+
+p over the positions of all these canvases, padding and finished rows left out (Wanda, 2306.11695). w_p is 0, or with
+``without=`` the soft weight of a sink at p (Sink-Aware Pruning, 2602.17664): activations at sinks are scaled down, so
+that weights which only serve them are removed first.
 
 Caveat: a direction between two sets of prompts holds every difference between them, their lengths and wording included.
+If the reference is unlike the prompt under study, its mean is no more typical than a zero. For `input_norms`, hooks of
+the runs are not applied, and the weight of a position is one number for all layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.hooks import names as hook_names
 from sinklens.hooks.names import HookName
 from sinklens.hooks.points import Point
+from sinklens.interventions.ablation import HeadOutputs
 from sinklens.interventions.donors import Donors, labels_now
 from sinklens.interventions.places import Places
+from sinklens.interventions.pruning import InputNorms
 from sinklens.interventions.rules import Rule, as_rule
 from sinklens.interventions.streams import Directions, StreamPoint
+from sinklens.interventions.weights import weight_matrices
 from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs import generate
 from sinklens.runs.caches import chosen_points
-from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, layer_of
+from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, layer_of, whole_numbers
 from sinklens.runs.request import Hooks, hook_list
+from sinklens.runs.result import Generation, require_run
+from sinklens.sinks.detectors import MeanPlusStd
+from sinklens.utils.arguments import Seed, read_as
+from sinklens.utils.integers import as_seed
+
+POOL = 4096  # outputs kept per head for resampling
 
 
 def donors(
@@ -203,3 +224,205 @@ def _counted(run: RunContext, queries: int) -> Bool[Tensor, "batch query"]:
     real[:, : own.start] = False
     assert run.forward_pass.active is not None
     return real & run.forward_pass.active[:, None].to(real.device)
+
+
+def head_outputs(model: Model, prompts: Sequence[str] | Tensor, seed: int = 0, **settings: Any) -> HeadOutputs:
+    """Run `model` on `prompts`, as `sinklens.generate` would, and collect ``hook_z`` of all layers and steps.
+
+    Every pass in which a row is active counts: an autoregressive run with a key/value cache sees each position once, a
+    diffusion run at every step. Passes in which a row only waits for the rest of its batch, because it has ended or has
+    nothing left to decide, do not count.
+
+    Raises:
+        SettingError: a cache policy, under which a run does not compute every position.
+    """
+    if settings.get("cache") is not None:
+        raise SettingError("head_outputs reads exact runs; leave cache= out.")
+    seen = _Collected(model, model.encode(prompts, settings.get("chat_template", False))[1], seed)
+    generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=seen.pairs(), **settings)
+    return HeadOutputs(seen.mean(), seen.pool())
+
+
+class _Collected:
+    """Collects the outputs of every head at each step, from the rows that are active at the step."""
+
+    def __init__(self, model: Model, real: Bool[Tensor, "batch pos"], seed: int) -> None:
+        layers = range(model.cfg.n_layers)
+        self._model, self._real, self._rng = model, real, torch.Generator().manual_seed(as_seed(seed))
+        self._ids: Tensor | None = None
+        self._drawn = torch.zeros(0, dtype=torch.long)
+        self._kept: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        self._total = {layer: torch.zeros(()) for layer in layers}
+        self._count = dict.fromkeys(layers, 0)
+
+    def pairs(self) -> Pairs:
+        """The hooks that collect the outputs."""
+        return [("denoise.hook_canvas", self._begin), *((f"blocks.{at}.attn.hook_z", self._take) for at in self._kept)]
+
+    def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
+        self._ids = value
+
+    def _take(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
+        """Add the outputs of the rows that are active at the step."""
+        assert self._ids is not None
+        assert hook.forward_pass.active is not None
+        by_block = not self._model.causal and not self._model.tree.architecture.encoder  # a canvas has no padding
+        if by_block and value.shape[1] < self._ids.shape[1] and not bool(self._real.all()):
+            raise SettingError(
+                "head_outputs cannot place the padding of a pass over one block; give prompts of one length, or "
+                "use_cache=False."
+            )
+        layer, missing = layer_of(hook), value.shape[1] - self._real.shape[1]
+        mask = torch.nn.functional.pad(self._real, (0, max(0, missing)), value=True)[:, -value.shape[1] :]
+        z = value[mask & hook.forward_pass.active[:, None]].float().cpu()
+        self._total[layer] = self._total[layer] + z.sum(dim=0)
+        self._count[layer] += len(z)
+        if layer == 0:  # the same places in all layers
+            self._drawn = torch.randperm(len(z), generator=self._rng)[: max(1, POOL // 64)]
+        self._kept[layer].append(z[self._drawn])
+
+    def mean(self) -> Float[Tensor, "layer head d_head"]:
+        """The mean over all collected outputs."""
+        return torch.stack([self._total[layer] / self._count[layer] for layer in self._kept])
+
+    def pool(self) -> Float[Tensor, "layer sample head d_head"]:
+        """A sample of the outputs, from the same places in all layers."""
+        pools = [torch.cat(parts) for parts in self._kept.values()]
+        drawn = torch.randperm(len(pools[0]), generator=self._rng)[:POOL]
+        return torch.stack([pool[drawn % len(pool)] for pool in pools])
+
+
+class _Canvas(NamedTuple):
+    """A canvas of the calibration, and how much each of its positions counts."""
+
+    step: StepIds
+    counts: Float[Tensor, "batch pos"]
+
+
+def input_norms(
+    runs: Generation | Sequence[Generation],
+    *,
+    steps: Sequence[int] | None = None,
+    without: MeanPlusStd | None = None,
+    shuffled: Seed | None = None,
+) -> InputNorms:
+    """Collect the norms of the inputs of every weight matrix over the canvases of some steps.
+
+    Args:
+        runs: one or several runs of one model, whose prompts are the calibration set.
+        steps: steps of the runs; negative ones count from the end. Steps that a run did not reach are left out. None
+            means all.
+        without: definition of the sinks that are scaled down by 1 − their strength, averaged over layers and heads;
+            None counts every position fully.
+        shuffled: seed with which the strengths of each row and step are put at random positions instead, as a control;
+            None leaves them in place.
+
+    Raises:
+        SettingError: no run, runs of several models, no step that any run reached, a run without recorded sinks,
+            `shuffled` without `without`, or see `exact_step`.
+    """
+    listed = list(runs) if isinstance(runs, Sequence) else [runs]
+    _check(listed, without, shuffled)
+    model = listed[0].model
+    sums = _Sums(model)
+    generator = None if shuffled is None else torch.Generator().manual_seed(read_as(Seed, "shuffled", shuffled))
+    with torch.no_grad(), sums:
+        for run in listed:
+            for canvas in _canvases(run, steps, without, generator):
+                sums.begin(canvas.counts)
+                model.tree.peek(*canvas.step[:2], [], canvas.step.time)
+    if not sums.positions:
+        longest = max(run.steps_run for run in listed)
+        raise SettingError(f"no run reached any of the steps {steps!r}; the longest has {longest} steps.")
+    return InputNorms({name: total.sqrt().cpu() for name, total in sums.totals.items()}, sums.positions)
+
+
+def _check(runs: list[Generation], without: MeanPlusStd | None, shuffled: int | None) -> None:
+    if not isinstance(without, MeanPlusStd | None):
+        raise SettingError(
+            f"without must be MeanPlusStd(...), whose strength is a share, or None; got {without!r:.80}."
+        )
+    if without is None and shuffled is not None:
+        raise SettingError("shuffled= moves the sinks of without=; pass without=MeanPlusStd(), or leave it out.")
+    if not runs:
+        raise SettingError("input_norms needs at least one run.")
+    for run in runs:
+        require_run(run, "runs")
+        if run.model is not runs[0].model:
+            raise SettingError(
+                f"all runs must be of one loaded model; these are of {runs[0].model.name} and {run.model.name}. Load "
+                f"it once, model = sinklens.load(...), and pass it to every sinklens.generate."
+            )
+        if without is not None and run.sinks is None:
+            raise SettingError("without= reads the recorded sinks of every run; generate with record_sinks=True.")
+
+
+def _canvases(
+    run: Generation, steps: Sequence[int] | None, without: MeanPlusStd | None, generator: torch.Generator | None
+) -> Iterator[_Canvas]:
+    """The canvases of a run's chosen steps."""
+    chosen = range(run.steps_run) if steps is None else whole_numbers("step", steps)
+    strength = None
+    if without is not None:
+        assert run.sinks is not None
+        strength = without.strength(run.sinks).mean(("layer", "head")).fillna(0).to_numpy()
+    for step in sorted({number % run.steps_run for number in chosen if -run.steps_run <= number < run.steps_run}):
+        canvas = exact_step(run, step)
+        real = canvas.attention_mask & run.active[:, [step]].to(canvas.attention_mask.device)
+        counts = real.float()
+        if strength is not None:
+            weight = torch.from_numpy(strength[:, step, : real.shape[1]]).to(counts)
+            counts = counts - counts * (weight if generator is None else _moved(weight, real, generator))
+        yield _Canvas(canvas, counts)
+
+
+def _moved(
+    weight: Float[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"], generator: torch.Generator
+) -> Float[Tensor, "batch pos"]:
+    """The weights of each row at random ones of its real positions."""
+    moved = torch.zeros_like(weight)
+    for row, places in enumerate(real.cpu()):
+        at = places.nonzero()[:, 0]
+        moved[row, at] = weight[row, at[torch.randperm(len(at), generator=generator)]]
+    return moved
+
+
+class _Sums:
+    """Adds up the squared inputs of every matrix in the passes of a block.
+
+    Attributes:
+        totals: name of a matrix -> Σ (1 − w)² x² of each input.
+        positions: Σ (1 − w).
+    """
+
+    def __init__(self, model: Any) -> None:
+        matrices = [found for layer in range(model.cfg.n_layers) for found in weight_matrices(model, layer)]
+        self._names = {found.module: found.name for found in matrices if found.name.endswith(".weight")}
+        self.totals: dict[str, Tensor] = {}
+        self.positions = 0.0
+        self._counts = torch.zeros(0, 0)
+
+    def __enter__(self) -> "_Sums":
+        self._handles = [module.register_forward_pre_hook(self._add) for module in self._names]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, counts: Float[Tensor, "batch pos"]) -> None:
+        """Begin a pass in which position p counts by ``counts[..., p]``."""
+        self._counts = counts
+        self.positions += float(counts.sum())
+
+    def _add(self, module: Any, inputs: tuple[Any, ...]) -> None:
+        """Add the inputs of a module: at positions, at tokens (routers), or of rows (conditioning)."""
+        x = inputs[0].flatten(0, -2).float()
+        counts = self._counts.flatten() if len(x) == self._counts.numel() else self._counts.amax(dim=1)
+        if len(x) != len(counts):
+            raise SettingError(
+                f"{self._names[module]} reads {len(x)} inputs in a pass of {self._counts.numel()} positions, so they "
+                f"cannot be assigned to positions; prune with score='magnitude'."
+            )
+        name = self._names[module]
+        self.totals[name] = self.totals.get(name, 0) + counts.to(x) ** 2 @ x**2

@@ -57,27 +57,19 @@ def step_predictions(run: "Generation") -> xr.Dataset:
             "an autoregressive run predicts only the next token at each step, so it has no predictions of the rest of "
             "its answer; use a diffusion model."
         )
-    batch, steps, length = len(run.canvas), run.steps_run, run.canvas.shape[2]
-    found = {name: np.full((batch, steps, length), np.nan) for name in ("probability", "gap", "entropy")}
-    found = {"token": np.full((batch, steps, length), -1), **found}
-    for row in range(batch):
-        lens = logit_lens(run.model, run, layers=[run.model.cfg.n_layers - 1], row=row, top_k=2).isel(layer=0)
-        columns = lens["column"].to_numpy()
-        best = lens["probability"].to_numpy()
-        values = (lens["token"].to_numpy()[..., 0], best[..., 0], best[..., 0] - best[..., 1], lens["entropy"])
-        for name, value in zip(found, values, strict=True):
-            found[name][row][:, columns] = value
-    axes = ("batch", "step", "pos")
-    data = {name: (axes, values) for name, values in found.items()}
-    data["masked"] = (axes, run.undecided[:, :-1].cpu().numpy() & run.real.cpu().numpy()[:, None])
-    data["token_id"] = (axes, run.canvas[:, :-1].cpu().numpy())
-    per_place = {"final_token": run.tokens.cpu().numpy(), "decided_step": run.unmask_step.cpu().numpy()}
-    answer = np.arange(length) >= run.prompt_length
-    coords = {"step": np.arange(steps)}
-    return xr.Dataset(
-        data | {name: (("batch", "pos"), value) for name, value in per_place.items()} | {"answer": ("pos", answer)},
-        coords,
+    last, length, rows = run.model.cfg.n_layers - 1, run.canvas.shape[2], []
+    for row in range(len(run.canvas)):
+        lens = logit_lens(run.model, run, layers=[last], row=row, top_k=2).isel(layer=0, drop=True)
+        lens = lens[["token", "probability", "entropy"]].assign_coords(pos=lens["column"].to_numpy())
+        rows.append(lens.drop_vars("column").reindex(pos=np.arange(length), fill_value={"token": -1}))
+    both = xr.concat(rows, "batch").drop_vars(["pos", "rank"])
+    found = both.isel(rank=0).assign(gap=both["probability"].isel(rank=0) - both["probability"].isel(rank=1))
+    axes, masked = ("batch", "step", "pos"), run.undecided[:, :-1] & run.real[:, None]
+    found["masked"], found["token_id"] = (axes, masked.cpu().numpy()), (axes, run.canvas[:, :-1].cpu().numpy())
+    found["final_token"], found["decided_step"] = (
+        (("batch", "pos"), ids.cpu().numpy()) for ids in (run.tokens, run.unmask_step)
     )
+    return found.assign(answer=("pos", np.arange(length) >= run.prompt_length)).drop_attrs()
 
 
 def settling_steps(predictions: xr.Dataset) -> Int[xr.DataArray, "batch pos"]:

@@ -89,10 +89,11 @@ def swap(
             ids, columns = canvas.row(row), np.array(canvas.columns(row))
             at = np.flatnonzero(known[ids.ids[0].cpu().numpy()] == SWAPPED[replace])
             at = np.sort(noise.choice(at, min(places, len(at)), replace=False)) if len(at) else at
-            news = [_other(fresh, int(ids.ids[0, place]), noise) for place in at]
-            usable = [place for place, new in enumerate(news) if new is not None]
-            if usable:
-                chosen = [(int(at[place]), int(news[place] or 0)) for place in usable]
+            chosen = []
+            for place in at.tolist():
+                others = fresh[fresh != int(ids.ids[0, place])]
+                chosen += [(place, int(noise.choice(others)))] if len(others) else []
+            if chosen:
                 made = _swapped(run.model, ids, chosen, epsilon)
                 found += [{**one, "row": row, "step": step, "pos": int(columns[int(one["pos"])])} for one in made]
     names = ("row", "step", "pos", "old", "new", "sinks_before", "sinks_after", "score_before", "score_after")
@@ -185,9 +186,3 @@ def _candidates(run: "Generation", kind: Kind, among: Sequence[int] | None) -> I
             f"give ids of that kind (among=)."
         )
     return found
-
-
-def _other(candidates: Int[np.ndarray, " id"], old: int, noise: np.random.Generator) -> int | None:
-    """One of the candidates that is not `old`; None if there is no other."""
-    left = candidates[candidates != old]
-    return int(noise.choice(left)) if len(left) else None

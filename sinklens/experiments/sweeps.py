@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.effect import compare, kept_places
-from sinklens.experiments.metrics import Metric, SweepAxis, Work, named_places
+from sinklens.experiments.metrics import Metric, at_places, kind_of, measured
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.families import settings_for
 from sinklens.interventions.logits import MaskedLogits
@@ -110,40 +110,46 @@ def sweep(
     request = RunRequest(
         prompts, seed, chat_template, cache=cache, record_sinks=False, progress=False, settings=settings
     )
-    places = _places(listed, metric, replay, out, as_policy(cache))
+    _check(listed, metric is not None, replay, out, as_policy(cache))
     work = _Sweep(model, request, replay, None if out is None else Path(out))
     limit = work.rows_within(prompts, memory_gb) if rows is None else read_as(Count, "rows", rows)
     size = min(len(prompts), limit)
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     if metric is not None:
-        shared = Work(work.start, listed, metric, limit)
-        measured = [shared.measure(batch, size * number, replay) for number, batch in enumerate(batches)]
-        return places.shaped(xr.concat(measured, dim="prompt", join="outer"))
+        hooks = list(listed.values())
+        parts = [
+            measured(work.start, hooks, metric, limit, batch, size * number, replay)
+            for number, batch in enumerate(batches)
+        ]
+        return at_places(xr.concat(parts, dim="prompt", join="outer"), list(listed))
     found = work.all_parts(batches, _groups(listed, max(1, limit // size)), progress)
     found = found.sel(intervention=list(listed))
     found = found.assign_coords(intervention=list(listed))  # concatenation can truncate names read from files
     return found.assign_attrs(model=model.name, replay=int(replay))
 
 
-def _places(
-    listed: Mapping[Any, list[Any]], metric: Metric | None, replay: bool, out: Any, policy: Policy | None
-) -> SweepAxis:
-    """The names of the interventions; refuses what replay or a metric cannot be combined with."""
+def _check(listed: Mapping[Any, list[Any]], measures: bool, replay: bool, out: Any, policy: Policy | None) -> None:
+    """Refuse what replay or a metric cannot be combined with, and names that do not go together."""
     longer = [name for name, hooks in listed.items() if _needs_separate_run(hooks)]
     if replay and longer:
         raise SettingError(
             f"{longer[0]} makes the canvas longer, so it cannot be replayed; sweep it with replay=False."
         )
-    if metric is not None and out is not None:
+    if measures and out is not None:
         raise SettingError("metric= does not support out=; save the result, an xarray Dataset, instead.")
-    if metric is not None and policy is not None:
+    if measures and policy is not None:
         raise SettingError(
             "metric= runs single steps, and a step under a cache policy needs the keys of the steps before; drop "
             "cache=."
         )
-    if metric is not None and longer:
+    if measures and longer:
         raise SettingError(f"{longer[0]} makes the canvas longer, so metric= cannot compare it; sweep it without.")
-    return named_places(listed, metric is not None)
+    kinds = {kind_of(name) for name in listed}
+    if kinds != {"text"} and not (measures and len(kinds) == 1 and kinds != {"other"}):
+        raise SettingError(
+            f"interventions must be named by texts or, with metric=, all by (layer, head), all by (layer, head, step) "
+            f"or all by AtPosition(layer, position, step); got {next(iter(listed))!r}."
+        )
 
 
 def _rows(model: Model, prompts: Prompt) -> list[str] | list[list[int]]:
@@ -249,12 +255,16 @@ class _Sweep:
         parts: list[list[xr.Dataset]] = [[] for _ in batches]
         base = None
         for number, group in _shown([(n, group) for n in range(len(batches)) for group in groups], progress):
-            found = self.kept(batches[number], group)
-            if found is None:
-                if base is None or base[0] != number:
-                    base = number, *self.base(batches[number])
-                found = self.keep(batches[number], group, self.run(batches[number], group, *base[1:]))
-            parts[number].append(found)
+            file = self._part(batches[number], group)
+            if file is not None and file.exists():
+                parts[number].append(xr.load_dataset(file, engine="h5netcdf"))
+                continue
+            if base is None or base[0] != number:
+                base = number, *self.base(batches[number])
+            parts[number].append(self.run(batches[number], group, *base[1:]))
+            if file is not None:
+                with atomic_write(file) as part:
+                    part.write_bytes(parts[number][-1].to_netcdf(engine="h5netcdf"))
         batch_results = [xr.concat(found, dim="intervention", join="outer") for found in parts]
         return xr.concat(batch_results, dim="prompt", join="outer")
 
@@ -313,19 +323,6 @@ class _Sweep:
         if self._cache is not None:
             what["cache"] = fingerprint(self._cache)
         return self._out / f"sweep-{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}.nc"
-
-    def kept(self, batch: Any, group: Mapping[str, list[Any]]) -> xr.Dataset | None:
-        """The result of this part from an earlier start, or None."""
-        part = self._part(batch, group)
-        return xr.load_dataset(part, engine="h5netcdf") if part is not None and part.exists() else None
-
-    def keep(self, batch: Any, group: Mapping[str, list[Any]], found: xr.Dataset) -> xr.Dataset:
-        """Save a finished part."""
-        part = self._part(batch, group)
-        if part is not None:
-            with atomic_write(part) as file:
-                file.write_bytes(found.to_netcdf(engine="h5netcdf"))
-        return found
 
 
 def _rows_of(run: Generation, rows: slice) -> Generation:

@@ -224,10 +224,10 @@ class Model(ModuleMethods, SinglePasses):
 
         Args:
             prompt, answer: text or token ids; several prompts need as many answers, several answers may share a prompt.
-            options: those of `sinklens.experiments.nll.likelihood`: ``hooks``, ``mc_num``, ``batch``, ``exact``, …
+            options: those of `sinklens.experiments.likelihood`: ``hooks``, ``mc_num``, ``batch``, ``exact``, …
 
         Returns:
-            A `sinklens.experiments.nll.Likelihood`, or one for each of several answers.
+            A `sinklens.experiments.Likelihood`, or one for each of several answers.
         """
         return _found(LIKELIHOOD)(self, prompt, answer, **options)
 

@@ -17,7 +17,9 @@ from sinklens.evaluation.choices import (
     word_problem_choices,
 )
 from sinklens.evaluation.conditions import UNMASKED, Condition, masking, under_caches
-from sinklens.experiments.nll import DrawRule, Likelihood, LikelihoodRequest, difference, likelihood
+from sinklens.experiments import Likelihood, likelihood, likelihood_difference
+from sinklens.experiments.nll.draws import DrawRule
+from sinklens.experiments.nll.estimate import LikelihoodRequest
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.tasks.word_problems import held_out, read_answer
 
@@ -71,8 +73,8 @@ def test_every_condition_has_the_same_draws_and_masks_sinks_of_the_pass_itself(t
     plain, masked, control = answer_questions(
         tiny_llada, SHORT, masking([1], ["random"]), LikelihoodRequest(rule=RULE), False
     )
-    difference(plain.of_right, masked.of_right)  # refuses other draws
-    difference(control.of_right, masked.of_right)
+    likelihood_difference(plain.of_right, masked.of_right)  # refuses other draws
+    likelihood_difference(control.of_right, masked.of_right)
     for hooks, result in (((), plain), (MaskSinks(top_k=1, same_step=True), masked)):
         wanted = likelihood(tiny_llada, SHORT[0].prompt, list(SHORT[0].choices), mc_num=4, batch=2, hooks=hooks)
         assert [one.value for one in result.likelihoods[0]] == pytest.approx([one.value for one in wanted], rel=1e-5)

@@ -7,7 +7,10 @@ import pytest
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
-from sinklens.experiments.nll import DrawRule, LikelihoodRequest, PromptAnswer, likelihood, likelihoods
+from sinklens.experiments import likelihood
+from sinklens.experiments.nll.draws import DrawRule
+from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
+from sinklens.experiments.nll.pairs import PromptAnswer
 from sinklens.interventions import MaskSinks
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")

@@ -145,9 +145,9 @@ def test_scores_over_steps_and_positions_sum_to_those_of_one_pass(tiny_llada):
     cases = circuit_cases(run, {" 6": " 7"}, steps=[1, -1])
     assert [case.step for case in cases] == [1, 3]
     for case in cases:
-        changed = (case.clean != case.corrupted).nonzero()
+        changed = (case.pair.clean != case.pair.corrupted).nonzero()
         assert len(changed) == 1
-        assert torch.equal(case.clean, run.canvas[:, case.step])
+        assert torch.equal(case.pair.clean, run.canvas[:, case.step])
     by_position, total = edge_scores(cases, by_position=True), edge_scores(cases)
     np.testing.assert_allclose(by_position.sum("pos", skipna=False), total, atol=1e-5)
     assert by_position.sizes["pos"] == run.canvas.shape[2]
@@ -211,14 +211,14 @@ def test_controls_have_the_size_and_the_degrees_of_the_circuit():
 def test_a_circuit_is_read_as_it_was_saved(tmp_path):
     scores = xr.concat([small(), -2 * small()], "step").assign_coords(step=[3, 5])
     circuit = Circuit.strongest(scores, count=4)
-    circuit.save(tmp_path / "circuit.json")
-    read = Circuit.load(tmp_path / "circuit.json")
+    circuit.save(tmp_path / "circuit.nc")
+    read = Circuit.load(tmp_path / "circuit.nc")
     assert read.edges == circuit.edges
     xr.testing.assert_equal(read.scores, circuit.scores)
-    written = json.loads((tmp_path / "circuit.json").read_text())
-    assert written["edges"][0] == {"sender": "embed", "receiver": "L0H0.q", "score": -10.0, "step": 5, "pos": None}
+    assert read.edges[0] == ("embed", "L0H0.q", -10.0, 5, None)
     (tmp_path / "other.json").write_text("{}")
-    for name in ("other.json", "missing.json"):
+    scores.to_dataset(name="scores").to_netcdf(tmp_path / "scores.nc", engine="h5netcdf")
+    for name in ("other.json", "missing.nc", "scores.nc"):
         with pytest.raises(CheckpointError, match="holds no circuit"):
             Circuit.load(tmp_path / name)
 

@@ -6,7 +6,7 @@ import torch
 import sinklens
 from sinklens.errors import PromptError, SettingError
 from sinklens.experiments import corrupted
-from sinklens.experiments.corruption import again
+from sinklens.experiments.reruns import again
 from sinklens.interventions import ForceTokens
 from sinklens.sampling import DualCache
 

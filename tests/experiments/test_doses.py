@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from sinklens.errors import SettingError
-from sinklens.experiments import dose_response
-from sinklens.experiments.nll import likelihood
+from sinklens.experiments import dose_response, likelihood
 from sinklens.interventions import AtNoise, Steer
 
 TOKEN, PROMPTS, ANSWERS = 13, [[5, 9], [7, 31, 8]], [[20, 31, 7], [40, 9]]

@@ -8,7 +8,7 @@ from path_oracle import brute_force
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import agreement, edge_attribution, path_patching_effects, strongest_edges
+from sinklens.experiments import Circuit, agreement, edge_attribution, path_patching_effects
 from sinklens.interventions import PathPatch
 
 EDGES = [
@@ -105,10 +105,10 @@ def test_a_budget_below_one_edge_is_refused():
 
 def test_strongest_edges_are_sorted_by_size():
     found = edge_attribution(shared_model(), *neighbours(), bent)
-    edges = strongest_edges(found, 5)
+    edges = Circuit.strongest(found, count=5).edges
     sizes = np.sort(np.abs(found["effect"].values[~np.isnan(found["effect"].values)]))[::-1]
-    assert [abs(edge.effect) for edge in edges] == pytest.approx(sizes[:5])
-    assert found["effect"].sel(sender=edges[0].sender, receiver=edges[0].receiver).item() == edges[0].effect
+    assert [abs(edge.score) for edge in edges] == pytest.approx(sizes[:5])
+    assert found["effect"].sel(sender=edges[0].sender, receiver=edges[0].receiver).item() == edges[0].score
 
 
 @pytest.mark.extended

@@ -8,7 +8,8 @@ import torch
 
 import sinklens
 from sinklens.errors import PromptError
-from sinklens.experiments import holes, span_likelihood
+from sinklens.experiments import holes, likelihood
+from sinklens.interventions import Suffix
 
 PARTS = ["w7 w12", 2, "w33 w5", 3, "w8"]
 
@@ -54,17 +55,17 @@ def test_the_likelihood_of_a_span_is_the_sum_over_all_its_masks(worded):
             with torch.no_grad():
                 logs = model(ids)[0].log_softmax(-1)
             total += sum(float(logs[2 + place, span[place]]) for place in places) / (count * comb(3, count))
-    found = span_likelihood(model, before, span, after, exact=True)
+    found = likelihood(model, before, span, hooks=Suffix(text=after), exact=True)
     assert found.value == pytest.approx(total, abs=1e-4)
     assert found.kind == "bound"
-    other = span_likelihood(model, before, span, [40, 41], exact=True)
+    other = likelihood(model, before, span, hooks=Suffix(text=[40, 41]), exact=True)
     assert abs(other.value - found.value) > 1e-3  # the text after it counts
 
 
 def test_hooks_act_in_the_likelihood_of_a_span(worded):
     model = worded()
     hook = ("denoise.hook_logits", lambda logits, hook: logits + 50 * (torch.arange(logits.shape[-1]) == 13))
-    found = span_likelihood(model, [5, 9], [13], [31, 8], exact=True, hooks=[hook])
+    found = likelihood(model, [5, 9], [13], exact=True, hooks=[hook, Suffix(text=[31, 8])])
     assert found.value == pytest.approx(0.0, abs=1e-3)
 
 

@@ -18,13 +18,12 @@ from sinklens.experiments import (
     jump_undone,
     logit_lens,
     patching_effects,
-    path_across_steps,
     path_patching_effects,
     read_attribution,
     train_tuned_lens,
     write_attribution,
 )
-from sinklens.interventions import Activations, PathPatch
+from sinklens.interventions import PathPatch
 
 FOLDERS = ("mdlm", "duo", "gidd")  # three blocks each
 TIME = torch.tensor([0.3, 0.8])
@@ -380,18 +379,6 @@ def test_slices_norms_and_projections_of_a_gated_cache_agree(pair):
     close(cache.logit_attrs(whole, 5, batch_slice=1), cache.logit_attrs(whole, 5)[:, 1])
     with pytest.raises(SettingError, match=r"use sinklens\.experiments\.logit_lens on a run"):
         cache.logit_lens()
-
-
-def test_a_path_across_steps_carries_the_change_of_the_canvas(conformance):
-    model, _ = _loaded(conformance / "duo")
-    settings = {"gen_length": 6, "steps": 5, "seed": 2}
-    base = sinklens.generate(model, [[5, 9, 13]], **settings)
-    kept = Activations(names=["blocks.0.attn.hook_z"])
-    sinklens.generate(model, [[40, 9, 13]], replay=base, hooks=kept, **settings)
-    names = {"sender": [f"L0H{n}" for n in range(4)], "receiver": "L2H0.q", "source": kept.caches}
-    found = path_across_steps(base, **names, step=0, receiver_step=2)
-    assert bool(found.changed.any())
-    assert found.canvas.shape == base.canvas[:, 0].shape
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from watching import PADDED, short
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments.nll import likelihood
+from sinklens.experiments import likelihood
 from sinklens.interventions import Activations, AtNoise, Steer
 
 POINT = "blocks.1.hook_resid_pre"

@@ -9,8 +9,7 @@ from building import plain_pass
 
 import sinklens
 from sinklens.errors import ReadOnlyHookError, SettingError
-from sinklens.experiments.captured import head_outputs
-from sinklens.experiments.lens import LogitLens
+from sinklens.experiments import LogitLens, head_outputs
 from sinklens.families import SAMPLERS, register
 from sinklens.interventions import AblateHeads, AblateValues, Activations, MaskSinks, PatchHooks
 from sinklens.sampling import (

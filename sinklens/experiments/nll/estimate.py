@@ -17,9 +17,9 @@ from sinklens.experiments.nll.autoregressive import score_exactly, score_forced
 from sinklens.experiments.nll.batches import Batches
 from sinklens.experiments.nll.diffusion import bounds
 from sinklens.experiments.nll.draws import DrawRule, Masking
-from sinklens.experiments.nll.families import noise_of
 from sinklens.experiments.nll.greedy import writes
 from sinklens.experiments.nll.hooked_pass import HookedPass, refuse_earlier
+from sinklens.experiments.nll.noise import noise_of
 from sinklens.experiments.nll.pairs import PromptAnswer, is_several, pairs_of
 from sinklens.experiments.nll.result import Likelihood
 from sinklens.model import Model

@@ -9,32 +9,17 @@ likelihood differs from model to model.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import xarray as xr
 from jaxtyping import Float, Int
 
 from sinklens.errors import SettingError
+from sinklens.utils.estimates import Estimate
 
 ValueKind = Literal["likelihood", "bound", "estimate"]
-
-
-@dataclass(frozen=True)
-class LossCurve:
-    """The loss by the share of answer tokens that is masked.
-
-    Attributes:
-        shares: mean share in each bin, ascending, in (0, 1].
-        losses: mean of −log p per masked token.
-        standard_errors: of `losses`; 0 if all masks were enumerated, NaN from a single draw.
-        draws: number of draws, or masks, in each bin.
-    """
-
-    shares: Float[np.ndarray, " bin"]
-    losses: Float[np.ndarray, " bin"]
-    standard_errors: Float[np.ndarray, " bin"]
-    draws: Int[np.ndarray, " bin"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,9 +61,9 @@ class Likelihood:
         batch: int = 1,
     ) -> "Likelihood":
         """The result of these losses."""
-        parts = -np.where(np.isnan(losses), 0.0, losses * weights)
-        error = float(_between_batches(parts.sum(axis=1), batch)) if kind == "estimate" else 0.0
-        return cls(float(parts.sum()), error, kind, tuple(tokens), losses, shares, weights, blocks, batch)
+        found = cls(math.nan, 0.0, kind, tuple(tokens), losses, shares, weights, blocks, batch)
+        error = float(found.error_of(found.draws)) if kind == "estimate" else 0.0
+        return replace(found, value=float(found.parts.sum()), standard_error=error)
 
     def __repr__(self) -> str:
         """Value, standard error and what they rest on, on one line: the arrays are long."""
@@ -87,54 +72,69 @@ class Likelihood:
         return f"Likelihood({self.value:.3f}{error} nats, {self.kind}, {len(self.tokens)} tokens{drawn})"
 
     @property
+    def parts(self) -> Float[np.ndarray, "draw pos"]:
+        """The part of `value` that each token contributes in each draw."""
+        return -np.where(np.isnan(self.losses), 0.0, self.losses * self.weights)
+
+    @property
     def draws(self) -> Float[np.ndarray, " draw"]:
         """The part of `value` that each draw contributes."""
-        return -np.where(np.isnan(self.losses), 0.0, self.losses * self.weights).sum(axis=1)
+        return self.parts.sum(axis=1)
 
     @property
     def positions(self) -> Float[np.ndarray, " pos"]:
         """The part of `value` that each token contributes."""
-        return -np.where(np.isnan(self.losses), 0.0, self.losses * self.weights).sum(axis=0)
+        return self.parts.sum(axis=0)
 
     @property
     def position_errors(self) -> Float[np.ndarray, " pos"]:
         """Standard errors of `positions`."""
-        if self.kind != "estimate":
-            return np.zeros(len(self.tokens))
-        return _between_batches(-np.where(np.isnan(self.losses), 0.0, self.losses * self.weights), self.batch)
+        return self.error_of(self.parts) if self.kind == "estimate" else np.zeros(len(self.tokens))
+
+    def error_of(self, parts: Float[np.ndarray, "draw *rest"]) -> Float[np.ndarray, "*rest"]:
+        """Standard error of the sum of `parts` over the draws, from the spread between independent batches of draws."""
+        batches = parts.reshape(-1, self.batch, *parts.shape[1:]).sum(axis=1)
+        return np.asarray(_standard_error(batches) * len(batches))
 
     @property
     def perplexity(self) -> float:
         """exp(−`value` / number of tokens); an upper bound if `value` is a lower one."""
         return math.exp(-self.value / len(self.tokens))
 
-    def curve(self, bins: int = 10) -> LossCurve:
-        """The loss by share masked, in at most `bins` bins of equal width; fewer distinct shares get a bin each.
 
-        Raises:
-            SettingError: an autoregressive model, which masks nothing.
-        """
-        return curve([self], bins)
+def loss_curve(likelihoods: Sequence[Likelihood] | Likelihood, bins: int = 10) -> xr.Dataset:
+    """The loss by the share of answer tokens that is masked, over one or several answers.
 
+    Args:
+        likelihoods: of masked diffusion models.
+        bins: most bins, of equal width; fewer distinct shares get a bin each.
 
-def curve(likelihoods: Sequence[Likelihood], bins: int = 10) -> LossCurve:
-    """The loss by share masked over several answers; see `Likelihood.curve`."""
-    if bins < 1 or not likelihoods or any(one.kind == "likelihood" for one in likelihoods):
+    Returns:
+        Along ``bin``: ``shares``, the mean share in each bin, ascending, in (0, 1]; ``losses``, mean of −log p per
+        masked token; ``standard_errors`` of these, 0 if all masks were enumerated, NaN from a single draw; and
+        ``draws``, the number of draws, or masks.
+
+    Raises:
+        SettingError: an autoregressive model, which masks nothing.
+    """
+    listed = [likelihoods] if isinstance(likelihoods, Likelihood) else list(likelihoods)
+    if bins < 1 or not listed or any(one.kind == "likelihood" for one in listed):
         raise SettingError(
-            f"a curve needs likelihoods of masked diffusion models and at least one bin; got {len(likelihoods)} and "
+            f"a curve needs likelihoods of masked diffusion models and at least one bin; got {len(listed)} and "
             f"{bins} bins. An autoregressive model masks nothing; see its positions."
         )
-    points = np.concatenate([_points(one) for one in likelihoods])
+    points = np.concatenate([_points(one) for one in listed])
     distinct = np.unique(points[:, 0])
     place = np.ceil(points[:, 0] * bins - 1e-9) if len(distinct) > bins else np.searchsorted(distinct, points[:, 0])
     groups = [points[place == number] for number in np.unique(place)]
-    enumerated = all(one.kind == "bound" for one in likelihoods) and len(likelihoods) == 1
-    return LossCurve(
-        np.array([group[:, 0].mean() for group in groups]),
-        np.array([group[:, 1].mean() for group in groups]),
-        np.array([0.0 if enumerated else float(_standard_error(group[:, 1])) for group in groups]),
-        np.array([len(group) for group in groups]),
-    )
+    enumerated = all(one.kind == "bound" for one in listed) and len(listed) == 1
+    found = {
+        "shares": [group[:, 0].mean() for group in groups],
+        "losses": [group[:, 1].mean() for group in groups],
+        "standard_errors": [0.0 if enumerated else float(_standard_error(group[:, 1])) for group in groups],
+        "draws": [len(group) for group in groups],
+    }
+    return xr.Dataset({name: ("bin", values) for name, values in found.items()})
 
 
 def _points(one: Likelihood) -> Float[np.ndarray, "point 2"]:
@@ -149,23 +149,18 @@ def _points(one: Likelihood) -> Float[np.ndarray, "point 2"]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Estimate):
     """How much likelihood a change costs or gains, from pairs with the same mask draws.
 
+    The mean over the answers of changed − base, in nats, with limits by Student's t; `n` is the number of answers.
+
     Attributes:
-        value: mean over the answers of changed − base, in nats.
-        standard_error: of `value` over the answers; of one answer, over its batches of draws.
+        standard_error: of the mean over the answers; of one answer, over its batches of draws.
         independent: what `standard_error` would be if the two had been estimated with independent draws.
-        low, high: 95 % interval of `value`, by Student's t.
-        samples: number of answers.
     """
 
-    value: float
-    standard_error: float
-    independent: float
-    low: float
-    high: float
-    samples: int
+    standard_error: float = math.nan
+    independent: float = math.nan
 
     @property
     def narrowing(self) -> float:
@@ -173,7 +168,9 @@ class Difference:
         return self.standard_error / self.independent if self.independent else 1.0
 
 
-def difference(base: Sequence[Likelihood] | Likelihood, changed: Sequence[Likelihood] | Likelihood) -> Difference:
+def likelihood_difference(
+    base: Sequence[Likelihood] | Likelihood, changed: Sequence[Likelihood] | Likelihood
+) -> Difference:
     """Compare two conditions on the same answers, in the same order.
 
     Raises:
@@ -185,17 +182,17 @@ def difference(base: Sequence[Likelihood] | Likelihood, changed: Sequence[Likeli
     _check_paired(first, second)
     pairs = list(zip(first, second, strict=True))
     gaps = np.array([two.value - one.value for one, two in pairs])
-    shared = np.array([_paired_error(one, two) for one, two in pairs])
+    shared = np.array(
+        [one.error_of(two.draws - one.draws) if one.kind == "estimate" else 0.0 for one, two in pairs], dtype=float
+    )
     apart = np.array([math.hypot(one.standard_error, two.standard_error) for one, two in pairs])
+    error, independent = float(shared[0]), float(apart[0])
+    freedom = max(1, len(first[0].losses) // first[0].batch - 1)
     if len(first) > 1:
         error, freedom = float(_standard_error(gaps)), len(first) - 1
         independent = math.sqrt(max(0.0, error**2 + float((apart**2 - shared**2).sum()) / len(first) ** 2))
-    else:
-        error, independent = float(shared[0]), float(apart[0])
-        freedom = max(1, len(first[0].losses) // first[0].batch - 1)
-    reach = float(t.ppf(0.975, freedom)) * error
-    value = float(gaps.mean())
-    return Difference(value, error, independent, value - reach, value + reach, len(first))
+    value, reach = float(gaps.mean()), float(t.ppf(0.975, freedom)) * error
+    return Difference(value, value - reach, value + reach, len(first), standard_error=error, independent=independent)
 
 
 def _check_paired(first: Sequence[Likelihood], second: Sequence[Likelihood]) -> None:
@@ -204,28 +201,12 @@ def _check_paired(first: Sequence[Likelihood], second: Sequence[Likelihood]) -> 
             f"paired likelihoods need the same answers, at least one; got {len(first)} and {len(second)}."
         )
     for number, (one, two) in enumerate(zip(first, second, strict=True)):
-        same = one.tokens == two.tokens and _draws_of(one) == _draws_of(two)
-        if not same:
+        drawn = np.array_equal(np.isnan(one.losses), np.isnan(two.losses)) and np.array_equal(one.shares, two.shares)
+        if one.tokens != two.tokens or not drawn:
             raise SettingError(
                 f"answer {number} has other {'tokens' if one.tokens != two.tokens else 'mask draws'} in the two "
                 f"conditions, so they cannot be paired; give the same answers, seed, mc_num, batch and masking."
             )
-
-
-def _draws_of(one: Likelihood) -> tuple[bytes, ...]:
-    """What distinguishes the draws of an answer: which tokens have a loss, and the shares of noise."""
-    return np.isnan(one.losses).tobytes(), one.shares.tobytes()
-
-
-def _paired_error(one: Likelihood, two: Likelihood) -> float:
-    """Standard error, over the draws, of the difference of one answer's two estimates."""
-    return float(_between_batches(two.draws - one.draws, one.batch)) if one.kind == "estimate" else 0.0
-
-
-def _between_batches(parts: Float[np.ndarray, "draw *rest"], batch: int) -> Float[np.ndarray, "*rest"]:
-    """Standard error of the sum of `parts`, from the spread between independent batches of draws."""
-    batches = parts.reshape(-1, batch, *parts.shape[1:]).sum(axis=1)
-    return np.asarray(_standard_error(batches) * len(batches))
 
 
 def _standard_error(values: Float[np.ndarray, "sample *rest"]) -> Float[np.ndarray, "*rest"]:

@@ -7,7 +7,9 @@ from building import random_model
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
-from sinklens.experiments.nll import LikelihoodRequest, PromptAnswer, likelihood, likelihoods
+from sinklens.experiments import likelihood
+from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
+from sinklens.experiments.nll.pairs import PromptAnswer
 from sinklens.hooks.tree import HookTree
 from sinklens.interventions import AblateHeads, MaskSinks
 

@@ -9,8 +9,10 @@ from likelihood_oracle import LladaScript, all_masks
 
 import sinklens
 from sinklens.errors import DeviceMemoryError, PromptError, SettingError
-from sinklens.experiments.nll import DrawRule, LikelihoodRequest, PromptAnswer, difference, likelihood, likelihoods
-from sinklens.experiments.nll.draws import generator_of
+from sinklens.experiments import likelihood, likelihood_difference, loss_curve
+from sinklens.experiments.nll.draws import DrawRule, generator_of
+from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
+from sinklens.experiments.nll.pairs import PromptAnswer
 from sinklens.hooks.tree import HookTree
 
 PROMPT, ANSWER = [5, 9, 3], [7, 11, 2, 8, 4]
@@ -108,14 +110,14 @@ def test_a_block_causal_estimate_is_unbiased(family_model):
 def test_per_token_parts_and_the_curve_are_those_of_the_masks(llada):
     found = likelihood(llada, PROMPT, ANSWER, exact=True)
     assert found.positions.sum() == pytest.approx(found.value)
-    every = found.curve()
+    every = loss_curve(found)
     np.testing.assert_allclose(every.shares, [0.2, 0.4, 0.6, 0.8, 1.0])
     assert every.draws.tolist() == [5, 10, 10, 5, 1]
     assert every.losses.sum() == pytest.approx(-found.value), "the mean over the number of masked tokens, times L"
     alone = raw(llada)(torch.tensor([PROMPT + [llada.mask_token_id] * 5]))[0, 3:].log_softmax(-1)
     assert every.losses[-1] == pytest.approx(-float(alone[range(5), ANSWER].mean()), rel=1e-5)
     drawn = likelihood(llada, PROMPT, ANSWER, mc_num=4096, batch=256)
-    assert (np.abs(drawn.curve().losses - every.losses) < 4 * drawn.curve().standard_errors + 1e-6).all()
+    assert (np.abs(loss_curve(drawn).losses - every.losses) < 4 * loss_curve(drawn).standard_errors + 1e-6).all()
     assert (np.abs(drawn.positions - found.positions) < 4 * drawn.position_errors).all()
     assert drawn.position_errors.max() < 0.05 * abs(found.positions).mean()
 
@@ -213,7 +215,7 @@ def test_answers_of_equal_length_and_all_seeds_of_a_condition_share_their_masks(
     one, two = likelihood(llada, PROMPT, [ANSWER, ANSWER[::-1]], mc_num=32)
     np.testing.assert_array_equal(np.isnan(one.losses), np.isnan(two.losses))
     with pytest.raises(SettingError, match=r"answer 0 has other mask draws"):
-        difference(one, likelihood(llada, PROMPT, ANSWER, mc_num=32, seed=1))
+        likelihood_difference(one, likelihood(llada, PROMPT, ANSWER, mc_num=32, seed=1))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from likelihood_oracle import LladaScript, all_masks
 
 import sinklens
 from sinklens.errors import HookFunctionError, HookNameError, SettingError
-from sinklens.experiments.nll import difference, likelihood
+from sinklens.experiments import likelihood, likelihood_difference
 from sinklens.experiments.nll.draws import generator_of
 from sinklens.interventions import (
     AblateHeads,
@@ -181,7 +181,7 @@ def test_controls_do_not_depend_on_the_batch_and_share_the_masks(llada, pick):
     first, second = (likelihood(llada, PROMPT, ANSWER, mc_num=32, hooks=hooks, rows=rows) for rows in (None, 3))
     np.testing.assert_allclose(first.losses, second.losses, rtol=1e-4)
     treated = likelihood(llada, PROMPT, ANSWER, mc_num=32, hooks=MaskSinks(top_k=1, same_step=True))
-    assert difference(first, treated).samples == 1
+    assert likelihood_difference(first, treated).n == 1
     assert abs(first.value - treated.value) > 1e-3
 
 
@@ -192,7 +192,7 @@ def test_shared_draws_narrow_the_interval_of_a_difference(llada):
     changed = [likelihood(llada, PROMPT, ANSWER, seed=seed, hooks=hooks, **options) for seed in range(40)]
     gaps = np.array([two.value - one.value for one, two in zip(base, changed, strict=False)])
     apart = np.array([two.value - one.value for one, two in zip(base[40:], changed, strict=True)])
-    reported = [difference(one, two) for one, two in zip(base, changed, strict=False)]
+    reported = [likelihood_difference(one, two) for one, two in zip(base, changed, strict=False)]
     shared, independent = (
         np.sqrt(np.mean([getattr(one, name) ** 2 for one in reported])) for name in ("standard_error", "independent")
     )

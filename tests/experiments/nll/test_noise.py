@@ -10,9 +10,11 @@ from building import random_dit
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments.nll import DrawRule, LikelihoodRequest, PromptAnswer, difference, likelihood, likelihoods
-from sinklens.experiments.nll.families import noise_of
-from sinklens.experiments.nll.noise import CountedTokens
+from sinklens.experiments import likelihood, likelihood_difference
+from sinklens.experiments.nll.draws import DrawRule
+from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
+from sinklens.experiments.nll.noise import CountedTokens, noise_of
+from sinklens.experiments.nll.pairs import PromptAnswer
 from sinklens.interventions import MaskSinks
 
 V = 5
@@ -267,7 +269,7 @@ def test_interventions_act_in_the_pass_at_its_noise_level(model_of, name):
     assert plain.value == again.value
     hidden = likelihood(model, [2, 1], [3, 0, 1], mc_num=8, batch=4, hooks=MaskSinks(top_k=1, same_step=True))
     assert hidden.value != plain.value
-    assert difference(plain, hidden).samples == 1
+    assert likelihood_difference(plain, hidden).n == 1
     if model.config.time_conditioning:
         keep = ("hook_time", lambda value, hook: seen.extend(value.flatten().tolist()))
         likelihood(model, [2, 1], [3, 0], mc_num=8, batch=4, hooks=[keep])
@@ -279,7 +281,7 @@ def test_random_tokens_are_paired_by_their_draws(model_of):
     model = model_of("duo")
     one, other = (likelihood(model, [2], [3, 0], mc_num=8, batch=4, seed=seed) for seed in (0, 1))
     with pytest.raises(SettingError, match=r"answer 0 has other mask draws"):
-        difference(one, other)
+        likelihood_difference(one, other)
 
 
 @pytest.mark.parametrize(

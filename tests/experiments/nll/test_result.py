@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sinklens.errors import SettingError
-from sinklens.experiments.nll import Likelihood, curve, difference
+from sinklens.experiments import Likelihood, likelihood_difference, loss_curve
 
 
 def planted(losses, shares, kind="estimate", batch=1, blocks=None):
@@ -49,21 +49,21 @@ def test_standard_errors_are_those_of_repeated_estimates():
 
 def test_the_curve_is_the_mean_loss_by_share():
     one = planted([[1.0, None], [None, 3.0], [2.0, 6.0]], [0.5, 0.5, 1.0])
-    found = one.curve()
+    found = loss_curve(one)
     np.testing.assert_allclose(found.shares, [0.5, 1.0])
     np.testing.assert_allclose(found.losses, [2.0, 4.0])
     np.testing.assert_allclose(found.standard_errors, [1.0, np.nan])
     assert found.draws.tolist() == [2, 1]
-    binned = one.curve(bins=1)
+    binned = loss_curve(one, bins=1)
     assert binned.draws.tolist() == [3]
     np.testing.assert_allclose(binned.losses, [8 / 3])
-    both = curve([one, planted([[5.0, 5.0]], [1.0])])
+    both = loss_curve([one, planted([[5.0, 5.0]], [1.0])])
     np.testing.assert_allclose(both.losses, [2.0, 4.5])
 
 
 def test_the_blocks_of_a_draw_are_separate_points_of_the_curve():
     one = planted([[1.0, 2.0, None], [3.0, None, 4.0]], [[1.0, 0.5, 0.5], [1.0, 0.5, 0.5]], blocks=[0, 1, 1])
-    found = one.curve()
+    found = loss_curve(one)
     np.testing.assert_allclose(found.losses, [3.0, 2.0])
     assert found.draws.tolist() == [2, 2]
 
@@ -72,7 +72,7 @@ def test_a_difference_of_one_answer_is_paired_by_its_draws():
     rng = np.random.default_rng(1)
     base = random_estimate(rng)
     shifted = planted((base.losses + 0.25).tolist(), np.full(32, 0.5), batch=8)
-    found = difference(base, shifted)
+    found = likelihood_difference(base, shifted)
     per_batch = (shifted.draws - base.draws).reshape(4, 8).sum(1) * 4
     assert found.value == pytest.approx(per_batch.mean())
     assert found.standard_error == pytest.approx(per_batch.std(ddof=1) / 2)
@@ -87,7 +87,7 @@ def test_intervals_of_differences_over_answers_cover_the_truth():
         masks = [rng.random((8, 4)) < 0.5 for _ in range(10)]
         base = [random_estimate(rng, 8, 4, common=mask) for mask in masks]
         changed = [random_estimate(rng, 8, 4, offset=0.5, common=mask) for mask in masks]
-        found = difference(base, changed)
+        found = likelihood_difference(base, changed)
         covered += found.low <= -2.0 <= found.high  # 0.5 nats at 2 of 4 positions, divided by the share 0.5
     assert 0.91 < covered / 300 < 0.99
 
@@ -95,13 +95,13 @@ def test_intervals_of_differences_over_answers_cover_the_truth():
 def test_other_answers_or_other_masks_cannot_be_paired():
     one, other = planted([[1.0, None]], [0.5]), planted([[None, 1.0]], [0.5])
     with pytest.raises(SettingError, match=r"answer 0 has other mask draws in the two conditions"):
-        difference(one, other)
+        likelihood_difference(one, other)
     with pytest.raises(SettingError, match=r"answer 0 has other tokens"):
-        difference(one, planted([[1.0, None, 2.0]], [0.5]))
+        likelihood_difference(one, planted([[1.0, None, 2.0]], [0.5]))
     with pytest.raises(SettingError, match=r"need the same answers, at least one; got 0 and 0"):
-        difference([], [])
+        likelihood_difference([], [])
     with pytest.raises(SettingError, match=r"An autoregressive model masks nothing"):
-        planted([[1.0]], [1.0], "likelihood").curve()
+        loss_curve(planted([[1.0]], [1.0], "likelihood"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,556 @@
+"""Circuits: sets of edges between components, found, run alone, measured and compared.
+
+A `Circuit` is a choice of edges out of all that the model has, the same at every step and position, or chosen by step,
+by position (the column at which the receiver reads), or both. Its *share* is kept edges / all edges.
+
+A *case* is one denoising step under replay: a canvas, the same canvas with a corrupted prompt, and a metric m of the
+step's logits. A circuit C is run on the clean canvas with every other edge taken from the corrupted pass
+(`KeepEdges`). With m(all) the metric of the clean pass and m(none) that of the corrupted one,
+
+    faithfulness(C) = (m(C) − m(none)) / (m(all) − m(none))          1: the circuit does what the model does
+    completeness(C) = 1 − faithfulness(all edges but C)              1: without the circuit nothing is left
+
+(Wang et al., 2211.00593; Marks et al., 2403.19647; Hanna et al., 2403.17806). Over several cases, numerator and
+denominator are summed. Both may leave the range 0 to 1: an edge can work against the metric.
+
+`edge_scores` estimates what removing each edge would do, for all edges and steps; `circuit_curves` compares the
+strongest edges with as many random ones and with random ones of the same degrees; `greedy_circuit` removes edges one by
+one, measuring each removal exactly (Conmy et al., 2304.14997).
+
+Pitfall: an edge says that a receiver reads what a sender writes, not what is written. A faithful circuit need not be
+complete, since other edges may do the same; report both. A circuit found and measured on one example fits that example;
+measure it on other cases.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinklens.errors import CheckpointError, SettingError
+from sinklens.experiments.attribution import LogitMetric, Pair, metric_value
+from sinklens.experiments.circuit_pictures import CircuitEdge, dot, graph, save_graph
+from sinklens.experiments.edges import edge_effects
+from sinklens.experiments.reruns import replaced_prompts
+from sinklens.experiments.step_ids import exact_step
+from sinklens.hooks.modulation import Time
+from sinklens.interventions.circuits import KeepEdges, senders_of
+from sinklens.model.prompts import Prompt
+from sinklens.runs.intervention import within
+from sinklens.runs.result import require_run
+from sinklens.utils.atomic import atomic_write
+
+if TYPE_CHECKING:
+    from sinklens.model import Model
+    from sinklens.runs.result import Generation
+
+AXES = ("step", "sender", "receiver", "pos")
+FORMAT = "sinklens circuit 2"
+KINDS = ("circuit", "random", "degree")
+
+
+class Overlap(NamedTuple):
+    """Edges that two circuits share.
+
+    Attributes:
+        shared: number of edges in both.
+        jaccard: shared / edges in either; NaN if both are empty.
+        expected: the shared number of two random circuits of these sizes, |A| |B| / all edges.
+    """
+
+    shared: int
+    jaccard: float
+    expected: float
+
+
+@dataclass(frozen=True, eq=False)
+class Circuit:
+    """A set of edges; `Circuit.strongest` makes one from scores.
+
+    Attributes:
+        kept: True at the edges of the circuit, over ``sender`` and ``receiver``, and perhaps ``step`` and ``pos``.
+        scores: a score for each edge of the model, over the same axes; NaN where there is no such path.
+    """
+
+    kept: xr.DataArray
+    scores: xr.DataArray
+
+    def __post_init__(self) -> None:
+        if self.kept.dims != self.scores.dims or self.kept.shape != self.scores.shape:
+            raise SettingError(
+                f"kept and scores must have the same axes; got {dict(self.kept.sizes)} and {dict(self.scores.sizes)}."
+            )
+        if self.kept.dtype != bool or bool((self.kept & np.isnan(self.scores)).any()):
+            raise SettingError("kept must be boolean, and False where scores is NaN: there is no such edge.")
+
+    @classmethod
+    def strongest(cls, scores: Any, *, count: int | None = None, share: float | int | None = None) -> "Circuit":
+        """The edges with the largest scores of either sign.
+
+        Args:
+            scores: over ``sender`` and ``receiver``, and perhaps ``step`` and ``pos``; or a Dataset with ``effect``,
+                from `edge_attribution` or `path_patching_effects`.
+            count: number of edges.
+            share: share of all edges, instead of a number.
+
+        Raises:
+            SettingError: neither or both of count and share, or one out of range.
+        """
+        scores = _ordered(scores)
+        values = np.abs(scores.to_numpy())
+        exists = int((~np.isnan(values)).sum())
+        if (count is None) == (share is None):
+            raise SettingError("pass one of count= and share=.")
+        size = round(exists * share) if count is None and share is not None else count
+        if size is None or not 0 <= size <= exists:
+            raise SettingError(f"a circuit of these scores has 0 to {exists} edges; got count={count}, share={share}.")
+        order = np.argsort(-values, axis=None, kind="stable")[:size]  # NaN comes last
+        return cls(_marked(scores, order), scores)
+
+    @property
+    def exists(self) -> np.ndarray:
+        """True at all edges of the model."""
+        return ~np.isnan(self.scores.to_numpy())
+
+    @property
+    def size(self) -> int:
+        """Number of its edges."""
+        return int(self.kept.sum())
+
+    @property
+    def share(self) -> float:
+        """Its edges / all edges."""
+        return self.size / max(1, int(self.exists.sum()))
+
+    @property
+    def edges(self) -> list[CircuitEdge]:
+        """Its edges, largest scores first."""
+        scores = self.scores.where(self.kept).to_series().dropna()
+        found = [
+            CircuitEdge(score=score, **dict(zip(scores.index.names, labels, strict=True)))
+            for labels, score in scores.items()
+        ]
+        return sorted(found, key=lambda edge: -abs(edge.score))
+
+    def __repr__(self) -> str:
+        return f"Circuit({self.size} of {int(self.exists.sum())} edges)"
+
+    def complement(self) -> "Circuit":
+        """All other edges."""
+        return Circuit(self.kept.copy(data=~self.kept.to_numpy() & self.exists), self.scores)
+
+    def random(self, seed: int = 0) -> "Circuit":
+        """As many edges, drawn among all."""
+        chosen = np.random.default_rng(seed).choice(np.flatnonzero(self.exists), self.size, replace=False)
+        return Circuit(_marked(self.scores, chosen), self.scores)
+
+    def degree_matched(self, seed: int = 0, swaps: int = 20) -> "Circuit":
+        """A random circuit in which every sender and every receiver has as many edges as here.
+
+        Pairs of edges exchange their receivers, a → b and c → d for a → d and c → b, where both new edges exist and
+        are not in the circuit yet; at one step and position at a time. A circuit that leaves no exchange open stays
+        as it is; compare it with `overlap`.
+
+        Args:
+            seed: of the draws.
+            swaps: number of tries per edge.
+        """
+        rng = np.random.default_rng(seed)
+        kept = self.kept.transpose("step", "pos", "sender", "receiver", missing_dims="ignore")
+        scores = self.scores.transpose(*kept.dims).to_numpy()
+        layers = kept.to_numpy().copy().reshape(-1, *kept.shape[-2:])
+        exists = ~np.isnan(scores).reshape(layers.shape)
+        for layer, possible in zip(layers, exists, strict=True):
+            edges = np.argwhere(layer).tolist()
+            for _ in range(swaps * len(edges) if len(edges) > 1 else 0):
+                first, second = rng.choice(len(edges), 2, replace=False).tolist()
+                (a, b), (c, d) = edges[first], edges[second]
+                if possible[a, d] and possible[c, b] and not layer[a, d] and not layer[c, b]:
+                    layer[a, b] = layer[c, d] = False
+                    layer[a, d] = layer[c, b] = True
+                    edges[first], edges[second] = [a, d], [c, b]
+        return Circuit(kept.copy(data=layers.reshape(kept.shape)).transpose(*self.kept.dims), self.scores)
+
+    def overlap(self, other: "Circuit") -> Overlap:
+        """The edges that this circuit shares with another, of another model of the same sizes, step or input.
+
+        Raises:
+            SettingError: their edges are not the same: other labels or axes.
+        """
+        if self.kept.dims != other.kept.dims or not np.array_equal(self.exists, other.exists):
+            raise SettingError(
+                f"the circuits have different edges to choose from, {dict(self.kept.sizes)} and "
+                f"{dict(other.kept.sizes)}; select the same steps and positions, of models with the same sizes."
+            )
+        shared = int((self.kept.to_numpy() & other.kept.to_numpy()).sum())
+        either, total = self.size + other.size - shared, max(1, int(self.exists.sum()))
+        return Overlap(shared, shared / either if either else float("nan"), self.size * other.size / total)
+
+    def alone(self, source: Mapping[int, Any], **restrictions: Any) -> KeepEdges:
+        """The intervention that runs this circuit, and gives all other edges the values of `source`.
+
+            kept = Activations(names=circuit_points)
+            corrupted(base, {" 6": " 8"}, hooks=kept)
+            sinklens.generate(model, prompt, replay=base, hooks=circuit.alone(kept.caches))
+
+        Args:
+            source: as in `KeepEdges`.
+            **restrictions: ``steps``.
+        """
+        return KeepEdges(kept=self.kept, source=source, **restrictions)
+
+    def save(self, path: str | Path) -> None:
+        """Write the circuit as NetCDF: `kept` and `scores` with their labels."""
+        data = xr.Dataset({"kept": self.kept, "scores": self.scores}, attrs={"format": FORMAT})
+        with atomic_write(path) as part:
+            part.write_bytes(data.to_netcdf(engine="h5netcdf"))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Circuit":
+        """Read what `save` wrote.
+
+        Raises:
+            CheckpointError: there is no such file, or it holds something else.
+        """
+        try:
+            data = xr.load_dataset(path, engine="h5netcdf")
+            if data.attrs["format"] != FORMAT:
+                raise KeyError(f"format {data.attrs['format']!r}")
+            return cls(data["kept"].astype(bool), data["scores"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} holds no circuit: {error}. Pass a file that Circuit.save wrote.") from error
+
+    def to_dot(self) -> str:
+        """The circuit as Graphviz DOT text: components in layers, edges as wide as their score, negative ones red."""
+        return dot(self.edges)
+
+    def to_graph(
+        self, tokens: Sequence[str] | None = None, *, slug: str = "circuit", model: str = "", step: int | None = None
+    ) -> dict[str, Any]:
+        """The circuit as a graph that circuit-tracer's page shows; `save_graph` writes it where the page looks for it.
+
+        Every edge is a link with its score as ``weight`` and its receiver's label as ``receiver``, since a node of the
+        graph is a component at a position: a head's queries, keys and values are one node. A key/value head that
+        several heads share is at the head of its number. Without positions, all nodes are in one column.
+
+        Args:
+            tokens: text of each column of the canvas; needed for a circuit by position.
+            slug: name of the graph, of letters, digits, ``-`` and ``_``.
+            model: name of the model; the page has no feature examples for it.
+            step: the step that is shown, of a circuit that differs by step.
+
+        Returns:
+            ``metadata``, ``qParams``, ``nodes`` and ``links``, as in schema version 1 of circuit-tracer 0.5.0.
+
+        Raises:
+            SettingError: an invalid slug; a circuit by position without tokens, or with fewer than its positions or
+                than two; or a step that the circuit does not have, or that is missing.
+        """
+        steps = self.kept["step"].values.tolist() if "step" in self.kept.dims else [None]
+        if step not in steps:
+            raise SettingError(f"step must be one of {steps} for this circuit; got {step}.")
+        return graph([edge for edge in self.edges if edge.step == step], tokens, slug, model)
+
+    def save_graph(self, folder: str | Path, tokens: Sequence[str] | None = None, **about: Any) -> Path:
+        """Write `to_graph` to ``folder/slug.json`` and list it in ``folder/graph-metadata.json``.
+
+        ``circuit-tracer start-server --graph_file_dir folder`` shows all graphs of a folder.
+
+        Args:
+            folder: created if it is missing; other graphs in it stay.
+            tokens, **about: as in `to_graph`.
+
+        Raises:
+            SettingError: see `to_graph`.
+            CheckpointError: the folder's ``graph-metadata.json`` is something else.
+        """
+        return save_graph(self.to_graph(tokens, **about), Path(folder))
+
+
+def _ordered(scores: Any) -> xr.DataArray:
+    """Scores as an array with the axes in the order of `AXES`."""
+    array = scores["effect"] if isinstance(scores, xr.Dataset) else scores
+    if not isinstance(array, xr.DataArray) or not {"sender", "receiver"} <= set(array.dims) <= set(AXES):
+        raise SettingError("scores must be an array over sender and receiver, and perhaps step and pos.")
+    axes = [axis for axis in AXES if axis in array.dims]
+    found = array.transpose(*axes).reset_coords(drop=True)
+    missing = {axis: range(array.sizes[axis]) for axis in axes if axis not in found.coords}
+    return found.assign_coords(missing).astype(float)
+
+
+def _marked(scores: xr.DataArray, places: np.ndarray) -> xr.DataArray:
+    """True at flat indices."""
+    return scores.copy(data=np.isin(np.arange(scores.size), places).reshape(scores.shape))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CircuitCase:
+    """One pass in which a circuit is measured.
+
+    Attributes:
+        pair: the clean and the corrupted ids.
+        metric: logits -> one number, as in `attribution_patching`.
+        step: the step of the run; 0 for a pass of its own.
+    """
+
+    pair: Pair
+    metric: LogitMetric
+    step: int = 0
+
+    def __repr__(self) -> str:
+        rows, columns = self.pair.clean.shape
+        changed = int((self.pair.clean != self.pair.corrupted).sum())
+        name = self.pair.model.name
+        return f"CircuitCase({name}, step {self.step}, {rows} × {columns} ids, of which {changed} corrupted)"
+
+    @cached_property
+    def full(self) -> float:
+        """The metric of the clean pass."""
+        with torch.no_grad():
+            return float(metric_value(self.metric, self.pair.logits(self.pair.hidden(self.pair.clean, []))))
+
+    @cached_property
+    def _source(self) -> tuple[dict[str, Tensor], Tensor]:
+        points = dict.fromkeys(sender.point for sender in senders_of(self.pair.model))
+        with torch.no_grad():
+            return self.pair.values(self.pair.corrupted, points)
+
+    @property
+    def empty(self) -> float:
+        """The metric of the corrupted pass."""
+        return float(metric_value(self.metric, self._source[1]))
+
+    @torch.no_grad()
+    def value(self, circuit: Circuit) -> float:
+        """The metric with the circuit alone.
+
+        Raises:
+            SettingError: a circuit by step that lacks this step.
+        """
+        kept = circuit.kept
+        if "step" in kept.dims:
+            if (steps := kept["step"].values.tolist()).count(self.step) != 1:
+                raise SettingError(
+                    f"the circuit has steps {steps}, and a case step {self.step}, which must be one of them, once; "
+                    f"average the scores over step for one circuit of all cases."
+                )
+            kept = kept.sel(step=self.step, drop=True)
+        hooks = KeepEdges(kept=kept, source={0: self._source[0]}).hooks_for(self.pair.model)
+        return float(metric_value(self.metric, self.pair.logits(self.pair.hidden(self.pair.clean, hooks))))
+
+
+def circuit_case(
+    model: "Model",
+    clean_ids: Prompt,
+    corrupted_ids: Prompt,
+    metric: LogitMetric,
+    attention_mask: Tensor | None = None,
+    *,
+    time: Time = None,
+) -> CircuitCase:
+    """A case of two single passes; arguments and errors are those of `edge_attribution`."""
+    return CircuitCase(Pair.of(model, clean_ids, corrupted_ids, attention_mask, time), metric)
+
+
+def circuit_cases(
+    run: "Generation",
+    changes: Mapping[str, str],
+    metric: Callable[[Tensor, int], Tensor] | None = None,
+    steps: Sequence[int] | None = None,
+) -> list[CircuitCase]:
+    """A case for each step of a run: its canvas, and the same canvas with other text in the prompt.
+
+    Args:
+        run: a run of a diffusion model, without a cache policy; its hooks are not applied.
+        changes: old text -> new text, as in `corrupted`.
+        metric: logits and step -> one number; by default the mean log-probability of the final tokens at the positions
+            that are undecided at the step.
+        steps: steps of the run; negative ones count from the end. None means all.
+
+    Raises:
+        PromptError: as `corrupted`.
+        SettingError: a step that did not run, or see `exact_step`.
+    """
+    require_run(run, "run")
+    found = []
+    for step in within("step", steps, run.steps_run):
+        ids, real, time = exact_step(run, step)
+        pair = Pair(run.model, ids, replaced_prompts(ids, run, changes).to(ids.device), real, time)
+        found.append(CircuitCase(pair, _at_step(run, metric, step), step))
+    return found
+
+
+def _at_step(run: "Generation", metric: Callable[[Tensor, int], Tensor] | None, step: int) -> LogitMetric:
+    """The metric of one step."""
+    if metric is not None:
+        return lambda logits: metric(logits, step)
+
+    def likely(logits: Float[Tensor, "batch pos vocab"]) -> Tensor:
+        here: Bool[Tensor, "batch pos"] = (run.undecided[:, step] & run.real)[:, : logits.shape[1]].to(logits.device)
+        final = run.canvas[:, -1, : logits.shape[1]].to(logits.device)
+        return logits[here].log_softmax(dim=-1).gather(1, final[here][:, None]).mean()
+
+    return likely
+
+
+def edge_scores(cases: Sequence[CircuitCase], *, path: int = 0, by_position: bool = False) -> xr.DataArray:
+    """What keeping each edge adds to the metric, estimated from gradients, in every case.
+
+    The score is minus the first-order effect of replacing what the edge carries in the clean pass by what it carries in
+    the corrupted one (edge attribution patching, 2310.10348; with `path` integrated gradients, EAP-IG, 2403.17806).
+
+    Args:
+        cases: the cases.
+        path: number of gradients that are averaged; 0 for that of the clean pass.
+        by_position: whether to keep positions apart.
+
+    Returns:
+        [step, sender, receiver] and perhaps ``pos``; NaN where there is no such path. Average over ``step`` for one
+        circuit of all steps.
+
+    Raises:
+        SettingError: no case, or see `edge_attribution`.
+    """
+    _check_cases(cases)
+    found = []
+    for case in cases:
+        back = case.pair._replace(clean=case.pair.corrupted, corrupted=case.pair.clean)
+        found.append(-edge_effects(back, case.metric, path, by_position)["effect"])
+    coords = {"step": [case.step for case in cases]}
+    return xr.concat(found, dim="step").assign_coords(coords).reset_coords(drop=True)
+
+
+class CircuitValue(NamedTuple):
+    """How well a circuit does what the model does, over some cases.
+
+    Attributes:
+        faithfulness, completeness: see the module.
+        metric: mean metric of the circuit.
+        full, empty: mean metric of the clean pass, and of the corrupted one.
+    """
+
+    faithfulness: float
+    completeness: float
+    metric: float
+    full: float
+    empty: float
+
+
+def measure_circuit(cases: Sequence[CircuitCase], circuit: Circuit) -> CircuitValue:
+    """Faithfulness and completeness of a circuit.
+
+    Raises:
+        SettingError: no case, a circuit by step that lacks the step of a case, or clean and corrupted passes with the
+            same metric.
+    """
+    full, empty = _ends(cases)
+    metric, rest = (float(np.mean([case.value(one) for case in cases])) for one in (circuit, circuit.complement()))
+    faithful, left = ((value - empty) / (full - empty) for value in (metric, rest))
+    return CircuitValue(faithful, 1 - left, metric, full, empty)
+
+
+def _ends(cases: Sequence[CircuitCase]) -> tuple[float, float]:
+    """The mean metric of the clean passes, and of the corrupted ones."""
+    _check_cases(cases)
+    full, empty = (float(np.mean(values)) for values in zip(*((case.full, case.empty) for case in cases), strict=True))
+    if full == empty:
+        raise SettingError(
+            "the metric is the same in the clean and in the corrupted passes, so no circuit can explain its "
+            "change; choose another corruption or metric."
+        )
+    return full, empty
+
+
+def circuit_curves(
+    cases: Sequence[CircuitCase],
+    scores: xr.DataArray,
+    shares: Sequence[float] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *,
+    draws: int = 5,
+    seed: int = 0,
+) -> xr.Dataset:
+    """Faithfulness and completeness of the strongest edges, beside random circuits of the same size.
+
+    Args:
+        cases: where the circuits are measured; others than those of the scores test whether they carry over.
+        scores: from `edge_scores`, or their mean over steps.
+        shares: shares of all edges that are kept.
+        draws: number of random circuits of each kind.
+        seed: of the draws.
+
+    Returns:
+        ``faithfulness`` and ``completeness`` [share, kind, draw]: kind "circuit" (the same at every draw), "random",
+        and "degree", in which every component has as many edges as in the circuit (`Circuit.degree_matched`); and
+        ``edges`` [share], and ``changed`` [share, draw], the share of the edges of "degree" that are not in the
+        circuit: where it is near 0, the control says little.
+
+    Raises:
+        SettingError: as `measure_circuit`; no draws.
+    """
+    if draws < 1:
+        raise SettingError(f"draws must be at least 1; got {draws}.")
+    full, empty = _ends(cases)
+    found = np.full((2, len(shares), len(KINDS), draws), np.nan)
+    sizes, changed = [], np.full((len(shares), draws), np.nan)
+    for at, share in enumerate(shares):
+        circuit = Circuit.strongest(scores, share=share)
+        sizes.append(circuit.size)
+        found[:, at, 0] = np.array(measure_circuit(cases, circuit)[:2])[:, None]
+        for draw in range(draws):
+            matched = circuit.degree_matched(seed + draw)
+            changed[at, draw] = 1 - circuit.overlap(matched).shared / max(1, circuit.size)
+            for kind, other in enumerate((circuit.random(seed + draw), matched), start=1):
+                found[:, at, kind, draw] = measure_circuit(cases, other)[:2]
+    axes = ("share", "kind", "draw")
+    data: dict[str, Any] = {"faithfulness": (axes, found[0]), "completeness": (axes, found[1])}
+    data |= {"edges": (("share",), np.array(sizes)), "changed": (("share", "draw"), changed)}
+    coords = {"share": list(shares), "kind": list(KINDS), "draw": list(range(draws))}
+    return xr.Dataset(data, coords, {"full": full, "empty": empty})
+
+
+def greedy_circuit(
+    cases: Sequence[CircuitCase], start: Circuit, *, tolerance: float = 0.01, most: int | None = None
+) -> Circuit:
+    """Remove edges one after the other, weakest scores first, while each costs little faithfulness.
+
+    Every removal is measured exactly, with all edges that were removed before: an edge goes if faithfulness falls by no
+    more than `tolerance`.
+
+    Args:
+        cases: where faithfulness is measured.
+        start: the circuit to begin with, such as the strongest 20 % of the edges; its scores give the order.
+        tolerance: largest loss of faithfulness for one edge.
+        most: largest number of edges that are tried; one pass per edge and case.
+
+    Raises:
+        SettingError: as `measure_circuit`; a negative tolerance.
+    """
+    if tolerance < 0:
+        raise SettingError(f"tolerance must not be negative; got {tolerance}.")
+    full, empty = _ends(cases)
+
+    def share(circuit: Circuit) -> float:
+        return (float(np.mean([case.value(circuit) for case in cases])) - empty) / (full - empty)
+
+    best, now = start, share(start)
+    places = np.argwhere(start.kept.to_numpy())
+    order = np.argsort(np.abs(start.scores.to_numpy()[start.kept.to_numpy()]), kind="stable")[:most]
+    for place in (tuple(places[number]) for number in order):
+        kept = best.kept.copy()
+        kept[place] = False
+        without = Circuit(kept, start.scores)
+        if now - (left := share(without)) <= tolerance:
+            best, now = without, left
+    return best
+
+
+def _check_cases(cases: Sequence[CircuitCase]) -> None:
+    if not cases:
+        raise SettingError("pass at least one case, from circuit_case or circuit_cases.")
