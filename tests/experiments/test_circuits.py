@@ -169,8 +169,8 @@ def test_a_run_keeps_the_circuit_at_the_steps_of_its_source(worded):
     for step in range(3):
         plain = model(base.canvas[:, step])
         now = circuit.kept.sel(step=step, drop=True)
-        _, cache = model.run_with_cache(cases[step].corrupted)
-        expected = model.run_with_hooks(cases[step].clean, KeepEdges(kept=now, source={0: cache}).hooks_for(model))
+        _, cache = model.run_with_cache(cases[step].pair.corrupted)
+        expected = model.run_with_hooks(cases[step].pair.clean, KeepEdges(kept=now, source={0: cache}).hooks_for(model))
         torch.testing.assert_close(logits[step], plain if step == 1 else expected, atol=1e-4, rtol=1e-4)
         assert torch.allclose(logits[step], plain, atol=1e-3) == (step == 1)
 

@@ -112,7 +112,7 @@ def test_per_token_parts_and_the_curve_are_those_of_the_masks(llada):
     assert found.positions.sum() == pytest.approx(found.value)
     every = loss_curve(found)
     np.testing.assert_allclose(every.shares, [0.2, 0.4, 0.6, 0.8, 1.0])
-    assert every.draws.tolist() == [5, 10, 10, 5, 1]
+    assert every.draws.values.tolist() == [5, 10, 10, 5, 1]
     assert every.losses.sum() == pytest.approx(-found.value), "the mean over the number of masked tokens, times L"
     alone = raw(llada)(torch.tensor([PROMPT + [llada.mask_token_id] * 5]))[0, 3:].log_softmax(-1)
     assert every.losses[-1] == pytest.approx(-float(alone[range(5), ANSWER].mean()), rel=1e-5)

@@ -53,9 +53,9 @@ def test_the_curve_is_the_mean_loss_by_share():
     np.testing.assert_allclose(found.shares, [0.5, 1.0])
     np.testing.assert_allclose(found.losses, [2.0, 4.0])
     np.testing.assert_allclose(found.standard_errors, [1.0, np.nan])
-    assert found.draws.tolist() == [2, 1]
+    assert found.draws.values.tolist() == [2, 1]
     binned = loss_curve(one, bins=1)
-    assert binned.draws.tolist() == [3]
+    assert binned.draws.values.tolist() == [3]
     np.testing.assert_allclose(binned.losses, [8 / 3])
     both = loss_curve([one, planted([[5.0, 5.0]], [1.0])])
     np.testing.assert_allclose(both.losses, [2.0, 4.5])
@@ -65,7 +65,7 @@ def test_the_blocks_of_a_draw_are_separate_points_of_the_curve():
     one = planted([[1.0, 2.0, None], [3.0, None, 4.0]], [[1.0, 0.5, 0.5], [1.0, 0.5, 0.5]], blocks=[0, 1, 1])
     found = loss_curve(one)
     np.testing.assert_allclose(found.losses, [3.0, 2.0])
-    assert found.draws.tolist() == [2, 2]
+    assert found.draws.values.tolist() == [2, 2]
 
 
 def test_a_difference_of_one_answer_is_paired_by_its_draws():
