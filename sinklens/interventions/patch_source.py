@@ -56,7 +56,7 @@ class PatchSource:
         shift: the value at step t of this run is that of step t + shift.
 
     Raises:
-        SettingError: they do not map steps to caches or hold no step, or the shift is not a whole number.
+        SettingError: they do not map steps to caches, or hold no step.
     """
 
     def __init__(self, caches: Mapping[int, Any], shift: int) -> None:
@@ -68,8 +68,6 @@ class PatchSource:
             )
         if not len(caches):
             raise SettingError("source holds no step; run the model that fills it first.")
-        if as_integer(shift) is None:
-            raise SettingError(f"shift must be a number of steps, 0 or an integer below or above; got {shift!r}.")
         self._caches, self._shift = caches, shift
 
     @property

@@ -276,7 +276,7 @@ def test_places_that_do_not_exist_are_rejected(worded, intervention, text):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: AblateHeads(by="noise"), "by must be one of zero, mean, resample; got 'noise'"),
+        (lambda: AblateHeads(by="noise"), "by must be one of zero, mean, resample, skip; got 'noise'"),
         (
             lambda: AblateHeads(reference=HeadOutputs(torch.zeros(1), torch.zeros(1))),
             "by='zero' at attn.hook_z does not use reference=",

@@ -224,7 +224,7 @@ def test_a_step_that_the_run_never_reaches_is_refused(tiny_llada, steps, shift, 
     patch = PatchHooks(source=dict.fromkeys(steps, kept.caches[0]), shift=shift)
     with pytest.raises(SettingError, match=r"source holds step .* does not exist in this run; it has 2, 0 to 1"):
         sinklens.generate(tiny_llada, "Question: 1", hooks=patch, **settings)
-    with pytest.raises(SettingError, match="shift must be a number of steps"):
+    with pytest.raises(SettingError, match="shift must be an integer; got"):
         PatchHooks(source=kept.caches, shift=1.5)
 
 

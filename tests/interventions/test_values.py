@@ -96,9 +96,9 @@ def check(model, prompts, ablate, heads=range(6), layers=range(3), steady=None, 
         if model.family != "dream":  # its logits are shifted by one
             torch.testing.assert_close(logits[:, -1], plain.logits[:, -1], atol=1e-3, rtol=0)
         if steady is None:
-            chosen[step + 1] = strongest_by_row(expected, real, ablate.top_k, causal)
+            chosen[step + 1] = strongest_by_row(expected, real, ablate.where.top_k, causal)
         else:
-            chosen[step + 1] = of_source(steady, step, ablate.top_k)
+            chosen[step + 1] = of_source(steady, step, ablate.where.top_k)
     assert sum(int(found.sum()) for found in chosen.values()) > 100
 
 
