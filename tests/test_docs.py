@@ -39,7 +39,7 @@ BLOCKS = [
 PUBLIC = (
     "sinklens", "sinklens.analyses", "sinklens.evaluation", "sinklens.experiments", "sinklens.families",
     "sinklens.features", "sinklens.hooks", "sinklens.interventions", "sinklens.live",
-    "sinklens.probes", "sinklens.sampling", "sinklens.sinks", "sinklens.tasks", "sinklens.views",
+    "sinklens.sampling", "sinklens.sinks", "sinklens.tasks", "sinklens.views",
 )  # fmt: skip
 QUOTED = re.findall(r"^```text\n(.*?)\n```", PAGES["errors.md"], flags=re.DOTALL | re.MULTILINE)
 

@@ -23,7 +23,6 @@ FLOORS = [  # from the bottom up; a name is a folder, or a file at the top of th
     ("views",),
     ("tasks",),
     ("evaluation",),
-    ("probes",),
     ("live",),
     ("analyses",),
     ("cli",),

@@ -19,7 +19,7 @@ from torch import Tensor
 import sinklens
 from sinklens import features
 from sinklens.experiments import Likelihood, likelihood
-from sinklens.probes import probe_data
+from sinklens.features import probe_data
 from sinklens.tasks.word_problems import Problem, training
 
 RECIPE = features.SAERecipe(d_sae=384, k=16, steps=200, batch=256)

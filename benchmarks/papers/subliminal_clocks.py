@@ -10,7 +10,7 @@ from templates import balanced, mean
 
 import sinklens
 from sinklens.experiments import StepOutput, sweep
-from sinklens.probes import Probe, ProbeData, fit_probe, probe_data, probe_table
+from sinklens.features import Probe, ProbeData, fit_probe, probe_data, probe_table
 
 NAMES = ("tiny-llada", "tiny-mmada")
 EACH, FITTED = 5, 3  # problems of every template, and how many of them give the direction of steering

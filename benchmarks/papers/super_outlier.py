@@ -10,8 +10,8 @@ from templates import balanced, mean
 
 import sinklens
 from sinklens.experiments import outlier_dimensions, sweep
+from sinklens.features import probe_data
 from sinklens.interventions import ClampStream, RoundWeights
-from sinklens.probes import probe_data
 from sinklens.tasks.word_problems import Problem, read_answer
 from sinklens.utils.estimates import Estimate, proportion
 

@@ -483,7 +483,7 @@ def dose_response(
     Args:
         prompts: texts or rows of token ids, run in one batch.
         conditions: name -> function of the dose that returns what ``hooks=`` takes: a direction by difference of means
-            (`difference_of_means`), of a probe (`sinklens.probes.Probe.steer`) or of an SAE
+            (`difference_of_means`), of a probe (`sinklens.features.Probe.steer`) or of an SAE
             (``Steer(sae.W_dec[feature], dose)``).
         doses: what these functions get.
         measure: of a run, one number for each prompt.

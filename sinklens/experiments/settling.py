@@ -10,7 +10,7 @@ A diffusion model predicts a token at every position in every step, also where t
 
 `early_exit` has two rules. By *gap*: at every undecided position the probability of the first token exceeds that of the
 second by a threshold. By *agreement*: the guess has been the same for a number of steps. `entropy_features` summarizes
-a run's uncertainty over time, for a probe of whether its answer is wrong (`sinklens.probes`).
+a run's uncertainty over time, for a probe of whether its answer is wrong (`sinklens.features`).
 
 Answers known early: Li et al., 2508.19982. Uncertainty over time and errors: 2510.01274, 2603.16459.
 

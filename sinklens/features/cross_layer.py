@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sinklens.errors import CheckpointError, SettingError
@@ -33,7 +33,6 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.rules import Rule
 from sinklens.runs.intervention import Pairs, RunContext, layer_of
-from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -144,34 +143,6 @@ def load_cross_layer(
     except SettingError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     return made
-
-
-def save_cross_layer(transcoders: Sequence[SparseAutoencoder], folder: str | Path) -> None:
-    """Write a cross-layer transcoder as circuit-tracer stores it.
-
-    Args:
-        transcoders: those of the layers, in order.
-        folder: created if it is missing.
-
-    Raises:
-        SettingError: sizes that do not fit each other, a TopK, a skip connection, or a b_dec beyond the own layer.
-    """
-    _check_sizes(transcoders)
-    for layer, given in enumerate(transcoders):
-        one, later = given.folded(), len(transcoders) - layer
-        d_out = one.d_out // later
-        if one.architecture == "topk" or one.W_skip is not None or bool(one.b_dec[d_out:].any()):
-            raise SettingError(
-                "circuit-tracer's layout has ReLUs and JumpReLUs without a skip connection, and one b_dec per layer."
-            )
-        read = {"W_enc": one.W_enc.T, "b_enc": one.b_enc, "b_dec": one.b_dec[:d_out]}
-        if one.threshold is not None:
-            read["threshold"] = one.threshold
-        written = {"W_dec": one.W_dec.unflatten(1, (later, d_out))}
-        for name, tensors in (("W_enc", read), ("W_dec", written)):
-            named = {f"{key}_{layer}": value.detach().contiguous().cpu() for key, value in tensors.items()}
-            with atomic_write(Path(folder) / f"{name}_{layer}.safetensors") as part:
-                part.write_bytes(save(named))
 
 
 def _layer(path: Path, layer: int, layers: int) -> dict[str, Any]:

@@ -18,8 +18,7 @@ import numpy as np
 import xarray as xr
 
 from sinklens.errors import SettingError
-from sinklens.features.places import Scope, states_of, stream_point
-from sinklens.features.run_places import places_of_step, states_of_run
+from sinklens.features.places import Scope, places_of_step, states_of, states_of_run, stream_point
 from sinklens.features.store import COLUMNS, ActivationStore
 from sinklens.model import Model
 from sinklens.runs import generate

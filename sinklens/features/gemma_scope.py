@@ -59,23 +59,5 @@ def load_gemma_scope(
     return sae.to(device)
 
 
-def save_gemma_scope(sae: SparseAutoencoder, path: str | Path) -> None:
-    """Write an SAE in Gemma Scope's layout, which has JumpReLUs only.
-
-    Raises:
-        SettingError: another architecture, one that subtracts b_dec before encoding, or a transcoder with W_skip.
-    """
-    if sae.architecture != "jumprelu" or sae.subtract_b_dec or sae.W_skip is not None:
-        raise SettingError(
-            f"Gemma Scope's layout has JumpReLUs that do not subtract b_dec, without W_skip; this SAE is "
-            f"{sae.architecture!r} with subtract_b_dec={sae.subtract_b_dec}. Write it with save_sae."
-        )
-    sae = sae.folded()
-    file = Path(path) / FILE if Path(path).suffix != ".npz" else Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    arrays: dict[str, Any] = {name: getattr(sae, name).detach().cpu().float().numpy() for name in TENSORS}
-    np.savez(file, **arrays)
-
-
 def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "none"

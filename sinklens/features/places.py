@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinklens.errors import HookNameError, SettingError
@@ -23,10 +24,11 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.places import Places
 from sinklens.interventions.rules import Chooser, Moment, OfStep, Rule
 from sinklens.runs.intervention import HookSource, RunContext, Snapshot
-from sinklens.sinks.kinds import STATES
+from sinklens.sinks.kinds import STATES, PlaceState
 
 if TYPE_CHECKING:
     from sinklens.model import Model
+    from sinklens.runs.result import Generation
 
 NAMED = {"all": STATES, "decided": ("prompt", "committed")}
 Scope = str | Sequence[str]
@@ -56,6 +58,27 @@ def state_masks(canvas: Snapshot, prompt_length: int) -> dict[str, Bool[Tensor, 
     return {"prompt": prompt.expand_as(masked), "masked": masked, "committed": ~masked & ~prompt}
 
 
+def states_of_run(run: "Generation") -> Int[np.ndarray, "batch step pos"]:
+    """The `PlaceState` of every position of every canvas, that after the last step included."""
+    prompt = np.arange(run.canvas.shape[2]) < run.prompt_length
+    decided = np.where(prompt, PlaceState.PROMPT, PlaceState.COMMITTED)
+    return np.where(run.undecided.cpu().numpy(), PlaceState.MASKED, decided).astype(np.int8)
+
+
+def places_of_step(run: "Generation", step: int) -> Bool[np.ndarray, "batch pos"]:
+    """True at the places of a step that `collect` stores.
+
+    No padding, no row that waits for the rest of its batch, and in an autoregressive run each token at the step that
+    reads it first.
+    """
+    real, columns = run.real.cpu().numpy(), np.arange(run.canvas.shape[2])
+    places = real & run.active[:, step].cpu().numpy()[:, None]
+    if not run.causal:
+        return places
+    first = columns < run.prompt_length if step == 0 else columns == run.prompt_length + step - 1
+    return places & first
+
+
 def stream_point(model: "Model", point: str) -> str:
     """The canonical name of a point whose value has a vector at each position, [batch, pos, ...].
 
@@ -73,6 +96,14 @@ def stream_point(model: "Model", point: str) -> str:
             f"blocks.0.hook_resid_post."
         )
     return name
+
+
+def widths_at(model: "Model", points: Sequence[str]) -> dict[str, int]:
+    """Numbers in an activation at each point, heads flattened."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.cfg.device)
+    time = torch.zeros(1, device=model.cfg.device) if model.tree.architecture.time else None
+    seen = model.tree.peek(ids, None, list(points), time)
+    return {name: seen[name].flatten(2).shape[2] for name in points}
 
 
 @dataclass(frozen=True)

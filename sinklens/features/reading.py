@@ -1,24 +1,29 @@
-"""Read the features of a finished run: which fire, where and when.
+"""Read the features of finished runs: which fire, where and when, and where one fires most.
 
 Each step is one pass of the unchanged model over the step's canvas, as in `sinklens.experiments.logit_lens`; hooks of
 the run are not included.
 
 Limitation: all features of all places are in memory, steps × positions × features per row. Restrict `steps` for large
-models.
+models. The same token at one position often fires at many steps, so an example in a summary is the strongest step of a
+position.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import xarray as xr
+from jaxtyping import Float
 
+from sinklens.errors import SettingError
 from sinklens.experiments.step_ids import exact_step
 from sinklens.features.autoencoder import SAE
-from sinklens.features.places import stream_point
+from sinklens.features.places import states_of_run, stream_point
 from sinklens.runs.intervention import within
 from sinklens.runs.result import require_run
+from sinklens.sinks.kinds import STATES
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
@@ -52,3 +57,116 @@ def read_features(run: "Generation", sae: SAE, point: str, *, steps: Sequence[in
         missing = run.canvas.shape[2] - found.shape[1]
         read.append(torch.nn.functional.pad(found, (0, 0, 0, missing), value=torch.nan).numpy())
     return xr.DataArray(np.stack(read, axis=1), dims=("batch", "step", "pos", "feature"), coords={"step": chosen})
+
+
+class FeatureExample(NamedTuple):
+    """A place at which a feature fires.
+
+    Attributes:
+        run, row, step, column: where: number of the run, row, step and column of the canvas.
+        value: the feature's value.
+        state: "prompt", "masked" or "committed".
+        tokens: the canvas of the row at this step, without padding; `place` is the index of the column in it.
+        values: the feature's value at each of these tokens.
+        place: index of the position in `tokens`.
+    """
+
+    run: int
+    row: int
+    step: int
+    column: int
+    value: float
+    state: str
+    tokens: list[int]
+    values: Float[np.ndarray, " token"]
+    place: int
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureSummary:
+    """Where one feature fires in some runs.
+
+    Attributes:
+        feature: its number.
+        examples: the strongest places, strongest first.
+        firing: share of the places of each state at which it fires; NaN without such places.
+        by_step: share of the positions at which it fires, by step.
+        mean_value: mean of its values where it fires; NaN if it never does.
+    """
+
+    feature: int
+    examples: list[FeatureExample]
+    firing: dict[str, float]
+    by_step: Float[np.ndarray, " step"]
+    mean_value: float
+
+
+def summarize_features(
+    runs: "Sequence[Generation]", sae: SAE, point: str, features: Sequence[int], *, top: int = 8
+) -> list[FeatureSummary]:
+    """Summarize some features over runs.
+
+    Args:
+        runs: finished runs of diffusion models.
+        sae: any SAE.
+        point: where it belongs.
+        features: numbers of features; negative ones count from the end.
+        top: number of examples per feature.
+
+    Raises:
+        SettingError: no run, a feature that does not exist, or `top` below 1.
+    """
+    if not runs or top < 1:
+        raise SettingError("summarize_features needs at least one run, and top of at least 1.")
+    real = [run.real.cpu().numpy()[:, None] for run in runs]
+    states = [np.where(here, states_of_run(run)[:, :-1], -1) for here, run in zip(real, runs, strict=True)]
+    values = [read_features(run, sae, point).to_numpy() for run in runs]
+    numbers = [within("feature", [one], values[0].shape[-1])[0] for one in features]
+    return [
+        _summary(number, runs, [(array[..., number], codes) for array, codes in zip(values, states, strict=True)], top)
+        for number in numbers
+    ]
+
+
+def _summary(
+    number: int, runs: "Sequence[Generation]", read: Sequence[tuple[np.ndarray, np.ndarray]], top: int
+) -> FeatureSummary:
+    fires = [np.nan_to_num(values) > 0 for values, _ in read]
+    firing = {}
+    for code, name in enumerate(STATES):
+        of_state = np.concatenate([fired[states == code] for fired, (_, states) in zip(fires, read, strict=True)])
+        firing[name] = float(of_state.mean()) if len(of_state) else float("nan")
+    steps = max(values.shape[1] for values, _ in read)
+    by_step = np.full(steps, np.nan)
+    for step in range(steps):
+        here = [
+            fired[:, step][states[:, step] >= 0]
+            for fired, (_, states) in zip(fires, read, strict=True)
+            if fired.shape[1] > step
+        ]
+        by_step[step] = np.concatenate(here).mean()
+    fired = np.concatenate([values[values > 0] for values, _ in read])
+    mean = float(fired.mean()) if len(fired) else float("nan")
+    return FeatureSummary(number, _examples(runs, read, top), firing, by_step, mean)
+
+
+def _examples(
+    runs: "Sequence[Generation]", read: Sequence[tuple[np.ndarray, np.ndarray]], top: int
+) -> list[FeatureExample]:
+    """The strongest step of each position, strongest positions first."""
+    places = []
+    for number, (values, _) in enumerate(read):
+        strongest = np.nan_to_num(values, nan=-np.inf).max(axis=1)
+        places += [
+            (float(strongest[row, column]), number, int(row), int(column)) for row, column in np.argwhere(strongest > 0)
+        ]
+    found = []
+    for value, number, row, column in sorted(places, key=lambda one: (-one[0], *one[1:]))[:top]:
+        values, states = read[number]
+        step = int(np.nanargmax(values[row, :, column]))
+        real = runs[number].real[row].cpu().numpy()
+        tokens = runs[number].canvas[row, step].cpu().numpy()[real].tolist()
+        state = STATES[states[row, step, column]]
+        place = int(real[:column].sum())
+        found.append(FeatureExample(number, row, step, column, value, state, tokens, values[row, step][real], place))
+    return found

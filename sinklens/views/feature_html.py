@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sinklens.features.examples import FeatureExample, FeatureSummary
+from sinklens.features.reading import FeatureExample, FeatureSummary
 from sinklens.utils.atomic import atomic_write
 from sinklens.views.html import MASKED, visible
 

@@ -130,7 +130,7 @@ def test_entropy_features_are_means_over_parts_of_the_run():
 
 def test_a_wrong_answer_that_its_entropy_announces_is_predicted_and_noise_is_not():
     """Planted: uncertain runs are wrong."""
-    from sinklens.probes import ProbeData, probe_table
+    from sinklens.features import ProbeData, probe_table
 
     rng = np.random.default_rng(0)
     wrong = np.arange(40) % 2 == 0

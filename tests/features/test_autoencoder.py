@@ -7,7 +7,8 @@ import torch
 from planted_saes import Perfect, random_sae, random_transcoder
 
 from sinklens.errors import SettingError
-from sinklens.features import SAE, SparseAutoencoder
+from sinklens.features import SparseAutoencoder
+from sinklens.features.autoencoder import SAE
 
 KINDS = [
     ("standard", {}), ("topk", {}), ("jumprelu", {}), ("topk", {"subtract_b_dec": False}), ("topk", {"rescale": True}),

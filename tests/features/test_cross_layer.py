@@ -7,7 +7,7 @@ from watching import PADDED, again, logits_of, watch
 
 import sinklens
 from sinklens.errors import CheckpointError, SettingError
-from sinklens.features import SparseAutoencoder, SpliceCrossLayer, load_cross_layer, save_cross_layer
+from sinklens.features import SparseAutoencoder, SpliceCrossLayer, load_cross_layer
 
 LAYERS, D, WIDTH = 3, 24, 10
 
@@ -41,7 +41,7 @@ def outputs(folder, streams):
 
 
 @pytest.mark.parametrize("threshold", [False, True])
-def test_layers_sum_as_in_circuit_tracer_and_files_are_read_as_they_were_written(tmp_path, threshold):
+def test_layers_sum_as_in_circuit_tracer(tmp_path, threshold):
     folder = written(tmp_path, threshold)
     read = load_cross_layer(folder, model="llama")
     streams = [torch.randn(7, D) for _ in range(LAYERS)]
@@ -53,11 +53,6 @@ def test_layers_sum_as_in_circuit_tracer_and_files_are_read_as_they_were_written
     assert [(one.point, one.point_out) for one in read] == [
         (f"blocks.{layer}.hook_resid_mid", f"blocks.{layer}.hook_mlp_out") for layer in range(LAYERS)
     ]
-    save_cross_layer(read, tmp_path / "again")
-    for file in folder.glob("*.safetensors"):
-        given, new = load_file(file), load_file(tmp_path / "again" / file.name)
-        assert given.keys() == new.keys()
-        assert all(torch.equal(given[key], new[key]) for key in given)
 
 
 def test_a_run_with_one_equals_the_same_edit_in_plain_torch(worded, tmp_path):

@@ -1,4 +1,6 @@
-"""Features of a run are those of separate passes, position by position."""
+"""Features of a run are those of separate passes; a planted one is found where it fires, and its page shows it."""
+
+import re
 
 import numpy as np
 import pytest
@@ -8,9 +10,10 @@ from watching import PADDED, entered, short
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.features import read_features
+from sinklens.features import read_features, summarize_features
+from sinklens.views import feature_page
 
-POINT = "blocks.1.hook_resid_post"
+POINT, EMBEDDED = "blocks.1.hook_resid_post", "blocks.0.hook_resid_pre"
 
 
 @pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("dream", False), ("llama", True)])
@@ -33,3 +36,77 @@ def test_a_step_that_did_not_run_is_refused(worded):
     run = sinklens.generate(worded(), PADDED, **short(worded(), {}))
     with pytest.raises(SettingError, match="step 4 does not exist; there are 4"):
         read_features(run, random_sae(), POINT, steps=[4])
+
+
+class Token:
+    """Feature 0 fires on one token of the embedding, by its likeness; feature 1 never, feature 2 everywhere."""
+
+    def __init__(self, vector):
+        self.vector = vector
+
+    def encode(self, x):
+        hit = (x - self.vector).abs().amax(dim=-1) < 1e-5
+        return torch.stack([3.0 * hit, torch.zeros(len(x)), torch.ones(len(x))], dim=1)
+
+    def decode(self, features):
+        return features.new_zeros(len(features), 24)
+
+
+@pytest.fixture(scope="module")
+def found(worded):
+    model = worded()
+    run = sinklens.generate(model, PADDED, gen_length=6, steps=6, record_sinks=False)
+    token = int(model.to_tokens("w10", prepend_bos=False)[0, -1])
+    sae = Token(model.tree.hf.model.embed_tokens.weight[token].detach())
+    return model, run, sae, token, summarize_features([run, run], sae, EMBEDDED, [0, 1, -1], top=3)
+
+
+def test_the_examples_of_a_planted_feature_are_its_token(found):
+    _, run, _, token, (hit, never, always) = found
+    for example in hit.examples:
+        assert example.value == 3.0
+        assert run.canvas[example.row, example.step, example.column] == token
+        assert example.tokens[example.place] == token
+        assert example.values[example.place] == 3.0
+        assert example.tokens == run.canvas[example.row, example.step][run.real[example.row]].tolist()
+    assert {(one.run, one.row, one.column) for one in hit.examples} >= {(0, 1, 2), (1, 1, 2)}  # w8 w9 w10 …
+    assert never.examples == []
+    assert str(never.mean_value) == "nan"
+    assert len(always.examples) == 3
+    assert always.firing == {"prompt": 1.0, "masked": 1.0, "committed": 1.0}
+
+
+def test_firing_is_counted_by_state_and_step(found):
+    _, run, sae, token, (hit, *_) = found
+    values = read_features(run, sae, EMBEDDED).to_numpy()[..., 0]
+    prompt = [
+        values[row, step, column] > 0
+        for row in range(2) for step in range(run.steps_run) for column in range(run.prompt_length)
+        if run.real[row, column]
+    ]  # fmt: skip
+    assert hit.firing["prompt"] == pytest.approx(sum(prompt) / len(prompt))
+    assert hit.firing["masked"] == 0.0
+    share = [(run.canvas[:, step][run.real] == token).float().mean().item() for step in range(run.steps_run)]
+    assert hit.by_step.tolist() == pytest.approx(share)
+    assert hit.mean_value == 3.0
+
+
+def test_the_page_shows_examples_with_step_and_state_and_runs_nothing(found, tmp_path):
+    model, *_, summaries = found
+    feature_page(model, summaries, tmp_path / "page.html", title="<b>Features</b>")
+    text = (tmp_path / "page.html").read_text()
+    assert "<h1>&lt;b&gt;Features&lt;/b&gt;</h1>" in text
+    assert text.count('<p class="example">') == sum(len(one.examples) for one in summaries) == 5
+    assert re.search(r"3, step \d, position 2, prompt:", text)
+    assert '<b><span class="a8">w10</span></b>' in text.replace("␣", "").replace(" w10", "w10")
+    assert "<script" not in text
+    assert "default-src &#x27;none&#x27;" in text
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_what_cannot_be_summarized_is_refused(found):
+    _, run, sae, *_ = found
+    with pytest.raises(SettingError, match="at least one run"):
+        summarize_features([], sae, EMBEDDED, [0])
+    with pytest.raises(SettingError, match="feature 3 does not exist; there are 3"):
+        summarize_features([run], sae, EMBEDDED, [3])

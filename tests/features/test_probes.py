@@ -8,9 +8,9 @@ import torch
 
 import sinklens
 from sinklens.errors import SettingError
+from sinklens.features import ProbeData, fit_probe
+from sinklens.features.probes import Probe, fitted
 from sinklens.interventions import Activations, PatchSubspace
-from sinklens.probes import ProbeData, fit_probe
-from sinklens.probes.fitting import Probe, fitted
 
 POINT, D = "blocks.1.hook_resid_post", 24
 

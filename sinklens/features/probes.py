@@ -26,9 +26,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.features.probe_places import ProbeData
 from sinklens.interventions.patching import PatchHooks, PatchSubspace
 from sinklens.interventions.streams import Steer, SteerMode
-from sinklens.probes.data import ProbeData
 from sinklens.utils.arguments import Number, Positive, read_as
 
 if TYPE_CHECKING:

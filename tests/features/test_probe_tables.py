@@ -5,8 +5,8 @@ import pytest
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.probes import ProbeData, probe_data, probe_table
-from sinklens.probes.tables import ProbeTest, _folds
+from sinklens.features import ProbeData, probe_data, probe_table
+from sinklens.features.probe_tables import ProbeTest, _folds
 from sinklens.utils.estimates import holm
 
 D = 12

@@ -33,8 +33,7 @@ from jaxtyping import Bool, Int, Shaped
 from sinklens.errors import SettingError
 from sinklens.experiments.lens import masked_share
 from sinklens.experiments.step_ids import exact_step
-from sinklens.features.places import Scope, states_of, stream_point
-from sinklens.features.run_places import places_of_step, states_of_run
+from sinklens.features.places import Scope, places_of_step, states_of, states_of_run, stream_point
 from sinklens.features.store import ActivationStore
 from sinklens.runs.intervention import place_mask, within
 from sinklens.runs.result import require_run

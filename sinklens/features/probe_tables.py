@@ -28,15 +28,14 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from sinklens.errors import SettingError
-from sinklens.probes.data import ProbeData
-from sinklens.probes.fitting import ProbeKind, fitted
+from sinklens.features.probe_places import ProbeData
+from sinklens.features.probes import ProbeKind, fitted
 from sinklens.utils.arguments import Positive, read_as
-from sinklens.utils.estimates import holm, score_interval
+from sinklens.utils.estimates import RESAMPLES, Estimate, holm, pooled, proportion
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
-RESAMPLES = 2000
 NOISE_BINS = 4
 SCORES = ("score", "low", "high", "majority", "shuffled", "random", "bag", "place", "selectivity", "p")
 
@@ -153,10 +152,10 @@ def _tested(x: np.ndarray, part: ProbeData, label: str, test: ProbeTest, bag: An
     shuffled = [_scored(x, _shuffled(y, unit, rng), unit, fold, test) for _ in range(test.repeats)]
     rank = 1 if test.kind == "ridge" else len(np.unique(y)) - 1
     turns = [rng.normal(size=(x.shape[1], min(rank, x.shape[1]))) for _ in range(test.repeats)]
-    low, high = _interval(own, test.seed)
+    found = _interval(own, test.seed)
     control = float(np.mean([parts.score for parts in shuffled]))
     return {
-        "score": own.score, "low": low, "high": high,
+        "score": own.score, "low": float(found.low), "high": float(found.high),
         "majority": _scored(np.zeros((len(y), 1)), y, unit, fold, test, constant=True).score,
         "shuffled": control,
         "random": float(np.mean([_scored(x @ turn, y, unit, fold, test).score for turn in turns])),
@@ -259,25 +258,12 @@ def _one_hot(values: Shaped[np.ndarray, " place"]) -> Any:
     return csr_matrix((np.ones(len(values)), (np.arange(len(values)), code)), shape=(len(values), len(names)))
 
 
-def _interval(parts: _Parts, seed: int) -> tuple[float, float]:
-    """95 % interval of the score over units."""
+def _interval(parts: _Parts, seed: int) -> Estimate:
+    """The score with its limits over units."""
     share = parts.gained / np.where(parts.possible > 0, parts.possible, 1)
-    if len(share) < 2:
-        return float("nan"), float("nan")
-    if np.isin(share, (0, 1)).all() and np.ptp(parts.possible) == 0:
-        low, high = score_interval(np.array([(share == 0).sum(), (share == 1).sum()]), (0, 1))
-        return float(low), float(high)
-    return _resampled(parts, seed)
-
-
-def _resampled(parts: _Parts, seed: int) -> tuple[float, float]:
-    """Percentile bootstrap over units."""
-    rng, number = np.random.default_rng(seed), len(parts.gained)
-    drawn = rng.multinomial(number, [1 / number] * number, size=RESAMPLES).astype(np.float64)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        scores = (drawn @ parts.gained) / (drawn @ parts.possible)
-    low, high = np.nanpercentile(scores, [2.5, 97.5])
-    return float(low), float(high)
+    if len(share) > 1 and np.isin(share, (0, 1)).all() and np.ptp(parts.possible) == 0:
+        return proportion(int(share.sum()), len(share))
+    return pooled(np.divide, [parts.gained, parts.possible], seed)
 
 
 def _p_value(own: _Parts, controls: Sequence[_Parts], seed: int) -> float:

@@ -7,8 +7,7 @@ from watching import PADDED, entered, short
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.features import collect
-from sinklens.probes import ProbeData, joined, probe_data
+from sinklens.features import ProbeData, collect, joined, probe_data
 from sinklens.sinks import TopK
 
 POINTS = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z"]
