@@ -5,9 +5,9 @@ links that lay them out as setuptools would, and mkdocstrings reads there. Docst
 conventions of this project: several names may share an entry (``layers, heads: numbers``), and examples have no
 heading. `Conventions` rewrites both into standard Google format.
 
-Each page of docs/api begins with a table of its names and the first lines of their docstrings: the members that its
-mkdocstrings directives (``::: sinklens.sinks`` with ``members``) list, all public functions and classes of a module
-without listed members, or the single object named.
+The page of the commands ends with the help of each. Each page of docs/api begins with a table of its names and the
+first lines of their docstrings: the members that its mkdocstrings directives (``::: sinklens.sinks`` with
+``members``) list, all public functions and classes of a module without listed members, or the single object named.
 
 Limitation: `mkdocs serve` creates the links once; a new file at the top of sinklens/ needs a restart.
 """
@@ -23,6 +23,8 @@ from typing import Any
 import griffe
 import yaml
 from mkdocs.plugins import event_priority
+
+from sinklens.cli.app import build
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY = re.compile(r"^( +)([*\w]+(?:, [*\w]+)+): (.*(?:\n\1 +.*)*)", flags=re.MULTILINE)
@@ -44,13 +46,21 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Insert the table of names below the introduction of a page of the reference."""
+    """Insert the table of names below the introduction of a page of the reference, or every command's help."""
+    if page.file.src_uri == "commands.md":
+        return f"{markdown}\n{_commands()}"
     first = DIRECTIVE.search(markdown) if page.file.src_uri.startswith("api/") else None
     if first is None:
         return markdown
     lines = [f"| [`{name.removeprefix('sinklens.')}`][{name}] | {what} |" for name, what in _rows(markdown)]
     table = "\n".join([DIV, "", "| name | what it is |", "|---|---|", *lines, "", "</div>"])
     return f"{markdown[: first.start()]}{table}\n\n{markdown[first.start() :]}"
+
+
+def _commands() -> str:
+    """The help of every command, below a heading each."""
+    text = build().generate_docs()
+    return text[text.index("\n## sinklens ") :]
 
 
 def _rows(text: str) -> Iterator[tuple[str, str]]:

@@ -75,10 +75,9 @@ def expected_files() -> set[str]:
 
 
 def shipped_files() -> list[Path]:
-    """Every file of the shipped checkpoints, autoencoders and pages, and the declarations of the command line."""
+    """Every file of the shipped checkpoints, autoencoders and pages."""
     folders = ("model/shipped", "features/shipped", "views/page", "live/static")
-    found = [path for folder in folders for path in (ROOT / "sinklens" / folder).rglob("*") if path.is_file()]
-    return [*found, ROOT / "sinklens/cli/declared.json"]
+    return [path for folder in folders for path in (ROOT / "sinklens" / folder).rglob("*") if path.is_file()]
 
 
 def check_contents(wheel: Path) -> None:

@@ -3,6 +3,7 @@
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,10 +35,12 @@ def test_the_readme_has_at_most_700_words_besides_code():
     assert len(re.findall(r"\w[\w'-]*", prose)) <= 700
 
 
-def test_the_commands_page_lists_every_command():
-    shown = set(re.findall(r"(?m)^(?:    |\| `)sinklens (\w+)", (README.parent / "docs" / "commands.md").read_text()))
-    known = set(COMMANDS)
-    assert shown == known
+def test_the_commands_page_shows_commands_that_exist_and_explains_all():
+    written = (README.parent / "docs" / "commands.md").read_text()
+    assert set(re.findall(r"(?m)^    sinklens (\w+)", written)) <= set(COMMANDS)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="commands.md"))
+    built = runpy.run_path(str(README.parent / "docs" / "reference.py"))["on_page_markdown"](written, page)
+    assert set(re.findall(r"(?m)^## sinklens (\w+)", built)) == set(COMMANDS)
 
 
 def test_every_name_the_readme_uses_exists(tiny_llada):

@@ -3,14 +3,12 @@
 Pitfall: no intermediate results are saved; an interrupted command starts over.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from sinklens.cli import declared
-from sinklens.cli.options import add_declared, add_limit, add_loading, add_run, loading
+from sinklens.cli.options import Integer, Integers, Loading, Names, Seeded, fitted
 
 if TYPE_CHECKING:
     from sinklens.evaluation.choices import ChoiceResult
@@ -24,58 +22,62 @@ LEGEND = (
 )
 
 
-def add_likelihood(command: argparse.ArgumentParser) -> None:
-    """Add the options of ``likelihood``."""
-    command.add_argument("models", metavar="MODEL", nargs="+", help="shipped names, hub names or folders")
-    command.add_argument(
-        "--choices", type=Path, metavar="FILE",
-        help="JSON Lines with 'prompt', 'choices' (texts) and 'answer', the index of the right one (default: the "
-        "shipped held-out problems, with three wrong results each)",
-    )  # fmt: skip
-    add_limit(command, "only the first N questions (default: all)")
-    command.add_argument(
-        "--mask-sinks", type=int, nargs="+", default=[], metavar="K",
-        help="mask the K strongest keys of each head: of the same pass, or in an autoregressive model of the token "
-        "before; 0, no masking, is always included (default: 0)",
-    )  # fmt: skip
-    command.add_argument(
-        "--controls", nargs="+", default=[], metavar="CONTROL",
-        help="for each K, also mask other keys, as in sinklens evaluate: random, same_kind, same_mass, nearest, "
-        "permuted, weakest or random_any (default: no controls)",
-    )  # fmt: skip
-    add_declared(command, declared.DRAWS)
-    add_declared(command, declared.LIKELIHOOD)
-    add_run(command, "seed")
-    add_loading(command)
-    command.add_argument("--out", type=Path, metavar="FILE", help="also write the table as CSV (default: no)")
-    command.set_defaults(command=run_likelihood)
+def likelihood(
+    models: tuple[str, ...],
+    /,
+    *,
+    choices: Path | None = None,
+    limit: Integer | None = None,
+    mask_sinks: Integers = (),
+    controls: Names = (),
+    mc_num: Integer = 128,
+    batch: Integer = 16,
+    masking: Literal["count", "rate"] = "count",
+    cfg_scale: float = 0.0,
+    rows: Integer | None = None,
+    run: Seeded | None = None,
+    loading: Loading | None = None,
+    out: Path | None = None,
+) -> None:
+    """Answer multiple choice questions by likelihood.
 
+    Args:
+        models: shipped names, hub names or folders
+        choices: JSON Lines with 'prompt', 'choices' (texts) and 'answer', the index of the right one (default: the
+            shipped held-out problems, with three wrong results each)
+        limit: only the first N questions (default: all)
+        mask_sinks: mask the K strongest keys of each head: of the same pass, or in an autoregressive model of the token
+            before; 0, no masking, is always included (default: 0)
+        controls: for each K, also mask other keys, as in sinklens evaluate: random, same_kind, same_mass, nearest,
+            permuted, weakest or random_any (default: no controls)
+        mc_num: draws per pair, and per block of a block-causal model
+        batch: draws that share one random start; it divides --mc-num
+        masking: mask a given number of tokens, or each at a given rate
+        cfg_scale: strength of classifier-free guidance; 0 for none
+        rows: most rows in a pass (default: as many as have 16,384 positions)
+        out: also write the table as CSV to this file (default: no)
+    """
+    import pandas as pd
 
-def run_likelihood(options: argparse.Namespace) -> None:
-    """`sinklens likelihood`."""
     from sinklens.evaluation.choices import answer_questions, read_choices, word_problem_choices
-    from sinklens.evaluation.conditions import masking
+    from sinklens.evaluation.conditions import masking as conditions_of
     from sinklens.experiments.nll.draws import DrawRule
     from sinklens.experiments.nll.estimate import LikelihoodRequest
     from sinklens.model import load
     from sinklens.utils.atomic import atomic_write
 
-    conditions = masking(options.mask_sinks, options.controls, seed=options.seed)
-    rule = DrawRule(options.mc_num, options.batch, options.masking, seed=options.seed)
-    limit = options.limit
-    questions = word_problem_choices(limit) if options.choices is None else read_choices(options.choices, limit)
-    rows = []
-    for name in options.models:
-        model = load(name, **loading(options, name))
-        guidance = 0.0 if model.causal else options.cfg_scale
-        request = LikelihoodRequest(rule=rule, cfg_scale=guidance, rows=options.rows)
-        rows += lines(name, answer_questions(model, questions, conditions, request))
-    _show(rows)
-    if options.out is not None:
-        import pandas as pd
-
-        with atomic_write(options.out) as file:
-            pd.DataFrame(rows).to_csv(file, index=False)
+    seeded = run or {}
+    conditions, rule = conditions_of(mask_sinks, controls, **seeded), DrawRule(mc_num, batch, masking, **seeded)
+    questions = word_problem_choices(limit) if choices is None else read_choices(choices, limit)
+    found = []
+    for name in models:
+        model = load(name, **fitted(name, loading))
+        request = LikelihoodRequest(rule=rule, cfg_scale=0.0 if model.causal else cfg_scale, rows=rows)
+        found += lines(name, answer_questions(model, questions, conditions, request))
+    _show(found)
+    if out is not None:
+        with atomic_write(out) as file:
+            pd.DataFrame(found).to_csv(file, index=False)
 
 
 def lines(model: str, results: Sequence["ChoiceResult"]) -> list[dict[str, Any]]:
@@ -114,23 +116,21 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
-    table = Table("model", "condition", "accuracy", "nats")
-    for what in ("unmasked", "control"):
-        table.add_column(f"accuracy vs {what}")
-        table.add_column(f"nats vs {what}")
-        table.add_column("shared draws")
+    against = [f"{name} vs {what}" for what in ("unmasked", "control") for name in ("accuracy", "nats", "shared draws")]
+    table = Table("model", "condition", "accuracy", "nats", *against)
     for row in rows:
-        cells = [f"{row['accuracy']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", f"{row['nats']:.3f}"]
-        for what in ("unmasked", "control"):
-            cells += _compared(row, what) if f"nats_vs_{what}" in row else ["", "", ""]
-        table.add_row(row["model"], row["condition"], *cells)
+        compared = [_cell(row, name.replace(" ", "_")) for name in against]
+        table.add_row(row["model"], row["condition"], _cell(row, "accuracy", ""), f"{row['nats']:.3f}", *compared)
     console.print(table)
     console.print(LEGEND, markup=False, soft_wrap=not sys.stdout.isatty())
 
 
-def _compared(row: dict[str, Any], what: str) -> list[str]:
-    share, nats = (
-        f"{row[name]:+.3f} [{row[f'{name}_low']:+.3f}, {row[f'{name}_high']:+.3f}]"
-        for name in (f"accuracy_vs_{what}", f"nats_vs_{what}")
-    )
-    return [share, nats, f"× {row[f'shared_draws_vs_{what}']:.2f}"]
+def _cell(row: dict[str, Any], name: str, sign: str = "+") -> str:
+    """A value with its limits; a ratio of widths has none."""
+    if name not in row:
+        return ""
+    if name.startswith("shared"):
+        return f"× {row[name]:.2f}"
+    before = "" if name == "accuracy" else f"{name}_"
+    numbers = (f"{row[one]:{sign}.3f}" for one in (name, f"{before}low", f"{before}high"))
+    return "{} [{}, {}]".format(*numbers)

@@ -1,144 +1,147 @@
-"""Options that several commands share, made from the declarations of what they set (declared.py).
+"""Options that several commands share: how a model is loaded, and how it runs.
 
-`LoadRequest` declares the arguments of loading a model, `RunRequest` those of a run, and each sampler its settings. An
-option has the argument's name, type, default and meaning. Only the arguments that a text can give are options.
+A command receives each group as a dict of the options that were given, which are arguments of `sinklens.load` or
+`sinklens.generate`. Their names and types are those of the arguments, and a test compares them; they are written here,
+since reading the declarations would import torch for every ``--help``.
 
 ``--block-length`` is both: of a block-causal checkpoint, whose attention depends on it, the length with which it is
-loaded; of another one a setting of the sampler.
+loaded; of another one a setting of the sampler (`fitted`).
 
-Pitfall: a command gets its options only when it is the one that was called.
+Pitfall: cyclopts rounds "1.5" to an integer; every integer here is an `Integer`.
 """
 
-import argparse
-import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from sinklens.cli import declared
-from sinklens.errors import SinklensError
+from cyclopts import Parameter
+
+from sinklens.utils.arguments import Seed, read_as
 
 if TYPE_CHECKING:
     from sinklens.families import Family
 
-OF_LOADING, OF_RUN = declared.NAMES[declared.LOADING], declared.NAMES[declared.RUN]
+
+def whole(kind: Any, tokens: Sequence[Any]) -> Any:
+    """The integers of a command line."""
+    for token in tokens:
+        if not token.value.removeprefix("-").isdecimal():
+            raise ValueError(f"must be an integer; got {token.value!r}")
+    numbers = tuple(int(token.value) for token in tokens)
+    return numbers[0] if kind is int else numbers
 
 
-def add_run(command: Any, *names: str) -> None:
-    """Add options for arguments of a run; all by default."""
-    add_declared(command, declared.RUN, *names)
+def seed_of(kind: Any, tokens: Sequence[Any]) -> int:
+    """A seed in its range."""
+    text = tokens[0].value
+    return int(read_as(Seed, "seed", int(text) if text.isdecimal() else text))
 
 
-def run_given(options: argparse.Namespace) -> dict[str, Any]:
-    """What `add_run` read, as keyword arguments of `sinklens.generate`."""
-    return {name: getattr(options, name) for name in OF_RUN if hasattr(options, name)}
+Integer = Annotated[int, Parameter(converter=whole)]
+Integers = Annotated[tuple[int, ...], Parameter(converter=whole, show_default=False)]
+Names = Annotated[tuple[str, ...], Parameter(show_default=False)]
+Call = Annotated[list[str], Parameter(parse=False)]
+"""The words of the command line, for the command that resumes it."""
+
+LOADING = Parameter(name="*", group="Loading")
+RUN = Parameter(name="*", group="Run")
 
 
-def add_loading(command: Any, *names: str) -> None:
-    """Add options for arguments of `sinklens.load`; all by default. Call `add_settings` before it."""
-    for name in names or OF_LOADING:
-        with suppress(argparse.ArgumentError):  # --block-length may be there already, as a setting
-            add_declared(command, declared.LOADING, name)
+@LOADING
+class Device(TypedDict, total=False):
+    """Where a model is, and in which type."""
+
+    dtype: Annotated[str, Parameter(help="auto, float32, float16 or bfloat16 (default: auto, the stored one)")]
+    device: Annotated[str, Parameter(help="e.g. cpu or cuda:1 (default: a GPU if one is available)")]
 
 
-def loading(options: argparse.Namespace, model: str | None = None) -> dict[str, Any]:
-    """What `add_loading` read, as keyword arguments of `sinklens.load`; for `model`, only those that apply to it."""
+@LOADING
+class OfFamily(TypedDict, total=False):
+    """What the checkpoint is."""
+
+    family: Annotated[
+        str,
+        Parameter(help="the checkpoint's family, as listed by `sinklens models` (default: the one config.json names)"),
+    ]
+
+
+@LOADING
+class LoadingOfRun(Device, OfFamily, total=False):
+    """How a model is loaded, beside the settings of a sampler."""
+
+    revision: Annotated[str, Parameter(help="branch, tag or commit on the hub (default: the main branch)")]
+    device_map: Annotated[str, Parameter(help="e.g. auto, to spread a model over several GPUs (default: one device)")]
+    mask_token_id: Annotated[Integer, Parameter(help="the mask token (default: the checkpoint's)")]
+    quantization: Annotated[
+        str,
+        Parameter(
+            help="quantize full-precision weights while they are read: torchao-int8, torchao-int4, torchao-float8, "
+            "bnb-int8, bnb-nf4 or fp8 (default: they stay as they are)"
+        ),
+    ]
+
+
+@LOADING
+class BlockLength(TypedDict, total=False):
+    """What the attention of a block-causal checkpoint depends on."""
+
+    block_length: Annotated[
+        Integer, Parameter(help="positions per block of a block-causal model (default: as config.json says)")
+    ]
+
+
+@LOADING
+class Loading(LoadingOfRun, BlockLength, total=False):
+    """How a model is loaded."""
+
+
+@LOADING
+class Described(OfFamily, BlockLength, total=False):
+    """Which checkpoint is described."""
+
+    revision: Annotated[str, Parameter(help="branch, tag or commit on the hub (default: the main branch)")]
+
+
+@RUN
+class Seeded(TypedDict, total=False):
+    """What a run draws."""
+
+    seed: Annotated[int, Parameter(help="the same seed gives the same result (default: 0)", converter=seed_of)]
+
+
+@RUN
+class Asked(Seeded, total=False):
+    """How a prompt is run."""
+
+    chat_template: Annotated[bool, Parameter(name="--chat", help="apply the tokenizer's chat template (default: no)")]
+
+
+@RUN
+class Run(Asked, total=False):
+    """A run."""
+
+    cache: Annotated[
+        str,
+        Parameter(
+            help="reuse keys and values under this policy, such as prefix, dual or keep-sinks:4; an unknown name lists "
+            "all (default: every step is exact)"
+        ),
+    ]
+
+
+def fitted(model: str, loading: Mapping[str, Any] | None, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Arguments of `sinklens.load` for a model: those given that apply to it."""
     from sinklens.model.loading import fitting
 
-    given = {name: getattr(options, name) for name in OF_LOADING if hasattr(options, name)}
-    if hasattr(options, "set_block_length"):
-        given["block_length"] = options.set_block_length
-    given = {name: value for name, value in given.items() if value is not None}
-    return given if model is None else fitting(model, given)
+    given = dict(loading or {})
+    if settings and "block_length" in settings:
+        given["block_length"] = settings["block_length"]
+    return fitting(model, given)
 
 
-def add_declared(command: Any, declaration: str, *names: str) -> None:
-    """Add options for the arguments `names` of a declaration, one of declared.py; all by default."""
-    for name in names or declared.NAMES[declaration]:
-        flag, form = declared.option(declaration, name)
-        command.add_argument(flag, **form)
-
-
-def add_settings(command: argparse.ArgumentParser) -> None:
-    """Add an option for every setting of a sampler."""
-    group = command.add_argument_group(
-        "sampler settings (which apply depends on the model; defaults of the checkpoint replace those listed here)"
-    )
-    names = declared.samplers()
-    group.add_argument(
-        "--sampler",
-        dest="set_sampler",
-        choices=names,
-        metavar="NAME",
-        help=f"another sampler than the model's: {', '.join(names)} (default: the model's)",
-    )
-    group.add_argument(
-        "--mode",
-        dest="set_mode",
-        choices=declared.modes(),
-        metavar="NAME",
-        help=f"how a model that changes its attention decodes: {', '.join(declared.modes())} (default: the model's)",
-    )
-    for flag, form in declared.setting_options():
-        group.add_argument(flag, **form)
-
-
-def settings_given(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampler settings given on the command line, and the sampler or mode."""
-    return {name[4:]: value for name, value in vars(options).items() if name.startswith("set_") and value is not None}
-
-
-def add_out(command: Any, help: str) -> None:
-    """Add ``--out`` with the default of every command, ``sinklens-COMMAND``."""
-    from pathlib import Path
-
-    default = Path(command.prog.replace(" ", "-"))
-    command.add_argument("--out", type=Path, default=default, help=f"{help} (default: %(default)s)")
-
-
-def add_limit(command: Any, help: str) -> None:
-    """Add ``--limit``."""
-    command.add_argument("--limit", type=int, metavar="N", help=help)
-
-
-def add_former(command: Any, former: str, now: str, dest: str) -> None:
-    """Accept the former name of an option for a number, which is not listed, with a note; `dest` is where it goes."""
-    command.add_argument(
-        former, dest=dest, type=int, action=_Former, now=now, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-    )
-
-
-class _Former(argparse.Action):
-    """Stores the value of an option that has another name now."""
-
-    def __init__(self, *, now: str, **options: Any) -> None:
-        super().__init__(**options)
-        self._now = now
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        print(f"sinklens: {option_string} is now {self._now}.", file=sys.stderr)
-        setattr(namespace, self.dest, values)
-
-
-def family_for(model: str, options: argparse.Namespace) -> "Family":
-    """The family with which `model` is loaded."""
+def family_for(model: str, given: Mapping[str, Any]) -> "Family":
+    """The family with which `model` is loaded with these arguments."""
     from sinklens.families.registry import family_of
     from sinklens.model.files import find_checkpoint, read_config
 
-    given = loading(options)
     raw = read_config(find_checkpoint(model, given.get("revision")))
     return family_of(raw, model, given.get("family"), given.get("block_length"))
-
-
-def refuse_caches(names: Sequence[str], options: argparse.Namespace) -> None:
-    """Reject unknown policies, and models that cannot run under one, before anything is loaded."""
-    from sinklens.sampling import as_policy
-
-    if not [name for name in names if as_policy(name) is not None]:
-        return
-    for model in options.models:
-        attention = family_for(model, options).attention
-        if attention != "bidirectional":
-            raise SinklensError(
-                f"--cache is for bidirectional models; the attention of {model} is {attention}. Remove one of them."
-            )

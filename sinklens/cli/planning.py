@@ -1,48 +1,172 @@
-"""``sinklens evaluate --dry-run``: what the command would cost, by formula and, where there are weights, measured.
+"""What runs cost: ``sinklens plan`` of one run of a model, and ``sinklens evaluate --dry-run`` of an evaluation.
 
-Pitfall: the two differ where the machine is not the stated card; the formula counts all samples, the measurement those
-that the ledger lacks.
+Pitfall: a measured cost and the one by formula differ where the machine is not the stated card; the formula counts all
+samples, the measurement those that the ledger lacks.
 """
 
-import argparse
+import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from cyclopts import Parameter
+
+from sinklens.cli.options import Integer, Names, OfFamily
+from sinklens.cli.settings import Settings
 from sinklens.errors import CheckpointError
 
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import Condition
     from sinklens.evaluation.planning import Card, Plan
     from sinklens.evaluation.protocols import EvalProtocol
+    from sinklens.evaluation.run_memory import RunPlan
 
 BATCHES = (1, 8, 16, 25, 32, 64)
+SIZES = (24, 48, 80, 141)  # GiB
+CARDS = ("a100-40", "a100", "h100", "h200", "rtx4090", "l40s")
 
 
-def add_planning(work: Any) -> None:
-    """Add ``--dry-run`` and its options."""
-    work.add_argument(
-        "--dry-run", action="store_true",
-        help="run nothing; print passes, operations, time on a card and memory by batch, and, if the weights are "
-        "there, the time here, measured on a few samples (default: no)",
+@Parameter(name="*", group="Dry run")
+@dataclass(frozen=True)
+class DryRun:
+    """The cards of a dry run.
+
+    Attributes:
+        card: the card; an unknown name lists all
+        cards: how many
+        utilization: share of the card's peak that is reached
+        price: price of one card for an hour (default: none)
+    """
+
+    card: str = "h100"
+    cards: Integer = 1
+    utilization: float = 0.4
+    price: float | None = None
+
+
+def plan(
+    model: str,
+    /,
+    *,
+    batch: Integer = 1,
+    prompt_length: Integer = 128,
+    watch: Names = (),
+    keep: bool = False,
+    no_sinks: bool = False,
+    cached: bool = False,
+    quantization: Literal["none", "bnb-int8", "bnb-nf4"] = "none",
+    element_type: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    cards: Names = CARDS,
+    utilization: float = 0.4,
+    json: bool = False,
+    settings: Settings | None = None,
+    loading: OfFamily | None = None,
+) -> None:
+    """Print what one run of a model takes; `sinklens evaluate --dry-run` plans an evaluation.
+
+    Args:
+        model: shipped name, folder, config.json, or hub name; no weights
+        batch: prompts at a time
+        prompt_length: tokens of a prompt
+        watch: points that hooks or a block read: patterns, scores, streams, or names (default: none)
+        keep: watched values stay until the step ends
+        no_sinks: sink scores are not recorded
+        cached: the run has a cache policy
+        quantization: of linear layers
+        element_type: type of weights and activations
+        cards: cards to plan for; an unknown name lists all (default: A100, H100, H200, RTX 4090, L40S)
+        utilization: share of a card's peak that is reached
+        json: print the plan as JSON
+    """
+    import torch
+
+    from sinklens.evaluation.cards import find_card
+    from sinklens.evaluation.run_memory import plan_run
+
+    named = [find_card(name) for name in cards]
+    found = plan_run(
+        model, batch=batch, prompt_length=prompt_length, watch=watch, keep=keep, record_sinks=not no_sinks,
+        cached=cached, load=loading or {}, quantization=quantization, dtype=getattr(torch, element_type),
+        **settings or {},
     )  # fmt: skip
-    work.add_argument(
-        "--card", default="h100", help="[dry run] the card; an unknown name lists all (default: %(default)s)"
+    print(_as_json(found) if json else "\n".join(plan_lines(found, named, utilization, element_type)))
+
+
+def _as_json(found: "RunPlan") -> str:
+    """A plan as plain JSON, with the sums that follow from it."""
+    plain = {name: value for name, value in vars(found).items() if name not in ("settings", "values")}
+    settings = {name: value for name, value in vars(found.settings).items() if value is not None}
+    sums = {"device_bytes": found.device_bytes, "host_bytes": found.host_bytes}
+    described = {**plain, "sampler": found.settings.name, "settings": settings, "values": dict(found.values), **sums}
+    return json.dumps(described, indent=1)
+
+
+def plan_lines(found: "RunPlan", cards: Sequence["Card"], utilization: float, dtype: str) -> list[str]:
+    """A plan in words."""
+    settings = found.settings
+    lines = [
+        f"{found.model}: {found.parameters:,} parameters; batch {found.batch}, {found.prompt_length} + "
+        f"{settings.gen_length} positions, at most {settings.most_steps} steps ({settings.name})",
+        f"  on the device: {size_text(found.device_bytes)}",
+        f"    weights ({dtype if found.quantization == 'none' else found.quantization}): {size_text(found.weights)}",
+        f"    a step: {size_text(found.step)}, of which {size_text(found.watched)} for watched points",
+    ]
+    if found.unpacked:
+        lines.append(f"    the largest quantized matrix, unpacked: {size_text(found.unpacked)}")
+    if found.keys:
+        lines.append(f"    keys and values: {size_text(found.keys)} at the end of the run")
+    lines += _watched_lines(found)
+    lines.append(
+        f"  in main memory: {size_text(found.host_bytes)} for the track and the canvases, twice while they are joined; "
+        f"Record(to='run.zarr') keeps the track on disk"
     )
-    work.add_argument("--cards", type=int, default=1, metavar="N", help="[dry run] how many (default: %(default)s)")
-    work.add_argument(
-        "--utilization", type=float, default=0.4, metavar="SHARE",
-        help="[dry run] share of the card's peak that is reached (default: %(default)s)",
-    )  # fmt: skip
-    work.add_argument("--price", type=float, help="[dry run] price of one card for an hour (default: none)")
+    for card in cards:
+        fits = found.device_bytes <= 0.9 * card.memory
+        lines.append(
+            f"  {card.name}: {duration(found.seconds(card, utilization))} at {utilization:.0%} of "
+            f"{card.peak / 1e12:,.0f} TFLOP/s and {card.bandwidth / 1e12:.2f} TB/s"
+            + ("" if fits else "; does not fit into one")
+        )
+    return lines + _fitting_lines(found)
+
+
+def _watched_lines(found: "RunPlan") -> list[str]:
+    """The watched points by kind, largest first."""
+    kinds: dict[str, list[int]] = {}
+    for name, size in found.values.items():
+        kinds.setdefault(name.split(".", 2)[-1] if name.startswith("blocks.") else name, []).append(size)
+    ordered = sorted(kinds.items(), key=lambda kind: -sum(kind[1]))
+    return [
+        f"    {kind}: {size_text(max(all_of))} each, {size_text(sum(all_of))} in all layers" for kind, all_of in ordered
+    ]
+
+
+def _fitting_lines(found: "RunPlan") -> list[str]:
+    """Which memory holds the run, by quantization."""
+    lines = ["  cards that hold this run, and the largest batch on one card:"]
+    variants = {
+        name: replace(found, quantization=name, weights=weights, unpacked=unpacked)
+        for name, (weights, unpacked) in found.alternatives.items()
+    }
+    for size in SIZES:
+        cells = []
+        for name, other in variants.items():
+            number = other.cards(size * 2**30)
+            held = f"{number} card{'s' * (number > 1)}" if number else "none"
+            cells.append(f"{name}: {held}, batch {other.largest_batch(size * 2**30)}")
+        lines.append(f"    {size} GiB: {'; '.join(cells)}")
+    return lines
 
 
 def print_plan(
-    options: argparse.Namespace, name: str, protocol: "EvalProtocol", conditions: "Sequence[Condition]",
+    options: DryRun, name: str, protocol: "EvalProtocol", conditions: "Sequence[Condition]", out: Path,
     shared: dict[str, Any],
 ) -> None:  # fmt: skip
     """Print what an evaluation of one model would cost."""
     from sinklens.evaluation.conditions import under_caches
-    from sinklens.evaluation.planning import find_card, plan
+    from sinklens.evaluation.planning import find_card
+    from sinklens.evaluation.planning import plan as planned
     from sinklens.evaluation.runner import estimate
 
     card, task = find_card(options.card), shared["task"]
@@ -50,41 +174,43 @@ def print_plan(
     number, parts = shared["shard"]
     samples = list(task.samples(shared["limit"]))[number::parts]
     every = under_caches(conditions, shared["cache"])
-    found = plan(name, protocol, every, samples, shared["load"])
+    found = planned(name, protocol, every, samples, shared["load"])
     regime = f", {protocol.regime}" if protocol.regime else ""
-    print("\n".join([f"{name}{regime}", *plan_lines(found, card, options)]))
+    print("\n".join([f"{name}{regime}", *_cost_lines(found, card, options)]))
     try:
-        cost = estimate(name, protocol, conditions, options.out, **shared)
+        cost = estimate(name, protocol, conditions, out, **shared)
     except CheckpointError as error:
         print(f"  Not measured here: {error}")
-    else:
-        print(f"  {estimate_text(cost)}")
+        return
+    print(
+        f"  Measured: {cost.units:,} samples to do, {cost.tokens:,} tokens in {cost.passes:,} forward passes of a row; "
+        f"about {duration(cost.seconds)} in one process here (estimated from {cost.measured} samples)."
+        if cost.units
+        else "  Measured: all samples are already finished."
+    )
 
 
-def plan_lines(found: "Plan", card: "Card", options: argparse.Namespace) -> list[str]:
-    """A plan in words."""
+def _cost_lines(found: "Plan", card: "Card", options: DryRun) -> list[str]:
+    """The cost of an evaluation in words."""
     seconds = found.seconds(card, options.utilization, options.cards)
     hours = seconds / 3600 * options.cards
     prompt = f"{found.prompt_tokens:.0f} tokens a prompt" + ("" if found.counted else " (by 4 characters a token)")
     cards = f"{options.cards} x {card.name}" if options.cards > 1 else card.name
+    price = (
+        "" if options.price is None else f"; {hours:,.0f} card hours, {hours * options.price:,.0f} at {options.price:g}"
+    )
+    table = [f"{batch}: {size_text(found.run.with_batch(batch).device_bytes)}" for batch in BATCHES]
+    host = [f"{batch}: {size_text(found.host_bytes + batch * found.host_row_bytes)}" for batch in BATCHES]
     lines = [
         f"  {found.samples:,} samples x {found.runs} runs: {found.passes:,} passes of a row, {prompt}",
         f"  {found.flops:.3g} operations, {found.flops / found.passes:.3g} a pass",
         f"  {duration(seconds)} on {cards} at {options.utilization:.0%} of {card.peak / 1e12:,.0f} TFLOP/s (bfloat16), "
-        f"a rate of {found.passes / seconds / options.cards:,.0f} passes of a row a second on each card"
-        + (
-            ""
-            if options.price is None
-            else f"; {hours:,.0f} card hours, {hours * options.price:,.0f} at {options.price:g}"
-        ),
+        f"a rate of {found.passes / seconds / options.cards:,.0f} passes of a row a second on each card{price}",
         f"  {found.run.parameters:,} parameters, {size_text(found.run.weights)} of weights",
+        f"  GPU memory by batch: {', '.join(table)}; at most "
+        f"{found.run.largest_batch(card.memory)} rows on {card.name}",
+        f"  host memory by batch, without the weights while they are loaded: {', '.join(host)}",
     ]
-    table = [f"{batch}: {size_text(found.run.with_batch(batch).device_bytes)}" for batch in BATCHES]
-    lines.append(
-        f"  GPU memory by batch: {', '.join(table)}; at most {found.run.largest_batch(card.memory)} rows on {card.name}"
-    )
-    host = [f"{batch}: {size_text(found.host_bytes + batch * found.host_row_bytes)}" for batch in BATCHES]
-    lines.append(f"  host memory by batch, without the weights while they are loaded: {', '.join(host)}")
     if found.disk_row_bytes:
         lines.append(
             f"  temporary files (TMPDIR), for keys of the unmasked run: {size_text(found.disk_row_bytes)} a row"
@@ -100,19 +226,11 @@ def size_text(size: float | int) -> str:
     return f"{size:,.0f} bytes"
 
 
-def estimate_text(cost: Any) -> str:
-    """A measured estimate in words."""
-    if not cost.units:
-        return "Measured: all samples are already finished."
-    return (
-        f"Measured: {cost.units:,} samples to do, {cost.tokens:,} tokens in {cost.passes:,} forward passes of a row; "
-        f"about {duration(cost.seconds)} in one process here (estimated from {cost.measured} samples)."
-    )
-
-
 def duration(seconds: float) -> str:
-    """A time in words."""
+    """A time in words, from milliseconds to days."""
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} seconds"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} milliseconds"
+    return f"{seconds:.0f} seconds" if seconds >= 10 else f"{seconds:.2f} seconds"

@@ -28,7 +28,6 @@ LEGEND = (
     "keys: those that a control picked of those it was to pick, per sample, summed over heads and steps. Published "
     "scores: Wilson's intervals; differences from them: Newcombe's, as if the samples were independent."
 )
-IRREGULAR = ("empty", "masks left", "no end")
 CACHES = (
     "speed: seconds per sample of the exact unmasked run over those of the condition, on the samples that both have. "
     "Compare runs of one machine, with one --batch. A step under a policy computes fewer queries, so do not compare "
@@ -42,24 +41,21 @@ ESCAPING = (
 
 def show(lines: Sequence["Line"], notes: Sequence[str]) -> None:
     """Print every table of `lines`, the legend, and `notes`."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    terminal = sys.stdout.isatty()
+    console = Console(highlight=False, width=None if terminal else WIDE)
+    texts = [LEGEND] + [CACHES] * any(line.cache for line in lines)
+    picks = {line.pick for line in lines}
+    texts += [ESCAPING] * ("strongest" in picks and "steady" not in picks)
     for protocol in dict.fromkeys(line.protocol for line in lines):
         of_protocol = [line for line in lines if line.protocol == protocol]
         for text in baseline_texts(of_protocol):
-            console.print(text, markup=False, soft_wrap=not sys.stdout.isatty())
-        console.print(_first_table(protocol, of_protocol))
+            console.print(text, markup=False, soft_wrap=not terminal)
+        console.print(_accuracies(protocol, of_protocol))
         for model in dict.fromkeys(line.model for line in of_protocol):
-            of_model = [line for line in of_protocol if line.model == model]
-            if any(line.accuracy.n for line in of_model):
-                console.print(_second_table(model, of_model))
-            console.print(_third_table(model, of_model))
-            if any(line.formed is not None for line in of_model):
-                console.print(_form_table(model, of_model))
-    console.print(LEGEND, markup=False, soft_wrap=not sys.stdout.isatty())
-    if any(line.cache for line in lines):
-        console.print(CACHES, markup=False, soft_wrap=not sys.stdout.isatty())
-    if {line.pick for line in lines} >= {"strongest"} and "steady" not in {line.pick for line in lines}:
-        console.print(ESCAPING, markup=False, soft_wrap=not sys.stdout.isatty())
+            for title, columns in _tables([line for line in of_protocol if line.model == model]).items():
+                console.print(_table(f"{model}: {title}", columns))
+    for text in texts:
+        console.print(text, markup=False, soft_wrap=not terminal)
     for note in notes:
         console.print(note, markup=False, soft_wrap=True)
 
@@ -90,25 +86,24 @@ def _baseline_text(line: "Line", one: "Baseline") -> str:
     return f"{text}The run {words[one.verdict]}: {gap}{part}."
 
 
-def _first_table(protocol: str, lines: Sequence["Line"]) -> Table:
+def _accuracies(protocol: str, lines: Sequence["Line"]) -> Table:
     """The layout of the paper's Table 1: a row per condition, a column per model."""
-    models = list(dict.fromkeys(line.model for line in lines))
-    in_paper = {line.model for line in lines if line.paper is not None}
     table = Table(title=f"{escape(protocol)}: accuracy", title_justify="left")
-    table.add_column(_heading(lines))
-    for model in models:
-        table.add_column(escape(model), justify="right")
-        if model in in_paper:
-            table.add_column("in the paper", justify="right")
-    for condition in dict.fromkeys(line.condition for line in lines):
-        cells = []
-        for model in models:
-            line = next((one for one in lines if (one.model, one.condition) == (model, condition)), None)
-            most = max(one.accuracy.n for one in lines if one.model == model)
-            cells.append("" if line is None else _share(line, most))
-            if model in in_paper:
-                cells.append("" if line is None or line.paper is None else f"{line.paper:.2f}")
-        table.add_row("nothing" if condition == "unmasked" else escape(condition), *cells)
+    by_place = {(line.model, line.condition): line for line in lines}
+    conditions = dict.fromkeys(line.condition for line in lines)
+    columns = {_heading(lines): [_masked(name) for name in conditions]}
+    for model in dict.fromkeys(line.model for line in lines):
+        found = [by_place.get((model, name)) for name in conditions]
+        most = max(line.accuracy.n for line in found if line is not None)
+        columns[model] = ["" if line is None else _share(line, most) for line in found]
+        published = ["" if line is None or line.paper is None else f"{line.paper:.2f}" for line in found]
+        if any(published):
+            columns[f"{model} in the paper"] = published
+    for name in columns:
+        title = "in the paper" if name.endswith(" in the paper") else escape(name)
+        table.add_column(title, justify="left" if name == _heading(lines) else "right")
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
     return table
 
 
@@ -119,46 +114,47 @@ def _share(line: "Line", most: int) -> str:
     return f"{line.accuracy.value:.3f} [{line.accuracy.low:.3f}, {line.accuracy.high:.3f}]{unfinished}"
 
 
-def _second_table(model: str, lines: Sequence["Line"]) -> Table:
-    """Accuracy differences between conditions, paired by sample."""
-    timed = any(line.cache for line in lines)
-    columns = ("samples", "vs unmasked", "vs random", *["speed"] * timed)
-    table = _table(f"{model}: compared on the same samples", columns, _heading(lines))
-    for line in lines:
-        differences = (
-            _difference(line.against_unmasked) or line.no_unmasked,
-            _difference(line.against_random) or line.no_random,
-        )
-        speed = [f"{line.speed:.2f} x" if line.against_unmasked else ""] * timed
-        table.add_row(_masked(line), str(line.accuracy.n), *differences, *speed)
-    return table
+def _tables(lines: Sequence["Line"]) -> dict[str, dict[str, list[str]]]:
+    """The tables of one model, by title: paired differences, irregular answers with sinks and throughput, and form."""
+    conditions = {_heading(lines): [_masked(line.condition) for line in lines]}
+    found = {}
+    if any(line.accuracy.n for line in lines):
+        found["compared on the same samples"] = conditions | {
+            "samples": [str(line.accuracy.n) for line in lines],
+            "vs unmasked": [_difference(line.against_unmasked) or line.no_unmasked for line in lines],
+            "vs random": [_difference(line.against_random) or line.no_random for line in lines],
+        }
+        if any(line.cache for line in lines):
+            speeds = [f"{line.speed:.2f} x" if line.against_unmasked else "" for line in lines]
+            found["compared on the same samples"]["speed"] = speeds
+    found["its answers"] = conditions | {
+        "empty": [f"{line.empty:.1%}" for line in lines],
+        "masks left": [f"{line.masks:.1%}" for line in lines],
+        "no end": [f"{line.unended:.1%}" for line in lines],
+        "sinks/head": [f"{line.sinks:.2f}" for line in lines],
+        "samples/s": [f"{line.per_second:.2f}" for line in lines],
+        "guess": [f"{line.chance:.2f}" for line in lines],
+    }
+    if any(not math.isnan(line.keys_picked) for line in lines):
+        found["its answers"]["keys"] = [
+            "" if math.isnan(line.keys_picked) else f"{line.keys_picked:,.0f} of {line.keys_requested:,.0f}"
+            for line in lines
+        ]
+    if any(line.formed is not None for line in lines):
+        found["form of its answers"] = conditions | {
+            "malformed": ["–" if line.formed is None else f"{line.malformed:.1%}" for line in lines],
+            "right of formed": ["–" if line.formed is None else f"{line.formed.value:.3f}" for line in lines],
+        }
+    return found
 
 
-def _third_table(model: str, lines: Sequence["Line"]) -> Table:
-    """Irregular answers, sinks, throughput and, if there are controls, the keys that they picked."""
-    counted = ("keys",) * any(not math.isnan(line.keys_picked) for line in lines)
-    columns = (*IRREGULAR, "sinks/head", "samples/s", "guess", *counted)
-    table = _table(f"{model}: its answers", columns, _heading(lines))
-    for line in lines:
-        shares = (f"{share:.1%}" for share in (line.empty, line.masks, line.unended))
-        numbers = (f"{number:.2f}" for number in (line.sinks, line.per_second, line.chance))
-        table.add_row(_masked(line), *shares, *numbers, *(_keys(line) for _ in counted))
-    return table
-
-
-def _keys(line: "Line") -> str:
-    """Keys that a control picked, of those that it was to pick."""
-    if math.isnan(line.keys_picked):
-        return ""
-    return f"{line.keys_picked:,.0f} of {line.keys_requested:,.0f}"
-
-
-def _form_table(model: str, lines: Sequence["Line"]) -> Table:
-    """Answers that are not of the required form, and accuracy over the others; "–" for records without this."""
-    table = _table(f"{model}: form of its answers", ("malformed", "right of formed"), _heading(lines))
-    for line in lines:
-        formed = ("–", "–") if line.formed is None else (f"{line.malformed:.1%}", f"{line.formed.value:.3f}")
-        table.add_row(_masked(line), *formed)
+def _table(title: str, columns: dict[str, list[str]]) -> Table:
+    """A column for the condition, which a narrow terminal wraps, and columns of numbers, which never wrap."""
+    table = Table(title=escape(title), title_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=number > 0)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
     return table
 
 
@@ -166,17 +162,8 @@ def _heading(lines: Sequence["Line"]) -> str:
     return "condition" if any(line.cache for line in lines) else "masked"
 
 
-def _table(title: str, numbers: Sequence[str], heading: str) -> Table:
-    """A column for the condition, which a narrow terminal wraps, and columns of numbers, which never wrap."""
-    table = Table(title=escape(title), title_justify="left")
-    table.add_column(heading)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _masked(line: "Line") -> str:
-    return "nothing" if line.condition == "unmasked" else escape(line.condition)
+def _masked(condition: str) -> str:
+    return "nothing" if condition == "unmasked" else escape(condition)
 
 
 def _difference(pair: Any) -> str:

@@ -4,7 +4,6 @@ Nothing is measured before the plan is stored, in the results folder and in the 
 test resumes, and a finished one prints its report again, corrected for the tests that there are by then.
 """
 
-import argparse
 import math
 import warnings
 from collections import Counter
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklens.cli.options import add_loading, loading
+from sinklens.cli.options import Call, Device, fitted
 from sinklens.errors import ControlWarning, SettingError, warn_caller
 
 if TYPE_CHECKING:
@@ -24,27 +23,27 @@ if TYPE_CHECKING:
 REPORT = "test-report.md"
 
 
-def add_test(command: argparse.ArgumentParser) -> None:
-    """Add the options of ``test``."""
-    command.add_argument("plan", metavar="PLAN", type=Path, help="the plan: a .yaml, .toml or .json file")
-    command.add_argument("--out", type=Path, help="folder for the results and the stored plan (default: test-PLAN)")
-    command.add_argument(
-        "--tests", type=Path, metavar="FOLDER",
-        help="ledger of all tests, which counts those on the same prompts (default: $SINKLENS_TESTS, or sinklens/tests "
-        "in the user's folder for data)",
-    )  # fmt: skip
-    command.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check the plan, print its power, and stop: nothing is stored (default: no)",
-    )
-    add_loading(command, "dtype", "device")
-    command.set_defaults(command=run_test)
+def run_plan(
+    plan: Path,
+    /,
+    *,
+    call: Call,
+    out: Path | None = None,
+    tests: Path | None = None,
+    dry_run: bool = False,
+    loading: Device | None = None,
+) -> None:
+    """Test one claim by a plan that is stored beforehand.
 
-
-def run_test(options: argparse.Namespace) -> None:
-    """`sinklens test`."""
+    Args:
+        plan: the plan: a .yaml, .toml or .json file
+        out: folder for the results and the stored plan (default: test-PLAN)
+        tests: ledger of all tests, which counts those on the same prompts (default: $SINKLENS_TESTS, or sinklens/tests
+            in the user's folder for data)
+        dry_run: check the plan, print its power, and stop: nothing is stored
+    """
     from sinklens.analyses import tested
+    from sinklens.analyses.answers import known
     from sinklens.analyses.estimates.deciding import decided
     from sinklens.analyses.estimates.plan import read_plan
     from sinklens.analyses.planned import PlannedTest
@@ -53,66 +52,53 @@ def run_test(options: argparse.Namespace) -> None:
     from sinklens.utils.atomic import atomic_write
     from sinklens.utils.folders import check_folder
 
-    plan = read_plan(options.plan)
-    identity, ledger = plan.identity(), options.tests or tested.home()
-    out = options.out or Path(f"test-{options.plan.stem}")
-    prompts, answers = plan.texts(), plan.answers()
-    _check_answers(plan, prompts, answers)
+    asked, folder = read_plan(plan), out or Path(f"test-{plan.stem}")
+    identity, ledger = asked.identity(), tests or tested.home()
+    prompts, answers = asked.texts(), asked.answers()
+    unknown = sum(not known(prompt, answers) for prompt in prompts)
+    if asked.measure == "cost" and unknown:
+        raise SettingError(
+            f"measure: cost counts right answers, and {unknown} of {asked.n} prompts in {asked.prompts} have none. "
+            f"Give each line a text under 'expected' or 'answer', or test measure: changed or kl."
+        )
     others = tested.sharing(ledger, identity)
-    tests = len(others) + all(run.what != identity for run in others)
-    print("\n".join(power_lines(plan, tests)))
-    if options.dry_run:
+    print("\n".join(power_lines(asked, len(others) + all(run.what != identity for run in others))))
+    if dry_run:
         return
-    check_folder(out, "a study")
-    run = tested.begin(ledger, identity, out)
-    print(f"Plan {run.name} is stored in {out / tested.FILE} and counted in {ledger}.")
-    study = PlannedTest(plan=plan, seed=plan.seed, settings=plan.settings, answers=answers)
-    models = [load(name, **loading(options, name)) for name in (plan.model, *plan.seeds)]
+    check_folder(folder, "a study")
+    run = tested.begin(ledger, identity, folder)
+    print(f"Plan {run.name} is stored in {folder / tested.FILE} and counted in {ledger}.")
+    study = PlannedTest(plan=asked, seed=asked.seed, settings=asked.settings, answers=answers)
+    models = [load(name, **fitted(name, loading)) for name in (asked.model, *asked.seeds)]
     with counted_control_warnings(), Counts("prompts") as counts:
         try:
-            findings = study.run(models, prompts, out, progress=counts)
+            findings = study.run(models, prompts, folder, progress=counts)
         except KeyboardInterrupt:
-            counts.stop(out, options.call)
-    made = decided(plan, findings.measured)
+            counts.stop(folder, call)
+    made = decided(asked, findings.measured)
     corrected = tested.finish(run, made.found.p, made.p_equivalent)
-    lines = report_lines(plan, made, corrected, findings.tables["differences"])
-    with atomic_write(out / REPORT) as part:
+    lines = report_lines(asked, made, corrected, findings.tables["differences"])
+    with atomic_write(folder / REPORT) as part:
         part.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(["", *lines, "", f"Written to {out / REPORT}; all tables: `sinklens table {out}`."]))
+    print("\n".join(["", *lines, "", f"Written to {folder / REPORT}; all tables: `sinklens table {folder}`."]))
 
 
 @contextmanager
 def counted_control_warnings() -> Iterator[None]:
-    """Issue each `ControlWarning` of a block once, at its end, with the number of times it was issued."""
+    """Issue the warnings of a block at its end: each `ControlWarning` once, with the number of times it was issued."""
     found: Counter[str] = Counter()
-    shown = warnings.showwarning
-
-    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, ControlWarning):
-            found[str(message)] += 1
-        else:
-            shown(message, category, *place, **more)
-
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ControlWarning)
-            warnings.showwarning = show
             yield
     finally:
+        for one in caught:
+            if issubclass(one.category, ControlWarning):
+                found[str(one.message)] += 1
+            else:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         for text, count in found.items():
             warn_caller(f"{text} ({count} time{'s' * (count > 1)})", ControlWarning)
-
-
-def _check_answers(plan: "Plan", prompts: list[Any], answers: dict[str, str]) -> None:
-    """Refuse a plan that counts right answers where none is known."""
-    from sinklens.analyses.answers import known
-
-    unknown = sum(not known(prompt, answers) for prompt in prompts)
-    if plan.measure == "cost" and unknown:
-        raise SettingError(
-            f"measure: cost counts right answers, and {unknown} of {plan.n} prompts in {plan.prompts} have none. Give "
-            f"each line a text under 'expected' or 'answer', or test measure: changed or kl."
-        )
 
 
 def power_lines(plan: "Plan", tests: int) -> list[str]:
@@ -121,11 +107,12 @@ def power_lines(plan: "Plan", tests: int) -> list[str]:
 
     power = planned_power(plan, tests)
     what = "ratio" if plan.measure == "kl" else "difference"
+    shown = f"no {what} is found" if math.isinf(power["shown"]) else f"{what}s from {power['shown']:.2f} are found"
     lines = [
         f"Claim: {plan.claim}",
         f"Tests on these prompts, this one included: {tests}.",
         f"Power beforehand, at the level of {0.05 / tests:.4g}: {power['holds']:.2f} for a true {what} of "
-        f"{plan.of_interest:g}; {_shown(power['shown'], what)} with 0.80.",
+        f"{plan.of_interest:g}; {shown} with 0.80.",
     ]
     if not math.isnan(power["equivalent"]):
         lines.append(f"Without any true difference, it is found equivalent with {power['equivalent']:.2f}.")
@@ -153,23 +140,17 @@ def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differe
         f"equivalence within {plan.of_interest:g}: {made.p_equivalent:.2g}, corrected {corrected.p_equivalent:.2g}.",
     ]
     if said == "cannot tell":
+        shown = f"no {what}" if math.isinf(made.shown) else f"{what}s from {made.shown:.2f}"
         few = made.shown > plan.of_interest
         why = "there are too few of them" if few else "their number is not the reason"
-        lines.append(f"So many {units} {_show(made.shown, what)} with a probability of 0.80, before correction; {why}.")
+        lines.append(f"So many {units} show {shown} with a probability of 0.80, before correction; {why}.")
     if not grouped and not plan.prompts:
         lines.append("The shipped problems have seven templates; this holds for these templates only.")
     if not plan.seeds:
         lines.append(f"It is about {plan.model}, one training run.")
-    lines += ["", "Against every control (not tested, 95 % intervals):", ""]
     rows = differences[differences["measure"] == plan.measure]
-    for row in rows.itertuples():
-        lines.append(f"- {row.model}, {PICKS[row.control]}: {row.estimate:.3f} [{row.low:.3f}, {row.high:.3f}]")
-    return lines
-
-
-def _shown(value: float, what: str) -> str:
-    return f"no {what} is found" if math.isinf(value) else f"{what}s from {value:.2f} are found"
-
-
-def _show(value: float, what: str) -> str:
-    return f"show no {what}" if math.isinf(value) else f"show {what}s from {value:.2f}"
+    against = [
+        f"- {row.model}, {PICKS[row.control]}: {row.estimate:.3f} [{row.low:.3f}, {row.high:.3f}]"
+        for row in rows.itertuples()
+    ]
+    return [*lines, "", "Against every control (not tested, 95 % intervals):", "", *against]

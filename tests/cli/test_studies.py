@@ -136,18 +136,6 @@ def test_analyse_writes_its_files_and_says_where(tmp_path, capsys, monkeypatch):
     assert manifest["models"][0]["settings"]["gen_length"] == 3
 
 
-def test_a_study_goes_on_in_the_default_folder_of_earlier_versions(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    call = ["analyse", "existence", "tiny-llama", "--limit", "1", "--gen-length", "2"]
-    assert main([*call, "--out", "analyses-existence"]) == 0
-    capsys.readouterr()
-    assert main(call) == 0
-    errors = capsys.readouterr().err
-    assert errors.startswith("sinklens: going on in analyses-existence, the default of earlier versions; now it is ")
-    assert "1 of 1 prompts done" in errors
-    assert not Path("sinklens-analyse").exists()
-
-
 def test_analyse_loads_models_as_requested_and_applies_a_chat_template(tmp_path, capsys):
     folder = shutil.copytree(find_checkpoint("tiny-llama", None), tmp_path / "chatty")
     (folder / "chat_template.jinja").write_text("Question: {{ messages[0]['content'] }}\nAnswer:")

@@ -162,6 +162,7 @@ def test_a_dry_run_prints_the_power_and_stores_nothing(run, tmp_path):
     assert not (tmp_path / "tests").exists()
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("more", "message"),
     [

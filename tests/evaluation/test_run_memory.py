@@ -13,8 +13,7 @@ from building import random_hf, random_model
 import sinklens
 from benchmarks.measuring import peak
 from sinklens.cli import main
-from sinklens.cli.planning import size_text
-from sinklens.cli.run_plan import duration, plan_lines
+from sinklens.cli.planning import duration, plan_lines, size_text
 from sinklens.errors import CheckpointError, HookNameError, SettingError
 from sinklens.evaluation import run_memory
 from sinklens.evaluation.cards import CARDS, QUANTIZATIONS, Card

@@ -1,0 +1,166 @@
+"""The commands about models without sampler settings: demo, lab, hooks and models."""
+
+import re
+import webbrowser
+from contextlib import suppress
+from pathlib import Path
+
+from sinklens.cli.options import Described, Device, Integer, Loading, Names
+from sinklens.cli.writing import write_figure, write_text
+from sinklens.errors import SettingError, SinklensError
+
+
+def demo(*, out: Path = Path("sinklens-demo"), problem: Integer = 14, loading: Device | None = None) -> None:
+    """Trace both twins on one held-out problem.
+
+    Args:
+        out: folder for the results
+        problem: held-out problem, 0 to 499
+    """
+    from rich.console import Console
+
+    from sinklens.model import load
+    from sinklens.runs import generate
+    from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out
+    from sinklens.utils.folders import check_folder
+    from sinklens.views import report, sink_paths, terminal
+
+    if not 0 <= problem < HELD_OUT_SIZE:
+        raise SinklensError(f"--problem must be between 0 and {HELD_OUT_SIZE - 1}; got {problem}.")
+    check_folder(out, "a demo")
+    asked, console = held_out()[problem], Console(highlight=False)
+    runs = []
+    for name in ("tiny-llada", "tiny-llama"):
+        model = load(name, **loading or {})
+        run = generate(model, asked.prompt)
+        assert run.sinks is not None
+        run.sinks.save(out / f"{name}.sinks.nc")
+        report(run, out / f"{name}.html")
+        runs.append((model, run))
+    write_figure(out / "sinks.png", sink_paths([run.sinks for _, run in runs if run.sinks is not None]))
+    answers = [f"{model.name}: {run.text.strip()}\n" for model, run in runs]
+    write_text(out / "answers.txt", "\n".join([f"{asked.prompt}\n", *answers]))
+    for (model, run), kind in zip(runs, ("diffusion", "autoregressive"), strict=True):
+        console.rule(f"{model.name} ({kind}, {run.steps_run} steps)")
+        console.print(asked.prompt, markup=False)
+        terminal.show(model, run, console)
+        console.print(f"Answer: {run.text.strip()}   (correct: {asked.result})\n", markup=False)
+    console.print(
+        f"Written to {out}/: answers.txt, sinks.png (the sinks of both models at every step), the sink "
+        f"tracks (open with sinklens.SinkTrack.open), and a page per model to step through:", markup=False,
+    )  # fmt: skip
+    for model, _ in runs:
+        console.print(f"  open {(out / f'{model.name}.html').resolve().as_uri()}", markup=False, soft_wrap=True)
+
+
+def lab(
+    model: str,
+    /,
+    *,
+    compare: Names = (),
+    keep: Path | None = None,
+    port: Integer = 0,
+    no_browser: bool = False,
+    host: str = "127.0.0.1",
+    allow_network: bool = False,
+    public_url: str | None = None,
+    loading: Loading | None = None,
+) -> None:
+    """Open a live lab in the browser.
+
+    Args:
+        model: shipped name, hub name or folder; see `sinklens models`
+        compare: further models for the same prompts (default: none)
+        keep: folder in which runs are kept; those already there are opened (default: runs are deleted when the lab
+            closes)
+        port: port; 0 is a free one
+        no_browser: only print the link, and do not open it
+        host: address to listen at; others than this machine's own need --allow-network
+        allow_network: allow a --host that other machines reach
+        public_url: address of the lab in a browser behind a reverse proxy, e.g.
+            https://hub.example.org/user/ann/proxy/{port}/ (default: it is reached directly)
+    """
+    from sinklens.live.public import read_public
+    from sinklens.live.security import is_local
+    from sinklens.live.server import Lab, bound, link_file, require_extra, warning_of
+
+    require_extra()
+    if not is_local(host) and not allow_network:
+        raise SettingError(
+            f"--host {host} lets other machines reach the lab, where whoever has its link can run the model. "
+            f"Add --allow-network if that is meant; from another machine, ssh -L is safer."
+        )
+    if not 0 <= port < 65_536:
+        raise SettingError(f"--port must be from 0 to 65535; got {port}.")
+    listener = bound(host, port)
+    read_public(public_url, listener.getsockname()[1])  # before a model is loaded
+    from sinklens.live.loading import lab_models
+
+    models = lab_models([model, *compare], **loading or {})
+    opened_lab = Lab(models, keep=keep, host=host, listener=listener, framed=False, public_url=public_url)
+    print(warning_of(host), end="\n" if warning_of(host) else "")
+    with link_file(opened_lab.url) as file:
+
+        def opened() -> None:
+            print(f"The lab is open. Anyone with this link can use it:\n  {opened_lab.url}", flush=True)
+            print("Ctrl+C closes it.", flush=True)
+            if not no_browser:
+                webbrowser.open(file.as_uri())
+
+        with suppress(KeyboardInterrupt):  # depending on when Ctrl+C comes, the server returns or raises
+            opened_lab.serve(opened)
+    print("\nThe lab is closed." + (f" Its runs are in {keep}." if keep else ""))
+
+
+def hooks(model: str, /, *, all: bool = False, loading: Described | None = None) -> None:
+    """List the hook points of a model.
+
+    Args:
+        model: shipped name, hub name or folder
+        all: list every layer, not one line for all layers
+    """
+    from sinklens.families import translate
+    from sinklens.families.registry import family_of
+    from sinklens.hooks import architecture_of, names
+    from sinklens.hooks.tree import HookTree
+    from sinklens.model.files import find_checkpoint, read_config
+    from sinklens.model.loading import build_empty
+
+    given = loading or {}
+    folder = find_checkpoint(model, given.get("revision"))
+    raw = read_config(folder)
+    family = family_of(raw, str(folder), given.get("family"), given.get("block_length"))
+    config = translate(raw, family, str(folder))
+    tree = HookTree(build_empty(config, family.model_class), architecture_of(config.model_type), family.drawn)
+    cfg, points = tree.cfg, tree.point_names()
+    sizes = {
+        "head": cfg.n_heads, "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_head": cfg.d_head,
+        "d_mlp": cfg.d_mlp, "vocab": cfg.d_vocab, "expert": cfg.num_experts or 0, "k": cfg.experts_per_token or 0,
+    }  # fmt: skip
+    rows = dict(names.table(names.merged(tree.parts)))
+    print(f"{model}: family {family.name}, {cfg.n_layers} layers, {len(points)} hook points")
+    mixed = [layer for layer, one in enumerate(tree.parts) if one.experts]
+    experts = f"; layers with experts: {', '.join(map(str, mixed))}" if 0 < len(mixed) < cfg.n_layers else ""
+    print(f"l: layer, 0 to {cfg.n_layers - 1}{experts}")
+    for name in points if all else rows:
+        spec = rows[re.sub(r"\.\d+\.", ".{l}.", name, count=1)]
+        shape = " ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in spec.axes.split())
+        print(f"{name:36s} [{shape:44s}] {spec.meaning}")
+
+
+def models() -> None:
+    """List the models that can be loaded."""
+    from sinklens.families import FAMILIES
+    from sinklens.families.registry import register_installed
+    from sinklens.model.files import shipped_names
+
+    register_installed()
+    print("\n  ".join(["Shipped checkpoints (by name):", *shipped_names()]))
+    print(
+        "\nFamilies (by hub name, or a folder with config.json and *.safetensors; code in checkpoints is not executed):"
+    )
+    for family in FAMILIES.values():
+        kinds = f"model_type {', '.join(family.model_types)}"
+        if family.classes:
+            kinds += f" or architectures {', '.join(family.classes)}"
+        print(f"  {family.name:10s} {kinds}; sampler {family.sampler}\n{'':13s}verified: {family.verified}")

@@ -1,0 +1,127 @@
+"""The commands trace and verify.
+
+Pitfall: ``verify`` fails only if the checkpoint itself does. A statement of the study that does not hold is a finding
+about the model.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sinklens.cli.options import Integer, LoadingOfRun, Run, fitted
+from sinklens.cli.settings import Settings
+from sinklens.cli.writing import write_figure, write_text
+from sinklens.errors import SinklensError
+
+if TYPE_CHECKING:
+    from sinklens.runs.result import Generation
+
+
+def trace(
+    model: str,
+    /,
+    *,
+    prompt: str,
+    out: Path = Path("sinklens-trace"),
+    settings: Settings | None = None,
+    run: Run | None = None,
+    loading: LoadingOfRun | None = None,
+) -> None:
+    """Run a model on a prompt.
+
+    Args:
+        model: shipped name, hub name or folder; see `sinklens models`
+        prompt: the prompt; @FILE reads it from FILE, from JSON Lines (*.jsonl) with a text or a list of token ids under
+            'prompt'
+        out: folder for answer.txt, sinks.nc, sinks.png and report.html
+    """
+    from rich.console import Console
+
+    from sinklens.model import load
+    from sinklens.runs import generate
+    from sinklens.utils.folders import check_folder
+    from sinklens.views import most_moving_head, report, sink_path, terminal
+
+    asked = _prompt(prompt)
+    check_folder(out, "a trace")
+    loaded = load(model, **fitted(model, loading, settings))
+    found = generate(loaded, asked, **run or {}, **settings or {})
+    assert found.sinks is not None
+    write_text(out / "answer.txt", f"{found.text}\n")
+    found.sinks.save(out / "sinks.nc")
+    write_figure(out / "sinks.png", sink_path(found.sinks, *most_moving_head(found.sinks)).figure)
+    report(found, out / "report.html")
+    terminal.show(loaded, found, Console(highlight=False))
+    print("\n".join([f"\n{found.text}", *_remarks(found)]))
+    print(f"Written to {out}/: answer.txt, sinks.nc, sinks.png, report.html.")
+
+
+def _prompt(given: str) -> str | list[int]:
+    """The prompt of ``--prompt``."""
+    if not given.startswith("@"):
+        return given
+    file = Path(given[1:])
+    if file.suffix == ".jsonl":
+        from sinklens.tasks.prompts import read_prompts
+
+        prompts = read_prompts(file)
+        if len(prompts) > 1:
+            raise SinklensError(f"{file} holds {len(prompts)} prompts, and trace runs one; give a file with one line.")
+        return prompts[0]
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SinklensError(f"could not read the prompt from {file}: {error}") from error
+
+
+def _remarks(run: "Generation") -> list[str]:
+    """What an answer that is empty, unfinished or without an end token needs said."""
+    found = []
+    for answer in run.answers:
+        found += ["The answer is empty."] * answer.empty
+        found += [f"{answer.masks} positions are still masked at the end."] * bool(answer.masks)
+        found += ["No end-of-sequence token was generated; try a larger --gen-length."] * (not answer.ended)
+    return found
+
+
+def verify(
+    model: str,
+    /,
+    *,
+    out: Path = Path("sinklens-verify"),
+    problems: Integer = 50,
+    data: Path | None = None,
+    fingerprint: str = "",
+    protocol: str = "",
+    score: float | None = None,
+    batch: Integer = 10,
+    settings: Settings | None = None,
+    loading: LoadingOfRun | None = None,
+) -> None:
+    """Check a checkpoint that you have, and write a report that can be pasted.
+
+    Args:
+        model: shipped name, hub name or folder
+        out: folder for report.json, report.md and the records of the runs; rerun to resume
+        problems: problems of the accuracies
+        data: local file or folder of GSM8K (default: the hub)
+        fingerprint: the expected fingerprint (default: of shipped models)
+        protocol: another protocol, or a task (default: a protocol with a published score)
+        score: accuracy that was published for these settings on all problems (default: the protocol's)
+        batch: problems at a time
+    """
+    from sinklens.evaluation.verification import verify as checked
+    from sinklens.model import load
+
+    for name, given in (("problems", problems), ("batch", batch)):
+        if given < 1:
+            raise SinklensError(f"--{name} must be at least 1; got {given}.")
+    found = checked(
+        load(model, **fitted(model, loading, settings), check=False), out / "runs", problems=problems, data=data,
+        fingerprint=fingerprint, protocol=protocol, score=score, batch=batch, settings=settings or {},
+    )  # fmt: skip
+    write_text(out / "report.json", found.to_json())
+    write_text(out / "report.md", found.to_markdown())
+    print(found.to_markdown())
+    print(f"Written to {out}/: report.json and report.md, which docs/verified.md collects.")
+    if found.failed:
+        raise SinklensError(f"{found.model} failed: {', '.join(found.failed)}.")
