@@ -6,8 +6,7 @@ where in a run, and `summarize_features` where they fire most; `collect` writes 
 trains SAEs on them, and `assess` and `assess_by_share` say how good one is at masked and at decided positions. Any
 object with ``encode`` and ``decode`` is an SAE; a transcoder writes to another point than it reads (``to=``), and
 `SpliceCrossLayer` runs one whose features write to all later layers (`load_cross_layer`). `collect_sinks` writes the
-sinks of many runs to one store. `store_size` says beforehand how much `collect` would write, and `export_store` and
-`store_frame` hand it to other tools.
+sinks of many runs to one store. `store_size` says beforehand how much `collect` would write.
 
 Probes say what can be read from activations, where and when, with controls: `probe_data` reads activations of a run
 with the labels that the run itself gives (final token, deciding step, state, sink), `probe_table` fits and tests linear
@@ -16,10 +15,9 @@ probes by point, step, noise level or state, and `fit_probe` returns one `Probe`
 
 from sinklens.features.assessing import assess, assess_by_share
 from sinklens.features.autoencoder import SparseAutoencoder
-from sinklens.features.collecting import collect
+from sinklens.features.collecting import collect, store_size
 from sinklens.features.collecting_sinks import collect_sinks
 from sinklens.features.cross_layer import SpliceCrossLayer, load_cross_layer
-from sinklens.features.exporting import export_store, store_frame, store_size
 from sinklens.features.gemma_scope import load_gemma_scope
 from sinklens.features.probe_places import ProbeData, joined, probe_data
 from sinklens.features.probe_tables import probe_table
@@ -28,7 +26,7 @@ from sinklens.features.reading import read_features, summarize_features
 from sinklens.features.saelens import load_sae, save_sae, shipped_saes
 from sinklens.features.splice import RandomError, SpliceSAE
 from sinklens.features.store import ActivationStore
-from sinklens.features.training import SAERecipe, train, train_many
+from sinklens.features.training import SAERecipe, train
 
 __all__ = [
     "ActivationStore",
@@ -43,7 +41,6 @@ __all__ = [
     "assess_by_share",
     "collect",
     "collect_sinks",
-    "export_store",
     "fit_probe",
     "joined",
     "load_cross_layer",
@@ -54,9 +51,7 @@ __all__ = [
     "read_features",
     "save_sae",
     "shipped_saes",
-    "store_frame",
     "store_size",
     "summarize_features",
     "train",
-    "train_many",
 ]

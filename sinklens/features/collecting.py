@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +22,24 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.families import settings_for
-from sinklens.features.places import InScope, PointPlaces, Scope, state_masks, states_of, stream_point
+from sinklens.features.places import (
+    InScope,
+    PointPlaces,
+    Scope,
+    places_of_step,
+    state_masks,
+    states_of,
+    states_of_run,
+    stream_point,
+    widths_at,
+)
 from sinklens.features.store import COLUMNS, ActivationStore, array_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.rules import Rule
 from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
-from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, within
+from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, place_mask, within
 from sinklens.sampling import as_policy
 from sinklens.sampling.policies import CachePolicy
 from sinklens.sinks import Detector, Record
@@ -40,6 +50,8 @@ from sinklens.utils.progress import OnProgress
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 4}  # bfloat16 is rounded float32
 
 
 def collect(
@@ -89,7 +101,7 @@ def collect(
             without a mask token, or `to` holds something else.
     """
     _check(model, prompts, point, batch, detector, layers, record_sinks)
-    names = [stream_point(model, one) for one in ([point] if isinstance(point, str) else point)]
+    names = _names(model, point)
     if not names or len(set(names)) < len(names):
         raise SettingError(f"collect needs at least one point, each once; got {point!r}.")
     by_blocks = settings_for(model, dict(settings)).caches_keys
@@ -106,8 +118,8 @@ def collect(
     }  # fmt: skip
     about |= {} if isinstance(point, str) else {"point": names}
     batch = 1 if detector is not None and take.by_blocks and model.tree.attention_blocks is not None else batch
-    widths = {name: _width(model, name) for name in names}
-    store = ActivationStore.begin(to, about, widths[names[0]] if isinstance(point, str) else widths, dtype)
+    widths = widths_at(model, names)
+    store = ActivationStore.begin(to, about, widths[names[0]] if isinstance(point, str) else widths)
     while (start := store.prompts_done) < len(listed):
         part = without_copies(listed[start : start + batch])
         run = generate(
@@ -119,6 +131,64 @@ def collect(
         if report is not None:
             report(store.prompts_done, len(listed))
     return store
+
+
+class StoreSize(NamedTuple):
+    """How large a store would be, before compression.
+
+    Attributes:
+        places: number of rows.
+        bytes: activations and columns.
+        sampled: number of prompts that were run; an estimate unless it is all of them.
+    """
+
+    places: int
+    bytes: int
+    sampled: int
+
+
+def store_size(
+    model: Model,
+    prompts: Sequence[Any],
+    points: str | Sequence[str],
+    *,
+    scope: Scope = "all",
+    only_steps: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
+    dtype: StoredType = "float32",
+    sample: Count = 4,
+    **settings: Any,
+) -> StoreSize:
+    """The size of what `collect` would store, from runs of the first prompts; exact if `sample` covers all.
+
+    Args:
+        points: one point or several.
+        sample: number of prompts to run, alone; the others are taken to have as many places on average.
+        scope, only_steps, positions, dtype, **settings: as in `collect`; a detector would only keep fewer places.
+
+    Raises:
+        SettingError: no prompts, a sample below 1, or see `collect`.
+    """
+    read_as(Count, "sample", sample)
+    if isinstance(prompts, str) or not len(prompts):
+        raise SettingError("store_size needs a list of at least one prompt.")
+    some = prompts[:sample]
+    counts = []
+    for prompt in some:
+        run = generate(model, [prompt], record_sinks=False, progress=False, **settings)
+        states, limit = states_of_run(run), place_mask(positions, run.real).cpu().numpy()
+        wanted = np.isin(states, [STATES.index(state) for state in states_of(scope)])
+        steps = within("step", only_steps, run.steps_run)
+        counts.append(sum(int((places_of_step(run, step) & limit & wanted[:, step]).sum()) for step in steps))
+    names = _names(model, points)
+    width = sum(widths_at(model, names)[name] for name in names)
+    places = round(sum(counts) * len(prompts) / len(some))
+    columns = sum(np.dtype(kind).itemsize for kind in COLUMNS.values())
+    return StoreSize(places, places * (width * BYTES[dtype] + columns), len(some))
+
+
+def _names(model: Model, points: str | Sequence[str]) -> list[str]:
+    return [stream_point(model, one) for one in ([points] if isinstance(points, str) else points)]
 
 
 def _joined(names: Sequence[str], rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -324,10 +394,3 @@ def _rows(value: Tensor, chosen: Tensor, canvas: Canvas, run: RunContext, step: 
         "state": state[row, column].numpy(),
         "token_id": canvas.now.ids.cpu()[row, column].numpy(),
     }
-
-
-def _width(model: Model, point: str) -> int:
-    """Size of an activation at `point`."""
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.cfg.device)
-    time = torch.zeros(1, device=model.cfg.device) if model.tree.architecture.time else None
-    return int(model.tree.peek(ids, None, [point], time)[point].flatten(2).shape[2])

@@ -41,20 +41,8 @@ SCORES = ("score", "low", "high", "majority", "shuffled", "random", "bag", "plac
 
 
 @dataclass(frozen=True)
-class ProbeTest:
-    """How probes are tested.
-
-    Attributes:
-        kind, penalty: see `fit_probe`.
-        folds: number of parts of the units, each of which is tested once.
-        units: the column that is split and resampled: "prompt", or what prompts share.
-        balanced: whether every class counts alike.
-        repeats: draws of shuffled labels and of random directions.
-        seed: of folds, draws and intervals.
-
-    Raises:
-        SettingError: fewer than two folds, no repeat, or a penalty that is not above 0.
-    """
+class _Test:
+    """How probes are tested; see `probe_table`."""
 
     kind: ProbeKind = "logistic"
     penalty: Positive = 1.0
@@ -102,7 +90,12 @@ def probe_table(
         label: one of its columns.
         by: a column by which places are divided, such as "step", "state" or "noise" (in quarters of its range 0 to 1);
             each part has its own probes. None for one part.
-        kind, penalty, folds, units, balanced, repeats, seed: see `ProbeTest`.
+        kind, penalty: see `fit_probe`.
+        folds: number of parts of the units, each of which is tested once; 2 or more.
+        units: the column that is split and resampled: "prompt", or what prompts share.
+        balanced: whether every class counts alike.
+        repeats: draws of shuffled labels and of random directions; 1 or more.
+        seed: of folds, draws and intervals.
 
     Returns:
         A row for each point and part: ``point``, the part, ``score``, ``low`` and ``high`` (95 %), ``majority``,
@@ -110,11 +103,11 @@ def probe_table(
         Parts in which a training fold has a single class have NaN.
 
     Raises:
-        SettingError: an unknown column, fewer units than folds, or a label that the kind cannot fit.
+        SettingError: an unknown column or setting, fewer units than folds, or a label that the kind cannot fit.
     """
     from pandas import DataFrame
 
-    test = ProbeTest(kind, penalty, folds, units, balanced, repeats, seed)
+    test = _Test(kind, penalty, folds, units, balanced, repeats, seed)
     data.column(label), data.column(units)
     rows = []
     for name, part in _parts(data, by):
@@ -141,7 +134,7 @@ def _parts(data: ProbeData, by: str | None) -> Iterator[tuple[Any, ProbeData]]:
         yield name.item(), data.chosen(values == name)
 
 
-def _tested(x: np.ndarray, part: ProbeData, label: str, test: ProbeTest, bag: Any, place: Any) -> dict[str, Any]:
+def _tested(x: np.ndarray, part: ProbeData, label: str, test: _Test, bag: Any, place: Any) -> dict[str, Any]:
     """One row of the table."""
     y, unit = part.column(label), np.unique(part.column(test.units), return_inverse=True)[1]
     rng = np.random.default_rng(test.seed)
@@ -166,7 +159,7 @@ def _tested(x: np.ndarray, part: ProbeData, label: str, test: ProbeTest, bag: An
     }  # fmt: skip
 
 
-def _folds(unit: Int[np.ndarray, " place"], test: ProbeTest, rng: np.random.Generator) -> Int[np.ndarray, " place"]:
+def _folds(unit: Int[np.ndarray, " place"], test: _Test, rng: np.random.Generator) -> Int[np.ndarray, " place"]:
     """The fold of every place; those of one unit have the same."""
     count = int(unit.max()) + 1
     if count < test.folds:
@@ -185,9 +178,7 @@ def _shuffled(y: np.ndarray, unit: Int[np.ndarray, " place"], rng: np.random.Gen
     return rng.permutation(y)
 
 
-def _scored(
-    x: Any, y: np.ndarray, unit: np.ndarray, fold: np.ndarray, test: ProbeTest, constant: bool = False
-) -> _Parts:
+def _scored(x: Any, y: np.ndarray, unit: np.ndarray, fold: np.ndarray, test: _Test, constant: bool = False) -> _Parts:
     """The score of probes, each tested on the units of one fold and fitted on the others."""
     gained, possible = np.zeros(len(y)), np.zeros(len(y))
     weight = np.ones(len(y))
@@ -207,7 +198,7 @@ def _scored(
 
 
 def _predictions(
-    x: Any, y: np.ndarray, train: np.ndarray, held: np.ndarray, test: ProbeTest, constant: bool
+    x: Any, y: np.ndarray, train: np.ndarray, held: np.ndarray, test: _Test, constant: bool
 ) -> Shaped[np.ndarray, " held"]:
     if constant:
         if test.kind == "ridge":
@@ -219,7 +210,7 @@ def _predictions(
     return fitted(x[train], y[train], test.kind, test.penalty).predict(x[held].astype(np.float64))
 
 
-def _of_counts(x: Any, y: np.ndarray, train: np.ndarray, held: np.ndarray, test: ProbeTest) -> np.ndarray:
+def _of_counts(x: Any, y: np.ndarray, train: np.ndarray, held: np.ndarray, test: _Test) -> np.ndarray:
     """Predictions from sparse counts, which scikit-learn fits as they are."""
     from sklearn.linear_model import LogisticRegression, Ridge  # type: ignore[import-untyped,unused-ignore]
 

@@ -1,17 +1,16 @@
-"""Activations on disk: a Zarr store that grows by one batch of prompts at a time.
+"""Activations on disk: a store that grows by one batch of prompts at a time.
 
-A row is one *place*, a position of a prompt at a step, with its activation and where it comes from. A batch counts once
-the number of its rows is in the attributes; a killed collection leaves rows that do not count, which the next batch
-overwrites. Rows are in the order of the prompts. Plain xarray can open the store, too.
+A row is one *place*, a position of a prompt at a step, with its activation and where it comes from. Rows are in the
+order of the prompts. `ActivationStore.frame` returns them as a pandas table; `ActivationStore.export` writes Parquet
+shards, which `datasets.load_dataset` and pandas read, or safetensors.
 
 Pitfall: neighboring rows are of one prompt and resemble each other. Read chunks in random order for training.
 """
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -20,15 +19,20 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from sinklens.errors import SettingError, nearest
-from sinklens.sinks.store import rounded
+from sinklens.sinks.kinds import STATES
+from sinklens.sinks.store import Store
+from sinklens.utils.arguments import Count, read_as
 
-FORMAT = "sinklens activations 1"
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
+Format = Literal["parquet", "safetensors"]
 COLUMNS = {"prompt": "int32", "step": "int32", "pos": "int32", "state": "int8", "token_id": "int32"}
 """What is kept about a place: ``pos`` does not count padding, ``state`` is an index into `STATES`."""
 VALUES = 2**20  # values per chunk: 4 MB in float32
 
 
-class ActivationStore:
+class ActivationStore(Store):
     """The activations that `collect` wrote at `path`.
 
     Args:
@@ -39,10 +43,11 @@ class ActivationStore:
         SettingError: there is no such store at `path`, or it does not hold `point`.
     """
 
+    form, made, along = "sinklens activations 2", "features.collect(..., to=path)", "place"
+
     def __init__(self, path: str | Path, point: str | None = None) -> None:
-        self.path, self._point = Path(path), point
-        if not is_store(self.path):
-            raise SettingError(f"{path} is not a store of activations; make one with features.collect(..., to=path).")
+        super().__init__(path)
+        self._point = point
         if point is not None and point not in self.points:
             raise SettingError(
                 f"{path} holds no activations at {point!r}, only at {', '.join(self.points)}."
@@ -51,49 +56,30 @@ class ActivationStore:
 
     @classmethod
     def begin(
-        cls, path: str | Path, about: Mapping[str, Any], d_in: int | Mapping[str, int], dtype: str
+        cls, path: str | Path, about: Mapping[str, Any], widths: int | Mapping[str, int] = 1
     ) -> "ActivationStore":
-        """Create an empty store, or open the one at `path` if it was begun with the same arguments.
+        """A store to add places to, as `Store.begin`.
 
         Args:
-            about: what determines the rows, as plain JSON values.
-            d_in: size of an activation, or of each of several points.
-            dtype: type of the activations on disk; bfloat16 as rounded float32, see sinks/store.py.
-
-        Raises:
-            SettingError: something else is at `path`, or a collection with other arguments.
+            about: as in `Store.begin`, with ``model``, ``point`` and ``prompts``, their number.
+            widths: size of an activation, or of each of several points.
         """
-        import zarr
+        store = super().begin(path, about)
+        if "prompts_done" not in store.group.attrs:
+            sizes = (
+                {"activation": widths} if isinstance(widths, int) else {array_of(one): widths[one] for one in widths}
+            )
+            store.append(
+                {name: np.zeros(0, dtype=kind) for name, kind in COLUMNS.items()}
+                | {name: np.zeros((0, width), dtype=np.float32) for name, width in sizes.items()},
+                prompts_done=0,
+            )
+        return store
 
-        about = json.loads(json.dumps(dict(about)))
-        if Path(path).exists():
-            store = cls(path)
-            other = [name for name in about if store.about.get(name) != about[name]]
-            if other:
-                raise SettingError(
-                    f"{path} holds activations that were collected with other {', '.join(other)}; choose another path, "
-                    f"or delete that folder."
-                )
-            return store
-        group = zarr.open_group(Path(path), mode="w-")
-        widths = {"activation": d_in} if isinstance(d_in, int) else {array_of(name): d_in[name] for name in d_in}
-        rows = max(256, VALUES // max(widths.values()))
-        for name, kind in COLUMNS.items():
-            group.create_array(name, shape=(0,), chunks=(rows,), dtype=kind, dimension_names=("place",))
-        for name, width in widths.items():
-            axis = "d_in" if name == "activation" else f"d_in of {name}"
-            group.create_array(
-                name, shape=(0, width), chunks=(rows, width), dtype="float32" if dtype == "bfloat16" else dtype,
-                dimension_names=("place", axis), **_compression(dtype),
-            )  # fmt: skip
-        group.update_attributes({"format": FORMAT, "about": about, "places": 0, "prompts_done": 0})
-        return cls(path)
-
-    @cached_property
-    def _group(self) -> Any:
-        import zarr
-
-        return zarr.open_group(self.path, mode="r+")
+    def layout(self, sizes: Mapping[str, int], itemsize: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Chunks of about `VALUES` numbers; those of columns have as many rows as activations of 256."""
+        width = next((size for axis, size in sizes.items() if axis != "place"), 256)
+        return {"place": max(256, VALUES // width)}, {}
 
     @property
     def points(self) -> list[str]:
@@ -109,23 +95,18 @@ class ActivationStore:
             SettingError: the store has several, and none was chosen.
         """
         if isinstance(self.about["point"], str):
-            return self._group["activation"]
+            return self.group["activation"]
         if self._point is None:
             raise SettingError(
                 f"{self.path} holds activations at {', '.join(self.points)}; choose one: "
                 f"ActivationStore({str(self.path)!r}, {self.points[0]!r})."
             )
-        return self._group[array_of(self._point)]
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What was collected: model, point, prompts, settings."""
-        return dict(self._group.attrs["about"])
+        return self.group[array_of(self._point)]
 
     @property
     def prompts_done(self) -> int:
         """Number of prompts whose places are stored."""
-        return int(self._group.attrs["prompts_done"])
+        return int(self.group.attrs["prompts_done"])
 
     @property
     def finished(self) -> bool:
@@ -142,10 +123,6 @@ class ActivationStore:
         """Rows per chunk, which is what is read from disk at once."""
         return int(self._activation.chunks[0])
 
-    def __len__(self) -> int:
-        """Number of places."""
-        return int(self._group.attrs["places"])
-
     def __repr__(self) -> str:
         about = self.about
         return (
@@ -155,15 +132,11 @@ class ActivationStore:
 
     def append(self, rows: Mapping[str, np.ndarray], prompts_done: int) -> None:
         """Add the rows of a batch, by the names of `COLUMNS` and of the arrays of activations."""
-        first, last = len(self), len(self) + len(rows["prompt"])
-        narrow = self.about.get("dtype") == "bfloat16"
+        first = len(self)
         for name, values in rows.items():
-            values = rounded(values, "bfloat16") if narrow and name not in COLUMNS else values
-            array = self._group[name]
-            array.resize((last, *array.shape[1:]))
-            if last > first:
-                array[first:last] = values
-        self._group.update_attributes({"places": last, "prompts_done": prompts_done})
+            axis = "d_in" if name == "activation" else f"d_in of {name}"
+            self.write(name, ("place",) if name in COLUMNS else ("place", axis), values, place=first)
+        self.commit(first + len(rows["prompt"]), prompts_done=prompts_done)
 
     def read(self, start: int, stop: int) -> Float[Tensor, "place d_in"]:
         """The activations of some rows, in float32."""
@@ -172,17 +145,55 @@ class ActivationStore:
 
     def column(self, name: str) -> Shaped[np.ndarray, " place"]:
         """One of `COLUMNS`, of all rows."""
-        return np.asarray(self._group[name][: len(self)])
+        return np.asarray(self.group[name][: len(self)])
 
     def chunks(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Bounds of the chunks that cover the rows from `first` to `last`."""
         for start in range(first - first % self.chunk, last, self.chunk):
             yield max(start, first), min(start + self.chunk, last)
 
-    def dataset(self) -> xr.Dataset:
-        """All rows, read lazily."""
-        data = xr.open_zarr(self.path, chunks=None, consolidated=False)
-        return data.isel(place=slice(0, len(self)))
+    def frame(self) -> "DataFrame":
+        """A table with a row for each place: its columns, the name of its state, and its activations as arrays.
+
+        All of it is in memory; for large stores use `export`.
+        """
+        return _frame(self.dataset())
+
+    def export(self, to: str | Path, kind: Format = "parquet", *, rows: Count = 100_000) -> list[Path]:
+        """Write files of `rows` places each, numbered ``train-00000-of-00003``, one at a time in memory.
+
+        They lie in ``to/data``, where ``datasets.load_dataset(to)`` finds Parquet files, and ``to/about.json`` says
+        what was collected.
+
+        Args:
+            to: a new or empty folder.
+            kind: "parquet", with lists of numbers as activations; or "safetensors", with one tensor for each column.
+            rows: places per file.
+
+        Returns:
+            The files, in the order of the places.
+
+        Raises:
+            SettingError: an unknown kind, fewer than one row per file, an empty store, or `to` holds something.
+        """
+        read_as(Count, "rows", rows)
+        if kind not in get_args(Format):
+            raise SettingError(f"kind must be one of {', '.join(get_args(Format))}; got {kind!r}.")
+        if not len(self):
+            raise SettingError(f"the store {self.path} holds no places; collect some first.")
+        folder, data, total = Path(to), self.dataset(), -(-len(self) // rows)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise SettingError(f"{to} is not an empty folder; choose another, or delete it.")
+        (folder / "data").mkdir(parents=True)
+        files = [folder / "data" / f"train-{number:05}-of-{total:05}.{kind}" for number in range(total)]
+        for number, file in enumerate(files):
+            part = data.isel(place=slice(number * rows, (number + 1) * rows)).load()
+            if kind == "parquet":
+                _frame(part).to_parquet(file, index=False)
+            else:
+                _save_tensors(part, file)
+        (folder / "about.json").write_text(json.dumps(self.about | {"places": len(self)}, indent=1) + "\n")
+        return files
 
 
 def array_of(point: str) -> str:
@@ -190,18 +201,16 @@ def array_of(point: str) -> str:
     return f"activation.{point}"
 
 
-def _compression(dtype: str) -> dict[str, Any]:
-    """Compression that removes the zero bytes of rounded numbers; Zarr's own for other types."""
-    if dtype != "bfloat16":
-        return {}
-    from zarr.codecs import BloscCodec
+def _frame(data: xr.Dataset) -> "DataFrame":
+    """One column for each variable; those with a second axis hold an array in each row."""
+    from pandas import DataFrame
 
-    return {"compressors": BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=4)}
+    arrays = {str(name): variable.to_numpy() for name, variable in data.data_vars.items()}
+    arrays["state"] = np.array(STATES)[arrays["state"]]
+    return DataFrame({name: array if array.ndim == 1 else list(array) for name, array in arrays.items()})
 
 
-def is_store(path: Path) -> bool:
-    """Whether there is a store of activations at `path`."""
-    try:
-        return bool(json.loads((path / "zarr.json").read_text())["attributes"]["format"] == FORMAT)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+def _save_tensors(data: xr.Dataset, file: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({str(name): np.ascontiguousarray(array.to_numpy()) for name, array in data.data_vars.items()}, file)

@@ -13,7 +13,7 @@ measures the loss with the SAE spliced in.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,8 +22,6 @@ import numpy as np
 import torch
 from annotated_types import Ge, Lt
 from jaxtyping import Float
-from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -34,7 +32,7 @@ from sinklens.utils.arguments import Count, Positive, Seed, check_arguments
 from sinklens.utils.atomic import atomic_write
 from sinklens.utils.progress import OnProgress
 
-STATE = "training.safetensors"
+STATE = "training.pt"
 AUX = 1 / 32
 BUFFER = 2**24  # values in memory: 64 MB
 NAMES = ("W_enc", "b_enc", "W_dec", "b_dec")
@@ -109,76 +107,25 @@ def train(
         SettingError: the collection is not finished or has fewer places than a batch, or `out` holds the state of
             another training.
     """
-    return train_many(store, [recipe], None if out is None else [out], save_every=save_every, report=report)[0]
-
-
-def train_many(
-    store: ActivationStore,
-    recipes: Sequence[SAERecipe],
-    out: Sequence[str | Path] | None = None,
-    *,
-    save_every: int = 200,
-    report: OnProgress | None = None,
-) -> list[TrainedSAE]:
-    """Train several SAEs at once on the activations in `store`, which are read once for all.
-
-    Each is the SAE that `train` makes with its recipe alone.
-
-    Args:
-        store: a finished collection.
-        recipes: how; they may differ in d_sae, k, learning rate and dead_after.
-        out: a folder for each.
-        save_every, report: as in `train`.
-
-    Raises:
-        SettingError: as `train`; no recipe, another number of folders, or recipes with different steps, batch, seed or
-            held_out.
-    """
-    _check_together(recipes, out)
     if not store.finished:
         raise SettingError(f"{store} is not finished; repeat the collect call, which resumes it.")
-    recipe, last = recipes[0], _first_held_out(store, recipes[0])
+    last = _first_held_out(store, recipe)
     if last < recipe.batch:
         raise SettingError(f"{store} has {last} places to train on, fewer than a batch of {recipe.batch}.")
-    files = [None if out is None else Path(out[number]) / STATE for number in range(len(recipes))]
-    trainings = [_Training(store, one, last) for one in recipes]
-    for training, file in zip(trainings, files, strict=True):
-        if file is not None and file.exists():
-            training.restore(file)
-    for step, x in _batches(store, recipe, last, min(training.step for training in trainings)):
-        for training, file in zip(trainings, files, strict=True):
-            if training.step > step:
-                continue
-            training.update(x)
-            if file is not None and ((step + 1) % save_every == 0 or step + 1 == recipe.steps):
-                training.keep(file)
+    training, file = _Training(store, recipe, last), None if out is None else Path(out) / STATE
+    if file is not None and file.exists():
+        training.restore(file)
+    for x in _batches(store, recipe, last, training.step):
+        training.update(x)
+        if file is not None and (training.step % save_every == 0 or training.step == recipe.steps):
+            training.keep(file)
         if report is not None:
-            report(step + 1, recipe.steps)
+            report(training.step, recipe.steps)
+    sae = training.sae()
+    if out is not None:
+        save_sae(sae, out)
     first, end = (last, len(store)) if last < len(store) else (0, min(last, store.chunk))
-    found = []
-    for number, training in enumerate(trainings):
-        sae = training.sae()
-        if out is not None:
-            save_sae(sae, out[number])
-        found.append(TrainedSAE(sae, np.array(training.unexplained), *_held_out(store, sae, first, end)))
-    return found
-
-
-def _check_together(recipes: Sequence[SAERecipe], out: Sequence[str | Path] | None) -> None:
-    """Check that recipes take the same batches."""
-    if not recipes or (out is not None and len(out) != len(recipes)):
-        raise SettingError(
-            f"train_many needs at least one recipe and a folder for each; got {len(recipes)} recipes and "
-            f"{'no' if out is None else len(out)} folders."
-        )
-    if out is not None and len(set(map(str, out))) < len(recipes):
-        raise SettingError("each recipe needs a folder of its own; two of out= are the same.")
-    shared = {(one.steps, one.batch, one.seed, one.held_out) for one in recipes}
-    if len(shared) > 1:
-        raise SettingError(
-            "SAEs that are trained at once take the same batches; give their recipes the same steps, batch, seed and "
-            "held_out, or train them separately."
-        )
+    return TrainedSAE(sae, np.array(training.unexplained), *_held_out(store, sae, first, end))
 
 
 def _first_held_out(store: ActivationStore, recipe: SAERecipe) -> int:
@@ -187,8 +134,8 @@ def _first_held_out(store: ActivationStore, recipe: SAERecipe) -> int:
     return int(np.searchsorted(store.column("prompt"), kept))
 
 
-def _batches(store: ActivationStore, recipe: SAERecipe, last: int, start: int) -> Iterator[tuple[int, Tensor]]:
-    """Steps from `start` and their places; skipped groups of chunks are not read."""
+def _batches(store: ActivationStore, recipe: SAERecipe, last: int, start: int) -> Iterator[Tensor]:
+    """The places of the steps from `start`; skipped groups of chunks are not read."""
     step, epoch, together = 0, 0, max(1, BUFFER // store.d_in // store.chunk)
     bounds = list(store.chunks(0, last))
     while step < recipe.steps:
@@ -201,7 +148,7 @@ def _batches(store: ActivationStore, recipe: SAERecipe, last: int, start: int) -
             if step + count > start:
                 x = torch.cat([store.read(*bound) for bound in chosen])
                 for number in range(max(0, start - step), count):
-                    yield step + number, x[rows[number * recipe.batch : (number + 1) * recipe.batch]]
+                    yield x[rows[number * recipe.batch : (number + 1) * recipe.batch]]
             step += count
         epoch += 1
 
@@ -223,19 +170,15 @@ class _Training:
         self.optimizer = torch.optim.Adam(self.weights.values(), betas=(0.9, 0.999))
         self.idle = torch.zeros(recipe.d_sae, dtype=torch.long)  # places since each feature fired last
 
-    def _rate(self) -> float:
-        done = self.step / self.recipe.steps
-        rise = min(1.0, (self.step + 1) / max(1.0, self.recipe.steps / 20))
-        return self.recipe.learning_rate * rise * (0.55 + 0.45 * float(np.cos(np.pi * done)))
-
     def update(self, x: Float[Tensor, "place d_in"]) -> None:
         """One step of the optimizer."""
-        x = x / self.scale
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
-        sae = self._unscaled()
+        x, recipe = x / self.scale, self.recipe
+        rise = min(1.0, (self.step + 1) / max(1.0, recipe.steps / 20))
+        fall = 0.55 + 0.45 * float(np.cos(np.pi * self.step / recipe.steps))
+        self.optimizer.param_groups[0]["lr"] = recipe.learning_rate * rise * fall
+        sae = SparseAutoencoder(**self.weights, k=recipe.k)
         pre = sae.before_activation(x)
-        top = pre.topk(self.recipe.k, dim=-1)
+        top = pre.topk(recipe.k, dim=-1)
         features = torch.zeros_like(pre).scatter(-1, top.indices, top.values.relu())
         residual = x - sae.decode(features)
         total = (x - x.mean(dim=0)).pow(2).sum()
@@ -261,27 +204,21 @@ class _Training:
         features = torch.zeros_like(pre).scatter(-1, top.indices, top.values.relu())
         return (residual - features @ self.weights["W_dec"]).pow(2).sum() / residual.pow(2).sum()
 
-    def _kind(self) -> dict[str, Any]:
-        return {"architecture": "topk", "k": self.recipe.k}
-
-    def _unscaled(self) -> SparseAutoencoder:
-        return SparseAutoencoder(**self.weights, **self._kind())
-
     def sae(self) -> SparseAutoencoder:
         """The SAE of activations that are not divided: features grow with them."""
         found: dict[str, Any] = {name: value.detach().clone() for name, value in self.weights.items()}
         found |= {name: found[name] * self.scale for name in ("b_enc", "b_dec")}
-        return SparseAutoencoder(**found, **self._kind(), **self.about)
+        return SparseAutoencoder(**found, k=self.recipe.k, **self.about)
 
     def keep(self, file: Path) -> None:
         """Write the state."""
-        tensors = {name: value.detach().contiguous() for name, value in self.weights.items()}
-        for name, value in self.weights.items():
-            state = self.optimizer.state[value]
-            tensors |= {f"{name}.mean": state["exp_avg"], f"{name}.square": state["exp_avg_sq"]}
-        tensors |= {"idle": self.idle, "unexplained": torch.tensor(self.unexplained)}
+        weights = {name: value.detach() for name, value in self.weights.items()}
+        state = {
+            "identity": self.identity, "weights": weights, "optimizer": self.optimizer.state_dict(), "idle": self.idle,
+            "unexplained": self.unexplained,
+        }  # fmt: skip
         with atomic_write(file) as part:
-            part.write_bytes(save(tensors, {"identity": self.identity}))
+            torch.save(state, part)
 
     def restore(self, file: Path) -> None:
         """Read the state that `keep` wrote.
@@ -289,22 +226,18 @@ class _Training:
         Raises:
             SettingError: it is that of another training.
         """
-        with safe_open(file, framework="pt") as opened:
-            if (opened.metadata() or {}).get("identity") != self.identity:
-                raise SettingError(
-                    f"{file} is the state of a training with another recipe or other activations; choose another out=, "
-                    f"or delete that file."
-                )
-            self.unexplained = opened.get_tensor("unexplained").tolist()
-            self.step, self.idle = len(self.unexplained), opened.get_tensor("idle")
-            with torch.no_grad():
-                for name, value in self.weights.items():
-                    value.copy_(opened.get_tensor(name))
-                    self.optimizer.state[value] = {
-                        "step": torch.tensor(float(self.step)),
-                        "exp_avg": opened.get_tensor(f"{name}.mean"),
-                        "exp_avg_sq": opened.get_tensor(f"{name}.square"),
-                    }
+        state = torch.load(file, weights_only=True)
+        if state["identity"] != self.identity:
+            raise SettingError(
+                f"{file} is the state of a training with another recipe or other activations; choose another out=, "
+                f"or delete that file."
+            )
+        self.unexplained, self.idle = state["unexplained"], state["idle"]
+        self.step = len(self.unexplained)
+        with torch.no_grad():
+            for name, value in self.weights.items():
+                value.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
 
 
 @torch.no_grad()

@@ -140,8 +140,8 @@ def test_an_interrupted_collection_resumes_to_the_same_rows(worded, tmp_path):
     half = ActivationStore(tmp_path / "a.zarr")
     assert (half.prompts_done, half.finished) == (4, False)
     # a batch that was killed before it counted: rows on disk that the attributes do not know
-    half._group["activation"].resize((len(half) + 3, half.d_in))
-    half._group["step"].resize((len(half) + 50,))
+    half.group["activation"].resize((len(half) + 3, half.d_in))
+    half.group["step"].resize((len(half) + 50,))
     calls = []
     store = collect(model, PROMPTS, POINT, tmp_path / "a.zarr", report=lambda *done: calls.append(done), **arguments)
     assert calls == [(5, 5)]
@@ -154,15 +154,15 @@ def test_an_interrupted_collection_resumes_to_the_same_rows(worded, tmp_path):
 
 def test_other_arguments_do_not_continue_a_collection(worded, tmp_path):
     collect(worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8)
-    with pytest.raises(SettingError, match="collected with other scope, seed; choose another path"):
+    with pytest.raises(SettingError, match="recorded with other scope, seed; choose another path"):
         collect(worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8, seed=1, scope="masked")
-    with pytest.raises(SettingError, match="collected with other detector, exact; choose another path"):
+    with pytest.raises(SettingError, match="recorded with other detector, exact; choose another path"):
         collect(
             worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8, detector=TopK(1),
             record_sinks=Record(exact=False),
         )  # fmt: skip
     queries = torch.ones(2, 8, worded().encode(PROMPTS[:2])[0].shape[1] + 8, dtype=torch.bool)
-    with pytest.raises(SettingError, match="collected with other queries, detector; choose another path"):
+    with pytest.raises(SettingError, match="recorded with other queries, detector; choose another path"):
         collect(
             worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8, detector=TopK(1),
             record_sinks=Record(queries=queries),
@@ -172,7 +172,7 @@ def test_other_arguments_do_not_continue_a_collection(worded, tmp_path):
     some[:, 3, :, :-8] = False
     for number, plan in enumerate((every, some)):  # tables of one shape
         collect(worded(), PROMPTS[:1], POINT, tmp_path / f"{number}.zarr", gen_length=8, cache=Planned(plan))
-    with pytest.raises(SettingError, match="collected with other cache; choose another path"):
+    with pytest.raises(SettingError, match="recorded with other cache; choose another path"):
         collect(worded(), PROMPTS[:1], POINT, tmp_path / "0.zarr", gen_length=8, cache=Planned(some))
     (tmp_path / "b.zarr").mkdir()
     with pytest.raises(SettingError, match="is not a store of activations"):

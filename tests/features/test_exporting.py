@@ -9,8 +9,7 @@ from safetensors.numpy import load_file
 from watching import LONG, PADDED, SHORT
 
 from sinklens.errors import SettingError
-from sinklens.features import collect, export_store, store_frame, store_size
-from sinklens.features.store import ActivationStore
+from sinklens.features import ActivationStore, collect, store_size
 from sinklens.sinks.kinds import STATES
 
 POINT = "blocks.1.hook_resid_post"
@@ -49,8 +48,8 @@ def check(store: ActivationStore, frame):
 
 
 def test_a_frame_and_parquet_shards_hold_the_rows_of_the_store(store, tmp_path):
-    check(store, store_frame(store))
-    files = export_store(store, tmp_path / "out", rows=len(store) // 2 + 1)
+    check(store, store.frame())
+    files = store.export(tmp_path / "out", rows=len(store) // 2 + 1)
     assert [file.name for file in files] == ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]
     check(store, pandas.concat([pandas.read_parquet(file) for file in files]))
     assert json.loads((tmp_path / "out" / "about.json").read_text())["point"] == POINT
@@ -60,13 +59,13 @@ def test_a_frame_and_parquet_shards_hold_the_rows_of_the_store(store, tmp_path):
 def test_datasets_loads_the_folder(store, tmp_path):
     from datasets import load_dataset
 
-    export_store(store, tmp_path / "out", rows=5)
+    store.export(tmp_path / "out", rows=5)
     loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"), split="train")
     check(store, loaded.to_pandas())
 
 
 def test_safetensors_hold_one_tensor_for_each_column(store, tmp_path):
-    (file,) = export_store(store, tmp_path / "out", "safetensors")
+    (file,) = store.export(tmp_path / "out", "safetensors")
     found = load_file(file)
     np.testing.assert_array_equal(found["activation"], store.read(0, len(store)).numpy())
     assert found["pos"].tolist() == store.column("pos").tolist()
@@ -75,6 +74,6 @@ def test_safetensors_hold_one_tensor_for_each_column(store, tmp_path):
 def test_a_folder_in_use_and_an_unknown_format_are_refused(store, tmp_path, unchecked):
     (tmp_path / "note").write_text("mine")
     with pytest.raises(SettingError, match="is not an empty folder; choose another"):
-        export_store(store, tmp_path)
+        store.export(tmp_path)
     with pytest.raises(SettingError, match="kind must be one of parquet, safetensors; got 'csv'"):
-        export_store(store, tmp_path / "new", "csv")
+        store.export(tmp_path / "new", "csv")

@@ -6,7 +6,6 @@ import pytest
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.features import ProbeData, probe_data, probe_table
-from sinklens.features.probe_tables import ProbeTest, _folds
 from sinklens.utils.estimates import holm
 
 D = 12
@@ -60,12 +59,15 @@ def test_what_identifies_a_prompt_does_not_help_on_other_prompts():
 
 
 def test_prompts_of_one_unit_are_in_one_fold():
-    data = planted_data().with_label("template", np.arange(30) // 3)
-    unit = data.column("template")
-    fold = _folds(unit, ProbeTest(folds=4), np.random.default_rng(0))
-    assert all(len(np.unique(fold[unit == one])) == 1 for one in range(10))
-    assert sorted(np.unique(fold)) == [0, 1, 2, 3]
-    assert probe_table(data, "y", units="template").loc[0, "units"] == 10
+    """Every template has its own direction and its own label, which its prompts share."""
+    rng = np.random.default_rng(3)
+    prompt = np.repeat(np.arange(60), 4)
+    own, y = rng.normal(size=(20, 40)) * 4, rng.integers(0, 2, size=20)
+    columns = {"prompt": prompt, "template": prompt // 3, "y": y[prompt // 3]}
+    data = ProbeData({"x": own[prompt // 3] + rng.normal(size=(240, 40))}, columns)
+    assert probe_table(data, "y").loc[0, "score"] > 0.95
+    row = probe_table(data, "y", units="template").loc[0]
+    assert (row["units"], row["p"] > 0.05) == (20, True)
 
 
 def test_a_label_that_the_tokens_give_away_is_marked_by_the_bag():
@@ -111,8 +113,7 @@ def test_too_few_prompts_and_senseless_settings_are_refused():
     with pytest.raises(SettingError, match="there are 3 values of 'prompt', too few for 5 folds"):
         probe_table(planted_data(prompts=3), "y")
     with pytest.raises(SettingError, match="penalty must be a finite number above 0; got True"):
-        ProbeTest(penalty=True)
-    assert ProbeTest(penalty=2) == ProbeTest(penalty=2.0)
+        probe_table(planted_data(), "y", penalty=True)
     with pytest.raises(SettingError, match="folds must be 2 or more and repeats 1 or more; got 1 and 3"):
         probe_table(planted_data(), "y", folds=1)
 

@@ -8,7 +8,7 @@ from watching import PADDED, entered
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.features import ActivationStore, SAERecipe, assess, load_sae, train, train_many
+from sinklens.features import ActivationStore, SAERecipe, assess, load_sae, train
 from sinklens.features.assessing import Mean
 
 POINT = "blocks.1.hook_resid_post"
@@ -20,7 +20,7 @@ def planted(folder, prompts=40, each=200, d_in=16, size=24, scale=50.0):
     directions = drawn.normal(size=(size, d_in))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     about = {"model": "planted", "point": POINT, "prompts": prompts}
-    store = ActivationStore.begin(folder, about, d_in, "float32")
+    store = ActivationStore.begin(folder, about, d_in)
     for prompt in range(prompts):
         which = np.stack([drawn.choice(size, 2, replace=False) for _ in range(each)])
         x = (directions[which] * drawn.uniform(1, 2, (each, 2, 1))).sum(axis=1) * scale + 3 * scale
@@ -81,7 +81,7 @@ def test_recipes_and_stores_that_do_not_work_are_refused(tmp_path):
         SAERecipe(d_sae=4, k=2, held_out=1)
     with pytest.raises(SettingError, match="has 30 places to train on, fewer than a batch of 64"):
         train(store, SAERecipe(d_sae=4, k=2, batch=64, held_out=0.0))
-    store._group.update_attributes({"prompts_done": 2})
+    store.commit(len(store), prompts_done=2)
     with pytest.raises(SettingError, match="is not finished; repeat the collect call"):
         train(ActivationStore(store.path), SAERecipe(d_sae=4, k=2))
 
@@ -134,29 +134,3 @@ def test_a_perfect_autoencoder_recovers_all_of_the_loss(worded):
 def test_an_autoregressive_model_is_not_assessed(worded):
     with pytest.raises(SettingError, match="assess compares losses at undecided positions"):
         assess(worded("llama", True), Perfect(), POINT, PADDED)
-
-
-def test_saes_trained_at_once_are_those_that_are_trained_alone(tmp_path):
-    store, _ = planted(tmp_path / "a.zarr", prompts=10, each=60)
-    shared = {"steps": 20, "batch": 64}
-    recipes = [SAERecipe(d_sae=20, k=2, **shared), SAERecipe(d_sae=12, k=3, learning_rate=3e-3, **shared)]
-    together = train_many(store, recipes, [tmp_path / "one", tmp_path / "two"])
-    for recipe, found, folder in zip(recipes, together, ("one", "two"), strict=True):
-        alone = train(store, recipe)
-        assert torch.equal(found.sae.W_dec, alone.sae.W_dec)
-        assert torch.equal(found.sae.b_enc, alone.sae.b_enc)
-        assert found.unexplained.tolist() == alone.unexplained.tolist()
-        assert (found.explained_variance, found.dead) == (alone.explained_variance, alone.dead)
-        assert torch.equal(load_sae(tmp_path / folder).W_enc, alone.sae.W_enc)
-    assert together[0].sae.d_sae != together[1].sae.d_sae
-
-
-def test_recipes_that_cannot_share_their_batches_are_refused(tmp_path):
-    store, _ = planted(tmp_path / "a.zarr", prompts=4, each=60)
-    one, other = SAERecipe(d_sae=20, k=2, steps=3, batch=64), SAERecipe(d_sae=20, k=2, steps=3, batch=32)
-    with pytest.raises(SettingError, match="give their recipes the same steps, batch, seed and held_out"):
-        train_many(store, [one, other])
-    with pytest.raises(SettingError, match="got 2 recipes and 1 folders"):
-        train_many(store, [one, one], [tmp_path / "one"])
-    with pytest.raises(SettingError, match="each recipe needs a folder of its own"):
-        train_many(store, [one, one], [tmp_path / "one", tmp_path / "one"])
