@@ -226,7 +226,7 @@ def test_invalid_canvas_edits_are_rejected(worded, causal, intervention, text):
     ("make", "text"),
     [
         (lambda: SinkToken(at="middle"), "at must be one of front, end; got 'middle'"),
-        (lambda: SinkToken(value="one"), "got 'front' and 'one'"),
+        (lambda: SinkToken(value="one"), "value must be one of own, zero; got 'one'"),
         (lambda: SinkToken(heads=[1]), "SinkToken does not support heads=; leave it out"),
         (lambda: SinkToken(positions=[1]), "SinkToken does not support positions=; leave it out"),
         (lambda: ForceTokens(tokens={}, positions=[1]), "ForceTokens does not support positions=; leave it out"),
