@@ -14,13 +14,12 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
-from stored.folders import ReferenceFolder, StoredRun
-from stored.runs import FOLDERS, open_folder, stored_pass, stored_runs
 from torch import Tensor
 
-import sinklens
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from references import unpack
+from stored.runs import FOLDERS, open_folder, stored_pass, stored_runs
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
 HEAD = "| checkpoint | logits | patterns | sink scores | runs equal | canvases equal |\n|---|---|---|---|---|---|"
 
 
@@ -66,7 +65,7 @@ def measure(path: Path) -> Row:
         _, maps = model.run_with_cache(stored.ids, names_filter=lambda name: name.endswith("hook_pattern"), **given)
         _, sums = model.run_with_cache(stored.ids, names_filter=lambda name: name.endswith("hook_sink_scores"), **given)
     pairs = [(sums[f"blocks.{layer}.attn.hook_sink_scores"], maps["pattern", layer].sum(dim=2)) for layer in layers]
-    runs = [_equal_canvases(folder, run) for run in stored_runs(folder)]
+    runs = [run.equal(folder.repeat(run, record_sinks=False)) for run in stored_runs(folder)]
     return Row(
         path.name,
         furthest(logits, stored.logits),
@@ -79,19 +78,11 @@ def measure(path: Path) -> Row:
     )
 
 
-def _equal_canvases(folder: ReferenceFolder, stored: StoredRun) -> list[bool]:
-    model = folder.load("cpu", stored.changes, stored.block_length or folder.pass_block_length)
-    return stored.equal(sinklens.generate(model, stored.prompt, record_sinks=False, **stored.settings))
-
-
 def main() -> None:
     """Print the table."""
     if len(sys.argv) > 1:
         print_table(Path(sys.argv[1]))
         return
-    sys.path.append(str(TESTS))
-    from references import unpack
-
     with TemporaryDirectory() as folder:
         print_table(unpack(Path(folder)))
 
