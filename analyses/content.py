@@ -218,12 +218,13 @@ class Content(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: word problems lost, a row per model and a panel per kind."""
-        from sinklens.views.effects import costs_by_cell
+        from sinklens.views.effects import interval_panels
 
         table = interval_table(measured, ["cost"], self.seed)
         table = table[self._has(table)]
         changes = {change: CHANGES[change] for change in self.changes}
-        return {"costs": costs_by_cell(table, "kind", "part", "change", PARTS, changes, MEASURES["cost"])}
+        costs = interval_panels(table, MEASURES, along="part", by="change", series=changes, panel="kind", names=PARTS)
+        return {"costs": costs}
 
 
 def _share(track: SinkTrack, cell: str) -> float:

@@ -142,8 +142,11 @@ class Definitions(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: word problems lost with 1 key per head, a row per model and a panel per reach."""
-        from sinklens.views.effects import costs_by_cell
+        from sinklens.views.effects import interval_panels
 
         one = {name: data[["cost"]].sel(top_k=1, drop=True) for name, data in measured.items()}
         table = interval_table(one, ["cost"], self.seed)
-        return {"costs": costs_by_cell(table, "reach", "definition", "pick", DEFINITIONS, PICKS, MEASURES["cost"])}
+        costs = interval_panels(
+            table, MEASURES, along="definition", by="pick", series=PICKS, panel="reach", names=DEFINITIONS
+        )
+        return {"costs": costs}

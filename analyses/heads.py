@@ -138,13 +138,14 @@ class Heads(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``kl`` and ``changed``: layer × head maps, a row of panels per model; ``steps``: KL by layer and step."""
-        from sinklens.views.effects import head_maps, step_maps
+        from sinklens.views.effects import head_maps
 
         maps = interval_table(measured, MEASURES, self.seed)
+        steps = interval_table(measured, ["kl_step"], self.seed)
         return {
             "kl": head_maps(maps[maps["measure"] == "kl"], WAYS, KL),
             "changed": head_maps(maps[maps["measure"] == "changed"], WAYS, MEANINGS["changed"]),
-            "steps": step_maps(interval_table(measured, ["kl_step"], self.seed), WAYS, KL),
+            "steps": head_maps(steps, WAYS, f"{KL}, mean over heads", along="step"),
         }
 
 

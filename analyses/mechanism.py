@@ -145,13 +145,21 @@ class Mechanism(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``confidence``: part 1, overall and by step; ``costs``: part 2, a panel per number of keys and model."""
-        from sinklens.views.effects import confidence_changes, costs_by_order
+        from sinklens.views.effects import confidence_changes, interval_panels
 
         tables = self.tables(measured)
         steps = interval_table(measured, [f"{name}_step" for name in list(CONFIDENCE)[:2]], self.seed)
         return {
             "confidence": confidence_changes(tables["confidence"], steps, CONFIDENCE, KEYS),
-            "costs": costs_by_order(tables["costs"], ORDERS, KEYS, COSTS["cost"]),
+            "costs": interval_panels(
+                tables["costs"].assign(keys=[f"{number:g} masked per head" for number in tables["costs"]["top_k"]]),
+                {"cost": COSTS["cost"]},
+                along="order",
+                by="pick",
+                series=KEYS,
+                panel="keys",
+                names=ORDERS,
+            ),
         }
 
 

@@ -184,15 +184,31 @@ class Necessity(Study):
         """``costs``: word problems lost and KL, a row of panels per model; ``thresholds``: word problems lost by ε;
         ``curve``: word problems lost against attention removed.
         """
-        from sinklens.views.effects import costs_by_mass, costs_by_part, kinds_of_keys
+        from sinklens.views.effects import interval_panels
 
-        costs = interval_table(measured, list(MEASURES), self.seed)
+        costs = interval_table(measured, ["cost", "kl"], self.seed)
+        shares = interval_table(measured, ["share"], self.seed).set_index(["model", "part"])["estimate"]
+        shown = [
+            f"{PARTS[part]} ({shares[model, part]:.0%})"
+            for model, part in zip(costs["model"], costs["part"], strict=True)
+        ]
         lost = interval_table(measured, ["above_cost"], self.seed, ABOVE_RANGES)
         against = curve(measured, "above_cost", "above_removed", self.seed, ABOVE_RANGES)
         return {
-            "costs": costs_by_part(costs, interval_table(measured, ["share"], self.seed), PARTS, PICKS, MEASURES),
-            "thresholds": kinds_of_keys(lost, "epsilon", "pick", PICKS, ABOVE, "threshold ε (column sum)"),
-            "curve": costs_by_mass(against, "pick", PICKS, ABOVE["above_cost"]),
+            "costs": interval_panels(
+                costs.assign(shown=shown), MEASURES, along="shown", by="pick", series=PICKS, names={}
+            ),
+            "thresholds": interval_panels(
+                lost, ABOVE, along="epsilon", by="pick", series=PICKS, xlabel="threshold ε (column sum)"
+            ),
+            "curve": interval_panels(
+                against.assign(removed=100 * against["removed"]),
+                ABOVE,
+                along="removed",
+                by="pick",
+                series=PICKS,
+                xlabel="attention removed, %",
+            ),
         }
 
 

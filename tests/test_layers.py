@@ -105,3 +105,34 @@ def test_the_search_for_cycles_finds_one():
 
 def test_there_are_no_import_cycles():
     assert cycles(all_imports()) == []
+
+
+BEHIND_ROOMS = {  # what the lab takes from inside a room; an entry may leave this list, none may join it
+    "experiments": {"Stacked", "bytes_per_row", "refuse_canvas"},
+    "families": {"find_sampler", "fitting"},
+    "hooks": {"MODES", "PassKind"},
+    "model": {"LoadRequest", "fitting"},
+    "runs": {"Denoising", "RunRequest"},
+    "sampling": {"Listener", "State"},
+    "views": {"Material", "Numbers", "build", "html", "layer_maps", "patterns_at", "run_data", "visible"},
+}
+
+
+def exported(module: str) -> set[str]:
+    """The names in the ``__all__`` of a room."""
+    for node in ast.parse(MODULES[module].read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def test_the_lab_imports_what_users_import():
+    """The names in ``__all__`` of the rooms, the errors and the utilities, besides those listed."""
+    behind: dict[str, set[str]] = {}
+    for file in ROOT.glob("sinklens/live/*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if floor_name(module) in FLOOR and floor_name(module) not in ("errors", "utils", "live"):
+                private = {alias.name for alias in node.names} - exported(module)
+                behind.setdefault(floor_name(module), set()).update(private)
+    assert {room: names for room, names in behind.items() if names} == BEHIND_ROOMS

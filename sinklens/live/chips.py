@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from sinklens.live.refusal import Refused, require
-from sinklens.runs.intervention import Intervention
+from sinklens.runs import Intervention
 
 if TYPE_CHECKING:
     from sinklens.model import Model

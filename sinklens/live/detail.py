@@ -10,8 +10,7 @@ from sinklens.live.execution import LiveRun, snapshot, texts
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import require
 from sinklens.live.session import LabRun, Session
-from sinklens.views.report_data import Numbers
-from sinklens.views.run_data import layer_maps, run_data
+from sinklens.views.report_data import Numbers, layer_maps, run_data
 
 LARGE = 32_000_000  # bytes of scores above which a page asks for one layer at a time
 UNREADABLE = "the run is {} and has no finished steps to read."

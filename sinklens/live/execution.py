@@ -20,16 +20,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SinklensError
-from sinklens.hooks.points import Point
+from sinklens.hooks import Point
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import Refused
 from sinklens.live.spec import RunSpec
+from sinklens.runs import Generation, Intervention
 from sinklens.runs.denoising import Denoising
-from sinklens.runs.intervention import Intervention
 from sinklens.runs.request import RunRequest
-from sinklens.runs.result import Generation
 from sinklens.sampling.loop import Listener
-from sinklens.sinks.record import Record
+from sinklens.sinks import Record
 from sinklens.views.html import visible
 
 if TYPE_CHECKING:

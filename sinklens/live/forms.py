@@ -5,8 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SettingError
-from sinklens.families import settings_for
-from sinklens.families.registry import find_sampler
+from sinklens.families import SAMPLERS, settings_for
 from sinklens.families.samplers import fitting
 from sinklens.live.chips import CHIPS
 from sinklens.live.refusal import require
@@ -79,13 +78,8 @@ def _settings(model: "Model", sampler: str) -> list[Form]:
     """The settings of a sampler; the defaults are those that a run of the model would use."""
     defaults = _defaults(model, sampler)
     return [
-        {
-            "name": name,
-            **_type(argument),
-            "default": defaults.get(name),
-            "help": argument.meaning,
-        }
-        for name, argument in find_sampler(sampler).settings().items()
+        {"name": name, **_type(argument), "default": defaults.get(name), "help": argument.meaning}
+        for name, argument in SAMPLERS[sampler].settings().items()
     ]
 
 
@@ -94,7 +88,7 @@ def _defaults(model: "Model", sampler: str) -> Mapping[str, Any]:
     try:
         return asdict(settings_for(model, {"sampler": sampler}))
     except SettingError:
-        return {name: argument.default for name, argument in find_sampler(sampler).settings().items()}
+        return {name: argument.default for name, argument in SAMPLERS[sampler].settings().items()}
 
 
 def _type(argument: Argument) -> Form:

@@ -25,8 +25,7 @@ from sinklens.live.comparing import fitting, why_not
 from sinklens.live.execution import RunCancelled, built, denoising, repeat
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.spec import RunSpec
-from sinklens.runs.intervention import Intervention
-from sinklens.runs.result import Generation
+from sinklens.runs import Generation, Intervention
 
 if TYPE_CHECKING:
     from sinklens.model import Model

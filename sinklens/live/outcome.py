@@ -13,9 +13,9 @@ from sinklens.families.registry import find_sampler
 from sinklens.hooks.forward_pass import MODES, PassKind
 from sinklens.live.chips import is_index
 from sinklens.live.refusal import require
-from sinklens.runs.result import Answer, Generation
+from sinklens.runs import Answer, Generation
 from sinklens.sampling import as_policy
-from sinklens.sinks.track import SinkTrack, build_track
+from sinklens.sinks import SinkTrack, build_track
 
 if TYPE_CHECKING:
     from sinklens.model import Model

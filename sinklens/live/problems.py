@@ -6,12 +6,12 @@ a name, so answers without the mark are compared as text.
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from sinklens.live.refusal import require
-from sinklens.runs.result import Answer
+from sinklens.runs import Answer
 from sinklens.tasks import NAMES, Sample, find_task, read_answer
-from sinklens.tasks.prompts import before_end
 
 SHIPPED = tuple(name for name in NAMES if name.startswith(("tiny-", "skill-")))
 """Tasks whose problems need no file and no network."""
@@ -46,7 +46,7 @@ def right(task: str, index: int, answer: Answer, ids: list[int], end_ids: Sequen
     Args:
         ids: the answer's tokens.
     """
-    kept = before_end(tuple(ids), end_ids)
+    kept = tuple(takewhile(lambda token: token not in end_ids, ids))
     return find_task(task).judge(problem(task, index), answer.text or "", kept, end_ids)
 
 

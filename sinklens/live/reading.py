@@ -20,8 +20,8 @@ from sinklens.live.execution import confidence_hooks, repeat, texts
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import require
 from sinklens.live.spec import RunSpec
-from sinklens.runs.result import Generation
-from sinklens.sinks.record import Record
+from sinklens.runs import Generation
+from sinklens.sinks import Record
 from sinklens.views.patterns import patterns_at
 
 if TYPE_CHECKING:

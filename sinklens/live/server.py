@@ -24,7 +24,7 @@ from sinklens.live.security import Guard, is_local
 
 if TYPE_CHECKING:
     from sinklens.live.session import LabModel
-    from sinklens.runs.result import Generation
+    from sinklens.runs import Generation
 
 EXTRA = (
     "the lab needs Starlette and uvicorn, which are not installed; install them with "

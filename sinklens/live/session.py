@@ -27,7 +27,7 @@ from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import Refused, require
 from sinklens.live.spec import MOST_REPLAYS, CanvasEdit, RunSpec, read_request
 from sinklens.live.thread import ModelThread
-from sinklens.runs.result import Generation
+from sinklens.runs import Generation
 
 if TYPE_CHECKING:
     from sinklens.model import Model

@@ -4,14 +4,13 @@ Tables have one row per model and entry, with ``estimate``, ``low`` and ``high``
 ``ax=`` and return it; none shows or saves anything.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float
 
 from sinklens.sinks.drawing import axes_or_new
-from sinklens.sinks.labels import colours, plain, short, unit_label, wrapped
+from sinklens.sinks.labels import colours, plain, short, unit_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,24 +74,6 @@ def curves(table: "DataFrame", along: str, ax: "Axes | None" = None) -> "Axes":
     return ax
 
 
-def layer_head_map(
-    values: Float[np.ndarray, "layer head"], name: str, unit: str = "sum", ax: "Axes | None" = None
-) -> "Axes":
-    """Layer × head map of the strongest key's score averaged over steps (the paper's Fig. 5).
-
-    Args:
-        values: the scores.
-        name: name of the model.
-        unit: unit of the scores.
-    """
-    ax = axes_or_new(ax, (5, 4))
-    image = ax.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
-    ax.set(xlabel="head", ylabel="layer", title=short(name))
-    ax.locator_params(integer=True)
-    ax.figure.colorbar(image, ax=ax, label=f"score of the strongest key:\n{wrapped(unit_label(unit), 30)}")
-    return ax
-
-
 def interval_dots(
     table: "DataFrame",
     by: str,
@@ -114,10 +95,8 @@ def interval_dots(
         rows = table[(table["model"] == model) & table["estimate"].notna()]
         label = short(model) if len(rows) else f"{short(model)} (not measured)"
         height = np.array([places.index(place) for place in rows[by]]) + (number - (len(models) - 1) / 2) * step
-        estimate = rows["estimate"].to_numpy(dtype=float)
-        errors = np.stack([estimate - rows["low"].to_numpy(dtype=float), rows["high"].to_numpy(dtype=float) - estimate])
-        ax.errorbar(estimate, height, xerr=np.clip(np.nan_to_num(errors), 0, None), fmt="o", color=colour,
-                    markersize=4, capsize=2, linewidth=1, label=label)  # fmt: skip
+        ax.errorbar(rows["estimate"], height, xerr=_errors(rows), fmt="o", color=colour, markersize=4, capsize=2,
+                    linewidth=1, label=label)  # fmt: skip
     if line is not None:
         ax.axvline(line, color="0.3", linewidth=0.8, linestyle="--")
     ax.set_yticks(range(len(places)), [(names or {}).get(str(place)) or plain(str(place)) for place in places])
@@ -136,16 +115,19 @@ def frequency_bars(table: "DataFrame", name: str, ax: "Axes | None" = None) -> "
     """
     ax = axes_or_new(ax, (5.5, 4))
     places = np.arange(len(table))
-    estimate = table["estimate"].to_numpy(dtype=float)
-    errors = np.stack([estimate - table["low"].to_numpy(dtype=float), table["high"].to_numpy(dtype=float) - estimate])
-    ax.barh(places, estimate, xerr=np.clip(np.nan_to_num(errors), 0, None), color=colours(1)[0], capsize=2,
-            label="of all sinks")  # fmt: skip
+    ax.barh(places, table["estimate"], xerr=_errors(table), color=colours(1)[0], capsize=2, label="of all sinks")
     ax.plot(table["position_frequency"], places, "D", color=colours(2)[1], markersize=4, label="of all positions")
     ax.set_yticks(places, [plain(token) for token in table["token"]])
     ax.invert_yaxis()
     ax.set(xlabel="share", title=short(name))
     ax.legend(fontsize="small")
     return ax
+
+
+def _errors(rows: "DataFrame") -> np.ndarray:
+    """Lengths of the intervals below and above the estimates; 0 where there is no interval."""
+    low, estimate, high = (rows[name].to_numpy(dtype=float) for name in ("low", "estimate", "high"))
+    return np.clip(np.nan_to_num(np.stack([estimate - low, high - estimate])), 0, None)
 
 
 def nothing_to_show(ax: "Axes", name: str, why: str) -> "Axes":
@@ -179,23 +161,9 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
             ``low``, ``high`` and ``chance``; conditions other than masking (no ``masked``), and
             those under a cache policy (a ``cache``), are omitted.
     """
-    from matplotlib.figure import Figure
-
     table = table[table["masked"].notna()]
     table = table[table["cache"] == ""] if "cache" in table else table
-    shown = [part for _, rows in table.groupby("protocol", sort=False) for part in _by_panel(rows)]
-    columns = 2 if len(shown) == 4 else min(SHARED, max(1, len(shown)))
-    lines = max(1, -(-len(shown) // columns))
-    figure = Figure(figsize=(5.2 * columns, 4.2 * lines), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    for ax in panels[len(shown) :]:
-        ax.set_axis_off()
-    for rows, ax in zip(shown, panels, strict=False):
-        _accuracy_panel(rows, ax)
-        suffix = f": {short(rows['model'].iloc[0])}" if rows["model"].nunique() == 1 else ""
-        ax.set(xlabel="keys masked per head and step (K)", ylabel="accuracy", ylim=(-0.02, 1.02))
-        ax.set_title(f"{rows['protocol'].iloc[0]}{suffix}")
-    return figure
+    return _by_protocol(table, _accuracy_panel, "keys masked per head and step (K)")
 
 
 def accuracy_by_speed(table: "DataFrame") -> "Figure":
@@ -208,16 +176,29 @@ def accuracy_by_speed(table: "DataFrame") -> "Figure":
         table: as for `accuracy_curves`, with ``cache`` and ``speed``; conditions other than the exact run and the
             policies without interventions are omitted.
     """
-    from matplotlib.figure import Figure
-
     of_policies = (table["cache"] != "") & table["speed"].notna()
     table = table[(table["condition"] == "unmasked") | (of_policies & (table["masked"] == 0))]
-    shown = [part for _, rows in table.groupby("protocol", sort=False) for part in _by_panel(rows)]
-    figure = Figure(figsize=(5.2 * max(1, len(shown)), 4.2), layout="constrained")
-    panels = figure.subplots(1, max(1, len(shown)), squeeze=False).ravel()
+    return _by_protocol(table, _speed_panel, "speed (exact run = 1)")
+
+
+def _by_protocol(table: "DataFrame", draw: "Callable[[DataFrame, Axes], None]", xlabel: str) -> "Figure":
+    """A panel per protocol; if a protocol has more than `SHARED` models, one for each of them."""
+    from matplotlib.figure import Figure
+
+    shown: list[DataFrame] = []
+    for _, rows in table.groupby("protocol", sort=False):
+        by_model = [part for _, part in rows.groupby("model", sort=False)]
+        shown += [rows] if len(by_model) <= SHARED else by_model
+    columns = 2 if len(shown) == 4 else min(SHARED, max(1, len(shown)))
+    lines = max(1, -(-len(shown) // columns))
+    figure = Figure(figsize=(5.2 * columns, 4.2 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).ravel()
+    for ax in panels[len(shown) :]:
+        ax.set_axis_off()
     for rows, ax in zip(shown, panels, strict=False):
-        _speed_panel(rows, ax)
-        ax.set(xlabel="speed (exact run = 1)", ylabel="accuracy", ylim=(-0.02, 1.02), title=rows["protocol"].iloc[0])
+        draw(rows, ax)
+        suffix = f": {short(rows['model'].iloc[0])}" if rows["model"].nunique() == 1 else ""
+        ax.set(xlabel=xlabel, ylabel="accuracy", ylim=(-0.02, 1.02), title=f"{rows['protocol'].iloc[0]}{suffix}")
     return figure
 
 
@@ -235,12 +216,6 @@ def _speed_panel(table: "DataFrame", ax: "Axes") -> None:
             ax.axhline(exact, color=colour, linewidth=0.8, linestyle="--")
     ax.margins(x=0.15)  # room for the names at the right
     ax.legend(fontsize="small")
-
-
-def _by_panel(rows: "DataFrame") -> "list[DataFrame]":
-    """The rows of one protocol, by panel."""
-    by_model = [part for _, part in rows.groupby("model", sort=False)]
-    return [rows] if len(by_model) <= SHARED else by_model
 
 
 def _variant(condition: str) -> str:

@@ -1,25 +1,28 @@
-"""Figures of the effects of interventions, one function each: maps over layers, heads and steps, and curves.
+"""Figures of effects: maps over layers, heads and steps, panels of estimates, and who wrote an attention score.
 
-Tables have one row per model, measure and entry, with ``estimate``, ``low`` and ``high``, as in charts.py. Every
-function returns a complete figure: a row of panels per model, or a panel per measure with a curve per model.
+Tables have one row per model, measure and entry, with ``estimate``, ``low`` and ``high``, as in charts.py. Functions
+for several models return a complete figure with a row of panels per model.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
+from sinklens.errors import SettingError
 from sinklens.sinks.drawing import axes_or_new
-from sinklens.sinks.labels import plain, short, wrapped
+from sinklens.sinks.labels import colours, plain, short, wrapped
 from sinklens.views.charts import curves, interval_dots, nothing_to_show
 from sinklens.views.figures import panels
 
 if TYPE_CHECKING:
+    import xarray as xr
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
+WRITER_KINDS = ("embed", "head", "mlp", "bias", "rest")
 WRITTEN = 40  # largest number of cells whose values are written into a map
 
 
@@ -59,83 +62,82 @@ def effect_map(
     return ax
 
 
-def head_maps(table: "DataFrame", ways: Mapping[str, str], label: str) -> "Figure":
-    """Layer × head maps of one measure: a row of panels with its own scale per model, a panel per intervention."""
-    return _maps(table, "way", ways, ("layer", "head"), label)
+def head_maps(
+    table: "DataFrame", ways: Mapping[str, str], label: str, along: Literal["head", "step"] = "head"
+) -> "Figure":
+    """Maps of one measure, layer × `along`: a row of panels with its own scale per model, a panel per intervention.
 
-
-def step_maps(table: "DataFrame", ways: Mapping[str, str], label: str) -> "Figure":
-    """Layer × step maps of one measure, mean over heads, as `head_maps`."""
-    return _maps(table, "way", ways, ("layer", "step"), f"{label}, mean over heads")
-
-
-def patch_maps(table: "DataFrame", groups: Mapping[str, str]) -> "Figure":
-    """Layer × step maps of the share of a fact's effect that patching restores, a panel per group of positions."""
-    label = "share of the gap between clean and corrupted prompt that the patch restores"
-    figure = _maps(table, "group", groups, ("layer", "step"), label, (-1.0, 1.0))
-    figure.suptitle(
-        "Layer −1 is the embedding; gray: all differing positions of the answer are already decided", fontsize=9
-    )
-    return figure
-
-
-def _maps(
-    table: "DataFrame", by: str, names: Mapping[str, str], axes_of: tuple[str, str], label: str,
-    bounds: tuple[float, float] | None = None,
-) -> "Figure":  # fmt: skip
+    Args:
+        table: rows with ``way``, ``layer`` and a column `along`.
+        ways: names of the interventions.
+        label: what the measure is.
+    """
     models = list(dict.fromkeys(table["model"]))
-    figure, axes = panels(len(models) * len(names), columns=len(names), size=(4.4, 3.2))
-    shown = ((model, name) for model in models for name in names)
-    for (model, name), ax in zip(shown, axes, strict=True):
+    figure, axes = panels(len(models) * len(ways), columns=len(ways), size=(4.4, 3.2))
+    shown = ((model, way) for model in models for way in ways)
+    for (model, way), ax in zip(shown, axes, strict=True):
         rows = table[table["model"] == model]
-        top, part = max([0.0, *rows["estimate"].dropna()]) or 1.0, rows[rows[by] == name]
-        grid = part.pivot(index=axes_of[0], columns=axes_of[1], values="estimate").dropna(axis="columns", how="all")
-        title = f"{short(model)}: {names[name]}"
+        top, part = max([0.0, *rows["estimate"].dropna()]) or 1.0, rows[rows["way"] == way]
+        grid = part.pivot(index="layer", columns=along, values="estimate").dropna(axis="columns", how="all")
         if not grid.size:
             nothing_to_show(ax, model, "not measured")
             continue
-        last = name == list(names)[-1]
         effect_map(
-            grid.to_numpy(dtype=float), ax, rows=(axes_of[0], list(grid.index)),
-            columns=(axes_of[1], list(grid.columns)), bounds=bounds or (0.0, top), label=label if last else "",
-        ).set_title(title)  # fmt: skip
+            grid.to_numpy(dtype=float), ax, rows=("layer", list(grid.index)), columns=(along, list(grid.columns)),
+            bounds=(0.0, top), label=label if way == list(ways)[-1] else "",
+        ).set_title(f"{short(model)}: {ways[way]}")  # fmt: skip
     return figure
 
 
-def doubling_curves(table: "DataFrame", along: str, meanings: Mapping[str, str], xlabel: str) -> "Figure":
-    """A panel per measure: estimates against numbers that double, one line per model; infinity is drawn at the end."""
-    measures = [name for name in meanings if name in set(table["measure"])]
-    figure, axes = panels(len(measures), columns=3, size=(4.4, 3.4))
-    for measure, ax in zip(measures, axes, strict=True):
-        _doubling(table[table["measure"] == measure], along, ax)
-        ax.set(xlabel=xlabel, ylabel=wrapped(meanings[measure], 34))
-    return figure
-
-
-def kinds_of_keys(
-    table: "DataFrame", along: str, by: str, kinds: Mapping[str, str], meanings: Mapping[str, str], xlabel: str
+def interval_panels(
+    table: "DataFrame",
+    labels: Mapping[str, str],
+    *,
+    along: str,
+    by: str,
+    series: Mapping[Any, str],
+    panel: str | None = None,
+    names: Mapping[str, str] | None = None,
+    xlabel: str = "",
 ) -> "Figure":
-    """As `doubling_curves`, with a row of panels per model and a curve per value of the column `by`."""
-    models = list(dict.fromkeys(table["model"]))
-    measures = [name for name in meanings if name in set(table["measure"])]
-    figure, axes = panels(len(models) * len(measures), columns=len(measures), size=(4.4, 3.4))
-    shown = ((model, measure) for model in models for measure in measures)
-    for (model, measure), ax in zip(shown, axes, strict=True):
-        part = table[(table["model"] == model) & (table["measure"] == measure)]
-        _doubling(part.assign(model=[kinds[kind] for kind in part[by]]), along, ax)
-        ax.set(xlabel=xlabel, ylabel=wrapped(meanings[measure], 34), title=short(model))
+    """Estimates with intervals: a row of panels per model, a panel per measure, a color per value of the column `by`.
+
+    With `names`, every value of `along` is a line of dots, and the panels of a column share their scale. Without, the
+    values of `along` are numbers and the estimates are curves over them.
+
+    Args:
+        table: rows with ``measure``; those of other measures than `labels` are left out, and so are those in which
+            `along` is NaN.
+        labels: what each measure is, by name.
+        series: names of the values of `by`.
+        panel: a column with a panel for each of its values.
+        names: names of the values of `along`; those without one are shown verbatim.
+        xlabel: what the numbers of `along` are.
+    """
+    table = table[table["measure"].isin(list(labels)) & table[along].notna()]
+    split = ["model", "measure", *([] if panel is None else [panel])]
+    if table.empty:
+        figure, axes = panels(1)
+        nothing_to_show(axes[0], xlabel or along, "not known for these keys and models")
+        return figure
+    groups, columns = list(table.groupby(split, sort=False)), len(table[split[1:]].drop_duplicates())
+    figure, axes = panels(len(groups), columns=columns, size=(5.2, 3.0))
+    for number, (((model, measure, *value), rows), ax) in enumerate(zip(groups, axes, strict=True)):
+        rows, label = rows.assign(model=[series[name] for name in rows[by]]), wrapped(labels[measure], 40)
+        if names is None:
+            curves(rows.sort_values(along), along, ax)
+            ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
+            ax.set(xlabel=xlabel, ylabel=label)
+        else:
+            if number >= columns:
+                ax.sharex(axes[number % columns])
+            interval_dots(rows, along, ax, names=names, line=0.0)
+            ax.set_xlabel(label)
+        ax.legend().remove()
+        ax.set_title(": ".join([short(model), *map(str, value)]))
+    handles, shown = axes[0].get_legend_handles_labels()
+    figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize="small")
     return figure
-
-
-def _doubling(table: "DataFrame", along: str, ax: "Axes") -> None:
-    numbers = sorted({float(number) for number in table[along]})
-    finite = [number for number in numbers if np.isfinite(number)]
-    end = 2 * max(finite, default=1.0)
-    curves(table.assign(**{along: [min(float(number), end) for number in table[along]]}), along, ax)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks([min(number, end) for number in numbers], [f"{n:g}" if np.isfinite(n) else "all" for n in numbers])
-    ax.minorticks_off()
-    ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
 
 
 def confidence_changes(
@@ -173,120 +175,43 @@ def confidence_changes(
     return figure
 
 
-def costs_by_order(table: "DataFrame", orders: Mapping[str, str], keys: Mapping[str, str], label: str) -> "Figure":
-    """Cost of masking under each order of unmasking: a panel per model and number of keys."""
-    table = table[table["measure"] == "cost"]
-    places = list(dict.fromkeys(zip(table["model"], table["top_k"], strict=True)))
-    figure, axes = panels(len(places), columns=len({number for _, number in places}), size=(5.2, 2.8))
-    for (model, number), ax in zip(places, axes, strict=True):
-        rows = table[(table["model"] == model) & (table["top_k"] == number)]
-        _by_pick(rows, "order", ax, orders, keys)
-        keys_per_head = f"{number:.0f} {'key' if number == 1 else 'keys'} per head"
-        ax.set(xlabel=wrapped(label, 40), title=f"{short(model)}: {keys_per_head}")
-    _legend_below(figure, axes[0])
-    return figure
+def writer_bars(
+    table: "xr.Dataset",
+    side: Literal["key", "query"] = "key",
+    *,
+    excess: bool = True,
+    top: int = 12,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Bars of the writers with the largest parts of a score, largest at the top; the other writers are one bar.
 
-
-def _by_pick(rows: "DataFrame", along: str, ax: "Axes", names: Mapping[Any, str], picks: Mapping[str, str]) -> None:
-    """Costs along a column, a color per pick; without a legend, which the figure draws."""
-    interval_dots(rows.assign(model=[picks[pick] for pick in rows["pick"]]), along, ax, names=names, line=0.0)
-    ax.legend().remove()
-
-
-def _legend_below(figure: "Figure", ax: "Axes") -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
-
-
-def costs_by_part(
-    table: "DataFrame",
-    shares: "DataFrame",
-    parts: Mapping[Any, str],
-    picks: Mapping[str, str],
-    meanings: Mapping[str, str],
-) -> "Figure":
-    """Cost of masking a key, by where it is masked: a row of panels per model, word problems lost and KL.
+    The table is that of `sinklens.experiments.write_attribution`.
 
     Args:
-        table: rows with ``part`` and ``pick``.
-        shares: shares of heads and steps, by ``part``.
-        parts, picks, meanings: names of the parts, picks and measures.
+        side: writers of the key, or of the query.
+        excess: split the score minus its mean over the other keys, instead of the score.
+        top: number of writers with their own bar.
+
+    Raises:
+        SettingError: `side` is not "key" or "query", or `top` is below 1.
     """
-    models = list(dict.fromkeys(table["model"]))
-    figure, axes = panels(2 * len(models), columns=2, size=(5.6, 2.6))
-    shown = ((model, measure) for model in models for measure in ("cost", "kl"))
-    for (model, measure), ax in zip(shown, axes, strict=True):
-        rows = table[(table["model"] == model) & (table["measure"] == measure)]
-        share = shares[shares["model"] == model].set_index("part")["estimate"]
-        names = {
-            part: f"{name}\n({share[part]:.0%} of them)" if part != "all" else name for part, name in parts.items()
-        }
-        _by_pick(rows, "part", ax, names, picks)
-        ax.set(xlabel=wrapped(meanings[measure], 40), title=short(model))
-    for column in (axes[::2], axes[1::2]):  # one scale for all models
-        ends = [ax.get_xlim() for ax in column]
-        for ax in column:
-            ax.set_xlim(min(low for low, _ in ends), max(high for _, high in ends))
-    _legend_below(figure, axes[0])
-    return figure
-
-
-def start_curves(table: "DataFrame") -> "Figure":
-    """Share of answers that become the clean prompt's when the number is patched from a step on: a curve per layer."""
-    models = list(dict.fromkeys(table["model"]))
-    figure, axes = panels(len(models), size=(5.5, 3.8), sharey=True)
-    for model, ax in zip(models, axes, strict=True):
-        rows = table[table["model"] == model]
-        names = ["embedding" if layer < 0 else f"layer {layer:.0f}" for layer in rows["layer"]]
-        curves(rows.assign(model=names), "start", ax)
-        ax.set(xlabel="share of steps before the number is patched", title=short(model))
-        ax.set_ylabel("answers that become\nthe clean prompt's")
-    return figure
-
-
-def costs_by_cell(
-    table: "DataFrame", panel: str, along: str, by: str, names: Mapping[Any, str], series: Mapping[str, str], label: str
-) -> "Figure":
-    """Costs of a table with three axes: a row per model, a panel per value of `panel`, a color per value of `by`.
-
-    Args:
-        names: names of the values of `along`.
-        series: names of the values of `by`.
-    """
-    places = list(dict.fromkeys(zip(table["model"], table[panel], strict=True)))
-    figure, axes = panels(len(places), columns=table[panel].nunique(), size=(5.0, 3.0))
-    for (model, value), ax in zip(places, axes, strict=True):
-        rows = table[(table["model"] == model) & (table[panel] == value)]
-        interval_dots(rows.assign(model=[series[name] for name in rows[by]]), along, ax, names=names, line=0.0)
-        ax.legend().remove()
-        ax.set(xlabel=wrapped(label, 40), title=f"{short(model)}: {value}")
-    _legend_below(figure, axes[0])
-    return figure
-
-
-def costs_by_mass(table: "DataFrame", by: str, names: Mapping[Any, str], label: str) -> "Figure":
-    """Costs against the attention removed: a panel per model, a line with intervals per value of the column `by`.
-
-    Args:
-        table: rows with ``estimate``, ``low``, ``high`` and ``removed``, the share of attention; rows where it is NaN
-            are left out.
-        names: names of the values of `by`; those without a row are left out.
-        label: what the cost is.
-    """
-    table = table[table["removed"].notna()]
-    models = list(dict.fromkeys(table["model"]))
-    if not models:
-        figure, axes = panels(1)
-        nothing_to_show(axes[0], "attention removed", "not known for these keys and models")
-        return figure
-    figure, axes = panels(len(models), size=(5.5, 3.8))
-    for model, ax in zip(models, axes, strict=True):
-        for value, name in names.items():
-            rows = table[(table["model"] == model) & (table[by] == value)].sort_values("removed")
-            if len(rows):
-                size = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]
-                ax.errorbar(100 * rows["removed"], rows["estimate"], yerr=size, marker="o", capsize=3, label=name)
-        ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
-        ax.set(xlabel="attention removed, %", ylabel=wrapped(label, 34), title=short(model))
-    _legend_below(figure, axes[0])
-    return figure
+    if side not in ("key", "query") or top < 1:
+        raise SettingError(f"side must be 'key' or 'query' and top at least 1; got {side!r} and {top}.")
+    parts = table[f"from_{side}{'_excess' if excess else ''}"]
+    order = np.argsort(-np.abs(parts.to_numpy()))
+    kept, others = parts[order[:top]], parts[order[top:]]
+    names, values = [*kept["writer"].values, f"{others.size} others"], [*kept.values, float(others.sum())]
+    colour = dict(zip(WRITER_KINDS, colours(len(WRITER_KINDS)), strict=True))
+    shades = [*(colour[kind] for kind in kept["kind"].values), "0.7"]
+    shown = len(values) if others.size else len(values) - 1
+    ax = axes_or_new(ax, (5.0, 0.6 + 0.26 * shown))
+    ax.barh(range(shown), values[:shown], color=shades[:shown])
+    ax.set_yticks(range(shown), names[:shown])
+    ax.invert_yaxis()
+    ax.axvline(0, color="0.4", linewidth=0.8)
+    place = {name: table.attrs[name] for name in ("layer", "head", "step", "query", "key")}
+    asked = "mean over queries" if place["query"] < 0 else f"query {place['query']}"
+    ax.set_xlabel("part of the score above the other keys'" if excess else "part of the score")
+    where = f"head {place['layer']}.{place['head']}, step {place['step']}, key {place['key']}, {asked}"
+    ax.set_title(f"who wrote the {side}: {where}", fontsize="medium")
+    return ax

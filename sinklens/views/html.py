@@ -46,11 +46,11 @@ class PageFiles:
 
     def style(self) -> str:
         """The content of its style element."""
-        return "\n".join(_asset(name) for name in self.styles)
+        return "\n".join(asset(name) for name in self.styles)
 
     def script(self) -> str:
         """The content of its script element."""
-        return bundle(_asset(name) for name in self.scripts)
+        return bundle(asset(name) for name in self.scripts)
 
     def allowed(self) -> tuple[list[str], list[str]]:
         """The scripts and the styles allowed in it and in its frame, as text."""
@@ -62,11 +62,11 @@ class PageFiles:
         """The complete document; `blocks` fill the template's other placeholders."""
         scripts, styles = self.allowed()
         policy = (
-            f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; "
+            f"default-src 'none'; script-src {hashes(scripts)}; style-src {hashes(styles)}; "
             f"img-src data: blob:; base-uri 'none'; form-action 'none'"
         )
         filled = {"style": self.style(), "script": self.script(), "policy": policy, **fragments(), **blocks}
-        return fill(_asset(f"{self.template}.html"), filled)
+        return fill(asset(f"{self.template}.html"), filled)
 
 
 HEADS = PageFiles("heads", ["heads.css"], ["chunks.js", "heads.js"])
@@ -81,12 +81,12 @@ def bundle(scripts: Iterable[str]) -> str:
 
 def components() -> list[str]:
     """The scripts that show a run, in order; the report and the lab both run them."""
-    return [_asset(name) for name in COMPONENTS]
+    return [asset(name) for name in COMPONENTS]
 
 
 def styles() -> str:
     """The style sheet of the page of a run."""
-    return _asset("report.css")
+    return asset("report.css")
 
 
 def fill(template: str, blocks: Mapping[str, str]) -> str:
@@ -96,7 +96,7 @@ def fill(template: str, blocks: Mapping[str, str]) -> str:
 
 def fragments() -> dict[str, str]:
     """The parts of a page that show a run: its controls, its figures, and its attention."""
-    return {name: _asset(f"{name}.html") for name in ("controls", "figures", "attention")}
+    return {name: asset(f"{name}.html") for name in ("controls", "figures", "attention")}
 
 
 def json_block(name: str, value: Any) -> str:
@@ -167,10 +167,12 @@ def token_texts(track: "SinkTrack") -> Callable[[int], str]:
     return text
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of ``page/``."""
     return (importlib.resources.files("sinklens.views") / "page" / name).read_text(encoding="utf-8")
 
 
-def _hashes(texts: Sequence[str]) -> str:
+def hashes(texts: Sequence[str]) -> str:
+    """The sources of a policy that allow these scripts or styles."""
     digests = (hashlib.sha256(text.encode()).digest() for text in texts)
     return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

@@ -7,6 +7,7 @@ Caveat: a sink of a mean is found by applying the definition to mean scores. Thi
 which the position is a sink, which is reported separately.
 """
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.sinks.track import SinkTrack
+from sinklens.views.attention import CELLS
 from sinklens.views.html import MASKED, NOT_YET, token_texts
 
 FINE = 4_000_000  # number of scores up to which a page stores sixteen bits each
@@ -86,7 +88,8 @@ class Numbers:
         paths, means, strength, sunk, counts = [], [], [], [], 0
         total = np.zeros((self.steps, self.positions))
         for layer in range(self.layers):
-            score, mean = self._scores(layer), self._scores(layer).mean(axis=0)
+            score = self._scores(layer)
+            mean = score.mean(axis=0)
             paths.append(_strongest(score).T)
             means.append(_strongest(mean))
             strength.append(np.nan_to_num(score).max(axis=-1).mean(axis=-1))
@@ -143,8 +146,9 @@ class Numbers:
         if layer is None:
             score, sinks = self.mean[None], self._sinks_of_mean(self.mean)[None]
         else:
-            mean = self._scores(layer).mean(axis=0)
-            score = np.concatenate([mean[None], self._scores(layer)])
+            of_heads = self._scores(layer)
+            mean = of_heads.mean(axis=0)
+            score = np.concatenate([mean[None], of_heads])
             sinks = np.concatenate([self._sinks_of_mean(mean)[None], self._sinks(layer)])
         score = np.nan_to_num(score[:, steps])
         peaks = score.max(axis=(1, 2))
@@ -202,3 +206,28 @@ def _strongest(score: Float[np.ndarray, "*maps pos"]) -> Int[np.ndarray, "*maps"
     """Position of the largest score; -1 where none exceeds 0."""
     score = np.nan_to_num(score, nan=-np.inf, neginf=-np.inf)
     return np.where(score.max(axis=-1) > 0, score.argmax(axis=-1), -1)
+
+
+def run_data(numbers: Numbers) -> dict[str, Any]:
+    """A run as JSON for a page that a server feeds: sizes, vocabulary and arrays of all steps, bytes in base64.
+
+    They are the arrays that a report embeds, so the browser runs one copy of the code that draws them. Maps of scores
+    are sent by layer (`layer_maps`), because those of all layers of a large model take hundreds of megabytes.
+    """
+    steps = range(numbers.steps)
+    info = numbers.info(steps) | {
+        "held": list(range(numbers.layers)),
+        "start": numbers.most_moving(range(numbers.layers)),
+        "cells": CELLS,
+    }
+    return {"info": info, "chunks": {name: _base64(content) for name, content in numbers.shared_chunks(steps).items()}}
+
+
+def layer_maps(numbers: Numbers, layer: int | None) -> dict[str, Any]:
+    """Scores and sinks of a layer, the mean over its heads first; None: only the mean over all heads."""
+    scores, sinks, peaks = numbers.maps(layer, range(numbers.steps))
+    return {"scores": _base64(scores), "sinks": _base64(sinks), "peaks": peaks}
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()

@@ -100,7 +100,7 @@ def test_the_page_shows_examples_with_step_and_state_and_runs_nothing(found, tmp
     assert re.search(r"3, step \d, position 2, prompt:", text)
     assert '<b><span class="a8">w10</span></b>' in text.replace("␣", "").replace(" w10", "w10")
     assert "<script" not in text
-    assert "default-src &#x27;none&#x27;" in text
+    assert "default-src &#39;none&#39;" in text
     assert "http" not in text.replace("http-equiv", "")
 
 

@@ -1,15 +1,12 @@
-"""Figures of effects: their labels, their scales, and what they show without data."""
+"""Figures of effects: their labels, their scales, what they show without data, and the bars of a split score."""
 
 import numpy as np
+import pytest
+import xarray as xr
 from pandas import DataFrame
 
-from sinklens.views import effects
-
-
-def table(**columns):
-    """One row per value of the first column, its estimate in the middle of its interval."""
-    frame = DataFrame(columns)
-    return frame.assign(low=frame["estimate"] - 0.1, high=frame["estimate"] + 0.1)
+from sinklens.errors import SettingError
+from sinklens.views import effects, writer_bars
 
 
 def test_a_small_map_shows_numbers_and_a_large_one_only_colours():
@@ -37,33 +34,50 @@ def test_every_model_has_a_row_of_maps_with_its_own_scale():
 
 
 def test_a_model_that_was_not_measured_is_labelled_so():
-    lines = [("a", "number", layer, step, np.nan) for layer in (0, 1) for step in (0, 1)]
-    frame = DataFrame(lines, columns=["model", "group", "layer", "step", "estimate"])
-    (ax,) = effects.patch_maps(frame, {"number": "the number"}).axes
+    lines = [("a", "x", layer, step, np.nan) for layer in (0, 1) for step in (0, 1)]
+    frame = DataFrame(lines, columns=["model", "way", "layer", "step", "estimate"])
+    (ax,) = effects.head_maps(frame, {"x": "one"}, "KL", along="step").axes
     assert ax.texts[0].get_text() == "not measured"
 
 
-def test_infinity_is_drawn_after_the_largest_number():
-    frame = table(model=["a"] * 3, measure=["kl"] * 3, width=[2, 8, np.inf], estimate=[3.0, 2.0, 0.0])
-    (ax,) = effects.doubling_curves(frame, "width", {"kl": "KL"}, "width").axes
-    assert ax.lines[0].get_xdata().tolist() == [2, 8, 16]
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["2", "8", "all"]
-    assert ax.get_xscale() == "log"
+KINDS = {"x": "strong", "y": "random"}
 
 
-def test_each_kind_has_a_curve_in_the_panel_of_its_model_and_measure():
-    lines = [(m, q, n, k, 1.0) for m in "ab" for q in ("kl", "right") for n in (2, 4) for k in ("x", "y")]
-    frame = DataFrame(lines, columns=["model", "measure", "keys", "kind", "estimate"]).assign(low=0.5, high=1.5)
-    kinds, meanings = {"x": "strongest", "y": "random"}, {"right": "right", "kl": "KL", "other": "not in the table"}
-    figure = effects.kinds_of_keys(frame, "keys", "kind", kinds, meanings, "keys")
-    assert [(ax.get_title(), ax.get_ylabel()) for ax in figure.axes] == [
-        ("a", "right"),
-        ("a", "KL"),
-        ("b", "right"),
-        ("b", "KL"),
-    ]
+def costs():
+    """Two models and two measures with two orders, two numbers of keys and two kinds of keys, model b with more."""
+    columns = ["model", "measure", "order", "top_k", "pick", "estimate"]
+    lines = [
+        (m, q, o, k, p, 0.1 if m == "a" else 0.4)
+        for m in "ab" for q in ("cost", "kl") for o in ("u", "v") for k in (5, 1) for p in KINDS
+    ]  # fmt: skip
+    frame = DataFrame(lines, columns=columns)
+    return frame.assign(low=frame["estimate"] - 0.05, high=frame["estimate"] + 0.05)
+
+
+def test_intervals_have_a_panel_per_model_measure_and_value_and_one_scale_per_column():
+    names, kinds = {"u": "up", "v": "down"}, {"along": "order", "by": "pick", "series": KINDS}
+    figure = effects.interval_panels(costs(), {"cost": "lost"}, panel="top_k", names=names, **kinds)
+    assert [ax.get_title() for ax in figure.axes] == ["a: 5", "a: 1", "b: 5", "b: 1"]
     for ax in figure.axes:
-        assert [text.get_text() for text in ax.get_legend().get_texts()] == ["strongest", "random"]
+        assert [label.get_text() for label in ax.get_yticklabels()] == ["up", "down"]
+        assert ax.get_xlabel() == "lost"
+        assert ax.get_xlim()[0] < 0.05
+        assert ax.get_xlim()[1] > 0.45
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["strong", "random"]
+    assert [dots.get_xdata().tolist() for dots, *_ in figure.axes[2].containers] == [[0.4, 0.4], [0.4, 0.4]]
+    both = effects.interval_panels(costs().query("top_k == 1"), {"cost": "lost", "kl": "KL"}, names={}, **kinds)
+    assert [ax.get_xlabel() for ax in both.axes] == ["lost", "KL"] * 2
+
+
+def test_intervals_over_numbers_are_curves_and_rows_without_a_number_are_left_out():
+    frame = costs().query("order == 'u'").assign(keys=lambda rows: rows["top_k"].where(rows["pick"] == "x"))
+    settings = {"along": "keys", "by": "pick", "series": KINDS, "xlabel": "keys"}
+    first, _ = effects.interval_panels(frame, {"kl": "KL"}, **settings).axes
+    assert (first.get_title(), first.get_xlabel(), first.get_ylabel()) == ("a", "keys", "KL")
+    assert first.lines[0].get_xdata().tolist() == [1, 5]
+    assert [line.get_label() for line in first.lines if not line.get_label().startswith("_")] == ["strong"]
+    (empty,) = effects.interval_panels(frame.assign(keys=np.nan), {"kl": "KL"}, **settings).axes
+    assert "not known" in empty.texts[0].get_text()
 
 
 def test_confidence_is_shown_overall_and_by_step_for_two_kinds_of_keys():
@@ -80,21 +94,26 @@ def test_confidence_is_shown_overall_and_by_step_for_two_kinds_of_keys():
     assert "one position is decided at a time" in nothing.axes[0].texts[0].get_text()
 
 
-def test_costs_have_a_panel_per_model_and_number_of_keys():
-    lines = [(m, "cost", o, p, k, 0.1) for m in "ab" for o in ("u", "v") for p in ("x", "y") for k in (1, 5)]
-    frame = DataFrame(lines, columns=["model", "measure", "order", "pick", "top_k", "estimate"]).assign(low=0, high=0.2)
-    figure = effects.costs_by_order(frame, {"u": "up", "v": "down"}, {"x": "strong", "y": "random"}, "lost")
-    assert [ax.get_title() for ax in figure.axes] == [
-        "a: 1 key per head",
-        "a: 5 keys per head",
-        "b: 1 key per head",
-        "b: 5 keys per head",
-    ]
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["up", "down"]
+PARTS = [0.5, -2.0, 0.1, 1.0, 0.2, 0.0]
+TABLE = xr.Dataset(
+    {"from_key": ("writer", PARTS), "from_query_excess": ("writer", np.array(PARTS) * 2)},
+    {"writer": ["embed", "L0H0", "L0H1", "0_mlp_out", "bias", "rest"],
+     "kind": ("writer", ["embed", "head", "head", "mlp", "bias", "rest"])},
+    {"layer": 1, "head": 3, "step": 4, "query": -1, "key": 17},
+)  # fmt: skip
 
 
-def test_every_layer_has_a_curve_over_the_start_of_patching():
-    lines = [("a", "flipped", layer, start, 0.5) for layer in (-1, 0) for start in (0.0, 0.5)]
-    frame = DataFrame(lines, columns=["model", "measure", "layer", "start", "estimate"]).assign(low=0.4, high=0.6)
-    (ax,) = effects.start_curves(frame).axes
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["embedding", "layer 0"]
+def test_the_largest_parts_have_bars_and_the_others_share_one():
+    ax = writer_bars(TABLE, excess=False, top=3)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["L0H0", "0_mlp_out", "embed", "3 others"]
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([-2.0, 1.0, 0.5, 0.3])
+    assert ax.get_title() == "who wrote the key: head 1.3, step 4, key 17, mean over queries"
+    heads = writer_bars(TABLE, "query", top=6)
+    assert [bar.get_width() for bar in heads.patches] == pytest.approx([-4.0, 2.0, 1.0, 0.4, 0.2, 0.0])
+    assert heads.patches[0].get_facecolor() == heads.patches[4].get_facecolor()  # both heads
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_side_that_does_not_exist_is_refused():
+    with pytest.raises(SettingError, match="side must be 'key' or 'query' and top at least 1; got 'value' and 3"):
+        writer_bars(TABLE, "value", top=3)
