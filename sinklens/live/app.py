@@ -219,64 +219,43 @@ class LabApp:
     async def pattern(self, request: Request) -> Response:
         """The attention pattern of a step and layer."""
         run, step, layer = request.path_params["run"], _number(request, "step"), _number(request, "layer")
-        spec, outcome = self._session.outcome(run)
+        _, outcome = self._session.outcome(run)
         check_index("step", step, outcome.steps)
         check_index("layer", layer, outcome.score.shape[1])
 
-        def compute() -> dict[str, Any]:
-            found = reading.patterns(spec, outcome, self._session.model_of(run), step, [layer])[layer]
-            return packed(found.numpy()) | {"step": step, "layer": layer}
-
-        return JSONResponse(await self._computed(("pattern", run, step, layer), compute))
+        found = await self._read(reading.patterns, run, step, (layer,))
+        return JSONResponse(packed(found[layer].numpy()) | {"step": step, "layer": layer})
 
     async def proposals(self, request: Request) -> Response:
         """The proposals for a position at a step."""
         run, step, pos = request.path_params["run"], _number(request, "step"), _number(request, "pos")
-        spec, outcome = self._session.outcome(run)
+        _, outcome = self._session.outcome(run)
         check_index("step", step, outcome.steps)
         check_index("position", pos, outcome.canvas.shape[1])
-
-        def compute() -> dict[int, dict[str, Any]]:
-            return reading.proposals(spec, outcome, self._session.model_of(run), step)
-
-        found = await self._computed(("proposals", run, step), compute)
+        found = await self._read(reading.proposals, run, step)
         empty: dict[str, Any] = {"confidence": None, "proposals": []}
         return JSONResponse({"step": step, "pos": pos, "undecided": pos in found} | found.get(pos, empty))
 
     async def certainty(self, request: Request) -> Response:
         """How sure each step is of each undecided position."""
-        run = request.path_params["run"]
-        spec, outcome = self._session.outcome(run)
-
-        def compute() -> dict[str, Any]:
-            return packed(reading.certainty(spec, outcome, self._session.model_of(run)))
-
-        return JSONResponse(await self._computed(("certainty", run), compute))
+        return JSONResponse(packed(await self._read(reading.certainty, request.path_params["run"])))
 
     async def lens(self, request: Request) -> Response:
         """What each layer predicts at a position."""
         run, pos = request.path_params["run"], _number(request, "pos")
-        spec, outcome = self._session.outcome(run)
+        _, outcome = self._session.outcome(run)
         check_index("position", pos, int(outcome.real.sum()))
-
-        def compute() -> dict[str, Any]:
-            return reading.lens(spec, outcome, self._session.model_of(run), pos)
-
-        return JSONResponse(await self._computed(("lens", run, pos), compute))
+        return JSONResponse(await self._read(reading.lens, run, pos))
 
     async def attribution(self, request: Request) -> Response:
         """Which layers carry the difference from another prompt."""
         run, body = request.path_params["run"], await _body(request)
-        spec, outcome = self._session.outcome(run)
+        _, outcome = self._session.outcome(run)
         known = isinstance(body, dict) and set(body) == {"pos", "prompt"} and isinstance(body["prompt"], str)
         require(known and is_index(body["pos"]), "an attribution has pos and prompt.")
         require(len(body["prompt"]) <= MOST_CHARACTERS, f"a prompt has at most {MOST_CHARACTERS:,} characters.", 413)
         check_index("position", body["pos"], outcome.canvas.shape[1])
-
-        def compute() -> dict[str, Any]:
-            return reading.attribution(spec, outcome, self._session.model_of(run), body["pos"], body["prompt"])
-
-        return JSONResponse(await self._computed(("attribution", run, body["pos"], body["prompt"]), compute))
+        return JSONResponse(await self._read(reading.attribution, run, body["pos"], body["prompt"]))
 
     async def repeat(self, request: Request) -> Response:
         """Repeat two runs with other seeds, or on the problems of a task."""
@@ -346,6 +325,15 @@ class LabApp:
     async def state(self, request: Request) -> Response:
         """What a tab showed."""
         return JSONResponse(self._session.history.state(request.path_params["link"]))
+
+    async def _read(self, read: Callable[..., Any], run: str, *places: Any) -> Any:
+        """What `read`, a function of reading.py, finds in a run at `places`, computed in the model thread."""
+        spec, outcome = self._session.outcome(run)
+
+        def compute() -> Any:
+            return read(spec, outcome, self._session.model_of(run), *places)
+
+        return await self._computed((read.__name__, run, *places), compute)
 
     async def _computed(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """A result of the model thread; one that several requests want is computed once."""

@@ -11,12 +11,15 @@ refuses one that does not exist.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Le
 
+from sinklens.errors import SettingError
 from sinklens.live.refusal import Refused, require
 from sinklens.runs import Intervention
+from sinklens.utils.arguments import Words, read_as
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -27,8 +30,9 @@ if TYPE_CHECKING:
 FieldType = Literal["layer", "head", "pos", "step", "token", "int", "float", "choice", "steps", "heads", "text"]
 MOST_CHIPS = 64
 MOST_TEXT = 20_000  # characters of a text in a chip
-MOST_COEFFICIENT = 1e6
 LARGEST = 10_000_000  # of any integer in a chip; larger ones are never an index or a token
+INDEX = Annotated[int, Ge(0), Le(LARGEST), Words(f"an integer from 0 to {LARGEST:,}")]
+COEFFICIENT = Annotated[float | int, Ge(-1_000_000), Le(1_000_000)]
 
 
 @dataclass(frozen=True)
@@ -218,9 +222,6 @@ class Field:
         if value is None:
             require(self.optional, f"the chip {kind} needs {self.name}: {self.help}.")
             return None
-        if self.type == "choice":
-            require(value in self.choices, f"{what} must be one of {', '.join(self.choices)}; got {value!r:.40}.")
-            return value
         if self.type == "steps":
             value = [value, value] if is_index(value) else value
             pair = isinstance(value, list) and len(value) == 2 and all(map(is_index, value)) and value[0] <= value[1]
@@ -234,15 +235,11 @@ class Field:
             known = isinstance(value, str) and 0 < len(value) <= MOST_TEXT
             require(known, f"{what} must be text of 1 to {MOST_TEXT:,} characters; got {value!r:.40}.")
             return value
-        if self.type == "float":
-            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_COEFFICIENT
-            require(
-                number,
-                f"{what} must be a number from -{MOST_COEFFICIENT:g} to {MOST_COEFFICIENT:g}; got {value!r:.40}.",
-            )
-            return value
-        require(is_index(value), f"{what} must be an integer from 0 to {LARGEST:,}; got {value!r:.40}.")
-        return value
+        types: dict[str, Any] = {"choice": Literal[self.choices], "float": COEFFICIENT}
+        try:
+            return read_as(types.get(self.type, INDEX), what, value)
+        except SettingError as error:
+            raise Refused(str(error)) from error
 
 
 def is_index(value: object) -> bool:

@@ -49,17 +49,13 @@ def _of_outcome(outcome: RunOutcome, run: LabRun, session: Session) -> dict[str,
         "masks": outcome.answer.masks,
         "right": run.facts.get("right"),
         "record": dict(outcome.attrs),
-        "data": run_data(numbers_of(session, run)),
+        "data": run_data(numbers_of(session, run.id)),
     }
 
 
-def numbers_of(session: Session, run: LabRun) -> Numbers:
-    """The figures' numbers of a run that has ended; those of the latest runs are kept."""
-    return _numbers(session, run.id)
-
-
 @lru_cache(maxsize=8)
-def _numbers(session: Session, run_id: str) -> Numbers:
+def numbers_of(session: Session, run_id: str) -> Numbers:
+    """The figures' numbers of a run that has ended; those of the latest runs are kept."""
     outcome = session.history.load(run_id)
     return Numbers(outcome.track(), outcome.canvas)
 
@@ -71,7 +67,7 @@ def maps_of_layer(session: Session, run: LabRun, layer: int | None) -> dict[str,
         Refused: there is no such layer, or the run has not ended.
     """
     require(run.readable, UNREADABLE.format(run.status), 409)
-    numbers = numbers_of(session, run)
+    numbers = numbers_of(session, run.id)
     if layer is not None:
         check_index("layer", layer, numbers.layers)
     return layer_maps(numbers, layer)
