@@ -211,7 +211,7 @@ class Moments(Reader):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
-        pair = PointPair.of(model, self.point, self.to)
+        pair = PointPair(model, self.point, self.to)
         places = PointPlaces(self, model, run, pair.write)
         sums = self.sums = {"count": 0, "missed": 0.0, "squares": 0.0, "total": 0.0, "fired": 0}
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -110,7 +110,7 @@ def collect(
         for name in names
     ]
     take = takes[0]
-    found = _Filter(detector, within("layer", layers, model.cfg.n_layers))
+    seen_in = within("layer", layers, model.cfg.n_layers)
     listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
     about = {
         **_place_settings(take, detector, layers, record_sinks), **run_settings(model, listed, settings, cache),
@@ -126,6 +126,9 @@ def collect(
             model, part, seed=seed, chat_template=chat_template, hooks=takes, progress=False, cache=cache,
             record_sinks=False if detector is None else record_sinks or True, **settings,
         )  # fmt: skip
+        found = None
+        if detector is not None and run.sinks is not None:
+            found = run.sinks.detect(detector).isel(layer=seen_in).any(("layer", "head")).to_numpy()
         rows = [one.rows(run, start, found) for one in takes]
         store.append(rows[0] if isinstance(point, str) else _joined(names, rows), start + len(part))
         if report is not None:
@@ -263,21 +266,6 @@ def run_settings(
     }
 
 
-@dataclass(frozen=True)
-class _Filter:
-    """Keeps the places that a detector finds in some layers."""
-
-    detector: Detector | None
-    layers: list[int]
-
-    def keep(self, run: "Generation", places: dict[str, np.ndarray]) -> np.ndarray:
-        """True at the rows to keep."""
-        if self.detector is None or run.sinks is None:
-            return np.ones(len(places["row"]), dtype=bool)
-        found = run.sinks.detect(self.detector).isel(layer=self.layers).any(("layer", "head")).to_numpy()
-        return np.asarray(found[places["row"], places["step"], places["column"]])
-
-
 @dataclass(eq=False)
 class _Take(Reader):
     """Keeps the activations of a run at a point, with their places.
@@ -324,14 +312,17 @@ class _Take(Reader):
         pairs += [(self.point, hold), ("denoise.hook_confidence", take)]
         return [*pairs, *places.last()]
 
-    def rows(self, run: "Generation", first: int, found: _Filter) -> dict[str, np.ndarray]:
-        """What was kept of a run whose prompts are numbered from `first`, as rows of a store."""
+    def rows(
+        self, run: "Generation", first: int, found: Bool[np.ndarray, "batch step pos"] | None
+    ) -> dict[str, np.ndarray]:
+        """What was kept of a run whose prompts are numbered from `first`, where `found`, as rows of a store."""
         if not self.kept:
-            return {name: np.zeros(0, dtype=np.int32) for name in ("prompt", "step", "pos", "state", "token_id")}
+            return {name: np.zeros(0, dtype=np.int32) for name in COLUMNS}
         joined = {name: np.concatenate([part[name] for part in self.kept]) for name in self.kept[0]}
         self.kept.clear()
-        wanted = np.flatnonzero(found.keep(run, joined))
-        wanted = wanted[np.argsort(joined["row"][wanted], kind="stable")]
+        wanted = np.argsort(joined["row"], kind="stable")
+        if found is not None:
+            wanted = wanted[found[joined["row"], joined["step"], joined["column"]][wanted]]
         joined = {name: values[wanted] for name, values in joined.items()}
         pads = (~run.real).long().cumprod(dim=1).sum(dim=1).numpy()
         row, column = joined.pop("row"), joined.pop("column")

@@ -110,12 +110,9 @@ def collect_sinks(
 def _check(prompts: Sequence[Any], keep: str, detector: Detector | None, dtype: str) -> None:
     if isinstance(prompts, str) or not len(prompts):
         raise SettingError("collect_sinks needs a list of at least one prompt.")
-    if keep not in ("all", "top", "sinks"):
-        raise SettingError(f"keep must be 'all', 'top' or 'sinks'; got {keep!r}.")
+    read_as(Keep, "keep", keep), read_as(StoredType, "dtype", dtype)
     if detector is not None and keep != "sinks":
         raise SettingError(f"detector= belongs to keep='sinks'; with keep={keep!r} leave it out.")
-    if dtype not in ("float32", "float16", "bfloat16"):
-        raise SettingError(f"dtype must be 'float32', 'float16' or 'bfloat16'; got {dtype!r}.")
 
 
 def _sizes(

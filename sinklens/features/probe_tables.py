@@ -149,7 +149,7 @@ def _tested(x: np.ndarray, part: ProbeData, label: str, test: _Test, bag: Any, p
     control = float(np.mean([parts.score for parts in shuffled]))
     return {
         "score": own.score, "low": float(found.low), "high": float(found.high),
-        "majority": _scored(np.zeros((len(y), 1)), y, unit, fold, test, constant=True).score,
+        "majority": _scored(None, y, unit, fold, test).score,
         "shuffled": control,
         "random": float(np.mean([_scored(x @ turn, y, unit, fold, test).score for turn in turns])),
         "bag": np.nan if bag is None else _scored(bag, y, unit, fold, test).score,
@@ -178,7 +178,7 @@ def _shuffled(y: np.ndarray, unit: Int[np.ndarray, " place"], rng: np.random.Gen
     return rng.permutation(y)
 
 
-def _scored(x: Any, y: np.ndarray, unit: np.ndarray, fold: np.ndarray, test: _Test, constant: bool = False) -> _Parts:
+def _scored(x: Any, y: np.ndarray, unit: np.ndarray, fold: np.ndarray, test: _Test) -> _Parts:
     """The score of probes, each tested on the units of one fold and fitted on the others."""
     gained, possible = np.zeros(len(y)), np.zeros(len(y))
     weight = np.ones(len(y))
@@ -187,7 +187,7 @@ def _scored(x: Any, y: np.ndarray, unit: np.ndarray, fold: np.ndarray, test: _Te
         weight = 1 / count[place]
     for number in range(test.folds):
         train, held = fold != number, fold == number
-        predicted = _predictions(x, y, train, held, test, constant)
+        predicted = _predictions(x, y, train, held, test)
         if test.kind == "ridge":
             truth = y[held].astype(np.float64)
             possible[held] = (truth - y[train].astype(np.float64).mean()) ** 2
@@ -198,26 +198,22 @@ def _scored(x: Any, y: np.ndarray, unit: np.ndarray, fold: np.ndarray, test: _Te
 
 
 def _predictions(
-    x: Any, y: np.ndarray, train: np.ndarray, held: np.ndarray, test: _Test, constant: bool
+    x: Any, y: np.ndarray, train: np.ndarray, held: np.ndarray, test: _Test
 ) -> Shaped[np.ndarray, " held"]:
-    if constant:
-        if test.kind == "ridge":
-            return np.full(int(held.sum()), y[train].astype(np.float64).mean())
-        names, counts = np.unique(y[train], return_counts=True)
-        return np.full(int(held.sum()), names[counts.argmax()])
-    if not isinstance(x, np.ndarray):  # sparse counts
-        return _of_counts(x, y, train, held, test)
-    return fitted(x[train], y[train], test.kind, test.penalty).predict(x[held].astype(np.float64))
-
-
-def _of_counts(x: Any, y: np.ndarray, train: np.ndarray, held: np.ndarray, test: _Test) -> np.ndarray:
-    """Predictions from sparse counts, which scikit-learn fits as they are."""
+    """Those of a probe of activations, of sparse counts (which scikit-learn fits as they are), or of nothing (None)."""
+    from sklearn.dummy import DummyClassifier, DummyRegressor  # type: ignore[import-untyped,unused-ignore]
     from sklearn.linear_model import LogisticRegression, Ridge  # type: ignore[import-untyped,unused-ignore]
 
+    if isinstance(x, np.ndarray):
+        return fitted(x[train], y[train], test.kind, test.penalty).predict(x[held].astype(np.float64))
     if test.kind == "ridge":
-        return np.asarray(Ridge(alpha=test.penalty).fit(x[train], y[train].astype(np.float64)).predict(x[held]))
-    model = LogisticRegression(C=1 / test.penalty, max_iter=1000, tol=1e-3).fit(x[train], y[train])
-    return np.asarray(model.predict(x[held]))
+        y, model = y.astype(np.float64), DummyRegressor() if x is None else Ridge(alpha=test.penalty)
+    elif x is None:
+        model = DummyClassifier(strategy="most_frequent")
+    else:
+        model = LogisticRegression(C=1 / test.penalty, max_iter=1000, tol=1e-3)
+    x = np.zeros((len(y), 1)) if x is None else x
+    return np.asarray(model.fit(x[train], y[train]).predict(x[held]))
 
 
 def _tokens(part: ProbeData) -> Any:
@@ -243,10 +239,9 @@ def _position(part: ProbeData) -> Shaped[np.ndarray, " place"]:
 
 def _one_hot(values: Shaped[np.ndarray, " place"]) -> Any:
     """Which of its values each place has, sparse [place, value]."""
-    from scipy.sparse import csr_matrix
+    from sklearn.preprocessing import OneHotEncoder  # type: ignore[import-untyped,unused-ignore]
 
-    names, code = np.unique(values, return_inverse=True)
-    return csr_matrix((np.ones(len(values)), (np.arange(len(values)), code)), shape=(len(values), len(names)))
+    return OneHotEncoder().fit_transform(values[:, None])
 
 
 def _interval(parts: _Parts, seed: int) -> Estimate:

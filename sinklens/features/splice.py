@@ -97,7 +97,7 @@ class SpliceSAE(AtPositions):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
-        pair = PointPair.of(model, self.point, self.to)
+        pair = PointPair(model, self.point, self.to)
         places = PointPlaces(self, model, run, pair.write)
 
         def splice(value: Tensor, hook: Point) -> Tensor | None:
@@ -192,18 +192,13 @@ class PointPair:
     """Where an SAE reads and where it writes in a pass; for a transcoder, what it read waits for the other point.
 
     Attributes:
-        read, write: names of the points.
+        read, write: canonical names of the points.
     """
 
-    def __init__(self, read: str, write: str) -> None:
-        self.read, self.write = read, write
+    def __init__(self, model: "Model", point: str, to: str | None) -> None:
+        self.read = stream_point(model, point)
+        self.write = self.read if to is None else stream_point(model, to)
         self._kept: Tensor | None = None
-
-    @classmethod
-    def of(cls, model: "Model", point: str, to: str | None) -> "PointPair":
-        """The points by their canonical names; `to` is `point` if it is None."""
-        read = stream_point(model, point)
-        return cls(read, read if to is None else stream_point(model, to))
 
     def hooks(self) -> Pairs:
         """Hooks that keep what is read; none if both points are the same."""

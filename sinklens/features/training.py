@@ -109,7 +109,8 @@ def train(
     """
     if not store.finished:
         raise SettingError(f"{store} is not finished; repeat the collect call, which resumes it.")
-    last = _first_held_out(store, recipe)
+    trained = round(store.about["prompts"] * (1 - recipe.held_out))  # prompts; rows are in their order
+    last = int(np.searchsorted(store.column("prompt"), trained))
     if last < recipe.batch:
         raise SettingError(f"{store} has {last} places to train on, fewer than a batch of {recipe.batch}.")
     training, file = _Training(store, recipe, last), None if out is None else Path(out) / STATE
@@ -126,12 +127,6 @@ def train(
         save_sae(sae, out)
     first, end = (last, len(store)) if last < len(store) else (0, min(last, store.chunk))
     return TrainedSAE(sae, np.array(training.unexplained), *_held_out(store, sae, first, end))
-
-
-def _first_held_out(store: ActivationStore, recipe: SAERecipe) -> int:
-    """Row at which the held-out prompts begin; rows are in the order of prompts."""
-    kept = round(store.about["prompts"] * (1 - recipe.held_out))
-    return int(np.searchsorted(store.column("prompt"), kept))
 
 
 def _batches(store: ActivationStore, recipe: SAERecipe, last: int, start: int) -> Iterator[Tensor]:

@@ -230,9 +230,9 @@ def test_memory_does_not_grow_with_the_number_of_runs(tmp_path):
 def test_wrong_arguments_say_what_is_allowed(model, tmp_path):
     path = tmp_path / "runs.zarr"
     for keep, detector, dtype, text in (
-        ("best", None, "float32", r"keep must be 'all', 'top' or 'sinks'; got 'best'"),
+        ("best", None, "float32", r"keep must be one of all, top, sinks; got 'best'"),
         ("top", TopK(1), "float32", r"detector= belongs to keep='sinks'; with keep='top' leave it out"),
-        ("all", None, "int8", r"dtype must be 'float32', 'float16' or 'bfloat16'; got 'int8'"),
+        ("all", None, "int8", r"dtype must be one of float32, float16, bfloat16; got 'int8'"),
     ):
         with pytest.raises(SettingError, match=text):
             collecting_sinks._check(prompts(), keep, detector, dtype)
