@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sinklens.runs.result import Answer, Generation
     from sinklens.sinks.track import SinkTrack
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "Answer", "Generation", "Model", "SinkTrack", "SinklensError", "Trace", "borrow", "generate", "lab", "load",
     "replay", "trace",
