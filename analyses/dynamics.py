@@ -23,7 +23,7 @@ import xarray as xr
 from sinklens.analyses.estimates.tables import difference_table, interval_rows, interval_table, mean_interval
 from sinklens.analyses.nulls import NULLS, SOURCES, against_nulls, beside_null, fixed_queries, null_table
 from sinklens.analyses.study import SINK, Study
-from sinklens.families import settings_for
+from sinklens.families.samplers import settings_for
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion, survival

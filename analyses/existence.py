@@ -33,8 +33,8 @@ from sinklens.sinks import (
     SinkRate,
     SinkTrack,
     SmallValueNorm,
-    Unit,
 )
+from sinklens.sinks.track import Unit
 from sinklens.sinks.values import values_at
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from sinklens.analyses.dynamics import motion_of
 from sinklens.analyses.estimates.tables import difference_table, interval_table
 from sinklens.analyses.nulls import FIXED, fixed_queries, rates
 from sinklens.analyses.study import Study
-from sinklens.families import settings_for
+from sinklens.families.samplers import settings_for
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack

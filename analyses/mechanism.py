@@ -31,10 +31,11 @@ from torch import Tensor
 from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, unchanged
 from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.study import Study
-from sinklens.experiments import attention_to, compare
-from sinklens.families import settings_for
+from sinklens.experiments import compare
+from sinklens.experiments.effect import attention_to
 from sinklens.families.dream import DreamSettings
 from sinklens.families.llada import LladaSettings
+from sinklens.families.samplers import settings_for
 from sinklens.interventions import MaskedLogits
 from sinklens.model.prompts import SinglePrompt
 from sinklens.runs import generate

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinklens.families import settings_for
+from sinklens.families.samplers import settings_for
 
 if TYPE_CHECKING:
     from sinklens.model import Model

@@ -38,7 +38,7 @@ from sinklens.analyses.mode_motion import EDITS, MATCHING, MOTION, motion
 from sinklens.analyses.mode_text import MODES, BlockText
 from sinklens.analyses.nulls import rates
 from sinklens.analyses.study import Study
-from sinklens.families import settings_for
+from sinklens.families.samplers import settings_for
 from sinklens.interventions import MaskSinks
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings

@@ -37,13 +37,11 @@ from sinklens.analyses.units import Units, unused
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
 from sinklens.evaluation.units import equals_apart
-from sinklens.families import settings_for
 from sinklens.families.registry import find_sampler
-from sinklens.families.samplers import sampler_name
+from sinklens.families.samplers import sampler_name, settings_for
 from sinklens.model import load
 from sinklens.model.prompts import SinglePrompt
-from sinklens.sampling import as_policy
-from sinklens.sampling.policies import CachePolicy
+from sinklens.sampling.policies import CachePolicy, as_policy
 from sinklens.sampling.settings import Settings
 from sinklens.tasks.groups import SHARED, STRETCH, sharing, template_groups
 from sinklens.tasks.prompts import read_prompts

@@ -6,29 +6,23 @@ and transformer_lens and transformers are imported when a tree is first used.
 
 from typing import TYPE_CHECKING, Any
 
-from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architecture_of
-from sinklens.hooks.names import HookName, PointSpec, aliases, resolve, select, table
+from sinklens.hooks.architectures import Architecture, architecture_of
+from sinklens.hooks.names import aliases, resolve, select, table
 
 if TYPE_CHECKING:
-    from sinklens.hooks.forward_pass import ForwardPass
     from sinklens.hooks.points import Point, Watch
     from sinklens.hooks.tree import HookTree
 
 _LAZY = {
-    "ForwardPass": "sinklens.hooks.forward_pass",
     "HookTree": "sinklens.hooks.tree",
     "Point": "sinklens.hooks.points",
     "Watch": "sinklens.hooks.points",
 }
 
 __all__ = [
-    "ARCHITECTURES",
     "Architecture",
-    "ForwardPass",
-    "HookName",
     "HookTree",
     "Point",
-    "PointSpec",
     "Watch",
     "aliases",
     "architecture_of",

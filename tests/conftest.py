@@ -147,7 +147,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 def families() -> Iterator[None]:
     """The tables of families and architectures are afterwards as they were."""
     from sinklens.families import FAMILIES
-    from sinklens.hooks import ARCHITECTURES
+    from sinklens.hooks.architectures import ARCHITECTURES
 
     before = dict(FAMILIES), dict(ARCHITECTURES)
     yield

@@ -1,6 +1,6 @@
 """Complete programs of code tasks, put together as HumanEval does."""
 
-from sinklens.tasks import CodeSample, CodeTask
+from sinklens.tasks.base import CodeSample, CodeTask
 
 
 def program(task: CodeTask, sample: CodeSample, text: str) -> str:

@@ -17,7 +17,8 @@ from sinklens.evaluation.sandbox import Limits, run_program
 from sinklens.families import family_named
 from sinklens.model import load
 from sinklens.runs import generate
-from sinklens.tasks import CodeSample, CodeTask, Sample, Task, find_task
+from sinklens.tasks import find_task
+from sinklens.tasks.base import CodeSample, CodeTask, Sample, Task
 from sinklens.utils.estimates import Estimate, proportion
 from training.pictures import held_out
 from training.recipes import Recipe

@@ -19,7 +19,8 @@ from sinklens.interventions.rules import Scope, as_rule, as_tuple
 from sinklens.runs.identity import identify
 from sinklens.runs.intervention import whole_numbers
 from sinklens.runs.request import hook_list
-from sinklens.sampling import Policy, as_policy, policy_name
+from sinklens.sampling import Policy
+from sinklens.sampling.policies import as_policy, policy_name
 from sinklens.sinks.strongest import Part, StrongestKeys
 from sinklens.utils.integers import as_seed
 

@@ -30,7 +30,7 @@ from sinklens.experiments.nll.batches import Batches
 from sinklens.experiments.nll.draws import DrawRule, Masking
 from sinklens.experiments.nll.estimate import LikelihoodRequest, refuse_cache, scores
 from sinklens.experiments.nll.pairs import PromptAnswer, check_pair, divided, longest
-from sinklens.families import settings_for
+from sinklens.families.samplers import settings_for
 from sinklens.interventions import MaskSinks
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.places import Reach
@@ -39,7 +39,8 @@ from sinklens.model import load
 from sinklens.runs import generate
 from sinklens.runs.policies import check_policy
 from sinklens.runs.request import hook_list
-from sinklens.sampling import Policy, as_policy
+from sinklens.sampling import Policy
+from sinklens.sampling.policies import as_policy
 from sinklens.tasks.base import cut
 from sinklens.utils.integers import as_seed
 

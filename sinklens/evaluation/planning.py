@@ -20,7 +20,7 @@ from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.run_memory import RunPlan, fake_model, flops_of, plan_run
 from sinklens.sinks.steps import AT_ONCE
-from sinklens.tasks import Sample
+from sinklens.tasks.base import Sample
 from sinklens.tasks.prompts import model_input
 
 if TYPE_CHECKING:

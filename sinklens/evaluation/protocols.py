@@ -39,10 +39,11 @@ from sinklens.evaluation.published import (
     Published,
     of_study,
 )
-from sinklens.families import SAMPLERS, settings_for
+from sinklens.families import SAMPLERS
 from sinklens.families.registry import find_sampler
-from sinklens.families.samplers import sampler_name
-from sinklens.tasks import NAMES, Task, find_task
+from sinklens.families.samplers import sampler_name, settings_for
+from sinklens.tasks import NAMES, find_task
+from sinklens.tasks.base import Task
 
 if TYPE_CHECKING:
     from sinklens.model import Model

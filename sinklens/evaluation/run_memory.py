@@ -39,7 +39,7 @@ from torch import Tensor
 from sinklens.errors import CheckpointError, SettingError, nearest
 from sinklens.evaluation.cards import QUANTIZATIONS, WATCHED, Card
 from sinklens.evaluation.weight_forms import planned_weights
-from sinklens.families import settings_for
+from sinklens.families.samplers import settings_for
 
 if TYPE_CHECKING:
     from sinklens.model import Model

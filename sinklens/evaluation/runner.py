@@ -25,7 +25,7 @@ from sinklens.evaluation.protocols import EvalProtocol, find_protocol
 from sinklens.evaluation.units import Batch, batches, carry_out, identities
 from sinklens.model import load
 from sinklens.sampling import Policy
-from sinklens.tasks import Sample, Task
+from sinklens.tasks.base import Sample, Task
 from sinklens.tasks.prompts import prompt_hash, reference_hash
 from sinklens.utils.folders import check_folder
 from sinklens.utils.integers import as_integer, as_seed

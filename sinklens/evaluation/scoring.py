@@ -17,7 +17,7 @@ from sinklens.errors import LedgerError
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, Writer
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sandbox import Limits, run_program
-from sinklens.tasks import CodeSample, CodeTask
+from sinklens.tasks.base import CodeSample, CodeTask
 from sinklens.tasks.prompts import prompt_hash
 
 

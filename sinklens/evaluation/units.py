@@ -24,14 +24,14 @@ from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import LedgerRecord
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sink_sums import SinkSums
-from sinklens.families import settings_for
+from sinklens.families.samplers import settings_for
 from sinklens.interventions import Intervention, Suffix
 from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.policies import check_policy
 from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
-from sinklens.tasks import Sample, Task
+from sinklens.tasks.base import Sample, Task
 from sinklens.tasks.prompts import IdSample, Prompts, before_end, model_input, prompt_hash, reference_hash
 from sinklens.tasks.verdicts import Verdict
 from sinklens.utils.versions import versions

@@ -28,9 +28,9 @@ from sinklens.experiments.circuits import (
     measure_circuit,
 )
 from sinklens.experiments.edges import edge_attribution, path_patching_effects, read_attribution
-from sinklens.experiments.effect import Effect, attention_to, compare, dose_response, effect, sinks_compared
+from sinklens.experiments.effect import Effect, compare, dose_response, effect, sinks_compared
 from sinklens.experiments.infilling import holes
-from sinklens.experiments.jumps import Jump, jump_undone, sink_jumps
+from sinklens.experiments.jumps import jump_undone, sink_jumps
 from sinklens.experiments.lens import LogitLens, TunedLens, compare_lenses, logit_lens
 from sinklens.experiments.lens_fits import fit_jacobian_lens, train_tuned_lens
 from sinklens.experiments.metrics import AtPosition, StepOutput
@@ -57,14 +57,12 @@ __all__ = [
     "AtPosition",
     "Circuit",
     "Effect",
-    "Jump",
     "Likelihood",
     "LogitLens",
     "StepOutput",
     "TunedLens",
     "agreement",
     "answer_emergence",
-    "attention_to",
     "attribution_patching",
     "circuit_case",
     "circuit_cases",

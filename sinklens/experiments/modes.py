@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.families import settings_for
+from sinklens.families.samplers import settings_for
 from sinklens.hooks.forward_pass import CAUSAL, IN_BLOCK
 from sinklens.runs.intervention import within
 from sinklens.runs.result import Generation, require_run

@@ -24,7 +24,7 @@ from sinklens.errors import SettingError
 from sinklens.experiments.effect import compare, kept_places
 from sinklens.experiments.metrics import Metric, at_places, kind_of, measured
 from sinklens.experiments.stacking import Repeated, Stacked
-from sinklens.families import settings_for
+from sinklens.families.samplers import settings_for
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.model.prompts import Prompt
@@ -33,8 +33,8 @@ from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import HookSource
 from sinklens.runs.request import RunRequest, hook_list
 from sinklens.runs.result import Generation
-from sinklens.sampling import Policy, Sampler, as_policy
-from sinklens.sampling.policies import CachePolicy
+from sinklens.sampling import Policy, Sampler
+from sinklens.sampling.policies import CachePolicy, as_policy
 from sinklens.utils.arguments import Count, Seed, read_as
 from sinklens.utils.atomic import atomic_write
 from sinklens.utils.integers import is_finite

@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinklens.errors import PromptError, SettingError
-from sinklens.families import settings_for
+from sinklens.families.samplers import settings_for
 from sinklens.hooks.padded import PaddedIds
 from sinklens.model.prompts import Encoded, Prompt, PromptReader
 from sinklens.utils.integers import as_integer

@@ -36,9 +36,9 @@ from sinklens.runs.recorder import SinkRecorder, of_pass, step_canvases
 from sinklens.runs.request import HOOKS, RunRequest
 from sinklens.runs.result import Answer, Generation, Replayable, canvases_of, undecided_of, with_prompts
 from sinklens.runs.start import start
-from sinklens.sampling import as_policy
 from sinklens.sampling.key_cache import PolicyCache
 from sinklens.sampling.loop import Frame, Listener, Trajectory, build_trajectory, check_replay, run
+from sinklens.sampling.policies import as_policy
 from sinklens.sampling.state import State
 from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack

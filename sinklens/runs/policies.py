@@ -15,8 +15,9 @@ from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.model import Model
 from sinklens.runs.recorder import after
-from sinklens.sampling import Policy, as_policy
+from sinklens.sampling import Policy
 from sinklens.sampling.key_cache import KeyCache, PolicyCache
+from sinklens.sampling.policies import as_policy
 from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinklens.errors import PromptError, SettingError
-from sinklens.families import settings_for
+from sinklens.families.samplers import settings_for
 from sinklens.hooks.forward_pass import PassKind
 from sinklens.model import Model
 from sinklens.runs.intervention import HookSource

@@ -14,9 +14,6 @@ from sinklens.sampling.policies import (
     Planned,
     PrefixCache,
     Refresh,
-    as_policy,
-    find_policy,
-    policy_name,
 )
 from sinklens.sampling.sampler import Sampler
 
@@ -34,7 +31,4 @@ __all__ = [
     "PrefixCache",
     "Refresh",
     "Sampler",
-    "as_policy",
-    "find_policy",
-    "policy_name",
 ]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sinklens.sinks.record import Record
     from sinklens.sinks.run_store import RunStore
     from sinklens.sinks.strongest import StrongestKeys
-    from sinklens.sinks.track import SinkTrack, Unit, build_track
+    from sinklens.sinks.track import SinkTrack, build_track
 
 _HOMES = {
     "Broadcast": "detectors",
@@ -37,7 +37,6 @@ _HOMES = {
     "SmallValueNorm": "detectors",
     "StrongestKeys": "strongest",
     "TopK": "detectors",
-    "Unit": "track",
     "build_track": "track",
     "everywhere": "detectors",
     "over_others": "detectors",
@@ -58,7 +57,6 @@ __all__ = [
     "SmallValueNorm",
     "StrongestKeys",
     "TopK",
-    "Unit",
     "build_track",
     "everywhere",
     "over_others",

@@ -7,8 +7,7 @@ import pytest
 from sinklens import load
 from sinklens.errors import SettingError, TaskError
 from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol, find_protocol
-from sinklens.families import settings_for
-from sinklens.families.samplers import make_settings
+from sinklens.families.samplers import make_settings, settings_for
 from sinklens.tasks import NAMES
 from training import RECIPES, write_untrained
 

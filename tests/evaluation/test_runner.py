@@ -21,7 +21,8 @@ from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, estimate, evaluate
 from sinklens.evaluation.tables import read_lines
 from sinklens.interventions import AblateHeads, MaskSinks
-from sinklens.tasks import Sample, find_task
+from sinklens.tasks import find_task
+from sinklens.tasks.base import Sample
 from sinklens.tasks.word_problems import TinyGsm
 
 CONDITIONS = masking([1])

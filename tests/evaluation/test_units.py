@@ -22,7 +22,8 @@ from sinklens.evaluation.units import (
 )
 from sinklens.interventions import MaskSinks
 from sinklens.model.files import find_checkpoint
-from sinklens.tasks import Sample, find_task
+from sinklens.tasks import find_task
+from sinklens.tasks.base import Sample
 from sinklens.tasks.gsm8k import Gsm8k
 from sinklens.tasks.prompts import IdSample
 

@@ -9,16 +9,8 @@ import torch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import (
-    Effect,
-    attention_to,
-    compare,
-    corrupted,
-    effect,
-    logit_lens,
-    of_step,
-    sinks_compared,
-)
+from sinklens.experiments import Effect, compare, corrupted, effect, logit_lens, of_step, sinks_compared
+from sinklens.experiments.effect import attention_to
 from sinklens.interventions import AblateHeads, ForceTokens, MaskedLogits, MaskSinks, SinkToken
 from sinklens.sampling.loop import unmask_steps
 from sinklens.tasks.word_problems import held_out

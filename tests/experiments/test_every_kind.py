@@ -20,7 +20,6 @@ from timed import loader
 import sinklens
 from sinklens.errors import SettingError, SinklensError
 from sinklens.experiments import (
-    Jump,
     LogitLens,
     attribution_patching,
     corrupted,
@@ -37,6 +36,7 @@ from sinklens.experiments import (
     sweep,
     write_attribution,
 )
+from sinklens.experiments.jumps import Jump
 from sinklens.interventions import AblateHeads, AblateValues, Activations, PatchHooks, Steer
 from sinklens.model.files import find_checkpoint
 from sinklens.sinks import EpsilonOverMean

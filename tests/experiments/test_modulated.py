@@ -11,7 +11,6 @@ from path_oracle import brute_force
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import (
-    Jump,
     LogitLens,
     attribution_patching,
     edge_attribution,
@@ -23,6 +22,7 @@ from sinklens.experiments import (
     train_tuned_lens,
     write_attribution,
 )
+from sinklens.experiments.jumps import Jump
 from sinklens.interventions import PathPatch
 
 FOLDERS = ("mdlm", "duo", "gidd")  # three blocks each

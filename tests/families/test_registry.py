@@ -12,7 +12,8 @@ import sinklens
 from sinklens.cli import main
 from sinklens.errors import CheckpointError
 from sinklens.families import FAMILIES, family_named, register
-from sinklens.hooks import ARCHITECTURES, Architecture
+from sinklens.hooks import Architecture
+from sinklens.hooks.architectures import ARCHITECTURES
 from sinklens.model.files import find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("families")

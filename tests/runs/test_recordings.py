@@ -9,14 +9,8 @@ from watching import PADDED, short
 
 import sinklens
 from sinklens.errors import CheckpointError, SettingError
-from sinklens.runs import (
-    from_history,
-    from_sequences,
-    read_canvases,
-    recorded_canvases,
-    replay,
-    write_canvases,
-)
+from sinklens.runs import from_history, from_sequences, read_canvases, replay, write_canvases
+from sinklens.runs.recordings import recorded_canvases
 
 EVERY = lambda name: not name.endswith(("hook_fresh", "hook_expert_indices"))  # noqa: E731
 

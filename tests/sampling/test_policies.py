@@ -24,9 +24,8 @@ from sinklens.sampling import (
     PrefixCache,
     Refresh,
     Sampler,
-    find_policy,
-    policy_name,
 )
+from sinklens.sampling.policies import find_policy, policy_name
 from sinklens.sinks import Record, TopK
 
 PROMPTS = ["one two three four five six", "seven eight nine"]

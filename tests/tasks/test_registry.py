@@ -3,7 +3,8 @@
 import pytest
 
 from sinklens.errors import TaskError
-from sinklens.tasks import NAMES, Task, find_task
+from sinklens.tasks import NAMES, find_task
+from sinklens.tasks.base import Task
 from sinklens.tasks.gsm8k import Gsm8k
 
 

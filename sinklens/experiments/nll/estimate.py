@@ -26,7 +26,8 @@ from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.request import Hooks, hook_list
-from sinklens.sampling import Policy, as_policy
+from sinklens.sampling import Policy
+from sinklens.sampling.policies import as_policy
 from sinklens.utils.arguments import Count, NonNegative, check_arguments
 
 
