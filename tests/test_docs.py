@@ -163,6 +163,16 @@ def _exported(package: str) -> list[str]:
     )
 
 
+def test_every_exported_name_is_on_a_page_in_a_tutorial_or_in_an_example():
+    """Names in the reference alone do not count: it lists whatever is exported."""
+    pages = [text for page, text in PAGES.items() if not page.startswith("api/")]
+    files = [ROOT / "README.md", *(ROOT / "tutorials").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    used = set(re.findall(r"\w+", " ".join([*pages, *(file.read_text() for file in files)])))
+    exported = {package: _exported(package) for package in PUBLIC}
+    assert {package: sorted({*names} - used) for package, names in exported.items() if {*names} - used} == {}
+    assert sum(map(len, exported.values())) <= 260
+
+
 @pytest.mark.parametrize("package", PUBLIC)
 def test_the_reference_has_every_public_name(site, package):
     file = {"sinklens": "index"}.get(package, package.rpartition(".")[2])
