@@ -177,7 +177,7 @@ def _refuse_unused(group: Any, needs: str, met: bool) -> None:
 
 def _refuse_caches(models: Sequence[str], names: Sequence[str], given: Mapping[str, Any]) -> None:
     """Reject unknown policies, and models that cannot run under one, before anything is loaded."""
-    from sinklens.sampling import as_policy
+    from sinklens.sampling.policies import as_policy
 
     if not [name for name in names if as_policy(name) is not None]:
         return

@@ -40,8 +40,7 @@ from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import Canvas, Pairs, Reader, RunContext, place_mask, within
-from sinklens.sampling import as_policy
-from sinklens.sampling.policies import CachePolicy
+from sinklens.sampling.policies import CachePolicy, as_policy
 from sinklens.sinks import Detector, Record
 from sinklens.sinks.kinds import STATES
 from sinklens.sinks.store import StoredType
