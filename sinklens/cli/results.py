@@ -123,7 +123,8 @@ def score(
     from sinklens.evaluation.ledger import LedgerRun
     from sinklens.evaluation.sandbox import Limits, available_isolation
     from sinklens.evaluation.scoring import score as run_programs
-    from sinklens.tasks.base import CodeTask, find_task
+    from sinklens.tasks import find_task
+    from sinklens.tasks.base import CodeTask
 
     if not run_generated_code:
         raise SinklensError(
