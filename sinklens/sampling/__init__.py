@@ -14,6 +14,7 @@ from sinklens.sampling.policies import (
     Planned,
     PrefixCache,
     Refresh,
+    as_policy,
 )
 from sinklens.sampling.sampler import Sampler
 
@@ -31,4 +32,5 @@ __all__ = [
     "PrefixCache",
     "Refresh",
     "Sampler",
+    "as_policy",
 ]
