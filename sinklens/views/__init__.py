@@ -7,11 +7,13 @@ from sinklens.views.charts import (
     accuracy_curves,
     curves,
     interval_dots,
+    layer_head_map,
 )
 from sinklens.views.effects import effect_map, writer_bars
 from sinklens.views.feature_html import feature_page
 from sinklens.views.figures import (
     canvas_map,
+    grouped_pattern,
     most_moving_head,
     panels,
     sink_path,
@@ -29,7 +31,9 @@ __all__ = [
     "curves",
     "effect_map",
     "feature_page",
+    "grouped_pattern",
     "interval_dots",
+    "layer_head_map",
     "most_moving_head",
     "panels",
     "pattern_at",

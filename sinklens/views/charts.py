@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jaxtyping import Float
 
 from sinklens.sinks.drawing import axes_or_new
-from sinklens.sinks.labels import colours, plain, short, unit_label
+from sinklens.sinks.labels import colours, plain, short, unit_label, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,6 +72,24 @@ def curves(table: "DataFrame", along: str, ax: "Axes | None" = None) -> "Axes":
         ax.plot(places, rows["estimate"], "o-", color=colour, label=label, markersize=4)
         ax.fill_between(places, rows["low"], rows["high"], color=colour, alpha=0.2, linewidth=0)
     ax.legend(fontsize="small")
+    return ax
+
+
+def layer_head_map(
+    values: Float[np.ndarray, "layer head"], name: str, unit: str = "sum", ax: "Axes | None" = None
+) -> "Axes":
+    """Layer × head map of the strongest key's score averaged over steps (the paper's Fig. 5).
+
+    Args:
+        values: the scores.
+        name: name of the model.
+        unit: unit of the scores.
+    """
+    ax = axes_or_new(ax, (5, 4))
+    image = ax.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
+    ax.set(xlabel="head", ylabel="layer", title=short(name))
+    ax.locator_params(integer=True)
+    ax.figure.colorbar(image, ax=ax, label=f"score of the strongest key:\n{wrapped(unit_label(unit), 30)}")
     return ax
 
 

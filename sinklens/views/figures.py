@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
-from sinklens.errors import TrackError
+from sinklens.errors import SettingError, TrackError
 from sinklens.sinks.drawing import (
     axes_or_new,
+    dark_colors,
     integer_steps,
     layer_and_head,
     model_name,
@@ -20,7 +21,7 @@ from sinklens.sinks.drawing import (
     sink_map,
     title_of,
 )
-from sinklens.sinks.labels import token_labels, token_ticks
+from sinklens.sinks.labels import BLANK, colours, token_labels, token_ticks, wrapped
 from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
 
@@ -248,4 +249,55 @@ def sink_life(
     token = token_labels(track, batch, tokens)[pos]
     lasts = f"only at step {start}" if length == 1 else f"from step {start} to {start + length - 1}"
     ax.set_title(f"{title_of(track, layer, head, batch)}: ‘{token}’ ({pos}) is a sink {lasts}")
+    return ax
+
+
+def grouped_pattern(
+    pattern: Float[np.ndarray, "query key"],
+    masked: Bool[np.ndarray, " query"],
+    labels: Sequence[str],
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """One head's attention pattern, its rows sorted into unmasked and masked queries (the paper's Fig. 6a).
+
+    Args:
+        pattern: attention; rows of real (non-padding) queries sum to 1.
+        masked: True for queries still masked.
+        labels: labels of the positions.
+    """
+    if not len(pattern) == len(masked) or not pattern.shape[1] == len(labels):
+        raise SettingError(
+            f"masked needs one entry per query and labels one per key; got {len(masked)} and {len(labels)} for a "
+            f"pattern of {pattern.shape[0]} × {pattern.shape[1]}."
+        )
+    ax = axes_or_new(ax, (9, 6))
+    order = np.concatenate([np.flatnonzero(~masked), np.flatnonzero(masked)])
+    image = ax.imshow(pattern[order], aspect="auto", cmap=dark_colors(), interpolation="nearest", vmin=0)
+    split = int((~masked).sum()) - 0.5
+    ax.axhline(split, color="white", linewidth=1.2)
+    token_ticks(ax.xaxis, labels, pattern.sum(axis=0))
+    token_ticks(ax.yaxis, [labels[place] for place in order])
+    ax.set(xlabel="key", ylabel=f"query: unmasked above the line, masked ({BLANK}) below")
+    ax.figure.colorbar(image, ax=ax, label=wrapped("attention of the query to the key"))
+    return ax
+
+
+def group_profiles(
+    profiles: dict[str, Float[np.ndarray, " key"]], labels: Sequence[str], ax: "Axes | None" = None
+) -> "Axes":
+    """Attention from each group of queries to every key: column sums over the group, scaled so that uniform is 1.
+
+    Args:
+        profiles: name of the group -> score of each key.
+        labels: labels of the positions.
+    """
+    ax = axes_or_new(ax, (9, 3))
+    width = 0.8 / len(profiles)
+    for number, ((name, scores), colour) in enumerate(zip(profiles.items(), colours(len(profiles)), strict=True)):
+        ax.bar(np.arange(len(scores)) + (number - (len(profiles) - 1) / 2) * width, scores, width, color=colour,
+               label=name)  # fmt: skip
+    token_ticks(ax.xaxis, labels, np.max(list(profiles.values()), axis=0))
+    ax.set(xlabel="key", ylabel="attention received from the group\n(column sum, uniform = 1)")
+    ax.set_xlim(-0.5, len(labels) - 0.5)
+    ax.legend(fontsize="small")
     return ax

@@ -20,11 +20,12 @@ from sinklens.views.charts import (
     curves,
     frequency_bars,
     interval_dots,
+    layer_head_map,
     nothing_to_show,
     score_histogram,
     threshold_curve,
 )
-from sinklens.views.figures import panels, sink_life, stillest_head
+from sinklens.views.figures import group_profiles, grouped_pattern, panels, sink_life, stillest_head
 
 
 @pytest.fixture
@@ -227,7 +228,20 @@ def test_curves_and_bars_show_the_table():
     ax = score_histogram(np.array([0, 1, 2.0]), {"m": np.array([0.25, 0.75])}, "sum")
     assert ax.patches[0].get_data().values.tolist() == [0.25, 0.75]
     assert "uniform = 1" in ax.get_xlabel()
+    ax = layer_head_map(np.arange(6.0).reshape(2, 3), "m", "visible")
+    np.testing.assert_array_equal(ax.get_images()[0].get_array(), [[0, 1, 2], [3, 4, 5]])
+    assert colour_bar(ax) == "score of the strongest key: mean attention of the queries that see the key"
     assert nothing_to_show(ax, "m", "no $sinks$").texts[0].get_text() == r"no \$sinks\$"
+
+
+def test_a_pattern_is_sorted_into_unmasked_and_masked_queries():
+    pattern = np.arange(16.0).reshape(4, 4)
+    ax = grouped_pattern(pattern, np.array([True, False, False, True]), ["a", "b", "c", "d"])
+    np.testing.assert_array_equal(ax.get_images()[0].get_array(), pattern[[1, 2, 0, 3]])
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["b", "c", "a", "d"]
+    assert ax.get_lines()[0].get_ydata() == [1.5, 1.5]
+    ax = group_profiles({"one": np.array([1.0, 2.0]), "two": np.array([3.0, 4.0])}, ["a", "b"])
+    assert [bar.get_height() for bar in ax.patches] == [1, 2, 3, 4]
 
 
 def test_the_canvas_is_drawn_as_decided_and_undecided(planted):
@@ -307,9 +321,10 @@ def test_the_terminal_shows_a_line_per_step_and_tokens_verbatim(tiny_llada):
         (lambda track: figures.sink_paths([]), "there is no track to draw; give at least one"),
         (lambda track: figures.most_moving_head(track, 2), "batch 2 does not exist; this track has 2"),
         (lambda track: figures.stillest_head(track, -3), "batch -3 does not exist; this track has 2"),
+        (lambda track: layer_head_map(np.ones((2, 2)), "m", unit="x"), "unit is one of sum, percent, .*; got 'x'"),
         (
-            lambda track: score_histogram(np.arange(2), {"m": np.ones(1)}, unit="x"),
-            "unit is one of sum, percent, .*; got 'x'",
+            lambda track: figures.grouped_pattern(np.ones((3, 3)), np.array([True]), ["a", "b", "c"]),
+            "masked needs one entry per query and labels one per key; got 1 and 3 for a pattern of 3 × 3",
         ),
     ],
 )
