@@ -20,7 +20,7 @@ from sinklens.live.chips import Expression, expressions, is_index, read_chips
 from sinklens.live.problems import SHIPPED
 from sinklens.live.refusal import Refused, require
 from sinklens.runs import generate
-from sinklens.sampling.policies import as_policy
+from sinklens.sampling import as_policy
 from sinklens.utils.arguments import arguments
 
 MOST_CHARACTERS = 20_000  # of a prompt
