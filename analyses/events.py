@@ -53,7 +53,6 @@ from sinklens.analyses.study import Study
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
-from sinklens.sinks.matching import ratio
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

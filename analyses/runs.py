@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xarray as xr
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from sinklens.runs.request import Hooks
 from sinklens.sampling import Policy
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Record, SinkTrack
-from sinklens.sinks.active import active_steps
+from sinklens.sinks.store import nothing
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -69,3 +70,20 @@ def own_run(
         hooks=hooks, replay=replay, cache=cache, **settings,
     )  # fmt: skip
     return OwnRun(run, run.active.numpy())
+
+
+def active_steps(track: SinkTrack, active: Bool[np.ndarray, "batch step"]) -> SinkTrack:
+    """`track` with each row's active steps first; the remaining steps are empty.
+
+    ``unmask_step`` counts the batch's steps, so it is dropped.
+    """
+    data = track.data.drop_vars("unmask_step", errors="ignore")
+    order = np.argsort(~active, axis=1, kind="stable")[:, : active.sum(axis=1).max()]
+    rows, steps = xr.DataArray(np.arange(len(active)), dims="batch"), xr.DataArray(order, dims=("batch", "step"))
+    kept = xr.DataArray(np.take_along_axis(active, order, axis=1), dims=("batch", "step"))
+    moved = {}
+    for name, value in data.data_vars.items():
+        if "step" in value.dims:
+            chosen = value.drop_vars("step", errors="ignore").isel(batch=rows, step=steps)
+            moved[name] = chosen.where(kept, nothing(value.dtype))
+    return SinkTrack(data.drop_dims("step").assign(moved))

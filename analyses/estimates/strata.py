@@ -1,7 +1,7 @@
 """Matched comparisons across prompts, with intervals over prompts, or over groups of prompts.
 
 Places of different prompts are comparable if they have the same step and the same position in the answer (formulas:
-sinklens/sinks/matching.py), and belong to the same *group* (a template, document, author, …; `Study.run`): in another
+analyses/matching.py), and belong to the same *group* (a template, document, author, …; `Study.run`): in another
 template, the same place has other neighbors and other tokens. Each prompt contributes to many strata, and every
 stratum holds several prompts. So a resample draws prompts, sums their contributions within each stratum, and only then
 compares. With several groups it draws groups instead: prompts of one group are not independent. With k groups, the
@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 
 from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, LOG, Scale
 from sinklens.analyses.estimates.tables import interval_rows
-from sinklens.sinks.matching import ratio, terms
+from sinklens.analyses.matching import ratio, terms
 from sinklens.utils.estimates import Estimate, resampling_weights
 
 CHUNK = 2000  # strata per product, so that memory does not grow with their number
@@ -213,7 +213,7 @@ def _over_clusters(
 def compare(
     parts: StratumTerms, seed: int = 0, difference: bool = False, group: Groups | None = None, within: bool = True
 ) -> Matched:
-    """The matched risk ratio of two groups of places, or the difference (sinklens/sinks/matching.py).
+    """The matched risk ratio of two groups of places, or the difference (analyses/matching.py).
 
     Args:
         parts: a, n, b and m: events and places of the first group, events and places of the second.

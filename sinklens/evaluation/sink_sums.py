@@ -6,7 +6,6 @@ them, so `SinkSums` takes the steps as they come and keeps sums (`Record.reduce`
 
 import numpy as np
 
-from sinklens.sinks.active import running
 from sinklens.sinks.motion import HEADS, strongest_key
 from sinklens.sinks.track import SinkTrack
 
@@ -23,7 +22,7 @@ class SinkSums:
         seen = _to_all_queries(track)
         score = seen.scores()
         if seen.causal:  # until each row's end
-            score = score.where(running(seen))
+            score = score.where(seen.running)
         found, exists, largest = seen.detect() & score.notnull(), score.notnull().any("pos"), score.max("pos")
         position = strongest_key(seen)
         apart = ("step", *HEADS)

@@ -225,7 +225,7 @@ class Denoising:
             self._hooked(),
             Progress(self.settings.most_steps, self.request.progress) as bar,
         ):
-            return run(self.state, self.settings, [_Recording(self), *listeners, bar], self._frames)
+            return run(self.state, self.settings, [self, *listeners, bar], self._frames)
 
     def _what_to_lower(self) -> str:
         """What was running when memory ran out, and what would need less."""
@@ -303,11 +303,17 @@ class Denoising:
         data = self._recorder.store.dataset()
         return None if data is None else SinkTrack(data)
 
-    def record_step(self, step: int) -> None:
+    def before(self, step: int, state: State) -> None:
+        """Begin recording a step."""
+        if self._recorder is not None:
+            self._recorder.begin_step(step)
+
+    def after(self, step: int, state: State) -> None:
         """Pass the step that just ended to the recorder."""
+        if step == 0:
+            self.refuse_unreached()
         if self._recorder is None:
             return
-        state = self.state
         self.describe()  # first, because a step is readable as soon as it is in the store
         canvases = step_canvases(state.step_canvas, state.undecided_before(), state.undecided_after())
         self._recorder.end_step(step, canvases | recorded(state.keys) | of_pass(self.model.tree, self.rows))
@@ -353,21 +359,3 @@ class Denoising:
             "device": str(self.model.cfg.device),
             "versions": json.dumps(versions("torch", "transformers", "nnsight")),
         } | ({"cache": repr(self.state.keys.policy)} if isinstance(self.state.keys, PolicyCache) else {})
-
-
-class _Recording:
-    """Notifies the recorder when a step begins and ends."""
-
-    def __init__(self, denoising: Denoising) -> None:
-        self._denoising = denoising
-
-    def before(self, step: int, state: State) -> None:
-        """Begin recording the step."""
-        if self._denoising._recorder is not None:
-            self._denoising._recorder.begin_step(step)
-
-    def after(self, step: int, state: State) -> None:
-        """Store the step."""
-        if step == 0:
-            self._denoising.refuse_unreached()
-        self._denoising.record_step(step)

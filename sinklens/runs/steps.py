@@ -9,7 +9,7 @@ the end of every step `StepServer` checks for requests that are still waiting an
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import HookOrderError, SettingError
 from sinklens.families.samplers import never_passed
@@ -79,32 +79,19 @@ class StepServer:
         self._handover.refuse_late(step, error)
 
 
-@runtime_checkable
-class Owner(Protocol):
-    """The open run that steps belong to."""
-
-    @property
-    def planned(self) -> int:
-        """Number of planned steps."""
-
-    @property
-    def server(self) -> StepServer | None:
-        """Serves the steps; None before the block runs."""
-
-    @property
-    def running(self) -> bool:
-        """Whether the block is running."""
-
-
 class VisitedSteps:
     """The steps that a block visits: all, or a selection.
 
     ``t.steps[8:]``, ``t.steps[::2]``, ``t.steps[[0, 5]]``, ``t.steps[-1]`` and ``t.steps.at(0.5)`` are selections.
     Negative indices and fractions refer to the number of planned steps; a run that ends early ends the loop. Iteration
     waits for each step in turn and yields its number.
+
+    Args:
+        owner: the open run, a `Trace`.
+        chosen: the selection; None for all.
     """
 
-    def __init__(self, owner: Owner, chosen: Sequence[int] | None = None) -> None:
+    def __init__(self, owner: Any, chosen: Sequence[int] | None = None) -> None:
         self._owner, self._selected = owner, chosen is not None
         self._chosen = list(range(owner.planned)) if chosen is None else list(chosen)
 

@@ -181,6 +181,18 @@ class TrackData:
             return self.data["computed"]
         return self.data["fresh"].any("layer") if "fresh" in self.data else None
 
+    @property
+    def running(self) -> xr.DataArray:
+        """False at the steps of an autoregressive batch after a row's end token, [batch, step].
+
+        A row that has finished waits for the others: it still passes through the model, but nothing in it changes. Run
+        alone, the row would not have these steps. A row of a diffusion run that waits looks like any other here, and
+        without end-token ids (`special`), rows never end.
+        """
+        token = self.data["token_id"]
+        ended = token.isel(pos=slice(self.prompt_length, None)).isin(self.special["end"]).any("pos")
+        return ~ended if self.causal else xr.ones_like(ended)
+
     def _before(self, state: xr.DataArray) -> xr.DataArray:
         """`state` one step earlier; False in the first step."""
         return state.shift(step=1, fill_value=False)

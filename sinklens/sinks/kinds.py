@@ -9,7 +9,7 @@ Whether sinks prefer a kind needs a baseline: on a canvas full of masks most sin
 
 Pitfall: the shares are pooled over the steps. Where early steps have both more masks and more sinks of any kind, masks
 look preferred although they are not at any single step; ``matched`` compares within each step instead. Positions differ
-as well: most sinks are near the start of the prompt, where no masks are. `sinklens.sinks.matching` compares within
+as well: most sinks are near the start of the prompt, where no masks are. `sinklens.analyses.matching` compares within
 steps, states and positions.
 """
 
@@ -25,7 +25,6 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import TrackError
-from sinklens.sinks.active import running
 from sinklens.sinks.detectors import Detector
 from sinklens.sinks.track import SinkTrack
 
@@ -270,7 +269,7 @@ def frequency_table(track: SinkTrack, detector: Detector | None = None) -> "Data
 def _existing(track: SinkTrack) -> np.ndarray:
     """True at places that exist, [batch, step, pos]: not padding, already decoded, in a row that has not ended."""
     exists = track.data["is_real"].to_numpy()[:, None] & (track.data["token_id"].to_numpy() >= 0)
-    return exists & running(track).to_numpy()[:, :, None]
+    return exists & track.running.to_numpy()[:, :, None]
 
 
 def _answer(track: SinkTrack) -> np.ndarray:

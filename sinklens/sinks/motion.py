@@ -18,7 +18,6 @@ import xarray as xr
 from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import TrackError
-from sinklens.sinks.active import running
 from sinklens.sinks.data import AXES
 from sinklens.sinks.track import SinkTrack, Unit
 
@@ -280,7 +279,7 @@ def motion_table(track: SinkTrack, detector: "Detector | None" = None) -> "DataF
 def _scores(track: SinkTrack, unit: Unit = "sum") -> xr.DataArray:
     """The scores while a row is running; NaN after its end, while it waits for the rest of its batch."""
     score = track.scores(unit)
-    return score.where(running(track)) if track.causal else score
+    return score.where(track.running) if track.causal else score
 
 
 def _of_strongest_key(track: SinkTrack) -> dict[str, xr.DataArray]:

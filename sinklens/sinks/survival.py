@@ -17,8 +17,6 @@ Caveat: the estimate assumes that lives are not censored because of their length
 so Greenwood's interval is too narrow; over several prompts, resample prompts (`life_table` has a row for each).
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import xarray as xr
 from jaxtyping import Float
@@ -27,28 +25,7 @@ from sinklens.errors import TrackError
 from sinklens.sinks.detectors import Detector
 from sinklens.sinks.motion import existing, lifetimes
 from sinklens.sinks.track import SinkTrack
-
-Z = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
-
-
-class Lifetime(NamedTuple):
-    """Kaplan–Meier summary of lives.
-
-    Attributes:
-        median: in steps; NaN if more than half of the lives survive the largest observed age.
-        mean: restricted mean, in steps.
-        low, high: 95 % interval of the mean, by Greenwood's formula.
-        horizon: τ of the restricted mean.
-        lives, censored: their numbers.
-    """
-
-    median: float
-    mean: float
-    low: float
-    high: float
-    horizon: int
-    lives: int
-    censored: int
+from sinklens.utils.estimates import Estimate, Z
 
 
 def life_table(track: SinkTrack, detector: Detector | None = None, ages: int | None = None) -> xr.Dataset:
@@ -109,8 +86,8 @@ def median_lifetime(
     return np.where(below.any(axis=-1), 1.0 + below.argmax(axis=-1), np.nan)
 
 
-def lifetime(track: SinkTrack, detector: Detector | None = None) -> Lifetime:
-    """Kaplan–Meier summary of all lives of a track, rows, layers and heads pooled.
+def lifetime(track: SinkTrack, detector: Detector | None = None) -> Estimate:
+    """The restricted mean of all lives of a track, rows, layers and heads pooled, with its 95 % limits.
 
     Greenwood: Var(mean) = Σ_{a < τ} (Σ_{b = a}^{τ − 1} S(b))² d_a / (n_a (n_a − d_a)), τ the number of recorded steps.
 
@@ -119,11 +96,8 @@ def lifetime(track: SinkTrack, detector: Detector | None = None) -> Lifetime:
     """
     table = life_table(track, detector).sum("batch")
     ended, at_risk = table["ended"].to_numpy(), table["at_risk"].to_numpy()
-    mean, median = float(restricted_mean(ended, at_risk)), float(median_lifetime(ended, at_risk))
-    later = survival(ended, at_risk)[:-1][::-1].cumsum()[::-1]
+    mean, later = float(restricted_mean(ended, at_risk)), survival(ended, at_risk)[:-1][::-1].cumsum()[::-1]
     left = at_risk[:-1] * (at_risk[:-1] - ended[:-1])
     parts = np.divide(later**2 * ended[:-1], left, out=np.zeros_like(left), where=left > 0)
-    half, horizon, lives = Z * float(np.sqrt(parts.sum())), len(ended), int(table["lives"])
-    return Lifetime(
-        median, mean, max(1.0, mean - half), min(horizon, mean + half), horizon, lives, lives - int(ended.sum())
-    )
+    half = Z * float(np.sqrt(parts.sum()))
+    return Estimate(mean, max(1.0, mean - half), min(len(ended), mean + half), int(table["lives"]))

@@ -5,8 +5,8 @@ import pandas
 import pytest
 from planting import planted, with_sinks
 
+from sinklens.analyses.matching import matched_enrichment
 from sinklens.analyses.token_types import TokenTypes, matched_rows, sinks_by_token
-from sinklens.sinks.matching import matched_enrichment
 from sinklens.tasks.word_problems import held_out
 
 WORDS = {1: "<mask>", 2: "<s>", 0: "<e>", 5: " a", 6: "\n", 7: " $x$_y"}

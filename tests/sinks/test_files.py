@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import xarray as xr
-from tracks import LENGTH, PROMPT, Killed, disk_full_beyond, killed_at_write, made, planted
+from tracks import LENGTH, PROMPT, Killed, assert_equal, disk_full_beyond, killed_at_write, made, planted
 
 import sinklens
 from sinklens.errors import SettingError, SinklensError, TrackError
@@ -29,21 +29,6 @@ DETECTORS = (
     EpsilonOverMean(0.5), TopK(2), MeanPlusStd(1.0), NoOp(0.6, EpsilonOverMean(0.3)), ResidualPeak(),
     Broadcast(among=EpsilonOverMean(0.1)),
 )  # fmt: skip
-
-
-def assert_equal(track, expected, rtol=0.0):
-    """Compare variables, coordinates and attributes, except those that describe the file."""
-    assert set(track.data.variables) == set(expected.data.variables)
-    for name, values in expected.data.variables.items():
-        found = track.data[name]
-        assert found.dims == values.dims
-        if rtol and values.dtype == np.float32:
-            np.testing.assert_allclose(found.astype(np.float32), values, rtol=rtol, err_msg=str(name))
-        else:
-            assert found.dtype == values.dtype, name
-            np.testing.assert_array_equal(found, values, err_msg=str(name))
-    kept = {name: value for name, value in track.data.attrs.items() if name not in ("format", "finished")}
-    assert kept == {name: value for name, value in expected.data.attrs.items() if name not in ("format", "finished")}
 
 
 @pytest.mark.fast_cases(2)
@@ -441,9 +426,6 @@ def changed(**attrs):
 def test_tracks_that_do_not_belong_together_are_rejected(other, text):
     with pytest.raises(TrackError, match=text):
         SinkTrack.concat([made(False).track, other()])
-
-
-def test_concatenating_no_tracks_is_rejected():
     with pytest.raises(TrackError, match=r"there are no tracks to concatenate; pass at least one"):
         SinkTrack.concat([])
 

@@ -1,5 +1,6 @@
-"""Recordings on disk: equal to those in memory, complete at every moment, and of the documented size."""
+"""Recordings on disk: equal to those in memory, complete at every moment, of the documented size; and reduced ones."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -11,35 +12,17 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from tracks import Killed, disk_full_beyond, killed_at_write
+from tracks import Killed, assert_equal, disk_full_beyond, killed_at_write
 
 import sinklens
 from sinklens.errors import SettingError, SinklensError, TrackError
+from sinklens.interventions import MaskSinks
 from sinklens.sinks import EpsilonOverMean, Record, SinkTrack
 from sinklens.sinks.steps import Steps, StoredSteps
-from sinklens.sinks.store import WIDE
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]
 QUANTITIES = ["values", "stream", "outputs"]
-
-
-def assert_equal(track, expected, steps=None, rtol=0.0):
-    """`track` is the first `steps` steps of `expected`; except unmask_step for a part."""
-    assert set(track.data.data_vars) == set(expected.data.data_vars)
-    for name, values in expected.data.data_vars.items():
-        if "step" in values.dims:
-            values = values.isel(step=slice(0, steps))
-        elif name == "unmask_step" and steps is not None:
-            continue
-        found = track.data[name]
-        assert found.dims == values.dims
-        if rtol and values.dtype == np.float32:
-            assert found.dtype == (np.float32 if name in WIDE else np.float16)
-            np.testing.assert_allclose(found.astype(np.float32), values, rtol=rtol, atol=1e-7, err_msg=str(name))
-        else:
-            assert found.dtype == values.dtype
-            np.testing.assert_array_equal(found, values, err_msg=str(name))
 
 
 @pytest.mark.fast_cases(2)
@@ -52,30 +35,9 @@ def test_a_run_on_disk_equals_the_run_in_memory(request, tmp_path, model, dtype,
     run = sinklens.generate(model, PROMPTS, gen_length=5, record_sinks=record)
     for track in (run.sinks, SinkTrack.open(tmp_path / "run.zarr")):
         assert_equal(track, kept, rtol=rtol)
-        assert kept.data.attrs.items() <= track.data.attrs.items()
-        assert set(track.data.attrs) - set(kept.data.attrs) == {"format", "finished"}
         assert track.finished
         assert (track.detect(EpsilonOverMean(1.5)) == kept.detect(EpsilonOverMean(1.5))).mean() > 0.999
     assert run.sinks.vocabulary[run.tokens[0, -1].item()] == model.tokenizer.decode(run.tokens[0, -1:])
-
-
-def test_a_massive_activation_is_recorded_in_full(tiny_llada, tmp_path):
-    """A stream a hundred thousand times as large exceeds float16; its variables are kept in float32."""
-
-    def swell(value, hook):
-        return value * 1e5
-
-    runs = [
-        sinklens.generate(
-            tiny_llada, PROMPTS[0], gen_length=2, hooks=[("blocks.1.hook_resid_pre", swell)], record_sinks=record
-        )
-        for record in (Record(["stream"]), Record(["stream"], to=tmp_path / "run.zarr", dtype="float16"))
-    ]
-    kept, opened = runs[0].sinks, SinkTrack.open(tmp_path / "run.zarr")
-    assert kept.data["stream_peak"].max() > 65_504
-    assert opened.data["score"].dtype == np.float16
-    for name in ("stream_peak", "stream_median", "stream_channel_median"):
-        np.testing.assert_array_equal(opened.data[name], kept.data[name])
 
 
 def test_a_store_is_found_after_changing_the_working_directory(tiny_llada, tmp_path, monkeypatch):
@@ -414,3 +376,50 @@ def test_of_two_runs_that_race_to_one_path_the_later_is_refused_and_the_other_ke
     first.append(small_step(1)), first.flush()
     assert first.dataset().sizes["step"] == 2
     assert [file.name for file in tmp_path.iterdir()] == ["run.zarr"]
+
+
+def test_the_parts_are_consecutive_pieces_of_the_track(tiny_llada, monkeypatch):
+    monkeypatch.setattr("sinklens.sinks.steps.AT_ONCE", 50_000)
+    parts = []
+    sinklens.generate(tiny_llada, PROMPTS[0], progress=False, record_sinks=Record(["values"], reduce=parts.append))
+    run = sinklens.generate(tiny_llada, PROMPTS[0], progress=False, record_sinks=Record(["values"]))
+    assert 1 < len(parts) < run.steps_run
+    for name in ("score", "value_norm", "token_id", "masked", "committed"):
+        joined = np.concatenate([part[name].to_numpy() for part in parts], axis=1)
+        np.testing.assert_array_equal(joined, run.sinks[name].to_numpy())
+    for part in parts:
+        xr.testing.assert_equal(part["is_real"], run.sinks["is_real"])
+        assert part.prompt_length == run.sinks.prompt_length
+
+
+def test_steps_are_dropped_once_they_are_handed_over(tiny_llada, monkeypatch):
+    monkeypatch.setattr("sinklens.sinks.steps.AT_ONCE", 0)
+    alive, most = [], 0
+
+    def reduce(track):
+        nonlocal most
+        gc.collect()
+        alive.append(weakref.ref(track))
+        most = max(most, sum(one() is not None for one in alive))
+
+    run = sinklens.generate(tiny_llada, PROMPTS[0], progress=False, record_sinks=Record(reduce=reduce))
+    assert len(alive) == run.steps_run > 2
+    assert most <= 2  # the part at hand, and the argument of the call before
+
+
+def test_a_run_that_reduces_keeps_no_places_either(tiny_llada):
+    hooks = MaskSinks(top_k=1)
+    kept = sinklens.generate(tiny_llada, PROMPTS[0], hooks=hooks, progress=False)
+    reduced = sinklens.generate(
+        tiny_llada, PROMPTS[0], hooks=hooks, progress=False, record_sinks=Record(reduce=lambda track: None)
+    )
+    assert kept.chosen
+    assert not reduced.chosen
+    assert reduced.tokens.equal(kept.tokens)
+
+
+def test_reduce_is_a_function_and_excludes_a_folder(tmp_path):
+    with pytest.raises(SettingError, match=r"reduce must be a function, without to=; got 3"):
+        Record(reduce=3)
+    with pytest.raises(SettingError, match=r"without to=; got .* and to='.*run.zarr'"):
+        Record(reduce=print, to=str(tmp_path / "run.zarr"))

@@ -60,16 +60,17 @@ def test_lives_that_last_to_the_end_are_censored_in_the_table():
     table = life_table(track).isel(batch=0)
     assert table["at_risk"].to_numpy().tolist() == [2, 2, 0, 0]
     assert table["ended"].to_numpy().tolist() == [0, 1, 0, 0]
+    assert table["lives"] == 3
+    assert median_lifetime(table["ended"], table["at_risk"]) == 2
     found = lifetime(track)
-    assert (found.lives, found.censored, found.horizon) == (3, 2, 4)
-    assert found.mean == pytest.approx(1 + 1 + 0.5 + 0.5)
-    assert found.median == 2
+    assert found.n == 3
+    assert found.value == pytest.approx(1 + 1 + 0.5 + 0.5)
 
 
 def test_a_life_that_began_before_the_first_recorded_step_is_censored():
     track = track_of([[0, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]])
-    assert lifetime(track).censored == 0
-    assert lifetime(track.isel(step=slice(1, None))).censored == 1
+    assert life_table(track)["ended"].sum() == 1
+    assert life_table(track.isel(step=slice(1, None)))["ended"].sum() == 0
 
 
 def simulated(rng, steps=12, positions=400, ending=0.15):
@@ -89,7 +90,7 @@ def test_planted_lifetimes_cut_off_by_the_end_are_recovered():
         track = simulated(rng)
         found = lifetime(track)
         inside += found.low <= truth <= found.high
-        means.append(found.mean)
+        means.append(found.value)
         table = life_table(track).sum("batch")
         plain.append(float(track.detect().sum() / table["lives"]))
     assert np.mean(means) == pytest.approx(truth, abs=0.15)
@@ -99,9 +100,8 @@ def test_planted_lifetimes_cut_off_by_the_end_are_recovered():
 
 def test_without_a_sink_there_is_no_lifetime():
     found = lifetime(track_of(np.zeros((3, 4))))
-    assert math.isnan(found.mean)
-    assert math.isnan(found.median)
-    assert found.lives == 0
+    assert math.isnan(found.value)
+    assert found.n == 0
 
 
 def test_too_few_ages_are_refused():

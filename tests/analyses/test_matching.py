@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from planting import planted
 
+from sinklens.analyses.matching import matched_enrichment, risk_difference, risk_ratio, strata
 from sinklens.errors import TrackError
 from sinklens.sinks import Detector
 from sinklens.sinks.kinds import Kind, PlaceState, enrichment, kinds, states
-from sinklens.sinks.matching import matched_enrichment, risk_difference, risk_ratio, strata
 
 MASK, WORD = 1, 5
 TEXTS = {5: " Tom", 6: "\n", 7: ".", 8: " 12"}
