@@ -61,7 +61,7 @@ def test_lives_that_last_to_the_end_are_censored_in_the_table():
     assert table["at_risk"].to_numpy().tolist() == [2, 2, 0, 0]
     assert table["ended"].to_numpy().tolist() == [0, 1, 0, 0]
     assert table["lives"] == 3
-    assert median_lifetime(table["ended"], table["at_risk"]) == 2
+    assert median_lifetime(table["ended"].to_numpy(), table["at_risk"].to_numpy()) == 2
     found = lifetime(track)
     assert found.n == 3
     assert found.value == pytest.approx(1 + 1 + 0.5 + 0.5)
