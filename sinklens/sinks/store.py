@@ -11,6 +11,7 @@ vanish in the compression; any reader opens them.
 Pitfall: a chunk is a file, or with shards a part of one, and is read and written in one piece.
 """
 
+import glob
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
+from uuid import uuid4
 
 import numpy as np
 import xarray as xr
@@ -200,9 +202,11 @@ def replacing(path: Path, overwrite: bool) -> Iterator[Path]:
     Raises:
         SettingError: another run was faster.
     """
-    part, old = path.with_name(f".{path.stem}.{os.getpid()}.part.zarr"), _old(path)
+    mine, old = f".{path.stem}.{os.getpid()}", _old(path)
+    part = path.with_name(f"{mine}.{uuid4().hex}.part.zarr")  # Zarr's threads may still write to that of a failed try
     restore(path)
-    shutil.rmtree(part, ignore_errors=True)
+    for left in path.parent.glob(f"{glob.escape(mine)}.*.part.zarr"):
+        shutil.rmtree(left, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield part

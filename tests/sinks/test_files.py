@@ -41,7 +41,7 @@ def test_a_saved_track_opens_unchanged(tmp_path, suffix, causal, dtype, rtol):
     opened = SinkTrack.open(path)
     assert opened.data["score"].dtype == opened.data["value_norm"].dtype == dtype
     assert opened.scores().dtype == opened.need("value_norm")["value_norm"].dtype == np.float32
-    assert_equal(opened, track, rtol)
+    assert_equal(opened, track, rtol=rtol)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     for detector in DETECTORS:
         same = track.detect(detector) == opened.detect(detector)
