@@ -1,8 +1,8 @@
 """Print how large the project is: statements by folder, exported names, words of documentation.
 
 A statement is a node ``ast.stmt`` that is neither an import nor a docstring, so longer lines save nothing. `--depth 2`
-splits the folders further. An exported name is an entry of an ``__all__`` in sinklens/, hooks/ or analyses/, counted
-once per package that lists it. Words are those that `wc -w` counts in docs/**/*.md.
+splits the folders further. An exported name is an entry of the ``__all__`` of sinklens or one of its rooms, which are the
+packages of sinklens/, hooks/ and analyses/. Words are those that `wc -w` counts in docs/**/*.md.
 
 Limitation: a lambda or a comprehension counts as part of its statement, so code can be moved into expressions unseen.
 """
@@ -37,14 +37,13 @@ def exported(tree: ast.Module) -> list[str]:
 def measure(depth: int) -> tuple[Counter[str], dict[str, list[str]]]:
     """Statements by folder of at most `depth` parts, and exported names by package."""
     sizes: Counter[str] = Counter()
-    names: dict[str, list[str]] = {}
+    names = {}
     for folder in FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):
             tree, path = ast.parse(file.read_text()), file.relative_to(ROOT)
             sizes["/".join(path.parts[: min(depth, len(path.parts) - 1)])] += statements(tree)
-            if folder in PACKAGES:
-                listed = names.setdefault(path.parent.as_posix(), [])
-                listed += [name for name in exported(tree) if name not in listed]
+            if folder in PACKAGES and file.name == "__init__.py":
+                names[path.parent.as_posix()] = exported(tree)
     return sizes, names
 
 
