@@ -48,6 +48,7 @@ from sinklens.analyses.estimates.strata import (
     two_groups,
 )
 from sinklens.analyses.estimates.tables import corrected, interval_rows, interval_table
+from sinklens.analyses.matching import ratio
 from sinklens.analyses.rewriting import CHANGES, WRITTEN, written_over
 from sinklens.analyses.study import Study
 from sinklens.model.prompts import SinglePrompt

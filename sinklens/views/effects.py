@@ -97,7 +97,7 @@ def interval_panels(
     by: str,
     series: Mapping[Any, str],
     panel: str | None = None,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[Any, str] | None = None,
     xlabel: str = "",
 ) -> "Figure":
     """Estimates with intervals: a row of panels per model, a panel per measure, a color per value of the column `by`.

@@ -297,7 +297,7 @@ def test_a_canvas_is_patched_and_frozen_at_its_positions(gemma, prompt):
     assert torch.equal(seen[1][:, 2], kept.caches[0]["blocks.2.attn.hook_z"][:, 2])
     with pytest.raises(SettingError, match=r"source has positions 9 to 16 of blocks\.2\.attn\.hook_z, and step 3 comp"):
         sinklens.generate(gemma, prompt, hooks=PatchHooks(source={3: kept.caches[0]}), **SLOW)
-    with pytest.raises(SettingError, match="FreezePattern repeats the attention of step 0, which computed positions 9"):
+    with pytest.raises(SettingError, match="Hold repeats the values of step 0, which computed positions 9"):
         sinklens.generate(gemma, prompt, hooks=FreezePattern(at=0), **SLOW)
     sinklens.generate(gemma, prompt, hooks=FreezePattern(at=0, steps=[1, 2]), **SLOW)
     with pytest.raises(SettingError, match=r"denoise\.hook_candidates has the positions of the current canvas only"):
