@@ -1,8 +1,8 @@
 """Print how large the project is: statements by folder, exported names, words of documentation.
 
 A statement is a node ``ast.stmt`` that is neither an import nor a docstring, so longer lines save nothing. `--depth 2`
-splits the folders further. An exported name is an entry of the ``__all__`` of sinklens or one of its rooms, the packages
-of sinklens/, hooks/ and analyses/. Words are those that `wc -w` counts in docs/**/*.md.
+splits the folders further. An exported name is an entry of the ``__all__`` of sinklens or one of its rooms, the
+packages of sinklens/, hooks/ and analyses/. Words are those that `wc -w` counts in docs/**/*.md.
 
 Limitation: a lambda or a comprehension counts as part of its statement, so code can be moved into expressions unseen.
 """
