@@ -44,7 +44,7 @@ def questions() -> dict[str, str]:
 
 __all__ = ["STUDIES", "Study", "difference_table", "find", "interval_table", "questions"]
 
-_HOMES = {"Study": "study", "difference_table": "intervals", "interval_table": "intervals"}
+_HOMES = {"Study": "study", "difference_table": "estimates.tables", "interval_table": "estimates.tables"}
 
 
 def find(name: str) -> "type[Study]":

@@ -177,7 +177,7 @@ def test_the_identity_of_a_folder_does_not_depend_on_its_path(tmp_path, tiny_lla
     monkeypatch.chdir(folder)
     assert identities(sinklens.load("."), [UNMASKED], TASK, PLAIN, 0)[0]["model"] == "mine"
     assert relative[0]["model"] == "mine"
-    assert relative["weights"] == tiny_llada.fingerprint
+    assert relative[0]["weights"] == tiny_llada.fingerprint
 
 
 IDS = (
