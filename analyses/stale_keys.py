@@ -96,7 +96,7 @@ def chosen_keys(run: Generation, allowed: Bool[np.ndarray, "step pos"], sink: De
         mass = torch.from_numpy(np.nan_to_num(scores[start]).mean(axis=1, keepdims=True))
         free = torch.from_numpy(allowed[start + 1])[None, None].expand_as(mass)
         sinks = torch.from_numpy(found[start])[:, None] & free
-        kind = codes[start].expand(len(mass), -1)
+        kind = codes[start].expand(len(mass), 1, -1)
         for name, keys in _all_sets(mass, sinks, free, kind, _noise(run, start, mass.shape, seed)).items():
             sets[name][inside] = keys[:, 0].numpy()
     return sets
@@ -106,7 +106,7 @@ def _all_sets(
     mass: Float[Tensor, "layer 1 pos"],
     sinks: Bool[Tensor, "layer 1 pos"],
     free: Bool[Tensor, "layer 1 pos"],
-    kind: Int[Tensor, "layer pos"],
+    kind: Int[Tensor, "layer 1 pos"],
     order: Float[Tensor, "layer 1 pos"],
 ) -> dict[str, Bool[Tensor, "layer 1 pos"]]:
     """The keys of every entry of `KEYS` but "none"; controls are taken in descending `order`."""

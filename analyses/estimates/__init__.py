@@ -2,3 +2,5 @@
 
 Every number with limits is an `Estimate` (sinklens/utils/estimates.py).
 """
+
+__all__: list[str] = []
