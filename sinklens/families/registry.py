@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from sinklens.errors import CheckpointError, SettingError, nearest
 from sinklens.families.base import Family
+from sinklens.families.translate import value_at
 from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architecture_of
 from sinklens.hooks.attention.blocks import Blocks, check_length
 from sinklens.sampling.sampler import Sampler
@@ -304,12 +305,19 @@ def _refuse_other_model(config: dict[str, Any], family: Family, where: str) -> N
     choices = ", ".join(
         f"{one.name!r} ({one.attention}{', predicts the next position' * one.shift})"
         for one in FAMILIES.values()
-        if (one.architecture, one.convert) == (family.architecture, family.convert)
+        if one.architecture == family.architecture and (one.convert == family.convert or _has_keys(config, one))
     )
     raise CheckpointError(
         f"{where}: config.json is that of {family.name}, but {', and '.join(signs)}, so its model may differ. Pass "
         f"family=, as the model card says: {choices}."
     )
+
+
+def _has_keys(config: dict[str, Any], family: Family) -> bool:
+    """Whether a config has the keys that a family needs, or transformers' for the rotation and the number of experts."""
+    own = {"rope_theta": "rope_parameters or rope_theta", "num_experts": "num_local_experts or num_experts"}
+    needed = [own.get(keys, keys).split(" or ") for keys in family.needed]
+    return all(any(value_at(config, key) is not None for key in keys) for keys in needed)
 
 
 def _signs_of_another(config: dict[str, Any], family: Family) -> list[str]:
