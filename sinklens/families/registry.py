@@ -314,7 +314,7 @@ def _refuse_other_model(config: dict[str, Any], family: Family, where: str) -> N
 
 
 def _has_keys(config: dict[str, Any], family: Family) -> bool:
-    """Whether a config has the keys that a family needs, or transformers' for the rotation and the number of experts."""
+    """Whether a config has the keys that a family needs; rotation and number of experts also by transformers' keys."""
     own = {"rope_theta": "rope_parameters or rope_theta", "num_experts": "num_local_experts or num_experts"}
     needed = [own.get(keys, keys).split(" or ") for keys in family.needed]
     return all(any(value_at(config, key) is not None for key in keys) for keys in needed)
