@@ -144,6 +144,7 @@ def _pass(denoising: Denoising, base: Generation, step: int) -> _Output:
     tree, canvas = state.tree, base.canvas[:, step].to(state.canvas.device)
     copies, time = len(state.canvas) // len(canvas), base.time_at(step)
     state.canvas = canvas.repeat(copies, 1)
+    state.undecided = base.undecided[:, step].to(canvas.device).repeat(copies, 1)
     with tree.hooks(fwd_hooks=denoising.hooks):
         state.announce(step)
         if time is not None:

@@ -244,20 +244,19 @@ def places(run, case, window):
 
 def patched(run, case):
     kept, _ = other_prompt(run, case)
-    some = (
-        {} if run.model.causal or "entropy_bound" in case.settings else {"where": "masked"}
-    )  # see PatchHooks on cached blocks
+    some = {} if run.model.causal or "canvas" in case.traits else {"where": "masked"}
     patch = PatchHooks(source=kept.caches, names=case.z, heads=[case.head], steps=[1, case.step], **some)
     return stream_under(run, patch, case)
 
 
 def exact_values(run, case):
-    """Values of an exact run on the same canvases, patched into the run."""
+    """Values of an exact run on the same canvases, patched into the run; see `PatchHooks` on cached blocks."""
     kept, exact = Activations(names=case.z), {k: v for k, v in case.settings.items() if k not in ("cache", "use_cache")}
     sinklens.generate(
         run.model, case.prompts(run), hooks=[AblateHeads(layers=[0]), kept], replay=run, progress=False, **exact
     )
-    return stream_under(run, PatchHooks(source=kept.caches, steps=[1, case.step]), case)
+    some = {"where": "masked"} if "cached blocks" in case.traits else {}
+    return stream_under(run, PatchHooks(source=kept.caches, steps=[1, case.step], **some), case)
 
 
 def replaced(run, case):
@@ -326,9 +325,11 @@ def sweeping(run, case):
 
 def metric(run, case):
     def largest(output):
-        """Of the logits at the first undecided position."""
+        """Of the logits at the first undecided position, or the last one where all are decided."""
         logits = output.logits.flatten(0, -2).unflatten(0, (len(output.canvas), -1))
-        first = output.undecided.long().argmax(dim=1) if output.undecided.shape[1] == logits.shape[1] else 0
+        if output.undecided.shape[1] != logits.shape[1]:
+            return logits[:, 0].amax(dim=-1)
+        first = torch.where(output.undecided.any(dim=1), output.undecided.long().argmax(dim=1), -1)
         return logits[torch.arange(len(logits)), first].amax(dim=-1)
 
     shared = {"metric": largest, "replay": True, "progress": False, **case.settings}
@@ -383,6 +384,7 @@ def test_a_metric_of_single_steps_is_that_of_the_run(runs, name):
     changes = {
         "heads": AblateHeads(layers=[case.layer], steps=[case.step]),
         "stream": Steer(direction=direction, layers=[0], steps=[case.step]),
+        "masked": Steer(direction=direction, layers=[0], steps=[case.step], where="masked"),
     }
     given = {"replay": True, **case.settings}
     found = sweep(alone.model, prompts, changes, metric=lambda output: output.logits[:, -1, 3], **given)
