@@ -8,8 +8,6 @@ import torch
 from safetensors import safe_open
 
 import sinklens
-from training import loop
-from training.export import write_checkpoint
 
 REFERENCES = {
     "tiny-sdar": "sdar",
@@ -27,17 +25,8 @@ ADDED = {
 
 
 @pytest.fixture(scope="module", params=REFERENCES)
-def written(request, small, tmp_path_factory):
-    """A recipe, its model with noise on all weights and buffers, and the checkpoint of that model."""
-    recipe = small(request.param)
-    model = loop.build_model(recipe, loop.make_tokenizer(recipe))
-    generator = torch.Generator().manual_seed(4)
-    state = model.state_dict()
-    with torch.no_grad():
-        for name, value in state.items():
-            if name not in (model.all_tied_weights_keys or ()):
-                value.copy_((value + 0.2 * torch.randn(value.shape, generator=generator)).bfloat16().float())
-    return recipe, model.eval(), write_checkpoint(recipe, state, tmp_path_factory.mktemp(recipe.name))
+def written(request, noisy_toy):
+    return noisy_toy(request.param)
 
 
 def expected_logits(recipe, hf, ids):

@@ -46,9 +46,8 @@ def test_an_interrupted_run_resumes_after_its_last_state(name, small, tmp_path, 
         assert torch.equal(weights(tmp_path / "stopped")[key], value)
 
 
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama", "tiny-dream", "tiny-mmada"])
-def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(name, small, tmp_path):
-    recipe = small(name)
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(small, tmp_path):
+    recipe = small("tiny-llada")
     list(train(recipe, tmp_path / "complete", save_every=2))
     run = tmp_path / "killed"
     code = (
@@ -84,52 +83,8 @@ def test_a_recipe_is_trained_with_its_attention(small, tmp_path, monkeypatch, ki
     assert [config._attn_implementation for config in used] == [found]
 
 
-def test_a_folder_of_another_recipe_is_rejected(small, tmp_path):
-    recipe = small("tiny-llada")
-    list(train(recipe, tmp_path, save_every=6))
-    message = r"state.pt belongs to another recipe: .* step 6 it has seed 1, not 2\. Give this run another folder"
-    with pytest.raises(SettingError, match=message):
-        list(train(replace(recipe, seed=2), tmp_path))
-
-
-def test_a_run_that_cannot_be_resumed_is_rejected_before_rows_are_made(small, tmp_path, monkeypatch):
-    recipe = small("tiny-llada")
-    list(train(recipe, tmp_path, save_every=6))
-    monkeypatch.setattr(loop, "build_corpus", lambda *_: pytest.fail("the rows were made"))
-    with pytest.raises(SettingError, match=r"it has cycles \(6,\), not \(3,\)"):
-        next(train(replace(recipe, cycles=(3,)), tmp_path))
-    state = tmp_path / "state.pt"
-    state.write_bytes(state.read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match=r"state.pt is truncated or corrupt .*without state.pt a run starts"):
-        next(train(recipe, tmp_path))
-
-
-def test_an_interrupt_while_weights_are_written_leaves_no_file(small, tmp_path, monkeypatch):
-    def killed(content, file):
-        file.write(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "save", killed)
-    with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        list(train(small("tiny-llada"), tmp_path, keep_every=4))
-    assert list(tmp_path.glob("weights-*.pt")) == []
-
-
-def test_a_state_older_than_a_setting_has_its_default(small, tmp_path):
-    recipe = small("tiny-llada")
-    list(train(recipe, tmp_path, save_every=6))
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    for newer in ("start_from", "start_token", "pictures"):
-        del state["recipe"][newer]
-    torch.save(state, tmp_path / "state.pt")
-    assert list(train(recipe, tmp_path)) == []
-    with pytest.raises(ValueError, match="belongs to another recipe"):
-        list(train(replace(recipe, start_token="maskable"), tmp_path))
-
-
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
-def test_a_finished_run_can_be_resumed_with_another_cycle_of_mixed_rows(name, small, tmp_path):
-    plain = replace(small(name), cycles=(4, 2))
+def test_a_finished_run_can_be_resumed_with_another_cycle_of_mixed_rows(small, tmp_path):
+    plain = replace(small("tiny-llada"), cycles=(4, 2))
     mixed = replace(plain, cycles=(4, 2, 4), peaks=(1.0, 0.5, 0.5), code=200, skills=60, problems_first=2)
     list(train(mixed, tmp_path / "complete", save_every=2, keep_every=2))
     list(train(plain, tmp_path / "further", save_every=2, keep_every=2))
@@ -143,16 +98,42 @@ def test_a_finished_run_can_be_resumed_with_another_cycle_of_mixed_rows(name, sm
     assert equal == [True, False]
 
 
-def test_a_run_resumes_only_if_its_steps_are_the_same_under_the_recipe(small, tmp_path):
-    plain = replace(small("tiny-llada"), cycles=(4, 2))
-    list(train(plain, tmp_path, save_every=2))
-    for change in (
-        {"cycles": (4, 4)},
-        {"cycles": (4, 2, 4), "peaks": (1.0, 1.0, 0.5)},
-        {"cycles": (4, 2, 4), "code": 90},
-    ):
-        with pytest.raises(ValueError, match="belongs to another recipe"):
-            list(train(replace(plain, **change), tmp_path))
+@pytest.fixture(scope="module")
+def finished(small, tmp_path_factory):
+    """A recipe, and its finished run."""
+    recipe, run = replace(small("tiny-llada"), cycles=(4, 2)), tmp_path_factory.mktemp("finished")
+    list(train(recipe, run, save_every=6))
+    return recipe, run
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 2}, r"state.pt belongs to another recipe: .* step 6 it has seed 1, not 2\. Give this run another"),
+        ({"cycles": (3,)}, r"it has cycles \(4, 2\), not \(3,\)"),
+        ({"cycles": (4, 4)}, r"it has cycles \(4, 2\), not \(4, 4\)"),
+        ({"cycles": (4, 2, 4), "peaks": (1.0, 1.0, 0.5)}, "it has peaks"),
+        ({"cycles": (4, 2, 4), "code": 90}, "it has code 0, not 90"),
+    ],
+)
+def test_a_run_resumes_only_if_its_steps_are_the_same_under_the_recipe(change, message, finished, monkeypatch):
+    recipe, run = finished
+    monkeypatch.setattr(loop, "build_corpus", lambda *_: pytest.fail("the rows were made"))
+    with pytest.raises(SettingError, match=message):
+        next(train(replace(recipe, **change), run))
+
+
+def test_a_state_older_than_a_setting_has_its_default_and_a_truncated_one_is_rejected(finished, tmp_path):
+    recipe, run = finished
+    state = torch.load(run / "state.pt", weights_only=True)
+    for newer in ("start_from", "start_token", "pictures"):
+        del state["recipe"][newer]
+    file = tmp_path / "state.pt"
+    torch.save(state, file)
+    assert list(train(recipe, tmp_path)) == []
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match=r"state.pt is truncated or corrupt .*without state.pt a run starts"):
+        next(train(recipe, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -184,17 +165,6 @@ def test_masking_follows_t_and_spares_the_prompt_and_the_start_token():
     share = masked[:, 36:].float().mean(dim=1, keepdim=True)
     assert (share - t).abs().mean() < 0.08
     assert float(t.min()) > 0
-
-
-def test_a_maskable_start_token_is_masked_like_any_prompt_token_and_nothing_else_changes():
-    ids = torch.full((800, 60), 9)
-    _, kept, t = loop.corrupt(ids, 36, 1, torch.Generator().manual_seed(0))
-    _, masked, same_t = loop.corrupt(ids, 36, 1, torch.Generator().manual_seed(0), spared=0)
-    assert torch.equal(kept[:, 1:], masked[:, 1:])
-    assert torch.equal(t, same_t)
-    complete = torch.arange(800) % 8 == 0
-    assert not masked[~complete, 0].any()
-    assert abs(masked[complete, 0].float().mean() - t[complete].mean()) < 0.1
 
 
 @pytest.mark.parametrize(("start_token", "ever"), [("kept", False), ("maskable", True), ("absent", True)])
@@ -232,17 +202,6 @@ def test_the_masked_loss_is_cross_entropy_over_t_summed_over_masked_tokens(name,
                 weight = (recipe.prompt_weight if row == 0 else 1.0) / t[row].item()
                 expected += weight * F.cross_entropy(logits[row, place - before], ids[row, place]).item()
     assert loss.item() == pytest.approx(expected / (8 * ANSWER_LENGTH), rel=1e-4)
-
-
-@pytest.mark.parametrize(("name", "sees_ahead"), [("tiny-llama", False), ("tiny-llada", True), ("tiny-dream", True)])
-def test_all_but_the_causal_model_see_later_tokens(name, sees_ahead, small, tokenizer):
-    model = loop.build_model(replace(small(name), start_from=None), tokenizer)
-    ids = torch.randint(3, 600, (1, 20))
-    other = ids.clone()
-    other[0, -1] += 1
-    with torch.no_grad():
-        same = torch.equal(model(input_ids=ids).logits[:, :-1], model(input_ids=other).logits[:, :-1])
-    assert same is not sees_ahead
 
 
 def test_the_learning_rate_restarts_at_half_its_peak():

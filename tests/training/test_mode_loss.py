@@ -13,7 +13,8 @@ BLOCK, PROMPT, MASK, LENGTH = 8, 21, 1, 45
 
 @pytest.fixture(scope="module")
 def model(noisy_toy):
-    return noisy_toy("tiny-two-modes")
+    recipe, hf, folder = noisy_toy("tiny-two-modes")
+    return recipe, hf, sinklens.load(folder)
 
 
 def rows(count=3):

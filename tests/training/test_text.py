@@ -49,24 +49,31 @@ def recipe(tmp_path, monkeypatch):
     )  # fmt: skip
 
 
-def test_html_loses_markup_code_and_navigation():
-    page = (
-        b"<nav>Home</nav><h1>A <b>title</b></h1><p>First &amp; best.<pre>code()</pre><p>Second<script>x<p>y</script>."
-    )
-    assert [" ".join(part.split()) for part in html_paragraphs(page) if part.strip()] == [
-        "A title", "First & best.", "Second.",
-    ]  # fmt: skip
-
-
-def test_pod_loses_commands_code_and_formatting():
-    page = b"=head1 NAME\n\nPlain C<< $x->y >> and I<B<nested>> text.\n\n    code here\n\n=over\n\nA E<lt> B.\n"
-    assert [part.strip() for part in pod_paragraphs(page)] == ["Plain $x->y and nested text.", "A < B."]
-
-
-def test_a_dictionary_loses_pronunciation_and_notes():
-    entries = 'Affect \\Af*fect"\\, v. t.\n   To {change}.\n   [1913 Webster]\n\nAffine \\Af*fine"\\, a. Related.'
-    found = [" ".join(part.split()) for part in dictionary_paragraphs(gzip.compress(entries.encode()))]
-    assert [part for part in found if part] == ["Affect , v. t. To change.", "Affine , a. Related."]
+@pytest.mark.parametrize(
+    ("paragraphs", "content", "kept"),
+    [
+        (
+            html_paragraphs,
+            b"<nav>Home</nav><h1>A <b>title</b></h1><p>First &amp; best.<pre>code()</pre>"
+            b"<p>Second<script>x<p>y</script>.",
+            ["A title", "First & best.", "Second."],
+        ),
+        (
+            pod_paragraphs,
+            b"=head1 NAME\n\nPlain C<< $x->y >> and I<B<nested>> text.\n\n    code here\n\n=over\n\nA E<lt> B.\n",
+            ["Plain $x->y and nested text.", "A < B."],
+        ),
+        (
+            dictionary_paragraphs,
+            gzip.compress(
+                b'Affect \\Af*fect"\\, v. t.\n   To {change}.\n   [1913 Webster]\n\nAffine \\Af*fine"\\, a. Related.'
+            ),
+            ["Affect , v. t. To change.", "Affine , a. Related."],
+        ),
+    ],
+)
+def test_paragraphs_lose_markup_code_navigation_pronunciation_and_notes(paragraphs, content, kept):
+    assert [found for part in paragraphs(content) if (found := " ".join(part.split()))] == kept
 
 
 @pytest.mark.parametrize(
