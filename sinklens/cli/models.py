@@ -80,8 +80,7 @@ def lab(
         public_url: address of the lab in a browser behind a reverse proxy, e.g.
             https://hub.example.org/user/ann/proxy/{port}/ (default: it is reached directly)
     """
-    from sinklens.live.public import read_public
-    from sinklens.live.security import is_local
+    from sinklens.live.public import is_local, read_public
     from sinklens.live.server import Lab, bound, link_file, require_extra, warning_of
 
     require_extra()

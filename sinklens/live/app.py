@@ -15,27 +15,30 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from sinklens.errors import SinklensError
 from sinklens.live import comparing, forms, page, problems, reading, saving
+from sinklens.live.background import Background
 from sinklens.live.chips import is_index
 from sinklens.live.detail import check_index, detail, maps_of_layer, packed, scores_of_layer
+from sinklens.live.heads import requested_trial
 from sinklens.live.refusal import Refused, read_json, require
-from sinklens.live.repeats import Repeats
+from sinklens.live.repeats import requested_repetitions
 from sinklens.live.script import script
-from sinklens.live.security import MOST_BYTES, App, Guard, Guarded, framing
+from sinklens.live.security import MOST_BYTES, Guard, Guarded, framing
 from sinklens.live.session import Session
 from sinklens.live.spec import MOST_CHARACTERS
-from sinklens.live.trials import Trials
 from sinklens.utils.versions import version_of
 
 PATIENCE = 30  # seconds that the body of a request may take
+MOST_TRIALS = 32  # runs whose trials of heads are kept
 REMEMBERED = 64  # results that are not computed again
 MOST_STREAMS = 32  # tabs that follow the events at once
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(session: Session, guard: Guard) -> App:
+def build_app(session: Session, guard: Guard) -> ASGIApp:
     """The application behind its guard."""
     return Guarded(LabApp(session, guard).starlette(), guard)
 
@@ -44,13 +47,14 @@ class LabApp:
     """The handlers of one lab."""
 
     def __init__(self, session: Session, guard: Guard) -> None:
-        self._session, self._guard, self._trials = session, guard, Trials(session)
-        self._repeats = Repeats(session)
+        self._session, self._guard = session, guard
+        self._trials, self._repeats = Background(session, MOST_TRIALS), Background(session, 1)
         self._results: OrderedDict[tuple[Any, ...], Future[Any]] = OrderedDict()
         self._streams = 0
 
     def starlette(self) -> Starlette:
         """The routes."""
+        session = self._session
         table: list[tuple[str, str, Handler]] = [
             ("GET", "/", self.page),
             ("GET", "/static/{name}", self.file),
@@ -59,14 +63,14 @@ class LabApp:
             ("GET", "/api/tasks/{task}/{index}", self.problem),
             ("GET", "/api/token", self.token),
             ("GET", "/api/events", self.events),
-            ("POST", "/api/runs", self.submit),
-            ("GET", "/api/runs/{run}", self.run),
-            ("DELETE", "/api/runs/{run}", self.remove),
-            ("POST", "/api/runs/{run}/cancel", self.cancel),
-            ("POST", "/api/runs/{run}/note", self.note),
-            ("POST", "/api/shown", self.show),
-            ("POST", "/api/runs/{run}/heads", self.try_heads),
-            ("POST", "/api/runs/{run}/heads/cancel", self.cancel_heads),
+            ("POST", "/api/runs", _doing(self.submit, 202, body=True)),
+            ("GET", "/api/runs/{run}", _doing(self.run)),
+            ("DELETE", "/api/runs/{run}", _doing(self.remove)),
+            ("POST", "/api/runs/{run}/cancel", _doing(session.cancel, 202)),
+            ("POST", "/api/runs/{run}/note", _doing(session.note, body=True)),
+            ("POST", "/api/shown", _doing(session.show, body=True)),
+            ("POST", "/api/runs/{run}/heads", _doing(self.try_heads, 202, body=True)),
+            ("POST", "/api/runs/{run}/heads/cancel", _doing(self.cancel_heads, 202)),
             ("GET", "/api/runs/{run}/scores", self.scores),
             ("GET", "/api/runs/{run}/maps", self.maps),
             ("GET", "/api/runs/{run}/pattern", self.pattern),
@@ -74,13 +78,13 @@ class LabApp:
             ("GET", "/api/runs/{run}/certainty", self.certainty),
             ("GET", "/api/runs/{run}/lens", self.lens),
             ("POST", "/api/runs/{run}/attribution", self.attribution),
-            ("POST", "/api/repeats", self.repeat),
-            ("POST", "/api/repeats/cancel", self.cancel_repeats),
+            ("POST", "/api/repeats", _doing(self.repeat, 202, body=True)),
+            ("POST", "/api/repeats/cancel", _doing(self._repeats.cancel_all, 202)),
             ("GET", "/api/runs/{run}/python", self.python),
             ("GET", "/api/runs/{run}/page", self.report),
             ("GET", "/api/compare", self.compare),
-            ("POST", "/api/state", self.add_state),
-            ("GET", "/api/state/{link}", self.state),
+            ("POST", "/api/state", _doing(self.add_state, 201, body=True)),
+            ("GET", "/api/state/{link}", _doing(session.history.state)),
         ]
         routes = [Route(path, _sentences(handler), methods=[method]) for method, path, handler in table]
         return Starlette(routes=routes)
@@ -162,48 +166,35 @@ class LabApp:
 
     # Runs
 
-    async def submit(self, request: Request) -> Response:
+    def submit(self, body: Any) -> Any:
         """Queue a run."""
-        body = await _body(request)
-        return JSONResponse({"run": await asyncio.to_thread(self._session.submit, body)}, 202)
+        return {"run": self._session.submit(body)}
 
-    async def run(self, request: Request) -> Response:
+    def run(self, run: str) -> Any:
         """Everything about a run."""
-        run = self._session.run(request.path_params["run"])
-        found = await asyncio.to_thread(detail, self._session, run)
-        return JSONResponse(found | {"heads": self._trials.state(run.id)})
+        return detail(self._session, self._session.run(run)) | {"heads": self._trials.state(run)}
 
-    async def cancel(self, request: Request) -> Response:
-        """Cancel a run."""
-        self._session.cancel(request.path_params["run"])
-        return JSONResponse({}, 202)
-
-    async def remove(self, request: Request) -> Response:
+    def remove(self, run: str) -> None:
         """Remove a run."""
-        self._session.remove(request.path_params["run"])
-        self._trials.forget(request.path_params["run"])
-        return JSONResponse({})
+        self._session.remove(run)
+        self._trials.forget(run)
 
-    async def note(self, request: Request) -> Response:
-        """Give a run a name and a note."""
-        self._session.note(request.path_params["run"], await _body(request))
-        return JSONResponse({})
-
-    async def show(self, request: Request) -> Response:
-        """Remember which runs the page shows, for the notebook."""
-        self._session.show(await _body(request))
-        return JSONResponse({})
-
-    async def try_heads(self, request: Request) -> Response:
+    def try_heads(self, run: str, body: Any) -> Any:
         """Try the ablation of each head of a run."""
-        body = await _body(request)
-        found = await asyncio.to_thread(self._trials.start, request.path_params["run"], body)
-        return JSONResponse(found, 202)
+        return self._trials.begin(run, requested_trial(self._session, run, body))
 
-    async def cancel_heads(self, request: Request) -> Response:
+    def cancel_heads(self, run: str) -> None:
         """Stop that."""
-        self._trials.cancel(self._session.run(request.path_params["run"]).id)
-        return JSONResponse({}, 202)
+        self._trials.cancel(self._session.run(run).id)
+
+    def repeat(self, body: Any) -> Any:
+        """Repeat two runs with other seeds, or on the problems of a task."""
+        made = requested_repetitions(self._session, body)
+        return self._repeats.begin(made.pair, made)
+
+    def add_state(self, body: Any) -> Any:
+        """Keep what a tab shows."""
+        return {"link": self._session.history.add_state(body)}
 
     async def scores(self, request: Request) -> Response:
         """The scores of a layer."""
@@ -257,15 +248,6 @@ class LabApp:
         check_index("position", body["pos"], outcome.canvas.shape[1])
         return JSONResponse(await self._read(reading.attribution, run, body["pos"], body["prompt"]))
 
-    async def repeat(self, request: Request) -> Response:
-        """Repeat two runs with other seeds, or on the problems of a task."""
-        return JSONResponse(self._repeats.start(await _body(request)), 202)
-
-    async def cancel_repeats(self, request: Request) -> Response:
-        """Stop the repetitions; the results so far remain."""
-        self._repeats.cancel()
-        return JSONResponse({}, 202)
-
     async def compare(self, request: Request) -> Response:
         """Two runs beside each other; with ``kl=0`` without the divergence, which takes a pass for every step."""
         ids = [_word(request, name) for name in ("a", "b")]
@@ -285,7 +267,7 @@ class LabApp:
                 why = str(error)
         right = [self._session.run(run).facts.get("right") for run in ids]
         return JSONResponse(
-            found | {"kl": divergence, "kl_why": why, "right": right, "repeats": self._repeats.state(*ids)}
+            found | {"kl": divergence, "kl_why": why, "right": right, "repeats": self._repeats.state(tuple(ids))}
         )
 
     async def python(self, request: Request) -> Response:
@@ -318,14 +300,6 @@ class LabApp:
             "Content-Security-Policy": "sandbox allow-scripts",  # if a browser shows it, it is not a page of the lab
         })  # fmt: skip
 
-    async def add_state(self, request: Request) -> Response:
-        """Keep what a tab shows."""
-        return JSONResponse({"link": self._session.history.add_state(await _body(request))}, 201)
-
-    async def state(self, request: Request) -> Response:
-        """What a tab showed."""
-        return JSONResponse(self._session.history.state(request.path_params["link"]))
-
     async def _read(self, read: Callable[..., Any], run: str, *places: Any) -> Any:
         """What `read`, a function of reading.py, finds in a run at `places`, computed in the model thread."""
         spec, outcome = self._session.outcome(run)
@@ -345,6 +319,17 @@ class LabApp:
                 self._results.popitem(last=False)
         self._results.move_to_end(key)
         return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def _doing(act: Callable[..., Any], status: int = 200, *, body: bool = False) -> Handler:
+    """A handler that calls `act` in a thread, with the names in the address and, with `body`, the request's JSON."""
+
+    async def handle(request: Request) -> Response:
+        given = [*request.path_params.values(), *([await _body(request)] if body else [])]
+        done = await asyncio.to_thread(act, *given)
+        return JSONResponse({} if done is None else done, status)
+
+    return handle
 
 
 def _sentences(handler: Handler) -> Handler:

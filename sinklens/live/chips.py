@@ -32,6 +32,11 @@ MOST_CHIPS = 64
 MOST_TEXT = 20_000  # characters of a text in a chip
 LARGEST = 10_000_000  # of any integer in a chip; larger ones are never an index or a token
 INDEX = Annotated[int, Ge(0), Le(LARGEST), Words(f"an integer from 0 to {LARGEST:,}")]
+WORDS = {
+    "steps": "[first, last] with first ≤ last, or null for all",
+    "heads": "a list of heads, such as [0, 3]",
+    "text": f"text of 1 to {MOST_TEXT:,} characters",
+}
 COEFFICIENT = Annotated[float | int, Ge(-1_000_000), Le(1_000_000)]
 
 
@@ -222,24 +227,22 @@ class Field:
         if value is None:
             require(self.optional, f"the chip {kind} needs {self.name}: {self.help}.")
             return None
-        if self.type == "steps":
-            value = [value, value] if is_index(value) else value
-            pair = isinstance(value, list) and len(value) == 2 and all(map(is_index, value)) and value[0] <= value[1]
-            require(pair, f"{what} must be [first, last] with first ≤ last, or null for all; got {value!r:.40}.")
-            return value
-        if self.type == "heads":
-            known = isinstance(value, list) and 0 < len(value) <= MOST_CHIPS and all(map(is_index, value))
-            require(known, f"{what} must be a list of heads, such as [0, 3]; got {value!r:.40}.")
-            return value
-        if self.type == "text":
-            known = isinstance(value, str) and 0 < len(value) <= MOST_TEXT
-            require(known, f"{what} must be text of 1 to {MOST_TEXT:,} characters; got {value!r:.40}.")
+        if self.type in WORDS:
+            value = [value, value] if self.type == "steps" and is_index(value) else value
+            require(self._fits(value), f"{what} must be {WORDS[self.type]}; got {value!r:.40}.")
             return value
         types: dict[str, Any] = {"choice": Literal[self.choices], "float": COEFFICIENT}
         try:
             return read_as(types.get(self.type, INDEX), what, value)
         except SettingError as error:
             raise Refused(str(error)) from error
+
+    def _fits(self, value: Any) -> bool:
+        """Whether `value` is of a type in `WORDS`."""
+        if self.type == "text":
+            return isinstance(value, str) and 0 < len(value) <= MOST_TEXT
+        numbers = isinstance(value, list) and 0 < len(value) <= MOST_CHIPS and all(map(is_index, value))
+        return numbers and (self.type == "heads" or (len(value) == 2 and value[0] <= value[1]))
 
 
 def is_index(value: object) -> bool:

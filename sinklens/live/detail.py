@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from sinklens.live.execution import LiveRun, snapshot, texts
+from sinklens.live.history import LabRun
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import require
-from sinklens.live.session import LabRun, Session
+from sinklens.live.session import Session
 from sinklens.views.report_data import Numbers, layer_maps, run_data
 
 LARGE = 32_000_000  # bytes of scores above which a page asks for one layer at a time

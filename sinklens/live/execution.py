@@ -6,11 +6,9 @@ listener. So a run of the lab equals the call that `script` prints.
 Limitation: a run stops between steps; a pass of a large model is completed first.
 """
 
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from sinklens.errors import SinklensError
 from sinklens.hooks import Point
+from sinklens.live.background import RunCancelled
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import Refused
 from sinklens.live.spec import RunSpec
@@ -32,37 +31,13 @@ from sinklens.sinks import Record
 from sinklens.views.html import visible
 
 if TYPE_CHECKING:
+    from sinklens.live.history import LabRun
     from sinklens.model import Model
     from sinklens.sampling.state import State
 
 CONFIDENCE = "denoise.hook_confidence"
 STRONGEST = 3  # keys of each head that a step reports
 OnEvent = Callable[..., None]
-
-
-class RunCancelled(Exception):
-    """The run was cancelled."""
-
-
-@contextmanager
-def ending(work: Any, what: str) -> Iterator[None]:
-    """Note in the ``status`` and ``error`` of background work how a block of it ends, if it does not succeed.
-
-    Nothing is raised, so that the lab outlives its work; the traceback of a crash is printed.
-
-    Args:
-        work: has the attributes ``status`` and ``error``.
-        what: its name in the error of a crash.
-    """
-    try:
-        yield
-    except RunCancelled:
-        work.status = "cancelled"
-    except (SinklensError, Refused) as error:
-        work.status, work.error = "failed", str(error)
-    except Exception as error:  # noqa: BLE001
-        traceback.print_exc()
-        work.status, work.error = "failed", f"{what} crashed with {type(error).__name__}: {error}."
 
 
 class LiveRun:
@@ -76,25 +51,15 @@ class LiveRun:
         seconds: time since the first step began.
     """
 
-    def __init__(self, spec: RunSpec, model: "Model", replay: Generation | None, report: OnEvent) -> None:
+    def __init__(self, run: "LabRun", model: "Model", replay: Generation | None, report: OnEvent) -> None:
         """Prepare the run; see `Denoising` for the errors raised."""
-        self._report, self._spec = report, spec
-        self._stop = threading.Event()
+        self._report, self._stop, spec = report, run.stop, run.spec
         self.denoising = denoising(spec, model, replay=replay)
         self.canvases: list[np.ndarray] = []
         self.undecided: list[np.ndarray] = []
         self.scores: list[np.ndarray] = []
         self._known: set[int] = set()
         self._began = time.perf_counter()
-
-    def stop(self) -> None:
-        """End the run before its next step."""
-        self._stop.set()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop was requested."""
-        return self._stop.is_set()
 
     @property
     def seconds(self) -> float:
@@ -114,7 +79,7 @@ class LiveRun:
             canvas=state.canvas[0].tolist(), tokens=self._new_tokens(state.canvas[0].tolist()),
         )  # fmt: skip
         with suppress(RunCancelled):
-            self.denoising.carry_out([self])
+            self.denoising.carry_out([self, self._stop])
         return self.finished()
 
     def finished(self) -> RunOutcome | None:
@@ -123,9 +88,7 @@ class LiveRun:
         return None if run.sinks is None else RunOutcome.of(run)
 
     def before(self, step: int, state: "State") -> None:
-        """Stop if that was requested."""
-        if self._stop.is_set():
-            raise RunCancelled
+        """Keep the first canvas."""
         if step == 0:
             self.canvases.append(state.canvas[0].cpu().numpy())
             self.undecided.append(state.undecided_after()[0].cpu().numpy())

@@ -8,11 +8,11 @@ Caveat: the logits of a batch agree with those of a single run to about 1e-5. Wh
 answer found here can differ from that of a run with the same head ablated.
 """
 
-import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,18 +21,21 @@ from sinklens.experiments.stacking import Stacked
 from sinklens.experiments.sweeps import bytes_per_row
 from sinklens.interventions import AblateHeads, MaskedLogits
 from sinklens.live import problems
+from sinklens.live.background import Work
 from sinklens.live.comparing import fitting, why_not
-from sinklens.live.execution import RunCancelled, built, denoising, repeat
+from sinklens.live.execution import built, denoising, repeat
 from sinklens.live.outcome import RunOutcome
+from sinklens.live.refusal import require
 from sinklens.live.spec import RunSpec
 from sinklens.runs import Generation, Intervention
 
 if TYPE_CHECKING:
+    from sinklens.live.session import Session
     from sinklens.model import Model
-    from sinklens.sampling.state import State
 
 MEMORY = 1_000_000_000  # bytes that a pass of several heads may take besides the weights; see `bytes_per_row`
 MOST_ROWS = 8  # heads per pass
+REPLACEMENTS = ("zero", "mean")
 LayerHead = tuple[int, int]  # layer, head
 
 
@@ -60,36 +63,52 @@ class HeadEffect:
     right: bool | None
 
 
-class Stop:
-    """Ends a run between two steps once `requested` is set."""
+class HeadTrial(Work):
+    """The trial of the heads of one run.
 
-    def __init__(self) -> None:
-        self.requested = threading.Event()
-
-    def before(self, step: int, state: "State") -> None:
-        """Stop if that was requested."""
-        if self.requested.is_set():
-            raise RunCancelled
-
-    def after(self, step: int, state: "State") -> None:
-        """Nothing to do."""
-
-
-class HeadTrial:
-    """The effects of the heads of one run.
+    Args:
+        run: id of the run.
+        spec, outcome, model: the run and its model.
+        by: the replacement of a head's output.
+        layers: the layers whose heads are tried.
 
     Attributes:
         why: why the KL divergence is undefined; None if it is defined.
-        number: the number that the run's answer states; None if it states none.
-        stop: ends the trial.
     """
 
-    def __init__(self, spec: RunSpec, outcome: RunOutcome, model: "Model", by: str, stop: Stop) -> None:
-        self._spec, self._outcome, self._model, self._by, self.stop = spec, outcome, model, by, stop
-        self.why = why_not([spec, spec], [outcome, outcome])
-        self.number = problems.stated_number(outcome.answer.text)
+    kind, name = "heads", "the trial"
 
-    def parts(self, layers: Sequence[int]) -> list[list[LayerHead]]:
+    def __init__(
+        self, run: str, spec: RunSpec, outcome: RunOutcome, model: "Model", by: str = "zero", layers: Sequence[int] = ()
+    ) -> None:
+        super().__init__()
+        self._run, self._spec, self._outcome, self._model, self._by = run, spec, outcome, model, by
+        self._layers, self._parts = layers, self._groups(layers)
+        self._total, self._told = sum(map(len, self._parts)), 0
+        self._found: list[dict[str, object]] = []
+        self.why = why_not([spec, spec], [outcome, outcome])
+        self._number = problems.stated_number(outcome.answer.text)
+
+    def part(self) -> bool:
+        """Try the heads of one pass."""
+        self._found += self.measure(self._parts.pop(0))
+        return bool(self._parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """The state with all effects; ``left`` is the number of seconds that it may still take."""
+        seconds, done = time.perf_counter() - self.began, len(self._found)
+        return {
+            "run": self._run, "by": self._by, "layers": list(self._layers), "status": self.status,
+            "total": self._total, "done": done, "kl_why": self.why, "number": self._number, "error": self.error,
+            "left": round(seconds / done * (self._total - done), 1) if done else None, "heads": list(self._found),
+        }  # fmt: skip
+
+    def news(self) -> dict[str, Any]:
+        """The state with the effects that were found since the last one."""
+        new, self._told = self._found[self._told :], len(self._found)
+        return self.to_json() | {"heads": new}
+
+    def _groups(self, layers: Sequence[int]) -> list[list[LayerHead]]:
         """The heads of `layers` in groups of one pass each."""
         run = self._outcome.generation(self._model, self._spec.cache)
         row = bytes_per_row(self._model, self._outcome.canvas.shape[1], run.settings)
@@ -144,9 +163,7 @@ class HeadTrial:
         found = []
         for row in range(len(heads)):
             part = {step: values.chunk(len(heads))[row] for step, values in kept.kept.items()}
-            kl = compare(base, base, logits.kept, part, edited=True)["kl"].to_numpy()[
-                0
-            ]  # the canvases are those of `base`
+            kl = compare(base, base, logits.kept, part, edited=True)["kl"].to_numpy()[0]  # on the canvases of `base`
             found.append(None if np.isnan(kl).all() else float(np.nanmean(kl)))
         return found
 
@@ -168,3 +185,23 @@ class HeadTrial:
             differs = (ids != base)[(ids >= 0) | (base >= 0)]
             same = answer.text == self._outcome.answer.text if answer.text is not None else not differs.any()
             yield bool(same), float(differs.mean()), answer.text, right
+
+
+def requested_trial(session: "Session", run: str, body: Any) -> HeadTrial:
+    """The trial that a request asks for.
+
+    Args:
+        body: the request: ``by`` and, for the heads of one layer, ``layer``.
+
+    Raises:
+        Refused: no such run, layer or replacement, or the run has no finished step.
+    """
+    require(isinstance(body, dict) and not set(body) - {"by", "layer"}, "a trial of heads has by and layer.")
+    by, layer = body.get("by", "zero"), body.get("layer")
+    require(by in REPLACEMENTS, f"by must be one of {', '.join(REPLACEMENTS)}; got {by!r:.40}.")
+    spec, outcome = session.outcome(run)
+    model = session.model_of(run)
+    layers = range(model.cfg.n_layers)
+    known = layer is None or (type(layer) is int and layer in layers)
+    require(known, f"layer must be a number from 0 to {len(layers) - 1}, or null for all; got {layer!r:.40}.")
+    return HeadTrial(run, spec, outcome, model, by, layers if layer is None else [layer])

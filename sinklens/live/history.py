@@ -18,20 +18,26 @@ import math
 import re
 import secrets
 import tempfile
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
 
 from sinklens.errors import SinklensError
+from sinklens.live.background import Stop
 from sinklens.live.outcome import ARRAYS, RunOutcome
 from sinklens.live.refusal import Refused, read_json, require
 from sinklens.live.spec import RunSpec
 from sinklens.utils.atomic import atomic_write
+
+if TYPE_CHECKING:
+    from sinklens.live.execution import LiveRun
 
 NOTES = "notes.json"
 IN_MEMORY = 4  # outcomes that are not read again
@@ -42,26 +48,54 @@ FACTS: Mapping[str, tuple[type, ...]] = {  # of a summary: what the run came to
     "sampler": (str,), "gen_length": (int,), "steps": (int,), "steps_run": (int,), "seconds": (int, float),
     "text": (str,), "right": (bool,), "error": (str,), "weights": (str,),
 }  # fmt: skip
+SUMMARY = [name for name in FACTS if name != "weights"]  # what every summary has, if only as None
 MOST_STATES = 2_000
 STATE_CHARACTERS = 64_000
+SHOWN = 200  # characters of a prompt or an answer in the history
 
 
-class SavedRun(NamedTuple):
-    """A run found on disk.
+@dataclass
+class LabRun:
+    """A run and what became of it.
 
     Attributes:
-        id: its id.
+        id: random, made by the lab.
+        spec: what was requested.
+        status: "queued", "running", "done", "failed" or "cancelled".
         created: when, in seconds since 1970; 0 if its file cannot be read.
-        status: how it ended.
-        spec: what was requested; None if its file cannot be read.
-        facts: those of `FACTS` that its summary has; of a file that cannot be read, ``error``.
+        facts: parts of the summary that are known only later: of a run from a file those of `FACTS`, or ``error``.
+        live: the run under way.
+        stop: ends it before its next step, or before its first one.
+        removed: whether it was removed while it was running.
+        damaged: whether its file cannot be read; `spec` then says nothing.
     """
 
     id: str
-    created: float
-    status: str
-    spec: RunSpec | None
-    facts: dict[str, Any]
+    spec: RunSpec
+    status: str = "queued"
+    created: float = field(default_factory=time.time)
+    facts: dict[str, Any] = field(default_factory=dict)
+    live: "LiveRun | None" = None
+    stop: Stop = field(default_factory=Stop)
+    removed: bool = False
+    damaged: bool = False
+
+    @property
+    def readable(self) -> bool:
+        """Whether it has an outcome."""
+        return self.status in ENDED and (self.facts.get("steps_run") or 0) > 0
+
+    def summary(self) -> dict[str, Any]:
+        """The line of the history."""
+        spec = self.spec
+        prompt = spec.prompt if isinstance(spec.prompt, str) else f"token ids {spec.prompt}"
+        task = None if spec.task is None else {"task": spec.task[0], "index": spec.task[1]}
+        changes = [chip for chip in spec.chips if chip["on"]]
+        return dict.fromkeys((*SUMMARY, "name", "note")) | {
+            "id": self.id, "model": spec.model, "prompt": prompt[:SHOWN], "status": self.status,
+            "created": self.created, "seed": spec.seed, "chips": len(changes), "changes": changes,
+            "replay": spec.replay, "from_canvas": spec.canvas is not None, "task": task, "compare_to": spec.compare_to,
+        } | self.facts  # fmt: skip
 
 
 class RunHistory:
@@ -94,7 +128,7 @@ class RunHistory:
         self.notes = self._read_notes()
         self._states = {file.stem for file in (self.folder / "states").glob("*.json")}
 
-    def runs(self) -> list[SavedRun]:
+    def runs(self) -> list[LabRun]:
         """The runs in the folder, oldest first, with those that cannot be read."""
         files = (self.folder / "runs").glob("*.npz")  # one with a dot is being written, or was left by a kill
         return sorted((_found(file) for file in files if ID.fullmatch(file.stem)), key=lambda run: run.created)
@@ -235,7 +269,7 @@ def _read(file: Path, names: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict
         return record, {name: arrays[name] for name in names}
 
 
-def _found(file: Path) -> SavedRun:
+def _found(file: Path) -> LabRun:
     """The run in a file, or why it cannot be read."""
     try:
         record, _ = _read(file)
@@ -246,9 +280,10 @@ def _found(file: Path) -> SavedRun:
         facts = {name: summary.get(name) for name in FACTS}
         for name, value in facts.items():
             require(value is None or type(value) in FACTS[name], f"{name} of its summary has the wrong type.")
-        return SavedRun(file.stem, created, status, RunSpec.from_json(record["spec"]), facts)
+        return LabRun(file.stem, RunSpec.from_json(record["spec"]), status, created, facts)
     except Exception as error:  # noqa: BLE001 — NumPy may raise anything for a damaged or forged file
         reason = str(error) if isinstance(error, Refused | SinklensError) else f"{type(error).__name__}: {error}"
         text = f"{file.name} is damaged, or not a run of this version of the lab: {reason:.300}"
         warnings.warn(text.encode("ascii", "backslashreplace").decode(), stacklevel=2)
-        return SavedRun(file.stem, 0.0, "failed", None, {"error": text.encode("utf-8", "replace").decode()})
+        facts = {"error": text.encode("utf-8", "replace").decode()}
+        return LabRun(file.stem, RunSpec("", ""), "failed", 0.0, facts, damaged=True)

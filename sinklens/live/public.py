@@ -7,6 +7,7 @@ Pitfall: a browser treats all pages of one host as one site. Where a hub serves 
 another user counts as a page of the lab's own origin.
 """
 
+import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -66,3 +67,17 @@ def read_public(url: str | None, port: int) -> PublicUrl | None:
     name = f"[{host}]" if ":" in host else host
     shown = name if given in (None, PORTS[parts.scheme]) else f"{name}:{given}"
     return PublicUrl(f"{parts.scheme}://{shown}", shown, f"{parts.path.rstrip('/')}/")
+
+
+def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """`host` as an address; None if it is a name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    address = ip_address(host)
+    return host == "localhost" if address is None else address.is_loopback

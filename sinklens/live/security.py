@@ -22,16 +22,17 @@ Limitation: the connection is not encrypted. On a network that others can read, 
 
 import hashlib
 import hmac
-import ipaddress
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
-from typing import Any
 from urllib.parse import parse_qs
 
-from sinklens.live.public import PublicUrl
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sinklens.live.public import PublicUrl, ip_address, is_local
 from sinklens.live.refusal import Refused, require
 
 MOST_BYTES = 1_000_000  # of a request's body
@@ -53,12 +54,6 @@ HEADERS = {
 SAFE = ("GET", "HEAD")
 FILES = ("/static/", "/frame")  # addresses that a frame loads by the key
 FRAMES = ("iframe", "frame", "embed", "object")  # Sec-Fetch-Dest of a page inside another
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -113,12 +108,12 @@ class Guard:
         Raises:
             Refused: it may not; the text does not say what would have been right.
         """
-        given = _Headers(scope)
-        host = given.one("host")
+        given = Headers(scope=scope)
+        host = _one(given, "host")
         require(
             host is not None and self._is_ours(host), "this address is not the lab's; open the link it printed.", 421
         )
-        origin, site, header = given.one("origin"), given.one("sec-fetch-site"), given.one(TOKEN_HEADER)
+        origin, site, header = (_one(given, name) for name in ("origin", "sec-fetch-site", TOKEN_HEADER))
         entering = scope["path"] == "/" and scope["method"] in SAFE  # a link from elsewhere may lead here
         foreign = "requests from pages of other sites are refused."
         public = None if self.public is None else self.public.origin
@@ -131,15 +126,17 @@ class Guard:
         )
         require(self._admits(scope, given), "the token is missing or wrong; open the link that the lab printed.", 403)
 
-    def _admits(self, scope: Scope, given: "_Headers") -> bool:
+    def _admits(self, scope: Scope, given: Headers) -> bool:
         """Whether a request has the token, or the key of the file that it asks for."""
         query = parse_qs(scope.get("query_string", b"").decode("latin-1")) if scope["method"] in SAFE else {}
-        if scope["path"] == "/" and ("token" in query or framing(given.one("sec-fetch-dest"))):
+        if scope["path"] == "/" and ("token" in query or framing(_one(given, "sec-fetch-dest"))):
             return self.accepts(next(iter(query.get("token", ())), ""))
         if scope["path"].startswith(FILES) and "key" in query:
             return self.accepts(query["key"][0], self.key)
-        header = given.one(TOKEN_HEADER)
-        return self.accepts(given.cookie(self.cookie) or "", self.session) if header is None else self.accepts(header)
+        if (header := _one(given, TOKEN_HEADER)) is not None:
+            return self.accepts(header)
+        cookies = cookie_parser("; ".join(given.getlist("cookie")))
+        return self.accepts(cookies.get(self.cookie, ""), self.session)
 
     def accepts(self, offered: str, expected: str | None = None) -> bool:
         """Whether `offered` is the token, or `expected`, compared in constant time."""
@@ -157,7 +154,8 @@ class Guard:
             return False
         if name in LOCAL or name == self.host:
             return True
-        return not is_local(self.host) and (_is_address(name) or name in {socket.gethostname(), socket.getfqdn()})
+        ours = {socket.gethostname(), socket.getfqdn()}
+        return not is_local(self.host) and (ip_address(name) is not None or name in ours)
 
 
 def framing(destination: str | None) -> bool:
@@ -165,51 +163,17 @@ def framing(destination: str | None) -> bool:
     return destination in FRAMES
 
 
-def is_local(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True
-
-
-class _Headers:
-    """Headers of a request; one that occurs twice is refused, since two programs may read different ones."""
-
-    def __init__(self, scope: Scope) -> None:
-        self._pairs = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
-
-    def one(self, name: str) -> str | None:
-        found = [value for key, value in self._pairs if key == name]
-        require(len(found) < 2, f"the header {name} occurs twice.")
-        return found[0] if found else None
-
-    def cookie(self, name: str) -> str | None:
-        for key, value in self._pairs:
-            if key == "cookie":
-                try:
-                    jar = SimpleCookie(value)
-                except CookieError:
-                    continue
-                if name in jar:
-                    return jar[name].value
-        return None
+def _one(given: Headers, name: str) -> str | None:
+    """A header; one that occurs twice is refused, since two programs may read different ones."""
+    found = given.getlist(name)
+    require(len(found) < 2, f"the header {name} occurs twice.")
+    return found[0] if found else None
 
 
 class Guarded:
     """An ASGI application behind a `Guard`."""
 
-    def __init__(self, app: App, guard: Guard) -> None:
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app, self._guard = app, guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -223,9 +187,9 @@ class Guarded:
         sender, scope = _with_headers(send, self._guard.headers()), _below(scope, self._guard.public)
         try:
             self._guard.check(scope)
-            _check_length(_Headers(scope))
-        except Refused as refusal:
-            await refuse(refusal)(scope, receive, sender)
+            _check_length(Headers(scope=scope))
+        except Refused as refusal:  # the connection is closed, so that the body is not read
+            await JSONResponse(refusal.body, refusal.status, {"Connection": "close"})(scope, receive, sender)
             return
         await self._app(scope, receive, sender)
 
@@ -237,12 +201,12 @@ def _below(scope: Scope, public: PublicUrl | None) -> Scope:
     return {**scope, "path": "/" + scope["path"].removeprefix(public.prefix)}
 
 
-def _check_length(given: _Headers) -> None:
+def _check_length(given: Headers) -> None:
     """Refuse a body that says it is too large, or gives its length twice, since a proxy may read the other one.
 
     A body that does not say its length is counted while it is read.
     """
-    length, encoding = given.one("content-length"), given.one("transfer-encoding")
+    length, encoding = _one(given, "content-length"), _one(given, "transfer-encoding")
     require(length is None or encoding is None, "a request has Content-Length or Transfer-Encoding, not both.")
     if length is not None:
         require(length.isascii() and length.isdigit() and len(length) < 20, "Content-Length is not a number.")
@@ -254,16 +218,9 @@ def _with_headers(send: Send, extra: dict[str, str]) -> Send:
 
     async def sender(message: Message) -> None:
         if message["type"] == "http.response.start":
-            there = {name.lower() for name, _ in message["headers"]}
-            added = [(name.lower().encode(), value.encode()) for name, value in extra.items()]
-            message["headers"] = [*message["headers"], *(pair for pair in added if pair[0] not in there)]
+            headers = MutableHeaders(scope=message)
+            for name, value in extra.items():
+                headers.setdefault(name, value)
         await send(message)
 
     return sender
-
-
-def refuse(refusal: Refused) -> App:
-    """The response to a refused request; it closes the connection, so that the body is not read."""
-    from starlette.responses import JSONResponse
-
-    return JSONResponse(refusal.body, refusal.status, {"Connection": "close"})

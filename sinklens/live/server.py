@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError
-from sinklens.live.public import read_public
-from sinklens.live.security import Guard, is_local
+from sinklens.live.public import is_local, read_public
 
 if TYPE_CHECKING:
     from sinklens.live.session import LabModel
@@ -100,6 +99,7 @@ class Lab:
 
         from sinklens.live.app import build_app
         from sinklens.live.connections import MOST, Connection
+        from sinklens.live.security import Guard
         from sinklens.live.session import Session
 
         port = listener.getsockname()[1]

@@ -10,19 +10,18 @@ finished; a failed one also has an error. The model remains usable, after runnin
 import secrets
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError
 from sinklens.live import problems
+from sinklens.live.background import reason
 from sinklens.live.events import EventLog
 from sinklens.live.execution import LiveRun, check_start
-from sinklens.live.history import ENDED, RunHistory
+from sinklens.live.history import ENDED, SHOWN, LabRun, RunHistory
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import Refused, require
 from sinklens.live.spec import MOST_REPLAYS, CanvasEdit, RunSpec, read_request
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 MOST_KEPT = 500  # runs of a lab without --keep
 MOST_NAME, MOST_NOTE = 200, 5_000  # characters
-SHOWN = 200  # characters of a prompt or an answer in the history
 
 
 @dataclass(frozen=True)
@@ -50,58 +48,6 @@ class LabModel:
     name: str
     model: "Model"
     loading: str
-
-
-@dataclass
-class LabRun:
-    """A run and what became of it.
-
-    Attributes:
-        id: random, made by the lab.
-        spec: what was requested.
-        status: "queued", "running", "done", "failed" or "cancelled".
-        facts: parts of the summary that are known only later.
-        live: the run under way.
-        removed: whether it was removed while it was running.
-        stopped: whether it was cancelled, perhaps before `live` existed.
-        damaged: whether its file cannot be read; `spec` then says nothing.
-    """
-
-    id: str
-    spec: RunSpec
-    status: str = "queued"
-    created: float = field(default_factory=time.time)
-    facts: dict[str, Any] = field(default_factory=dict)
-    live: LiveRun | None = None
-    removed: bool = False
-    stopped: bool = False
-    damaged: bool = False
-
-    @property
-    def readable(self) -> bool:
-        """Whether it has an outcome."""
-        return self.status in ENDED and (self.facts.get("steps_run") or 0) > 0
-
-    def stop(self) -> None:
-        """Stop it before its next step, or before its first one."""
-        self.stopped = True
-        if self.live is not None:
-            self.live.stop()
-
-    def summary(self) -> dict[str, Any]:
-        """The line of the history."""
-        spec = self.spec
-        prompt = spec.prompt if isinstance(spec.prompt, str) else f"token ids {spec.prompt}"
-        task = None if spec.task is None else {"task": spec.task[0], "index": spec.task[1]}
-        empty = dict.fromkeys(
-            ("sampler", "gen_length", "steps", "steps_run", "seconds", "text", "right", "error", "name", "note"), None
-        )
-        return empty | {
-            "id": self.id, "model": spec.model, "prompt": prompt[:SHOWN], "status": self.status,
-            "created": self.created, "seed": spec.seed, "chips": sum(chip["on"] for chip in spec.chips),
-            "changes": [chip for chip in spec.chips if chip["on"]],
-            "replay": spec.replay, "from_canvas": spec.canvas is not None, "task": task, "compare_to": spec.compare_to,
-        } | self.facts  # fmt: skip
 
 
 class Session:
@@ -125,10 +71,10 @@ class Session:
         self._lock = threading.RLock()
         self._runs: dict[str, LabRun] = {}
         self._weights: dict[str, str] = {}
-        for found in self.history.runs():
-            spec = found.spec or RunSpec(next(iter(self.models)), "")
-            facts = found.facts | self.history.notes.get(found.id, {})
-            self._runs[found.id] = LabRun(found.id, spec, found.status, found.created, facts, damaged=not found.spec)
+        for run in self.history.runs():
+            run.facts |= self.history.notes.get(run.id, {})
+            run.spec = replace(run.spec, model=run.spec.model or next(iter(self.models)))
+            self._runs[run.id] = run
 
     # Runs
 
@@ -139,7 +85,7 @@ class Session:
             Refused: the request is malformed, names something unknown, cannot begin, or the queue is full.
         """
         run = LabRun(secrets.token_hex(8), self._specified(read_request(body)))
-        check_start(run.spec, self.model(run.spec.model), self._ended_replay(run.spec))
+        check_start(run.spec, self.model(run.spec.model), self._replayed(run.spec))
         with self._lock:  # the run reports nothing before it has taken this lock
             self.thread.run(run.id, lambda: self._carry_out(run))
             self._runs[run.id] = run
@@ -156,7 +102,7 @@ class Session:
                 run.facts["steps_run"] = 0
                 self.events.add("cancelled", run=run_id, summary=run.summary())
             elif run.status in ("queued", "running"):
-                run.stop()
+                run.stop.requested = True
 
     def remove(self, run_id: str) -> None:
         """Remove a run, and its file; a run under way is cancelled first."""
@@ -274,7 +220,7 @@ class Session:
         """Stop the run under way, end the connections, and delete what is not kept."""
         with self._lock:
             for run in self._runs.values():
-                run.stop()
+                run.stop.requested = True
         for end in self.at_close:
             end()
         self.thread.close()
@@ -312,20 +258,12 @@ class Session:
         tokens = {place - first: canvas[place] for place in range(outcome.prompt_length, length) if canvas[place] >= 0}
         return CanvasEdit(edit.run, edit.step, tokens | edit.tokens)
 
-    def _ended_replay(self, spec: RunSpec) -> Generation | None:
+    def _replayed(self, spec: RunSpec) -> Generation | None:
         """The run that `spec` replays, if it has ended: one that is still running is checked when its turn comes."""
         if spec.replay is None or self.run(spec.replay).status not in ENDED:
             return None
         replayed, outcome = self.outcome(spec.replay)
         return outcome.generation(self.model(spec.model), replayed.cache)
-
-    def _replayed(self, spec: RunSpec) -> Generation | None:
-        """The run that `spec` replays."""
-        if spec.replay is None:
-            return None
-        _, outcome = self.outcome(spec.replay)
-        self.model_of(spec.replay)
-        return outcome.generation(self.model(spec.model), spec.cache)
 
     def _weights_of(self, name: str) -> str:
         if name not in self._weights:
@@ -336,11 +274,8 @@ class Session:
         """Run in the model thread; whatever goes wrong there becomes the run's error."""
         try:
             self._attempt(run)
-        except (SinklensError, Refused) as error:
-            self._fail(run, str(error))
-        except Exception as error:  # noqa: BLE001 — the lab outlives a run that crashes; the traceback is printed
-            traceback.print_exc()
-            self._fail(run, f"the run crashed with {type(error).__name__}: {error}. The terminal has the traceback.")
+        except Exception as error:  # noqa: BLE001 — the lab outlives a run that crashes
+            self._fail(run, reason(error, "the run"))
         finally:
             run.live = None
 
@@ -348,16 +283,18 @@ class Session:
         def report(kind: str, **data: Any) -> None:
             self.events.add(kind, run=run.id, **data)
 
-        live = LiveRun(run.spec, self.model(run.spec.model), self._replayed(run.spec), report)
+        if run.spec.replay is not None:
+            self.model_of(run.spec.replay)  # refuses a run of other weights
+        live = LiveRun(run, self.model(run.spec.model), self._replayed(run.spec), report)
         with self._lock:
             if run.status != "queued" or run.removed:
                 return
             run.live, run.status = live, "running"
-            if run.stopped:
-                live.stop()
             run.facts |= {"steps": live.denoising.settings.most_steps, "gen_length": live.denoising.settings.gen_length}
         outcome = live.carry_out()
-        status = "cancelled" if live.stopped and (outcome is None or outcome.steps < run.facts["steps"]) else "done"
+        status = (
+            "cancelled" if run.stop.requested and (outcome is None or outcome.steps < run.facts["steps"]) else "done"
+        )
         _note(run, live, outcome)
         if self.history.kept:
             run.facts["weights"] = self._weights_of(run.spec.model)

@@ -134,10 +134,10 @@ class RunSpec:
         found = {"cache": None} | found  # records of earlier versions have none
         require(set(found) == names, "the record of a run lacks fields, or has others.")
         require(depth <= MOST_REPLAYS, f"a record holds at most {MOST_REPLAYS} replays.")
-        prompt, task, edit = found["prompt"], found["task"], found["canvas"]
+        prompt, task = found["prompt"], found["task"]
         read = read_request(
             {name: found[name] for name in FIELDS if name in names - {"prompt", "canvas"}}
-            | {"ids" if isinstance(prompt, list) else "prompt": prompt}
+            | {"ids" if isinstance(prompt, list) else "prompt": prompt, "canvas": _as_requested(found["canvas"])}
         )
         require(read.model != "", "model must be a short text.")
         require((found["replay"] is None) == (found["replayed"] is None), "a replay needs the run that it replays.")
@@ -146,7 +146,6 @@ class RunSpec:
             read,
             task=None if task is None else _task(task),
             replayed=None if found["replayed"] is None else cls.from_json(found["replayed"], depth + 1),
-            canvas=None if edit is None else _edit(edit),
         )
 
 
@@ -255,16 +254,12 @@ def _task(given: Any) -> tuple[str, int]:
     return given[0], given[1]
 
 
-def _edit(given: Any) -> CanvasEdit:
-    """The canvas of a record."""
-    valid = isinstance(given, dict) and isinstance(given.get("run"), str) and is_index(given.get("step"))
-    tokens = given.get("tokens") if valid else None
-    require(isinstance(tokens, dict), "canvas must be {run, step, tokens: {position: token}}.")
-    assert isinstance(tokens, dict)
-    pairs = [[int(place), token] for place, token in tokens.items() if place.isascii() and place.isdigit()]
-    whole = len(pairs) == len(tokens) and all(map(is_index, [value for pair in pairs for value in pair]))
-    require(whole, "canvas.tokens must map positions to tokens.")
-    return CanvasEdit(given["run"], given["step"], dict(pairs))
+def _as_requested(edit: Any) -> Any:
+    """The canvas of a record as a request gives it."""
+    if not isinstance(edit, dict) or not isinstance(edit.get("tokens"), dict):
+        return edit
+    cells = [[int(at) if at.isascii() and at.isdigit() else at, token] for at, token in edit["tokens"].items()]
+    return {"run_id": edit.get("run"), "step": edit.get("step"), "cells": cells}
 
 
 def _canvas(given: Any) -> CanvasEdit | None:

@@ -83,7 +83,7 @@ def test_a_damaged_file_is_listed_and_the_others_open(run, tmp_path):
     (tmp_path / "runs" / "ends with a space .npz").write_bytes(complete)
     with pytest.warns(UserWarning, match=r"cut\.npz is damaged, or not a run of this version of the lab: BadZipFile"):
         cut, good = RunHistory(tmp_path).runs()
-    assert (cut.id, cut.status, cut.spec, good.id) == ("cut", "failed", None, "good")
+    assert (cut.id, cut.status, cut.damaged, good.id) == ("cut", "failed", True, "good")
     assert good.spec == RunSpec.from_json(SPEC)
     assert good.facts["text"] == "a"
 

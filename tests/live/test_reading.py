@@ -7,7 +7,7 @@ import torch
 import sinklens
 from sinklens.live import comparing, reading, saving
 from sinklens.live.execution import denoising
-from sinklens.live.heads import HeadTrial, Stop
+from sinklens.live.heads import HeadTrial
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.spec import RunSpec
 from sinklens.sinks import Record
@@ -67,14 +67,14 @@ def test_two_runs_are_compared_and_every_head_is_tried(canvas_model):
     same = comparing.divergence(specs[:1] * 2, outcomes[:1] * 2, canvas_model)
     assert same[0] == pytest.approx(0, abs=1e-6)
     assert comparing.divergence(specs, outcomes, canvas_model)[0] > 1e-5
-    (effect,) = HeadTrial(specs[0], outcomes[0], canvas_model, "zero", Stop()).measure([(0, 0)])
+    (effect,) = HeadTrial("", specs[0], outcomes[0], canvas_model).measure([(0, 0)])
     assert effect["kl"] == pytest.approx(np.nanmean([comparing.divergence(specs, outcomes, canvas_model)[0]]), rel=0.2)
 
 
 def test_answers_of_several_canvases_are_tried_without_kl(canvas_model):
     spec = RunSpec("tiny-canvas", PROMPT, settings={"gen_length": 48})
     outcome = outcome_of(spec, canvas_model)
-    trial = HeadTrial(spec, outcome, canvas_model, "zero", Stop())
+    trial = HeadTrial("", spec, outcome, canvas_model)
     assert trial.why == "KL compares complete answers; run with a gen_length of one canvas."
     (effect,) = trial.measure([(0, 0)])
     assert (effect["kl"], effect["same"]) == (None, True)

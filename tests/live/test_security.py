@@ -13,7 +13,8 @@ from lab_client import Client
 from sinklens.errors import SinklensError
 from sinklens.live import app, connections
 from sinklens.live.chips import MOST_CHIPS
-from sinklens.live.security import MOST_BYTES, Guard, is_local
+from sinklens.live.public import is_local
+from sinklens.live.security import MOST_BYTES, Guard
 from sinklens.live.server import bound, warning_of
 from sinklens.live.spec import MOST_CHARACTERS
 from sinklens.live.thread import MOST_RUNS

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from sinklens.live.chips import read_chips
+from sinklens.live.history import LabRun
 from sinklens.live.refusal import Refused
 from sinklens.live.script import script
-from sinklens.live.session import LabModel, LabRun, Session
+from sinklens.live.session import LabModel, Session
 from sinklens.live.spec import MOST_REPLAYS, CanvasEdit, RunSpec
 
 CODE = "1); __import__('os').system('true') #"
@@ -49,13 +50,19 @@ FORGED = {  # name: (what differs in the record, text)
     "a model that is a list": ({"model": ["m"]}, "model must be a short text"),
     "no model": ({"model": None}, "model must be a short text"),
     "a sampler that is a list": ({"sampler": ["llada"]}, "sampler must be a short text"),
-    "a canvas that is code": ({"canvas": {"run": "x", "step": 0, "tokens": {CODE: 1}}}, "must map positions to tokens"),
+    "a canvas that is code": (
+        {"canvas": {"run": "x", "step": 0, "tokens": {CODE: 1}}},
+        "canvas must be .run_id, step, cells",
+    ),
     "a token that is code": (
         {"canvas": {"run": "x", "step": 0, "tokens": {"1": CODE}}},
-        "must map positions to tokens",
+        "canvas must be .run_id, step, cells",
     ),
-    "a position that is a superscript": ({"canvas": {"run": "x", "step": 0, "tokens": {"²": 1}}}, "must map positions"),
-    "a canvas that is a list": ({"canvas": []}, "canvas must be .run, step, tokens"),
+    "a position that is a superscript": (
+        {"canvas": {"run": "x", "step": 0, "tokens": {"²": 1}}},
+        "canvas must be .run_id, step, cells",
+    ),
+    "a canvas that is a list": ({"canvas": []}, "canvas must be .run_id, step, cells"),
     "a replay without its run": ({"replay": "x"}, "a replay needs the run that it replays"),
     "a forged replay": ({"replay": "x", "replayed": {"seed": CODE}}, "the record of a run lacks fields"),
     "a further field": ({"code": CODE}, "the record of a run lacks fields, or has others"),
