@@ -111,9 +111,9 @@ BEHIND_ROOMS = {  # what the lab takes from inside a room; an entry may leave th
     "experiments": {"Stacked", "bytes_per_row", "refuse_canvas"},
     "families": {"find_sampler", "fitting"},
     "hooks": {"MODES", "PassKind"},
-    "model": {"LoadRequest", "fitting"},
+    "model": {"fitting"},
     "runs": {"Denoising", "RunRequest"},
-    "sampling": {"Listener", "State"},
+    "sampling": {"State"},
     "views": {"Material", "Numbers", "build", "html", "layer_maps", "patterns_at", "run_data", "visible"},
 }
 

@@ -12,8 +12,9 @@ Caveat: where replacing the activations by their mean hardly costs anything, `re
 look at the losses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,12 +33,13 @@ from sinklens.interventions import MaskedLogits
 from sinklens.interventions.rules import Rule
 from sinklens.runs import generate
 from sinklens.runs.intervention import Pairs, Reader, RunContext
+from sinklens.utils.arguments import Count, read_as
 
 if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
-MEASURES = ("explained_variance", "dead", "firing", "loss", "loss_spliced", "loss_mean", "recovered", "places")
+MEASURES = ("explained_variance", "dead", "firing", "loss", "loss_spliced", "loss_mean", "places")
 LOSSES = ("loss", "loss_spliced", "loss_mean")
 
 
@@ -87,30 +89,17 @@ def assess(
     Raises:
         SettingError: an autoregressive model, which has no undecided positions.
     """
-    if model.mask_token_id is None:
-        raise SettingError(f"assess compares losses at undecided positions, and {model.name} has none.")
-    listed = [states_of(scope) for scope in scopes]
-    seen = [Moments(sae, point, scope=states, to=to) for states in listed]
-    shared = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
-    logits = MaskedLogits()
-    base = generate(model, list(prompts), hooks=[*seen, logits], **shared)
-    loss = float(token_losses(base, logits).mean())
-
-    def under(splice: SpliceSAE) -> float:
-        generate(model, list(prompts), hooks=[splice, logits], replay=base, **shared)
-        return float(token_losses(base, logits).mean())
-
+    seen = [Moments(sae, point, scope=states_of(scope), to=to) for scope in scopes]
+    runs = _Runs(model, prompts, seen, seed=seed, chat_template=chat_template, **settings)
     rows = []
-    for states, moments in zip(listed, seen, strict=True):
-        row = dict.fromkeys(MEASURES, float("nan")) | {"loss": loss, "places": moments.count}
-        if moments.count:
-            row |= moments.measures()
-            row["loss_spliced"] = under(SpliceSAE(sae, point, scope=states, to=to))
-            row["loss_mean"] = under(SpliceSAE(Mean(moments.mean.float()), to or point, scope=states))
-            row["recovered"] = (row["loss_mean"] - row["loss_spliced"]) / (row["loss_mean"] - loss)
+    for moments in seen:
+        row = dict.fromkeys(MEASURES, float("nan")) | {"loss": float(runs.losses.mean()), "places": moments.fit.count}
+        if moments.fit.count:
+            losses = {name: float(values.mean()) for name, values in runs.compared(moments).items()}
+            row |= moments.fit.measures() | losses
         rows.append(row)
     names = [scope if isinstance(scope, str) else "+".join(scope) for scope in scopes]
-    return xr.Dataset({name: ("scope", [row[name] for row in rows]) for name in MEASURES}, {"scope": names})
+    return _with_recovered({name: [row[name] for row in rows] for name in MEASURES}, "scope", names)
 
 
 def assess_by_share(
@@ -148,27 +137,50 @@ def assess_by_share(
     Raises:
         SettingError: an autoregressive model, or buckets below 1.
     """
-    if model.mask_token_id is None or buckets < 1:
-        raise SettingError(f"assess_by_share needs a model with a mask token ({model.name}) and at least one bucket.")
-    states = states_of(scope)
-    moments, logits = Moments(sae, point, scope=states, to=to), MaskedLogits()
-    shared = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
-    base = generate(model, list(prompts), hooks=[moments, logits], **shared)
-    losses = [token_losses(base, logits).numpy()]
-    mean = SpliceSAE(Mean(moments.mean.float()), to or point, scope=states)
-    for splice in (SpliceSAE(sae, point, scope=states, to=to), mean):
-        generate(model, list(prompts), hooks=[splice, logits], replay=base, **shared)
-        losses.append(token_losses(base, logits).numpy())
-    bucket = _buckets(base, buckets)
-    found = {name: np.full(buckets, np.nan) for name in LOSSES}
-    places = np.array([(bucket == number).sum() for number in range(buckets)])
-    for number in np.flatnonzero(places):
-        for name, values in zip(LOSSES, losses, strict=True):
-            found[name][number] = values[bucket == number].mean()
-    loss, spliced, of_mean = (found[name] for name in LOSSES)
-    data = {**found, "recovered": (of_mean - spliced) / (of_mean - loss), "places": places}
-    coords = {"bucket": np.arange(1, buckets + 1) / buckets}
-    return xr.Dataset({name: ("bucket", value) for name, value in data.items()}, coords)
+    read_as(Count, "buckets", buckets)
+    moments = Moments(sae, point, scope=states_of(scope), to=to)
+    runs = _Runs(model, prompts, [moments], seed=seed, chat_template=chat_template, **settings)
+    bucket = _buckets(runs.base, buckets)
+    places = np.bincount(bucket, minlength=buckets)
+    sums = {name: np.bincount(bucket, values, buckets) for name, values in runs.compared(moments).items()}
+    means = {name: total / np.where(places, places, np.nan) for name, total in sums.items()}
+    return _with_recovered({**means, "places": places}, "bucket", np.arange(1, buckets + 1) / buckets)
+
+
+class _Runs:
+    """The unchanged run of some prompts, and runs of its canvases with an SAE spliced in.
+
+    Attributes:
+        base: the unchanged run, which `seen` read.
+        losses: those of `token_losses`.
+
+    Raises:
+        SettingError: an autoregressive model.
+    """
+
+    def __init__(self, model: "Model", prompts: Sequence[Any], seen: Sequence["Moments"], **given: Any) -> None:
+        if model.mask_token_id is None:
+            raise SettingError(f"assess compares losses at undecided positions, and {model.name} has none.")
+        self._run = partial(generate, model, list(prompts), **{"record_sinks": False, "progress": False, **given})
+        self._logits = MaskedLogits()
+        self.base = self._run(hooks=[*seen, self._logits])
+        self.losses = token_losses(self.base, self._logits).numpy()
+
+    def compared(self, moments: "Moments") -> dict[str, np.ndarray]:
+        """The losses of the unchanged run, with the SAE, and with the mean in place of the activations."""
+        scope, point = moments.scope, moments.point
+        mean = SpliceSAE(Mean(moments.fit.mean.float()), moments.to or point, scope=scope)
+        losses = [self.losses]
+        for splice in (SpliceSAE(moments.sae, point, scope=scope, to=moments.to), mean):
+            self._run(hooks=[splice, self._logits], replay=self.base)
+            losses.append(token_losses(self.base, self._logits).numpy())
+        return dict(zip(LOSSES, losses, strict=True))
+
+
+def _with_recovered(columns: Mapping[str, Any], axis: str, names: Any) -> xr.Dataset:
+    """The columns as a Dataset, with ``recovered``."""
+    data = xr.Dataset({name: (axis, values) for name, values in columns.items()}, {axis: names})
+    return data.assign(recovered=(data["loss_mean"] - data["loss_spliced"]) / (data["loss_mean"] - data["loss"]))
 
 
 def _buckets(base: "Generation", buckets: int) -> np.ndarray:
@@ -189,12 +201,47 @@ def token_losses(base: "Generation", logits: MaskedLogits) -> Float[Tensor, " un
     return torch.cat(parts)
 
 
-@dataclass(eq=False)
-class Moments(Reader):
-    """Sums over the places of a run.
+class Fit:
+    """How well an autoencoder reconstructs, from sums over the activations that were added.
 
     Attributes:
-        sums: those of the last run.
+        count: number of activations.
+    """
+
+    def __init__(self) -> None:
+        self.count, self._missed, self._squares = 0, 0.0, 0.0
+        self._total: Any = 0.0
+        self._fired: Any = 0
+
+    def add(self, y: Tensor, made: Tensor, features: Tensor) -> None:
+        """Add activations [place, d], what the autoencoder makes of them, and the features that it has there."""
+        self.count += len(y)
+        self._missed += float((y - made).double().pow(2).sum())
+        self._squares += float(y.double().pow(2).sum())
+        self._total = self._total + y.double().sum(dim=0).cpu()
+        self._fired = self._fired + (features > 0).sum(dim=0).cpu()
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean activation."""
+        return self._total / self.count
+
+    def measures(self) -> dict[str, float]:
+        """Those of `MEASURES` that need no further run."""
+        variance = self._squares - self.count * float(self.mean.pow(2).sum())
+        return {
+            "explained_variance": 1 - self._missed / variance,
+            "dead": float((self._fired == 0).float().mean()),
+            "firing": float(self._fired.sum()) / self.count,
+        }
+
+
+@dataclass(eq=False)
+class Moments(Reader):
+    """Reads how well an SAE reconstructs the places of a run.
+
+    Attributes:
+        fit: that of the last run.
     """
 
     sae: Any
@@ -202,7 +249,7 @@ class Moments(Reader):
     _: KW_ONLY
     scope: Scope = "all"
     to: str | None = None
-    sums: dict[str, Any] = field(default_factory=dict, init=False)
+    fit: Fit = field(default_factory=Fit, init=False)
 
     @property
     def rule(self) -> Rule | None:
@@ -212,8 +259,7 @@ class Moments(Reader):
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
         pair = PointPair(model, self.point, self.to)
-        places = PointPlaces(self, model, run, pair.write)
-        sums = self.sums = {"count": 0, "missed": 0.0, "squares": 0.0, "total": 0.0, "fired": 0}
+        places, self.fit = PointPlaces(self, model, run, pair.write), Fit()
 
         def add(value: Tensor, hook: Point) -> None:
             chosen, read = places.selected(hook, value), pair.taken(value)
@@ -221,31 +267,6 @@ class Moments(Reader):
                 return
             x, y = read[chosen].flatten(1).float(), value[chosen].flatten(1).float()
             features = self.sae.encode(x)
-            made = decoded(self.sae, features, None if self.to is None else x)
-            sums["count"] += len(y)
-            sums["missed"] += float((y - made).double().pow(2).sum())
-            sums["squares"] += float(y.double().pow(2).sum())
-            sums["total"] = sums["total"] + y.double().sum(dim=0).cpu()
-            sums["fired"] = sums["fired"] + (features > 0).sum(dim=0).cpu()
+            self.fit.add(y, decoded(self.sae, features, None if self.to is None else x), features)
 
         return places.around([*pair.hooks(), (pair.write, add)])
-
-    @property
-    def count(self) -> int:
-        """Number of places."""
-        return int(self.sums["count"])
-
-    @property
-    def mean(self) -> Tensor:
-        """Mean activation."""
-        return self.sums["total"] / self.count
-
-    def measures(self) -> dict[str, float]:
-        """Those of `MEASURES` that need no further run."""
-        variance = self.sums["squares"] - self.count * float(self.mean.pow(2).sum())
-        fired = self.sums["fired"]
-        return {
-            "explained_variance": 1 - self.sums["missed"] / variance,
-            "dead": float((fired == 0).float().mean()),
-            "firing": float(fired.sum()) / self.count,
-        }

@@ -10,7 +10,7 @@ hardly different activations; collect "masked" and "decided" positions separatel
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +27,6 @@ from sinklens.features.places import (
     PointPlaces,
     Scope,
     places_of_step,
-    state_masks,
     states_of,
     states_of_run,
     stream_point,
@@ -36,6 +35,7 @@ from sinklens.features.places import (
 from sinklens.features.store import COLUMNS, ActivationStore, array_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.rules import Rule
+from sinklens.interventions.scores import states_now
 from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
@@ -99,7 +99,8 @@ def collect(
         SettingError: there are no prompts, a batch below 1, `layers` or `record_sinks` without a detector, a model
             without a mask token, or `to` holds something else.
     """
-    _check(model, prompts, point, batch, detector, layers, record_sinks)
+    listed = listed_prompts(prompts, "collect")
+    _check(model, point, batch, detector, layers, record_sinks)
     names = _names(model, point)
     if not names or len(set(names)) < len(names):
         raise SettingError(f"collect needs at least one point, each once; got {point!r}.")
@@ -110,7 +111,6 @@ def collect(
     ]
     take = takes[0]
     seen_in = within("layer", layers, model.cfg.n_layers)
-    listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
     about = {
         **_place_settings(take, detector, layers, record_sinks), **run_settings(model, listed, settings, cache),
         "seed": seed, "chat_template": chat_template, "dtype": dtype,
@@ -119,8 +119,7 @@ def collect(
     batch = 1 if detector is not None and take.by_blocks and model.tree.attention_blocks is not None else batch
     widths = widths_at(model, names)
     store = ActivationStore.begin(to, about, widths[names[0]] if isinstance(point, str) else widths)
-    while (start := store.prompts_done) < len(listed):
-        part = without_copies(listed[start : start + batch])
+    for start, part in batches(listed, lambda: store.prompts_done, batch, report):
         run = generate(
             model, part, seed=seed, chat_template=chat_template, hooks=takes, progress=False, cache=cache,
             record_sinks=False if detector is None else record_sinks or True, **settings,
@@ -130,8 +129,6 @@ def collect(
             found = run.sinks.detect(detector).isel(layer=seen_in).any(("layer", "head")).to_numpy()
         rows = [one.rows(run, start, found) for one in takes]
         store.append(rows[0] if isinstance(point, str) else _joined(names, rows), start + len(part))
-        if report is not None:
-            report(store.prompts_done, len(listed))
     return store
 
 
@@ -172,9 +169,7 @@ def store_size(
         SettingError: no prompts, a sample below 1, or see `collect`.
     """
     read_as(Count, "sample", sample)
-    if isinstance(prompts, str) or not len(prompts):
-        raise SettingError("store_size needs a list of at least one prompt.")
-    some = prompts[:sample]
+    some = listed_prompts(prompts, "store_size")[:sample]
     counts = []
     for prompt in some:
         run = generate(model, [prompt], record_sinks=False, progress=False, **settings)
@@ -210,19 +205,34 @@ def _joined(names: Sequence[str], rows: Sequence[dict[str, np.ndarray]]) -> dict
     }
 
 
-def without_copies(prompts: list[Any]) -> list[Any]:
-    """The prompts before the first that repeats an earlier one."""
-    repeated = (at for at, prompt in enumerate(prompts) if prompt in prompts[:at])
-    return prompts[: next(repeated, len(prompts))]
+def batches(
+    prompts: list[Any], done: Callable[[], int], size: int, report: OnProgress | None
+) -> Iterator[tuple[int, list[Any]]]:
+    """The prompts that are not done, in batches without copies, each with the number of its first prompt."""
+    while (first := done()) < len(prompts):
+        part = prompts[first : first + size]
+        repeated = (at for at, prompt in enumerate(part) if prompt in part[:at])
+        yield first, part[: next(repeated, len(part))]
+        if report is not None:
+            report(done(), len(prompts))
+
+
+def listed_prompts(prompts: Sequence[Any], what: str) -> list[Any]:
+    """The prompts as texts and lists of ids.
+
+    Raises:
+        SettingError: there are none.
+    """
+    if isinstance(prompts, str) or not len(prompts):
+        raise SettingError(f"{what} needs a list of at least one prompt.")
+    return [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
 
 
 def _check(
-    model: Model, prompts: Sequence[Any], point: str | Sequence[str], batch: int, detector: Detector | None,
-    layers: Sequence[int] | None, record_sinks: Record | None,
+    model: Model, point: str | Sequence[str], batch: int, detector: Detector | None, layers: Sequence[int] | None,
+    record_sinks: Record | None,
 ) -> None:  # fmt: skip
     """Refuse arguments of `collect` that cannot be carried out."""
-    if isinstance(prompts, str) or not len(prompts):
-        raise SettingError("collect needs a list of at least one prompt.")
     read_as(Count, "batch", batch)
     if detector is None and (layers is not None or record_sinks is not None):
         raise SettingError("layers= and record_sinks= belong to detector=; pass a detector or leave them out.")
@@ -373,14 +383,11 @@ def _rows(value: Tensor, chosen: Tensor, canvas: Canvas, run: RunContext, step: 
     assert canvas.now is not None
     row, column = (index.cpu() for index in chosen.nonzero(as_tuple=True))
     column = column + run.forward_pass.first(value.shape[1])
-    states = state_masks(canvas.now, run.prompt_length)
-    state = sum(number * states[name].cpu() for number, name in enumerate(STATES))
-    assert isinstance(state, Tensor)
     return {
         "activation": value[chosen].detach().flatten(1).float().cpu().numpy(),
         "row": row.numpy(),
         "column": column.numpy(),
         "step": np.full(len(row), step),
-        "state": state[row, column].numpy(),
+        "state": states_now(run, canvas.now).cpu()[row, column].numpy(),
         "token_id": canvas.now.ids.cpu()[row, column].numpy(),
     }

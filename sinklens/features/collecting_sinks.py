@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 import xarray as xr
 
 from sinklens.errors import SettingError
-from sinklens.features.collecting import run_settings, without_copies
+from sinklens.features.collecting import batches, listed_prompts, run_settings
 from sinklens.model import Model
 from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
@@ -79,9 +78,9 @@ def collect_sinks(
     Raises:
         SettingError: there are no prompts, an argument is wrong or does not apply, or `to` holds something else.
     """
-    _check(prompts, keep, detector, dtype)
+    listed = listed_prompts(prompts, "collect_sinks")
+    _check(keep, detector, dtype)
     read_as(Count, "batch", batch), read_as(Count, "top_k", top_k)
-    listed = [prompt if isinstance(prompt, str) else torch.as_tensor(prompt).tolist() for prompt in prompts]
     found = detector or EpsilonOverMean()
     about = {
         **run_settings(model, listed, settings, cache), "seed": seed, "chat_template": chat_template, "dtype": dtype,
@@ -91,8 +90,7 @@ def collect_sinks(
     }  # fmt: skip
     steps, positions = _sizes(model, listed, seed, chat_template, settings)
     store = RunStore.begin(to, about, steps, positions)
-    while (first := len(store)) < len(listed):
-        part = without_copies(listed[first : first + batch])
+    for _, part in batches(listed, lambda: len(store), batch, report):
         into = _Into(store, keep, top_k, found, len(part))
         record = Record(quantities, exact=exact, reduce=into.take)
         run = generate(
@@ -102,14 +100,10 @@ def collect_sinks(
         per_run = {"is_real": run.real.numpy(), "unmask_step": run.unmask_step.numpy().astype(np.int32)}
         per_run |= {"steps_run": np.full(len(part), run.steps_run, dtype=np.int32)} | into.bounds()
         store.end_batch(per_run, into.attributes(positions))
-        if report is not None:
-            report(len(store), len(listed))
     return store
 
 
-def _check(prompts: Sequence[Any], keep: str, detector: Detector | None, dtype: str) -> None:
-    if isinstance(prompts, str) or not len(prompts):
-        raise SettingError("collect_sinks needs a list of at least one prompt.")
+def _check(keep: str, detector: Detector | None, dtype: str) -> None:
     read_as(Keep, "keep", keep), read_as(StoredType, "dtype", dtype)
     if detector is not None and keep != "sinks":
         raise SettingError(f"detector= belongs to keep='sinks'; with keep={keep!r} leave it out.")

@@ -17,6 +17,7 @@ import torch
 
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.features.autoencoder import SparseAutoencoder
+from sinklens.features.saelens import check_names
 
 FILE = "params.npz"
 TENSORS = ("W_enc", "b_enc", "W_dec", "b_dec", "threshold")
@@ -43,11 +44,7 @@ def load_gemma_scope(
             arrays = {name: opened[name] for name in opened.files}
     except (OSError, ValueError, BadZipFile, AttributeError, TypeError) as error:
         raise CheckpointError(f"{file} is no readable {FILE}: {error}. Pass the file or its folder.") from error
-    if set(arrays) != set(TENSORS):
-        raise CheckpointError(
-            f"{file} must hold {', '.join(TENSORS)}; missing: {_listed(set(TENSORS) - set(arrays))}; not known: "
-            f"{_listed(set(arrays) - set(TENSORS))}."
-        )
+    check_names(arrays, TENSORS, file)
     tensors: dict[str, Any] = {name: torch.from_numpy(np.array(arrays[name], dtype=np.float32)) for name in TENSORS}
     try:
         sae = SparseAutoencoder(
@@ -57,7 +54,3 @@ def load_gemma_scope(
     except (SettingError, ValueError) as error:
         raise CheckpointError(f"{file}: {error}") from error
     return sae.to(device)
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names)) or "none"

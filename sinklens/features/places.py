@@ -23,7 +23,8 @@ from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import Places
 from sinklens.interventions.rules import Chooser, Moment, OfStep, Rule
-from sinklens.runs.intervention import HookSource, RunContext, Snapshot
+from sinklens.interventions.scores import states_now
+from sinklens.runs.intervention import HookSource, RunContext
 from sinklens.sinks.kinds import STATES, PlaceState
 
 if TYPE_CHECKING:
@@ -49,13 +50,6 @@ def states_of(scope: Scope) -> tuple[str, ...]:
         )
     chosen = {state for name in given for state in NAMED.get(name, (name,))}
     return tuple(name for name in STATES if name in chosen)
-
-
-def state_masks(canvas: Snapshot, prompt_length: int) -> dict[str, Bool[Tensor, "batch pos"]]:
-    """True where a position of the canvas is in each state of `STATES`; padding counts as prompt."""
-    prompt = torch.arange(canvas.ids.shape[1], device=canvas.ids.device) < prompt_length
-    masked = canvas.undecided & ~prompt
-    return {"prompt": prompt.expand_as(masked), "masked": masked, "committed": ~masked & ~prompt}
 
 
 def states_of_run(run: "Generation") -> Int[np.ndarray, "batch step pos"]:
@@ -133,8 +127,9 @@ class InScope(OfStep):
     def at(self, now: Moment) -> Bool[Tensor, "batch 1 1 pos"]:
         """See `Rule.at`."""
         assert now.canvas is not None, "every step of a run has a canvas"
-        masks = state_masks(now.canvas, now.need_run().prompt_length)
-        return torch.stack([masks[name] for name in states_of(self.scope)]).any(dim=0)[:, None, None]
+        states = states_now(now.need_run(), now.canvas)
+        numbers = [STATES.index(name) for name in states_of(self.scope)]
+        return torch.isin(states, torch.tensor(numbers, device=states.device))[:, None, None]
 
 
 class PointPlaces(Places):

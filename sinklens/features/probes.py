@@ -228,32 +228,30 @@ def _inverse_covariance(x: np.ndarray, y: np.ndarray, classes: np.ndarray, means
     return np.asarray(np.linalg.pinv(ledoit_wolf(residual, assume_centered=True)[0], hermitian=True))
 
 
-def _standardized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x with mean 0 and deviation 1 in every dimension that varies; its means and deviations."""
-    mean, deviation = x.mean(axis=0), x.std(axis=0)
-    deviation[deviation < 1e-8 * max(1.0, float(deviation.max(initial=0)))] = 1.0
-    return (x - mean) / deviation, mean, deviation
+def _linear(x: np.ndarray, y: np.ndarray, model: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The weights of a model of scikit-learn fitted to standardized activations, as weights of x as it is."""
+    from sklearn.preprocessing import StandardScaler  # type: ignore[import-untyped,unused-ignore]
+
+    scaler = StandardScaler().fit(x)
+    model.fit(scaler.transform(x), y)
+    weights = np.atleast_2d(model.coef_) / scaler.scale_
+    return weights, model.intercept_ - weights @ scaler.mean_
 
 
 def _logistic(x: np.ndarray, y: np.ndarray, classes: np.ndarray, penalty: Positive) -> tuple[np.ndarray, np.ndarray]:
     """scikit-learn's weights, one row for each class."""
     from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped,unused-ignore]
 
-    scaled, mean, deviation = _standardized(x)
-    model = LogisticRegression(C=1 / penalty, max_iter=1000, tol=1e-3).fit(scaled, y)
-    weights, bias = model.coef_, model.intercept_
-    if len(classes) == 2:
-        weights, bias = np.concatenate([np.zeros_like(weights), weights]), np.array([0.0, bias[0]])
-    return weights / deviation, bias - weights @ (mean / deviation)
+    weights, bias = _linear(x, y, LogisticRegression(C=1 / penalty, max_iter=1000, tol=1e-3))
+    if len(classes) > 2:
+        return weights, bias
+    return np.concatenate([np.zeros_like(weights), weights]), np.array([0.0, bias[0]])
 
 
 def _ridge(x: np.ndarray, y: np.ndarray, penalty: Positive) -> Probe:
     from sklearn.linear_model import Ridge  # type: ignore[import-untyped,unused-ignore]
 
-    scaled, mean, deviation = _standardized(x)
-    model = Ridge(alpha=penalty).fit(scaled, y)
-    weights = model.coef_[None] / deviation
-    return Probe("ridge", "", weights, model.intercept_ - weights @ mean, None, np.zeros((0, x.shape[1])))
+    return Probe("ridge", "", *_linear(x, y, Ridge(alpha=penalty)), None, np.zeros((0, x.shape[1])))
 
 
 def _listed(classes: "np.ndarray | Sequence[Any]") -> str:

@@ -26,7 +26,11 @@ from sinklens.runs.result import require_run
 from sinklens.sinks.kinds import STATES
 
 if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+
     from sinklens.runs.result import Generation
+
+PLACE = ["run", "row", "step", "column"]
 
 
 @torch.no_grad()
@@ -118,55 +122,47 @@ def summarize_features(
     """
     if not runs or top < 1:
         raise SettingError("summarize_features needs at least one run, and top of at least 1.")
-    real = [run.real.cpu().numpy()[:, None] for run in runs]
-    states = [np.where(here, states_of_run(run)[:, :-1], -1) for here, run in zip(real, runs, strict=True)]
     values = [read_features(run, sae, point).to_numpy() for run in runs]
-    numbers = [within("feature", [one], values[0].shape[-1])[0] for one in features]
-    return [
-        _summary(number, runs, [(array[..., number], codes) for array, codes in zip(values, states, strict=True)], top)
-        for number in numbers
-    ]
+    masks = [np.repeat(run.real.cpu().numpy()[:, None], run.steps_run, axis=1) for run in runs]
+    places = _places(runs, masks)
+    found = []
+    for number in (within("feature", [one], values[0].shape[-1])[0] for one in features):
+        value = np.concatenate([array[mask, number] for array, mask in zip(values, masks, strict=True)])
+        found.append(_summary(number, places.assign(value=np.nan_to_num(value)), runs, values, top))
+    return found
+
+
+def _places(runs: "Sequence[Generation]", masks: Sequence[np.ndarray]) -> "DataFrame":
+    """The places of all runs, a row for each: run, row, step, column and state."""
+    from pandas import DataFrame, concat
+
+    parts = []
+    for number, (run, mask) in enumerate(zip(runs, masks, strict=True)):
+        row, step, column = np.nonzero(mask)
+        states = states_of_run(run)[row, step, column]
+        parts.append(DataFrame(dict(zip([*PLACE, "state"], (number, row, step, column, states), strict=True))))
+    return concat(parts, ignore_index=True)
 
 
 def _summary(
-    number: int, runs: "Sequence[Generation]", read: Sequence[tuple[np.ndarray, np.ndarray]], top: int
+    number: int, places: "DataFrame", runs: "Sequence[Generation]", values: Sequence[np.ndarray], top: int
 ) -> FeatureSummary:
-    fires = [np.nan_to_num(values) > 0 for values, _ in read]
-    firing = {}
-    for code, name in enumerate(STATES):
-        of_state = np.concatenate([fired[states == code] for fired, (_, states) in zip(fires, read, strict=True)])
-        firing[name] = float(of_state.mean()) if len(of_state) else float("nan")
-    steps = max(values.shape[1] for values, _ in read)
-    by_step = np.full(steps, np.nan)
-    for step in range(steps):
-        here = [
-            fired[:, step][states[:, step] >= 0]
-            for fired, (_, states) in zip(fires, read, strict=True)
-            if fired.shape[1] > step
-        ]
-        by_step[step] = np.concatenate(here).mean()
-    fired = np.concatenate([values[values > 0] for values, _ in read])
-    mean = float(fired.mean()) if len(fired) else float("nan")
-    return FeatureSummary(number, _examples(runs, read, top), firing, by_step, mean)
+    places["fires"] = places["value"] > 0
+    fired = places[places["fires"]]
+    share = places.groupby("state")["fires"].mean()
+    by_step = places.groupby("step")["fires"].mean().to_numpy()
+    order = fired.sort_values(["value", *PLACE], ascending=[False, *[True] * len(PLACE)])
+    strongest = order.drop_duplicates(["run", "row", "column"]).head(top)  # one step of each position
+    examples = [_example(*place, runs, values, number) for place in strongest[PLACE].itertuples(index=False)]
+    firing = {name: float(share.get(code, np.nan)) for code, name in enumerate(STATES)}
+    return FeatureSummary(number, examples, firing, by_step, float(fired["value"].mean()))
 
 
-def _examples(
-    runs: "Sequence[Generation]", read: Sequence[tuple[np.ndarray, np.ndarray]], top: int
-) -> list[FeatureExample]:
-    """The strongest step of each position, strongest positions first."""
-    places = []
-    for number, (values, _) in enumerate(read):
-        strongest = np.nan_to_num(values, nan=-np.inf).max(axis=1)
-        places += [
-            (float(strongest[row, column]), number, int(row), int(column)) for row, column in np.argwhere(strongest > 0)
-        ]
-    found = []
-    for value, number, row, column in sorted(places, key=lambda one: (-one[0], *one[1:]))[:top]:
-        values, states = read[number]
-        step = int(np.nanargmax(values[row, :, column]))
-        real = runs[number].real[row].cpu().numpy()
-        tokens = runs[number].canvas[row, step].cpu().numpy()[real].tolist()
-        state = STATES[states[row, step, column]]
-        place = int(real[:column].sum())
-        found.append(FeatureExample(number, row, step, column, value, state, tokens, values[row, step][real], place))
-    return found
+def _example(
+    at: int, row: int, step: int, column: int, runs: "Sequence[Generation]", values: Sequence[np.ndarray], number: int
+) -> FeatureExample:
+    real = runs[at].real[row].cpu().numpy()
+    tokens = runs[at].canvas[row, step].cpu().numpy()[real].tolist()
+    own = values[at][row, step, :, number]
+    state, place = STATES[states_of_run(runs[at])[row, step, column]], int(real[:column].sum())
+    return FeatureExample(at, row, step, column, float(own[column]), state, tokens, own[real], place)

@@ -11,7 +11,7 @@ such an SAE with SAELens, fold its norm, and save it again.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,8 +104,8 @@ def load_sae(folder: str | Path, device: str | torch.device = "cpu") -> SparseAu
     kind = _architecture(config, path)
     about = {**config, **(config.get("meta") or {}), **(config.get("metadata") or {})}
     _check_config(about, kind, path)
-    _check_weights(weights, kind, path)
     layout = READ[kind]
+    check_names(weights, (*SHARED, *layout.extra), path / WEIGHTS, f" for architecture {kind!r}")
     tensors: dict[str, Any] = {name: weights[name].float() for name in (*SHARED, *layout.extra)}
     if layout.trained:
         tensors["threshold"] = torch.full_like(tensors["b_enc"], float(tensors.pop("topk_threshold")))
@@ -236,14 +236,21 @@ def _check_config(config: Mapping[str, Any], kind: str, path: Path) -> None:
         )
 
 
-def _check_weights(weights: Mapping[str, Tensor], kind: str, path: Path) -> None:
-    wanted = (*SHARED, *READ[kind].extra)
-    missing = [name for name in wanted if name not in weights]
-    surplus = [name for name in weights if name not in wanted]
+def check_names(held: Collection[str], wanted: Collection[str], file: Path, of: str = "") -> None:
+    """Refuse a file that lacks weights or holds others.
+
+    Args:
+        of: completes "must hold …", with a space before it.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    missing = [name for name in wanted if name not in held]
+    surplus = [name for name in held if name not in wanted]
     if missing or surplus:
         raise CheckpointError(
-            f"{path / WEIGHTS} must hold {', '.join(wanted)} for architecture {kind!r}; missing: "
-            f"{', '.join(missing) or 'none'}; not known: {', '.join(surplus) or 'none'}."
+            f"{file} must hold {', '.join(wanted)}{of}; missing: {', '.join(missing) or 'none'}; not known: "
+            f"{', '.join(surplus) or 'none'}."
         )
 
 

@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.features.assessing import Fit
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.saelens import save_sae
 from sinklens.features.store import ActivationStore
@@ -238,14 +239,10 @@ class _Training:
 @torch.no_grad()
 def _held_out(store: ActivationStore, sae: SparseAutoencoder, first: int, last: int) -> tuple[float, float]:
     """Explained variance and share of dead features on some rows."""
-    missed = squares = 0.0
-    count, total, fired = 0, torch.zeros(store.d_in, dtype=torch.float64), torch.zeros(sae.d_sae, dtype=torch.bool)
+    fit = Fit()
     for bound in store.chunks(first, last):
         x = store.read(*bound)
         features = sae.encode(x)
-        missed += float((x - sae.decode(features)).double().pow(2).sum())
-        squares += float(x.double().pow(2).sum())
-        total, count = total + x.double().sum(dim=0), count + len(x)
-        fired |= (features > 0).any(dim=0)
-    variance = squares - float(total.pow(2).sum()) / count
-    return 1 - missed / variance, float((~fired).float().mean())
+        fit.add(x, sae.decode(features), features)
+    measures = fit.measures()
+    return measures["explained_variance"], measures["dead"]

@@ -48,7 +48,8 @@ class LabApp:
 
     def __init__(self, session: Session, guard: Guard) -> None:
         self._session, self._guard = session, guard
-        self._trials, self._repeats = Background(session, MOST_TRIALS), Background(session, 1)
+        self._trials, self._repeats = (Background(session.events, session.thread, most) for most in (MOST_TRIALS, 1))
+        session.at_close += [self._trials.cancel_all, self._repeats.cancel_all]
         self._results: OrderedDict[tuple[Any, ...], Future[Any]] = OrderedDict()
         self._streams = 0
 

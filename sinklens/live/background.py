@@ -11,13 +11,12 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from sinklens.errors import SinklensError
+from sinklens.live.events import EventLog
 from sinklens.live.refusal import Refused
-
-if TYPE_CHECKING:
-    from sinklens.live.session import Session
+from sinklens.live.thread import ModelThread
 
 
 class RunCancelled(Exception):
@@ -95,14 +94,13 @@ class Background:
     """The newest work for each of some keys, such as the id of a run.
 
     Args:
-        session: the lab.
+        events, thread: those of the lab.
         most: keys whose work is kept; the oldest is stopped.
     """
 
-    def __init__(self, session: "Session", most: int) -> None:
-        self._session, self._most, self._lock = session, most, threading.Lock()
+    def __init__(self, events: EventLog, thread: ModelThread, most: int) -> None:
+        self._events, self._thread, self._most, self._lock = events, thread, most, threading.Lock()
         self._kept: OrderedDict[Any, Work] = OrderedDict()
-        session.at_close.append(self.cancel_all)
 
     def begin(self, key: Any, work: Work) -> dict[str, Any]:
         """Begin work, instead of any earlier for `key`; returns its state."""
@@ -112,8 +110,8 @@ class Background:
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)[1].stop.requested = True
         state = work.to_json()
-        self._session.events.add(work.kind, **work.news())
-        self._session.thread.background(lambda: self._proceed(key, work))
+        self._events.add(work.kind, **work.news())
+        self._thread.background(lambda: self._proceed(key, work))
         return state
 
     def state(self, key: Any) -> dict[str, Any] | None:
@@ -142,6 +140,6 @@ class Background:
         """Do a part in the model thread, and queue the next."""
         work.proceed()
         if self._kept.get(key, work) is work:
-            self._session.events.add(work.kind, **work.news())
+            self._events.add(work.kind, **work.news())
         if work.status == "running":
-            self._session.thread.background(lambda: self._proceed(key, work))
+            self._thread.background(lambda: self._proceed(key, work))

@@ -19,19 +19,17 @@ from torch import Tensor
 
 from sinklens.errors import SinklensError
 from sinklens.hooks import Point
-from sinklens.live.background import RunCancelled
+from sinklens.live.background import RunCancelled, Stop
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import Refused
 from sinklens.live.spec import RunSpec
 from sinklens.runs import Generation, Intervention
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.request import RunRequest
-from sinklens.sampling.loop import Listener
 from sinklens.sinks import Record
 from sinklens.views.html import visible
 
 if TYPE_CHECKING:
-    from sinklens.live.history import LabRun
     from sinklens.model import Model
     from sinklens.sampling.state import State
 
@@ -51,9 +49,9 @@ class LiveRun:
         seconds: time since the first step began.
     """
 
-    def __init__(self, run: "LabRun", model: "Model", replay: Generation | None, report: OnEvent) -> None:
-        """Prepare the run; see `Denoising` for the errors raised."""
-        self._report, self._stop, spec = report, run.stop, run.spec
+    def __init__(self, spec: RunSpec, model: "Model", replay: Generation | None, report: OnEvent, stop: Stop) -> None:
+        """Prepare the run, which `stop` ends; see `Denoising` for the errors raised."""
+        self._report, self._stop = report, stop
         self.denoising = denoising(spec, model, replay=replay)
         self.canvases: list[np.ndarray] = []
         self.undecided: list[np.ndarray] = []
@@ -221,7 +219,7 @@ def repeat(
     record: bool | Record = False,
     changes: Sequence[Any] | None = None,
     copies: int = 1,
-    listeners: Sequence[Listener] = (),
+    listeners: Sequence[Stop] = (),
 ) -> Generation:
     """Repeat a finished run on its own canvases, to read what it did not keep.
 

@@ -7,7 +7,8 @@ from typing import Any
 from sinklens.errors import SinklensError
 from sinklens.live.session import LabModel
 from sinklens.model import Model, load
-from sinklens.model.loading import LoadRequest, fitting
+from sinklens.model.loading import fitting
+from sinklens.utils.arguments import arguments
 
 
 def lab_models(given: Sequence[Any], **options: Any) -> list[LabModel]:
@@ -40,8 +41,8 @@ def _name(given: Any, model: Model) -> str:
 
 def _loading(given: str | Path, options: Mapping[str, Any]) -> str:
     name = str(Path(given).absolute()) if Path(given).is_dir() else str(given)
-    usual = vars(LoadRequest())
-    chosen = [f"{key}={value!r}" for key, value in options.items() if value != usual[key]]
+    usual = arguments(load)
+    chosen = [f"{key}={value!r}" for key, value in options.items() if value != usual[key].default]
     return f"sinklens.load({', '.join([ascii(name), *chosen])})"
 
 

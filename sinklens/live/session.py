@@ -285,7 +285,7 @@ class Session:
 
         if run.spec.replay is not None:
             self.model_of(run.spec.replay)  # refuses a run of other weights
-        live = LiveRun(run, self.model(run.spec.model), self._replayed(run.spec), report)
+        live = LiveRun(run.spec, self.model(run.spec.model), self._replayed(run.spec), report, run.stop)
         with self._lock:
             if run.status != "queued" or run.removed:
                 return

@@ -44,8 +44,3 @@ def as_seed(given: Any) -> int:
     if seed is None or not 0 <= seed <= MOST_SEED:
         raise SettingError(f"seed must be an integer from 0 to 2**63 - 1; got {given!r:.60}.")
     return seed
-
-
-def check_seed_of(record: Any) -> None:
-    """Replace the ``seed`` of a dataclass, which may be frozen, by the integer that `as_seed` reads; raises like it."""
-    object.__setattr__(record, "seed", as_seed(record.seed))

@@ -5,7 +5,6 @@ import pytest
 import torch
 import xarray as xr
 from layouts import arguments, write_family, write_tokenizer
-from planted_saes import random_sae
 from watching import LONG, PADDED, SHORT, entered
 
 import sinklens
@@ -71,6 +70,8 @@ def test_only_the_sinks_of_a_detector_are_kept(worded, tmp_path):
     store = collect(model, PROMPTS, POINT, tmp_path / "a.zarr", detector=detector, layers=[2], batch=5, gen_length=8)
     check(store, by_hand(run, "all", range(8), lambda row, step, column: sinks[row, step, column]))
     assert 0 < len(store) < 0.9 * int(run.real.sum()) * 8
+    given = {"detector": NoOp(9.0), "record_sinks": Record(["values"]), "gen_length": 8}
+    assert collect(model, PROMPTS[:2], POINT, tmp_path / "b.zarr", **given).finished
 
 
 def test_the_newest_tokens_of_an_autoregressive_run_are_stored(worded, tmp_path):
@@ -107,9 +108,10 @@ def test_places_of_runs_with_a_cache_do_not_depend_on_the_batch(worded, tmp_path
     assert 0 < (steps == steps.max()).sum() < (steps == 0).sum()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("family", "settings"), [
-    ("llama", {}),
     ("llama", {"cache": "dual", "block_length": 4}),
+    ("llama", {}),
     ("dream", {"cache": "delayed"}),
     ("sdar", {"use_cache": True, "denoising_steps": 2, "stop": False}),
     ("sdar", {"use_cache": False, "denoising_steps": 2, "stop": False}),
@@ -153,43 +155,31 @@ def test_an_interrupted_collection_resumes_to_the_same_rows(worded, tmp_path):
 
 
 def test_other_arguments_do_not_continue_a_collection(worded, tmp_path):
-    collect(worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8)
-    with pytest.raises(SettingError, match="recorded with other scope, seed; choose another path"):
-        collect(worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8, seed=1, scope="masked")
-    with pytest.raises(SettingError, match="recorded with other detector, exact; choose another path"):
-        collect(
-            worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8, detector=TopK(1),
-            record_sinks=Record(exact=False),
-        )  # fmt: skip
-    queries = torch.ones(2, 8, worded().encode(PROMPTS[:2])[0].shape[1] + 8, dtype=torch.bool)
-    with pytest.raises(SettingError, match="recorded with other queries, detector; choose another path"):
-        collect(
-            worded(), PROMPTS[:2], POINT, tmp_path / "a.zarr", gen_length=8, detector=TopK(1),
-            record_sinks=Record(queries=queries),
-        )  # fmt: skip
-    every = torch.ones(1, 8, 1, worded().encode(PROMPTS[:1])[0].shape[1] + 8, dtype=torch.bool)
-    some = every.clone()
-    some[:, 3, :, :-8] = False
-    for number, plan in enumerate((every, some)):  # tables of one shape
-        collect(worded(), PROMPTS[:1], POINT, tmp_path / f"{number}.zarr", gen_length=8, cache=Planned(plan))
-    with pytest.raises(SettingError, match="recorded with other cache; choose another path"):
-        collect(worded(), PROMPTS[:1], POINT, tmp_path / "0.zarr", gen_length=8, cache=Planned(some))
-    (tmp_path / "b.zarr").mkdir()
-    with pytest.raises(SettingError, match="is not a store of activations"):
-        collect(worded(), PROMPTS[:2], POINT, tmp_path / "b.zarr", gen_length=8)
+    length = worded().encode(PROMPTS[:1])[0].shape[1] + 8
+    plan, queries = torch.ones(1, 8, 1, length, dtype=torch.bool), torch.ones(1, 8, length, dtype=torch.bool)
+    other = plan.clone()
+    other[:, 3, :, :-8] = False  # a table of the same shape
+    given = {"gen_length": 8, "cache": Planned(plan)}
+    collect(worded(), PROMPTS[:1], POINT, tmp_path / "a.zarr", **given)
+    for changes, match in (
+        ({"seed": 1, "scope": "masked"}, "recorded with other scope, seed; choose another path"),
+        ({"detector": TopK(1), "record_sinks": Record(exact=False)}, "recorded with other detector, exact; choose"),
+        ({"detector": TopK(1), "record_sinks": Record(queries=queries)}, "recorded with other queries, detector; cho"),
+        ({"cache": Planned(other)}, "recorded with other cache; choose another path"),
+    ):
+        with pytest.raises(SettingError, match=match):
+            collect(worded(), PROMPTS[:1], POINT, tmp_path / "a.zarr", **given | changes)
 
 
-def test_arguments_that_belong_together_are_checked(worded, tmp_path):
-    with pytest.raises(SettingError, match="a list of at least one prompt"):
-        collect(worded(), [], POINT, tmp_path / "a.zarr")
-    with pytest.raises(SettingError, match="layers= and record_sinks= belong to detector="):
-        collect(worded(), PROMPTS, POINT, tmp_path / "a.zarr", layers=[1])
-    store = collect(
-        worded(), PROMPTS, POINT, tmp_path / "a.zarr", gen_length=8, detector=NoOp(9.0),
-        record_sinks=Record(["values"]),
-    )  # fmt: skip
-    assert store.finished
-    assert random_sae().d_in == store.d_in
+@pytest.mark.parametrize(("prompts", "points", "given", "match"), [
+    ([], POINT, {}, "a list of at least one prompt"),
+    (PROMPTS, POINT, {"layers": [1]}, "layers= and record_sinks= belong to detector="),
+    (PROMPTS, [POINT, POINT], {}, "at least one point, each once"),
+    (PROMPTS, POINT, {"gen_length": 8}, "is not a store of activations"),
+])  # fmt: skip
+def test_arguments_that_belong_together_are_checked(worded, tmp_path, prompts, points, given, match):
+    with pytest.raises(SettingError, match=match):
+        collect(worded(), prompts, points, tmp_path, **given)
 
 
 def test_copies_of_a_prompt_get_the_same_random_numbers_in_every_batch(worded, tmp_path):
@@ -214,8 +204,6 @@ def test_several_points_share_a_store_and_each_is_read_like_a_store_of_its_own(w
         both.read(0, 1)
     with pytest.raises(SettingError, match=r"holds no activations at 'blocks.1.hook_resid_pos', only at .* Nearest"):
         ActivationStore(both.path, "blocks.1.hook_resid_pos")
-    with pytest.raises(SettingError, match=r"at least one point, each once"):
-        collect(model, PROMPTS, [POINT, POINT], tmp_path / "twice.zarr")
 
 
 def test_activations_are_rounded_to_bfloat16(worded, tmp_path):

@@ -17,9 +17,11 @@ from building import random_model
 import sinklens
 import sinklens.sinks.run_store as run_store
 from sinklens.errors import SettingError, TrackError
-from sinklens.features import collect_sinks, collecting_sinks
+from sinklens.features import collect_sinks
 from sinklens.sinks import EpsilonOverMean, Record, RunStore, TopK
 
+HERE = Path(__file__).parent
+ENV = os.environ | {"PYTHONPATH": str(HERE.parent)}
 GIVEN = {"gen_length": 4, "steps": 4, "block_length": 2}
 LENGTHS = (5, 9, 3, 7, 5)
 
@@ -58,7 +60,8 @@ def check(store, alone, tolerance=1e-5):
         assert not track["is_real"][..., :-length].any()
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("batch", [2, 1, 5])
 def test_a_store_holds_the_tracks_of_single_runs_whatever_the_batch(model, alone, small, tmp_path, batch):
     store = collect_sinks(model, prompts(), tmp_path / "runs.zarr", batch=batch, **GIVEN)
     assert (len(store), store.finished) == (5, True)
@@ -170,18 +173,16 @@ import sys, time
 sys.path.insert(0, sys.argv[2])
 from test_collecting_sinks import GIVEN, prompts, random_model
 import sinklens.sinks.run_store as run_store
-from sinklens.features import collect_sinks, collecting_sinks
+from sinklens.features import collect_sinks
 run_store.SHARD = 2 * 4 * (3 * 6 * 13 * 4)
 collect_sinks(random_model(), prompts(40), sys.argv[1], batch=2, report=lambda done, total: time.sleep(0.2), **GIVEN)
 """
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("keep", ["all"])
-def test_a_killed_process_leaves_a_store_that_the_same_call_completes(model, small, tmp_path, keep):
-    path, here = tmp_path / "runs.zarr", Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": str(here.parent)}
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path), str(here)], env=env)
+def test_a_killed_process_leaves_a_store_that_the_same_call_completes(model, small, tmp_path):
+    path = tmp_path / "runs.zarr"
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path), str(HERE)], env=ENV)
     until = time.monotonic() + 120
     while time.monotonic() < until and not ((path / "zarr.json").exists() and len(RunStore(path)) >= 6):
         time.sleep(0.05)
@@ -213,10 +214,8 @@ print(json.dumps(peaks))
 
 def peaks(tmp_path, number):
     """Peak memory in kB after each batch."""
-    here = Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": str(here.parent)}
-    call = [sys.executable, "-c", MEMORY, str(tmp_path / "runs.zarr"), str(here), str(number)]
-    done = subprocess.run(call, env=env, check=True, capture_output=True, text=True)
+    call = [sys.executable, "-c", MEMORY, str(tmp_path / "runs.zarr"), str(HERE), str(number)]
+    done = subprocess.run(call, env=ENV, check=True, capture_output=True, text=True)
     return {int(one): size for one, size in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
@@ -227,16 +226,13 @@ def test_memory_does_not_grow_with_the_number_of_runs(tmp_path):
     assert found[400] - found[200] < 7_500
 
 
-def test_wrong_arguments_say_what_is_allowed(model, tmp_path):
-    path = tmp_path / "runs.zarr"
-    for keep, detector, dtype, text in (
-        ("best", None, "float32", r"keep must be one of all, top, sinks; got 'best'"),
-        ("top", TopK(1), "float32", r"detector= belongs to keep='sinks'; with keep='top' leave it out"),
-        ("all", None, "int8", r"dtype must be one of float32, float16, bfloat16; got 'int8'"),
-    ):
-        with pytest.raises(SettingError, match=text):
-            collecting_sinks._check(prompts(), keep, detector, dtype)
-    with pytest.raises(SettingError, match=r"needs a list of at least one prompt"):
-        collect_sinks(model, [], path)
-    with pytest.raises(SettingError, match=r"is not a store of runs; make one with features.collect_sinks"):
-        RunStore(tmp_path)
+@pytest.mark.parametrize(("prompts", "given", "match"), [
+    ([[1]], {"keep": "best"}, r"keep must be one of all, top, sinks; got 'best'"),
+    ([[1]], {"keep": "top", "detector": TopK(1)}, r"detector= belongs to keep='sinks'; with keep='top' leave it out"),
+    ([[1]], {"dtype": "int8"}, r"dtype must be one of float32, float16, bfloat16; got 'int8'"),
+    ([], {}, r"needs a list of at least one prompt"),
+    ([[1]], {}, r"is not a store of runs; make one with features.collect_sinks"),
+])  # fmt: skip
+def test_wrong_arguments_say_what_is_allowed(model, tmp_path, unchecked, prompts, given, match):
+    with pytest.raises(SettingError, match=match):
+        collect_sinks(model, prompts, tmp_path, **given, **GIVEN)

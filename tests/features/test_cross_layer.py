@@ -1,13 +1,15 @@
 """Cross-layer transcoders: the formula of circuit-tracer in plain torch, its files, and runs that use one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from watching import PADDED, again, logits_of, watch
 
 import sinklens
 from sinklens.errors import CheckpointError, SettingError
-from sinklens.features import SparseAutoencoder, SpliceCrossLayer, load_cross_layer
+from sinklens.features import SpliceCrossLayer, load_cross_layer
 
 LAYERS, D, WIDTH = 3, 24, 10
 
@@ -78,27 +80,28 @@ def test_a_run_with_one_equals_the_same_edit_in_plain_torch(worded, tmp_path):
     assert not torch.equal(logits_of(watched), logits_of(watch(model, PADDED, [], ["hook_logits"])))
 
 
+KEPT = torch.zeros(WIDTH, 2, D)
+FILES = [
+    ({"W_dec_1": KEPT[:, :1].contiguous()}, r"W_dec_1 in .* must be \[d_sae, 2, d_out\].*got \[10, 1, 24\]"),
+    ({"W_dec_1": KEPT, "W_skip_1": torch.zeros(1)}, r"perhaps threshold_1; it holds .*W_skip_1"),
+    (b"short", r"W_dec_1\.safetensors cannot be read"),
+]
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_other_files_and_models_are_refused(worded, tmp_path):
     with pytest.raises(CheckpointError, match=r"has no W_enc_0\.safetensors"):
         load_cross_layer(tmp_path)
     read = load_cross_layer(written(tmp_path))
+    narrow = [
+        replace(one, W_dec=one.W_dec[:, : D * n], b_dec=one.b_dec[: D * n]) for n, one in ((2, read[0]), (1, read[1]))
+    ]
     with pytest.raises(SettingError, match=r"has 2 layers, and llama has 3"):
-        two = [SparseAutoencoder(one.W_enc, one.b_enc, one.W_dec[:, : D * n], one.b_dec[: D * n], "standard",
-                                 transcoder=True, subtract_b_dec=False, point=one.point, point_out=one.point_out)
-               for n, one in ((2, read[0]), (1, read[1]))]  # fmt: skip
-        sinklens.generate(worded(), "w5 w6", gen_length=2, steps=1, hooks=SpliceCrossLayer(transcoders=two))
-    with pytest.raises(
-        SettingError, match=r"that of layer i of L writes L - i vectors of one size; these write 24, 48"
-    ):
+        sinklens.generate(worded(), "w5 w6", gen_length=2, steps=1, hooks=SpliceCrossLayer(transcoders=narrow))
+    with pytest.raises(SettingError, match=r"layer i of L writes L - i vectors of one size; these write 24, 48"):
         SpliceCrossLayer(transcoders=read[1:2] * 2)
-    kept = load_file(tmp_path / "W_dec_1.safetensors")
-    save_file({"W_dec_1": kept["W_dec_1"][:, :1].contiguous()}, tmp_path / "W_dec_1.safetensors")
-    with pytest.raises(CheckpointError, match=r"W_dec_1 in .* must be \[d_sae, 2, d_out\].*got \[10, 1, 24\]"):
-        load_cross_layer(tmp_path)
-    save_file({"W_dec_1": kept["W_dec_1"], "W_skip_1": torch.zeros(1)}, tmp_path / "W_dec_1.safetensors")
-    with pytest.raises(CheckpointError, match=r"perhaps threshold_1; it holds .*W_skip_1"):
-        load_cross_layer(tmp_path)
-    (tmp_path / "W_dec_1.safetensors").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match=r"W_dec_1\.safetensors cannot be read"):
-        load_cross_layer(tmp_path)
+    for content, match in FILES:
+        made = content if isinstance(content, bytes) else save(content)
+        (tmp_path / "W_dec_1.safetensors").write_bytes(made)
+        with pytest.raises(CheckpointError, match=match):
+            load_cross_layer(tmp_path)

@@ -41,17 +41,17 @@ def test_a_transcoder_does_not_add_what_it_read(tmp_path):
     assert (read.transcoder, read.point_out) == (True, "blocks.1.hook_mlp_out")
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_other_files_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"is no readable params\.npz"):
-        load_gemma_scope(tmp_path)
-    (tmp_path / "params.npz").write_bytes(b"no archive")
-    with pytest.raises(CheckpointError, match=r"is no readable params\.npz"):
-        load_gemma_scope(tmp_path)
-    given = arrays()
-    np.savez(tmp_path / "params.npz", **{name: value for name, value in given.items() if name != "threshold"}, W_skip=1)
-    with pytest.raises(CheckpointError, match="missing: threshold; not known: W_skip"):
-        load_gemma_scope(tmp_path)
-    np.savez(tmp_path / "params.npz", **given | {"b_enc": given["b_dec"]})
-    with pytest.raises(CheckpointError, match=r"needs b_enc \[9\]"):
+@pytest.mark.parametrize(("content", "match"), [
+    (None, r"is no readable params\.npz"),
+    (b"no archive", r"is no readable params\.npz"),
+    ({"threshold": None, "W_skip": np.ones(1)}, "missing: threshold; not known: W_skip"),
+    ({"b_enc": np.ones(5)}, r"needs b_enc \[9\]"),
+])  # fmt: skip
+def test_other_files_are_refused(tmp_path, unchecked, content, match):
+    if isinstance(content, dict):
+        given = {name: value for name, value in (arrays() | content).items() if value is not None}
+        np.savez(tmp_path / "params.npz", **given)
+    elif content is not None:
+        (tmp_path / "params.npz").write_bytes(content)
+    with pytest.raises(CheckpointError, match=match):
         load_gemma_scope(tmp_path)

@@ -32,12 +32,6 @@ def test_features_are_those_of_a_pass_over_each_row_alone(worded, architecture, 
             torch.testing.assert_close(torch.from_numpy(got[known]), sae.encode(alone.detach()), atol=2e-4, rtol=1e-3)
 
 
-def test_a_step_that_did_not_run_is_refused(worded):
-    run = sinklens.generate(worded(), PADDED, **short(worded(), {}))
-    with pytest.raises(SettingError, match="step 4 does not exist; there are 4"):
-        read_features(run, random_sae(), POINT, steps=[4])
-
-
 class Token:
     """Feature 0 fires on one token of the embedding, by its likeness; feature 1 never, feature 2 everywhere."""
 
@@ -104,9 +98,11 @@ def test_the_page_shows_examples_with_step_and_state_and_runs_nothing(found, tmp
     assert "http" not in text.replace("http-equiv", "")
 
 
-def test_what_cannot_be_summarized_is_refused(found):
-    _, run, sae, *_ = found
-    with pytest.raises(SettingError, match="at least one run"):
-        summarize_features([], sae, EMBEDDED, [0])
-    with pytest.raises(SettingError, match="feature 3 does not exist; there are 3"):
-        summarize_features([run], sae, EMBEDDED, [3])
+@pytest.mark.parametrize(("call", "match"), [
+    (lambda run, sae: summarize_features([], sae, EMBEDDED, [0]), "at least one run"),
+    (lambda run, sae: summarize_features([run], sae, EMBEDDED, [3]), "feature 3 does not exist; there are 3"),
+    (lambda run, sae: read_features(run, sae, EMBEDDED, steps=[6]), "step 6 does not exist; there are 6"),
+])  # fmt: skip
+def test_what_cannot_be_read_is_refused(found, call, match):
+    with pytest.raises(SettingError, match=match):
+        call(found[1], found[2])

@@ -21,7 +21,8 @@ OLD_KEYS = {"d_in": 24, "d_sae": 40, "normalize_activations": "none", "finetunin
 
 def written(folder, architecture="topk", changes=(), weights=()):
     """A folder with an SAE, with changed keys of its config (None removes one) and of its weights."""
-    save_sae(random_sae(architecture=architecture), folder)
+    made = random_transcoder(d_out=9) if architecture == "transcoder" else random_sae(architecture=architecture)
+    save_sae(made, folder)
     config = json.loads((folder / "cfg.json").read_text()) | dict(changes)
     (folder / "cfg.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
     tensors = load_file(folder / "sae_weights.safetensors") | dict(weights)
@@ -45,13 +46,8 @@ def test_a_written_sae_is_read_as_it_was(tmp_path, architecture):
     read = load_sae(tmp_path)
     assert same(read, sae)
     assert (read.point, read.model) == (sae.point, sae.model)
-
-
-def test_a_half_precision_sae_is_read_in_single_precision(tmp_path):
-    save_sae(random_sae(), tmp_path, torch.bfloat16)
-    read = load_sae(tmp_path)
-    assert read.W_enc.dtype is torch.float32
-    torch.testing.assert_close(read.W_enc, random_sae().W_enc.bfloat16().float())
+    save_sae(sae, tmp_path, torch.bfloat16)
+    assert torch.equal(load_sae(tmp_path).W_enc, sae.W_enc.bfloat16().float())
 
 
 @pytest.mark.parametrize("architecture", OLD)
@@ -65,14 +61,9 @@ def test_configs_of_earlier_versions_are_read(tmp_path, architecture):
     )  # fmt: skip
 
 
-def test_an_older_config_names_its_point_hook_point_and_has_no_architecture(tmp_path):
-    folder = written(
-        tmp_path, "standard", {"architecture": None, "metadata": None, "hook_point": "blocks.2.hook_mlp_out"}
-    )
-    assert load_sae(folder).point == "blocks.2.hook_mlp_out"
-
-
-def test_rescaling_by_the_norms_of_the_decoder_is_read(tmp_path):
+def test_older_names_and_a_rescaling_by_the_norms_of_the_decoder_are_read(tmp_path):
+    changes = {"architecture": None, "metadata": None, "hook_point": "blocks.2.hook_mlp_out"}
+    assert load_sae(written(tmp_path, "standard", changes)).point == "blocks.2.hook_mlp_out"
     folder = written(tmp_path, "topk", {"rescale_acts_by_decoder_norm": True, "apply_b_dec_to_input": False})
     assert same(load_sae(folder), random_sae(rescale=True, subtract_b_dec=False))
 
@@ -88,10 +79,35 @@ def test_rescaling_by_the_norms_of_the_decoder_is_read(tmp_path):
     ("topk", {"k": None}, "needs an integer k in cfg.json; got None"),
     ("topk", {"k": 400}, "needs k between 1 and 40"),
     ("topk", {"d_sae": 41}, "cfg.json says d_sae 41, but the weights have 40"),
+    ("transcoder", {"apply_b_dec_to_input": True}, "a transcoder does not subtract b_dec"),
+    ("transcoder", {"d_out": 1}, "says d_out 1, but the weights have 9"),
+    ("transcoder", {"hook_head_index_out": 3}, "hook_head_index_out=3 is not supported"),
+    ("transcoder", {"architecture": "clt"}, "architecture 'clt' is not supported; known are .*skip_transcoder"),
 ])  # fmt: skip
 def test_what_would_be_computed_differently_is_refused_by_name(tmp_path, architecture, changes, match):
     with pytest.raises(CheckpointError, match=match):
         load_sae(written(tmp_path, architecture, changes))
+    with pytest.raises(SettingError, match="SAELens has no transcoder with the activation 'topk'"):
+        save_sae(random_transcoder(architecture="topk"), tmp_path)
+
+
+@pytest.mark.parametrize(("config", "weights", "match"), [
+    (None, None, r"has no readable cfg\.json"),
+    ("[1]", None, "holds a list"),
+    ("{}", b"short", r"has no readable sae_weights\.safetensors"),
+    ({}, {"b_enc": None, "log_threshold": torch.zeros(40)}, "missing: b_enc; not known: log_threshold"),
+    ({"architecture": "jumprelu"}, {}, "must hold W_enc, b_enc, W_dec, b_dec, threshold for .*missing: threshold"),
+])  # fmt: skip
+def test_missing_and_broken_files_and_weights_are_named(tmp_path, config, weights, match):
+    if isinstance(config, dict):
+        written(tmp_path, "topk", config, weights)
+    elif config is not None:
+        (tmp_path / "cfg.json").write_text(config)
+        (tmp_path / "sae_weights.safetensors").write_bytes(weights or b"")
+    with pytest.raises(CheckpointError, match=match):
+        load_sae(tmp_path)
+    with pytest.raises(CheckpointError, match="'nowhere' is neither a folder nor a shipped SAE"):
+        load_sae("nowhere")
 
 
 TRANSCODERS = [
@@ -114,24 +130,6 @@ def test_a_written_transcoder_is_read_as_it_was_and_follows_saelens_formula(tmp_
     read = load_sae(tmp_path)
     torch.testing.assert_close(read.decode(read.encode(x), x), made)
     assert (read.point, read.point_out, read.transcoder) == (*points.values(), True)
-
-
-def test_transcoders_that_saelens_lacks_or_that_contradict_themselves_are_refused(tmp_path):
-    with pytest.raises(SettingError, match="SAELens has no transcoder with the activation 'topk'"):
-        save_sae(random_transcoder(architecture="topk"), tmp_path)
-    save_sae(random_transcoder(d_out=9), tmp_path)
-    config = json.loads((tmp_path / "cfg.json").read_text())
-    for change, match in {
-        "apply_b_dec_to_input": "a transcoder does not subtract b_dec",
-        "d_out": "says d_out (1|True), but the weights have 9",
-        "hook_head_index_out": "hook_head_index_out=True is not supported",
-    }.items():
-        (tmp_path / "cfg.json").write_text(json.dumps(config | {change: True}))
-        with pytest.raises(CheckpointError, match=match):
-            load_sae(tmp_path)
-    (tmp_path / "cfg.json").write_text(json.dumps(config | {"architecture": "clt"}))
-    with pytest.raises(CheckpointError, match=r"architecture 'clt' is not supported; known are .*skip_transcoder"):
-        load_sae(tmp_path)
 
 
 @pytest.mark.parametrize("rescale", [False, True])
@@ -159,26 +157,3 @@ def test_norms_that_saelens_has_no_key_for_are_folded_when_written(tmp_path):
     sae, x = random_sae(architecture="jumprelu", rescale=True), torch.randn(20, 24)
     save_sae(sae, tmp_path)
     torch.testing.assert_close(load_sae(tmp_path).encode(x), sae.encode(x), atol=1e-4, rtol=1e-4)
-
-
-def test_missing_and_surplus_weights_are_named(tmp_path):
-    with pytest.raises(CheckpointError, match="missing: b_enc; not known: log_threshold"):
-        load_sae(written(tmp_path, "topk", weights={"b_enc": None, "log_threshold": torch.zeros(40)}))
-    with pytest.raises(
-        CheckpointError, match=r"must hold W_enc, b_enc, W_dec, b_dec, threshold for .*missing: threshold"
-    ):
-        load_sae(written(tmp_path, "jumprelu", weights={"threshold": None}))
-
-
-def test_missing_and_broken_files_are_reported(tmp_path):
-    with pytest.raises(CheckpointError, match="'nowhere' is neither a folder nor a shipped SAE"):
-        load_sae("nowhere")
-    with pytest.raises(CheckpointError, match=r"has no readable cfg\.json"):
-        load_sae(tmp_path)
-    (tmp_path / "cfg.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match=r"has no readable sae_weights\.safetensors|holds a list"):
-        load_sae(tmp_path)
-    (tmp_path / "cfg.json").write_text("{}")
-    (tmp_path / "sae_weights.safetensors").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match=r"has no readable sae_weights\.safetensors"):
-        load_sae(tmp_path)

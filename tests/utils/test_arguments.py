@@ -87,9 +87,6 @@ def test_a_function_declares_its_named_arguments():
     assert found["width"].default is REQUIRED
     assert found["model"].meaning == "the model."
     assert found["seed"].meaning == ""
-
-
-def test_a_docstring_without_sections_describes_no_argument():
     assert meanings(None) == meanings("One line: no more.") == {}
 
 
@@ -145,14 +142,10 @@ def test_another_value_is_refused_with_what_is_allowed(kind, given, text):
 
 
 def test_a_real_number_of_either_type_is_declared_as_a_float():
-    for kind in (Number, Share, Positive | None, NonNegative):
-        assert Argument("it", kind, REQUIRED).type is float
+    assert {Argument("it", kind, REQUIRED).type for kind in (Number, Share, Positive | None, NonNegative)} == {float}
 
 
-def test_a_dataclass_refuses_a_field_by_its_name():
+def test_a_dataclass_refuses_a_field_by_its_name_and_keeps_its_signature():
     with pytest.raises(SettingError, match=r"share must be a number from 0 to 1 or None; got 1\.5"):
         Window(share=1.5)
-
-
-def test_the_declaration_leaves_the_signature_as_it_is():
     assert list(inspect.signature(Window).parameters) == ["width", "share", "by", "mode"]

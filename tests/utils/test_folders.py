@@ -1,5 +1,7 @@
 """Folders for results: what is refused before a run, and that a check leaves nothing behind."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from sinklens.errors import SinklensError
@@ -13,34 +15,18 @@ def test_a_check_leaves_nothing_behind(tmp_path, name):
     assert [file.name for file in tmp_path.rglob("*")] == ["there"]
 
 
-@pytest.mark.parametrize("name", ["file", "file/deeper"])
-def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path, name):
+def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(SinklensError, match=r"cannot write to .*file.*: Not a directory\. Make room or choose another"):
-        require_writable(tmp_path / name)
+    for name in ("file", "file/deeper"):
+        with pytest.raises(
+            SinklensError, match=r"cannot write to .*file.*: Not a directory\. Make room or choose another"
+        ):
+            require_writable(tmp_path / name)
     assert (tmp_path / "file").read_text() == "kept"
-
-
-def test_a_place_that_cannot_be_written_is_refused():
     with pytest.raises(SinklensError, match="cannot write to /proc/no/such/folder: "):
         require_writable("/proc/no/such/folder")
-
-
-def test_a_full_disk_is_refused(tmp_path, monkeypatch):
-    class Full:
-        def __init__(self, dir):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            return None
-
-        def write(self, content):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("tempfile.TemporaryFile", Full)
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
     with pytest.raises(SinklensError, match="No space left on device"):
         require_writable(tmp_path)
 

@@ -32,7 +32,7 @@ def test_what_is_not_a_seed_is_refused(given):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("seed", [1.5, None, -1, 2**64], ids=repr)
+@pytest.mark.parametrize("seed", [1.5, 2**64], ids=repr)
 @pytest.mark.parametrize(
     "use",
     [

@@ -6,7 +6,7 @@ import weakref
 import accelerate
 import pytest
 import torch
-from building import random_hf, random_ids, random_model
+from building import random_hf, random_ids, shared_model
 
 import sinklens
 from sinklens.errors import DeviceMemoryError
@@ -40,7 +40,6 @@ def failing(error, step=2):
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_the_error_reports_where_it_happened_and_what_to_lower(kind):
-    model, ids = random_model(), random_ids()
     hooks = [("blocks.1.attn.hook_pattern", failing(ERRORS[kind]))]
     expected = (
         r"^llama ran out of memory on cpu in step 2 of 4, with 2 rows of 11 positions. Lower one of: prompts at a time "
@@ -48,23 +47,19 @@ def test_the_error_reports_where_it_happened_and_what_to_lower(kind):
         r"PyTorch said: (CUDA out of memory|DefaultCPUAllocator: .* 9 bytes|Unable to allocate 9 GiB)\.$"
     )
     with pytest.raises(DeviceMemoryError, match=expected) as raised:
-        sinklens.generate(model, ids, hooks=hooks, **GIVEN)
+        sinklens.generate(shared_model(), random_ids(), hooks=hooks, **GIVEN)
     assert raised.value.__cause__ is ERRORS[kind]
 
 
 def test_the_error_names_the_largest_watched_points_first_with_the_size_of_their_values():
-    model, ids = random_model(), random_ids()  # 6 heads, d_model 24, vocabulary 61, float32
-
-    def read(value, hook):
-        pass
-
     hooks = [
-        ("blocks.0.hook_resid_post", read), (lambda name: name.endswith("hook_pattern"), read),
+        ("blocks.0.hook_resid_post", lambda value, hook: None),
+        (lambda name: name.endswith("hook_pattern"), lambda value, hook: None),
         ("blocks.1.attn.hook_z", failing(torch.OutOfMemoryError(MESSAGE))),
-    ]  # fmt: skip
+    ]
     with pytest.raises(DeviceMemoryError, match=r"The largest watched points: ") as raised:
-        sinklens.generate(model, ids, hooks=hooks, **GIVEN)
-    pattern, stream = 2 * 6 * 11 * 11 * 4 / 1e6, 2 * 11 * 24 * 4 / 1e6
+        sinklens.generate(shared_model(), random_ids(), hooks=hooks, **GIVEN)
+    pattern, stream = 2 * 6 * 11 * 11 * 4 / 1e6, 2 * 11 * 24 * 4 / 1e6  # 6 heads, d_model 24, float32
     assert (
         f"points: blocks.*.attn.hook_pattern ({pattern:.3g} MB in each of 3 layers), blocks.*.hook_resid_post "
         f"({stream:.3g} MB in each of 1 layers), blocks.*.attn.hook_z ({stream:.3g} MB in each of 1 layers); drop"
@@ -72,7 +67,7 @@ def test_the_error_names_the_largest_watched_points_first_with_the_size_of_their
 
 
 def test_guidance_and_recorded_patterns_are_named_but_a_single_row_is_not():
-    model, ids = random_model(), random_ids(batch=1)
+    model, ids = shared_model(), random_ids(batch=1)
     hooks = [("hook_embed", failing(torch.OutOfMemoryError(MESSAGE)))]
     with pytest.raises(
         DeviceMemoryError, match=r"1 row, doubled by cfg_scale, of 11 .* Record\(patterns=…\)"
@@ -81,22 +76,26 @@ def test_guidance_and_recorded_patterns_are_named_but_a_single_row_is_not():
     assert "prompts at a time" not in str(raised.value)
 
 
-def test_afterwards_the_model_runs_unchanged(monkeypatch):
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_afterwards_the_model_runs_unchanged(monkeypatch, offloaded):
     emptied = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    model, ids = random_model(), random_ids()
+    hf, ids = random_hf(), random_ids()
+    if offloaded:
+        accelerate.cpu_offload(hf, torch.device("cpu"))
+    model = sinklens.load(hf)
     before = sinklens.generate(model, ids, **GIVEN)
     with pytest.raises(DeviceMemoryError, match="in step 2 of 4"):
-        sinklens.generate(model, ids, hooks=[("hook_embed", failing(torch.OutOfMemoryError(MESSAGE)))], **GIVEN)
+        hooks = [("blocks.1.hook_resid_mid", failing(torch.OutOfMemoryError(MESSAGE)))]
+        sinklens.generate(model, ids, hooks=hooks, **GIVEN)
     assert emptied == [True]
-    points = [model.tree.hook_dict[name] for name in model.hook_names()]
-    assert not any(point.watched for point in points)
+    assert not any(model.tree.hook_dict[name].watched for name in model.hook_names())
     assert torch.equal(sinklens.generate(model, ids, **GIVEN).canvas, before.canvas)
 
 
 def test_the_error_does_not_keep_the_tensors_of_the_pass_alive():
-    model, ids, references = random_model(), random_ids(), []
+    model, ids, references = shared_model(), random_ids(), []
 
     def fail(value, hook):
         large = value * 2
@@ -111,7 +110,7 @@ def test_the_error_does_not_keep_the_tensors_of_the_pass_alive():
 
 
 def test_in_a_trace_block_the_error_is_the_same_and_the_next_block_runs():
-    model, ids = random_model(), random_ids()
+    model, ids = shared_model(), random_ids()
     with pytest.raises(DeviceMemoryError, match="in step 2 of 4"):
         with sinklens.trace(model, ids, hooks=[("hook_embed", failing(torch.OutOfMemoryError(MESSAGE)))], **GIVEN) as t:
             for step in t.steps:
@@ -120,17 +119,6 @@ def test_in_a_trace_block_the_error_is_the_same_and_the_next_block_runs():
         for step in t.steps:
             seen = t["blocks.1.hook_resid_mid"].clone()
     assert seen.shape == (2, 11, 24)
-
-
-def test_an_offloaded_model_can_be_used_again():
-    hf, ids = random_hf(), random_ids()
-    accelerate.cpu_offload(hf, torch.device("cpu"))
-    model = sinklens.load(hf)
-    before = sinklens.generate(model, ids, **GIVEN)
-    with pytest.raises(DeviceMemoryError, match="in step 2 of 4"):
-        hooks = [("blocks.1.hook_resid_mid", failing(torch.OutOfMemoryError(MESSAGE)))]
-        sinklens.generate(model, ids, hooks=hooks, **GIVEN)
-    assert torch.equal(sinklens.generate(model, ids, **GIVEN).canvas, before.canvas)
 
 
 def test_other_errors_pass_through():
