@@ -9,7 +9,7 @@ adapted layer adds to the stream is ``hook_attn_out`` and ``hook_mlp_out``.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -64,22 +64,21 @@ def connect_adapter(undo: ExitStack, hf: nn.Module, adapter: Adapter, watch: "Wa
     projection before the points that show it.
     """
     for path, factors in adapter.factors.items():
-        tap = _Tap(factors, adapter.scale, watch)
+        tap = _tap(factors, adapter.scale, watch)
         handle = hf.get_submodule(path).register_forward_hook(tap, prepend=not path.endswith("o_proj"))
         undo.callback(handle.remove)
 
 
-class _Tap:
-    """Adds the low-rank product to the output of one projection."""
+def _tap(factors: LowRank, scale: float, watch: "Watch") -> Callable[..., Tensor | None]:
+    """A hook that adds the low-rank product to the output of one projection."""
 
-    def __init__(self, factors: LowRank, scale: float, watch: "Watch") -> None:
-        self._factors, self._scale, self._watch = factors, scale, watch
-
-    def __call__(self, _module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
-        described = self._watch.forward_pass
+    def add(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
+        described = watch.forward_pass
         if not described.adapted or described.block is None:
             return None
         columns = torch.arange(described.queries.start, described.queries.stop, device=output.device)
         inside = (columns >= described.block.start) & (columns < described.block.stop)
-        a, b = (factor.to(output) for factor in self._factors)
-        return output + inside[:, None] * self._scale * (inputs[0] @ a.mT @ b.mT)
+        a, b = (factor.to(output) for factor in factors)
+        return output + inside[:, None] * scale * (inputs[0] @ a.mT @ b.mT)
+
+    return add

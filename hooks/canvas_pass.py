@@ -11,7 +11,6 @@ cache of transformers keeping the tensor that attention gets.
 Limitation: the cache holds no padding mask; pass the mask of the complete text to every pass.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class CanvasPass:
         encoder = self._hf.get_submodule(self._architecture.encoder)
         before = self._watch.forward_pass
         self._cover(cache, ids)
-        self._watch.forward_pass = replace(self._watch.forward_pass, mode="encode")
+        self._watch.describe(mode="encode")
         try:
             return encoder(input_ids=ids, attention_mask=_mask(real), past_key_values=cache).last_hidden_state
         finally:
@@ -91,7 +90,7 @@ class CanvasPass:
     def _cover(self, cache: Cache, ids: Tensor) -> None:
         """Describe the pass over `ids`, which follow the text in `cache`."""
         start, stop = cache.get_seq_length(), cache.get_seq_length() + ids.shape[1]
-        self._watch.forward_pass = replace(self._watch.forward_pass, queries=range(start, stop), keys=range(stop))
+        self._watch.describe(queries=range(start, stop), keys=range(stop))
 
 
 def _mask(real: Real) -> Tensor | None:

@@ -16,6 +16,8 @@ from sinklens.hooks.offload import class_forward, value_of, weight_of
 from sinklens.hooks.points import Point, Watch
 from sinklens.hooks.weights import AttentionWeights, ExpertWeights, HeadNorm, MlpWeights
 
+PROJECTIONS = ("gate", "up", "down")
+
 
 class Points(nn.Module):
     """A group of points, one for each row of the table."""
@@ -64,19 +66,6 @@ class NormPoints(Points):
 class AttentionPoints(AttentionWeights, Points):
     """The points of one attention layer, and its weights in TransformerLens's shapes."""
 
-    hook_q: Point
-    hook_k: Point
-    hook_v: Point
-    hook_fresh: Point
-    hook_rot_q: Point
-    hook_rot_k: Point
-    hook_attn_mask: Point
-    hook_attn_scores: Point
-    hook_pattern: Point
-    hook_sink_scores: Point
-    hook_z: Point
-    hook_result: Point
-
     def __init__(
         self,
         watch: Watch,
@@ -103,7 +92,7 @@ class AttentionPoints(AttentionWeights, Points):
 
 
 class MlpPoints(MlpWeights, Points):
-    """The points of one MLP, and its weights in TransformerLens's shapes."""
+    """The points of one dense MLP, with those of any experts beside it, and its weights in TransformerLens's shapes."""
 
     def __init__(self, watch: Watch, projections: dict[str, nn.Module], parts: names.Parts) -> None:
         super().__init__(names.mlp_specs(parts), watch)
@@ -113,29 +102,9 @@ class MlpPoints(MlpWeights, Points):
 class ExpertPoints(ExpertWeights, Points):
     """The points of one mixture of experts."""
 
-    hook_router_logits: Point
-    hook_expert_indices: Point
-    hook_expert_weights: Point
-    hook_expert_out: Point
-    hook_shared_out: Point
-
     def __init__(self, watch: Watch, parts: names.Parts, layer: int, norm: nn.Module) -> None:
         super().__init__(names.mlp_specs(parts), watch)
         self.__dict__["_place"] = layer, norm  # not a submodule: the layer owns it
-
-
-class BranchPoints(MlpWeights, Points):
-    """The points of a dense MLP with experts beside it, and the weights of the dense MLP."""
-
-    hook_router_logits: Point
-    hook_expert_indices: Point
-    hook_expert_weights: Point
-    hook_expert_out: Point
-    hook_shared_out: Point
-
-    def __init__(self, watch: Watch, parts: names.Parts, projections: dict[str, nn.Module]) -> None:
-        super().__init__(names.mlp_specs(parts), watch)
-        self.__dict__["_projections"] = projections
 
 
 class Block(nn.Module):
@@ -177,10 +146,8 @@ class Block(nn.Module):
     def _mlp(self, watch: Watch, layer: nn.Module, architecture: Architecture, number: int) -> Points:
         if self.parts.experts and not self.parts.dense:
             return ExpertPoints(watch, self.parts, number, layer.get_submodule(architecture.ln2))
-        paths = {part: path for part in ("gate", "up", "down") if (path := getattr(architecture, part))}
-        projections = _below(layer, architecture.mlp, paths)
-        if self.parts.experts:
-            return BranchPoints(watch, self.parts, projections)
+        mlp, paths = layer.get_submodule(architecture.mlp), {part: getattr(architecture, part) for part in PROJECTIONS}
+        projections = {part: mlp.get_submodule(path) for part, path in paths.items() if path}
         return MlpPoints(watch, projections, self.parts)
 
 
@@ -219,11 +186,6 @@ def head_norms(attn: nn.Module, architecture: Architecture) -> dict[str, HeadNor
 
 def _has(layer: nn.Module, path: str) -> bool:
     return any(name == path for name, _ in layer.named_modules())
-
-
-def _below(layer: nn.Module, part: str, paths: dict[str, str]) -> dict[str, nn.Module]:
-    """Modules below `part` of a layer, by their short names here."""
-    return {name: layer.get_submodule(f"{part}.{path}") for name, path in paths.items()}
 
 
 class EncoderPoints(nn.Module):

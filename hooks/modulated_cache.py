@@ -40,11 +40,6 @@ class ModulatedCache(HookCache):
 
     model: Any
 
-    def apply_slice_to_batch_dim(self, batch_slice: Any) -> "ModulatedCache":
-        """See `HookCache.apply_slice_to_batch_dim`."""
-        cut = super().apply_slice_to_batch_dim(batch_slice)
-        return ModulatedCache(cut.cache_dict, cut.model, cut.has_batch_dim, cut.windows)  # type: ignore[arg-type]
-
     def compute_head_results(self) -> None:
         """Cache ``hook_result`` of every layer that lacks it: z · W_O · gate."""
         for layer in range(self.model.cfg.n_layers):

@@ -422,24 +422,23 @@ def norm_specs(parts: Parts = PLAIN) -> tuple[PointSpec, ...]:
     return (*NORM, MODULATED) if parts.modulated else NORM
 
 
-def block_specs(parts: Parts = PLAIN) -> Iterable[tuple[str, PointSpec]]:
+def block_specs(parts: Parts = PLAIN) -> list[tuple[str, PointSpec]]:
     """Each dotted name below a block with its row, in the order the forward pass reaches them."""
-    yield RESID_PRE.name, RESID_PRE
-    yield from ((f"adaln.{spec.name}", spec) for spec in MODULATION if parts.modulated)
-    yield from ((f"ln1.{spec.name}", spec) for spec in norm_specs(parts))
-    yield from ((f"attn.{spec.name}", spec) for spec in attention_specs(parts))
-    yield from ((f"ln1_post.{spec.name}", spec) for spec in NORM if parts.post_norms)
-    if parts.modulated:
-        yield ATTN_UNGATED.name, ATTN_UNGATED
-    yield ATTN_OUT.name, ATTN_OUT
-    yield RESID_MID.name, RESID_MID
-    yield from ((f"ln2.{spec.name}", spec) for spec in norm_specs(parts))
-    yield from ((f"mlp.{spec.name}", spec) for spec in mlp_specs(parts))
-    yield from ((f"ln2_post.{spec.name}", spec) for spec in NORM if parts.post_norms)
-    if parts.modulated:
-        yield MLP_UNGATED.name, MLP_UNGATED
-    yield MLP_OUT.name, MLP_OUT
-    yield RESID_POST.name, RESID_POST
+    groups: list[tuple[str, Iterable[PointSpec], bool]] = [
+        ("", [RESID_PRE], True),
+        ("adaln.", MODULATION, parts.modulated),
+        ("ln1.", norm_specs(parts), True),
+        ("attn.", attention_specs(parts), True),
+        ("ln1_post.", NORM, parts.post_norms),
+        ("", [ATTN_UNGATED], parts.modulated),
+        ("", [ATTN_OUT, RESID_MID], True),
+        ("ln2.", norm_specs(parts), True),
+        ("mlp.", mlp_specs(parts), True),
+        ("ln2_post.", NORM, parts.post_norms),
+        ("", [MLP_UNGATED], parts.modulated),
+        ("", [MLP_OUT, RESID_POST], True),
+    ]
+    return [(f"{prefix}{spec.name}", spec) for prefix, specs, there in groups if there for spec in specs]
 
 
 def table(parts: Parts = PLAIN) -> list[tuple[str, PointSpec]]:

@@ -14,6 +14,7 @@ moment the forward pass reaches it, never in advance for the complete pass.
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
@@ -49,6 +50,10 @@ class Watch:
         self.cache: Any = None
         self.sample: Any = None
         self.sharding: Sharding | None = None
+
+    def describe(self, **changes: Any) -> None:
+        """Change some fields of the pass that runs."""
+        self.forward_pass = replace(self.forward_pass, **changes)
 
     def parked_at(self, name: str) -> bool:
         """Whether a trace block already waits at this visit of the point called `name`."""

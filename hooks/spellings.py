@@ -7,7 +7,7 @@ Pitfall: ``dict(cache.cache_dict)`` is a plain dictionary, which accepts only th
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from torch import Tensor
 from transformer_lens import ActivationCache
@@ -55,18 +55,11 @@ class ByPoint(dict[str, Value]):
         return self.resolve(name) + key[len(name) :]
 
 
-@runtime_checkable
-class Spelling(Protocol):
-    """A model that resolves spellings of point names."""
-
-    def spelled(self, name: str) -> str:
-        """The name of the point that `name` means."""
-
-
 class HookCache(ActivationCache):
     """TransformerLens's `ActivationCache` that accepts every spelling of a name.
 
     Attributes:
+        model: the tree of the values, whose `spelled` resolves names.
         windows: point -> the columns of its value, where a cache policy limited the pass to some.
     """
 
@@ -75,7 +68,7 @@ class HookCache(ActivationCache):
     def __init__(
         self,
         cache_dict: Mapping[str, Tensor],
-        model: Spelling,
+        model: Any,
         has_batch_dim: bool = True,
         windows: Mapping[str, range] | None = None,
     ) -> None:
@@ -96,4 +89,5 @@ class HookCache(ActivationCache):
     def apply_slice_to_batch_dim(self, batch_slice: Any) -> "HookCache":
         """A cache of some rows of the batch; an integer drops the batch axis."""
         cut = super().apply_slice_to_batch_dim(batch_slice)
-        return HookCache(ByPoint(self.cache_dict.resolve, cut.cache_dict), self.model, cut.has_batch_dim, self.windows)  # type: ignore[arg-type]
+        values = ByPoint(self.cache_dict.resolve, cut.cache_dict)
+        return type(self)(values, self.model, cut.has_batch_dim, self.windows)

@@ -25,8 +25,8 @@ from sinklens.errors import HookNameError, PromptError, SettingError, SinklensEr
 from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbors checks versions, before the others
 from sinklens.hooks.adapter import Adapter, connect_adapter
 from sinklens.hooks.architectures import Architecture, check_modules
-from sinklens.hooks.attention.blocks import Blocks, blocks_of
-from sinklens.hooks.attention.segments import PassRule, changes_attention, ruled_by, single_pass
+from sinklens.hooks.attention.blocks import Blocks, rule_of, ruled_by
+from sinklens.hooks.attention.segments import PassRule, Segments, changes_attention, single_pass
 from sinklens.hooks.canvas_pass import CanvasPass
 from sinklens.hooks.forward_pass import CAUSAL, ForwardPass, PassKind
 from sinklens.hooks.front import HookFront
@@ -132,7 +132,7 @@ class HookTree(ModelWeights, HookFront):
     @property
     def attention_blocks(self) -> Blocks | None:
         """The blocks of a block-causal model; None for other attention."""
-        return blocks_of(self.hf.config)
+        return None if self.changes_attention else rule_of(self.hf.config)
 
     def point_names(self) -> list[str]:
         """All points that are on, in the order a step reaches them."""
@@ -258,7 +258,7 @@ class HookTree(ModelWeights, HookFront):
         first = 0 if past_key_values is None else past_key_values.get_seq_length()
         stop, position_ids = first + input_ids.shape[1], None
         keys = range(stop if attention_mask is None else attention_mask.shape[1])
-        self.watch.forward_pass = replace(self.watch.forward_pass, queries=range(first, stop), keys=keys)
+        self.watch.describe(queries=range(first, stop), keys=keys)
         if attention_mask is not None:
             attention_mask = attention_mask.bool()
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, first:stop]
@@ -268,7 +268,8 @@ class HookTree(ModelWeights, HookFront):
             columns = torch.arange(first, stop, device=input_ids.device)
             position_ids = columns.expand(len(input_ids), -1)  # hook_pos_embed has every row
         base = self.hf.get_submodule(self.architecture.base)
-        with ruled_by(self.hf.config, self.watch.forward_pass.segments):
+        segments = self.watch.forward_pass.segments
+        with ruled_by(self.hf.config, None if segments is None else Segments(segments)):
             output = base(
                 input_ids=input_ids if stream is None else None,
                 inputs_embeds=stream,
@@ -286,7 +287,7 @@ class HookTree(ModelWeights, HookFront):
         base: Any = self.hf.get_submodule(self.architecture.base)
         found = base.time_of(described.time if time is None else time, len(ids), ids.device)
         if described.step is None:
-            self.watch.forward_pass = replace(described, time=found)
+            self.watch.describe(time=found)
         return found
 
     def _begin_single_pass(self, ids: Tensor, real: Tensor | None, kind: PassKind) -> None:
@@ -524,4 +525,4 @@ def _sampler_specs(hf: PreTrainedModel, architecture: Architecture, drawn: bool)
     if changes_attention(hf.config):
         return names.SWITCHING
     first, *rest = names.DENOISE
-    return (first, *[names.UNIFORM] * drawn, *rest, *[names.EDIT] * (blocks_of(hf.config) is not None))
+    return (first, *[names.UNIFORM] * drawn, *rest, *[names.EDIT] * (rule_of(hf.config) is not None))

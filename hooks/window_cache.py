@@ -16,7 +16,6 @@ leaves its mark on the entries of that step until they are computed again.
 """
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -67,7 +66,7 @@ class WindowCache(Cache):
         self.edited = torch.zeros_like(self._real)
         self._changed.clear()
         watch = self._tree.watch
-        watch.forward_pass = replace(watch.forward_pass, real=self._real, fresh=fresh, gone=gone)
+        watch.describe(real=self._real, fresh=fresh, gone=gone)
         self._prepare()
         watch.cache = self
         try:

@@ -21,7 +21,6 @@ Caveat: the explicit path computes a pattern with another kernel than the fused 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,8 +31,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirection
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinklens.errors import ReadOnlyHookError
-from sinklens.hooks.attention import fused, segments
-from sinklens.hooks.attention.blocks import blocks_of
+from sinklens.hooks.attention import fused
+from sinklens.hooks.attention.blocks import rule_of
 from sinklens.hooks.attention.column_sums import column_sums, log_sum_exp
 from sinklens.hooks.attention.normalizers import Normalizer, Visible, normalizer_of, softmax
 from sinklens.hooks.points import at
@@ -135,7 +134,7 @@ def _show_keys_in_reach(point: "Point", keys: int) -> None:
     forward_pass = point.forward_pass
     if keys != len(forward_pass.keys):
         stop = forward_pass.keys.stop
-        point.watch.forward_pass = replace(forward_pass, keys=range(stop - keys, stop))
+        point.watch.describe(keys=range(stop - keys, stop))
 
 
 def _shown_keys(
@@ -321,7 +320,7 @@ def attention_mask(
     The padding of a bidirectional batch then takes memory of size S, not S², also after ``hook_attn_mask`` is added.
     The mask of a block-causal model (blocks.py), or of a pass with segments (segments.py), has a row for every query.
     """
-    rule = segments.rule_of(kwargs.get("config")) or blocks_of(kwargs.get("config"))
+    rule = rule_of(kwargs.get("config"))
     if rule is not None:
         real = kwargs.get("attention_mask")
         if real is None:

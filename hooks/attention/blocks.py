@@ -1,7 +1,7 @@
 """Block-causal attention: a query sees its own block of positions and all earlier blocks.
 
-Two values of the transformers config define the rule; `write` sets them and `blocks_of` reads them. The rule therefore
-applies to every pass of the model, whatever code calls it; `ruled_by` replaces it for the passes of a sampler. A
+Two values of the transformers config define the rule; `write` sets them and `rule_of` reads them. The rule therefore
+applies to every pass of the model, whatever code calls it; `ruled_by` replaces it for some passes. A
 *block* is `length` consecutive positions. Blocks are counted from each row's first token that is not padding
 ("token"), or from the first column of the batch, padding included ("column").
 
@@ -22,7 +22,7 @@ from sinklens.errors import SettingError
 from sinklens.utils.arguments import Count, read_as
 
 LENGTH = "sinklens_block_length"
-RULE = "sinklens_blocks_rule"
+RULE = "sinklens_rule"
 START = "sinklens_blocks_start"
 Start = Literal["token", "column"]
 
@@ -97,8 +97,8 @@ def write(config: Any, blocks: Blocks | None) -> None:
         setattr(config, START, blocks.start)
 
 
-def blocks_of(config: Any) -> Blocks | None:
-    """The blocks of a model with this transformers config; None if it is not block-causal."""
+def rule_of(config: Any) -> Any:
+    """The rule of a pass of a model with this transformers config: see `ruled_by`, else its blocks; None for none."""
     if (rule := getattr(config, RULE, None)) is not None:
         return rule
     length = getattr(config, LENGTH, None)
@@ -106,10 +106,17 @@ def blocks_of(config: Any) -> Blocks | None:
 
 
 @contextmanager
-def ruled_by(config: Any, blocks: Blocks) -> Iterator[None]:
-    """Within the block, passes of a model with this transformers config go by `blocks`."""
+def ruled_by(config: Any, rule: Any) -> Iterator[None]:
+    """Within the block, passes of a model with this transformers config go by `rule`; None changes nothing.
+
+    Args:
+        rule: `Blocks`, or `segments.Segments`.
+    """
+    if rule is None:
+        yield
+        return
     before = getattr(config, RULE, None)
-    setattr(config, RULE, blocks)
+    setattr(config, RULE, rule)
     try:
         yield
     finally:

@@ -10,8 +10,6 @@ Pitfall: keys that a cache holds were computed by the rule of an earlier pass. A
 pass stays causal within itself, whatever a later pass opens.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +22,6 @@ from sinklens.hooks.forward_pass import CAUSAL, IN_BLOCK, PassKind
 from sinklens.utils.integers import as_integer
 
 CHANGES = "sinklens_attention_changes"
-RULE = "sinklens_segments"
 
 
 @dataclass(frozen=True)
@@ -58,24 +55,6 @@ def write(config: Any) -> None:
 def changes_attention(config: Any) -> bool:
     """Whether the attention of a model with this transformers config changes from pass to pass."""
     return bool(getattr(config, CHANGES, False))
-
-
-def rule_of(config: Any) -> Segments | None:
-    """The rule of the pass that runs; None if it has none."""
-    return getattr(config, RULE, None)
-
-
-@contextmanager
-def ruled_by(config: Any, ranges: tuple[range, ...] | None) -> Iterator[None]:
-    """Within the block, a pass of a model with this transformers config goes by these segments; None for no rule."""
-    if ranges is None:
-        yield
-        return
-    setattr(config, RULE, Segments(ranges))
-    try:
-        yield
-    finally:
-        delattr(config, RULE)
 
 
 class PassRule(NamedTuple):

@@ -29,7 +29,6 @@ the noise level therefore gets the one at the last change.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -126,7 +125,7 @@ class Bd3lmOwtSettings(Sampler):
                 if not bool(block.masked().any()):
                     break
                 yield
-                with nullcontext() if reach is None else ruled_by(config, reach):
+                with ruled_by(config, reach):
                     block.run(step, last)
 
     def _reach(self, state: State) -> Blocks | None:

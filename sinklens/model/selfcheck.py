@@ -30,7 +30,7 @@ from transformers.cache_utils import DynamicCache
 
 from sinklens.errors import SelfCheckError
 from sinklens.hooks import names
-from sinklens.hooks.attention.blocks import Blocks, blocks_of
+from sinklens.hooks.attention.blocks import Blocks, rule_of
 from sinklens.hooks.attention.normalizers import normalizer_of, softmax
 from sinklens.hooks.front import HookPair
 from sinklens.hooks.tree import HookTree
@@ -61,7 +61,7 @@ def check(tree: HookTree, causal: bool) -> None:
         _check_with_encoder(tree)
         return
     with torch.no_grad():
-        blocks = blocks_of(tree.hf.config)
+        blocks = rule_of(tree.hf.config)
         tokens = TOKENS if blocks is None else max(TOKENS, blocks.length + 2)  # more than one block
         ids = (torch.arange(tokens) * 7 + 3).remainder(tree.cfg.d_vocab)[None].to(tree.cfg.device)
         plain = tree(ids, **_time(tree))

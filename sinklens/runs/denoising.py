@@ -212,7 +212,7 @@ class Denoising:
         ):
             yield
 
-    def carry_out(self, listeners: Sequence[Listener] = ()) -> Trajectory:
+    def carry_out(self, listeners: Sequence[Listener] = ()) -> None:
         """Run all steps.
 
         Raises:
@@ -225,7 +225,7 @@ class Denoising:
             self._hooked(),
             Progress(self.settings.most_steps, self.request.progress) as bar,
         ):
-            return run(self.state, self.settings, [self, *listeners, bar], self._frames)
+            run(self.state, self.settings, [self, *listeners, bar], self._frames)
 
     def _what_to_lower(self) -> str:
         """What was running when memory ran out, and what would need less."""
@@ -277,14 +277,21 @@ class Denoising:
         answer = slice(self.state.prompt_length, self.state.prompt_length + self.settings.gen_length)
         left = zip(trajectory.canvas[:, -1, answer], trajectory.undecided[:, -1, answer], strict=True)
         answers = tuple(self._answer(ids, undecided) for ids, undecided in left)
-        real = self.state.real.cpu()
         return Generation(
-            trajectory.canvas, trajectory.undecided, trajectory.unmask_step, trajectory.active, real,
-            self.state.prompt_length, answers, self.settings, self.request.seed, self._track(trajectory),
-            isinstance(self.request.prompt, str), self.model, self._recorder.patterns if self._recorder else {},
-            self.controls.totals(self.rows), as_policy(self.request.cache), tuple(self._choices.choices),
-            trajectory.time, trajectory.kinds,
-        )  # fmt: skip
+            **vars(trajectory),
+            real=self.state.real.cpu(),
+            prompt_length=self.state.prompt_length,
+            answers=answers,
+            settings=self.settings,
+            seed=self.request.seed,
+            sinks=self._track(trajectory),
+            single=isinstance(self.request.prompt, str),
+            model=self.model,
+            patterns=self._recorder.patterns if self._recorder else {},
+            control_keys=self.controls.totals(self.rows),
+            cache=as_policy(self.request.cache),
+            chosen=tuple(self._choices.choices),
+        )
 
     def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:
         masks = int((undecided & (ids >= 0)).sum())
@@ -297,7 +304,7 @@ class Denoising:
         return Answer(text, bool(len(ends)), len(kept), masks)
 
     def _track(self, trajectory: Trajectory) -> SinkTrack | None:
-        if self._recorder is None or trajectory.steps == 0:
+        if self._recorder is None or trajectory.steps_run == 0:
             return None
         self.describe(unmask_step=trajectory.unmask_step.numpy())
         data = self._recorder.store.dataset()

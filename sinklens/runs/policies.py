@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.model import Model
 from sinklens.runs.recorder import after
 from sinklens.sampling import Policy
 from sinklens.sampling.key_cache import KeyCache, PolicyCache
 from sinklens.sampling.policies import as_policy
-from sinklens.sampling.sampler import Sampler
+from sinklens.sampling.sampler import Sampler, require
 from sinklens.sampling.state import State
 
+OWN_CACHE = "its steps already reuse keys exactly. Leave cache= out; use_cache=False turns the exact cache off."
 VARIABLES = {"fresh": ("layer", "pos"), "staleness": ("layer", "pos")}
 """Variables of a track under a policy: keys that the step computed; steps since each was, -1 for hidden keys."""
 
@@ -52,41 +52,25 @@ def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
         SettingError: the model is not bidirectional or reads a noise level, or the settings need positions that a
             policy leaves out.
     """
-    name = type(policy).__name__
-    attention = model.family_record.attention
-    if attention in ("causal", "block-causal"):
-        kind = "autoregressive" if attention == "causal" else "block-causal"
-        raise SettingError(
-            f"{name} is for bidirectional models; {model.name} is {kind}, and its steps already reuse keys exactly. "
-            f"Leave cache= out; use_cache=False turns the exact cache off."
-        )
-    if attention == "per-pass":
-        raise SettingError(
-            f"{name} is for bidirectional models; the attention of {model.name} changes from pass to pass, and its "
-            f"steps reuse keys exactly with use_cache=True. Leave cache= out."
-        )
-    if attention != "bidirectional":
-        raise SettingError(
-            f"{name} is for bidirectional models; the encoder of {model.name} already keeps the keys of the text "
-            f"before the canvas. Leave cache= out."
-        )
-    if model.tree.timed:
-        raise SettingError(
-            f"{name} reuses keys of earlier steps, and those of {model.name} change with the noise level of each step; "
-            f"leave cache= out."
-        )
-    if settings.slides:
-        raise SettingError(
-            f"{name} computes passes over the complete text, and the {settings.name} sampler slides a "
-            f"window over it; leave cache= out."
-        )
-    if settings.guided:
-        raise SettingError(f"{name} does not support guidance; leave cfg_scale out, or cache=.")
-    if settings.judges_all_by:
-        raise SettingError(
-            f"{settings.judges_all_by} judges every answer position in every step, which {name} does not compute; "
-            f"choose another, or leave cache= out."
-        )
+    name, attention = type(policy).__name__, model.family_record.attention
+    refused = {
+        f"{name} is for bidirectional models; {model.name} is autoregressive, and {OWN_CACHE}": attention == "causal",
+        f"{name} is for bidirectional models; {model.name} is block-causal, and {OWN_CACHE}": attention
+        == "block-causal",
+        f"{name} is for bidirectional models; the attention of {model.name} changes from pass to pass, and its steps "
+        f"reuse keys exactly with use_cache=True. Leave cache= out.": attention == "per-pass",
+        f"{name} is for bidirectional models; the encoder of {model.name} already keeps the keys of the text before "
+        f"the canvas. Leave cache= out.": attention == "encoder-decoder",
+        f"{name} reuses keys of earlier steps, and those of {model.name} change with the noise level of each step; "
+        f"leave cache= out.": model.tree.timed,
+        f"{name} computes passes over the complete text, and the {settings.name} sampler slides a window over it; "
+        f"leave cache= out.": settings.slides,
+        f"{name} does not support guidance; leave cfg_scale out, or cache=.": settings.guided,
+        f"{settings.judges_all_by} judges every answer position in every step, which {name} does not compute; choose "
+        f"another, or leave cache= out.": bool(settings.judges_all_by),
+    }
+    for text, applies in refused.items():
+        require(not applies, text)
 
 
 @contextmanager

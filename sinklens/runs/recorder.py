@@ -16,7 +16,6 @@ own plan computes; all others are NaN, so that a record does not depend on the o
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -148,8 +147,7 @@ class SinkRecorder:
         if self._queries is not None:
             if step >= self._queries.shape[1]:
                 raise SettingError(f"Record(queries=...) has {step} steps, and the run goes on; give queries for more.")
-            watch = self._tree.watch
-            watch.forward_pass = replace(watch.forward_pass, counted=self._queries[:, step])
+            self._tree.watch.describe(counted=self._queries[:, step])
         for layer in sorted({layer for at, layer in self._wanted if at == step or (self._causal and at > step)}):
             point: Point = self._tree.hook_dict[f"blocks.{layer}.attn.hook_pattern"]  # type: ignore[assignment]
 

@@ -17,6 +17,7 @@ from sinklens.runs.choices import Choice
 from sinklens.runs.control_keys import ControlKeys
 from sinklens.sampling import Sampler
 from sinklens.sampling.key_cache import Policy
+from sinklens.sampling.loop import Trajectory
 from sinklens.sinks.track import SinkTrack
 
 
@@ -110,7 +111,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Generation:
+class Generation(Trajectory):
     """A finished run: its answers, canvases, decisions, settings and sinks.
 
     Attributes:
@@ -138,10 +139,6 @@ class Generation:
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """
 
-    canvas: Int[Tensor, "batch step pos"]
-    undecided: Bool[Tensor, "batch step pos"]
-    unmask_step: Int[Tensor, "batch pos"]
-    active: Bool[Tensor, "batch _"]
     real: Bool[Tensor, "batch pos"]
     prompt_length: int
     answers: tuple[Answer, ...]
@@ -154,8 +151,6 @@ class Generation:
     control_keys: ControlKeys | None = field(default=None, repr=False)
     cache: Policy | None = None
     chosen: tuple[Choice, ...] = field(default=(), repr=False)
-    time: Float[Tensor, "batch _"] | None = None
-    kinds: tuple[PassKind, ...] = field(default=(), repr=False)
 
     @property
     def modes(self) -> tuple[Mode | None, ...]:
@@ -180,11 +175,6 @@ class Generation:
     def causal(self) -> bool:
         """Whether the run decoded from left to right."""
         return self.settings.left_to_right
-
-    @property
-    def steps_run(self) -> int:
-        """Number of steps that ran; fewer than `settings.most_steps` if the run ended early."""
-        return self.canvas.shape[1] - 1
 
     def time_at(self, step: int) -> Float[Tensor, " batch"] | None:
         """The noise level of each row in a step, for another pass over its canvas; None if the network reads none."""

@@ -114,7 +114,8 @@ class VisitedSteps:
             raise SettingError(f"t.steps{self._chosen} is already a selection; select from t.steps itself.")
         if isinstance(key, slice):
             return VisitedSteps(self._owner, sorted(_sliced(key, total)))
-        wanted = list(key) if isinstance(key, Iterable) and not isinstance(key, str) and _sized(key) else [key]
+        several = isinstance(key, Iterable) and not isinstance(key, str) and getattr(key, "ndim", 1) > 0
+        wanted = list(key) if several else [key]  # a tensor or array without axes is one step
         if not wanted:
             raise SettingError("t.steps[[]] selects no step, so its loop would never run; leave the loop out.")
         return VisitedSteps(self._owner, sorted({_number(step, total) for step in wanted}))
@@ -150,11 +151,6 @@ class VisitedSteps:
 
 
 _AT = "Steps are integers; for a fraction of the run use t.steps.at(0.5)."
-
-
-def _sized(key: Any) -> bool:
-    """Whether `key` is a list of steps, not a tensor or array without axes."""
-    return getattr(key, "ndim", 1) > 0
 
 
 def _integer(value: Any) -> int:

@@ -119,18 +119,15 @@ class BlockProgress:
 
 
 @dataclass(frozen=True)
-class Blockwise(Sampler):
-    """Blocks of the model's length, decoded from left to right.
+class CachedBlocks(Sampler):
+    """Blocks that are decoded from left to right.
 
     Attributes:
-        block_length: positions per block; always the model's.
-        stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
-        use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.
+        block_length: positions per block; by default the checkpoint's.
+        use_cache: compute only the current block and cache the keys of the text before it; the tokens are the same.
     """
 
-    attention: ClassVar = ("block-causal",)
     block_length: Count = 32
-    stop: bool = True
     use_cache: bool = False
 
     @property
@@ -142,6 +139,20 @@ class Blockwise(Sampler):
     def caches_keys(self) -> bool:
         """See `Sampler.caches_keys`."""
         return self.use_cache
+
+
+@dataclass(frozen=True)
+class Blockwise(CachedBlocks):
+    """Blocks of the model's length, decoded from left to right.
+
+    Attributes:
+        block_length: positions per block; always the model's.
+        stop: end a row after the block in which an end-of-sequence token appears; later blocks stay masked.
+        use_cache: compute only the current block and cache the keys of finished ones; the tokens are the same.
+    """
+
+    attention: ClassVar = ("block-causal",)
+    stop: bool = True
 
     def stop_ids(self, state: State) -> tuple[int, ...]:
         """The tokens that end a row."""

@@ -22,7 +22,7 @@ positions between them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -351,8 +351,7 @@ class PolicyCache(KeyCache):
     ) -> Float[Tensor, "batch window d_model"]:
         """As in `KeyCache`; always of all rows."""
         before = [self.store.keys(layer).clone() for layer in range(self.fresh.shape[1])] if self._compares else None
-        watch = self.tree.watch
-        watch.forward_pass = replace(watch.forward_pass, decidable=self.decidable)
+        self.tree.watch.describe(decidable=self.decidable)
         hidden = self.store.hidden(text, self.window, self.fresh, self.gone)
         if self.policy.reads_drift:
             self.drift = self._drift(before)

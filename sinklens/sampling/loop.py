@@ -68,42 +68,41 @@ class Trajectory:
     undecided: Bool[Tensor, "batch step pos"]
     unmask_step: Int[Tensor, "batch pos"]
     active: Bool[Tensor, "batch _"]
-    time: Float[Tensor, "batch _"] | None = None
-    kinds: tuple[PassKind, ...] = ()
+    time: Float[Tensor, "batch _"] | None
+    kinds: tuple[PassKind, ...]
 
     @property
-    def steps(self) -> int:
-        """Number of steps that ran."""
+    def steps_run(self) -> int:
+        """Number of steps that ran; fewer than `Sampler.most_steps` if the run ended early."""
         return self.canvas.shape[1] - 1
 
 
 def run(
     state: State,
     settings: Sampler,
-    listeners: Sequence[Listener] = (),
-    keep: list[Frame] | None = None,
-) -> Trajectory:
+    listeners: Sequence[Listener],
+    keep: list[Frame],
+) -> None:
     """Run all steps.
 
     Args:
         state: holds the initial canvas; modified in place.
         settings: the sampler.
         listeners: called before and after each step, in order.
-        keep: a list that receives the canvases as they are made, so that a stopped run keeps its finished steps.
+        keep: receives the canvases as they are made, so that a stopped run keeps its finished steps.
 
     Raises:
         SettingError: `state.replay` does not fit this run.
     """
-    frames = [] if keep is None else keep
-    frames.append(Frame(state.canvas, state.undecided))
+    keep.append(Frame(state.canvas, state.undecided))
     step = -1
     with torch.no_grad():
         for step, _ in enumerate(settings.denoise(state)):
             if step == 0 and state.replay is not None:  # not before, because a sampler may set the canvas
                 _check_begun(state, settings, state.replay)
             if step > 0:
-                _finish(step - 1, state, listeners, frames)
-            frames[-1] = Frame(state.canvas, state.undecided)
+                _finish(step - 1, state, listeners, keep)
+            keep[-1] = Frame(state.canvas, state.undecided)
             if state.replay is not None and step >= state.replay.shape[1] - 1:
                 break  # the replayed run ended here
             state.announce(step)
@@ -111,8 +110,7 @@ def run(
                 listener.before(step, state)
         else:
             if step >= 0:
-                _finish(step, state, listeners, frames)
-    return build_trajectory(state, frames)
+                _finish(step, state, listeners, keep)
 
 
 def _finish(step: int, state: State, listeners: Sequence[Listener], frames: list[Frame]) -> None:

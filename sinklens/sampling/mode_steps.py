@@ -23,35 +23,17 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.forward_pass import Mode, PassKind
 from sinklens.sampling import decisions
-from sinklens.sampling.sampler import Sampler
+from sinklens.sampling.blocks import CachedBlocks
 from sinklens.sampling.state import State
-from sinklens.utils.arguments import Count
 
 Choose = Callable[[Float[Tensor, "batch pos"]], Bool[Tensor, "batch pos"]]
 
 
 @dataclass(frozen=True)
-class BlocksAfterPrompt(Sampler):
-    """Blocks that begin where the prompt ends, in a model whose attention changes from pass to pass.
-
-    Attributes:
-        block_length: positions per block; by default the checkpoint's.
-        use_cache: compute only the current block and cache the keys of the text before it; the tokens are the same.
-    """
+class BlocksAfterPrompt(CachedBlocks):
+    """Blocks that begin where the prompt ends, in a model whose attention changes from pass to pass."""
 
     attention: ClassVar = ("per-pass",)
-    block_length: Count = 32
-    use_cache: bool = False
-
-    @property
-    def positions_per_block(self) -> int:
-        """See `Sampler.positions_per_block`."""
-        return self.block_length
-
-    @property
-    def caches_keys(self) -> bool:
-        """See `Sampler.caches_keys`."""
-        return self.use_cache
 
 
 class ModeSteps:

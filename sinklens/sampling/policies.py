@@ -401,7 +401,7 @@ def find_policy(text: str) -> Policy:
         )
     if not colon:
         return POLICIES[name]()
-    if not _takes_number(POLICIES[name]):
+    if not inspect.signature(POLICIES[name]).parameters:
         raise SettingError(f"{text!r} is not a cache policy: {name!r} takes no number. Write {name!r} alone.")
     try:
         number = float(argument) if "." in argument else int(argument)
@@ -416,11 +416,3 @@ def find_policy(text: str) -> Policy:
         raise SettingError(
             f"{text!r} is not a cache policy: {error} Write another number after the colon, or {name!r} alone."
         ) from error
-
-
-def _takes_number(make: Callable[..., Policy]) -> bool:
-    try:
-        inspect.signature(make).bind(1)
-    except TypeError:
-        return False
-    return True

@@ -6,7 +6,6 @@ the last step it knows that the run has ended.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -85,8 +84,7 @@ class State:
 
     @time.setter
     def time(self, level: Float[Tensor, " batch"]) -> None:
-        watch = self.tree.watch
-        watch.forward_pass = replace(watch.forward_pass, time=level)
+        self.tree.watch.describe(time=level)
 
     @property
     def window(self) -> Bool[Tensor, "batch pos"] | None:
@@ -94,8 +92,8 @@ class State:
 
     @window.setter
     def window(self, seen: Bool[Tensor, "batch pos"]) -> None:
-        self._window, watch = seen & self.real, self.tree.watch
-        watch.forward_pass = replace(watch.forward_pass, real=self._window, decidable=self._window)
+        self._window = seen & self.real
+        self.tree.watch.describe(real=self._window, decidable=self._window)
 
     @property
     def active(self) -> Bool[Tensor, " batch"]:
@@ -103,8 +101,8 @@ class State:
 
     @active.setter
     def active(self, rows: Bool[Tensor, " batch"]) -> None:
-        self._active, watch = rows, self.tree.watch
-        watch.forward_pass = replace(watch.forward_pass, active=rows)
+        self._active = rows
+        self.tree.watch.describe(active=rows)
 
     def announce(self, step: int) -> None:
         """Describe the pass of `step` to every point, before its canvas is settled."""
@@ -123,14 +121,16 @@ class State:
             block: columns of the active block, for a cache; None for a sampler that decides anywhere in the answer.
             stop: where the text ends that ``denoise.hook_canvas`` shows; None for the complete canvas.
         """
-        self.step_undecided, watch = self.undecided, self.tree.watch
+        self.step_undecided = self.undecided
         self.active = torch.ones_like(self.active)
-        text = self.through_canvas_point(self.canvas[:, :stop])
+        text, point = self.canvas[:, :stop], self.tree.denoise.hook_canvas
+        if point.watched:  # a copy, so that edits do not change the last step's result
+            text = self.ids_at(point, text.clone())
         self.step_canvas = text if stop is None else torch.cat([text, self.canvas[:, stop:]], dim=1)
         if self.undecided is not None and self.mask_id >= 0:  # a hook that writes a token decides its position
             edited = self.step_canvas != self.canvas
             self.step_undecided = torch.where(edited, self.step_canvas == self.mask_id, self.undecided)
-        watch.forward_pass = replace(watch.forward_pass, undecided=self.undecided_before())
+        self.tree.watch.describe(undecided=self.undecided_before())
         if self.keys is not None:
             self.keys.plan(self.step_canvas, self.undecided_before(), self.step_canvas != self.canvas, block)
         return self.step_canvas
@@ -150,11 +150,6 @@ class State:
     def padding(self) -> list[int]:
         """Columns of padding before the text of each row."""
         return [int(n) for n in self.real.long().argmax(dim=1).tolist()]
-
-    def through_canvas_point(self, canvas: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
-        """Pass a copy through ``denoise.hook_canvas``, so that edits do not change the last step's result."""
-        point = self.tree.denoise.hook_canvas
-        return self.ids_at(point, canvas.clone()) if point.watched else canvas
 
     def ids_at(self, point: Point, ids: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
         """Token ids, passed through `point` if it is watched.
@@ -291,7 +286,9 @@ class State:
         else:
             running = self._running()
             chosen, columns = running.repeat(len(rows) // len(where)), self._columns(real)
-            with self._rule_of(running):
+            blocks = self.tree.attention_blocks
+            rule = blocks.of_rows(running) if blocks is not None and blocks.sealed else None
+            with ruled_by(self.tree.hf.config, rule):
                 time = None if self.time is None else self.time[running]
                 rows, real = rows[chosen, columns], real[chosen, columns]
                 hidden, where = self.tree.hidden(rows, real, time=time), where[running, columns]
@@ -344,13 +341,6 @@ class State:
             return slice(None)
         columns = seen.any(dim=0).nonzero()[:, 0]
         return slice(int(columns[0]), int(columns[-1]) + 1)
-
-    def _rule_of(self, running: Bool[Tensor, " batch"]) -> AbstractContextManager[None]:
-        """The attention rule of a pass over the `running` rows, where it differs from row to row."""
-        blocks = self.tree.attention_blocks
-        if blocks is None or not blocks.sealed:
-            return nullcontext()
-        return ruled_by(self.tree.hf.config, blocks.of_rows(running))
 
     def _partial(
         self,
