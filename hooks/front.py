@@ -28,6 +28,7 @@ from transformer_lens.utilities import Slice
 from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks import names
 from sinklens.hooks.modulated_cache import cache_of
+from sinklens.hooks.partial_pass import layers_run
 from sinklens.hooks.spellings import GRADIENT, ByPoint
 
 NamesFilter = names.HookName | Iterable[names.HookName] | None
@@ -75,7 +76,7 @@ class HookFront(HookedRootModule):
 
     def layers_run(self, start_at_layer: int | None, stop_at_layer: int | None) -> range:
         """The layers that a pass computes: from `start_at_layer` up to, but not including, `stop_at_layer`."""
-        raise NotImplementedError
+        return layers_run(self.cfg.n_layers, start_at_layer, stop_at_layer)
 
     def spelled(self, name: str) -> str:
         """The name of the point that any accepted spelling means, on or off."""

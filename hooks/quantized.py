@@ -18,7 +18,7 @@ Pitfall: the matrix is a copy. Writing to it changes nothing, and gradients do n
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -77,21 +77,17 @@ def _multiplied(module: Any) -> Float[Tensor, "rows columns"]:
     """
     size = getattr(module, "in_features", None)
     if not isinstance(size, int):
-        _refuse(module)
+        raise SettingError(
+            f"the weight of this {type(module).__name__} layer is packed for its kernel and cannot be read as a "
+            f"matrix, so W_Q, W_O and the like, hook_result and attribution to weights are not available. Load the "
+            f"checkpoint that was quantized, or quantize it with sinklens.load(..., quantization='torchao-int8')."
+        )
     packed = getattr(module, PACKED)
     dtype = module.__dict__.get(ELEMENT_TYPE, torch.float16)
     with torch.no_grad():
         rows = type(module).forward(module, torch.eye(size, dtype=dtype, device=packed.device))
         bias = getattr(module, "bias", None)
         return (rows if bias is None else rows - bias).T
-
-
-def _refuse(module: nn.Module) -> NoReturn:
-    raise SettingError(
-        f"the weight of this {type(module).__name__} layer is packed for its kernel and cannot be read as a matrix, so "
-        f"W_Q, W_O and the like, hook_result and attribution to weights are not available. Load the checkpoint that "
-        f"was quantized, or quantize it with sinklens.load(..., quantization='torchao-int8')."
-    )
 
 
 def note_element_type(root: nn.Module, dtype: torch.dtype, undo: ExitStack) -> None:

@@ -47,7 +47,7 @@ def connect(
     Args:
         undo: removes the taps when it is closed.
     """
-    _tap_output(undo, base.get_submodule(architecture.embed), embed)
+    tap_output(undo, base.get_submodule(architecture.embed), embed)
     _tap_norm(undo, base.get_submodule(architecture.norm), ln_final, architecture)
     layers: Any = base.get_submodule(architecture.layers)
     for layer, block in zip(layers, blocks, strict=True):
@@ -69,23 +69,18 @@ def connect_encoder(
     undo.callback(mixer.register_forward_pre_hook(tap).remove)
 
 
-def connect_positions(undo: ExitStack, base: nn.Module, architecture: Architecture, point: Point) -> None:
-    """Install the tap of learned embeddings of positions."""
-    _tap_output(undo, base.get_submodule(architecture.positions), point)
-
-
 def connect_time(undo: ExitStack, base: nn.Module, architecture: Architecture, tree: Any) -> None:
     """Install the taps of the noise level and of the last modulation of a network that is conditioned on it."""
     embedding = base.get_submodule(architecture.time)
     _tap_input(undo, embedding, tree.hook_time)
-    _tap_output(undo, embedding, tree.hook_cond)
+    tap_output(undo, embedding, tree.hook_cond)
     points = (tree.hook_final_shift, tree.hook_final_scale)
     undo.callback(
         base.get_submodule(architecture.modulation)
         .register_forward_hook(lambda _module, _inputs, output: modulation.shown(points, output))
         .remove
     )
-    _tap_output(undo, base.get_submodule(architecture.modulate), tree.ln_final.hook_modulated)
+    tap_output(undo, base.get_submodule(architecture.modulate), tree.ln_final.hook_modulated)
 
 
 def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
@@ -97,15 +92,15 @@ def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture,
             undo, attn.get_submodule(getattr(architecture, name)), getattr(block.attn, f"hook_{name}"), attn.head_dim
         )
     if architecture.values:
-        _tap_output(undo, attn.get_submodule(architecture.values), block.attn.hook_v)
+        tap_output(undo, attn.get_submodule(architecture.values), block.attn.hook_v)
     else:
         _tap_heads(undo, attn.get_submodule(architecture.v), block.attn.hook_v, attn.head_dim)
     if architecture.ln1_post:
         _tap_norm(undo, layer.get_submodule(architecture.ln1_post), block.ln1_post, architecture)
         _tap_norm(undo, layer.get_submodule(architecture.ln2_post), block.ln2_post, architecture)
     if block.parts.qk_norm:
-        _tap_output(undo, attn.get_submodule(architecture.q_norm), block.attn.hook_q_normed)
-        _tap_output(undo, attn.get_submodule(architecture.k_norm), block.attn.hook_k_normed)
+        tap_output(undo, attn.get_submodule(architecture.q_norm), block.attn.hook_q_normed)
+        tap_output(undo, attn.get_submodule(architecture.k_norm), block.attn.hook_k_normed)
     attn.__dict__[attention.POINTS] = block.attn
     undo.callback(attn.__dict__.pop, attention.POINTS)
     output = attn.get_submodule(architecture.o)
@@ -123,15 +118,15 @@ def _connect_mlp(layer: nn.Module, block: "Block", architecture: Architecture, u
         assert experts is not None
         ExpertTaps(layer if experts.branch else mlp, block.mlp, experts, undo)
         if experts.shared and block.parts.shared:
-            _tap_output(undo, mlp.get_submodule(experts.shared), block.mlp.hook_shared_out)
+            tap_output(undo, mlp.get_submodule(experts.shared), block.mlp.hook_shared_out)
     if not block.parts.dense:
         return
     up = mlp.get_submodule(architecture.up)
     if architecture.gate:
-        _tap_output(undo, mlp.get_submodule(architecture.gate), block.mlp.hook_pre)
-        _tap_output(undo, up, block.mlp.hook_pre_linear)
+        tap_output(undo, mlp.get_submodule(architecture.gate), block.mlp.hook_pre)
+        tap_output(undo, up, block.mlp.hook_pre_linear)
     else:
-        _tap_output(undo, up, block.mlp.hook_pre)
+        tap_output(undo, up, block.mlp.hook_pre)
     _tap_input(undo, mlp.get_submodule(architecture.down), block.mlp.hook_post)
 
 
@@ -184,7 +179,8 @@ def _with_experts(layer: nn.Module, block: "Block", experts: Experts, stream: Te
     return at(block.mlp.hook_shared_out, layer.get_submodule(branch.dense_post)(dense)) + mixed
 
 
-def _tap_output(undo: ExitStack, module: nn.Module, point: Point) -> None:
+def tap_output(undo: ExitStack, module: nn.Module, point: Point) -> None:
+    """Pass the output of a module through `point` while it is watched."""
     handle = module.register_forward_hook(lambda _module, _inputs, output: point(output) if point.watched else None)
     undo.callback(handle.remove)
 

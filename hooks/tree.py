@@ -42,7 +42,7 @@ from sinklens.hooks.sharding import is_sharded, sharding_of
 from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.split_projection import split
-from sinklens.hooks.taps import connect, connect_encoder, connect_positions, connect_time
+from sinklens.hooks.taps import connect, connect_encoder, connect_time, tap_output
 
 
 class HookTree(ModelWeights, HookFront):
@@ -99,7 +99,7 @@ class HookTree(ModelWeights, HookFront):
         self.hook_dict = ByPoint(self.spelled, self.hook_dict)
         connect(self._undo, base, architecture, self.hook_embed, self.ln_final, self.blocks)
         if architecture.positions:
-            connect_positions(self._undo, base, architecture, self.hook_pos_embed)
+            tap_output(self._undo, base.get_submodule(architecture.positions), self.hook_pos_embed)
         if architecture.time:
             connect_time(self._undo, base, architecture, self)
         if architecture.encoder:
@@ -160,10 +160,6 @@ class HookTree(ModelWeights, HookFront):
     def parts(self) -> list[names.Parts]:
         """The parts of each layer, which decide which points it has."""
         return [block.parts for block in self.blocks]
-
-    def layers_run(self, start_at_layer: int | None, stop_at_layer: int | None) -> range:
-        """The layers that a pass computes: from `start_at_layer` up to, but not including, `stop_at_layer`."""
-        return partial_pass.layers_run(self.cfg.n_layers, start_at_layer, stop_at_layer)
 
     @property
     def canvas_pass(self) -> CanvasPass:
@@ -249,8 +245,9 @@ class HookTree(ModelWeights, HookFront):
         the embeddings of `input_ids`. In a tree with an encoder, the last positions of `input_ids` are the canvas, and
         the output has these positions only. `kind` says what a single pass is, in a tree that changes its attention.
         """
-        if self.watch.forward_pass.step is None and self.watch.cache is None:
-            self._begin_single_pass(input_ids, attention_mask, kind or PassKind())
+        if self.watch.forward_pass.step is None and self.watch.cache is None:  # only its mask shows a pass's padding
+            mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+            self.watch.forward_pass = ForwardPass(real=mask, **(kind or PassKind())._asdict())
         if self.architecture.time:
             time = self._time_of(time, input_ids)
         if self.architecture.encoder:
@@ -289,11 +286,6 @@ class HookTree(ModelWeights, HookFront):
         if described.step is None:
             self.watch.describe(time=found)
         return found
-
-    def _begin_single_pass(self, ids: Tensor, real: Tensor | None, kind: PassKind) -> None:
-        """Describe a pass outside a run, whose padding only its mask shows."""
-        everywhere = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
-        self.watch.forward_pass = ForwardPass(real=everywhere if real is None else real.bool(), **kind._asdict())
 
     @torch.no_grad()
     def peek(

@@ -17,6 +17,9 @@ Pitfall: these properties return views of the parameters. Do not write to them; 
 ``model.tree.hf`` instead.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -30,11 +33,31 @@ def per_head(linear: nn.Module, d_head: int) -> Float[Tensor, "head d_model d_he
     return weight_of(linear).unflatten(0, (-1, d_head)).transpose(-1, -2)
 
 
+def out_of_heads(linear: nn.Module, d_head: int) -> Float[Tensor, "head d_head d_model"]:
+    """The weights of a projection of the heads' outputs."""
+    return weight_of(linear).T.unflatten(0, (-1, d_head))
+
+
+def bias_per_head(linear: nn.Module, d_head: int) -> Float[Tensor, "head d_head"]:
+    """The bias of a projection into heads."""
+    return bias_of(linear).unflatten(0, (-1, d_head))
+
+
 def bias_of(linear: nn.Module) -> Float[Tensor, " out"]:
     """The bias of a projection; zeros if it has none."""
     bias: Tensor | None = value_of(linear, "bias")
     weight = weight_of(linear)
     return weight.new_zeros(len(weight)) if bias is None else bias
+
+
+def _made(letter: str, make: Callable[[nn.Module, int], Tensor], meaning: str) -> property:
+    """A property of `AttentionWeights`: what `make` returns for one of its projections and the width of heads."""
+
+    def read(points: Any) -> Tensor:
+        projections, d_head = points.__dict__["_projections"]
+        return make(projections[letter], d_head)
+
+    return property(read, doc=meaning)
 
 
 class HeadNorm:
@@ -75,53 +98,18 @@ class AttentionWeights:
         """The norm of the keys; None if the layer does not normalize them."""
         return self.__dict__["_norms"].get("k")
 
-    def _project(self, letter: str) -> tuple[nn.Module, int]:
-        projections, d_head = self.__dict__["_projections"]
-        return projections[letter], d_head
-
-    @property
-    def W_Q(self) -> Float[Tensor, "head d_model d_head"]:
-        """Query weights."""
-        return per_head(*self._project("q"))
-
-    @property
-    def W_K(self) -> Float[Tensor, "kv_head d_model d_head"]:
-        """Key weights."""
-        return per_head(*self._project("k"))
-
-    @property
-    def W_V(self) -> Float[Tensor, "kv_head d_model d_head"]:
-        """Value weights."""
-        return per_head(*self._project("v"))
-
-    @property
-    def W_O(self) -> Float[Tensor, "head d_head d_model"]:
-        """Output weights."""
-        linear, d_head = self._project("o")
-        return weight_of(linear).T.unflatten(0, (-1, d_head))
-
-    @property
-    def b_Q(self) -> Float[Tensor, "head d_head"]:
-        """Query biases."""
-        linear, d_head = self._project("q")
-        return bias_of(linear).unflatten(0, (-1, d_head))
-
-    @property
-    def b_K(self) -> Float[Tensor, "kv_head d_head"]:
-        """Key biases."""
-        linear, d_head = self._project("k")
-        return bias_of(linear).unflatten(0, (-1, d_head))
-
-    @property
-    def b_V(self) -> Float[Tensor, "kv_head d_head"]:
-        """Value biases."""
-        linear, d_head = self._project("v")
-        return bias_of(linear).unflatten(0, (-1, d_head))
+    W_Q = _made("q", per_head, "Query weights, [head, d_model, d_head].")
+    W_K = _made("k", per_head, "Key weights, [kv_head, d_model, d_head].")
+    W_V = _made("v", per_head, "Value weights, [kv_head, d_model, d_head].")
+    W_O = _made("o", out_of_heads, "Output weights, [head, d_head, d_model].")
+    b_Q = _made("q", bias_per_head, "Query biases, [head, d_head].")
+    b_K = _made("k", bias_per_head, "Key biases, [kv_head, d_head].")
+    b_V = _made("v", bias_per_head, "Value biases, [kv_head, d_head].")
 
     @property
     def b_O(self) -> Float[Tensor, " d_model"]:
         """Output bias, shared by all heads."""
-        return bias_of(self._project("o")[0])
+        return bias_of(self.__dict__["_projections"][0]["o"])
 
 
 class MlpWeights:

@@ -129,27 +129,22 @@ def test_trace_blocks_read_and_edit_routing(architecture):
     close(changed, plain.logits)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_a_dense_layer_has_no_points_of_experts_and_the_error_says_so(spec):
-    with pytest.raises(
-        HookNameError, match=r"the MLP of layer 0 is dense and has no experts; layers with experts: 1, 2"
-    ):
-        shared_model("qwen3_moe").run_with_cache(random_ids(), names_filter=f"blocks.0.mlp.{spec.name}")
-    with pytest.raises(HookNameError, match="layer 2 is dense and has no experts; no layer of this model has experts"):
-        shared_model().run_with_cache(random_ids(), names_filter=f"blocks.2.mlp.{spec.name}")
-
-
-def test_a_layer_with_experts_has_no_points_of_a_dense_mlp_and_the_error_says_so():
-    with pytest.raises(HookNameError, match=r"layer 1 is a mixture of experts; its points are hook_router_logits, "):
-        shared_model("qwen3_moe").run_with_cache(random_ids(), names_filter="blocks.1.mlp.hook_pre")
-    assert "blocks.0.mlp.hook_pre" in shared_model("qwen3_moe").hook_names()
-
-
-def test_missing_parts_are_named():
-    with pytest.raises(HookNameError, match="the experts of layer 1 have no shared expert"):
-        shared_model("qwen3_moe").tree.resolve(f"{MLP}.hook_shared_out")
-    with pytest.raises(HookNameError, match="this model does not normalize queries and keys"):
-        shared_model().tree.resolve("blocks.1.attn.hook_q_normed")
+@pytest.mark.parametrize(
+    ("architecture", "name", "text"),
+    [
+        *(("qwen3_moe", f"blocks.0.mlp.{spec.name}", "layer 0 is dense and has no experts; layers with experts: 1, 2")
+          for spec in SPECS),
+        ("llama", "blocks.2.mlp.hook_router_logits", "layer 2 is dense and has no experts; no layer of this model has"),
+        ("qwen3_moe", "blocks.1.mlp.hook_pre", "layer 1 is a mixture of experts; its points are hook_router_logits, "),
+        ("qwen3_moe", f"{MLP}.hook_shared_out", "the experts of layer 1 have no shared expert"),
+        ("llama", "blocks.1.attn.hook_q_normed", "this model does not normalize queries and keys"),
+    ],
+)  # fmt: skip
+def test_a_point_of_a_part_that_a_layer_lacks_is_refused_with_the_reason(architecture, name, text):
+    model = shared_model(architecture)
+    with pytest.raises(HookNameError, match=text):
+        model.run_with_cache(random_ids(), names_filter=name)
+    assert name not in model.hook_names()
 
 
 @pytest.mark.parametrize(

@@ -101,19 +101,3 @@ def test_layers_of_different_shape_are_not_stacked():
     with pytest.raises(SettingError, match=r"W_Q cannot be stacked.*\[6, 24, 4\] from layer 0, \[12, 24, 4\] from lay"):
         _ = model.W_Q
     assert model.blocks[2].attn.W_Q.shape == (2 * HEADS, SIZES["hidden_size"], D_HEAD)
-
-
-def test_the_weights_of_an_encoder_and_its_canvas_are_read_layer_by_layer(conformance):
-    import sinklens
-
-    folder = conformance / "diffusion-gemma"
-    if not folder.exists():
-        pytest.skip("the reference data is absent")
-    model = sinklens.load(folder)
-    with pytest.raises(SettingError, match="W_Q cannot be stacked, because the layers of this model differ"):
-        _ = model.W_Q
-    with pytest.raises(SettingError, match="rotate differently, so there is no single rotation"):
-        model.rotation(1, 0)
-    attn = model.blocks[0].attn
-    assert attn.W_Q.shape[1:] == (model.cfg.d_model, model.cfg.d_head)
-    assert attn.q_norm.w.shape == (model.cfg.d_head,)

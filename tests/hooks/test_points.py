@@ -48,19 +48,14 @@ def test_a_point_is_watched_until_its_hook_is_removed_for_every_kind_of_hook(poi
 
 
 def test_hooks_run_in_the_order_they_were_added_and_prepended_ones_first(point):
+    seen, value = [], torch.tensor(3.0)
+    point.add_hook(lambda value, hook: seen.append(value))  # returns None, so the value stays
+    assert at(point, value) is seen[0] is value
     point.add_hook(double)
     point.add_hook(add_one)
-    assert at(point, torch.tensor(3.0)) == 3 * 2 + 1
+    assert at(point, value) == 3 * 2 + 1
     point.add_hook(add_one, prepend=True)
-    assert at(point, torch.tensor(3.0)) == (3 + 1) * 2 + 1
-
-
-def test_a_hook_that_returns_none_leaves_the_value_unchanged(point):
-    seen = []
-    point.add_hook(lambda value, hook: seen.append(value))
-    value = torch.ones(3)
-    assert at(point, value) is value
-    assert seen[0] is value
+    assert at(point, value) == (3 + 1) * 2 + 1
 
 
 def test_a_hook_may_remove_itself_while_it_runs(point):

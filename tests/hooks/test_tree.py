@@ -118,26 +118,6 @@ def test_transformerlens_4_spellings_name_the_same_values(bridged):
         )
 
 
-@pytest.mark.parametrize(
-    ("chosen", "names"),
-    [
-        ("blocks.1.attn.hook_z", ["blocks.1.attn.hook_z"]),
-        ("blocks.1.attn.o.hook_in", ["blocks.1.attn.hook_z"]),
-        ("blocks.-1.hook_out", ["blocks.2.hook_resid_post"]),
-        (["embed.hook_out", "blocks.0.attn.v.hook_out"], ["hook_embed", "blocks.0.attn.hook_v"]),
-        (("ln_final.hook_in",), ["blocks.2.hook_resid_post"]),
-        (lambda name: name.endswith("hook_pattern"), [f"blocks.{layer}.attn.hook_pattern" for layer in range(3)]),
-    ],
-)
-def test_a_cache_contains_exactly_the_points_selected_in_any_spelling(chosen, names):
-    model, ids = shared_model(), random_ids()
-    cache = model.run_with_cache(ids, names_filter=chosen)[1]
-    plain = plain_pass(model, ids).values
-    assert list(cache.keys()) == names
-    for name in names:
-        torch.testing.assert_close(cache[name], plain[name], atol=1e-4, rtol=1e-5)
-
-
 @pytest.mark.parametrize("pos_slice", [-1, (2, 5), [0, 3, 6]])
 def test_a_cache_can_be_cut_to_some_positions(pos_slice):
     model, ids = shared_model(), random_ids()

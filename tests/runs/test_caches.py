@@ -74,16 +74,17 @@ def test_steps_are_chosen(tiny_llada, steps, kept):
         caches[2 if 2 not in kept else 17]
 
 
-def test_it_caches_from_the_call_on(tiny_llada):
+def test_it_caches_from_the_call_on_until_the_run_stops(tiny_llada):
+    before = hooked(tiny_llada)
     with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
-        for step in t.steps[[3]]:
-            here = step
-        caches = t.cache("hook_embed")
-        for step in t.steps[4:]:
-            last = step
-    assert (here, last) == (3, 5)
-    assert list(caches)[-2:] == [4, 5]
-    assert 2 not in caches
+        for _ in t.steps[[1]]:
+            t["hook_embed"]
+        caches = t.cache(RESID)
+        for step in t.steps[2:]:
+            if step == 4:
+                t.stop()
+    assert {2, 3} <= set(caches) <= {1, 2, 3, 4}
+    assert hooked(tiny_llada) == before
 
 
 @pytest.mark.parametrize(
@@ -131,15 +132,3 @@ def test_nnsights_cache_keeps_working(tiny_llada):
         kept = cache[f"model.{name}"]
         assert len(kept) == 6
         torch.testing.assert_close(kept.output[3], by_step[3][name], atol=1e-4, rtol=1e-4)
-
-
-def test_a_stopped_run_keeps_its_cached_values(tiny_llada):
-    before = hooked(tiny_llada)
-    with sinklens.trace(tiny_llada, PROMPT, **SHORT) as t:
-        caches = t.cache(RESID)
-        for step in t.steps:
-            if step == 3:
-                t.stop()
-    assert list(caches)[:3] == [0, 1, 2]
-    assert 4 not in caches
-    assert hooked(tiny_llada) == before

@@ -98,20 +98,16 @@ def test_fingerprints_of_tracks_cover_all_their_values(tiny_llada):
     assert len(set(fingerprints)) == 3
 
 
-def test_fingerprints_of_caches_depend_on_their_values(tiny_llada):
-    fingerprints = []
+def test_fingerprints_of_caches_depend_on_their_values_and_that_of_their_collector_does_not(tiny_llada):
+    fingerprints, collectors = [], set()
     for text in ("Tom has 5 pens.", "Tom has 5 pens.", "Tom has 6 pens."):
         kept = Activations(names="blocks.0.hook_resid_post", steps=[1])
+        collectors.add(fingerprint(kept))
         sinklens.generate(tiny_llada, text, hooks=[kept], gen_length=2, record_sinks=False)
+        collectors.add(fingerprint(kept))
         fingerprints.append(fingerprint(PatchHooks(source=kept.caches)))
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
-
-
-def test_collected_values_do_not_change_the_fingerprint_of_an_intervention(tiny_llada):
-    kept = Activations(names="hook_embed")
-    before = fingerprint(kept)
-    sinklens.generate(tiny_llada, "Tom has 5 pens.", hooks=[kept], gen_length=2, record_sinks=False)
-    assert fingerprint(kept) == before
+    assert len(collectors) == 1
 
 
 @pytest.mark.extended

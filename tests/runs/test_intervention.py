@@ -180,16 +180,15 @@ def test_finished_and_failed_runs_leave_model_and_intervention_unchanged(worded,
     assert torch.equal(logits_of(second), logits_of(first))
 
 
-@pytest.mark.parametrize("name", ["mask sinks", "mask the same step's", "window", "freeze the pattern", "sink token"])
+@pytest.mark.parametrize("name", ["mask the same step's", "sink token"])
 def test_an_error_in_a_trace_block_leaves_no_hooks(worded, interventions, name):
     model, ids = worded(), random_ids()
     before = model(ids)
-    with pytest.raises(ZeroDivisionError, match="from the block"):
+    with pytest.raises(ZeroDivisionError, match="division by zero"):
         with sinklens.trace(model, LONG, hooks=[interventions(model, name)], **short(model, {})) as t:
             for step in t.steps:
                 t["blocks.1.attn.hook_pattern"][:] = 0
-                if step == 2:
-                    raise ZeroDivisionError("from the block")
+                assert 1 / (2 - step)
     assert unwatched(model)
     assert torch.equal(model(ids), before)
 
@@ -283,6 +282,9 @@ def test_a_single_intervention_needs_no_list(worded):
         ([MaskSinks], "<function MaskSinks at"),
         ([("hook_embed",)], r"\('hook_embed',\)"),
         ("no", "'no'"),
+        (5, "5"),
+        (None, "None"),
+        ({"hook_embed": print}, r"\{'hook_embed'"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -328,12 +330,6 @@ def test_positions_count_from_each_rows_first_token_or_from_the_end():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_single_number_instead_of_a_list_is_rejected():
-    with pytest.raises(SettingError, match=r"positions must be a list of integers; write positions=\[2\]"):
-        place_mask(2, torch.ones(1, 5, dtype=torch.bool))
-
-
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("chosen", [torch.tensor([3, 1, -3]), np.array([1, 3]), range(1, 5, 2), [torch.tensor(1), 3]])
 def test_arrays_and_tensors_of_integers_are_accepted_as_lists(chosen):
     assert within("step", chosen, 5) == ([1, 2, 3] if len(chosen) == 3 else [1, 3])
@@ -345,6 +341,7 @@ def test_arrays_and_tensors_of_integers_are_accepted_as_lists(chosen):
 @pytest.mark.parametrize(
     ("chosen", "text"),
     [
+        (2, r"steps must be a list of integers; write steps=\[2\]"),
         ([1, 2.5], r"steps must be a list of integers; got \[1, 2.5\]"),
         (torch.tensor([1.0, 2.0]), r"steps must be a list of integers; got tensor\(\[1., 2.\]\)"),
         ("12", "steps must be a list of integers; got '12'"),

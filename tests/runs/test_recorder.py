@@ -139,11 +139,6 @@ class Odd(Quantity):
         return {"flag": real, "count": ones, "half": half, "single": kept.double().sum((1, 2, 3))}
 
 
-def cached_and_not(model, record, **more):
-    """Two runs of an autoregressive model: with and without its cache."""
-    return [sinklens.generate(model, PROMPTS, use_cache=use, record_sinks=record, **more) for use in (True, False)]
-
-
 def assert_same_tracks(one, other):
     assert set(one.data.data_vars) == set(other.data.data_vars)
     for name, values in one.data.data_vars.items():
@@ -151,29 +146,22 @@ def assert_same_tracks(one, other):
             np.testing.assert_allclose(values, other.data[name], rtol=1e-3, atol=1e-4, err_msg=str(name))
 
 
-def test_cached_and_uncached_runs_record_the_same(tiny_llama):
-    places = [(0, 1), (3, 3), (-1, 3), (5, -2)]
-    record = Record([*ALL.quantities, Entropy(), Odd()], patterns=places)
-    cached, uncached = cached_and_not(tiny_llama, record, gen_length=8)
+@pytest.mark.parametrize("edited", [False, True])  # an edit empties the cache
+def test_cached_and_uncached_runs_record_the_same(tiny_llama, edited):
+    def replace(canvas, hook):
+        if edited and hook.step >= 4:
+            canvas[:, -6] = 300
+        return canvas
+
+    record = Record([*ALL.quantities, Entropy(), Odd()], patterns=[(0, 1), (3, 3), (-1, 3), (5, -2)])
+    given = {"hooks": [("denoise.hook_canvas", replace)], "gen_length": 8, "record_sinks": record}
+    cached, uncached = (sinklens.generate(tiny_llama, PROMPTS, use_cache=use, **given) for use in (True, False))
+    assert (cached.canvas[:, 4] == 300).any() == edited
     assert_same_tracks(cached.sinks, uncached.sinks)
     assert set(cached.patterns) == set(uncached.patterns) == {(0, 1), (3, 3), (7, 3), (5, 2)}
     for place, pattern in cached.patterns.items():
         torch.testing.assert_close(pattern, uncached.patterns[place], rtol=1e-3, atol=1e-5)
         assert pattern.shape == (3, 6, *[cached.prompt_length + place[0]] * 2)
-
-
-def test_an_edit_that_empties_the_cache_is_recorded_as_in_an_uncached_run(tiny_llama):
-    def replace(canvas, hook):
-        if hook.step >= 4:
-            canvas[:, -6] = 300
-        return canvas
-
-    record = Record([*ALL.quantities, Entropy()], patterns=[(5, 0), (7, 2)])
-    cached, uncached = cached_and_not(tiny_llama, record, hooks=[("denoise.hook_canvas", replace)], gen_length=8)
-    assert (cached.canvas[:, 4] == 300).any()
-    assert_same_tracks(cached.sinks, uncached.sinks)
-    for place, pattern in cached.patterns.items():
-        torch.testing.assert_close(pattern, uncached.patterns[place], rtol=1e-3, atol=1e-5)
 
 
 def test_recorded_scores_are_the_column_sums_of_the_recorded_pattern(tiny_llada):

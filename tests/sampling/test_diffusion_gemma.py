@@ -80,13 +80,24 @@ def test_settings_come_from_the_generation_config(gemma):
     assert gemma.mask_token_id is None
 
 
-def test_another_familys_sampler_is_refused(gemma, prompt):
-    with pytest.raises(SettingError, match=r"fits bidirectional attention, but diffusion-gemma models"):
-        sinklens.generate(gemma, prompt, sampler="llada", gen_length=8)
+def test_weights_are_read_layer_by_layer_since_layers_differ(gemma):
+    with pytest.raises(SettingError, match="W_Q cannot be stacked, because the layers of this model differ"):
+        _ = gemma.W_Q
+    with pytest.raises(SettingError, match="rotate differently, so there is no single rotation"):
+        gemma.rotation(1, 0)
+    attn = gemma.blocks[0].attn
+    assert attn.W_Q.shape[1:] == (gemma.cfg.d_model, gemma.cfg.d_head)
+    assert attn.q_norm.w.shape == (gemma.cfg.d_head,)
 
 
-def test_positions_exist_from_their_canvas_on(gemma, prompt):
-    run = sinklens.generate(gemma, prompt, **SETTINGS)
+@pytest.fixture(scope="module")
+def free(gemma):
+    """A run, and the pattern of every step and layer with the text positions of its keys."""
+    return _patterns(gemma, torch.arange(18).reshape(2, 9) * 5 + 3)
+
+
+def test_positions_exist_from_their_canvas_on_and_get_their_final_token_in_their_unmask_step(free):
+    run, _ = free
     exists = run.canvas >= 0
     assert bool(exists[:, :, :9].all())
     second = int((run.canvas[0, :, 17] >= 0).long().argmax())
@@ -96,23 +107,16 @@ def test_positions_exist_from_their_canvas_on(gemma, prompt):
     assert bool(run.undecided[:, 0, 9:].all())
     assert not bool(run.undecided[:, -1].any())
     assert not bool(run.undecided[:, second, :17].any())
-
-
-def test_unmask_step_is_the_step_that_left_the_final_token(gemma, prompt):
-    run = sinklens.generate(gemma, prompt, **SETTINGS)
-    for row in range(2):
-        for pos in range(9, 25):
-            step = int(run.unmask_step[row, pos])
-            assert run.canvas[row, step + 1 :, pos].unique().numel() == 1
-            assert not bool(run.undecided[row, step + 1 :, pos].all())
+    for row, pos in itertools.product(range(2), range(9, 25)):
+        step = int(run.unmask_step[row, pos])
+        assert run.canvas[row, step + 1 :, pos].unique().numel() == 1
+        assert not bool(run.undecided[row, step + 1 :, pos].all())
 
 
 def test_a_start_canvas_is_the_first_canvas(gemma, prompt):
     start = torch.arange(8) + 100
     run = sinklens.generate(gemma, prompt, start_canvas=start, record_sinks=False, **SETTINGS)
     assert torch.equal(run.canvas[:, 0, 9:17], start.expand(2, -1))
-    with pytest.raises(SettingError, match=r"start_canvas has 3 rows, but there are 2 prompts; give one row, or 2"):
-        sinklens.generate(gemma, prompt, start_canvas=[[1] * 8] * 3, **SETTINGS)
 
 
 def test_given_draws_replace_the_random_ones(gemma, prompt):
@@ -175,44 +179,30 @@ def _patterns(model: sinklens.Model, prompt: Tensor, *hooks: Any) -> tuple[Any, 
     return sinklens.generate(model, prompt, hooks=[*hooks, *points], **SETTINGS), seen
 
 
-def test_recorded_scores_are_the_column_sums_at_the_positions_of_the_keys(gemma, prompt):
-    run, patterns = _patterns(gemma, prompt)
+def test_recorded_scores_are_the_column_sums_at_the_positions_of_the_keys(gemma, prompt, free):
+    run, patterns = free
     fused = sinklens.generate(gemma, prompt, **SETTINGS).sinks["score"].to_numpy()
-    score = run.sinks["score"].to_numpy()
+    score, canvas = run.sinks.scores(), run.sinks.on_canvas
+    units = {unit: run.sinks.scores(unit).to_numpy() for unit in ("fraction", "visible", "percent")}
     assert len(patterns) == run.steps_run * LAYERS
+    assert (canvas.sum("pos") == 8).all()
     for (step, layer), (pattern, keys) in patterns.items():
         text = int((run.canvas[0, step] >= 0).sum())
         assert keys.stop == text
         assert keys.start == (text - 15 if layer < 5 else 0)  # a window of 8: 7 cached keys and the canvas
-        for found in (score, fused):
-            np.testing.assert_allclose(
-                found[:, step, layer][..., keys.start : keys.stop], pattern.sum(2), atol=1e-5, rtol=1e-5
-            )
-            assert np.isnan(found[:, step, layer][..., : keys.start]).all()
-            assert np.isnan(found[:, step, layer][..., keys.stop :]).all()
-
-
-def test_scores_split_into_canvas_and_prefix(gemma, prompt):
-    run, patterns = _patterns(gemma, prompt)
-    score, canvas = run.sinks.scores(), run.sinks.on_canvas
-    assert (canvas.sum("pos") == 8).all()
-    for (step, layer), (pattern, _) in patterns.items():
+        for found in (run.sinks["score"].to_numpy()[:, step, layer], fused[:, step, layer]):
+            np.testing.assert_allclose(found[..., keys.start : keys.stop], pattern.sum(2), atol=1e-5, rtol=1e-5)
+            assert np.isnan(found[..., : keys.start]).all()
+            assert np.isnan(found[..., keys.stop :]).all()
         part = score.where(~canvas).isel(step=step, layer=layer).sum("pos").to_numpy()
         np.testing.assert_allclose(part, pattern[..., :-8].sum((2, 3)), atol=1e-4)
-
-
-def test_units_divide_by_the_queries_of_the_canvas(gemma, prompt):
-    run, patterns = _patterns(gemma, prompt)
-    units = {unit: run.sinks.scores(unit).to_numpy() for unit in ("fraction", "visible", "percent")}
-    for (step, layer), (pattern, keys) in patterns.items():
-        mean = pattern.mean(2).numpy()  # over the canvas's queries
-        for unit, factor in (("fraction", 1), ("visible", 1), ("percent", 100)):
+        for unit, factor in (("fraction", 1), ("visible", 1), ("percent", 100)):  # by the queries of the canvas
             found = units[unit][:, step, layer][..., keys.start : keys.stop]
-            np.testing.assert_allclose(found, factor * mean, atol=1e-4, rtol=1e-4)
+            np.testing.assert_allclose(found, factor * pattern.mean(2).numpy(), atol=1e-4, rtol=1e-4)
 
 
-def test_states_of_a_track_follow_the_marks(gemma, prompt):
-    run = sinklens.generate(gemma, prompt, **SETTINGS)
+def test_states_of_a_track_follow_the_marks(free):
+    run, _ = free
     undecided, canvas = run.undecided[:, :-1].numpy(), run.canvas[:, :-1].numpy()
     decided = ~undecided
     np.testing.assert_array_equal(run.sinks.decided.to_numpy(), decided)
@@ -231,9 +221,9 @@ def test_other_quantities_are_recorded_at_the_canvas(gemma, prompt):
     assert (run.sinks["value_norm"].notnull().isel(layer=5, head=0) == run.sinks.on_canvas).all()
 
 
-def test_masking_the_sinks_of_another_run_uses_its_positions(gemma, prompt):
-    free, patterns = _patterns(gemma, prompt)
-    _, masked = _patterns(gemma, prompt, MaskSinks(top_k=1, source=free))
+def test_masking_the_sinks_of_another_run_uses_its_positions(gemma, prompt, free):
+    source, patterns = free
+    _, masked = _patterns(gemma, prompt, MaskSinks(top_k=1, source=source))
     for (step, layer), (pattern, keys) in masked.items():
         if step == 0 or (step, layer) not in patterns:
             continue
@@ -242,13 +232,6 @@ def test_masking_the_sinks_of_another_run_uses_its_positions(gemma, prompt):
         present = (strongest >= keys.start)[..., None]
         expected = torch.zeros(2, 4, 25, dtype=torch.bool).scatter_(2, strongest[..., None], present)
         assert torch.equal((pattern == 0).all(dim=2), expected[..., keys.start : keys.stop])
-
-
-def test_scope_model_and_same_step_are_refused(gemma, prompt):
-    with pytest.raises(SettingError, match=r"scope='model' pools the scores .* use scope='layer' or 'head'"):
-        sinklens.generate(gemma, prompt, hooks=MaskSinks(top_k=1, scope="model"), **SETTINGS)
-    with pytest.raises(SettingError, match=r"same_step needs a second pass .* use the sinks of the previous step"):
-        sinklens.generate(gemma, prompt, hooks=MaskSinks(top_k=1, same_step=True), **SETTINGS)
 
 
 SLOW = {"gen_length": 16, "max_denoising_steps": 3, "entropy_bound": 0.1, "confidence_threshold": 0.0}
@@ -329,21 +312,25 @@ class Appended(Intervention):
         return []
 
 
-def test_tokens_after_the_answer_are_refused(gemma, prompt):
-    with pytest.raises(SettingError, match=r"reads nothing that follows its canvas; put them before the prompt"):
-        sinklens.generate(gemma, prompt, hooks=Appended(), **SETTINGS)
-
-
-def test_interventions_on_the_complete_text_are_refused(gemma, prompt):
-    with pytest.raises(SettingError, match=r"Remask is not available for diffusion-gemma models, whose passes cover"):
-        sinklens.generate(gemma, prompt, hooks=Remask(positions=[-1]), **SETTINGS)
-
-
-def test_images_are_refused(gemma, prompt):
-    with pytest.raises(PromptError, match=r"contains the image token \(254\) at position 3, but sinklens reads"):
-        sinklens.generate(gemma, [[5, 6, 7, 254, 8]], **SETTINGS)
-    with pytest.raises(PromptError, match=r"the prompt has pixel_values, but sinklens reads text only"):
-        sinklens.generate(gemma, {"input_ids": prompt, "pixel_values": torch.zeros(1)}, **SETTINGS)
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"sampler": "llada", "gen_length": 8}, SettingError, r"fits bidirectional attention, but diffusion-gemma mod"),
+        ({"start_canvas": [[1] * 8] * 3, **SETTINGS}, SettingError, r"start_canvas has 3 rows, but there are 2 prompt"),
+        ({"hooks": MaskSinks(top_k=1, scope="model")}, SettingError, r"scope='model' pools the scores .* use scope='l"),
+        ({"hooks": MaskSinks(top_k=1, same_step=True)}, SettingError, r"same_step needs a second pass .* use the sink"),
+        ({"hooks": Appended()}, SettingError, r"reads nothing that follows its canvas; put them before the prompt"),
+        ({"hooks": Remask(positions=[-1])}, SettingError, r"Remask is not available for diffusion-gemma models, whose"),
+        ({"prompt": [[5, 6, 7, 254, 8]]}, PromptError, r"contains the image token \(254\) at position 3, but sinklens"),
+        ({"prompt": {"input_ids": torch.arange(3)[None], "pixel_values": torch.zeros(1)}}, PromptError, "has pixel_va"),
+        ({"hooks": [("denoise.hook_accepted", lambda v, hook: v[:, 1:])]}, HookFunctionError,
+         r"got a value of shape \[2, 8\] and returned \[2, 7\]"),
+    ],
+)  # fmt: skip
+def test_what_the_sampler_does_not_take_is_refused(gemma, prompt, given, error, text):
+    given = {"prompt": prompt} | ({} if "sampler" in given else SETTINGS) | given
+    with pytest.raises(error, match=text):
+        sinklens.generate(gemma, **given)
 
 
 def test_a_trace_block_reads_encoder_decoder_and_sampler(gemma, prompt):
@@ -387,8 +374,3 @@ def test_keys_that_are_stored_are_edited_once(gemma, prompt):
     sinklens.generate(gemma, prompt, hooks=[(at, halve_new)], **SETTINGS)
     assert [keys.shape[1] for keys in seen] == [9, 17]
     torch.testing.assert_close(seen[1][:, :9], seen[0] * 0.5)
-
-
-def test_a_hook_must_return_the_shape_of_the_canvas(gemma, prompt):
-    with pytest.raises(HookFunctionError, match=r"got a value of shape \[2, 8\] and returned \[2, 7\]"):
-        sinklens.generate(gemma, prompt, hooks=[("denoise.hook_accepted", lambda v, hook: v[:, 1:])], **SETTINGS)

@@ -24,15 +24,16 @@ def test_unmask_step_is_the_step_that_wrote_the_token(tiny_llada):
                 assert run.canvas[row, step + 1, place] == run.tokens[row, place]
 
 
-def test_unmask_step_of_a_leftover_mask_is_the_number_of_steps():
-    canvas = torch.tensor([[[5, 9, 9], [5, 9, 2]]])
-    assert unmask_steps(canvas, canvas == 9, torch.ones(1, 3, dtype=torch.bool), 1).tolist() == [[-1, 1, 0]]
-
-
-def test_unmask_step_of_a_position_decided_as_the_token_it_held_is_the_step_that_decided_it():
-    canvas = torch.tensor([[[5, 7, 8], [5, 7, 3], [5, 7, 3]]])
-    undecided = torch.tensor([[[False, True, True], [False, True, False], [False, False, False]]])
-    assert unmask_steps(canvas, undecided, torch.ones(1, 3, dtype=torch.bool), 1).tolist() == [[-1, 1, 0]]
+@pytest.mark.parametrize(
+    ("canvas", "undecided"),
+    [
+        ([[5, 9, 9], [5, 9, 2]], [[0, 1, 1], [0, 1, 0]]),  # a mask is left: the number of steps
+        ([[5, 7, 8], [5, 7, 3], [5, 7, 3]], [[0, 1, 1], [0, 1, 0], [0, 0, 0]]),  # decided as the token that it held
+    ],
+)
+def test_unmask_step_of_leftover_masks_and_of_unchanged_tokens(canvas, undecided):
+    given = torch.tensor([canvas]), torch.tensor([undecided]).bool()
+    assert unmask_steps(*given, torch.ones(1, 3, dtype=torch.bool), 1).tolist() == [[-1, 1, 0]]
 
 
 def test_guidance_of_zero_leaves_the_logits_and_a_positive_scale_mixes_them(tiny_llada):

@@ -27,6 +27,7 @@ def model(kind, conformance):
     return sinklens.load(conformance / kind.split()[0], family="sedd" if kind == "sedd" else None)
 
 
+@pytest.mark.fast_cases(4)
 def test_confidence_is_the_networks_probability_of_the_drawn_token(kind, model):
     seen = {}
 
@@ -57,6 +58,7 @@ def test_confidence_is_the_networks_probability_of_the_drawn_token(kind, model):
         assert torch.equal(shown[0], undecided[0] if drawn is None else drawn)
 
 
+@pytest.mark.fast_cases(2)
 def test_an_edit_of_a_confidence_that_decides_nothing_is_refused(kind, model):
     given = {"gen_length": 6} | KINDS[kind]
     half = ("denoise.hook_confidence", lambda value, hook: value * 0.5)
@@ -67,6 +69,7 @@ def test_an_edit_of_a_confidence_that_decides_nothing_is_refused(kind, model):
         sinklens.generate(model, [PROMPT], hooks=[half], **given)
 
 
+@pytest.mark.fast_cases(2)
 def test_the_lab_lists_the_proposals_of_a_step(kind, model):
     spec = RunSpec("", PROMPT, settings={"gen_length": 6} | {k: v for k, v in KINDS[kind].items() if k != "sampler"},
                    sampler=KINDS[kind].get("sampler"))  # fmt: skip

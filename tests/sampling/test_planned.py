@@ -1,12 +1,10 @@
 """A planned run computes, reuses and hides what its table lists, and nothing else."""
 
 import numpy as np
-import pytest
 import torch
 import xarray as xr
 
 import sinklens
-from sinklens.errors import SettingError
 from sinklens.runs.identity import fingerprint
 from sinklens.sampling import Keys, Planned
 
@@ -44,11 +42,3 @@ def test_plans_are_equal_by_what_they_list():
     table = torch.ones(1, 1, 1, 3, dtype=torch.bool)
     assert fingerprint(Planned(table)) == fingerprint(Planned(table.clone())) != fingerprint(Planned(~table))
     assert repr(Planned(table)) == "Planned([1, 1, 1, 3])"
-
-
-def test_a_table_that_does_not_fit_the_run_is_refused(worded):
-    with pytest.raises(SettingError, match=r"Planned takes a table \[batch, step, layer, pos\]; got shape \[2, 3\]"):
-        Planned(torch.ones(2, 3, dtype=torch.bool))
-    short = Planned(torch.ones(1, 2, 1, 1, dtype=torch.bool))
-    with pytest.raises(SettingError, match="table of Planned has 2 steps, and the run reached step 2; make it as long"):
-        sinklens.generate(worded("llama"), PROMPTS, gen_length=STEPS, cache=short)

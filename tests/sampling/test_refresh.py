@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.errors import SettingError
 from sinklens.sampling import Evict, History, KeepSinks, Refresh
 from sinklens.sinks import TopK
 
@@ -60,8 +59,3 @@ def test_a_column_computed_as_predictor_is_no_probe(worded):
     for step in steps:
         fresh = run.sinks["fresh"].to_numpy()[0, step, 0]
         assert fresh.nonzero()[0].tolist() == [2, start - 1, *range(start, start + 6)]
-
-
-def test_the_inner_policy_is_a_policy(unchecked):
-    with pytest.raises(SettingError, match=r"within must be a policy such as DualCache\(\); got 'dual'"):
-        Refresh(every=2, within="dual")

@@ -74,20 +74,28 @@ def test_dreams_sampler_runs_a_llada_model(tiny_llada):
     assert run.answers[0].masks == 0
 
 
-def test_a_sampler_for_other_attention_is_refused(tiny_llada, tiny_llama):
-    with pytest.raises(
-        SettingError, match=r"autoregressive sampler fits causal or per-pass attention, but llada models .* choose"
-    ):
-        sinklens.generate(tiny_llada, "2 + 3", sampler="autoregressive")
-    with pytest.raises(SettingError, match="llada sampler fits bidirectional attention, but llama models"):
-        sinklens.generate(tiny_llama, "2 + 3", sampler="llada")
+@pytest.mark.parametrize(
+    ("model", "given", "text"),
+    [
+        ("tiny_llada", {"sampler": "autoregressive"}, "fits causal or per-pass attention, but llada models .* choose"),
+        ("tiny_llama", {"sampler": "llada"}, "llada sampler fits bidirectional attention, but llama models"),
+        ("tiny_llada", {"sampler": "lada"}, r"no sampler is called 'lada'; known: llada, .* Nearest: llada"),
+        ("tiny_llada", {"sampler": "d3llm"}, "the sampler 'd3llm' is not available: it works on several blocks at a"),
+        ("tiny_llada", {"sampler": "d3LLM"}, "the sampler 'd3LLM' is not available: it works on several blocks at a"),
+        ("tiny_llada", {"sampler": "from-the-right", "alg": "entropy"}, "alg is not a setting of the from-the-right ."),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("right_to_left")
+def test_a_sampler_that_does_not_exist_or_fit_and_a_setting_of_another_are_refused(request, model, given, text):
+    with pytest.raises(SettingError, match=text):
+        sinklens.generate(request.getfixturevalue(model), "2 + 3", **given)
 
 
 NETWORKS = ("tiny-llada", "tiny-dream", "tiny-sdar", "tiny-canvas", "tiny-llama")
 REFERENCES = ("mdlm", "sedd", "duo", "gidd", "bd3lm-owt", "mdlm timed", "rnd1")
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", [*NETWORKS, *REFERENCES])
 def test_a_sampler_runs_a_model_or_is_refused_with_those_that_do(conformance, tmp_path_factory, name):
     load = sinklens.load if name in NETWORKS else loader(conformance, tmp_path_factory.mktemp)
@@ -103,24 +111,6 @@ def test_a_sampler_runs_a_model_or_is_refused_with_those_that_do(conformance, tm
             continue
         with pytest.raises(SettingError, match=rf"the {sampler} sampler .*; choose one of {', '.join(fits)}\."):
             sinklens.generate(model, [[5, 6, 7]], **given)
-
-
-def test_an_unknown_sampler_is_refused_with_the_known_ones(tiny_llada):
-    with pytest.raises(SettingError, match=r"no sampler is called 'lada'; known: llada, .* Nearest: llada"):
-        sinklens.generate(tiny_llada, "2 + 3", sampler="lada")
-
-
-@pytest.mark.parametrize("name", ["d3llm", "d3LLM"])
-def test_a_known_sampler_that_is_not_available_is_refused_with_the_reason(tiny_llada, name):
-    with pytest.raises(SettingError, match=rf"the sampler '{name}' is not available: it works on several blocks at a"):
-        sinklens.generate(tiny_llada, "Hi", sampler=name)
-
-
-def test_a_setting_of_another_sampler_is_refused(tiny_llada, right_to_left):
-    with pytest.raises(
-        SettingError, match="alg is not a setting of the from-the-right sampler: it belongs to the dream"
-    ):
-        sinklens.generate(tiny_llada, "2 + 3", sampler="from-the-right", alg="entropy")
 
 
 @dataclass(frozen=True)
