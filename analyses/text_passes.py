@@ -1,7 +1,7 @@
 """Single passes over a text for the study `texts`: its loss while keys are hidden or out of date.
 
-A `Canvas` is what a model reads: the text itself if it is autoregressive, otherwise the text with some tokens masked.
-The loss is that of the masked tokens, or of every next token.
+A `TextCanvas` is what a model reads: the text itself if it is autoregressive, otherwise the text with some tokens
+masked. The loss is that of the masked tokens, or of every next token.
 
 A key is *hidden* if no query but that of its own position sees it. It is *stale* if its key and value are those of an
 earlier canvas, on which more tokens were masked, as in a cache of a diffusion model: the tokens in between were decided
@@ -38,7 +38,7 @@ Sums = Float[Tensor, "layer head key"]
 Hooks = list[tuple[str, Callable[..., Any]]]
 
 
-class Canvas(NamedTuple):
+class TextCanvas(NamedTuple):
     """A text as a model reads it.
 
     Attributes:
@@ -80,7 +80,7 @@ class Read(NamedTuple):
 
 
 @torch.no_grad()
-def loss(model: "Model", canvas: Canvas, hooks: Hooks) -> float:
+def loss(model: "Model", canvas: TextCanvas, hooks: Hooks) -> float:
     """Nats per predicted token of a pass with these hooks."""
     with model.tree.hooks(fwd_hooks=hooks):
         logits = model.tree(canvas.tokens(model)[None].to(model.cfg.device))[0].double().cpu()
@@ -89,7 +89,7 @@ def loss(model: "Model", canvas: Canvas, hooks: Hooks) -> float:
     return float(torch.nn.functional.cross_entropy(rows, canvas.ids[at]))
 
 
-def read(model: "Model", canvas: Canvas) -> Read:
+def read(model: "Model", canvas: TextCanvas) -> Read:
     """A pass that changes nothing."""
     kept: dict[str, list[Tensor]] = {"pattern": [], "k": [], "v": []}
 
@@ -161,7 +161,7 @@ def outdating(stale: Keys, earlier: Read) -> Hooks:
     ]
 
 
-def earlier_canvas(canvas: Canvas, age: int, noise: np.random.Generator) -> Canvas | None:
+def earlier_canvas(canvas: TextCanvas, age: int, noise: np.random.Generator) -> TextCanvas | None:
     """The canvas with `age` more masks, none of them at the first position; None if too few tokens are left to mask."""
     visible = np.flatnonzero(~canvas.masked.numpy())[1:]
     if len(visible) <= age:
@@ -172,7 +172,7 @@ def earlier_canvas(canvas: Canvas, age: int, noise: np.random.Generator) -> Canv
 
 
 def stale_costs(
-    model: "Model", canvas: Canvas, now: Read, earlier: Canvas, epsilon: float, order: Sums
+    model: "Model", canvas: TextCanvas, now: Read, earlier: TextCanvas, epsilon: float, order: Sums
 ) -> Mapping[str, tuple[float, float]]:
     """Loss added when the keys of `STALE` are stale, and their share of the attention; NaN without sinks.
 

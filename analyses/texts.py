@@ -45,7 +45,7 @@ from sinklens.analyses.study import Study
 from sinklens.analyses.text_passes import (
     CHOICES,
     STALE,
-    Canvas,
+    TextCanvas,
     earlier_canvas,
     hiding,
     key_choices,
@@ -194,7 +194,7 @@ class Texts(Study):
             if len(ids) < 3:
                 raise SettingError(f"the study texts needs at least three tokens per text; got {prompt!r}.")
             noise = _noise(ids, self.seed)
-            found = [self._of_canvas(model, Canvas(ids, masked), noise) for masked in self._masks(model, ids)]
+            found = [self._of_canvas(model, TextCanvas(ids, masked), noise) for masked in self._masks(model, ids)]
             data: xr.Dataset = xr.concat(found, dim="draw").mean("draw", skipna=True)
             return data.assign(
                 causal=float(model.causal), jump_share=(("edit", "lead"), self._jumps(model, ids, noise))
@@ -214,7 +214,7 @@ class Texts(Study):
         masked, _ = by_count(len(ids) - 1, self.draws, generator)
         return torch.nn.functional.pad(masked, (1, 0), value=False)
 
-    def _of_canvas(self, model: "Model", canvas: Canvas, noise: np.random.Generator) -> xr.Dataset:
+    def _of_canvas(self, model: "Model", canvas: TextCanvas, noise: np.random.Generator) -> xr.Dataset:
         """The measurements of one canvas, without jumps."""
         plain, tokens = read(model, canvas), canvas.tokens(model)
         kinds = torch.from_numpy(kinds_of_vocabulary(model)[tokens.numpy()].astype(np.int64))
@@ -253,7 +253,7 @@ class Texts(Study):
         free[[0, -1]] = False
         jumps: list[Jumps | None] = [edited(model, ids, _drawn(free, self.edits, noise), kinds, noise)]
         if not model.causal:
-            canvas = Canvas(ids, masked).tokens(model)
+            canvas = TextCanvas(ids, masked).tokens(model)
             visible, hidden = free & ~masked.numpy(), masked.numpy()
             jumps.append(edited(model, canvas, _drawn(visible, self.edits, noise), kinds, noise, later=False))
             jumps.append(_revealed(model, canvas, ids, _drawn(hidden, self.edits, noise)))

@@ -457,9 +457,3 @@ def table(parts: Parts = PLAIN) -> list[tuple[str, PointSpec]]:
         rows.append((f"ln_final.{MODULATED.name}", MODULATED))
     rows += [(f"denoise.{spec.name}", spec) for spec in DENOISE[1:]]
     return rows
-
-
-def optional() -> list[tuple[str, PointSpec]]:
-    """The rows of `table` that only layers with experts, or with normalized queries and keys, have."""
-    plain = dict(table())
-    return [(name, spec) for name, spec in table(EVERY) if name not in plain]

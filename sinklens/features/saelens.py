@@ -31,7 +31,7 @@ SHIPPED_FOLDER = "shipped"
 SHARED = ("W_enc", "b_enc", "W_dec", "b_dec")
 
 
-class Layout(NamedTuple):
+class SaeLayout(NamedTuple):
     """How one of SAELens's architectures is stored.
 
     Attributes:
@@ -49,16 +49,16 @@ class Layout(NamedTuple):
     rescales: bool = False
 
 
-READ: dict[str, Layout] = {
-    "standard": Layout("standard"),
-    "topk": Layout("topk", rescales=True),
-    "jumprelu": Layout("jumprelu", ("threshold",)),
-    "transcoder": Layout("standard", transcoder=True),
-    "skip_transcoder": Layout("standard", ("W_skip",), transcoder=True),
-    "jumprelu_transcoder": Layout("jumprelu", ("threshold",), transcoder=True),
-    "jumprelu_skip_transcoder": Layout("jumprelu", ("threshold", "W_skip"), transcoder=True),
-    "batchtopk": Layout("jumprelu", ("topk_threshold",), trained=True, rescales=True),
-    "matryoshka_batchtopk": Layout("jumprelu", ("topk_threshold",), trained=True, rescales=True),
+READ: dict[str, SaeLayout] = {
+    "standard": SaeLayout("standard"),
+    "topk": SaeLayout("topk", rescales=True),
+    "jumprelu": SaeLayout("jumprelu", ("threshold",)),
+    "transcoder": SaeLayout("standard", transcoder=True),
+    "skip_transcoder": SaeLayout("standard", ("W_skip",), transcoder=True),
+    "jumprelu_transcoder": SaeLayout("jumprelu", ("threshold",), transcoder=True),
+    "jumprelu_skip_transcoder": SaeLayout("jumprelu", ("threshold", "W_skip"), transcoder=True),
+    "batchtopk": SaeLayout("jumprelu", ("topk_threshold",), trained=True, rescales=True),
+    "matryoshka_batchtopk": SaeLayout("jumprelu", ("topk_threshold",), trained=True, rescales=True),
 }
 """Architectures by the name that SAELens has for them."""
 ONLY: dict[str, tuple[Any, ...]] = {

@@ -5,11 +5,12 @@ Pitfall: what a policy reads is measured in the step before; step 0 has no step 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sinklens.hooks.points import Point
 from sinklens.model import Model
@@ -76,41 +77,15 @@ def check_policy(model: Model, settings: Sampler, policy: Policy) -> None:
 @contextmanager
 def read_by_policy(keys: KeyCache | None) -> Iterator[None]:
     """While a run lasts, collect the scores and queries that its policy reads."""
-    if not isinstance(keys, PolicyCache) or not (keys.policy.reads_scores or keys.policy.reads_queries):
-        yield
-        return
     handles = []
     try:
-        for layer in range(keys.layers):
-            if keys.policy.reads_scores:
-                handles.append(after(_point(keys, layer, "hook_sink_scores"), _scores(keys, layer)))
-            if keys.policy.reads_queries:
-                handles.append(after(_point(keys, layer, "hook_rot_q"), _queries(keys, layer)))
+        if isinstance(keys, PolicyCache):
+            read = {"hook_sink_scores": keys.see_scores} if keys.policy.reads_scores else {}
+            read |= {"hook_rot_q": keys.see_queries} if keys.policy.reads_queries else {}
+            for layer, (name, see) in product(range(keys.layers), read.items()):
+                point: Point = keys.tree.hook_dict[f"blocks.{layer}.attn.{name}"]  # type: ignore[assignment]
+                handles.append(after(point, partial(see, layer)))
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _point(keys: PolicyCache, layer: int, name: str) -> Point:
-    return keys.tree.hook_dict[f"blocks.{layer}.attn.{name}"]  # type: ignore[return-value]
-
-
-def _scores(keys: PolicyCache, layer: int) -> Any:
-    def keep(value: Tensor) -> None:  # [batch, head, key]
-        if keys.scores is None:
-            keys.scores = torch.zeros(len(value), keys.layers, *value.shape[1:], device=value.device)
-        keys.scores[:, layer] = value
-
-    return keep
-
-
-def _queries(keys: PolicyCache, layer: int) -> Any:
-    def keep(value: Tensor) -> None:  # [batch, window, head, d_head]
-        columns = slice(keys.block.start - keys.window.start, keys.block.stop - keys.window.start)
-        mean = value[:, max(0, columns.start) : columns.stop].float().mean(dim=1)
-        if keys.queries is None:
-            keys.queries = torch.zeros(len(mean), keys.layers, *mean.shape[1:], device=mean.device)
-        keys.queries[:, layer] = mean
-
-    return keep

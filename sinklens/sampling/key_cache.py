@@ -233,7 +233,7 @@ class PolicyCache(KeyCache):
         block: columns of the active block.
         fresh, gone: the plan of the current step.
         decidable: positions that the plan computes, with what predicts them.
-        scores, queries, drift: as in `History`; whoever drives the run sets the first two during a step.
+        scores, queries, drift: as in `History`; `see_scores` and `see_queries` set the first two during a step.
     """
 
     def __init__(
@@ -350,17 +350,14 @@ class PolicyCache(KeyCache):
         rows: Int[Tensor, " running"] | None = None,
     ) -> Float[Tensor, "batch window d_model"]:
         """As in `KeyCache`; always of all rows."""
-        before = [self.store.keys(layer).clone() for layer in range(self.fresh.shape[1])] if self._compares else None
+        compares = self.policy.reads_drift and self._step > 0
+        before = [self.store.keys(layer).clone() for layer in range(self.fresh.shape[1])] if compares else None
         self.tree.watch.describe(decidable=self.decidable)
         hidden = self.store.hidden(text, self.window, self.fresh, self.gone)
         if self.policy.reads_drift:
             self.drift = self._drift(before)
         self._computed.masked_fill_(self.fresh, self._step)
         return hidden
-
-    @property
-    def _compares(self) -> bool:
-        return self.policy.reads_drift and self._step > 0
 
     def _drift(self, before: list[Tensor] | None) -> Float[Tensor, "batch layer pos"]:
         """Relative change of the keys that the step computed; NaN without an earlier entry of the same token."""
@@ -371,6 +368,20 @@ class PolicyCache(KeyCache):
             known = self.fresh[:, layer] & (self._computed[:, layer] > self._written)
             found[:, layer] = torch.where(known, moved.to(found.device), torch.nan)
         return found
+
+    def see_scores(self, layer: int, value: Float[Tensor, "batch head key"]) -> None:
+        """Keep the sink scores of a layer in the current step."""
+        if self.scores is None:
+            self.scores = torch.zeros(len(value), self.layers, *value.shape[1:], device=value.device)
+        self.scores[:, layer] = value
+
+    def see_queries(self, layer: int, value: Float[Tensor, "batch window head d_head"]) -> None:
+        """Keep the mean rotated query of the block of a layer in the current step."""
+        columns = slice(self.block.start - self.window.start, self.block.stop - self.window.start)
+        mean = value[:, max(0, columns.start) : columns.stop].float().mean(dim=1)
+        if self.queries is None:
+            self.queries = torch.zeros(len(mean), self.layers, *mean.shape[1:], device=mean.device)
+        self.queries[:, layer] = mean
 
     def staleness(self) -> Int[Tensor, "batch layer pos"]:
         """Steps since each used key was computed, 0 for fresh ones; -1 for hidden keys and padding."""

@@ -60,7 +60,7 @@ def test_a_model_without_points_computes_the_attention_of_transformers():
     assert torch.equal(hf(ids).logits, expected)
 
 
-@pytest.mark.fast_cases(12)
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 @pytest.mark.parametrize("points", [["hook_sink_scores"], ["hook_attn_mask"], ["hook_rot_q", "hook_rot_k", "hook_z"]])
@@ -71,7 +71,7 @@ def test_watching_anything_except_the_map_does_not_change_the_logits_in_any_bit(
 
 
 # The last length is odd and longer than a block of the fused kernel and a block of the sums.
-@pytest.mark.fast_cases(10)
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(
     ("architecture", "causal", "length"),
     [(*kind, length) for kind in KINDS for length in (2, 7)] + [("llama", False, 63), ("llama", True, 63)],
@@ -137,7 +137,7 @@ def favour_by_row(mask):
 MASKS = [hide_key_2, hide_key_2_in_head_1, favour_by_row]
 
 
-@pytest.mark.fast_cases(12)
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 @pytest.mark.parametrize("edit", MASKS)

@@ -61,7 +61,7 @@ EDITS = {
 }
 
 
-@pytest.mark.fast_cases(11)
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("real", [None, left_padding()], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("point", EDITS)
 @pytest.mark.parametrize(("architecture", "causal"), MIXED)

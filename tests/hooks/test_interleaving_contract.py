@@ -36,12 +36,9 @@ def nnsight(what):
 def during(root, look):
     """What `look` returns in the middle of a traced pass, while a block waits at the second layer."""
     found = []
-    handle = root._module.first.register_forward_hook(lambda *_: found.append(look(root.interleaver)))
-    try:
-        with root.trace(ONES):
-            root.second.output.save()
-    finally:
-        handle.remove()
+    root._module.first.register_forward_hook(lambda *_: found.append(look(root.interleaver)))
+    with root.trace(ONES):
+        root.second.output.save()
     return found[0]
 
 
@@ -86,10 +83,9 @@ def test_each_visit_of_a_location_is_counted_by_its_name(root):
 
 def test_what_a_cache_keeps_is_listed_by_location(root):
     found = []
-    handle = root._module.first.register_forward_hook(lambda *_: found.append(dict(root.interleaver.observers)))
+    root._module.first.register_forward_hook(lambda *_: found.append(dict(root.interleaver.observers)))
     with root.trace(ONES) as tracer:
         tracer.cache(modules=[root.second])
-    handle.remove()
     with nnsight("Interleaver.observers, caches by location"):
         assert "model.second.output" in found[0]
 
@@ -98,7 +94,7 @@ def test_a_custom_location_is_served_to_a_block_at_the_visit_it_waits_for(root):
     from nnsight.intervention.interleaver import Mediator
 
     seen = []
-    handle = root._module.first.register_forward_hook(
+    root._module.first.register_forward_hook(
         lambda *_: [root.interleaver.handle("custom", n) for n in range(3)] and None
     )
     with root.trace(ONES):
@@ -106,7 +102,6 @@ def test_a_custom_location_is_served_to_a_block_at_the_visit_it_waits_for(root):
         mediator.iteration = 1
         seen.append(Mediator.value("custom"))
         mediator.iteration = None
-    handle.remove()
     with nnsight("Interleaver.handle, Mediator.current, .value and .iteration"):
         assert seen == [1]
 
@@ -121,11 +116,10 @@ def test_a_waiting_block_can_be_resumed_explicitly(root):
         mediator.pending = mediator.switch("resumed")
         root.interleaver.reindex()
 
-    handle = root._module.first.register_forward_hook(release)
+    root._module.first.register_forward_hook(release)
     with root.trace(ONES):
         seen.append(Mediator.value("custom"))
         seen.append(root.second.output.shape)
-    handle.remove()
     with nnsight("Mediator.switch and Interleaver.reindex"):
         assert seen == ["resumed", ONES.shape]
 

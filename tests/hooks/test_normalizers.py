@@ -61,7 +61,7 @@ def test_a_fully_masked_query_has_an_all_zero_row_and_finite_gradients(normalize
     assert not scores.grad.isnan().any()
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("edit", [None, hide_key_2])
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize("causal", [False, True])
@@ -77,7 +77,7 @@ def test_every_point_has_the_values_of_the_formula(normalizer, causal, real, edi
         torch.testing.assert_close(value, plain.values[name].expand_as(value), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("points", [(), ("hook_sink_scores",), ("hook_pattern",), ("hook_attn_mask", "hook_z")])
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize("normalizer", OTHERS)

@@ -34,6 +34,7 @@ def test_every_point_has_the_same_value_as_in_memory(place, tmp_path):
         assert torch.equal(cache[name], expected_cache[name]), name
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_edit_has_the_same_effect_as_in_memory(name, tmp_path):
     model, ids = offloaded("memory", tmp_path), random_ids()

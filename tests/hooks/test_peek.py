@@ -81,7 +81,7 @@ def test_a_peek_at_unknown_or_sampler_points_or_inside_another_peek_is_refused(m
 READ = [lambda value, hook: None, lambda value, hook: value]
 
 
-@pytest.mark.fast_cases(16)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("read", READ, ids=["returns None", "returns the mask"])
 @pytest.mark.parametrize("real", PADDINGS)
@@ -129,7 +129,7 @@ def test_every_kind_of_write_to_a_mask_takes_effect(write, inference):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("point", ["hook_attn_mask", "hook_sink_scores", "hook_rot_q", "hook_z"])
 @pytest.mark.parametrize("real", PADDINGS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])

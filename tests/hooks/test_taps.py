@@ -33,7 +33,7 @@ def assert_close(found, expected):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.fast_cases(50)
+@pytest.mark.fast_cases(30)
 @pytest.mark.parametrize("name", EDITABLE)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 def test_an_edit_has_the_same_effect_as_in_plain_torch(architecture, causal, name):

@@ -59,7 +59,7 @@ def pair(request):
     return Pair(random_model(*request.param, num_hidden_layers=LAYERS))
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("what", STREAM)
 def test_patching_of_the_stream_and_of_outputs_by_position(pair, what):
     found = getattr(patching, f"get_act_patch_{what}")(pair.model, pair.corrupted, pair.cache, metric)
@@ -67,7 +67,7 @@ def test_patching_of_the_stream_and_of_outputs_by_position(pair, what):
     close(found, torch.tensor(rows))
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("what", "heads"), [("out", HEADS), ("q", HEADS), ("k", 2), ("v", 2)])
 def test_patching_of_heads_at_all_positions_and_by_position(pair, what, heads):
     name = "hook_z" if what == "out" else f"hook_{what}"

@@ -114,7 +114,7 @@ def bases(worded):
     }
 
 
-@pytest.mark.fast_cases(17)
+@pytest.mark.fast_cases(9)
 @pytest.mark.parametrize(
     ("architecture", "causal", "name"),
     [*(("llama", False, name) for name in DIFFUSION), *(("llama", True, name) for name in BOTH)]
@@ -147,7 +147,7 @@ def test_a_prompts_result_does_not_depend_on_its_batch_or_padding(
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.fast_cases(7)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", BOTH)
 def test_an_autoregressive_run_is_the_same_with_and_without_a_key_value_cache(worded, interventions, bases, name):
     model = worded("llama", True)
@@ -158,7 +158,7 @@ def test_an_autoregressive_run_is_the_same_with_and_without_a_key_value_cache(wo
     assert changed(runs[0], bases["llama", True])
 
 
-@pytest.mark.fast_cases(9)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", DIFFUSION)
 def test_finished_and_failed_runs_leave_model_and_intervention_unchanged(worded, interventions, name):
     model = worded()
@@ -293,6 +293,7 @@ def test_an_entry_that_is_neither_intervention_nor_pair_is_rejected_and_shown(wo
         sinklens.generate(worded(), LONG, hooks=hooks, gen_length=8)
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", [
     "mask sinks", "ablate heads", "ablate attention to sinks", "patch", "freeze the pattern", "window", "keep keys",
     "sink token", "replace values", "ablate at the strongest keys", "ablate at masks", "steer", "splice",

@@ -225,22 +225,19 @@ def assert_edited(data):
 EDITS = {"hook_resid_pre": plant, "attn.hook_v": set_two, "attn.hook_pattern": shut, "attn.hook_z": flatten}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("guidance", [0.0, 1.0])
-def test_values_are_recorded_after_hook_functions(tiny_llada, guidance):
+@pytest.mark.parametrize("in_block", [False, True])
+def test_values_are_recorded_after_edits_of_hook_functions_and_of_a_trace_block(tiny_llada, guidance, in_block):
+    """Edits replace values where EDITS returns a new one, and act in place where it changes the old one."""
+
     def at_step_1(edit):
         return lambda value, hook: edit(value) if hook.step == 1 else None
 
-    hooks = [(f"blocks.1.{name}", at_step_1(edit)) for name, edit in EDITS.items()]
-    run = sinklens.generate(tiny_llada, PROMPTS[:2], steps=2, hooks=hooks, cfg_scale=guidance, record_sinks=ALL)
-    assert_edited(run.sinks.data)
-
-
-@pytest.mark.parametrize("guidance", [0.0, 1.0])
-def test_values_are_recorded_after_edits_of_a_trace_block(tiny_llada, guidance):
-    """Edits replace values where EDITS returns a new one, and act in place where it changes the old one."""
-    record = Record(ALL.quantities, patterns=[(1, 1)])
-    with sinklens.trace(tiny_llada, PROMPTS[:2], steps=2, cfg_scale=guidance, record_sinks=record) as t:
-        for step in t.steps[1]:
+    given = {"steps": 2, "cfg_scale": guidance, "record_sinks": Record(ALL.quantities, patterns=[(1, 1)])}
+    given["hooks"] = [] if in_block else [(f"blocks.1.{name}", at_step_1(edit)) for name, edit in EDITS.items()]
+    with sinklens.trace(tiny_llada, PROMPTS[:2], **given) as t:
+        for _ in t.steps[1] if in_block else t.steps[:0]:
             plant(t["blocks.1.hook_resid_pre"])
             t["blocks.1.attn.hook_v"] = torch.full_like(t["blocks.1.attn.hook_v"], 2.0)
             t["blocks.1.attn.hook_pattern"][:, 1] = 0

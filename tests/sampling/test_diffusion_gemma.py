@@ -238,6 +238,7 @@ SLOW = {"gen_length": 16, "max_denoising_steps": 3, "entropy_bound": 0.1, "confi
 """Two canvases of three steps each."""
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("key", "by"), [(4, "zero"), (4, "mean"), (12, "mean"), (20, "zero")])
 def test_replaced_values_of_text_and_canvas_are_those_of_encoder_and_decoder(gemma, prompt, key, by):
     """Key 4 is in the prompt, 12 in the first canvas, 20 in the second. Of two canvases, in a layer with a window."""

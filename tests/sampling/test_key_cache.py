@@ -60,6 +60,7 @@ def test_a_replaced_token_is_computed_in_every_layer_whichever_layers_had_comput
     assert fresh[5:10].tolist() == [[True] * 3, [True, False, False], [False] * 3, [True] * 3, [False] * 3]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("architecture", "point"), [("llama", "hook_k"), ("qwen3", "hook_k"), ("llama", "hook_v")])
 def test_an_edited_fresh_entry_is_cached_as_edited_and_the_plan_stays(worded, architecture, point):
     """Read in the last layer, so that an edit in step 0 and the same edit of the stale entry in step 1 agree."""
@@ -89,44 +90,21 @@ def test_an_edited_fresh_entry_is_cached_as_edited_and_the_plan_stays(worded, ar
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-def exact_pass(cache, text, block, rows=None):
-    """The outputs of the window of a step on `text`, of which nothing is padding."""
-    nothing, real = torch.zeros_like(text, dtype=torch.bool), torch.ones_like(text, dtype=torch.bool)
-    cache.plan(text, nothing, nothing, block)
-    with torch.no_grad():
-        return cache.hidden(text, real, rows)
-
-
-def complete_pass(model, text):
-    with torch.no_grad():
-        return model.tree.hidden(text)
-
-
+@torch.no_grad()
 def test_the_exact_cache_computes_what_follows_the_finished_blocks(worded):
     """Blocks of four: a step keeps the columns before its block and computes them again only if their tokens change."""
     model = worded("sdar")
     text = torch.randint(3, model.cfg.d_vocab, (2, 16), generator=torch.Generator().manual_seed(0))
-    cache, windows = KeyCache(model.tree), []
-    for start, edited in ((4, None), (8, 5), (8, 9), (12, 2), (12, None)):
+    nothing, cache, windows = torch.zeros_like(text, dtype=torch.bool), KeyCache(model.tree), []
+    for start, edited, rows in ((4, None, None), (8, 5, None), (8, 9, None), (12, 2, [0, 1]), (12, None, [1])):
         if edited is not None:  # inside the last block, inside the current one, in a finished one
             text[:, edited] = (text[:, edited] + 1) % model.cfg.d_vocab
-        hidden = exact_pass(cache, text, slice(start, start + 4))
-        expected, first = complete_pass(model, text[:, : start + 4]), cache.window.start
+        cache.plan(text, nothing, nothing, slice(start, start + 4))
+        hidden = cache.hidden(text, ~nothing, None if rows is None else torch.tensor(rows))
+        expected, first = model.tree.hidden(text[rows or [0, 1], : start + 4]), cache.window.start
         torch.testing.assert_close(hidden, expected[:, first:], atol=1e-5, rtol=1e-4)
-        if first:
-            torch.testing.assert_close(cache.before, expected[:, [first - 1]], atol=1e-5, rtol=1e-4)
         windows.append((first, cache.window.stop))
-    assert windows == [(0, 8), (4, 12), (8, 12), (0, 16), (12, 16)]
-    exact_pass(cache, text, None)
-    assert cache.window == slice(0, 16)  # without a block, nothing is kept
-
-
-def test_rows_may_leave_the_exact_cache_and_their_return_empties_it(tiny_llama):
-    text = torch.randint(3, tiny_llama.cfg.d_vocab, (3, 9), generator=torch.Generator().manual_seed(1))
-    cache, firsts = KeyCache(tiny_llama.tree), []
-    for stop, rows in ((5, [0, 1, 2]), (6, [0, 2]), (7, [2]), (8, [1, 2]), (9, [1, 2])):
-        hidden = exact_pass(cache, text, slice(stop, stop), torch.tensor(rows))
-        expected, first = complete_pass(tiny_llama, text[rows, :stop]), cache.window.start
-        torch.testing.assert_close(hidden, expected[:, first:], atol=1e-5, rtol=1e-4)
-        firsts.append(first)
-    assert firsts == [0, 5, 6, 0, 8]
+    assert windows == [(0, 8), (4, 12), (8, 12), (0, 16), (12, 16)]  # rows may leave
+    cache.plan(text, nothing, nothing, slice(12, 16))
+    cache.hidden(text, ~nothing, torch.tensor([0, 1]))
+    assert cache.window == slice(0, 16)  # a row that returns empties it

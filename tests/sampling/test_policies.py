@@ -160,7 +160,7 @@ def test_a_policy_that_computes_everything_is_the_exact_run(worded, name):
     assert torch.equal(*(torch.from_numpy(run.sinks["score"].to_numpy()) for run in (exact, all_fresh)))
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if not isinstance(policy, AtRandom)], ids=repr)
 def test_a_row_of_a_padded_batch_equals_a_run_of_it_alone(worded, policy):
     model = worded("llama")

@@ -260,6 +260,7 @@ def test_a_pass_of_other_rows_within_a_step_that_seals_prompts_is_refused():
         )
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name not in ("llada", "bd3lm", "bd3lm-card")])
 def test_equal_confidences_are_ordered_alike_alone_and_in_a_batch(sampler):
     """A distribution of one token has probability 1 and entropy 0, at every position."""
