@@ -10,8 +10,8 @@ from sinklens.analyses import text_passes
 from sinklens.analyses.text_passes import (
     CHOICES,
     STALE,
-    Canvas,
     Read,
+    TextCanvas,
     earlier_canvas,
     hiding,
     key_choices,
@@ -43,7 +43,7 @@ def test_a_pass_with_hidden_keys_is_one_whose_attention_is_divided_among_the_oth
     ids = model.encode(PROBLEMS[0])[0][0]
     masked = torch.zeros(len(ids), dtype=torch.bool)
     masked[5:9] = not model.causal
-    canvas = Canvas(ids, masked)
+    canvas = TextCanvas(ids, masked)
     hidden = (
         torch.rand(model.cfg.n_layers, model.cfg.n_heads, len(ids), generator=torch.Generator().manual_seed(0)) < 0.2
     )
@@ -93,15 +93,15 @@ def canvases(model):
     ids = model.encode(PROBLEMS[0])[0][0]
     masked = torch.zeros(len(ids), dtype=torch.bool)
     masked[5:17] = True
-    earlier = earlier_canvas(Canvas(ids, masked), 4, np.random.default_rng(0))
+    earlier = earlier_canvas(TextCanvas(ids, masked), 4, np.random.default_rng(0))
     assert earlier.masked.sum() == 16
     assert (earlier.masked >= masked).all()
     assert not earlier.masked[0]
-    return Canvas(ids, masked), earlier
+    return TextCanvas(ids, masked), earlier
 
 
 def test_a_canvas_with_too_few_visible_tokens_has_no_earlier_one():
-    canvas = Canvas(torch.arange(6), torch.tensor([False, False, False, True, True, True]))
+    canvas = TextCanvas(torch.arange(6), torch.tensor([False, False, False, True, True, True]))
     assert earlier_canvas(canvas, 2, np.random.default_rng(0)) is None  # no content would be left
     masked = earlier_canvas(canvas, 1, np.random.default_rng(0)).masked.tolist()
     assert masked in ([False, True, False, True, True, True], [False, False, True, True, True, True])
@@ -109,7 +109,7 @@ def test_a_canvas_with_too_few_visible_tokens_has_no_earlier_one():
 
 def test_what_a_value_writes_is_its_part_of_the_output_in_medians(tiny_llada):
     ids = tiny_llada.encode(PROBLEMS[0])[0][0]
-    found = written(tiny_llada, read(tiny_llada, Canvas(ids, torch.ones(len(ids), dtype=torch.bool))))
+    found = written(tiny_llada, read(tiny_llada, TextCanvas(ids, torch.ones(len(ids), dtype=torch.bool))))
     _, cache = tiny_llada.run_with_cache(torch.full_like(ids, tiny_llada.mask_token_id)[None])
     value, weight = cache["blocks.1.attn.hook_v"][0], tiny_llada.blocks[1].attn.W_O
     for head, key in ((0, 3), (5, 20)):
@@ -177,7 +177,7 @@ def test_sinks_that_cost_what_their_attention_costs_are_separated_from_others(ex
 
 def test_controls_are_no_sinks_and_have_the_number_or_the_attention(tiny_llada):
     ids = tiny_llada.encode(PROBLEMS[0])[0][0]
-    plain = read(tiny_llada, Canvas(ids, torch.ones(len(ids), dtype=torch.bool)))
+    plain = read(tiny_llada, TextCanvas(ids, torch.ones(len(ids), dtype=torch.bool)))
     allowed = torch.arange(len(ids)) > 4
     sinks = (plain.sums - 1 > 3) & allowed
     order = torch.rand(sinks.shape, generator=torch.Generator().manual_seed(0))
