@@ -77,7 +77,6 @@ def evaluate(
     task: str | None = None,
     protocol: str | None = None,
     prompts: Path | None = None,
-    verdict: str | None = None,
     out: Path = Path("sinklens-evaluate"),
     data: Path | None = None,
     mask_sinks: Integers = (),
@@ -103,8 +102,6 @@ def evaluate(
         protocol: a named set of settings, e.g. llada-gsm8k (default: the task with the checkpoint's settings)
         prompts: instead of a task: JSON Lines with 'prompt' and 'expected', each a text or a list of token ids; an
             answer is right if it equals 'expected' exactly (default: none)
-        verdict: with --prompts, how answers are judged: exact, extraction, choice, json-schema, refusal, attack,
-            infilling or code (default: equality)
         out: folder of the records; created, or resumed if it exists
         data: local file or folder of a published task (default: the hub)
         mask_sinks: mask the K strongest keys of each head by the scores of the previous step (so none at step 0); 0, no
@@ -133,7 +130,7 @@ def evaluate(
     _refuse_unused(planned, "--dry-run", dry_run)
     asked, sampler = run or {}, settings or {}
     _refuse_caches(models, cache, dict(loading or {}, **sampler))
-    chosen = _named(task, protocol, prompts, verdict, data)
+    chosen = _named(task, protocol, prompts, data)
     _refuse_settings(models, sampler, masks.queries, dict(loading or {}, **sampler))
     chosen = chosen.with_settings(sampler)
     chosen = replace(chosen, chat_template=True) if asked.get("chat_template") else chosen
@@ -189,25 +186,16 @@ def _refuse_caches(models: Sequence[str], names: Sequence[str], given: Mapping[s
             )
 
 
-def _named(
-    task: str | None, protocol: str | None, prompts: Path | None, verdict: str | None, data: Path | None
-) -> "EvalProtocol":
+def _named(task: str | None, protocol: str | None, prompts: Path | None, data: Path | None) -> "EvalProtocol":
     """The protocol that the options name."""
     from sinklens.evaluation.protocols import PROTOCOLS, find_protocol
     from sinklens.tasks import NAMES
 
-    if prompts is None and verdict is not None:
-        raise SinklensError("--verdict is for the answers to --prompts FILE; the verdicts of tasks are fixed.")
     if prompts is not None:
-        known = [name.removeprefix("prompts-") for name in NAMES if name.startswith("prompts-")]
-        if verdict not in (None, *known):
-            raise SinklensError(
-                f"no verdict is called {verdict!r}; known: {', '.join(known)}.{nearest(str(verdict), known)}"
-            )
         for name, given in (("task", task), ("protocol", protocol), ("data", data)):
             if given is not None:
                 raise SinklensError(f"--prompts replaces --{name}; give only one of them.")
-        task = "prompts" if verdict is None else f"prompts-{verdict}"
+        task = "prompts"
     named = protocol or task
     if named is None:
         raise SinklensError(

@@ -8,9 +8,9 @@ Pitfall: longer answers are less probable. Give a `Question` answers of similar 
 ``acc``, nothing is normalized by length.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,18 @@ from jaxtyping import Bool
 from sinklens.errors import ControlWarning, SettingError, TaskError, warn_caller
 from sinklens.evaluation.conditions import CONTROLS, Condition, unpaired
 from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
-from sinklens.experiments.nll.pairs import PromptAnswer, pairs_of
+from sinklens.experiments.nll.pairs import pairs_of
 from sinklens.experiments.nll.result import Difference, Likelihood, likelihood_difference
 from sinklens.interventions import Intervention, MaskKeys
 from sinklens.interventions.rules import as_rule
 from sinklens.model import Model
 from sinklens.tasks.base import check_limit
+from sinklens.tasks.published import json_lines
 from sinklens.tasks.word_problems import Problem, held_out
 from sinklens.utils.estimates import Estimate, Paired, paired, proportion
 from sinklens.utils.progress import Progress
 
+AT_ONCE = 16  # questions
 APART = (1, -1, 10)  # how far wrong results of `word_problem_choices` are from the right one
 
 
@@ -109,29 +111,18 @@ def read_choices(file: Path, limit: int | None = None) -> list[Question]:
         TaskError: the file is missing, or a line is malformed.
     """
     check_limit(limit)
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()[:limit]
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"cannot read {file} ({error}); pass a file of JSON Lines.") from error
-    found = [_read(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise TaskError(f"{file} holds no questions; every line is one, with prompt, choices and answer.")
-    return found
+    return [_question_of(entry, where) for where, entry in islice(json_lines(file), limit)]
 
 
-def _read(line: str, where: str) -> Question:
-    try:
-        given = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TaskError(f"{where} is not JSON: {error}.") from error
-    match given:
+def _question_of(entry: dict[str, Any], where: str) -> Question:
+    match entry:
         case {"prompt": str(prompt), "choices": [_, _, *_] as choices, "answer": right} if (
             all(isinstance(one, str) and one for one in choices) and type(right) is int and 0 <= right < len(choices)
         ):
             return Question(prompt, tuple(one if one[0].isspace() else f" {one}" for one in choices), right)
     raise TaskError(
         f"{where} must have prompt, a text; choices, two or more texts; and answer, the index of the right one, from "
-        f"0; got {line:.80}."
+        f"0; got {entry!r:.80}."
     )
 
 
@@ -158,9 +149,11 @@ def answer_questions(
     with Progress(len(conditions) * len(questions), progress, "scoring") as bar:
         for condition, entries in zip(conditions, hooks, strict=True):
             under, scored = replace(request, hooks=entries), list[tuple[Likelihood, ...]]()
-            for pairs in _in_groups(several):
+            for start in range(0, len(several), AT_ONCE):
+                pairs = several[start : start + AT_ONCE]
                 bar.before(len(found) * len(questions) + len(scored), None)
-                scored += _grouped(likelihoods(model, [pair for one in pairs for pair in one], under), pairs)
+                each = iter(likelihoods(model, [*chain(*pairs)], under))
+                scored += [tuple(islice(each, len(choices))) for choices in pairs]
                 bar.after(len(found) * len(questions) + len(scored) - 1, None)
             found.append(ChoiceResult(condition, tuple(scored), tuple(question.right for question in questions)))
     return found
@@ -192,13 +185,3 @@ def _of_the_pass(hook: Intervention) -> Intervention:
     if not isinstance(hook, MaskKeys) or hook.where is None:
         return hook
     return replace(hook, where=as_rule(hook.where).mapped(lambda where: replace(where, same_step=True)))
-
-
-def _in_groups(several: Sequence[list[PromptAnswer]], size: int = 16) -> Iterable[Sequence[list[PromptAnswer]]]:
-    return (several[start : start + size] for start in range(0, len(several), size))
-
-
-def _grouped(flat: Sequence[Likelihood], pairs: Sequence[Sequence[PromptAnswer]]) -> list[tuple[Likelihood, ...]]:
-    """`flat` divided by question."""
-    rest = iter(flat)
-    return [tuple(next(rest) for _ in choices) for choices in pairs]

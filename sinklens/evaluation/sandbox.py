@@ -46,6 +46,12 @@ INSTALL = (
     "apt-get install bubblewrap libseccomp2 (Debian, Ubuntu), dnf install bubblewrap libseccomp (Fedora, RHEL), "
     "pacman -S bubblewrap libseccomp (Arch)"
 )
+PERMIT = (
+    "Namespaces may be switched off; as root: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), "
+    "kernel.unprivileged_userns_clone=1 or user.max_user_namespaces=10000. A container needs permission for them: "
+    "start it with --cap-add SYS_ADMIN --cap-add NET_ADMIN --security-opt seccomp=unconfined --security-opt "
+    "apparmor=unconfined"
+)
 REFUSED = (
     "memfd_create memfd_secret shmget msgget semget add_key request_key keyctl unshare setns ptrace process_vm_readv "
     "process_vm_writev pidfd_getfd socket io_uring_setup bpf perf_event_open userfaultfd"
@@ -59,6 +65,12 @@ MASKED_EQUAL, CLONE_THREAD = 7, 0x10000  # SCMP_CMP_MASKED_EQ
 PYTHON = os.path.realpath(sys.executable)  # not the virtual environment's link
 CODE = "/sandboxed.py"  # as the process sees it
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # sets iterate in the same order every time, so verdicts repeat
+    "MALLOC_ARENA_MAX": "1",  # otherwise each thread takes 64 MiB of address space
+}
 # The kernel kills this process first when memory runs out.
 EXPENDABLE = ("/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh")
 
@@ -130,8 +142,7 @@ class Outcome:
 def available_isolation() -> Isolation:
     """The isolation of programs on this system, probed once, or why none is available."""
     if sys.platform != "linux":
-        system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
-        return Isolation((), f"bubblewrap needs Linux, this is {system}. Use Linux, a container or a virtual machine")
+        return Isolation((), f"bubblewrap needs Linux, this is {sys.platform}. Use a container or a virtual machine")
     try:
         with socket.socket(socket.AF_UNIX) as pipe, _started(pipe, Limits(), 64) as child:
             child.wait_until_ready()
@@ -205,7 +216,7 @@ class _Child:
         if not ready:
             self.process.wait()
             said = self.text(1, 2000).strip()[-500:] or "it printed nothing"
-            raise SinklensError(f"bubblewrap cannot isolate a program on this machine: {said}. {_advice()}")
+            raise SinklensError(f"bubblewrap cannot isolate a program on this machine: {said}. {PERMIT}")
         (self.folder,) = folders
 
     def begin(self, **task: str) -> None:
@@ -249,13 +260,16 @@ def _started(pipe: socket.socket, limits: Limits, memory_mb: int) -> Iterator[_C
         out, err, rules = (stack.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(3))
         rules.write(compiled_filter())
         rules.seek(0)
+        libraries = os.environ.get("LD_LIBRARY_PATH")  # some Python builds do not start without it
+        environment = ENVIRONMENT | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
         user = secrets.randbelow(2**30) + 2**30 if is_real_root() else None
-        own = {"memory_mb": memory_mb, "processes": limits.processes, "file_mb": limits.file_mb}
-        settings = {"report": theirs.fileno(), "pipe": pipe.fileno(), "user": user, "limits": own}
+        sizes = {"AS": memory_mb * 2**20, "FSIZE": limits.file_mb * 2**20, "NPROC": limits.processes + 2}  # bwrap's own
+        sizes |= {"NOFILE": 64, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}
+        settings = {"report": theirs.fileno(), "pipe": pipe.fileno(), "user": user, "limits": sizes}
         command = [*EXPENDABLE, *_bubblewrap(user), "--seccomp", str(rules.fileno()), "--", PYTHON]
         command += ["-B", "-s", "-S", "-P", CODE, json.dumps(settings)]  # the standard library alone
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=out, stderr=err, cwd="/", env=_environment(),
+            command, stdin=subprocess.PIPE, stdout=out, stderr=err, cwd="/", env=environment,
             pass_fds=[end.fileno() for end in (theirs, pipe, rules)], start_new_session=True,
         )  # fmt: skip
         child = _Child(process, ours, (out, err))
@@ -275,7 +289,7 @@ def _watched(checker: _Child, candidate: _Child, limits: Limits) -> tuple[Any, s
     if verdict != "timeout":
         with suppress(subprocess.TimeoutExpired):
             candidate.process.wait(LAST_WORDS)  # and its last words
-    for who, child in {"the tests' own process": checker, "the program": candidate}.items():
+    for who, child in (("the tests' own process", checker), ("the program", candidate)):
         if child.overfilled(limits.file_mb):
             return "files", f"{who} wrote more than {limits.file_mb} MiB, or more than {FILES} files"
     if sum(os.fstat(file.fileno()).st_size for file in candidate.printed) > limits.output_kb * 1024:
@@ -326,31 +340,6 @@ def _readable() -> list[str]:
         *(folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder.startswith("/")),
     ]  # fmt: skip
     return list(dict.fromkeys(form for path in paths for form in (os.path.normpath(path), os.path.realpath(path))))
-
-
-def _environment() -> dict[str, str]:
-    found = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
-    found |= {"PYTHONHASHSEED": "0"}  # sets iterate in the same order every time, so verdicts repeat
-    found |= {"MALLOC_ARENA_MAX": "1"}  # otherwise each thread takes 64 MiB of address space
-    libraries = os.environ.get("LD_LIBRARY_PATH")  # some Python builds do not start without it
-    return found | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
-
-
-def _advice() -> str:
-    """What to do where bubblewrap cannot make namespaces."""
-    switches = {
-        "kernel/apparmor_restrict_unprivileged_userns": ("1", "0"),  # Ubuntu 24.04 and later
-        "kernel/unprivileged_userns_clone": ("0", "1"),
-        "user/max_user_namespaces": ("0", "10000"),
-    }
-    for name, (closed, opened) in switches.items():
-        with suppress(OSError):
-            if Path("/proc/sys", name).read_text().strip() == closed:
-                return f"Namespaces are switched off; as root: sysctl -w {name.replace('/', '.')}={opened}"
-    return (
-        "A container needs permission for namespaces: start it with --cap-add SYS_ADMIN --cap-add NET_ADMIN "
-        "--security-opt seccomp=unconfined --security-opt apparmor=unconfined"
-    )
 
 
 class _Comparison(ctypes.Structure):

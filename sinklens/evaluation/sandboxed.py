@@ -1,19 +1,17 @@
 """What runs inside the sandbox: a program in one process, its tests in another (sandbox.py starts both as scripts).
 
 The *candidate* executes the program, then answers calls of its function. The *checker* executes the tests and passes
-their ``check`` a stand-in that makes such calls; only the checker can report. Calls and answers are pickles of built-in
-types alone, so an answer carries neither code nor its own ``__eq__``: instances of subclasses arrive as their base
-type, and everything else as an `Opaque`, which equals only itself.
+their ``check`` a stand-in that makes such calls; only the checker can report. Calls and answers are JSON that stands
+for values of built-in types, so an answer carries neither code nor its own ``__eq__``: instances of subclasses arrive
+as their base type, and everything else as an `Opaque`, which equals only itself.
 
 Known difference from one process: the tests see copies. A function that modifies its argument in place cannot be
 tested, and the tests' helpers come from the task's own prompt, not from the program.
 """
 
 import builtins
-import io
 import json
 import os
-import pickle
 import random
 import resource
 import socket
@@ -43,60 +41,69 @@ class GoneError(BaseException):
 class Opaque:
     """Stands for a value without a plain form: equal only to itself, with the value's truth."""
 
-    __slots__ = ("truth",)
-
-    def __init__(self, truth: bool) -> None:
-        self.truth = truth
+    def __init__(self, truth: object) -> None:
+        self.truth = bool(truth)
 
     def __bool__(self) -> bool:
         return self.truth
 
 
-class _Pickler(pickle.Pickler):
-    strict = False
-
-    def persistent_id(self, obj: Any) -> Any:
-        if obj is None or isinstance(obj, PLAIN) or any(obj is kind for kind in PLAIN):
-            return None
-        if isinstance(obj, KeysView):
-            return "set", list(obj)
-        if self.strict and not isinstance(obj, Opaque):
-            raise UnsendableError(f"a {type(obj).__name__} cannot be passed to a program in another process")
-        items = list(islice(obj, ITERATOR_LIMIT + 1)) if isinstance(obj, Iterator) else None
-        return ("opaque", bool(obj)) if items is None or len(items) > ITERATOR_LIMIT else ("iterator", items)
-
-    def reducer_override(self, obj: Any) -> Any:
-        base = next((kind for kind in PLAIN if isinstance(obj, kind)), None)
-        return NotImplemented if base in (None, type(obj)) else (base, (base(obj),))
+MAKERS: dict[str, Any] = {
+    "int": lambda text: int(text, 16), "complex": lambda parts: complex(*parts), "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex, "tuple": tuple, "dict": dict, "set": set, "frozenset": frozenset,
+    "range": lambda parts: range(*parts), "iterator": iter, "opaque": Opaque,
+    "type": lambda name: next(kind for kind in PLAIN if kind.__name__ == name),
+}  # fmt: skip
+"""Kind of a value -> how it is made of its parts."""
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows `PLAIN` classes only. They are static: no pickle can change them."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return {("builtins", kind.__name__): kind for kind in PLAIN}[module, name]
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, value = pid
-        makers: dict[str, Any] = {"set": set, "iterator": iter, "opaque": Opaque}
-        return makers[kind](value)
+def _tagged(value: Any, strict: bool) -> Any:
+    """`value` for JSON: texts, truth values, floats, None and lists as they are, all others as {kind: parts}."""
+    kind = next((kind for kind in PLAIN if isinstance(value, kind)), None)
+    if value is None or kind in (bool, float, str):
+        return value
+    if kind is int:
+        return {"int": hex(value)}  # digits are limited
+    if kind in (bytes, bytearray):
+        return {kind.__name__: value.hex()}
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if kind is range:
+        return {"range": _tagged([value.start, value.stop, value.step], strict)}
+    if kind is not None:
+        parts = [_tagged(one, strict) for one in (map(list, value.items()) if kind is dict else value)]
+        return parts if kind is list else {kind.__name__: parts}
+    if isinstance(value, KeysView):
+        return _tagged(set(value), strict)
+    if any(value is one for one in PLAIN):
+        return {"type": value.__name__}
+    if strict and not isinstance(value, Opaque):
+        raise UnsendableError(f"a {type(value).__name__} cannot be passed to a program in another process")
+    items = list(islice(value, ITERATOR_LIMIT + 1)) if isinstance(value, Iterator) else None
+    return (
+        {"opaque": bool(value)}
+        if items is None or len(items) > ITERATOR_LIMIT
+        else {"iterator": _tagged(items, strict)}
+    )
 
 
 def encode(value: object, strict: bool = False) -> bytes:
     """`value` as plain data; if `strict`, what has no plain form is an `UnsendableError`, else it becomes opaque."""
-    file = io.BytesIO()
-    pickler = _Pickler(file, protocol=5)
-    pickler.strict = strict
-    pickler.dump(value)
-    if file.tell() > VALUE_LIMIT:
-        raise ValueError(f"a value of {file.tell()} bytes; at most {VALUE_LIMIT} are passed on")
-    return file.getvalue()
+    data = json.dumps(_tagged(value, strict)).encode()
+    if len(data) > VALUE_LIMIT:
+        raise ValueError(f"a value of {len(data)} bytes; at most {VALUE_LIMIT} are passed on")
+    return data
 
 
 def decode(data: bytes) -> Any:
     """The value of plain data, in built-in types; anything else is a ValueError."""
+
+    def made(tagged: dict[str, Any]) -> Any:
+        ((kind, parts),) = tagged.items()
+        return MAKERS[kind](parts)
+
     try:
-        return _Unpickler(io.BytesIO(data)).load()
+        return json.loads(data, object_hook=made)
     except Exception as error:
         raise ValueError(f"the data received are not a plain value ({type(error).__name__})") from error
 
@@ -208,15 +215,6 @@ def _text(error: BaseException) -> str:
         return "(a text that cannot be printed)"
 
 
-def _limit(memory_mb: int, processes: int, file_mb: int) -> None:
-    sizes = {"AS": memory_mb * 2**20, "FSIZE": file_mb * 2**20, "NPROC": processes + 2}  # with bubblewrap's own
-    for name, size in (sizes | {"NOFILE": 64, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}).items():
-        kind = getattr(resource, f"RLIMIT_{name}")
-        ceiling = resource.getrlimit(kind)[1]  # perhaps tighter
-        limit = size if ceiling == resource.RLIM_INFINITY else min(size, ceiling)
-        resource.setrlimit(kind, (limit, limit))
-
-
 def main() -> None:
     """Drop the rights of root, report readiness with a handle of the working folder, and play the role of the task."""
     settings = json.loads(sys.argv.pop())
@@ -225,7 +223,11 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(*[settings["user"]] * 3)
         os.setresuid(*[settings["user"]] * 3)
-    _limit(**settings["limits"])
+    for name, size in settings["limits"].items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        ceiling = resource.getrlimit(kind)[1]  # perhaps tighter
+        limit = size if ceiling == resource.RLIM_INFINITY else min(size, ceiling)
+        resource.setrlimit(kind, (limit, limit))
     folder = os.open(".", os.O_RDONLY)
     socket.send_fds(report, [b"ready"], [folder])
     os.close(folder)

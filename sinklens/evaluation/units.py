@@ -25,7 +25,7 @@ from sinklens.evaluation.ledger import LedgerRecord
 from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sink_sums import SinkSums
 from sinklens.families.samplers import settings_for
-from sinklens.interventions import Intervention, Suffix
+from sinklens.interventions import Intervention
 from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.policies import check_policy
@@ -33,7 +33,6 @@ from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
 from sinklens.tasks.base import Sample, Task
 from sinklens.tasks.prompts import IdSample, Prompts, before_end, model_input, prompt_hash, reference_hash
-from sinklens.tasks.verdicts import Verdict
 from sinklens.utils.versions import versions
 
 if TYPE_CHECKING:
@@ -57,14 +56,9 @@ class Batch:
 
 
 def batches(condition: Condition, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
-    """Group samples of similar length, keeping equal prompts and different suffixes apart.
-
-    The order depends only on the samples.
-    """
-    for suffix in sorted({sample.suffix for sample in samples}):
-        alike = [sample for sample in samples if sample.suffix == suffix]
-        ordered = sorted(alike, key=lambda sample: (len(model_input(sample)), sample.id))
-        yield from (Batch(condition, tuple(part)) for part in equals_apart(ordered, model_input, size))
+    """Group samples of similar length, keeping equal prompts apart; the order depends only on the samples."""
+    ordered = sorted(samples, key=lambda sample: (len(model_input(sample)), sample.id))
+    return (Batch(condition, tuple(part)) for part in equals_apart(ordered, model_input, size))
 
 
 def equals_apart(units: Iterable[Unit], key: Callable[[Unit], Hashable], size: int) -> Iterator[list[Unit]]:
@@ -147,13 +141,10 @@ def carry_out(model: "Model", task: Task, protocol: EvalProtocol, batch: Batch, 
 
     def run_with(hooks: Sequence[Intervention], record: Record) -> "Generation":
         prompts = [token_ids(model, sample, protocol.chat_template) for sample in batch.samples]
-        settings: dict[str, Any] = protocol.run_settings(model)
-        suffix = batch.samples[0].suffix  # all have the same
-        hooks = [*hooks, Suffix(text=suffix)] if suffix else hooks
-        cache = batch.condition.cache
         return generate(
-            model, prompts, seed=seed, hooks=hooks, record_sinks=record, progress=False, cache=cache, **settings
-        )
+            model, prompts, seed=seed, hooks=hooks, record_sinks=record, progress=False, cache=batch.condition.cache,
+            **protocol.run_settings(model),
+        )  # fmt: skip
 
     def unmasked(folder: str) -> SinkTrack:
         track = run_with((), Record(to=Path(folder) / "unmasked.zarr")).sinks
@@ -211,10 +202,7 @@ def _task_settings(task: Task) -> dict[str, Any]:
         return {}
     found = {entry.name: getattr(task, entry.name) for entry in fields(task) if entry.name not in ("path", "examples")}
     plain = (str, int, float, type(None))
-    return {
-        name: value if isinstance(value, plain) else fingerprint(value) if isinstance(value, Verdict) else str(value)
-        for name, value in found.items()
-    }
+    return {name: value if isinstance(value, plain) else fingerprint(value) for name, value in found.items()}
 
 
 def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRecord:

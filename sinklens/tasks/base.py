@@ -31,7 +31,6 @@ class Sample:
             turn; part of neither `reference` nor the text passed to a verdict.
         kind: category of the sample, for tables; "" if there are no categories.
         chance: the probability that the guess described in `Task.guess` is right.
-        suffix: text after the answer, which fills the gap before it; "" for an answer that ends the text.
     """
 
     id: str
@@ -40,7 +39,6 @@ class Sample:
     opening: str = ""
     kind: str = ""
     chance: float = 0.0
-    suffix: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from typing import Literal, NamedTuple
 from sinklens.errors import TaskError
 from sinklens.tasks.base import Sample, Task, check_limit, cut
 from sinklens.tasks.published import DataRow, HubSet, choose, read_file, read_hub
-from sinklens.tasks.verdicts import find
 
 FIELDS = ("question", "answer")
 FEW_SHOT_SEED = 1234
@@ -176,6 +175,16 @@ class Gsm8k(Task):
         """Whether the extracted number equals the correct one as text."""
         number = find(self._style.ending, sample.reference, last=True)
         return number is not None and self.extract(text) == normal(number)
+
+
+def find(pattern: re.Pattern[str], text: str, last: bool = False) -> str | None:
+    """The first match of `pattern` in `text`, or the last: its first group, or all of it; None without one.
+
+    >>> find(re.compile(r"#### (-?[0-9.,]+)"), "16 - 7 = 9 eggs, so $18.\\n#### 18 dollars")
+    '18'
+    """
+    matches = list(pattern.finditer(text))
+    return matches[-1 if last else 0][pattern.groups and 1] if matches else None
 
 
 def flexible(text: str) -> str | None:

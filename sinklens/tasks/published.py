@@ -10,7 +10,7 @@ Pitfall: a file of another split has the same fields and is not detected. Check 
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,48 +28,56 @@ class HubSet(NamedTuple):
     split: str
 
 
-def read_file(path: Path, fields: Sequence[str]) -> list[DataRow]:
-    """Read the records of a JSON Lines file.
+def text_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield every non-empty line of a file, plain or gzipped, preceded by its place for error messages.
 
-    Args:
-        path: a ``.jsonl`` or ``.jsonl.gz`` file.
-        fields: fields that every record must have.
+    Only a line feed ends a line.
+
+    Raises:
+        TaskError: the file is missing, empty, truncated or not UTF-8.
+    """
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise TaskError(
+            f"could not read {path} ({error}); give a file in UTF-8 that is complete, and zipped only if its name ends "
+            f"in .gz."
+        ) from error
+    if not text.strip():
+        raise TaskError(f"{path} is empty; write one prompt per line, or one JSON object (*.jsonl).")
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield f"{path}, line {number}", line.removesuffix("\r")
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the object of every non-empty line of a JSON Lines file, preceded by its place.
+
+    Raises:
+        TaskError: the file cannot be read, or a line is not an object.
+    """
+    for where, line in text_lines(path):
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise TaskError(f"{where} is not JSON ({error}); write one object per line.") from error
+        if not isinstance(found, dict):
+            raise TaskError(f"{where} is not a JSON object but {line:.60}; write one object per line.")
+        yield where, found
+
+
+def read_file(path: Path, fields: Sequence[str]) -> list[DataRow]:
+    """Read the records of a JSON Lines file, each with text in `fields`.
 
     Raises:
         TaskError: the file is missing or cannot be read, or a line is not an object with text in these fields.
     """
-    if not path.is_file():
-        raise TaskError(f"there is no file {path}; give a JSON Lines file with the fields {', '.join(fields)}.")
-    lines = [line for line in _text(path).split("\n") if line.strip()]
-    if not lines:
-        raise TaskError(f"{path} is empty; give a JSON Lines file with the fields {', '.join(fields)}.")
-    return [_record(line, fields, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    return [_checked(entry, fields, where) for where, entry in json_lines(path)]
 
 
-def _text(path: Path) -> str:
-    """The text of a file, unzipped and without a byte order mark."""
-    try:
-        content = path.read_bytes()
-        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error) as error:
-        raise TaskError(f"{path} cannot be read ({error}); it may be truncated. Download it again.") from error
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{path} is not UTF-8 ({error}); save it as UTF-8, or unzip it first.") from error
-
-
-def _record(line: str, fields: Sequence[str], where: str) -> DataRow:
-    return _checked(_parsed(line, where), fields, where)
-
-
-def _parsed(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TaskError(f"{where} is not JSON ({error}); give a JSON Lines file, one object per line.") from error
-
-
-def _checked(found: Any, fields: Sequence[str], where: str) -> DataRow:
-    missing = [name for name in fields if not isinstance(found, Mapping) or not isinstance(found.get(name), str)]
+def _checked(found: Mapping[str, Any], fields: Sequence[str], where: str) -> DataRow:
+    missing = [name for name in fields if not isinstance(found.get(name), str)]
     if missing:
         raise TaskError(f"{where} has no text in {', '.join(missing)}; the task reads {', '.join(fields)}.")
     return {name: found[name] for name in fields}

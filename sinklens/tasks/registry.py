@@ -14,10 +14,9 @@ from sinklens.tasks.gsm8k import STYLES as GSM8K_STYLES
 from sinklens.tasks.gsm8k import Extractor, Gsm8k
 from sinklens.tasks.humaneval import STYLES as HUMANEVAL_STYLES
 from sinklens.tasks.humaneval import HumanEval
-from sinklens.tasks.prompts import CodePrompts, Prompts
+from sinklens.tasks.prompts import Prompts
 from sinklens.tasks.skills import SKILLS, Skill
 from sinklens.tasks.tiny_code import TinyCode
-from sinklens.tasks.verdicts import VERDICTS
 from sinklens.tasks.word_problems import TinyGsm
 
 TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
@@ -27,8 +26,6 @@ TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     **{style: (Gsm8k, {"style": style}) for style in GSM8K_STYLES},
     **{style: (HumanEval, {"style": style}) for style in HUMANEVAL_STYLES},
     "prompts": (Prompts, {}),
-    **{f"prompts-{name}": (Prompts, {"by": verdict}) for name, verdict in VERDICTS.items()},
-    "prompts-code": (CodePrompts, {}),
 }
 """Name -> the class of the task, and the fields that the name determines."""
 NAMES = tuple(TASKS)

@@ -114,7 +114,7 @@ def test_models_lists_shipped_models_and_every_family(capsys):
         (["analyse", "existence", "tiny-llada", "--batch", "0"], "batch must be an integer of at least 1; got 0."),
         (["analyse", "existence", "tiny-llada", "--alg", "entropy"], "none of these models has a setting 'alg'"),
         (["analyse", "existence", "tiny-llada", "tiny-llada"], "each model can be given only once"),
-        (["analyse", "existence", "tiny-llada", "--prompts", "/no/such/file"], "could not read prompts from"),
+        (["analyse", "existence", "tiny-llada", "--prompts", "/no/such/file"], "could not read"),
     ],
 )
 def test_an_error_prints_one_message_and_exits_with_code_one(arguments, text, capsys, tmp_path, monkeypatch):

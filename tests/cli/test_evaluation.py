@@ -248,7 +248,7 @@ def test_a_table_omits_unscored_programs_and_says_so(tmp_path, capsys):
         (["tiny-llama", "--task", "tiny-gsm", "--workers", "3"], "--workers has no effect without --engine ray"),
         (["tiny-llama", "--task", "tiny-gsm", "--prompts", "x.jsonl"], "--prompts replaces --task; give only one"),
         (["tiny-llama", "--data", "x", "--prompts", "x.jsonl"], "--prompts replaces --data; give only one"),
-        (["tiny-llama", "--prompts", "no.jsonl"], "could not read prompts from no.jsonl"),
+        (["tiny-llama", "--prompts", "no.jsonl"], "could not read no.jsonl"),
         (["tiny-llama", "--task", "prompts"], "the task 'prompts' needs a file; give one (--prompts FILE)"),
         (
             ["tiny-llama", "--task", "tiny-gsm", "--block-length", "8"],

@@ -214,7 +214,7 @@ def test_options_for_evaluations_are_rejected_for_a_study(tmp_path, capsys):
     [
         (["--limit", "501"], "give 0 to 500 held-out problems, as further ones may have been trained on; got 501."),
         (["--prompts", "a.txt", "--limit", "3"], "--limit is 3, but a.txt holds 2 prompts;"),
-        (["--prompts", "a.jsonl"], "a.jsonl, line 2: not JSON"),
+        (["--prompts", "a.jsonl"], "a.jsonl, line 2 is not JSON"),
     ],
 )
 def test_missing_and_malformed_prompts_are_rejected(more, text, tmp_path, capsys, monkeypatch):

@@ -10,7 +10,9 @@ import pytest
 import sinklens
 from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import UNMASKED, masking
+from sinklens.evaluation.ledger import LedgerRun
 from sinklens.evaluation.protocols import find_protocol
+from sinklens.evaluation.runner import evaluate
 from sinklens.evaluation.units import (
     Batch,
     batches,
@@ -25,7 +27,7 @@ from sinklens.model.files import find_checkpoint
 from sinklens.tasks import find_task
 from sinklens.tasks.base import Sample
 from sinklens.tasks.gsm8k import Gsm8k
-from sinklens.tasks.prompts import IdSample
+from sinklens.tasks.prompts import IdSample, Prompts
 
 PLAIN = find_protocol("tiny-gsm")
 TASK = PLAIN.make_task()
@@ -197,6 +199,17 @@ def test_hashes_of_ids_distinguish_prompts_and_expected_answers():
     assert reference_hash(IDS[0]) == reference_hash(IDS[1]) != reference_hash(IDS[2])
     assert prompt_hash(Sample("s", "a", "b")) == hashlib.sha256(b"a").hexdigest()
     assert reference_hash(Sample("s", "a", "b")) == hashlib.sha256(b"b").hexdigest()
+
+
+def test_a_judge_function_is_part_of_a_runs_identity(tmp_path, tiny_llama):
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"prompt": "Question: 1 + 2\\nAnswer:", "expected": "none"}\n')
+    task = Prompts(file, by=lambda prompt, answer, expected: (expected not in answer) and prompt.startswith("Question"))
+    short = find_protocol("prompts").with_settings({"gen_length": 2})
+    for chosen in (task, Prompts(file), task):
+        evaluate(tiny_llama, short, [UNMASKED], tmp_path / "out", task=chosen)
+    runs = LedgerRun.all(tmp_path / "out")
+    assert sorted(run.records()[0]["verdict"] for run in runs) == [False, True]
 
 
 def test_a_chat_template_is_refused_for_ids(tiny_llama):

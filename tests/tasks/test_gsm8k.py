@@ -8,8 +8,7 @@ import pytest
 
 from sinklens.errors import TaskError
 from sinklens.tasks import find_task
-from sinklens.tasks.gsm8k import STYLES, Gsm8k, flexible, normal
-from sinklens.tasks.verdicts import find
+from sinklens.tasks.gsm8k import STYLES, Gsm8k, find, flexible, normal
 
 
 @pytest.fixture

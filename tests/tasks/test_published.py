@@ -11,64 +11,71 @@ from sinklens.tasks.published import HubSet, choose, read_file, read_hub
 LINE = '{"question": "Q?", "answer": "#### 1", "more": 3}\n'
 
 
-def test_lines_are_read_plain_and_gzipped(tmp_path):
-    (tmp_path / "a.jsonl").write_text(LINE + "\n" + LINE)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINE.encode()))
-    expected = {"question": "Q?", "answer": "#### 1"}
-    assert read_file(tmp_path / "a.jsonl", ("question", "answer")) == [expected, expected]
-    assert read_file(tmp_path / "a.jsonl.gz", ("question", "answer")) == [expected]
-
-
-def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"question": "one\u2028two", "answer": "x"}\n')
-    assert read_file(tmp_path / "a.jsonl", ("question",)) == [{"question": "one\u2028two"}]
+ZIPPED = gzip.compress(LINE.encode())
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "question"),
     [
-        ("", r"a\.jsonl is empty; give a JSON Lines file with the fields question, answer"),
-        ("question,answer\n", r"a\.jsonl, line 1 is not JSON .* one object per line"),
-        (LINE + '{"question": "Q?"}\n', r"a\.jsonl, line 2 has no text in answer; the task reads question, answer"),
-        ('{"question": "Q?", "answer": 3}\n', r"line 1 has no text in answer"),
-        ("[1]\n", r"line 1 has no text in question, answer"),
+        ("a.jsonl", (LINE + "\n" + LINE).encode(), "Q?"),
+        ("a.jsonl.gz", ZIPPED, "Q?"),
+        ("a.jsonl", '{"question": "one\u2028two", "answer": "x"}\r\n'.encode(), "one\u2028two"),
+        ("a.jsonl", b"\xef\xbb\xbf" + LINE.encode(), "Q?"),
     ],
+    ids=["plain", "zipped", "line separator", "byte order mark"],  # explicit, as zipped bytes contain the time
 )
-def test_a_file_in_another_format_is_refused(tmp_path, content, message):
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(TaskError, match=message):
-        read_file(tmp_path / "a.jsonl", ("question", "answer"))
-
-
-def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINE.encode())
-    assert read_file(tmp_path / "a.jsonl", ("question",)) == [{"question": "Q?"}]
+def test_lines_are_read(tmp_path, name, content, question):
+    (tmp_path / name).write_bytes(content)
+    assert {tuple(record.items()) for record in read_file(tmp_path / name, ("question",))} == {
+        (("question", question),)
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"question": "é"}'.encode("latin-1"), r"a\.jsonl is not UTF-8 \(.*; save it as UTF-8, or"),
-        ("a.jsonl", gzip.compress(LINE.encode()), r"a\.jsonl is not UTF-8 \(.*or unzip it first"),
-        ("a.jsonl.gz", LINE.encode(), r"a\.jsonl\.gz cannot be read \(Not a gzipped file.*Download it again"),
-        ("a.jsonl.gz", gzip.compress(LINE.encode())[:-12], r"a\.jsonl\.gz cannot be read \(.*it may be truncated"),
+        ("a.jsonl", b"\n", r"a\.jsonl is empty; write one prompt per line, or one JSON object"),
+        ("a.jsonl", b"question,answer\n", r"a\.jsonl, line 1 is not JSON .* one object per line"),
         (
-            "a.jsonl.gz",
-            gzip.compress(LINE.encode())[:10] + b"\xff" * 30,
-            r"a\.jsonl\.gz cannot be read \(.*Download it",
+            "a.jsonl",
+            (LINE + '{"question": "Q?"}\n').encode(),
+            r"a\.jsonl, line 2 has no text in answer; the task reads",
         ),
+        ("a.jsonl", b'{"question": "Q?", "answer": 3}\n', r"line 1 has no text in answer"),
+        ("a.jsonl", b"[1]\n", r"line 1 is not a JSON object but \[1\]"),
+        (
+            "a.jsonl",
+            '{"question": "é"}'.encode("latin-1"),
+            r"could not read .*a\.jsonl \(.*codec.*; give a file in UTF-8",
+        ),
+        ("a.jsonl", ZIPPED, r"could not read .* zipped only if its name ends in \.gz"),
+        ("a.jsonl.gz", LINE.encode(), r"could not read .*a\.jsonl\.gz \(Not a gzipped file"),
+        ("a.jsonl.gz", ZIPPED[:-12], r"could not read .*a\.jsonl\.gz \(.*that is complete"),
+        ("a.jsonl.gz", ZIPPED[:10] + b"\xff" * 30, r"could not read .*a\.jsonl\.gz \("),
+        ("a.jsonl", None, r"could not read .*a\.jsonl \(.*No such file"),
     ],
-    ids=["latin-1", "zipped", "not zipped", "truncated", "damaged"],  # explicit, as zipped bytes contain the time
+    ids=[
+        "empty",
+        "CSV",
+        "field",
+        "number",
+        "list",
+        "latin-1",
+        "zipped",
+        "not zipped",
+        "truncated",
+        "damaged",
+        "missing",
+    ],
 )
-def test_a_file_that_is_not_text_is_refused(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
+def test_a_file_in_another_format_is_refused(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(TaskError, match=message):
-        read_file(tmp_path / name, ("question",))
+        read_file(tmp_path / name, ("question", "answer"))
 
 
-def test_the_error_for_a_missing_file_names_it(tmp_path):
-    with pytest.raises(TaskError, match=r"there is no file .*none\.jsonl; give a JSON Lines file with the fields a"):
-        read_file(tmp_path / "none.jsonl", ("a",))
+def test_a_folder_without_the_file_is_refused(tmp_path):
     with pytest.raises(TaskError, match=r"contains none of test\.jsonl, test\.jsonl\.gz; give the file itself"):
         find_task("gsm8k", path=tmp_path).samples()
     with pytest.raises(TaskError, match=r"contains none of HumanEval\.jsonl"):

@@ -57,10 +57,9 @@ def refused(monkeypatch):
     return check
 
 
-@pytest.mark.parametrize(("platform", "name"), [("darwin", "macOS"), ("win32", "Windows")])
-def test_other_systems_run_no_program(monkeypatch, refused, platform, name):
-    monkeypatch.setattr(sys, "platform", platform)
-    refused(f"bubblewrap needs Linux, this is {name}")
+def test_other_systems_run_no_program(monkeypatch, refused):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    refused("bubblewrap needs Linux, this is darwin")
 
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="bubblewrap needs Linux")
@@ -91,7 +90,8 @@ def test_without_permission_for_namespaces_nothing_is_run_and_the_error_says_wha
         "none: bubblewrap cannot isolate a program on this machine: "
         "bwrap: Creating new namespace failed: Operation not permitted. "
     )
-    assert "--cap-add SYS_ADMIN --cap-add NET_ADMIN --security-opt" in said or "sysctl -w" in said
+    assert "--cap-add SYS_ADMIN --cap-add NET_ADMIN --security-opt" in said
+    assert "sysctl -w" in said
 
 
 @NEED_SANDBOX
@@ -134,7 +134,7 @@ def test_the_outcome_records_what_happened_and_the_isolation():
         ("def add(a, b): return input()\n", "EOFError"),
         ("def add(a, b): raise KeyboardInterrupt\n", "KeyboardInterrupt"),
         ("class Odd(Exception): pass\ndef add(a, b): raise Odd('so')\n", "Exception: Odd: so"),
-        ("def add(a, b): return '\\0' * 5_000_000\n", "a value of"),
+        ("def add(a, b): return 'x' * 5_000_000\n", "a value of"),
         ("def add(a, b): return None\n", "AssertionError"),
     ],
 )
@@ -300,21 +300,15 @@ def test_an_argument_without_a_plain_form_is_refused_by_name():
         encode([1, [lambda: 0]], strict=True)
 
 
-class Command:
-    def __reduce__(self):
-        return os.system, ("false",)
-
-
 @pytest.mark.parametrize(
     "data",
-    [b"", b"text", b"K", pickle.dumps(Command()), pickle.dumps(print), pickle.dumps(Counter()), pickle.dumps(object()),
-     pickle.dumps([getattr, ("a", "upper")]), b"cbuiltins\ndict.fromkeys\n.", b"csys\nmodules\n.",
-     b"(cbuiltins\nint\n(N}\x8c\x06__eq__cbuiltins\nstr\nstbt.", b"\x8c\x01aQ.", b"(" * 10_000 + b"."],
+    [b"", b"text", b"[", b"[" * 10_000, b"NaN1", b'{"int": 5}', b'{"int": "x"}', b'{"eval": "1"}', b'{"type": "open"}',
+     b'{"opaque": true, "int": "0x1"}', b"{}", b'{"set": [[1]]}', b'{"__class__": "int"}', b"\xff",
+     pickle.dumps(print)],
 )  # fmt: skip
-def test_data_without_a_plain_form_are_refused_and_not_executed(data):
+def test_data_without_a_plain_form_are_refused(data):
     with pytest.raises(ValueError, match="not a plain value"):
         decode(data)
-    assert int.__eq__(1, 2) is False
 
 
 # HumanEval
