@@ -32,13 +32,9 @@ def planted_run(ledger, verdicts, condition=UNMASKED, *, model="tiny-llada", pro
         "settings": {"gen_length": 24, "steps": 24}, "seed": 0,
     }  # fmt: skip
     run = LedgerRun.of(ledger, {name: changes.pop(name, value) for name, value in what.items()}).begin()
+    made = {"text": "", "seconds": 0.5, "sinks": {"per_head": 1.0}} | changes
     with Writer(run) as writer:
-        for sample, verdict in verdicts.items():
-            writer.add(
-                HAND
-                | {"sample": sample, "verdict": verdict, "text": "", "seconds": 0.5, "sinks": {"per_head": 1.0}}
-                | changes
-            )
+        writer.add(*(HAND | {"sample": sample, "verdict": verdict} | made for sample, verdict in verdicts.items()))
     return run
 
 

@@ -29,7 +29,7 @@ from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.experiments.nll.batches import Batches
 from sinklens.experiments.nll.draws import DrawRule, Masking
 from sinklens.experiments.nll.estimate import LikelihoodRequest, refuse_cache, scores
-from sinklens.experiments.nll.pairs import PromptAnswer, check_pair, divided, longest
+from sinklens.experiments.nll.pairs import PromptAnswer, check_pair, longest
 from sinklens.families.samplers import settings_for
 from sinklens.interventions import MaskSinks
 from sinklens.interventions.controls import Pick
@@ -47,7 +47,7 @@ from sinklens.utils.integers import as_seed
 try:
     import lm_eval.models  # noqa: F401  the harness's own models, which it no longer loads once ours is registered
     from lm_eval.api.instance import Instance
-    from lm_eval.api.model import LM
+    from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
@@ -64,7 +64,7 @@ RANDOMNESS = ("temperature", "top_p", "top_k")  # ignored if a task sets do_samp
 
 
 @register_model("sinklens")
-class SinklensLM(LM):
+class SinklensLM(TemplateLM):
     """A model that the harness can evaluate.
 
     Args:
@@ -179,12 +179,23 @@ class SinklensLM(LM):
             )
         )
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def eot_token_id(self) -> int:
+        """An end token."""
+        return int(self.model.eos_token_ids[0])
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context: the start token, or else an end token."""
+        start = self.tokenizer.bos_token_id
+        return self.eot_token_id if start is None else int(start)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         """Token ids as in the harness: `Model.encode`, without a second start token if the text begins with one."""
         start = self.tokenizer.bos_token
-        if not (start and text.startswith(start)):
-            return self.model.encode(text)[0][0].tolist()
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        if add_special_tokens is False or (start and string.startswith(start)):
+            return list(self.tokenizer(string, add_special_tokens=False).input_ids)
+        return self.model.encode(string)[0][0].tolist()
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers to (prompt, settings) requests, each cut at the first of its stop texts.
@@ -198,7 +209,7 @@ class SinklensLM(LM):
         answers: list[str] = [""] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
             for seed, request_settings, task, places in self._batches(requests):
-                prompts = [self.encode(requests[place].args[0]) for place in places]
+                prompts = [self.tok_encode(requests[place].args[0]) for place in places]
                 run = generate(
                     self.model, prompts, hooks=self.hooks, seed=seed, record_sinks=False, progress=False,
                     cache=self.cache, **self._settings(request_settings, task),
@@ -207,17 +218,6 @@ class SinklensLM(LM):
                     answers[place] = cut(answer.text or "", _stops(request_settings))
                 bar.update(len(places))
         return answers
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """For (context, continuation) requests: log-likelihood or bound in nats, and whether greedy decoding writes it.
-
-        A pair longer than the context loses the first tokens of its context, as in the harness's own models.
-
-        Raises:
-            PromptError: a continuation is empty or longer than the context.
-            SettingError: the model has no likelihood, a hook needs an earlier step, or a cache policy is set.
-        """
-        return self._scored([self._pair(*request.args) for request in requests], disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods or bounds of complete texts, in windows of the context, as in the harness's own models.
@@ -230,7 +230,7 @@ class SinklensLM(LM):
                 PromptAnswer(tuple(before), tuple(after))
                 for before, after in map(
                     make_disjoint_window,
-                    get_rolling_token_windows(self.encode(request.args[0]), self.prefix_token_id, most, 1),
+                    get_rolling_token_windows(self.tok_encode(request.args[0]), self.prefix_token_id, most, 1),
                 )
             ]
             for request in requests
@@ -238,22 +238,22 @@ class SinklensLM(LM):
         found = iter(self._scored([pair for several in windows for pair in several], disable_tqdm))
         return [sum(next(found)[0] for _ in several) for several in windows]
 
-    @property
-    def prefix_token_id(self) -> int:
-        """The token before a text without context: the start token, or else an end token."""
-        start = self.tokenizer.bos_token_id
-        return int(self.model.eos_token_ids[0] if start is None else start)
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
+    ) -> list[tuple[float, bool]]:
+        """Of (texts, context, continuation): log-likelihood or bound in nats, and whether greedy decoding writes it.
 
-    def _pair(self, context: str, continuation: str) -> PromptAnswer:
-        """Token ids of one request."""
-        if context:
-            pair = divided(context, continuation, self.encode)
-        else:
-            after = list(self.tokenizer(continuation, add_special_tokens=False).input_ids)
-            before = [] if after[:1] == [self.prefix_token_id] else [self.prefix_token_id]
-            pair = PromptAnswer(tuple([*before, *after][:1]), tuple([*before, *after][1:]))
-        room = longest(self.model) - len(pair.answer)
-        return pair._replace(prompt=pair.prompt[max(0, len(pair.prompt) - max(room, 1)) :])
+        A pair longer than the context of the model loses its first tokens, as in the harness's own models.
+
+        Raises:
+            PromptError: a continuation is empty or longer than the context.
+            SettingError: the model has no likelihood, a hook needs an earlier step, or a cache policy is set.
+        """
+        most = longest(self.model)
+        pairs = [
+            PromptAnswer(tuple(before[-max(most - len(after), 1) :]), tuple(after)) for _, before, after in requests
+        ]
+        return self._scored(pairs, disable_tqdm)
 
     def _scored(self, pairs: Sequence[PromptAnswer], disable_tqdm: bool) -> list[tuple[float, bool]]:
         from tqdm import tqdm

@@ -22,23 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SettingError, nearest
-from sinklens.evaluation.published import (
-    BOS,
-    DREAM_BASE,
-    DREAM_INSTRUCT,
-    DREAM_PAPER,
-    EVAL_MD,
-    LLADA2_CARD,
-    LLADA2_MINI,
-    LLADA_15,
-    LLADA_BASE,
-    LLADA_INSTRUCT,
-    MMADA,
-    OPEN_COMPASS,
-    SDAR,
-    Published,
-    of_study,
-)
+from sinklens.evaluation.published import LISTED, Published, as_fields
 from sinklens.families import SAMPLERS
 from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import sampler_name, settings_for
@@ -201,120 +185,7 @@ def in_regime(model: "Model", given: dict[str, Any], regime: str) -> dict[str, A
     return found if by_blocks == plain.name else found | {"sampler": by_blocks}
 
 
-_STUDY = (
-    "Rulli et al., 2510.15731, Sec. 4: instruct checkpoints, lm-evaluation-harness; {length} tokens, for LLaDA in "
-    "blocks of 32. Steps are not stated and taken equal to the length; {more}"
-)
-_RND1 = (
-    "Our protocol: RND1's repository has no evaluation code. {length} tokens, as many steps and temperature 0.01 are "
-    "those of its README, drawn as its `generate` does by default; {more}, without a chat template, is our choice for "
-    "a base model."
-)
-_OPEN_DCODER = (
-    "Open-dLLM's eval/eval_completion/run_eval.sh: 128 tokens, 128 steps, temperature 0.8, top_p 0.95, alg p2, no "
-    "examples, no chat template. Its add_bos_token has no counterpart here; one sample per problem is our choice."
-)
-_DREAM = (
-    "Dream's published evaluation: {length} tokens and as many steps, temperature 0.1, top_p 0.9, alg entropy{more}"
-)
-
-
-def _study(length: int) -> dict[str, Mapping[str, Any]]:
-    """The study's lengths with one token per step, for every kind of sampler."""
-    return {
-        "llada": {"gen_length": length, "steps": length, "block_length": 32},
-        "dream": {"gen_length": length, "steps": length, "temperature": 0.1, "top_p": 0.9, "alg": "entropy"},
-        "autoregressive": {"gen_length": length},
-    }
-
-
-def _equal(length: int, block: int, **flags: Any) -> dict[str, Mapping[str, Any]]:
-    """LLaDA's sampler with one token per step."""
-    return {"llada": {"gen_length": length, "steps": length, "block_length": block, **flags}}
-
-
-_GSM8K, _HUMANEVAL = 1319, 164  # samples of the test sets
-_INSTRUCT = f"{EVAL_MD} and opencompass/examples; steps = gen_length: the authors' answer in issue 25."
-_BASE = "ML-GSAI/LLaDA, EVAL.md and eval_llada_lm_eval.sh"
-_DREAM_GEN = "DreamLM/Dream, eval/eval_dream_gen.sh"
-_RND1_SETTINGS = {"rnd1": {"gen_length": 256, "steps": 256, "temperature": 0.01, "greedy": False}}
-_OPEN_DCODER_SETTINGS = {
-    "open-dcoder": {"gen_length": 128, "steps": 128, "temperature": 0.8, "top_p": 0.95, "alg": "p2"}
-}
-_SDAR_SETTINGS = {"sdar": {"block_length": 4, "denoising_steps": 4, "temperature": 0.0}}
-_LLADA2_SETTINGS = {"llada2": {"block_length": 32, "denoising_steps": 32, "temperature": 0.0}}
-_SHOTS = "shots: the script leaves the harness's five; the paper's Table 1 states 4"
-_EXTRACTOR = "which number of the answer is read (strict or flexible)"
-PROTOCOLS = {
-    protocol.name: protocol
-    for protocol in (
-        EvalProtocol("llada-gsm8k", "gsm8k", _study(256), chat_template=True, published=of_study("llada-gsm8k"),
-                     note=_STUDY.format(length=256, more="five examples, one user turn and the flexible number are "
-                                                     "the harness's usual ones, our choice."),
-                     unstated=("steps", "shots", "which checkpoints")),
-        EvalProtocol("llada-humaneval", "humaneval-instruct", _study(512), chat_template=True,
-                     note=_STUDY.format(length=512, more="the harness's instruct prompt is our choice."),
-                     published=of_study("llada-humaneval"), unstated=("steps", "prompt", "which checkpoints")),
-        EvalProtocol("dream-gsm8k", "gsm8k-cot", _study(256), shots=0, chat_template=True,
-                     note=_DREAM.format(length=256, more="; gsm8k_cot without examples."),
-                     published=(Published(DREAM_INSTRUCT, 0.810, DREAM_PAPER, _GSM8K), *of_study("dream-gsm8k")),
-                     unstated=(_EXTRACTOR,)),
-        EvalProtocol("dream-humaneval", "humaneval-instruct", _study(768), chat_template=True,
-                     note=_DREAM.format(length=768, more="."),
-                     published=(Published(DREAM_INSTRUCT, 0.555, DREAM_PAPER, _HUMANEVAL),
-                                *of_study("dream-humaneval"))),
-        EvalProtocol("llada-base-gsm8k", "gsm8k", _equal(1024, 1024), shots=5, note=_BASE,
-                     published=(Published(LLADA_BASE, 0.703, EVAL_MD, _GSM8K),),
-                     unstated=(_SHOTS, _EXTRACTOR)),
-        EvalProtocol("llada-base-gsm8k-256", "gsm8k", _equal(256, 256), shots=5, note=_BASE,
-                     published=(Published(LLADA_BASE, 0.700, EVAL_MD, _GSM8K),),
-                     unstated=(_SHOTS, _EXTRACTOR)),
-        EvalProtocol("llada-base-humaneval", "humaneval", _equal(1024, 1024), note=_BASE,
-                     published=(Published(LLADA_BASE, 0.354, EVAL_MD, _HUMANEVAL),)),
-        EvalProtocol("llada-instruct-gsm8k", "gsm8k", _equal(512, 512, confidence_eos_eot_inf=True), shots=4,
-                     chat_template=True, note=f"{_INSTRUCT} Pure diffusion; four examples: the paper's Table 2.",
-                     published=(Published(LLADA_INSTRUCT, 0.694, EVAL_MD, _GSM8K),), unstated=(OPEN_COMPASS,)),
-        EvalProtocol("llada-instruct-gsm8k-blocks", "gsm8k", _equal(256, 8), shots=4, chat_template=True,
-                     note=f"{_INSTRUCT} Blocks from left to right; four examples: the paper's Table 2.",
-                     published=(Published(LLADA_INSTRUCT, 0.786, EVAL_MD, _GSM8K),), unstated=(OPEN_COMPASS,)),
-        EvalProtocol("llada-instruct-humaneval", "humaneval-instruct", _equal(512, 512, logits_eos_inf=True),
-                     chat_template=True, note=f"{_INSTRUCT} Pure diffusion.",
-                     published=(Published(LLADA_INSTRUCT, 0.494, EVAL_MD, _HUMANEVAL),), unstated=(OPEN_COMPASS,)),
-        EvalProtocol("llada-1.5-gsm8k", "gsm8k", _equal(256, 16, confidence_eos_eot_inf=True), chat_template=True,
-                     note=f"{_INSTRUCT} Blocks from left to right.",
-                     published=(Published(LLADA_15, 0.838, EVAL_MD, _GSM8K),),
-                     unstated=("shots: of OpenCompass's gsm8k_gen; here the task's default", OPEN_COMPASS)),
-        EvalProtocol("llada-1.5-humaneval", "humaneval-instruct", _equal(512, 32, confidence_eos_eot_inf=True),
-                     chat_template=True, note=f"{_INSTRUCT} Blocks from left to right.",
-                     published=(Published(LLADA_15, 0.524, EVAL_MD, _HUMANEVAL),), unstated=(OPEN_COMPASS,)),
-        EvalProtocol("dream-base-humaneval", "humaneval", {"dream": {"gen_length": 512, "steps": 512,
-                     "temperature": 0.2, "top_p": 0.95}}, note=_DREAM_GEN,
-                     published=(Published(DREAM_BASE, 0.579, DREAM_PAPER, _HUMANEVAL),),
-                     unstated=("alg", BOS, "the script cuts the answers once more (postprocess_code.py)")),
-        EvalProtocol("mmada-gsm8k", "gsm8k", {}, chat_template=True,
-                     note="Yang et al., 2505.15809, Table 4. evaluation/eval.md says that its own settings do not "
-                          "reach the paper's scores; issues 29, 36 and 40 ask for them.",
-                     published=(Published(MMADA, 0.734, "Yang et al., 2505.15809, Table 4", _GSM8K),),
-                     unstated=("which checkpoint", "lengths", "steps", "blocks", "shots", "prompt", _EXTRACTOR)),
-        EvalProtocol("sdar-gsm8k", "gsm8k", _SDAR_SETTINGS, chat_template=True,
-                     note="JetAstra/SDAR, README: block_length 4, denoising_steps 4, greedy decoding.",
-                     published=(Published(SDAR, None, "JetAstra/SDAR, README: a picture (assets/table1.png)", _GSM8K),),
-                     unstated=("length", "remasking_strategy", "shots", "prompt", OPEN_COMPASS)),
-        EvalProtocol("llada2-gsm8k", "gsm8k", _LLADA2_SETTINGS, chat_template=True,
-                     note=f"The settings that the {LLADA2_CARD} recommends.",
-                     published=(Published(LLADA2_MINI, 0.9424, LLADA2_CARD, _GSM8K),),
-                     unstated=("settings of the score", "length (32,768 is recommended)", "shots", "prompt")),
-        EvalProtocol("llada2-humaneval", "humaneval-instruct", _LLADA2_SETTINGS, chat_template=True,
-                     note=f"The settings that the {LLADA2_CARD} recommends.",
-                     published=(Published(LLADA2_MINI, 0.8659, LLADA2_CARD, _HUMANEVAL),),
-                     unstated=("settings of the score", "length (32,768 is recommended)", "prompt")),
-        EvalProtocol("rnd1-gsm8k", "gsm8k", _RND1_SETTINGS,
-                     note=_RND1.format(length=256, more="the harness's gsm8k with five examples")),
-        EvalProtocol("rnd1-humaneval", "humaneval", _RND1_SETTINGS,
-                     note=_RND1.format(length=256, more="HumanEval's completion")),
-        EvalProtocol("open-dcoder-humaneval", "humaneval", _OPEN_DCODER_SETTINGS, note=_OPEN_DCODER),
-    )
-}  # fmt: skip
+PROTOCOLS = {entry["name"]: EvalProtocol(**as_fields(entry)) for entry in LISTED["protocol"]}
 PLAIN = "the task's prompt with the checkpoint's lengths and steps"
 
 

@@ -59,7 +59,7 @@ MAKERS: dict[str, Any] = {
 
 def _tagged(value: Any, strict: bool) -> Any:
     """`value` for JSON: texts, truth values, floats, None and lists as they are, all others as {kind: parts}."""
-    kind = next((kind for kind in PLAIN if isinstance(value, kind)), None)
+    kind = next((kind for kind in PLAIN if kind in type(value).__mro__), None)
     if value is None or kind in (bool, float, str):
         return value
     if kind is int:

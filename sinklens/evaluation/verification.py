@@ -23,7 +23,7 @@ import numpy as np
 from sinklens.errors import SelfCheckError, SettingError
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol, find_protocol
-from sinklens.evaluation.published import DREAM_BASE, DREAM_INSTRUCT, LLADA_15, LLADA_BASE, LLADA_INSTRUCT, Published
+from sinklens.evaluation.published import Published, is_checkpoint
 from sinklens.evaluation.runner import evaluate
 from sinklens.evaluation.tables import read_lines
 from sinklens.model import selfcheck
@@ -70,11 +70,9 @@ class Known:
     fingerprint: str = ""
     right: int | None = None
 
-    def of(self, model: str) -> bool:
-        """Whether `model`, a name or a folder, is this checkpoint."""
-        return model.rstrip("/").split("/")[-1] == self.name.split("/")[-1]
 
-
+LLADA_8B = ("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5")
+DREAM_7B = ("Dream-org/Dream-v0-Base-7B", "Dream-org/Dream-v0-Instruct-7B")
 _TABLE_5 = "Nie et al., 2502.09992, Table 5"
 _QWEN = "model card of Qwen2.5-7B, whose architecture and initial weights it has"
 
@@ -98,8 +96,8 @@ KNOWN = (
     _shipped("tiny-text", "8f8d7d21f82bb2a8", 3344064, None),
     _shipped("tiny-text-causal", "454bda7e2aaac03a", 3344064, None),
     _shipped("tiny-two-modes", "9df3b332d5d12f92", 2018112, 500),
-    *(Known(name, 8_020_000_000, 5_000_000, _TABLE_5) for name in (LLADA_BASE, LLADA_INSTRUCT, LLADA_15)),
-    *(Known(name, 7_610_000_000, 10_000_000, _QWEN) for name in (DREAM_BASE, DREAM_INSTRUCT)),
+    *(Known(name, 8_020_000_000, 5_000_000, _TABLE_5) for name in LLADA_8B),
+    *(Known(name, 7_610_000_000, 10_000_000, _QWEN) for name in DREAM_7B),
     Known("meta-llama/Llama-3.1-8B-Instruct", 8_030_000_000, 5_000_000, _TABLE_5),
 )
 HELD_OUT = 500
@@ -107,7 +105,7 @@ HELD_OUT = 500
 
 def known(model: str) -> Known | None:
     """What is published about `model`; None if nothing is."""
-    return next((one for one in KNOWN if one.of(model)), None)
+    return next((one for one in KNOWN if is_checkpoint(model, one.name)), None)
 
 
 def protocol_for(model: str) -> str:

@@ -1,6 +1,6 @@
 """What the weights of a quantized model take: which of its matrices are quantized, and the bytes of each.
 
-A `Form` says how one matrix is stored, and `StoredWeights` which matrices have which form. `stored_weights` reads both
+A `Form` says how one matrix is stored, and `StoredWeights` which matrices have which form. `planned_weights` reads both
 from the ``quantization_config`` of a published checkpoint, by these rules of the libraries:
 
 | ``quant_method`` | a matrix of `rows` outputs and `columns` inputs |
@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -106,20 +107,40 @@ class StoredWeights:
         return total, largest
 
 
+class _UnknownValueError(ValueError):
+    """A value of a ``quantization_config`` that no rule covers; says which, and what is known."""
+
+
 def planned_weights(model: "Model", config: Mapping[str, Any] | None, where: str) -> list[StoredWeights]:
     """The forms in which the weights of a model are planned, that of its checkpoint first.
 
     Args:
-        config, where: as in `stored_weights`; None for a checkpoint in full precision.
+        config: ``quantization_config`` of its checkpoint with a known ``quant_method``; None for full precision.
+        where: the checkpoint, for errors.
 
     Returns:
         Of a full-precision checkpoint those of `cards.QUANTIZATIONS`. fp8 has a second one, since cards of a
         compute capability below 8.9 dequantize it.
+
+    Raises:
+        CheckpointError: a value of the config is not known; the message names it.
     """
     if config is None:
         return [PLAIN, *(linear_layers(name, form, model) for name, form in FORMS.items())]
-    found = stored_weights(config, model, where)
-    return [found, replace(PLAIN, name="dequantized")] if config["quant_method"] == "fp8" else [found]
+    kind = config["quant_method"]
+    if kind in ("gptq", "awq") and model.cfg.num_experts:
+        raise CheckpointError(
+            f"{where}: {kind} quantizes linear layers, and transformers' class of this model stacks its experts, which "
+            f"cannot be loaded so. Plan the full-precision checkpoint."
+        )
+    try:
+        found = _BY_METHOD[kind](config, model)
+    except _UnknownValueError as error:
+        raise CheckpointError(
+            f"{where}: the quantization_config of {kind} has {error}. Plan the full-precision checkpoint, with "
+            f"--quantization."
+        ) from error
+    return [found, replace(PLAIN, name="dequantized")] if kind == "fp8" else [found]
 
 
 def linear_layers(
@@ -139,47 +160,30 @@ def linear_layers(
     return StoredWeights(name, lambda path: form if should_convert_module(path, left) else None, experts)
 
 
-def stored_weights(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeights:
-    """The quantized weights of a published checkpoint.
-
-    Args:
-        config: its ``quantization_config`` with a known ``quant_method`` (`checkpoints.quantization.published`).
-        model: the model in full precision.
-        where: the checkpoint, for errors.
-
-    Raises:
-        CheckpointError: a value of the config is not known; the message names it.
-    """
-    kind = config["quant_method"]
-    if kind in ("gptq", "awq") and model.cfg.num_experts:
-        raise CheckpointError(
-            f"{where}: {kind} quantizes linear layers, and transformers' class of this model stacks its experts, which "
-            f"cannot be loaded so. Plan the full-precision checkpoint."
-        )
-    return _BY_METHOD[kind](config, model, where)
+def _known(config: Mapping[str, Any], key: str, default: Any, *known: Any) -> Any:
+    """The value under `key`, which must be one of `known`."""
+    value = config.get(key, default)
+    if value not in known:
+        raise _UnknownValueError(f"{key} {value!r}; known: {', '.join(map(str, known))}")
+    return value
 
 
-def _bitsandbytes(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeights:
-    skipped = config.get("llm_int8_skip_modules")
-    if config.get("load_in_4bit"):
-        form = DOUBLE_NF4 if config.get("bnb_4bit_use_double_quant") else NF4
-        return linear_layers("bitsandbytes, 4 bits", form, model, skipped)
-    if config.get("load_in_8bit"):
-        return linear_layers("bitsandbytes, 8 bits", INT8, model, skipped)
-    raise _unknown(where, "bitsandbytes", "load_in_4bit and load_in_8bit", None, "one that is true")
+def _bitsandbytes(config: Mapping[str, Any], model: "Model") -> StoredWeights:
+    bits = 4 if config.get("load_in_4bit") else 8
+    if bits == 8 and not config.get("load_in_8bit"):
+        raise _UnknownValueError("load_in_4bit and load_in_8bit None; known: one that is true")
+    four = DOUBLE_NF4 if config.get("bnb_4bit_use_double_quant") else NF4
+    form = four if bits == 4 else INT8
+    return linear_layers(f"bitsandbytes, {bits} bits", form, model, config.get("llm_int8_skip_modules"))
 
 
-def _gptq(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeights:
-    bits = _one_of(where, "gptq", config, "bits", (2, 3, 4, 8))
+def _gptq(config: Mapping[str, Any], model: "Model") -> StoredWeights:
+    bits = _known(config, "bits", None, 2, 3, 4, 8)
     for key in ("dynamic", "lm_head"):
-        if config.get(key):
-            raise _unknown(where, "gptq", key, config[key], "none")
-    group = _group(where, "gptq", config)
-    shape = model.tree.architecture
-    form, parts = Form(bits, HALF + bits, group, column=32), config.get("modules_in_block_to_quantize")
-    only = (
-        None if parts is None else tuple(name for part in parts for name in ([part] if isinstance(part, str) else part))
-    )
+        _known(config, key, None, None, False, {})
+    shape, parts = model.tree.architecture, config.get("modules_in_block_to_quantize")
+    form = Form(bits, HALF + bits, _group(config), column=32)
+    only = None if parts is None else tuple(chain(*([part] if isinstance(part, str) else part for part in parts)))
     blocks = config.get("block_name_to_quantize") or f"{shape.base}.{shape.layers}"
 
     def form_of(path: str) -> Form | None:
@@ -188,36 +192,33 @@ def _gptq(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeight
     return StoredWeights(f"gptq, {bits} bits", form_of)
 
 
-def _awq(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeights:
-    bits = _one_of(where, "awq", {"bits": 4, **config}, "bits", (4,))
-    zero = bits if config.get("zero_point", True) else 0
-    form = Form(bits, HALF + zero, _group(where, "awq", config))
+def _awq(config: Mapping[str, Any], model: "Model") -> StoredWeights:
+    bits = _known(config, "bits", 4, 4)
+    form = Form(bits, HALF + (bits if config.get("zero_point", True) else 0), _group(config))
     return linear_layers("awq, 4 bits", form, model, config.get("modules_to_not_convert"), defaults=True)
 
 
-def _fp8(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeights:
-    for key, known in (("modules_to_convert", (None,)), ("expert_dtype", (None, "fp8"))):
-        _one_of(where, "fp8", {key: None, **config}, key, known)
-    scale = {"float": FLOAT, "ue8m0": 8}[_one_of(where, "fp8", {"scale_fmt": "float", **config}, "scale_fmt",
-                                                 ("float", "ue8m0"))]  # fmt: skip
-    block = config.get("weight_block_size", (128, 128)) or (0, 0)
+def _fp8(config: Mapping[str, Any], model: "Model") -> StoredWeights:
+    _known(config, "modules_to_convert", None, None)
+    _known(config, "expert_dtype", None, None, "fp8")
+    scale = 8 if _known(config, "scale_fmt", "float", "float", "ue8m0") == "ue8m0" else FLOAT
+    rows, columns = config.get("weight_block_size", (128, 128)) or (0, 0)
     skipped = config.get("modules_to_not_convert", config.get("ignored_layers"))
-    return linear_layers("fp8", Form(8, scale, block[1], block[0]), model, skipped, experts=True)
+    return linear_layers("fp8", Form(8, scale, columns, rows), model, skipped, experts=True)
 
 
-def _torchao(config: Mapping[str, Any], model: "Model", where: str) -> StoredWeights:
+def _torchao(config: Mapping[str, Any], model: "Model") -> StoredWeights:
     kind = config.get("quant_type")
     made = kind.get("default") if isinstance(kind, Mapping) else None
     if not isinstance(made, Mapping):
-        raise _unknown(where, "torchao", "quant_type", kind, "the config object that torchao writes")
+        raise _UnknownValueError(f"quant_type {kind!r}; known: the config object that torchao writes")
     name, embeddings = str(made.get("_type")), bool(config.get("include_input_output_embeddings"))
     plain = linear_layers("torchao", INT8, model, config.get("modules_to_not_convert"))
-    hf, at_ends = model.checkpoint.hf, set()
-    if embeddings:
-        ends = {hf.get_input_embeddings(), hf.get_output_embeddings()}
-        at_ends = {path for path, module in hf.named_modules() if module in ends}
+    hf = model.checkpoint.hf
+    ends = {hf.get_input_embeddings(), hf.get_output_embeddings()} if embeddings else ()
+    at_ends = {path for path, module in hf.named_modules() if module in ends}
     rules = made[FIELDS].get("fqn_to_config", {}) if name == "FqnToConfig" else {"_default": made}
-    forms = {key: None if one is None else _torchao_form(one, model, where) for key, one in rules.items()}
+    forms = {key: None if one is None else _torchao_form(one, model) for key, one in rules.items()}
 
     def form_of(path: str) -> Form | None:
         stacked = ".experts." in path  # a parameter, which only a rule of its own reaches
@@ -229,57 +230,27 @@ def _torchao(config: Mapping[str, Any], model: "Model", where: str) -> StoredWei
     return StoredWeights(f"torchao, {name.removesuffix('Config')}", form_of, True, embeddings)
 
 
-def _torchao_form(made: Mapping[str, Any], model: "Model", where: str) -> Form:
+def _torchao_form(made: Mapping[str, Any], model: "Model") -> Form:
     """The form of one of torchao's configs; scales have the width that torchao 0.18 gives them."""
-    kind, data = str(made.get("_type")), made.get(FIELDS, {})
-    if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
-        return Form(8, FLOAT + 8, *_granularity(data, where, kind))
-    if kind in ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"):
-        return Form(8, FLOAT, *_granularity(data, where, kind))
-    own = 8 * model.cfg.dtype.itemsize
+    data, packing = made.get(FIELDS, {}), "intx_packing_format"
+    kind = _known(made, "_type", None, *BESIDE, "Int4WeightOnlyConfig", "IntxWeightOnlyConfig")
     if kind == "Int4WeightOnlyConfig":
         return Form(4, 2 * HALF, int(data.get("group_size", 128)))
-    if kind == "IntxWeightOnlyConfig" and "UNPACKED_TO_INT8" in str(data.get("intx_packing_format")).upper():
-        return Form(8, own + 8, *_granularity(data, where, kind))
-    raise _unknown(where, "torchao", "quant_type", kind, "a config for weights of 8 or 4 bits")
-
-
-def _granularity(data: Mapping[str, Any], where: str, kind: str) -> tuple[int, int]:
-    """Columns and rows of a group."""
+    if kind == "IntxWeightOnlyConfig" and "UNPACKED_TO_INT8" not in str(data.get(packing)).upper():
+        raise _UnknownValueError(f"{packing} {data.get(packing)!r}; known: UNPACKED_TO_INT8")
+    beside = BESIDE.get(kind, 8 * model.cfg.dtype.itemsize + 8)
     found = data.get("granularity")
-    if isinstance(found, list | tuple):  # of activations, and of weights
-        found = found[-1]
-    if isinstance(data.get("group_size"), int):
-        return data["group_size"], 1
-    if found is None:
-        return 0, 1
-    name = found.get("_type")
-    if name == "PerGroup":
-        return int(found[FIELDS]["group_size"]), 1
-    sizes = {"PerRow": (0, 1), "PerAxis": (0, 1), "PerTensor": (0, 0)}
-    if name not in sizes:
-        raise _unknown(where, "torchao", f"granularity of {kind}", name, "PerRow, PerGroup or PerTensor")
-    return sizes[name]
+    found = found[-1] if isinstance(found, list | tuple) else found or {}  # of activations, and of weights
+    rows = 0 if _known(found, "_type", None, None, "PerRow", "PerAxis", "PerGroup", "PerTensor") == "PerTensor" else 1
+    return Form(8, beside, data.get("group_size") or found.get(FIELDS, {}).get("group_size", 0), rows)
 
 
-def _group(where: str, kind: str, config: Mapping[str, Any]) -> int:
+def _group(config: Mapping[str, Any]) -> int:
+    """Columns of a group; 0 for all."""
     size = config.get("group_size", 128)
     if not isinstance(size, int) or size == 0 or size < -1:
-        raise _unknown(where, kind, "group_size", size, "a number of columns, or -1 for all")
+        raise _UnknownValueError(f"group_size {size!r}; known: a number of columns, or -1 for all")
     return max(size, 0)
-
-
-def _one_of(where: str, kind: str, config: Mapping[str, Any], key: str, known: tuple[Any, ...]) -> Any:
-    if config.get(key) not in known:
-        raise _unknown(where, kind, key, config.get(key), ", ".join(map(str, known)))
-    return config[key]
-
-
-def _unknown(where: str, kind: str, key: str, value: object, known: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where}: the quantization_config of {kind} has {key} {value!r}; known: {known}. Plan the full-precision "
-        f"checkpoint, with --quantization."
-    )
 
 
 INT8 = Form(8, FLOAT)  # LLM.int8, Dettmers et al., 2208.07339
@@ -287,4 +258,9 @@ NF4 = Form(4, FLOAT, 64, flat=True)  # Dettmers et al., 2305.14314
 DOUBLE_NF4 = Form(4, 8 + FLOAT / 256, 64, flat=True)  # the same, with quantized scales
 PLAIN = StoredWeights("none", lambda path: None)
 FORMS = {"bnb-int8": INT8, "bnb-nf4": NF4}
+BESIDE = {
+    "Int8WeightOnlyConfig": FLOAT + 8, "Int8DynamicActivationInt8WeightConfig": FLOAT + 8,
+    "Float8WeightOnlyConfig": FLOAT, "Float8DynamicActivationFloat8WeightConfig": FLOAT,
+}  # fmt: skip
+"""Config of torchao for weights of 8 bits -> the bits of a group's scale and zero point."""
 _BY_METHOD = {"bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "torchao": _torchao}

@@ -37,6 +37,7 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"sinklens {sinklens.__version__}\n"
 
 
+@pytest.mark.extended
 def test_demo_shows_both_models_and_writes_the_files_it_lists(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -63,19 +64,16 @@ def test_demo_shows_both_models_and_writes_the_files_it_lists(tmp_path, capsys):
 
 
 def test_trace_writes_the_answer_the_track_and_the_figures(tmp_path, capsys):
-    code = main(["trace", "tiny-llada", "--prompt", PROMPT, "--out", str(tmp_path / "new" / "folder"), "--steps", "12"])
-    assert code == 0
     folder = tmp_path / "new" / "folder"
-    assert sorted(file.name for file in folder.iterdir()) == ["answer.txt", "report.html", "sinks.nc", "sinks.png"]
-    assert SinkTrack.open(folder / "sinks.nc").steps == 12
-    assert (folder / "answer.txt").read_text().strip() in capsys.readouterr().out
-
-
-def test_trace_reads_a_prompt_from_a_file(tmp_path):
     (tmp_path / "prompt.txt").write_text(PROMPT)
-    asked = ["--prompt", f"@{tmp_path / 'prompt.txt'}", "--gen-length", "4", "--out", str(tmp_path / "out")]
-    assert main(["trace", "tiny-llama", *asked]) == 0
-    assert (tmp_path / "out" / "answer.txt").is_file()
+    assert (
+        main(["trace", "tiny-llada", "--prompt", f"@{tmp_path / 'prompt.txt'}", "--out", str(folder), "--steps", "12"])
+        == 0
+    )
+    assert sorted(file.name for file in folder.iterdir()) == ["answer.txt", "report.html", "sinks.nc", "sinks.png"]
+    track = SinkTrack.open(folder / "sinks.nc")
+    assert (track.steps, track.data.sizes["pos"]) == (12, 24 + len(sinklens.load("tiny-llada").encode(PROMPT)[0][0]))
+    assert (folder / "answer.txt").read_text().strip() in capsys.readouterr().out
 
 
 def test_hooks_lists_every_point_with_its_shape(capsys):
@@ -169,6 +167,7 @@ def test_help_explains_every_sampler_setting():
             assert len(setting_help(name).partition("]")[2]) > 10, name
 
 
+@pytest.mark.extended
 def test_another_sampler_is_chosen_by_name(tmp_path, capsys):
     base = ["trace", "tiny-llada", "--prompt", "Question: 2\nAnswer:", "--gen-length", "4"]
     assert main([*base, "--out", str(tmp_path / "a"), "--sampler", "dream", "--alg", "topk_margin"]) == 0
@@ -179,6 +178,7 @@ def test_another_sampler_is_chosen_by_name(tmp_path, capsys):
     assert "the sdar sampler fits block-causal attention, but llada models" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_a_mode_is_chosen_by_name(conformance, tmp_path, capsys):
     """The reference's tiny checkpoint, with a tokenizer whose words are its token ids."""
     folder = tmp_path / "two-modes"
@@ -255,7 +255,8 @@ def test_every_command_that_loads_or_runs_a_model_has_the_options_for_it(command
     names = {option.name for option in options_of(command)}
     assert names >= LOADING
     assert command == "lab" or names >= RUN  # the lab asks for those of a run in its form
-    assert command == "lab" or "--out" in names
+    (out,) = (option for option in options_of(command) if option.name == "--out") if command != "lab" else (None,)
+    assert out is None or out.field_info.default == Path(f"sinklens-{command}")
 
 
 @pytest.mark.parametrize(("group", "function"), [(Loading, sinklens.load), (Run, sinklens.generate)])
@@ -265,12 +266,6 @@ def test_an_option_has_the_name_the_type_and_the_default_of_its_argument(group, 
         argument, option = declared[name], kind.__metadata__[-1]
         assert kind.__origin__ is (argument.type if argument.type in (bool, int, float) else str), name
         assert argument.default in (None, False) or f"(default: {argument.default}" in option.help, name
-
-
-@pytest.mark.parametrize("command", ["demo", "trace", "analyse", "evaluate"])
-def test_results_go_to_a_folder_named_after_the_command(command):
-    (out,) = (option for option in options_of(command) if option.name == "--out")
-    assert out.field_info.default == Path(f"sinklens-{command}")
 
 
 def test_the_block_length_of_a_block_causal_model_loads_it_and_of_another_sets_its_sampler(tmp_path):
@@ -319,6 +314,7 @@ def test_the_folder_for_results_is_checked_before_the_run(command, capsys, tmp_p
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.extended
 def test_output_that_cannot_be_written_is_one_message(tmp_path):
     """A real limit: standard output is a file that cannot grow beyond 100 bytes."""
     code = """

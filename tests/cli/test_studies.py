@@ -64,7 +64,7 @@ def test_a_study_that_is_interrupted_and_killed_resumes_with_another_batch(tmp_p
     call = ["analyse", "definitions", "tiny-llama", "--limit", "8", "--gen-length", "4", "--out", str(out)]
     code, errors = stopped([*call, "--batch", "3"], out, 1, signal.SIGINT)
     first = kept(out)
-    assert (code, 1 <= first < 8) == (130, True), errors
+    assert (code, 1 <= first < 8, [file.name for file in out.iterdir()]) == (130, True, ["units"]), errors
     assert f"interrupted; {out} keeps the finished prompts (tiny-llama: {first} of 8). To resume:\n" in errors
     assert errors.endswith(f"  sinklens {' '.join(call)} --batch 3\n")
     assert stopped([*call, "--batch", "5"], out, 1, signal.SIGKILL)[0] == -signal.SIGKILL
@@ -77,74 +77,29 @@ def test_a_study_that_is_interrupted_and_killed_resumes_with_another_batch(tmp_p
     assert len(errors.splitlines()) == 1 + 8 - second
     assert kept(out) == 8
     study = find("definitions")(settings={"gen_length": 4}, batch=8)
-    uninterrupted = study.run("tiny-llama", [problem.prompt for problem in held_out(8)], tmp_path / "full")
-    assert (out / "definitions-definitions.csv").read_bytes() == (
-        tmp_path / "full" / "definitions-definitions.csv"
-    ).read_bytes()
+    full = tmp_path / "full"
+    uninterrupted = study.run("tiny-llama", [problem.prompt for problem in held_out(8)], full)
+    written = {file.name: file.read_bytes() for file in full.iterdir() if file.suffix in (".csv", ".svg", ".png")}
+    assert written == {name: (out / name).read_bytes() for name in written}
+    assert len(written) >= 3
     resumed = xr.load_dataset(out / "definitions.nc", engine="h5netcdf")
     xr.testing.assert_identical(resumed.isel(model=0, drop=True), uninterrupted.measured["tiny-llama"])
     assert "definitions: tiny-llama (8 prompts)" in printed
 
 
-def analyse(out, prompts):
-    return ["analyse", "token_types", "tiny-llada", "--prompts", str(prompts), "--batch", "1",
-            "--gen-length", "4", "--steps", "4", "--out", str(out)]  # fmt: skip
-
-
-@pytest.fixture
-def prompt_file(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    lines = [json.dumps({"prompt": problem.prompt}) for problem in held_out(2)]
-    file.write_text("\n".join([*lines, json.dumps({"prompt": "Question: Is _a_ $b$ or $c$ 中?\nAnswer:"})]))
-    return file
-
-
-@pytest.mark.slow
-def test_an_interrupted_study_resumes_in_another_process_and_writes_the_same_files(tmp_path, prompt_file):
-    cut, full = tmp_path / "cut", tmp_path / "full"
-    code, errors = stopped(analyse(cut, prompt_file), cut, 1, signal.SIGINT)
-    assert code == 130, errors
-    assert 1 <= kept(cut) < 3
-    assert [file.name for file in cut.iterdir()] == ["units"]
-    done = start(analyse(cut, prompt_file))
-    printed, errors = done.communicate(timeout=240)
-    assert done.returncode == 0, errors
-    assert "token_types: 3 prompts, tiny-llada. Written:" in printed
-    assert main(analyse(full, prompt_file)) == 0
-    names = sorted(file.name for file in full.iterdir() if file.is_file())
-    assert names == sorted(file.name for file in cut.iterdir() if file.is_file())
-    assert {f"token_types{end}" for end in ("-tokens.csv", "-tokens.svg", "-tokens.png", ".nc", ".json")} <= set(names)
-    for name in names:
-        if name.endswith(".nc"):  # the same numbers; HDF5's internal bookkeeping may differ
-            first, second = (xr.load_dataset(folder / name, engine="h5netcdf") for folder in (cut, full))
-            xr.testing.assert_identical(first, second)
-        else:
-            assert (cut / name).read_bytes() == (full / name).read_bytes(), name
-
-
-def test_analyse_writes_its_files_and_says_where(tmp_path, capsys, monkeypatch):
+def test_analyse_writes_its_files_says_where_and_loads_models_as_requested(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    call = ["analyse", "existence", "tiny-llama", "--limit", "2", "--gen-length", "3", "--seed", "4"]
-    assert main(call) == 0
-    printed = capsys.readouterr().out
-    tables, _, files = printed.partition("existence: 2 prompts, tiny-llama. Written:\n")
-    assert "detectors: tiny-llama (2 prompts)" in tables
-    for line in files.splitlines():
-        assert Path(line.strip()).is_file(), line
-    manifest = json.loads((tmp_path / "sinklens-analyse" / "existence.json").read_text())
-    assert (manifest["prompts"], manifest["options"]["seed"]) == (2, 4)
-    assert manifest["models"][0]["settings"]["gen_length"] == 3
-
-
-def test_analyse_loads_models_as_requested_and_applies_a_chat_template(tmp_path, capsys):
     folder = shutil.copytree(find_checkpoint("tiny-llama", None), tmp_path / "chatty")
     (folder / "chat_template.jinja").write_text("Question: {{ messages[0]['content'] }}\nAnswer:")
-    call = ["analyse", "existence", str(folder), "--limit", "1", "--gen-length", "2", "--out", str(tmp_path / "out")]
-    assert main([*call, "--chat", "--dtype", "float64", "--device", "cpu"]) == 0
-    manifest = json.loads((tmp_path / "out" / "existence.json").read_text())
-    assert manifest["options"]["chat_template"] is True
-    assert (manifest["models"][0]["dtype"], manifest["models"][0]["device"]) == ("torch.float64", "cpu")
-    capsys.readouterr()
+    call = ["--limit", "2", "--gen-length", "3", "--seed", "4", "--chat", "--dtype", "float64", "--device", "cpu"]
+    assert main(["analyse", "existence", "chatty", *call]) == 0
+    tables, _, files = capsys.readouterr().out.partition("existence: 2 prompts, chatty. Written:\n")
+    assert "detectors: chatty (2 prompts)" in tables
+    assert [line for line in files.splitlines() if not Path(line.strip()).is_file()] == []
+    manifest = json.loads((tmp_path / "sinklens-analyse" / "existence.json").read_text())
+    (model,), options = manifest["models"], manifest["options"]
+    assert (manifest["prompts"], options["seed"], options["chat_template"]) == (2, 4, True)
+    assert (model["settings"]["gen_length"], model["dtype"], model["device"]) == (3, "torch.float64", "cpu")
     assert main(["analyse", "existence", "tiny-llama", "--limit", "1", "--chat", "--out", str(tmp_path / "none")]) == 1
     assert "has no chat template. Leave chat_template (--chat) out" in capsys.readouterr().err
 
@@ -184,10 +139,9 @@ def test_table_prints_a_study_and_an_evaluation_from_one_folder(tmp_path, capsys
 
 
 def test_a_folder_without_a_table_is_rejected_with_the_reason(tmp_path, capsys, monkeypatch):
+    (tmp_path / "empty").mkdir()
     for folder, text in (("none", "no such folder: "), ("empty", "holds neither an evaluation nor a study;")):
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        assert main(["table", str(tmp_path / folder)]) == 1
-        assert text in capsys.readouterr().err
+        assert (main(["table", str(tmp_path / folder)]), text in capsys.readouterr().err) == (1, True)
     out = tmp_path / "out"
     monkeypatch.setattr(
         "sinklens.analyses.existence.Existence.tables", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt)

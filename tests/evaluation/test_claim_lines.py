@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from ledgers import planted_run
 
-from sinklens.errors import LedgerError, SettingError
+from sinklens.errors import SettingError
 from sinklens.evaluation.claim_lines import FORMATS, claims, format_claims
 from sinklens.evaluation.conditions import masking
 from sinklens.evaluation.ledger import export
@@ -90,31 +90,24 @@ def test_latex_and_markdown_escape_what_would_break_them(tmp_path):
     assert r"| /m/50%_a\|b&c | unmasked |" in format_claims(found, "markdown")
 
 
-def test_runs_of_different_versions_are_not_compared_and_the_difference_is_named(tmp_path):
-    planted_run(tmp_path, verdicts("1111"), UNMASKED, versions=VERSIONS)
-    planted_run(tmp_path, verdicts("1100"), ONE, versions=VERSIONS | {"torch": "2.8"})
-    one = by_name(claims(read_lines(tmp_path)))["1 sink", "unmasked"]
-    assert one.refused == "versions differ: torch 2.8, torch 2.9"
-    assert math.isnan(one.value)
-    assert math.isnan(one.p)
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"seed": 1}, "seed 0, here 1"),
-        ({"revision": "abc"}, "revision unset, here abc"),
-        ({"dtype": "bfloat16"}, "dtype float32, here bfloat16"),
-        ({"settings": {"gen_length": 24, "steps": 24, "block_length": 8}}, "regime diffusion, here blocks of 8"),
+        ({"versions": VERSIONS | {"torch": "2.8"}}, "versions differ: torch 2.8, torch 2.9"),
+        ({"seed": 1}, "the unmasked run differs: seed 0, here 1"),
+        ({"revision": "abc"}, "the unmasked run differs: revision unset, here abc"),
+        ({"dtype": "bfloat16"}, "the unmasked run differs: dtype float32, here bfloat16"),
+        (
+            {"settings": {"gen_length": 24, "steps": 24, "block_length": 8}},
+            "the unmasked run differs: regime diffusion, here blocks of 8",
+        ),
     ],
 )
 def test_what_differs_in_more_than_the_intervention_is_named(tmp_path, changes, named):
-    planted_run(tmp_path, verdicts("1111"), UNMASKED)
-    planted_run(tmp_path, verdicts("1100"), ONE, **changes)
+    planted_run(tmp_path, verdicts("1111"), UNMASKED, versions=VERSIONS)
+    planted_run(tmp_path, verdicts("1100"), ONE, **{"versions": VERSIONS} | changes)
     one = by_name(claims(read_lines(tmp_path)))["1 sink", "unmasked"]
-    assert one.refused.startswith("the unmasked run differs: ")
-    assert named in one.refused
-    assert math.isnan(one.value)
+    assert (one.refused, math.isnan(one.value), math.isnan(one.p)) == (named, True, True)
 
 
 def test_a_baseline_is_beside_its_published_score_before_any_intervention(tmp_path):
@@ -141,6 +134,8 @@ def test_an_unknown_format_names_the_known_ones():
 
 def test_a_database_of_format_2_stays_readable(tmp_path):
     shutil.copytree(Path(__file__).with_name("old_database"), tmp_path, dirs_exist_ok=True)
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (2,)
     found = by_name(claims(read_lines(tmp_path)))
     assert {name: (one.value, one.n, one.seed, one.regime) for name, one in found.items() if not name[1]} == {
         ("unmasked", ""): (0.5, 2, 0, "diffusion"),
@@ -153,19 +148,4 @@ def test_a_database_of_format_2_stays_readable(tmp_path):
     assert found["1 random key", ""].keys == "552 of 552"
     assert one.versions == "sinklens 0.2.0; torch 2.13.0+cpu; transformers 5.23.0"
     assert one.device == "cpu; x86_64"
-    assert len(export_lines(tmp_path)) == 8
-
-
-def export_lines(ledger):
-    file = ledger / "records.jsonl"
-    export(ledger, file)
-    return file.read_text().splitlines()
-
-
-def test_the_old_database_has_format_2_and_a_later_format_is_refused(tmp_path):
-    shutil.copytree(Path(__file__).with_name("old_database"), tmp_path, dirs_exist_ok=True)
-    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database, database:
-        assert database.execute("PRAGMA user_version").fetchone() == (2,)
-        database.execute("PRAGMA user_version = 3")
-    with pytest.raises(LedgerError, match=r"has format 3; this version reads 2"):
-        read_lines(tmp_path)
+    assert export(tmp_path, tmp_path / "records.jsonl") == 8

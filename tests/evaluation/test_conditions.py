@@ -80,17 +80,6 @@ def test_plain_interventions_and_policies_are_described_by_their_repr():
         assert "code" not in one.described()
 
 
-class NoDataclass(Intervention):
-    """Its setting is not a field, so its repr does not contain it."""
-
-    def __init__(self, factor):
-        super().__init__()
-        object.__setattr__(self, "factor", factor)
-
-    def pairs(self, model, run):
-        return []
-
-
 @dataclass(frozen=True)
 class HiddenState(Intervention):
     """A dataclass with state outside its fields."""
@@ -105,27 +94,51 @@ class HiddenState(Intervention):
 
 
 @dataclass(frozen=True)
-class Plain(Intervention):
-    """Its fields and its code describe it completely."""
+class Blocks(Policy):
+    """A policy from outside sinklens, whose repr omits a setting."""
 
-    factor: float = 1.0
+    share: float = field(default=0.1, repr=False)
 
-    def pairs(self, model, run):
-        return []
+    def plan(self, history):
+        return history.in_block
 
 
-def test_settings_outside_the_fields_of_a_dataclass_are_refused():
-    with pytest.raises(SettingError, match=r"NoDataclass keeps factor outside dataclass fields"):
-        Condition("mine", (NoDataclass(1.0),))
+@dataclass(frozen=True)
+class AboveTen(Detector):
+    """A detector from outside, which the repr of an intervention only names."""
+
+    def detect(self, track):
+        return track.scores() > 10
+
+
+class Unsettled(Policy):
+    """Its setting is not a field, so its repr does not contain it."""
+
+    def plan(self, history):
+        return history.in_block
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"hooks": (MaskSinks(top_k=None, detector=AboveTen()),) * 2},
+        {"cache": KeepSinks(AboveTen())},
+        {"cache": Blocks()},
+        {"cache": Refresh(every=4, within=Blocks())},
+    ],
+    ids=str,
+)
+def test_a_description_includes_the_code_of_what_is_from_outside(given):
+    assert len(Condition("mine", **given).described()["code"]) == 1
+
+
+def test_settings_that_a_repr_omits_are_described_and_those_outside_fields_are_refused():
+    assert "share=0.2" in Condition("mine", cache=Blocks(0.2)).described()["cache"]
     with pytest.raises(SettingError, match=r"HiddenState keeps doubled outside dataclass fields"):
         Condition("mine", (HiddenState(),))
-
-
-def test_a_description_includes_the_code_of_an_outside_intervention_but_not_that_of_sinklens():
-    one, other = (Condition("mine", (Plain(factor),)).described() for factor in (1.0, 2.0))
-    assert one["code"] == other["code"] != []
-    assert one != other
-    assert "code" not in masking([1])[1].described()
+    for policy in (Unsettled(), Refresh(every=4, within=Unsettled())):
+        with pytest.raises(SettingError, match=r"cannot fingerprint .*Unsettled object at"):
+            Condition("mine", cache=policy)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -191,64 +204,17 @@ def test_a_policy_is_part_of_a_description_and_exact_conditions_keep_theirs():
     assert described[0] == {"name": "unmasked", "hooks": [], "masked": 0, "pick": ""}  # ledgers of 0.1 hold this
 
 
-class Unsettled(Policy):
-    """Its setting is not a field, so its repr does not contain it."""
-
-    def __init__(self, every):
-        self.every = every
-
-    def plan(self, history):
-        return history.in_block
-
-
-@dataclass(frozen=True)
-class Blocks(Policy):
-    """A policy from outside sinklens."""
-
-    def plan(self, history):
-        return history.in_block
-
-
-@dataclass(frozen=True)
-class Unshown(Policy):
-    """Its repr omits a setting."""
-
-    share: float = field(default=0.1, repr=False)
-
-    def plan(self, history):
-        return history.in_block
-
-
-@dataclass(frozen=True)
-class AboveTen(Detector):
-    """A detector from outside, which the repr of an intervention only names."""
-
-    def detect(self, track):
-        return track.scores() > 10
-
-
-def test_a_description_includes_the_code_of_a_detector_from_outside():
-    masks = MaskSinks(top_k=None, detector=AboveTen())
-    assert len(Condition("mine", (masks, masks)).described()["code"]) == 1
-    assert len(Condition("mine", cache=KeepSinks(AboveTen())).described()["code"]) == 1
-
-
-def test_policies_from_outside_are_described_by_their_code_or_refused():
-    assert len(Condition("mine", cache=Blocks()).described()["code"]) == 1
-    assert len(Condition("inside", cache=Refresh(every=4, within=Blocks())).described()["code"]) == 1
-    with pytest.raises(SettingError, match=r"cannot fingerprint .*Unsettled object at"):
-        Condition("inside", cache=Refresh(every=4, within=Unsettled(2)))
-    with pytest.raises(SettingError, match=r"cannot fingerprint .*Unsettled object at"):
-        Condition("mine", cache=Unsettled(2))
-    assert "share=0.2" in Condition("mine", cache=Unshown(0.2)).described()["cache"]
-    with pytest.raises(SettingError, match=r"list each cache policy once; evict is listed several times"):
-        under_caches([UNMASKED], ["evict", Evict(keep=0.5)])
-    with pytest.raises(SettingError, match=r"the condition 'cache dual' has a cache policy already; drop cache="):
-        under_caches([Condition("cache dual", cache=DualCache())], ["prefix"])
-    with pytest.raises(
-        SettingError, match=r"no cache policy is called 'keep-sink'; known: none, .* Nearest: keep-sinks"
-    ):
-        under_caches([UNMASKED], ["keep-sink:4"])
+@pytest.mark.parametrize(
+    ("conditions", "policies", "text"),
+    [
+        ([UNMASKED], ["evict", Evict(keep=0.5)], r"list each cache policy once; evict is listed several times"),
+        ([Condition("a", cache=DualCache())], ["prefix"], r"the condition 'a' has a cache policy already; drop cache="),
+        ([UNMASKED], ["keep-sink:4"], r"no cache policy is called 'keep-sink'; known: none, .* Nearest: keep-sinks"),
+    ],
+)
+def test_policies_that_cannot_be_added_are_refused(conditions, policies, text):
+    with pytest.raises(SettingError, match=text):
+        under_caches(conditions, policies)
 
 
 def test_a_record_says_that_its_random_keys_are_weaker_than_the_strongest():

@@ -90,32 +90,6 @@ def test_killed_workers_are_replaced_and_the_ledger_equals_that_of_one_process(t
     assert [done for _, done, _ in again] == [8, 8], "finished samples were evaluated again"
 
 
-@pytest.mark.slow
-def test_workers_that_are_killed_again_and_again_lose_nothing(tmp_path):
-    """Three workers; after every fourth finished sample one is killed, six in all."""
-    ray = pytest.importorskip("ray")
-    ray.shutdown()  # so that the engine starts a cluster
-    killed, seen = set(), [0]
-
-    def report(condition, done, total):
-        seen[0] += 1
-        if seen[0] > 2 and seen[0] % 2 == 0 and len(killed) < 6:
-            for process in workers():
-                if process.pid not in killed:
-                    killed.add(process.pid)
-                    os.kill(process.pid, signal.SIGKILL)
-                    break
-
-    given = {"limit": 24, "batch": 1, "progress": report}
-    engine = OnRay(workers=3, tries=8)
-    runs = evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path / "ray", engine=engine, **given)
-    assert len(killed) >= 3
-    alone = evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path / "alone", limit=24, batch=1)
-    for run, reference in zip(runs, alone, strict=True):
-        assert reproducible(run.records()) == reproducible(reference.records())
-        assert (len(run.done()), repeats(run)) == (24, 0)
-
-
 def test_batches_are_returned_and_a_workers_error_arrives_unchanged(ray):
     """A prompt that fits, followed by one that does not; the caller's cluster keeps running."""
     long = replace(SAMPLES[1], prompt=SAMPLES[1].prompt * 20)

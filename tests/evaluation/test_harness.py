@@ -245,8 +245,8 @@ def test_the_tokenizers_chat_template_is_applied_without_a_second_start_token(wo
     monkeypatch.setattr(model.tokenizer, "chat_template", template)
     prompt = held_out(1)[0].prompt
     text = lm.apply_chat_template([{"role": "user", "content": prompt}])
-    assert lm.encode(text) == model.encode(prompt, chat_template=True)[0][0].tolist()
-    assert lm.encode(prompt) == model.encode(prompt)[0][0].tolist()
+    assert lm.tok_encode(text) == model.encode(prompt, chat_template=True)[0][0].tolist()
+    assert lm.tok_encode(prompt) == model.encode(prompt)[0][0].tolist()
     assert lm.chat_template(True) == template
     assert "/" not in lm.tokenizer_name
 

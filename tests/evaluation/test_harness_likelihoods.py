@@ -162,7 +162,7 @@ def request(*arguments):
 def test_rolling_bounds_sum_over_windows(tiny_llada):
     model = SinklensLM(tiny_llada, mc_num=4, mc_batch=2)
     (found,) = model.loglikelihood_rolling([request(STORY * 20)], disable_tqdm=True)
-    tokens, start = model.encode(STORY * 20), model.prefix_token_id
+    tokens, start = model.tok_encode(STORY * 20), model.prefix_token_id
     size = tiny_llada.cfg.n_ctx - 1  # a window of all positions: one token of context and the tokens that it predicts
     last = PromptAnswer(tuple(tokens[-size - 1 : -(len(tokens) % size)]), tuple(tokens[-(len(tokens) % size) :]))
     assert size < len(tokens) < 2 * size

@@ -70,13 +70,13 @@ def test_a_shard_has_one_writer_at_a_time_and_another_writer_takes_another_shard
     assert run.records() == ENTRIES[:2]
 
 
-def test_a_sample_keeps_its_first_record_and_its_last_verdict(tmp_path):
+@pytest.mark.parametrize(("kind", "kept"), [("records", 1), ("verdicts", 2)])
+def test_a_sample_keeps_its_first_record_and_its_last_verdict(tmp_path, kind, kept):
     run = LedgerRun.of(tmp_path, WHAT)
-    for kind, kept in (("records", 1), ("verdicts", 2)):
-        with Writer(run, kind=kind) as writer:
-            for number in (1, 2):
-                writer.add({"sample": "s", "verdict": number})
-        assert run.records(kind) == [{"sample": "s", "verdict": kept}]
+    with Writer(run, kind=kind) as writer:
+        writer.add({"sample": "s", "verdict": 1})
+        writer.add({"sample": "s", "verdict": 2})
+    assert run.records(kind) == [{"sample": "s", "verdict": kept}]
 
 
 def test_records_added_together_are_stored_together_or_not_at_all(tmp_path):
@@ -90,18 +90,6 @@ def test_records_added_together_are_stored_together_or_not_at_all(tmp_path):
         assert run.records() == ENTRIES[:2]
         writer.add(ENTRIES[4])
     assert run.records() == [*ENTRIES[:2], ENTRIES[4]]
-
-
-def test_two_processes_on_one_ledger_do_not_corrupt_it(tmp_path):
-    """This process writes for as long as the other takes to start, and to find it."""
-    run = LedgerRun.of(tmp_path, WHAT).begin()
-    with Writer(run) as writer:
-        for entry in ENTRIES[:20]:
-            writer.add(entry)
-        _, stderr = worker(tmp_path).communicate(timeout=60)
-    assert b"another process is writing" in stderr
-    worker(tmp_path).communicate(timeout=60)
-    assert run.records() == ENTRIES
 
 
 def test_kills_at_random_moments_lose_and_repeat_no_sample(tmp_path):
@@ -121,6 +109,7 @@ def test_kills_at_random_moments_lose_and_repeat_no_sample(tmp_path):
     assert repeats(run) == 0
 
 
+@pytest.mark.extended
 def test_many_processes_create_and_fill_one_ledger_at_once(tmp_path):
     code = WORKER.replace("Writer(run)", "Writer(run, int(sys.argv[2]))").replace(
         'f"s{number:03d}"', 'f"{sys.argv[2]}-{number:03d}"'
@@ -157,6 +146,7 @@ print(len(run.records()) == written + 1)
 """
 
 
+@pytest.mark.extended
 def test_a_full_disk_loses_no_record(tmp_path):
     """A real limit: the process cannot write files beyond 90,000 bytes."""
     call = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
@@ -218,12 +208,9 @@ def test_merging_copies_every_run_and_record_once(tmp_path):
     [({"prompt_sha256": "1"}, "another prompt"), ({"reference_sha256": "1"}, "another expected answer")],
 )
 def test_ledgers_of_different_data_are_not_merged(tmp_path, changes, text):
-    for folder, record in (
-        ("a", OLD[0] | {"reference_sha256": "0"}),
-        ("b", OLD[0] | {"reference_sha256": "0"} | changes),
-    ):
+    for folder, more in (("a", {}), ("b", changes)):
         with Writer(LedgerRun.of(tmp_path / folder, WHAT)) as writer:
-            writer.add(record)
+            writer.add(OLD[0] | {"reference_sha256": "0"} | more)
     with pytest.raises(LedgerError, match=rf"a and .*b have records of s0 in run-.* with {text}.*; keep them apart"):
         merge([tmp_path / "a"], tmp_path / "b")
 

@@ -46,14 +46,14 @@ def test_operations_of_a_pass_equal_those_that_pytorch_counts(architecture):
 def test_passes_are_those_of_the_runs_and_guidance_doubles_them(tiny_llada, tmp_path):
     conditions = masking([1], ["random"])
     protocol, task = find_protocol("tiny-gsm"), find_task("tiny-gsm")
-    found = plan("tiny-llada", protocol, conditions, task.samples(4))
-    measured = estimate(tiny_llada, protocol, conditions, tmp_path / "none", limit=4, batch=2)
-    assert (found.samples, found.runs, found.passes) == (4, 3, measured.passes)
-    guided = plan("tiny-llada", protocol.with_settings({"cfg_scale": 1.0}), conditions, task.samples(4))
+    found = plan("tiny-llada", protocol, conditions, task.samples(2))
+    measured = estimate(tiny_llada, protocol, conditions, tmp_path / "none", limit=2, batch=1)
+    assert (found.samples, found.runs, found.passes) == (2, 3, measured.passes)
+    guided = plan("tiny-llada", protocol.with_settings({"cfg_scale": 1.0}), conditions, task.samples(2))
     assert guided.passes == 2 * found.passes
     assert guided.flops == pytest.approx(2 * found.flops)
-    tokens = [len(tiny_llada.encode(sample.prompt)[0][0]) for sample in task.samples(4)]
-    assert (found.prompt_tokens, found.counted) == (sum(tokens) / 4, True)
+    tokens = [len(tiny_llada.encode(sample.prompt)[0][0]) for sample in task.samples(2)]
+    assert (found.prompt_tokens, found.counted) == (sum(tokens) / 2, True)
 
 
 def test_conditions_that_take_keys_of_the_unmasked_run_make_it_too(tiny_llada):
@@ -64,6 +64,7 @@ def test_conditions_that_take_keys_of_the_unmasked_run_make_it_too(tiny_llada):
     assert plan("tiny-llada", protocol, masking([1]), some).disk_row_bytes == 0
 
 
+@pytest.mark.extended
 def test_a_plan_needs_no_weights(tiny_llada, tmp_path):
     protocol, some = find_protocol("tiny-gsm"), find_task("tiny-gsm").samples(2)
     found, shipped = plan("tiny-llada", protocol, masking([]), some), find_checkpoint("tiny-llada", None)
@@ -77,6 +78,7 @@ def test_a_plan_needs_no_weights(tiny_llada, tmp_path):
     assert (uncounted.counted, uncounted.prompt_tokens) == (False, sum(len(one.prompt) for one in some) / 8)
 
 
+@pytest.mark.extended
 def test_an_autoregressive_model_reads_the_prompt_once(tiny_llama):
     protocol = find_protocol("tiny-gsm").with_settings({"gen_length": 16})
     once, twice = (

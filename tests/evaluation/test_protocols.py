@@ -39,28 +39,25 @@ def test_every_protocol_is_valid_for_its_samplers_and_its_task(protocol):
         assert complete.steps == complete.gen_length  # one token per step, our reading of the study
 
 
-def test_lengths_match_the_study():
-    def length(name):
-        return {find_protocol(name).of(sampler)["gen_length"] for sampler in ("llada", "dream", "autoregressive")}
-
-    assert length("llada-gsm8k") == {256}
-    assert length("llada-humaneval") == {512}
-    assert length("dream-gsm8k") == {256}
-    assert length("dream-humaneval") == {768}
-    assert find_protocol("llada-gsm8k").of("llada")["block_length"] == 32
-    assert find_protocol("dream-gsm8k").of("dream") == {
-        "gen_length": 256, "steps": 256, "temperature": 0.1, "top_p": 0.9, "alg": "entropy",
-    }  # fmt: skip
-
-
-def test_settings_of_rnd1_and_open_dcoder_are_those_of_their_repositories():
-    """RND1's README; Open-dLLM's eval/eval_completion/run_eval.sh."""
-    for name in ("rnd1-gsm8k", "rnd1-humaneval"):
-        rnd1 = make_settings("rnd1", find_protocol(name).of("rnd1"), {})
-        assert (rnd1.gen_length, rnd1.steps, rnd1.temperature, rnd1.greedy) == (256, 256, 0.01, False)
-    coder = make_settings("open-dcoder", find_protocol("open-dcoder-humaneval").of("open-dcoder"), {})
-    assert (coder.gen_length, coder.steps, coder.temperature) == (128, 128, 0.8)
-    assert (coder.top_p, coder.alg) == (0.95, "p2")
+@pytest.mark.parametrize(
+    ("name", "sampler", "settings"),
+    [
+        ("llada-gsm8k", "llada", {"gen_length": 256, "steps": 256, "block_length": 32}),
+        ("llada-humaneval", "autoregressive", {"gen_length": 512}),
+        ("dream-gsm8k", "dream",
+         {"gen_length": 256, "steps": 256, "temperature": 0.1, "top_p": 0.9, "alg": "entropy"}),
+        ("dream-humaneval", "llada", {"gen_length": 768, "steps": 768, "block_length": 32}),
+        ("rnd1-gsm8k", "rnd1", {"gen_length": 256, "steps": 256, "temperature": 0.01, "greedy": False}),
+        ("open-dcoder-humaneval", "open-dcoder",
+         {"gen_length": 128, "steps": 128, "temperature": 0.8, "top_p": 0.95, "alg": "p2"}),
+        ("llada-instruct-gsm8k", "llada",
+         {"gen_length": 512, "steps": 512, "block_length": 512, "confidence_eos_eot_inf": True}),
+        ("llada-instruct-gsm8k-blocks", "llada", {"gen_length": 256, "steps": 256, "block_length": 8}),
+    ],
+)  # fmt: skip
+def test_settings_are_those_of_the_study_and_the_repositories(name, sampler, settings):
+    """Rulli et al.; RND1's README; Open-dLLM's eval/eval_completion/run_eval.sh; LLaDA's EVAL.md."""
+    assert find_protocol(name).of(sampler) == settings
 
 
 def test_a_setting_reaches_only_the_samplers_that_have_it():
@@ -82,6 +79,7 @@ def test_a_task_refuses_settings_that_it_does_not_have():
         EvalProtocol("shots", "tiny-gsm", shots=3).make_task()
 
 
+@pytest.mark.extended
 def test_a_mode_chooses_the_sampler_of_a_model_that_has_modes(tiny_llada, tmp_path):
     model = load(write_untrained(replace(RECIPES["tiny-two-modes"], **TINY), tmp_path / "two-modes"))
     base = EvalProtocol("modes", "tiny-gsm").with_settings({"gen_length": 16, "threshold": 0.9})

@@ -107,7 +107,8 @@ def test_time_is_the_longer_of_operations_and_bytes(plan):
         plan.seconds(CARDS["h100"], 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_plan_of_experts_counts_their_projections_in_any_element_type(dtype):
     """Two experts per token: the gated projections, 2 · 160 values, of the last step of an MLP are its peak."""
     found = plan_run("tiny-llada-moe", batch=8, prompt_length=120, gen_length=8, steps=4, dtype=dtype)
@@ -144,13 +145,17 @@ def test_a_name_on_the_hub_downloads_no_weights(monkeypatch, tmp_path):
     assert not any("safetensors" in pattern for pattern in run_memory.CONFIGS)
 
 
-def test_wrong_arguments_say_what_is_allowed():
-    with pytest.raises(SettingError, match=r"no quantization is called '3bit'; known: none, bnb-int8, bnb-nf4"):
-        plan_run("tiny-llada", quantization="3bit")
-    with pytest.raises(SettingError, match=r"batch and a prompt of at least 1; got 0"):
-        plan_run("tiny-llada", batch=0)
-    with pytest.raises(HookNameError, match=r"no hook point is called 'hook_patern'"):
-        plan_run("tiny-llada", watch=["hook_patern"], **GIVEN)
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"quantization": "3bit"}, SettingError, r"no quantization is called '3bit'; known: none, bnb-int8, bnb-nf4"),
+        ({"batch": 0}, SettingError, r"batch and a prompt of at least 1; got 0"),
+        ({"watch": ["hook_patern"]}, HookNameError, r"no hook point is called 'hook_patern'"),
+    ],
+)
+def test_wrong_arguments_say_what_is_allowed(given, error, text):
+    with pytest.raises(error, match=text):
+        plan_run("tiny-llada", **given, **GIVEN)
 
 
 def test_the_command_prints_memory_time_and_cards_and_json(capsys, monkeypatch, plan):
@@ -164,14 +169,16 @@ def test_the_command_prints_memory_time_and_cards_and_json(capsys, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("size", "text"),
+    ("write", "given", "text"),
     [
-        (0, "0 bytes"), (1023, "1,023 bytes"), (1024, "1.00 KiB"), (1_500_000, "1.43 MiB"), (2**30 - 1, "1,024.00 MiB"),
-        (2**30, "1.00 GiB"), (16e9, "14.90 GiB"), (5 * 2**40, "5,120.00 GiB"),
+        (size_text, 0, "0 bytes"), (size_text, 1023, "1,023 bytes"), (size_text, 1024, "1.00 KiB"),
+        (size_text, 1_500_000, "1.43 MiB"), (size_text, 2**30 - 1, "1,024.00 MiB"), (size_text, 2**30, "1.00 GiB"),
+        (size_text, 5 * 2**40, "5,120.00 GiB"), (duration, 0.00123, "1.23 milliseconds"),
+        (duration, 1.5, "1.50 seconds"), (duration, 75.0, "75 seconds"),
     ],
 )  # fmt: skip
-def test_sizes_are_printed_in_the_unit_that_shows_them(size, text):
-    assert size_text(size) == text
+def test_sizes_and_times_are_printed_in_the_unit_that_shows_them(write, given, text):
+    assert write(given) == text
 
 
 def test_no_part_of_a_tiny_model_s_plan_is_printed_as_zero(plan):
@@ -179,8 +186,6 @@ def test_no_part_of_a_tiny_model_s_plan_is_printed_as_zero(plan):
     assert f"weights (float32): {plan.weights / 2**20:.2f} MiB" in lines[2]
     assert f"{plan.host_bytes / 2**10:.2f} KiB" in "".join(lines)
     assert not any(" 0.00 " in line for line in lines)
-    found = [duration(seconds) for seconds in (0.00123, 1.5, 75.0)]
-    assert found == ["1.23 milliseconds", "1.50 seconds", "75 seconds"]
 
 
 def measured(name, sizes, batch, prompt, watch, settings, pipe):

@@ -99,11 +99,6 @@ def test_published_solutions_pass_and_a_wrong_one_fails(shared):
     samples = task.samples()
     assert len(samples) == len({sample.id for sample in samples}) == 164
     for sample in samples:
+        assert task.extract(sample.reference) == sample.reference, "it is cut"
         assert passes(program(task, sample, sample.reference)), sample.id
         assert not passes(program(task, sample, "    return object()\n")), sample.id
-
-
-def test_no_published_solution_is_cut(shared):
-    for style in ("humaneval", "humaneval-instruct"):
-        task = HumanEval(shared / "data" / "humaneval", style)
-        assert all(task.extract(sample.reference) == sample.reference for sample in task.samples())

@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sinklens.evaluation import run_program, sandbox
@@ -277,15 +278,9 @@ def test_parent_and_sibling_processes_cannot_be_killed(layers):
         neighbour.wait()
 
 
-def processes_named(name):
-    found = []
-    for place in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            if place.read_text().strip() == name:
-                found.append(place.parent.name)
-        except OSError:  # it ended meanwhile
-            continue
-    return found
+def is_alive(name):
+    """Whether a process has this name."""
+    return name in {process.info["name"] for process in psutil.process_iter(["name"])}
 
 
 def wait_until(condition, seconds=10.0):
@@ -312,15 +307,25 @@ def test_a_daemon_does_not_survive_its_program(layers):
     outcomes = []
     runner = threading.Thread(target=lambda: outcomes.append(hostile(source, Limits(seconds=20))))
     runner.start()
-    assert wait_until(lambda: processes_named(name))  # it lives while the program runs
+    assert wait_until(lambda: is_alive(name))  # it lives while the program runs
     runner.join()
     assert outcomes[0].passed  # its answers were right
-    assert wait_until(lambda: not processes_named(name))
+    assert wait_until(lambda: not is_alive(name))
 
 
 # Cheating the tests
 
 
+REPLY = """
+    import os, struct
+    body = {body}
+    for number in range(3, 1024):
+        try:
+            os.write(number, (struct.pack(">I", len(body)) + body) * 5)
+        except OSError:
+            pass
+"""
+CODE = b'["value", {"exec": "import __main__; __main__.StandIn.answer = lambda *_: 2"}]'
 FORGERIES = {
     "leaves with 0 at once": "import os\nos._exit(0)\ndef f(x): pass",
     "leaves with 0 when called": "import os\nos._exit(0)",
@@ -409,16 +414,7 @@ FORGERIES = {
             except OSError:
                 pass
     """,
-    "answers ahead": """
-        import os, struct
-        body = b'["value", {"int": "0x2"}]'
-        for number in range(3, 1024):
-            try:
-                os.write(number, (struct.pack(">I", len(body)) + body) * 5)
-            except OSError:
-                pass
-        def f(x): return 2
-    """,
+    "answers ahead": REPLY.format(body=b'["value", {"int": "0x2"}]') + "    def f(x): return 2\n",
     "answers no value": """
         import os, struct
         for number in range(3, 1024):
@@ -428,26 +424,10 @@ FORGERIES = {
                 pass
         def f(x): return 2
     """,
-    "answers with code": """
-        import os, struct
-        body = b'["value", {"exec": "import __main__; __main__.StandIn.answer = lambda *_: 2"}]'
-        for number in range(3, 1024):
-            try:
-                os.write(number, struct.pack(">I", len(body)) + body)
-            except OSError:
-                pass
-        def f(x): return 2
-    """,
-    "answers with a changed class": """
-        import os, struct
-        body = b'["value", {"type": "int", "__eq__": {"type": "str"}}]'
-        for number in range(3, 1024):
-            try:
-                os.write(number, struct.pack(">I", len(body)) + body)
-            except OSError:
-                pass
-        def f(x): return 2
-    """,
+    "answers with code": REPLY.format(body=CODE) + "    def f(x): return 2\n",
+    "answers with a changed class": (
+        REPLY.format(body=b'["value", {"type": "int", "__eq__": {"type": "str"}}]') + "    def f(x): return 2\n"
+    ),
     "closes every pipe": "import os\nos.closerange(0, 1024)\ndef f(x): return 2",
     "kills itself": "import os\nos.kill(os.getpid(), 9)",
     "crashes": "import ctypes\nctypes.string_at(0)",

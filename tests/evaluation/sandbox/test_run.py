@@ -1,11 +1,11 @@
 """A program passes only if all tests ran and passed; isolation is reported, and refused when it is too weak."""
 
-import ast
 import gzip
 import json
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -15,8 +15,8 @@ import textwrap
 import time
 from collections import Counter, OrderedDict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+import psutil
 import pytest
 
 from sinklens.errors import SettingError, SinklensError
@@ -49,8 +49,7 @@ def refused(monkeypatch):
     def check(reason):
         monkeypatch.setattr(sandbox, "available_isolation", available_isolation.__wrapped__)
         found = sandbox.available_isolation()
-        assert found.layers == ()
-        assert str(found) == f"none: {found.missing}"
+        assert (found.layers, str(found)) == ((), f"none: {found.missing}")
         with pytest.raises(SinklensError, match=f"generated programs are not run here: {reason}"):
             run_program(RIGHT, TEST, "add")
 
@@ -62,10 +61,7 @@ def test_other_systems_run_no_program(monkeypatch, refused):
     refused("bubblewrap needs Linux, this is darwin")
 
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="bubblewrap needs Linux")
-
-
-@LINUX
+@pytest.mark.skipif(sys.platform != "linux", reason="bubblewrap needs Linux")
 def test_without_bubblewrap_nothing_is_run_and_the_error_says_how_to_install_it(monkeypatch, refused, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     refused(r"bubblewrap is not installed \(no `bwrap` on PATH\). Install it: apt-get install bubblewrap")
@@ -110,12 +106,10 @@ def test_the_root_of_a_user_namespace_gets_another():
 
 @NEED_SANDBOX
 def test_the_outcome_records_what_happened_and_the_isolation():
-    right = run(f"print('loading')\n{RIGHT}")
+    right, wrong = run(f"print('loading')\n{RIGHT}"), run("def add(a, b):\n    return 3\n")
     assert (right.status, right.detail, right.stdout, right.stderr) == ("passed", "", "loading\n", "")
-    assert right.passed
+    assert (right.passed, right.isolation.layers) == (True, available_isolation().layers)
     assert 0 < right.seconds < SMALL.seconds
-    assert right.isolation.layers == available_isolation().layers
-    wrong = run("def add(a, b):\n    return 3\n")
     assert (wrong.status, wrong.passed) == ("failed", False)
     assert wrong.detail == "AssertionError (at: assert candidate([1], [2]) == [1, 2])"
 
@@ -210,24 +204,13 @@ def test_no_files_or_processes_are_left_behind(monkeypatch, tmp_path):
 
 def descendants(pid):
     """The current descendants of a process."""
-    parents = {}
-    for place in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = place.read_text().rpartition(")")[2].split()
-        except OSError:  # it ended meanwhile
-            continue
-        parents[int(place.parent.name)] = int(fields[1])
-    found, new = set(), {pid}
-    while new:
-        new = {child for child, parent in parents.items() if parent in new} - found
-        found |= new
-    return found
+    return psutil.Process(pid).children(recursive=True)
 
 
-def asleep(pids):
+def asleep(processes):
     """Whether all processes are seen asleep six times in a row: none of them has anything left to set up."""
     for _ in range(6):
-        if any(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S" for pid in pids):
+        if any(process.status() != psutil.STATUS_SLEEPING for process in processes):
             return False
         time.sleep(0.05)
     return True
@@ -249,9 +232,8 @@ def test_sandboxed_processes_end_when_their_parent_is_killed():
     assert len(below) == deep
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    while any(Path(f"/proc/{pid}").exists() for pid in below) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert not alive
 
 
 # What crosses between the processes
@@ -262,6 +244,14 @@ class EqualNumber(int):
         return True
 
     __hash__ = int.__hash__
+
+
+class Always:
+    def __eq__(self, other):
+        return True
+
+    def __bool__(self):
+        return False
 
 
 @pytest.mark.parametrize(
@@ -276,23 +266,30 @@ def test_a_plain_value_arrives_unchanged(value):
     assert repr(arrived) == repr(value) if value != 3**5000 else arrived == value
 
 
-def test_other_values_arrive_as_built_in_types_or_as_placeholders_that_equal_nothing():
-    pair = namedtuple("pair", "a b")
-    for value, plain in (
-        (EqualNumber(1), 1), (pair(1, 2), (1, 2)), (Counter("aa"), {"a": 2}), (OrderedDict(a=1), {"a": 1}),
-        ({1: 2}.keys(), {1}),
-    ):  # fmt: skip
-        arrived = decode(encode([value]))[0]
-        assert (arrived, type(arrived)) == (plain, type(plain))
-    assert decode(encode(EqualNumber(1))) != 2
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (EqualNumber(1), 1), (namedtuple("pair", "a b")(1, 2), (1, 2)), (Counter("aa"), {"a": 2}),
+        (OrderedDict(a=1), {"a": 1}), ({1: 2}.keys(), {1}), (int, int),
+    ],
+)  # fmt: skip
+def test_other_values_arrive_as_built_in_types(value, plain):
+    (arrived,) = decode(encode([value]))
+    assert (arrived, type(arrived)) == (plain, type(plain))
+    assert arrived != 2
+
+
+def test_an_iterator_arrives_as_one():
     assert decode(encode(map(abs, [-1, 2]))) != [1, 2]
     assert tuple(decode(encode(map(abs, [-1, 2])))) == (1, 2)
-    always = type("Always", (), {"__eq__": lambda self, other: True, "__bool__": lambda self: False})()
-    for value, truth in ((always, False), (iter(int, 1), True), (iter(range(ITERATOR_LIMIT + 1)), True), (len, True)):
-        (arrived,) = decode(encode([value]))
-        assert isinstance(arrived, Opaque)
-        assert bool(arrived) is truth
-        assert arrived not in (1, None, len)
+
+
+@pytest.mark.parametrize(
+    ("value", "truth"), [(Always(), False), (iter(int, 1), True), (iter(range(ITERATOR_LIMIT + 1)), True), (len, True)]
+)
+def test_all_others_arrive_as_placeholders_that_equal_nothing(value, truth):
+    (arrived,) = decode(encode([value]))
+    assert (type(arrived), bool(arrived), arrived in (1, None, len)) == (Opaque, truth, False)
 
 
 def test_an_argument_without_a_plain_form_is_refused_by_name():
@@ -373,23 +370,7 @@ def test_all_canonical_solutions_of_humaneval_pass_and_fail_with_altered_results
     assert_solutions_pass_and_others_fail(humaneval)
 
 
-class Mutate(ast.NodeTransformer):
-    """Change the first comparison, sum or constant of a function in a small way."""
-
-    def __init__(self):
-        self.done = False
-
-    def visit(self, node):
-        if self.done:
-            return node
-        flips = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.LtE: ast.Lt, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
-        if isinstance(node, ast.Compare) and type(node.ops[0]) in flips:
-            node.ops[0], self.done = flips[type(node.ops[0])](), True
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-            node.op, self.done = (ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()), True
-        elif isinstance(node, ast.Constant) and type(node.value) is int:
-            node.value, self.done = node.value + 1, True
-        return self.generic_visit(node)
+FLIPS = {"<": "<=", ">": ">=", "<=": "<", ">=": ">", "==": "!=", "+": "-", "-": "+", "1": "2", "0": "1", "2": "3"}
 
 
 def naive_verdict(task, program):
@@ -406,18 +387,17 @@ def naive_verdict(task, program):
 @NEED_SANDBOX
 @pytest.mark.slow
 def test_slightly_wrong_programs_get_the_verdict_of_a_plain_run(humaneval):
-    tasks, programs = [], []
-    for task in humaneval:
-        tree = ast.parse(solved(task))
-        function = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == task["entry_point"])
-        mutate = Mutate()
-        function.body = [mutate.visit(node) for node in function.body]
-        if mutate.done:
-            tasks.append(task)
-            programs.append(ast.unparse(ast.fix_missing_locations(tree)))
+    changed = [
+        re.sub(
+            r"(?<= )(<=?|>=?|==|[-+012])(?=[ :\n])", lambda found: FLIPS[found[0]], task["canonical_solution"], count=1
+        )
+        for task in humaneval
+    ]
+    tasks = [task for task, body in zip(humaneval, changed, strict=True) if body != task["canonical_solution"]]
+    programs = [solved(task, body) for task, body in zip(humaneval, changed, strict=True) if task in tasks]
     outcomes = verdicts(tasks, programs)
     naive = [naive_verdict(task, program) for task, program in zip(tasks, programs, strict=True)]
     differ = [t["task_id"] for t, o, plain in zip(tasks, outcomes, naive, strict=True) if o.passed != plain]
-    assert len(tasks) > 120
+    assert len(tasks) > 100
     assert differ == []
     assert 5 < sum(naive) < len(tasks) / 3  # some changes do not matter, most do
