@@ -94,7 +94,7 @@ def test_analyse_writes_its_files_says_where_and_loads_models_as_requested(tmp_p
     call = ["--limit", "2", "--gen-length", "3", "--seed", "4", "--chat", "--dtype", "float64", "--device", "cpu"]
     assert main(["analyse", "existence", "chatty", *call]) == 0
     tables, _, files = capsys.readouterr().out.partition("existence: 2 prompts, chatty. Written:\n")
-    assert "detectors: chatty (2 prompts)" in tables
+    assert "thresholds: chatty (2 prompts)" in tables
     assert [line for line in files.splitlines() if not Path(line.strip()).is_file()] == []
     manifest = json.loads((tmp_path / "sinklens-analyse" / "existence.json").read_text())
     (model,), options = manifest["models"], manifest["options"]
@@ -134,7 +134,7 @@ def test_table_prints_a_study_and_an_evaluation_from_one_folder(tmp_path, capsys
     planted_run(tmp_path, {"a": True})
     assert main(["table", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "detectors: tiny-llama (1 prompt)" in printed
+    assert "thresholds: tiny-llama (1 prompt)" in printed
     assert "tiny-gsm: accuracy" in printed
 
 

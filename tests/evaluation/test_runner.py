@@ -98,13 +98,13 @@ def test_kills_at_random_moments_change_nothing(tmp_path, uninterrupted, times, 
 
 
 def test_an_evaluation_resumes_after_the_disk_was_full(tmp_path, uninterrupted):
-    """A real limit: the first process cannot write files beyond 60,000 bytes, the second can."""
+    """A real limit: the first process cannot write files beyond 36,000 bytes, the second can."""
     code = f"""
 import resource, signal, sys
 from sinklens.cli import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 sys.dont_write_bytecode = True  # Python would keep the truncated files and fail on them later
-resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (36_000, resource.RLIM_INFINITY))
 sys.exit(main({[*ARGUMENTS, "--out", str(tmp_path)]!r}))
 """
     full = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -201,7 +201,7 @@ def test_an_estimate_writes_nothing_and_counts_what_is_left(tmp_path, tiny_llama
     ("arguments", "text"),
     [
         ({"conditions": UNMASKED}, "conditions must be a list of Condition, .*; got Condition"),
-        ({"conditions": [MaskSinks(top_k=1)]}, "conditions must be a list of Condition, .*; got MaskSinks"),
+        ({"conditions": [MaskSinks(top_k=1)]}, "conditions must be a list of Condition, .*; got MaskKeys"),
         ({"protocol": 3}, "an evaluation takes a protocol, or the name of a protocol or task, .*; got 3 and None"),
         ({"task": "tiny-gsm"}, "and task= takes a Task, .* and 'tiny-gsm'"),
         ({"limit": "2"}, "limit is '2'; give the number of samples"),

@@ -9,7 +9,6 @@ from statistics import fmean
 import pytest
 
 from sinklens.errors import TaskError
-from sinklens.tasks import skills
 from sinklens.tasks.skills import PEOPLE, SKILLS, Skill, held_out, training
 from training.corpus import ANSWER_LENGTH
 
@@ -117,18 +116,6 @@ def test_guessing_scores_the_stated_chance(many, skill):
         stated.setdefault(exercise.kind, []).append(exercise.chance)
     for kind, hits in right.items():
         assert fmean(hits) == pytest.approx(fmean(stated[kind]), abs=0.04), kind
-
-
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("skill", SKILLS)
-def test_held_out_exercises_are_distinct_and_never_trained_on(skill):
-    prompts = {exercise.prompt for exercise in held_out(skill)}
-    assert len(prompts) == skills.HELD_OUT_SIZE
-    assert not prompts & {exercise.prompt for exercise in training(skill, 1, 20_000)}
-    assert training(skill, 9, 50) == training(skill, 9, 50) != training(skill, 10, 50)
-    assert held_out(skill, 20) == held_out(skill)[:20]
-    with pytest.raises(ValueError, match="train on any other seed"):
-        training(skill, skills.HELD_OUT_SEED, 1)
 
 
 def test_neither_end_of_a_plan_determines_it_alone(many):
