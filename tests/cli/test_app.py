@@ -268,6 +268,7 @@ def test_an_option_has_the_name_the_type_and_the_default_of_its_argument(group, 
         assert argument.default in (None, False) or f"(default: {argument.default}" in option.help, name
 
 
+@pytest.mark.extended
 def test_the_block_length_of_a_block_causal_model_loads_it_and_of_another_sets_its_sampler(tmp_path):
     asked = ["--prompt", "Question: 2\nAnswer:", "--gen-length", "8", "--block-length", "4"]
     for model in ("tiny-sdar", "tiny-llada"):

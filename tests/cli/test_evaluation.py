@@ -253,6 +253,7 @@ def no_tokenizer(tmp_path_factory):
     return folder
 
 
+@pytest.mark.extended
 def test_prompts_and_expected_answers_may_be_token_ids(tmp_path, capsys, no_tokenizer, tiny_llama):
     """A checkpoint without a tokenizer; the expected answers are those of the same model with its tokenizer."""
     problems = held_out(3)

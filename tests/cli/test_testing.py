@@ -132,6 +132,7 @@ def stopped(call):
         return error.code
 
 
+@pytest.mark.extended
 def test_an_interrupted_test_resumes(run, tmp_path, monkeypatch):
     measure, calls = planted(0.4)
 
@@ -150,6 +151,7 @@ def test_an_interrupted_test_resumes(run, tmp_path, monkeypatch):
     assert (code, len(rest)) == (0, 3)
 
 
+@pytest.mark.extended
 def test_every_test_on_a_prompt_is_counted_whatever_its_folder(run):
     printed = [run(lost, n, out=f"out-{n}")[1] for lost, n in ((0.4, 24), (0.0, 8), (0.0, 9))]
     assert [re.search(r"correction for (\d+) tests", text)[1] for text in printed] == ["1", "2", "3"]

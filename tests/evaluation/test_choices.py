@@ -121,6 +121,7 @@ def test_the_command_prints_and_writes_the_table(tmp_path, capsys):
     assert "mc_num 10 is not a multiple of batch 4" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_a_control_is_compared_with_the_condition_that_it_names_and_warns_without_one(tiny_llada):
     head = Condition("head 3", (AblateHeads(layers=[2], heads=[3]),))
     other = Condition("another head", (AblateHeads(layers=[2], heads=[0]),), control_of="head 3")

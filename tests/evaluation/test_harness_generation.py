@@ -137,12 +137,6 @@ def test_right_answers_score_and_wrong_ones_do_not(tmp_path, scripted, original,
     assert {name: used[0].get(name) for name in settings} == settings
 
 
-def test_mbpp_of_the_harness_runs_programs_itself():
-    """Its YAML downloads code that executes answers outside a sandbox, so it is not used here."""
-    utils = Path(next(iter(lm_eval.__path__))) / "tasks" / "mbpp" / "utils.py"
-    assert 'hf_evaluate.load("code_eval")' in utils.read_text()
-
-
 TWO = [{"input": "not ( True ) is", "target": "False"}]
 
 

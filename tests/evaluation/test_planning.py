@@ -56,6 +56,7 @@ def test_passes_are_those_of_the_runs_and_guidance_doubles_them(tiny_llada, tmp_
     assert (found.prompt_tokens, found.counted) == (sum(tokens) / 2, True)
 
 
+@pytest.mark.extended
 def test_conditions_that_take_keys_of_the_unmasked_run_make_it_too(tiny_llada):
     protocol, some = find_protocol("tiny-gsm"), find_task("tiny-gsm").samples(2)
     found = plan("tiny-llada", protocol, masking([1], of_unmasked=True), some)

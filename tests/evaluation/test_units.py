@@ -57,6 +57,7 @@ def test_records_do_not_depend_on_the_batch(condition, name, request):
         assert one["sinks"] == pytest.approx(other["sinks"], rel=1e-4)
 
 
+@pytest.mark.extended
 def test_sinks_of_the_unmasked_run_are_those_of_the_same_batch(tiny_llada):
     condition = masking([1], of_unmasked=True)[-1]
     short = {"gen_length": 12, "steps": 12, "block_length": 12}

@@ -113,6 +113,7 @@ def test_fp8_is_also_planned_for_cards_that_dequantize_it(plain, tmp_path):
     assert found.alternatives["dequantized"] == (2 * VALUES + REST, 0)
 
 
+@pytest.mark.extended
 def test_experts_are_quantized_by_fp8_and_not_by_bitsandbytes(tmp_path):
     """8 experts of 3 · 64 × 128 in one layer, beside 4 · 128 × 128 of attention and an MLP-free rest."""
     hf = random_hf("qwen3_moe", True, **SIZES, num_experts=8, moe_intermediate_size=64)
