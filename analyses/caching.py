@@ -3,7 +3,7 @@
     sinklens analyse caching tiny-llada tiny-dream tiny-mmada --limit 20
 
 A cache reuses keys and values of earlier steps. On the canvases of the exact run (``replay=``), this study leaves
-chosen keys stale and compares the predictions of each step with the exact ones (stale_keys.py says which keys, and when
+chosen keys stale and compares the predictions of each step with the exact ones (`chosen_keys` says which keys, and when
 they are computed again):
 
 - ``costs``: only the sinks of each layer stale, or as many other keys, matched by attention, kind of token or position,
@@ -21,47 +21,49 @@ little (see ``sets``). Sinks on undecided positions are left out: a step compute
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.estimates.ratios import ratio_rows
 from sinklens.analyses.estimates.tables import corrected, interval_table, judged, known_mean
 from sinklens.analyses.nulls import rates
-from sinklens.analyses.stale_keys import (
-    CHANGES,
-    CONTROLS,
-    EVERYWHERE,
-    KEYS,
-    TREATED,
-    Sets,
-    Staleness,
-    candidates,
-    chosen_keys,
-    conditions,
-    costs,
-    fresh_keys,
-    layer_names,
-)
-from sinklens.analyses.study import SINK, Study
+from sinklens.analyses.runs import noise_of
+from sinklens.analyses.study import SINK, Study, dot_panels
 from sinklens.interventions import MaskedLogits
+from sinklens.interventions.controls import largest, nearest, rest_of, same_kind, same_mass
 from sinklens.model.prompts import SinglePrompt
+from sinklens.runs.result import Generation
 from sinklens.sampling import DelayedCache, DualCache, KeepSinks, Planned, Policy, Refresh
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import Detector, EpsilonOverMean, Record, SinkTrack
+from sinklens.sinks.kinds import kinds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
     from sinklens.model import Model
-    from sinklens.runs.result import Generation
 
+CHANGES = {"stale": "these keys stale, all others fresh", "fresh": "these keys fresh, all other decided ones stale"}
+CONTROLS = {
+    "same_mass": "random keys with as much attention",
+    "same_kind": "random keys of the same kinds of token",
+    "nearest": "the nearest keys",
+    "random": "as many random keys",
+}
+KEYS = {"none": "no key", "sink": "sinks", "sink_of_kind": "sinks with another key of their kind", **CONTROLS}
+TREATED = {control: "sink_of_kind" if control == "same_kind" else "sink" for control in CONTROLS}
+"""The sinks that each control is compared with: `same_kind` has no key for a sink without another key of its kind."""
+EVERYWHERE = "all"
+
+Sets = dict[str, Bool[np.ndarray, "step layer pos"]]
 POLICIES = {
     "dual": "DualCache",
     "delayed": "DelayedCache",
@@ -144,7 +146,7 @@ class Caching(Study):
 
     def _planned(
         self,
-        base: "Generation",
+        base: Generation,
         prompt: SinglePrompt,
         settings: Settings,
         fresh: Sequence[Bool[np.ndarray, "step layer pos"]],
@@ -174,7 +176,7 @@ class Caching(Study):
         return {**every, "delayed": DelayedCache(self.every)}
 
     def _policies(
-        self, base: "Generation", prompt: SinglePrompt, settings: Settings, logits: MaskedLogits,
+        self, base: Generation, prompt: SinglePrompt, settings: Settings, logits: MaskedLogits,
         found: xr.Dataset,
     ) -> None:  # fmt: skip
         """Fill in what the policies cost, and the motion of the strongest keys under each."""
@@ -196,7 +198,7 @@ class Caching(Study):
 
     def _sums(
         self,
-        base: "Generation",
+        base: Generation,
         prompt: SinglePrompt,
         settings: Settings,
         members: Bool[Tensor, "run step pos"],
@@ -238,11 +240,20 @@ class Caching(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: KL by keys, a panel per change; ``motion``: changes of the strongest key by policy."""
-        return {"costs": _cost_panels(measured, self.seed), "motion": _motion_panels(measured, self.seed)}
+        costs = interval_table(measured, ["kl"], self.seed)
+        moved = interval_table(measured, list(MOTION), self.seed)
+        moved["run"] = moved["policy"].map(POLICIES) + ", " + moved["source"].map(SOURCES)
+        label = f"{COSTS['kl']}; 95 % intervals over prompts; {SINK}"
+        return {
+            "costs": dot_panels(
+                costs[costs["layer"] == EVERYWHERE], "change", CHANGES, "choice", (6, 4), label, names=KEYS
+            ),
+            "motion": dot_panels(moved, "measure", MOTION, "run", (6.5, 5)),
+        }
 
 
 def motion_of(
-    base: "Generation",
+    base: Generation,
     under: Float[np.ndarray, "policy step layer head pos"],
     same: Float[np.ndarray, "policy step layer head pos"],
 ) -> dict[str, Float[np.ndarray, "policy source"]]:
@@ -260,7 +271,7 @@ def motion_of(
     return {name: measured[name][sources] for name in MOTION}
 
 
-def sizes_of(base: "Generation", sets: Sets, stale: Bool[np.ndarray, " step"]) -> dict[str, Any]:
+def sizes_of(base: Generation, sets: Sets, stale: Bool[np.ndarray, " step"]) -> dict[str, Any]:
     """`SETS` of the chosen keys; means over the steps with stale keys and the layers after the first."""
     assert base.sinks is not None
     score = np.nan_to_num(base.sinks.scores("percent").to_numpy()[0]).mean(axis=2)
@@ -326,29 +337,126 @@ def _claims(data: xr.Dataset) -> Iterator[tuple[str, Any]]:
             yield f"{what} move less under {name}", rate.sel(source="same queries") - rate.sel(source="policy")
 
 
-def _cost_panels(measured: Mapping[str, xr.Dataset], seed: int) -> "Figure":
-    from sinklens.sinks.labels import wrapped
-    from sinklens.views.charts import interval_dots
-    from sinklens.views.figures import panels
-
-    table = interval_table(measured, ["kl"], seed)
-    table = table[table["layer"] == EVERYWHERE]
-    figure, axes = panels(len(CHANGES), columns=len(CHANGES), size=(6, 4))
-    for (change, meaning), ax in zip(CHANGES.items(), axes, strict=True):
-        interval_dots(table[table["change"] == change], "choice", ax, names=KEYS).set(
-            title=meaning, xlabel=wrapped(f"{COSTS['kl']}; 95 % intervals over prompts; {SINK}", 50)
-        )
-    return figure
+# --- which keys are stale, and what that costs on the canvases of the exact run ---------------------------------------
 
 
-def _motion_panels(measured: Mapping[str, xr.Dataset], seed: int) -> "Figure":
-    from sinklens.sinks.labels import wrapped
-    from sinklens.views.charts import interval_dots
-    from sinklens.views.figures import panels
+class Staleness(NamedTuple):
+    """What one run leaves stale.
 
-    table = interval_table(measured, list(MOTION), seed)
-    table["run"] = table["policy"].map(POLICIES) + ", " + table["source"].map(SOURCES)
-    figure, axes = panels(len(MOTION), columns=len(MOTION), size=(6.5, 5))
-    for (measure, meaning), ax in zip(MOTION.items(), axes, strict=True):
-        interval_dots(table[table["measure"] == measure], "run", ax).set(xlabel=wrapped(meaning, 50))
-    return figure
+    Attributes:
+        change: of `CHANGES`.
+        choice: of `KEYS`.
+        layer: the only layer with stale keys, or `EVERYWHERE`.
+    """
+
+    change: str
+    choice: str
+    layer: str
+
+
+def conditions(layers: int) -> list[Staleness]:
+    """Every choice of keys in all layers; sinks, keys of the same mass and none also in single layers."""
+    everywhere = [Staleness(*names, EVERYWHERE) for names in product(CHANGES, KEYS)]
+    single = [Staleness(*names) for names in product(CHANGES, ("none", "sink", "same_mass"), layer_names(layers))]
+    return [one for one in [*everywhere, *single] if one[:2] != ("stale", "none")]  # that is the exact run
+
+
+def layer_names(layers: int) -> list[str]:
+    """The layers whose keys can be out of date: those of the first depend on nothing but their own token."""
+    return [str(layer) for layer in range(1, layers)]
+
+
+def candidates(run: Generation, every: int) -> Bool[np.ndarray, "step pos"]:
+    """Positions of a run of one prompt whose keys may be stale: those decided when the episode begins, and none in its
+    first step. A step has to compute the others, to decide them; where logits predict the next position, also those
+    before them.
+    """
+    undecided = run.undecided[0].numpy()
+    needed = undecided.copy()
+    if run.model.family_record.shift:
+        needed[:, :-1] |= undecided[:, 1:]
+    steps = np.arange(run.steps_run)
+    allowed = ~needed[steps - steps % every] & run.real[0].numpy()
+    return allowed & (steps % every > 0)[:, None]
+
+
+def chosen_keys(run: Generation, allowed: Bool[np.ndarray, "step pos"], sink: Detector, every: int, seed: int) -> Sets:
+    """The keys of `KEYS` at every step, from the scores of the step that begins the episode.
+
+    A run is divided into *episodes* of `every` steps. The first step of an episode computes everything, and the keys
+    are chosen from its scores; in the others they are stale, always the same ones. So all keys of an episode have the
+    same age, whichever they are: sinks that last do not get older than keys drawn at random.
+
+    A position counts as a sink of a layer if it is one in any head; its mass is the mean of its scores over heads.
+    Controls are weaker than every sink of the layer (`sinklens.interventions.controls`).
+
+    Args:
+        run: an exact run of one prompt.
+        allowed: `candidates`.
+    """
+    assert run.sinks is not None
+    scores, found = run.sinks.scores().to_numpy()[0], run.sinks.detect(sink).to_numpy()[0].any(axis=2)
+    codes = torch.from_numpy(kinds(run.sinks).to_numpy()[0].astype(np.int64))
+    sets = {name: np.zeros((run.steps_run, *found.shape[1:]), dtype=bool) for name in KEYS}
+    for start in range(0, run.steps_run - 1, every):
+        inside = slice(start + 1, start + every)
+        mass = torch.from_numpy(np.nan_to_num(scores[start]).mean(axis=1, keepdims=True))
+        free = torch.from_numpy(allowed[start + 1])[None, None].expand_as(mass)
+        sinks = torch.from_numpy(found[start])[:, None] & free
+        kind = codes[start].expand(len(mass), 1, -1)
+        order = torch.from_numpy(noise_of(run.canvas[0, 0], seed, start).random(tuple(mass.shape)).astype(np.float32))
+        for name, keys in _all_sets(mass, sinks, free, kind, order).items():
+            sets[name][inside] = keys[:, 0].numpy()
+    return sets
+
+
+def _all_sets(
+    mass: Float[Tensor, "layer 1 pos"],
+    sinks: Bool[Tensor, "layer 1 pos"],
+    free: Bool[Tensor, "layer 1 pos"],
+    kind: Int[Tensor, "layer 1 pos"],
+    order: Float[Tensor, "layer 1 pos"],
+) -> dict[str, Bool[Tensor, "layer 1 pos"]]:
+    """The keys of every entry of `KEYS` but "none"; controls are taken in descending `order`."""
+    rest = rest_of(mass, sinks, free)
+    of_kind = same_kind(order, sinks, rest, kind)
+    return {
+        "sink": sinks,
+        "sink_of_kind": same_kind(mass, of_kind, sinks, kind),  # as many of each kind, the strongest first
+        "same_mass": same_mass(order, mass, sinks, rest),
+        "same_kind": of_kind,
+        "nearest": nearest(mass, sinks, rest),
+        "random": largest(order, rest, sinks.sum(dim=-1, keepdim=True)),
+    }
+
+
+def fresh_keys(
+    condition: Staleness, sets: Mapping[str, Bool[np.ndarray, "step layer pos"]], allowed: Bool[np.ndarray, "step pos"]
+) -> Bool[np.ndarray, "step layer pos"]:
+    """What a condition computes, for `sinklens.sampling.Planned`."""
+    keys = sets[condition.choice]
+    stale = keys if condition.change == "stale" else allowed[:, None] & ~keys
+    if condition.layer != EVERYWHERE:
+        stale = stale & (np.arange(stale.shape[1]) == int(condition.layer))[:, None]
+    return ~stale
+
+
+def costs(
+    base: Mapping[int, Float[Tensor, "masked vocab"]], changed: Sequence[Mapping[int, Float[Tensor, "masked vocab"]]]
+) -> tuple[Float[np.ndarray, "run step"], Float[np.ndarray, "run step"]]:
+    """KL divergence of each changed run from the base run, Σ_v p(v) log(p(v) / q(v)), and the share of positions whose
+    most likely token differs; means over the undecided positions whose logits every run has, NaN without one.
+
+    Args:
+        base, changed: `MaskedLogits.kept` on the same canvases.
+    """
+    kl, other = (np.full((len(changed), len(base)), np.nan) for _ in range(2))
+    for step, logits in base.items():
+        runs = torch.stack([kept[step] for kept in changed]).double()
+        known = ~runs.isnan().any(dim=-1).any(dim=0)
+        p, q = logits.double()[known].log_softmax(-1), runs[:, known].log_softmax(-1)
+        if len(p):
+            parts = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)
+            kl[:, step] = parts.sum(-1).mean(-1).numpy()
+            other[:, step] = (p.argmax(-1) != q.argmax(-1)).double().mean(-1).numpy()
+    return kl, other

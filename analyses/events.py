@@ -17,21 +17,25 @@ They report the same for each age, which shows whether the jump comes with the d
 
 A just decided token is also what changes most: the embedding of all other places stays. So a second comparison is made:
 with the landing rate where the same token is *written over* an earlier one, with nearly the same change of the
-embedding, on the canvas of the step before (rewriting.py).
+embedding, on the canvas of the step before (`rewritten`).
 
 In an autoregressive model, step and place determine the age and the order, so nothing can be matched; all numbers are
 NaN.
 
 Caveat: correlations do not show that sinks cause the order. A key can be strong because its token is nearly certain.
+And a token written over another seldom fits its text, which can change attention for other reasons than the size of the
+change.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 import xarray as xr
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from sinklens.analyses.estimates.ranks import partial_rank_correlation, rank_correlation, ranks
 from sinklens.analyses.estimates.scales import LOG
@@ -49,8 +53,8 @@ from sinklens.analyses.estimates.strata import (
 )
 from sinklens.analyses.estimates.tables import corrected, interval_rows, interval_table
 from sinklens.analyses.matching import ratio
-from sinklens.analyses.rewriting import CHANGES, WRITTEN, written_over
 from sinklens.analyses.study import Study
+from sinklens.experiments.swaps import column_sums
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack, motion
@@ -72,6 +76,11 @@ LANDINGS = {
     "rate_others": "landing rate at the places they are compared with",
     "ratio": "ratio of the two rates",
 }
+CHANGES = {
+    "change_just": "length of the change of the embedding at tokens decided by the previous step",
+    "change_written": "the same where these tokens are written over earlier ones",
+}
+WRITTEN = ("written_landed_at", "written_at_risk_at")
 AGES = tuple(range(-4, 7))
 PLACES = ("landed_at", "at_risk_at", "age_at", "score_rank_at", "order_rank_at", *WRITTEN)
 
@@ -276,3 +285,90 @@ def _nothing(prompts: int, layers: int) -> xr.Dataset:
     }
     columns |= {name: ("prompt", np.full(prompts, np.nan)) for name in CHANGES}
     return xr.Dataset(columns, {"step": [0], "place": [0], "layer": np.arange(layers)})
+
+
+# --- the control for just decided tokens: other tokens whose embedding changes as much --------------------------------
+
+
+class Rewritten(NamedTuple):
+    """A canvas in which tokens decided earlier are replaced by just decided ones.
+
+    Attributes:
+        step: the step after the one that decided them.
+        places: where they are written.
+        ids: the canvas of the step before, with them.
+        just, written: changes of the embedding where they were decided, and where they are written.
+    """
+
+    step: int
+    places: list[int]
+    ids: Int[Tensor, " pos"]
+    just: float
+    written: float
+
+
+def written_over(model: "Model", track: SinkTrack) -> xr.Dataset:
+    """Landings on just decided tokens that are written over earlier ones, as in `landings`.
+
+    Returns:
+        ``written_landed_at`` and ``written_at_risk_at`` [prompt, step, place], NaN elsewhere: the heads whose strongest
+        key is this place of the rewritten canvas, and those that had another on the canvas of the step before.
+        `CHANGES` [prompt], means over steps.
+    """
+    shape = track.data["masked"].transpose("batch", "step", "pos").shape
+    landed, at_risk, changes = np.full(shape, np.nan), np.full(shape, np.nan), np.full((2, shape[0]), np.nan)
+    for row in range(shape[0]):
+        ids = torch.from_numpy(track.data["token_id"][row].to_numpy().astype(np.int64))
+        real = np.flatnonzero(track.data["is_real"][row].to_numpy())
+        masks, decided = (track.data[name][row].to_numpy()[:, real] for name in ("masked", "committed"))
+        found = rewritten(model, ids[:, real], masks, decided, real >= track.prompt_length)
+        if not found:
+            continue
+        canvases = [torch.stack([ids[one.step - 1, real] for one in found]), torch.stack([one.ids for one in found])]
+        before, after = (column_sums(model, part)[:, 0].argmax(axis=-1) for part in canvases)
+        for one, old, new in zip(found, before, after, strict=True):
+            for place in one.places:
+                at_risk[row, one.step, real[place]] = (old != place).sum()
+                landed[row, one.step, real[place]] = ((old != place) & (new == place)).sum()
+        changes[:, row] = np.mean([(one.just, one.written) for one in found], axis=0)
+    answer = slice(track.prompt_length, None)
+    return xr.Dataset(
+        {
+            name: (("prompt", "step", "place"), value[..., answer].astype(np.float32))
+            for name, value in zip(WRITTEN, (landed, at_risk), strict=True)
+        }
+        | {name: ("prompt", value) for name, value in zip(CHANGES, changes, strict=True)}
+    )
+
+
+def rewritten(
+    model: "Model",
+    ids: Int[Tensor, "step pos"],
+    masked: Bool[np.ndarray, "step pos"],
+    committed: Bool[np.ndarray, "step pos"],
+    answer: Bool[np.ndarray, " pos"],
+) -> list[Rewritten]:
+    """The canvases of one row without padding, for the steps that see a just decided token and earlier ones.
+
+    A step that decides a token changes the model's input at this position only, from the embedding of the mask to that
+    of the token. So no other position of a run matches it in the size of this change, and a matched control has to be
+    made: each just decided token is written over the answer token, decided earlier and not yet taken, at which
+    ‖e(new) − e(old)‖ is nearest to ‖e(new) − e(mask)‖.
+    """
+    table, found = model.tree.W_E.detach(), []
+    for step in range(1, len(ids)):
+        before, now = ids[step - 1], ids[step]
+        just = np.flatnonzero(committed[step - 1] & answer & (now >= 0).numpy())
+        earlier, canvas, sizes = answer & ~masked[step - 1] & (before >= 0).numpy(), before.clone(), []
+        for source in just:
+            moved = table[now[source].expand_as(before).to(table.device)] - table[before.to(table.device)]
+            change = moved.float().norm(dim=-1).cpu().numpy()
+            miss = np.where(earlier & (change > 0), np.abs(change - change[source]), np.inf)
+            place = int(miss.argmin())
+            if miss[place] < np.inf:
+                earlier[place], canvas[place] = False, now[source]
+                sizes.append((place, change[source], change[place]))
+        if sizes:
+            chosen, here, there = zip(*sizes, strict=True)
+            found.append(Rewritten(step, list(chosen), canvas, float(np.mean(here)), float(np.mean(there))))
+    return found

@@ -15,8 +15,7 @@ and the runs differ from then on. Where sinks hold more than half of a layer's a
 compare ``removed`` of both.
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.analyses.estimates.tables import interval_table
+from sinklens.analyses.runs import noise_of
 from sinklens.interventions import MaskKeys, MaskSinks
 from sinklens.interventions.controls import Pick
 from sinklens.runs.intervention import layer_of
@@ -112,10 +112,17 @@ def of_mass(
 def _order(track: SinkTrack, row: int, sizes: Sequence[int], seed: int) -> np.ndarray:
     """A random order of the keys of all heads of each layer, [layer, head · pos]."""
     layers, heads, length = sizes
-    first = track.data["token_id"].isel(batch=row, step=0).to_numpy()
-    digest = hashlib.sha256(repr(first.tolist()).encode()).digest()
-    rng = np.random.default_rng([seed, int.from_bytes(digest[:8], "little")])
-    return rng.random((layers, heads * length)).argsort(axis=-1)
+    noise = noise_of(track.data["token_id"].isel(batch=row, step=0).to_numpy(), seed)
+    return noise.random((layers, heads * length)).argsort(axis=-1)
+
+
+def hidden_keys(places: Bool[Tensor, "layer head query key"]) -> list[tuple[str, Callable[..., Tensor]]]:
+    """Hooks that hide keys from queries in a pass over one canvas, or several."""
+
+    def hook_of(of_layer: Bool[Tensor, "head query key"]) -> Callable[..., Tensor]:
+        return lambda value, hook: value.masked_fill(of_layer.to(value.device), -torch.inf)
+
+    return [(f"blocks.{layer}.attn.hook_attn_mask", hook_of(of_layer)) for layer, of_layer in enumerate(places)]
 
 
 def attended(

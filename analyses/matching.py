@@ -22,16 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from sinklens.errors import TrackError
-from sinklens.sinks.kinds import set_codes
+from sinklens.sinks.kinds import Kind, PlaceState, set_codes
 
 if TYPE_CHECKING:
     from sinklens.sinks.detectors import Detector
     from sinklens.sinks.track import SinkTrack
 
 MATCHED_BY = ("step", "state", "position")
+ENUMS = {"kind": Kind, "state": PlaceState}
 
 
 def risk_ratio(
@@ -50,17 +51,6 @@ def risk_ratio(
     return ratio(above.sum(axis=-1), below.sum(axis=-1))
 
 
-def risk_difference(
-    events: Float[np.ndarray, "*rest stratum"],
-    places: Float[np.ndarray, "*rest stratum"],
-    other_events: Float[np.ndarray, "*rest stratum"],
-    other_places: Float[np.ndarray, "*rest stratum"],
-) -> Float[np.ndarray, "*rest"]:
-    """The Mantel–Haenszel difference of the rates of two groups, as in `risk_ratio`; NaN without a shared stratum."""
-    above, below, weight = terms(events, places, other_events, other_places)
-    return ratio((above - below).sum(axis=-1), weight.sum(axis=-1))
-
-
 def terms(events: Any, places: Any, other_events: Any, other_places: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """a m / N, b n / N and n m / N of each stratum; 0 where it is empty."""
     total = np.maximum(np.asarray(places) + other_places, 1e-12)
@@ -73,36 +63,39 @@ def ratio(above: Any, below: Any) -> np.ndarray:
         return np.asarray(np.divide(above, below))
 
 
-def strata(
-    track: "SinkTrack", matched: Sequence[str] = MATCHED_BY, group: Sequence[Hashable] | None = None
-) -> tuple[Int[np.ndarray, "batch step pos"], dict[str, np.ndarray]]:
-    """Numbers of the strata of every place, −1 where none exists, and the labels of the strata by name.
-
-    The position counts from the answer: 0 is its first, −1 the last of the prompt.
-
-    Args:
-        group: what each row shares with others, such as its template: adds the label "group", the number of the group.
-
-    Raises:
-        TrackError: `matched` names something other than step, state and position, or `group` has another length than
-            the batch.
+def places_of(track: "SinkTrack", detector: "Detector | None" = None) -> xr.Dataset:
+    """``sinks_at`` [prompt, step, place], the sinks of all layers and heads at a place, and its codes ``kind_at`` and
+    ``state_at``, NaN where none exists; places count from the answer: 0 is its first, −1 the last of the prompt.
     """
-    if isinstance(matched, str) or set(matched) - set(MATCHED_BY):
-        raise TrackError(f"matched must be a list that holds any of step, state, position; got {matched!r}.")
-    states, _ = set_codes(track, "state")
-    step, position = np.arange(states.shape[1]), np.arange(states.shape[2]) - track.prompt_length
-    every = {"step": step[:, None], "state": states, "position": position}
-    if group is not None:
-        if isinstance(group, str) or len(group) != len(states):
-            raise TrackError(f"group has one label for each of the {len(states)} rows of the track; got {group!r:.60}.")
-        every["group"] = np.unique([str(label) for label in group], return_inverse=True)[1][:, None, None]
-        matched = [*matched, "group"]
-    labels = np.stack([np.broadcast_to(every[name], states.shape)[states >= 0] for name in matched or ["step"]])
-    labels = labels if matched else labels * 0
-    distinct, number = np.unique(labels, axis=1, return_inverse=True)
-    found = np.full(states.shape, -1)
-    found[states >= 0] = number.reshape(-1)
-    return found, dict(zip(matched, distinct, strict=False))
+    codes = {by: set_codes(track, by)[0] for by in ENUMS}
+    values = {"sinks_at": track.detect(detector).sum(("layer", "head")).to_numpy()}
+    values |= {f"{by}_at": code for by, code in codes.items()}
+    steps, length = codes["state"].shape[1:]
+    return xr.Dataset(
+        {
+            name: (("prompt", "step", "place"), np.where(codes["state"] >= 0, value, np.nan).astype(np.float32))
+            for name, value in values.items()
+        },
+        coords={"step": np.arange(steps), "place": np.arange(length) - track.prompt_length},
+    )
+
+
+def counts_by_stratum(data: xr.Dataset, by: str, axes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Sinks and places of each set in each stratum, [prompt, set, stratum], where `axes` define the strata."""
+    codes = data[f"{by}_at"].to_numpy()
+    prompt, step, place = np.nonzero(~np.isnan(codes))
+    labels = {"step": step, "place": place, "state": data["state_at"].to_numpy()[prompt, step, place].astype(int)}
+    strata = np.zeros(len(prompt), dtype=np.int64)
+    for axis in axes:
+        strata = np.unique(strata * (labels[axis].max(initial=0) + 1) + labels[axis], return_inverse=True)[1]
+    sinks = data["sinks_at"].to_numpy()[prompt, step, place]
+    shape = (len(codes), sum(code >= 0 for code in ENUMS[by]), int(strata.max(initial=0)) + 1)
+    at = np.ravel_multi_index((prompt, codes[prompt, step, place].astype(int), strata), shape)
+    size = int(np.prod(shape))
+    return (
+        np.bincount(at, weights=sinks, minlength=size).reshape(shape),
+        np.bincount(at, minlength=size).reshape(shape).astype(np.float64),
+    )
 
 
 def matched_enrichment(
@@ -137,11 +130,16 @@ def matched_enrichment(
     """
     if by == "state" and "state" in matched:
         raise TrackError("by='state' cannot be matched by state; use matched=['step', 'position'].")
-    codes, names = set_codes(track, by)
-    number, _ = strata(track, matched, group)
-    sinks = track.detect(detector).sum(("layer", "head")).to_numpy()
-    exists = codes >= 0
-    a, n = _counted(sinks[exists], codes[exists], number[exists], len(names))
+    if isinstance(matched, str) or set(matched) - set(MATCHED_BY):
+        raise TrackError(f"matched must be a list that holds any of step, state, position; got {matched!r}.")
+    rows = track.data.sizes["batch"]
+    if group is not None and (isinstance(group, str) or len(group) != rows):
+        raise TrackError(f"group has one label for each of the {rows} rows of the track; got {group!r:.60}.")
+    names = set_codes(track, by)[1]
+    axes = ["place" if name == "position" else name for name in matched]
+    counted = counts_by_stratum(places_of(track, detector), by, axes)
+    unit = np.unique([str(label) for label in group or [""] * rows], return_inverse=True)[1]
+    a, n = (np.concatenate([part[unit == one].sum(axis=0) for one in np.unique(unit)], axis=-1) for part in counted)
     b, m = a.sum(axis=0) - a, n.sum(axis=0) - n
     both = (n > 0) & (m > 0)
     columns = {
@@ -149,12 +147,4 @@ def matched_enrichment(
         "sinks": a.sum(axis=1), "positions": n.sum(axis=1),
         "matched_sinks": (a * both).sum(axis=1), "matched_positions": (n * both).sum(axis=1),
     }  # fmt: skip
-    return xr.Dataset({name: (by, value) for name, value in columns.items()}, coords={by: names})
-
-
-def _counted(events: np.ndarray, codes: np.ndarray, number: np.ndarray, sets: int) -> tuple[np.ndarray, np.ndarray]:
-    """Events and places of each set in each stratum, [set, stratum] each."""
-    size = int(number.max(initial=-1)) + 1
-    place = codes.astype(np.int64) * size + number
-    found = [np.bincount(place, weights=weights, minlength=sets * size) for weights in (events, np.ones(len(place)))]
-    return found[0].reshape(sets, size), found[1].reshape(sets, size)
+    return xr.Dataset({name: (by, value) for name, value in columns.items()}, {by: names})

@@ -8,10 +8,10 @@ The manifest lists the tables of the newest run under ``tables``, and `sinklens 
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
@@ -41,29 +41,19 @@ class Findings:
     files: tuple[Path, ...] = ()
 
 
-@runtime_checkable
-class Drawing(Protocol):
-    """The part of a study that writing needs: its name and its figures."""
-
-    name: ClassVar[str]
-
-    def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """Figures by name."""
-
-
-def write(study: Drawing, findings: Findings, out: Path) -> Findings:
-    """Write tables, figures, measurements and finally the manifest."""
+def write(name: str, figures: Callable[..., "Mapping[str, Figure]"], findings: Findings, out: Path) -> Findings:
+    """Write tables, figures, measurements and finally the manifest of the study `name`."""
     files = []
-    for name, table in findings.tables.items():
-        files.append(out / f"{study.name}-{name}.csv")
+    for table_name, table in findings.tables.items():
+        files.append(out / f"{name}-{table_name}.csv")
         with atomic_write(files[-1]) as part:
             table.to_csv(part, index=False)
-    files += _draw(study, findings, out)
+    files += _draw(name, figures(findings.measured, findings.examples), out)
     stacked = xr.concat(list(findings.measured.values()), dim="model", join="outer", combine_attrs="drop_conflicts")
-    files.append(out / f"{study.name}.nc")
+    files.append(out / f"{name}.nc")
     with atomic_write(files[-1]) as part:
         part.write_bytes(stacked.assign_coords(model=list(findings.measured)).to_netcdf(engine="h5netcdf"))
-    files.append(out / f"{study.name}.json")
+    files.append(out / f"{name}.json")
     with atomic_write(files[-1]) as part:
         part.write_text(json.dumps(findings.manifest, indent=1, sort_keys=True) + "\n")
     return replace(findings, files=tuple(files))
@@ -95,15 +85,15 @@ def warn_of_others(file: Path, manifest: Mapping[str, Any]) -> bool:
     return True
 
 
-def _draw(study: Drawing, findings: Findings, out: Path) -> list[Path]:
+def _draw(study: str, figures: "Mapping[str, Figure]", out: Path) -> list[Path]:
     """Write every figure as PNG and SVG; equal numbers give equal bytes."""
     from matplotlib import pyplot
 
     files = []
     with pyplot.rc_context({"svg.hashsalt": "sinklens"}):  # otherwise ids inside an SVG are random
-        for name, figure in study.figures(findings.measured, findings.examples).items():
+        for name, figure in figures.items():
             for kind in ("png", "svg"):
-                files.append(out / f"{study.name}-{name}.{kind}")
+                files.append(out / f"{study}-{name}.{kind}")
                 with atomic_write(files[-1]) as part:
                     figure.savefig(part, dpi=150, metadata={"Date": None} if kind == "svg" else None)
                 figure.set_layout_engine("none")  # keep the layout for the next format

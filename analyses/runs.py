@@ -9,9 +9,10 @@ Pitfall: copies of a prompt get different random numbers in one batch, but the s
 temperature above 0, give each prompt once.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
@@ -70,6 +71,12 @@ def own_run(
         hooks=hooks, replay=replay, cache=cache, **settings,
     )  # fmt: skip
     return OwnRun(run, run.active.numpy())
+
+
+def noise_of(ids: Any, *seeds: int) -> np.random.Generator:
+    """Random numbers that depend on the seeds and the ids of a text alone."""
+    digest = hashlib.sha256(repr(ids.tolist()).encode()).digest()
+    return np.random.default_rng([*seeds, int.from_bytes(digest[:8], "little")])
 
 
 def active_steps(track: SinkTrack, active: Bool[np.ndarray, "batch step"]) -> SinkTrack:

@@ -229,7 +229,7 @@ class Study(ABC):
                     examples[name] = example
         tables = self.tables(measured)
         findings = Findings(measured, examples, tables, {**manifest, "tables": list(tables)})
-        return findings if folder is None else write(self, findings, folder)
+        return findings if folder is None else write(self.name, self.figures, findings, folder)
 
     def _measured(
         self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings, units: Units, report: StudyProgress
@@ -280,6 +280,34 @@ class Study(ABC):
             "resamples": RESAMPLES,
             "versions": versions("sinklens", "torch", "transformers", "nnsight", "numpy"),
         }
+
+
+def dot_panels(
+    table: "DataFrame",
+    column: str,
+    panels_of: Mapping[str, str],
+    along: str,
+    size: tuple[float | int, float | int],
+    xlabel: str = "",
+    *,
+    names: Mapping[str, str] | None = None,
+    line: float | None = None,
+) -> "Figure":
+    """Estimates as dots: a panel for each value of `column`, in one row, and a line for each value of `along`.
+
+    Args:
+        panels_of: title of each value's panel; without `xlabel`, the label of its horizontal axis.
+        names, line: as in `interval_dots`.
+    """
+    from sinklens.sinks.labels import wrapped
+    from sinklens.views.charts import interval_dots
+    from sinklens.views.figures import panels
+
+    figure, axes = panels(len(panels_of), columns=len(panels_of), size=size)
+    for (value, meaning), ax in zip(panels_of.items(), axes, strict=True):
+        interval_dots(table[table[column] == value], along, ax, names=names, line=line)
+        ax.set(xlabel=wrapped(xlabel or meaning, 50), title=meaning if xlabel else "")
+    return figure
 
 
 def _prompts(given: SinglePrompt | Sequence[SinglePrompt] | Tensor) -> list[SinglePrompt]:

@@ -3,7 +3,7 @@
     python -m training.text_scores windows.jsonl
     sinklens analyse texts tiny-text tiny-text-causal --prompts windows.jsonl --group document
 
-No answer is generated: each prompt is a text, read in single passes (text_passes.py). A masked model predicts random
+No answer is generated: each prompt is a text, read in single passes. A masked model predicts random
 masked tokens, as many as a uniformly drawn count, and an autoregressive model every next token. The loss is in nats per
 predicted token, so it varies continuously, and texts need neither operands nor templates.
 
@@ -26,8 +26,7 @@ If the study runs on masked and causal models, ``pairs`` compares each masked on
 Caveat: ``write_ratio`` averages keys of all kinds; a difference need not be due to their being sinks.
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -41,25 +40,13 @@ from sinklens.analyses.answers import each_prompt
 from sinklens.analyses.edits import LEADS, Jumps, compared, edited, measures
 from sinklens.analyses.estimates.strata import groups_of, mean_rows
 from sinklens.analyses.estimates.tables import judged
-from sinklens.analyses.study import Study
-from sinklens.analyses.text_passes import (
-    CHOICES,
-    STALE,
-    TextCanvas,
-    earlier_canvas,
-    hiding,
-    key_choices,
-    loss,
-    no_ops,
-    read,
-    stale_costs,
-    uniform,
-    write_ratio,
-    written,
-)
+from sinklens.analyses.mass import hidden_keys, of_mass
+from sinklens.analyses.runs import noise_of
+from sinklens.analyses.study import Study, dot_panels
 from sinklens.errors import SettingError
 from sinklens.experiments.nll.draws import by_count
 from sinklens.experiments.swaps import column_sums, kinds_of_vocabulary
+from sinklens.interventions.controls import largest, rest_of
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks.kinds import Kind
@@ -69,6 +56,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
+    from sinklens.hooks.points import Point
     from sinklens.model import Model
 
 KINDS: Mapping[str, tuple[Kind, ...]] = {
@@ -79,6 +67,13 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
     "digit": (Kind.DIGIT,),
     "word": (Kind.WORD,),
 }
+CHOICES = {
+    "sink": "the sinks",
+    "random": "as many weaker keys of each head, drawn at random",
+    "same_mass": "random keys that are no sinks, with as much attention",
+}
+STALE = {**CHOICES, "all": "all keys that are not masked on the earlier canvas"}
+NO_OP = 0.2  # a value that writes less, in medians of its head, writes next to nothing
 EDITS = {
     "edited, later": "a visible token replaced by one of its kind, later queries",
     "edited": "a visible token replaced by one of its kind, all queries",
@@ -95,6 +90,11 @@ MEASURES = {
     "stale_mass": "share of all attention that the stale keys receive",
     "jump_share": "share of heads and edits at which the strongest key changes with at least this lead",
 }
+
+
+Keys = Bool[Tensor, "layer head key"]
+Sums = Float[Tensor, "layer head key"]
+Hooks = list[tuple[str, Callable[..., Any]]]
 
 
 class Difference(NamedTuple):
@@ -193,7 +193,7 @@ class Texts(Study):
             ids = model.encode(prompt, self.chat_template).ids[0].cpu()[: self.longest]
             if len(ids) < 3:
                 raise SettingError(f"the study texts needs at least three tokens per text; got {prompt!r}.")
-            noise = _noise(ids, self.seed)
+            noise = noise_of(ids, self.seed)
             found = [self._of_canvas(model, TextCanvas(ids, masked), noise) for masked in self._masks(model, ids)]
             data: xr.Dataset = xr.concat(found, dim="draw").mean("draw", skipna=True)
             return data.assign(
@@ -210,11 +210,11 @@ class Texts(Study):
         """Masked positions of every draw, never the first; none in an autoregressive model."""
         if model.causal:
             return torch.zeros(1, len(ids), dtype=torch.bool)
-        generator = torch.Generator().manual_seed(int(_noise(ids, self.seed).integers(2**62)))
+        generator = torch.Generator().manual_seed(int(noise_of(ids, self.seed).integers(2**62)))
         masked, _ = by_count(len(ids) - 1, self.draws, generator)
         return torch.nn.functional.pad(masked, (1, 0), value=False)
 
-    def _of_canvas(self, model: "Model", canvas: TextCanvas, noise: np.random.Generator) -> xr.Dataset:
+    def _of_canvas(self, model: "Model", canvas: "TextCanvas", noise: np.random.Generator) -> xr.Dataset:
         """The measurements of one canvas, without jumps."""
         plain, tokens = read(model, canvas), canvas.tokens(model)
         kinds = torch.from_numpy(kinds_of_vocabulary(model)[tokens.numpy()].astype(np.int64))
@@ -290,15 +290,8 @@ class Texts(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: loss added by hiding keys of each kind."""
-        from sinklens.views.charts import interval_dots
-        from sinklens.views.figures import panels
-
         table = self.tables(measured)["texts"].query("measure == 'cost'")
-        figure, axes = panels(len(CHOICES), columns=3, size=(4, 3))
-        for (choice, meaning), ax in zip(CHOICES.items(), axes, strict=True):
-            interval_dots(table[table["choice"] == choice], "kind", ax, line=0.0)
-            ax.set(xlabel="loss added, nats per token", title=meaning)
-        return {"costs": figure}
+        return {"costs": dot_panels(table, "choice", CHOICES, "kind", (4, 3), "loss added, nats per token", line=0.0)}
 
 
 def paired(measured: Mapping[str, xr.Dataset]) -> dict[str, xr.Dataset]:
@@ -309,12 +302,6 @@ def paired(measured: Mapping[str, xr.Dataset]) -> dict[str, xr.Dataset]:
         for other, causal in measured.items()
         if causal["causal"].all() and not masked["causal"].any()
     }
-
-
-def _noise(ids: Int[Tensor, " pos"], seed: int) -> np.random.Generator:
-    """Random numbers that depend on the seed and the text alone."""
-    digest = hashlib.sha256(repr(ids.tolist()).encode()).digest()
-    return np.random.default_rng([seed, int.from_bytes(digest[:8], "little")])
 
 
 def _drawn(allowed: Bool[np.ndarray, " pos"], number: int, noise: np.random.Generator) -> list[int]:
@@ -333,3 +320,176 @@ def _revealed(
     for row, place in enumerate(places):
         after[row, place] = text[place]
     return compared(column_sums(model, canvas[None])[:, 0], column_sums(model, after)[:, 0])
+
+
+# --- single passes over a text, with keys hidden or out of date -------------------------------------------------------
+
+
+class TextCanvas(NamedTuple):
+    """A text as a model reads it.
+
+    Attributes:
+        ids: the text.
+        masked: where the canvas has a mask; nowhere in an autoregressive model.
+    """
+
+    ids: Int[Tensor, " pos"]
+    masked: Bool[Tensor, " pos"]
+
+    def tokens(self, model: "Model") -> Int[Tensor, " pos"]:
+        """What the model reads."""
+        return self.ids if model.causal else self.ids.masked_fill(self.masked, int(model.mask_token_id or 0))
+
+
+class Read(NamedTuple):
+    """One pass over a canvas, with nothing hidden.
+
+    Attributes:
+        loss: nats per predicted token.
+        pattern: attention of every query.
+        key, value: what each position offers to the queries, before rotation.
+    """
+
+    loss: float
+    pattern: Float[Tensor, "layer head query pos"]
+    key: Float[Tensor, "layer pos kv_head d_head"]
+    value: Float[Tensor, "layer pos kv_head d_head"]
+
+    @property
+    def sums(self) -> Sums:
+        """Column sums."""
+        return self.pattern.sum(dim=-2)
+
+    @property
+    def from_others(self) -> Sums:
+        """Column sums without the query of the key's own position: what hiding the key takes away."""
+        return self.sums - self.pattern.diagonal(dim1=-2, dim2=-1)
+
+
+@torch.no_grad()
+def loss(model: "Model", canvas: TextCanvas, hooks: Hooks) -> float:
+    """Nats per predicted token of a pass with these hooks."""
+    with model.tree.hooks(fwd_hooks=hooks):
+        logits = model.tree(canvas.tokens(model)[None].to(model.cfg.device))[0].double().cpu()
+    at = slice(1, None) if model.causal else canvas.masked
+    rows = logits[:-1] if model.causal else logits[canvas.masked]
+    return float(torch.nn.functional.cross_entropy(rows, canvas.ids[at]))
+
+
+def read(model: "Model", canvas: TextCanvas) -> Read:
+    """A pass that changes nothing."""
+    kept: dict[str, list[Tensor]] = {"pattern": [], "k": [], "v": []}
+
+    def keep(value: Tensor, hook: "Point") -> None:
+        kept[str(hook.name).rpartition("hook_")[2]].append(value[0].float().cpu())
+
+    names = [f"blocks.{layer}.attn.hook_{point}" for layer in range(model.cfg.n_layers) for point in kept]
+    found = loss(model, canvas, [(name, keep) for name in names])
+    return Read(found, *(torch.stack(kept[point]) for point in ("pattern", "k", "v")))
+
+
+def uniform(length: int, causal: bool) -> Float[Tensor, " key"]:
+    """The column sums of uniform attention: 1 in a bidirectional model, and less for later keys in a causal one."""
+    sees = torch.ones(length, length).tril() if causal else torch.ones(length, length)
+    return (sees / sees.sum(dim=-1, keepdim=True)).sum(dim=0)
+
+
+def key_choices(treated: Keys, sinks: Keys, read: Read, order: Sums, allowed: Bool[Tensor, " key"]) -> dict[str, Keys]:
+    """The keys of `CHOICES` for some of the sinks.
+
+    Args:
+        treated: the sinks in question.
+        sinks: keys that no control may contain.
+        read: the pass whose attention the controls match.
+        order: the order in which they are drawn.
+        allowed: keys that can be chosen.
+    """
+    rest = rest_of(read.sums, treated, allowed.expand_as(treated)) & ~sinks
+    mass = read.from_others.flatten(1)
+    taken = of_mass(
+        mass.double().numpy(), (~sinks & allowed).flatten(1).numpy(),
+        (mass * treated.flatten(1)).sum(dim=1, keepdim=True).double().numpy(), order.flatten(1).argsort(dim=-1).numpy(),
+    )  # fmt: skip
+    return {
+        "sink": treated,
+        "random": largest(order, rest, treated.sum(dim=-1, keepdim=True)),
+        "same_mass": torch.from_numpy(taken).reshape(treated.shape),
+    }
+
+
+def hiding(hidden: Keys) -> Hooks:
+    """Hooks that hide keys from every query but that of their own position."""
+    return hidden_keys(hidden[:, :, None] & ~torch.eye(hidden.shape[-1], dtype=torch.bool))
+
+
+def outdating(stale: Keys, earlier: Read) -> Hooks:
+    """Hooks that replace keys and values by those of an earlier canvas; a key that several query heads share is stale
+    for all of them.
+    """
+    layers, _, heads, _ = earlier.key.shape
+    of_kv_head = stale.reshape(layers, heads, -1, stale.shape[-1]).any(dim=2)  # [layer, kv head, key]
+
+    def hook_of(keys: Bool[Tensor, "kv_head key"], old: Tensor) -> Callable[..., Tensor]:
+        return lambda value, hook: torch.where(keys.T[None, :, :, None].to(value.device), old.to(value), value)
+
+    return [
+        (f"blocks.{layer}.attn.hook_{point}", hook_of(keys, old[layer]))
+        for layer, keys in enumerate(of_kv_head)
+        for point, old in (("k", earlier.key), ("v", earlier.value))
+    ]
+
+
+def earlier_canvas(canvas: TextCanvas, age: int, noise: np.random.Generator) -> TextCanvas | None:
+    """The canvas with `age` more masks, none of them at the first position; None if too few tokens are left to mask."""
+    visible = np.flatnonzero(~canvas.masked.numpy())[1:]
+    if len(visible) <= age:
+        return None
+    masked = canvas.masked.clone()
+    masked[torch.from_numpy(noise.choice(visible, age, replace=False))] = True
+    return canvas._replace(masked=masked)
+
+
+def stale_costs(
+    model: "Model", canvas: TextCanvas, now: Read, earlier: TextCanvas, epsilon: float, order: Sums
+) -> Mapping[str, tuple[float, float]]:
+    """Loss added when the keys of `STALE` are stale, and their share of the attention; NaN without sinks.
+
+    The sinks are those of the earlier canvas, as a cache would find them, among the tokens visible there. The controls
+    are sinks of neither canvas, and hold as much attention of the present one.
+    """
+    before = read(model, earlier)
+    least = uniform(len(canvas.ids), causal=False) + epsilon
+    candidates = ~earlier.masked
+    sinks = (before.sums > least) & candidates
+    chosen = key_choices(sinks, sinks | (now.sums > least), now, order, candidates)
+    chosen["all"] = candidates.expand_as(sinks)
+    mass, found = now.from_others, dict[str, tuple[float, float]]()
+    for name, keys in chosen.items():
+        added = loss(model, canvas, outdating(keys, before)) - now.loss if sinks.any() else float("nan")
+        found[name] = added, float((mass * keys).sum() / mass.sum())
+    return found
+
+
+def written(model: "Model", read: Read) -> Sums:
+    """Norm of every value after the output matrix of every head that reads it, in medians of the head."""
+    norms = []
+    for layer, value in enumerate(read.value):
+        weight = model.blocks[layer].attn.W_O.detach().float().cpu()
+        of_head = value.transpose(0, 1).repeat_interleave(len(weight) // value.shape[1], dim=0)
+        norms.append(torch.einsum("hpd,hdm->hpm", of_head, weight).norm(dim=-1))
+    sizes = torch.stack(norms)
+    return sizes / sizes.median(dim=-1, keepdim=True).values
+
+
+def write_ratio(written: Sums, sinks: Keys) -> float:
+    """log2 of the mean of `written` at sinks over that at other keys, mean over the heads that have both."""
+    some = sinks.any(dim=-1) & (~sinks).any(dim=-1)
+    if not some.any():
+        return float("nan")
+    at, off = ((written * keys).sum(dim=-1) / keys.sum(dim=-1).clamp_min(1) for keys in (sinks, ~sinks))
+    return float((at[some] / off[some]).log2().mean())
+
+
+def no_ops(written: Sums, sinks: Keys) -> float:
+    """Share of the sinks whose value writes less than `NO_OP` medians; NaN without sinks."""
+    return float((written[sinks] < NO_OP).double().mean()) if sinks.any() else float("nan")

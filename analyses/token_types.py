@@ -24,11 +24,12 @@ import xarray as xr
 
 from sinklens.analyses.estimates.strata import compare, groups_of, labels_of
 from sinklens.analyses.estimates.tables import corrected, interval_rows, interval_table
+from sinklens.analyses.matching import ENUMS, counts_by_stratum, places_of
 from sinklens.analyses.study import SINK, Study
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
-from sinklens.sinks.kinds import Kind, PlaceState, absorption, enrichment, frequency_table, set_codes
+from sinklens.sinks.kinds import absorption, enrichment, frequency_table
 from sinklens.utils.estimates import Estimate, pooled
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 SETS = ("kind", "state")
-ENUMS = {"kind": Kind, "state": PlaceState}
 MATCHINGS = {  # what places must share to be compared
     "kind": {"nothing": (), "step": ("step",), "step, position": ("step", "place"),
              "step, state, position": ("step", "state", "place"), "step, position, group": ("step", "place", "group"),
@@ -126,22 +126,7 @@ def sinks_by_token(track: SinkTrack) -> xr.Dataset:
             f"{by}_absorption": received,
         }  # fmt: skip
     data = xr.Dataset(columns).rename(batch="prompt").drop_vars("prompt", errors="ignore").astype(np.float64)
-    return data.merge(_tokens_of_rows(track)).merge(_places(track))
-
-
-def _places(track: SinkTrack) -> xr.Dataset:
-    """Sinks and codes of every place, for `matched_rows`."""
-    codes = {by: set_codes(track, by)[0] for by in SETS}
-    values = {"sinks_at": track.detect().sum(("layer", "head")).to_numpy()}
-    values |= {f"{by}_at": code for by, code in codes.items()}
-    steps, length = codes["state"].shape[1:]
-    return xr.Dataset(
-        {
-            name: (("prompt", "step", "place"), np.where(codes["state"] >= 0, value, np.nan).astype(np.float32))
-            for name, value in values.items()
-        },
-        coords={"step": np.arange(steps), "place": np.arange(length) - track.prompt_length},
-    )
+    return data.merge(_tokens_of_rows(track)).merge(places_of(track))
 
 
 def _tokens_of_rows(track: SinkTrack) -> xr.Dataset:
@@ -224,24 +209,6 @@ def matched_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]
                     (row,) = interval_rows(model, "ratio", found.found, labels)
                     rows.append({**row, **labels_of(found, name == claim)})
     return rows
-
-
-def counts_by_stratum(data: xr.Dataset, by: str, axes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Sinks and places of each set in each stratum, [prompt, set, stratum], where `axes` define the strata."""
-    codes = data[f"{by}_at"].to_numpy()
-    prompt, step, place = np.nonzero(~np.isnan(codes))
-    labels = {"step": step, "place": place, "state": data["state_at"].to_numpy()[prompt, step, place].astype(int)}
-    strata = np.zeros(len(prompt), dtype=np.int64)
-    for axis in axes:
-        strata = np.unique(strata * (labels[axis].max(initial=0) + 1) + labels[axis], return_inverse=True)[1]
-    sinks = data["sinks_at"].to_numpy()[prompt, step, place]
-    shape = (len(codes), sum(code >= 0 for code in ENUMS[by]), int(strata.max(initial=0)) + 1)
-    at = np.ravel_multi_index((prompt, codes[prompt, step, place].astype(int), strata), shape)
-    size = int(np.prod(shape))
-    return (
-        np.bincount(at, weights=sinks, minlength=size).reshape(shape),
-        np.bincount(at, minlength=size).reshape(shape).astype(np.float64),
-    )
 
 
 def _share(counts: np.ndarray) -> np.ndarray:

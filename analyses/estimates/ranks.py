@@ -8,11 +8,9 @@ FEWEST = 4  # values; with fewer, a partial correlation is always 1 or −1
 
 def ranks(values: np.ndarray) -> np.ndarray:
     """Ranks along the last axis from 0 (smallest) to 1; ties get their mean rank, NaN stays, a single entry is NaN."""
-    values = np.asarray(values, dtype=np.float64)
-    known = ~np.isnan(values)
-    count = known.sum(axis=-1, keepdims=True)
-    place = (rankdata(np.where(known, values, np.inf), axis=-1) - 1) / np.maximum(count - 1, 1)
-    return np.where(known & (count > 1), place, np.nan)
+    count = (~np.isnan(values)).sum(axis=-1, keepdims=True)
+    place = (rankdata(values, axis=-1, nan_policy="omit") - 1) / np.maximum(count - 1, 1)
+    return np.where(count > 1, place, np.nan)
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -38,15 +36,11 @@ def partial_rank_correlation(x: np.ndarray, y: np.ndarray, given: np.ndarray) ->
 
 def _centred_ranks(*values: np.ndarray) -> list[np.ndarray]:
     """Ranks of each quantity among the entries that all have, minus their mean; 0 elsewhere. NaN with too few."""
-    arrays = [np.asarray(value, dtype=np.float64) for value in values]
-    known = ~np.isnan(arrays).any(axis=0)
-    enough = known.sum(axis=-1, keepdims=True) >= FEWEST
-    found = []
-    for array in arrays:
-        place = rankdata(np.where(known, array, np.inf), axis=-1)  # what is left out ranks last
-        mean = (place * known).sum(axis=-1, keepdims=True) / np.maximum(known.sum(axis=-1, keepdims=True), 1)
-        found.append(np.where(enough, np.where(known, place - mean, 0), np.nan))
-    return found
+    known = ~np.isnan(values).any(axis=0)
+    count = known.sum(axis=-1, keepdims=True)
+    places = (rankdata(np.where(known, value, np.nan), axis=-1, nan_policy="omit") for value in values)
+    centred = (np.where(known, place - (count + 1) / 2, 0) for place in places)  # 1 to n have the mean (n + 1) / 2
+    return [np.where(count >= FEWEST, value, np.nan) for value in centred]
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ import xarray as xr
 from jaxtyping import Float
 
 from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, SHARE, Scale
-from sinklens.analyses.estimates.tables import RANGES
+from sinklens.analyses.estimates.tables import RANGES, known_mean
 from sinklens.errors import SettingError
 from sinklens.utils.estimates import Estimate, resampling_weights
 
@@ -74,13 +74,6 @@ def over_seeds(
     return Estimate(value, float(scale.back(centre - half)), float(scale.back(centre + half)), number, p)
 
 
-def mean_of(values: Float[np.ndarray, " prompt"]) -> float:
-    """Mean over the prompts that have a value; NaN without one."""
-    known = np.asarray(values, dtype=np.float64)
-    known = known[~np.isnan(known)]
-    return float(known.mean()) if len(known) else np.nan
-
-
 def hierarchical(
     values: Sequence[Float[np.ndarray, " _"]],
     paired: bool = True,
@@ -111,7 +104,7 @@ def hierarchical(
         )
     resolution = 1 / max(len(part) for part in arrays)
     shared = _shared_variance(np.stack(arrays), scale, resolution, seed, group) if paired else 0.0
-    return over_seeds([mean_of(part) for part in arrays], shared, scale, resolution)
+    return over_seeds([known_mean(part) for part in arrays], shared, scale, resolution)
 
 
 def _shared_variance(
@@ -188,7 +181,7 @@ def seeds_table(
                 str(axis): parts[0][axis].to_numpy()[index] if axis in parts[0].coords else index
                 for axis, index in at.items()
             }
-            by_seed = [mean_of(one) for one in values]
+            by_seed = [known_mean(one) for one in values]
             empty = np.isnan(by_seed).any() or not any(by_seed)
             rows.append({
                 "measure": name, **labels, "estimate": found.value, "low": found.low, "high": found.high,

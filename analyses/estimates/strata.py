@@ -237,11 +237,6 @@ def _comparable(n: np.ndarray, m: np.ndarray, group: Groups | None) -> np.ndarra
     return usable
 
 
-def comparable_share(n: np.ndarray, m: np.ndarray, group: Groups | None = None) -> float:
-    """Share of the places n [prompt, stratum] in strata with others, m, in the group of the prompt if given."""
-    return float(ratio(np.where(_comparable(n, m, group), n, 0).sum(), n.sum()))
-
-
 def correlation_within(
     x: np.ndarray, y: np.ndarray, seed: int = 0, group: Groups | None = None, within: bool = True
 ) -> Matched:
