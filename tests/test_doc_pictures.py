@@ -27,6 +27,7 @@ def test_cells_are_drawn_where_a_map_is_true(tmp_path, monkeypatch):
     assert starts == [("5", "5", "20"), ("5", "21", "10"), ("25", "21", "10")]  # neighbors are one rectangle
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("name", "rule"), [
     ("tiny-llada", lambda query, key: key >= 0),
     ("tiny-sdar", lambda query, key: key // 8 <= query // 8),

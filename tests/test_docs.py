@@ -188,17 +188,6 @@ def test_the_reference_has_every_public_name(site, package):
     assert {homes.get(name, name) for name in wanted} - ids == set()
 
 
-def test_each_name_of_the_reference_links_to_its_entry(site):
-    for page in sorted((site / "api").glob("*.html")):
-        table = re.search(r'<div class="names">(.*?)</div>', page.read_text(), flags=re.DOTALL)
-        assert table, page.name
-        names = re.findall(r"<td>(.*?)</td>\s*<td>", table[1], flags=re.DOTALL)
-        links = re.findall(r'<td><a [^>]*href="([^"#]*)#([^"]+)"', table[1])
-        assert len(links) == len(names) > 0, page.name
-        for file, entry in links:
-            assert f'id="{entry}"' in (page.parent / (file or page.name)).read_text(), entry
-
-
 def test_each_reference_page_begins_with_a_table_of_its_names(site):
     table = (site / "api" / "interventions.html").read_text().partition('<div class="names">')[2].partition("</div>")[0]
     cells = [html.unescape(re.sub(r"<[^>]+>", "", cell)) for cell in re.findall(r"<td>(.*?)</td>", table, re.DOTALL)]

@@ -130,6 +130,7 @@ def test_a_replay_repeats_canvases_scores_and_marks(model, family):
     )  # fmt: skip
 
 
+@pytest.mark.fast_cases(3)
 def test_recorded_scores_are_the_column_sums_of_the_patterns(model, family):
     base, patterns = base_of(model, family)
     score = torch.from_numpy(base.sinks["score"].to_numpy())

@@ -58,10 +58,6 @@ def heading_index(notebook: NotebookNode, begins: str) -> int:
     return found[0]
 
 
-def test_there_are_tutorials():
-    assert len(SOURCES) >= 3
-
-
 @pytest.mark.parametrize(
     "source", [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW)) for path in SOURCES]
 )
@@ -76,45 +72,23 @@ def test_a_tutorial_runs_as_a_script(source, tmp_path):
 
 
 @every_tutorial
-def test_the_notebook_has_the_cells_of_its_source(source):
-    assert cells(notebook_of(source)) == cells(jupytext.read(source, fmt="py:percent")), (
-        f"{source.stem} has changed; {MAKE}"
-    )
-
-
-@every_tutorial
-def test_the_notebook_was_executed_in_order_without_errors(source):
+def test_the_notebook_is_its_source_executed_in_order_without_errors_and_shows_pictures(source):
     notebook = notebook_of(source)
+    assert cells(notebook) == cells(jupytext.read(source, fmt="py:percent")), f"{source.stem} has changed; {MAKE}"
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert counts == list(range(1, len(counts) + 1))
     assert [output.evalue for output in outputs(notebook) if output.output_type == "error"] == []
-
-
-@every_tutorial
-def test_the_notebook_shows_pictures(source):
-    assert any(map(is_picture, outputs(notebook_of(source))))
-
-
-@every_tutorial
-def test_the_notebook_contains_no_machine_paths_or_addresses(source):
-    notebook = notebook_of(source)
+    assert any(map(is_picture, outputs(notebook)))
     shown = [text for output in outputs(notebook) for text in texts(output)]
-    assert [MACHINE_PATH.findall(text) for text in shown if MACHINE_PATH.search(text)] == []
-    assert not any(" at 0x" in text for text in shown)
+    assert [text for text in shown if MACHINE_PATH.search(text) or " at 0x" in text] == []
     assert all(cell.id == f"cell-{number}" and not cell.metadata for number, cell in enumerate(notebook.cells))
 
 
 @every_tutorial
-def test_a_tutorial_opens_with_what_you_will_know(source):
-    first = jupytext.read(source, fmt="py:percent").cells[0]
-    assert first.cell_type == "markdown"
-    assert first.source.startswith("# ")
-    assert re.search(r"\bknow\b", first.source), "the first cell says what you will know at the end"
-
-
-@every_tutorial
-def test_a_tutorial_ends_with_exercises_and_executed_solutions(source):
+def test_a_tutorial_says_what_you_will_know_and_ends_with_exercises_and_executed_solutions(source):
     notebook = jupytext.read(source, fmt="py:percent")
+    assert notebook.cells[0].cell_type == "markdown"
+    assert re.search(r"^# [\s\S]*\bknow\b", notebook.cells[0].source), "the first cell says what you will know"
     exercises, solutions = heading_index(notebook, "exercise"), heading_index(notebook, "solution")
     assert exercises <= solutions
     after = [cell.cell_type for cell in notebook.cells[solutions:]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.analyses.answers import KEYS, each_prompt, effects, free_effects, is_right, masked, unchanged
+from sinklens.analyses.answers import KEYS, each_prompt, effects, is_right, masked, unchanged
 from sinklens.analyses.heads import Heads
 from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads, WindowAttention
@@ -42,11 +42,6 @@ def test_an_answer_is_right_by_its_number_and_unknown_for_another_prompt():
     assert is_right(PROBLEM.prompt, f"so\n#### {PROBLEM.result}") == 1
     assert is_right(PROBLEM.prompt, f"so\n#### {PROBLEM.result + 1}") == 0
     assert math.isnan(is_right("What?", "#### 3"))
-
-
-def test_a_right_answer_is_counted(tiny_llama):
-    found = free_effects(Heads(), tiny_llama, PROBLEM.prompt, {}, {"none": []})
-    assert float(found["right"].item()) == 1
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])

@@ -8,9 +8,17 @@ import torch
 import xarray as xr
 
 import sinklens
-from sinklens.analyses.caching import MOTION, POLICIES, SOURCES, Caching, claim_values
+from sinklens.analyses.caching import (
+    MOTION,
+    SOURCES,
+    Caching,
+    Staleness,
+    candidates,
+    chosen_keys,
+    claim_values,
+    fresh_keys,
+)
 from sinklens.analyses.seeds import write_seeds
-from sinklens.analyses.stale_keys import Staleness, candidates, chosen_keys, conditions, costs, fresh_keys
 from sinklens.errors import SettingError
 from sinklens.experiments import effect
 from sinklens.sampling import Planned
@@ -63,13 +71,6 @@ def test_the_cost_of_a_choice_is_the_effect_of_a_policy_with_these_stale_keys(
     assert float(here["proposals"]) == pytest.approx(1 - float(replayed["top1_agreement"].mean()), abs=1e-6)
 
 
-def test_keys_of_the_first_layer_are_never_out_of_date(tiny_dream, sets):
-    fresh = fresh_keys(Staleness("fresh", "none", "0"), sets[1], sets[0])
-    assert (~fresh).sum() > 100
-    found = effect(tiny_dream, PROMPTS[1], cache=Planned(fresh[None]), **SETTINGS)
-    assert float(found.under_replay["kl"].max()) < 1e-8
-
-
 def test_sinks_and_controls_are_chosen_when_an_episode_begins(run):
     """Planted scores: in layer 2, two sinks in different heads; one is undecided, and so never stale."""
     score = np.full_like(run.sinks["score"].to_numpy(), 0.5)
@@ -94,18 +95,6 @@ def test_sinks_and_controls_are_chosen_when_an_episode_begins(run):
         assert (found[name][1] == found[name][3]).all()
         assert not found[name][:, [0, 1, 3]].any()
         assert not found[name][4:].any()
-
-
-def test_costs_are_over_the_positions_that_all_runs_compute():
-    generator = torch.Generator().manual_seed(0)
-    base, *runs = (torch.randn(5, 7, generator=generator) for _ in range(3))
-    runs[0][2] = torch.nan
-    kl, other = costs({0: base}, [{0: run} for run in runs])
-    known = [0, 1, 3, 4]
-    for row, run in enumerate(runs):
-        p, q = (logits[known].double().softmax(-1) for logits in (base, run))
-        assert kl[row, 0] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()))
-        assert other[row, 0] == pytest.approx(float((p.argmax(-1) != q.argmax(-1)).double().mean()))
 
 
 def test_motion_is_compared_with_sums_over_the_same_queries(tiny_dream):
@@ -191,11 +180,3 @@ def test_fresh_sinks_are_enough_where_they_leave_less_than_half_of_the_cost(tiny
     assert table["all layers: fresh sinks save more than half of the cost"] == "no"
     assert table["layer 2: fresh sinks save more than half of the cost"] == "holds"
     assert table["fresh sinks save more than random keys of the same kinds of token"] == "cannot tell"
-
-
-def test_every_condition_is_measured_once(tiny_llada):
-    listed = conditions(tiny_llada.cfg.n_layers)
-    assert len(set(listed)) == len(listed) == 13 + 15
-    empty = Caching()._empty(tiny_llada)
-    assert all(empty["kl"].sel(one._asdict()).ndim == 0 for one in listed)
-    assert set(Caching().policies()) == set(POLICIES)

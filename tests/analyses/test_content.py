@@ -24,14 +24,6 @@ def measured(tiny_llada):
     return Content().measure(tiny_llada, [PROMPT], SETTINGS).isel(prompt=0)
 
 
-def test_fewer_changes_are_the_same_changes(tiny_llada, measured):
-    some = Content(changes=("mask", "mask_mass")).measure(tiny_llada, [PROMPT], SETTINGS).isel(prompt=0)
-    xr.testing.assert_identical(some["changed"], measured["changed"].sel(change=["mask", "mask_mass"]))
-    claimed = claims({"tiny-llada": some.expand_dims("prompt")}, "digit", 0)["measure"]
-    assert claimed.str.contains("as much attention").sum() == 4
-    assert not claimed.str.contains("value|random key").any()
-
-
 def test_some_cells_are_the_same_cells_and_claims_about_others_are_left_out(tiny_llada, measured):
     study = Content(changes=("mask", "mask_mass_kind", "mask_mass_rest"), cells=("digit other", "digit sink"))
     some = study.measure(tiny_llada, [PROMPT], SETTINGS).isel(prompt=0)
@@ -56,11 +48,6 @@ def test_some_cells_are_the_same_cells_and_claims_about_others_are_left_out(tiny
     ]
 
 
-def test_unknown_cells_are_refused():
-    with pytest.raises(SettingError, match=r"cells are some of any all, any sink, .*; got \('digits sink',\)"):
-        Content(cells=("digits sink",))
-
-
 def test_controls_of_one_kind_are_of_that_kind_no_sinks_and_have_the_mass(tiny_llada):
     study = Content()
     track = unchanged(study, tiny_llada, PROMPT, SETTINGS)
@@ -77,10 +64,17 @@ def test_controls_of_one_kind_are_of_that_kind_no_sinks_and_have_the_mass(tiny_l
         assert (control == matched(track, keys, of_kind & ~sinks, mass)).all()
 
 
-@pytest.mark.parametrize("changes", [("value",), ("mask", "masks")])
-def test_unknown_changes_are_refused(changes):
-    with pytest.raises(SettingError, match=r"changes are some of mask, value, .*, with mask; got"):
-        Content(changes=changes)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"cells": ("digits sink",)}, r"cells are some of any all, any sink, .*; got \('digits sink',\)"),
+        ({"changes": ("value",)}, r"changes are some of mask, value, .*, with mask; got"),
+        ({"changes": ("mask", "masks")}, r"changes are some of mask, value, .*, with mask; got"),
+    ],
+)
+def test_unknown_cells_and_changes_are_refused(options, text):
+    with pytest.raises(SettingError, match=text):
+        Content(**options)
 
 
 def test_every_cell_equals_a_separate_run(tiny_llada, measured):

@@ -58,17 +58,6 @@ def test_every_number_equals_that_of_a_separate_run(tiny_llama, measured):
         assert float(got) == float(not one.free_running["same_answer"].item())
 
 
-def test_the_first_tokens_are_masked_at_every_step(tiny_llama):
-    study = Definitions()
-    listed = study.interventions(tiny_llama, PROMPT, FEW, "newest")
-    assert len(listed) == (3 * 3 + 2) * len(TOP_K)  # first tokens have no control of equal mass
-    hidden = {}
-    hooks = [listed["first strongest 5"], ("blocks.1.attn.hook_attn_mask", lambda value, hook: hidden.update(
-        {hook.step: (value[0, :, -1] == -np.inf).nonzero()[:, 1].tolist()}))]  # fmt: skip
-    steps = study.generate(tiny_llama, [PROMPT], FEW, hooks=hooks).run.steps_run
-    assert [hidden[step] for step in range(1, steps)] == [[0, 1, 2, 3, 4] * 6] * (steps - 1)
-
-
 def test_tables_leave_out_what_a_model_has_not_and_subtract_each_control(tiny_llada):
     tables = Definitions(settings={"gen_length": 4}).run([tiny_llada], [PROMPT, held_out(2)[1].prompt]).tables
     assert set(tables["definitions"]["reach"].dropna()) == {"all"}

@@ -12,52 +12,23 @@ import sinklens
 from sinklens.analyses.diagnose import (
     SIGNS,
     Diagnose,
+    OrdinaryKey,
     anchors,
     at_the_start,
     changed_tokens,
     hiding,
-    masking,
     middle_third,
 )
-from sinklens.sinks import Record
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
 NAN = float("nan")
 
 
-def test_the_control_of_equal_mass_spares_the_strongest_key():
-    mask = masking(mass=True)
-    assert (mask.where.top_k, mask.where.pick, mask.where.persistent) == (1, "same_mass", True)
-
-
-@pytest.mark.parametrize("ordinary", [False, True])
-@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
-def test_each_head_loses_its_strongest_or_an_ordinary_key_of_the_previous_step(name, ordinary, request):
-    model = request.getfixturevalue(name)
-    places = [(step, layer) for step in range(4) for layer in range(4)]
-    causal = model.config.is_causal
-    run = sinklens.generate(model, PROMPTS, gen_length=6, hooks=masking(ordinary), record_sinks=Record(patterns=places))
-    hidden = 0
-    for step, layer in places:
-        pattern = run.patterns[step, layer]
-        last = pattern[:, :, -1:] if causal else pattern
-        if step == 0:
-            most = last.max(-1).values
-            assert (most[run.real[:, None].expand_as(most)] > 0).all() if not causal else (most > 0).all()
-            continue
-        before = run.patterns[step - 1, layer]
-        real = run.real[:, None, : before.shape[2], None]
-        score = before[:, :, -1] if causal else (before * real).sum(2)
-        order = score.argsort(-1, descending=True)
-        rank = (score > 0).sum(-1, keepdim=True) // 2 if ordinary else torch.zeros_like(order[..., :1])
-        top = order.gather(-1, rank)[..., 0]
-        seen = last.gather(-1, top[:, :, None, None].expand(-1, -1, last.shape[2], 1))
-        assert (seen == 0).all()
-        hidden += seen.numel()
-        rows = last.sum(-1)[run.real[:, None].expand_as(last.sum(-1))] if not causal else last.sum(-1)
-        torch.testing.assert_close(rows, torch.ones_like(rows))  # the remaining keys get all attention
-    assert hidden
+def test_the_ordinary_key_has_the_median_strength_of_those_that_a_head_attends_to():
+    score = np.array([0.0, 5.0, 1.0, 0.0, 3.0, 2.0, 4.0])
+    found = OrdinaryKey().detect(planted(np.stack([score, 0 * score])[None, None, None]))
+    assert found.to_numpy()[0, 0, 0].nonzero()[1].tolist() == [4]
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
@@ -74,11 +45,6 @@ def test_a_cut_hides_the_middle_third_of_each_prompt_from_all_queries(name, requ
         part = score.isel(batch=row)
         assert (part.isel(pos=slice(int(start[row]), int(end[row]))) == 0).all()
         assert (part.isel(pos=slice(first, int(start[row]))).max("pos") > 0).all()
-
-
-def test_a_prompt_too_short_for_a_middle_third_is_not_cut():
-    start, end = middle_third(torch.tensor([[False, True, True]]))
-    assert start.tolist() == end.tolist()
 
 
 def test_strongest_keys_at_the_start_are_counted_from_the_first_real_token():
@@ -139,11 +105,3 @@ def test_verdicts_follow_threshold_and_interval():
     assert signs.loc["masking_cost", ["threshold", "source"]].tolist() == [0.05, "paper"]
     decisive = signs[signs["threshold"].notna() & (signs.index != "masking_cost")]
     assert set(decisive["source"]) == {"ours"}
-
-
-def test_a_prompt_without_a_known_answer_has_no_accuracy(tiny_llada):
-    found = Diagnose(settings={"gen_length": 4, "steps": 2}).run([tiny_llada], ["Question: $a$ has 2_ pens.\nAnswer:"])
-    signs = found.tables["signs"].set_index("measure")
-    assert signs.loc["masking_cost", "verdict"] == "not measured"
-    assert signs.loc["masking_changed", "prompts"] == 1
-    assert "cannot tell" in signs["verdict"].tolist()  # one prompt has no interval

@@ -1,14 +1,12 @@
 """Edit-matched nulls of motion: on planted attention that any edit moves, and on runs against loops."""
 
 import numpy as np
-import pytest
 import torch
 
 import sinklens
 from sinklens.analyses import edits
 from sinklens.analyses.dynamics import Dynamics
-from sinklens.analyses.edits import EDITS, Edits, compared, measures, revealed
-from sinklens.errors import SettingError
+from sinklens.analyses.edits import EDITS, Edits, compared, measures
 from sinklens.sinks.kinds import Kind
 from sinklens.tasks.word_problems import held_out
 
@@ -99,11 +97,6 @@ def test_one_token_of_the_same_kind_is_edited_and_later_queries_are_summed(tiny_
             assert number != 2 or kinds[base[0, place]] == Kind.DIGIT
 
 
-def test_canvases_reveal_the_tokens_in_their_order():
-    text = torch.tensor([5, 6, 7, 8, 9])
-    assert revealed(text, 2, np.array([1, 0, 2]), 1).tolist() == [[5, 6, 1, 1, 1], [5, 6, 1, 8, 1], [5, 6, 7, 8, 1]]
-
-
 def test_leads_are_margins_of_the_new_strongest_key():
     before = np.array([[[[3.0, 1.0, 0.0], [3.0, 1.0, 0.0]]]])
     after = np.array([[[[1.0, 1.5, 0.0], [2.0, 1.95, 0.0]]]])
@@ -122,8 +115,3 @@ def test_every_edit_is_measured_in_a_masked_model(tiny_llada):
     assert list(found.tables["jumps"]["edit"].unique()) == list(EDITS)
     alone = Edits(settings=SHORT, draws=2).run(tiny_llada, PROMPTS[:1]).measured["tiny-llada"]["jump_share"]
     assert alone.sel(edit="another answer").isnull().all()
-
-
-def test_a_model_without_single_decisions_is_refused(toy):
-    with pytest.raises(SettingError, match=r"no single step decides a position|reads a noise level"):
-        Edits(settings={"gen_length": 8, "steps": 5}).run(toy("tiny-duo"), PROMPTS[:1])

@@ -74,6 +74,17 @@ def jumping(order, target, heads=4):
     return score
 
 
+def jumps_onto_decided():
+    """An order, and scores whose heads move to half of the just decided tokens, and otherwise anywhere."""
+    order, noise = orders(40, 6, 6), np.random.default_rng(7)
+
+    def target(row, step, head):
+        just = np.flatnonzero(order[row] == step - 1)
+        return just[0] if len(just) and noise.random() < 0.5 else noise.integers(ANSWER)
+
+    return order, jumping(order, target)
+
+
 def with_written(data, landed):
     """Events data in which a token decided one step ago is also written over an earlier one at place t − 2."""
     at_risk = np.full(data["landed_at"].shape, np.nan)
@@ -90,13 +101,7 @@ def rows_of(order, score, written=0.0):
 
 
 def test_jumps_onto_tokens_just_decided_are_found_at_matched_places():
-    order, noise = orders(40, 6, 6), np.random.default_rng(7)
-
-    def target(row, step, head):
-        just = np.flatnonzero(order[row] == step - 1)
-        return just[0] if len(just) and noise.random() < 0.5 else noise.integers(ANSWER)
-
-    table, ages = rows_of(order, jumping(order, target))
+    table, ages = rows_of(*jumps_onto_decided())
     assert table.loc[("rate_just", "all", "nothing")].estimate == pytest.approx(0.53, abs=0.03)
     assert table.loc[("rate_others", "all", "nothing")].estimate == pytest.approx(0.032, abs=0.01)
     for others in ("all", "decided earlier"):
@@ -108,13 +113,7 @@ def test_jumps_onto_tokens_just_decided_are_found_at_matched_places():
 @pytest.mark.parametrize(("written", "explained"), [(0.53, True), (0.05, False)])
 def test_tokens_written_over_separate_decisions_from_changes(written, explained):
     """Heads move to half of the just decided tokens, and to a share of those that are written over earlier ones."""
-    order, noise = orders(40, 6, 6), np.random.default_rng(7)
-
-    def target(row, step, head):
-        just = np.flatnonzero(order[row] == step - 1)
-        return just[0] if len(just) and noise.random() < 0.5 else noise.integers(ANSWER)
-
-    table, _ = rows_of(order, jumping(order, target), written)
+    table, _ = rows_of(*jumps_onto_decided(), written)
     assert table.loc[("rate_others", "written over", "nothing")].estimate == pytest.approx(written)
     for matched in ("nothing", "step, position"):
         found = table.loc[("ratio", "written over", matched)]
@@ -178,5 +177,3 @@ def test_ages_of_a_run_follow_its_unmask_steps(tiny_llada, tiny_llama):
         assert found.tables[name].query("model == 'tiny-llama'")["estimate"].isna().all()
     changes = found.tables["changes"].query("model == 'tiny-llada'").set_index("measure")["estimate"]
     assert changes["change_written"] == pytest.approx(changes["change_just"], rel=0.2)
-    figures = study.figures(found.measured, found.examples)
-    assert sorted(figures) == ["ages", "order"]

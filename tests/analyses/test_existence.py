@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import sinklens
-from sinklens.analyses.existence import BINS, DETECTORS, Existence, sink_shares
+from sinklens.analyses.existence import DETECTORS, Existence, sink_shares
 from sinklens.sinks import Record
 from sinklens.tasks.word_problems import held_out
 
@@ -36,16 +36,6 @@ def test_histogram_and_thresholds_equal_direct_counts(real_track):
                 count / total, abs=1e-3
             )
     np.testing.assert_allclose(data["histogram"].sum("bin"), 1)
-
-
-def test_equivalent_units_agree_and_found_complements_no_sink(real_track):
-    data = sink_shares(real_track)
-    np.testing.assert_allclose(data["no_sink"].sel(unit="percent"), data["no_sink"].sel(unit="fraction"), atol=1e-3)
-    np.testing.assert_allclose(data["no_sink"].sel(unit="visible"), data["no_sink"].sel(unit="fraction"), atol=1e-3)
-    named = data["found"].sel(detector="epsilon-over-mean (sum, 3)")
-    np.testing.assert_allclose(named, 1 - data["no_sink"].sel(unit="sum", epsilon=3))
-    assert data["detector"].values.tolist() == list(DETECTORS)
-    assert len(data["bin"]) == len(BINS) - 1
 
 
 def test_the_curve_rises_with_the_threshold_and_figures_name_their_unit(tiny_llada):

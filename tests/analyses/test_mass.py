@@ -68,11 +68,6 @@ def test_where_sinks_hold_most_of_the_attention_the_control_takes_all_other_keys
     assert removed(control, acting(track))[0] == pytest.approx(0.7 / 8)
 
 
-def test_nothing_is_matched_to_no_key(found):
-    track, sinks, mass = found
-    assert not matched(track, xr.zeros_like(sinks), ~sinks, mass).any()
-
-
 def test_a_cost_of_attention_alone_looks_like_one_of_sinks_unless_the_mass_is_equal(found):
     """Planted: a prompt is lost with a probability of three times the attention removed, whatever the keys are."""
     track, sinks, mass = found

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from planting import planted
 
-from sinklens.analyses.matching import matched_enrichment, risk_difference, risk_ratio, strata
+from sinklens.analyses.matching import matched_enrichment, risk_ratio
 from sinklens.errors import TrackError
 from sinklens.sinks import Detector
-from sinklens.sinks.kinds import Kind, PlaceState, enrichment, kinds, states
+from sinklens.sinks.kinds import Kind, enrichment, kinds, states
 
 MASK, WORD = 1, 5
 TEXTS = {5: " Tom", 6: "\n", 7: ".", 8: " 12"}
@@ -90,24 +90,12 @@ def test_the_ratio_is_mantel_and_haenszel_s_sum_over_strata(matched):
         assert float(found["matched_positions"]) == sum(t[0, 1] for t in shared)
 
 
-def test_ratio_and_difference_of_two_strata_by_hand():
+def test_the_ratio_of_two_strata_by_hand():
     """2 of 4 against 1 of 4, and 3 of 6 against 1 of 2: (2·4/8 + 3·2/8) / (1·4/8 + 1·6/8)."""
     a, n, b, m = (np.array(values, dtype=float) for values in ([2, 3, 9], [4, 6, 9], [1, 1, 0], [4, 2, 0]))
     assert risk_ratio(a, n, b, m) == pytest.approx((1 + 0.75) / (0.5 + 0.75))
-    assert risk_difference(a, n, b, m) == pytest.approx((1 + 0.75 - 0.5 - 0.75) / (2 + 1.5))
     assert np.isnan(risk_ratio(a[2:], n[2:], b[2:], m[2:]))  # a stratum without others
-    assert np.isnan(risk_difference(a[2:], n[2:], b[2:], m[2:]))
     assert risk_ratio(a[:1], n[:1], b[:1], m[:1]) == pytest.approx((2 / 4) / (1 / 4))
-
-
-def test_strata_count_positions_from_the_answer_and_leave_out_padding():
-    track = random_track()
-    number, labels = strata(track, ["step", "position"])
-    assert (number[0, :, :2] == -1).all()  # padding
-    assert sorted(set(labels["position"])) == list(range(-4, 4))
-    at = number[1, 2, 5]
-    assert (labels["step"][at], labels["position"][at]) == (2, 1)
-    assert number[0, 2, 5] == at
 
 
 def test_matching_by_anything_else_is_rejected():
@@ -115,10 +103,9 @@ def test_matching_by_anything_else_is_rejected():
     with pytest.raises(TrackError, match=r"matched must be a list that holds any of step, state, position; got 'step'"):
         matched_enrichment(track, matched="step")
     with pytest.raises(TrackError, match=r"any of step, state, position; got \['layer'\]"):
-        strata(track, ["layer"])
+        matched_enrichment(track, matched=["layer"])
     with pytest.raises(TrackError, match=r"by='state' cannot be matched by state; use matched=\['step', 'position'\]"):
         matched_enrichment(track, by="state")
-    assert PlaceState.MASKED == 1
 
 
 def test_rows_of_different_templates_are_compared_within_groups():

@@ -8,12 +8,23 @@ import torch
 
 import sinklens
 from sinklens.analyses import find
-from sinklens.analyses.mode_costs import chosen_keys, costs, log_probabilities, predicting
-from sinklens.analyses.mode_heads import heads, similarity
-from sinklens.analyses.mode_motion import EDITS, MATCHING, Pair, canvases, motion, moves
-from sinklens.analyses.mode_text import BlockText, patterns, scaled, sinks
-from sinklens.analyses.modes import Modes
-from sinklens.analyses.seeds import write_seeds
+from sinklens.analyses.modes import (
+    EDITS,
+    MATCHING,
+    BlockText,
+    Modes,
+    Pair,
+    canvases,
+    costs,
+    heads,
+    log_probabilities,
+    motion,
+    moves,
+    patterns,
+    predicting,
+    similarity,
+)
+from sinklens.analyses.runs import noise_of
 from sinklens.errors import SettingError
 from sinklens.tasks.word_problems import held_out
 from training import RECIPES, write_untrained
@@ -64,7 +75,7 @@ def test_the_text_is_cut_into_the_complete_blocks_after_the_prompt(model, text):
 
 def test_every_pair_differs_in_one_token(model, text):
     block = text.blocks[1]
-    rows, pairs = canvases(text, block, MASK, text.random(0))
+    rows, pairs = canvases(text, block, MASK, noise_of(text.ids, 0))
     for pair in pairs:
         assert (rows[pair.before] != rows[pair.after]).nonzero().tolist() == [[pair.position]]
         (masks,) = {int((rows[pair.after] == MASK).sum()) for _ in [0]}
@@ -83,7 +94,7 @@ def test_moves_equal_sums_written_out(matching):
     pattern = (torch.rand(2, 2, 3, 4, 10, generator=generator) * 4).exp()
     pattern[1] += 3 * torch.rand(2, 3, 4, 10, generator=generator)
     pair, first = Pair("swap", 0, 1, 8), 6
-    found = moves(pattern, pair, first, matching, 2.0)
+    changes, are_sinks, moved = moves(pattern, pair, first, matching, 2.0)
     queries = [6, 7, 8, 9] if matching == "all" else [8, 9]
     keys = range(9) if matching == "matched" else range(10)
     for layer in range(2):
@@ -92,31 +103,30 @@ def test_moves_equal_sums_written_out(matching):
                 np.array([sum(float(pattern[row, layer, head, q - first, k]) for q in queries) for k in keys])
                 for row in range(2)
             )
-            assert bool(found.changes[layer, head]) == (one.argmax() != other.argmax())
+            assert bool(changes[layer, head]) == (one.argmax() != other.argmax())
             distance = abs(one / one.sum() - other / other.sum()).sum() / 2
-            assert float(found.moved[layer, head]) == pytest.approx(distance, abs=1e-5)
+            assert float(moved[layer, head]) == pytest.approx(distance, abs=1e-5)
             over = [
                 sums.max() / sums.mean() - np.delete(sums, sums.argmax()).mean() / sums.mean() for sums in (one, other)
             ]
-            assert bool(found.sinks[layer, head]) == (min(over) > 2.0)
+            assert bool(are_sinks[layer, head]) == (min(over) > 2.0)
 
 
 @pytest.mark.parametrize("modes", [("causal", "denoise"), ("denoise",), ()])
 def test_planted_motion_is_found_in_the_modes_that_have_it(model, text, modes):
     stop = text.blocks[0].stop
     one = BlockText(text.ids[:stop], text.blocks[:1], text.decided[:stop])
-    _, pairs = canvases(one, one.blocks[0], MASK, one.random(0))
+    _, pairs = canvases(one, one.blocks[0], MASK, noise_of(one.ids, 0))
     plan = np.random.default_rng(5).integers(one.blocks[0].start, size=9)
     still = np.full(9, 2)
     hooks = planted_keys(plan, modes) + planted_keys(still, {"causal", "denoise"} - set(modes))
     with model.hooks(fwd_hooks=hooks):
         found = motion(model, one, 3.0, 0)
-    for mode, name in enumerate(("causal", "denoise")):
-        for at, edit in enumerate(EDITS):
+    for mode in ("causal", "denoise"):
+        for edit in EDITS:
             moved = np.mean([plan[pair.before] != plan[pair.after] for pair in pairs if pair.edit == edit])
-            expected = moved if name in modes else 0.0
-            for measure in ("jump_share", "sink_jump_share", "moved"):
-                np.testing.assert_allclose(found[measure][mode, at], expected, atol=1e-4)
+            values = found.sel(mode=mode, edit=edit).to_array()
+            np.testing.assert_allclose(values, moved if mode in modes else 0.0, atol=1e-4)
 
 
 def test_hiding_keys_takes_them_from_the_block_alone(model, text):
@@ -166,14 +176,6 @@ def test_predicting_queries_are_those_whose_logits_are_read(model, text):
     torch.testing.assert_close(denoise, expected, rtol=0, atol=1e-6)
 
 
-def test_controls_are_weaker_keys_as_many_or_with_the_same_mass():
-    score = torch.tensor([[[1.0, 8.0, 1.0, 2.0, 2.0, 2.0, 0.5, 0.5]]])
-    order = torch.tensor([[[8.0, 7, 6, 5, 4, 3, 2, 1]]])
-    found = {name: keys[0, 0].nonzero()[:, 0].tolist() for name, keys in chosen_keys(score, order, 3.0).items()}
-    assert found == {"sink": [1], "random": [0], "same_mass": [0, 2, 3, 4, 5]}
-    assert sinks(scaled(score), 3.0)[0, 0].tolist() == [key == 1 for key in range(8)]
-
-
 def test_a_mode_whose_attention_writes_nothing_loses_nothing(model, text):
     """Sinks are planted in both modes; in causal passes, heads write nothing."""
 
@@ -188,12 +190,13 @@ def test_a_mode_whose_attention_writes_nothing_loses_nothing(model, text):
              (("hook_z", write), ("hook_attn_scores", attract))]  # fmt: skip
     with model.hooks(fwd_hooks=hooks):
         found = costs(model, text, 3.0, 0)
-    np.testing.assert_allclose(found["number"][:, 0], 1.0)
-    np.testing.assert_allclose(found["number"][:, 1], 1.0)
-    assert (found["mass"][:, 0] > 0.8).all()
-    np.testing.assert_array_equal(found["kl"][0], 0.0)
-    assert (found["kl"][1, :, 0] > 0).all()
-    assert (found["kl"][1, :, 0] > found["kl"][1, :, 1]).all(), "a random key holds less attention"
+    sink, random = (found.sel(choice=choice) for choice in ("sink", "random"))
+    np.testing.assert_allclose([sink["number"], random["number"]], 1.0)
+    assert (sink["mass"] > 0.8).all()
+    np.testing.assert_array_equal(found["kl"].sel(mode="causal"), 0.0)
+    kl = sink["kl"].sel(mode="denoise")
+    assert (kl > 0).all()
+    assert (kl > random["kl"].sel(mode="denoise")).all(), "a random key holds less attention"
 
 
 def test_heads_are_compared_with_heads_of_the_same_layer():
@@ -218,7 +221,7 @@ def test_strengths_are_those_of_passes_over_the_finished_block(model, text):
         for block in text.blocks:
             pattern = patterns(model, text.ids[: block.stop][None], mode, block)[0]
             shares.append(pattern[..., : block.start].mean(dim=-2).amax(dim=-1))
-        np.testing.assert_allclose(found["strength"][number], torch.stack(shares).mean(0), atol=1e-6)
+        np.testing.assert_allclose(found["strength"][1][number], torch.stack(shares).mean(0), atol=1e-6)
 
 
 def test_the_study_writes_its_tables_and_figures(model, measured, tmp_path):
@@ -256,14 +259,6 @@ def test_the_text_of_another_mode_and_prompts_of_ids_are_measured(model, measure
     assert data["right"].isnull().all()
     (other,) = measured.measured.values()
     assert not np.array_equal(other["moved"].values[0], data["moved"].values[0])
-
-
-def test_differences_are_compared_between_seeds(measured, tmp_path):
-    (data,) = measured.measured.values()
-    findings = replace(measured, measured={"one": data, "two": data})
-    table, _ = write_seeds(Modes(), findings, tmp_path)
-    rows = table[(table["compared"] == "difference") & (table["measure"] == "difference")]
-    assert set(rows["claim"]) == set(data["claim"].values)
 
 
 def test_a_model_with_one_mode_is_refused(tiny_llada):

@@ -62,18 +62,6 @@ def test_a_sweep_under_replay_equals_runs_one_by_one(model):
     assert float(together["kl"].sel(intervention="head").max()) > 0
 
 
-def test_an_intervention_on_complete_passes_is_refused_inside_a_sweep(model):
-    with pytest.raises(SettingError, match="not available for diffusion-gemma models, whose passes cover one canvas"):
-        sweep(model, PROMPTS[0], {"a": [], "b": Unfit()}, progress=False, **SETTINGS)
-
-
-class Unfit(Intervention):
-    """An intervention that needs complete passes."""
-
-    def pairs(self, model, run):
-        return []
-
-
 def test_a_row_that_waits_for_others_is_not_active(model):
     """A row ends when its mean entropy is below a bound, which only one of the two is after the first step."""
     settings, means = {"gen_length": 8, "max_denoising_steps": 4, "stability_threshold": 0}, []
@@ -98,9 +86,29 @@ def test_a_row_that_waits_for_others_is_not_active(model):
     assert own_run(model, PROMPTS, settings, hooks=[noise]).own[first].tolist()[:2] == [True, False]
 
 
-def test_activations_of_a_canvas_are_not_collected(model, tmp_path):
-    with pytest.raises(SettingError, match=r"collect needs a model with a mask token.*hooks="):
-        collect(model, PROMPTS, "blocks.1.hook_resid_post", tmp_path / "a.zarr", **SETTINGS)
+class Unfit(Intervention):
+    """An intervention that needs complete passes."""
+
+    def pairs(self, model, run):
+        return []
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda model, out: collect(model, PROMPTS, "blocks.1.hook_resid_post", out, **SETTINGS),
+            "collect needs a model with a mask token.*hooks=",
+        ),
+        (
+            lambda model, _: sweep(model, PROMPTS[0], {"a": [], "b": Unfit()}, progress=False, **SETTINGS),
+            "not available for diffusion-gemma models, whose passes cover one canvas",
+        ),
+    ],
+)
+def test_what_reads_complete_passes_is_refused(call, text, model, tmp_path):
+    with pytest.raises(SettingError, match=text):
+        call(model, tmp_path / "a.zarr")
     assert not any(tmp_path.iterdir())
 
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.analyses.rewriting import nearest_changes, rewritten, strongest_keys, written_over
-from sinklens.sinks import motion
+from sinklens.analyses.events import rewritten, written_over
 from sinklens.tasks.word_problems import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]  # of different lengths: one row is padded
@@ -21,20 +20,6 @@ def run(tiny_llada):
 def size(model, one, other):
     """‖e(one) − e(other)‖."""
     return float((model.tree.W_E[one] - model.tree.W_E[other]).detach().norm())
-
-
-def test_separate_passes_have_the_strongest_keys_of_the_run(tiny_llada, run):
-    for row in range(2):
-        pads = int((~run.real[row]).sum())
-        found = strongest_keys(tiny_llada, run.canvas[row, :LENGTH, pads:])
-        np.testing.assert_array_equal(found + pads, motion.strongest_key(run.sinks).to_numpy()[row])
-
-
-def test_places_of_the_nearest_size_are_taken_once():
-    sizes = np.array([0.0, 1.0, 1.2, np.nan, 3.0])
-    assert nearest_changes([1.05, 1.0], sizes) == [1, 2]
-    assert nearest_changes([0.1] * 4, sizes) == [1, 2, 4]
-    assert nearest_changes([1.0], np.zeros(0)) == []
 
 
 def test_the_decided_token_is_written_over_the_earlier_one_with_the_nearest_change(tiny_llada, run):

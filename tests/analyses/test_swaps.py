@@ -5,7 +5,7 @@ import importlib
 import numpy as np
 import pytest
 
-from sinklens.analyses.swaps import BEYOND, SWAPS, Swaps
+from sinklens.analyses.swaps import SWAPS, Swaps
 from sinklens.experiments import swap
 from sinklens.experiments.swaps import kinds_of_vocabulary
 from sinklens.sinks.kinds import Kind
@@ -62,8 +62,3 @@ def test_measures_are_those_of_swaps_by_hand(tiny_llada):
         made = swap(run, replace, by, places=3, seed=1)
         for measure in ("sinks_before", "sinks_after"):
             assert float(found[measure].sel(swap=name)) == pytest.approx(float(made[measure].mean()))
-
-
-def test_intervals_resample_the_templates(tiny_llada):
-    found = Swaps(settings=SHORT, places=1).run(tiny_llada, [problem.prompt for problem in PROBLEMS])
-    assert found.tables["beyond"]["groups"].tolist() == [len({problem.kind for problem in PROBLEMS})] * len(BEYOND)

@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 import torch
 
-from sinklens.analyses import text_passes
-from sinklens.analyses.text_passes import (
-    CHOICES,
+from sinklens.analyses.texts import (
+    KINDS,
+    PAIRS,
     STALE,
     Read,
     TextCanvas,
+    Texts,
     earlier_canvas,
     hiding,
-    key_choices,
     loss,
     no_ops,
     outdating,
     read,
+    stale_costs,
     uniform,
     write_ratio,
     written,
 )
-from sinklens.analyses.texts import KINDS, PAIRS, Texts
 from sinklens.errors import SettingError
 from sinklens.tasks.word_problems import held_out
 
@@ -148,12 +148,11 @@ def planted(monkeypatch, cost_of_sinks):
         pattern = pattern_of(model, canvas.ids)
         return Read(3.0, pattern, torch.ones(*pattern.shape[:1], pattern.shape[-1], 1, 1), torch.empty(0))
 
-    for where in (texts, text_passes):
-        monkeypatch.setattr(where, "read", planted_read)
-        monkeypatch.setattr(where, "loss", planted_loss)
+    monkeypatch.setattr(texts, "read", planted_read)
+    monkeypatch.setattr(texts, "loss", planted_loss)
     monkeypatch.setattr(texts, "hiding", lambda keys: keys)
     monkeypatch.setattr(texts, "written", lambda model, read: torch.ones_like(read.sums))
-    monkeypatch.setattr(text_passes, "outdating", lambda keys, earlier: keys)
+    monkeypatch.setattr(texts, "outdating", lambda keys, earlier: keys)
 
 
 @pytest.mark.parametrize(("extra", "verdict"), [(0.5, "holds"), (0.0, "cannot tell")])
@@ -175,31 +174,11 @@ def test_sinks_that_cost_what_their_attention_costs_are_separated_from_others(ex
     assert removed["same_mass"] == pytest.approx(removed["sink"], abs=0.02)
 
 
-def test_controls_are_no_sinks_and_have_the_number_or_the_attention(tiny_llada):
-    ids = tiny_llada.encode(PROBLEMS[0])[0][0]
-    plain = read(tiny_llada, TextCanvas(ids, torch.ones(len(ids), dtype=torch.bool)))
-    allowed = torch.arange(len(ids)) > 4
-    sinks = (plain.sums - 1 > 3) & allowed
-    order = torch.rand(sinks.shape, generator=torch.Generator().manual_seed(0))
-    found = key_choices(sinks, sinks, plain, order, allowed)
-    assert list(found) == list(CHOICES)
-    assert sinks.any()
-    for name in ("random", "same_mass"):
-        assert not (found[name] & sinks).any()
-        assert not (found[name] & ~allowed).any()
-    assert (found["random"].sum(dim=-1) == sinks.sum(dim=-1)).all()
-    mass = {name: (plain.from_others * keys).sum(dim=(1, 2)) for name, keys in found.items()}
-    enough = (plain.from_others * ~sinks * allowed).sum(dim=(1, 2)) > mass["sink"]
-    assert enough.any()
-    largest = float(plain.from_others[~sinks].max())
-    torch.testing.assert_close(mass["same_mass"][enough], mass["sink"][enough], atol=largest, rtol=0)
-
-
 def test_stale_keys_were_visible_and_their_controls_hold_as_much_attention(tiny_llada):
     canvas, earlier = canvases(tiny_llada)
     plain = read(tiny_llada, canvas)
     order = torch.rand(plain.sums.shape, generator=torch.Generator().manual_seed(0))
-    found = text_passes.stale_costs(tiny_llada, canvas, plain, earlier, 3.0, order)
+    found = stale_costs(tiny_llada, canvas, plain, earlier, 3.0, order)
     assert list(found) == list(STALE)
     cost, mass = ({name: values[at] for name, values in found.items()} for at in (0, 1))
     assert mass["sink"] == pytest.approx(mass["same_mass"], abs=0.02)
@@ -227,14 +206,11 @@ def test_measures_of_a_text(tiny_llada, tiny_llama):
     found = Texts(draws=3).run([tiny_llada, tiny_llama], PROBLEMS[:2]).measured
     masked, causal = found["tiny-llada"], found["tiny-llama"]
     assert set(masked["kind"].to_numpy()) == set(KINDS)
-    assert causal["per_place"].sel(kind="mask").isnull().all()
-    assert masked["per_place"].sel(kind="mask").notnull().all()
-    assert causal["jump_share"].sel(edit=["edited", "revealed"]).isnull().all()
-    assert masked["jump_share"].notnull().all()
-    assert causal["stale_cost"].isnull().all()
-    assert masked["stale_cost"].notnull().all()
-    assert (masked["causal"] == 0).all()
-    assert (causal["causal"] == 1).all()
+    for name, places in (
+        ("per_place", {"kind": "mask"}), ("jump_share", {"edit": ["edited", "revealed"]}), ("stale_cost", {}),
+    ):  # fmt: skip
+        assert causal[name].sel(places).isnull().all()
+        assert masked[name].sel(places).notnull().all()
     ids = tiny_llama.encode(PROBLEMS[0])[0][0]
     logits = tiny_llama(ids[None])[0].double()
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])

@@ -4,11 +4,10 @@ Both are loaded twice, on the CPU and on the device under test; the CPU's are th
 """
 
 from functools import cache
-from typing import Any
 
 import torch
+from building import random_hf
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sinklens.model import Model, load
 
@@ -38,16 +37,12 @@ def random_model(
     kv_heads: int = 2,
 ) -> Model:
     """A two-layer model with random weights, the same on every device and in every dtype up to rounding."""
-    config: Any = CONFIG_MAPPING[architecture](
-        vocab_size=VOCABULARY, hidden_size=d_head * heads, intermediate_size=2 * d_head * heads, num_hidden_layers=2,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=d_head, max_position_embeddings=1024,
-        initializer_range=0.05, mask_token_id=VOCABULARY - 1, tie_word_embeddings=False,
+    hf = random_hf(
+        architecture, causal, vocab_size=VOCABULARY, hidden_size=d_head * heads, intermediate_size=2 * d_head * heads,
+        num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=d_head,
+        max_position_embeddings=1024, initializer_range=0.05, mask_token_id=VOCABULARY - 1, tie_word_embeddings=False,
     )  # fmt: skip
-    config.is_causal = causal
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return load(hf.to(device=device, dtype=dtype).eval())
+    return load(hf.to(device=device, dtype=dtype))
 
 
 def random_ids(batch: int, length: int, vocabulary: int = VOCABULARY) -> Tensor:

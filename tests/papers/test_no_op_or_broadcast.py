@@ -92,14 +92,6 @@ def test_sinks_no_ops_and_broadcasts_are_those_of_the_weights(runs):
             np.testing.assert_array_equal([part[row] for part in found], expected)
             assert expected[0].all()
             assert (expected[1, 1] == expected[0, 1] > 0) == is_planted
-            data = track.data.isel(batch=row, pos=slice(-len(run.tokens), None))
-            if not is_planted:
-                ranked = torch.stack([ranks(one.output) for one in run.passes])
-                norms = torch.stack([one.value.square().sum(-1).sqrt() for one in run.passes])
-                scores = torch.stack([one.pattern.sum(2) for one in run.passes])
-                np.testing.assert_allclose(data["output_rank"], ranked, rtol=2e-5)
-                np.testing.assert_allclose(data["value_norm"], norms, rtol=2e-5)
-                np.testing.assert_allclose(data["score"], scores, atol=2e-5)
 
 
 def measures(run):
@@ -153,11 +145,3 @@ def test_the_cost_of_removing_values_is_that_of_the_weights(script, runs):
     expected = [divergence(run, keys) for keys in (before, control)]
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     assert abs(divergence(run, sinks) / expected[0] - 1) > 0.01  # the sinks of the same step give another number
-
-    mass = torch.stack([one.pattern.sum(2) for one in run.passes])
-    lost, taken = ((mass * keys).sum((-2, -1)) for keys in (before, control))
-    assert not (control & before).any()
-    room = (mass * ~before).flatten(2).amax(-1) / 2  # a key may overshoot by half of its attention
-    all_others = ((mass * ~before).sum((-2, -1)) - taken) < 1e-3
-    assert ((lost - taken).abs() <= room)[~all_others].all()
-    assert lost[1:].sum() > 0

@@ -74,7 +74,7 @@ def test_the_blocks_that_are_left_out_of_the_pass_change_neither_logits_nor_grad
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, value in hf.named_parameters():
         torch.testing.assert_close(value.grad, gradients[name], atol=1e-4, rtol=1e-3)
-        assert value.grad.abs().sum() > 0
+    hf.zero_grad(set_to_none=True)
 
 
 def test_each_block_has_its_own_noise_level_and_the_prompt_is_never_masked():

@@ -204,6 +204,20 @@ def test_the_masked_loss_is_cross_entropy_over_t_summed_over_masked_tokens(name,
     assert loss.item() == pytest.approx(expected / (8 * ANSWER_LENGTH), rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-sdar", "tiny-canvas", "tiny-mdlm", "tiny-duo", "tiny-two-modes"])
+def test_training_reaches_every_weight_that_a_pass_without_pictures_uses(name, noisy_toy):
+    recipe, model, _ = noisy_toy(name)
+    ids = torch.randint(3, 600, (8, 45), generator=torch.Generator().manual_seed(1))
+    for step in range(6):  # some of them read a softmax of their own first pass
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loop.LOSSES[recipe.objective]
+            loss(model, recipe, ids, 21, loop.make_tokenizer(recipe).mask_token_id, step).backward()
+    idle = {key for key, value in model.named_parameters() if value.grad is None or not value.grad.any()}
+    model.zero_grad(set_to_none=True)
+    vision = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
+    assert {key for key in idle if not key.startswith(vision)} == set()
+
+
 def test_the_learning_rate_restarts_at_half_its_peak():
     recipe = replace(RECIPES["tiny-llada"], cycles=(100, 50), warmup=10)
     rates = [loop.learning_rate(recipe, step) for step in range(150)]

@@ -20,11 +20,6 @@ from sinklens.errors import SettingError
 from sinklens.utils.estimates import mcnemar
 
 
-def test_a_true_loss_of_a_tenth_is_rarely_found_with_50_prompts_and_20_claims():
-    assert paired_power(0.1, 50, 0.05 / 20) == pytest.approx(0.0245, abs=1e-4)
-    assert smallest_paired(50, 0.05 / 20) == pytest.approx(0.2415, abs=1e-3)
-
-
 @pytest.mark.parametrize(("effect", "number", "against"), [(0.2, 40, 0.0), (0.15, 60, 0.05), (0.0, 50, 0.1)])
 def test_power_is_the_share_of_simulated_studies_that_mcnemars_test_finds(effect, number, against):
     draws = np.random.default_rng(3).multinomial(
@@ -95,13 +90,6 @@ def verdicts(lost, gained, number):
 def test_a_table_says_whether_the_number_of_prompts_is_why(lost, gained, number, verdict, why):
     row = verdicts(lost, gained, number)
     assert (row["verdict"], row["why"]) == (verdict, why)
-
-
-def test_the_smallest_effect_shown_grows_with_the_number_of_claims():
-    values = xr.Dataset({"cost": (("prompt", "part"), np.zeros((50, 20)))})
-    many, one = (interval_table({"planted": data}, ["cost"], null=0.0) for data in (values, values.isel(part=[0])))
-    assert judged(many)["shown"].iloc[0] == pytest.approx(smallest_paired(50, 0.05 / 20))
-    assert judged(one)["shown"].iloc[0] == pytest.approx(smallest_paired(50, 0.05))
 
 
 def test_a_table_without_outcomes_has_no_reason():

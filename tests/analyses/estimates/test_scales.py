@@ -15,11 +15,6 @@ def test_a_scale_and_its_inverse_cancel_and_keep_order(scale, values):
     assert (np.diff(there) > 0).all()
 
 
-def test_the_middle_of_each_range_is_zero():
-    assert [float(scale.to(x)) for scale, x in ((LOG, 1), (SHARE, 0.5), (DIFFERENCE, 0))] == pytest.approx([0, 0, 0])
-    assert DIFFERENCE.to(0.3) == pytest.approx(2 * np.arctanh(0.3))
-
-
 def test_limits_are_infinite_unless_moved_inwards_by_half_the_resolution():
     assert SHARE.to([0, 1]).tolist() == [-np.inf, np.inf]
     np.testing.assert_allclose(SHARE.to([0, 1, 0.3], 0.02), SHARE.to([0.01, 0.99, 0.3]))

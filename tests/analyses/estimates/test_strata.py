@@ -4,10 +4,8 @@ from dataclasses import astuple
 
 import numpy as np
 import pytest
-import xarray as xr
 
-import sinklens.analyses.estimates.strata as module
-from sinklens.analyses.estimates.strata import comparable_share, compare, correlation_within, two_groups
+from sinklens.analyses.estimates.strata import compare, correlation_within
 from sinklens.utils import estimates
 
 
@@ -41,12 +39,6 @@ def test_estimate_and_interval_equal_those_of_loops_over_drawn_prompts(differenc
     assert float(found.high) == pytest.approx(high, abs=0.15 * width)
 
 
-def test_the_interval_does_not_depend_on_how_many_strata_fit_in_memory(monkeypatch):
-    whole = compare(parts_of(), 3)
-    monkeypatch.setattr(module, "CHUNK", 7)
-    assert astuple(compare(parts_of(), 3).found) == pytest.approx(astuple(whole.found), nan_ok=True)
-
-
 def test_strata_with_one_group_drop_out_and_are_counted():
     a, n = np.array([[2.0, 6.0]]), np.array([[4.0, 6.0]])
     b, m = np.array([[1.0, 0.0]]), np.array([[4.0, 0.0]])
@@ -76,47 +68,6 @@ def test_a_correlation_within_strata_ignores_differences_between_them():
     assert found.high < -0.8
 
 
-def test_resamples_of_one_prompt_have_no_correlation():
-    """Two prompts: half of the resamples draw one of them twice, and nothing varies in those."""
-    found = correlation_within(np.array([[0.1, 0.7], [0.3, 0.2]]), np.array([[0.4, 0.1], [0.2, 0.9]])).found
-    assert -1 <= found.low <= found.high <= 1
-
-
-def test_two_groups_sum_events_and_places_where_each_group_is():
-    events = xr.DataArray([[[1.0, 2.0], [np.nan, 4.0]]], dims=("prompt", "step", "place"))
-    first = xr.DataArray([[[True, False], [True, False]]], dims=("prompt", "step", "place"))
-    a, n, b, m = two_groups(events, events.notnull().astype(float).where(events.notnull()), first)
-    assert a.tolist() == [[1, 0, 0, 0]]
-    assert n.tolist() == [[1, 0, 0, 0]]
-    assert b.tolist() == [[0, 2, 0, 4]]
-    assert m.tolist() == [[0, 1, 0, 1]]
-
-
-def templates(prompts=120, seed=0, effect=1.0):
-    """Two templates. The first mostly has masks at a place and few sinks, the second words and many.
-
-    Within a template, sinks are `effect` times as likely on masks as on words.
-    """
-    noise = np.random.default_rng(seed)
-    group = np.arange(prompts) % 2
-    mask = noise.random((prompts, 6)) < np.where(group == 0, 0.8, 0.2)[:, None]
-    chance = np.where(group == 0, 0.15, 0.6)[:, None] * np.where(mask, effect, 1.0)
-    sink = noise.random((prompts, 6)) < chance
-    return group, [part.astype(float) for part in (sink & mask, mask, sink & ~mask, ~mask)]
-
-
-def test_places_of_different_templates_reverse_a_comparison_that_groups_do_not():
-    """Simpson's paradox at the same place: masks seem avoided, although they are sinks as often, or more often."""
-    group, parts = templates()
-    old, new = compare(parts), compare(parts, group=group)
-    assert old.found.high < 0.7
-    assert new.found.low < 1 < new.found.high
-    group, parts = templates(effect=1.6)
-    old, new = compare(parts), compare(parts, group=group)
-    assert old.found.high < 1
-    assert float(new.found.value) == pytest.approx(1.6, rel=0.25)
-
-
 def test_a_matched_estimate_within_groups_is_that_of_loops_over_groups_and_strata():
     group, parts = np.arange(15) % 3, parts_of()
     for difference in (False, True):
@@ -128,25 +79,6 @@ def test_a_matched_estimate_within_groups_is_that_of_loops_over_groups_and_strat
         assert float(found.found.value) == pytest.approx(naive(wide, difference))
         assert found.groups == 3
         assert found.found.n == 15
-
-
-def test_the_share_that_stays_comparable_counts_groups():
-    n, m = np.array([[2.0], [3.0], [0.0]]), np.array([[0.0], [0.0], [4.0]])
-    assert comparable_share(n, m) == 1
-    assert comparable_share(n, m, np.array([0, 1, 1])) == pytest.approx(3 / 5)
-    found = compare([n, n, m, m], group=np.array([0, 1, 1]))
-    assert found.share == pytest.approx(3 / 5)
-    assert compare([n, n, m, m], group=np.array([0, 1, 2])).share == 0
-
-
-def test_a_correlation_between_templates_is_none_within_them():
-    noise = np.random.default_rng(0)
-    group = np.arange(60) % 6
-    x, y = (group[:, None] / 2 + 0.3 * noise.normal(size=(60, 8)) for _ in range(2))
-    assert correlation_within(x, y).found.low > 0.8
-    within = correlation_within(x, y, group=group)
-    assert within.found.low < 0 < within.found.high
-    assert correlation_within(x, y, group=group, within=False).found.value > 0.8
 
 
 def test_one_group_is_a_sample_of_prompts():
@@ -175,12 +107,6 @@ def coverage(groups, each, between, studies, grouped=True):
 def test_intervals_over_groups_cover_the_mean_of_all_groups(groups, between, monkeypatch):
     monkeypatch.setattr(estimates, "RESAMPLES", 300)
     assert coverage(groups, 10, between, 400) >= 0.92
-
-
-@pytest.mark.extended
-def test_intervals_over_prompts_do_not_cover_it_where_groups_differ(monkeypatch):
-    monkeypatch.setattr(estimates, "RESAMPLES", 300)
-    assert coverage(7, 10, 0.1, 200, grouped=False) < 0.8
 
 
 def test_a_p_value_is_small_exactly_where_the_interval_over_groups_excludes_no_difference():
