@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from planting import planted
 
-from sinklens.analyses.matching import matched_enrichment, risk_ratio
+from sinklens.analyses.matching import matched_enrichment
 from sinklens.errors import TrackError
 from sinklens.sinks import Detector
 from sinklens.sinks.kinds import Kind, enrichment, kinds, states
@@ -88,14 +88,6 @@ def test_the_ratio_is_mantel_and_haenszel_s_sum_over_strata(matched):
         shared = [t for t in tables.values() if t[0, 1] and t[1, 1]]
         assert float(found["matched_sinks"]) == sum(t[0, 0] for t in shared)
         assert float(found["matched_positions"]) == sum(t[0, 1] for t in shared)
-
-
-def test_the_ratio_of_two_strata_by_hand():
-    """2 of 4 against 1 of 4, and 3 of 6 against 1 of 2: (2·4/8 + 3·2/8) / (1·4/8 + 1·6/8)."""
-    a, n, b, m = (np.array(values, dtype=float) for values in ([2, 3, 9], [4, 6, 9], [1, 1, 0], [4, 2, 0]))
-    assert risk_ratio(a, n, b, m) == pytest.approx((1 + 0.75) / (0.5 + 0.75))
-    assert np.isnan(risk_ratio(a[2:], n[2:], b[2:], m[2:]))  # a stratum without others
-    assert risk_ratio(a[:1], n[:1], b[:1], m[:1]) == pytest.approx((2 / 4) / (1 / 4))
 
 
 def test_matching_by_anything_else_is_rejected():

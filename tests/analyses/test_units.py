@@ -1,12 +1,10 @@
 """Finished prompts on disk equal the measurements, and are separate from those of other runs."""
 
 import numpy as np
-import pytest
 import xarray as xr
 
 from sinklens.analyses.units import FOLDER, Units, finished, unused
 from sinklens.evaluation.ledger import LedgerRun, Writer
-from sinklens.evaluation.units import equals_apart
 
 WHAT = {"study": "letters", "model": {"name": "m", "weights": "0"}, "prompts": 3, "seed": 0}
 DATA = xr.Dataset(
@@ -46,16 +44,6 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
         units.add([0, 1, 2], DATA)
         xr.testing.assert_identical(units.dataset(), DATA)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 10])
-def test_batches_hold_every_prompt_once_and_never_two_equal_ones(size):
-    prompts = ["a", "b", "a", [1, 2], "a", "b", [1, 2]]
-    found = list(equals_apart([0, 1, 2, 3, 5, 6], lambda number: repr(prompts[number]), size))
-    assert sorted(number for batch in found for number in batch) == [0, 1, 2, 3, 5, 6]
-    for batch in found:
-        assert 1 <= len(batch) <= size
-        assert len({str(prompts[number]) for number in batch}) == len(batch)
 
 
 def test_units_of_another_run_are_reported_with_the_differences(tmp_path):

@@ -1,7 +1,5 @@
 """Stratified statistics against loops, and their intervals against resampled prompts."""
 
-from dataclasses import astuple
-
 import numpy as np
 import pytest
 
@@ -79,13 +77,6 @@ def test_a_matched_estimate_within_groups_is_that_of_loops_over_groups_and_strat
         assert float(found.found.value) == pytest.approx(naive(wide, difference))
         assert found.groups == 3
         assert found.found.n == 15
-
-
-def test_one_group_is_a_sample_of_prompts():
-    parts = parts_of()
-    alone, grouped = compare(parts), compare(parts, group=np.zeros(15, dtype=int))
-    assert astuple(alone.found) == pytest.approx(astuple(grouped.found), nan_ok=True)
-    assert grouped.groups == 0
 
 
 def coverage(groups, each, between, studies, grouped=True):
