@@ -18,11 +18,12 @@ With ``path=`` the gradient is averaged between the two inputs; check both again
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 import xarray as xr
+from annotated_types import Ge
 from jaxtyping import Float
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from sinklens.model.prompts import Prompt
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Pairs, within
 from sinklens.sampling.key_cache import one_later
+from sinklens.utils.arguments import Count, read_as
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -125,8 +127,7 @@ def patching_effects(
         at_once: number of places patched in one pass, each in a copy of the batch.
     """
     pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
-    if at_once < 1:
-        raise SettingError(f"at_once must be at least 1; got {at_once}.")
+    read_as(Count, "at_once", at_once)
     kept, logits = pair.values(pair.clean, _points(names, model))
     clean, corrupted = metric_value(metric, logits), metric_value(metric, pair.values(pair.corrupted, [])[1])
     found = {}
@@ -228,11 +229,7 @@ class Pair(NamedTuple):
         Raises:
             SettingError: `path` is below 0.
         """
-        if path < 0:
-            raise SettingError(
-                f"path must be 0 (the corrupted run only) or a positive number of gradients to average; got {path}."
-            )
-        shares = [(number + 0.5) / path for number in range(path)]
+        shares = [(number + 0.5) / path for number in range(read_as(Annotated[int, Ge(0)], "path", path))]
         return [[(EMBED, lambda value, hook, share=share: torch.lerp(value, clean, share))] for share in shares] or [[]]
 
     def gradients(self, metric: LogitMetric, points: Sequence[str], before: Pairs) -> dict[str, Tensor]:

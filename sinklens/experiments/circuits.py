@@ -45,6 +45,7 @@ from sinklens.interventions.circuits import KeepEdges, senders_of
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import within
 from sinklens.runs.result import require_run
+from sinklens.utils.arguments import Count, NonNegative, read_as
 from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
@@ -494,8 +495,7 @@ def circuit_curves(
     Raises:
         SettingError: as `measure_circuit`; no draws.
     """
-    if draws < 1:
-        raise SettingError(f"draws must be at least 1; got {draws}.")
+    read_as(Count, "draws", draws)
     full, empty = _ends(cases)
     found = np.full((2, len(shares), len(KINDS), draws), np.nan)
     sizes, changed = [], np.full((len(shares), draws), np.nan)
@@ -532,8 +532,7 @@ def greedy_circuit(
     Raises:
         SettingError: as `measure_circuit`; a negative tolerance.
     """
-    if tolerance < 0:
-        raise SettingError(f"tolerance must not be negative; got {tolerance}.")
+    read_as(NonNegative, "tolerance", tolerance)
     full, empty = _ends(cases)
 
     def share(circuit: Circuit) -> float:

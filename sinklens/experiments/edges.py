@@ -44,6 +44,7 @@ from sinklens.interventions.paths import Receiver, ResidualStream, Sender, cente
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import HookFunction, Pairs, within
 from sinklens.runs.result import require_run
+from sinklens.utils.arguments import Count, read_as
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -147,9 +148,8 @@ def path_patching_effects(
     before = metric_value(metric, corrupted_logits)
     edges = [(row, column) for column in range(len(last)) for row in range(len(first))]
     edges = [(row, column) for row, column in edges if first[row].depth < last[column].depth]
-    size = copies_within(pair, memory_gb) if edges_per_pass is None else edges_per_pass
-    if size < 1:
-        raise SettingError(f"edges_per_pass must be at least 1; got {edges_per_pass}.")
+    given = read_as(Count | None, "edges_per_pass", edges_per_pass)
+    size = copies_within(pair, memory_gb) if given is None else given
     effects = torch.full((len(first), len(last)), torch.nan)
     listed = [(changes[row], [last[column]]) for row, column in edges]
     for (row, column), logits in zip(edges, _each_patched(pair, pair.corrupted, listed, size), strict=True):
@@ -337,10 +337,11 @@ def _message(pair: Pair, layer: int, heads: list[int], key: int | None) -> tuple
     gates = [gate] if pair.model.tree.architecture.modulation else []
     points = [*gates, f"{attn}.hook_pattern", f"{attn}.hook_v", f"{attn}.hook_attn_scores"]
     kept, _ = pair.values(pair.clean, points)
-    pattern, scores = (kept[f"{attn}.{name}"][0, heads].float() for name in ("hook_pattern", "hook_attn_scores"))
+    cfg = pair.model.cfg
+    own = wide(kept[f"{attn}.hook_v"][0])[:, [head * cfg.n_key_value_heads // cfg.n_heads for head in heads]]
+    pattern, scores = (kept[f"{attn}.{name}"][0, heads].to(own) for name in ("hook_pattern", "hook_attn_scores"))
     place = int(pattern.sum(dim=(0, 1)).argmax()) if key is None else key
-    cfg, seen = pair.model.cfg, (scores > -torch.inf).float()
-    own = kept[f"{attn}.hook_v"][0].float()[:, [head * cfg.n_key_value_heads // cfg.n_heads for head in heads]]
+    seen = (scores > -torch.inf).to(own)
     mean = torch.einsum("hqk,khd->hqd", seen, own) / seen.sum(dim=-1, keepdim=True).clamp(min=1)
     message = pattern[:, :, place, None] * (mean - own[place, :, None])
     change = torch.einsum("hqd,hdm->qm", message, wide(pair.model.blocks[layer].attn.W_O[heads]))

@@ -10,7 +10,7 @@ sum does not say which query looks where.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ from sinklens.interventions.paths import PathPatch, refuse_indirect
 from sinklens.runs.intervention import Pairs, within
 from sinklens.runs.result import require_run
 from sinklens.sinks.detectors import Detector
+from sinklens.utils.arguments import read_as
 
 if TYPE_CHECKING:
-    from sinklens.hooks.points import Point
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
@@ -118,8 +118,7 @@ def jump_undone(
         SettingError: another letter, a sender that the head does not read, a source of another length, an
             autoregressive run, one whose steps reuse earlier keys (`exact_step`), or what `PathPatch` refuses.
     """
-    if letter not in ("q", "k"):
-        raise SettingError(f"letter must be 'q' or 'k', the inputs of an attention pattern; got {letter!r}.")
+    read_as(Literal["q", "k"], "letter", letter)
     require_run(run, "run")
     model = run.model
     if model.causal:
@@ -148,13 +147,10 @@ def jump_undone(
 
 def _lead(model: "Model", jump: Jump, step: StepIds, hooks: Pairs) -> float:
     """Column sum of the new key minus that of the old one in a pass over a row; `jump` has places in the row."""
-    kept: dict[str, torch.Tensor] = {}
-
-    def keep(value: torch.Tensor, hook: "Point") -> None:
-        kept["pattern"] = value
-
-    last = (f"blocks.{jump.layer}.attn.hook_pattern", keep)
-    with model.tree.hooks(fwd_hooks=[*hooks, last]):
-        model.tree.hidden(step.ids, step.attention_mask, time=step.time)
-    column = kept["pattern"][0, jump.head].float().sum(dim=0)
+    name = f"blocks.{jump.layer}.attn.hook_pattern"
+    with model.tree.hooks(fwd_hooks=[*hooks]):
+        _, cache = model.tree.run_with_cache(
+            step.ids, attention_mask=step.attention_mask, time=step.time, names_filter=name
+        )
+    column = cache[name][0, jump.head].float().sum(dim=0)
     return float(column[jump.new] - column[jump.old])

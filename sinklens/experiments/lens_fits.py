@@ -49,6 +49,7 @@ from sinklens.experiments.step_ids import exact_step
 from sinklens.hooks.points import Point
 from sinklens.runs import generate
 from sinklens.runs.intervention import Pairs
+from sinklens.utils.arguments import read_as
 from sinklens.utils.integers import as_seed
 
 if TYPE_CHECKING:
@@ -246,8 +247,7 @@ def fit_jacobian_lens(
             without steps.
     """
     fitted = _Fitted(model, buckets, passes=passes, dims=dims, rows=rows)
-    if targets not in ("all", "own"):
-        raise SettingError(f"targets must be 'all' or 'own'; got {targets!r}.")
+    read_as(Literal["all", "own"], "targets", targets)
     listed: list[list[tuple[_Pass, int]]] = [[] for _ in range(buckets)]
     for found in fitted.passes(model, prompts, rows, seed=seed, chat_template=chat_template, **settings):
         for one in found:

@@ -19,10 +19,10 @@ the runs are not applied, and the weight of a position is one number for all lay
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -217,13 +217,19 @@ class _Kept(Reader):
         return [("denoise.hook_canvas", canvas.hook), *((name, keep) for name in self.points)]
 
 
+def _computed(run: RunContext, queries: int) -> Bool[Tensor, "batch query"]:
+    """The queries of a pass that are real, in rows that have something left to decide."""
+    now = run.forward_pass
+    first = now.first(queries)
+    assert now.active is not None
+    return run.real[:, first : first + queries] & now.active[:, None].to(run.real.device)
+
+
 def _counted(run: RunContext, queries: int) -> Bool[Tensor, "batch query"]:
-    """The queries of a pass that count: those of this step, real, in rows that have something left to decide."""
-    first, own = run.forward_pass.first(queries), run.forward_pass.spans(queries)[-1]
-    real = run.real[:, first : first + queries].clone()
-    real[:, : own.start] = False
-    assert run.forward_pass.active is not None
-    return real & run.forward_pass.active[:, None].to(real.device)
+    """Those of them that belong to this step."""
+    found = _computed(run, queries)
+    found[:, : run.forward_pass.spans(queries)[-1].start] = False
+    return found
 
 
 def head_outputs(model: Model, prompts: Sequence[str] | Tensor, seed: int = 0, **settings: Any) -> HeadOutputs:
@@ -238,58 +244,43 @@ def head_outputs(model: Model, prompts: Sequence[str] | Tensor, seed: int = 0, *
     """
     if settings.get("cache") is not None:
         raise SettingError("head_outputs reads exact runs; leave cache= out.")
-    seen = _Collected(model, model.encode(prompts, settings.get("chat_template", False))[1], seed)
-    generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=seen.pairs(), **settings)
-    return HeadOutputs(seen.mean(), seen.pool())
+    seen = _Sampled(as_seed(seed), model.cfg.n_layers)
+    generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=seen, **settings)
+    return seen.outputs()
 
 
-class _Collected:
-    """Collects the outputs of every head at each step, from the rows that are active at the step."""
+class _Sampled(Reader):
+    """Collects the mean and a sample of the outputs of every head, from the rows that are active at the step."""
 
-    def __init__(self, model: Model, real: Bool[Tensor, "batch pos"], seed: int) -> None:
-        layers = range(model.cfg.n_layers)
-        self._model, self._real, self._rng = model, real, torch.Generator().manual_seed(as_seed(seed))
-        self._ids: Tensor | None = None
+    on_canvas: ClassVar[bool] = True
+
+    def __init__(self, seed: int, layers: int) -> None:
+        self._rng = torch.Generator().manual_seed(seed)
         self._drawn = torch.zeros(0, dtype=torch.long)
-        self._kept: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-        self._total = {layer: torch.zeros(()) for layer in layers}
-        self._count = dict.fromkeys(layers, 0)
+        self._kept: list[list[Tensor]] = [[] for _ in range(layers)]
+        self._total = [torch.zeros(()) for _ in range(layers)]
+        self._count = 0
 
-    def pairs(self) -> Pairs:
-        """The hooks that collect the outputs."""
-        return [("denoise.hook_canvas", self._begin), *((f"blocks.{at}.attn.hook_z", self._take) for at in self._kept)]
+    def pairs(self, model: Model, run: RunContext) -> Pairs:
+        """See `HookSource.pairs`."""
 
-    def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
-        self._ids = value
+        def take(value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
+            layer = layer_of(hook)
+            z = value[_computed(run, value.shape[1]).to(value.device)].float().cpu()
+            self._total[layer] = self._total[layer] + z.sum(dim=0)
+            if layer == 0:  # the same places in all layers
+                self._count += len(z)
+                self._drawn = torch.randperm(len(z), generator=self._rng)[: max(1, POOL // 64)]
+            self._kept[layer].append(z[self._drawn])
 
-    def _take(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
-        """Add the outputs of the rows that are active at the step."""
-        assert self._ids is not None
-        assert hook.forward_pass.active is not None
-        by_block = not self._model.causal and not self._model.tree.architecture.encoder  # a canvas has no padding
-        if by_block and value.shape[1] < self._ids.shape[1] and not bool(self._real.all()):
-            raise SettingError(
-                "head_outputs cannot place the padding of a pass over one block; give prompts of one length, or "
-                "use_cache=False."
-            )
-        layer, missing = layer_of(hook), value.shape[1] - self._real.shape[1]
-        mask = torch.nn.functional.pad(self._real, (0, max(0, missing)), value=True)[:, -value.shape[1] :]
-        z = value[mask & hook.forward_pass.active[:, None]].float().cpu()
-        self._total[layer] = self._total[layer] + z.sum(dim=0)
-        self._count[layer] += len(z)
-        if layer == 0:  # the same places in all layers
-            self._drawn = torch.randperm(len(z), generator=self._rng)[: max(1, POOL // 64)]
-        self._kept[layer].append(z[self._drawn])
+        return [(f"blocks.{layer}.attn.hook_z", take) for layer in range(model.cfg.n_layers)]
 
-    def mean(self) -> Float[Tensor, "layer head d_head"]:
-        """The mean over all collected outputs."""
-        return torch.stack([self._total[layer] / self._count[layer] for layer in self._kept])
-
-    def pool(self) -> Float[Tensor, "layer sample head d_head"]:
-        """A sample of the outputs, from the same places in all layers."""
-        pools = [torch.cat(parts) for parts in self._kept.values()]
+    def outputs(self) -> HeadOutputs:
+        """The mean over all outputs, and a sample from the same places in all layers."""
+        pools = [torch.cat(parts) for parts in self._kept]
         drawn = torch.randperm(len(pools[0]), generator=self._rng)[:POOL]
-        return torch.stack([pool[drawn % len(pool)] for pool in pools])
+        mean = torch.stack([total / self._count for total in self._total])
+        return HeadOutputs(mean, torch.stack([pool[drawn % len(pool)] for pool in pools]))
 
 
 class _Canvas(NamedTuple):

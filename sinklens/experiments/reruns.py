@@ -35,6 +35,7 @@ from sinklens.runs import generate
 from sinklens.runs.intervention import within
 from sinklens.runs.request import Hooks
 from sinklens.runs.result import Generation, require_run
+from sinklens.utils.arguments import read_as
 
 
 def corrupted(base: Generation, changes: Mapping[str, str], *, hooks: Hooks = (), **options: Any) -> Generation:
@@ -169,8 +170,7 @@ def path_across_steps(
         raise SettingError(
             f"the receiver's step must be later than the sender's; got {last} and {first}. Within a step use PathPatch."
         )
-    if through not in ("canvas", "frozen"):
-        raise SettingError(f"through must be one of 'canvas', 'frozen'; got {through!r}.")
+    read_as(Literal["canvas", "frozen"], "through", through)
     if base.model.causal:
         raise SettingError(
             "steps of an autoregressive run share keys and values, not only the canvas; use PathPatch at the step of "

@@ -29,6 +29,7 @@ from jaxtyping import Bool, Float, Int
 from sinklens.errors import SettingError
 from sinklens.experiments.lens import logit_lens
 from sinklens.runs.result import require_run
+from sinklens.utils.arguments import read_as
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
@@ -149,8 +150,7 @@ def early_exit(
     Raises:
         SettingError: an unknown rule, or a threshold out of range.
     """
-    if rule not in ("gap", "agreement"):
-        raise SettingError(f"rule must be 'gap' or 'agreement'; got {rule!r}.")
+    read_as(ExitRule, "rule", rule)
     if any(not (0 < t <= 1 if rule == "gap" else t >= 1 and t == int(t)) for t in thresholds) or not len(thresholds):
         allowed = "above 0 and at most 1" if rule == "gap" else "whole numbers of steps, 1 or more"
         raise SettingError(f"thresholds of the rule {rule!r} are {allowed}; got {list(thresholds)}.")

@@ -26,8 +26,8 @@ lowering the thresholds finds the largest values of any stream, so compare their
 dimensions.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from sinklens.errors import SettingError
 from sinklens.experiments.step_ids import exact_step
 from sinklens.runs.intervention import within
 from sinklens.runs.result import require_run
-from sinklens.utils.integers import is_finite
+from sinklens.utils.arguments import Positive, read_as
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
@@ -72,8 +72,7 @@ def read_streams(run: "Generation", steps: Sequence[int] | None, state: PlaceSta
         SettingError: not a run, a step that did not run, an unknown state, or see `exact_step`.
     """
     require_run(run, "run")
-    if state not in get_args(PlaceStates):
-        raise SettingError(f"state must be one of {', '.join(get_args(PlaceStates))}; got {state!r}.")
+    read_as(PlaceStates, "state", state)
     layers, found = run.model.cfg.n_layers, []
     names = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(layers)), f"blocks.{layers - 1}.hook_resid_post"]
     prompt = torch.arange(run.canvas.shape[2]) < run.prompt_length
@@ -110,7 +109,7 @@ def layer_similarity(
     Raises:
         SettingError: an unknown measure or state, or a step or dimension that does not exist.
     """
-    compare, dims = _measure(measure), _dims(run, without)
+    compare, dims = MEASURES[read_as(Measure, "measure", measure)], _dims(run, without)
     read = read_streams(run, steps, state)
     found = [compare(one.values[:, one.places][..., dims]) for one in read]
     streams = list(range(run.model.cfg.n_layers + 1))
@@ -140,7 +139,7 @@ def step_similarity(
     """
     if run.causal:
         raise SettingError("steps of an autoregressive run have different positions; compare its layers instead.")
-    compare, dims = _measure(measure), _dims(run, without)
+    compare, dims = MEASURES[read_as(Measure, "measure", measure)], _dims(run, without)
     read = read_streams(run, steps, state)
     found = np.full((run.model.cfg.n_layers + 1, len(read), len(read)), np.nan)
     for first, one in enumerate(read):
@@ -169,11 +168,7 @@ def linear_cka(x: Float[Tensor, "item place d_model"]) -> Float[Tensor, "item it
     return gram @ gram.T / (norms[:, None] * norms)
 
 
-def _measure(name: str) -> Callable[[Float[Tensor, "item place d_model"]], Float[Tensor, "item item"]]:
-    measures = {"cosine": cosine, "cka": linear_cka}
-    if name not in measures:
-        raise SettingError(f"measure must be 'cosine' or 'cka'; got {name!r}.")
-    return measures[name]
+MEASURES = {"cosine": cosine, "cka": linear_cka}
 
 
 def _dims(run: "Generation", without: Sequence[int]) -> list[int]:
@@ -208,7 +203,8 @@ def massive_activations(
         SettingError: a threshold that is no positive number, one so low that more than 10,000 values pass it, or a
             step or state that does not exist.
     """
-    _check_positive(at_least=at_least, times_median=times_median)
+    for name, value in {"at_least": at_least, "times_median": times_median}.items():
+        read_as(Positive, name, value)
     names = ("step", "stream", "row", "column", "dim", "value", "times_median", "token")
     parts, count = [np.zeros((len(names), 0))], 0
     for read in read_streams(run, steps, state):
@@ -256,7 +252,8 @@ def outlier_dimensions(
     Raises:
         SettingError: a threshold that is no positive number, or a step or state that does not exist.
     """
-    _check_positive(times_rms=times_rms, positions=positions, streams=streams)
+    for name, value in {"times_rms": times_rms, "positions": positions, "streams": streams}.items():
+        read_as(Positive, name, value)
     read = [one.values[:, one.places] for one in read_streams(run, steps, state)]  # of each step [stream, place, dim]
     large = torch.cat([one.abs() >= times_rms * one.pow(2).mean(dim=-1, keepdim=True).sqrt() for one in read], dim=1)
     shares = large.double().mean(dim=1)  # NaN without places
@@ -265,9 +262,3 @@ def outlier_dimensions(
     return xr.Dataset(
         {"streams": ("dim", often[dims].numpy()), "positions": ("dim", mean[dims].numpy())}, {"dim": dims}
     )
-
-
-def _check_positive(**given: float | int) -> None:
-    for name, value in given.items():
-        if not is_finite(value) or value <= 0:
-            raise SettingError(f"{name} must be a positive number; got {value!r}.")

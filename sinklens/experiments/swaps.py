@@ -26,6 +26,7 @@ from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.runs.result import require_run
 from sinklens.sinks.detectors import over_others
 from sinklens.sinks.kinds import Kind, kinds_of_tokens
+from sinklens.utils.arguments import Count, read_as
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
@@ -76,8 +77,7 @@ def swap(
     for kind in (replace, by):
         if kind not in SWAPPED:
             raise SettingError(f"no kind {kind!r} can be swapped; known: {', '.join(SWAPPED)}.{nearest(kind, SWAPPED)}")
-    if places < 1:
-        raise SettingError(f"places is the number of places to swap on each canvas, at least 1; got {places!r}.")
+    read_as(Count, "places", places)
     known, fresh = kinds_of_vocabulary(run.model), _candidates(run, SWAPPED[by], among)
     last = run.steps_run - 1
     steps = sorted({0, last // 3, 2 * last // 3, last}) if steps is None else steps

@@ -35,9 +35,8 @@ from sinklens.runs.request import RunRequest, hook_list
 from sinklens.runs.result import Generation
 from sinklens.sampling import Policy, Sampler
 from sinklens.sampling.policies import CachePolicy, as_policy
-from sinklens.utils.arguments import Count, Seed, read_as
+from sinklens.utils.arguments import Count, Number, Seed, read_as
 from sinklens.utils.atomic import atomic_write
-from sinklens.utils.integers import is_finite
 
 if TYPE_CHECKING:
     from sinklens.runs.request import Hooks
@@ -199,9 +198,7 @@ def rows_within(memory_gb: float | int, row: int) -> int:
     Raises:
         SettingError: the budget is below one row.
     """
-    if not is_finite(memory_gb):
-        raise SettingError(f"memory_gb must be a number, in 10⁹ bytes; got {memory_gb!r}.")
-    if memory_gb * 1e9 < row:
+    if read_as(Number, "memory_gb", memory_gb) * 1e9 < row:
         raise SettingError(f"one row takes about {row / 1e9:.2g} GB; the budget is {memory_gb} GB. Increase memory_gb.")
     return int(memory_gb * 1e9 // row)
 
@@ -230,10 +227,8 @@ def _shown(parts: Sequence[Any], progress: bool | None) -> Iterator[Any]:
 
     console = Console(stderr=True)
     shown = console.is_terminal if progress is None else progress
-    if not shown:  # another bar may be active, and two cannot be shown
-        yield from parts
-        return
-    yield from track(parts, "sweep", console=console, transient=True)
+    # another bar may be active, and two cannot be shown
+    yield from track(parts, "sweep", console=console, transient=True) if shown else parts
 
 
 class _Sweep:
