@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from building import random_hf, random_ids, random_model, shared_model
+from building import random_model, shared_model
 from circuit_oracle import alone
+from oracles import two_inputs
 
 import sinklens
 from sinklens.errors import CheckpointError, SettingError
@@ -21,7 +22,6 @@ from sinklens.experiments import (
     edge_scores,
     greedy_circuit,
     measure_circuit,
-    path_patching_effects,
 )
 from sinklens.interventions import Activations, KeepEdges
 
@@ -30,16 +30,9 @@ POINTS = ["hook_embed", *(f"blocks.{n}.{p}" for n in range(3) for p in ("attn.ho
 
 
 def bent(logits):
-    """A nonlinear metric of the last position."""
-    weights = torch.linspace(-1, 1, logits.shape[-1], dtype=logits.dtype)
-    return (weights * logits[:, -1].log_softmax(dim=-1)).sum() / 10
-
-
-def neighbours(batch=2, length=6):
-    clean = random_ids(batch, length)
-    other = clean.clone()
-    other[:, [1, -1]] = (clean[:, [1, -1]] + 7) % 60
-    return clean, other
+    """A nonlinear metric."""
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+    return (weights * logits.log_softmax(dim=-1)).sum() / 50
 
 
 def planted():
@@ -57,7 +50,7 @@ def planted():
 
 @pytest.fixture(scope="module")
 def planted_case():
-    return circuit_case(planted(), *neighbours(), bent)
+    return circuit_case(planted(), *two_inputs(), bent)
 
 
 def is_planted(scores):
@@ -67,9 +60,10 @@ def is_planted(scores):
     return scores.copy(data=found) & ~np.isnan(scores)
 
 
-@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("by_position", [True, False])
 def test_a_random_circuit_alone_equals_plain_torch(by_position):
-    model, (clean, other) = random_model(), neighbours()
+    model, (clean, other) = random_model(), two_inputs()
     scores = edge_attribution(model, clean, other, bent, by_position=by_position)["effect"]
     circuit = Circuit.strongest(scores, share=0.5).random(3)
     kept = circuit.kept.reset_coords(drop=True)
@@ -86,32 +80,6 @@ def test_a_random_circuit_alone_equals_plain_torch(by_position):
     assert not torch.allclose(found, model(clean), atol=1e-2)
 
 
-def test_all_edges_are_the_clean_pass_and_none_the_corrupted_one():
-    model, (clean, other) = shared_model("qwen3"), neighbours()
-    case = circuit_case(model, clean, other, bent)
-    scores = edge_scores([case]).mean("step", skipna=False)
-    every = measure_circuit([case], Circuit.strongest(scores, share=1.0))
-    none = measure_circuit([case], Circuit.strongest(scores, count=0))
-    assert every.faithfulness == pytest.approx(1.0, abs=1e-5)
-    assert every.completeness == pytest.approx(1.0, abs=1e-5)
-    assert none.faithfulness == pytest.approx(0.0, abs=1e-5)
-    assert none.completeness == pytest.approx(0.0, abs=1e-5)
-
-
-def test_a_circuit_without_one_edge_is_that_edge_patched():
-    model, (clean, other) = random_model(), neighbours()
-    case = circuit_case(model, clean, other, bent)
-    full = Circuit.strongest(edge_scores([case])[0], share=1.0)
-    truth = path_patching_effects(model, other, clean, bent, senders=["embed", "L0H4"], receivers=["L1H1.k", "logits"])
-    for sender in ("embed", "L0H4"):
-        for receiver in ("L1H1.k", "logits"):
-            kept = full.kept.copy()
-            kept.loc[{"sender": sender, "receiver": receiver}] = False
-            value = measure_circuit([case], Circuit(kept, full.scores))
-            effect = truth["effect"].sel(sender=sender, receiver=receiver).item()
-            assert value.metric - value.full == pytest.approx(effect, abs=1e-5)
-
-
 def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_not(planted_case):
     scores = edge_scores([planted_case], path=4)[0]
     truth = is_planted(scores)
@@ -122,21 +90,21 @@ def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_
     value = measure_circuit([planted_case], circuit)
     assert value.faithfulness == pytest.approx(1.0, abs=1e-5)
     assert value.completeness == pytest.approx(1.0, abs=1e-5)
+    none = measure_circuit([planted_case], Circuit.strongest(scores, count=0))
+    assert (none.faithfulness, none.completeness) == pytest.approx((0.0, 0.0), abs=1e-5)
+    assert (none.metric, none.full) == pytest.approx((value.empty, value.full), abs=1e-5)
+    every = Circuit(scores.notnull(), scores)
+    removed = greedy_circuit([planted_case], every, tolerance=1e-4, most=20)
+    assert removed.size == every.size - 20
+    assert (removed.kept | ~truth).all()  # none of the 20 weakest is planted
+    needed = greedy_circuit([planted_case], circuit, tolerance=0.0)
+    assert needed.size > 0
+    assert measure_circuit([planted_case], needed).faithfulness >= 1.0 - 1e-5
     curves = circuit_curves([planted_case], scores, [circuit.share], draws=3)
     assert curves["faithfulness"].sel(kind="circuit").item(0) == pytest.approx(1.0, abs=1e-5)
     assert np.abs(curves["faithfulness"].sel(kind="random")).max() < 0.9
     assert (curves["changed"] == 0).all()  # it has all edges between its components, so no two can be exchanged
     assert curves["edges"].item() == circuit.size
-
-
-def test_greedy_removal_leaves_only_planted_edges(planted_case):
-    scores = edge_scores([planted_case])[0]
-    found = greedy_circuit([planted_case], Circuit.strongest(scores, share=1.0), tolerance=1e-4, most=140)
-    truth = is_planted(scores)
-    tried = Circuit.strongest(scores, share=1.0).size - 140
-    assert found.size <= tried
-    assert (found.kept | ~truth).all()  # no planted edge is among the 140 weakest, so all are left
-    assert measure_circuit([planted_case], found).faithfulness == pytest.approx(1.0, abs=1e-2)
 
 
 def test_scores_over_steps_and_positions_sum_to_those_of_one_pass(tiny_llada):
@@ -195,7 +163,7 @@ def test_a_circuit_is_a_choice_of_the_strongest_edges():
 
 
 def test_controls_have_the_size_and_the_degrees_of_the_circuit():
-    model, (clean, other) = random_model(), neighbours()
+    model, (clean, other) = random_model(), two_inputs()
     circuit = Circuit.strongest(edge_scores([circuit_case(model, clean, other, bent)])[0], share=0.1)
     for seed in range(3):
         random, matched = circuit.random(seed), circuit.degree_matched(seed)
@@ -232,61 +200,6 @@ def test_the_picture_has_every_edge_once_with_its_sign():
     assert text.endswith("}\n")
 
 
-NODE = {  # circuit-tracer 0.5.0, circuit_tracer/frontend/graph_models.py; the first five have no default
-    "node_id": str, "feature": int, "layer": str, "ctx_idx": int, "feature_type": str, "jsNodeId": str,
-    "token_prob": float, "is_target_logit": bool, "run_idx": int, "reverse_ctx_idx": int, "clerp": str,
-}  # fmt: skip
-METADATA = {"slug": str, "scan": str, "transcoder_list": list, "prompt_tokens": list, "prompt": str}
-PAGE = {"pinnedIds": list, "supernodes": list, "linkType": str, "clickedId": str, "sg_pos": str}
-
-
-def check_graph(data, tokens):
-    """What circuit-tracer's models require, and what its page needs to place every node."""
-    for content, wanted in [(data["metadata"], METADATA), (data["qParams"], PAGE), *((n, NODE) for n in data["nodes"])]:
-        assert {name: type(content[name]) for name in wanted} == wanted
-    assert data["metadata"]["prompt_tokens"] == tokens
-    ids = [node["node_id"] for node in data["nodes"]]
-    assert len(set(ids)) == len(ids)
-    for link in data["links"]:
-        assert {link["source"], link["target"]} <= set(ids)
-        assert isinstance(link["weight"], float)
-    for node in data["nodes"]:
-        assert 0 <= node["ctx_idx"] < len(tokens)
-        assert len(tokens) > 1  # the page drops nodes that occur at more than two thirds of the tokens
-        assert node["feature_type"] == "logit" or "(p=" not in node["clerp"]
-    assert all("(p=" in node["clerp"] for node in data["nodes"] if node["feature_type"] == "logit")
-
-
-def linked(data):
-    """(label of the sender, receiver, position, weight) of every link."""
-    nodes = {node["node_id"]: node for node in data["nodes"]}
-    found = []
-    for link in data["links"]:
-        source, target = nodes[link["source"]], nodes[link["target"]]
-        assert source["ctx_idx"] == target["ctx_idx"]
-        head = link["receiver"].split(".")[0].replace("_mlp_in", " MLP")
-        assert target["clerp"] == ('Output "logits" (p=nan)' if head == "logits" else head)
-        found.append((source["clerp"].replace(" MLP", "_mlp_out"), link["receiver"], source["ctx_idx"], link["weight"]))
-    return sorted(found)
-
-
-@pytest.mark.parametrize("by_position", [False, True])
-def test_the_graph_for_circuit_tracer_has_every_edge_with_its_weight(by_position):
-    model, (clean, other) = random_model(), neighbours()
-    scores = edge_attribution(model, clean, other, bent, by_position=by_position)["effect"]
-    circuit = Circuit.strongest(scores, share=0.2)
-    tokens = [f"w{number}" for number in range(6)] if by_position else None
-    data = circuit.to_graph(tokens, slug="planted-1", model="random")
-    check_graph(data, tokens or ["", "every position"])
-    wanted = [(edge.sender, edge.receiver, edge.pos if by_position else 1, edge.score) for edge in circuit.edges]
-    assert linked(data) == sorted(wanted)
-    assert len(wanted) > 20
-    layers = {node["clerp"]: node["layer"] for node in data["nodes"]}
-    assert (layers["embed"], layers['Output "logits" (p=nan)']) == ("E", "3")
-    assert all(int(layer) == int(name.lstrip("L").split("H")[0].split()[0]) for name, layer in layers.items()
-               if name != "embed" and "Output" not in name)  # fmt: skip
-
-
 def test_a_folder_lists_its_graphs_once(tmp_path):
     scores = xr.concat([small(), -2 * small()], dim="step").assign_coords(step=[4, 7])
     circuit = Circuit.strongest(scores, share=1.0)
@@ -302,55 +215,67 @@ def test_a_folder_lists_its_graphs_once(tmp_path):
         circuit.save_graph(tmp_path / "graphs", step=4)
 
 
-def test_graphs_that_the_page_cannot_show_are_refused():
-    scores = xr.concat([small(), small()], dim="step").assign_coords(step=[4, 7])
-    with pytest.raises(SettingError, match=r"step must be one of \[4, 7\] for this circuit; got None"):
-        Circuit.strongest(scores, share=1.0).to_graph()
-    with pytest.raises(SettingError, match=r"step must be one of \[None\] for this circuit; got 4"):
-        Circuit.strongest(small(), share=1.0).to_graph(step=4)
-    with pytest.raises(SettingError, match=r"slug must consist of letters.*got '\.\./a'"):
-        Circuit.strongest(small(), share=1.0).to_graph(slug="../a")
+NODE = {  # circuit-tracer 0.5.0, circuit_tracer/frontend/graph_models.py; the first five have no default
+    "node_id": str, "feature": int, "layer": str, "ctx_idx": int, "feature_type": str, "jsNodeId": str,
+    "token_prob": float, "is_target_logit": bool, "run_idx": int, "reverse_ctx_idx": int, "clerp": str,
+}  # fmt: skip
+METADATA = {"slug": str, "scan": str, "transcoder_list": list, "prompt_tokens": list, "prompt": str}
+PAGE = {"pinnedIds": list, "supernodes": list, "linkType": str, "clickedId": str, "sg_pos": str}
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_the_graph_for_circuit_tracer_has_every_edge_with_its_weight(by_position):
+    """And what circuit-tracer's models require, and what its page needs to place every node."""
+    scores = edge_attribution(shared_model(), *two_inputs(), bent, by_position=by_position)["effect"]
+    circuit = Circuit.strongest(scores, share=0.2)
+    tokens = [f"w{number}" for number in range(6)] if by_position else None
+    data = circuit.to_graph(tokens, slug="planted-1", model="random")
+    parts = [(data["metadata"], METADATA), (data["qParams"], PAGE), *((node, NODE) for node in data["nodes"])]
+    for content, wanted in parts:
+        assert {name: type(content[name]) for name in wanted} == wanted
+    assert data["metadata"]["prompt_tokens"] == (tokens or ["", "every position"])
+    nodes, found = {node["node_id"]: node for node in data["nodes"]}, []
+    assert len(nodes) == len(data["nodes"])
+    for node in data["nodes"]:
+        assert 0 <= node["ctx_idx"] < 6
+        assert (node["feature_type"] == "logit") == ("(p=" in node["clerp"])
+    for link in data["links"]:
+        source, target = nodes[link["source"]], nodes[link["target"]]
+        head = link["receiver"].split(".")[0].replace("_mlp_in", " MLP")
+        assert target["clerp"] == ('Output "logits" (p=nan)' if head == "logits" else head)
+        assert source["ctx_idx"] == target["ctx_idx"]
+        found.append((source["clerp"].replace(" MLP", "_mlp_out"), link["receiver"], source["ctx_idx"], link["weight"]))
+    wanted = [(edge.sender, edge.receiver, edge.pos if by_position else 1, edge.score) for edge in circuit.edges]
+    assert sorted(found) == sorted(wanted)
+    assert len(wanted) > 20
+    layers = {node["clerp"]: node["layer"] for node in data["nodes"]}
+    assert (layers["embed"], layers['Output "logits" (p=nan)'], layers["1 MLP"]) == ("E", "3", "1")
+
+
+def test_what_is_no_circuit_or_cannot_be_measured_or_shown_is_refused():
+    model, strongest = shared_model(), Circuit.strongest
+    case, flat = (circuit_case(model, *two_inputs(), metric) for metric in (bent, lambda logits: logits.sum() * 0))
+    assert repr(case) == "CircuitCase(llama, step 0, 2 × 6 ids, of which 2 corrupted)"
+    steps = xr.concat([small(), small()], dim="step").assign_coords(step=[4, 7])
     placed = xr.concat([small(), small()], dim="pos").assign_coords(pos=[0, 1])
-    with pytest.raises(SettingError, match=r"edges at position 1, so tokens must have .* at least 2 columns; got 1"):
-        Circuit.strongest(placed, share=1.0).to_graph(["a"])
-
-
-def test_a_case_is_shown_in_one_line():
-    case = circuit_case(shared_model(), *neighbours(), bent)
-    assert repr(case) == "CircuitCase(llama, step 0, 2 × 6 ids, of which 4 corrupted)"
-
-
-def test_what_is_no_circuit_is_refused():
-    with pytest.raises(SettingError, match="a circuit of these scores has 0 to 6 edges; got count=7"):
-        Circuit.strongest(small(), count=7)
-    with pytest.raises(SettingError, match="pass one of count= and share="):
-        Circuit.strongest(small())
-    with pytest.raises(SettingError, match="False where scores is NaN"):
-        Circuit(~np.isnan(small()) | True, small())
-    with pytest.raises(SettingError, match="the circuits have different edges to choose from"):
-        Circuit.strongest(small(), count=1).overlap(Circuit.strongest(small()[:2], count=1))
-    with pytest.raises(SettingError, match="kept must be boolean, over sender and receiver"):
-        KeepEdges(kept=small(), source={})
-    case = circuit_case(shared_model(), *neighbours(), lambda logits: logits.sum() * 0)
-    with pytest.raises(SettingError, match="the metric is the same in the clean and in the corrupted passes"):
-        measure_circuit([case], Circuit.strongest(small(), count=1))
-    with pytest.raises(SettingError, match="pass at least one case"):
-        edge_scores([])
-    with pytest.raises(SettingError, match="tolerance must not be negative"):
-        greedy_circuit([case], Circuit.strongest(small(), count=1), tolerance=-1.0)
-
-
-def test_a_circuit_by_step_needs_each_case_once():
-    case = circuit_case(shared_model(), *neighbours(), bent)
-    circuit = Circuit.strongest(edge_scores([case, case]), share=0.1)
-    with pytest.raises(SettingError, match=r"the circuit has steps \[0, 0\], and a case step 0"):
-        measure_circuit([case], circuit)
-
-
-def test_a_source_of_other_canvases_is_refused():
-    model, (clean, _) = sinklens.load(random_hf()), neighbours()
-    _, cache = model.run_with_cache(clean[:, :4])
-    scores = edge_scores([circuit_case(model, clean, neighbours()[0], bent)])[0]
-    hooks = Circuit.strongest(scores, count=3).alone({0: cache}).hooks_for(model)
-    with pytest.raises(SettingError, match="KeepEdges needs a source of the same canvases"):
-        model.run_with_hooks(clean, hooks)
+    twice = strongest(edge_scores([case, case]), count=3)
+    source = {0: model.run_with_cache(two_inputs()[0][:, :4])[1]}
+    short = Circuit(twice.kept[0], twice.scores[0]).alone(source).hooks_for(model)
+    for call, match in [
+        (lambda: strongest(small(), count=7), "a circuit of these scores has 0 to 6 edges; got count=7"),
+        (lambda: strongest(small()), "pass one of count= and share="),
+        (lambda: Circuit(~np.isnan(small()) | True, small()), "False where scores is NaN"),
+        (lambda: strongest(small(), count=1).overlap(strongest(small()[:2], count=1)), "have different edges"),
+        (lambda: KeepEdges(kept=small(), source={}), "kept must be boolean, over sender and receiver"),
+        (lambda: measure_circuit([flat], strongest(small(), count=1)), "the metric is the same in the clean and"),
+        (lambda: edge_scores([]), "pass at least one case"),
+        (lambda: greedy_circuit([case], twice, tolerance=-1.0), "tolerance must be a finite number of at least 0"),
+        (lambda: measure_circuit([case], twice), r"the circuit has steps \[0, 0\], and a case step 0"),
+        (lambda: model.run_with_hooks(two_inputs()[0], short), "KeepEdges needs a source of the same canvases"),
+        (lambda: strongest(steps, share=1.0).to_graph(), r"step must be one of \[4, 7\] for this circuit; got None"),
+        (lambda: strongest(small(), share=1.0).to_graph(step=4), r"step must be one of \[None\] for .*; got 4"),
+        (lambda: strongest(small(), share=1.0).to_graph(slug="../a"), r"slug must consist of letters.*got '\.\./a'"),
+        (lambda: strongest(placed, share=1.0).to_graph(["a"]), r"position 1, so tokens must have .* 2 columns; got 1"),
+    ]:  # fmt: skip
+        with pytest.raises(SettingError, match=match):
+            call()

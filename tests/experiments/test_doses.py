@@ -40,7 +40,7 @@ def test_a_planted_direction_has_its_effect_and_a_random_one_does_not(worded):
         "nothing": lambda dose: [],
         "late": lambda dose: Steer(direction, dose, where=AtNoise(0.0, 0.5), **place),
     }
-    how = {"answers": ANSWERS, "gen_length": 8, "steps": 8}
+    how = {"answers": ANSWERS, "gen_length": 8, "steps": 8, "mc_num": 16}
     found = dose_response(model, PROMPTS, conditions, [0.0, 1.0, 20.0], share_of_token, **how)
     assert found["effect"].dims == ("condition", "dose", "prompt")
     token = found.sel(condition="token")
@@ -54,7 +54,7 @@ def test_a_planted_direction_has_its_effect_and_a_random_one_does_not(worded):
     assert (pushed["effect"].sel(dose=20.0) == 1).all()
     assert (pushed["cost"].sel(dose=20.0) > pushed["cost"].sel(dose=1.0)).all()
     assert (pushed["cost"].sel(dose=20.0) > 1).all()
-    alone = likelihood(model, PROMPTS[1], ANSWERS[1], hooks=push(1.0), mc_num=32)
+    alone = likelihood(model, PROMPTS[1], ANSWERS[1], hooks=push(1.0), mc_num=16)
     expected = float(found["base_likelihood"][1]) - alone.value / len(alone.tokens)
     assert float(pushed["cost"].sel(dose=1.0)[1]) == pytest.approx(expected, abs=1e-5)
 
@@ -62,11 +62,12 @@ def test_a_planted_direction_has_its_effect_and_a_random_one_does_not(worded):
 def test_a_cost_of_steps_and_measures_of_another_shape_are_refused(worded):
     model = worded()
     at_steps = {"x": lambda dose: Steer(torch.ones(24), dose, steps=[0])}
-    with pytest.raises(SettingError, match="Steer has steps=, and a likelihood has no steps"):
-        dose_response(model, PROMPTS, at_steps, [1.0], share_of_token, answers=ANSWERS)
-    with pytest.raises(SettingError, match="one number for each of the 2 prompts of a run; got shape"):
-        dose_response(model, PROMPTS, at_steps, [1.0], lambda run: 1.0, gen_length=4)
-    with pytest.raises(SettingError, match="got 2 prompts and 1 answers"):
-        dose_response(model, PROMPTS, at_steps, [1.0], share_of_token, answers=[[5]])
-    with pytest.raises(SettingError, match="a condition and a dose at least"):
-        dose_response(model, PROMPTS, {}, [1.0], share_of_token)
+    one = {"answers": [[5]]}
+    for call, match in [
+        (lambda: dose_response(model, PROMPTS, at_steps, [1.0], share_of_token, answers=ANSWERS), "Steer has steps="),
+        (lambda: dose_response(model, PROMPTS, at_steps, [1.0], lambda run: 1.0, gen_length=4), "one number for each"),
+        (lambda: dose_response(model, PROMPTS, at_steps, [1.0], share_of_token, **one), "got 2 prompts and 1 answers"),
+        (lambda: dose_response(model, PROMPTS, {}, [1.0], share_of_token), "a condition and a dose at least"),
+    ]:  # fmt: skip
+        with pytest.raises(SettingError, match=match):
+            call()

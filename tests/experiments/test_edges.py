@@ -1,144 +1,202 @@
-"""Edge attribution against slopes of path patching, and path patching of edges against three plain passes."""
+"""Edges, readers and jumps, against plain passes; all readers together are the ablated value."""
 
 import numpy as np
 import pytest
 import torch
-from building import left_padding, random_hf, random_ids, shared_model
+from building import shared_model
+from oracles import two_inputs
 from path_oracle import brute_force
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import Circuit, agreement, edge_attribution, path_patching_effects
-from sinklens.interventions import PathPatch
+from sinklens.experiments import (
+    agreement,
+    edge_attribution,
+    effect,
+    jump_undone,
+    path_patching_effects,
+    read_attribution,
+    sink_jumps,
+)
+from sinklens.experiments.jumps import Jump
+from sinklens.interventions import AblateValues, PathPatch
+from sinklens.sinks import EpsilonOverMean
 
+SENDERS, RECEIVERS = ["embed", "L0H2", "1_mlp_out"], ["L1H1.k", "L2H0.v", "2_mlp_in", "logits"]
 EDGES = [
-    ("embed", "L0H1.q"), ("embed", "logits"), ("L0H4", "L1H1.k"), ("L0H5", "L2H3.q"), ("L1H2", "L2H0.v"),
-    ("0_mlp_out", "1_mlp_in"), ("L1H0", "1_mlp_in"), ("1_mlp_out", "L2H1.v"), ("2_mlp_out", "logits"),
-]  # fmt: skip
+    ("embed", "L0H1.q"),
+    ("L0H2", "L1H1.k"),
+    ("0_mlp_out", "1_mlp_in"),
+    ("L1H1", "1_mlp_in"),
+    ("2_mlp_out", "logits"),
+]
+POINTS = ["hook_embed", *(f"blocks.{n}.{p}" for n in range(3) for p in ("attn.hook_z", "hook_mlp_out"))]
+ROW, STEP = 1, 2
+pytestmark = pytest.mark.filterwarnings("ignore::sinklens.errors.PromptWarning")
 
 
-def bent(logits):
-    """A nonlinear metric."""
-    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
-    return (weights * logits.log_softmax(dim=-1)).sum() / 50
+@pytest.mark.fast_cases(2)
+@torch.no_grad()
+def test_patched_edges_equal_plain_passes(oracle):
+    """As an effect, whatever the number of edges in a pass, and as a patch."""
+    clean, corrupted = two_inputs()
+    asked, labels = (oracle.model, clean, corrupted, oracle.bent), {"senders": SENDERS, "receivers": RECEIVERS}
+    found = [
+        path_patching_effects(*asked, **labels, **oracle.given, edges_per_pass=size)["effect"] for size in (1, 4, None)
+    ]
+    source = {0: oracle.model.run_with_cache(clean, names_filter=POINTS, **oracle.given)[1]}
+    base = oracle.bent(oracle(corrupted).logits)
+    for sender, receiver in ((one, other) for one in SENDERS for other in RECEIVERS):
+        effects = [one.sel(sender=sender, receiver=receiver).item() for one in found]
+        if (sender, receiver) == ("1_mlp_out", "L1H1.k"):
+            assert np.isnan(effects).all()
+            continue
+        expected = brute_force(oracle.model, corrupted, clean, sender, receiver, passed=oracle.passed)
+        assert effects == pytest.approx([float(oracle.bent(expected) - base)] * 3, abs=2e-4)
+        patch = PathPatch(sender=sender, receiver=receiver, source=source)
+        patched = oracle.model.run_with_hooks(corrupted, patch.hooks_for(oracle.model), **oracle.given)
+        assert float(oracle.bent(patched)) == pytest.approx(float(oracle.bent(expected)), abs=1e-4)
 
 
-def neighbours():
-    """Two rows of ids, and the same with two tokens changed."""
-    clean = random_ids(2, 6)
-    corrupted = clean.clone()
-    corrupted[0, 1], corrupted[1, 4] = (clean[0, 1] + 7) % 60, (clean[1, 4] + 11) % 60
-    return clean, corrupted
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("architecture", "causal", "padded"), [("qwen3", False, False), ("qwen2", True, True)])
-def test_an_edge_has_the_slope_of_its_patch_towards_the_clean_pass(architecture, causal, padded):
+@pytest.mark.fast_cases(2)
+def test_an_edge_has_the_slope_of_its_patch_towards_the_clean_pass(oracle):
     """Central differences of `PathPatch` with a source a little beside the corrupted pass, in double precision."""
-    model = sinklens.load(random_hf(architecture, causal, dtype=torch.float64))
-    (clean, corrupted), real = neighbours(), left_padding(2, 6, 2) if padded else None
-    metric = bent if real is None else lambda logits: bent(torch.where(real[..., None], logits, 0.0))
-    found = edge_attribution(model, clean, corrupted, metric, real)["effect"]
-    caches = [model.run_with_cache(ids, attention_mask=real)[1] for ids in (clean, corrupted)]
+    model, (clean, corrupted) = oracle.model, two_inputs()
+    found = edge_attribution(model, clean, corrupted, oracle.bent, **oracle.given)["effect"]
+    caches = [model.run_with_cache(ids, names_filter=POINTS, **oracle.given)[1] for ids in (clean, corrupted)]
 
+    @torch.no_grad()
     def towards(share, sender, receiver):
-        names = ["hook_embed", *(f"blocks.{n}.{p}" for n in range(3) for p in ("attn.hook_z", "hook_mlp_out"))]
-        source = {name: torch.lerp(caches[1][name], caches[0][name], share) for name in names}
+        source = {name: torch.lerp(caches[1][name], caches[0][name], share) for name in POINTS}
         patch = PathPatch(sender=sender, receiver=receiver, source={0: source})
-        with torch.no_grad():
-            return metric(model.run_with_hooks(corrupted, patch.hooks_for(model), attention_mask=real)).item()
+        return oracle.bent(model.run_with_hooks(corrupted, patch.hooks_for(model), **oracle.given)).item()
 
     for sender, receiver in EDGES:
         slope = (towards(1e-2, sender, receiver) - towards(-1e-2, sender, receiver)) / 2e-2
-        assert found.sel(sender=sender, receiver=receiver).item() == pytest.approx(slope, rel=2e-2, abs=1e-5)
+        assert found.sel(sender=sender, receiver=receiver).item() == pytest.approx(slope, rel=2e-2, abs=5e-5)
     assert np.isnan(found.sel(sender="L1H2", receiver="L1H0.q").item())
-
-
-@pytest.mark.filterwarnings("ignore::sinklens.errors.PromptWarning")
-def test_true_effects_of_edges_equal_plain_passes():
-    model, (clean, corrupted) = shared_model("qwen3"), neighbours()
-    senders, receivers = ["embed", "L0H4", "1_mlp_out"], ["L1H1.k", "2_mlp_in", "logits"]
-    found = path_patching_effects(model, clean, corrupted, bent, senders=senders, receivers=receivers)
-    with torch.no_grad():
-        base = bent(model.tree.hf(corrupted).logits)
-        for sender in senders:
-            for receiver in receivers:
-                effect = found["effect"].sel(sender=sender, receiver=receiver).item()
-                if (sender, receiver) == ("1_mlp_out", "L1H1.k"):
-                    assert np.isnan(effect)
-                    continue
-                expected = bent(brute_force(model, corrupted, clean, sender, receiver)) - base
-                assert effect == pytest.approx(expected.item(), abs=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore::sinklens.errors.PromptWarning")
-def test_stacked_edges_equal_separate_patches():
-    """Of padded rows too, whatever the number of edges in a pass."""
-    model, (clean, corrupted), real = shared_model("qwen3"), neighbours(), left_padding(2, 6, 2)
-    metric = lambda logits: bent(torch.where(real[..., None], logits, 0.0))  # noqa: E731
-    labels = {
-        "senders": ["embed", "L0H4", "1_mlp_out"],
-        "receivers": ["L0H1.q", "L1H1.k", "L2H0.v", "2_mlp_in", "logits"],
-    }
-    asked = model, clean, corrupted, metric, real
-    found = [path_patching_effects(*asked, **labels, edges_per_pass=size)["effect"] for size in (1, 4, None)]
-    _, cache = model.run_with_cache(clean, attention_mask=real)
-    with torch.no_grad():
-        base = metric(model(corrupted, attention_mask=real))
-        for sender, receiver in ((one, other) for one in labels["senders"] for other in labels["receivers"]):
-            effects = [one.sel(sender=sender, receiver=receiver).item() for one in found]
-            if np.isnan(effects[0]):
-                assert np.isnan(effects).all()
-                continue
-            patch = PathPatch(sender=sender, receiver=receiver, source={0: dict(cache)})
-            apart = metric(model.run_with_hooks(corrupted, patch.hooks_for(model), attention_mask=real)) - base
-            assert effects == pytest.approx([apart.item()] * 3, abs=1e-5)
-    assert np.isfinite(found[0].values).sum() == 12
-
-
-def test_a_budget_below_one_edge_is_refused():
-    with pytest.raises(SettingError, match=r"one row takes about .* GB; the budget is 1e-06 GB\. Increase memory_gb\."):
-        path_patching_effects(shared_model(), *neighbours(), bent, memory_gb=1e-6)
-    with pytest.raises(SettingError, match="edges_per_pass must be at least 1; got 0"):
-        path_patching_effects(shared_model(), *neighbours(), bent, edges_per_pass=0)
-
-
-def test_strongest_edges_are_sorted_by_size():
-    found = edge_attribution(shared_model(), *neighbours(), bent)
-    edges = Circuit.strongest(found, count=5).edges
-    sizes = np.sort(np.abs(found["effect"].values[~np.isnan(found["effect"].values)]))[::-1]
-    assert [abs(edge.score) for edge in edges] == pytest.approx(sizes[:5])
-    assert found["effect"].sel(sender=edges[0].sender, receiver=edges[0].receiver).item() == edges[0].score
 
 
 @pytest.mark.extended
 def test_gradients_along_the_path_rank_the_edges_of_a_trained_model_as_path_patching(tiny_llada):
     """The edges between the heads of layers 0 and 1, where the number is passed on."""
-    prompt = "Question: Mia has 17 pens. She loses {} of them. How many pens are left?\nAnswer:"
-    run = sinklens.generate(tiny_llada, prompt.format(6), record_sinks=False)
-    other = run.canvas[:, 20].clone()
+    prompt = "Question: Mia has 17 pens. She loses 6 of them. How many pens are left?\nAnswer:"
+    run = sinklens.generate(tiny_llada, prompt, record_sinks=False)
     six, eight = (tiny_llada.to_single_token(text) for text in (" 6", " 8"))
-    other[:, : run.prompt_length][other[:, : run.prompt_length] == six] = eight
-
-    def metric(logits):
-        place = (run.undecided[0, 20]).nonzero()[0, 0]
-        return logits[0, place].log_softmax(-1)[run.canvas[0, -1, place]]
-
-    asked = tiny_llada, run.canvas[:, 20], other, metric
+    prompt = torch.arange(run.canvas.shape[2]) < run.prompt_length
+    other = run.canvas[:, 20].where(~((run.canvas[:, 20] == six) & prompt), eight)
+    place = run.undecided[0, 20].nonzero()[0, 0]
+    metric = lambda logits: logits[0, place].log_softmax(-1)[run.canvas[0, -1, place]]  # noqa: E731
     labels = {
         "senders": [f"L0H{head}" for head in range(6)],
         "receivers": [f"L1H{head}.{letter}" for head in range(6) for letter in "qkv"],
     }
+    asked = tiny_llada, run.canvas[:, 20], other, metric
     truth = path_patching_effects(*asked, **labels)
-    scores = [agreement(edge_attribution(*asked, path=path), truth)["effect"] for path in (0, 8)]
-    assert scores[1].rank_correlation > 0.8
-    assert scores[1].places == 108
+    score = agreement(edge_attribution(*asked, path=8), truth)["effect"]
+    assert score.rank_correlation > 0.8
+    assert score.places == 108
 
 
-def test_a_model_without_direct_paths_is_refused(monkeypatch):
-    from dataclasses import replace
+@pytest.fixture
+def run(oracle):
+    return sinklens.generate(oracle.model, [[5, 9, 13], [8, 2, 4]], gen_length=6, steps=4, seed=1)
 
-    model = shared_model()
-    monkeypatch.setattr(model.tree, "architecture", replace(model.tree.architecture, ln1_post="norm"))
-    with pytest.raises(SettingError, match="normalizes what its sublayers read or write, so there is no direct path"):
-        edge_attribution(model, *neighbours(), bent)
+
+def canvas_of(run, step):
+    return run.canvas[[ROW], step], 0.0 if run.time is None else run.time[ROW, step]
+
+
+BIDIRECTIONAL = pytest.mark.parametrize("oracle", ["qwen3", "mdlm", "duo", "gidd"], indirect=True)
+
+
+@pytest.mark.fast_cases(2)
+@BIDIRECTIONAL
+@torch.no_grad()
+def test_readers_of_a_message_read_it_gated(oracle, run):
+    layer, head = 0, 1
+    ids, time = canvas_of(run, STEP)
+    base, at = oracle.of_row(ids, time), f"blocks.{layer}"
+    value = base.values[f"{at}.attn.hook_v"][0]
+    value = value[:, head * value.shape[1] // base.values[f"{at}.attn.hook_z"].shape[2]]
+    pattern = base.values[f"{at}.attn.hook_pattern"][0, head]
+    key = int(pattern.sum(0).argmax())
+    message = pattern[:, key, None] * (value.mean(0) - value[key])
+    change = (message @ oracle.output(layer, head) * base.values.get(f"{at}.adaln.hook_attn_gate", 1.0))[None]
+    normed = base.values["blocks.1.hook_resid_mid"] + change
+    for name, edit in (
+        ("1_mlp_in", {"blocks.1.ln2.hook_normalized": lambda _: oracle.normalized(normed)}),
+        ("logits", {"blocks.2.hook_resid_post": lambda x: x + change}),
+    ):
+        first, second = (
+            one.logits[0, run.undecided[ROW, STEP]].double().log_softmax(-1)
+            for one in (base, oracle.of_row(ids, time, edit))
+        )
+        expected = float((first.exp() * (first - second)).sum(-1).mean())
+        table = read_attribution(run, STEP, layer, head, row=ROW, readers={"one": [name]})
+        assert table.attrs["key"] == key
+        assert table["kl"].sel(reader="one").item() == pytest.approx(expected, rel=1e-3)
+        assert expected > 1e-7
+
+
+def test_all_readers_together_have_the_effect_of_the_ablated_value(worded):
+    model, settings, key, layer = worded(), {"gen_length": 6, "steps": 3}, 2, 1
+    where = torch.zeros(1, 1, 1, 1, 10, dtype=torch.bool)
+    where[..., key] = True
+    for head in (0, None):
+        heads = None if head is None else [head]
+        ablate = AblateValues(where=where, steps=[STEP], layers=[layer], heads=heads)
+        found = effect(model, "w5 w6 w7 w8", ablate, **settings)
+        table = read_attribution(found.base, STEP, layer, head, key)
+        expected = found.under_replay["kl"][0, STEP].item()
+        assert table["kl"].sel(reader="all").item() == pytest.approx(expected, rel=1e-3, abs=1e-9)
+        assert expected > 1e-7
+    assert table["reader"].values.tolist()[:2] == ["1_mlp_in", "L2H0.q"]
+
+
+@pytest.mark.fast_cases(2)
+@BIDIRECTIONAL
+@torch.no_grad()
+def test_an_undone_jump_is_that_of_a_plain_pass(oracle, run):
+    """The lead of the new key if the head's queries read what the embedding wrote one step before."""
+    layer, head = 1, 0
+    (before, time_before), (now, time) = (canvas_of(run, step) for step in (STEP - 1, STEP))
+    at, entry = f"blocks.{layer}.attn.hook_q", f"blocks.{layer}.hook_resid_pre"
+
+    def lead(edits=None):
+        column = oracle.of_row(now, time, edits).values[f"blocks.{layer}.attn.hook_pattern"][0, head].sum(0)
+        return float(column[5] - column[2])
+
+    base, source = oracle.of_row(now, time).values, oracle.of_row(before, time_before).values
+    stream = base[entry] + source["hook_embed"] - base["hook_embed"]
+    moved = oracle.of_row(now, time, {entry: lambda _: stream}).values[at]
+    chosen = (torch.arange(moved.shape[2]) == head)[:, None]
+    expected = (lead() - lead({at: lambda value: torch.where(chosen, moved, value)})) / 2.0
+    jump = Jump(2.0, STEP, layer, head, 2, 5, ROW)
+    assert jump_undone(run, jump, "embed", "q") == pytest.approx(expected, abs=1e-4)
+    assert jump_undone(run, jump, "embed", "k", positions=[0]) == pytest.approx(0, abs=1e-4)  # the same token
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_llada):
+    return sinklens.generate(tiny_llada, "Question: Mia has 17 pens. She loses 6. How many are left?\nAnswer:")
+
+
+def test_what_has_no_such_edge_reader_or_jump_is_refused(trained, conformance):
+    model, asked = shared_model(), (*two_inputs(), lambda logits: logits.sum())
+    causal = sinklens.generate(shared_model(causal=True), [[3, 4, 5]], gen_length=2)
+    timed, jump = sinklens.load(conformance / "duo"), sink_jumps(trained)[0]
+    assert sink_jumps(trained, EpsilonOverMean(1000.0)) == []
+    for call, match in [
+        (lambda: path_patching_effects(model, *asked, memory_gb=1e-6), r"one row takes .* is 1e-06 GB\. Increase"),
+        (lambda: path_patching_effects(model, *asked, edges_per_pass=0), "edges_per_pass must be an integer of at le"),
+        (lambda: path_patching_effects(timed, *asked), "reads the noise level of its canvas; pass time="),
+        (lambda: edge_attribution(timed, *asked), "reads the noise level of its canvas; pass time="),
+        (lambda: read_attribution(trained, 2, 1, 0, 8, readers={"own": ["L1H2.q"]}), r"L1H2\.q does not read what"),
+        (lambda: read_attribution(trained, 2, 1, 0, 999), "position 999 does not exist at this step"),
+        (lambda: sink_jumps(causal), "sink_jumps needs a run of a diffusion model with recorded sinks"),
+        (lambda: jump_undone(trained, jump, letter="v"), "letter must be one of q, k; got 'v'"),
+        (lambda: jump_undone(trained, jump, source=torch.tensor([3])), r"have the \d+ ids of the step's canvas; got 1"),
+    ]:  # fmt: skip
+        with pytest.raises(SettingError, match=match):
+            call()

@@ -6,12 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from building import random_hf, random_ids
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import Effect, compare, corrupted, effect, logit_lens, of_step, sinks_compared
+from sinklens.experiments import compare, corrupted, effect, logit_lens, of_step, sinks_compared
 from sinklens.experiments.effect import attention_to
 from sinklens.interventions import AblateHeads, ForceTokens, MaskedLogits, MaskSinks, SinkToken
+from sinklens.sampling import DualCache
 from sinklens.sampling.loop import unmask_steps
 from sinklens.tasks.word_problems import held_out
 
@@ -20,22 +22,12 @@ SHORT = {"gen_length": 8}
 CHANGE = AblateHeads(layers=[0, 1])
 
 
-class AllLogits:
-    """Keeps the logits of the complete canvas at every step, with a separate hook function."""
-
-    def __init__(self):
-        self.steps = {}
-
-    def hook(self, value, hook):
-        self.steps[hook.step] = value.double().numpy().copy()
-
-
 def run_with_logits(model, hooks=(), prompts=PROMPTS, **settings):
-    """A run, what `MaskedLogits` kept of it, and all its logits."""
-    kept, every = MaskedLogits(), AllLogits()
-    listed = [*hooks, kept, ("denoise.hook_logits", every.hook)]
-    run = sinklens.generate(model, prompts, hooks=listed, record_sinks=False, **SHORT, **settings)
-    return run, kept.kept, every.steps
+    """A run, what `MaskedLogits` kept of it, and the logits of the complete canvas at every step."""
+    kept, every = MaskedLogits(), {}
+    keep = ("denoise.hook_logits", lambda value, hook: every.update({hook.step: value.double().numpy().copy()}))
+    run = sinklens.generate(model, prompts, hooks=[*hooks, kept, keep], record_sinks=False, **SHORT, **settings)
+    return run, kept.kept, every
 
 
 @pytest.fixture(scope="module", params=["tiny_llada", "tiny_llama"])
@@ -60,95 +52,71 @@ def softmax(values):
     return shares / shares.sum()
 
 
-def test_kl_agreement_and_confidence_match_their_definitions(pair):
-    base, free, replayed = pair
-    for changed in (free, replayed):
-        found = compare(base[0], changed[0], base[1], changed[1])
-        assert found.sizes["batch"] == 3
-        assert found["step"].to_numpy().tolist() == list(range(max(base[0].steps_run, changed[0].steps_run)))
-        checked = 0
-        for row, step in np.ndindex(found["kl"].shape):
-            both = []
+def test_measures_of_steps_match_their_definitions(pair):
+    """Also at marked positions and at the others."""
+    base, checked = pair[0], 0
+    for changed in pair[1:]:
+        steps = max(base[0].steps_run, changed[0].steps_run)
+        marked = np.random.default_rng(2).random((3, steps, base[0].canvas.shape[2])) < 0.4
+        found = compare(base[0], changed[0], base[1], changed[1], attended=marked)
+        assert found["step"].to_numpy().tolist() == list(range(steps))
+        for row, step in np.ndindex(3, steps):
+            names = ("kl", "top1_agreement", "confidence", "confidence_changed", "change_attended", "change_rest")
+            values, both = {name: [] for name in names}, []
             if step < min(base[0].steps_run, changed[0].steps_run):
                 both = [place for place in undecided(base[0], step, row) if place in undecided(changed[0], step, row)]
-            values = {name: [] for name in ("kl", "top1_agreement", "confidence", "confidence_changed")}
-            for _, at in both:
+            for place, at in both:
                 p, q = (softmax(run[2][step][row, at]) for run in (base, changed))
                 values["kl"].append(sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True)))
                 values["top1_agreement"].append(p.argmax() == q.argmax())
                 values["confidence"].append(p.max())
                 values["confidence_changed"].append(q.max())
+                values["change_attended" if marked[row, step, place] else "change_rest"].append(q.max() - p.max())
             for name, numbers in values.items():
-                got = float(found[name][row, step])
-                if not numbers:
-                    assert math.isnan(got), (name, row, step)
-                    continue
-                assert got == pytest.approx(np.mean(numbers), abs=1e-9), (name, row, step)
-                checked += 1
-        assert checked > 40
+                expected = np.mean(numbers) if numbers else math.nan
+                assert float(found[name][row, step]) == pytest.approx(expected, abs=1e-9, nan_ok=True), (
+                    name,
+                    row,
+                    step,
+                )
+                checked += bool(numbers)
+    assert checked > 80
     assert float(found["kl"].max()) > 0.01
 
 
-def tau_b(x, y):
-    """Kendall's τ-b by its definition, pair by pair."""
-    agree = tied_x = tied_y = 0
-    pairs = [(i, j) for i in range(len(x)) for j in range(i)]
-    for i, j in pairs:
-        first, second = x[i] - x[j], y[i] - y[j]
-        agree += (first * second > 0) - (first * second < 0)
-        tied_x += first == 0
-        tied_y += second == 0
-    below = math.sqrt((len(pairs) - tied_x) * (len(pairs) - tied_y))
-    return agree / below if below else math.nan
+@pytest.mark.fast_cases(1)
+def test_effect_is_the_three_runs_and_their_two_comparisons(pair):
+    base, free, replayed = pair
+    found = effect(base[0].model, PROMPTS, CHANGE, **SHORT)
+    for result, expected in ((found.base, base), (found.free, free), (found.replayed, replayed)):
+        assert torch.equal(result.canvas, expected[0].canvas)
+    assert found.free_running.equals(compare(base[0], free[0], base[1], free[1]))
+    assert found.under_replay.equals(compare(base[0], replayed[0], base[1], replayed[1]))
+    assert found.free_running["first_divergent_step"].max() >= 0
+    same = sum(before.text == after.text for before, after in zip(base[0].answers, free[0].answers, strict=True))
+    kl = f"mean KL under replay {float(found.under_replay['kl'].mean()):.3g} nats over {base[0].steps_run} steps"
+    assert repr(found) == f"Effect({same} of {len(PROMPTS)} answers stay the same, {kl})"
 
 
-def test_the_order_is_kendalls_tau_with_ties(tiny_llada):
+def test_orders_edits_and_changed_shares_of_hand_made_runs(tiny_llada):
+    """Kendall's τ-b with ties, NaN where all steps are equal; edits up to the first end token."""
     base = sinklens.generate(tiny_llada, PROMPTS, record_sinks=False, **SHORT)
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        steps = [torch.from_numpy(rng.integers(0, 5, size=base.unmask_step.shape)) for _ in range(2)]
-        steps[0][0], answer = 3, slice(base.prompt_length, None)  # a row in which all are equal
-        found = compare(replace(base, unmask_step=steps[0]), replace(base, unmask_step=steps[1]))["order"].to_numpy()
-        expected = [tau_b(*(part[row, answer].tolist() for part in steps)) for row in range(3)]
-        assert found == pytest.approx(expected, nan_ok=True)
-        assert math.isnan(found[0])
-
-
-def edits(source, target):
-    """Levenshtein distance by the table of all prefixes."""
-    table = [[max(i, j) if 0 in (i, j) else 0 for j in range(len(target) + 1)] for i in range(len(source) + 1)]
-    for i, j in np.ndindex(len(source), len(target)):
-        swap = table[i][j] + (source[i] != target[j])
-        table[i + 1][j + 1] = min(swap, table[i][j + 1] + 1, table[i + 1][j] + 1)
-    return table[-1][-1]
-
-
-def test_the_edit_distance_ends_at_the_first_end_token(tiny_llada):
-    base = sinklens.generate(tiny_llada, PROMPTS, record_sinks=False, **SHORT)
-    end, rng, seen = tiny_llada.eos_token_ids[0], np.random.default_rng(1), set()
-    for _ in range(30):
-        runs, texts = [], []
-        for _ in range(2):
-            canvas = base.canvas.clone()
-            drawn = rng.choice([5, 6, 7, tiny_llada.mask_token_id, end], p=[0.3, 0.3, 0.2, 0.1, 0.1], size=(3, 8))
-            canvas[:, -1, base.prompt_length :] = torch.from_numpy(drawn)
-            runs.append(replace(base, canvas=canvas))
-            texts.append([row[: row.index(end)] if end in row else row for row in drawn.tolist()])
-        found = compare(*runs)
-        expected = [edits(*answers) for answers in zip(*texts, strict=True)]
-        assert found["edit_distance"].to_numpy().tolist() == expected
-        assert found["same_answer"].to_numpy().tolist() == [distance == 0 for distance in expected]
-        seen |= set(expected)
-    assert len(seen) > 4
-
-
-def test_the_share_of_changed_tokens_counts_positions(tiny_llada):
-    base = sinklens.generate(tiny_llada, PROMPTS, record_sinks=False, **SHORT)
-    changed = base.canvas.clone()
-    changed[0, -1, -1] = changed[1, -1, base.prompt_length :] = 7
-    found = compare(base, replace(base, canvas=changed))["changed_share"].to_numpy().tolist()
-    answer = base.tokens[1, base.prompt_length :]
-    assert found == [1 / len(answer), float((answer != 7).double().mean()), 0.0]
+    end, mask = tiny_llada.eos_token_ids[0], tiny_llada.mask_token_id
+    same, five, runs = [5, 6, 7, 5, 6, 7, 5, 6], [5] * 5, []
+    up, down, pairs, turns = range(8), range(7, -1, -1), [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 0, 1, 2, 3, 2, 3]
+    for tokens, steps in (
+        ([[5, 6, 7, end, *five[1:]], same, [5, 6, mask, 7, end, *five[2:]]], [[3] * 8, up, pairs]),
+        ([[5, 7, end, *five], same, [6, 5, mask, end, end, *five[2:]]], [up, down, turns]),
+    ):  # fmt: skip
+        canvas, unmask = base.canvas.clone(), base.unmask_step.clone()
+        canvas[:, -1, base.prompt_length :] = torch.tensor(tokens)
+        unmask[:, base.prompt_length :] = torch.tensor([list(row) for row in steps])
+        runs.append(replace(base, canvas=canvas, unmask_step=unmask))
+    found = compare(*runs)
+    assert found["edit_distance"].to_numpy().tolist() == [1, 0, 3]
+    assert found["same_answer"].to_numpy().tolist() == [False, True, False]
+    assert found["changed_share"].to_numpy().tolist() == [3 / 8, 0, 3 / 8]
+    assert found["order"].to_numpy() == pytest.approx([math.nan, -1, (18 - 2) / 24], nan_ok=True)
 
 
 def course(model, answers, prompt=(9, 9)):
@@ -211,7 +179,7 @@ def same_value(value, hook):
     return value.clone()
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
 @pytest.mark.parametrize(
     "hooks",
@@ -234,30 +202,6 @@ def test_an_identity_gives_exactly_the_base_run(request, model, hooks):
         assert compared["edit_distance"].to_numpy().tolist() == [0, 0]
         assert compared["order"].to_numpy() == pytest.approx(1.0)
         assert compared["same_answer"].all()
-
-
-@pytest.mark.fast_cases(1)
-def test_effect_is_the_three_runs_and_their_two_comparisons(pair):
-    base, free, replayed = pair
-    found = effect(base[0].model, PROMPTS, CHANGE, **SHORT)
-    for result, expected in ((found.base, base), (found.free, free), (found.replayed, replayed)):
-        assert torch.equal(result.canvas, expected[0].canvas)
-    assert found.free_running.equals(compare(base[0], free[0], base[1], free[1]))
-    assert found.under_replay.equals(compare(base[0], replayed[0], base[1], replayed[1]))
-    assert found.free_running["first_divergent_step"].max() >= 0
-
-
-def test_an_effect_has_a_one_line_repr(pair):
-    base, free, replayed = pair
-    found = Effect(
-        base[0], free[0], replayed[0], compare(base[0], free[0]), compare(base[0], replayed[0], base[1], replayed[1])
-    )
-    same = sum(before.text == after.text for before, after in zip(base[0].answers, free[0].answers, strict=True))
-    kl = float(found.under_replay["kl"].mean())
-    assert repr(found) == (
-        f"Effect({same} of {len(PROMPTS)} answers stay the same, "
-        f"mean KL under replay {kl:.3g} nats over {base[0].steps_run} steps)"
-    )
 
 
 @pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
@@ -285,165 +229,157 @@ def test_a_token_ruled_out_by_both_runs_adds_nothing_to_the_kl(tiny_llada):
     assert compare(run, run, {0: p}, {0: torch.tensor([[0.0, -torch.inf, 0.0]] * 2)})["kl"].item() == math.inf
 
 
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        (PROMPTS[:2], r"same prompts and lengths; got \[3, \d+\] and \[2, \d+\] \(rows, positions\)"),
-        ([PROMPTS[1], PROMPTS[0], PROMPTS[2]], r"have the same prompts; these do not"),
-        ([PROMPTS[0]] * 3, r"have the same prompts"),
-    ],
-)
-def test_runs_of_different_prompts_are_rejected(pair, other, text):
-    base = pair[0][0]
-    changed = sinklens.generate(base.model, other, record_sinks=False, **SHORT)
-    with pytest.raises(SettingError, match=text):
-        compare(base, changed)
-
-
-def test_a_prompt_that_is_a_prefix_of_another_is_rejected(tiny_llada):
-    """Neither the masks nor an extra token after the short prompt match the rest of the long one."""
-    ids = tiny_llada.encode(PROMPTS[0])[0]
-    short = sinklens.generate(tiny_llada, ids[:, :-4], record_sinks=False, gen_length=12)
-    long = sinklens.generate(tiny_llada, ids, record_sinks=False, gen_length=8)
-    with pytest.raises(SettingError, match="have the same prompts"):
-        compare(short, long)
-    longer = sinklens.generate(tiny_llada, ids, hooks=[SinkToken()], record_sinks=False, gen_length=8)
-    with pytest.raises(SettingError, match=r"got \[1, \d+\] and \[1, \d+\] \(rows, positions\)"):
-        compare(long, longer)
-
-
-def test_attended_positions_are_reported_separately(pair):
-    base, _, replayed = pair
-    marked = np.random.default_rng(2).random((3, base[0].steps_run, base[0].canvas.shape[2])) < 0.4
-    found = compare(base[0], replayed[0], base[1], replayed[1], attended=marked)
-    both = 0
-    for row, step in np.ndindex(3, base[0].steps_run):
-        change = {True: [], False: []}
-        for place, at in undecided(base[0], step, row):
-            p, q = (softmax(run[2][step][row, at]) for run in (base, replayed))
-            change[bool(marked[row, step, place])].append(q.max() - p.max())
-        for name, numbers in (("change_attended", change[True]), ("change_rest", change[False])):
-            expected = np.mean(numbers) if numbers else math.nan
-            assert float(found[name][row, step]) == pytest.approx(expected, abs=1e-9, nan_ok=True)
-        both += bool(change[True]) and bool(change[False])
-    assert both > 5 or base[0].model.config.is_causal
-    with pytest.raises(SettingError, match="which needs the logits of both runs; pass them, too"):
-        compare(base[0], replayed[0], attended=marked)
-
-
 @pytest.fixture(scope="module")
 def masked(tiny_llada):
-    """A run whose strongest keys are masked in some layers and heads, and its patterns by (step, layer)."""
-    patterns = {}
-
-    def keep(value, hook):
-        patterns[hook.step, hook.layer()] = value.clone()
-
+    """A run whose strongest keys are masked in some layers and heads, and these keys."""
     change = MaskSinks(top_k=2, layers=[0, -1], heads=[1, 4], steps=range(2, 8))
-    run = sinklens.generate(
-        tiny_llada, PROMPTS, hooks=[change, (lambda name: name.endswith("hook_pattern"), keep)], **SHORT
-    )
-    return change, run, patterns
+    run = sinklens.generate(tiny_llada, PROMPTS, hooks=change, **SHORT)
+    return run, change.keys(run)
 
 
-def test_attention_to_keys_is_the_mean_over_heads_and_layers_of_the_unchanged_model(masked):
-    change, run, _ = masked
-    keys = change.keys(run)
+def test_attention_to_keys_is_the_mean_over_heads_and_layers_of_the_unchanged_model(masked, tiny_llama):
+    """At the numbers of the steps, not their indices: keys of steps 3 and 6 are at indices 0 and 1."""
+    run, keys = masked
     found = attention_to(run, keys, steps=[3, 6])
     for step in (3, 6):
         _, cache = run.model.run_with_cache(run.canvas[:, step], attention_mask=run.real)
-        for row in range(3):
-            for query in range(run.canvas.shape[2]):
-                if not run.real[row, query]:
-                    continue
-                total = 0.0
-                for layer in range(4):
-                    pattern = cache[f"blocks.{layer}.attn.hook_pattern"][row, :, query].double().numpy()
-                    total += (pattern * keys.to_numpy()[row, step, layer]).sum()
-                assert found[row, step, query] == pytest.approx(total / 24, abs=1e-6)
+        patterns = torch.stack([cache["pattern", layer] for layer in range(4)], dim=1).double().numpy()
+        expected = (patterns * keys.to_numpy()[:, step, :, :, None]).sum(-1).mean((1, 2))
+        np.testing.assert_allclose(found[:, step], np.where(run.real, expected, np.nan), atol=1e-6)
     assert np.isnan(found[:, [0, 1, 2, 4, 5, 7]]).all()
-    assert not run.real.all()
-    assert np.isnan(found[:, 3][~run.real.numpy()]).all()
     assert np.nanmax(found) > 0.05
-
-
-def test_attention_to_keys_of_an_autoregressive_run_covers_decoded_positions_only(tiny_llama):
-    run = sinklens.generate(tiny_llama, PROMPTS, gen_length=4)
-    everything = run.sinks.scores().notnull()
-    found = attention_to(run, everything)
+    np.testing.assert_array_equal(attention_to(run, keys.isel(step=[3, 6])), found)
+    written = sinklens.generate(tiny_llama, PROMPTS, gen_length=4)
+    found = attention_to(written, written.sinks.scores().notnull())
     for step in range(4):
-        known = run.prompt_length + step
-        np.testing.assert_allclose(found[:, step, :known][run.real[:, :known].numpy()], 1.0, atol=1e-5)
+        known = written.prompt_length + step  # an autoregressive run has decoded so many
+        np.testing.assert_allclose(found[:, step, :known][written.real[:, :known].numpy()], 1.0, atol=1e-5)
         assert np.isnan(found[:, step, known:]).all()
 
 
-def test_masked_logits_need_a_run(tiny_llada):
-    with pytest.raises(SettingError, match="use MaskedLogits in a run of several steps"):
-        MaskedLogits().hooks_for(tiny_llada)
-
-
-def test_logits_of_one_run_or_of_other_steps_are_rejected(masked):
-    _, run, _ = masked
-    logits = {1: torch.zeros(1, 3)}
-    for given in ((logits, None), (None, logits)):
-        with pytest.raises(SettingError, match="pass both base_logits and changed_logits, or neither"):
-            compare(run, run, *given)
-    with pytest.raises(
-        SettingError, match=r"no step has the logits of both runs: base_logits holds steps \[1\], .* \[2\]"
-    ):
-        compare(run, run, logits, {2: torch.zeros(1, 3)})
-
-
-def test_attention_to_keys_of_some_steps_uses_their_step_numbers(masked):
-    """Not their indices: keys of steps 3 and 6 are at indices 0 and 1."""
-    change, run, _ = masked
-    keys = change.keys(run)
-    complete, part = attention_to(run, keys), attention_to(run, keys.isel(step=[3, 6]))
-    np.testing.assert_array_equal(part[:, [3, 6]], complete[:, [3, 6]])
-    assert np.isnan(part[:, [0, 1, 2, 4, 5]]).all()
-    np.testing.assert_array_equal(attention_to(run, keys, steps=[-1])[:, -1], complete[:, -1])
-    assert not np.isnan(complete[:, -1]).all()
-
-
-@pytest.mark.parametrize(
-    ("part", "steps", "text"),
-    [
-        ({}, [99], "step 99 does not exist; there are"),
-        ({"step": [2, 3]}, [1], r"keys has no step 1; choose from \[2, 3\]"),
-        ({"layer": [3]}, None, r"keys has .*'layer': 1.*, this run .*'layer': 4.*; pass keys of this run"),
-        ({"head": [3]}, None, "pass keys of this run, with all its layers and heads"),
-        ({"batch": [0]}, None, "pass keys of this run"),
-        ({"pos": slice(3)}, None, "pass keys of this run"),
-    ],
-)
-def test_keys_that_do_not_belong_to_the_run_are_rejected(masked, part, steps, text):
-    change, run, _ = masked
-    with pytest.raises(SettingError, match=text):
-        attention_to(run, change.keys(run).isel(part), steps)
-
-
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("other", ["Question: 1 + 1?", None, torch.zeros(1, 2, 3)], ids=["text", "None", "canvases"])
-def test_what_is_not_a_run_is_refused_by_name(pair, other):
-    (base, *_), _, _ = pair
-    calls = {
-        "base": [
-            lambda: compare(other, base),
-            lambda: corrupted(other, {"a": "b"}),
-            lambda: sinks_compared(other, base),
-        ],
-        "changed": [lambda: compare(base, other), lambda: sinks_compared(base, other)],
-        "run": [lambda: logit_lens(base.model, other), lambda: attention_to(other, base), lambda: of_step(other, 0)],
-    }
-    for name, refused in calls.items():
-        for call in refused:
-            with pytest.raises(SettingError, match=rf"{name} must be a run, .* got {type(other).__name__}\."):
-                call()
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_trace_is_compared_like_a_run(tiny_llada):
-    with sinklens.trace(tiny_llada, PROMPTS[0], record_sinks=False, **SHORT) as t:
+def test_what_cannot_be_compared_is_refused(masked, tiny_llada):
+    run, keys = masked
+    ids, settings = tiny_llada.encode(PROMPTS[0])[0], {"record_sinks": False}
+    short, long, other, fewer = (
+        sinklens.generate(tiny_llada, some, **settings, gen_length=length)
+        for some, length in ((ids[:, :-4], 12), (ids, 8), ([PROMPTS[1], PROMPTS[0], PROMPTS[2]], 8), (PROMPTS[:2], 8))
+    )
+    longer = sinklens.generate(tiny_llada, ids, hooks=[SinkToken()], **settings, gen_length=8)
+    one, two, logits = {1: torch.zeros(1, 3)}, {2: torch.zeros(1, 3)}, "pass both base_logits and changed_logits"
+    of_run, changes = "pass keys of this run, with all its layers and heads", {"a": "b"}
+    calls = [
+        (lambda: compare(run, fewer), r"prompts and lengths; got \[3, \d+\] and \[2, \d+\] \(rows, positions\)"),
+        (lambda: compare(run, other), r"have the same prompts; these do not"),
+        (lambda: compare(short, long), "have the same prompts"),  # one prompt begins the other
+        (lambda: compare(long, longer), r"got \[1, \d+\] and \[1, \d+\] \(rows, positions\)"),
+        (lambda: compare(run, run, attended=keys), "which needs the logits of both runs; pass them, too"),
+        (lambda: compare(run, run, one), logits),
+        (lambda: compare(run, run, None, one), logits),
+        (lambda: compare(run, run, one, two), r"no step has .* base_logits holds steps \[1\], .* \[2\]"),
+        (lambda: MaskedLogits().hooks_for(tiny_llada), "use MaskedLogits in a run of several steps"),
+        (lambda: sinks_compared(run, other), "sinks_compared needs the sinks of both runs; run them with record_sinks"),
+        (lambda: attention_to(run, keys, [99]), "step 99 does not exist; there are"),
+        (lambda: attention_to(run, keys.isel(step=[2, 3]), [1]), r"keys has no step 1; choose from \[2, 3\]"),
+        (lambda: attention_to(run, keys.isel(layer=[3])), r"keys has .*'layer': 1.*, this run .*'layer': 4.*; pass"),
+        (lambda: attention_to(run, keys.isel(head=[3])), of_run),
+        (lambda: attention_to(run, keys.isel(batch=[0])), of_run),
+        (lambda: attention_to(run, keys.isel(pos=slice(3))), of_run),
+        (lambda: effect(run.model, PROMPTS, other=random_hf_model(2)), r"same layers, heads and vocabulary; got \(4"),
+    ]  # fmt: skip
+    for given in ("Question: 1 + 1?", None, torch.zeros(1, 2, 3)):
+        kind = rf"must be a run, .* got {type(given).__name__}\."
+        calls += [
+            (lambda given=given: compare(given, run), f"base {kind}"),
+            (lambda given=given: compare(run, given), f"changed {kind}"),
+            (lambda given=given: corrupted(given, changes), f"base {kind}"),
+            (lambda given=given: sinks_compared(given, run), f"base {kind}"),
+            (lambda given=given: logit_lens(run.model, given), f"run {kind}"),
+            (lambda given=given: attention_to(given, keys), f"run {kind}"),
+            (lambda given=given: of_step(given, 0), f"run {kind}"),
+        ]
+    for call, match in calls:
+        with pytest.raises(SettingError, match=match):
+            call()
+    with sinklens.trace(tiny_llada, PROMPTS[0], record_sinks=False, **SHORT) as t:  # a trace is a run
         for _ in t.steps:
             pass
     assert bool(compare(t, t)["same_answer"].all())
+
+
+# --- another model, and a cache policy ---------------------------------------------------------------------------
+
+
+def random_hf_model(layers=3, factor=1.0):
+    """A random model whose logits are `factor` times its own."""
+    hf = random_hf(num_hidden_layers=layers)
+    hf.lm_head.weight.data *= factor
+    return sinklens.load(hf)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_the_kl_is_that_of_the_models_distributions_on_the_reference_s_canvases(factor):
+    """Halved logits keep every decision by confidence's order and every sink; the distributions are flatter."""
+    found = effect(random_hf_model(), random_ids()[:, :4], other=random_hf_model(factor=factor), gen_length=4, steps=4)
+    assert found.sinks_moved == 0
+    for step in range(4):
+        canvas = found.base.canvas[:1, step]
+        with torch.no_grad():
+            logits = found.base.model(canvas)[0, found.base.undecided[0, step]].double()
+        p, q = logits.log_softmax(-1), (logits * factor).log_softmax(-1)
+        wanted = float((p.exp() * (p - q)).sum(-1).mean())
+        assert float(found.under_replay["kl"][0, step]) == pytest.approx(wanted, rel=1e-4, abs=1e-9)
+
+
+CACHED = {"gen_length": 12, "block_length": 6}
+WORDS = ["one two three four five six", "seven eight nine"]
+
+
+@pytest.fixture(scope="module")
+def policy(worded):
+    return effect(worded("llama"), WORDS, cache=DualCache(), **CACHED)
+
+
+def test_kl_under_replay_is_that_of_the_computed_masked_positions(worded, policy):
+    exact, cached = MaskedLogits(), MaskedLogits()
+    base = sinklens.generate(worded("llama"), WORDS, hooks=[exact], **CACHED)
+    run = sinklens.generate(worded("llama"), WORDS, hooks=[cached], replay=base, cache=DualCache(), **CACHED)
+    assert torch.equal(policy.replayed.canvas, policy.base.canvas)
+    kl = policy.under_replay["kl"].to_numpy()
+    assert kl[:, [0, 6]] == pytest.approx(0, abs=1e-9)  # complete steps
+    for step in (2, 8):
+        places = run.undecided[:, step].nonzero()
+        first = run.prompt_length + step // 6 * 6
+        inside = (places[:, 1] >= first) & (places[:, 1] < first + 6)
+        assert (cached.kept[step].isnan().all(-1) == ~inside).all()
+        p, q = (logits.kept[step].double().softmax(-1) for logits in (exact, cached))
+        for row in range(2):
+            expected = (p * (p / q).log()).sum(-1)[inside & (places[:, 0] == row)].mean()
+            assert kl[row, step] == pytest.approx(float(expected), rel=1e-4)
+            assert kl[row, step] > 1e-6
+
+
+def test_sinks_that_were_lost_added_and_moved_are_counted(policy):
+    """Over the queries that the policy computed."""
+    assert ["fresh" in run.sinks for run in (policy.base, policy.free)] == [False, True]
+    queries = policy.replayed.sinks["fresh"].any("layer")
+    assert (policy.same_queries.sinks["computed"] == queries).all()
+    assert int(queries.isel(step=2).sum()) == 12  # the block of both rows
+    everywhere = sinks_compared(policy.base, policy.replayed)
+    moved = policy.under_replay["sinks_moved"]
+    assert int(moved.isel(step=[0, 6]).sum()) == 0
+    assert 0 < int(moved.sum()) < int(everywhere["sinks_moved"].sum())
+    for data, base in ((everywhere, policy.base), (policy.under_replay, policy.same_queries)):
+        scores = [run.sinks["score"].to_numpy() for run in (base, policy.replayed)]
+        for row, step in ((0, 0), (0, 3), (1, 7)):
+            sets, tops = [], []
+            for score in scores:
+                at = score[row, step][..., base.real[row].numpy()]
+                at = at / at.mean(-1, keepdims=True)
+                rest = (at.sum(-1, keepdims=True) - at) / (at.shape[-1] - 1)
+                sets.append(at > rest + 3.0)
+                tops.append(at.argmax(-1))
+            here = data.isel(batch=row, step=step)
+            expected = [sets[0], sets[0] & ~sets[1], sets[1] & ~sets[0], tops[0] != tops[1]]
+            counts = [int(here[name]) for name in ("sinks", "sinks_lost", "sinks_added", "sinks_moved")]
+            assert counts == [int(part.sum()) for part in expected]

@@ -1,20 +1,23 @@
-"""The logit lens against explicit formulas, planted streams, and the model's logits."""
+"""Lenses against explicit formulas, planted streams and the Jacobian of a plain pass; trained, they read better."""
 
 import numpy as np
 import pytest
 import torch
 import xarray as xr
-from building import random_hf
+from building import plain_pass, random_hf, random_model
 from layouts import ARCHITECTURES, causal, public_config, public_weights, write_checkpoint, write_tokenizer
+from oracles import oracle_of
 
 import sinklens
-from sinklens.errors import SettingError
+from sinklens.errors import CheckpointError, SettingError
+from sinklens.experiments import LogitLens, TunedLens, compare_lenses, fit_jacobian_lens, logit_lens, train_tuned_lens
 from sinklens.experiments import lens as module
-from sinklens.experiments.lens import LogitLens, logit_lens
-from sinklens.tasks.word_problems import held_out
+from sinklens.experiments.lens import first_layers
+from sinklens.tasks.word_problems import held_out, training
 
 FAMILIES = ["llada", "dream", "llama"]
 UNEQUAL = ["w5 w6 w7 w8", "w9 w10"]
+MODULATED = pytest.mark.parametrize("name", ["mdlm", "duo", "gidd"])
 
 
 def written(folder, family, change=None):
@@ -35,37 +38,35 @@ def models(tmp_path_factory):
 
 def generated(model, prompts=UNEQUAL, **settings):
     """A short run; settings that a sampler does not have are omitted."""
-    steps = {} if model.family_record.causal else {"steps": 6}
+    steps = {} if model.causal else {"steps": 6}
     return sinklens.generate(model, prompts, gen_length=6, record_sinks=False, **steps, **settings)
 
 
 def prediction(model, stream):
-    """Probabilities of one stream [d_model], with explicit final norm and unembedding."""
-    norm = model.tree.hf.model.norm
-    normed = stream.double() / (stream.double().pow(2).mean() + norm.variance_epsilon).sqrt() * norm.weight.double()
-    return (model.tree.W_U.double().T @ normed).softmax(0).detach()
+    """Probabilities of streams [*place, d_model], with explicit final norm and unembedding."""
+    norm, stream = model.tree.hf.model.norm, stream.double()
+    normed = stream / (stream.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt() * norm.weight.double()
+    return (normed @ model.tree.W_U.double()).softmax(-1).detach()
 
 
 def streams_of_row(run, row, step):
-    """Streams of a single row, without padding, from TransformerLens's cache: by layer [pos, d_model]."""
+    """Streams of a single row, without padding, from TransformerLens's cache: [layer, pos, d_model]."""
     start = int((~run.real[row]).sum())
-    end = run.prompt_length + step if run.model.family_record.causal else run.canvas.shape[2]
+    end = run.prompt_length + step if run.causal else run.canvas.shape[2]
     cache = run.model.run_with_cache(run.canvas[row : row + 1, step, start:end])[1]
-    return [cache[f"blocks.{layer}.hook_resid_post"][0].detach() for layer in range(run.model.cfg.n_layers)]
+    return torch.stack([cache["resid_post", layer][0].detach() for layer in range(run.model.cfg.n_layers)])
 
 
 def check_against(data, run, row, streams):
     """Every number of `data` against the formulas, position by position."""
-    model, start = run.model, int((~run.real[row]).sum())
-    shift, seen = model.family_record.shift or model.family_record.causal, 0
+    model, start, seen = run.model, int((~run.real[row]).sum()), 0
+    shift = int(model.family_record.shift or model.causal)
     for step in data.step.values:
         for layer, stream in enumerate(streams(step)):
             for pos in data.pos.values:
                 cell, final = data.sel(step=step, layer=layer, pos=pos), int(run.tokens[row, start + pos])
-                source = pos - 1 if shift else pos
-                if source < 0 and not model.family_record.causal:
-                    source = 0
-                if source < 0 or source >= len(stream):
+                source = pos - shift if model.causal else max(0, pos - shift)
+                if not 0 <= source < len(stream):
                     assert (cell.token.values == -1).all()
                     assert int(cell.final_rank) == -1
                     assert np.isnan([*cell.probability.values, cell.entropy, cell.final_probability]).all()
@@ -82,27 +83,14 @@ def check_against(data, run, row, streams):
 
 
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("row", [1, pytest.param(0, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("row", [1, 0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_number_is_the_formula_applied_to_the_cached_stream(models, family, row):
     """In a batch with padding; for shifted families at the previous position."""
     run = generated(models[family])
     data = logit_lens(run.model, run, row=row, top_k=3)
     assert dict(data.sizes) == {"step": 6, "layer": 3, "pos": [10, 8][row], "rank": 3}
-    check_against(data, run, row, lambda step: streams_of_row(run, row, step))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_layer_is_the_models_prediction_for_a_position(models, family):
-    logits = []
-    run = generated(models[family], hooks=[("denoise.hook_logits", lambda value, hook: logits.append(value.clone()))])
-    data = logit_lens(run.model, run, layers=[-1], top_k=61)
-    for step, value in enumerate(logits):
-        places = range(10) if not run.model.family_record.causal else [run.prompt_length + step]
-        for place, probabilities in zip(places, value[0].softmax(dim=-1), strict=True):
-            cell = data.sel(step=step, layer=2, pos=place)
-            np.testing.assert_allclose(cell.probability, probabilities[cell.token.values], rtol=1e-3, atol=1e-7)
-            assert (np.diff(cell.probability) <= 0).all()
+    check_against(data.sel(step=[0, 3, 5]), run, row, lambda step: streams_of_row(run, row, step))
 
 
 def still(hf):
@@ -121,27 +109,31 @@ def test_a_stream_that_holds_a_token_names_it_at_the_position_it_predicts(tmp_pa
     model = written(tmp_path, family, still)
     run = generated(model)
     for row, tokens in enumerate([[5, 6, 7, 8], [9, 10]]):
-        named = logit_lens(model, run, row=row, steps=[0], positions=range(len(tokens)), top_k=1).token.values[
-            0, :, :, 0
-        ]
+        read = logit_lens(model, run, row=row, steps=[0], positions=range(len(tokens)), top_k=1)
         expected = {"llada": tokens, "dream": [tokens[0], *tokens[:-1]], "llama": [-1, *tokens[:-1]]}[family]
-        assert named.tolist() == [expected] * 3
+        assert read.token.values[0, :, :, 0].tolist() == [expected] * 3
 
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("llada", {}), ("dream", {}), ("llama", {"use_cache": True}), ("llama", {"use_cache": False})],
+    [
+        ("llada", {}), ("llada", {"cfg_scale": 1.5}), ("dream", {}), ("llama", {"use_cache": True}),
+        ("llama", {"use_cache": False}),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_readings_collected_during_an_unchanged_run_are_the_same(models, family, settings):
+    """Under guidance, of the conditional rows."""
     lens = LogitLens(top_k=4)
     run = generated(models[family], hooks=[lens], **settings)
     for row in (0, 1):
         xr.testing.assert_allclose(lens.read(run, row), logit_lens(run.model, run, row=row, top_k=4), rtol=1e-3)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_partial_reading_equals_that_part_of_the_complete_one(models, family):
+def test_a_partial_reading_equals_that_part_of_the_complete_one(models, family, monkeypatch):
+    """Also if positions are read in several chunks."""
     places = {"steps": [4, 1], "layers": [-1, 0], "positions": [-1, 0, 3]}
     lens = LogitLens(**places)
     run = generated(models[family], hooks=[lens])
@@ -150,14 +142,15 @@ def test_a_partial_reading_equals_that_part_of_the_complete_one(models, family):
     xr.testing.assert_allclose(logit_lens(run.model, run, **places), part)
     xr.testing.assert_allclose(lens.read(run), part, rtol=1e-3)
     assert {stream.shape[0] for stream in lens.kept.values()} <= {4, 5, 6}  # at most three of each row are kept
+    monkeypatch.setattr(module, "CHUNK", 61 * 3)
+    xr.testing.assert_allclose(logit_lens(run.model, run), complete)
 
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lens_in_a_changed_run_reads_the_changed_streams(models, family):
     """Layer 1 is overwritten at two columns of step 2; later layers change, earlier ones do not."""
-    model, planted = models[family], torch.randn(24)
-    seen = {}
+    model, planted, seen, lens = models[family], torch.randn(24), {}, LogitLens(top_k=3)
 
     def plant(value, hook):
         if hook.step == 2:
@@ -165,23 +158,16 @@ def test_a_lens_in_a_changed_run_reads_the_changed_streams(models, family):
             return value
         return None
 
-    def look(value, hook):
-        seen[hook.step, hook.layer()] = value.clone()
-
-    lens = LogitLens(top_k=3)
-    no_cache = {"use_cache": False} if model.family_record.causal else {}
-    hooks = [("blocks.1.hook_resid_post", plant), lens, (lambda name: name.endswith("resid_post"), look)]
-    run = generated(model, hooks=hooks, **no_cache)
+    look = (
+        lambda name: name.endswith("resid_post"),
+        lambda value, hook: seen.update({(hook.step, hook.name): value + 0}),
+    )
+    no_cache = {"use_cache": False} if model.causal else {}
+    run = generated(model, hooks=[("blocks.1.hook_resid_post", plant), lens, look], **no_cache)
     data, unchanged = lens.read(run), logit_lens(model, run, top_k=3)
-    check_against(data, run, 0, lambda step: [seen[step, layer][0] for layer in range(3)])
-    source = (10 if not model.family_record.causal else run.prompt_length + 2) - 1
-    place = source + int(model.family_record.shift or model.family_record.causal)
-    if place < 10:
-        p = prediction(model, planted)
-        assert data.token.sel(step=2, layer=1, pos=place).values[0] == int(p.argmax())
+    check_against(data, run, 0, lambda step: [seen[step, f"blocks.{layer}.hook_resid_post"][0] for layer in range(3)])
     apart = (abs(data.entropy - unchanged.entropy) > 1e-3).sum("pos")
-    assert apart.sel(step=2).values[0] == 0
-    assert (apart.sel(step=2).values[1:] > 0).all()
+    assert (apart.sel(step=2).values > 0).tolist() == [False, True, True]
     assert (apart.sel(step=1).values == 0).all()
 
 
@@ -198,40 +184,23 @@ def test_streams_of_a_cached_token_are_those_of_the_step_that_computed_it(models
     assert not (abs(data - plain).sel(step=0) > 1e-3).any()
 
 
-def test_tokens_of_the_step_and_final_tokens_are_reported_with_texts(tiny_llada):
-    run = sinklens.generate(tiny_llada, [problem.prompt for problem in held_out(3)], record_sinks=False)
-    data = logit_lens(tiny_llada, run, row=1, steps=[0, 12])
-    start = int((~run.real[1]).sum())
-    assert start > 0
+def test_tokens_of_the_step_and_final_tokens_are_reported_with_texts(worded):
+    model = worded()
+    run = generated(model)
+    data, start = logit_lens(model, run, row=1, steps=[0, 3]), 2
     assert data.column.values.tolist() == list(range(start, run.canvas.shape[2]))
-    np.testing.assert_array_equal(data.token_id, run.canvas[1, [0, 12], start:])
+    np.testing.assert_array_equal(data.token_id, run.canvas[1, [0, 3], start:])
     np.testing.assert_array_equal(data.final_token, run.tokens[1, start:])
-    np.testing.assert_array_equal(data.masked, run.canvas[1, [0, 12], start:] == tiny_llada.mask_token_id)
-    assert int(data.masked.sum()) == 24 + 12
-    for token, text in zip(data.token.values.ravel()[::97], data.text.values.ravel()[::97], strict=True):
-        assert text == tiny_llada.tokenizer.decode([token])
-
-
-def test_chunks_of_positions_change_nothing(models, monkeypatch):
-    run = generated(models["dream"])
-    complete = logit_lens(run.model, run)
-    monkeypatch.setattr(module, "CHUNK", 61 * 3)
-    xr.testing.assert_allclose(logit_lens(run.model, run), complete)
-
-
-def test_under_guidance_the_conditional_rows_are_read(models):
-    lens = LogitLens()
-    run = generated(models["llada"], hooks=[lens], cfg_scale=1.5)
-    xr.testing.assert_allclose(lens.read(run, 1), logit_lens(run.model, run, row=1), rtol=1e-3)
+    np.testing.assert_array_equal(data.masked, run.canvas[1, [0, 3], start:] == model.mask_token_id)
+    assert int(data.masked.sum()) == 6 + 3
+    for token, text in zip(data.token.values.ravel()[::17], data.text.values.ravel()[::17], strict=True):
+        assert text == model.tokenizer.decode([token])
 
 
 def test_reading_calls_no_hook_and_leaves_no_gradient(models):
     run, called = generated(models["llada"]), []
-    model = run.model
-    hooks = [
-        (name, lambda value, hook: called.append(1)) for name in ("blocks.1.hook_resid_post", "ln_final.hook_scale")
-    ]
-    with model.tree.hooks(fwd_hooks=hooks):
+    model, names = run.model, ("blocks.1.hook_resid_post", "ln_final.hook_scale")
+    with model.tree.hooks(fwd_hooks=[(name, lambda value, hook: called.append(1)) for name in names]):
         first = logit_lens(model, run)
     assert not called
     xr.testing.assert_equal(first, logit_lens(model, run))
@@ -248,38 +217,206 @@ def test_a_trace_and_a_run_that_ended_early_can_be_read(tiny_llada):
     xr.testing.assert_allclose(lens.read(t.generation), logit_lens(tiny_llada, t, positions=[-1]), rtol=1e-3, atol=1e-6)
 
 
+@MODULATED
+@torch.no_grad()
+def test_the_lens_reads_with_the_final_modulation_of_the_step(conformance, name):
+    """That of the run, or of a hook that edits the noise level of its pass."""
+    oracle, row, step = oracle_of(name, conformance), 1, 2
+    model, lens = oracle.model, LogitLens(layers=[2], steps=[1])
+    edit = ("hook_time", lambda value, hook: value * 0 + 0.6)
+    run = sinklens.generate(model, [[5, 9, 13], [8, 2, 4]], gen_length=6, steps=4, seed=1)
+    read = logit_lens(model, run, steps=[step], row=row, top_k=model.cfg.d_vocab)
+    values = oracle.dit(run.canvas[[row], step], 0.0 if run.time is None else run.time[row, step]).values
+    for layer in range(3):
+        stream = values[f"blocks.{layer}.hook_resid_post"]
+        probs = oracle.dit.read_out(stream, values["hook_cond"], lambda _, value: value).softmax(-1)[0]
+        here = read.sel(step=step, layer=layer)
+        np.testing.assert_allclose(
+            here["probability"], probs.gather(1, torch.from_numpy(here["token"].to_numpy())), atol=1e-5
+        )
+    edited = sinklens.generate(model, [[5, 9, 13]], gen_length=6, steps=4, hooks=[edit, lens])
+    logits = oracle.dit(edited.canvas[:, 1], 0.0, {"hook_time": lambda value: value * 0 + 0.6}).logits
+    np.testing.assert_allclose(lens.read(edited)["probability"][0, 0, :, 0], logits.softmax(-1)[0].amax(-1), atol=1e-5)
+
+
+# --- fitted lenses ----------------------------------------------------------------------------------------------
+
+
+def random_lens(buckets=3, layers=3, d_model=24):
+    drawn = torch.Generator().manual_seed(2)
+    maps = torch.randn(buckets, layers, d_model, d_model, generator=drawn) / 5
+    return TunedLens("random", maps, torch.randn(buckets, layers, d_model, generator=drawn))
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("architecture", ["llama", "dream"])
+def test_streams_are_moved_by_the_map_of_their_layer_and_masked_share(worded, architecture):
+    model, lens, row, used = worded(architecture), random_lens(), 1, set()
+    collected = LogitLens(layers=[0, 1], top_k=61)
+    run = generated(model, hooks=collected)
+    data = logit_lens(model, run, row=row, layers=[0, 1], top_k=61, lens=lens)
+    for step in range(6):
+        places = run.undecided[row, step, 2:].nonzero()[:, 0]
+        streams = streams_of_row(run, row, step)[:, (places - int(model.family_record.shift)).clamp(min=0)]
+        bucket = {6: 2, 5: 2, 4: 1, 3: 1, 2: 0, 1: 0}[len(places)]  # undecided positions of the answer's six
+        used.add(bucket)
+        for layer in (0, 1):
+            moved = streams[layer] + streams[layer] @ lens.maps[bucket, layer] + lens.offsets[bucket, layer]
+            for place, expected in zip(places.tolist(), prediction(model, moved), strict=True):
+                cell = data.sel(step=step, layer=layer, pos=place)
+                np.testing.assert_allclose(cell.probability, expected[cell.token.values], rtol=2e-3, atol=1e-6)
+    assert used == {0, 1, 2}
+    read = collected.read(run, row, lens)
+    np.testing.assert_allclose(read["probability"], data["probability"], rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize(
-    ("asked", "text"),
-    [
-        ({"top_k": 0}, r"top_k must be between 1 and 61, the vocabulary size; got 0"),
-        ({"top_k": 62}, r"top_k must be between 1 and 61"),
-        ({"steps": [6]}, r"step 6 does not exist; there are 6"),
-        ({"layers": [3]}, r"layer 3 does not exist"),
-        ({"row": 2}, r"row 2 does not exist"),
-        ({"row": 1, "positions": [8]}, r"position 8 does not exist; there are 8"),
-    ],
+    ("share", "bucket"), [(1.0, 3), (0.76, 3), (0.75, 2), (0.5, 1), (0.26, 1), (0.25, 0), (0.0, 0)]
 )
-def test_invalid_arguments_are_rejected(models, asked, text):
-    run = generated(models["llada"])
-    with pytest.raises(SettingError, match=text):
-        logit_lens(run.model, run, **asked)
+def test_a_bucket_ends_at_its_upper_bound(share, bucket):
+    lens = random_lens(buckets=4)
+    stream = torch.randn(3, lens.maps.shape[2])
+    moved = stream + stream @ lens.maps[bucket, 1] + lens.offsets[bucket, 1]
+    torch.testing.assert_close(lens.translate(stream, 1, share), moved)
 
 
-def test_what_the_lens_cannot_read_is_rejected(models):
+def divergence(run, lens):
+    """Mean KL of the reading from the last layer's, [layer], over the undecided positions of a run's first row."""
+    read = logit_lens(run.model, run, lens=lens, top_k=run.model.cfg.d_vocab).transpose("step", "pos", "layer", "rank")
+    order = np.argsort(read["token"].to_numpy(), axis=-1)
+    chosen = np.take_along_axis(read["probability"].to_numpy(), order, axis=-1)[read["masked"].to_numpy()] + 1e-12
+    return (chosen[:, -1:] * np.log(chosen[:, -1:] / chosen)).sum(-1).mean(0)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", ["gidd", "tiny-llada", "tiny-dream"])
+def test_a_trained_lens_is_closer_to_the_prediction_than_the_logit_lens_on_other_runs(conformance, name):
+    if name == "gidd":
+        model, settings = sinklens.load(conformance / name), {"gen_length": 8, "steps": 6}
+        prompts, other = [[3 + n, 9, 20 + n] for n in range(6)], [[11, 9, 31]]
+    else:
+        model, settings = sinklens.load(name), {"steps": 8}
+        prompts, other = [problem.prompt for problem in training(11, 24)], [held_out(1)[0].prompt]
+    lens = train_tuned_lens(
+        model, prompts, buckets=2, updates=60, batch=128, learning_rate=3e-3, places=3000, **settings
+    )
+    run = sinklens.generate(model, other, record_sinks=False, **settings)
+    tuned, plain = divergence(run, lens), divergence(run, None)
+    assert tuned[:-1].sum() < 0.8 * plain[:-1].sum()
+    assert tuned[-1] == pytest.approx(0.0, abs=1e-6)
+    swapped = TunedLens(name, lens.maps.flip(0), lens.offsets.flip(0))
+    assert divergence(run, swapped)[:-1].sum() > tuned[:-1].sum()  # each bucket needs its own maps
+
+
+def test_a_lens_is_read_as_it_was_saved(tmp_path):
+    lens = random_lens()
+    lens.save(tmp_path / "lens.safetensors")
+    read = TunedLens.load(tmp_path / "lens.safetensors")
+    assert torch.equal(read.maps, lens.maps)
+    assert torch.equal(read.offsets, lens.offsets)
+    assert read.model == "random"
+    with pytest.raises(CheckpointError, match="holds no tuned lens"):
+        TunedLens.load(tmp_path / "other.safetensors")
+
+
+def jacobian(model, ids, layer):
+    """∂ last stream [pos, d_model] / ∂ stream that leaves `layer` [pos, d_model], of one row."""
+    name, last = f"blocks.{layer}.hook_resid_post", f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
+    start = plain_pass(model, ids).values[name].detach()
+    through = lambda stream: plain_pass(model, ids, edits={name: lambda _: stream}).values[last]  # noqa: E731
+    return torch.autograd.functional.jacobian(through, start)[0, :, :, 0].detach()
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize(
+    ("architecture", "causal", "targets"),
+    [("llama", False, "all"), ("llama", True, "all"), ("dream", False, "all"), ("llama", False, "own")],
+)
+def test_one_pass_gives_the_sum_over_targets_and_the_mean_over_sources_of_the_jacobian(
+    worded, architecture, causal, targets
+):
+    """Of the streams that predict the undecided positions; of an autoregressive run, those that predict the answer."""
+    model, settings = worded(architecture, causal), {"gen_length": 3} | ({} if causal else {"steps": 1})
+    lens = fit_jacobian_lens(model, ["w5 w6"], buckets=1, dims=7, targets=targets, **settings)
+    run = sinklens.generate(model, ["w5 w6"], record_sinks=False, **settings)
+    places = torch.arange(2, 5) - int(model.family_record.shift or causal)
+    ids = run.canvas[:, -1, :-1] if causal else run.canvas[:, 0]
+    for layer in range(2):
+        full, found = jacobian(model, ids, layer), lens.maps[0, layer].T + torch.eye(24)
+        if targets == "own":
+            assert sum(torch.allclose(found, full[place, :, place], atol=1e-4) for place in places) == 1
+            continue
+        wanted = full[places][:, :, places].sum(dim=0).mean(dim=1)  # targets summed, sources averaged
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+    assert not lens.maps[0, 2].any()
+    assert not lens.offsets.any()
+
+
+def test_a_planted_model_whose_later_layers_write_nothing_has_the_identity():
+    model = random_model()
+    for layer in model.tree.hf.model.layers[1:]:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    given = {"buckets": 1, "gen_length": 3, "steps": 2}
+    assert float(fit_jacobian_lens(model, [[4, 5, 6]], **given).maps.abs().max()) < 1e-6
+    assert float(fit_jacobian_lens(random_model(), [[4, 5, 6]], **given).maps.abs().max()) > 0.1
+
+
+def test_the_first_layer_is_that_after_which_the_token_stays_on_top():
+    top = np.array([[0, 1, 1], [1, 0, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0]], dtype=bool)
+    assert first_layers(top).tolist() == [1, 2, 0, 3, 3]
+
+
+def test_lenses_are_compared_place_by_place(worded):
+    """In a bucket of the masked share; of an autoregressive run, over its answer."""
+    prompts, lenses = ["w7 w8 w9", "w1"], {"logit": None, "random": random_lens(2)}
+    lenses["random"].maps[:, -1], lenses["random"].offsets[:, -1] = 0, 0
+    model, settings = worded(), {"gen_length": 4, "steps": 4}
+    found = compare_lenses(model, prompts, lenses, buckets=2, **settings)
+    for number, prompt in enumerate(prompts):
+        run = sinklens.generate(model, [prompt], record_sinks=False, **settings)
+        data = logit_lens(model, run, lens=lenses["random"])
+        first = data["masked"] & (data["masked"].sum("pos") > 2)  # masked shares above a half
+        wanted = (data["final_rank"] == 0).where(first).mean(("step", "pos"))
+        np.testing.assert_allclose(found["decoded"].sel(lens="random", bucket=1.0)[number], wanted)
+    assert (found["decoded"].sel(lens="logit")[..., -1] == found["decoded"].sel(lens="random")[..., -1]).all()
+    written = worded("llama", True)
+    found = compare_lenses(written, prompts[:1], {"logit": None}, buckets=1, gen_length=4)
+    run = sinklens.generate(written, prompts[:1], record_sinks=False, gen_length=4)
+    read = logit_lens(written, run, steps=[-1]).isel(step=0, pos=slice(run.prompt_length, 3 + run.steps_run))
+    np.testing.assert_allclose(found["decoded"][0, 0, 0], (read["final_rank"] == 0).mean("pos"))
+    np.testing.assert_allclose(found["probability"][0, 0, 0], read["final_probability"].mean("pos"), rtol=1e-5)
+    assert found["decoded"][0, 0, 0, -1] == 1.0  # greedy: the last layer's token is the final one
+
+
+def test_what_a_lens_cannot_read_or_be_fitted_on_is_refused(models, worded):
     model, lens = models["llada"], LogitLens(layers=[1])
-    run = generated(model)
-    with pytest.raises(SettingError, match=r"the lens holds no step"):
-        lens.read(run)
-    with pytest.raises(SettingError, match=r"LogitLens reads a run"):
-        lens.hooks_for(model)
-    with pytest.raises(SettingError, match=r"LogitLens does not support heads="):
-        LogitLens(heads=[0])
-    with pytest.raises(SettingError, match=r"top_k must be between 1 and 61"):
-        generated(model, hooks=[LogitLens(top_k=90)])
-    sinklens.generate(model, UNEQUAL, gen_length=6, steps=6, hooks=[lens])
+    run, written = generated(model), worded("llama", True)
+    generated(model, hooks=[lens])
     sinklens.generate(model, UNEQUAL, gen_length=6, steps=3, hooks=[lens])
     assert sorted(lens.kept) == [(0, 1), (1, 1), (2, 1)]
-    with pytest.raises(SettingError, match=r"of another run"):
-        lens.read(generated(model, ["w5 w6"]))
-    with pytest.raises(SettingError, match=r"has another family or vocabulary"):
-        logit_lens(models["dream"], run)
+    short, few = {"gen_length": 6, "steps": 2}, {"updates": 2, "batch": 4}
+    for call, match in [
+        (lambda: logit_lens(model, run, top_k=0), r"top_k must be between 1 and 61, the vocabulary size; got 0"),
+        (lambda: logit_lens(model, run, steps=[6]), r"step 6 does not exist; there are 6"),
+        (lambda: logit_lens(model, run, layers=[3]), r"layer 3 does not exist"),
+        (lambda: logit_lens(model, run, row=2), r"row 2 does not exist"),
+        (lambda: logit_lens(model, run, row=1, positions=[8]), r"position 8 does not exist; there are 8"),
+        (lambda: logit_lens(models["dream"], run), r"has another family or vocabulary"),
+        (lambda: logit_lens(model, run, lens=random_lens(d_model=20)), r"d_model\] \[3, 20\], and .* \[3, 24\]"),
+        (lambda: LogitLens().read(run), r"the lens holds no step"),
+        (lambda: lens.hooks_for(model), r"LogitLens reads a run"),
+        (lambda: LogitLens(heads=[0]), r"LogitLens does not support heads="),
+        (lambda: generated(model, hooks=[LogitLens(top_k=90)]), r"top_k must be between 1 and 61"),
+        (lambda: lens.read(generated(model, ["w5 w6"])), r"of another run"),
+        (lambda: train_tuned_lens(written, UNEQUAL), r"llama is autoregressive, .* no masked share; pass buckets=1"),
+        (lambda: fit_jacobian_lens(written, UNEQUAL), r"llama is autoregressive, .* no masked share; pass buckets=1"),
+        (lambda: compare_lenses(written, UNEQUAL, {"logit": None}), r"llama is autoregressive, .* pass buckets=1"),
+        (lambda: train_tuned_lens(model, UNEQUAL, buckets=0), "must be at least 1"),
+        (lambda: fit_jacobian_lens(model, UNEQUAL, passes=0), "must be at least 1"),
+        (lambda: train_tuned_lens(model, UNEQUAL, **short, **few), r"no step has a masked share above 0\.00"),
+        (lambda: fit_jacobian_lens(model, UNEQUAL, **short), r"no step has a masked share above 0\.00 and up to 0\.25"),
+        (lambda: compare_lenses(model, UNEQUAL, {}), "at least one lens"),
+    ]:  # fmt: skip
+        with pytest.raises(SettingError, match=match):
+            call()

@@ -124,10 +124,9 @@ def test_entropy_features_are_means_over_parts_of_the_run():
     for name, value in expected.items():
         assert features.sel(feature=name).item() == pytest.approx(value), name
     assert features.sel(feature="change").item() == pytest.approx(1 / 4)
-    with pytest.raises(SettingError, match="parts must be between 1 and 4"):
-        entropy_features(found, parts=5)
 
 
+@pytest.mark.extended
 def test_a_wrong_answer_that_its_entropy_announces_is_predicted_and_noise_is_not():
     """Planted: uncertain runs are wrong."""
     from sinklens.features import ProbeData, probe_table
@@ -145,14 +144,19 @@ def test_a_wrong_answer_that_its_entropy_announces_is_predicted_and_noise_is_not
 
 def test_autoregressive_runs_and_senseless_thresholds_are_refused(worded, unchecked):
     model = worded("llama", True)
-    with pytest.raises(SettingError, match="predicts only the next token at each step"):
-        step_predictions(sinklens.generate(model, PADDED, **short(model, {})))
-    found = by_hand(TOKENS, decided=[0, 3, 2], gap=np.ones((4, 3)))
-    for rule, level in (("gap", 0.0), ("gap", 1.5), ("agreement", 0), ("agreement", 1.5)):
-        with pytest.raises(SettingError, match=f"thresholds of the rule '{rule}' are"):
-            early_exit(Words(found), found, lambda row, text: True, rule, [level])
-    with pytest.raises(SettingError, match="rule must be 'gap' or 'agreement'; got 'margin'"):
-        early_exit(Words(found), found, lambda row, text: True, "margin")
+    found, right = by_hand(TOKENS, decided=[0, 3, 2], gap=np.ones((4, 3))), lambda row, text: True
+    written = sinklens.generate(model, PADDED, **short(model, {}))
+    for call, match in [
+        (lambda: step_predictions(written), "predicts only the next token at each step"),
+        (lambda: early_exit(Words(found), found, right, "gap", [0.0]), "thresholds of the rule 'gap' are"),
+        (lambda: early_exit(Words(found), found, right, "gap", [1.5]), "thresholds of the rule 'gap' are"),
+        (lambda: early_exit(Words(found), found, right, "agreement", [0]), "thresholds of the rule 'agreement' are"),
+        (lambda: early_exit(Words(found), found, right, "agreement", [1.5]), "thresholds of the rule 'agreement' are"),
+        (lambda: early_exit(Words(found), found, right, "margin"), "rule must be one of gap, agreement; got 'margin'"),
+        (lambda: entropy_features(found, parts=5), "parts must be between 1 and 4"),
+    ]:  # fmt: skip
+        with pytest.raises(SettingError, match=match):
+            call()
 
 
 @pytest.mark.extended

@@ -3,123 +3,124 @@
 import pytest
 import torch
 from building import plain_pass, random_model, shared_model
+from dit_oracle import PlainDit, rotated
 
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import write_attribution
 
-HEADS, KV_HEADS = 6, 2
-PROMPTS = [[3, 17, 5, 44, 9], [21, 8]]
+PROMPTS, DIT_PROMPTS = [[3, 17, 5, 44, 9], [21, 8]], [[5, 9, 13], [8, 2, 4]]
+ROW, STEP, KEY = 1, 2, 1
 
 
-def with_biases():
-    """A Llama whose attention has biases, that of the output included."""
-    return random_model("llama", attention_bias=True)
+def run_of(model, prompts=PROMPTS):
+    return sinklens.generate(model, prompts, gen_length=4, **{} if model.causal else {"steps": 4})
 
 
-def run_of(model):
-    settings = {"steps": 3} if model.mask_token_id is not None and not model.config.is_causal else {}
-    return sinklens.generate(model, PROMPTS, gen_length=4, record_sinks=False, **settings)
-
-
-def writes(values, model, layer):
-    """What each writer before `layer` wrote, [pos, d_model], by name."""
+def writes(values, layer):
+    """What each head, each MLP and the embedding wrote before `layer`, [pos, d_model], by name."""
     found = {"embed": values["hook_embed"][0]}
-    bias = torch.zeros(model.cfg.d_model)
     for one in range(layer):
-        for head in range(HEADS):
-            found[f"L{one}H{head}"] = values[f"blocks.{one}.attn.hook_result"][0, :, head]
+        results = values[f"blocks.{one}.attn.hook_result"][0].unbind(1)
+        found |= {f"L{one}H{head}": result for head, result in enumerate(results)}
         found[f"{one}_mlp_out"] = values[f"blocks.{one}.hook_mlp_out"][0]
-        o = model.tree.hf.model.layers[one].self_attn.o_proj
-        bias = bias if o.bias is None else bias + o.bias
-    return found | {"bias": bias.expand_as(found["embed"])}
-
-
-def rotated(model, letter, layer, head, write, values):
-    """The rotated part of a query or key that is due to `write`, and that due to the bias, [pos, d_head]."""
-    config, attn = model.tree.hf.config, model.tree.hf.model.layers[layer].self_attn
-    d_head = model.cfg.d_head
-    rows = slice(head * d_head, (head + 1) * d_head)
-    linear = getattr(attn, f"{letter}_proj")
-    normed = (
-        write / values[f"blocks.{layer}.ln1.hook_scale"][0] * model.tree.hf.model.layers[layer].input_layernorm.weight
-    )
-    bias = torch.zeros(d_head) if linear.bias is None else linear.bias[rows]
-    parts = [normed @ linear.weight[rows].T, bias.expand(len(write), -1)]
-    norm = getattr(attn, f"{letter}_norm", None)
-    if norm is not None:
-        raw = values[f"blocks.{layer}.attn.hook_{letter}"][0, :, head]
-        scale = (raw.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
-        parts = [part / scale * norm.weight for part in parts]
-    size = int(d_head * config.rope_parameters.get("partial_rotary_factor", 1))
-    angle = torch.arange(len(write))[:, None] * config.rope_parameters["rope_theta"] ** (
-        -torch.arange(size // 2) / (size // 2)
-    )
-    turned = []
-    for part in parts:
-        first, second, rest = part[:, : size // 2], part[:, size // 2 : size], part[:, size:]
-        pair = [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()]
-        turned.append(torch.cat([*pair, rest], dim=-1))
-    return turned
-
-
-def naive(model, ids, layer, head, weights):
-    """Parts of Σ weights[i, j] · score[i, j] for keys and queries, by name."""
-    values = plain_pass(model, ids[None]).values
-    group = head // (HEADS // KV_HEADS)
-    query, key = values[f"blocks.{layer}.attn.hook_rot_q"][0, :, head], values[f"blocks.{layer}.attn.hook_rot_k"][0]
-    key = key[:, head if key.shape[1] == HEADS else group]
-    found = {"from_key": {}, "from_query": {}}
-    scale = model.cfg.d_head**0.5
-    for name, write in writes(values, model, layer).items():
-        k, b_k = rotated(model, "k", layer, group, write, values)
-        q, b_q = rotated(model, "q", layer, head, write, values)
-        found["from_key"] |= {name: float((weights * (query @ k.T)).sum() / scale)}
-        found["from_query"] |= {name: float((weights * (q @ key.T)).sum() / scale)}
-        found["from_key"]["own_bias"] = float((weights * (query @ b_k.T)).sum() / scale)
-        found["from_query"]["own_bias"] = float((weights * (b_q @ key.T)).sum() / scale)
     return found
 
 
+def plain_parts(model, values, layer, letter, head):
+    """What each writer adds to the rotated queries or keys of a head, [pos, d_head], by name."""
+    config, block = model.tree.hf.config, model.tree.hf.model.layers[layer]
+    linear, norm = getattr(block.self_attn, f"{letter}_proj"), getattr(block.self_attn, f"{letter}_norm", None)
+    rows = slice(head * model.cfg.d_head, (head + 1) * model.cfg.d_head)
+    size = int(model.cfg.d_head * config.rope_parameters.get("partial_rotary_factor", 1))
+    places = torch.arange(len(values["hook_embed"][0]))
+    angle = places[:, None] * config.rope_parameters["rope_theta"] ** (-torch.arange(size // 2) / (size // 2))
+    scale = values[f"blocks.{layer}.ln1.hook_scale"][0]
+
+    def turned(part):
+        if norm is not None:
+            raw = values[f"blocks.{layer}.attn.hook_{letter}"][0, :, head]
+            part = part / (raw.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt() * norm.weight
+        first, second, rest = part[:, : size // 2], part[:, size // 2 : size], part[:, size:]
+        pair = [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()]
+        return torch.cat([*pair, rest], dim=-1)
+
+    biases = [model.tree.hf.model.layers[one].self_attn.o_proj.bias for one in range(layer)]
+    bias = sum((one for one in biases if one is not None), torch.zeros(model.cfg.d_model))
+    found = writes(values, layer) | {"bias": bias.expand(len(places), -1)}
+    found = {
+        name: turned(x / scale * block.input_layernorm.weight @ linear.weight[rows].T) for name, x in found.items()
+    }
+    own = torch.zeros(model.cfg.d_head) if linear.bias is None else linear.bias[rows]
+    return found | {"own_bias": turned(own.expand(len(places), -1))}
+
+
+def modulated_parts(dit, values, layer, letter, head):
+    """The same of a network whose norms subtract the mean and are scaled and shifted by the noise level."""
+    at = f"blocks.{layer}"
+    shift, scale = (values[f"{at}.adaln.hook_attn_{what}"] for what in ("shift", "scale"))
+    matrix = dict(zip("qkv", dit.weights[f"{at}.attn_qkv.weight"].chunk(3), strict=True))[letter]
+
+    def projected(x):
+        return rotated((x @ matrix.T).unflatten(-1, (dit.heads, -1))[None])[0, :, head]
+
+    def normed(x):
+        x = (x - x.mean(-1, keepdim=True)) / values[f"{at}.ln1.hook_scale"][0]
+        return x * dit.weights[f"{at}.norm1.weight"] * (1 + scale)
+
+    found = {name: projected(normed(write)) for name, write in writes(values, layer).items()}
+    return found | {"own_bias": projected(shift.expand_as(values["hook_embed"][0]))}
+
+
 MODELS = {
-    "biases": with_biases,
+    "biases": lambda: random_model("llama", attention_bias=True),
     "grouped": lambda: shared_model("qwen2", True),
     "normed": lambda: shared_model("qwen3"),
     "experts": lambda: shared_model("glm4_moe"),
 }
+CASES = [(kind, *place) for kind in MODELS for place in ((2, 4, False), (1, 1, True), (0, 5, False))]
+CASES += [(kind, *place) for kind in ("mdlm", "duo", "gidd") for place in ((2, 0, False), (1, 1, True))]
 
 
-@pytest.mark.fast_cases(4)
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(("layer", "head", "weighted"), [(2, 4, False), (1, 1, True), (0, 5, False)])
-def test_parts_are_those_of_a_plain_pass_and_add_up_to_the_score(kind, layer, head, weighted):
-    model = MODELS[kind]()
-    run, step = run_of(model), 2
-    pad = int((~run.real[1]).sum())
-    canvas = run.canvas[1, step][run.real[1]]
-    ids = canvas[canvas >= 0][: 2 + step] if model.config.is_causal else canvas
-    scores = plain_pass(model, ids[None]).values[f"blocks.{layer}.attn.hook_attn_scores"][0, head]
-    seen, key = scores > -torch.inf, 1
-    attending = seen[:, key] & (seen.sum(1) > 1)
-    share = attending * (scores.softmax(-1)[:, key] if weighted else 1.0)
-    for query in (None, len(ids) - 1):
-        rows = share if query is None else torch.eye(len(ids))[query]
-        rows = (rows / rows.sum())[:, None]
-        alone = torch.eye(len(ids))[key].expand_as(scores)
+@pytest.mark.fast_cases(5)
+@pytest.mark.parametrize(("kind", "layer", "head", "weighted"), CASES)
+@pytest.mark.filterwarnings("ignore::sinklens.errors.PromptWarning")
+@torch.no_grad()
+def test_parts_are_those_of_a_plain_pass_and_add_up_to_the_score(conformance, kind, layer, head, weighted):
+    model = MODELS[kind]() if kind in MODELS else sinklens.load(conformance / kind)
+    run = run_of(model, PROMPTS if kind in MODELS else DIT_PROMPTS)
+    pad, canvas = int((~run.real[ROW]).sum()), run.canvas[ROW, STEP][run.real[ROW]]
+    ids = canvas[canvas >= 0][None, : 2 + STEP] if model.causal else canvas[None]
+    source = model if kind in MODELS else PlainDit(conformance / kind)
+    passed = plain_pass(model, ids) if kind in MODELS else source(ids, 0.0 if run.time is None else run.time[ROW, STEP])
+    values, parts_of = passed.values, plain_parts if kind in MODELS else modulated_parts
+    sides = {}
+    for side, letter, other in (("from_key", "k", "q"), ("from_query", "q", "k")):
+        here, there = values[f"blocks.{layer}.attn.hook_{letter}"], values[f"blocks.{layer}.attn.hook_rot_{other}"][0]
+        heads = values[f"blocks.{layer}.attn.hook_z"].shape[2]
+        parts = parts_of(source, values, layer, letter, head * here.shape[2] // heads)
+        there = there[:, head * there.shape[1] // heads] / there.shape[-1] ** 0.5
+        sides[side] = {name: (there @ x.T if letter == "k" else x @ there.T) for name, x in parts.items()}
+    scores = values[f"blocks.{layer}.attn.hook_attn_scores"][0, head]
+    seen = scores > -torch.inf
+    share = (seen[:, KEY] & (seen.sum(1) > 1)) * (scores.softmax(-1)[:, KEY] if weighted else 1.0)
+    for query in (None, len(scores) - 1):
+        rows = share if query is None else torch.eye(len(scores))[query]
+        alone = torch.eye(len(scores))[KEY].expand_as(scores)
         others = seen & (alone == 0)
         excess = alone - others / others.sum(1, keepdim=True).clamp(min=1)
-        table = write_attribution(
-            run, step, layer, head, None if query is None else query + pad, key + pad, row=1, weighted=weighted
-        )
-        for ending, weights in (("", alone * rows), ("_excess", excess * rows)):
-            for side, parts in naive(model, ids, layer, head, weights).items():
-                found = table[side + ending].to_series()
-                size = sum(abs(part) for part in parts.values())
-                assert {name: found[name] for name in parts} == pytest.approx(parts, abs=1e-4 * size)
-                total = float((weights * scores.masked_fill(~seen, 0)).sum())
+        place = (None if query is None else query + pad, KEY + pad)
+        table = write_attribution(run, STEP, layer, head, *place, row=ROW, weighted=weighted)
+        assert table.attrs["key"] == KEY + pad
+        for ending, weights in (("", alone), ("_excess", excess)):
+            weights = weights * (rows / rows.sum())[:, None]
+            total = float((weights * scores.masked_fill(~seen, 0)).sum())
+            for side, parts in sides.items():
+                expected = {name: float((weights * part).sum()) for name, part in parts.items()}
+                found, size = table[side + ending].to_series(), sum(abs(part) for part in expected.values())
+                assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-4 * size)
                 assert found.sum() == pytest.approx(total, abs=1e-4 * size)
                 assert abs(found["rest"]) < 1e-4 * size
-        assert table.attrs["key"] == key + pad
 
 
 def test_writers_are_described_and_the_strongest_key_is_the_default():
@@ -152,11 +153,14 @@ def test_keys_and_weights_are_those_of_the_models_normalizer(normalizer):
     assert abs(score - float((softmax * scores[:, key]).sum() / softmax.sum())) > 0.01
 
 
-def test_places_without_a_score_are_refused():
-    run = run_of(shared_model("qwen2", True))
-    with pytest.raises(SettingError, match="position 0 does not exist at this step, is padding or is not decoded yet"):
-        write_attribution(run, 1, 1, 0, key=0, row=1)
-    with pytest.raises(SettingError, match="query 0 of the real tokens does not see key 1 and another key"):
-        write_attribution(run, 1, 1, 0, query=0, key=1)
-    with pytest.raises(SettingError, match="layer 3 does not exist"):
-        write_attribution(run, 1, 3, 0)
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ({"key": 0, "row": 1}, "position 0 does not exist at this step, is padding or is not decoded yet"),
+        ({"query": 0, "key": 1}, "query 0 of the real tokens does not see key 1 and another key"),
+        ({"layer": 3}, "layer 3 does not exist"),
+    ],
+)
+def test_places_without_a_score_are_refused(place, text):
+    with pytest.raises(SettingError, match=text):
+        write_attribution(run_of(shared_model("qwen2", True)), **{"step": 1, "layer": 1, "head": 0} | place)

@@ -3,16 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from building import random_model
-from layouts import BLOCK_CAUSAL, arguments, write_family, write_tokenizer
+from layouts import BLOCK_CAUSAL
 from likelihood_oracle import LladaScript, all_masks
 
 import sinklens
 from sinklens.errors import DeviceMemoryError, PromptError, SettingError
 from sinklens.experiments import likelihood, likelihood_difference, loss_curve
-from sinklens.experiments.nll.draws import DrawRule, generator_of
-from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
-from sinklens.experiments.nll.pairs import PromptAnswer
+from sinklens.experiments.nll.draws import generator_of
 from sinklens.hooks.tree import HookTree
 
 PROMPT, ANSWER = [5, 9, 3], [7, 11, 2, 8, 4]
@@ -23,25 +20,6 @@ MASKED = ("llada", "mmada", "dream", "a2d-qwen3", "llada-moe", "rnd1", "open-dco
 def raw(model):
     """From ids to logits, by the transformers model alone."""
     return lambda ids: model.tree.hf(ids).logits.detach()
-
-
-@pytest.fixture(scope="module")
-def llada():
-    return random_model()
-
-
-@pytest.fixture(scope="module")
-def family_model(tmp_path_factory):
-    """A tiny random checkpoint of a family in its published layout."""
-    folder = tmp_path_factory.mktemp("families")
-
-    def make(name):
-        if not (folder / name).is_dir():
-            write_family(folder / name, name)
-            write_tokenizer(folder / name)
-        return sinklens.load(folder / name, **arguments(name))
-
-    return make
 
 
 @pytest.mark.parametrize("cfg", [0.0, 0.7])
@@ -55,6 +33,7 @@ def test_the_estimate_equals_lladas_script_with_the_same_draws(llada, answer, ba
     assert found.kind == "estimate"
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", MASKED)
 def test_the_sum_over_all_masks_is_that_of_each_family(family_model, name):
     model = family_model(name)
@@ -64,6 +43,7 @@ def test_the_sum_over_all_masks_is_that_of_each_family(family_model, name):
     assert (found.kind, found.standard_error) == ("bound", 0.0)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
 def test_a_block_causal_model_is_evaluated_block_by_block(family_model, name):
     """Blocks of 4: the prompt of 3 tokens ends within the first one, or is padded to a complete one (bd3lm)."""
@@ -87,24 +67,18 @@ def test_a_block_causal_model_is_evaluated_block_by_block(family_model, name):
     assert np.flatnonzero(np.diff(found.blocks)).tolist() == [end - 1 for end in ends[:-1]]
 
 
-@pytest.mark.parametrize("masking", ["count", "rate"])
-def test_estimates_scatter_around_the_bound_as_their_standard_errors_say(llada, masking):
-    exact = likelihood(llada, PROMPT, ANSWER, exact=True).value
-    found = [
-        likelihood(llada, PROMPT, ANSWER, mc_num=64, batch=8, masking=masking, seed=seed) for seed in range(150)
-    ]  # fmt: skip
-    values, errors = np.array([one.value for one in found]), np.array([one.standard_error for one in found])
-    of_mean = values.std(ddof=1) / len(values) ** 0.5
-    assert abs(values.mean() - exact) < 4 * of_mean + (0.002 * abs(exact) if masking == "rate" else 0)
-    assert np.sqrt((errors**2).mean()) == pytest.approx(values.std(ddof=1), rel=0.15)
-    assert of_mean < 0.01 * abs(exact), "too few seeds to show a bias"
-
-
-def test_a_block_causal_estimate_is_unbiased(family_model):
-    model = family_model("sdar")
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("name", "masking"), [("llada", "count"), ("llada", "rate"), ("sdar", "count")])
+def test_estimates_scatter_around_the_bound_as_their_standard_errors_say(family_model, name, masking):
+    model, seeds = family_model(name), 60
     exact = likelihood(model, PROMPT, ANSWER, exact=True).value
-    values = [likelihood(model, PROMPT, ANSWER, mc_num=16, batch=4, seed=seed).value for seed in range(60)]
-    assert abs(np.mean(values) - exact) < 4 * np.std(values, ddof=1) / 60**0.5
+    how = {"mc_num": 64, "batch": 8, "masking": masking}
+    found = [likelihood(model, PROMPT, ANSWER, **how, seed=seed) for seed in range(seeds)]
+    values, errors = np.array([one.value for one in found]), np.array([one.standard_error for one in found])
+    of_mean = values.std(ddof=1) / seeds**0.5
+    assert abs(values.mean() - exact) < 4 * of_mean + (0.002 * abs(exact) if masking == "rate" else 0)
+    assert np.sqrt((errors**2).mean()) == pytest.approx(values.std(ddof=1), rel=0.3)
+    assert of_mean < 0.02 * abs(exact), "too few seeds to show a bias"
 
 
 def test_per_token_parts_and_the_curve_are_those_of_the_masks(llada):
@@ -122,26 +96,6 @@ def test_per_token_parts_and_the_curve_are_those_of_the_masks(llada):
     assert drawn.position_errors.max() < 0.05 * abs(found.positions).mean()
 
 
-PAIRS = [
-    PromptAnswer(prompt, answer)
-    for prompt, answer in (((5, 9, 3), (7, 11)), ((4,), (1, 2, 3)), ((5, 9, 3), (8, 1)), ((), (3, 9)), ((6, 6), (2,)))
-]
-
-
-@pytest.mark.parametrize("name", ["llada", "dream", "sdar", "bd3lm-qwen3"])
-def test_a_result_does_not_depend_on_its_batch(family_model, name):
-    model, rule = family_model(name), DrawRule(mc_num=12, batch=4)
-    together = likelihoods(model, PAIRS, LikelihoodRequest(rule=rule))
-    for rows in (1, 5):
-        for one, other in zip(
-            together, likelihoods(model, PAIRS, LikelihoodRequest(rule=rule, rows=rows)), strict=True
-        ):
-            np.testing.assert_allclose(one.losses, other.losses, rtol=1e-4, atol=1e-4)
-    for pair, one in zip(PAIRS, together, strict=True):
-        alone = likelihood(model, list(pair.prompt), list(pair.answer), mc_num=12, batch=4)
-        assert alone.value == pytest.approx(one.value, rel=1e-4)
-
-
 def test_equal_masks_are_computed_once(llada, monkeypatch):
     rows, hidden = [], HookTree.hidden
 
@@ -155,6 +109,7 @@ def test_equal_masks_are_computed_once(llada, monkeypatch):
     assert rows == [1, 3]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
 @pytest.mark.parametrize("length", [3, 8, 9])
 def test_draws_and_choices_share_the_blocks_before_them(family_model, monkeypatch, name, length):
@@ -211,13 +166,6 @@ def test_texts_are_tokenized_together_and_spaces_belong_to_the_answer(tiny_llada
     assert templated.value == likelihood(tiny_llada, chat, tail, exact=True).value
 
 
-def test_answers_of_equal_length_and_all_seeds_of_a_condition_share_their_masks(llada):
-    one, two = likelihood(llada, PROMPT, [ANSWER, ANSWER[::-1]], mc_num=32)
-    np.testing.assert_array_equal(np.isnan(one.losses), np.isnan(two.losses))
-    with pytest.raises(SettingError, match=r"answer 0 has other mask draws"):
-        likelihood_difference(one, likelihood(llada, PROMPT, ANSWER, mc_num=32, seed=1))
-
-
 @pytest.mark.parametrize(
     ("prompt", "answer", "given", "error", "message"),
     [
@@ -228,7 +176,7 @@ def test_answers_of_equal_length_and_all_seeds_of_a_condition_share_their_masks(
         ([5], [6], {"rows": 0}, SettingError, r"rows must be an integer of at least 1 or None; got 0"),
         ([5], [6], {"cfg_scale": -1.0}, SettingError, r"cfg_scale must be a finite number of at least 0; got -1.0"),
         ([5], [6], {"cache": "dual"}, SettingError, r"DualCache\(.*reuses keys of earlier steps.*evaluate --cache"),
-        ([5], [6] * 9, {"exact": True}, SettingError, r"for at most 8 tokens"),
+        ([5], [6] * 9, {"exact": True}, SettingError, r"for at most 8 tokens \(255 masks\); got 9. Leave it out"),
     ],
 )
 def test_invalid_pairs_and_settings_are_refused(llada, prompt, answer, given, error, message, unchecked):
@@ -236,8 +184,10 @@ def test_invalid_pairs_and_settings_are_refused(llada, prompt, answer, given, er
         likelihood(llada, prompt, answer, **given)
 
 
-def test_a_canvas_of_random_tokens_is_refused():
-    with pytest.raises(
-        SettingError, match=r"diffusion-gemma models have no likelihood here: .*neither a noise schedule nor a bound"
-    ):
+def test_other_draws_and_a_canvas_of_random_tokens_are_refused(llada):
+    one, two = likelihood(llada, PROMPT, [ANSWER, ANSWER[::-1]], mc_num=32)
+    np.testing.assert_array_equal(np.isnan(one.losses), np.isnan(two.losses))
+    with pytest.raises(SettingError, match=r"answer 0 has other mask draws"):
+        likelihood_difference(one, likelihood(llada, PROMPT, ANSWER, mc_num=32, seed=1))
+    with pytest.raises(SettingError, match=r"diffusion-gemma models have no likelihood here: .*nor a bound"):
         likelihood(sinklens.load("tiny-canvas"), "1", "2")

@@ -97,8 +97,3 @@ def test_draws_depend_on_seed_prompt_length_and_block_and_on_nothing_else():
 def test_invalid_rules_are_refused(given, message, unchecked):
     with pytest.raises(SettingError, match=message):
         DrawRule(**given)
-
-
-def test_long_answers_are_not_enumerated():
-    with pytest.raises(SettingError, match=r"for at most 8 tokens \(255 masks\); got 9. Leave it out to draw"):
-        DrawRule(exact=True).draw([1], 9)

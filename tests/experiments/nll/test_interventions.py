@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from building import plain_pass, random_model
+from building import plain_pass
 from likelihood_oracle import LladaScript, all_masks
 
 import sinklens
-from sinklens.errors import HookFunctionError, HookNameError, SettingError
+from sinklens.errors import SettingError, SinklensError
 from sinklens.experiments import likelihood, likelihood_difference
 from sinklens.experiments.nll.draws import generator_of
 from sinklens.interventions import (
@@ -29,48 +29,61 @@ PROMPT, ANSWER = [5, 9, 3], [7, 11, 2, 8]
 TEXT, WORKED = "Question: 12 + 7?\nAnswer:", " 12 + 7 = 19."
 
 
-@pytest.fixture(scope="module")
-def llada():
-    return random_model()
-
-
 def plain(model):
     """From ids to logits in plain torch."""
     return lambda ids: plain_pass(model, ids).logits
 
 
-def hiding(keys):
-    """An edit of ``hook_attn_mask`` that hides the keys [row, head, key]."""
-    return lambda mask: mask.masked_fill(keys[:, :, None], -torch.inf)
-
-
-def without_strongest(model, count):
-    """From ids to logits, each head without the `count` keys that are strongest in the unmasked pass."""
+def without(model, choose):
+    """From ids to logits, each head without the keys that `choose(ids, scores, layer)` marks, [row, head, key]."""
 
     def logits(ids):
         values, edits = plain_pass(model, ids).values, {}
         for layer in range(model.cfg.n_layers):
-            scores = values[f"blocks.{layer}.attn.hook_sink_scores"]
-            keys = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(count).indices, True)
-            edits[f"blocks.{layer}.attn.hook_attn_mask"] = hiding(keys)
+            keys = choose(ids, values[f"blocks.{layer}.attn.hook_sink_scores"], layer)[:, :, None]
+            edits[f"blocks.{layer}.attn.hook_attn_mask"] = lambda mask, keys=keys: mask.masked_fill(keys, -torch.inf)
         return plain_pass(model, ids, edits=edits).logits
 
     return logits
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_masked_sinks_are_those_of_the_pass_itself(llada, count):
-    found = likelihood(llada, PROMPT, ANSWER, exact=True, hooks=MaskSinks(top_k=count, same_step=True))
-    wanted = all_masks(without_strongest(llada, count), llada.mask_token_id, PROMPT, ANSWER)
-    assert found.value == pytest.approx(wanted, rel=1e-4)
+def strongest(scores, count=1):
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(count).indices, True)
+
+
+def everywhere(choose):
+    """The same keys in every head, chosen by the ids and their positions."""
+    return lambda ids, scores, layer: choose(ids, torch.arange(7))[..., None, :].expand(scores.shape)
+
+
+def above(ids, scores, layer):
+    return scores > (scores.sum(-1, keepdim=True) - scores) / (scores.shape[-1] - 1) + 1.0
+
+
+DETECTOR = EpsilonOverMean(epsilon=1.0)
+KEYS = {
+    "strongest": (MaskSinks(top_k=1, same_step=True), lambda ids, scores, layer: strongest(scores)),
+    "three": (MaskSinks(top_k=3, same_step=True), lambda ids, scores, layer: strongest(scores, 3)),
+    "position": (HideKeys(positions=[1, -1]), everywhere(lambda ids, at: (at == 1) | (at == 6))),
+    "state": (MaskSinks(top_k=None, where="masked"), everywhere(lambda ids, at: ids == 60)),
+    "prompt": (MaskSinks(top_k=None, where="prompt"), everywhere(lambda ids, at: at < 3)),
+    "detector": (MaskSinks(top_k=None, detector=DETECTOR, same_step=True), above),
+    "where": (MaskSinks(top_k=None, where=Where(detector=DETECTOR, same_step=True)), above),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_masked_keys_are_those_of_the_pass_itself(llada, name):
+    hooks, choose = KEYS[name]
+    found = likelihood(llada, PROMPT, ANSWER, exact=True, hooks=hooks).value
+    assert found == pytest.approx(all_masks(without(llada, choose), 60, PROMPT, ANSWER), rel=1e-4)
     unmasked = likelihood(llada, PROMPT, ANSWER, exact=True).value
-    assert abs(found.value - unmasked) > 0.01
-    none = likelihood(llada, PROMPT, ANSWER, exact=True, hooks=MaskSinks(top_k=0, same_step=True))
-    assert none.value == unmasked
+    assert abs(found - unmasked) > 0.01
+    assert likelihood(llada, PROMPT, ANSWER, exact=True, hooks=MaskSinks(top_k=0, same_step=True)).value == unmasked
 
 
 def test_under_guidance_interventions_see_the_conditional_rows(llada):
-    masked, plain_logits = without_strongest(llada, 1), plain(llada)
+    masked, plain_logits = without(llada, KEYS["strongest"][1]), plain(llada)
 
     def logits(ids):
         half = len(ids) // 2
@@ -83,39 +96,6 @@ def test_under_guidance_interventions_see_the_conditional_rows(llada):
     assert found.value == pytest.approx(script.get_loglikelihood(PROMPT, ANSWER, [seed]), rel=1e-4)
 
 
-def masks_at(model, choose):
-    """From ids to logits, every head without the keys that `choose(ids)` [row, key] marks."""
-
-    def logits(ids):
-        keys = choose(ids)[:, None].expand(-1, model.cfg.n_heads, -1)
-        edits = {f"blocks.{layer}.attn.hook_attn_mask": hiding(keys) for layer in range(model.cfg.n_layers)}
-        return plain_pass(model, ids, edits=edits).logits
-
-    return logits
-
-
-PLACES = {
-    "position": (
-        HideKeys(positions=[1, -1]),
-        lambda ids, mask: torch.isin(torch.arange(ids.shape[1]), torch.tensor([1, 6])),
-    ),
-    "state": (MaskSinks(top_k=None, where="masked"), lambda ids, mask: ids == mask),
-    "prompt": (MaskSinks(top_k=None, where="prompt"), lambda ids, mask: torch.arange(ids.shape[1]) < 3),
-}
-
-
-@pytest.mark.parametrize("name", PLACES)
-def test_keys_are_masked_by_position_and_by_state(llada, name):
-    hook, choose = PLACES[name]
-    wanted = all_masks(
-        masks_at(llada, lambda ids: choose(ids, llada.mask_token_id).expand_as(ids)),
-        llada.mask_token_id,
-        PROMPT,
-        ANSWER,
-    )
-    assert likelihood(llada, PROMPT, ANSWER, exact=True, hooks=hook).value == pytest.approx(wanted, rel=1e-4)
-
-
 def test_keys_are_masked_by_kind_of_token(tiny_llada):
     ids = tiny_llada.encode(TEXT)[0][0].tolist()
     digits = [place for place, token in enumerate(ids) if tiny_llada.to_str_tokens([token])[0].strip().isdigit()]
@@ -125,26 +105,6 @@ def test_keys_are_masked_by_kind_of_token(tiny_llada):
     assert digits
 
 
-def test_keys_are_masked_by_a_detector(llada):
-    detector = EpsilonOverMean(epsilon=1.0)
-
-    def logits(ids):
-        values, edits = plain_pass(llada, ids).values, {}
-        for layer in range(llada.cfg.n_layers):
-            scores = values[f"blocks.{layer}.attn.hook_sink_scores"]
-            length = scores.shape[-1]
-            others = (scores.sum(-1, keepdim=True) - scores) / (length - 1)
-            keys = scores > others + 1.0
-            edits[f"blocks.{layer}.attn.hook_attn_mask"] = hiding(keys)
-        return plain_pass(llada, ids, edits=edits).logits
-
-    hooks = MaskSinks(top_k=None, detector=detector, same_step=True)
-    found = likelihood(llada, PROMPT, ANSWER, exact=True, hooks=hooks).value
-    by_place = MaskSinks(top_k=None, where=Where(detector=detector, same_step=True))
-    assert likelihood(llada, PROMPT, ANSWER, exact=True, hooks=by_place).value == pytest.approx(found)
-    assert found != pytest.approx(likelihood(llada, PROMPT, ANSWER, exact=True).value, rel=1e-4)
-
-
 def test_a_run_is_a_plan_each_pass_takes_its_step_with_as_many_masked_tokens(llada):
     other = [4, 9, 3, 6]  # makes the run pad the prompt
     run = sinklens.generate(llada, [PROMPT, other], gen_length=5, steps=5, block_length=5)
@@ -152,16 +112,11 @@ def test_a_run_is_a_plan_each_pass_takes_its_step_with_as_many_masked_tokens(lla
     scores = run.sinks.data["score"].to_numpy()[0, :, :, :, 1:8]  # [step, layer, head, pos], without the padding
     undecided = (run.canvas[0, :-1, 4:8] == 60).sum(1).tolist()  # of the first four answer positions, by step
 
-    def logits(ids):
+    def planned(ids, _, layer):
         step = int(np.abs(np.array(undecided) - int((ids[0] == 60).sum())).argmin())
-        edits = {}
-        for layer in range(llada.cfg.n_layers):
-            of_layer = torch.from_numpy(scores[step, layer])[None]
-            keys = torch.zeros_like(of_layer, dtype=torch.bool).scatter(-1, of_layer.topk(1).indices, True)
-            edits[f"blocks.{layer}.attn.hook_attn_mask"] = hiding(keys)
-        return plain_pass(llada, ids, edits=edits).logits
+        return strongest(torch.from_numpy(scores[step, layer])[None])
 
-    wanted = all_masks(logits, 60, PROMPT, ANSWER)
+    wanted = all_masks(without(llada, planned), 60, PROMPT, ANSWER)
     hooks = MaskSinks(top_k=1, same_step=True, source=run)
     assert likelihood(llada, PROMPT, ANSWER, exact=True, hooks=hooks).value == pytest.approx(wanted, rel=1e-4)
     by_place = MaskSinks(top_k=None, where=Where(top_k=1, same_step=True, source=run))
@@ -175,6 +130,7 @@ def test_a_run_is_a_plan_each_pass_takes_its_step_with_as_many_masked_tokens(lla
         likelihood(llada, PROMPT, [*ANSWER, 1, 2], hooks=hooks)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("pick", ["random", "same_mass", "nearest", "permuted", "weakest", "random_any"])
 def test_controls_do_not_depend_on_the_batch_and_share_the_masks(llada, pick):
     hooks = MaskSinks(top_k=1, pick=pick, same_step=True)
@@ -185,6 +141,7 @@ def test_controls_do_not_depend_on_the_batch_and_share_the_masks(llada, pick):
     assert abs(first.value - treated.value) > 1e-3
 
 
+@pytest.mark.extended
 def test_shared_draws_narrow_the_interval_of_a_difference(llada):
     """The narrowing that a difference reports is that of repeated estimates."""
     hooks, options = AblateHeads(layers=[1], heads=[2]), {"mc_num": 32, "batch": 8}
@@ -212,13 +169,6 @@ def test_other_interventions_change_a_pass_as_they_change_a_step(llada):
         sinklens.generate(llada, [PROMPT], gen_length=4, steps=4, block_length=4, hooks=[hook, read])
         found = likelihood(llada, PROMPT, ANSWER, exact=True, hooks=[hook])
         np.testing.assert_allclose(found.losses[-1], -seen[0][range(4), ANSWER], rtol=1e-4)
-
-
-def test_a_hook_function_keeps_the_shape(llada):
-    with pytest.raises(
-        HookFunctionError, match=r"hook function <lambda> at blocks.0.attn.hook_z \(step 0\) got a value of shape"
-    ):
-        likelihood(llada, PROMPT, ANSWER, hooks=[("blocks.0.attn.hook_z", lambda value, hook: value[:, :1])])
 
 
 def test_tokens_around_the_answer_are_given(llada):
@@ -255,12 +205,15 @@ def test_tokens_around_the_answer_are_given(llada):
         (AblateHeads(steps=[3], layers=[0], heads=[0]), r"step 3 does not exist; there are 1, 0 to 0"),
         (ForceTokens(tokens={4: 9}), r"an intervention changed answer tokens of a likelihood"),
         ([("denoise.hook_confidence", lambda value, hook: None)], r"a hook function at 'denoise.hook_confidence' acts"),
+        (
+            [("blocks.0.attn.hook_z", lambda value, hook: value[:, :1])],
+            r"hook_z \(step 0\) got a value of shape",
+        ),
         ([("denoise.hook_logits", lambda value: None)], r"hooks= must be a list of \(name or predicate, function\)"),
     ],
 )
 def test_what_a_pass_does_not_have_is_refused(llada, hooks, message):
-    error = HookNameError if "must be a list" in message else SettingError
-    with pytest.raises(error, match=message):
+    with pytest.raises(SinklensError, match=message):
         likelihood(llada, PROMPT, ANSWER, hooks=hooks)
     assert not any(point.fwd_hooks for point in llada.tree.hook_dict.values())
     assert llada.tree.watch.forward_pass.step is None

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -35,14 +36,7 @@ MASKS = NAMES[:6]
 
 @pytest.fixture(scope="module")
 def model_of():
-    models = {}
-
-    def make(name):
-        if name not in models:
-            models[name] = random_dit(**MADE[name] | ({"vocab_size": V}))
-        return models[name]
-
-    return make
+    return cache(lambda name: random_dit(**MADE[name], vocab_size=V))
 
 
 # --- the published formulas, token by token ----------------------------------------------------------------------
@@ -142,6 +136,7 @@ def drawn_by_hand(name, model, prompt, answer, rule):
     return -total / rule.mc_num
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("prompt", "answer"), [([], [1, 3, 0, 2]), ([2, 2, 1], [0, 3, 1, 1, 2])])
 def test_estimates_equal_the_published_losses_of_the_same_draws(model_of, name, prompt, answer):
@@ -194,6 +189,7 @@ def test_estimates_scatter_around_the_integral_over_time_and_noise(model_of, nam
     assert 0.4 < values.std(ddof=1) / np.sqrt((errors**2).mean()) < 2
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["mdlm", "bd3lm-owt"])
 @pytest.mark.parametrize(("prompt", "answer"), [([], [1, 3]), ([2], [0, 3, 1])])
 def test_masks_of_an_untimed_network_are_enumerated(model_of, name, prompt, answer):
@@ -210,6 +206,7 @@ def test_masks_of_an_untimed_network_are_enumerated(model_of, name, prompt, answ
 PAIRS_OF_TOKENS = [pair for pair in itertools.product(range(V), repeat=2) if V - 1 not in pair]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["mdlm", "sedd", "duo", "gidd", "gidd-masks"])
 def test_the_bound_is_the_log_likelihood_if_the_prediction_is_perfect(model_of, name):
     """A known distribution of two dependent tokens; each is predicted by its posterior given the other noisy token."""
@@ -251,17 +248,20 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_result_does_not_depend_on_its_batch(model_of, name):
-    model, rule = model_of(name), DrawRule(mc_num=8, batch=4)
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("name", [*NAMES, "llada", "dream", "sdar", "bd3lm-qwen3"])
+def test_a_result_does_not_depend_on_its_batch(model_of, family_model, name):
+    model, rule = (model_of if name in MADE else family_model)(name), DrawRule(mc_num=8, batch=4)
     together = likelihoods(model, PAIRS, LikelihoodRequest(rule=rule))
     for rows in (1, 5):
-        for one, other in zip(
-            together, likelihoods(model, PAIRS, LikelihoodRequest(rule=rule, rows=rows)), strict=True
-        ):
-            np.testing.assert_allclose(one.losses, other.losses, rtol=1e-3, atol=1e-4)
+        other = likelihoods(model, PAIRS, LikelihoodRequest(rule=rule, rows=rows))
+        for one, same in zip(together, other, strict=True):
+            np.testing.assert_allclose(one.losses, same.losses, rtol=1e-3, atol=1e-4)
+    alone = likelihood(model, list(PAIRS[1].prompt), list(PAIRS[1].answer), mc_num=8, batch=4)
+    assert alone.value == pytest.approx(together[1].value, rel=1e-4)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_interventions_act_in_the_pass_at_its_noise_level(model_of, name):
     model, seen = model_of(name), []
@@ -277,35 +277,25 @@ def test_interventions_act_in_the_pass_at_its_noise_level(model_of, name):
         np.testing.assert_allclose(sorted(set(seen)), sorted({alpha_of(name, t)[1] for t in times}), rtol=1e-4)
 
 
-def test_random_tokens_are_paired_by_their_draws(model_of):
-    model = model_of("duo")
-    one, other = (likelihood(model, [2], [3, 0], mc_num=8, batch=4, seed=seed) for seed in (0, 1))
-    with pytest.raises(SettingError, match=r"answer 0 has other mask draws"):
-        likelihood_difference(one, other)
+def test_what_is_not_published_or_has_no_step_is_refused(model_of):
+    duo, draws = model_of("duo"), {"mc_num": 8, "batch": 4}
+    run = sinklens.generate(duo, [[2, 1]], gen_length=2, steps=4)
+    source, other = MaskSinks(top_k=1, source=run, same_step=True), likelihood(duo, [2], [3, 0], seed=1, **draws)
+    untimed = r"exact=True enumerates the masks of networks that do not read a noise level"
+    for call, match in [
+        (lambda: likelihood(model_of("mdlm-timed"), [1], [2, 3], exact=True), untimed),
+        (lambda: likelihood(duo, [1], [2, 3], exact=True), r"its noise is random tokens. Leave exact out and raise"),
+        (lambda: likelihood(model_of("gidd"), [1], [2, 3], cfg_scale=1.0), r"without a noise schedule.*for gidd"),
+        (lambda: likelihood(model_of("mdlm"), [1], [2, 3], cfg_scale=1.0), r"is for models without a noise schedule"),
+        (lambda: likelihood(duo, [2, 1], [3, 0], hooks=source), r"number of masks, and duo models add random tokens"),
+        (lambda: likelihood_difference(likelihood(duo, [2], [3, 0], **draws), other), r"answer 0 has other mask draws"),
+    ]:  # fmt: skip
+        with pytest.raises(SettingError, match=match):
+            call()
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "message"),
-    [
-        ("mdlm-timed", {"exact": True}, r"exact=True enumerates the masks of networks that do not read a noise level"),
-        ("duo", {"exact": True}, r"its noise is random tokens. Leave exact out and raise mc_num"),
-        ("gidd", {"cfg_scale": 1.0}, r"cfg_scale is for models without a noise schedule.*published for gidd models"),
-        ("mdlm", {"cfg_scale": 1.0}, r"cfg_scale is for models without a noise schedule"),
-    ],
-)
-def test_what_is_not_published_is_refused(model_of, name, given, message):
-    with pytest.raises(SettingError, match=message):
-        likelihood(model_of(name), [1], [2, 3], **given)
-
-
-def test_a_recorded_run_has_no_step_for_random_tokens(model_of):
-    model = model_of("duo")
-    run = sinklens.generate(model, [[2, 1]], gen_length=2, steps=4)
-    with pytest.raises(SettingError, match=r"found by the number of masks, and duo models add random tokens"):
-        likelihood(model, [2, 1], [3, 0], hooks=MaskSinks(top_k=1, source=run, same_step=True))
-
-
-@pytest.mark.parametrize("folder", ["mdlm", "bd3lm-owt", "duo", "sedd", "gidd"])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("folder", ["duo", "mdlm", "bd3lm-owt", "sedd", "gidd"])
 def test_published_checkpoints_have_a_likelihood(conformance, folder):
     model = sinklens.load(conformance / folder, family="sedd" if folder == "sedd" else None)
     found = model.likelihood([4, 1, 6], [[3, 5, 7, 2, 9], [1, 2]], mc_num=32)

@@ -81,6 +81,7 @@ def test_a_difference_of_one_answer_is_paired_by_its_draws():
     assert found.low < found.value < found.high
 
 
+@pytest.mark.extended
 def test_intervals_of_differences_over_answers_cover_the_truth():
     rng, covered = np.random.default_rng(2), 0
     for _ in range(300):

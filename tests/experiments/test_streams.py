@@ -1,4 +1,4 @@
-"""Similarity against the textbook formulas, and a planted layer that does nothing."""
+"""Similarity against the textbook formulas; planted layers, massive activations and outlier dimensions are found."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from watching import PADDED, short
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import layer_similarity, step_similarity
+from sinklens.experiments import layer_similarity, massive_activations, outlier_dimensions, step_similarity
 from sinklens.experiments.streams import linear_cka
 
 
@@ -79,12 +79,55 @@ def test_cka_ignores_rotations_and_scale_and_cosine_does_not(worded):
     assert float(linear_cka(torch.stack([x, torch.randn(40, 6)]))[0, 1]) < 0.5
 
 
-def test_what_cannot_be_compared_is_refused_or_nan(worded):
-    model = worded()
-    run = sinklens.generate(model, PADDED, **short(model, {}))
+IDS = torch.tensor([[4, 9, 9, 30]])
+
+
+def run_of(model):
+    return sinklens.generate(model, IDS, **short(model, {}))
+
+
+def test_a_planted_massive_activation_is_found_where_it_is_and_none_in_the_unchanged_model():
+    model = random_model()
+    assert massive_activations(run_of(model)).sizes["activation"] == 0
+    model.tree.hf.model.embed_tokens.weight.data[30, 11] = -900.0
+    run = run_of(model)
+    found = massive_activations(run, times_median=500)
+    table = found.to_dataframe().query("column == 3")
+    planted = {(step, 11, 30) for step in range(run.steps_run)}
+    assert set(zip(table["step"], table["dim"], table["token"], strict=True)) == planted
+    assert (np.diff(np.abs(found["value"])) <= 0).all()
+    at_entry = table.query("stream == 0")
+    assert at_entry["value"].tolist() == [-900.0] * run.steps_run
+    cache = run.model.run_with_cache(run.canvas[:, 0])[1]
+    median = float(cache["blocks.0.hook_resid_pre"].abs().median())
+    assert at_entry.query("step == 0")["times_median"].item() == pytest.approx(900 / median)
+    in_masks = massive_activations(run, state="masked", steps=[0], times_median=500)
+    assert in_masks.sizes["activation"] == 0  # it is in the prompt
+    assert massive_activations(run, at_least=1e4).sizes["activation"] == 0
+
+
+def test_a_planted_outlier_dimension_is_found_and_none_in_the_unchanged_model():
+    model = random_model()
+    assert outlier_dimensions(run_of(model), times_rms=4).sizes["dim"] == 0
+    model.tree.hf.model.embed_tokens.weight.data[:, 6] = 200.0
+    found = outlier_dimensions(run_of(model), times_rms=4)
+    assert found["dim"].values.tolist() == [6]
+    assert found["streams"].item() == 1.0
+    assert found["positions"].item() == 1.0
+
+
+def test_what_cannot_be_compared_or_found_is_refused_or_nan(worded, monkeypatch):
+    run, causal = run_of(random_model()), worded("llama", True)
+    written = sinklens.generate(causal, PADDED, **short(causal, {}))
     assert np.isnan(layer_similarity(run, steps=[0], state="committed")).all()
-    with pytest.raises(SettingError, match="dim 24 does not exist; there are 24"):
-        layer_similarity(run, without=[24])
-    causal = worded("llama", True)
-    with pytest.raises(SettingError, match="steps of an autoregressive run have different positions"):
-        step_similarity(sinklens.generate(causal, PADDED, **short(causal, {})))
+    monkeypatch.setattr("sinklens.experiments.streams.MOST", 10)
+    low = {"at_least": 1e-6, "times_median": 1e-6}
+    for call, match in [
+        (lambda: layer_similarity(run, without=[24]), "dim 24 does not exist; there are 24"),
+        (lambda: step_similarity(written), "steps of an autoregressive run have different positions"),
+        (lambda: massive_activations(run, at_least=0), "at_least must be a finite number above 0; got 0"),
+        (lambda: outlier_dimensions(run, times_rms=float("nan")), "times_rms must be a finite number above 0; got nan"),
+        (lambda: massive_activations(run, **low), "raise one of the thresholds"),
+    ]:  # fmt: skip
+        with pytest.raises(SettingError, match=match):
+            call()
