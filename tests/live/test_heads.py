@@ -47,22 +47,18 @@ def test_the_number_of_an_answer_is_the_marked_one():
     assert [stated_number(text) for text in texts] == ["14", None, None, None, None, None, None]
 
 
-def test_a_trial_names_the_numbers_of_the_answers(client, monkeypatch):
+def test_a_run_with_chips_keeps_them_and_its_numbers_are_named_while_its_heads_are_tried(
+    client, tiny_llada, monkeypatch
+):
     monkeypatch.setattr(problems, "stated_number", lambda text: str(len(text)))
-    run = client.run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
-    found = tried(client, run, layer=1)
-    kept = client.get(f"/api/runs/{run}")
-    assert kept["heads"]["number"] == str(len(kept["text"]))
-    assert [entry["number"] for entry in found] == [str(len(entry["text"])) for entry in found]
-
-
-def test_a_run_with_chips_keeps_them_while_its_heads_are_tried(client, tiny_llada):
     chip = {"id": "a", "kind": "ablate_head", "layer": 0, "head": 0, "by": "zero"}
-    run = client.run(prompt=PROMPT, settings=SHORT, chips=[chip])["summary"]["id"]
-    (last,) = [entry for entry in tried(client, run, layer=1) if entry["head"] == 5]
+    run = client.run(prompt=PROMPT, settings=SHORT, chips=[chip])
+    found = tried(client, run["summary"]["id"], layer=1)
     first, second = AblateHeads(layers=[0], heads=[0]), AblateHeads(layers=[1], heads=[5])
     alone, both = (sinklens.generate(tiny_llada, PROMPT, hooks=hooks, **SHORT) for hooks in (second, [first, second]))
-    assert last["text"] == both.text != alone.text
+    assert found[5]["text"] == both.text != alone.text
+    assert client.get(f"/api/runs/{run['summary']['id']}")["heads"]["number"] == str(len(run["text"]))
+    assert [entry["number"] for entry in found] == [str(len(entry["text"])) for entry in found]
 
 
 def test_a_trial_can_be_stopped_and_one_that_cannot_begin_is_refused(client, gate):

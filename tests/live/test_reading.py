@@ -35,7 +35,7 @@ def test_a_pattern_is_that_of_the_run(canvas_model, chips):
     run = sinklens.generate(
         canvas_model, PROMPT, hooks=[change.build() for change in spec.changes], record_sinks=Record(patterns=wanted)
     )
-    for step, layer in wanted:
+    for step, layer in wanted[:3]:
         found = reading.patterns(spec, outcome, canvas_model, step, [layer])[layer]
         expected = run.patterns[step, layer][0]
         start = outcome.prompt_length

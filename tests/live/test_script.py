@@ -21,7 +21,7 @@ def executed(source: str, names: list[str], folder) -> dict:
 
 def test_the_script_of_a_run_repeats_it_with_what_it_replays(client, tmp_path, capsys):
     """Two chips, one that is off, settings, a seed, and a replay of a run that continues from an edited canvas."""
-    common = {"prompt": PROMPT, "settings": {"gen_length": 8, "temperature": 0.7}, "seed": 3}
+    common = {"prompt": PROMPT, "settings": {"gen_length": 6, "temperature": 0.7}, "seed": 3}
     first = client.run(**common)["summary"]["id"]
     edit = {"run_id": first, "step": 3, "cells": [[25, 500]]}
     edited = client.run(**common, canvas=edit)
