@@ -21,7 +21,7 @@ from sinklens.sinks.drawing import (
     sink_map,
     title_of,
 )
-from sinklens.sinks.labels import BLANK, colours, token_labels, token_ticks, wrapped
+from sinklens.sinks.labels import BLANK, token_labels, token_ticks, wrapped
 from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
 
@@ -279,25 +279,4 @@ def grouped_pattern(
     token_ticks(ax.yaxis, [labels[place] for place in order])
     ax.set(xlabel="key", ylabel=f"query: unmasked above the line, masked ({BLANK}) below")
     ax.figure.colorbar(image, ax=ax, label=wrapped("attention of the query to the key"))
-    return ax
-
-
-def group_profiles(
-    profiles: dict[str, Float[np.ndarray, " key"]], labels: Sequence[str], ax: "Axes | None" = None
-) -> "Axes":
-    """Attention from each group of queries to every key: column sums over the group, scaled so that uniform is 1.
-
-    Args:
-        profiles: name of the group -> score of each key.
-        labels: labels of the positions.
-    """
-    ax = axes_or_new(ax, (9, 3))
-    width = 0.8 / len(profiles)
-    for number, ((name, scores), colour) in enumerate(zip(profiles.items(), colours(len(profiles)), strict=True)):
-        ax.bar(np.arange(len(scores)) + (number - (len(profiles) - 1) / 2) * width, scores, width, color=colour,
-               label=name)  # fmt: skip
-    token_ticks(ax.xaxis, labels, np.max(list(profiles.values()), axis=0))
-    ax.set(xlabel="key", ylabel="attention received from the group\n(column sum, uniform = 1)")
-    ax.set_xlim(-0.5, len(labels) - 0.5)
-    ax.legend(fontsize="small")
     return ax

@@ -33,7 +33,7 @@ def run(tiny_llada):
 
 @pytest.fixture(scope="module")
 def causal(tiny_llama):
-    return sinklens.generate(tiny_llama, held_out(1)[0].prompt)
+    return sinklens.generate(tiny_llama, held_out(1)[0].prompt, gen_length=2)
 
 
 def props(view):
@@ -45,7 +45,7 @@ def random_pattern(heads, positions):
     return torch.randn(heads, positions, positions).softmax(-1).numpy()
 
 
-def test_the_view_holds_the_pattern_and_its_tokens(run):
+def test_the_view_holds_the_pattern_and_its_tokens_of_all_heads_or_some(run, causal):
     given = props(attention(run, step=9, layer=2, row=0))
     np.testing.assert_allclose(given["attention"], pattern_at(run, 9, 2, 0), atol=5.1e-5)
     words = run.sinks.vocabulary
@@ -54,17 +54,9 @@ def test_the_view_holds_the_pattern_and_its_tokens(run):
     assert given["tokens"] == shown
     assert "░" in shown
     assert given["attentionHeadNames"] == [f"Head {head}" for head in range(6)]
-
-
-def test_the_upper_triangle_is_hidden_only_for_causal_models(run, causal):
-    assert props(attention(run, step=0, layer=0))["maskUpperTri"] is False
-    assert props(attention(causal, step=0, layer=0))["maskUpperTri"] is True
-
-
-def test_a_selection_of_heads_can_be_shown(run):
+    assert (given["maskUpperTri"], props(attention(causal, step=0, layer=0))["maskUpperTri"]) == (False, True)
     some = props(attention(run, step=9, layer=2, heads=[4, -6]))
-    every = props(attention(run, step=9, layer=2))
-    assert some["attention"] == [every["attention"][4], every["attention"][0]]
+    assert some["attention"] == [given["attention"][4], given["attention"][0]]
     assert some["attentionHeadNames"] == ["Head 4", "Head 0"]
 
 
@@ -88,17 +80,13 @@ def test_circuitsvis_gets_no_more_cells_than_it_draws_in_a_second(heads, positio
     assert block == 1 or heads * (-(-positions // (block - 1))) ** 2 > CELLS
 
 
-def test_a_large_view_says_how_many_positions_a_cell_covers():
+def test_a_large_view_says_how_many_positions_a_cell_covers_and_no_token_closes_its_script():
     view = AttentionView(random_pattern(8, 100), [f"t{n}" for n in range(100)], range(8), False, "planted", first=5)
     assert "each cell the largest of 2 \\u00d7 2 positions" in view.document
     assert props(view)["tokens"][:2] == ["5–6", "7–8"]
-
-
-def test_token_text_cannot_close_its_script_element():
     view = AttentionView(random_pattern(1, len(HOSTILE)), HOSTILE, [0], False, "</script><b>", height=300)
     assert props(view)["tokens"] == HOSTILE
-    for text in ("<img", "</script><b>"):
-        assert text not in view.document
+    assert not any(text in view.document for text in ("<img", "</script><b>"))
     frame = view._repr_html_()
     assert frame.count("<") == 2
     assert html.unescape(re.search('srcdoc="(.*)"', frame, re.S)[1]) == view.document

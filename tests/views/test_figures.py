@@ -1,6 +1,5 @@
-"""Figures and the terminal view, on planted tracks and a real run."""
+"""Figures of planted tracks and of tables."""
 
-import io
 import warnings
 
 import numpy as np
@@ -8,14 +7,12 @@ import pandas as pd
 import pytest
 from planting import planted as planted_track
 from planting import with_sinks
-from rich.console import Console
 from tracks import made
 
-import sinklens
 from sinklens.errors import SinklensError
 from sinklens.sinks import build_track
 from sinklens.sinks.labels import plain, short, token_label, token_labels, token_ticks
-from sinklens.views import figures, most_moving_head, sink_map, sink_path, terminal
+from sinklens.views import figures, most_moving_head, sink_map, sink_path
 from sinklens.views.charts import (
     curves,
     frequency_bars,
@@ -25,7 +22,7 @@ from sinklens.views.charts import (
     score_histogram,
     threshold_curve,
 )
-from sinklens.views.figures import group_profiles, grouped_pattern, panels, sink_life, stillest_head
+from sinklens.views.figures import grouped_pattern, panels, sink_life, stillest_head
 
 
 @pytest.fixture
@@ -43,11 +40,6 @@ def planted():
     )
 
 
-def test_the_most_moving_head_is_the_one_that_moves(planted):
-    assert most_moving_head(planted) == (0, 1)
-    assert stillest_head(planted) == (0, 0)
-
-
 def test_a_head_whose_sink_moves_ranks_above_one_whose_strongest_key_moves():
     """Head 0 has a sink that moves once; head 1 has no sink, and its largest score moves at every step."""
     score = np.full((1, 4, 1, 2, 8), 0.5, dtype=np.float32)
@@ -61,29 +53,32 @@ def test_a_head_whose_sink_moves_ranks_above_one_whose_strongest_key_moves():
     assert [len(line.get_xdata()) for line in marks] == [4, 4]  # all hollow
 
 
-def test_ties_between_moving_heads_go_to_the_stronger():
+def test_the_most_moving_and_the_stillest_head_and_ties_between_them(planted):
+    assert (most_moving_head(planted), stillest_head(planted)) == ((0, 1), (0, 0))
     score = with_sinks([[[1, 2, 3]], [[1, 2, 3]]])
-    score[0, :, 0, 1] *= 2
-    assert stillest_head(planted_track(score)) == (0, 1)
-    assert most_moving_head(planted_track(score)) == (0, 1)
+    score[0, :, 0, 1] *= 2  # ties go to the stronger
+    assert stillest_head(planted_track(score)) == most_moving_head(planted_track(score)) == (0, 1)
 
 
 def test_the_highlighted_path_is_that_of_the_requested_head(planted):
-    ax = sink_path(planted, 0, 1)
+    ax = sink_path(planted, 0, 1, color="#00ff00", shade="#0000ff")
     highlighted = next(line for line in ax.get_lines() if line.get_label() == "layer 0, head 1")
     assert highlighted.get_xdata().tolist() == [0, 1, 2, 3]
     assert highlighted.get_ydata().tolist() == [0, 4, 2, 3]
-    shade = ax.get_images()[0].get_array()
-    white = (shade[..., :3] == 1).all(-1)
-    assert white.T.tolist() == (~planted.data["masked"].to_numpy()[0]).tolist()
+    assert highlighted.get_color() == "#00ff00"
+    shaded = (ax.get_images()[0].get_array() == (0, 0, 1, 1)).all(-1)
+    assert shaded.T.tolist() == planted.data["masked"].to_numpy()[0].tolist()
 
 
-def test_the_map_shows_the_scores_and_marks_the_strongest_keys(planted):
+def test_a_map_shows_the_scores_of_its_steps_and_marks_the_strongest_keys(planted):
     ax = sink_map(planted, layer=0, head=1)
     np.testing.assert_allclose(ax.get_images()[0].get_array(), planted.scores()[0, :, 0, 1])
     assert ax.get_lines()[0].get_xdata().tolist() == [0, 4, 2, 3]
     mean = sink_map(planted)
     np.testing.assert_allclose(mean.get_images()[0].get_array(), planted.scores()[0].mean(("layer", "head")))
+    some = sink_map(planted, 0, 1, steps=slice(2, 4))
+    np.testing.assert_allclose(some.get_images()[0].get_array(), planted.scores()[0, 2:, 0, 1])
+    assert some.yaxis.get_major_formatter()(0, 0) == "2"  # the number in the run
 
 
 def colour_bar(ax):
@@ -99,12 +94,6 @@ def test_a_map_names_the_unit_of_its_scores():
     ax = sink_map(track, unit="visible")
     assert colour_bar(ax) == "mean attention of the queries that see the key"
     np.testing.assert_allclose(ax.get_images()[0].get_array()[0], [0.2, 0.225, 0.8 / 3, 0.8, 0.7], rtol=1e-6)
-
-
-def test_a_map_of_some_steps_uses_the_step_numbers_of_the_run(planted):
-    ax = sink_map(planted, 0, 1, steps=slice(2, 4))
-    np.testing.assert_allclose(ax.get_images()[0].get_array(), planted.scores()[0, 2:, 0, 1])
-    assert ax.yaxis.get_major_formatter()(0, 0) == "2"
 
 
 def test_steps_missing_from_a_row_are_blank():
@@ -161,17 +150,12 @@ def test_labels_are_limited_to_those_that_fit_and_include_the_strongest(length):
     token_ticks(ax.xaxis, [f"t{place}" for place in range(length)], weight, limit=40)
     shown = [int(tick) for tick in ax.get_xticks()]
     assert {3, length // 2, length - 1} <= set(shown)
-    assert len(shown) <= max(40, 30)
-    assert len(shown) >= min(length, 20)
-    if length > 40:
-        assert min(np.diff(shown)) >= length / 40
-
-
-@pytest.mark.parametrize(("size", "most"), [((11, 4), 88), ((4, 11), 32)])
-def test_the_number_of_labels_follows_the_length_of_the_axis(size, most):
-    _, (ax,) = panels(1, size=size)
-    token_ticks(ax.xaxis, ["t"] * 300)
-    assert most / 2 < len(ax.get_xticks()) <= most
+    assert min(length, 20) <= len(shown) <= 40
+    assert length <= 40 or min(np.diff(shown)) >= length / 40
+    for size, most in (((11, 4), 88), ((4, 11), 32)):  # without a limit, as many as the axis has room for
+        _, (ax,) = panels(1, size=size)
+        token_ticks(ax.xaxis, ["t"] * 300)
+        assert most / 2 < len(ax.get_xticks()) <= most
 
 
 def test_model_names_appear_verbatim_in_the_legend():
@@ -207,9 +191,6 @@ def test_dots_are_at_the_estimates_and_bars_span_the_intervals():
     assert [label.get_text() for label in ax.get_yticklabels()] == ["the x", "y"]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "b (not measured)"]
     assert ax.get_lines()[-1].get_xdata() == [0.3, 0.3]
-
-
-def test_an_empty_table_gives_empty_axes():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert interval_dots(interval_lines().head(0), "measure").get_yticklabels() == []
@@ -240,8 +221,6 @@ def test_a_pattern_is_sorted_into_unmasked_and_masked_queries():
     np.testing.assert_array_equal(ax.get_images()[0].get_array(), pattern[[1, 2, 0, 3]])
     assert [label.get_text() for label in ax.get_yticklabels()] == ["b", "c", "a", "d"]
     assert ax.get_lines()[0].get_ydata() == [1.5, 1.5]
-    ax = group_profiles({"one": np.array([1.0, 2.0]), "two": np.array([3.0, 4.0])}, ["a", "b"])
-    assert [bar.get_height() for bar in ax.patches] == [1, 2, 3, 4]
 
 
 def test_the_canvas_is_drawn_as_decided_and_undecided(planted):
@@ -252,13 +231,6 @@ def test_the_canvas_is_drawn_as_decided_and_undecided(planted):
     np.testing.assert_array_equal(cells, expected)
     ax = figures.canvas_map(planted, tokens=np.array([0, 1, 2, 3, 4]))
     assert [label.get_text() for label in ax.get_yticklabels()] == [rf"⟨{token}⟩" for token in range(5)]
-
-
-def test_a_path_has_the_colors_that_are_given(planted):
-    ax = sink_path(planted, 0, 1, color="#00ff00", shade="#0000ff")
-    assert next(line for line in ax.get_lines() if line.get_label() == "layer 0, head 1").get_color() == "#00ff00"
-    cells = ax.get_images()[0].get_array()
-    assert (cells[planted.data["masked"].to_numpy()[0].T] == (0, 0, 1, 1)).all()
 
 
 def test_a_figure_is_drawn_into_the_given_axes(planted):
@@ -272,21 +244,6 @@ def test_a_figure_is_drawn_into_the_given_axes(planted):
         lambda ax: interval_dots(interval_lines(), "measure", ax),
     ):
         assert draw(axes[0]) is axes[0]
-
-
-def test_the_terminal_shows_a_line_per_step_and_tokens_verbatim(tiny_llada):
-    run = sinklens.generate(tiny_llada, "Question: [red]Tom[/red] has 2 apples. [/]\nAnswer:")
-    text = io.StringIO()
-    terminal.show(tiny_llada, run, Console(file=text, width=300, highlight=False))
-    lines = [line for line in text.getvalue().splitlines() if "│" in line]
-    assert len(lines) == 24
-    masked = [line.split("│")[0].count("░") for line in lines]
-    assert masked == list(range(23, -1, -1))
-    layer, head = most_moving_head(run.sinks)
-    path, found = run.sinks.trajectory(layer, head), run.sinks.detect().to_numpy()[0, :, layer, head]
-    for step, line in enumerate(lines):
-        mark, place, _ = line.split("│")[2].split(maxsplit=2)
-        assert (mark == "●", int(place)) == (found[step].any(), path[step])
 
 
 @pytest.mark.usefixtures("unchecked")

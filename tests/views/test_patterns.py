@@ -13,7 +13,8 @@ from sinklens.tasks.word_problems import held_out
 from sinklens.views.patterns import pattern_at, patterns_at
 from training import RECIPES, write_untrained
 
-PLACES = [(3, 1), (19, 2)]
+PLACES = [(1, 1), (6, 2)]
+SHORT = {"gen_length": 8}
 
 
 def prompts(count=3):
@@ -23,17 +24,17 @@ def prompts(count=3):
 @pytest.fixture(scope="module")
 def padded(tiny_llada):
     """Three prompts of different lengths, with the patterns of two places recorded during the run."""
-    return sinklens.generate(tiny_llada, prompts(), record_sinks=Record(patterns=PLACES))
+    return sinklens.generate(tiny_llada, prompts(), record_sinks=Record(patterns=PLACES), **SHORT)
 
 
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
-def test_a_recomputed_pattern_equals_the_one_of_the_run(name):
+@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
+def test_a_recomputed_pattern_equals_the_one_of_the_run(request, name):
     """Also with a key/value cache, where the run computed only the last row."""
-    model = sinklens.load(name)
-    kept = sinklens.generate(model, prompts(), record_sinks=Record(patterns=PLACES))
-    again = sinklens.generate(model, prompts())
+    model = request.getfixturevalue(name)
+    kept = sinklens.generate(model, prompts(2), record_sinks=Record(patterns=PLACES), **SHORT)
+    again = sinklens.generate(model, prompts(2), **SHORT)
     for step, layer in PLACES:
-        for row in range(3):
+        for row in range(2):
             real = kept.real[row] & (kept.canvas[row, step] >= 0)
             expected = kept.patterns[step, layer][row]
             expected = expected[:, real[: expected.shape[1]]][:, :, real[: expected.shape[2]]]
@@ -44,10 +45,10 @@ def test_a_recomputed_pattern_equals_the_one_of_the_run(name):
 
 
 def test_padding_and_positions_not_yet_reached_are_excluded(padded, tiny_llama):
-    assert {tuple(pattern_at(padded, 3, 1, row).shape) for row in range(3)} == {
+    assert {tuple(pattern_at(padded, 1, 1, row).shape) for row in range(3)} == {
         (6, int(padded.real[row].sum()), int(padded.real[row].sum())) for row in range(3)
     }
-    run = sinklens.generate(tiny_llama, prompts(1))
+    run = sinklens.generate(tiny_llama, prompts(1), **SHORT)
     for step in (0, 5):
         pattern = pattern_at(run, step, 0)
         assert pattern.shape == (6, run.prompt_length + step, run.prompt_length + step)
@@ -66,10 +67,10 @@ def test_several_layers_of_a_step_share_one_pass(padded, tiny_llada):
 
 
 def test_a_trace_is_accepted_like_its_generation(tiny_llada):
-    with sinklens.trace(tiny_llada, prompts(1)[0]) as t:
+    with sinklens.trace(tiny_llada, prompts(1)[0], gen_length=2) as t:
         for step in t.steps:
             pass
-    torch.testing.assert_close(pattern_at(t, -1, -1), pattern_at(t.generation, 23, 3))
+    torch.testing.assert_close(pattern_at(t, -1, -1), pattern_at(t.generation, 1, 3))
 
 
 def test_a_run_changed_by_hooks_is_rejected_unless_it_recorded_the_pattern(tiny_llada):
@@ -78,44 +79,46 @@ def test_a_run_changed_by_hooks_is_rejected_unless_it_recorded_the_pattern(tiny_
         return pattern
 
     hooks = [("blocks.1.attn.hook_pattern", blind)]
-    run = sinklens.generate(tiny_llada, prompts(1), hooks=hooks)
+    run = sinklens.generate(tiny_llada, prompts(1), hooks=hooks, **SHORT)
     assert pattern_at(run, 0, 0).shape[0] == 6  # below the change nothing differs
     for layer in (1, 3):
         with pytest.raises(
             TrackError, match=rf"step 4, layer {layer} cannot be recomputed.*Record\(patterns=\[\(4, {layer}\)\]\)"
         ):
             pattern_at(run, 4, layer)
-    kept = sinklens.generate(tiny_llada, prompts(1), hooks=hooks, record_sinks=Record(patterns=[(4, 1)]))
+    kept = sinklens.generate(tiny_llada, prompts(1), hooks=hooks, record_sinks=Record(patterns=[(4, 1)]), **SHORT)
     assert not pattern_at(kept, 4, 1)[2].any()
     assert pattern_at(kept, 4, 1)[1].any()
 
 
 def test_a_pattern_of_reused_keys_is_rejected_and_the_policy_named(tiny_llada):
-    run = sinklens.generate(tiny_llada, prompts(1), cache="dual", block_length=8, gen_length=24, steps=24)
+    run = sinklens.generate(tiny_llada, prompts(1), cache="dual", block_length=8, **SHORT)
     assert pattern_at(run, 0, 3).shape[0] == 6  # the first step of a block computes everything
     with pytest.raises(TrackError, match=r"because the step reused keys under DualCache\(\)\. Record"):
         pattern_at(run, 5, 3)
 
 
-def test_masking_one_sink_is_detected_in_every_dtype():
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_masking_one_sink_is_detected_in_every_dtype(dtype):
     """Rounding moves a share of attention below the limit, a masked sink one above it."""
-    for dtype in ("float32", "float16", "bfloat16"):
-        model = sinklens.load("tiny-llada", dtype=dtype)
-        run = sinklens.generate(model, prompts(1), steps=4)
-        pattern_at(run, 2, 3)
-        layer, head = 0, 4
-        sink = int(run.sinks.trajectory(layer, head)[1])
+    model = sinklens.load("tiny-llada", dtype=dtype)
+    run = sinklens.generate(model, prompts(1), steps=4)
+    pattern_at(run, 2, 3)
+    layer, head = 0, 4
+    sink = int(run.sinks.trajectory(layer, head)[1])
 
-        def masked(mask, hook, head=head, sink=sink):
-            mask[:, head, :, sink] = -torch.inf
-            return mask
+    def masked(mask, hook, head=head, sink=sink):
+        mask[:, head, :, sink] = -torch.inf
+        return mask
 
-        changed = sinklens.generate(model, prompts(1), steps=4, hooks=[(f"blocks.{layer}.attn.hook_attn_mask", masked)])
-        with pytest.raises(TrackError, match=r"of the attention of head 4 differs"):
-            pattern_at(changed, 1, layer)
+    changed = sinklens.generate(model, prompts(1), steps=4, hooks=[(f"blocks.{layer}.attn.hook_attn_mask", masked)])
+    with pytest.raises(TrackError, match=r"of the attention of head 4 differs"):
+        pattern_at(changed, 1, layer)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_rounding_over_many_layers_is_allowed(dtype):
     model = sinklens.load(random_hf("qwen3", True, dtype, num_hidden_layers=24))
     run = sinklens.generate(model, torch.randint(0, 60, (2, 30)), gen_length=8)
@@ -123,27 +126,22 @@ def test_rounding_over_many_layers_is_allowed(dtype):
         assert len(patterns_at(run, step, range(24))) == 24
 
 
-@pytest.mark.parametrize(
-    ("ask", "text"),
-    [
-        ({"step": 24, "layer": 0}, r"step 24 does not exist; this track has 24"),
-        ({"step": 0, "layer": 4}, r"layer 4 does not exist; this track has 4"),
-        ({"step": 0, "layer": 0, "row": 3}, r"batch 3 does not exist"),
-    ],
-)
-def test_a_place_outside_the_run_is_rejected(padded, ask, text):
-    with pytest.raises(TrackError, match=text):
-        pattern_at(padded, **ask)
+REFUSED = [
+    (lambda run, bare: pattern_at(run, 8, 0), r"step 8 does not exist; this track has 8"),
+    (lambda run, bare: pattern_at(run, 0, 4), r"layer 4 does not exist; this track has 4"),
+    (lambda run, bare: pattern_at(run, 0, 0, 3), r"batch 3 does not exist"),
+    (lambda run, bare: pattern_at(bare, 0, 0), r"recorded no sink scores .* record_sinks=True"),
+    (lambda run, bare: pattern_at("run", 0, 0), r"expected a run: .* got str"),
+]
 
 
-def test_a_run_without_scores_or_another_object_is_rejected(tiny_llada):
-    bare = sinklens.generate(tiny_llada, prompts(1), record_sinks=False)
-    with pytest.raises(TrackError, match=r"recorded no sink scores .* record_sinks=True"):
-        pattern_at(bare, 0, 0)
-    with pytest.raises(SinklensError, match=r"expected a run: .* got str"):
-        pattern_at("run", 0, 0)
+@pytest.mark.parametrize(("ask", "text"), REFUSED, ids=[text for _, text in REFUSED])
+def test_a_place_outside_the_run_and_what_is_no_run_with_scores_are_rejected(padded, ask, text, unchecked):
+    with pytest.raises(SinklensError, match=text):
+        ask(padded, replace(padded, sinks=None))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("causal_context", [True, False])
 def test_steps_of_a_model_with_modes_are_computed_by_the_rule_of_their_pass(tmp_path, causal_context):
     """In a batch whose first row is padded: the prompt's pass, denoise steps of both blocks, and a commit."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from building import random_model
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 import sinklens
@@ -175,24 +176,16 @@ def test_attention_in_the_page_is_the_pattern(padded, page):
         assert (np.abs(read - exact) <= np.sqrt(exact) / 255 + 1 / 255**2).all()
 
 
-def test_no_text_in_the_page_is_parsed_as_markup():
-    words = HOSTILE
-    text = build(planted(prompt=10, answer=10, words=words))
-    info = info_of(text)
-    assert info["vocabulary"][2:] == [visible(word) for word in words]
+def test_no_text_in_the_page_is_parsed_as_markup_and_only_its_scripts_are_allowed():
+    text = build(planted(prompt=10, answer=10, words=HOSTILE))
+    assert info_of(text)["vocabulary"][2:] == [visible(word) for word in HOSTILE]
     outside = re.sub(r"<script[^>]*>.*?</script>|<style>.*?</style>", "", text, flags=re.S)
-    for word in ("<img", "onerror", "${7*7}"):
-        assert word not in outside
+    assert not any(word in outside for word in ("<img", "onerror", "${7*7}"))
     assert text.count("<img") == 0
-
-
-def test_the_page_allows_only_its_scripts_and_no_fetching(page):
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page.read_text())[1]
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe" not in policy
-    assert "http" not in policy
-    outside = re.sub(r"<script[^>]*>.*?</script>", "", page.read_text(), flags=re.S)
     assert not re.search(r"""(?:src|href)\s*=""", outside)
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert not any(word in policy for word in ("unsafe", "http"))
 
 
 def test_without_a_tokenizer_ids_are_shown():
@@ -215,31 +208,26 @@ def test_the_page_of_a_run_that_stopped_early_says_so(tiny_llada):
     assert [f"{ran} of 24", "steps"] in given["facts"]
 
 
-def test_recorded_patterns_are_the_default_and_the_page_of_a_changed_run_explains_missing_ones(tiny_llada):
-    def blind(pattern, hook):
-        pattern[:, 2] = 0
-        return pattern
+def blind(pattern, hook):
+    """Nothing attends from the third head."""
+    pattern[:, 2] = 0
+    return pattern
 
+
+def test_recorded_patterns_are_the_default_and_the_page_of_a_changed_run_explains_missing_ones(tiny_llada):
     hooks, prompt = [("blocks.0.attn.hook_pattern", blind)], held_out(1)[0].prompt
-    changed = sinklens.generate(tiny_llada, prompt, hooks=hooks)
-    given = info_of(build(material(changed)))
+    changed = material(sinklens.generate(tiny_llada, prompt, hooks=hooks))
+    given = info_of(build(changed))
     assert given["attention"]["places"] == []
     assert "hooks or the trace's block changed the run" in given["attention"]["why"]
     with pytest.raises(TrackError, match=r"Record\(patterns="):
-        build(material(changed), layers=[0])
+        build(changed, layers=[0])
     kept = sinklens.generate(tiny_llada, prompt, hooks=hooks, record_sinks=Record(patterns=[(2, 1), (7, 3)]))
     places = info_of(build(material(kept)))["attention"]["places"]
     assert [(step, layer) for step, layer, _ in places] == [(2, 1), (7, 3)]
-
-
-def test_the_page_holds_layers_below_a_change_and_explains_the_missing_ones(tiny_llada):
-    def blind(pattern, hook):
-        pattern[:, 2] = 0
-
-    hooks = [("blocks.1.attn.hook_pattern", blind)]
-    changed = material(sinklens.generate(tiny_llada, held_out(1)[0].prompt, hooks=hooks))
+    changed = material(sinklens.generate(tiny_llada, prompt, hooks=[("blocks.1.attn.hook_pattern", blind)]))
     assert Numbers(changed.track, changed.canvas).most_moving(range(4))[0] == 0, "otherwise the test shows nothing"
-    given = info_of(build(changed))
+    given = info_of(build(changed))  # layers below a change are as they were
     assert {layer for _, layer, _ in given["attention"]["places"]} == {0}
     assert any(note.startswith("This page does not hold the attention of other layers: ") for note in given["notes"])
 
@@ -380,27 +368,35 @@ def opened(browser, page):
     return browser
 
 
+@pytest.fixture
+def shown(browser, tmp_path):
+    """Opens the page of some material; returns its file."""
+
+    def show(text):
+        file = tmp_path / "page.html"
+        file.write_text(text)
+        browser.open(file)
+        return file
+
+    return show
+
+
 @pytest.mark.browser
-def test_the_page_opens_offline_with_an_empty_console(opened, page):
+def test_the_page_opens_offline_with_an_empty_console_and_its_header(opened, page, padded, tiny_llada):
     opened.js("document.getElementById('circuits').scrollIntoView()")
     opened.wait("return document.getElementById('circuits').dataset.shown")
     assert opened.requests() == [page.as_uri()]
     assert opened.complaints() == []
+    ids = padded.canvas[0, 0, : padded.prompt_length][padded.real[0, : padded.prompt_length]]
+    assert opened.text("prompt") == tiny_llada.tokenizer.decode(ids)
+    assert opened.text("answer") == padded.answers[0].text
+    for place, text in (
+        ("model", "tiny-llada"), ("facts", "24 steps"), ("facts", "4 × 6 layers × heads"),
+        ("notes", "Uniform attention gives each position 1"),
+    ):  # fmt: skip
+        assert text in opened.text(place)
     assert opened.js("return fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
     assert opened.complaints_until("Content Security Policy")
-
-
-@pytest.mark.browser
-def test_the_header_shows_prompt_answer_and_facts(opened, padded, tiny_llada):
-    prompt = tiny_llada.tokenizer.decode(
-        padded.canvas[0, 0, : padded.prompt_length][padded.real[0, : padded.prompt_length]]
-    )
-    assert opened.text("prompt") == prompt
-    assert opened.text("answer") == padded.answers[0].text
-    assert "tiny-llada" in opened.text("model")
-    assert "24 steps" in opened.text("facts")
-    assert "4 × 6 layers × heads" in opened.text("facts")
-    assert "Uniform attention gives each position 1" in opened.text("notes")
 
 
 @pytest.mark.browser
@@ -489,48 +485,34 @@ def test_layer_and_head_can_be_chosen_by_menu_map_and_keyboard(opened, padded):
 
 
 @pytest.mark.browser
-def test_the_heat_map_describes_a_cell_and_goes_to_its_step(opened, padded):
+def test_tokens_and_figures_describe_a_place_and_go_to_its_step(opened, padded):
     layer, head = most_moving_head(padded.sinks, 0)
     scores, first = padded.sinks.scores().to_numpy()[0, :, layer, head], int(padded.real[0].int().argmax())
+    heads = padded.sinks.detect().to_numpy()[0].sum(axis=(1, 2))
+    opened.click("forward")
+    for at in (3, 30):
+        opened.js(f"document.querySelector('.tok[data-at=\"{at}\"]').click()")
+        readout = opened.text("token-readout")
+        assert readout.startswith(f"position {at + first} ")
+        assert score_in(readout) == pytest.approx(scores[1, at + first], abs=0.006)
+        assert f"a sink in {heads[1, at + first]} of 24 heads" in readout
     for step, at in ((0, 0), (13, 20), (23, scores.shape[1] - first - 1)):
         opened.point("heat", step, at)
         readout = opened.text("heat-readout")
         assert readout.startswith(f"step {step}, position {at + first} ")
         assert score_in(readout) == pytest.approx(scores[step, at + first], abs=0.006)
-        assert shown_step(opened) != step or step == 0
+        assert shown_step(opened) == 1
     opened.point("heat", 17, 5, click=True)
     assert shown_step(opened) == 17
     opened.keys("heat", Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
     assert opened.text("heat-readout").startswith(f"step 19, position {6 + first} ")
     opened.keys("heat", Keys.ENTER)
     assert shown_step(opened) == 19
-
-
-@pytest.mark.browser
-def test_a_token_shows_its_score_and_in_how_many_heads_it_is_a_sink(opened, padded):
-    layer, head = most_moving_head(padded.sinks, 0)
-    first = int(padded.real[0].int().argmax())
-    heads = padded.sinks.detect().to_numpy()[0].sum(axis=(1, 2))
-    opened.click("forward")
-    for at in (3, 30):
-        opened.js(f"document.querySelector('.tok[data-at=\"{at}\"]').click()")
-        readout = opened.text("token-readout")
-        score = padded.sinks.scores().to_numpy()[0, 1, layer, head, at + first]
-        assert readout.startswith(f"position {at + first} ")
-        assert score_in(readout) == pytest.approx(score, abs=0.006)
-        assert f"a sink in {heads[1, at + first]} of 24 heads" in readout
-
-
-@pytest.mark.browser
-def test_a_click_on_the_path_goes_to_its_step(opened, padded):
-    from selenium.webdriver.common.action_chains import ActionChains
-
     figure = opened.at_rest("path")
     ActionChains(opened.driver).move_to_element_with_offset(figure, 40, 0).click().perform()
     step = shown_step(opened)
     assert 12 <= step <= 18
-    path = padded.sinks.trajectory(*most_moving_head(padded.sinks, 0))
-    assert opened.text("path-readout").startswith(f"step {step}: position {path[step]} ")
+    assert opened.text("path-readout").startswith(f"step {step}: position {np.nanargmax(scores[step])} ")
 
 
 @pytest.mark.browser
@@ -616,14 +598,11 @@ def test_an_autoregressive_run_shows_positions_as_they_appear(browser, tiny_llam
 
 
 @pytest.mark.browser
-def test_hostile_text_is_shown_verbatim_and_not_executed(browser, tmp_path):
-    given = planted(prompt=len(HOSTILE), answer=len(HOSTILE), words=HOSTILE)
-    file = tmp_path / "hostile.html"
-    file.write_text(build(given))
-    browser.open(file)
+def test_hostile_text_is_shown_verbatim_and_not_executed(browser, shown):
+    file = shown(build(planted(prompt=len(HOSTILE), answer=len(HOSTILE), words=HOSTILE)))
     browser.keys("step", Keys.END)
-    shown = {at: text for at, text, _ in tokens(browser)}
-    assert [shown[at] for at in range(2 * len(HOSTILE))] == [visible(word) for word in HOSTILE * 2]
+    texts = {at: text for at, text, _ in tokens(browser)}
+    assert [texts[at] for at in range(2 * len(HOSTILE))] == [visible(word) for word in HOSTILE * 2]
     assert browser.text("prompt").startswith(
         "</script><img src=x onerror='window.bad=1'><b>\"'&amp;\\u2028\\u202e\\x00"
     )
@@ -648,10 +627,8 @@ def test_hostile_text_is_shown_verbatim_and_not_executed(browser, tmp_path):
         {"answer": 0},
     ],
 )
-def test_the_smallest_runs_have_a_page(browser, tmp_path, sizes):
-    file = tmp_path / "small.html"
-    file.write_text(build(planted(**sizes)))
-    browser.open(file)
+def test_the_smallest_runs_have_a_page(browser, shown, sizes):
+    shown(build(planted(**sizes)))
     drawn(browser)
     assert browser.js("return document.getElementById('play').disabled") is (sizes.get("steps") == 1)
     assert where(browser) >= 0
@@ -659,10 +636,8 @@ def test_the_smallest_runs_have_a_page(browser, tmp_path, sizes):
 
 
 @pytest.mark.browser
-def test_a_page_without_attention_patterns_says_why(browser, tmp_path):
-    file = tmp_path / "bare.html"
-    file.write_text(build(planted(patterns=False)))
-    browser.open(file)
+def test_a_page_without_attention_patterns_says_why(browser, shown):
+    shown(build(planted(patterns=False)))
     assert "No attention patterns were requested" in browser.text("attention-why")
     assert not browser.driver.find_element("id", "attention-choice").is_displayed()
     assert browser.complaints() == []

@@ -1,13 +1,12 @@
-"""A run on a terminal: tokens are printed as they are, whatever they spell."""
+"""A run on a terminal: a line per step, and tokens as they are, whatever they spell."""
 
-import dataclasses
 import types
 
 import pytest
 from rich.console import Console
 
 import sinklens
-from sinklens.views import terminal
+from sinklens.views import most_moving_head, terminal
 
 HOSTILE = ["[red]", "[/]", "\x1b[2J", "a\nb"]
 
@@ -24,10 +23,22 @@ def test_tokens_are_never_markup_and_control_characters_are_spelled_out(run):
     model = types.SimpleNamespace(**{name: getattr(run.model, name) for name in ("mask_token_id", "eos_token_ids")})
     model.tokenizer = tokenizer
     console = Console(record=True, width=200, color_system=None)
-    terminal.show(model, dataclasses.replace(run), console)
+    terminal.show(model, run, console)
     text = console.export_text()
     written = {words[int(token)] for token in run.tokens[0, run.prompt_length :]}
     for word in written & {"[red]", "[/]"}:
         assert word in text
     assert written & {"[red]", "[/]"}
     assert "\x1b" not in text
+
+
+def test_a_line_per_step_shows_what_is_decided_and_the_most_moving_head(run):
+    console = Console(record=True, width=300, color_system=None)
+    terminal.show(run.model, run, console)
+    lines = [line for line in console.export_text().splitlines() if "│" in line]
+    assert [line.split("│")[0].count("░") for line in lines] == run.undecided[0, 1:].sum(-1).tolist()
+    layer, head = most_moving_head(run.sinks)
+    path, found = run.sinks.trajectory(layer, head), run.sinks.detect().to_numpy()[0, :, layer, head]
+    for step, line in enumerate(lines):
+        mark, place, _ = line.split("│")[2].split(maxsplit=2)
+        assert (mark == "●", int(place)) == (found[step].any(), path[step])
