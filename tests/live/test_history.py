@@ -131,6 +131,9 @@ def test_forged_arrays_are_refused_when_they_are_read(run, tmp_path, name):
 
 
 def test_a_run_that_cannot_be_written_is_held_until_the_lab_closes(tiny_llada, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SinklensError, match=r"could not create .*file.* Choose another folder for --keep"):
+        RunHistory(tmp_path / "file")
     opened = Session(lab_models([tiny_llada]), tmp_path)
     shutil.rmtree(tmp_path / "runs")
     (tmp_path / "runs").write_text("in the way, like a full disk")
@@ -167,12 +170,6 @@ def test_a_late_error_keeps_the_finished_steps(tiny_llada, tmp_path, monkeypatch
     assert {run["id"]: run["steps_run"] for run in again.runs()} == {halted: 3, late: 8, whole: 8}
     assert "the run crashed with OSError: the disk is gone" in again.run(halted).facts["error"]
     again.close()
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SinklensError, match=r"could not create .*file.* Choose another folder for --keep"):
-        RunHistory(tmp_path / "file")
 
 
 def finished(opened: Session, run: str) -> str:

@@ -162,9 +162,10 @@ def test_a_frame_is_served_for_the_token_alone_and_gets_no_cookie(raw, lab):
 
 
 def test_only_a_notebooks_lab_may_be_framed():
-    assert Guard("t", "127.0.0.1", 1).headers()["X-Frame-Options"] == "DENY"
-    assert "frame-ancestors 'none'" in Guard("t", "127.0.0.1", 1).headers()["Content-Security-Policy"]
-    assert "frame-ancestors http://localhost:*" in Guard("t", "127.0.0.1", 1, True).headers()["Content-Security-Policy"]
+    alone, framed = (Guard("t", "127.0.0.1", 1, framed).headers() for framed in (False, True))
+    assert alone["X-Frame-Options"] == "DENY"
+    assert "frame-ancestors 'none'" in alone["Content-Security-Policy"]
+    assert "frame-ancestors http://localhost:*" in framed["Content-Security-Policy"]
 
 
 BODIES = {  # name: (body, status, text)
@@ -211,6 +212,14 @@ BODIES = {  # name: (body, status, text)
         RUN | {"chips": [{"kind": "ablate_head", "layer": 0, "head": 0, "by": "eval"}]}, 422,
         "ablate_head.by must be one of zero, mean; got 'eval'",
     ),
+    "an unknown setting": (RUN | {"settings": {"stpes": 3}}, 422, "stpes is not a setting of the llada sampler"),
+    "no room": (RUN | {"settings": {"gen_length": 10_000}}, 422, "and gen_length 10000 need"),
+    "another sampler": (RUN | {"sampler": "autoregressive"}, 422, "the autoregressive sampler fits causal or per-pass"),
+    "a missing template": (RUN | {"chat_template": True}, 422, "the tokenizer of tiny-llada has no chat template"),
+    "an unknown policy": (RUN | {"cache": "duel"}, 400, "no cache policy is called 'duel'"),
+    "a policy that is a number": (RUN | {"cache": 3}, 400, "cache must be a short text or null"),
+    "hooks": (RUN | {"settings": {"hooks": 1}}, 400, "hooks is a field of the run, not a setting"),
+    "a policy among the settings": (RUN | {"settings": {"cache": "dual"}}, 400, "cache is a field of the run, not a"),
     "an unknown replay": (RUN | {"replay": "../x"}, 404, "no such run"),
     "an unknown canvas": (RUN | {"canvas": {"run_id": "x", "step": 0, "cells": []}}, 404, "no such run"),
     "cells that are not triples": (RUN | {"canvas": {"run_id": "x", "step": 0, "cells": [[1]]}}, 400, "canvas must be"),
@@ -224,6 +233,7 @@ def test_a_body_is_refused(client, name):
     answer = client.http.post("/api/runs", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == status
     assert text in answer.json()["error"]
+    assert ("chip" in answer.json()) == (status == 422 and "chips" in body)
 
 
 def test_a_body_that_does_not_say_its_size_is_counted(client):
@@ -256,12 +266,6 @@ def test_hostile_texts_survive_as_data(client, lab):
     assert page.headers["content-disposition"] == f'attachment; filename="sinklens-{run}.html"'
     link = client.http.post("/api/state", json={"text": HOSTILE}).json()["link"]
     assert client.get(f"/api/state/{link}") == {"text": HOSTILE}
-
-
-@pytest.mark.parametrize("state", [b"NaN", b'{"a": -Infinity}', b'["\\ud800"]', b'{"\\ud800": 1}'])
-def test_a_state_that_cannot_be_written_back_is_refused(client, state):
-    answer = client.http.post("/api/state", content=state, headers={"Content-Type": "application/json"})
-    assert (answer.status_code, answer.json()["error"][:32]) == (400, "the request is not valid JSON; n")
 
 
 def test_the_cookie_is_not_the_token(entered, lab):
@@ -315,7 +319,10 @@ def test_a_slow_body_is_refused(client, lab, monkeypatch):
     assert (answer.status_code, answer.json()["error"]) == (408, "the request was not complete after 0.2 s.")
 
 
-def test_states_are_limited(client, lab, monkeypatch):
+def test_states_are_limited_to_those_that_can_be_written_back(client, lab, monkeypatch):
+    for state in (b"NaN", b'{"a": -Infinity}', b'["\\ud800"]', b'{"\\ud800": 1}'):
+        answer = client.http.post("/api/state", content=state, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.json()["error"][:32]) == (400, "the request is not valid JSON; n")
     answer = client.http.post("/api/state", json="x" * 70_000)
     assert (answer.status_code, answer.json()["error"][:40]) == (413, "a state has at most 64,000 characters of")
     monkeypatch.setattr("sinklens.live.history.MOST_STATES", 0)
@@ -349,12 +356,9 @@ def test_a_websocket_is_refused(entered, lab):
 
 
 def test_two_tabs_see_the_same_events(client, lab):
-    other = Client(lab.url).follow()
+    tabs = client, Client(lab.url).follow()
     run = client.submit(**RUN)
-    for tab in (client, other):
+    for tab in tabs:
         tab.wait(lambda event: event.kind == "done" and event.data["run"] == run)
-    of_run = [
-        [(event.number, event.kind) for event in tab.events if event.data.get("run") == run] for tab in (client, other)
-    ]
-    assert of_run[0] == of_run[1]
-    other.close()
+    seen = [[(event.number, event.kind) for event in tab.events if event.data.get("run") == run] for tab in tabs]
+    assert seen[0] == seen[1]
