@@ -179,7 +179,7 @@ def same_value(value, hook):
     return value.clone()
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
 @pytest.mark.parametrize(
     "hooks",

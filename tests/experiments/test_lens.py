@@ -114,6 +114,7 @@ def test_a_stream_that_holds_a_token_names_it_at_the_position_it_predicts(tmp_pa
         assert read.token.values[0, :, :, 0].tolist() == [expected] * 3
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

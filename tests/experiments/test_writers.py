@@ -82,7 +82,7 @@ CASES = [(kind, *place) for kind in MODELS for place in ((2, 4, False), (1, 1, T
 CASES += [(kind, *place) for kind in ("mdlm", "duo", "gidd") for place in ((2, 0, False), (1, 1, True))]
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("kind", "layer", "head", "weighted"), CASES)
 @pytest.mark.filterwarnings("ignore::sinklens.errors.PromptWarning")
 @torch.no_grad()

@@ -34,6 +34,7 @@ def naive(model, pair):
     return [-float(logits[place, token]) for place, token in zip(places, pair.answer, strict=True)]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("rows", [None, 1, 2])
 @pytest.mark.parametrize("hooks", [(), [("blocks.0.hook_resid_post", lambda value, hook: None)]])
 def test_the_likelihood_is_the_product_over_tokens(model, rows, hooks):

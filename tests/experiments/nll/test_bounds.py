@@ -22,6 +22,7 @@ def raw(model):
     return lambda ids: model.tree.hf(ids).logits.detach()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("cfg", [0.0, 0.7])
 @pytest.mark.parametrize(("answer", "batch"), [(ANSWER, 5), ([*ANSWER, 1, 6, 12], 4), ([7], 1)])
 def test_the_estimate_equals_lladas_script_with_the_same_draws(llada, answer, batch, cfg):

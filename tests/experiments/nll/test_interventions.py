@@ -72,6 +72,7 @@ KEYS = {
 }
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", KEYS)
 def test_masked_keys_are_those_of_the_pass_itself(llada, name):
     hooks, choose = KEYS[name]

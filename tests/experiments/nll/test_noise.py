@@ -136,7 +136,7 @@ def drawn_by_hand(name, model, prompt, answer, rule):
     return -total / rule.mc_num
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("prompt", "answer"), [([], [1, 3, 0, 2]), ([2, 2, 1], [0, 3, 1, 1, 2])])
 def test_estimates_equal_the_published_losses_of_the_same_draws(model_of, name, prompt, answer):
