@@ -125,7 +125,8 @@ class Block(nn.Module):
             self.adaln = Points(names.MODULATION, watch)
         self.ln1 = NormPoints(watch, layer.get_submodule(architecture.ln1), self.parts)
         projections = {letter: projection(attn, architecture, letter) for letter in ("q", "k", "v", "o")}
-        norms = head_norms(attn, architecture) if self.parts.qk_norm else {}
+        paths = {"q": architecture.q_norm, "k": architecture.k_norm} if self.parts.qk_norm else {}
+        norms = {letter: HeadNorm(attn.get_submodule(path), architecture.eps) for letter, path in paths.items()}
         self.attn = AttentionPoints(watch, projections, norms, attn.head_dim, self.parts)
         if architecture.ln1_post:
             self.ln1_post = NormPoints(watch, layer.get_submodule(architecture.ln1_post))
@@ -176,12 +177,6 @@ def projection(attn: nn.Module, architecture: Architecture, letter: str) -> nn.M
     if letter == "v" and architecture.values and not _has(attn, path):
         path = architecture.k
     return attn.get_submodule(path)
-
-
-def head_norms(attn: nn.Module, architecture: Architecture) -> dict[str, HeadNorm]:
-    """The norms of queries and keys of an attention layer that has them, by letter."""
-    paths = {"q": architecture.q_norm, "k": architecture.k_norm}
-    return {letter: HeadNorm(attn.get_submodule(path), architecture.eps) for letter, path in paths.items()}
 
 
 def _has(layer: nn.Module, path: str) -> bool:

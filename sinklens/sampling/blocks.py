@@ -68,7 +68,8 @@ class BlockProgress:
         if self._early:
             self.end(self.ended(canvas))
         while bool((done := self._finished(canvas)).any()):
-            self._running &= ~(done & (self._stopped(canvas) | (self._block >= self._last)))
+            reached = self._answer & (self._numbers <= self._block[:, None])
+            self._running &= ~(done & (self.stops(canvas, reached) | (self._block >= self._last)))
             self._block = self._block + (done & self._running).long()
             self._plan(canvas, done & self._running)
         return bool(self._running.any())
@@ -90,10 +91,6 @@ class BlockProgress:
         masked = ((canvas == self._mask) & self.current()).any(dim=1)
         planned = torch.tensor([bool(plan) for plan in self._plans], device=masked.device)
         return self._running & ~(masked & planned)
-
-    def _stopped(self, canvas: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
-        """Rows whose answer contains a stop token in their current block or an earlier one."""
-        return self.stops(canvas, self._answer & (self._numbers <= self._block[:, None]))
 
     def current(self) -> Bool[Tensor, "batch pos"]:
         """The answer positions of each row's current block; none in rows that have ended."""

@@ -105,11 +105,6 @@ def entropy_schedule(masked: int, steps: int) -> list[int]:
     return [int(np.float32(masked) * np.float32(left / steps)) for left in reversed(range(steps))]
 
 
-def dream_times(steps: int, eps: float) -> Float[Tensor, " step"]:
-    """Dream's times: `steps` + 1 values from 1 down to `eps`, in float32 as in the reference."""
-    return torch.linspace(1, eps, steps + 1)
-
-
 def dream_schedule(masked: Int[Tensor, " batch"], times: Float[Tensor, " step"], step: int) -> list[int]:
     """Dream's schedule: ⌊masked · (1 − s/t)⌋ tokens per row, and all remaining ones at the last step.
 

@@ -261,8 +261,8 @@ class DreamRule(Truncated, Steps):
         decisions.dream_confidence(self.alg, *self._rehearsed(logits))
 
     def times(self, steps: int) -> Float[Tensor, " time"]:
-        """The times of a schedule of `steps` steps."""
-        return decisions.dream_times(steps, self.eps)
+        """`steps` + 1 times from 1 down to `eps`, in float32 as in the reference."""
+        return torch.linspace(1, self.eps, steps + 1)
 
 
 def check_threshold(alg: str, threshold: float | None) -> None:

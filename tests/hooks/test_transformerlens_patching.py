@@ -268,14 +268,13 @@ def test_changing_the_input_of_the_mlp_does_not_change_the_stream(switched):
     close(found, plain_pass(model, ids, edits={"blocks.1.hook_mlp_out": lambda _: mlp_out}).logits)
 
 
-def test_the_two_kinds_of_copies_are_mutually_exclusive(switched):
-    switched.set_use_attn_in(True)
-    with pytest.raises(SettingError, match=r"mutually exclusive; call model\.set_use_attn_in\(False\) first"):
-        switched.set_use_split_qkv_input(True)
-    switched.set_use_attn_in(False)
-    switched.set_use_split_qkv_input(True)
-    with pytest.raises(SettingError, match=r"mutually exclusive; call model\.set_use_split_qkv_input\(False\) first"):
-        switched.set_use_attn_in(True)
+@pytest.mark.parametrize(
+    ("on", "other"), [("use_attn_in", "use_split_qkv_input"), ("use_split_qkv_input", "use_attn_in")]
+)
+def test_the_two_kinds_of_copies_are_mutually_exclusive(switched, on, other):
+    getattr(switched, f"set_{on}")(True)
+    with pytest.raises(SettingError, match=rf"mutually exclusive; call model\.set_{on}\(False\) first"):
+        getattr(switched, f"set_{other}")(True)
 
 
 def test_head_results_do_not_need_a_setter(switched):
