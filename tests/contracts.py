@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / "hooks" / "interleaving.py"
-FILES = sorted([*ROOT.glob("hooks/*.py"), *ROOT.glob("analyses/*.py"), *ROOT.glob("sinklens/**/*.py")])
+FILES = sorted([*ROOT.glob("hooks/**/*.py"), *ROOT.glob("analyses/**/*.py"), *ROOT.glob("sinklens/**/*.py")])
 PUBLIC = {"NNsight", "save", "Envoy", "LanguageModel", "TransformersModel"}
 INSIDE = {  # nnsight's classes and attributes, but for those that others use as well; imports are found by their module
     "Mediator", "Interleaver", "Batcher", "InterleavingTracer", "Controller", "interleaver", "interleave",

@@ -85,7 +85,7 @@ from sinklens.cli import main
 for command in {[[], *([name] for name in COMMANDS if name not in WITH_SETTINGS)]}:
     assert main([*command, "--help"]) == 0
     loaded(f"help of {{command}}", {("torch", *HEAVY, *SLOW)})
-import sinklens.analyses, sinklens.families, sinklens.evaluation, sinklens.sinks
+import sinklens.analyses, sinklens.evaluation, sinklens.hooks, sinklens.sinks
 loaded("packages of lazy names")
 sinklens.lab
 loaded("the lab", ("starlette", "uvicorn"))

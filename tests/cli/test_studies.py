@@ -134,7 +134,7 @@ def test_table_prints_a_study_and_an_evaluation_from_one_folder(tmp_path, capsys
     planted_run(tmp_path, {"a": True})
     assert main(["table", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "thresholds: tiny-llama (1 prompt)" in printed
+    assert "thresholds: tiny-llama" in printed
     assert "tiny-gsm: accuracy" in printed
 
 

@@ -174,7 +174,7 @@ def test_running_out_of_memory_in_a_probe_gives_no_verdict(monkeypatch):
 @pytest.mark.usefixtures("switched_on")
 def test_without_triton_the_plain_version_runs_with_one_warning(monkeypatch):
     monkeypatch.setitem(sys.modules, "sinklens.hooks.attention.column_sums_triton", None)
-    monkeypatch.delattr(hooks, "column_sums_triton", raising=False)
+    monkeypatch.delattr(hooks.attention, "column_sums_triton", raising=False)
     plain._installed.cache_clear()
     query, key = operands(20, 20)
     with pytest.warns(RuntimeWarning, match="without their Triton kernel, which is slower: .* Install triton"):
