@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from sinklens.errors import TaskError
 from sinklens.tasks.base import Sample, Task, check_limit, cut
-from sinklens.tasks.published import DataRow, HubSet, choose, read_file, read_hub
+from sinklens.tasks.published import DataRow, HubSet, read_file, read_published
 
 FIELDS = ("question", "answer")
 FEW_SHOT_SEED = 1234
@@ -116,11 +116,7 @@ class Gsm8k(Task):
 
     def samples(self, limit: int | None = None) -> list[Sample]:
         check_limit(limit)
-        if self.path is None:
-            records = read_hub(HubSet("openai/gsm8k", "main", "test"), FIELDS)
-        else:
-            records = read_file(choose(self.path, ("test.jsonl", "test.jsonl.gz")), FIELDS)
-        kept = records[:limit]
+        kept = _records(self.path, "test")[:limit]
         return [
             Sample(
                 f"{self.style}/{number}", before + self._style.question.format(record["question"]), self._worked(record)
@@ -160,10 +156,7 @@ class Gsm8k(Task):
                 f"the style {self.style!r} reads its examples from a file; pass one as `examples` (fields question and "
                 "answer, each answer ending in 'The answer is 42.'), or set shots=0."
             )
-        if self.path is None:
-            return read_hub(HubSet("openai/gsm8k", "main", "train"), FIELDS)
-        folder = self.path if self.path.is_dir() else self.path.parent
-        return read_file(choose(folder, ("train.jsonl", "train.jsonl.gz")), FIELDS)
+        return _records(self.path and (self.path if self.path.is_dir() else self.path.parent), "train")
 
     def extract(self, text: str) -> str | None:
         """The number in the form that the harness compares; None if the extractor finds none."""
@@ -175,6 +168,11 @@ class Gsm8k(Task):
         """Whether the extracted number equals the correct one as text."""
         number = find(self._style.ending, sample.reference, last=True)
         return number is not None and self.extract(text) == normal(number)
+
+
+def _records(path: Path | None, split: str) -> list[DataRow]:
+    """The records of a split, from a file or folder, or from the hub without one."""
+    return read_published(path, (f"{split}.jsonl", f"{split}.jsonl.gz"), HubSet("openai/gsm8k", "main", split), FIELDS)
 
 
 def find(pattern: re.Pattern[str], text: str, last: bool = False) -> str | None:

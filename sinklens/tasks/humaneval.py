@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sinklens.errors import TaskError
 from sinklens.tasks.base import CodeSample, CodeTask, check_limit
-from sinklens.tasks.published import DataRow, HubSet, choose, read_file, read_hub
+from sinklens.tasks.published import DataRow, HubSet, read_published
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
 STYLES = ("humaneval", "humaneval-instruct")
@@ -55,10 +55,8 @@ class HumanEval(CodeTask):
 
     def samples(self, limit: int | None = None) -> list[CodeSample]:
         check_limit(limit)
-        if self.path is None:
-            records = read_hub(HubSet("openai/openai_humaneval", "openai_humaneval", "test"), FIELDS)
-        else:
-            records = read_file(choose(self.path, ("HumanEval.jsonl", "HumanEval.jsonl.gz")), FIELDS)
+        hub = HubSet("openai/openai_humaneval", "openai_humaneval", "test")
+        records = read_published(self.path, ("HumanEval.jsonl", "HumanEval.jsonl.gz"), hub, FIELDS)
         samples = [self._sample(record) for record in records]
         _require_distinct(samples, records)
         return samples[:limit]

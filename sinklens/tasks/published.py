@@ -99,6 +99,13 @@ def choose(path: Path, names: Iterable[str]) -> Path:
     )
 
 
+def read_published(path: Path | None, names: tuple[str, ...], source: HubSet, fields: tuple[str, ...]) -> list[DataRow]:
+    """The records of a published data set: of a file, of the first of `names` in a folder, or of the hub if `path` is
+    None; raises like `read_file`, `choose` and `read_hub`.
+    """  # fmt: skip
+    return read_hub(source, fields) if path is None else read_file(choose(path, names), fields)
+
+
 @cache
 def read_hub(source: HubSet, fields: tuple[str, ...]) -> list[DataRow]:
     """Read the records of a data set on the hub, once per process.
