@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from training.formats import experts_alone
+
 ARCHITECTURES = {
     "llada": "llama",
     "mmada": "llama",
@@ -90,28 +92,12 @@ def public_weights(family: str, hf: PreTrainedModel) -> dict[str, Tensor]:
     if family == "llada2":
         return _llada2_weights(experts_alone(own), hf.config.num_hidden_layers)
     if ARCHITECTURES[family] in EXPERTS:
-        return experts_alone(own)
+        return {name: value.clone() for name, value in experts_alone(own).items()}
     if family == "nemotron-diffusion":
         return {_nemotron_name(name): value for name, value in own.items()}
     if family not in ("llada", "mmada"):
         return own
     return {public: own[name] for public, name in llada_names(hf.config.num_hidden_layers, tied).items()}
-
-
-def experts_alone(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`weights` with the experts one by one, as in the published files."""
-    found: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        experts, _, kind = name.partition(".experts.")
-        for number, one in enumerate(value if kind else ()):
-            halves = one.chunk(2) if kind == "gate_up_proj" else (one,)
-            for part, half in zip(
-                ("gate_proj", "up_proj") if len(halves) == 2 else ("down_proj",), halves, strict=True
-            ):
-                found[f"{experts}.experts.{number}.{part}.weight"] = half.clone()
-        if not kind:
-            found[name] = value
-    return found
 
 
 LLADA2_NAMES = {
@@ -134,7 +120,7 @@ def _llada2_weights(own: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
     for name, value in own.items():
         for theirs, ours in LLADA2_NAMES.items():
             name = name.replace(theirs, ours)
-        found[name] = value
+        found[name] = value.clone()
     return found
 
 

@@ -321,7 +321,7 @@ def public_weights(model: "PreTrainedModel", family: Family) -> StateDict:
     """The weights of `model` as the family's files have them: the inverse of the renames and splits of its record."""
     tied, layout = set(model.all_tied_weights_keys or ()), FORMATS[family.name]
     own = {name: value for name, value in model.state_dict().items() if name not in tied}
-    own = _single_experts(own) if layout.single_experts else own
+    own = experts_alone(own) if layout.single_experts else own
     for fused, parts in family.fused.items():
         for first in [name for name in own if name.endswith(f".{parts[0]}")]:
             place = first.removesuffix(parts[0])
@@ -341,7 +341,7 @@ def _public_name(name: str, family: Family) -> str:
     return name
 
 
-def _single_experts(weights: StateDict) -> StateDict:
+def experts_alone(weights: StateDict) -> StateDict:
     """Each expert alone: transformers stacks gate and up projections, in this order, and then the experts."""
     stored = dict[str, Tensor]()
     for name, value in weights.items():

@@ -1,89 +1,37 @@
-"""LLaDA-MoE, RND1 and Open-dCoder: configs, experts, fills and endings, beside the stored runs."""
+"""LLaDA-MoE, RND1, Open-dCoder, DiffuLLaMA and DiffuGPT: experts, fills, endings and rules, beside the stored runs."""
 
 import pytest
 import torch
 from building import plain_pass
-from layouts import word_tokenizer
 from stored.folders import largest_difference
-from stored.runs import open_folder, stored_runs
+from stored.runs import open_folder, stored_run
 
 import sinklens
-from sinklens.errors import CheckpointError, SettingError
-from sinklens.families import family_named, translate
+from sinklens.errors import SettingError
 from sinklens.interventions import Suffix
-from sinklens.model.loading import build_empty
 
-TOLERANCE = 1e-4
-NAMES = ("llada-moe", "rnd1", "open-dcoder")
-WITH_EXPERTS = ["llada-moe", "rnd1"]
-SAME_KEYS = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "rms_norm_eps",
-    "tie_word_embeddings", "max_position_embeddings", "hidden_act", "eos_token_id", "bos_token_id", "pad_token_id",
-)  # fmt: skip
+SHORT = {"llada-moe": {"block_length": 4}, "rnd1": {"steps": 4}}
+PROMPT = [[7, 30, 41, 9, 160, 22, 83, 105, 6]]
 
 
-@pytest.fixture(params=NAMES)
-def name(request):
-    return request.param
-
-
-@pytest.fixture
-def reference(conformance, name):
-    return open_folder(conformance / name)
-
-
-@pytest.fixture
-def model(reference):
-    return reference.load()
-
-
-def test_the_config_is_translated_key_by_key(reference, model, name):
-    raw, config = reference.config(), model.config
-    assert {key: getattr(config, key) for key in SAME_KEYS if key in raw} == {
-        key: raw[key] for key in SAME_KEYS if key in raw
-    }
-    assert config.rope_parameters["rope_theta"] == raw["rope_theta"]
-    assert (model.family, model.mask_token_id) == (name, reference.facts["mask_token_id"])
-    assert config.is_causal is False
-    assert model.family_record.shift is (name != "llada-moe")
-    if name in WITH_EXPERTS:
-        assert config.moe_intermediate_size == raw.get("moe_intermediate_size", raw.get("expert_intermediate_size"))
-        assert (config.num_experts, config.num_experts_per_tok) == (raw["num_experts"], raw["num_experts_per_tok"])
-        assert config.norm_topk_prob is (name == "rnd1")
-        assert config.head_dim == raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
-
-
-@pytest.mark.parametrize("name", ["open-dcoder"])
-def test_path_planning_takes_decisions_back(reference):
-    run = reference.repeat(next(run for run in stored_runs(reference) if run.number == 4))
+def test_path_planning_takes_decisions_back(conformance):
+    reference = open_folder(conformance / "open-dcoder")
+    run = reference.repeat(stored_run(reference, 4))
     again = ~run.undecided[:, :-1] & run.undecided[:, 1:]
     assert int(again.sum()) == reference.runs[4]["written_tokens_masked_again"] == 135
 
 
-SHORT = {"llada-moe": {"block_length": 4}, "rnd1": {"steps": 4}, "open-dcoder": {"alg": "p2", "steps": 4}}
-
-
-def prompts_of(reference) -> list[list[int]]:
-    mask = reference.facts["mask_token_id"]
-    first, second = ([token for token in row if token != mask] for row in reference.tensors["input_ids"].tolist())
-    return [first[:9], second[:4], second[5:12]]
-
-
-@pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_an_expert_is_ablated_in_every_step_of_a_run(reference, model, name):
-    prompt, chosen, logits = prompts_of(reference)[:1], {}, {}
-    base = sinklens.generate(model, prompt, gen_length=4, **SHORT[name])
+@pytest.mark.parametrize("name", SHORT)
+def test_an_expert_is_ablated_in_every_step_of_a_run(conformance, name):
+    model, chosen, logits = open_folder(conformance / name).load(), {}, {}
+    base = sinklens.generate(model, PROMPT, gen_length=4, **SHORT[name])
     at = "blocks.1.mlp"
-
-    def without_expert_3(weights, hook):
-        return weights.masked_fill(chosen[hook.step] == 3, 0.0)
-
     hooks = [
         (f"{at}.hook_expert_indices", lambda value, hook: chosen.update({hook.step: value})),
-        (f"{at}.hook_expert_weights", without_expert_3),
+        (f"{at}.hook_expert_weights", lambda value, hook: value.masked_fill(chosen[hook.step] == 3, 0.0)),
         ("denoise.hook_logits", lambda value, hook: logits.update({hook.step: value})),
     ]
-    sinklens.generate(model, prompt, gen_length=4, hooks=hooks, replay=base, **SHORT[name])
+    sinklens.generate(model, PROMPT, gen_length=4, hooks=hooks, replay=base, **SHORT[name])
     assert any((indices == 3).any() for indices in chosen.values())
     for step in range(base.steps_run):
         without = {f"{at}.hook_expert_weights": lambda value, step=step: value.masked_fill(chosen[step] == 3, 0.0)}
@@ -94,32 +42,15 @@ def test_an_expert_is_ablated_in_every_step_of_a_run(reference, model, name):
         assert largest_difference(logits[step], plain) < 1e-3
 
 
-def test_open_dcoder_and_qwen2_are_told_apart_by_the_caller_alone(conformance, tmp_path):
-    reference = open_folder(conformance / "open-dcoder")
-    folder = reference.write(tmp_path)
-    choices = r"family=, .* says: (?=.*'open-dcoder' \(bidirectional, predicts the next position\)).*'qwen2' \(causal\)"
-    with pytest.raises(CheckpointError, match=choices):
-        sinklens.load(folder)
-    assert sinklens.load(folder, family="qwen2").config.is_causal is True
-    ordinary = {"auto_map": None, "mask_token_id": None}
-    assert sinklens.load(reference.write(tmp_path, **ordinary)).family == "qwen2"
-
-
-@pytest.mark.parametrize("name", ["rnd1"])
-@pytest.mark.parametrize("closing", ["pad", "eos", "none"])
-def test_rnd1_ends_its_canvas_with_the_closing_token(reference, model, closing):
-    run = sinklens.generate(model, prompts_of(reference)[:1], gen_length=4, closing=closing)
-    assert run.tokens[0, 13:].tolist() == {"pad": [310], "eos": [312], "none": []}[closing]
-    assert (run.unmask_step[0, 13:] == -1).all()
-
-
-@pytest.mark.parametrize("name", ["rnd1"])
-def test_rnd1_commits_at_least_one_token_and_everything_within_the_bound(reference, model):
-    prompt = prompts_of(reference)[:1]
-    one = sinklens.generate(model, prompt, gen_length=6, eb_gamma=0.0)
+def test_rnd1_ends_its_canvas_with_the_closing_token_and_commits_within_its_bound(conformance):
+    model = open_folder(conformance / "rnd1").load()
+    for closing, token in (("pad", [310]), ("eos", [312]), ("none", [])):
+        run = sinklens.generate(model, PROMPT, gen_length=4, closing=closing)
+        assert run.tokens[0, 13:].tolist() == token
+        assert (run.unmask_step[0, 13:] == -1).all()
+    one = sinklens.generate(model, PROMPT, gen_length=6, eb_gamma=0.0)
     assert (one.undecided.sum(dim=2)[0].diff() <= -1).all()
-    everything = sinklens.generate(model, prompt, gen_length=6, eb_gamma=1e6)
-    assert everything.steps_run == 1
+    assert sinklens.generate(model, PROMPT, gen_length=6, eb_gamma=1e6).steps_run == 1
 
 
 def test_a_suffix_is_refused_where_the_answer_does_not_see_it(tiny_llama, tiny_llada):
@@ -131,34 +62,42 @@ def test_a_suffix_is_refused_where_the_answer_does_not_see_it(tiny_llama, tiny_l
     assert tiny_llada.tokenizer.decode(run.tokens[0, -3:]).endswith("left?")
 
 
-def test_a_folder_with_a_tokenizer_loads_without_the_checkpoints_code(conformance, tmp_path):
-    folder = open_folder(conformance / "llada-moe").write(tmp_path)
-    word_tokenizer(folder)
-    assert (folder / "tokenizer.json").is_file()
-    run = sinklens.generate(sinklens.load(folder), "w7 w8", gen_length=4)
-    assert isinstance(run.text, str)
+# DiffuLLaMA and DiffuGPT
 
 
-FULL_SIZE = {
-    "rnd1": {
-        "model_type": "rnd1", "architectures": ["RND1LM"], "hidden_size": 2048, "num_hidden_layers": 48,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True,
-        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "vocab_size": 151936, "mask_token_id": 151669,
-        "max_position_embeddings": 32768, "tie_word_embeddings": False, "rope_scaling": False, "sliding_window": False,
-    },
-    "open-dcoder": {
-        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "hidden_act": "silu",
-        "use_sliding_window": False,
-    },
-}  # fmt: skip
-PARAMETERS = {"rnd1": 30_532_122_624, "open-dcoder": 494_032_768}
+@pytest.mark.parametrize("name", ["diffullama", "diffugpt"])
+def test_masks_of_its_training_give_the_references_logits(conformance, name):
+    reference = open_folder(conformance / name)
+    model, tensors = reference.load(), reference.tensors
+    masks = [key.partition(".")[0] for key in tensors if key.startswith("anneal") and key.endswith(".mask")]
+    assert masks
+    for key in masks:
+        hidden = torch.where(tensors[f"{key}.mask"].bool(), 0.0, -torch.inf)
+        hooks = [(lambda point: point.endswith("hook_attn_mask"), lambda value, hook, hidden=hidden: value + hidden)]
+        with torch.no_grad():
+            found = model.run_with_hooks(tensors["input_ids"][:1], fwd_hooks=hooks)
+        assert largest_difference(found, tensors[f"{key}.logits"]) < 1e-4
 
 
-@pytest.mark.parametrize("name", FULL_SIZE)
-def test_the_full_size_config_builds_with_the_published_size(name):
-    """As many as the models they were made from: Qwen3-30B-A3B and Qwen2.5-Coder-0.5B."""
-    empty = build_empty(translate(FULL_SIZE[name], family_named(name), "here"))
-    assert sum(parameter.numel() for parameter in empty.parameters()) == PARAMETERS[name]
+def test_a_drawn_mask_token_is_decided(conformance):
+    """With the mask token proposed everywhere, positions are decided one after another and then keep it."""
+    model = open_folder(conformance / "diffullama").load()
+    hooks = [("denoise.hook_candidates", lambda value, hook: torch.full_like(value, model.mask_token_id))]
+    run = sinklens.generate(model, [[5, 6]], gen_length=6, steps=6, hooks=hooks, seed=1)
+    assert bool((run.canvas[0, -1, 2:] == model.mask_token_id).all())
+    left = run.undecided[0].sum(dim=-1).tolist()
+    assert (left[0], left[-1]) == (6, 0)
+    assert left == sorted(left, reverse=True)
+    assert len(set(left)) > 2
+
+
+def test_a_suffix_is_filled_like_stored_tokens_behind_a_gap(conformance):
+    reference = open_folder(conformance / "diffullama")
+    stored = stored_run(reference, 2)
+    run, given = reference.repeat(stored), reference.tensors["gen2.src_mask"][0].bool()
+    behind = len(given) - int((~given).nonzero().max()) - 1
+    _, uniform, first = stored.settings["hooks"]
+    hooks = [Suffix(text=reference.tensors["gen2.input_ids"][0, -behind:].tolist()), uniform, first]
+    settings = stored.settings | {"gen_length": stored.settings["gen_length"] - behind, "hooks": hooks}
+    other = sinklens.generate(reference.load(), stored.prompt, **settings)
+    assert torch.equal(other.canvas[0, -1], run.canvas[0, -1])

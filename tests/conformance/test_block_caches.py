@@ -1,13 +1,14 @@
-"""Block diffusion with a cache decides the same tokens as without, and records what its passes computed."""
+"""Caches: block diffusion decides the same tokens with one, and Fast-dLLM's policies compute what theirs compute."""
 
 import pytest
 import torch
 from building import plain_pass
 from stored.folders import largest_difference
-from stored.runs import open_folder
+from stored.runs import open_folder, stored_run
 
 import sinklens
 from sinklens.errors import SettingError
+from sinklens.hooks.window_cache import WindowCache
 from sinklens.interventions import MaskedLogits, MaskSinks
 from sinklens.sinks import Record
 
@@ -45,9 +46,15 @@ def rows_of(reference):
 @pytest.mark.parametrize(("name", "settings"), SETTINGS)
 def test_canvases_are_equal_with_and_without_a_cache(references, models, name, settings):
     model, rows = models[name], rows_of(references[name])
-    for prompts in ([rows[0]], rows):
-        plain = sinklens.generate(model, prompts, gen_length=13, record_sinks=False, **settings)
-        cached = sinklens.generate(model, prompts, gen_length=13, record_sinks=False, use_cache=True, **settings)
+
+    def edit(value, hook):  # of cached tokens, which empties the cache
+        return value.index_fill(1, torch.tensor([value.shape[1] - 19]), 17) if hook.step == 7 else value
+
+    for prompts, hooks in (([rows[0]], []), (rows, []), ([rows[0]], [("denoise.hook_canvas", edit)])):
+        plain, cached = (
+            sinklens.generate(model, prompts, gen_length=13, record_sinks=False, use_cache=use, hooks=hooks, **settings)
+            for use in (False, True)
+        )
         assert torch.equal(cached.canvas, plain.canvas)
         assert plain.steps_run > 4
 
@@ -99,25 +106,6 @@ def test_recorded_scores_are_the_column_sums_of_the_computed_rows_and_absent_key
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_an_edit_of_cached_tokens_empties_the_cache(references, models, name):
-    def edit(value, hook):
-        if hook.step == 7:
-            value = value.clone()
-            value[:, value.shape[1] - 14 - 5] = 17
-        return value
-
-    runs = [
-        sinklens.generate(
-            models[name], rows_of(references[name])[:1], gen_length=13, use_cache=cached, stop=False,
-            record_sinks=False, hooks=[("denoise.hook_canvas", edit)],
-        )
-        for cached in (False, True)
-    ]  # fmt: skip
-    assert torch.equal(runs[0].canvas, runs[1].canvas)
-    assert (runs[0].canvas[0, 7] == 17).any()
-
-
-@pytest.mark.parametrize("name", FOLDERS)
 def test_a_replay_and_masked_sinks_work_with_a_cache(references, models, name):
     model, rows = models[name], rows_of(references[name])
     settings = {"gen_length": 13, "stop": False, "use_cache": True}
@@ -137,3 +125,47 @@ def test_what_needs_every_position_is_refused_with_a_cache(references, models):
         sinklens.generate(
             models["sdar"], rows_of(references["sdar"])[:1], gen_length=13, use_cache=True, hooks=[MaskedLogits()]
         )
+
+
+# Fast-dLLM's policies on LLaDA and Dream
+
+
+ONE_PASS = 13  # Dream with one pass per block: the reference computes another one and discards its result
+
+
+@pytest.mark.parametrize(
+    ("folder", "number"),
+    [("llada-cached", n) for n in (0, 3, 7, 11, 15, 19)] + [("dream-cached", n) for n in (0, 4, 8, ONE_PASS)],
+)
+def test_every_set_of_computed_positions_and_the_kept_logits_equal_the_references(conformance, folder, number):
+    reference, fresh, logits = open_folder(conformance / folder), [], {}
+    run = stored_run(reference, number)
+    hooks = [("blocks.2.attn.hook_fresh", lambda value, hook: fresh.append(value.clone()))]
+    if folder == "llada-cached":
+        hooks.append(("denoise.hook_logits", lambda value, hook: logits.update({hook.step: value.clone()})))
+    tokens = reference.repeat(run, hooks=hooks).tokens
+    stored = reference.tensors[f"gen{number}.fresh"].bool()[
+        :: 2 if (folder, number) == ("dream-cached", ONE_PASS) else 1
+    ]
+    assert torch.equal(torch.stack(fresh), stored[:, None].expand(-1, len(tokens), -1))
+    for step, value in logits.items():
+        kept = reference.tensors.get(f"gen{number}.logits.{step}")
+        if kept is not None:
+            assert largest_difference(value, kept) < 1e-4
+
+
+@pytest.mark.parametrize(("folder", "rows"), [("llada-cached", 2), ("dream-cached", 1)])
+@pytest.mark.parametrize(("name", "window"), [("prefix", slice(13, 35)), ("dual", slice(13, 21))])
+def test_one_cached_step_has_the_references_logits(conformance, folder, rows, name, window):
+    """A full pass, then one token is changed and a window computed over the cached keys."""
+    reference = open_folder(conformance / folder)
+    model = reference.load()
+    ids, changed = reference.tensors["input_ids"][:rows], reference.tensors["step.input_ids"]
+    everything = torch.ones(rows, model.cfg.n_layers, 35, dtype=torch.bool)
+    inside = torch.zeros_like(everything)
+    inside[:, :, window] = True
+    held = WindowCache(model.tree, torch.ones(rows, 35, dtype=torch.bool))
+    with torch.no_grad():
+        held.hidden(ids, slice(0, 35), everything, ~everything)
+        logits = model.tree.head(held.hidden(changed, window, inside, ~everything))
+    assert largest_difference(logits, reference.tensors[f"step.{name}_logits"]) < 1e-4

@@ -12,7 +12,6 @@ from sinklens.experiments import LogitLens, compare, logit_lens, of_step, sweep
 from sinklens.experiments.effect import attention_to
 from sinklens.families import bd3lm_owt
 from sinklens.interventions import AblateHeads, Activations, ForceTokens, MaskedLogits, MaskSinks
-from sinklens.sampling import PrefixCache
 
 WINDOW = {"sampler": "mdlm-windows", "window_length": 9, "stride_length": 4, "window_steps": 5}
 
@@ -44,36 +43,6 @@ def windows_of(run):
     return found
 
 
-@pytest.mark.parametrize(("length", "prompt"), [(15, 0), (17, 6), (7, 1), (13, 11)])
-def test_windows_follow_the_published_rule_in_plain_torch(mdlm, conformance, length, prompt):
-    """Each window is a pass of its own over its tokens alone, for lengths that do and do not divide."""
-    dit, mask = PlainDit(conformance / "mdlm"), 166
-    start = [[7 + n for n in range(prompt)]]
-    uniform = torch.rand(60, 1, prompt + length, 167, generator=torch.Generator().manual_seed(length))
-    given = ("denoise.hook_uniform", lambda value, hook: uniform[hook.step])
-    run = sinklens.generate(mdlm, start, gen_length=length, hooks=[given], record_sinks=False, **WINDOW)
-    canvas, step = torch.tensor([start[0] + [mask] * length]), 0
-    for first in range(0, prompt + length, 4):
-        window = slice(first, first + 9)
-        for number in range(5):
-            here = canvas[:, window]
-            if not bool((here == mask).any()):
-                break
-            time, until = 1 - number / 5, 1 - (number + 1) / 5
-            with torch.no_grad():
-                logits = dit(here).logits
-            logits[..., mask] = -torch.inf
-            weights = logits.softmax(-1) * (time - until)
-            weights[..., mask] = until
-            drawn = (weights / (1e-10 - (uniform[step][:, window] + 1e-10).log())).argmax(-1)
-            canvas = canvas.clone()
-            canvas[:, window] = torch.where(here == mask, drawn, here)
-            step += 1
-            assert torch.equal(run.canvas[:, step], canvas)
-    assert run.steps_run == step
-    assert run.answers[0].masks == 0
-
-
 @pytest.fixture(scope="module")
 def moving(mdlm):
     return sinklens.generate(mdlm, [[5, 6, 7]], gen_length=14, seed=2, **WINDOW)
@@ -93,26 +62,6 @@ def test_tracks_are_in_text_positions(moving, conformance):
         outside = [place for place in range(17) if place not in window]
         assert np.isnan(score[step][..., outside]).all()
     assert set(moving.sinks.top(1)[0, -1].to_numpy().ravel().tolist()) <= set(windows[-1])
-
-
-def test_watching_a_moving_window_changes_nothing_and_its_run_replays(mdlm, moving):
-    settings = {"gen_length": 14, "seed": 2, **WINDOW}
-    plain = sinklens.generate(mdlm, [[5, 6, 7]], record_sinks=False, **settings)
-    assert torch.equal(plain.canvas, moving.canvas)
-    again = sinklens.generate(mdlm, [[5, 6, 7]], replay=moving, **settings | {"seed": 9})
-    assert torch.equal(again.canvas, moving.canvas)
-    np.testing.assert_allclose(again.sinks["score"], moving.sinks["score"], atol=1e-5)
-
-
-def test_rows_of_different_lengths_have_their_own_windows(mdlm):
-    prompts, settings = [[5, 6, 7], [8]], {"gen_length": 14, "seed": 2, **WINDOW}
-    both = sinklens.generate(mdlm, prompts, **settings)
-    for row, prompt in enumerate(prompts):
-        alone = sinklens.generate(mdlm, [prompt], **settings)
-        assert torch.equal(both.tokens[row, -14:], alone.tokens[0, -14:])
-    watched = both.sinks["score"].to_numpy()
-    first = watched[1, 0, 0, 0]
-    assert np.isfinite(first).nonzero()[0].tolist() == list(range(2, 11))  # two columns of padding, then its window
 
 
 def test_masked_sinks_of_a_window_are_those_of_the_step_before_in_text_positions(mdlm, conformance):
@@ -172,25 +121,6 @@ def test_comparisons_and_sweeps_run_on_windows(mdlm, moving):
     assert compare(moving, changed)
 
 
-def test_what_a_separate_pass_would_show_is_refused(mdlm, moving):
-    for read in (lambda: of_step(moving, 3), lambda: logit_lens(mdlm, moving)):
-        with pytest.raises(
-            SettingError, match="the mdlm-windows sampler sees a window of the text, and a separate pass"
-        ):
-            read()
-    with pytest.raises(TrackError, match="a separate pass sees all of the text"):
-        sinklens.views.pattern_at(moving, 9, 0)
-    with pytest.raises(SettingError, match="sees a window of the text"):
-        attention_to(moving, moving.sinks.detect(sinklens.sinks.EpsilonOverMean()))
-    settings = {"gen_length": 14, **WINDOW}
-    with pytest.raises(SettingError, match="PrefixCache computes passes over the complete text"):
-        sinklens.generate(mdlm, [[5]], cache=PrefixCache(), **settings)
-    with pytest.raises(SettingError, match="stride_length 10 is larger than window_length 9"):
-        sinklens.generate(mdlm, [[5]], **settings | {"stride_length": 10})
-    with pytest.raises(SettingError, match="window_length is 40, and the context of this model 20; give at most that"):
-        sinklens.generate(mdlm, [[5]], **settings | {"window_length": 40})
-
-
 def test_a_token_masked_again_behind_the_window_does_not_keep_the_run_going(mdlm):
     remask = ForceTokens(tokens={0: 166}, steps=range(4, 25))
     run = sinklens.generate(mdlm, [[5, 6, 7]], gen_length=14, hooks=[remask], record_sinks=False, **WINDOW)
@@ -212,10 +142,6 @@ def test_a_sliding_window_is_a_cache_that_drops_blocks_and_rotates_again(bd3lm, 
     """The published cache in plain torch: unrotated projections, positions from its start, the first block dropped."""
     dit, size, context = PlainDit(conformance / "bd3lm-owt"), 4, 16
     text = torch.randint(160, (1, 32), generator=torch.Generator().manual_seed(5))
-    held = {}
-    for first in range(0, 32, size):
-        logits, held = through_cache(dit, text[:, first : first + size], held)
-        held = {layer: qkv[:, size:] if qkv.shape[1] == context else qkv for layer, qkv in held.items()}
     prompt, seen = text[:, :28].tolist(), []
     hooks = [
         ("denoise.hook_candidates", lambda value, hook: text.clone()),
@@ -292,9 +218,15 @@ def test_a_row_ends_at_its_second_end_token_or_where_it_repeats(bd3lm, monkeypat
     assert torch.equal(unstopped.tokens, texts)
 
 
-def test_a_variable_length_needs_an_end_token_and_a_sliding_window_a_run(bd3lm):
-    with pytest.raises(SettingError, match="stop_at_eos needs an end-of-text token"):
-        sinklens.generate(bd3lm, [[161]], gen_length=7, var_length=True)
-    run = sinklens.generate(bd3lm, [[161]], gen_length=19, sliding=True, seed=1)
-    with pytest.raises(SettingError, match="the bd3lm-owt sampler sees a window of the text"):
-        of_step(run, 2)
+def test_what_a_separate_pass_would_show_is_refused(mdlm, moving, bd3lm):
+    sliding = sinklens.generate(bd3lm, [[161]], gen_length=19, sliding=True, seed=1)
+    separate = "the mdlm-windows sampler sees a window of the text, and a separate pass"
+    for read, error, message in (
+        (lambda: of_step(moving, 3), SettingError, separate),
+        (lambda: logit_lens(mdlm, moving), SettingError, separate),
+        (lambda: sinklens.views.pattern_at(moving, 9, 0), TrackError, "a separate pass sees all of the text"),
+        (lambda: attention_to(moving, moving.sinks.detect(sinklens.sinks.EpsilonOverMean())), SettingError, "a window"),
+        (lambda: of_step(sliding, 2), SettingError, "the bd3lm-owt sampler sees a window of the text"),
+    ):
+        with pytest.raises(error, match=message):
+            read()

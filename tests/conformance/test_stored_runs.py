@@ -35,8 +35,7 @@ def _unchanged(value: Tensor, hook: Any) -> None:
 
 
 def ways(name: str, number: int) -> Iterator[dict[str, Any]]:
-    """How a run is watched: sinks, nothing, the logits; and with a cache where there is one."""
-    yield {}
+    """How a run is watched besides its sinks: not at all, the logits; and with a cache where there is one."""
     yield {"record_sinks": False}
     if name in ("llada-mha", "llada-gqa", "dream-gqa", "mmada", "llada-moe"):
         yield {"record_sinks": False, "hooks": [("denoise.hook_logits", _unchanged)]}
@@ -107,12 +106,13 @@ def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(conformanc
     assert largest_difference(found[real], logits[real]) < TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "number"), CASES)
-def test_every_canvas_equals_the_references_token_for_token(conformance, name, number):
+@pytest.mark.parametrize(("name", "number", "more"), [(*case, more) for case in CASES for more in (False, True)])
+def test_every_canvas_equals_the_references_token_for_token(conformance, name, number, more):
+    """With its sinks recorded, and in other ways."""
     folder = open_folder(conformance / name)
     for stored in stored_runs(folder):
         if stored.number == number:
-            for way in ways(name, number):
+            for way in ways(name, number) if more else [{}]:
                 equal = stored.equal(folder.repeat(stored, **way))
                 assert equal == [True] * (stored.canvases.shape[1] + 1), way
 

@@ -68,6 +68,11 @@ def stored_runs(folder: ReferenceFolder) -> list[StoredRun]:
     return [run for number, given in enumerate(folder.runs) for run in translate(folder, number, given)]
 
 
+def stored_run(folder: ReferenceFolder, number: int) -> StoredRun:
+    """The run of this number, or its first row if rows are repeated one by one."""
+    return next(run for run in stored_runs(folder) if run.number == number)
+
+
 @cache
 def open_folder(path: Path) -> ReferenceFolder:
     """The folder at `path`, whose name is in `FOLDERS`."""
