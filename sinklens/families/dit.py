@@ -25,12 +25,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from sinklens.errors import SettingError
 from sinklens.families.modulated import DIT_IGNORED
@@ -52,6 +47,8 @@ class DitConfig(PreTrainedConfig):
     """
 
     model_type = "adaln_dit"
+    attention_bias: ClassVar = False
+    attention_dropout: ClassVar = 0.0
 
     vocab_size: int = 50258
     hidden_size: int = 768
@@ -135,35 +132,12 @@ class Modulate(nn.Module):
         return modulated(x, shift, scale)
 
 
-class DitAttention(nn.Module):
-    """Attention of all positions, or block-causal, through transformers' attention interface."""
+class DitAttention(LlamaAttention):
+    """Llama's attention, of all positions or block-causal."""
 
     def __init__(self, config: DitConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config, self.layer_idx, self.is_causal = config, layer_idx, False
-        self.head_dim = config.hidden_size // config.num_attention_heads
-        self.scaling = self.head_dim**-0.5
-        self.num_key_value_groups = 1
-        width = config.hidden_size
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
-
-    def forward(
-        self,
-        hidden_states: Float[Tensor, "batch pos d_model"],
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> tuple[Float[Tensor, "batch pos d_model"], None]:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (linear(hidden_states).view(shape).transpose(1, 2) for linear in projections)
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        mixed, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0, **kwargs)
-        return self.o_proj(mixed.reshape(*hidden_states.shape)), None
+        super().__init__(config, layer_idx)  # type: ignore[arg-type]
+        self.is_causal = False
 
 
 class DitMlp(nn.Module):

@@ -50,10 +50,7 @@ def parallel_for(config: "PreTrainedConfig", family: Family, request: Any, where
     for name in PLANS:
         if getattr(request, name) is not None:
             _check_plan(config, family, name, where)
-    _check_sizes(config, processes, where)
-    experts = architecture_of(config.model_type).experts
-    if request.ep_plan is not None and experts is not None:
-        _check_divides(config, experts.count, processes, where)
+    _check_sizes(config, processes, request.ep_plan is not None, where)
     plans = {name: value for name in PLANS if isinstance(value := getattr(request, name), dict)}
     return DistributedConfig(tp_size=processes, ep_size=processes if request.ep_plan is not None else None, **plans)
 
@@ -74,15 +71,13 @@ def _check_plan(config: "PreTrainedConfig", family: Family, name: str, where: st
     )
 
 
-def _check_sizes(config: "PreTrainedConfig", processes: int, where: str) -> None:
+def _check_sizes(config: "PreTrainedConfig", processes: int, by_expert: bool, where: str) -> None:
     architecture = architecture_of(config.model_type)
-    for key in ("num_attention_heads", "num_key_value_heads", architecture.config_mlp):
-        _check_divides(config, key, processes, where)
-
-
-def _check_divides(config: "PreTrainedConfig", key: str, processes: int, where: str) -> None:
-    size = getattr(config, key, None)
-    if size is not None and size % processes:
-        raise CheckpointError(
-            f"{where}: {processes} processes do not divide {key} = {size}; start as many as divide it."
-        )
+    keys = ["num_attention_heads", "num_key_value_heads", architecture.config_mlp]
+    keys += [architecture.experts.count] if by_expert and architecture.experts is not None else []
+    for key in keys:
+        size = getattr(config, key, None)
+        if size is not None and size % processes:
+            raise CheckpointError(
+                f"{where}: {processes} processes do not divide {key} = {size}; start as many as divide it."
+            )

@@ -12,12 +12,14 @@ rows end with that token may just end there; a pass over it gives a warning.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from sinklens.errors import PromptError, PromptWarning, nearest, warn_caller
 from sinklens.hooks.padded import PaddedIds
@@ -154,14 +156,9 @@ class PromptReader:
         """Rows of token ids as one batch, padded on the "left" or the "right"."""
         for row in filter(None, rows):
             self._check_range(min(row), max(row))
-        length = max(len(row) for row in rows)
-
-        def filled(row: list[Any], value: Any) -> list[Any]:
-            padding = [value] * (length - len(row))
-            return padding + row if side == "left" else row + padding
-
-        ids = torch.tensor([filled(row, self.pad) for row in rows], dtype=torch.long)
-        real = torch.tensor([filled([True] * len(row), False) for row in rows], dtype=torch.bool)
+        pad = partial(pad_sequence, batch_first=True, padding_side=side)
+        ids = pad([torch.tensor(row, dtype=torch.long) for row in rows], padding_value=self.pad)
+        real = pad([torch.ones(len(row), dtype=torch.bool) for row in rows], padding_value=False)
         return Encoded(ids.to(self.device), real.to(self.device))
 
     def warn_right_padding(self, prompt: Any, given: Encoded) -> None:
