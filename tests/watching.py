@@ -1,6 +1,6 @@
 """Runs whose values are kept step by step, and the same steps computed again in plain torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 import sinklens
 from sinklens import Generation, Model
+from sinklens.hooks.names import position_axis
 
 SHORT, LONG = "w7 w12 w33 w5", "w8 w9 w10 w11 w12 w13 w14"
 PADDED = [SHORT, LONG]
@@ -23,10 +24,12 @@ class Watched(NamedTuple):
     Attributes:
         run: the run.
         values: step -> point -> value, behind all other hooks.
+        ends: step -> where the keys of its pass end, if a point of an attention was kept.
     """
 
     run: Generation
     values: dict[int, dict[str, Tensor]]
+    ends: dict[int, int]
 
     def stacked(self, point: str, step: int) -> Tensor:
         """The values of an attention point in all layers, [layer, ...]."""
@@ -39,13 +42,16 @@ def watch(
 ) -> Watched:
     """Run `model` as `sinklens.generate` does and keep what passes the points whose names end in one of `points`."""
     values: dict[int, dict[str, Tensor]] = {}
+    ends: dict[int, int] = {}
 
     def keep(value: Tensor, hook: Any) -> None:
         values.setdefault(hook.step, {})[hook.name] = value.clone()
+        if ".attn." in hook.name:
+            ends[hook.step] = hook.key_positions.stop
 
     keeping = [(lambda name: name.endswith(tuple(points)), keep)] if points else []
     run = sinklens.generate(model, prompts, hooks=[*hooks, *keeping], **short(model, settings))
-    return Watched(run, values)
+    return Watched(run, values, ends)
 
 
 def short(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +79,34 @@ def again(run: Generation, step: int, edits: dict[str, Edit] | None = None) -> P
     ids, real = entered(run, step)
     with torch.no_grad():
         return plain_pass(run.model, ids, real, edits)
+
+
+def compared(watched: Watched, edits: Callable[[int], dict[str, Edit]]) -> Iterator[tuple[int, PlainPass]]:
+    """Each step of a run and its pass in plain torch under the edits of that step, whose values are equal.
+
+    All values that were kept are compared, at the real positions that the step computed, except the logits of Dream,
+    which are shifted by one.
+    """
+    run, model = watched.run, watched.run.model
+    for step in range(run.steps_run):
+        (ids, real), plain = entered(run, step), again(run, step, edits(step))
+        stop = watched.ends.get(step, ids.shape[1])
+        real = real & in_complete_blocks(model, real, stop)
+        values = plain.values | {"denoise.hook_logits": plain.logits}
+        shifted = {"denoise.hook_logits"} if model.family == "dream" else set()
+        for name in watched.values[step].keys() - shifted:
+            axis = position_axis(name) % values[name].ndim
+            shown, wanted = (value.movedim(axis, 1) for value in (watched.values[step][name], values[name]))
+            part = slice(stop - shown.shape[1], stop)
+            shown, wanted = shown[real[:, part]], wanted[:, part][real[:, part]]
+            torch.testing.assert_close(shown, wanted, atol=2e-4 if "pattern" in name else 1e-3, rtol=1e-4)
+            assert "pattern" not in name or torch.equal(shown == 0, wanted == 0)
+        yield step, plain
+
+
+def stacked(plain: PlainPass, point: str) -> Tensor:
+    """The values of an attention point in all layers of a plain pass, [layer, ...]."""
+    return torch.stack([value for name, value in plain.values.items() if name.endswith(f".attn.{point}")])
 
 
 def in_complete_blocks(model: Model, real: Tensor, stop: int) -> Tensor:

@@ -17,8 +17,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.interventions.places import AtPositions, Places
-from sinklens.runs.intervention import Canvas, Pairs, RunContext, place_mask
+from sinklens.interventions.canvas import refuse_prompt
+from sinklens.interventions.places import CANVAS, AtPositions, Places
+from sinklens.runs.intervention import Canvas, Pairs, RunContext
 
 if TYPE_CHECKING:
     from sinklens.hooks.points import Point
@@ -48,7 +49,7 @@ class Acceptance(AtPositions):
                 f"pass and other models do not accept any. With a mask token, use Remask or ForceTokens."
             )
         places = Places(self, model, run)
-        self._refuse_prompt(run)
+        refuse_prompt(self, run)
         canvas = Canvas(run)
 
         def decide(value: Bool[Tensor, "batch pos"], hook: "Point") -> Tensor | None:
@@ -60,15 +61,7 @@ class Acceptance(AtPositions):
             here = found[:, stop - value.shape[1] : stop].to(value.device)
             return value | here if self.accepts else value & ~here
 
-        return places.around([("denoise.hook_canvas", canvas.hook), (POINT, decide)])
-
-    def _refuse_prompt(self, run: RunContext) -> None:
-        prompt = run.prompt_length
-        if self.positions is not None and bool(place_mask(self.positions, run.real)[:, :prompt].any()):
-            raise SettingError(
-                f"{type(self).__name__} takes positions of the answer, {prompt} to {run.real.shape[1] - 1} or "
-                f"-{run.real.shape[1] - prompt} to -1, as the prompt is never renoised; got {list(self.positions)}."
-            )
+        return places.around([(CANVAS, canvas.hook), (POINT, decide)])
 
 
 @dataclass(frozen=True, kw_only=True)

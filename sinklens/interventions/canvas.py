@@ -20,6 +20,8 @@ from sinklens.runs.intervention import Intervention, Pairs, RunContext, place_ma
 if TYPE_CHECKING:
     from sinklens.model import Model
 
+CHANGES_CANVAS = "changes the canvas of a run; for a single pass change the ids, or use generate."
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForceTokens(Intervention):
@@ -34,6 +36,7 @@ class ForceTokens(Intervention):
         SettingError: in an autoregressive run, a position that is decoded only after the last of the chosen steps.
     """
 
+    needs_run: ClassVar[str] = f"ForceTokens {CHANGES_CANVAS}"
     on_canvas: ClassVar[bool] = True
     refused: ClassVar[tuple[str, ...]] = ("layers", "heads", "positions")
 
@@ -41,7 +44,6 @@ class ForceTokens(Intervention):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
-        run = _require_run(self, run)
         in_step = self.step_test(run)
         for token in self.tokens.values():
             _check_token(token, model)
@@ -79,23 +81,20 @@ class Remask(AtPositions):
         positions, where: positions that are masked again; those of the prompt that `where` finds stay as they are.
     """
 
+    needs_run: ClassVar[str] = f"Remask {CHANGES_CANVAS}"
     refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
-        run = _require_run(self, run)
         if run.causal:
             raise SettingError("an autoregressive model has no mask token; use Remask with diffusion models only.")
         if not model.family_record.masked:
             raise SettingError(
                 f"{model.family} models have no mask token; use ForceTokens to put tokens on the canvas."
             )
-        places, prompt = Places(self, model, run, [CANVAS]), run.prompt_length
-        if self.positions is not None and bool(place_mask(self.positions, run.real)[:, :prompt].any()):
-            raise SettingError(
-                f"Remask takes answer positions, -{run.real.shape[1] - prompt} to -1; got {list(self.positions)}."
-            )
-        answer = torch.arange(run.real.shape[1], device=run.real.device) >= prompt
+        places = Places(self, model, run, [CANVAS])
+        refuse_prompt(self, run)
+        answer = torch.arange(run.real.shape[1], device=run.real.device) >= run.prompt_length
 
         def remask(value: Int[Tensor, "batch pos"], hook: Point) -> Tensor | None:
             found = places.at(hook.step or 0, None)
@@ -115,6 +114,7 @@ class Suffix(Intervention):
         text: text, for models with a tokenizer, or token ids.
     """
 
+    needs_run: ClassVar[str] = f"Suffix {CHANGES_CANVAS}"
     refused: ClassVar[tuple[str, ...]] = ("steps", "layers", "heads", "positions")
 
     text: str | Sequence[int]
@@ -137,7 +137,6 @@ class Suffix(Intervention):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`; only the canvas that the run starts from is changed."""
-        _require_run(self, run)
         return []
 
 
@@ -228,9 +227,11 @@ def _check_token(token: int, model: "Model") -> None:
         raise SettingError(f"token {token} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}.")
 
 
-def _require_run(what: Intervention, run: RunContext) -> RunContext:
-    if run.single:
+def refuse_prompt(what: AtPositions, run: RunContext) -> None:
+    """Refuse positions of the prompt, which no step decides."""
+    prompt, length = run.prompt_length, run.real.shape[1]
+    if what.positions is not None and bool(place_mask(what.positions, run.real)[:, :prompt].any()):
         raise SettingError(
-            f"{type(what).__name__} changes the canvas of a run; for a single pass change the ids, or use generate."
+            f"{type(what).__name__} takes positions of the answer, {prompt} to {length - 1} or -{length - prompt} to "
+            f"-1; got {list(what.positions)}."
         )
-    return run

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.paths import Receiver, ResidualStream, Sender, keeps, refuse_indirect
+from sinklens.interventions.paths import Changes, Receiver, Sender, refuse_indirect
 from sinklens.runs.intervention import Intervention, Pairs, RunContext
 
 if TYPE_CHECKING:
@@ -77,7 +77,21 @@ class KeepEdges(Intervention):
             raise SettingError(f"source holds steps {sorted(self.source)}, but not step {missing[0]}; record it.")
         senders, receivers = senders_of(model), receivers_of(model)
         cut = {step: _cut(self.kept, step, senders, receivers, model) for step in steps}
-        return _Cut(model, senders, receivers, cut, self.source).pairs()
+        changes = Changes(model, senders, receivers, cut.get)
+
+        def new(value: Tensor, hook: Point) -> Tensor | None:
+            step, name = int(hook.step or 0), str(hook.name)
+            if step not in cut:
+                return None
+            new = self.source[step][name].to(value)
+            if new.shape[1:] != value.shape[1:] or len(new) not in (1, len(value)):
+                raise SettingError(
+                    f"{name} has shape {list(new.shape)} in the source and {list(value.shape)} here; KeepEdges needs a "
+                    f"source of the same canvases, and passes over complete canvases, without a cache."
+                )
+            return new
+
+        return changes.around([(one.point, changes.sending(one, new)) for one in senders])
 
 
 def senders_of(model: "Model") -> list[Sender]:
@@ -112,67 +126,3 @@ def _cut(
     array = now.transpose("sender", "receiver", "pos").to_numpy().astype(bool)
     reaches = np.array([[one.depth < other.depth for other in receivers] for one in senders])
     return torch.from_numpy(~array & reaches[..., None]).to(model.cfg.device)
-
-
-class _Cut:
-    """The hooks of one run: what senders write differently in the source, and receivers that read it."""
-
-    def __init__(
-        self, model: "Model", senders: Sequence[Sender], receivers: Sequence[Receiver],
-        cut: Mapping[int, Bool[Tensor, "sender receiver #pos"]], source: Mapping[int, Any],
-    ) -> None:  # fmt: skip
-        self._model, self._senders, self._receivers = model, senders, receivers
-        self._by_step, self._source = cut, source
-        self._values: dict[str, Tensor] = {}
-        self._changes: list[ResidualStream] = []
-        self._stacked: Tensor | None = None
-
-    def pairs(self) -> Pairs:
-        """The hooks, each list in the order of the pass."""
-        gates = [sender.gate for sender in self._senders if sender.gate]
-        read = dict.fromkeys([*gates, *(name for one in self._receivers for name in one.reads)])
-        pairs: Pairs = [(name, keeps(self._values)) for name in read]
-        pairs += [(point, self._send) for point in dict.fromkeys(one.point for one in self._senders)]
-        return pairs + [(point, self._receive) for point in dict.fromkeys(one.point for one in self._receivers)]
-
-    def _send(self, value: Tensor, hook: Point) -> None:
-        """Keep what the senders of a point write differently in the source."""
-        step, name = int(hook.step or 0), str(hook.name)
-        if step not in self._by_step:
-            return
-        if name == "hook_embed":
-            self._changes = []
-        new = self._source[step][name].to(value)
-        if new.shape[1:] != value.shape[1:] or len(new) not in (1, len(value)):
-            raise SettingError(
-                f"{name} has shape {list(new.shape)} in the source and {list(value.shape)} here; KeepEdges needs a "
-                f"source of the same canvases, and passes over complete canvases, without a cache."
-            )
-        for sender in self._senders:
-            if sender.point == name:
-                self._changes.append(sender.written(new - value, self._model, self._values))
-        self._stacked = None
-
-    def _receive(self, value: Tensor, hook: Point) -> Tensor | None:
-        """The value of a point as its receivers have it without the edges that are cut."""
-        step, changed = int(hook.step or 0), None
-        if step not in self._by_step:
-            return None
-        count = len(self._changes)
-        for number, receiver in enumerate(self._receivers):
-            if receiver.point != str(hook.name):
-                continue
-            cut = self._by_step[step][:count, number]
-            if bool(cut.any()):
-                change = self._sum(cut)
-                changed = receiver.changed(value if changed is None else changed, change, self._values, self._model)
-        return changed
-
-    def _sum(self, cut: Bool[Tensor, "sender #pos"]) -> ResidualStream:
-        """The sum of the changes along the edges that are cut."""
-        if self._stacked is None or len(self._stacked) != len(self._changes):
-            self._stacked = torch.stack(self._changes)
-        length = self._stacked.shape[2]
-        if cut.shape[1] not in (1, length):
-            raise SettingError(f"kept has {cut.shape[1]} positions, and the pass {length}; give one for each column.")
-        return torch.einsum("sbpd,sp->bpd", self._stacked, cut.expand(-1, length).to(self._stacked))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import AtPositions, Places, along, at_heads, head_axis
+from sinklens.interventions.places import AtPositions, Places
 from sinklens.interventions.scores import kinds_now, states_now
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of
@@ -183,18 +183,13 @@ class Resample(AtPositions):
         points = chosen_points(list(self.donors.values) if self.names is None else self.names, model, self.layers)
         for name in points:
             self.donors.of_point(name)
-            _ = None if self.heads is None else head_axis(name)
-        places, draws = Places(self, model, run), Draws(self.donors, self.match, self.seed, run)
+        places, draws = Places(self, model, run, points), Draws(self.donors, self.match, self.seed, run)
 
         def resample(value: Tensor, hook: Point) -> Tensor | None:
-            queries, name = value.shape[1], str(hook.name)
-            mask = places.of_queries(hook, queries, value.device)
-            if mask is None:
+            chosen, first = places.along(hook, value, self.heads), hook.forward_pass.first(value.shape[1])
+            if chosen is None:
                 return None
-            first = hook.forward_pass.first(queries)
-            wanted = torch.nn.functional.pad(mask.any(dim=1), (first, 0))
-            new = draws.values(hook, name, wanted, value.dtype)[:, first:]
-            chosen = along(mask, name, value)
-            return torch.where(chosen if self.heads is None else chosen & at_heads(self.heads, name, value), new, value)
+            wanted = torch.nn.functional.pad(chosen.flatten(2).any(dim=2), (first, 0))
+            return torch.where(chosen, draws.values(hook, str(hook.name), wanted, value.dtype)[:, first:], value)
 
         return [*draws.first(), *places.around([(name, resample) for name in points])]

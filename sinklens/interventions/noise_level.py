@@ -116,52 +116,39 @@ class FreezeCond(_Conditioning):
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
         self._check(model)
+        architecture = model.tree.architecture
         if self.cond is not None and (self.cond.ndim > 3 or self.cond.shape[-1:] != (model.config.cond_dim,)):
             raise SettingError(
                 f"cond must end with an axis of {model.config.cond_dim} numbers, after at most [batch, step]; got "
                 f"shape {list(self.cond.shape)}."
             )
-        source = _Source(self, run)
-        first: Pairs = [(COND, source.at_cond)]
-        if self.layers is None:
-            return first
-        for layer in self.chosen_layers(model):
-            first += source.of_layer(model, layer)
-        return first
-
-
-class _Source:
-    """The conditioning that a run keeps, and what a layer makes of it."""
-
-    def __init__(self, what: FreezeCond, run: RunContext) -> None:
-        if what.of_step is not None and run.single:
+        if self.of_step is not None and run.single:
             raise SettingError("of_step= names a step of a run, which a single pass has not; pass cond=.")
-        self._in_step, self._everywhere, self._kept = what.step_test(run), what.layers is None, what.cond
-        self._of_step = None if what.of_step is None else within("step", [what.of_step], run.steps)[0]
-        self._now: Tensor | None = None
+        at = None if self.of_step is None else within("step", [self.of_step], run.steps)[0]
+        in_step, layers = self.step_test(run), self.chosen_layers(model) if self.layers is not None else []
+        now: dict[str, Tensor] = {}
+        kept: dict[int | None, Tensor] = {} if self.cond is None else {None: self.cond}
 
-    def at_cond(self, value: Float[Tensor, "batch d_cond"], hook: Point) -> Tensor | None:
-        """Keep the conditioning of the step to keep, and use it in all layers if none are named."""
-        if self._of_step is not None and hook.step == self._of_step:
-            self._kept = value.detach().clone()
-        later = self._of_step is None or int(hook.step or 0) > self._of_step
-        acts = later and self._kept is not None and self._in_step(hook.step)
-        self._now = of_rows(self._kept, value, hook, 1, "cond") if acts else None  # type: ignore[arg-type]
-        return self._now if self._everywhere else None
+        def condition(value: Float[Tensor, "batch d_cond"], hook: Point) -> Tensor | None:
+            now.clear()
+            if at is not None and hook.step == at:
+                kept[at] = value.detach().clone()
+            elif at in kept and in_step(hook.step):
+                now[COND] = of_rows(kept[at], value, hook, 1, "cond")
+            return now.get(COND) if self.layers is None else None
 
-    def of_layer(self, model: "Model", layer: int) -> Pairs:
-        """The hooks of a layer's six modulations."""
-        architecture = model.tree.architecture
-        block: Any = model.tree.hf.get_submodule(f"{architecture.base}.{architecture.layers}")[layer]
-        made: Callable[[Tensor], Tensor] = block.get_submodule(architecture.modulation)
+        def part(layer: int, number: int) -> Callable[[Tensor, Point], Tensor | None]:
+            block: Any = model.tree.hf.get_submodule(f"{architecture.base}.{architecture.layers}")[layer]
+            made: Callable[[Tensor], Tensor] = block.get_submodule(architecture.modulation)
 
-        def part(number: int) -> Callable[[Tensor, Point], Tensor | None]:
             def change(value: Float[Tensor, "batch d_model"], hook: Point) -> Tensor | None:
-                return None if self._now is None else made(self._now).chunk(len(MODULATION), dim=-1)[number]
+                return made(now[COND]).chunk(len(MODULATION), dim=-1)[number] if now else None
 
             return change
 
-        return [(f"blocks.{layer}.adaln.{spec.name}", part(number)) for number, spec in enumerate(MODULATION)]
+        parts = [(layer, number, spec.name) for layer in layers for number, spec in enumerate(MODULATION)]
+        changes = [(f"blocks.{layer}.adaln.{name}", part(layer, number)) for layer, number, name in parts]
+        return [(COND, condition), *changes]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from sinklens.hooks import names
 from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.points import Point
 from sinklens.interventions.patch_source import Part, of_queries
-from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at_heads, head_axis
-from sinklens.runs.intervention import Pairs, RunContext, place_mask, whole_numbers
+from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at_heads
+from sinklens.runs.intervention import RunContext, place_mask, whole_numbers
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -34,6 +34,9 @@ class PatchTarget:
         steps: the steps to patch.
         model: the model.
         run: the run.
+
+    Attributes:
+        places: where it acts.
 
     Raises:
         SettingError: a head or position does not exist, or `what` has no meaning at one of the points.
@@ -52,23 +55,17 @@ class PatchTarget:
             raise SettingError(
                 "source_positions= pairs with positions=; where= takes the values of the same positions."
             )
-        for name in points if what.heads is not None else ():
-            head_axis(name)
         self._limited = what.positions is not None or what.where is not None
         self._columns = None if run.single or what.positions is None else _columns(what.positions, run.real)
         self._what, self._paired, self._steps, self._run = what, paired, steps, run
         by_query = any(of_queries(name) for name in points)
-        self._places = Places(what, model, run, points, of="queries" if by_query else None)
+        self.places = Places(what, model, run, points, of="queries" if by_query else None)
         for name in points:
             if self._limited and model.tree.architecture.encoder and name.startswith("denoise.") and name != CANVAS:
                 raise SettingError(
                     f"{name} has the positions of the current canvas only, so positions= and where=, which count from "
                     f"the prompt, do not apply; leave them out, or patch a point of the layers."
                 )
-
-    def around(self, acts: Pairs) -> Pairs:
-        """`acts` with the hooks that find the places; see `Places.around`."""
-        return self._places.around(acts)
 
     def parts(self, value: Tensor, hook: Point) -> Iterator[Part]:
         """The parts of the value of a point in which something is replaced."""
@@ -78,7 +75,7 @@ class PatchTarget:
         for span in spans:
             if span.step not in self._steps:
                 continue
-            mask = self._places.of_span(hook, span, first, value.device) if self._limited else None
+            mask = self.places.of_span(hook, span, first, value.device) if self._limited else None
             if mask is not None or not self._limited:
                 yield Part(name, axis, span.step, span.start, range(first + span.start, first + span.stop), mask)
 

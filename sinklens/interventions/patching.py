@@ -142,7 +142,7 @@ class PatchHooks(AtPositions):
                 changed = value = target.write(value, part, new)
             return changed if span is None or changed is None else _inside(span, before, changed, hook)
 
-        return target.around([(name, patch) for name in points])
+        return target.places.around([(name, patch) for name in points])
 
 
 def PatchSubspace(*, names: Sequence[str] | Any, basis: Float[Tensor, "rank d"], **patch: Any) -> PatchHooks:

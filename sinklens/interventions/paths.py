@@ -21,8 +21,8 @@ receiver's queries for ``.q``, and those of its keys and values for ``.k`` and `
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.donors import random_places
 from sinklens.interventions.patch_source import PatchSource
 from sinklens.interventions.patching import PatchHooks
-from sinklens.interventions.places import AtPositions, Places
+from sinklens.interventions.places import AtPositions
 from sinklens.interventions.rules import as_tuple
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext, within
 from sinklens.utils.arguments import Seed
@@ -195,6 +195,65 @@ def refuse_indirect(model: "Model", what: str) -> None:
         )
 
 
+class Changes:
+    """What senders would write differently in one run, and the receivers that read it.
+
+    Args:
+        cut: at a step, the edges along which receivers read the changes; None for none.
+    """
+
+    def __init__(
+        self, model: "Model", senders: Sequence[Sender], receivers: Sequence[Receiver],
+        cut: Callable[[int], Bool[Tensor, "sender receiver #pos"] | None],
+    ) -> None:  # fmt: skip
+        self._model, self._senders, self._receivers, self._cut = model, senders, receivers, cut
+        self._values: dict[str, Tensor] = {}
+        self._changes: dict[str, ResidualStream] = {}
+        self._stacked: tuple[list[int], ResidualStream] | None = None
+
+    def around(self, sends: Pairs) -> Pairs:
+        """The hooks of senders, in the order of the pass, between those that they need and those of receivers."""
+        gates = [sender.gate for sender in self._senders if sender.gate]
+        read = dict.fromkeys([*gates, *(name for one in self._receivers for name in one.reads)])
+        points = dict.fromkeys(one.point for one in self._receivers)
+        return [*((name, keeps(self._values)) for name in read), *sends, *((name, self._receive) for name in points)]
+
+    def sending(self, sender: Sender, patch: HookFunction) -> HookFunction:
+        """A hook that keeps what `patch` would change of what `sender` writes, and changes nothing."""
+
+        def send(value: Tensor, hook: Point) -> None:
+            self._stacked, new = None, patch(value, hook=hook)
+            if new is None:
+                self._changes.pop(sender.name, None)
+            else:
+                self._changes[sender.name] = sender.written(new - value, self._model, self._values)
+
+        return send
+
+    def _receive(self, value: Tensor, hook: Point) -> Tensor | None:
+        """The value of a point as its receivers have it."""
+        cut, before = self._cut(int(hook.step or 0)), value
+        for number, receiver in enumerate(self._receivers):
+            if cut is None or receiver.point != str(hook.name):
+                continue
+            change = self._sum(cut[:, number], receiver.depth)
+            value = value if change is None else receiver.changed(value, change, self._values, self._model)
+        return None if value is before else value
+
+    def _sum(self, cut: Bool[Tensor, "sender #pos"], depth: int) -> ResidualStream | None:
+        """The sum of the changes along the edges to a receiver of this depth; None without any."""
+        there = [at for at, one in enumerate(self._senders) if one.depth < depth and one.name in self._changes]
+        if not there or not bool(cut[there].any()):
+            return None
+        if self._stacked is None or self._stacked[0] != there:
+            self._stacked = there, torch.stack([self._changes[self._senders[at].name] for at in there])
+        stacked = self._stacked[1]
+        length = stacked.shape[2]
+        if cut.shape[1] not in (1, length):
+            raise SettingError(f"kept has {cut.shape[1]} positions, and the pass {length}; give one for each column.")
+        return torch.einsum("sbpd,sp->bpd", stacked, cut[there].expand(-1, length).to(stacked))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PathPatch(AtPositions):
     """Patch the direct path from one component to another with values of another run.
@@ -255,67 +314,41 @@ class PathPatch(AtPositions):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
-        senders = [Sender.named(name, model) for name in as_tuple(self.sender)]
+        senders = sorted(
+            (Sender.named(name, model) for name in dict.fromkeys(as_tuple(self.sender))), key=lambda one: one.depth
+        )
         receivers = [Receiver.named(name, model) for name in as_tuple(self.receiver)]
         _check_order(senders, receivers, model)
-        changes: dict[str, ResidualStream | None] = {}
-        values: dict[str, Tensor] = {}
-        gates = [sender.gate for sender in senders if sender.gate]
-        read = dict.fromkeys([*gates, *(name for reader in receivers for name in reader.reads)])
-        pairs: Pairs = [(name, keeps(values)) for name in read]
-        for one in sorted(senders, key=lambda one: one.depth):
-            pairs += self._sends(one, model, run, changes, values)
-        return pairs + [(reader.point, _receives(reader, model, changes, values)) for reader in receivers]
+        every = torch.ones(len(senders), len(receivers), 1, dtype=torch.bool)
+        changes, sends = Changes(model, senders, receivers, lambda step: every), list[Any]()
+        for one in senders:
+            patch = self._patch(one, model, run)
+            sends += [(at, changes.sending(one, hook) if at == one.point else hook) for at, hook in patch]
+        return changes.around(sends)
 
-    def _sends(
-        self,
-        sender: Sender,
-        model: "Model",
-        run: RunContext,
-        changes: dict[str, ResidualStream | None],
-        values: Mapping[str, Tensor],
-    ) -> Pairs:
-        """Hooks that keep the change that the source would make of what `sender` writes, and change nothing."""
+    def _patch(self, sender: Sender, model: "Model", run: RunContext) -> Pairs:
+        """Hooks that would patch what `sender` writes."""
         if self.by != "source" or self.source is None:
-            return self._replaces(sender, model, run, changes, values)
-        heads = None if sender.head is None else [sender.head]
-        patch = PatchHooks(
-            source=self.source, names=[sender.point], shift=self.shift, steps=self.steps, heads=heads,
-            positions=self.positions, where=self.where, source_positions=self.source_positions,
-        )  # fmt: skip
-        return [
-            (name, _keeps_change(function, sender, model, changes, values) if name == sender.point else function)
-            for name, function in patch.hooks_for(model, run)
-        ]
+            steps = None if run.single else [step for step in self.acting_steps(run.steps) if step < run.steps]
 
-    def _replaces(
-        self, sender: Sender, model: "Model", run: RunContext, changes: dict[str, ResidualStream | None],
-        values: Mapping[str, Tensor],
-    ) -> Pairs:  # fmt: skip
-        """The same, for a mean, a draw or zero in place of the source's own values."""
-        places = Places(self, model, run, [sender.point])
-        steps = [0] if run.single else self.acting_steps(run.steps)
+            def new(value: Tensor, hook: Point) -> Tensor:
+                return self._new(value, hook, sender, run)
 
-        def send(value: Tensor, hook: Point) -> None:
-            step = int(hook.step or 0)
-            chosen = places.along(hook, value) if step in steps else None
-            if chosen is None:
-                changes[sender.name] = None
-                return
-            new = torch.where(chosen, self._new(value, hook, sender, run, step), value)
-            changes[sender.name] = sender.written(new - value, model, values)
+            return replace(self, steps=steps).edits(model, run, [sender.point], new)
+        return PatchHooks(
+            source=self.source, names=[sender.point], shift=self.shift, steps=self.steps,
+            heads=None if sender.head is None else [sender.head], positions=self.positions, where=self.where,
+            source_positions=self.source_positions,
+        ).hooks_for(model, run)  # fmt: skip
 
-        return places.around([(sender.point, send)])
-
-    def _new(self, value: Tensor, hook: Point, sender: Sender, run: RunContext, step: int) -> Tensor:
+    def _new(self, value: Tensor, hook: Point, sender: Sender, run: RunContext) -> Tensor:
         """What the sender's output becomes, with `by` other than "source"."""
         if self.source is None:
             return torch.zeros_like(value)
-        if step + self.shift not in self.source:
-            raise SettingError(
-                f"source holds steps {sorted(self.source)}, but not step {step + self.shift}; record it."
-            )
-        source = self.source[step + self.shift][sender.point].to(value)
+        step = int(hook.step or 0) + self.shift
+        if step not in self.source:
+            raise SettingError(f"source holds steps {sorted(self.source)}, but not step {step}; record it.")
+        source = self.source[step][sender.point].to(value)
         real = torch.ones(source.shape[:2], dtype=torch.bool) if self.real is None else self.real.cpu()
         if self.real is not None and real.shape[1] >= source.shape[1]:
             real = real[:, : source.shape[1]]
@@ -327,22 +360,6 @@ class PathPatch(AtPositions):
         queries, first = value.shape[1], hook.forward_pass.first(value.shape[1])
         numbers = random_places(run, hook, self.seed, sender.depth + 1, sender.head or 0)[:, first : first + queries]
         return pool[(numbers * len(pool)).long().to(value.device)]
-
-
-def _keeps_change(
-    patch: HookFunction,
-    sender: Sender,
-    model: "Model",
-    changes: dict[str, ResidualStream | None],
-    values: Mapping[str, Tensor],
-) -> HookFunction:
-    """A hook that keeps what `patch` would change, and changes nothing."""
-
-    def send(value: Tensor, hook: Point) -> None:
-        new = patch(value, hook=hook)
-        changes[sender.name] = None if new is None else sender.written(new - value, model, values)
-
-    return send
 
 
 def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model: "Model") -> None:
@@ -367,16 +384,3 @@ def keeps(values: dict[str, Tensor]) -> HookFunction:
         values[str(hook.name)] = value
 
     return keep
-
-
-def _receives(
-    receiver: Receiver, model: "Model", changes: dict[str, ResidualStream | None], values: Mapping[str, Tensor]
-) -> HookFunction:
-    def receive(value: Tensor, hook: Point) -> Tensor | None:
-        found = [change for change in changes.values() if change is not None]
-        if not found:
-            return None
-        change = torch.stack(found).sum(dim=0)
-        return receiver.changed(value, change, values, model)
-
-    return receive

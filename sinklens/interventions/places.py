@@ -74,7 +74,8 @@ class Places:
         layers, heads: as non-negative indices.
 
     Raises:
-        SettingError: the rule has no meaning in this run, or differs by layer at a point in none.
+        SettingError: the rule has no meaning in this run, or differs by layer at a point in none; or heads are named
+            at a point without a head axis.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class Places:
         of_keys, name = of == "keys", type(what).__name__
         rule = Positions(None) if what.rule is None and of_keys and not run.single else what.rule
         self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
+        for point in points or () if what.heads is not None else ():
+            head_axis(point)
         inside = [int(point.split(".")[1]) for point in points or () if point.startswith("blocks.")]
         self.layers = what.chosen_layers(model) if points is None else sorted(set(inside))
         self.heads = what.chosen_heads(model)
@@ -401,8 +404,6 @@ class AtPositions(Intervention):
         if isinstance(points, str):
             points = [f"blocks.{layer}.{points}" for layer in self.chosen_layers(model)]
         places = Places(self, model, run, points)
-        for name in points if self.heads is not None else ():
-            head_axis(name)
 
         def act(value: Tensor, hook: Point) -> Tensor | None:
             chosen = places.along(hook, value, self.heads)

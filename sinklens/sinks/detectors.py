@@ -23,15 +23,15 @@ finds nothing there; see docs/concepts/your-own.md.
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import xarray as xr
+from annotated_types import Gt
 
 from sinklens.errors import SettingError, TrackError
 from sinklens.sinks.data import AXES, TrackData, Unit, require_unit
-from sinklens.utils.integers import as_integer
+from sinklens.utils.arguments import Number, Positive, Share, check_arguments
 
 
 class Detector(ABC):
@@ -67,13 +67,11 @@ def over_others(values: xr.DataArray) -> xr.DataArray:
     return (values.sum("pos") - values) / (values.notnull().sum("pos") - 1).clip(min=1)
 
 
-def _numbers(detector: Detector, *names: str, above: float | int = -np.inf) -> None:
-    """Reject thresholds that are not numbers greater than `above`."""
-    for name in names:
-        value = getattr(detector, name)
-        if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > above:
-            bound = "" if above == -np.inf else f" greater than {above:g}"
-            raise SettingError(f"{name} of {type(detector).__name__} must be a number{bound}; got {value!r}.")
+class _Checked(Detector):
+    """Base class of detectors whose attributes are checked by their declared types."""
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
 
 
 def _warn_if_never(never: bool, what: str, why: str) -> None:
@@ -83,7 +81,7 @@ def _warn_if_never(never: bool, what: str, why: str) -> None:
 
 
 @dataclass(frozen=True)
-class EpsilonOverMean(Detector):
+class EpsilonOverMean(_Checked):
     """The paper's definition (Rulli et al., 2510.15731, Eq. 3).
 
     Position j is a sink if Ā[j] > (1 / (S − 1)) Σ_{k≠j} Ā[k] + ε, with Ā the score in `unit`. Its strength is
@@ -95,12 +93,12 @@ class EpsilonOverMean(Detector):
             cannot be met.
     """
 
-    epsilon: float | int = 3.0
+    epsilon: Number = 3.0
     unit: Unit = "sum"
 
     def __post_init__(self) -> None:
-        _numbers(self, "epsilon")
         require_unit(self.unit)
+        super().__post_init__()
 
     def strength(self, track: TrackData) -> xr.DataArray:
         score = track.scores(self.unit)
@@ -118,7 +116,7 @@ class EpsilonOverMean(Detector):
 
 
 @dataclass(frozen=True)
-class TopK(Detector):
+class TopK(_Checked):
     """The `k` strongest keys of every head and step, regardless of their score; fewer where fewer exist.
 
     A head with an all-zero pattern has no sink.
@@ -129,22 +127,15 @@ class TopK(Detector):
 
     k: int = 1
 
-    def __post_init__(self) -> None:
-        if as_integer(self.k) is None:
-            raise SettingError(f"k must be an integer, the number of keys; got {self.k!r}.")
-
     def detect(self, track: TrackData) -> xr.DataArray:
-        score = track.scores()
-        if not 1 <= self.k <= score.sizes["pos"]:
-            raise TrackError(f"k must be between 1 and {score.sizes['pos']}, the number of positions; got {self.k}.")
-        strongest = np.argsort(-score.fillna(-np.inf).to_numpy(), axis=-1, kind="stable")[..., : self.k]
-        found = np.zeros(score.shape, dtype=bool)
-        np.put_along_axis(found, strongest, True, axis=-1)
-        return score.copy(data=found) & score.notnull() & (score > 0).any("pos")
+        score, strongest = track["score"], track.top(self.k).to_numpy()
+        found = np.zeros((*score.shape[:-1], score.sizes["pos"] + 1), dtype=bool)
+        np.put_along_axis(found, strongest, True, axis=-1)  # −1, where there is no key, is the extra place
+        return score.copy(data=found[..., :-1])
 
 
 @dataclass(frozen=True)
-class MeanPlusStd(Detector):
+class MeanPlusStd(_Checked):
     """Mass above mean + k · std (Sink-Aware Pruning, 2602.17664; with k = 3 in Attention Floating, 2601.07894).
 
     m(j) is the score in `unit`, averaged over `over`; mean and population standard deviation are taken over the
@@ -158,14 +149,14 @@ class MeanPlusStd(Detector):
         slope: slope of the sigmoid, per unit of mass.
     """
 
-    k: float | int = 2.0
+    k: Number = 2.0
     over: tuple[Literal["layer", "head"], ...] = ("layer", "head")
     unit: Unit = "sum"
-    slope: float | int = 5.0
+    slope: Number = 5.0
 
     def __post_init__(self) -> None:
-        _numbers(self, "k", "slope")
         require_unit(self.unit)
+        super().__post_init__()
         if isinstance(self.over, str) or set(self.over) - {"layer", "head"}:
             raise SettingError(f"over must be a tuple that holds 'layer', 'head', both or neither; got {self.over!r}.")
 
@@ -188,7 +179,7 @@ class MeanPlusStd(Detector):
 
 
 @dataclass(frozen=True)
-class SinkRate(Detector):
+class SinkRate(_Checked):
     """Positions that are sinks in many heads (Gu et al., 2410.10781, Sec. 3, there for the first position).
 
     α_j = mean attention that key j receives from the queries that can see it; for bidirectional attention, all S of
@@ -200,13 +191,8 @@ class SinkRate(Detector):
         share: required share of all heads of all layers; the source reports the rate and sets no threshold.
     """
 
-    epsilon: float | int = 0.3
-    share: float | int = 0.1
-
-    def __post_init__(self) -> None:
-        _numbers(self, "epsilon", "share")
-        if not 0 <= self.share <= 1:
-            raise SettingError(f"share, a share of all heads, must be between 0 and 1; got {self.share}.")
+    epsilon: Number = 0.3
+    share: Share = 0.1
 
     def strength(self, track: TrackData) -> xr.DataArray:
         alpha = track.scores("visible")
@@ -220,7 +206,7 @@ class SinkRate(Detector):
 
 
 @dataclass(frozen=True)
-class SmallValueNorm(Detector):
+class SmallValueNorm(_Checked):
     """Positions with a small value vector (One Token Is Enough, 2601.19657; value drain of 2410.13835). Needs "values".
 
     r(j) = |v_j| / mean_k |v_k|, k over the positions that exist. Position j is a sink if r(j) < `ratio`; its strength
@@ -230,10 +216,7 @@ class SmallValueNorm(Detector):
         ratio: upper bound on r.
     """
 
-    ratio: float | int = 0.2
-
-    def __post_init__(self) -> None:
-        _numbers(self, "ratio", above=0)
+    ratio: Positive = 0.2
 
     def strength(self, track: TrackData) -> xr.DataArray:
         return 1 / value_ratio(track)
@@ -243,7 +226,7 @@ class SmallValueNorm(Detector):
 
 
 @dataclass(frozen=True)
-class ResidualPeak(Detector):
+class ResidualPeak(_Checked):
     """Massive activations in the residual stream that the layer reads (2402.17762). Needs "stream".
 
     Position j is a sink if its peak p_j = max_c |h[j, c]| exceeds `floor` and is at least `ratio` times a median: of
@@ -257,14 +240,9 @@ class ResidualPeak(Detector):
         per: which median to use.
     """
 
-    ratio: float | int = 1000.0
-    floor: float | int = 100.0
+    ratio: Number = 1000.0
+    floor: Number = 100.0
     per: Literal["position", "channel"] = "position"
-
-    def __post_init__(self) -> None:
-        _numbers(self, "ratio", "floor")
-        if self.per not in ("position", "channel"):
-            raise SettingError(f"per must be 'position' or 'channel'; got {self.per!r}.")
 
     def strength(self, track: TrackData) -> xr.DataArray:
         median = "stream_median" if self.per == "position" else "stream_channel_median"
@@ -277,7 +255,7 @@ class ResidualPeak(Detector):
 
 
 @dataclass(frozen=True)
-class NoOp(Detector):
+class NoOp(SmallValueNorm):
     """Sinks that carry almost no information (Unifying View, 2606.08105). Needs "values".
 
     A position found by `among` whose value-norm ratio r(j) = |v_j| / mean_k |v_k| is below `ratio`. Its strength is
@@ -288,22 +266,18 @@ class NoOp(Detector):
         among: detector that finds the candidate sinks.
     """
 
-    ratio: float | int = 0.2
     among: Detector = field(default_factory=EpsilonOverMean)
 
     def __post_init__(self) -> None:
-        _numbers(self, "ratio", above=0)
         require_detector(self.among)
-
-    def strength(self, track: TrackData) -> xr.DataArray:
-        return 1 / value_ratio(track)
+        super().__post_init__()
 
     def detect(self, track: TrackData) -> xr.DataArray:
-        return self.among.detect(track) & (value_ratio(track) < self.ratio)
+        return self.among.detect(track) & super().detect(track)
 
 
 @dataclass(frozen=True)
-class Broadcast(Detector):
+class Broadcast(_Checked):
     """Sinks that send the same message to all queries (Unifying View, 2606.08105). Needs "values" and "outputs".
 
     A position found by `among` whose value-norm ratio r(j) is ordinary, `low` to `high`, in a head whose output
@@ -316,15 +290,14 @@ class Broadcast(Detector):
         among: detector that finds the candidate sinks.
     """
 
-    low: float | int = 0.5
-    high: float | int = 1.5
-    rank: float | int = 1.5
+    low: Number = 0.5
+    high: Number = 1.5
+    rank: Annotated[float | int, Gt(1)] = 1.5
     among: Detector = field(default_factory=EpsilonOverMean)
 
     def __post_init__(self) -> None:
-        _numbers(self, "low", "high")
-        _numbers(self, "rank", above=1)
         require_detector(self.among)
+        super().__post_init__()
         if self.low > self.high:
             raise SettingError(f"low must not exceed high; got {self.low} and {self.high}.")
 

@@ -12,7 +12,7 @@ with an ordinary mean score; `Reason` reports this case.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import xarray as xr
@@ -29,39 +29,6 @@ _VERDICTS = {
     "cosine": "mainly because its key is better aligned with the queries",
     "rest": "mainly because the longer of the other keys point away from the queries",
 }
-
-
-@runtime_checkable
-class Readable(Protocol):
-    """A model whose hook points can be read in one pass, such as `sinklens.Model`."""
-
-    @property
-    def cfg(self) -> Any:
-        """Sizes of the axes, and ``device``."""
-
-    @property
-    def causal(self) -> bool:
-        """Whether queries attend only to their own and earlier keys."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer, or None."""
-
-    def run_with_cache(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Logits, and the values of the points in ``names_filter``."""
-
-
-@runtime_checkable
-class Run(Protocol):
-    """A finished run: a `Generation`, or a trace after its block."""
-
-    @property
-    def canvas(self) -> Int[Tensor, "batch step pos"]:
-        """Ids at the start of each step, and after the last one."""
-
-    @property
-    def real(self) -> Bool[Tensor, "batch pos"]:
-        """False on left padding."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +130,7 @@ def decompose(
     return xr.Dataset({name: ("key", value.numpy()) for name, value in values.items()})
 
 
-def why(
-    model: Readable, run: Run, step: int, layer: int, head: int, row: int = 0, position: int | None = None
-) -> Reason:
+def why(model: Any, run: Any, step: int, layer: int, head: int, row: int = 0, position: int | None = None) -> Reason:
     """Why a position is the strongest key of a head at a step: `decompose` on its rotated queries and keys.
 
     One pass of `model` over the step's canvas, without padding and undecided positions (-1); grouped heads use the key
@@ -173,6 +138,8 @@ def why(
     sink track.
 
     Args:
+        model: a `sinklens.Model`.
+        run: a `Generation`, or a trace after its block.
         step, layer, head, row: indices; negative ones count from the end.
         position: canvas position to explain, including padding; by default the one that receives the most attention.
 
@@ -201,7 +168,7 @@ def why(
     )  # fmt: skip
 
 
-def _check_model(model: Readable, run: Run) -> None:
+def _check_model(model: Any, run: Any) -> None:
     """Reject the canvas of a model of another kind or vocabulary, whose ids mean something else."""
     run_model = getattr(run, "model", None)
     if run_model is None or run_model is model:
@@ -215,7 +182,7 @@ def _check_model(model: Readable, run: Run) -> None:
 
 
 def _read(
-    model: Readable, ids: Int[Tensor, " pos"], layer: int, head: int
+    model: Any, ids: Int[Tensor, " pos"], layer: int, head: int
 ) -> tuple[Float[Tensor, "query d_head"], Float[Tensor, "key d_head"], Float[Tensor, " key"]]:
     """Rotated queries and keys of a head, and the attention received by each key."""
     points = [f"blocks.{layer}.attn.{name}" for name in ("hook_rot_q", "hook_rot_k", "hook_sink_scores")]

@@ -144,7 +144,7 @@ def test_a_row_alone_is_renoised_as_in_its_batch(gemma):
     [
         (
             lambda: Renoise(positions=[2]),
-            r"Renoise takes positions of the answer, 9 to 24 or -16 to -1, as the prompt is never renoised; got \[2\]",
+            r"Renoise takes positions of the answer, 9 to 24 or -16 to -1; got \[2\]",
         ),
         (lambda: Accept(positions=[25]), r"position 25 does not exist; there are 25"),
         (lambda: Renoise(steps=[8]), r"step 8 does not exist; there are 8"),

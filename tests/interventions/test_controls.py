@@ -9,7 +9,6 @@ from building import shared_model
 from watching import watch
 
 import sinklens
-from sinklens.errors import SettingError
 from sinklens.interventions import MaskSinks, Where
 from sinklens.interventions.scores import ScoredStep
 from sinklens.runs.intervention import RunContext, Snapshot
@@ -173,9 +172,3 @@ def test_controls_of_a_detector_are_in_its_heads_and_never_stronger_than_its_key
         if pick != "same_mass":
             assert len(found[layer][row][head]) == len(keys)
     assert counts >= {0, 1}
-
-
-def test_controls_by_kind_need_the_text_of_tokens(worded):
-    ids = torch.tensor([[3, 4, 5]])
-    with pytest.raises(SettingError, match=r"pick='same_kind' needs the text of tokens: token"):
-        watch(shared_model(), ids, [MaskSinks(pick="same_kind")])

@@ -7,7 +7,6 @@ from watching import LONG, PADDED, SHORT, entered, unwatched, watch
 from sinklens.errors import SettingError
 from sinklens.experiments import difference_of_means, donors
 from sinklens.interventions import AblateValues, Resample
-from sinklens.interventions.donors import Donors
 from sinklens.sinks.kinds import Kind, PlaceState
 
 WAYS = [("llama", False, {}), ("sdar", False, {}), ("sdar", False, {"use_cache": True}),
@@ -136,30 +135,43 @@ def test_resampled_values_are_those_of_an_edited_hook_v(worded, architecture, ca
         torch.testing.assert_close(one[:, counted], other[:, counted], atol=1e-4, rtol=1e-3)
 
 
+@pytest.fixture(scope="module")
+def found(worded):
+    return donors(worded(), [SHORT], Z, gen_length=2)
+
+
+REFUSED = [
+    *(
+        (lambda model, found, given=given: watch(model, [LONG], [Resample(donors=found, **given)], gen_length=2), text)
+        for given, text in (
+            ({}, r"no donor matches position 4 of row 0 at step 0 \(step 0, state prompt, pos"),
+            (
+                {"names": "blocks.0.attn.hook_z"},
+                r"the donors have no 'blocks\.0\.attn\.hook_z'; they hold blocks\.1\.at",
+            ),
+            ({"match": "state"}, "match must be a list of step, state, position, kind; got 'state'"),
+            ({"match": ["token"]}, r"match must be a list of step, state, position, kind; got \['token'\]"),
+        )
+    ),
+    (
+        lambda model, found: donors(model, [SHORT], "blocks.0.attn.hook_pattern"),
+        r"blocks\.0\.attn\.hook_pattern has no value for each position",
+    ),
+    (
+        lambda model, found: AblateValues(by="resample", where="prompt"),
+        r"by='resample' and reference=donors\(model, prompts, names\) belong together",
+    ),
+    (
+        lambda model, found: Resample(donors=found).hooks_for(model),
+        "Resample matches donors to the steps of a run; use it in trace or generate",
+    ),
+]
+
+
 @pytest.mark.usefixtures("unchecked")
-def test_what_has_no_donor_is_rejected(worded):
-    model = worded()
-    found = donors(model, [SHORT], Z, gen_length=2)
-    with pytest.raises(
-        SettingError, match=r"no donor matches position 4 of row 0 at step 0 \(step 0, state prompt, pos"
-    ):
-        watch(model, [LONG], [Resample(donors=found)], gen_length=2)
-    with pytest.raises(SettingError, match=r"the donors have no 'blocks\.0\.attn\.hook_z'; they hold blocks\.1\.attn"):
-        watch(model, [LONG], [Resample(donors=found, names="blocks.0.attn.hook_z")])
-    with pytest.raises(SettingError, match="match must be a list of step, state, position, kind; got 'state'"):
-        watch(model, [LONG], [Resample(donors=found, match="state")])
-    with pytest.raises(SettingError, match=r"match must be a list of step, state, position, kind; got \['token'\]"):
-        watch(model, [LONG], [Resample(donors=found, match=["token"])])
-    with pytest.raises(SettingError, match=r"blocks\.0\.attn\.hook_pattern has no value for each position"):
-        donors(model, [SHORT], "blocks.0.attn.hook_pattern")
-    with pytest.raises(
-        SettingError, match=r"by='resample' and reference=donors\(model, prompts, names\) belong together"
-    ):
-        AblateValues(by="resample", where="prompt")
-    with pytest.raises(
-        SettingError, match="Resample matches donors to the steps of a run; use it in trace or generate"
-    ):
-        Resample(donors=found).hooks_for(model)
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_what_has_no_donor_is_rejected(worded, found, call, text):
+    with pytest.raises(SettingError, match=text):
+        call(worded(), found)
     assert repr(found) == f"Donors({2 * 6} samples of {Z})"
-    assert isinstance(found, Donors)
-    assert unwatched(model)
+    assert unwatched(worded())

@@ -6,20 +6,18 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from building import EACH, plain_pass, random_ids, random_model, shared_model
-from watching import PADDED, SHORT, again, entered, unwatched, watch
+from building import plain_pass, random_ids, random_model, shared_model
+from watching import PADDED, SHORT, compared, entered, unwatched, watch
 
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import head_outputs
-from sinklens.interventions import AblateHeads, AblateMLPs, AblateSinkAttention
+from sinklens.interventions import AblateHeads, AblateSinkAttention
 from sinklens.interventions.ablation import HeadOutputs
 from sinklens.tasks.word_problems import held_out
 
-WAYS = [(*kind, {}) for kind in [*EACH, ("qwen3_moe", False), ("dream", False), ("sdar", False)]]
-WAYS += [("llama", True, {"use_cache": False})]
 ONE_OF_EACH = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
-RESULT, Z = "blocks.1.attn.hook_result", "blocks.1.attn.hook_z"
+Z = "blocks.1.attn.hook_z"
 
 
 @pytest.fixture(scope="module")
@@ -27,46 +25,6 @@ def reference(worded):
     """Head outputs of other prompts, by kind of model."""
     return {causal: head_outputs(worded("llama", causal), ["w20 w21 w22", "w30 w31 w32 w33 w34"], gen_length=4)
             for causal in (False, True)}  # fmt: skip
-
-
-@pytest.mark.fast_cases(3)
-@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_an_ablated_head_adds_nothing_to_the_stream_and_the_others_are_unchanged(
-    worded, architecture, causal, settings
-):
-    model, points = worded(architecture, causal), ["1.attn.hook_result", "1.hook_attn_out"]
-    base = watch(model, PADDED, points=points, **settings)
-    changed = watch(model, PADDED, [AblateHeads(layers=[1], heads=[2, -1])], points, replay=base.run, **settings)
-    others = [0, 1, 3, 4]
-    for step in range(base.run.steps_run):
-        before, after = base.values[step], changed.values[step]
-        assert (after[RESULT][:, :, [2, 5]] == 0).all()
-        assert (before[RESULT][:, -1, [2, 5]] != 0).all()
-        assert torch.equal(after[RESULT][:, :, others], before[RESULT][:, :, others])
-        added = before[RESULT][:, :, others].sum(dim=2)
-        torch.testing.assert_close(after["blocks.1.hook_attn_out"], added, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_an_ablated_mlp_adds_nothing_at_its_steps_and_positions(worded, architecture, causal, settings):
-    model, points = worded(architecture, causal), ["1.hook_mlp_out"]
-    ablated = AblateMLPs(layers=[1], steps=[1], positions=None if causal else [0, 1])
-    base = watch(model, PADDED, points=points, **settings)
-    changed = watch(model, PADDED, [ablated], points, replay=base.run, **settings)
-    for step in (0, 1):
-        before, after = (run.values[step]["blocks.1.hook_mlp_out"] for run in (base, changed))
-        inside = torch.zeros(before.shape[:2], dtype=torch.bool)
-        if step == 1 and causal:
-            inside[:, -1] = True  # the query that step 1 owns
-        elif step == 1 and before.shape[1] == base.run.canvas.shape[2]:
-            inside[0, 3:5] = inside[1, :2] = True
-        assert (after[inside] == 0).all()
-        assert (before[inside] != 0).all()
-        assert inside.any() == (step == 1)
-        torch.testing.assert_close(after[~inside], before[~inside], atol=1e-4, rtol=1e-4)
-    with pytest.raises(SettingError, match=r"hook_mlp_out has no head axis"):
-        AblateMLPs(heads=[1]).hooks_for(model)
 
 
 @pytest.mark.parametrize(("architecture", "settings", "step"), [
@@ -80,22 +38,6 @@ def test_the_mean_without_a_reference_needs_all_positions_of_the_row(worded, ref
     replaced = watch(worded(architecture), PADDED, [ablate], ["1.attn.hook_z"], **settings).values[1][Z]
     assert replaced.shape[1] < 15
     torch.testing.assert_close(replaced, reference[False].mean[1].expand_as(replaced))
-
-
-@pytest.mark.parametrize("architecture", ["llama", "dream"])
-def test_the_mean_without_a_reference_is_over_the_rows_real_positions(worded, architecture):
-    model = worded(architecture)
-    base = watch(model, PADDED, points=["1.attn.hook_z"])
-    ablate = AblateHeads(by="mean", layers=[1], heads=[4], positions=[0, -2])
-    changed = watch(model, PADDED, [ablate], ["1.attn.hook_z"], replay=base.run)
-    for step in range(4):
-        before, after = base.values[step][Z], changed.values[step][Z]
-        wanted = before.clone()
-        for row, start in ((0, 3), (1, 0)):
-            wanted[row, [start, -2], 4] = before[row, start:, 4].mean(dim=0)
-        torch.testing.assert_close(after, wanted, atol=1e-5, rtol=1e-5)
-        untouched = [0, 1, 2, 3, 5]
-        assert torch.equal(after[:, :, untouched], before[:, :, untouched])
 
 
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
@@ -175,28 +117,21 @@ def test_attention_to_sinks_is_removed_as_in_a_loop(worded, architecture, causal
     model = worded(architecture, causal)
     ablate = AblateSinkAttention(top_k=2, mass=mass, scope=scope, layers=[1], heads=[1, 4])
     watched = watch(model, PADDED, [ablate], ["hook_pattern", "hook_logits"], **settings)
-    run = watched.run
-    for step in range(run.steps_run):
-        ids, real = entered(run, step)
-        length = ids.shape[1]
-        groups = [list(range(length))]
-        if causal:
-            groups = [list(range(run.prompt_length)), *([query] for query in range(run.prompt_length, length))]
-        edit = {"blocks.1.attn.hook_pattern": lambda pattern, groups=groups, real=real: sinkless(pattern, groups, real, mass, scope)}  # fmt: skip  # noqa: E501
-        plain = again(run, step, edit)
-        shown = watched.values[step]["blocks.1.attn.hook_pattern"]
-        wanted = plain.values["blocks.1.attn.hook_pattern"][:, :, length - shown.shape[2] :]
-        counted = real[0, length - shown.shape[2] :]
-        torch.testing.assert_close(shown[1], wanted[1], atol=1e-4, rtol=0)
-        torch.testing.assert_close(shown[0][:, counted], wanted[0][:, counted], atol=1e-4, rtol=0)
-        sums = shown[1].sum(dim=-1)
-        assert sums[[1, 4]].mean() < (0.98 if mass == "drop" else 1.01)
+
+    def edits(step):
+        ids, real = entered(watched.run, step)
+        length, prompt = ids.shape[1], watched.run.prompt_length
+        groups = [list(range(prompt)), *([query] for query in range(prompt, length))] if causal else [range(length)]
+        return {"blocks.1.attn.hook_pattern": lambda pattern: sinkless(pattern, groups, real, mass, scope)}
+
+    for step, _ in compared(watched, edits):
+        shown = watched.values[step]["blocks.1.attn.hook_pattern"][1]
+        sums, attending = shown.sum(dim=-1), (shown[[1, 4]] > 0).any(dim=-1)
         torch.testing.assert_close(sums[[0, 2, 3, 5]], torch.ones_like(sums[[0, 2, 3, 5]]))
         if mass == "spread":
-            attending = (shown[1, [1, 4]] > 0).any(dim=-1)
             torch.testing.assert_close(sums[[1, 4]][attending], torch.ones_like(sums[[1, 4]][attending]))
-        logits = watched.values[step]["denoise.hook_logits"]
-        torch.testing.assert_close(logits[:, -1], plain.logits[:, -1], atol=1e-3, rtol=0)
+        else:
+            assert sums[[1, 4]].mean() < 0.98
 
 
 def drawn(prompt, places, seed, step, layer, head, count=2):

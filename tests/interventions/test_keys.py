@@ -1,12 +1,11 @@
-"""Hidden keys get no attention and nothing else changes; held sinks keep theirs."""
+"""Hidden keys get no attention and nothing else changes; held sinks and patterns keep theirs."""
 
 import pytest
 import torch
 from watching import LONG, PADDED, again, watch
 
-import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import HideKeys, HoldSinks, MaskKeys
+from sinklens.interventions import FreezePattern, HideKeys, HoldSinks, MaskKeys
 
 
 @pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("dream", False), ("llama", True)])
@@ -52,23 +51,48 @@ def test_held_sinks_keep_the_attention_of_their_step_and_the_rest_shares_what_is
     assert (watched.values[2][name] - plain[2]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: MaskKeys(), "MaskKeys needs where= or positions=, the keys that it changes"),
-        (lambda: HideKeys(positions=[]), "positions is empty, so MaskKeys would change nothing"),
-        (lambda: HoldSinks(at=0, top_k=0), "top_k must be an integer of at least 1 or None; got 0"),
-    ],
-)
-def test_settings_without_a_meaning_are_rejected(make, text):
+DUAL = {"cache": "dual", "gen_length": 8, "block_length": 4, "steps": 8}  # steps 0 and 4 compute all positions
+
+
+def test_steps_that_compute_the_same_positions_repeat_their_pattern(worded):
+    name = "blocks.0.attn.hook_pattern"
+    frozen, held = (watch(worded(), PADDED, [kind(at=5, steps=[7])], **DUAL) for kind in (FreezePattern, HoldSinks))
+    assert torch.equal(frozen.values[7][name], frozen.values[5][name])
+    assert not torch.equal(frozen.values[6][name], frozen.values[5][name])
+    kept, later = held.values[5][name], held.values[7][name]
+    sinks = (kept * held.run.real[:, None, 11:, None]).sum(dim=2).argmax(dim=-1)[:, :, None, None].expand(-1, -1, 4, 1)
+    torch.testing.assert_close(later.gather(3, sinks), kept.gather(3, sinks), atol=1e-6, rtol=0)
+    torch.testing.assert_close(later.sum(-1), kept.sum(-1), atol=1e-5, rtol=0)
+
+
+REFUSED = [
+    (lambda worded: MaskKeys(), "MaskKeys needs where= or positions=, the keys that it changes"),
+    (lambda worded: HideKeys(positions=[]), "positions is empty, so MaskKeys would change nothing"),
+    (lambda worded: HoldSinks(at=0, top_k=0), "top_k must be an integer of at least 1 or None; got 0"),
+    (lambda worded: watch(worded(), [LONG], [HideKeys(positions=[99])]), "position 99 does not exist"),
+    (lambda worded: watch(worded(), [LONG], [HoldSinks(at=4)]), "step 4 does not exist; there are 4"),
+    (
+        lambda worded: watch(worded("llama", True), [LONG], [HoldSinks(at=0)]),
+        "Hold repeats values of an earlier step of a diffusion run",
+    ),
+    (
+        lambda worded: FreezePattern(at=0).hooks_for(worded()),
+        "Hold repeats values of an earlier step of a diffusion run",
+    ),
+    (
+        lambda worded: watch(worded(), [LONG], [FreezePattern(at=2, steps=[6])], **DUAL),
+        "Hold repeats the values of step 2, which computed positions 7 to 10 with keys 0 to 14; step 6 computes "
+        "positions 11 to 14 with",
+    ),
+    (
+        lambda worded: watch(worded(), [LONG], [HoldSinks(at=0, steps=[1])], **DUAL),
+        "Hold repeats the values of step 0, which computed positions 0 to 14 with keys 0 to 14; step 1 computes "
+        "positions 7 to 10 with",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_settings_and_windows_without_a_meaning_are_rejected(worded, call, text):
     with pytest.raises(SettingError, match=text):
-        make()
-
-
-def test_places_that_do_not_exist_are_rejected(worded):
-    with pytest.raises(SettingError, match="position 99 does not exist"):
-        watch(worded(), [LONG], [HideKeys(positions=[99])])
-    with pytest.raises(SettingError, match="step 4 does not exist; there are 4"):
-        watch(worded(), [LONG], [HoldSinks(at=4)])
-    with pytest.raises(SettingError, match="Hold repeats values of an earlier step of a diffusion run"):
-        sinklens.generate(worded("llama", True), LONG, hooks=HoldSinks(at=0), gen_length=2)
+        call(worded)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from building import EACH
 from torch import Tensor
-from watching import LONG, PADDED, add, again, entered, hidden, logits_of, unwatched, watch
+from watching import LONG, PADDED, add, compared, entered, hidden, logits_of, stacked, unwatched, watch
 
 import sinklens
 from sinklens.errors import SettingError
@@ -81,41 +81,30 @@ def allowed(rule: Rule, run: Any, ids: Tensor, place: int, column: int) -> bool:
     )
 
 
-def check_against_loop(model, prompts, intervention, rule, **settings) -> None:
+def masks(run, step, taken, seen=lambda keys, query: ~keys):
+    """Edits that hide from each query of a step the keys that are not `seen`, given those `taken` at each step."""
+    ids, _ = entered(run, step)
+    length, causal = ids.shape[1], bool(run.model.config.is_causal)
+    bias = torch.zeros(3, len(ids), 6, length, length)
+    for earlier, keys in taken.items():
+        # a pass without a cache recomputes the queries that decoded earlier tokens
+        rows = [run.prompt_length - 1 + earlier] if causal else range(length) if earlier == step else []
+        complete = torch.nn.functional.pad(keys, (0, length - keys.shape[-1]))
+        for query in rows:
+            bias[:, :, :, query] = hidden(~seen(complete, query))
+    return {f"blocks.{layer}.attn.hook_attn_mask": add(bias[layer]) for layer in range(3)}
+
+
+def check_against_loop(model, prompts, intervention, rule, seen=lambda keys, query: ~keys, **settings) -> None:
     """Compare patterns and logits of a run with plain torch under the keys chosen by the loop, step by step."""
     watched = watch(model, prompts, [intervention], ["hook_pattern", "hook_logits"], **settings)
-    run, causal = watched.run, bool(model.config.is_causal)
-    taken: dict[int, Tensor] = {}
-    for step in range(run.steps_run):
-        ids, real = entered(run, step)
-        length, new = ids.shape[1], watched.stacked("hook_pattern", step)
-        layers = range(len(new))
-        bias = torch.zeros(len(new), len(ids), 6, length, length)
-        for earlier, keys in taken.items():
-            if causal:  # a pass without a cache recomputes the queries that decoded earlier tokens
-                row = run.prompt_length - 1 + earlier
-                bias[:, :, :, row, : keys.shape[-1]] = hidden(keys)
-            elif earlier == step:
-                bias[:] = hidden(keys)[:, :, :, None]
-        plain = again(run, step, {f"blocks.{layer}.attn.hook_attn_mask": add(bias[layer]) for layer in layers})
-        expected = torch.stack([plain.values[f"blocks.{layer}.attn.hook_pattern"] for layer in layers])
-        shown = expected[:, :, :, -new.shape[3] :]
-        counted = real[:, -new.shape[3] :]
-        for row in range(len(ids)):
-            queries = counted[row]
-            torch.testing.assert_close(new[:, row, :, queries], shown[:, row, :, queries], atol=2e-4, rtol=0)
-            assert torch.equal(new[:, row, :, queries] == 0, shown[:, row, :, queries] == 0)
-            sums = new[:, row, :, queries].sum(-1)
-            torch.testing.assert_close(sums, torch.ones_like(sums))
-        if model.family != "dream":  # its logits are shifted by one
-            logits = watched.values[step]["denoise.hook_logits"]
-            wanted = plain.logits[:, -1:] if causal else plain.logits
-            counted = real[:, -1:] if causal else real
-            torch.testing.assert_close(logits[counted], wanted[counted], atol=1e-3, rtol=0)
+    run, taken = watched.run, dict[int, Tensor]()
+    for step, plain in compared(watched, lambda step: masks(run, step, taken, seen)):
+        sums = stacked(plain, "hook_pattern").sum(-1)[:, entered(run, step)[1][:, None].expand(-1, 6, -1)]
+        torch.testing.assert_close(sums, torch.ones_like(sums))
         if rule.steps is None or step + 1 in rule.steps:
-            taken[step + 1] = sinks_by_loop(expected, run, step, rule)
-    masked = sum(int(keys.sum()) for keys in taken.values())
-    assert masked > 0
+            taken[step + 1] = sinks_by_loop(stacked(plain, "hook_pattern"), run, step, rule)
+    assert sum(int(keys.sum()) for keys in taken.values()) > 0
     assert run.steps_run > 1
 
 
@@ -211,16 +200,6 @@ def test_a_query_with_no_key_left_has_an_all_zero_row_and_logits_stay_finite(wor
     )
 
 
-@pytest.mark.parametrize(("architecture", "causal", "cached"), ONE_OF_EACH)
-@pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
-def test_more_keys_than_positions_are_rejected(worded, architecture, causal, cached, kind):
-    model = worded(architecture, causal)
-    there = len(LONG.split()) + (0 if causal else 8)
-    with pytest.raises(SettingError, match=rf"top_k = {there + 1}, but at step 1 there are {there} positions"):
-        watch(model, PADDED, [kind(top_k=there + 1)], **cache_of(cached))
-    assert unwatched(model)
-
-
 WINDOWS = [
     {"width": 0, "always": [0, -1]},
     {"width": 2, "always": [], "heads": [0, 4]},
@@ -239,78 +218,41 @@ def test_a_window_equals_the_mask_written_by_a_loop(worded, architecture, causal
     model = worded(architecture, causal)
     points = ["hook_pattern", "hook_logits"]
     watched = watch(model, PADDED, [WindowAttention(**given, layers=[0, -1])], points, **cache_of(cached))
-    run = watched.run
-    for step in range(run.steps_run):
-        ids, real = entered(run, step)
-        length = ids.shape[1]
+
+    def edits(step):
+        length = entered(watched.run, step)[0].shape[1]
         bias = torch.zeros(2, 6, length, length)
+        left, right = (given.get(side, given.get("width", 99)) for side in ("left", "right"))
         for row, head in product(range(2), given.get("heads", range(6))):
-            always = {
-                3 * (row == 0) + place if place >= 0 else run.canvas.shape[2] + place for place in given["always"]
-            }
+            start, end = 3 * (row == 0), watched.run.canvas.shape[2]
+            always = {start + place if place >= 0 else end + place for place in given["always"]}
             for query, key in product(range(length), range(length)):
-                left, right = (given.get(side, given.get("width", 99)) for side in ("left", "right"))
                 if not query - left <= key <= query + right and key not in always:
                     bias[row, head, query, key] = -torch.inf
-        plain = again(run, step, {f"blocks.{layer}.attn.hook_attn_mask": add(bias) for layer in (0, 2)})
-        for layer in range(3):
-            name = f"blocks.{layer}.attn.hook_pattern"
-            shown = watched.values[step][name]
-            wanted = plain.values[name][:, :, length - shown.shape[2] :]
-            counted = real[:, length - shown.shape[2] :]
-            torch.testing.assert_close(shown.mT[..., counted[0]], wanted.mT[..., counted[0]], atol=2e-4, rtol=0)
-            assert torch.equal(shown[1] == 0, wanted[1] == 0)
-        if model.family != "dream":
-            logits = watched.values[step]["denoise.hook_logits"]
-            torch.testing.assert_close(logits[:, -1], plain.logits[:, -1], atol=1e-3, rtol=0)
+        return {f"blocks.{layer}.attn.hook_attn_mask": add(bias) for layer in (0, 2)}
+
+    assert len(list(compared(watched, edits))) > 1
 
 
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
 def test_only_kept_keys_and_neighbours_are_seen(worded, architecture, causal, cached):
-    model, rule = worded(architecture, causal), Rule(top_k=2, heads=(0, 3))
+    def seen(keys, query):
+        keys = keys.clone()
+        keys[..., max(0, query - 1) : query + 2] = True
+        keys[:, :, [1, 2, 4, 5]] = True
+        return keys
+
     keep = KeepKeys(top_k=2, window=1, heads=[0, 3])
-    watched = watch(model, PADDED, [keep], ["hook_pattern", "hook_logits"], **cache_of(cached))
-    run, biases = watched.run, {}
-    for step in range(run.steps_run):
-        ids, real = entered(run, step)
-        length, bias = ids.shape[1], torch.zeros(3, 2, 6, ids.shape[1], ids.shape[1])
-        for earlier, kept in biases.items():
-            rows = [run.prompt_length - 1 + earlier] if causal else range(length) if earlier == step else []
-            for query in rows:
-                seen = torch.zeros(3, 2, 6, length, dtype=torch.bool)
-                seen[..., : kept.shape[-1]] |= kept
-                seen[..., max(0, query - 1) : query + 2] = True
-                bias[:, :, [0, 3], query] = hidden(~seen)[:, :, [0, 3]]
-        plain = again(run, step, {f"blocks.{layer}.attn.hook_attn_mask": add(bias[layer]) for layer in range(3)})
-        expected = torch.stack([plain.values[f"blocks.{layer}.attn.hook_pattern"] for layer in range(3)])
-        new = watched.stacked("hook_pattern", step)
-        wanted = expected[:, :, :, length - new.shape[3] :]
-        counted = real[0, length - new.shape[3] :]
-        torch.testing.assert_close(new[:, 1], wanted[:, 1], atol=2e-4, rtol=0)
-        torch.testing.assert_close(new[:, 0][:, :, counted], wanted[:, 0][:, :, counted], atol=2e-4, rtol=0)
-        assert torch.equal(new[:, 1] == 0, wanted[:, 1] == 0)
-        biases[step + 1] = sinks_by_loop(expected, run, step, rule)
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_a_reach_to_the_right_alone_is_rejected_in_an_autoregressive_model(worded, cached):
-    model = worded("llama", True)
-    with pytest.raises(SettingError, match="right=0 changes nothing in an autoregressive model, whose queries see no"):
-        watch(model, PADDED, [WindowAttention(right=0)], **cache_of(cached))
-    left, both = (
-        watch(model, PADDED, [WindowAttention(left=2, **more)], **cache_of(cached)) for more in ({}, {"right": 0})
+    check_against_loop(
+        worded(architecture, causal), PADDED, keep, Rule(top_k=2, heads=(0, 3)), seen, **cache_of(cached)
     )
+
+
+def test_in_an_autoregressive_model_the_right_side_of_a_window_has_no_effect(worded):
+    model = worded("llama", True)
+    left, both = (watch(model, PADDED, [WindowAttention(left=2, **more)]) for more in ({}, {"right": 0}))
     assert torch.equal(left.run.canvas, both.run.canvas)
-    assert unwatched(model)
-
-
-@pytest.mark.parametrize(
-    "given", [{}, {"width": 1, "left": 1}, {"width": 1, "right": 0}, {"width": 2, "left": 2, "right": 2}]
-)
-def test_a_window_needs_either_a_width_or_sides(given):
-    with pytest.raises(SettingError, match=r"pass either width \(a distance to both sides\), or left, right or both; "):
-        WindowAttention(**given)
 
 
 def test_queries_all_masks_the_keys_of_the_newest_token_for_every_query(tiny_llama):
@@ -333,11 +275,6 @@ def test_queries_all_masks_the_keys_of_the_newest_token_for_every_query(tiny_lla
                 assert float(seen[0]) == pytest.approx(0.0 if key == 0 else 1.0)  # the first query sees one key
 
 
-def test_queries_all_needs_a_pass_without_a_cache(tiny_llama):
-    with pytest.raises(SettingError, match=r"queries='all' changes what earlier tokens computed.* use_cache=False"):
-        sinklens.generate(tiny_llama, held_out(1)[0].prompt, hooks=MaskSinks(queries="all"), progress=False)
-
-
 def test_a_source_is_a_run_or_its_sinks_and_one_without_sinks_is_rejected(tiny_llada):
     prompt, few = held_out(1)[0].prompt, {"gen_length": 4, "progress": False}
     base = sinklens.generate(tiny_llada, prompt, **few)
@@ -346,10 +283,9 @@ def test_a_source_is_a_run_or_its_sinks_and_one_without_sinks_is_rejected(tiny_l
     )
     assert torch.equal(by_run.canvas, by_sinks.canvas)
     assert by_run.sinks.scores().equals(by_sinks.sinks.scores())
-    with pytest.raises(
-        SettingError, match=r"source must be another run or its sinks; got .*Generation.*record_sinks=False"
-    ):
-        MaskSinks(source=sinklens.generate(tiny_llada, prompt, record_sinks=False, **few))
+    bare = sinklens.generate(tiny_llada, prompt, record_sinks=False, **few)
+    with pytest.raises(SettingError, match=r"source must be another run or its sinks; got .*record_sinks=False"):
+        MaskSinks(source=bare)
 
 
 @pytest.mark.parametrize("unit", ["visible", "fraction"])
@@ -370,44 +306,69 @@ def test_the_attention_of_the_newest_query_is_the_same_in_every_unit(tiny_llama,
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("name", ["steps", "layers", "heads", "positions"])
-@pytest.mark.parametrize(
-    "make", [MaskSinks, KeepKeys, partial(WindowAttention, width=2), AblateHeads, AblateSinkAttention]
-)
-def test_an_empty_restriction_is_rejected(make, name):
-    for empty in ([], (), np.array([], dtype=int), range(0)):
-        with pytest.raises(SettingError, match=rf"{name} is empty, so \w+ would change nothing\. Name at least one"):
-            make(**{name: empty})
+def test_integers_of_other_types_and_steps_beside_0_are_taken():
+    assert WindowAttention(width=np.int64(2)).width == 2
+    assert MaskSinks(steps=[0], same_step=True).steps == [0]
+    assert KeepKeys(steps=[0, 1]).steps == [0, 1]
 
 
-@pytest.mark.parametrize("make", [MaskSinks, KeepKeys])
-def test_steps_0_alone_is_rejected_for_sinks_of_the_previous_step(make):
-    with pytest.raises(
-        SettingError, match=r"acts on the sinks of the previous step, so steps=\[0\] alone has no effect"
-    ):
-        make(steps=[0])
-    assert make(steps=[0], same_step=True).steps == [0]
-    assert make(steps=[0, 1]).steps == [0, 1]
+EMPTY = [
+    (MaskSinks, "steps", []),
+    (KeepKeys, "layers", ()),
+    (partial(WindowAttention, width=2), "heads", np.array([], dtype=int)),
+    (AblateHeads, "positions", range(0)),
+    (AblateSinkAttention, "steps", []),
+]
+REFUSED = [
+    *(
+        (lambda worded, make=make, given={name: empty}: make(**given), rf"{name} is empty, so \w+ would change nothing")
+        for make, name, empty in EMPTY
+    ),
+    *(
+        (
+            lambda worded, kind=kind: kind(steps=[0]),
+            r"acts on the sinks of the previous step, so steps=\[0\] alone has no effect",
+        )
+        for kind in (MaskSinks, KeepKeys)
+    ),
+    *(
+        (
+            lambda worded, given=given: WindowAttention(**given),
+            r"pass either width \(a distance to both sides\), or left, right or both; ",
+        )
+        for given in ({}, {"width": 1, "left": 1}, {"width": 1, "right": 0}, {"width": 2, "left": 2, "right": 2})
+    ),
+    *(
+        (lambda worded, make=make: make(), r"must be an integer of at least 0.*; got")
+        for make in (
+            lambda: WindowAttention(width=1.5),
+            lambda: WindowAttention(width=True),
+            lambda: WindowAttention(left=1, right=-1),
+            lambda: KeepKeys(window="2"),
+        )
+    ),
+    (
+        lambda worded: watch(worded(), PADDED, [MaskSinks(top_k=16)]),
+        "top_k = 16, but at step 1 there are 15 positions",
+    ),
+    (
+        lambda worded: watch(worded("llama", True), PADDED, [KeepKeys(top_k=8)]),
+        "top_k = 8, but at step 1 there are 7 positions",
+    ),
+    (
+        lambda worded: watch(worded("llama", True), PADDED, [WindowAttention(right=0)]),
+        "right=0 changes nothing in an autoregressive model, whose queries see no",
+    ),
+    (
+        lambda worded: watch(worded("llama", True), PADDED, [MaskSinks(queries="all")]),
+        r"queries='all' changes what earlier tokens computed.* use_cache=False",
+    ),
+]
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("width", [1.5, True, -1, "2"])
-def test_a_window_must_be_an_integer(width):
-    for make in (
-        lambda: WindowAttention(width=width),
-        lambda: WindowAttention(left=1, right=width),
-        lambda: KeepKeys(window=width),
-    ):
-        with pytest.raises(SettingError, match=r"must be an integer of at least 0.*; got"):
-            make()
-    assert WindowAttention(width=np.int64(2)).width == 2
-
-
-def test_the_sinks_of_an_autoregressive_run_are_rejected_in_a_diffusion_run(worded):
-    """The same sizes and prompts, but another kind of model."""
-    runs = [
-        sinklens.generate(worded("llama", causal), PADDED, gen_length=8, progress=False) for causal in (False, True)
-    ]
-    for here, there in (runs, runs[::-1]):
-        with pytest.raises(SettingError, match=r"source is a run of another kind of model, \w+, and this run is"):
-            sinklens.generate(here.model, PADDED, gen_length=8, hooks=MaskSinks(source=there), progress=False)
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_settings_without_a_meaning_are_rejected(worded, call, text):
+    with pytest.raises(SettingError, match=text):
+        call(worded)
+    assert unwatched(worded())

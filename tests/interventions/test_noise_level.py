@@ -86,34 +86,39 @@ def close(found, wanted):
     assert wanted.std() > 0.05
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("rows", [False, True])
-def test_a_forced_time_is_read_at_its_steps_and_the_run_goes_on_from_what_follows(timed, rows):
-    given = torch.tensor([0.2, 0.7]) if rows else 0.4
-    run, logits = watched(timed, [ForceTime(time=given, steps=[1, 2])])
+def check(model, hook, times, gates=lambda layer, part, gate: gate):
+    """Every step of a run under `hook` has the logits of the plain network; returns the run and its logits.
+
+    Args:
+        times: the noise levels that a step of a run reads.
+    """
+    run, logits = watched(model, [hook])
     for step in range(run.steps_run):
-        read = torch.as_tensor(given).expand(2) if step in (1, 2) else run.time[:, step]
-        close(logits[step], same_everywhere(timed, run.canvas[:, step], read))
-    other, _ = watched(timed, [])
+        close(logits[step], same_everywhere(model, run.canvas[:, step], times(run, step), gates=gates))
+    return run, logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", [0.4, torch.tensor([0.2, 0.7])], ids=["one", "rows"])
+def test_a_forced_time_is_read_at_its_steps_and_the_run_goes_on_from_what_follows(timed, given):
+    hook = ForceTime(time=given, steps=[1, 2])
+    read = torch.as_tensor(given).expand(2)
+    run, logits = check(timed, hook, lambda run, step: read if step in (1, 2) else run.time[:, step])
+    other, unchanged = watched(timed, [])
     assert torch.equal(run.time, other.time)
     assert torch.equal(run.canvas[:, :2], other.canvas[:, :2])
-    assert not torch.equal(logits[1], watched(timed, [])[1][1])
+    assert not torch.equal(logits[1], unchanged[1])
 
 
 @torch.no_grad()
 def test_times_of_another_run_are_read_by_row_and_step(timed):
-    before, _ = watched(timed, [])
-    run, logits = watched(timed, [ForceTime(time=before.time.flip(1) * torch.tensor([[1.0], [0.5]]))])
-    for step in range(run.steps_run):
-        read = before.time.flip(1)[:, step] * torch.tensor([1.0, 0.5])
-        close(logits[step], same_everywhere(timed, run.canvas[:, step], read))
+    times = watched(timed, [])[0].time.flip(1) * torch.tensor([[1.0], [0.5]])
+    check(timed, ForceTime(time=times), lambda run, step: times[:, step])
 
 
 @torch.no_grad()
 def test_conditioning_of_a_step_is_kept_by_the_later_ones(timed):
-    run, logits = watched(timed, [FreezeCond(of_step=1)])
-    for step in range(run.steps_run):
-        close(logits[step], same_everywhere(timed, run.canvas[:, step], run.time[:, min(step, 1)]))
+    check(timed, FreezeCond(of_step=1), lambda run, step: run.time[:, min(step, 1)])
 
 
 @torch.no_grad()
@@ -124,8 +129,7 @@ def test_frozen_layers_are_modulated_by_the_given_vector_and_the_others_by_the_t
     run, logits = watched(timed, [FreezeCond(cond=steps, layers=[-1])])
     for step in range(run.steps_run):
         now = cond_of(timed, run.time[:, step])
-        conds = [now] * last + [steps[:, step]]
-        close(logits[step], plain(timed, run.canvas[:, step], conds, now))
+        close(logits[step], plain(timed, run.canvas[:, step], [now] * last + [steps[:, step]], now))
     ids = run.canvas[:, 1]
     with timed.hooks(fwd_hooks=FreezeCond(cond=frozen[0], layers=[0]).hooks_for(timed)):
         found = timed(ids, time=0.6)
@@ -133,23 +137,24 @@ def test_frozen_layers_are_modulated_by_the_given_vector_and_the_others_by_the_t
     close(found, plain(timed, ids, [frozen[:1], *[now] * last], now))
 
 
+GATES = {
+    "attention of a layer off": (
+        ClampGates(of="attn", layers=[0]),
+        lambda layer, part, gate: gate * (0 if (layer, part) == (0, "attn") else 1),
+    ),
+    "MLPs at a half": (
+        ClampGates(of="mlp", at=0.5),
+        lambda layer, part, gate: gate * 0 + 0.5 if part == "mlp" else gate,
+    ),
+    "limited": (ClampGates(at=0.02, mode="limit"), lambda layer, part, gate: gate.clamp(-0.02, 0.02)),
+}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("hook", "change"),
-    [
-        (
-            ClampGates(of="attn", layers=[0]),
-            lambda layer, part, gate: gate * (0 if (layer, part) == (0, "attn") else 1),
-        ),
-        (ClampGates(of="mlp", at=0.5), lambda layer, part, gate: gate * 0 + 0.5 if part == "mlp" else gate),
-        (ClampGates(at=0.02, mode="limit"), lambda layer, part, gate: gate.clamp(-0.02, 0.02)),
-    ],
-    ids=["attention of a layer off", "MLPs at a half", "limited"],
-)
-def test_gates_are_set_and_limited_in_the_named_layers_alone(timed, hook, change):
-    run, logits = watched(timed, [hook])
-    for step in range(run.steps_run):
-        close(logits[step], same_everywhere(timed, run.canvas[:, step], run.time[:, step], gates=change))
+@pytest.mark.parametrize("case", GATES)
+def test_gates_are_set_and_limited_in_the_named_layers_alone(timed, case):
+    hook, change = GATES[case]
+    check(timed, hook, lambda run, step: run.time[:, step], change)
 
 
 @torch.no_grad()
@@ -165,49 +170,51 @@ def test_gates_of_an_untimed_network_are_clamped_and_its_steps_respected(conform
         close(logits[step], same_everywhere(model, run.canvas[:, step], torch.zeros(2), gates=change))
 
 
-@pytest.mark.parametrize("hook", [ForceTime(time=0.5), FreezeCond(of_step=0)])
-def test_an_untimed_network_refuses_another_time(untimed, hook):
-    with pytest.raises(SettingError, match=f"is untimed: it reads time 0 at every step, so {type(hook).__name__}"):
-        hook.hooks_for(untimed)
-
-
 def test_a_time_that_an_untimed_network_is_given_is_reported(untimed):
     ids = torch.full((1, 4), untimed.mask_token_id)
     with pytest.warns(UserWarning, match="this network is untimed: it reads noise level 0 whatever it gets"):
         given = untimed(ids, time=0.5)
     assert torch.equal(given, untimed(ids))
+    for hook in (ForceTime(time=0.5), FreezeCond(of_step=0)):
+        with pytest.raises(SettingError, match=f"is untimed: it reads time 0 at every step, so {type(hook).__name__}"):
+            hook.hooks_for(untimed)
 
 
-def test_what_has_no_meaning_is_refused(timed, tiny_llada):
-    with pytest.raises(SettingError, match="not conditioned on a noise level; leave ForceTime out"):
-        ForceTime(time=0.5).hooks_for(tiny_llada)
-    with pytest.raises(SettingError, match="not conditioned on a noise level; leave ClampGates out"):
-        ClampGates().hooks_for(tiny_llada)
-    with pytest.raises(SettingError, match="finite numbers of at least 0"):
-        ForceTime(time=torch.tensor([0.5, float("nan")]))
-    with pytest.raises(SettingError, match=r"the axes \[batch\] or \[batch, step\]; got shape \[1, 1, 1\]"):
-        ForceTime(time=torch.zeros(1, 1, 1))
-    with pytest.raises(SettingError, match="does not support layers="):
-        ForceTime(time=0.5, layers=[0])
-    with pytest.raises(SettingError, match="does not support positions="):
-        ClampGates(positions=[0])
-    with pytest.raises(SettingError, match="pass either cond=, a vector for each row, or of_step="):
-        FreezeCond()
-    with pytest.raises(SettingError, match="which a single pass has not; pass cond="):
-        FreezeCond(of_step=0).hooks_for(timed)
-    with pytest.raises(SettingError, match="cond must end with an axis of"):
-        FreezeCond(cond=torch.zeros(3)).hooks_for(timed)
-    with pytest.raises(SettingError, match="step 9 does not exist"):
-        watched(timed, [FreezeCond(of_step=9)])
-    with pytest.raises(SettingError, match="time has 3 rows, but the pass has 2; pass one, or 2"):
-        watched(timed, [ForceTime(time=torch.ones(3))])
-    with pytest.raises(SettingError, match="time has 2 steps, and the run is at step 2"):
-        watched(timed, [ForceTime(time=torch.ones(2, 2))])
-    with pytest.raises(SettingError, match="a limit must not be negative"):
-        ClampGates(at=-1.0, mode="limit")
-    with pytest.raises(SettingError, match="at must be one number, or"):
-        ClampGates(at=torch.zeros(3)).hooks_for(timed)
-    with pytest.raises(SettingError, match="of must be one of attn, mlp, both; got 'all'"):
-        ClampGates(of="all")
-    with pytest.raises(SettingError, match="mode must be one of set, limit; got 'max'"):
-        ClampGates(mode="max")
+REFUSED = [
+    (
+        lambda timed, other: ForceTime(time=0.5).hooks_for(other),
+        "not conditioned on a noise level; leave ForceTime out",
+    ),
+    (lambda timed, other: ClampGates().hooks_for(other), "not conditioned on a noise level; leave ClampGates out"),
+    (lambda timed, other: ForceTime(time=torch.tensor([0.5, float("nan")])), "finite numbers of at least 0"),
+    (
+        lambda timed, other: ForceTime(time=torch.zeros(1, 1, 1)),
+        r"the axes \[batch\] or \[batch, step\]; got shape \[1, 1, ",
+    ),
+    (lambda timed, other: ForceTime(time=0.5, layers=[0]), "does not support layers="),
+    (lambda timed, other: ClampGates(positions=[0]), "does not support positions="),
+    (lambda timed, other: FreezeCond(), "pass either cond=, a vector for each row, or of_step="),
+    (lambda timed, other: FreezeCond(of_step=0).hooks_for(timed), "which a single pass has not; pass cond="),
+    (lambda timed, other: FreezeCond(cond=torch.zeros(3)).hooks_for(timed), "cond must end with an axis of"),
+    (lambda timed, other: watched(timed, [FreezeCond(of_step=9)]), "step 9 does not exist"),
+    (
+        lambda timed, other: watched(timed, [ForceTime(time=torch.ones(3))]),
+        "time has 3 rows, but the pass has 2; pass one",
+    ),
+    (
+        lambda timed, other: watched(timed, [ForceTime(time=torch.ones(2, 2))]),
+        "time has 2 steps, and the run is at step 2",
+    ),
+    (lambda timed, other: ClampGates(at=-1.0, mode="limit"), "a limit must not be negative"),
+    (lambda timed, other: ClampGates(at=torch.zeros(3)).hooks_for(timed), "at must be one number, or"),
+    (lambda timed, other: ClampGates(of="all"), "of must be one of attn, mlp, both; got 'all'"),
+    (lambda timed, other: ClampGates(mode="max"), "mode must be one of set, limit; got 'max'"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("timed", ["duo"], indirect=True)
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_what_has_no_meaning_is_refused(timed, tiny_llada, call, text):
+    with pytest.raises(SettingError, match=text):
+        call(timed, tiny_llada)

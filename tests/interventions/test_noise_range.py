@@ -57,19 +57,15 @@ def test_whole_numbers_are_a_range_too(worded):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("least", "most", "message"), [
-    (True, 1.0, "least must be a number from 0 to 1; got True"), (-1, 1, "least must be a number from 0 to 1; got -1"),
-    (0.5, 1.5, r"most must be a number from 0 to 1; got 1\.5"), ("0", 1, "least must be a number from 0 to 1; got '0'"),
-    (0, float("nan"), "most must be a number from 0 to 1; got nan"),
+@pytest.mark.parametrize(("given", "message"), [
+    ((True, 1.0), "least must be a number from 0 to 1; got True"),
+    ((-1, 1), "least must be a number from 0 to 1; got -1"),
+    ((0.5, 1.5), r"most must be a number from 0 to 1; got 1\.5"),
+    (("0", 1), "least must be a number from 0 to 1; got '0'"),
+    ((0, float("nan")), "most must be a number from 0 to 1; got nan"),
+    ((0.8, 0.2), r"0 <= least <= most <= 1; got 0\.8 and 0\.2"),
+    ((0.5,), "llama has no masks; use steps="),
 ])  # fmt: skip
-def test_what_is_no_share_is_refused(least, most, message):
+def test_senseless_ranges_and_models_without_masks_are_refused(worded, given, message):
     with pytest.raises(SettingError, match=message):
-        AtNoise(least, most)
-
-
-def test_senseless_ranges_and_models_without_masks_are_refused(worded):
-    with pytest.raises(SettingError, match=r"0 <= least <= most <= 1; got 0\.8 and 0\.2"):
-        AtNoise(0.8, 0.2)
-    model = worded("llama", True)
-    with pytest.raises(SettingError, match="llama has no masks; use steps="):
-        sinklens.generate(model, PADDED, hooks=Steer(torch.ones(24), where=AtNoise(0.5)), **short(model, {}))
+        changed(worded("llama", True), AtNoise(*given))

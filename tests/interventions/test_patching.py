@@ -6,12 +6,9 @@ from building import EACH, random_ids, shared_model
 from transformer_lens import ActivationCache
 from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
 
-import sinklens
 from sinklens.errors import HookNameError, SettingError
-from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.names import axes_of
-from sinklens.interventions import AblateHeads, Activations, FreezePattern, PatchHooks, WindowAttention
-from sinklens.runs.caches import StepCaches
+from sinklens.interventions import Activations, FreezePattern, PatchHooks, WindowAttention
 
 WAYS = [(*kind, {}) for kind in [*EACH, ("qwen3_moe", False), ("dream", False)]]
 CAUSAL = [{}, {"use_cache": False}]
@@ -189,62 +186,63 @@ def source(worded):
     return keep(worded(), [OTHER], [Z, "blocks.1.hook_mlp_out", "blocks.1.attn.hook_pattern"])
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"names": "hook_embed"}, r"source does not hold 'hook_embed'; it holds blocks\.1\.attn\.hook_pattern, blocks"),
-        ({"steps": [4]}, "step 4 does not exist; there are 4"),
-        ({"steps": [3], "shift": 1}, r"source holds steps \[0, 1, 2, 3\], but step 3 needs 4"),
-        ({"heads": [6], "names": Z}, "head 6 does not exist; there are 6"),
-        (
-            {"heads": [1], "names": "blocks.1.hook_mlp_out"},
-            r"blocks\.1\.hook_mlp_out has no head axis \(batch pos d_model\)",
-        ),
-        ({"positions": [15]}, "position 15 does not exist; there are 15"),
-        (
-            {"positions": [1, 2], "source_positions": [1]},
-            "source_positions and positions must have the same length; got 1 and 2",
-        ),
-        ({"source_positions": [1]}, "got 1 and 0"),
-        ({"positions": [1], "source_positions": [15]}, r"position 15 does not exist at .* in the source, which has 15"),
-        ({"names": Z, "layers": [0]}, r"'blocks.1.attn.hook_z' selects no hook point in layers \[0\]"),
-    ],
-)
-def test_what_the_source_or_the_run_lacks_is_rejected(worded, source, given, text):
+FEW = ["w1 w2 w3 w4"]
+REFUSED = [
+    ({"names": "hook_embed"}, r"source does not hold 'hook_embed'; it holds blocks\.1\.attn\.hook_pattern, blocks"),
+    ({"steps": [4]}, "step 4 does not exist; there are 4"),
+    ({"steps": [3], "shift": 1}, r"source holds steps \[0, 1, 2, 3\], but step 3 needs 4"),
+    ({"shift": 1.5}, "shift must be an integer; got"),
+    ({"heads": [6], "names": Z}, "head 6 does not exist; there are 6"),
+    (
+        {"heads": [1], "names": "blocks.1.hook_mlp_out"},
+        r"blocks\.1\.hook_mlp_out has no head axis \(batch pos d_model\)",
+    ),
+    ({"positions": [15]}, "position 15 does not exist; there are 15"),
+    (
+        {"positions": [1, 2], "source_positions": [1]},
+        "source_positions and positions must have the same length; got 1 and 2",
+    ),
+    ({"source_positions": [1]}, "got 1 and 0"),
+    ({"positions": [1], "source_positions": [15]}, r"position 15 does not exist at .* in the source, which has 15"),
+    ({"names": Z, "layers": [0]}, r"'blocks.1.attn.hook_z' selects no hook point in layers \[0\]"),
+    ({"layers": []}, "layers is empty, so PatchHooks would change nothing"),
+    ({"steps": slice(1, 3)}, r"for a slice write steps=range\(start, stop\)"),
+    ({"prompts": FEW, "names": Z}, r"hook_z has shape \[1, 15, 6, 4\] in the source and \[1, 12, 6, 4\] here"),
+    (
+        {"prompts": FEW, "names": "blocks.1.attn.hook_pattern", "positions": [0]},
+        r"patterns and scores can be patched only between runs of one length",
+    ),
+    (
+        {"prompts": [LONG] * 3, "rows": [0, 0], "names": Z},
+        r"source has 2 rows at blocks\.1\.attn\.hook_z, this run 3; pass one row or",
+    ),
+    (
+        {"prompts": ["w1", " ".join(["w2"] * 9)], "positions": [10]},
+        "position 10 does not exist in every row; patch rows of different lengths separately",
+    ),
+    ({"source": {}}, r"source holds no step; run the model that fills it first"),
+    ({"source": {"hook_z": torch.zeros(1)}}, r"source maps steps to caches: pass the \.caches.*\{0: cache\}"),
+    ({"source": Activations(names=Z)}, r"source maps steps to caches: pass the \.caches.*\{0: cache\}"),
+    *(
+        ({"only": steps, "shift": shift}, r"source holds step .* does not exist in this run; it has 4, 0 to 3")
+        for steps, shift in (([99], 0), ([0, 99], 0), ([0], -7))
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), REFUSED)
+def test_what_the_source_or_the_run_lacks_is_rejected(worded, source, unchecked, given, text):
+    """`only` and `rows` are the steps and the rows of the source."""
+    given = dict(given)
+    prompts, rows = given.pop("prompts", [LONG]), given.pop("rows", slice(None))
+    steps = dict.fromkeys(given.pop("only"), source[0]) if "only" in given else source
+    kept = {step: {name: value[rows] for name, value in cache.items()} for step, cache in steps.items()}
     with pytest.raises(SettingError, match=text):
-        watch(worded(), [LONG], [PatchHooks(source=source, **given)])
+        watch(worded(), prompts, [PatchHooks(**{"source": kept} | given)])
     assert unwatched(worded())
 
 
-@pytest.mark.parametrize(("steps", "shift"), [([99], 0), ([0, 99], 0), ([0], -7)])
-def test_a_step_that_the_run_never_reaches_is_refused(tiny_llada, steps, shift, unchecked):
-    kept = Activations(names=["blocks.1.hook_resid_post"])
-    settings = {"gen_length": 4, "steps": 2}
-    sinklens.generate(tiny_llada, "Question: 1", hooks=kept, **settings)
-    patch = PatchHooks(source=dict.fromkeys(steps, kept.caches[0]), shift=shift)
-    with pytest.raises(SettingError, match=r"source holds step .* does not exist in this run; it has 2, 0 to 1"):
-        sinklens.generate(tiny_llada, "Question: 1", hooks=patch, **settings)
-    with pytest.raises(SettingError, match="shift must be an integer; got"):
-        PatchHooks(source=kept.caches, shift=1.5)
-
-
-def test_other_lengths_and_other_numbers_of_rows_are_rejected(worded, source):
-    with pytest.raises(SettingError, match=r"hook_z has shape \[1, 15, 6, 4\] in the source and \[1, 12, 6, 4\] here"):
-        watch(worded(), ["w1 w2 w3 w4"], [PatchHooks(source=source, names=Z)])
-    pattern = PatchHooks(source=source, names="blocks.1.attn.hook_pattern", positions=[0])
-    with pytest.raises(SettingError, match=r"patterns and scores can be patched only between runs of one length"):
-        watch(worded(), ["w1 w2 w3 w4"], [pattern])
-    two = keep(worded(), [OTHER, LONG], [Z])
-    with pytest.raises(
-        SettingError, match=r"source has 2 rows at blocks\.1\.attn\.hook_z, this run 3; pass one row or"
-    ):
-        watch(worded(), [LONG] * 3, [PatchHooks(source=two)])
-    with pytest.raises(
-        SettingError, match="position 10 does not exist in every row; patch rows of different lengths separately"
-    ):
-        watch(worded(), ["w1", " ".join(["w2"] * 9)], [PatchHooks(source=source, positions=[10])])
-    with pytest.raises(SettingError, match=r"source holds no step; run the model that fills it first"):
-        PatchHooks(source={})
+def test_points_that_do_not_exist_cannot_be_kept(worded):
     with pytest.raises(HookNameError, match="hook_zz"):
         watch(worded(), [LONG], [Activations(names="blocks.0.attn.hook_zz")])
 
@@ -265,25 +263,6 @@ def test_kept_values_make_activation_caches_that_transformerlens_helpers_read(wo
     torch.testing.assert_close(parts[real], plain["blocks.2.hook_resid_post"][real], atol=1e-3, rtol=0)
     heads = cache.stack_head_results(layer=2)[6:12].sum(dim=0)
     torch.testing.assert_close(heads[real], plain["blocks.1.hook_attn_out"][real], atol=1e-3, rtol=0)
-
-
-def test_step_caches_report_what_they_hold(worded):
-    model = worded()
-    caches = StepCaches(model.tree)
-    assert 0 not in caches
-    with pytest.raises(SettingError, match="step 5 was not cached; cached steps: none"):
-        caches[5]
-    point = model.tree.hook_embed
-    model.tree.watch.forward_pass = ForwardPass(step=2)
-    value = torch.ones(1, 3, 24)
-    caches.keep(value, point)
-    model.tree.watch.forward_pass = ForwardPass()
-    value += 1
-    assert (2 in caches, list(caches), len(caches)) == (True, [2], 1)
-    assert (caches[2]["hook_embed"] == 1).all()
-    assert repr(caches) == "StepCaches(steps [2], points ['hook_embed'])"
-    with pytest.raises(SettingError, match=r"step 0 was not cached; cached steps: \[2\]"):
-        caches[0]
 
 
 def test_a_second_run_replaces_the_kept_values_but_not_the_earlier_caches_object(worded):
@@ -314,31 +293,3 @@ def test_a_frozen_pattern_repeats_its_step_at_its_heads_and_queries(worded, arch
     for step in (0, 1):
         assert torch.equal(watched.stacked("hook_pattern", step), free.stacked("hook_pattern", step))
     assert torch.equal(watched.values[3]["blocks.0.attn.hook_pattern"], free.values[3]["blocks.0.attn.hook_pattern"])
-
-
-def test_freezing_without_an_earlier_pattern_is_rejected(worded):
-    with pytest.raises(SettingError, match="Hold repeats values of an earlier step of a diffusion run"):
-        watch(worded("llama", True), [LONG], [FreezePattern(at=0)])
-    with pytest.raises(SettingError, match="Hold repeats values of an earlier step of a diffusion run"):
-        FreezePattern(at=0).hooks_for(worded())
-    with pytest.raises(SettingError, match="step 4 does not exist; there are 4"):
-        watch(worded(), [LONG], [FreezePattern(at=4)])
-
-
-def test_a_source_that_does_not_map_steps_to_caches_is_rejected(tiny_llada, unchecked):
-    _, cache = tiny_llada.run_with_cache("Question: 1", names_filter="blocks.0.hook_resid_pre")
-    kept = Activations(names="blocks.0.hook_resid_pre")
-    run = sinklens.generate(tiny_llada, "Question: 1", hooks=[kept], gen_length=2)
-    for source in (cache, kept, run):
-        with pytest.raises(SettingError, match=r"source maps steps to caches: pass the \.caches.*\{0: cache\}"):
-            PatchHooks(source=source)
-    assert PatchHooks(source=kept.caches).source.keys() == {0, 1}
-
-
-def test_empty_restrictions_and_slices_are_rejected_by_every_intervention(tiny_llada, unchecked):
-    source = {0: {"blocks.0.hook_resid_pre": torch.zeros(1)}}
-    for name in ("steps", "layers"):
-        with pytest.raises(SettingError, match=f"{name} is empty, so PatchHooks would change nothing"):
-            sinklens.generate(tiny_llada, "Question: 1", hooks=PatchHooks(source=source, **{name: []}), gen_length=2)
-    with pytest.raises(SettingError, match=r"for a slice write steps=range\(start, stop\)"):
-        sinklens.generate(tiny_llada, "Question: 1", hooks=AblateHeads(steps=slice(1, 3)), gen_length=2)

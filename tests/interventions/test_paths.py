@@ -108,22 +108,28 @@ def test_an_autoregressive_run_is_the_same_with_a_cache_and_without():
     close(logits[0], logits[1])
 
 
-@pytest.mark.parametrize(
-    ("sender", "receiver", "text"),
-    [
-        ("L1H2", "L1H0.q", r"L1H0\.q does not read what L1H2 writes in the same step; choose a receiver after it"),
-        ("1_mlp_out", "1_mlp_in", "1_mlp_in does not read what 1_mlp_out writes"),
-        ("head 3", "logits", "a sender is 'embed', 'L1H3' .* or '1_mlp_out'; got 'head 3'"),
-        ("embed", "L1H3", r"a receiver is 'L2H4\.q'.* or 'logits'; got 'L1H3'"),
-        ("embed", "L1H2.k", "head 2 does not exist; there are 2, 0 to 1"),
-        ("L7H0", "logits", "layer 7 does not exist"),
-        ([], "logits", "PathPatch needs at least one sender"),
-    ],
-)
-def test_paths_that_do_not_exist_are_refused(sender, receiver, text):
+SOURCE = {0: {"hook_embed": None}}
+REFUSED = [
+    ({"sender": "L1H2", "receiver": "L1H0.q"}, r"L1H0\.q does not read what L1H2 writes in the same step; choose a "),
+    ({"sender": "1_mlp_out", "receiver": "1_mlp_in"}, "1_mlp_in does not read what 1_mlp_out writes"),
+    ({"sender": "head 3"}, "a sender is 'embed', 'L1H3' .* or '1_mlp_out'; got 'head 3'"),
+    ({"receiver": "L1H3"}, r"a receiver is 'L2H4\.q'.* or 'logits'; got 'L1H3'"),
+    ({"receiver": "L1H2.k"}, "head 2 does not exist; there are 2, 0 to 1"),
+    ({"sender": "L7H0"}, "layer 7 does not exist"),
+    ({"sender": []}, "PathPatch needs at least one sender"),
+    ({"by": "mean", "source": None}, "by='mean' needs source="),
+    ({"by": "zero"}, "by='zero' uses no source="),
+    ({"by": "median"}, "by must be one of source, mean, resample, zero; got 'median'"),
+    ({"real": torch.ones(1, 2).bool()}, "real= has no meaning with by='source'"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("given", "text"), REFUSED)
+def test_paths_that_do_not_exist_are_refused(given, text):
     model = shared_model()
     with pytest.raises(SettingError, match=text):
-        PathPatch(sender=sender, receiver=receiver, source={0: {"hook_embed": None}}).hooks_for(model)
+        PathPatch(**{"sender": "embed", "receiver": "logits", "source": SOURCE} | given).hooks_for(model)
 
 
 @pytest.mark.filterwarnings("ignore::sinklens.errors.PromptWarning")
@@ -176,16 +182,3 @@ def test_resampled_paths_carry_values_of_the_reference_that_depend_on_the_row_al
     plain = model.run_with_cache(sinklens.generate(model, ["w7 w6 w5"], gen_length=4, steps=2).canvas[:, 0])[1]
     differs = (limited - plain["blocks.1.ln2.hook_normalized"]).abs().amax(dim=(0, 2)) > 1e-4
     assert differs.tolist() == [False, True, *[False] * 5]
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_paths_without_what_they_need_are_refused():
-    path = {"sender": "embed", "receiver": "logits"}
-    with pytest.raises(SettingError, match="by='mean' needs source="):
-        PathPatch(**path, by="mean")
-    with pytest.raises(SettingError, match="by='zero' uses no source="):
-        PathPatch(**path, by="zero", source={})
-    with pytest.raises(SettingError, match="by must be one of source, mean, resample, zero; got 'median'"):
-        PathPatch(**path, by="median")
-    with pytest.raises(SettingError, match="real= has no meaning with by='source'"):
-        PathPatch(**path, source={}, real=torch.ones(1, 2).bool())

@@ -16,6 +16,13 @@ from sinklens.sinks import MeanPlusStd
 MLP = "model.layers.1.mlp.down_proj.weight"
 
 
+@pytest.fixture(scope="module")
+def plain_run(worded):
+    """A run without recorded sinks, and the norms of its inputs."""
+    run = sinklens.generate(worded(), LONG, **short(worded(), {}))
+    return run, input_norms(run)
+
+
 def looped(rows, share, norms=None):
     """Row by row: the inputs in the order of their scores, the first of equal ones first, and the lowest set to 0."""
     found = rows.clone()
@@ -238,32 +245,38 @@ def test_several_runs_add_up_and_conditioned_matrices_have_norms(worded):
     assert repr(found) == f"InputNorms(14 matrices, {7 * run.steps_run}.0 positions)"
 
 
+def other_run():
+    return sinklens.generate(random_model(), [[1, 2]], gen_length=4, steps=2, progress=False)
+
+
+REFUSED = [
+    *(
+        (lambda run, norms, share=share: PruneWeights(share), "share must be a number from 0 to 1; got")
+        for share in (-0.1, 1.5, True, "half")
+    ),
+    (lambda run, norms: PruneWeights(0.5, "wandb"), "score must be one of magnitude, wanda, random; got 'wandb'"),
+    (lambda run, norms: PruneWeights(0.5, "wanda"), r"score='wanda' needs norms=sinklens\.experiments\.input_norms"),
+    (lambda run, norms: PruneWeights(0.5, "random", norms=norms), "score='random' does not use norms="),
+    (
+        lambda run, norms: (
+            PruneWeights(0.5, "wanda", norms=norms).applied(random_model(intermediate_size=48)).__enter__()
+        ),
+        r"norms has 40 inputs of .*, which has 48 in this model",
+    ),
+    (
+        lambda run, norms: input_norms(run, steps=[7, 9]),
+        r"no run reached any of the steps \[7, 9\]; the longest has 4 steps",
+    ),
+    (lambda run, norms: input_norms([]), "input_norms needs at least one run"),
+    (lambda run, norms: input_norms(run, without=MeanPlusStd()), "without= reads the recorded sinks"),
+    (lambda run, norms: input_norms(run, shuffled=1), "shuffled= moves the sinks of without="),
+    (lambda run, norms: input_norms(run, without=0.5), r"without must be MeanPlusStd\(\.\.\.\)"),
+    (lambda run, norms: input_norms([run, other_run()]), "all runs must be of one loaded model"),
+]
+
+
 @pytest.mark.usefixtures("unchecked")
-def test_settings_that_make_no_sense_are_refused(worded):
-    model = worded()
-    run = sinklens.generate(model, LONG, **short(model, {}))
-    norms = input_norms(run)
-    for share in (-0.1, 1.5, True, "half"):
-        with pytest.raises(SettingError, match="share must be a number from 0 to 1; got"):
-            PruneWeights(share)
-    with pytest.raises(SettingError, match="score must be one of magnitude, wanda, random; got 'wandb'"):
-        PruneWeights(0.5, "wandb")
-    with pytest.raises(SettingError, match=r"score='wanda' needs norms=sinklens\.experiments\.input_norms"):
-        PruneWeights(0.5, "wanda")
-    with pytest.raises(SettingError, match="score='random' does not use norms="):
-        PruneWeights(0.5, "random", norms=norms)
-    with pytest.raises(SettingError, match=r"norms has 40 inputs of .*, which has 48 in this model"):
-        wider = random_model(intermediate_size=48)
-        PruneWeights(0.5, "wanda", norms=norms).applied(wider).__enter__()
-    with pytest.raises(SettingError, match=r"no run reached any of the steps \[7, 9\]; the longest has 4 steps"):
-        input_norms(run, steps=[7, 9])
-    with pytest.raises(SettingError, match="input_norms needs at least one run"):
-        input_norms([])
-    with pytest.raises(SettingError, match="without= reads the recorded sinks"):
-        input_norms(run, without=MeanPlusStd())
-    with pytest.raises(SettingError, match="shuffled= moves the sinks of without="):
-        input_norms(run, shuffled=1)
-    with pytest.raises(SettingError, match=r"without must be MeanPlusStd\(\.\.\.\)"):
-        input_norms(run, without=0.5)
-    with pytest.raises(SettingError, match="all runs must be of one loaded model"):
-        input_norms([run, sinklens.generate(random_model(), [[1, 2]], gen_length=4, steps=2, progress=False)])
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_settings_that_make_no_sense_are_refused(plain_run, call, text):
+    with pytest.raises(SettingError, match=text):
+        call(*plain_run)

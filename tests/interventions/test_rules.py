@@ -171,41 +171,54 @@ def test_an_edit_in_place_changes_its_places_alone(worded, returned):
     assert not torch.equal(logits_of(found), logits_of(plain))
 
 
-def test_a_control_that_another_rule_would_make_smaller_is_refused(worded):
-    control = Where(top_k=2, pick="random")
-    with pytest.raises(
-        SettingError, match=r"Where\(pick='random'\) draws as many keys as there are sinks, and & would"
-    ):
-        watch(worded("llama", False), PADDED, [AblateHeads(where=control & "prompt")])
-    watch(worded("llama", False), PADDED, [AblateHeads(where=control | "prompt")])
+@dataclass(frozen=True, kw_only=True)
+class Louder(AtPositions):
+    """An edit at a point without heads; another without an edit."""
+
+    acts_on = "hook_mlp_out"
+
+    def edit(self, value, hook):
+        return 2 * value
 
 
-def test_a_rule_is_neither_true_nor_false():
-    with pytest.raises(SettingError, match=r"combine rules with &, \| and ~"):
-        _ = Where(top_k=1) and OfKind("digit")
+@dataclass(frozen=True, kw_only=True)
+class Nothing(AtPositions):
+    acts_on = "attn.hook_z"
 
 
-def test_heads_at_a_point_without_heads_are_rejected():
-    @dataclass(frozen=True, kw_only=True)
-    class Louder(AtPositions):
-        acts_on = "hook_mlp_out"
+IDS = torch.tensor([[3, 4, 5]])
+CONTROL = Where(top_k=2, pick="random")
+REFUSED = [
+    (
+        lambda model: watch(model, IDS, [AblateHeads(where=CONTROL & "prompt")]),
+        r"Where\(pick='random'\) draws as many keys as there are sinks, and & would",
+    ),
+    (lambda model: Where(top_k=1) and OfKind("digit"), r"combine rules with &, \| and ~"),
+    (
+        lambda model: Louder(heads=[1]).hooks_for(model),
+        r"blocks\.0\.hook_mlp_out has no head axis .*; omit heads=",
+    ),
+    (
+        lambda model: model.run_with_hooks(IDS, fwd_hooks=Nothing().hooks_for(model)),
+        r"Nothing must define edit\(self, value, hook\), or pairs",
+    ),
+    (
+        lambda model: watch(model, IDS, [AblateHeads(where=Rule())]),
+        r"Rule is a Rule and must define at\(self, now\)",
+    ),
+    (lambda model: OfKind("digit") & 3, r"where must be a detector, a Where, .* got 3"),
+    (lambda model: 3 | OfKind("digit"), r"where must be a detector, a Where, .* got 3"),
+]
 
-        def edit(self, value, hook):
-            return 2 * value
 
-    with pytest.raises(SettingError, match=r"blocks\.0\.hook_mlp_out has no head axis .*; omit heads="):
-        Louder(heads=[1]).hooks_for(shared_model())
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_rules_and_interventions_without_a_meaning_are_refused(call, text):
+    with pytest.raises((SettingError, NotImplementedError), match=text):
+        call(shared_model())
 
 
-def test_what_a_subclass_must_define_is_said():
-    @dataclass(frozen=True, kw_only=True)
-    class Nothing(AtPositions):
-        acts_on = "attn.hook_z"
-
-    with pytest.raises(NotImplementedError, match=r"Nothing must define edit\(self, value, hook\), or pairs"):
-        shared_model().run_with_hooks(torch.tensor([[1, 2]]), fwd_hooks=Nothing().hooks_for(shared_model()))
-    with pytest.raises(NotImplementedError, match=r"Rule is a Rule and must define at\(self, now\)"):
-        watch(shared_model(), torch.tensor([[3, 4, 5]]), [AblateHeads(where=Rule())])
+def test_a_control_may_be_joined_with_other_places(worded):
+    watch(worded(), PADDED, [AblateHeads(where=CONTROL | "prompt")])
 
 
 def test_whether_places_follow_the_run_is_known_of_every_rule():
@@ -215,13 +228,6 @@ def test_whether_places_follow_the_run_is_known_of_every_rule():
     assert not any(follows_run(AblateHeads(where=where)) for where in (*others, None, Where(top_k=1, same_step=True)))
     assert follows_run(MaskSinks())
     assert not follows_run(MaskSinks(top_k=None, where="digit"))
-
-
-def test_only_what_where_takes_combines():
-    with pytest.raises(SettingError, match=r"where must be a detector, a Where, .* got 3"):
-        _ = OfKind("digit") & 3
-    with pytest.raises(SettingError, match=r"where must be a detector, a Where, .* got 3"):
-        _ = 3 | OfKind("digit")
 
 
 def test_keys_do_not_depend_on_how_long_a_row_waits_for_others(tiny_llada):

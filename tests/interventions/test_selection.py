@@ -7,7 +7,7 @@ from building import shared_model
 from watching import unwatched, watch
 
 from sinklens.errors import SettingError
-from sinklens.interventions import KeepKeys, MaskSinks, Where
+from sinklens.interventions import MaskSinks, Where
 from sinklens.interventions.scores import ScoredStep
 from sinklens.runs.intervention import RunContext
 from sinklens.sinks import TopK
@@ -74,32 +74,41 @@ def test_token_kinds_match_those_of_the_track(tiny_llada):
         assert (counts > 1).all()
 
 
-def test_kinds_need_the_text_of_tokens():
-    with pytest.raises(SettingError, match=r"only=\['newline'\] needs the text of tokens: token"):
-        watch(shared_model(), torch.tensor([[3, 4, 5]]), [MaskSinks(only="newline")])
-    assert unwatched(shared_model())
+IDS = torch.tensor([[3, 4, 5]])
+REFUSED = [
+    *(
+        (lambda given=given: MaskSinks(**given), text)
+        for given, text in (
+            (
+                {"top_k": 1, "detector": TopK(2)},
+                "pass either top_k, a number of keys per head, or detector; got top_k=1",
+            ),
+            ({"top_k": -1}, "top_k must be an integer of at least 0 or None; got -1"),
+            ({"top_k": 2.5}, "top_k must be an integer of at least 0 or None; got 2.5"),
+            ({"pick": "best"}, "pick must be one of strongest, weakest, random, .*nearest; got 'best'"),
+            ({"scope": "row"}, "scope must be one of head, layer, model; got 'row'"),
+            ({"only": "maskd"}, r"'maskd' is neither. Known: prompt, masked, .* Nearest: masked"),
+            ({"only": ["prompt", "newlines"]}, r"'newlines' is neither. .* Nearest: newline"),
+        )
+    ),
+    (
+        lambda: chosen(torch.ones(1, 1, 3), top_k=1, pick="random_any"),
+        "detectors, only=, random keys and other controls need a run",
+    ),
+    (
+        lambda: watch(shared_model(), IDS, [MaskSinks(only="newline")]),
+        r"only=\['newline'\] needs the text of tokens: token",
+    ),
+    (
+        lambda: watch(shared_model(), IDS, [MaskSinks(pick="same_kind")]),
+        r"pick='same_kind' needs the text of tokens: token",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"top_k": 1, "detector": TopK(2)}, "pass either top_k, a number of keys per head, or detector; got top_k=1"),
-        ({"top_k": -1}, "top_k must be an integer of at least 0 or None; got -1"),
-        ({"top_k": 2.5}, "top_k must be an integer of at least 0 or None; got 2.5"),
-        ({"pick": "best"}, "pick must be one of strongest, weakest, random, .*nearest; got 'best'"),
-        ({"scope": "row"}, "scope must be one of head, layer, model; got 'row'"),
-        ({"only": "maskd"}, r"'maskd' is neither. Known: prompt, masked, .* Nearest: masked"),
-        ({"only": ["prompt", "newlines"]}, r"'newlines' is neither. .* Nearest: newline"),
-    ],
-)
-@pytest.mark.parametrize("kind", [MaskSinks, KeepKeys])
+@pytest.mark.parametrize(("call", "text"), REFUSED)
 @pytest.mark.usefixtures("unchecked")
-def test_invalid_settings_are_rejected_when_the_intervention_is_created(kind, given, text):
+def test_invalid_settings_are_rejected(call, text):
     with pytest.raises(SettingError, match=text):
-        kind(**given)
-
-
-def test_random_keys_of_a_single_pass_are_rejected():
-    scores, real = torch.ones(1, 1, 3), torch.ones(1, 3, dtype=torch.bool)
-    with pytest.raises(SettingError, match="detectors, only=, random keys and other controls need a run"):
-        Where(top_k=1, pick="random_any").taken(ScoredStep({0: scores}), real, 0)
+        call()
+    assert unwatched(shared_model())

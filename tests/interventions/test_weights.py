@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from building import random_dit, random_ids, random_model
+from building import random_dit, random_ids, random_model, shared_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from watching import LONG
@@ -119,18 +119,17 @@ def test_quantized_and_offloaded_weights_are_refused_and_nothing_changes(hooks):
     torch.testing.assert_close(model(ids), reference)
 
 
-@pytest.mark.parametrize(("what", "message"), [
-    ({"steps": [0]}, "Halved does not support steps="), ({"heads": [0]}, "Halved does not support heads="),
-    ({"positions": [0]}, "Halved does not support positions="), ({"layers": []}, "layers is empty"),
-])  # fmt: skip
-def test_places_within_a_run_are_refused(what, message):
-    with pytest.raises(SettingError, match=message):
-        Halved(**what)
+REFUSED = [
+    (lambda model: Halved(steps=[0]), "Halved does not support steps="),
+    (lambda model: Halved(heads=[0]), "Halved does not support heads="),
+    (lambda model: Halved(positions=[0]), "Halved does not support positions="),
+    (lambda model: Halved(layers=[]), "layers is empty"),
+    (lambda model: Halved().hooks_for(model), r"write `with Halved\(\.\.\.\)\.applied\(model\):` around the pass"),
+    (lambda model: Halved(layers=[3]).applied(model).__enter__(), "layer 3 does not exist; there are 3"),
+]
 
 
-def test_a_single_pass_is_told_how_to_change_the_model():
-    model = random_model()
-    with pytest.raises(SettingError, match=r"write `with Halved\(\.\.\.\)\.applied\(model\):` around the pass"):
-        Halved().hooks_for(model)
-    with pytest.raises(SettingError, match="layer 3 does not exist; there are 3"):
-        Halved(layers=[3]).applied(model).__enter__()
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_what_has_no_meaning_for_weights_is_refused(call, text):
+    with pytest.raises(SettingError, match=text):
+        call(shared_model())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from watching import PADDED, again, entered, in_complete_blocks, unwatched, watch
+from watching import PADDED, compared, entered, stacked, unwatched, watch
 
 from sinklens.errors import SettingError
 from sinklens.interventions import (
@@ -79,34 +79,9 @@ def places_of_step(form, marked, run, step, before):
     return found
 
 
-def expected_runs(form, marked, run, edit):
-    """(step, plain pass) of a run in which `edit(layer, value, places)` is made, in plain torch."""
-    causal, kept, before = bool(run.model.config.is_causal), {}, None
-    for step in range(run.steps_run):
-        kept[step] = places_of_step(form, marked, run, step, before)
-        ids, _ = entered(run, step)
-
-        def owned(layer, step=step, size=ids.shape[1]):
-            places = torch.zeros(2, 6, size, dtype=torch.bool)
-            for column in range(size):
-                own = max(0, column - run.prompt_length + 1) if causal else step
-                places[:, :, column] = kept[own][layer, :, :, column]
-            return places
-
-        edits = {f"blocks.{layer}.attn.hook_z": lambda z, layer=layer: edit(z, owned(layer)) for layer in range(3)}
-        plain = again(run, step, edits)
-        before = torch.stack([plain.values[f"blocks.{layer}.attn.hook_pattern"] for layer in range(3)])
-        yield step, plain
-
-
 def zeroed(z, places):
     """`z` with zeros at places [batch, head, pos]."""
     return z.masked_fill(places.transpose(1, 2)[..., None], 0.0)
-
-
-def ends_of_passes(ends):
-    """A hook that notes where the keys of each step's pass end."""
-    return (Z, lambda value, hook: ends.__setitem__(hook.step, hook.key_positions.stop))
 
 
 @pytest.mark.fast_cases(6)
@@ -119,19 +94,20 @@ def ends_of_passes(ends):
 def test_ablation_at_places_equals_an_edit_made_by_a_loop(worded, architecture, causal, settings, form):
     """In an autoregressive run a query keeps the places of the step that owns it."""
     model = worded(architecture, causal)
-    base, ends = watch(model, PADDED, points=[], **settings).run, {}
-    marked = random_places(base)
-    ablate = AblateHeads(**given(form, marked))
-    watched, changed = watch(model, PADDED, [ablate, ends_of_passes(ends)], ["hook_z"], **settings), 0
-    for step, plain in expected_runs(form, marked, watched.run, zeroed):
-        real = entered(watched.run, step)[1]
-        for layer in range(3):
-            name = f"blocks.{layer}.attn.hook_z"
-            z = watched.values[step][name]
-            part = slice(ends[step] - z.shape[1], ends[step])
-            counted, wanted = (real & in_complete_blocks(model, real, part.stop))[:, part], plain.values[name][:, part]
-            torch.testing.assert_close(z[counted], wanted[counted], atol=1e-3, rtol=0)
-            changed += int((z[counted] == 0).all(dim=-1).sum())
+    marked, kept = random_places(watch(model, PADDED, points=[], **settings).run), {}
+    watched = watch(model, PADDED, [AblateHeads(**given(form, marked))], ["hook_z"], **settings)
+    run, changed, before = watched.run, 0, None
+
+    def edits(step):
+        kept[step] = places_of_step(form, marked, run, step, before)
+        own = (torch.arange(entered(run, step)[0].shape[1]) - run.prompt_length + 1).clamp(min=0)
+        places = [kept[int(one) if causal else step][..., column] for column, one in enumerate(own)]
+        places = torch.stack(places, dim=-1)
+        return {f"blocks.{layer}.attn.hook_z": lambda z, at=places[layer]: zeroed(z, at) for layer in range(3)}
+
+    for step, plain in compared(watched, edits):
+        before = stacked(plain, "hook_pattern")
+        changed += int((watched.stacked("hook_z", step) == 0).all(dim=-1).sum())
     assert changed > 10
     assert unwatched(model)
 
@@ -151,12 +127,11 @@ def test_a_patch_puts_the_sources_values_at_its_places_alone(worded, architectur
     base = watch(model, PADDED, points=[], **settings).run
     marked, layer = random_places(base), int(name[7])
     watched = watch(model, PADDED, [PatchHooks(source=kept.caches, where=marked)], [name], replay=base, **settings)
-    ends = {}
-    before = watch(model, PADDED, [ends_of_passes(ends)], [name], replay=base, **settings)
+    before = watch(model, PADDED, [], [name, "hook_z"], replay=base, **settings)
     for step in range(base.steps_run):
         old, new, source = (values[step][name] for values in (before.values, watched.values, kept.caches))
         axis = 2 if name.endswith("pattern") else 1
-        first = ends[step] - new.shape[axis]
+        first = before.ends[step] - new.shape[axis]
         for row, query in itertools.product(range(2), range(new.shape[axis])):
             own = max(0, first + query - base.prompt_length + 1) if causal else step
             heads = marked[row, own, layer, :, first + query]
@@ -305,60 +280,73 @@ def test_a_single_pass_takes_an_array(worded):
     torch.testing.assert_close(seen["z"], expected, atol=1e-5, rtol=0)
     with pytest.raises(SettingError, match="where has 4 positions, and the pass 3; give one for each"):
         model.run_with_hooks(ids[:, :3], fwd_hooks=ablate.hooks_for(model))
-    for where in ("digit", TopK(1), lambda step: [0]):
-        with pytest.raises(SettingError, match="Ablate finds its places in a run, which a single pass is not"):
-            AblateHeads(where=where).hooks_for(model)
 
 
 FALSE = torch.zeros(2, 4, 3, 6, 15, dtype=torch.bool)
 
 
-@pytest.mark.parametrize(
-    ("where", "text"),
-    [
-        (FALSE.int(), r"where must be boolean, True at the places; got torch\.int32 of shape \[2, 4, 3, 6, 15\]"),
-        (FALSE[0], r"where must have the axes \[batch, step, layer, head, pos\].* got shape \[4, 3, 6, 15\]"),
-        (FALSE[:, :3], "where has 3 along step, this run 4; give 1 or 4. A DataArray, such as track.detect"),
-        (FALSE[..., :14], "where has 14 along pos, this run 15; give 1 or 15"),
-        (~FALSE, "where marks position 0 of row 0, which is padding; positions of an array are columns of the canvas"),
-        (xr.DataArray(FALSE.numpy()[0, 0], dims=("layer", "heads", "pos")), "where has an axis 'heads'"),
-        ("digits", "where= takes states or token kinds, .* 'digits' is neither. .* Nearest: digit"),
-        (lambda step: [20], "position 20 does not exist; there are 15"),
-        (lambda step: "digits", "where= takes states or token kinds"),
-        (Where(top_k=1, of=(3, 0)), "layer 3 does not exist; there are 3"),
-        (Where(top_k=1, of=(0, 6)), "head 6 does not exist; there are 6"),
-        (TopK, "where must be a detector, a Where, .* got <class 'sinklens.sinks.detectors.TopK'>"),
-        (3, "where must be a detector, a Where, .* got 3. Positions that never change are positions="),
-        ([], r"where must be a detector, a Where, .* got \[\]"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_places_that_do_not_exist_are_rejected(worded, unchecked, where, text):
+CACHES = {0: {"hook_embed": torch.zeros(1, 15, 24)}}
+REFUSED = [
+    *(
+        (lambda worded, where=where: watch(worded(), PADDED, [AblateHeads(where=where)]), text)
+        for where, text in (
+            (FALSE.int(), r"where must be boolean, True at the places; got torch\.int32 of shape \[2, 4, 3, 6, 15\]"),
+            (FALSE[0], r"where must have the axes \[batch, step, layer, head, pos\].* got shape \[4, 3, 6, 15\]"),
+            (FALSE[:, :3], "where has 3 along step, this run 4; give 1 or 4. A DataArray, such as track.detect"),
+            (FALSE[..., :14], "where has 14 along pos, this run 15; give 1 or 15"),
+            (~FALSE, "where marks position 0 of row 0, which is padding; positions of an array are columns of the"),
+            (xr.DataArray(FALSE.numpy()[0, 0], dims=("layer", "heads", "pos")), "where has an axis 'heads'"),
+            ("digits", "where= takes states or token kinds, .* 'digits' is neither. .* Nearest: digit"),
+            (lambda step: [20], "position 20 does not exist; there are 15"),
+            (lambda step: "digits", "where= takes states or token kinds"),
+            (Where(top_k=1, of=(3, 0)), "layer 3 does not exist; there are 3"),
+            (Where(top_k=1, of=(0, 6)), "head 6 does not exist; there are 6"),
+            (TopK, "where must be a detector, a Where, .* got <class 'sinklens.sinks.detectors.TopK'>"),
+            (3, "where must be a detector, a Where, .* got 3. Positions that never change are positions="),
+            ([], r"where must be a detector, a Where, .* got \[\]"),
+        )
+    ),
+    *(
+        (
+            lambda worded, where=where: AblateHeads(where=where).hooks_for(worded()),
+            "Ablate finds its places in a run, which a single pass is not",
+        )
+        for where in ("digit", TopK(1), lambda step: [0])
+    ),
+    (
+        lambda worded: watch(worded(), PADDED, [PatchHooks(source=CACHES, where=TopK(1))]),
+        "where= finds positions for each layer, and hook_embed is in none",
+    ),
+    (
+        lambda worded: watch(worded(), PADDED, [Remask(where=FALSE)]),
+        r"for each layer, and denoise\.hook_canvas is in none",
+    ),
+    (
+        lambda worded: watch(
+            worded(), PADDED, [PatchHooks(source=CACHES, where="masked", positions=[1], source_positions=[2])]
+        ),
+        "source_positions= pairs with positions=; where= takes the values of the",
+    ),
+    (
+        lambda worded: watch(worded("llama", True), PADDED, [AblateHeads(where="masked")]),
+        "'masked': an autoregressive run has no masked positions",
+    ),
+    (
+        lambda worded: watch(worded("llama", True), PADDED, [AblateHeads(where=TopK(1))]),
+        r"finds keys of the text before, .* so Ablate would change nothing",
+    ),
+    (
+        lambda worded: MaskSinks(top_k=1, where="prompt"),
+        "pass one of top_k, detector and where; got where and top_k.* With where=, the other settings belong in it",
+    ),
+    (lambda worded: Where(), "pass either top_k, a number of keys per head, or detector; got top_k=None"),
+    (lambda worded: Where(top_k=1, of=(1, 2, 3)), r"of must be a pair \(layer, head\); got \(1, 2, 3\)"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_places_that_do_not_exist_or_have_no_meaning_are_rejected(worded, call, text):
     with pytest.raises(SettingError, match=text):
-        watch(worded(), PADDED, [AblateHeads(where=where)])
+        call(worded)
     assert unwatched(worded())
-
-
-def test_places_without_a_meaning_are_rejected(worded, unchecked):
-    model, causal = worded(), worded("llama", True)
-    caches = {0: {"hook_embed": torch.zeros(1, 15, 24)}}
-    with pytest.raises(SettingError, match="where= finds positions for each layer, and hook_embed is in none"):
-        watch(model, PADDED, [PatchHooks(source=caches, where=TopK(1))])
-    with pytest.raises(SettingError, match=r"for each layer, and denoise\.hook_canvas is in none"):
-        watch(model, PADDED, [Remask(where=FALSE)])
-    with pytest.raises(SettingError, match="source_positions= pairs with positions=; where= takes the values of the"):
-        patch = PatchHooks(source=caches, where="masked", positions=[1], source_positions=[2])
-        watch(model, PADDED, [patch])
-    with pytest.raises(SettingError, match="'masked': an autoregressive run has no masked positions"):
-        watch(causal, PADDED, [AblateHeads(where="masked")])
-    with pytest.raises(SettingError, match=r"finds keys of the text before, .* so Ablate would change nothing"):
-        watch(causal, PADDED, [AblateHeads(where=TopK(1))])
-    with pytest.raises(SettingError, match="pass one of top_k, detector and where; got where and top_k"):
-        MaskSinks(top_k=1, where="prompt")
-    with pytest.raises(SettingError, match="With where=, the other settings belong in it"):
-        MaskSinks(top_k=None, where="prompt", pick="random_any")
-    with pytest.raises(SettingError, match="pass either top_k, a number of keys per head, or detector; got top_k=None"):
-        Where()
-    with pytest.raises(SettingError, match=r"of must be a pair \(layer, head\); got \(1, 2, 3\)"):
-        Where(top_k=1, of=(1, 2, 3))
-    assert unwatched(model)

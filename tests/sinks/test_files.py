@@ -153,47 +153,58 @@ def test_a_damaged_store_is_rejected_with_the_reason(stores, tmp_path, harm, tex
         SinkTrack.open(path)
 
 
-def test_a_truncated_or_foreign_file_or_folder_is_rejected(tmp_path):
-    with pytest.raises(TrackError, match=r"nothing\.nc does not exist; pass the path that SinkTrack\.save returned"):
-        SinkTrack.open(tmp_path / "nothing.nc")
-    track = made(False).track
-    content = track.save(tmp_path / "sinks.nc").read_bytes()
-    for kept in (0, 10, len(content) // 2, len(content) - 1):
-        (tmp_path / "cut.nc").write_bytes(content[:kept])
-        with pytest.raises(TrackError, match=r"cut\.nc is not a complete NetCDF-4 file \(.*\); it may be truncated"):
-            SinkTrack.open(tmp_path / "cut.nc")
-    (tmp_path / "text.nc").write_text("step,score\n0,1.5\n")
-    with pytest.raises(TrackError, match=r"text\.nc is not a complete NetCDF-4 file"):
-        SinkTrack.open(tmp_path / "text.nc")
-    foreign = track.data.drop_attrs()
-    foreign.to_netcdf(tmp_path / "foreign.nc", engine="h5netcdf")
-    foreign.to_zarr(tmp_path / "foreign.zarr", consolidated=False)
-    for name in ("foreign.nc", "foreign.zarr"):
-        with pytest.raises(TrackError, match=rf"{name} is not a sink track of this version \(format None\)"):
-            SinkTrack.open(tmp_path / name)
-    (tmp_path / "folder.zarr").mkdir()
-    with pytest.raises(TrackError, match=r"folder\.zarr is a folder, but not the Zarr store of a sink track"):
-        SinkTrack.open(tmp_path / "folder.zarr")
-    with pytest.raises(TrackError, match=r"lacks score"):
-        SinkTrack(foreign.drop_vars("score"))
+def cut_after(kept):
+    """Write the first bytes of a NetCDF file."""
+    return lambda path, track: path.write_bytes(track.save(path).read_bytes()[:kept])
 
 
-def test_a_path_that_holds_something_else_is_not_overwritten(tmp_path):
-    (tmp_path / "mine.zarr").mkdir()
-    (tmp_path / "mine.zarr" / "thesis.txt").write_text("")
-    (tmp_path / "file.zarr").write_text("mine")
-    (tmp_path / "notes.nc").write_text("mine")
-    xr.Dataset({"score": ("pos", [1.0])}).to_netcdf(tmp_path / "data.nc", engine="h5netcdf")
-    others = ["data.nc", "file.zarr", "mine.zarr", "notes.nc", "other.zarr"]
-    made(False).track.data.drop_attrs().to_zarr(tmp_path / "other.zarr", consolidated=False)
-    for name in others:
-        with pytest.raises(SettingError, match=rf"{name} exists and is not a sink track; choose another path"):
-            made(False).track.save(tmp_path / name)
-    assert (tmp_path / "mine.zarr" / "thesis.txt").exists()
-    assert sorted(file.name for file in tmp_path.iterdir()) == others
-    assert (tmp_path / "notes.nc").read_text() == "mine"
+INCOMPLETE = r" is not a complete NetCDF-4 file \(.*\); it may be truncated"
+FOREIGN = r" is not a sink track of this version \(format None\)"
+WRONG = {
+    "nothing.nc": (lambda path, track: None, r" does not exist; pass the path that SinkTrack\.save returned"),
+    **{f"cut{kept}.nc": (cut_after(kept), INCOMPLETE) for kept in (0, 10, 5000, -1)},
+    "text.nc": (lambda path, track: path.write_text("step,score\n0,1.5\n"), INCOMPLETE),
+    "foreign.nc": (lambda path, track: track.data.drop_attrs().to_netcdf(path, engine="h5netcdf"), FOREIGN),
+    "foreign.zarr": (lambda path, track: track.data.drop_attrs().to_zarr(path, consolidated=False), FOREIGN),
+    "folder.zarr": (
+        lambda path, track: path.mkdir(),
+        " is a folder, but not the Zarr store of a sink track",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_truncated_or_foreign_file_or_folder_is_rejected(tmp_path, name):
+    write, text = WRONG[name]
+    write(tmp_path / name, made(False).track)
+    with pytest.raises(TrackError, match=name.replace(".", r"\.") + text):
+        SinkTrack.open(tmp_path / name)
+
+
+OTHERS = {
+    "mine.zarr": lambda path: (path / "thesis").mkdir(parents=True),
+    "file.zarr": lambda path: path.write_text("mine"),
+    "notes.nc": lambda path: path.write_text("mine"),
+    "data.nc": lambda path: xr.Dataset({"score": ("pos", [1.0])}).to_netcdf(path, engine="h5netcdf"),
+    "other.zarr": lambda path: made(False).track.data.drop_attrs().to_zarr(path, consolidated=False),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_path_that_holds_something_else_is_not_overwritten(tmp_path, name):
+    OTHERS[name](tmp_path / name)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(SettingError, match=rf"{name} exists and is not a sink track; choose another path"):
+        made(False).track.save(tmp_path / name)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_other_types_on_disk_and_tracks_without_scores_are_refused(tmp_path):
     with pytest.raises(SettingError, match=r"dtype on disk must be 'float32' or 'float16'; got 'int8'"):
         made(False).track.save(tmp_path / "sinks.nc", "int8")
+    with pytest.raises(TrackError, match=r"lacks score"):
+        SinkTrack(made(False).track.data.drop_vars("score"))
 
 
 @kinds

@@ -243,22 +243,17 @@ def test_grouping_by_anything_but_kind_or_state_is_rejected(ask):
 
 def test_a_run_s_kinds_follow_its_canvas(tiny_llada):
     prompts = [problem.prompt for problem in held_out(3)]
-    run = sinklens.generate(tiny_llada, prompts)
-    codes, tokenizer = kinds(run.sinks).to_numpy(), tiny_llada.tokenizer
+    run = sinklens.generate(tiny_llada, prompts, gen_length=8)
+    codes, last = kinds(run.sinks).to_numpy(), run.canvas[:, run.steps_run - 1]
     assert (codes[~np.broadcast_to(run.real[:, None], codes.shape)] == Kind.MISSING).all()
-    last = run.canvas[:, run.steps_run - 1]
-    for row, position in np.ndindex(*last.shape):
-        text, code = tokenizer.decode([int(last[row, position])]), codes[row, -1, position]
-        if run.real[row, position]:
-            assert (code == Kind.NEWLINE) == (text == "\n")
-            assert (code == Kind.DIGIT) == text.strip().isdigit()
-            assert (code in (Kind.END, Kind.FILLING)) == (text == "<|endoftext|>")
     assert ((codes == Kind.MASK) == run.sinks.data["masked"].to_numpy()).all()
     assert (codes == Kind.START).sum() == 3 * run.steps_run
-    found = enrichment(run.sinks, TopK(1))
-    assert found["sinks"].sum("kind").to_numpy().tolist() == [24 * run.steps_run] * 3
+    for row, position in run.real.nonzero().tolist():
+        text, code = tiny_llada.tokenizer.decode([int(last[row, position])]), codes[row, -1, position]
+        expected = (text == "\n", text.strip().isdigit(), text == "<|endoftext|>")
+        assert (code == Kind.NEWLINE, code == Kind.DIGIT, code in (Kind.END, Kind.FILLING)) == expected
+    assert enrichment(run.sinks, TopK(1))["sinks"].sum("kind").to_numpy().tolist() == [24 * run.steps_run] * 3
     assert frequency_table(run.sinks, TopK(1))["count"].sum() == 3 * 24 * run.steps_run
-    np.testing.assert_allclose(absorption(run.sinks).sum("kind"), 100)
 
 
 def test_in_an_autoregressive_run_only_decoded_tokens_count(tiny_llama):

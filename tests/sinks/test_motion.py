@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 import xarray as xr
 from planting import planted
-from tracks import made
 
 import sinklens
 from sinklens.errors import TrackError
@@ -333,10 +332,24 @@ def test_undefined_measures_are_nan_without_a_warning():
             lambda found, exists: motion.static_sinks(found.isel(step=[0]), exists),
             r"do not belong to the same track, or to",
         ),
+        *(
+            (lambda found, exists, change=change: motion.jumps(path([1, 2, 3]), change(found)), text)
+            for change, text in (
+                (lambda found: found.isel(step=[0]), "do not belong to the same track, or to the same part of it"),
+                (
+                    lambda found: found.isel(layer=0, head=0),
+                    "found holds bool over batch, step, pos; it must hold bool",
+                ),
+                (
+                    lambda found: found.to_numpy(),
+                    r"found must be a DataArray, as track.detect\(...\) returns it; got ndar",
+                ),
+            )
+        ),
         (lambda found, exists: motion.static_sinks(found, xr.concat([exists] * 2, "batch")), r"take the same rows"),
     ],
 )
-def test_sinks_that_do_not_belong_together_are_rejected(ask, text):
+def test_sinks_that_do_not_belong_together_are_rejected(unchecked, ask, text):
     track = path([1, 2, 3])
     with pytest.raises(TrackError, match=text):
         ask(track.detect(), motion.existing(track))
@@ -382,23 +395,3 @@ def test_sinks_move_in_the_diffusion_model_but_not_in_its_autoregressive_twin(tr
     assert diffusion["jump_share"].mean() > 3 * autoregressive["jump_share"].mean()
     assert diffusion["pooled_temporal_variance"].min() > 1 > autoregressive["pooled_temporal_variance"].max()
     assert (diffusion["pooled_spatial_variance"] < autoregressive["pooled_spatial_variance"]).all()
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("found_of", "text"),
-    [
-        (lambda found: found.isel(layer=[0]), "do not belong to the same track, or to the same part of it"),
-        (lambda found: found.isel(layer=0, head=0), "found holds bool over batch, step, pos; it must hold bool over"),
-        (lambda found: found.astype(float), "found holds float64 over"),
-        (
-            lambda found: found.isel(step=slice(1, None)),
-            "do not belong to the same track, or to the same part of it",
-        ),
-        (lambda found: found.to_numpy(), r"found must be a DataArray, as track.detect\(...\) returns it; got ndarray"),
-    ],
-)
-def test_jumps_reject_sinks_of_another_track(found_of, text):
-    track = made(False).track
-    with pytest.raises(TrackError, match=text):
-        motion.jumps(track, found_of(track.detect()))

@@ -381,8 +381,8 @@ def test_of_two_runs_that_race_to_one_path_the_later_is_refused_and_the_other_ke
 def test_the_parts_are_consecutive_pieces_of_the_track(tiny_llada, monkeypatch):
     monkeypatch.setattr("sinklens.sinks.steps.AT_ONCE", 50_000)
     parts = []
-    sinklens.generate(tiny_llada, PROMPTS[0], progress=False, record_sinks=Record(["values"], reduce=parts.append))
-    run = sinklens.generate(tiny_llada, PROMPTS[0], progress=False, record_sinks=Record(["values"]))
+    sinklens.generate(tiny_llada, PROMPTS[0], gen_length=8, record_sinks=Record(["values"], reduce=parts.append))
+    run = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=8, record_sinks=Record(["values"]))
     assert 1 < len(parts) < run.steps_run
     for name in ("score", "value_norm", "token_id", "masked", "committed"):
         joined = np.concatenate([part[name].to_numpy() for part in parts], axis=1)
@@ -402,16 +402,16 @@ def test_steps_are_dropped_once_they_are_handed_over(tiny_llada, monkeypatch):
         alive.append(weakref.ref(track))
         most = max(most, sum(one() is not None for one in alive))
 
-    run = sinklens.generate(tiny_llada, PROMPTS[0], progress=False, record_sinks=Record(reduce=reduce))
+    run = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=4, record_sinks=Record(reduce=reduce))
     assert len(alive) == run.steps_run > 2
     assert most <= 2  # the part at hand, and the argument of the call before
 
 
 def test_a_run_that_reduces_keeps_no_places_either(tiny_llada):
     hooks = MaskSinks(top_k=1)
-    kept = sinklens.generate(tiny_llada, PROMPTS[0], hooks=hooks, progress=False)
-    reduced = sinklens.generate(
-        tiny_llada, PROMPTS[0], hooks=hooks, progress=False, record_sinks=Record(reduce=lambda track: None)
+    kept, reduced = (
+        sinklens.generate(tiny_llada, PROMPTS[0], hooks=hooks, gen_length=4, record_sinks=record)
+        for record in (True, Record(reduce=lambda track: None))
     )
     assert kept.chosen
     assert not reduced.chosen

@@ -9,8 +9,6 @@ from tracks import planted
 from sinklens.errors import TrackError
 from sinklens.sinks.survival import life_table, lifetime, median_lifetime, restricted_mean, survival
 
-NAN = float("nan")
-
 
 def track_of(sinks):
     """A track of one head: `sinks` [step, pos] says which positions are sinks; position 0 never is."""

@@ -6,7 +6,7 @@ from tracks import LENGTH, made, planted
 
 import sinklens
 from sinklens.errors import TrackError
-from sinklens.sinks import EpsilonOverMean, SinkRate, SinkTrack, TopK, build_track
+from sinklens.sinks import SinkTrack, TopK, build_track
 from sinklens.tasks.word_problems import held_out
 
 MOVING = [[0.2, 3.2, 0.3, 0.3], [0.2, 0.3, 3.2, 0.3], [1.0, 1.0, 1.0, 1.0]]
@@ -155,53 +155,6 @@ def test_no_variable_of_a_track_is_hidden_by_a_method_of_xarray():
 def run(request):
     """A run of three prompts of different lengths."""
     return sinklens.generate(request.getfixturevalue(request.param), [problem.prompt for problem in held_out(3)])
-
-
-def full_patterns(run, step):
-    """Every layer's pattern [batch, head, query, key] for the canvas of a step, from a separate pass."""
-    causal = run.sinks.causal
-    length = run.prompt_length + step if causal else run.canvas.shape[2]
-    _, cache = run.model.run_with_cache(
-        run.canvas[:, step, :length],
-        attention_mask=run.real[:, :length],
-        names_filter=lambda name: name.endswith("hook_pattern"),
-    )
-    return [cache[f"blocks.{layer}.attn.hook_pattern"].double().numpy() for layer in range(run.model.cfg.n_layers)]
-
-
-@pytest.mark.fast_cases(1)
-def test_measures_of_full_patterns_and_of_the_track_agree(run):
-    """Ā, Eq. 3, α, the sink rate and top-k from the naive definitions, with left padding and with a growing text."""
-    assert len(set(run.real.sum(1).tolist())) > 1
-    step = run.steps_run // 2
-    track = run.sinks.isel(step=step)
-    shares, visible = (track.scores(unit).to_numpy()[:, 0] for unit in ("fraction", "visible"))
-    found, top = track.detect(EpsilonOverMean(1.5)).to_numpy()[:, 0], track.top(5).to_numpy()[:, 0]
-    rate = SinkRate(0.2).strength(track).to_numpy()[:, 0, 0, 0]
-    alphas = np.zeros((*visible.shape[:3], visible.shape[3]))
-    hits = 0
-    for layer, patterns in enumerate(full_patterns(run, step)):
-        for b, h in np.ndindex(*patterns.shape[:2]):
-            there = run.real[b, : patterns.shape[-1]].nonzero()[:, 0].tolist()
-            size = len(there)
-            mean = {j: sum(patterns[b, h, i, j] for i in there) / size for j in there}
-            for j in there:
-                assert shares[b, layer, h, j] == pytest.approx(mean[j], abs=2e-6)
-                seeing = [i for i in there if i >= j or not track.causal]
-                alphas[b, layer, h, j] = sum(patterns[b, h, i, j] for i in seeing) / len(seeing)
-                assert visible[b, layer, h, j] == pytest.approx(alphas[b, layer, h, j], abs=2e-6)
-                margin = size * (mean[j] - sum(mean[k] for k in there if k != j) / (size - 1)) - 1.5
-                if abs(margin) > 1e-4:
-                    assert found[b, layer, h, j] == (margin > 0)
-                hits += margin > 0
-            ranked = sorted(there, key=lambda j: -mean[j])
-            for place, strongest in zip(top[b, layer, h].tolist(), ranked, strict=False):
-                assert mean[place] == pytest.approx(mean[strongest], abs=2e-6)
-    assert hits > 20
-    assert np.isnan(shares[~np.broadcast_to(run.real[:, None, None], shares.shape)]).all()
-    clear = (np.abs(alphas - 0.2) > 1e-4).all(axis=(1, 2)) & ~np.isnan(rate)
-    np.testing.assert_allclose(rate[clear], (alphas > 0.2).mean(axis=(1, 2))[clear])
-    assert clear.sum() > 50
 
 
 def test_masked_and_committed_follow_the_canvas(run):
