@@ -18,7 +18,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.layer_order import LayerList, layers_in_order
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, whole_numbers
+from sinklens.runs.intervention import Intervention, Pairs, RunContext, whole_numbers, within
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -96,9 +96,5 @@ class LayerOrder(Intervention):
         """The order as indices from 0."""
         if model.tree.architecture.encoder:
             raise SettingError(f"LayerOrder is not available for {model.family} models, which have an encoder.")
-        size = model.cfg.n_layers
         numbers = whole_numbers("layer", self.order)
-        for number in numbers:
-            if not -size <= number < size:
-                raise SettingError(f"layer {number} does not exist; there are {size}, 0 to {size - 1}.")
-        return [number % size for number in numbers]
+        return [within("layer", [number], model.cfg.n_layers)[0] for number in numbers]

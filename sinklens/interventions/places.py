@@ -90,7 +90,9 @@ class Places:
         rule = Positions(None) if what.rule is None and of_keys and not run.single else what.rule
         self._run, self._in_step, self._positions = run, what.step_test(run), what.positions
         for point in points or () if what.heads is not None else ():
-            head_axis(point)
+            if head_axis(point) is None:
+                axes = " ".join(names.axes_of(point))
+                raise SettingError(f"{point} has no head axis ({axes}); omit heads=, or patch an attn point.")
         inside = [int(point.split(".")[1]) for point in points or () if point.startswith("blocks.")]
         self.layers = what.chosen_layers(model) if points is None else sorted(set(inside))
         self.heads = what.chosen_heads(model)
@@ -306,8 +308,7 @@ def head_mask(heads: Sequence[int], size: int, device: torch.device) -> Bool[Ten
 
 def along(mask: Bool[Tensor, "#batch #head pos"], name: str, value: Tensor) -> Bool[Tensor, "..."]:
     """`mask` along the axes of `value` at the point `name`; one without heads has the positions of any head."""
-    axes, place = names.axes_of(name), names.position_axis(name) % value.ndim
-    head = next((axes.index(axis) for axis in ("head", "kv_head") if axis in axes), None)
+    place, head = names.position_axis(name) % value.ndim, head_axis(name)
     if head is None:
         mask = mask.any(dim=1, keepdim=True)
     elif mask.shape[1] > value.shape[head]:
@@ -323,21 +324,15 @@ def along(mask: Bool[Tensor, "#batch #head pos"], name: str, value: Tensor) -> B
 def at_heads(heads: Sequence[int], name: str, value: Tensor) -> Bool[Tensor, "..."]:
     """True at `heads` along the head axis of `value`, of size 1 along the others."""
     axis = head_axis(name)
+    assert axis is not None, "Places refuses heads at other points"
     chosen = head_mask(within("head", heads, value.shape[axis]), value.shape[axis], value.device)
     return chosen.view([-1 if other == axis else 1 for other in range(value.ndim)])
 
 
-def head_axis(name: str) -> int:
-    """The head axis of a point's value.
-
-    Raises:
-        SettingError: the point has no head axis.
-    """
+def head_axis(name: str) -> int | None:
+    """The head axis of a point's value; None without one."""
     axes = names.axes_of(name)
-    for axis in ("head", "kv_head"):
-        if axis in axes:
-            return axes.index(axis)
-    raise SettingError(f"{name} has no head axis ({' '.join(axes)}); omit heads=, or patch an attn point.")
+    return next((axes.index(axis) for axis in ("head", "kv_head") if axis in axes), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,12 +76,6 @@ class Steer(AtPositions):
         if isinstance(self.direction, Directions) and self.point not in (None, self.direction.point):
             raise SettingError(f"the directions belong to {self.direction.point}; leave out point={self.point!r}.")
 
-    @property
-    def _point(self) -> str:
-        if self.point is None:
-            return self.direction.point if isinstance(self.direction, Directions) else "hook_resid_pre"
-        return self.point
-
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
         layers, directions = self.chosen_layers(model), self._of_layers(model)
@@ -98,7 +92,8 @@ class Steer(AtPositions):
             component = (h @ unit)[..., None]
             return h - c * component * unit if self.mode == "project_out" else h + (c - component) * unit
 
-        return self.edits(model, run, self._point, steered)
+        usual = self.direction.point if isinstance(self.direction, Directions) else "hook_resid_pre"
+        return self.edits(model, run, self.point or usual, steered)
 
     def _of_layers(self, model: "Model") -> Float[Tensor, "layer d_model"]:
         """The direction at each layer."""
@@ -146,9 +141,7 @@ class ClampStream(AtPositions):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         """See `HookSource.pairs`."""
-        for dim in self.dims:
-            within("dim", [dim], model.cfg.d_model)
-        dims, at = [int(dim) for dim in self.dims], torch.as_tensor(self.at)
+        dims, at = [within("dim", [dim], model.cfg.d_model)[0] for dim in self.dims], torch.as_tensor(self.at)
 
         def clamped(stream: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor:
             new, bound = stream.clone(), at.to(stream)

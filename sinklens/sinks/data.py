@@ -143,14 +143,14 @@ class TrackData:
     @property
     def renoised(self) -> xr.DataArray:
         """True where a token that was decided before the last step is undecided again, [batch, step, pos]."""
-        return self._before(self.decided) & self.data["masked"].astype(bool)
+        return self.decided.shift(step=1, fill_value=False) & self.data["masked"].astype(bool)
 
     @property
     def edited(self) -> xr.DataArray:
         """True where a token that was decided before the last step was replaced by another one, [batch, step, pos]."""
         token = self.data["token_id"]
-        changed = self._before(self.decided) & (token != token.shift(step=1, fill_value=-1))
-        return changed & self.decided
+        changed = token != token.shift(step=1, fill_value=-1)
+        return self.decided.shift(step=1, fill_value=False) & changed & self.decided
 
     @property
     def on_canvas(self) -> xr.DataArray:
@@ -192,10 +192,6 @@ class TrackData:
         token = self.data["token_id"]
         ended = token.isel(pos=slice(self.prompt_length, None)).isin(self.special["end"]).any("pos")
         return ~ended if self.causal else xr.ones_like(ended)
-
-    def _before(self, state: xr.DataArray) -> xr.DataArray:
-        """`state` one step earlier; False in the first step."""
-        return state.shift(step=1, fill_value=False)
 
     @property
     def units(self) -> tuple[Unit, ...]:

@@ -1,5 +1,6 @@
 """Interventions that edit values at places: each step of a run equals a plain pass with the same edit."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from watching import PADDED, again, compared, entered, unwatched, watch
 
 from sinklens.interventions import AblateHeads, AblateMLPs, ClampStream, RoundActivations, SkipLayers, Steer
+from sinklens.interventions.places import AtPositions
 from sinklens.interventions.streams import Directions
 
 WAYS = [("llama", False, {}), ("sdar", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
@@ -67,6 +69,20 @@ def rounded(stream, real, entered):
     return new
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScaleHeads(AtPositions):
+    """Multiply the output of heads, z = A·V, by three: as a new value, or in place."""
+
+    acts_on = "attn.hook_z"
+    how: str = "new"
+
+    def edit(self, value, hook):
+        if self.how == "new":
+            return 3 * value
+        value *= 3.0
+        return value if self.how == "in place, returned" else None
+
+
 DECIDED = {"layers": [1], "where": "committed"}
 EDITS = {
     "heads": Edit(AblateHeads(layers=[1], heads=[2, -1]), "attn.hook_z", zero, heads=[2, 5]),
@@ -102,6 +118,13 @@ EDITS = {
         RoundActivations(3, point="hook_resid_mid", keep_dims=[5, -1], **DECIDED), "hook_resid_mid", rounded,
         decided=True,
     ),
+    **{
+        f"of one's own, {how}": Edit(
+            ScaleHeads(how=how, layers=[1], heads=[0, 4], steps=[1, 2], positions=[0, 2, -1, -5, -8]), "attn.hook_z",
+            lambda z, *_: 3 * z, range(1, 3), positions=[0, 2, -1, -5, -8], heads=[0, 4],
+        )
+        for how in ("new", "in place", "in place, returned")
+    },
     "mean of heads": Edit(
         AblateHeads(by="mean", layers=[1], heads=[4], positions=[0, -2]), "attn.hook_z", mean, positions=[0, -2],
         heads=[4],

@@ -8,7 +8,7 @@ from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
 
 from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks.names import axes_of
-from sinklens.interventions import Activations, FreezePattern, PatchHooks, WindowAttention
+from sinklens.interventions import Activations, PatchHooks, WindowAttention
 
 WAYS = [(*kind, {}) for kind in [*EACH, ("qwen3_moe", False), ("dream", False)]]
 CAUSAL = [{}, {"use_cache": False}]
@@ -274,22 +274,3 @@ def test_a_second_run_replaces_the_kept_values_but_not_the_earlier_caches_object
     assert kept.caches is not first
     assert torch.equal(first[1][Z], before)
     assert torch.equal(kept.caches[1][Z], before)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "dream"])
-def test_a_frozen_pattern_repeats_its_step_at_its_heads_and_queries(worded, architecture):
-    freeze = FreezePattern(at=1, layers=[0, -1], heads=[0, 4], positions=[0, 2, -1], steps=[0, 2])
-    watched = watch(worded(architecture), PADDED, [freeze])
-    free = watch(worded(architecture), PADDED, replay=watched.run)
-    for layer in range(3):
-        name = f"blocks.{layer}.attn.hook_pattern"
-        kept, later = watched.values[1][name], watched.values[2][name]
-        for row, start in ((0, 3), (1, 0)):
-            frozen = torch.zeros(6, 15, dtype=torch.bool)
-            if layer != 1:
-                frozen[torch.tensor([[0], [4]]), torch.tensor([start, start + 2, -1])] = True
-            assert torch.equal(later[row][frozen], kept[row][frozen])
-            assert (later[row] != kept[row])[:, start:].any(dim=-1).sum() > 0.9 * (~frozen)[:, start:].sum()
-    for step in (0, 1):
-        assert torch.equal(watched.stacked("hook_pattern", step), free.stacked("hook_pattern", step))
-    assert torch.equal(watched.values[3]["blocks.0.attn.hook_pattern"], free.values[3]["blocks.0.attn.hook_pattern"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from building import random_dit, random_ids, random_model
-from watching import LONG, PADDED, entered, short, watch
+from watching import LONG, PADDED, entered, short
 
 import sinklens
 from sinklens.errors import SettingError
@@ -82,22 +82,6 @@ def test_a_run_has_the_weights_of_a_loop_and_gives_them_back(worded):
     for name in pruned:
         assert torch.equal(seen[name], looped(before[name], 0.6, norms.values[name]))
     assert all(torch.equal(value, before[name]) for name, value in model.tree.hf.state_dict().items())
-
-
-def test_more_of_the_weights_change_more_and_the_smallest_change_least(tiny_llada):
-    prompt = "Question: Ben has 9 eggs. He finds 4 more. How many eggs does Ben have now?\nAnswer:"
-    base = watch(tiny_llada, [prompt], [], ["hook_logits"], gen_length=8, steps=2)
-    norms = input_norms(base.run)
-
-    def moved(*hooks):
-        changed = watch(tiny_llada, [prompt], hooks, ["hook_logits"], gen_length=8, steps=2, replay=base.run)
-        logits = changed.values[1]["denoise.hook_logits"] - base.values[1]["denoise.hook_logits"]
-        return float(logits.pow(2).mean())
-
-    assert moved(PruneWeights(0)) == 0
-    assert 0 < moved(PruneWeights(0.1)) < moved(PruneWeights(0.3)) < moved(PruneWeights(0.8))
-    assert moved(PruneWeights(0.3, "wanda", norms=norms)) < moved(PruneWeights(0.3, "random"))
-    assert moved(PruneWeights(0.3)) < moved(PruneWeights(0.3, "random"))
 
 
 def test_random_removes_as_many_by_its_seed_alone():

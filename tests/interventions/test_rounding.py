@@ -42,20 +42,6 @@ def test_matrices_are_rounded_group_by_group_and_restored(bits, group, keep):
     assert all(torch.equal(value, before[name]) for name, value in model.tree.hf.state_dict().items())
 
 
-def test_a_run_is_made_with_rounded_weights_and_more_bits_change_less(tiny_llada):
-    prompt = "Question: Ben has 9 eggs. He finds 4 more. How many eggs does Ben have now?\nAnswer:"
-    before = tiny_llada.tree.hf.model.layers[0].mlp.down_proj.weight.clone()
-    base = watch(tiny_llada, [prompt], [], ["hook_logits"], gen_length=8, steps=2)
-    moved = {}
-    for bits in (8, 4, 3):
-        hooks = [RoundWeights(bits)]
-        changed = watch(tiny_llada, [prompt], hooks, ["hook_logits"], gen_length=8, steps=2, replay=base.run)
-        logits = changed.values[1]["denoise.hook_logits"] - base.values[1]["denoise.hook_logits"]
-        moved[bits] = float(logits.pow(2).mean())
-    assert 0 < moved[8] < moved[4] < moved[3]
-    assert torch.equal(tiny_llada.tree.hf.model.layers[0].mlp.down_proj.weight, before)
-
-
 def test_a_planted_outlier_dimension_is_what_rounding_costs():
     """With one large dimension the others lose their levels; keeping it, and no other, saves them."""
     model, ids = random_model(), random_ids()

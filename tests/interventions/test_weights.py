@@ -7,10 +7,11 @@ import torch
 from building import random_dit, random_ids, random_model, shared_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
-from watching import LONG
+from watching import LONG, watch
 
 import sinklens
 from sinklens.errors import SettingError
+from sinklens.experiments import input_norms
 from sinklens.interventions import EditWeights, PruneWeights, RoundWeights
 from sinklens.interventions.weights import weight_matrices
 
@@ -99,6 +100,23 @@ def test_edits_of_the_same_weights_follow_each_other(worded):
     for layer, factor in ((0, 1.0), (1, 0.25), (2, 0.5)):
         torch.testing.assert_close(seen[0][name.format(layer)], before[name.format(layer)] * factor)
     assert changed(model, before) == {}
+
+
+def test_stronger_edits_change_the_logits_more_and_leave_the_weights_as_they_were(tiny_llada):
+    prompt = "Question: Ben has 9 eggs. He finds 4 more. How many eggs does Ben have now?\nAnswer:"
+    base, before = watch(tiny_llada, [prompt], [], ["hook_logits"], gen_length=8, steps=2), state(tiny_llada)
+
+    def moved(hooks):
+        run = watch(tiny_llada, [prompt], [hooks], ["hook_logits"], gen_length=8, steps=2, replay=base.run)
+        logits = run.values[1]["denoise.hook_logits"] - base.values[1]["denoise.hook_logits"]
+        return float(logits.pow(2).mean())
+
+    norms = input_norms(base.run)
+    assert 0 == moved(PruneWeights(0)) < moved(PruneWeights(0.1)) < moved(PruneWeights(0.3)) < moved(PruneWeights(0.8))
+    assert moved(PruneWeights(0.3, "wanda", norms=norms)) < moved(PruneWeights(0.3, "random"))
+    assert moved(PruneWeights(0.3)) < moved(PruneWeights(0.3, "random"))
+    assert 0 < moved(RoundWeights(8)) < moved(RoundWeights(4)) < moved(RoundWeights(3))
+    assert changed(tiny_llada, before) == {}
 
 
 @pytest.mark.parametrize("hooks", [RoundWeights(4), PruneWeights(0.5)])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from watching import PADDED, compared, entered, stacked, unwatched, watch
+from watching import PADDED, add, compared, entered, hidden, stacked, unwatched, watch
 
 from sinklens.errors import SettingError
 from sinklens.interventions import (
@@ -201,21 +201,19 @@ def test_masked_and_kept_keys_are_those_of_each_tokens_step(worded, hooks, setti
     base = watch(model, PADDED, points=[], gen_length=4, **settings).run
     marked = random_places(base)
     given = {"queries": "each"} if hooks is MaskSinks else {}
-    watched = watch(model, PADDED, [hooks(top_k=None, where=marked, **given)], gen_length=4, **settings)
-    for step in range(watched.run.steps_run):
-        pattern = watched.stacked("hook_pattern", step).transpose(0, 1)
-        size, width = pattern.shape[3:]
-        for row, query in itertools.product(range(2), range(size)):
-            column = width - size + query
-            own = max(0, column - base.prompt_length + 1)
-            if (hooks is KeepKeys and column < base.prompt_length - 1) or not base.real[row, column]:
-                continue
-            keys = marked[row, own, :, :, : column + 1] & base.real[row, : column + 1]
-            seen = pattern[row, :, :, query, : column + 1] != 0
-            real = base.real[row, : column + 1]
-            expected = real & ~keys if hooks is MaskSinks else keys
-            expected[..., column] |= hooks is KeepKeys
-            assert torch.equal(seen, expected.expand_as(seen))
+    hook = hooks(top_k=None, where=marked, **given)
+    watched = watch(model, PADDED, [hook], ["hook_pattern", "hook_logits"], gen_length=4, **settings)
+
+    def edits(step):
+        length = entered(watched.run, step)[0].shape[1]
+        own = (torch.arange(length) - base.prompt_length + 1).clamp(min=0)
+        keys = marked[:, own][..., :length].permute(2, 0, 3, 1, 4)  # [layer, batch, head, query, key]
+        if hooks is KeepKeys:  # the newest query of each step, and always itself
+            newest = torch.arange(length) >= base.prompt_length - 1
+            keys = ~(keys | torch.eye(length, dtype=torch.bool)) & newest[:, None]
+        return {f"blocks.{layer}.attn.hook_attn_mask": add(hidden(keys[layer])) for layer in range(3)}
+
+    assert len(list(compared(watched, edits))) > 1
 
 
 @pytest.mark.fast_cases(3)

@@ -200,6 +200,7 @@ def test_a_path_that_holds_something_else_is_not_overwritten(tmp_path, name):
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_other_types_on_disk_and_tracks_without_scores_are_refused(tmp_path):
     with pytest.raises(SettingError, match=r"dtype on disk must be 'float32' or 'float16'; got 'int8'"):
         made(False).track.save(tmp_path / "sinks.nc", "int8")
