@@ -21,7 +21,7 @@ from sinklens.hooks.attention.normalizers import normalizer_of
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import KeyScores
 from sinklens.runs.intervention import Pairs, RunContext, Snapshot, layer_of, row_key
-from sinklens.sinks.kinds import STATES, PlaceState, kind_codes, kinds_of_tokens
+from sinklens.sinks.kinds import STATES, PlaceState, kind_codes, kinds_of_tokens, state_codes
 from sinklens.sinks.strongest import in_only, needs_text
 from sinklens.sinks.track import SinkTrack, build_track
 
@@ -257,12 +257,9 @@ def kinds_now(run: RunContext, canvas: Snapshot, reason: str) -> Int[Tensor, "ba
 
 def states_now(run: RunContext, canvas: Snapshot) -> Int[Tensor, "batch pos"]:
     """The `PlaceState` of each position; MISSING on padding and where nothing is decoded yet."""
-    ids, masked = canvas.ids, canvas.undecided
-    length = ids.shape[1]
-    prompt = torch.arange(length, device=ids.device) < run.prompt_length
-    codes = torch.where(prompt, int(PlaceState.PROMPT), int(PlaceState.COMMITTED)).expand_as(ids)
-    codes = torch.where(masked, int(PlaceState.MASKED), codes)
-    return torch.where(run.real[:, :length].to(ids.device) & (ids >= 0), codes, int(PlaceState.MISSING))
+    ids, masked = (part.cpu().numpy()[:, None] for part in (canvas.ids, canvas.undecided))
+    exists = run.real[:, None, : ids.shape[2]].cpu().numpy() & (ids >= 0)
+    return torch.from_numpy(state_codes(masked, exists, run.prompt_length)[:, 0]).to(canvas.ids.device)
 
 
 def of_kind(names: Sequence[str], run: RunContext, canvas: Snapshot, reason: str) -> Bool[Tensor, "batch pos"]:

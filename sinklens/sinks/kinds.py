@@ -162,9 +162,16 @@ def kind_codes(
 
 def states(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
     """The `PlaceState` of every place, as an integer code: ``states(track) == PlaceState.MASKED``."""
-    decided = np.where(_answer(track), PlaceState.COMMITTED, PlaceState.PROMPT)
-    codes = np.where(track.data["masked"].to_numpy(), PlaceState.MASKED, decided)
-    return _coded(np.where(_existing(track), codes, PlaceState.MISSING), PlaceState)
+    codes = state_codes(track.data["masked"].to_numpy(), _existing(track), track.prompt_length)
+    return _coded(codes, PlaceState)
+
+
+def state_codes(
+    masked: Bool[np.ndarray, "batch step pos"], exists: Bool[np.ndarray, "batch step pos"], prompt_length: int
+) -> Int[np.ndarray, "batch step pos"]:
+    """The `PlaceState` of every place."""
+    decided = np.where(np.arange(masked.shape[2]) < prompt_length, PlaceState.PROMPT, PlaceState.COMMITTED)
+    return np.where(exists, np.where(masked, PlaceState.MASKED, decided), PlaceState.MISSING)
 
 
 def absorption(track: SinkTrack, by: str = "kind") -> Float[xr.DataArray, "batch step layer set"]:
@@ -270,11 +277,6 @@ def _existing(track: SinkTrack) -> np.ndarray:
     """True at places that exist, [batch, step, pos]: not padding, already decoded, in a row that has not ended."""
     exists = track.data["is_real"].to_numpy()[:, None] & (track.data["token_id"].to_numpy() >= 0)
     return exists & track.running.to_numpy()[:, :, None]
-
-
-def _answer(track: SinkTrack) -> np.ndarray:
-    """True at positions after the prompt, [pos]."""
-    return np.arange(track.data.sizes["pos"]) >= track.prompt_length
 
 
 def _coded(codes: np.ndarray, enum: type[IntEnum]) -> xr.DataArray:

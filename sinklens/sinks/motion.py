@@ -19,12 +19,11 @@ from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import TrackError
 from sinklens.sinks.data import AXES
+from sinklens.sinks.detectors import Detector, MeanPlusStd
 from sinklens.sinks.track import SinkTrack, Unit
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
-
-    from sinklens.sinks.detectors import Detector
 
 HEADS = ("layer", "head")
 
@@ -205,7 +204,7 @@ def spatial_variance(track: SinkTrack, unit: Unit = "sum", pooled: bool = True) 
 
 
 def centroid(
-    track: SinkTrack, detector: "Detector | None" = None, unit: Unit = "sum", pooled: bool = True
+    track: SinkTrack, detector: Detector | None = None, unit: Unit = "sum", pooled: bool = True
 ) -> Float[xr.DataArray, "batch step ..."]:
     """Where the sinks are at each step: c_t = Σ_{j∈S_t} m_t(j)·j / Σ_{j∈S_t} m_t(j), a position.
 
@@ -220,12 +219,12 @@ def centroid(
             False: each head separately, [batch, step, layer, head].
     """
     measured = _pool(track) if pooled else track
-    found = _massive(measured) if pooled and detector is None else measured.detect(detector)
+    found = measured.detect(MeanPlusStd() if pooled and detector is None else detector)
     return _without_heads(_centroid_of(_scores(measured, unit), found), pooled)
 
 
 def temporal_variance(
-    track: SinkTrack, detector: "Detector | None" = None, unit: Unit = "sum", pooled: bool = True
+    track: SinkTrack, detector: Detector | None = None, unit: Unit = "sum", pooled: bool = True
 ) -> Float[xr.DataArray, "batch ..."]:
     """How far the sinks wander: Var_t(c_t) of the `centroid`, in positions squared.
 
@@ -235,10 +234,11 @@ def temporal_variance(
     Args:
         detector, unit, pooled: as in `centroid`; [batch], or [batch, layer, head] when not pooled.
     """
-    return _step_variance(centroid(track, detector, unit, pooled))
+    path = centroid(track, detector, unit, pooled)
+    return path.var("step").where(path.count("step") >= 2)
 
 
-def motion_table(track: SinkTrack, detector: "Detector | None" = None) -> "DataFrame":
+def motion_table(track: SinkTrack, detector: Detector | None = None) -> "DataFrame":
     """One row per row of the batch and one column per measure, for comparing models and bootstrapping over rows.
 
     Every number is a mean over the layers and heads (and steps or pairs) where it is defined, NaN where it is undefined
@@ -257,18 +257,26 @@ def motion_table(track: SinkTrack, detector: "Detector | None" = None) -> "DataF
         defined in their source.
     """
     found, exists = track.detect(detector), existing(track)
-    alive = exists.any("pos")
+    alive, moves, line = exists.any("pos"), jumps(track), drift(track)
+    lives = lifetimes(found, exists).groupby("batch")[["length", "censored"]].mean()
+    lives = lives.reindex(found["batch"].to_numpy())  # NaN for a row without lives
     measures = {
         "steps": alive.any(HEADS).sum("step"),
-        **_of_strongest_key(track),
+        "jumps": moves["changes"].where(moves["pairs"] > 0),
+        "jump_share": moves["share"],
+        "jump_distance": moves["distance"],
+        "drift": line["slope"],
+        "drift_r_squared": line["r_squared"],
+        "static_share": static_share(track),
         "sinks": found.sum("pos").where(alive),
-        **_of_lives(found, exists),
+        "lifetime": xr.DataArray(lives["length"].to_numpy(), dims="batch"),
+        "censored": xr.DataArray(lives["censored"].to_numpy(), dims="batch"),
         "static_sinks": static_sinks(found, exists),
         "overlap_step": overlap(found, exists, "step"),
         "overlap_layer": overlap(found, exists, "layer"),
         "overlap_head": overlap(found, exists, "head"),
         "spatial_variance": spatial_variance(track, pooled=False),
-        "temporal_variance": _step_variance(_centroid_of(_scores(track), found)),
+        "temporal_variance": temporal_variance(track, detector, pooled=False),
         "pooled_spatial_variance": spatial_variance(track),
         "pooled_temporal_variance": temporal_variance(track),
     }
@@ -280,29 +288,6 @@ def _scores(track: SinkTrack, unit: Unit = "sum") -> xr.DataArray:
     """The scores while a row is running; NaN after its end, while it waits for the rest of its batch."""
     score = track.scores(unit)
     return score.where(track.running) if track.causal else score
-
-
-def _of_strongest_key(track: SinkTrack) -> dict[str, xr.DataArray]:
-    """The columns of `motion_table` that need no detector."""
-    moves, line = jumps(track), drift(track)
-    return {
-        "jumps": moves["changes"].where(moves["pairs"] > 0),
-        "jump_share": moves["share"],
-        "jump_distance": moves["distance"],
-        "drift": line["slope"],
-        "drift_r_squared": line["r_squared"],
-        "static_share": static_share(track),
-    }
-
-
-def _of_lives(found: xr.DataArray, exists: xr.DataArray) -> dict[str, xr.DataArray]:
-    """The columns of `motion_table` that are means over lives, [batch]; NaN for a row without lives."""
-    lives = lifetimes(found, exists).groupby("batch")[["length", "censored"]].mean()
-    lives = lives.reindex(found["batch"].to_numpy())
-    return {
-        "lifetime": xr.DataArray(lives["length"].to_numpy(), dims="batch"),
-        "censored": xr.DataArray(lives["censored"].to_numpy(), dims="batch"),
-    }
 
 
 def _sinks(found: xr.DataArray, exists: xr.DataArray) -> xr.DataArray:
@@ -359,17 +344,6 @@ def _centroid_of(mass: xr.DataArray, found: xr.DataArray) -> xr.DataArray:
     moment = np.einsum("...j,j->...", mass.to_numpy(), mass["pos"].to_numpy(), dtype=np.float64)
     total = mass.sum("pos", dtype=np.float64)
     return total.copy(data=moment) / total
-
-
-def _step_variance(centroids: xr.DataArray) -> xr.DataArray:
-    """Variance over the steps; NaN where fewer than two have a value."""
-    return centroids.var("step").where(centroids.count("step") >= 2)
-
-
-def _massive(track: SinkTrack) -> xr.DataArray:
-    """True where the score exceeds mean + 2 standard deviations of the existing positions."""
-    mass = track.scores()
-    return mass > mass.mean("pos") + 2 * mass.std("pos")
 
 
 def _without_heads(value: xr.DataArray, pooled: bool) -> xr.DataArray:

@@ -14,6 +14,7 @@ CAUSAL = [{}, {"use_cache": False}]
 MASK = 60
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("architecture", DIFFUSION)
 def test_forced_tokens_are_on_the_canvas_from_their_step_on(worded, architecture):
     force = ForceTokens(tokens={0: 41, -2: 42, -8: 43}, steps=[1])
@@ -62,6 +63,7 @@ def test_a_token_forced_at_every_step_is_replaced_before_it_is_read(worded, sett
     assert run.canvas[0, 2:, 8].tolist() == [42] * (run.steps_run - 1)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("architecture", DIFFUSION)
 def test_remasked_positions_are_decided_again_or_reported_as_masked(worded, architecture):
     model = worded(architecture)
@@ -94,7 +96,7 @@ def emptied(place):
     return empty
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("at", ["front", "end"])
 @pytest.mark.parametrize("value", ["own", "zero"])
 @pytest.mark.parametrize("architecture", DIFFUSION)

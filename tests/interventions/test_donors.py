@@ -33,6 +33,7 @@ def labels_by_hand(run, row, column, step):
     return own, int(state), answer if answer >= 0 else column - start, int(kind)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_every_real_position_of_an_active_row_is_a_donor_with_its_labels(worded, architecture, causal, settings):
     model = worded(architecture, causal)
@@ -73,7 +74,7 @@ def test_steps_are_the_samplers_and_only_steps_those_that_are_kept(worded):
     torch.testing.assert_close(2 * means[0].values, means[1].values + means[2].values)
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("match", [("step", "state", "position", "kind"), ("state",), ()])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_a_resampled_value_is_that_of_a_matching_donor(worded, architecture, causal, settings, match):
@@ -107,6 +108,7 @@ def test_a_resampled_value_is_that_of_a_matching_donor(worded, architecture, cau
     assert unwatched(model)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), [WAYS[0], *WAYS[3:]])
 def test_draws_of_a_row_do_not_depend_on_its_batch_but_on_the_seed(worded, architecture, causal, settings):
     model, few = worded(architecture, causal), {"gen_length": 4} | settings
@@ -121,6 +123,7 @@ def test_draws_of_a_row_do_not_depend_on_its_batch_but_on_the_seed(worded, archi
     assert not torch.equal(other.values[0][Z], both.values[0][Z])
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), [WAYS[0], *WAYS[3:]])
 def test_resampled_values_are_those_of_an_edited_hook_v(worded, architecture, causal, settings):
     """If all heads change a key, its value is that of the donor, in the pass that computes it and in later ones."""

@@ -40,6 +40,7 @@ def test_the_mean_without_a_reference_needs_all_positions_of_the_row(worded, ref
     torch.testing.assert_close(replaced, reference[False].mean[1].expand_as(replaced))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
 def test_resampled_outputs_come_from_the_same_heads_at_one_place_of_the_pool(
     worded, reference, architecture, causal, settings
@@ -61,6 +62,7 @@ def test_resampled_outputs_come_from_the_same_heads_at_one_place_of_the_pool(
     assert len(drawn) > 5
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), [*ONE_OF_EACH, ("dream", False, {})])
 def test_a_reference_is_the_mean_over_prompts_steps_and_real_positions(worded, architecture, causal, settings):
     model = worded(architecture, causal)
@@ -230,7 +232,7 @@ def test_a_reference_of_another_model_is_rejected(reference):
         AblateHeads(by="mean", reference=reference[False]).hooks_for(other)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -146,7 +146,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.fast_cases(11)
+@pytest.mark.fast_cases(9)
 @pytest.mark.parametrize(
     ("architecture", "causal", "cached", "option"),
     [(*way, option) for way in ONE_OF_EACH for option in OPTIONS if not (way[1] and option == "masks")],

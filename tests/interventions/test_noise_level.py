@@ -2,71 +2,26 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
+from dit_oracle import PARTS, PlainDit
 
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import ClampGates, ForceTime, FreezeCond
-from sinklens.model import Model
 
 SETTINGS = {"gen_length": 8, "steps": 4, "record_sinks": False, "progress": False}
 PROMPTS = torch.tensor([[3, 9, 4], [5, 5, 11]])
 
 
 @pytest.fixture(scope="module", params=["duo", "sedd", "gidd"])
-def timed(request, conformance) -> Model:
-    return sinklens.load(conformance / request.param, family=request.param)
+def timed(request, conformance):
+    """A network that reads its noise level, as sinklens loads it and in plain torch."""
+    folder = conformance / request.param
+    return sinklens.load(folder, family=request.param), PlainDit(folder)
 
 
 @pytest.fixture(scope="module", params=["mdlm", "bd3lm-owt"])
-def untimed(request, conformance) -> Model:
+def untimed(request, conformance):
     return sinklens.load(conformance / request.param)
-
-
-def plain(model, ids, conds, final, gates=lambda layer, part, gate: gate):
-    """Logits of a DiT, written out: `conds` is the conditioning of each layer, [layer, batch, d_cond]."""
-    base, heads = model.hf.model, model.cfg.n_heads
-    x, width = base.embed_tokens(ids), model.cfg.d_head
-    half = torch.arange(0, width, 2, dtype=torch.float32)
-    angles = torch.arange(ids.shape[1])[:, None] * 10000.0 ** (-half / width)
-    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-
-    def rotated(y):
-        return y * cos + torch.cat([-y[..., width // 2 :], y[..., : width // 2]], dim=-1) * sin
-
-    def normed(norm, y):
-        mean, variance = y.mean(dim=-1, keepdim=True), y.var(dim=-1, unbiased=False, keepdim=True)
-        return (y - mean) / (variance + 1e-5).sqrt() * norm.weight
-
-    for number, layer in enumerate(base.layers):
-        made = F.linear(conds[number], layer.modulation.weight, layer.modulation.bias)
-        shift, scale, gate, shift_2, scale_2, gate_2 = made[:, None].chunk(6, dim=-1)
-        read = normed(layer.input_layernorm, x) * (1 + scale) + shift
-        attn = layer.self_attn
-        q, k, v = (
-            (read @ one.weight.T).unflatten(-1, (heads, width)).transpose(1, 2)
-            for one in (attn.q_proj, attn.k_proj, attn.v_proj)
-        )
-        pattern = (rotated(q) @ rotated(k).transpose(-1, -2) / width**0.5).softmax(dim=-1)
-        x = x + gates(number, "attn", gate) * ((pattern @ v).transpose(1, 2).flatten(2) @ attn.o_proj.weight.T)
-        read = normed(layer.post_attention_layernorm, x) * (1 + scale_2) + shift_2
-        x = x + gates(number, "mlp", gate_2) * layer.mlp.down_proj(F.gelu(layer.mlp.up_proj(read), approximate="tanh"))
-    shift, scale = F.linear(final, base.modulation.weight, base.modulation.bias)[:, None].chunk(2, dim=-1)
-    return (normed(base.norm, x) * (1 + scale) + shift) @ model.hf.lm_head.weight.T + model.hf.lm_head.bias
-
-
-def cond_of(model, times):
-    """The conditioning of each row, from the definition."""
-    embed = model.hf.model.time_embed
-    angles = torch.as_tensor(times)[:, None] * 10000.0 ** (-torch.arange(128) / 128)
-    waves = torch.cat([angles.cos(), angles.sin()], dim=-1)
-    hidden = F.silu(F.linear(waves, embed.in_proj.weight, embed.in_proj.bias))
-    return F.silu(F.linear(hidden, embed.out_proj.weight, embed.out_proj.bias))
-
-
-def same_everywhere(model, ids, times, **more):
-    cond = cond_of(model, times)
-    return plain(model, ids, [cond] * model.cfg.n_layers, cond, **more)
 
 
 def watched(model, hooks):
@@ -82,92 +37,102 @@ def watched(model, hooks):
 
 
 def close(found, wanted):
-    assert (found - wanted).abs().max() < 2e-4
+    torch.testing.assert_close(found, wanted, atol=3e-5 * float(wanted.abs().max()), rtol=0)
     assert wanted.std() > 0.05
 
 
-def check(model, hook, times, gates=lambda layer, part, gate: gate):
+@torch.no_grad()
+def check(network, hook, times=lambda run, step: run.time[:, step], edits=lambda run, step: {}):
     """Every step of a run under `hook` has the logits of the plain network; returns the run and its logits.
 
     Args:
         times: the noise levels that a step of a run reads.
+        edits: what else is changed in its pass.
     """
+    model, dit = network
     run, logits = watched(model, [hook])
     for step in range(run.steps_run):
-        close(logits[step], same_everywhere(model, run.canvas[:, step], times(run, step), gates=gates))
+        close(logits[step], dit(run.canvas[:, step], times(run, step), edits(run, step)).logits)
     return run, logits
 
 
-@torch.no_grad()
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("given", [0.4, torch.tensor([0.2, 0.7])], ids=["one", "rows"])
 def test_a_forced_time_is_read_at_its_steps_and_the_run_goes_on_from_what_follows(timed, given):
-    hook = ForceTime(time=given, steps=[1, 2])
-    read = torch.as_tensor(given).expand(2)
+    hook, read = ForceTime(time=given, steps=[1, 2]), torch.as_tensor(given).expand(2)
     run, logits = check(timed, hook, lambda run, step: read if step in (1, 2) else run.time[:, step])
-    other, unchanged = watched(timed, [])
+    other, unchanged = watched(timed[0], [])
     assert torch.equal(run.time, other.time)
     assert torch.equal(run.canvas[:, :2], other.canvas[:, :2])
     assert not torch.equal(logits[1], unchanged[1])
 
 
-@torch.no_grad()
+@pytest.mark.fast_cases(1)
 def test_times_of_another_run_are_read_by_row_and_step(timed):
-    times = watched(timed, [])[0].time.flip(1) * torch.tensor([[1.0], [0.5]])
+    times = watched(timed[0], [])[0].time.flip(1) * torch.tensor([[1.0], [0.5]])
     check(timed, ForceTime(time=times), lambda run, step: times[:, step])
 
 
-@torch.no_grad()
+@pytest.mark.fast_cases(1)
 def test_conditioning_of_a_step_is_kept_by_the_later_ones(timed):
     check(timed, FreezeCond(of_step=1), lambda run, step: run.time[:, min(step, 1)])
 
 
+def modulated(dit, layer, cond):
+    """Edits after which a layer is modulated by `cond`."""
+    made = cond @ dit.weights[f"blocks.{layer}.adaLN_modulation.weight"].T
+    parts = (made + dit.weights[f"blocks.{layer}.adaLN_modulation.bias"]).chunk(6, dim=-1)
+    pairs = zip(PARTS, parts, strict=True)
+    return {f"blocks.{layer}.adaln.{name}": lambda value, part=part: part.expand_as(value) for name, part in pairs}
+
+
 @torch.no_grad()
+@pytest.mark.fast_cases(1)
 def test_frozen_layers_are_modulated_by_the_given_vector_and_the_others_by_the_time(timed):
-    frozen = cond_of(timed, torch.tensor([0.3, 0.9]))
+    model, dit = timed
+    frozen = dit.condition(torch.tensor([0.3, 0.9]))
     steps = torch.stack([frozen] * SETTINGS["steps"] + [frozen * 0.5], dim=1)  # [batch, step, d_cond]
-    last = timed.cfg.n_layers - 1
-    run, logits = watched(timed, [FreezeCond(cond=steps, layers=[-1])])
-    for step in range(run.steps_run):
-        now = cond_of(timed, run.time[:, step])
-        close(logits[step], plain(timed, run.canvas[:, step], [now] * last + [steps[:, step]], now))
+    hook = FreezeCond(cond=steps, layers=[-1])
+    run, _ = check(timed, hook, edits=lambda run, step: modulated(dit, dit.layers - 1, steps[:, step]))
     ids = run.canvas[:, 1]
-    with timed.hooks(fwd_hooks=FreezeCond(cond=frozen[0], layers=[0]).hooks_for(timed)):
-        found = timed(ids, time=0.6)
-    now = cond_of(timed, torch.tensor([0.6, 0.6]))
-    close(found, plain(timed, ids, [frozen[:1], *[now] * last], now))
+    with model.hooks(fwd_hooks=FreezeCond(cond=frozen[0], layers=[0]).hooks_for(model)):
+        found = model(ids, time=0.6)
+    close(found, dit(ids, 0.6, modulated(dit, 0, frozen[:1])).logits)
+
+
+def gates(dit, parts, change):
+    return {f"blocks.{layer}.adaln.hook_{part}_gate": change for layer in range(dit.layers) for part in parts}
 
 
 GATES = {
     "attention of a layer off": (
         ClampGates(of="attn", layers=[0]),
-        lambda layer, part, gate: gate * (0 if (layer, part) == (0, "attn") else 1),
+        lambda dit: {"blocks.0.adaln.hook_attn_gate": torch.zeros_like},
     ),
     "MLPs at a half": (
         ClampGates(of="mlp", at=0.5),
-        lambda layer, part, gate: gate * 0 + 0.5 if part == "mlp" else gate,
+        lambda dit: gates(dit, ["mlp"], lambda gate: torch.full_like(gate, 0.5)),
     ),
-    "limited": (ClampGates(at=0.02, mode="limit"), lambda layer, part, gate: gate.clamp(-0.02, 0.02)),
+    "limited": (
+        ClampGates(at=0.02, mode="limit"),
+        lambda dit: gates(dit, ["attn", "mlp"], lambda gate: gate.clamp(-0.02, 0.02)),
+    ),
 }
 
 
-@torch.no_grad()
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("case", GATES)
 def test_gates_are_set_and_limited_in_the_named_layers_alone(timed, case):
     hook, change = GATES[case]
-    check(timed, hook, lambda run, step: run.time[:, step], change)
+    check(timed, hook, edits=lambda run, step: change(timed[1]))
 
 
-@torch.no_grad()
 def test_gates_of_an_untimed_network_are_clamped_and_its_steps_respected(conformance):
-    model = sinklens.load(conformance / "mdlm")
+    model, dit = sinklens.load(conformance / "mdlm"), PlainDit(conformance / "mdlm")
     gate = torch.linspace(-1, 1, model.cfg.d_model)
-    run, logits = watched(model, [ClampGates(layers=[1], of="mlp", at=gate, steps=[0])])
-    for step in range(run.steps_run):
-
-        def change(layer, part, value, step=step):
-            return gate.expand_as(value) if (step, layer, part) == (0, 1, "mlp") else value
-
-        close(logits[step], same_everywhere(model, run.canvas[:, step], torch.zeros(2), gates=change))
+    edits = {"blocks.1.adaln.hook_mlp_gate": lambda value: gate.expand_as(value)}
+    hook = ClampGates(layers=[1], of="mlp", at=gate, steps=[0])
+    check((model, dit), hook, lambda run, step: 0.0, lambda run, step: edits if step == 0 else {})
 
 
 def test_a_time_that_an_untimed_network_is_given_is_reported(untimed):
@@ -217,4 +182,4 @@ REFUSED = [
 @pytest.mark.parametrize(("call", "text"), REFUSED)
 def test_what_has_no_meaning_is_refused(timed, tiny_llada, call, text):
     with pytest.raises(SettingError, match=text):
-        call(timed, tiny_llada)
+        call(timed[0], tiny_llada)

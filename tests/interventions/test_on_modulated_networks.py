@@ -191,6 +191,7 @@ def test_every_step_of_a_changed_run_equals_a_plain_pass_with_the_change(network
     assert case != "Suffix" or bool((run.canvas[:, :, -2:] == torch.tensor([17, 18])).all())
 
 
+@pytest.mark.fast_cases(2)
 def test_a_reference_has_the_mean_outputs_of_its_passes(network, name):
     model, dit = network
     reference = head_outputs(model, torch.tensor([[3, 1, 2]]), seed=2, **{"gen_length": 6} | SETTINGS[name])
@@ -206,6 +207,7 @@ def test_masked_again_positions_are_masks(conformance, masked):
     assert (run.canvas[:, 3, -2:] == model.mask_token_id).all()
 
 
+@pytest.mark.fast_cases(2)
 def test_an_effect_under_replay_is_the_divergence_of_plain_passes(network, name):
     model, dit = network
     found = effect(model, PROMPTS, AblateHeads(layers=[1], heads=[0]), **{"gen_length": 6, "seed": 1} | SETTINGS[name])
@@ -218,6 +220,7 @@ def test_an_effect_under_replay_is_the_divergence_of_plain_passes(network, name)
             assert kl[row, step] == pytest.approx(float(divergence[row][undecided[row]].mean()), rel=1e-2)
 
 
+@pytest.mark.fast_cases(2)
 def test_features_are_collected_read_and_spliced_at_the_noise_level_of_their_step(network, name, tmp_path):
     (model, dit), point = network, "blocks.1.hook_resid_post"
     settings = {"gen_length": 6, "seed": 1} | SETTINGS[name]
@@ -236,6 +239,7 @@ def test_features_are_collected_read_and_spliced_at_the_noise_level_of_their_ste
         assert_near(found, plain(dit, spliced, number, {point: lambda x: -(-x).relu()}).logits)
 
 
+@pytest.mark.fast_cases(2)
 def test_the_confidence_is_the_models_probability_of_what_was_drawn(network, name):
     (model, dit), kept = network, {}
     points = ("denoise.hook_confidence", "denoise.hook_candidates")
@@ -250,6 +254,7 @@ def test_the_confidence_is_the_models_probability_of_what_was_drawn(network, nam
         torch.testing.assert_close(shown[there].float(), expected[there], atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.fast_cases(2)
 def test_fixed_noise_takes_uniform_numbers(network, name):
     model, _ = network
     kept: list[Tensor] = []

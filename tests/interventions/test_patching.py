@@ -28,7 +28,7 @@ def keep(model, prompts, names, **settings):
     return kept.caches
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings", "names"),
     [(*way, [Z, "blocks.0.hook_resid_post", "blocks.2.attn.hook_pattern"]) for way in WAYS]
@@ -68,7 +68,7 @@ def test_a_patch_changes_only_its_step_head_and_positions(worded, architecture, 
         assert torch.equal(patched.values[1][Z], base.values[1][Z])
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("recorded", "settings"), [CAUSAL, CAUSAL[::-1]], ids=["kept with a cache", "kept without"])
 @pytest.mark.parametrize(
     "given",

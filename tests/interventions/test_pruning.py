@@ -33,6 +33,7 @@ def looped(rows, share, norms=None):
     return found
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_lowest_scores_of_each_row_go_as_in_a_loop(seed):
     random = torch.Generator().manual_seed(seed)

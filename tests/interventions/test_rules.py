@@ -58,6 +58,7 @@ COMBINED = {
 }
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", COMBINED)
 def test_combined_rules_are_at_the_places_of_a_loop_over_the_parts(worded, name):
     rule, expected = COMBINED[name]
@@ -189,6 +190,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("llama", True)])
 def test_a_run_records_the_keys_that_got_no_attention(worded, architecture, causal, name):

@@ -22,14 +22,26 @@ def chosen(scores, real=None, **given):
     return [[head.nonzero()[:, 0].tolist() for head in row] for row in keys]
 
 
-def test_the_strongest_or_weakest_keys_are_taken_and_the_first_of_ties():
-    scores = torch.tensor([[[2.0, 5.0, 0.0, 5.0, 0.0, 1.0]]])
-    assert chosen(scores, top_k=1) == [[[1]]]
-    assert chosen(scores, top_k=3) == [[[0, 1, 3]]]
-    assert chosen(scores, top_k=1, pick="weakest") == [[[2]]]
-    assert chosen(scores, top_k=3, pick="weakest") == [[[2, 4, 5]]]
-    for length in (8, 300):
-        assert chosen(torch.ones(1, 1, length), top_k=3) == [[[0, 1, 2]]]
+ONE = torch.tensor([[[2.0, 5.0, 0.0, 5.0, 0.0, 1.0]]])
+TWO = torch.tensor([[[9.0, 9.0, 1.0, 2.0]], [[1.0, 2.0, 3.0, 4.0]]])
+PADDED = torch.tensor([[False, False, True, True], [True, True, True, True]])
+
+
+@pytest.mark.parametrize(
+    ("scores", "real", "given", "expected"),
+    [
+        (ONE, None, {"top_k": 1}, [[[1]]]),
+        (ONE, None, {"top_k": 3}, [[[0, 1, 3]]]),
+        (ONE, None, {"top_k": 1, "pick": "weakest"}, [[[2]]]),
+        (ONE, None, {"top_k": 3, "pick": "weakest"}, [[[2, 4, 5]]]),
+        (torch.ones(1, 1, 300), None, {"top_k": 3}, [[[0, 1, 2]]]),
+        (TWO, PADDED, {"top_k": 1}, [[[3]], [[3]]]),
+        (TWO, PADDED, {"top_k": 3}, [[[2, 3]], [[1, 2, 3]]]),
+        (TWO, PADDED, {"top_k": 3, "pick": "weakest"}, [[[2, 3]], [[0, 1, 2]]]),
+    ],
+)
+def test_the_strongest_or_weakest_keys_are_taken_the_first_of_ties_and_never_padding(scores, real, given, expected):
+    assert chosen(scores, real, **given) == expected
 
 
 @pytest.mark.parametrize("pick", ["strongest", "weakest", "random_any"])
@@ -39,14 +51,6 @@ def test_no_key_is_taken_from_an_all_zero_head(pick):
     run = RunContext(shared_model().tree, real, 3, 3, 60, 0, (5,), lambda ids: {}, {})
     found = Where(top_k=2, pick=pick).taken(ScoredStep({0: scores}), real, 1, run)
     assert found.sum(dim=-1).tolist() == [[[0, 2]]]
-
-
-def test_padding_is_never_taken_and_all_keys_of_a_short_row_are():
-    scores = torch.tensor([[[9.0, 9.0, 1.0, 2.0]], [[1.0, 2.0, 3.0, 4.0]]])
-    real = torch.tensor([[False, False, True, True], [True, True, True, True]])
-    assert chosen(scores, real, top_k=1) == [[[3]], [[3]]]
-    assert chosen(scores, real, top_k=3) == [[[2, 3]], [[1, 2, 3]]]
-    assert chosen(scores, real, top_k=3, pick="weakest") == [[[2, 3]], [[0, 1, 2]]]
 
 
 def test_scopes_average_over_heads_and_layers():

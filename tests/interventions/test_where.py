@@ -84,7 +84,7 @@ def zeroed(z, places):
     return z.masked_fill(places.transpose(1, 2)[..., None], 0.0)
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings", "form"),
     [(*way, form) for way in (WAYS[0], WAYS[4]) for form in (FORMS if not way[1] else FORMS[:4])]
@@ -240,6 +240,7 @@ def test_queries_elsewhere_keep_their_attention(worded, kind, architecture, caus
         assert step == 0 or not torch.allclose(new, plain, atol=1e-3)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("where", ["digit", "not digit", ("newline", "committed"), "decided"], ids=str)
 def test_kinds_and_states_are_those_of_the_tokens_on_the_canvas(tiny_llada, where):
     """Read from the text of each token."""

@@ -238,10 +238,10 @@ def in_sight(folder):
 
 
 def test_a_save_interrupted_at_any_write_leaves_the_old_store(tmp_path, monkeypatch):
-    """Interrupt at every other write in turn."""
+    """Interrupt at every fourth write in turn."""
     old, new, path = planted([[1.0, 1.0]]), planted([[0.5, 1.5]]), tmp_path / "sinks.zarr"
     old.save(path)
-    for number in range(1, 200, 2):
+    for number in range(1, 200, 4):
         with killed_at_write(number, monkeypatch):
             try:
                 new.save(path)
@@ -383,6 +383,7 @@ def test_concatenated_rows_equal_their_original_tracks(runs):
     assert together.finished
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("runs", ["tiny_llama"], indirect=True)
 def test_concatenated_tracks_can_be_concatenated_again(runs, tmp_path):
     """Also when opened from disk in either format; a list of seeds is read back as a list."""

@@ -84,16 +84,16 @@ def test_planted_lifetimes_cut_off_by_the_end_are_recovered():
     """Geometric lives: E[min(T, 12)] = (1 − 0.85^12) / 0.15; the plain mean of observed lengths is far smaller."""
     truth = (1 - 0.85**12) / 0.15
     rng, inside, means, plain = np.random.default_rng(11), 0, [], []
-    for _ in range(40):
+    for _ in range(20):
         track = simulated(rng)
         found = lifetime(track)
         inside += found.low <= truth <= found.high
         means.append(found.value)
         table = life_table(track).sum("batch")
         plain.append(float(track.detect().sum() / table["lives"]))
-    assert np.mean(means) == pytest.approx(truth, abs=0.15)
+    assert np.mean(means) == pytest.approx(truth, abs=0.2)
     assert np.mean(plain) < truth - 1.5
-    assert inside >= 34
+    assert inside >= 17
 
 
 def test_without_a_sink_there_is_no_lifetime():
