@@ -329,7 +329,7 @@ class PathPatch(AtPositions):
     def _patch(self, sender: Sender, model: "Model", run: RunContext) -> Pairs:
         """Hooks that would patch what `sender` writes."""
         if self.by != "source" or self.source is None:
-            steps = None if run.single else [step for step in self.acting_steps(run.steps) if step < run.steps]
+            steps = self.steps if run.single else [step for step in self.acting_steps(run.steps) if step < run.steps]
 
             def new(value: Tensor, hook: Point) -> Tensor:
                 return self._new(value, hook, sender, run)

@@ -370,7 +370,7 @@ class InArray(OfStep):
             if unknown:
                 raise SettingError(f"where has an axis {unknown[0]!r}; the axes of a run are {', '.join(AXES)}.")
             where = where.expand_dims([axis for axis in AXES if axis not in where.dims]).transpose(*AXES)
-        marked = checked_array(where, AXES, now, steps)
+        marked = _checked(where, now, steps)
 
         def at(now: Moment) -> StepPlaces | None:
             if steps is not None and now.step not in steps:
@@ -381,9 +381,7 @@ class InArray(OfStep):
         return Chooser(at, by_layer=marked.shape[2] > 1, fixed=True)
 
 
-def checked_array(
-    where: Any, axes: Sequence[str], now: Moment, steps: Sequence[int] | None = None
-) -> Bool[Tensor, "..."]:
+def _checked(where: Any, now: Moment, steps: Sequence[int] | None) -> Bool[Tensor, "..."]:
     """`where` as a tensor, once its type and axes are those of the run.
 
     Args:
@@ -396,11 +394,11 @@ def checked_array(
     shape = list(values.shape)
     if values.dtype is not torch.bool:
         raise SettingError(f"where must be boolean, True at the places; got {values.dtype} of shape {shape}.")
-    if values.ndim != len(axes):
+    if values.ndim != len(AXES):
         raise SettingError(
-            f"where must have the axes [{', '.join(axes)}], those that do not matter with size 1; got shape {shape}."
+            f"where must have the axes [{', '.join(AXES)}], those that do not matter with size 1; got shape {shape}."
         )
-    for axis, size in zip(axes, shape, strict=True):
+    for axis, size in zip(AXES, shape, strict=True):
         known = len(steps) if axis == "step" and steps else now.size(axis)
         if known is not None and size not in (1, known):
             hint = " A DataArray, such as track.detect(), may lack steps." if axis == "step" else ""
@@ -408,7 +406,7 @@ def checked_array(
     if now.run.single:
         return values
     values = values.to(now.run.real.device)
-    real = now.run.real.view(len(now.run.real), *[1] * (len(axes) - 2), -1)
+    real = now.run.real.view(len(now.run.real), 1, 1, 1, -1)
     if shape[0] > 1 and shape[-1] > 1 and bool((wrong := values & ~real).any()):
         first = wrong.nonzero()[0].tolist()
         raise SettingError(
@@ -435,11 +433,11 @@ class ByStep(Rule):
 
         def found(now: Moment) -> StepPlaces | None:
             given = self.function(now.step)
-            if isinstance(given, Tensor | np.ndarray | xr.DataArray) and given.dtype in (torch.bool, np.bool_):
-                return StepPlaces(checked_array(given, [axis for axis in AXES if axis != "step"], now))
             if given is None:
                 return None
-            rule = OfKind(given) if _is_names(given) else Positions(given)
+            rule: Rule = OfKind(given) if _is_names(given) else Positions(given)
+            if isinstance(given, Tensor | np.ndarray | xr.DataArray) and given.dtype in (torch.bool, np.bool_):
+                rule = InArray(given if isinstance(given, xr.DataArray) else given[:, None])
             return rule.start(now).at(now)
 
         return Chooser(found)

@@ -14,6 +14,7 @@ WAYS = [(*kind, {}) for kind in [*EACH, ("qwen3_moe", False), ("dream", False)]]
 CAUSAL = [{}, {"use_cache": False}]
 OTHER = "w9 w8 w7 w6 w5 w4 w3"
 Z = "blocks.1.attn.hook_z"
+FEW = ["w1 w2 w3 w4"]
 
 
 def everything(name):
@@ -51,21 +52,39 @@ def test_a_runs_own_values_change_only_rounding_where_queries_are_recomputed(wor
     torch.testing.assert_close(logits_of(patched), logits_of(base), atol=1e-5, rtol=0)
 
 
-@pytest.mark.fast_cases(3)
-@pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
-def test_a_patch_changes_only_its_step_head_and_positions(worded, architecture, causal, settings):
-    model = worded(architecture, causal)
-    source, base = keep(model, [OTHER], [Z], **settings), watch(model, [LONG], points=["1.attn.hook_z"], **settings)
-    patch = PatchHooks(source=source, names=Z, steps=[0], heads=[2, -1], positions=[1, 3])
-    patched = watch(model, [LONG], [patch], ["1.attn.hook_z"], replay=base.run, **settings)
-    before, after = base.values[0][Z], patched.values[0][Z]
-    expected = before.clone()
-    for position in (1, 3):
-        expected[0, position, [2, 5]] = source[0][Z][0, position, [2, 5]]
-    assert torch.equal(after, expected)
-    assert not torch.equal(after, before)
-    if not causal:
-        assert torch.equal(patched.values[1][Z], base.values[1][Z])
+PATCHES = {
+    "a step's heads and positions": (OTHER, {"steps": [0], "heads": [2, -1], "positions": [1, 3]}),
+    "another step": (OTHER, {"shift": -1}),
+    "other lengths": (FEW[0], {"steps": [0], "positions": [3, -2]}),
+    "other positions": (FEW[0], {"steps": [0], "positions": [3, -2], "source_positions": [0, 5]}),
+}
+
+
+@pytest.mark.fast_cases(6)
+@pytest.mark.parametrize(
+    ("architecture", "causal", "settings", "name"),
+    [(*WAYS[0], name) for name in PATCHES] + [(*way, next(iter(PATCHES))) for way in WAYS[1:]],
+)
+def test_a_patch_puts_the_sources_values_at_its_steps_heads_and_positions_alone(
+    worded, architecture, causal, settings, name
+):
+    model, (prompt, given) = worded(architecture, causal), PATCHES[name]
+    source = keep(model, [prompt], [Z], **settings)
+    base = watch(model, PADDED, points=["1.attn.hook_z"], **settings)
+    patch = PatchHooks(source=source, **given)
+    patched = watch(model, PADDED, [patch], ["1.attn.hook_z"], replay=base.run, **settings)
+    for step in given.get("steps", range(base.run.steps_run)):
+        expected, taken = base.values[step][Z].clone(), step + given.get("shift", 0)
+        new = source.get(taken, {Z: expected})[Z]  # before the first step there is nothing
+        put, heads = given.get("positions", range(-15, 0)), given.get("heads", slice(None))
+        for row, start in ((0, 3), (1, 0)):
+            for here, there in zip(put, given.get("source_positions", put), strict=True):
+                column = here + start if here >= 0 else here
+                same = new.shape[1] == expected.shape[1]  # then the values come from the same columns
+                if taken >= 0:
+                    expected[row, column, heads] = new[0, column if same else there, heads]
+        assert torch.equal(patched.values[step][Z], expected)
+        assert torch.equal(expected, base.values[step][Z]) == (taken < 0)
 
 
 @pytest.mark.fast_cases(2)
@@ -99,30 +118,6 @@ def test_patterns_are_patched_where_their_queries_are_recomputed_at_later_steps(
         row = other.values[other.run.steps_run - 1][name][0, :, 7]
         torch.testing.assert_close(row[:, :8], source[1][name][0, :, -1])
         assert (row[:, 8:] == 0).all()
-
-
-def test_shift_takes_values_of_another_step(worded):
-    model = worded()
-    source = keep(model, [OTHER], [Z])
-    watched = watch(model, [LONG], [PatchHooks(source=source, shift=-1)], ["1.attn.hook_z"])
-    own = watch(model, [LONG], points=["1.attn.hook_z"])
-    assert torch.equal(watched.values[0][Z], own.values[0][Z])  # its source would be before the first step
-    for step in (1, 2, 3):
-        assert torch.equal(watched.values[step][Z], source[step - 1][Z])
-
-
-@pytest.mark.parametrize(("taken", "from_there"), [([3, -2], None), ([3, -2], [0, 5])])
-def test_positions_map_between_prompts_of_different_lengths(worded, taken, from_there):
-    model = worded()
-    source = keep(model, ["w1 w2 w3 w4"], [Z])
-    patch = PatchHooks(source=source, steps=[0], positions=taken, source_positions=from_there)
-    watched = watch(model, PADDED, [patch], ["1.attn.hook_z"])
-    own = watch(model, PADDED, points=["1.attn.hook_z"])
-    expected = own.values[0][Z].clone()
-    for row, start in ((0, 3), (1, 0)):
-        for put, take in zip(taken, from_there or taken, strict=True):
-            expected[row, put + start if put >= 0 else put] = source[0][Z][0, take]
-    assert torch.equal(watched.values[0][Z], expected)
 
 
 @pytest.mark.fast_cases(4)
@@ -186,7 +181,6 @@ def source(worded):
     return keep(worded(), [OTHER], [Z, "blocks.1.hook_mlp_out", "blocks.1.attn.hook_pattern"])
 
 
-FEW = ["w1 w2 w3 w4"]
 REFUSED = [
     ({"names": "hook_embed"}, r"source does not hold 'hook_embed'; it holds blocks\.1\.attn\.hook_pattern, blocks"),
     ({"steps": [4]}, "step 4 does not exist; there are 4"),

@@ -7,7 +7,7 @@ from watching import LONG, PADDED, entered, short
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import input_norms, sweep
+from sinklens.experiments import input_norms
 from sinklens.interventions import PruneWeights
 from sinklens.interventions.pruning import InputNorms
 from sinklens.interventions.weights import WeightMatrix
@@ -124,18 +124,6 @@ def test_stacked_experts_are_pruned_expert_by_expert_and_wanda_refuses_them():
     assert torch.equal(experts.gate_up_proj, before)
     with PruneWeights(0.5, "wanda", norms=norms, layers=[0]).applied(model):  # its MLP is dense
         assert float((model.tree.hf.model.layers[0].mlp.down_proj.weight == 0).float().mean()) == 0.5
-
-
-def test_a_sweep_prunes_one_intervention_at_a_time(worded):
-    model = worded()
-    norms = input_norms(sinklens.generate(model, PADDED, **short(model, {})))
-    listed = {"magnitude": PruneWeights(0.5), "wanda": PruneWeights(0.5, "wanda", norms=norms)}
-    given = {"gen_length": 8, "steps": 4, "replay": True, "progress": False}
-    found = sweep(model, PADDED, listed, **given)["kl"]
-    for name, hooks in listed.items():
-        alone = sweep(model, PADDED, {name: hooks}, **given)["kl"]
-        torch.testing.assert_close(torch.tensor(found.sel(intervention=[name]).values), torch.tensor(alone.values))
-    assert float(abs(found.sel(intervention="magnitude") - found.sel(intervention="wanda")).max()) > 1e-4
 
 
 def sums(model, run, steps, counts):

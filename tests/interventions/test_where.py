@@ -52,24 +52,19 @@ def given(form, marked):
 
 def places_of_step(form, marked, run, step, before):
     """The places of a step by hand, [layer, batch, head, pos]; `before` is the pattern of the step before."""
-    batch, length, causal = *run.real.shape, bool(run.model.config.is_causal)
-    found = torch.zeros(3, batch, 6, length, dtype=torch.bool)
-    canvas, starts = run.canvas[:, step], run.real.long().argmax(dim=1).tolist()
-    for layer, row, head, pos in itertools.product(range(3), range(batch), range(6), range(length)):
-        undecided = bool(run.undecided[row, step, pos]) if not causal else pos >= run.prompt_length + step
-        listed = pos in (starts[row], starts[row] + 3, length - 2)
-        inside = {
-            "array": lambda at: bool(marked[at[1], step, at[0], at[2], at[3]]),
-            "constant": lambda at: bool(marked[at[1], 0, at[0], at[2], at[3]]),
-            "state": lambda at, undecided=undecided: at[3] >= run.prompt_length and not undecided,
-            "function": lambda at: step != 1 and at[3] in (starts[at[1]] + step, length - 1),
-            "positions and an array": lambda at, listed=listed: (
-                listed and bool(marked[at[1], step, at[0], at[2], at[3]])
-            ),
-        }.get(form, lambda at: False)
-        found[layer, row, head, pos] = (
-            bool(run.real[row, pos]) and inside((layer, row, head, pos)) and canvas[row, pos] >= -1
-        )
+    (batch, length), causal = run.real.shape, bool(run.model.config.is_causal)
+    columns, starts, now = torch.arange(length), run.real.long().argmax(dim=1)[:, None], marked[:, step].transpose(0, 1)
+    undecided = (columns >= run.prompt_length + step).expand(batch, -1) if causal else run.undecided[:, step]
+    listed = (columns == starts) | (columns == starts + 3) | (columns == length - 2)
+    moving = ((columns == starts + step) | (columns == length - 1)) & (step != 1)
+    found = {
+        "array": now,
+        "constant": marked[:, 0].transpose(0, 1),
+        "state": ((columns >= run.prompt_length) & ~undecided)[:, None],
+        "function": moving[:, None],
+        "positions and an array": now & listed[:, None],
+    }.get(form, torch.zeros(length, dtype=torch.bool))
+    found = (found & run.real[:, None]).expand(3, batch, 6, length).clone()
     if before is not None and form in ("detector", "of one head"):
         for layer, row, head in np.ndindex(3, batch, 6):
             source, keys = (layer, head) if form == "detector" else (2, 4), run.real[row].nonzero()[:, 0].tolist()

