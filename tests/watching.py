@@ -1,5 +1,6 @@
 """Runs whose values are kept step by step, and the same steps computed again in plain torch."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -125,6 +126,54 @@ def add(bias: Tensor) -> Edit:
 def hidden(keys: Tensor) -> Tensor:
     """An additive mask: −inf where `keys` is True, else 0."""
     return torch.zeros(keys.shape).masked_fill(keys, -torch.inf)
+
+
+def sinks_by_loop(
+    patterns: Tensor,
+    run: Generation,
+    step: int,
+    *,
+    top_k: int = 1,
+    scope: str = "head",
+    weakest: bool = False,
+    epsilon: float | None = None,
+    layers: Sequence[int] = (0, 1, 2),
+    heads: Sequence[int] = range(6),
+    positions: Sequence[int] | None = None,
+    only: str | None = None,
+) -> Tensor:
+    """The keys that a rule selects from the full patterns [layer, batch, head, query, key] of `step`, as a mask."""
+    (ids, real), causal = entered(run, step), bool(run.model.config.is_causal)
+    taken = torch.zeros(patterns.shape[:3] + patterns.shape[4:], dtype=torch.bool)
+    for row in range(len(ids)):
+        there = [place for place in range(ids.shape[1]) if real[row, place]]
+        sums = patterns[:, row][:, :, [ids.shape[1] - 1] if causal else there].double().sum(2)
+        sums = (sums * (len(there) if causal else 1)).tolist()
+        may = [key for key in there if _allowed(run, ids[row], key - there[0], key, positions, only)]
+        for layer, head in itertools.product(layers, heads):
+            pools = [
+                sums[other_layer][other]
+                for other_layer in (layers if scope == "model" else [layer])
+                for other in ([head] if scope == "head" else range(6))
+            ]
+            scores = {key: sum(pool[key] for pool in pools) / len(pools) for key in there}
+            found = sorted(may, key=lambda key, scores=scores: scores[key] if weakest else -scores[key])[:top_k]
+            if epsilon is not None:
+                total, others = sum(scores.values()), len(there) - 1
+                found = [key for key in may if scores[key] > (total - scores[key]) / others + epsilon]
+            taken[layer, row, head, found] = True
+    return taken
+
+
+def _allowed(
+    run: Generation, ids: Tensor, place: int, column: int, positions: Sequence[int] | None, only: str | None
+) -> bool:
+    """Whether a key may be taken: `place` counts from the row's first token, `column` over the canvas."""
+    masked = int(ids[column]) == run.model.mask_token_id
+    states = {"prompt": column < run.prompt_length, "masked": masked}
+    states["committed"] = not masked and not states["prompt"]
+    back = column - run.canvas.shape[2]
+    return (only is None or states[only]) and (positions is None or bool({place, back} & {*positions}))
 
 
 def unwatched(model: Model) -> bool:

@@ -2,14 +2,14 @@
 
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from building import EACH
 from torch import Tensor
-from watching import LONG, PADDED, add, compared, entered, hidden, logits_of, stacked, unwatched, watch
+from watching import LONG, PADDED, add, compared, entered, hidden, logits_of, sinks_by_loop, stacked, unwatched, watch
 
 import sinklens
 from sinklens.errors import SettingError
@@ -25,60 +25,6 @@ ONE_OF_EACH = [("llama", False, None), ("llama", True, True)]
 def cache_of(cached: bool | None) -> dict[str, Any]:
     """The setting that says whether an autoregressive run keeps keys and values."""
     return {} if cached is None else {"use_cache": cached}
-
-
-class Rule(NamedTuple):
-    """The documented effect of an intervention, for the loops to reproduce."""
-
-    top_k: int = 1
-    scope: str = "head"
-    weakest: bool = False
-    epsilon: float | None = None
-    layers: tuple[int, ...] | None = None
-    heads: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
-    steps: tuple[int, ...] | None = None
-    positions: tuple[int, ...] | None = None
-    only: str | None = None
-
-
-def sinks_by_loop(patterns: Tensor, run: Any, step: int, rule: Rule) -> Tensor:
-    """The keys that `rule` selects from the full patterns [layer, batch, head, query, key] of `step`, as a mask."""
-    ids, real = entered(run, step)
-    taken = torch.zeros(patterns.shape[:3] + patterns.shape[4:], dtype=torch.bool)
-    for row in range(len(ids)):
-        there = [place for place in range(ids.shape[1]) if real[row, place]]
-        queries = [ids.shape[1] - 1] if run.model.config.is_causal else there
-        unit = len(there) if run.model.config.is_causal else 1
-        sums = (patterns[:, row][:, :, queries].double().sum(2) * unit).tolist()
-        may = [key for key in there if allowed(rule, run, ids[row], key - there[0], key)]
-        layers = rule.layers or range(len(patterns))
-        for layer in layers:
-            for head in rule.heads:
-                pools = [
-                    sums[other_layer][other]
-                    for other_layer in (layers if rule.scope == "model" else [layer])
-                    for other in ([head] if rule.scope == "head" else range(6))
-                ]
-                scores = {key: sum(pool[key] for pool in pools) / len(pools) for key in there}
-                if rule.epsilon is None:
-                    found = sorted(may, key=lambda key: scores[key] if rule.weakest else -scores[key])[: rule.top_k]
-                else:
-                    total = sum(scores.values())
-                    others = {key: (total - scores[key]) / (len(there) - 1) for key in there}
-                    found = [key for key in may if scores[key] > others[key] + rule.epsilon]
-                taken[layer, row, head, found] = True
-    return taken
-
-
-def allowed(rule: Rule, run: Any, ids: Tensor, place: int, column: int) -> bool:
-    """Whether a key may be taken: `place` counts from the row's first token, `column` over the canvas."""
-    masked = int(ids[column]) == run.model.mask_token_id
-    states = {"prompt": column < run.prompt_length, "masked": masked}
-    states["committed"] = not masked and not states["prompt"]
-    back = column - run.canvas.shape[2]
-    return (rule.only is None or states[rule.only]) and (
-        rule.positions is None or bool({place, back} & {*rule.positions})
-    )
 
 
 def masks(run, step, taken, seen=lambda keys, query: ~keys):
@@ -98,12 +44,13 @@ def masks(run, step, taken, seen=lambda keys, query: ~keys):
 def check_against_loop(model, prompts, intervention, rule, seen=lambda keys, query: ~keys, **settings) -> None:
     """Compare patterns and logits of a run with plain torch under the keys chosen by the loop, step by step."""
     watched = watch(model, prompts, [intervention], ["hook_pattern", "hook_logits"], **settings)
-    run, taken = watched.run, dict[int, Tensor]()
+    run, taken, steps = watched.run, dict[int, Tensor](), rule.get("steps")
+    how = {name: value for name, value in rule.items() if name != "steps"}
     for step, plain in compared(watched, lambda step: masks(run, step, taken, seen)):
         sums = stacked(plain, "hook_pattern").sum(-1)[:, entered(run, step)[1][:, None].expand(-1, 6, -1)]
         torch.testing.assert_close(sums, torch.ones_like(sums))
-        if rule.steps is None or step + 1 in rule.steps:
-            taken[step + 1] = sinks_by_loop(stacked(plain, "hook_pattern"), run, step, rule)
+        if steps is None or step + 1 in steps:
+            taken[step + 1] = sinks_by_loop(stacked(plain, "hook_pattern"), run, step, **how)
     assert sum(int(keys.sum()) for keys in taken.values()) > 0
     assert run.steps_run > 1
 
@@ -113,35 +60,35 @@ def check_against_loop(model, prompts, intervention, rule, seen=lambda keys, que
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
 def test_masked_keys_get_zero_attention_and_match_a_naive_recomputation(worded, architecture, causal, cached, prompts):
     model = worded(architecture, causal)
-    check_against_loop(model, prompts, MaskSinks(top_k=2), Rule(top_k=2), **cache_of(cached))
+    check_against_loop(model, prompts, MaskSinks(top_k=2), {"top_k": 2}, **cache_of(cached))
 
 
 OPTIONS = {
-    "a set per layer": ({"scope": "layer"}, Rule(scope="layer")),
-    "a set for the model": ({"scope": "model", "top_k": 3}, Rule(scope="model", top_k=3)),
-    "some layers": ({"layers": [-1, 0]}, Rule(layers=(0, 2))),
-    "some layers' set": ({"layers": [0, 1], "scope": "model"}, Rule(layers=(0, 1), scope="model")),
-    "some heads": ({"heads": [-2, 0]}, Rule(heads=(0, 4))),
-    "some heads of a layer's set": ({"heads": [3], "scope": "layer"}, Rule(heads=(3,), scope="layer")),
-    "some steps": ({"steps": [1, -1]}, Rule(steps=(1, 3))),
-    "some positions": ({"positions": [0, 2, -1, -7], "top_k": 3}, Rule(positions=(0, 2, -1, -7), top_k=3)),
-    "the weakest": ({"pick": "weakest", "top_k": 3}, Rule(weakest=True, top_k=3)),
-    "the prompt": ({"only": "prompt", "top_k": 2}, Rule(only="prompt", top_k=2)),
-    "masks": ({"only": ["masked"], "top_k": 2}, Rule(only="masked", top_k=2)),
-    "what is committed": ({"only": "committed", "top_k": 2}, Rule(only="committed", top_k=2)),
-    "the paper's sinks": ({"top_k": None, "detector": EpsilonOverMean(epsilon=0.7)}, Rule(epsilon=0.7)),
+    "a set per layer": ({"scope": "layer"}, {"scope": "layer"}),
+    "a set for the model": ({"scope": "model", "top_k": 3}, {"scope": "model", "top_k": 3}),
+    "some layers": ({"layers": [-1, 0]}, {"layers": (0, 2)}),
+    "some layers' set": ({"layers": [0, 1], "scope": "model"}, {"layers": (0, 1), "scope": "model"}),
+    "some heads": ({"heads": [-2, 0]}, {"heads": (0, 4)}),
+    "some heads of a layer's set": ({"heads": [3], "scope": "layer"}, {"heads": (3,), "scope": "layer"}),
+    "some steps": ({"steps": [1, -1]}, {"steps": (1, 3)}),
+    "some positions": ({"positions": [0, 2, -1, -7], "top_k": 3}, {"positions": (0, 2, -1, -7), "top_k": 3}),
+    "the weakest": ({"pick": "weakest", "top_k": 3}, {"weakest": True, "top_k": 3}),
+    "the prompt": ({"only": "prompt", "top_k": 2}, {"only": "prompt", "top_k": 2}),
+    "masks": ({"only": ["masked"], "top_k": 2}, {"only": "masked", "top_k": 2}),
+    "what is committed": ({"only": "committed", "top_k": 2}, {"only": "committed", "top_k": 2}),
+    "the paper's sinks": ({"top_k": None, "detector": EpsilonOverMean(epsilon=0.7)}, {"epsilon": 0.7}),
     "a detector's, per layer": (
         {"top_k": None, "detector": EpsilonOverMean(epsilon=0.3), "scope": "layer"},
-        Rule(epsilon=0.3, scope="layer"),
+        {"epsilon": 0.3, "scope": "layer"},
     ),
     "the prompt's among the paper's sinks": (
         {"top_k": None, "detector": EpsilonOverMean(epsilon=0.3), "only": "prompt", "positions": [0, 1, 3, 5, -1]},
-        Rule(epsilon=0.3, only="prompt", positions=(0, 1, 3, 5, -1)),
+        {"epsilon": 0.3, "only": "prompt", "positions": (0, 1, 3, 5, -1)},
     ),
-    "a detector's three": ({"top_k": None, "detector": TopK(3)}, Rule(top_k=3)),
+    "a detector's three": ({"top_k": None, "detector": TopK(3)}, {"top_k": 3}),
     "as many of the weakest": (
         {"top_k": None, "detector": TopK(2), "pick": "weakest"},
-        Rule(top_k=2, weakest=True),
+        {"top_k": 2, "weakest": True},
     ),
 }
 
@@ -153,8 +100,8 @@ OPTIONS = {
 )
 def test_every_option_masks_the_keys_chosen_by_a_naive_loop(worded, architecture, causal, cached, option):
     given, rule = OPTIONS[option]
-    if causal and rule.steps:
-        rule = rule._replace(steps=(1, 4))
+    if causal and "steps" in rule:
+        rule = {"steps": (1, 4)}
     check_against_loop(worded(architecture, causal), PADDED, MaskSinks(**given), rule, **cache_of(cached))
 
 
@@ -245,7 +192,7 @@ def test_only_kept_keys_and_neighbours_are_seen(worded, architecture, causal, ca
 
     keep = KeepKeys(top_k=2, window=1, heads=[0, 3])
     check_against_loop(
-        worded(architecture, causal), PADDED, keep, Rule(top_k=2, heads=(0, 3)), seen, **cache_of(cached)
+        worded(architecture, causal), PADDED, keep, {"top_k": 2, "heads": (0, 3)}, seen, **cache_of(cached)
     )
 
 

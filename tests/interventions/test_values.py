@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from building import EACH
-from watching import PADDED, compared, entered, stacked, unwatched, watch
+from watching import PADDED, compared, entered, sinks_by_loop, stacked, unwatched, watch
 
 from sinklens.errors import SettingError
 from sinklens.interventions import AblateValues
@@ -58,17 +58,6 @@ def replaced(model, keys, real, by, layers):
     return edits
 
 
-def strongest_by_row(pattern, real, top_k, causal):
-    """The strongest keys [layer, batch, head, key] of a full pattern [layer, batch, head, query, key]."""
-    found = torch.zeros(pattern.shape[:3] + pattern.shape[4:], dtype=torch.bool)
-    for layer, row, head in np.ndindex(*pattern.shape[:3]):
-        there = [key for key in range(pattern.shape[4]) if real[row, key]]
-        queries = [pattern.shape[3] - 1] if causal else there
-        sums = pattern[layer, row, head, queries].double().sum(0).tolist()
-        found[layer, row, head, sorted(there, key=lambda key, sums=sums: -sums[key])[:top_k]] = True
-    return found
-
-
 def check(model, prompts, ablate, heads=range(6), layers=range(3), steady=None, **settings):
     """Compare patterns and logits of a run with plain torch, step by step; `steady` is the run of the sinks."""
     watched = watch(model, prompts, [ablate], ["hook_pattern", "hook_logits"], **settings)
@@ -86,9 +75,9 @@ def check(model, prompts, ablate, heads=range(6), layers=range(3), steady=None, 
         return replaced(model, keys, real, ablate.by, layers)
 
     for step, plain in compared(watched, edits):
-        real, top_k = entered(run, step)[1], ablate.where.top_k
+        top_k = ablate.where.top_k
         chosen[step + 1] = (
-            strongest_by_row(stacked(plain, "hook_pattern"), real, top_k, causal)
+            sinks_by_loop(stacked(plain, "hook_pattern"), run, step, top_k=top_k)
             if steady is None
             else of_source(steady, step, top_k)
         )
