@@ -173,63 +173,59 @@ def test_a_single_pass_gets_the_same_edits(causal):
     torch.testing.assert_close(found, plain_pass(model, ids, edits=edit).logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("intervention", "text"),
-    [
-        (AblateHeads(heads=[6]), "head 6 does not exist; there are 6, 0 to 5"),
-        (AblateHeads(heads=[0, -7]), "head -7 does not exist; there are 6"),
-        (AblateSinkAttention(heads=[6]), "head 6 does not exist"),
-        (AblateHeads(layers=[3]), "layer 3 does not exist; there are 3, 0 to 2"),
-        (AblateHeads(steps=[4]), "step 4 does not exist; there are 4, 0 to 3"),
-        (AblateHeads(positions=[15]), "position 15 does not exist; there are 15, 0 to 14"),
-        (AblateSinkAttention(positions=[-16]), "position -16 does not exist; there are 15"),
-        (AblateSinkAttention(pick="random_any", top_k=16), "top_k = 16, but at step 0 there are 15 positions"),
-        (AblateSinkAttention(top_k=16), "top_k = 16, but at step 0 there are 15 positions"),
-    ],
-)
-def test_places_that_do_not_exist_are_rejected(worded, intervention, text):
-    with pytest.raises(SettingError, match=text):
-        watch(worded(), PADDED, [intervention])
-    assert unwatched(worded())
+REFUSED = [
+    *(
+        (lambda reference, hook=hook: watch(shared_model(), random_ids(1), [hook]), text)
+        for hook, text in (
+            (AblateHeads(heads=[6]), "head 6 does not exist; there are 6, 0 to 5"),
+            (AblateHeads(heads=[0, -7]), "head -7 does not exist; there are 6"),
+            (AblateSinkAttention(heads=[6]), "head 6 does not exist"),
+            (AblateHeads(layers=[3]), "layer 3 does not exist; there are 3, 0 to 2"),
+            (AblateHeads(steps=[4]), "step 4 does not exist; there are 4, 0 to 3"),
+            (AblateHeads(positions=[15]), "position 15 does not exist; there are 15, 0 to 14"),
+            (AblateSinkAttention(positions=[-16]), "position -16 does not exist; there are 15"),
+            (AblateSinkAttention(pick="random_any", top_k=16), "top_k = 16, but at step 0 there are 15 positions"),
+            (AblateSinkAttention(top_k=16), "top_k = 16, but at step 0 there are 15 positions"),
+        )
+    ),
+    (lambda reference: AblateHeads(by="noise"), "by must be one of zero, mean, resample, skip; got 'noise'"),
+    (
+        lambda reference: AblateHeads(reference=HeadOutputs(torch.zeros(1), torch.zeros(1))),
+        "by='zero' at attn.hook_z does not use reference=",
+    ),
+    (lambda reference: AblateHeads(by="resample"), r"resampling needs reference=head_outputs\(model, prompts\)"),
+    (lambda reference: AblateSinkAttention(mass="keep"), "mass must be one of spread, drop; got 'keep'"),
+    (lambda reference: AblateSinkAttention(scope="model"), "scope must be one of head, layer; got 'model'"),
+    (
+        lambda reference: AblateSinkAttention(pick="some"),
+        "pick must be one of strongest, weakest, random, .*nearest; got 'some'",
+    ),
+    (lambda reference: AblateSinkAttention(top_k=-1), "top_k must be an integer of at least 0; got -1"),
+    (
+        lambda reference: AblateHeads(heads=3).hooks_for(shared_model()),
+        r"heads must be a list of integers; write heads=\[3\]",
+    ),
+    (
+        lambda reference: AblateHeads(steps=[0]).hooks_for(shared_model()),
+        "steps= applies to a run with several steps",
+    ),
+    (
+        lambda reference: AblateHeads(by="mean").hooks_for(shared_model("llama", True)),
+        "would leak later positions in a causal model",
+    ),
+    (
+        lambda reference: AblateHeads(by="mean", reference=reference).hooks_for(random_model(num_hidden_layers=2)),
+        r"reference is of a model with \[layer, head, d_head\] \[3, 6, 4\].*\[2, 6",
+    ),
+]
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: AblateHeads(by="noise"), "by must be one of zero, mean, resample, skip; got 'noise'"),
-        (
-            lambda: AblateHeads(reference=HeadOutputs(torch.zeros(1), torch.zeros(1))),
-            "by='zero' at attn.hook_z does not use reference=",
-        ),
-        (lambda: AblateHeads(by="resample"), r"resampling needs reference=head_outputs\(model, prompts\)"),
-        (lambda: AblateSinkAttention(mass="keep"), "mass must be one of spread, drop; got 'keep'"),
-        (lambda: AblateSinkAttention(scope="model"), "scope must be one of head, layer; got 'model'"),
-        (
-            lambda: AblateSinkAttention(pick="some"),
-            "pick must be one of strongest, weakest, random, .*nearest; got 'some'",
-        ),
-        (lambda: AblateSinkAttention(top_k=-1), "top_k must be an integer of at least 0; got -1"),
-        (
-            lambda: AblateHeads(heads=3).hooks_for(shared_model()),
-            r"heads must be a list of integers; write heads=\[3\]",
-        ),
-        (lambda: AblateHeads(steps=[0]).hooks_for(shared_model()), "steps= applies to a run with several steps"),
-        (
-            lambda: AblateHeads(by="mean").hooks_for(shared_model("llama", True)),
-            "would leak later positions in a causal model",
-        ),
-    ],
-)
-def test_invalid_settings_are_rejected(make, text):
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_places_and_settings_without_a_meaning_are_rejected(reference, call, text):
     with pytest.raises(SettingError, match=text):
-        make()
-
-
-def test_a_reference_of_another_model_is_rejected(reference):
-    other = random_model(num_hidden_layers=2)
-    with pytest.raises(SettingError, match=r"reference is of a model with \[layer, head, d_head\] \[3, 6, 4\].*\[2, 6"):
-        AblateHeads(by="mean", reference=reference[False]).hooks_for(other)
+        call(reference[False])
+    assert unwatched(shared_model())
 
 
 @pytest.mark.fast_cases(1)
