@@ -435,9 +435,10 @@ class ByStep(Rule):
             given = self.function(now.step)
             if given is None:
                 return None
-            rule: Rule = OfKind(given) if _is_names(given) else Positions(given)
             if isinstance(given, Tensor | np.ndarray | xr.DataArray) and given.dtype in (torch.bool, np.bool_):
-                rule = InArray(given if isinstance(given, xr.DataArray) else given[:, None])
+                rule: Rule = InArray(given if isinstance(given, xr.DataArray) else given[:, None])
+            else:
+                rule = OfKind(given) if _is_names(given) else Positions(given)
             return rule.start(now).at(now)
 
         return Chooser(found)
