@@ -37,6 +37,18 @@ class Card:
     bandwidth: float = math.inf
     reported: str = "?"
 
+    def rate(self, utilization: float, cards: int = 1) -> float:
+        """Operations per second of a number of cards at a share of their peak.
+
+        Raises:
+            SettingError: the share is not above 0 and at most 1, or there is no card.
+        """
+        if not 0 < utilization <= 1 or cards < 1:
+            raise SettingError(
+                f"utilization is above 0 and at most 1, with 1 card or more; got {utilization} and {cards}."
+            )
+        return self.peak * utilization * cards
+
 
 CARDS = {
     "b200": Card("B200", 2250e12, 180e9, 8.0e12, "B200"),

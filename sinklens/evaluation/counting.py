@@ -30,12 +30,11 @@ class Counts:
         self.seen: dict[str, tuple[int, int]] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._tasks: dict[str, Any] = {}
-        self._bars = Progress(*columns, console=Console(file=sys.stderr))
         self._terminal = sys.stderr.isatty()
+        self._bars = Progress(*columns, console=Console(file=sys.stderr), disable=not self._terminal)
 
     def __enter__(self) -> "Counts":
-        if self._terminal:
-            self._bars.start()
+        self._bars.start()
         return self
 
     def __exit__(
@@ -45,11 +44,16 @@ class Counts:
             self._bars.stop()
 
     def __call__(self, label: str, done: int, total: int) -> None:
+        from rich.markup import escape
+
         before = self.seen.get(label)
         self.seen[label] = (done, total)
-        if self._terminal:
-            self._move(label, done, total)
-        elif before is None or done == total or done * PARTS // total > before[0] * PARTS // total:
+        if label not in self._tasks:
+            self._tasks[label] = self._bars.add_task(escape(label), total=total)
+        self._bars.update(self._tasks[label], completed=done)
+        if not self._terminal and (
+            before is None or done == total or done * PARTS // total > before[0] * PARTS // total
+        ):
             print(f"{label}: {done} of {total} {self.unit} done", file=sys.stderr, flush=True)
 
     def stop(self, out: Path, call: Sequence[str]) -> NoReturn:
@@ -62,10 +66,3 @@ class Counts:
             file=sys.stderr,
         )
         raise SystemExit(130) from None
-
-    def _move(self, label: str, done: int, total: int) -> None:
-        from rich.markup import escape
-
-        if label not in self._tasks:
-            self._tasks[label] = self._bars.add_task(escape(label), total=total)
-        self._bars.update(self._tasks[label], completed=done)

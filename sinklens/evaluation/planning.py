@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sinklens.errors import SettingError
 from sinklens.evaluation.cards import CARDS, Card, find_card
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.protocols import EvalProtocol
@@ -59,16 +58,8 @@ class Plan:
     disk_row_bytes: int
 
     def seconds(self, card: Card, utilization: float, cards: int = 1) -> float:
-        """Time at a share of the peak of a number of cards.
-
-        Raises:
-            SettingError: the share is not above 0 and at most 1, or there is no card.
-        """
-        if not 0 < utilization <= 1 or cards < 1:
-            raise SettingError(
-                f"utilization is above 0 and at most 1, with 1 card or more; got {utilization} and {cards}."
-            )
-        return self.flops / (card.peak * utilization * cards)
+        """Time at a share of the peak of a number of cards; raises like `Card.rate`."""
+        return self.flops / card.rate(utilization, cards)
 
 
 def plan(

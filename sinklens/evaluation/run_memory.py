@@ -40,6 +40,8 @@ from sinklens.errors import CheckpointError, SettingError, nearest
 from sinklens.evaluation.cards import QUANTIZATIONS, WATCHED, Card
 from sinklens.evaluation.weight_forms import planned_weights
 from sinklens.families.samplers import settings_for
+from sinklens.hooks import names
+from sinklens.hooks.sizes import point_elements
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -111,14 +113,8 @@ class RunPlan:
         return 2 * (self.track + self.canvases)
 
     def seconds(self, card: Card, utilization: float) -> float:
-        """Time of the run on `card`, at a share of its peak.
-
-        Raises:
-            SettingError: the share is not above 0 and at most 1.
-        """
-        if not 0 < utilization <= 1:
-            raise SettingError(f"utilization is above 0 and at most 1; got {utilization}.")
-        return self.passes * max(self.flops / (card.peak * utilization), self.moved / card.bandwidth)
+        """Time of the run on `card`, at a share of its peak; raises like `Card.rate`."""
+        return self.passes * max(self.flops / card.rate(utilization), self.moved / card.bandwidth)
 
     def with_batch(self, batch: int) -> "RunPlan":
         """The plan of a run with another number of rows."""
@@ -207,8 +203,9 @@ def plan_run(
             parameters=sum(value.numel() for value in model.checkpoint.hf.parameters()),
             quantization=quantization, alternatives=stored, weights=weights, unpacked=unpacked, step=step,
             step_row=(more - one) // (several - 1), watched=step - plain,
-            values={name: _size(model, name, batch, length, dtype) for name in points}, keys=keys,
-            first_keys=keys * first // length, track=batch * steps * (scores + 6 * length) if record_sinks else 0,
+            values={name: point_elements(model.cfg, name, batch, length) * dtype.itemsize for name in points},
+            keys=keys, first_keys=keys * first // length,
+            track=batch * steps * (scores + 6 * length) if record_sinks else 0,
             canvases=batch * (steps + 1) * length * 9, passes=steps, flops=flops,
             moved=_moved(model, weights, keys, batch * rows * queries, dtype),
         )  # fmt: skip
@@ -285,8 +282,6 @@ def watched_points(model: "Model", watch: Sequence[str]) -> list[str]:
     Raises:
         HookNameError: no point has this name.
     """
-    from sinklens.hooks import names
-
     known, layers = model.hook_names(), model.cfg.n_layers
     found: list[str] = []
     for text in watch:
@@ -379,13 +374,6 @@ def _keys(model: "Model", settings: "Sampler", rows: int, prompt: int, cached: b
         for layer in config.per_layer_config
     ]
     return 2 * rows * (prompt + settings.gen_length) * sum(widths) * model.cfg.dtype.itemsize
-
-
-def _size(model: "Model", name: str, batch: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of one value of a point."""
-    from sinklens.hooks.sizes import point_elements
-
-    return point_elements(model.cfg, name, batch, length) * dtype.itemsize
 
 
 def _moved(
