@@ -153,7 +153,8 @@ def _summary(
     by_step = places.groupby("step")["fires"].mean().to_numpy()
     order = fired.sort_values(["value", *PLACE], ascending=[False, *[True] * len(PLACE)])
     strongest = order.drop_duplicates(["run", "row", "column"]).head(top)  # one step of each position
-    examples = [_example(*place, runs, values, number) for place in strongest[PLACE].itertuples(index=False)]
+    places_shown = strongest[PLACE].itertuples(index=False)
+    examples = [_example(at, row, step, column, runs, values, number) for at, row, step, column in places_shown]
     firing = {name: float(share.get(code, np.nan)) for code, name in enumerate(STATES)}
     return FeatureSummary(number, examples, firing, by_step, float(fired["value"].mean()))
 

@@ -65,7 +65,8 @@ class Work(ABC):
     name: ClassVar[str]
 
     def __init__(self) -> None:
-        self.status, self.error, self.stop, self.began = "running", None, Stop(), time.perf_counter()
+        self.status, self.stop, self.began = "running", Stop(), time.perf_counter()
+        self.error: str | None = None
 
     @abstractmethod
     def part(self) -> bool:
