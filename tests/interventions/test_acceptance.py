@@ -92,6 +92,7 @@ FORMS = {
 }
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(("form", "kind"), [*((form, Renoise) for form in FORMS), ("positions", Accept)])
 def test_chosen_positions_get_the_noise_or_the_candidate_of_the_step(gemma, base, form, kind):
     run, seen = run_with(gemma, kind(**FORMS[form](base)))
@@ -139,27 +140,29 @@ def test_a_row_alone_is_renoised_as_in_its_batch(gemma):
         assert torch.equal(alone.undecided[0], together.undecided[row, :, padding:])
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
+OTHERS = r"Accept changes which tokens a step accepts .* With a mask token, use Remask or ForceTokens"
+REFUSED = [
+    *(
         (
-            lambda: Renoise(positions=[2]),
-            r"Renoise takes positions of the answer, 9 to 24 or -16 to -1; got \[2\]",
-        ),
-        (lambda: Accept(positions=[25]), r"position 25 does not exist; there are 25"),
-        (lambda: Renoise(steps=[8]), r"step 8 does not exist; there are 8"),
-        (lambda: Renoise(positions=[]), r"positions is empty, so Renoise would change nothing"),
-        (lambda: Renoise(layers=[0]), r"Renoise does not support layers="),
-    ],
-)
-def test_places_that_are_not_on_the_canvas_are_refused(gemma, make, text):
-    with pytest.raises(SettingError, match=text):
-        sinklens.generate(gemma, PROMPTS, hooks=make(), **SETTINGS)
+            lambda gemma, worded, given=given: sinklens.generate(
+                gemma, PROMPTS, hooks=given[0](**given[1]), **SETTINGS
+            ),
+            text,
+        )
+        for given, text in (
+            ((Renoise, {"positions": [2]}), r"takes positions of the answer, 9 to 24 or -16 to -1; got \[2\]"),
+            ((Accept, {"positions": [25]}), r"position 25 does not exist; there are 25"),
+            ((Renoise, {"steps": [8]}), r"step 8 does not exist; there are 8"),
+            ((Renoise, {"positions": []}), r"positions is empty, so Renoise would change nothing"),
+            ((Renoise, {"layers": [0]}), r"Renoise does not support layers="),
+        )
+    ),
+    (lambda gemma, worded: sinklens.generate(worded("llama"), "one two", hooks=Accept(), gen_length=4), OTHERS),
+    (lambda gemma, worded: Accept().hooks_for(gemma), OTHERS),
+]
 
 
-def test_models_with_a_mask_token_and_single_passes_are_refused(gemma, worded):
-    text = r"Accept changes which tokens a step accepts .* With a mask token, use Remask or ForceTokens"
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_places_and_models_without_a_meaning_are_refused(gemma, worded, call, text):
     with pytest.raises(SettingError, match=text):
-        sinklens.generate(worded("llama"), "one two", hooks=Accept(), gen_length=4)
-    with pytest.raises(SettingError, match=text):
-        Accept().hooks_for(gemma)
+        call(gemma, worded)

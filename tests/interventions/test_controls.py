@@ -1,6 +1,7 @@
 """Control keys against loops: never one of the strongest, matched as stated, the same at every step if persistent."""
 
 import hashlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -64,13 +65,48 @@ def order_of(layer, row, head, place, seed=3):
     return [key for _, key in sorted(zip(-noise, real_keys(row), strict=True))]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_random_keys_are_the_first_in_a_drawn_order_that_are_not_among_the_strongest(persistent):
-    found, scores = choose(pick="random", persistent=persistent)
+def random_rest(values, *place, at=3):
+    """The first two of a drawn order that are not among the two strongest."""
+    strongest = by_strength(values, place[1])[:2]
+    return [key for key in order_of(*place, at) if key not in strongest][:2]
+
+
+def same_mass(values, *place):
+    """Keys of the drawn order as long as their sum comes nearer to the strongest key's score."""
+    strongest, taken = by_strength(values, place[1])[0], []
+    for key in [key for key in order_of(*place, "run") if key != strongest]:
+        total = sum(values[other].item() for other in taken)
+        if abs(total + values[key].item() - values[strongest].item()) > abs(total - values[strongest].item()):
+            break
+        taken.append(key)
+    return taken
+
+
+def nearest(values, layer, row, head):
+    """For the three strongest in turn the nearest key that is free; the earlier of two."""
+    strongest, taken = by_strength(values, row)[:3], []
+    for key in strongest:
+        free = [other for other in real_keys(row) if other not in strongest and other not in taken]
+        taken.append(min(free, key=lambda other: (abs(other - key), other)))
+    return taken
+
+
+CONTROLS = {
+    "random": ({"pick": "random"}, random_rest),
+    "persistent": ({"pick": "random", "persistent": True}, partial(random_rest, at="run")),
+    "same mass": ({"pick": "same_mass", "persistent": True, "top_k": 1}, same_mass),
+    "nearest": ({"pick": "nearest", "top_k": 3}, nearest),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_control_keys_are_those_of_a_loop(name):
+    given, expected = CONTROLS[name]
+    found, scores = choose(**given)
     for layer, row, head in places():
-        strongest = by_strength(scores[layer][row, head], row)[:2]
-        drawn = order_of(layer, row, head, "run" if persistent else 3)
-        assert found[layer][row][head] == sorted([key for key in drawn if key not in strongest][:2])
+        assert found[layer][row][head] == sorted(expected(scores[layer][row, head], layer, row, head))
+    numbers = {len(found[layer][row][head]) for layer, row, head in places()}
+    assert len(numbers) > 2 if name == "same mass" else numbers == {given.get("top_k", 2)}
 
 
 def test_persistent_keys_of_an_autoregressive_run_come_from_its_prompt():
@@ -102,22 +138,6 @@ def test_permuted_keys_are_the_strongest_of_another_head_the_same_at_every_step(
     assert len(set(everywhere)) > HEADS
 
 
-def test_keys_of_the_same_mass_receive_together_about_what_the_strongest_receive():
-    found, scores = choose(pick="same_mass", persistent=True, top_k=1)
-    numbers = set()
-    for layer, row, head in places():
-        values = scores[layer][row, head]
-        strongest = by_strength(values, row)[0]
-        target, taken, total = values[strongest].item(), [], 0.0
-        for key in [key for key in order_of(layer, row, head, "run") if key != strongest]:
-            if abs(total + values[key].item() - target) > abs(total - target):
-                break
-            taken, total = [*taken, key], total + values[key].item()
-        assert found[layer][row][head] == sorted(taken)
-        numbers.add(len(taken))
-    assert len(numbers) > 2
-
-
 def test_keys_of_the_same_kind_match_the_kinds_of_the_strongest(tiny_llada):
     prompts = [problem.prompt for problem in held_out(2)]
     settings = {"gen_length": 8, "steps": 4}
@@ -137,18 +157,6 @@ def test_keys_of_the_same_kind_match_the_kinds_of_the_strongest(tiny_llada):
                 assert (now[keys] == kind).sum() == min(wanted, there - wanted)
             digits += int((codes[row, step - 1, keys] == Kind.DIGIT).sum())
     assert digits > 20
-
-
-def test_nearest_keys_are_taken_for_the_strongest_first_and_the_earlier_of_two():
-    found, scores = choose(pick="nearest", top_k=3)
-    for layer, row, head in places():
-        strongest = by_strength(scores[layer][row, head], row)[:3]
-        free = [key for key in real_keys(row) if key not in strongest]
-        taken = []
-        for key in strongest:
-            taken.append(min(free, key=lambda other: (abs(other - key), other)))
-            free.remove(taken[-1])
-        assert found[layer][row][head] == sorted(taken)
 
 
 @pytest.mark.parametrize("pick", ["random", "same_mass", "nearest"])

@@ -1,8 +1,10 @@
 """Hidden keys get no attention and nothing else changes; held sinks and patterns keep theirs."""
 
+import itertools
+
 import pytest
 import torch
-from watching import LONG, PADDED, again, watch
+from watching import LONG, PADDED, add, again, compared, entered, hidden, watch
 
 from sinklens.errors import SettingError
 from sinklens.interventions import FreezePattern, HideKeys, HoldSinks, MaskKeys
@@ -10,45 +12,48 @@ from sinklens.interventions import FreezePattern, HideKeys, HoldSinks, MaskKeys
 
 @pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("dream", False), ("llama", True)])
 def test_hidden_keys_are_missing_from_the_softmax_at_their_steps_layers_and_heads(worded, architecture, causal):
-    """The expected pattern is that of a plain pass whose scores lack the keys."""
     hide = HideKeys(positions=[0, 3], layers=[0], heads=[1, -1], steps=[0, 2])
-    watched = watch(worded(architecture, causal), [LONG], [hide], ["hook_pattern", "hook_attn_scores"])
-    name = "blocks.0.attn.hook_pattern"
-    for step in range(4):
-        plain = again(watched.run, step).values[name]
-        pattern = watched.values[step][name]
-        plain = plain[:, :, -pattern.shape[2] :]
-        expected = plain.clone()
-        if step in (0, 2):
-            left = plain[:, [1, 5]].clone()
-            left[..., [0, 3]] = 0
-            expected[:, [1, 5]] = left / left.sum(-1, keepdim=True).clamp(min=1e-30)
-        torch.testing.assert_close(pattern, expected, atol=1e-5, rtol=0)
+    watched = watch(worded(architecture, causal), [LONG], [hide], ["hook_pattern", "hook_logits"])
+
+    def edits(step):
+        length = entered(watched.run, step)[0].shape[1]
+        own = (torch.arange(length) - watched.run.prompt_length + 1).clamp(min=0) if causal else torch.tensor([step])
+        keys = torch.zeros(1, 6, length, length, dtype=torch.bool)
+        keys[:, [[1], [5]], :, [0, 3]] = ((own == 0) | (own == 2)).expand(length)
+        return {"blocks.0.attn.hook_attn_mask": add(hidden(keys))}
+
+    assert len(list(compared(watched, edits))) > 3
 
 
-def test_held_sinks_keep_the_attention_of_their_step_and_the_rest_shares_what_is_left(worded):
-    """Written out per row, from the run's own kept pattern and a plain pass over its canvas."""
-    hold = HoldSinks(at=1, top_k=2, layers=[0], heads=[2, 5], steps=[2])
-    watched = watch(worded(), PADDED, [hold])
+HELD = [
+    (HoldSinks(at=1, top_k=2, layers=[0], heads=[2, 5], steps=[2]), None),
+    (FreezePattern(at=1, layers=[0], heads=[2, 5], positions=[0, 2, -1], steps=[0, 2]), [0, 2, -1]),
+]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "dream"])
+@pytest.mark.parametrize(("hold", "positions"), HELD, ids=["sinks", "rows"])
+def test_held_attention_is_that_of_its_step_and_the_rest_shares_what_is_left(worded, architecture, hold, positions):
+    """Row by row: the two strongest keys of step 1, or all keys of some queries."""
+    watched = watch(worded(architecture), PADDED, [hold], ["hook_pattern", "hook_logits"])
     name = "blocks.0.attn.hook_pattern"
-    kept = watched.values[1][name]
-    plain = {step: again(watched.run, step).values[name] for step in (1, 2, 3)}
-    torch.testing.assert_close(kept, plain[1], atol=1e-6, rtol=0)
-    torch.testing.assert_close(watched.values[3][name], plain[3], atol=1e-6, rtol=0)
-    expected = plain[2].clone()
-    for row in range(2):
-        real = watched.run.real[row]
-        for head in (2, 5):
-            sinks = kept[row, head][real].sum(0).topk(2).indices
-            for query in real.nonzero()[:, 0].tolist():
-                line = plain[2][row, head, query].clone()
+    then, real = watched.values[1][name], watched.run.real
+
+    def change(pattern):
+        pattern = pattern.clone()
+        for row, head in itertools.product(range(2), (2, 5)):
+            there = real[row].nonzero()[:, 0]
+            sinks = then[row, head][there].sum(0).topk(2).indices if positions is None else slice(None)
+            for query in there if positions is None else there[positions]:
+                line = pattern[row, head, query].clone()
                 line[sinks] = 0
-                line *= (1 - kept[row, head, query, sinks].sum()) / line.sum()
-                line[sinks] = kept[row, head, query, sinks]
-                expected[row, head, query] = line
-    real = watched.run.real[:, None, :, None].expand_as(expected)
-    torch.testing.assert_close(watched.values[2][name][real], expected[real], atol=1e-6, rtol=0)
-    assert (watched.values[2][name] - plain[2]).abs().max() > 0.01
+                line *= (1 - then[row, head, query, sinks].sum()) / line.sum().clamp(min=1e-30)
+                line[sinks] = then[row, head, query, sinks]
+                pattern[row, head, query] = line
+        return pattern
+
+    assert len(list(compared(watched, lambda step: {name: change} if step == 2 else {}))) == 4
+    assert (watched.values[2][name] - again(watched.run, 2).values[name]).abs().max() > 0.01
 
 
 DUAL = {"cache": "dual", "gen_length": 8, "block_length": 4, "steps": 8}  # steps 0 and 4 compute all positions
