@@ -136,7 +136,7 @@ class DitAttention(LlamaAttention):
     """Llama's attention, of all positions or block-causal."""
 
     def __init__(self, config: DitConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)  # type: ignore[arg-type]
+        super().__init__(config, layer_idx)
         self.is_causal = False
 
 

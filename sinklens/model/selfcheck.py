@@ -67,7 +67,8 @@ def check(tree: HookTree, causal: bool) -> None:
 def _logits(tree: HookTree, tokens: int, rows: int, hooks: list[HookPair]) -> Float[Tensor, "row pos vocab"]:
     """Logits of `tokens` tokens, the same in every row; a network that reads a noise level gets one."""
     ids = (torch.arange(tokens) * 7 + 3).remainder(tree.cfg.d_vocab).expand(rows, -1).to(tree.cfg.device)
-    return tree.run_with_hooks(ids, fwd_hooks=hooks, **({"time": TIME} if tree.timed else {}))
+    time: dict[str, Any] = {"time": TIME} if tree.timed else {}
+    return tree.run_with_hooks(ids, fwd_hooks=hooks, **time)
 
 
 def _canvas_logits(tree: HookTree, tokens: int, rows: int, hooks: list[HookPair]) -> Float[Tensor, "row pos vocab"]:
