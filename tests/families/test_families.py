@@ -13,7 +13,6 @@ from sinklens.model.files import rename
 from sinklens.model.packing import stored_shapes
 
 RECORDS = list(FAMILIES.values())
-LLADAS = ["llada", "mmada"]
 STANDARD = [one for one in RECORDS if not (one.class_attention or one.module or one.architecture == "gpt2")]
 OWN_FILES = {"gpt2", "diffugpt", "diffusion-gemma", "mdlm", "bd3lm-owt", "duo", "sedd", "gidd"}
 DIT = [family for family in RECORDS if family.module == "sinklens.families.dit"]
@@ -64,18 +63,6 @@ def test_family_has_hook_points_and_a_sampler(family):
     assert family.causal == causal(family.name) == (family.sampler == "autoregressive")
 
 
-@pytest.mark.parametrize("name", LLADAS)
-def test_llada_names_map_to_llamas(name):
-    found = {public: rename(public, family_named(name).renames) for public in llada_names(layers=12)}
-    assert found == llada_names(layers=12)
-
-
-def test_ff_out_is_the_head_at_the_top_level_and_the_down_projection_in_a_block():
-    family = family_named("llada")
-    assert rename("model.transformer.ff_out.weight", family.renames) == "lm_head.weight"
-    assert rename("model.transformer.blocks.31.ff_out.weight", family.renames) == "model.layers.31.mlp.down_proj.weight"
-
-
 @pytest.mark.parametrize("family", STANDARD, ids=lambda family: family.name)
 def test_public_names_become_exactly_the_parameters_of_the_class(family):
     hf = random_hf(ARCHITECTURES[family.name], family.causal)
@@ -84,12 +71,6 @@ def test_public_names_become_exactly_the_parameters_of_the_class(family):
     }
     shapes = {name: tuple(value.shape) for name, value in hf.state_dict().items()}
     assert renamed == stored_shapes(shapes, family.fused)
-
-
-@pytest.mark.parametrize("name", LLADAS)
-def test_renames_are_plain_substitutions(name):
-    """transformers accepts patterns with at most one group."""
-    assert all(re.compile(pattern).groups <= 1 for pattern in family_named(name).renames)
 
 
 @pytest.mark.parametrize("prefix", ["", "backbone."])
@@ -103,3 +84,12 @@ def test_names_of_a_modulated_network_become_exactly_its_parameters(family, pref
     assert renamed == stored_shapes(shapes, family.fused)
     assert all(re.search(family.ignored, name) for name in DIT_RECOMPUTED)
     assert not any(re.search(family.ignored, name) for name in renamed)
+
+
+@pytest.mark.parametrize("name", ["llada", "mmada"])
+def test_llada_names_map_to_llamas_by_plain_substitutions(name):
+    """ff_out is the head at the top level and the down projection in a block; patterns have at most one group."""
+    renames, names = family_named(name).renames, llada_names(layers=32)
+    assert {public: rename(public, renames) for public in names} == names
+    assert names["model.transformer.ff_out.weight"] == "lm_head.weight"
+    assert all(re.compile(pattern).groups <= 1 for pattern in renames)

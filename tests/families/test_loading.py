@@ -64,38 +64,23 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 # The model
 
 
-@pytest.mark.fast_cases(9)
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_logits_equal_those_of_the_transformers_class_with_the_same_weights(tmp_path, family):
     hf, ids = write_family(tmp_path, family), random_ids()
-    model = sinklens.load(tmp_path, **arguments(family))
+    write_family(tmp_path / "sharded", family, shards=3)
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) == 3
+    model, sharded = (sinklens.load(folder, **arguments(family)) for folder in (tmp_path, tmp_path / "sharded"))
     wanted = eager_logits(hf, ids, causal(family), family in BLOCK_CAUSAL)
     torch.testing.assert_close(_logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
+    assert torch.equal(_logits(sharded, ids), _logits(model, ids))
+    assert not any(module.training for module in model.tree.hf.modules())
     assert model.family == family
     assert model.mask_token_id == (None if causal(family) else 60)
     assert model.eos_token_ids == (2,)
 
 
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(
-    "family",
-    [
-        family
-        if family in ("llada", "dream", "llada-moe", "llada2")
-        else pytest.param(family, marks=pytest.mark.extended)
-        for family in ARCHITECTURES
-    ],
-)
-def test_sharded_weights_give_the_same_model(tmp_path, family):
-    write_family(tmp_path / "whole", family)
-    write_family(tmp_path / "sharded", family, shards=3)
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) == 3
-    ids = random_ids()
-    sharded, whole = (sinklens.load(tmp_path / name, **arguments(family)) for name in ("sharded", "whole"))
-    assert torch.equal(_logits(sharded, ids), _logits(whole, ids))
-
-
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("family", ["llada", "dream", "llama", "qwen3"])
 @pytest.mark.parametrize("twice", [False, True], ids=["stored once", "stored twice"])
 def test_a_tied_head_is_the_embedding(tmp_path, family, twice):
@@ -109,105 +94,75 @@ def test_a_tied_head_is_the_embedding(tmp_path, family, twice):
     torch.testing.assert_close(_logits(model, ids), eager_logits(hf, ids, causal(family)), rtol=1e-4, atol=1e-5)
 
 
-def test_loaded_models_are_in_evaluation_mode(llada):
-    model = sinklens.load(llada)
-    assert not any(module.training for module in model.tree.hf.modules())
-
-
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
-    ("requested", "given"),
+    ("given", "small", "expected"),
     [
-        ("auto", torch.float32),
-        ("bf16", torch.bfloat16),
-        ("float16", torch.float16),
-        (torch.float16, torch.float16),
-        (torch.float64, torch.float64),
+        ({"dtype": "bf16"}, True, torch.bfloat16),
+        ({"dtype": torch.float16}, True, torch.float16),
+        ({"dtype": torch.float64}, True, torch.float64),
+        ({}, False, torch.bfloat16),
+        ({"device_map": "cpu"}, True, torch.float32),
+        ({}, True, torch.float32),
     ],
     ids=str,
 )
-def test_the_element_type_is_the_requested_one(tmp_path, requested, given):
-    hf = random_hf("llama", dtype=torch.bfloat16)
+def test_the_element_type_is_the_requested_one(tmp_path, monkeypatch, given, small, expected):
+    """By default the stored one, or float32 for a small model on a CPU."""
+    hf, ids = random_hf("llama", dtype=torch.bfloat16), random_ids()
     write_checkpoint(tmp_path, public_config("llada", hf), public_weights("llada", hf))
-    model, ids = sinklens.load(tmp_path, dtype=requested), random_ids()
-    assert {parameter.dtype for parameter in model.tree.hf.parameters()} == {given}
-    torch.testing.assert_close(
-        _logits(model, ids).float(),
-        eager_logits(random_hf("llama", dtype=torch.bfloat16).to(given), ids, causal=False).float(),
-        rtol=0.05 if given.itemsize == 2 else 1e-4,
-        atol=0.1 if given.itemsize == 2 else 1e-5,
-    )
-
-
-def test_a_model_that_is_not_small_keeps_its_stored_type(tmp_path, monkeypatch):
-    hf = random_hf("llama", dtype=torch.bfloat16)
-    write_checkpoint(tmp_path, public_config("llada", hf), public_weights("llada", hf))
-    monkeypatch.setattr(reading, "SMALL", 1)
-    assert sinklens.load(tmp_path).cfg.dtype is torch.bfloat16
+    monkeypatch.setattr(reading, "SMALL", 10**9 if small else 1)
+    model = sinklens.load(tmp_path, device=None if "device_map" in given else "cpu", **given)
+    assert {parameter.dtype for parameter in model.tree.hf.parameters()} == {model.cfg.dtype} == {expected}
+    wanted = eager_logits(hf.to(expected), ids, causal=False).float()
+    rough = expected.itemsize == 2
+    close = {"rtol": 0.05 if rough else 1e-4, "atol": 0.1 if rough else 1e-5}
+    torch.testing.assert_close(_logits(model, ids).float(), wanted, **close)
 
 
 SPREAD = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
 SPREAD |= {f"model.layers.{layer}": "cpu" for layer in range(3)}
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, "auto", SPREAD], ids=["cpu", "all", "auto", "by module"])
-def test_a_device_map_gives_the_same_logits(llada, device_map):
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(
+    "device_map",
+    [SPREAD | {"model.layers.1": "disk"}, "cpu", {"": "cpu"}, "auto", SPREAD],
+    ids=["disk", "cpu", "all", "auto", "by module"],
+)
+def test_a_device_map_gives_the_same_values(llada, device_map):
+    """accelerate wraps the layers of a model that is distributed over devices."""
     ids = random_ids()
     mapped, plain = sinklens.load(llada, device_map=device_map), sinklens.load(llada, device="cpu")
-    torch.testing.assert_close(_logits(mapped, ids).cpu(), _logits(plain, ids), rtol=1e-4, atol=1e-5)
-
-
-def test_a_small_model_on_a_cpu_runs_in_float32_with_a_device_map_too(tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("without a GPU only")
-    hf = random_hf("llama", dtype=torch.bfloat16)
-    write_checkpoint(tmp_path, public_config("llada", hf), public_weights("llada", hf))
-    assert sinklens.load(tmp_path, device_map="cpu").cfg.dtype is torch.float32
-
-
-def test_a_model_with_a_layer_on_disk_shows_its_hook_points(llada):
-    """accelerate wraps the layers of a model that is distributed over devices."""
-    ids, place = random_ids(), SPREAD | {"model.layers.1": "disk"}
-    model, plain = sinklens.load(llada, device_map=place), sinklens.load(llada, device="cpu")
-    names = [
-        "blocks.1.attn.hook_pattern",
-        "blocks.1.hook_resid_mid",
-        "blocks.1.mlp.hook_post",
-        "blocks.2.hook_attn_out",
-    ]
+    names = [f"blocks.1.{name}" for name in ("attn.hook_pattern", "hook_resid_mid", "mlp.hook_post", "hook_attn_out")]
     with torch.no_grad():
-        logits, cache = model.run_with_cache(ids, names_filter=names)
-        wanted, wanted_cache = plain.run_with_cache(ids, names_filter=names)
-    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+        (logits, cache), (wanted, expected) = (one.run_with_cache(ids, names_filter=names) for one in (mapped, plain))
+    torch.testing.assert_close(logits.cpu(), wanted, rtol=1e-4, atol=1e-5)
     for name in names:
-        torch.testing.assert_close(cache[name], wanted_cache[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(cache[name].cpu(), expected[name], rtol=1e-4, atol=1e-5)
 
 
 # Tokenizer, special tokens and defaults
 
 
-def test_the_tokenizer_of_the_folder_is_used(llada):
-    write_tokenizer(llada)
-    model = sinklens.load(llada)
-    assert model.tokenizer("w7 w9").input_ids == [7, 9]
-    assert model.tokenizer.mask_token_id == 60
-
-
-def test_a_given_tokenizer_takes_precedence_over_the_folders(llada, tmp_path):
-    write_tokenizer(llada)
+def test_the_tokenizer_is_the_given_one_or_the_folders_and_names_what_the_config_does_not(llada, tmp_path):
+    change_config(llada, mask_token_id=None, eos_token_id=None)
     given = word_tokenizer(tmp_path / "other")
+    assert sinklens.load(llada, mask_token_id=60).eos_token_ids == ()
+    (llada / "tokenizer.json").write_text("{}")
     assert sinklens.load(llada, tokenizer=given).tokenizer is given
+    model = sinklens.load(write_tokenizer(llada))
+    assert model.tokenizer("w7 w9").input_ids == [7, 9]
+    assert model.mask_token_id == model.tokenizer.mask_token_id == WORDS.index("<mask>")
+    assert model.eos_token_ids == (2,)
 
 
-def test_the_mask_token_comes_from_the_tokenizer_if_the_config_names_none(llada):
-    change_config(llada, mask_token_id=None)
-    assert sinklens.load(write_tokenizer(llada)).mask_token_id == WORDS.index("<mask>")
+def _spoil_tokenizer(name: str, content: str | int) -> Callable[[Path], Any]:
+    def spoil(folder: Path) -> None:
+        file = write_tokenizer(folder) / name
+        file.write_text(file.read_text()[:content] if isinstance(content, int) else content)
 
-
-def test_a_config_without_an_end_token_uses_the_tokenizers(llada):
-    change_config(llada, eos_token_id=None)
-    assert sinklens.load(llada).eos_token_ids == ()
-    assert sinklens.load(write_tokenizer(llada)).eos_token_ids == (2,)
+    return spoil
 
 
 def test_the_generation_config_provides_end_tokens_and_sampler_settings(llada):
@@ -239,24 +194,6 @@ def test_a_tokenizer_that_names_code_is_read_without_running_it(tmp_path):
     assert tokenizer.mask_token_id == 6
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("kept", [0, 100])
-@pytest.mark.usefixtures("nothing_loads")
-def test_an_incomplete_tokenizer_is_rejected_before_weights_are_read(llada, name, kept):
-    write_tokenizer(llada)
-    (llada / name).write_text((llada / name).read_text()[:kept])
-    with pytest.raises(CheckpointError, match=r"the tokenizer in .*llada cannot be read \(.*incomplete: download them"):
-        sinklens.load(llada)
-
-
-def test_an_invalid_tokenizer_file_is_rejected_unless_a_tokenizer_is_given(llada, tmp_path):
-    for content in ("{}", '{"added_tokens": [], "model": {"type": "x"}}'):
-        (llada / "tokenizer.json").write_text(content)
-        with pytest.raises(CheckpointError, match=r"or pass another tokenizer as sinklens\.load\(\.\.\., tokenizer="):
-            sinklens.load(llada)
-    assert sinklens.load(llada, tokenizer=word_tokenizer(tmp_path)).tokenizer is not None
-
-
 # Quiet
 
 
@@ -275,29 +212,19 @@ def test_loading_small_checkpoints_prints_nothing(tmp_path):
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
-def test_a_progress_bar_is_shown_for_large_models(llada, monkeypatch, capfd):
-    sinklens.load(llada)
-    assert capfd.readouterr() == ("", "")
-    monkeypatch.setattr(loading, "SMALL", 1)
-    sinklens.load(llada)
-    assert "Loading weights" in capfd.readouterr().err
-
-
-def test_transformers_progress_bars_are_restored_after_loading(llada, monkeypatch):
+def test_a_progress_bar_is_shown_for_large_models_and_transformers_settings_are_restored(llada, monkeypatch, capfd):
     def own(make: Any, args: Any, kwargs: Any) -> Any:
         return make(*args, **kwargs)
 
     monkeypatch.setattr(logging, "_tqdm_hook", own)
     enabled = logging.is_progress_bar_enabled()
     sinklens.load(llada)
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(loading, "SMALL", 1)
+    sinklens.load(llada)
+    assert "Loading weights" in capfd.readouterr().err
     assert logging._tqdm_hook is own
     assert logging.is_progress_bar_enabled() is enabled
-
-
-def test_transformers_progress_bars_are_restored_if_loading_is_interrupted(llada, nothing_loads):
-    with pytest.raises(AssertionError, match="weights were read"):
-        sinklens.load(llada)
-    assert logging._tqdm_hook is None
 
 
 # Rejected before weights are read
@@ -376,6 +303,23 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
         _write("generation_config.json", "[]"),
         r"generation_config\.json has no valid",
     ),
+    **{
+        f"tokenizer {number}": (
+            _spoil_tokenizer(*spoiled),
+            r"the tokenizer in .*llada cannot be read \(.*incomplete: download them again, or pass another tokenizer "
+            r"as sinklens\.load\(\.\.\., tokenizer=",
+        )
+        for number, spoiled in enumerate(
+            (
+                ("tokenizer.json", 0),
+                ("tokenizer.json", 100),
+                ("tokenizer_config.json", 0),
+                ("tokenizer_config.json", 100),
+                ("tokenizer.json", "{}"),
+                ("tokenizer.json", '{"added_tokens": [], "model": {"type": "x"}}'),
+            )
+        )
+    },
     "defaults not an object": (
         _write("generation_config.json", '{"sinklens": 3}'),
         r"generation_config\.json has no valid",
@@ -383,24 +327,8 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("spoiled", SPOILED)
-@pytest.mark.usefixtures("nothing_loads")
-def test_a_spoiled_checkpoint_is_rejected_before_weights_are_read(llada, spoiled):
-    spoil, message = SPOILED[spoiled]
-    spoil(llada)
-    with pytest.raises(CheckpointError, match=message):
-        sinklens.load(llada)
-
-
-@pytest.mark.usefixtures("nothing_loads")
-def test_an_adapted_model_without_a_mask_token_is_rejected_before_weights_are_read(tmp_path):
-    write_family(tmp_path, "a2d-qwen3")
-    change_config(tmp_path, mask_token_id=None)
-    with pytest.raises(CheckpointError, match=r"no usable mask token \(found None, vocabulary 61\)"):
-        sinklens.load(tmp_path, family="a2d-qwen3")
-
-
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llada-moe", "tiny-canvas"])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", ["tiny-llada-moe", "tiny-llada", "tiny-canvas"])
 def test_a_recorded_run_in_float64_equals_the_one_in_float32(name):
     """For experts, torch lacks the grouped matrix products that transformers uses by default."""
     exact, usual = (sinklens.load(name, dtype=dtype) for dtype in (torch.float64, torch.float32))
@@ -419,19 +347,26 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"device": "cuda:77"}, r"device 'cuda:77' is not available: torch sees \d+ GPUs"),
     ({"revision": "v1"}, "revision 'v1' applies to names on the hub"),
 ]
+REJECTED = [*((spoil, {}, message) for spoil, message in SPOILED.values())]
+REJECTED += [((lambda folder: None), given, message) for given, message in ARGUMENTS]
 
 
-@pytest.mark.parametrize(("given", "message"), ARGUMENTS, ids=[str(given) for given, _ in ARGUMENTS])
+@pytest.mark.parametrize(
+    ("spoil", "given", "message"), REJECTED, ids=[*SPOILED, *(str(given) for given, _ in ARGUMENTS)]
+)
 @pytest.mark.usefixtures("nothing_loads")
-def test_a_wrong_argument_is_rejected_before_weights_are_read(llada, given, message):
+def test_a_spoiled_checkpoint_or_argument_is_rejected_before_weights_are_read(llada, spoil, given, message):
+    spoil(llada)
     with pytest.raises(CheckpointError, match=message):
         sinklens.load(llada, **given)
 
 
-def test_weights_are_read_if_nothing_is_wrong(llada, nothing_loads):
-    """The tests above rely on this."""
+@pytest.mark.usefixtures("nothing_loads")
+def test_weights_are_read_if_nothing_is_wrong_and_an_interruption_restores_transformers_bars(llada):
+    """The test above relies on this."""
     with pytest.raises(AssertionError, match="weights were read"):
         sinklens.load(llada)
+    assert logging._tqdm_hook is None
 
 
 # The tests' own references

@@ -97,52 +97,30 @@ def test_recorded_sinks_are_gathered_by_heads_and_patterns_are_not(divided):
 # Refusals
 
 
-def _asked(**given: Any) -> Any:
-    return SimpleNamespace(**dict.fromkeys(("device", "device_map", "quantization", "tp_plan", "ep_plan")) | given)
+AUTO = {"tp_plan": "auto"}
+REFUSED: list[tuple[str, str | None, dict[str, Any], str]] = [
+    ("llada", None, AUTO, "this is the only one; start the script with torchrun"),
+    *(("llada", "2", AUTO | {name: "cpu"}, f"{name}= and tp_plan= or ep_plan= exclude each other")
+      for name in ("device", "device_map", "quantization")),
+    ("llada", "4", AUTO, "4 processes do not divide num_attention_heads = 6"),
+    ("llada2", "2", AUTO, r"a llada2 model .* cannot be divided by tp_plan=: .*store query_key_value.weight in one"),
+    ("llada", "2", AUTO | {"ep_plan": "auto"}, "a llada model .* cannot be divided by ep_plan=: .*has no ep_plan"),
+    ("llada-moe", "2", {"ep_plan": "auto"}, "pass tp_plan='auto', too"),
+    ("gpt2", "2", AUTO, "gpt2 model .* cannot be divided"),
+    ("gidd", "2", AUTO, "gidd model .* cannot be divided"),
+]  # fmt: skip
 
 
-def _config(family: str, **settings: Any) -> Any:
-    record = family_named(family)
-    return translate(public_config(family, random_hf(ARCHITECTURES[family], **settings)), record, "here"), record
-
-
-def test_one_process_cannot_divide_a_model(monkeypatch):
+@pytest.mark.parametrize(("family", "processes", "given", "message"), REFUSED)
+def test_what_cannot_be_divided_is_refused(monkeypatch, family, processes, given, message):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(CheckpointError, match="this is the only one; start the script with torchrun"):
-        parallel_for(*_config("llada"), _asked(tp_plan="auto"), "here")
-
-
-@pytest.mark.parametrize("name", ["device", "device_map", "quantization"])
-def test_what_places_the_weights_otherwise_is_refused_beside_a_plan(name):
-    with pytest.raises(CheckpointError, match=f"{name}= and tp_plan= or ep_plan= exclude each other"):
-        parallel_for(*_config("llada"), _asked(tp_plan="auto", **{name: "cpu"}), "here")
-
-
-def test_sizes_that_the_processes_do_not_divide_are_named(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(CheckpointError, match="4 processes do not divide num_attention_heads = 6"):
-        parallel_for(*_config("llada"), _asked(tp_plan="auto"), "here")
-
-
-@pytest.mark.parametrize(
-    ("family", "plan", "reason"),
-    [("llada2", "tp_plan", r"store query_key_value.weight in one piece"), ("llada", "ep_plan", "has no ep_plan")],
-)
-def test_a_family_that_cannot_be_divided_is_named_with_the_reason(monkeypatch, family, plan, reason):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CheckpointError, match=f"a {family} model .* cannot be divided by {plan}=: .*{reason}"):
-        parallel_for(*_config(family), _asked(**{"tp_plan": "auto", plan: "auto"}), "here")
-
-
-def test_experts_are_divided_with_the_rest(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CheckpointError, match="pass tp_plan='auto', too"):
-        parallel_for(*_config("llada-moe"), _asked(ep_plan="auto"), "here")
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "adaln_dit"])
-def test_classes_without_a_plan_are_refused(monkeypatch, architecture):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    config, family = (GPT2Config(), "gpt2") if architecture == "gpt2" else (DitConfig(), "gidd")
-    with pytest.raises(CheckpointError, match=f"{family} model .* cannot be divided"):
-        parallel_for(config, family_named(family), _asked(tp_plan="auto"), "here")
+    if processes is not None:
+        monkeypatch.setenv("WORLD_SIZE", processes)
+    record, own = family_named(family), {"gpt2": GPT2Config, "gidd": DitConfig}
+    if family in own:
+        config = own[family]()
+    else:
+        config = translate(public_config(family, random_hf(ARCHITECTURES[family])), record, "here")
+    asked = SimpleNamespace(**dict.fromkeys(("device", "device_map", "quantization", "tp_plan", "ep_plan")) | given)
+    with pytest.raises(CheckpointError, match=message):
+        parallel_for(config, record, asked, "here")

@@ -77,10 +77,15 @@ def test_a_quantized_model_computes_what_a_plain_one_with_its_matrices_computes(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("method", ["torchao-int8", "torchao-float8"])
-def test_stacked_experts_are_quantized_by_torchao(tmp_path, method):
+@pytest.mark.parametrize("method", ["torchao-int8", "torchao-float8", "bnb-nf4"])
+def test_stacked_experts_are_quantized_by_torchao_and_left_by_bitsandbytes(tmp_path, method):
     _needs(method)
     write_family(tmp_path, "qwen3-moe", **SIZES)
+    if method.startswith("bnb"):
+        found = sinklens.load(tmp_path, quantization=method, check=False).quantization
+        assert "bitsandbytes does not quantize Qwen3MoeExperts" in str(found)
+        assert not any("experts" in name for name in found.quantized)
+        return
     quantized = sinklens.load(tmp_path, quantization=method)
     assert any("experts" in name for name in quantized.quantization.quantized)
     plain = _with_shown_matrices(tmp_path, quantized)
@@ -98,15 +103,6 @@ def test_a_network_with_noise_levels_is_quantized_by_bitsandbytes():
 
 
 @pytest.mark.extended
-def test_bitsandbytes_leaves_stacked_experts_in_floating_point_and_says_so(tmp_path):
-    _needs("bnb-nf4")
-    write_family(tmp_path, "qwen3-moe", **SIZES)
-    found = sinklens.load(tmp_path, quantization="bnb-nf4", check=False).quantization
-    assert "bitsandbytes does not quantize Qwen3MoeExperts" in str(found)
-    assert not any("experts" in name for name in found.quantized)
-
-
-@pytest.mark.extended
 def test_what_is_stored_in_one_piece_is_split_before_bitsandbytes_quantizes_it(tmp_path):
     """LLaDA 2 stores queries, keys and values as one matrix."""
     _needs("bnb-int8")
@@ -115,30 +111,6 @@ def test_what_is_stored_in_one_piece_is_split_before_bitsandbytes_quantizes_it(t
     _with_shown_matrices(tmp_path, quantized)
     names = {name.split(".")[-2] for name in quantized.quantization.quantized}
     assert {"q_proj", "k_proj", "v_proj"} < names
-
-
-@pytest.mark.parametrize("method", ["torchao-int8", "fp8"])
-def test_methods_that_would_drop_parts_of_a_matrix_are_refused(tmp_path, method):
-    write_family(tmp_path, "llada2")
-    with pytest.raises(CheckpointError, match=r"query_key_value.weight in one piece, of which .* first part only"):
-        sinklens.load(tmp_path, quantization=method)
-
-
-@pytest.mark.extended
-def test_the_language_model_head_stays_in_floating_point_and_the_rest_is_listed(llama):
-    _needs("torchao-int8")
-    model = sinklens.load(llama, quantization="torchao-int8", check=False)
-    assert model.quantization.kept == {"lm_head.weight": "the language-model head stays in floating point"}
-    assert len(model.quantization.quantized) == 7 * model.cfg.n_layers
-    assert set(model.quantization.quantized.values()) == {"torchao Int8Tensor"}
-    assert sinklens.load(llama).quantization is None
-
-
-@pytest.mark.extended
-def test_the_fingerprint_of_a_quantized_model_is_its_own_and_stays(llama):
-    _needs("torchao-int8")
-    first, second = (sinklens.load(llama, quantization="torchao-int8", check=False) for _ in range(2))
-    assert first.fingerprint == second.fingerprint != sinklens.load(llama, check=False).fingerprint
 
 
 @pytest.mark.extended
@@ -165,8 +137,11 @@ def test_an_edit_of_a_head_s_output_adds_its_change_to_what_the_quantized_projec
 @pytest.mark.parametrize("method", ["torchao-int8", "bnb-int8", "bnb-nf4"])
 def test_a_published_quantized_checkpoint_loads_with_the_same_matrices(llama, tmp_path, method):
     _needs(method)
-    made = sinklens.load(llama, quantization=method, check=False)
+    made, again = (sinklens.load(llama, quantization=method, check=False) for _ in range(2))
+    assert made.fingerprint == again.fingerprint != sinklens.load(llama, check=False).fingerprint
     kept, ids = made.quantization, random_ids()
+    assert kept.kept == {"lm_head.weight": "the language-model head stays in floating point"}
+    assert len(kept.quantized) == 7 * made.cfg.n_layers
     with torch.no_grad():
         wanted = made(ids)
     made.release().save_pretrained(tmp_path / "published")
@@ -174,17 +149,12 @@ def test_a_published_quantized_checkpoint_loads_with_the_same_matrices(llama, tm
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids), wanted, rtol=1e-4, atol=1e-5)
     assert loaded.quantization.quantized == kept.quantized
-
-
-@pytest.mark.extended
-def test_a_published_checkpoint_without_its_scales_is_refused(llama, tmp_path):
-    _needs("bnb-nf4")
-    sinklens.load(llama, quantization="bnb-nf4", check=False).release().save_pretrained(tmp_path / "published")
-    file = tmp_path / "published" / "model.safetensors"
-    weights = load_file(file)
-    save_file({name: value for name, value in weights.items() if "layers.0.mlp.up_proj.weight." not in name}, file)
-    with pytest.raises(CheckpointError, match=r"up_proj.weight is quantized, but the files have no scales"):
-        sinklens.load(tmp_path / "published")
+    if method == "bnb-nf4":
+        file = tmp_path / "published" / "model.safetensors"
+        weights = load_file(file)
+        save_file({name: value for name, value in weights.items() if "layers.0.mlp.up_proj.weight." not in name}, file)
+        with pytest.raises(CheckpointError, match=r"up_proj.weight is quantized, but the files have no scales"):
+            sinklens.load(tmp_path / "published")
 
 
 def _headers(shapes: dict[str, tuple[int, ...]], packed: set[str]) -> Weights:
@@ -203,31 +173,6 @@ def test_the_headers_of_gptq_and_awq_files_are_those_of_the_matrices():
         }
         found = unpacked(_headers(stored, {"a.q_proj.qweight", "a.q_proj.qzeros"}), kind, expected, "here")
         assert found.shapes == expected
-
-
-def test_a_packed_matrix_of_another_size_is_refused():
-    stored = {"a.q_proj.qweight": (7, 32), "a.q_proj.qzeros": (1, 4), "a.q_proj.scales": (1, 32)}
-    with pytest.raises(CheckpointError, match="224 packed numbers, which cannot be the 2048 values"):
-        unpacked(_headers(stored, {"a.q_proj.qweight"}), "gptq", {"a.q_proj.weight": (32, 64)}, "here")
-
-
-def test_scales_without_a_matrix_are_refused():
-    stored = {"a.q_proj.qzeros": (1, 4), "a.q_proj.scales": (1, 32)}
-    with pytest.raises(CheckpointError, match=r"scales for a.q_proj, but not its weight"):
-        unpacked(_headers(stored, set()), "gptq", {"a.q_proj.weight": (32, 64)}, "here")
-
-
-@pytest.mark.parametrize("kind", ["gptq", "awq", "bitsandbytes"])
-def test_packed_experts_are_refused_where_transformers_would_leave_the_stacked_ones_random(kind):
-    matrix = "mlp.experts.3.up_proj.weight"
-    names = (matrix, f"{matrix}.absmax") if kind == "bitsandbytes" else (
-        matrix.replace("weight", "qweight"), matrix.replace("weight", "scales")
-    )  # fmt: skip
-    found = _headers({names[0]: (256, 1), names[1]: (1, 32)}, {names[0]})
-    with pytest.raises(
-        CheckpointError, match=rf"an expert quantized by {kind}, and transformers reads .* linear layers"
-    ):
-        unpacked(found, kind, {matrix: (32, 64)}, "here")
 
 
 @pytest.mark.extended
@@ -261,35 +206,6 @@ def test_a_layer_that_config_json_calls_quantized_and_the_files_do_not_is_refuse
         sinklens.load(tmp_path, dtype="float32")
 
 
-@pytest.mark.parametrize("kind", ["gptq", "awq"])
-def test_a_missing_package_is_named_before_anything_is_read(llama, kind, monkeypatch):
-    monkeypatch.setattr("sinklens.model.quantization.find_spec", lambda name: None)
-    change_config(llama, quantization_config={"quant_method": kind, "bits": 4})
-    with pytest.raises(CheckpointError, match=f"{kind} weights need .*gptqmodel.*pip install"):
-        sinklens.load(llama)
-
-
-def test_an_unknown_published_method_is_named(llama):
-    change_config(llama, quantization_config={"quant_method": "aqlm"})
-    with pytest.raises(CheckpointError, match="quant_method 'aqlm'; known are torchao, bitsandbytes, fp8, gptq, awq"):
-        sinklens.load(llama)
-
-
-def test_modules_that_a_published_config_leaves_out_get_transformers_names():
-    raw = {"quantization_config": {"load_in_8bit": True, "llm_int8_skip_modules": ["model.transformer.ff_out"]}}
-    _needs("bnb-int8")
-    found = published(raw, FAMILIES["llada"], "here")
-    assert found is not None
-    assert found["llm_int8_skip_modules"] == ["lm_head"]
-    assert found["quant_method"] == "bitsandbytes"
-
-
-def test_projections_that_are_stored_as_one_cannot_be_published_quantized():
-    raw = {"quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(CheckpointError, match=r"query_key_value.weight in one piece, which cannot be split"):
-        published(raw, FAMILIES["llada2"], "here")
-
-
 def test_fp8_files_are_dequantized_without_a_gpu(llama):
     """One scale for each block of 32 × 32 values, as transformers' fp8 checkpoints have."""
     if torch.cuda.is_available():
@@ -315,27 +231,65 @@ def test_fp8_files_are_dequantized_without_a_gpu(llama):
 # Refusals
 
 
-def test_four_bits_need_rows_that_groups_divide(tmp_path):
-    _needs("torchao-int4")
-    write_family(tmp_path, "llama", **SIZES | {"intermediate_size": 40})
-    with pytest.raises(CheckpointError, match=r"groups of 32, and .*mlp.down_proj.weight is \[64, 40\]"):
-        sinklens.load(tmp_path, quantization="torchao-int4")
+PLAIN_LLADA2 = {"hidden_size": 24}
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("llada2", PLAIN_LLADA2, "torchao-int8", r"query_key_value.weight in one piece, of which .* first part only"),
+    ("llada2", PLAIN_LLADA2, "fp8", r"query_key_value.weight in one piece, of which .* first part only"),
+    ("llama", SIZES | {"intermediate_size": 40}, "torchao-int4", r"of 32, and .*mlp.down_proj.weight is \[64, 40\]"),
+    ("llama", SIZES | {"intermediate_size": 96}, "bnb-nf4", r"of 64, and .*mlp.down_proj.weight is \[64, 96\]"),
+    ("llama", SIZES, "torchao-int9", r"'torchao-int9' is unknown; choose one of torchao-int8, torchao-int4"),
+    ("llama", SIZES, "fp8", r"'fp8' needs a GPU of compute capability 8.9"),
+]
 
 
-def test_bitsandbytes_kernels_for_a_cpu_need_rows_of_64s(tmp_path):
-    write_family(tmp_path, "llama", **SIZES | {"intermediate_size": 96})
-    with pytest.raises(CheckpointError, match=r"groups of 64, and .*mlp.down_proj.weight is \[64, 96\]"):
-        sinklens.load(tmp_path, quantization="bnb-nf4", device="cpu")
+@pytest.mark.parametrize(("family", "sizes", "method", "message"), REFUSED)
+def test_a_method_that_does_not_apply_is_refused(tmp_path, family, sizes, method, message):
+    write_family(tmp_path, family, **sizes)
+    with pytest.raises(CheckpointError, match=message):
+        sinklens.load(tmp_path, quantization=method, device="cpu")
 
 
-def test_an_unknown_method_is_refused_and_the_known_named(llama):
-    with pytest.raises(CheckpointError, match=r"'torchao-int9' is unknown; choose one of torchao-int8, torchao-int4"):
-        sinklens.load(llama, quantization="torchao-int9")
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("gptq", "gptq weights need .*gptqmodel.*pip install"),
+        ("awq", "awq weights need .*gptqmodel.*pip install"),
+        ("aqlm", "quant_method 'aqlm'; known are torchao, bitsandbytes, fp8, gptq, awq"),
+    ],
+)
+def test_a_published_method_that_is_unknown_or_not_installed_is_named(llama, kind, message, monkeypatch):
+    monkeypatch.setattr("sinklens.model.quantization.find_spec", lambda name: None)
+    change_config(llama, quantization_config={"quant_method": kind, "bits": 4})
+    with pytest.raises(CheckpointError, match=message):
+        sinklens.load(llama)
 
 
-def test_a_method_that_needs_a_gpu_is_refused_on_a_cpu(llama):
-    with pytest.raises(CheckpointError, match=r"'fp8' needs a GPU of compute capability 8.9"):
-        sinklens.load(llama, quantization="fp8", device="cpu")
+def test_a_published_config_has_transformers_names_and_no_fused_projections():
+    raw = {"quantization_config": {"load_in_8bit": True, "llm_int8_skip_modules": ["model.transformer.ff_out"]}}
+    found = published(raw, FAMILIES["llada"], "here", installed=False)
+    assert found is not None
+    assert (found["llm_int8_skip_modules"], found["quant_method"]) == (["lm_head"], "bitsandbytes")
+    with pytest.raises(CheckpointError, match=r"query_key_value.weight in one piece, which cannot be split"):
+        published({"quantization_config": {"quant_method": "fp8"}}, FAMILIES["llada2"], "here")
+
+
+Q, EXPERT = "a.q_proj", "mlp.experts.3.up_proj"
+STACKED = r"an expert quantized by .*, and transformers reads .* linear layers"
+PACKED: list[tuple[str, dict[str, tuple[int, ...]], str]] = [
+    ("gptq", {f"{Q}.qweight": (7, 32), f"{Q}.qzeros": (1, 4), f"{Q}.scales": (1, 32)},
+     "224 packed numbers, which cannot be the 2048 values"),
+    ("gptq", {f"{Q}.qzeros": (1, 4), f"{Q}.scales": (1, 32)}, r"scales for a.q_proj, but not its weight"),
+    ("gptq", {f"{EXPERT}.qweight": (256, 1), f"{EXPERT}.scales": (1, 32)}, STACKED),
+    ("awq", {f"{EXPERT}.qweight": (256, 1), f"{EXPERT}.scales": (1, 32)}, STACKED),
+    ("bitsandbytes", {f"{EXPERT}.weight": (256, 1), f"{EXPERT}.weight.absmax": (1, 32)}, STACKED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "stored", "message"), PACKED)
+def test_packed_matrices_that_do_not_fit_are_refused(kind, stored, message):
+    packed = {name for name in stored if name.endswith(("qweight", ".weight"))}
+    with pytest.raises(CheckpointError, match=message):
+        unpacked(_headers(stored, packed), kind, {f"{Q}.weight": (32, 64), f"{EXPERT}.weight": (32, 64)}, "here")
 
 
 def test_a_model_in_memory_cannot_be_quantized(llama):

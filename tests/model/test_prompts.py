@@ -4,15 +4,13 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from building import random_hf, random_ids, shared_model, small_tokenizer
+from building import random_hf, shared_model, small_tokenizer
 from transformers import BatchEncoding
 
 import sinklens
 from sinklens.errors import PromptError
-from sinklens.experiments import patching_effects, sweep
-from sinklens.interventions import MaskSinks
+from sinklens.experiments import patching_effects
 from sinklens.model import load
-from sinklens.model.prompts import Encoded
 
 SHORT, LONG = "Tom has 3 apples.", "Tom has 3 apples and 4 pears. How many?"
 
@@ -46,16 +44,12 @@ def test_a_tokenizers_output_is_read_with_its_attention_mask(with_tokenizer, sid
     for given in (encoded, dict(encoded)):
         assert_same(with_tokenizer.encode(given), with_tokenizer.encode([SHORT, LONG]))
         assert torch.equal(with_tokenizer.to_tokens(given), with_tokenizer.to_tokens([SHORT, LONG]))
-
-
-def test_a_tokenizers_output_of_one_text_needs_no_tensors(with_tokenizer):
-    expected = with_tokenizer.encode(SHORT)
-    assert_same(with_tokenizer.encode(with_tokenizer.tokenizer(SHORT)), expected)
-    assert_same(with_tokenizer.encode({"input_ids": expected.ids[0]}), expected)
-
-
-def test_rows_of_a_tokenizers_output_may_differ_in_length(with_tokenizer):
-    assert_same(with_tokenizer.encode(with_tokenizer.tokenizer([SHORT, LONG])), with_tokenizer.encode([SHORT, LONG]))
+    unpadded, expected = with_tokenizer.tokenizer([SHORT, LONG]), with_tokenizer.encode(SHORT)
+    assert_same(with_tokenizer.encode(unpadded), with_tokenizer.encode([SHORT, LONG]))
+    for given in (with_tokenizer.tokenizer(SHORT), {"input_ids": expected.ids[0]}, expected):
+        assert_same(with_tokenizer.encode(given), expected)
+    assert expected.ids.tolist() == [with_tokenizer.tokenizer(SHORT).input_ids]
+    assert expected.real.all()
 
 
 def test_a_run_takes_a_tokenizers_output(tiny_llada):
@@ -82,48 +76,6 @@ def test_a_pass_leaves_padding_where_it_is(with_tokenizer, side):
     torch.testing.assert_close(logits[0][real], alone, atol=1e-4, rtol=1e-5)
 
 
-def test_what_encode_returns_is_a_prompt(with_tokenizer):
-    encoded = with_tokenizer.encode([SHORT, LONG])
-    assert isinstance(encoded, Encoded)
-    assert_same(with_tokenizer.encode(encoded), encoded)
-    assert torch.equal(with_tokenizer(encoded), with_tokenizer([SHORT, LONG]))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({}, "needs input_ids; got an empty dict"),
-        ({"attention_mask": [1, 1]}, "needs input_ids; got attention_mask"),
-        ({"input_id": [1, 2]}, r"has input_ids and attention_mask; got 'input_id'\. Nearest: input_ids"),
-        ({"input_ids": [5, 6], "position_ids": [0, 1]}, "has input_ids and attention_mask; got 'position_ids'"),
-        ({"input_ids": [5, 6], "attention_mask": [1]}, r"has the shape of the ids, \[1, 2\]; got \[1, 1\]"),
-        ({"input_ids": [5, 6], "attention_mask": [0, 0]}, "one of its rows has no real token"),
-        ({"input_ids": [5, 6], "attention_mask": "no"}, r"got 'no' \(str\)"),
-        ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, r"not contiguous \(\[1, 0, 1\]\)"),
-        ({"input_ids": torch.tensor([5, 6]), "attention_mask": torch.tensor([0.0, -1e9])}, "values from -1000000000"),
-    ],
-)
-def test_an_invalid_dict_is_rejected(with_tokenizer, given, message):
-    with pytest.raises(PromptError, match=message):
-        with_tokenizer.encode(given)
-
-
-@pytest.mark.parametrize("prompt", [SHORT, {"input_ids": [5, 6], "attention_mask": [1, 1]}])
-def test_an_attention_mask_argument_requires_ids(with_tokenizer, prompt):
-    with pytest.raises(
-        PromptError, match="attention_mask= is only for token ids; text and a tokenizer's output already"
-    ):
-        with_tokenizer(prompt, attention_mask=torch.ones(1, 2))
-
-
-def test_an_additive_attention_mask_is_rejected():
-    ids = random_ids(1, 4)
-    with pytest.raises(PromptError, match=r"values from -inf to 0\.0"):
-        shared_model()(ids, attention_mask=torch.tensor([[-torch.inf, 0, 0, 0]]))
-    with pytest.raises(PromptError, match="got 'loss'"):
-        shared_model()(ids, "loss")
-
-
 # Ids
 
 
@@ -142,10 +94,7 @@ def test_an_additive_attention_mask_is_rejected():
 )
 def test_ids_may_come_in_any_array_or_list(given):
     assert_same(shared_model().encode(given), (torch.tensor([[5, 6], [7, 8]]), torch.ones(2, 2).bool()))
-
-
-def test_rows_of_one_token_stay_rows():
-    assert shared_model().encode([torch.tensor([5]), torch.tensor([6])]).ids.tolist() == [[5], [6]]
+    assert_same(shared_model().encode(given[0]), (torch.tensor([[5, 6]]), torch.ones(1, 2).bool()))  # or one row
 
 
 class Odd:
@@ -192,6 +141,15 @@ class Odd:
         (torch.ones(1, 0).long(), r"got torch\.int64 of shape \[1, 0\]"),
         ([SHORT, 3.5], r"a text, a list of texts, token ids .*; got a list of float, str"),
         ([[5], [-3]], "token ids range from -3 to -3"),
+        ({}, "needs input_ids; got an empty dict"),
+        ({"attention_mask": [1, 1]}, "needs input_ids; got attention_mask"),
+        ({"input_id": [1, 2]}, r"has input_ids and attention_mask; got 'input_id'\. Nearest: input_ids"),
+        ({"input_ids": [5, 6], "position_ids": [0, 1]}, "has input_ids and attention_mask; got 'position_ids'"),
+        ({"input_ids": [5, 6], "attention_mask": [1]}, r"has the shape of the ids, \[1, 2\]; got \[1, 1\]"),
+        ({"input_ids": [5, 6], "attention_mask": [0, 0]}, "one of its rows has no real token"),
+        ({"input_ids": [5, 6], "attention_mask": "no"}, r"got 'no' \(str\)"),
+        ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, r"not contiguous \(\[1, 0, 1\]\)"),
+        ({"input_ids": torch.tensor([5, 6]), "attention_mask": torch.tensor([0.0, -1e9])}, "values from -1000000000"),
     ],
 )
 def test_an_invalid_prompt_is_rejected_with_the_allowed_forms(with_tokenizer, prompt, message):
@@ -201,10 +159,31 @@ def test_an_invalid_prompt_is_rejected_with_the_allowed_forms(with_tokenizer, pr
         sinklens.generate(with_tokenizer, prompt)
 
 
-@pytest.mark.parametrize("call", ["encode", "to_tokens", "run_with_cache", "run_with_hooks", "__call__", "forward"])
-def test_every_call_rejects_an_invalid_prompt_with_the_same_message(with_tokenizer, call):
-    with pytest.raises(PromptError, match=r"a prompt is a text.*got 3\.5 \(float\)"):
-        getattr(with_tokenizer, call)(3.5)
+UNFIT = [
+    (lambda model: model.encode([5, 6], chat_template=True), "chat_template=True is only for text; token ids are used"),
+    (lambda model: model.encode([5, 6], prepend_bos=True), "prepend_bos=True is only for text"),
+    (lambda model: model.encode(SHORT, None), r"chat_template must be True, False, or a template .*; got None"),
+    (lambda model: model.encode(SHORT, "llama3"), r"contains \{\{ messages \}\}; got 'llama3'"),
+    (lambda model: model.encode(SHORT, "{{ messages[0] }}", prepend_bos=True), "template determines the start"),
+    (lambda model: model.encode(SHORT, "{{ '' }}"), "returns no tokens for"),
+    (lambda model: model.encode(SHORT, True), r"has no chat template\. Leave chat_template \(--chat\) out"),
+    (lambda model: model.encode(SHORT, "{{ messages[0] | no_filter }}"), r"template failed .*No filter named"),
+    (lambda model: model.encode(SHORT, "{{ messages[0]['content'] / 0 }}"), r"failed on a user turn \(TypeError: "),
+    (lambda model: model.encode(SHORT, "{{ messages"), r"template failed on a user turn \(TemplateSyntaxError: "),
+    (lambda model: shared_model().encode(SHORT), r"has no tokenizer, so it accepts token ids .*tokenizer=\.\.\.\)"),
+    (lambda model: model(SHORT, attention_mask=torch.ones(1, 2)), "attention_mask= is only for token ids; text and"),
+    (lambda model: model({"input_ids": [5, 6]}, attention_mask=torch.ones(1, 2)), "attention_mask= is only for token"),
+    (lambda model: model([[5, 6]], attention_mask=torch.tensor([[-torch.inf, 0]])), r"values from -inf to 0\.0"),
+    (lambda model: model([[5, 6]], "loss"), "got 'loss'"),
+    *((lambda model, call=call: getattr(model, call)(3.5), r"a prompt is a text.*got 3\.5 \(float\)")
+      for call in ("encode", "to_tokens", "run_with_cache", "run_with_hooks", "__call__", "forward")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), UNFIT)
+def test_a_call_whose_arguments_do_not_fit_the_prompt_is_rejected(with_tokenizer, call, message):
+    with pytest.raises(PromptError, match=message):
+        call(with_tokenizer)
 
 
 # Possible padding without an attention mask
@@ -274,26 +253,6 @@ def test_a_tokenizer_without_special_tokens_gets_a_start_token_on_request(with_t
         with_tokenizer.to_tokens(SHORT, prepend_bos=True)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "settings", "message"),
-    [
-        ([5, 6], {"chat_template": True}, "chat_template=True is only for text; token ids are used unchanged"),
-        ([5, 6], {"prepend_bos": True}, "prepend_bos=True is only for text"),
-        (SHORT, {"chat_template": None}, r"chat_template must be True, False, or a template .*; got None"),
-        (SHORT, {"chat_template": "llama3"}, r"contains \{\{ messages \}\}; got 'llama3'"),
-        (SHORT, {"chat_template": "{{ messages[0].content }}", "prepend_bos": True}, "template determines the start"),
-        (SHORT, {"chat_template": "{{ '' }}"}, "returns no tokens for"),
-        (SHORT, {"chat_template": True}, r"has no chat template\. Leave chat_template \(--chat\) out"),
-        (SHORT, {"chat_template": "{{ messages[0] | no_filter }}"}, r"template failed .*No filter named 'no_filter'"),
-        (SHORT, {"chat_template": "{{ messages[0]['content'] / 0 }}"}, r"template failed on a user turn \(TypeError: "),
-        (SHORT, {"chat_template": "{{ messages"}, r"template failed on a user turn \(TemplateSyntaxError: "),
-    ],
-)
-def test_a_setting_that_does_not_fit_is_rejected(with_tokenizer, prompt, settings, message):
-    with pytest.raises(PromptError, match=message):
-        with_tokenizer.encode(prompt, **settings)
-
-
 def test_text_beyond_the_models_vocabulary_is_rejected(with_tokenizer):
     small = load(random_hf(vocab_size=70), tokenizer=with_tokenizer.tokenizer, check=False)
     with pytest.raises(PromptError, match=r"vocabulary is 0 to 69\. Do they come from another tokenizer"):
@@ -301,18 +260,6 @@ def test_text_beyond_the_models_vocabulary_is_rejected(with_tokenizer):
 
 
 # Other calls that take a prompt
-
-
-def test_a_sweep_over_a_tokenizers_output_equals_one_over_the_texts(tiny_llada):
-    texts = ["Question: 1", "Question: 2 and 3"]
-    encoded = tiny_llada.tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
-    masks = {"one": MaskSinks(top_k=1)}
-    found, expected = (
-        sweep(tiny_llada, given, masks, gen_length=4, rows=4, progress=False) for given in (encoded, texts)
-    )
-    assert found.sizes["prompt"] == 2
-    assert found.answer.values.tolist() == expected.answer.values.tolist()
-    xr.testing.assert_identical(found.drop_attrs(), expected.drop_attrs())
 
 
 def test_patching_between_dicts_of_ids_equals_patching_between_ids(tiny_llada):
@@ -326,13 +273,6 @@ def test_patching_between_dicts_of_ids_equals_patching_between_ids(tiny_llada):
     assert (found["hook_resid_post"] != 0).any()
 
 
-def test_a_text_is_encoded_by_the_tokenizer(with_tokenizer):
-    ids, real = with_tokenizer.encode(SHORT)
-    assert ids.tolist() == [with_tokenizer.tokenizer(SHORT).input_ids]
-    assert real.all()
-    assert with_tokenizer.tokenizer.decode(ids[0], skip_special_tokens=True) == SHORT
-
-
 def test_several_texts_are_padded_on_the_left(with_tokenizer):
     ids, real = with_tokenizer.encode([SHORT, LONG])
     alone = with_tokenizer.encode(SHORT)[0]
@@ -343,39 +283,7 @@ def test_several_texts_are_padded_on_the_left(with_tokenizer):
     assert (ids[0, :missing] == with_tokenizer.tokenizer.pad_token_id).all()
 
 
-@pytest.mark.parametrize("as_given", [lambda ids: ids[0], lambda ids: ids[0].tolist(), lambda ids: ids])
-def test_a_single_prompt_may_omit_the_batch_axis(as_given):
-    model, ids = shared_model(), random_ids(1, 5)
-    assert torch.equal(model.encode(as_given(ids))[0], ids)
-    with model.trace(as_given(ids)):
-        logits = model.output.save()
-    assert torch.equal(logits, model(ids))
-
-
 def test_a_chat_template_wraps_the_text_as_one_turn(with_tokenizer):
     template = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}{% endfor %} answer:"
     ids, _ = with_tokenizer.encode(SHORT, chat_template=template)
     assert with_tokenizer.tokenizer.decode(ids[0]) == f"user: {SHORT} answer:"
-
-
-def test_text_for_a_model_without_a_tokenizer_is_rejected_with_the_remedy():
-    with pytest.raises(
-        PromptError, match=r"has no tokenizer, so it accepts token ids .*\.load\(\.\.\., tokenizer=\.\.\.\)"
-    ):
-        shared_model().encode(SHORT)
-
-
-def test_tokens_have_transformerlenss_names(tiny_llada):
-    text = "Question: Tom has 12 apples."
-    assert tiny_llada.to_tokens(text).tolist() == [tiny_llada.tokenizer(text).input_ids]
-    words = tiny_llada.to_str_tokens(text)
-    assert words[0] == "<|startoftext|>"
-    assert "".join(words[1:]) == text
-    ids = tiny_llada.to_tokens(text)[0]
-    assert tiny_llada.to_str_tokens(ids) == words
-    assert tiny_llada.to_str_tokens(ids.tolist()) == words
-    assert tiny_llada.to_str_tokens([*ids.tolist(), -1]) == [*words, ""]  # as in the canvas of an autoregressive run
-    with pytest.raises(PromptError, match="range from -2"):
-        tiny_llada.to_str_tokens([-2, 3])
-    with pytest.raises(PromptError, match="one text or one row of ids"):
-        tiny_llada.to_str_tokens(torch.zeros(2, 3, dtype=torch.long))

@@ -28,37 +28,16 @@ def unchecked(causal: bool = False, dtype: torch.dtype = torch.float32) -> Model
     return Model(from_pretrained_model(random_hf("llama", causal, dtype), None))
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("architecture", "causal"), [*KINDS, *MIXED])
-def test_good_models_pass(architecture, causal, dtype):
-    model = random_model(architecture, causal, dtype=dtype)
+def test_good_models_pass_and_stay_as_they_are(architecture, causal, dtype):
+    model, ids = random_model(architecture, causal, dtype=dtype), random_ids()
+    before = model(ids)
     check(model.tree, causal)
     assert model.cfg.dtype == dtype
-    assert not any(point.watched for point in model.tree.hook_dict.values())
-
-
-def test_the_check_leaves_the_model_unchanged():
-    model, ids = unchecked(), torch.tensor([[3, 1, 4, 1, 5]])
-    before = model(ids)
-    check(model.tree, causal=False)
     assert torch.equal(model(ids), before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "weight", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"]
-)
-def test_broken_weights_are_rejected(weight, dtype):
-    hf = random_hf(dtype=dtype)
-    hf.get_parameter(weight).data[3, 3] = torch.nan  # 3 is a token of the check's prompt
-    with pytest.raises(SelfCheckError, match="logits are not finite in a plain pass; its weights are broken"):
-        load(hf)
-
-
-def test_the_check_can_be_skipped():
-    hf = random_hf()
-    hf.lm_head.weight.data.fill_(torch.nan)
-    assert load(hf, check=False)(torch.tensor([[1, 2]])).isnan().all()
+    assert not any(point.watched for point in model.tree.hook_dict.values())
 
 
 def test_the_test_run_skips_the_check_only_of_a_model_equal_to_one_that_passed(monkeypatch):
@@ -85,38 +64,38 @@ def make_causal(model: Model, causal: bool) -> None:
             module.is_causal = causal
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_do_not_sum_to_one_are_rejected(dtype):
-    """Every pass is wrong in the same way, so comparing logits does not detect it."""
-    model = unchecked(dtype=dtype)
-    model.tree.add_perma_hook("blocks.1.attn.hook_pattern", lambda pattern, hook: pattern * 0.5)
-    with pytest.raises(
-        SelfCheckError, match=r"rows of the pattern of layer 1 miss 1 by 0\.5\d*; at most .* cannot be trusted"
-    ):
-        check(model.tree, causal=False)
-
-
-def explicit_with(monkeypatch, change):
-    """Replace the explicit attention by ``change(honest)``."""
-    monkeypatch.setattr(attention, "_explicit", change(attention._explicit))
-
-
-def test_a_pattern_whose_edits_do_not_reach_the_logits_is_rejected(monkeypatch):
+def deaf(explicit, monkeypatch):
     """It shows the correct map but continues with the fused kernel's output."""
 
-    def deaf(honest):
-        def explicit(points, operands, sinks):
-            honest(points, operands, sinks)
-            return attention._fused(operands)
+    def unheard(points, operands, sinks):
+        explicit(points, operands, sinks)
+        return attention._fused(operands)
 
-        return explicit
+    monkeypatch.setattr(attention, "_explicit", unheard)
 
-    explicit_with(monkeypatch, deaf)
-    with pytest.raises(
-        SelfCheckError,
-        match=r"edits of blocks\.\*\.attn\.hook_attn_scores, blocks\.\*\.attn\.hook_pattern do not change the logits",
-    ):
-        check(unchecked().tree, causal=False)
+
+def wrongly_scaled(explicit, monkeypatch):
+    """The explicit path uses a wrong scale for the scores."""
+
+    def scaled(points, operands, sinks):
+        return explicit(points, operands._replace(scale=10.0), sinks)
+
+    monkeypatch.setattr(attention, "_explicit", scaled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (deaf, r"edits of blocks\.\*\.attn\.hook_attn_scores, blocks\.\*\.attn\.hook_pattern do not change the logits"),
+        (wrongly_scaled, r"watching every point changes the logits by .*; at most .* is allowed\. Watched alone, "
+         r"blocks\.\*\.attn\.hook_attn_scores, blocks\.\*\.attn\.hook_pattern.* changes them as much"),
+    ],
+)  # fmt: skip
+def test_explicit_attention_that_is_not_the_models_is_rejected(monkeypatch, fault, text, dtype):
+    fault(attention._explicit, monkeypatch)
+    with pytest.raises(SelfCheckError, match=text):
+        check(unchecked(dtype=dtype).tree, causal=False)
 
 
 @pytest.mark.parametrize(("silent", "passes"), [([0], True), ([0, 1], True), ([0, 1, 2], False)])
@@ -129,22 +108,6 @@ def test_a_model_is_rejected_only_if_attention_adds_nothing_in_any_layer(silent,
     else:
         with pytest.raises(SelfCheckError, match=r"adds nothing in any layer; sinklens\.load\(\.\.\., check=False\)"):
             check(model.tree, causal=False)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_watching_that_changes_the_computation_is_rejected(monkeypatch, dtype):
-    """The explicit path uses a wrong scale for the scores."""
-
-    def unscaled(honest):
-        return lambda points, operands, sinks: honest(points, operands._replace(scale=10.0), sinks)
-
-    explicit_with(monkeypatch, unscaled)
-    with pytest.raises(
-        SelfCheckError,
-        match=r"watching every point changes the logits by .*; at most .* is allowed\. Watched alone, "
-        r"blocks\.\*\.attn\.hook_attn_scores, blocks\.\*\.attn\.hook_pattern.* changes them as much",
-    ):
-        check(unchecked(dtype=dtype).tree, causal=False)
 
 
 def make_layer_2_causal(model):
@@ -161,29 +124,34 @@ def expect_another_shape(model):
     model.tree.cfg = replace(model.tree.cfg, d_mlp=39)
 
 
-@pytest.mark.parametrize(
-    ("causal", "fault", "text"),
-    [
-        (False, lambda model: make_causal(model, True), r"layer 0 never attends .* the causal mask is still on"),
-        (False, make_layer_2_causal, "layer 2 never attends to later positions"),
-        (
-            True,
-            lambda model: make_causal(model, False),
-            r"layer 0 attends to later positions \(mass [\d.]+\), but its family is causal",
-        ),
-        (
-            False,
-            lambda model: model.tree.hf.set_attn_implementation("sdpa"),
-            r"0 of 3 layers showed a pattern; .*attn_implementation is 'sdpa'",
-        ),
-        (False, reach_a_point_twice, r"blocks\.2\.mlp\.hook_pre_linear was reached 2 times"),
-        (
-            False,
-            expect_another_shape,
-            r"blocks\.0\.mlp\.hook_pre showed a value of shape \[1, 6, 40\], but \[1, 6, 39\] was",
-        ),
-    ],
-)
+def halve_a_pattern(model):
+    """Every pass is wrong in the same way, so comparing logits does not detect it."""
+    model.tree.add_perma_hook("blocks.1.attn.hook_pattern", lambda pattern, hook: pattern * 0.5)
+
+
+def break_weight(name):
+    def fault(model):
+        model.tree.hf.get_parameter(name).data[3, 3] = torch.nan  # 3 is a token of the check's prompt
+
+    return fault
+
+
+NOT_FINITE = "logits are not finite in a plain pass; its weights are broken"
+FAULTS = [
+    (False, lambda model: make_causal(model, True), r"layer 0 never attends .* the causal mask is still on"),
+    (False, make_layer_2_causal, "layer 2 never attends to later positions"),
+    (True, lambda model: make_causal(model, False), r"layer 0 attends to later positions \(mass [\d.]+\), but its fam"),
+    (False, lambda model: model.tree.hf.set_attn_implementation("sdpa"),
+     r"0 of 3 layers showed a pattern; .*attn_implementation is 'sdpa'"),
+    (False, reach_a_point_twice, r"blocks\.2\.mlp\.hook_pre_linear was reached 2 times"),
+    (False, expect_another_shape, r"blocks\.0\.mlp\.hook_pre showed a value of shape \[1, 6, 40\], but \[1, 6, 39\]"),
+    (False, halve_a_pattern, r"rows of the pattern of layer 1 miss 1 by 0\.5\d*; at most .* cannot be trusted"),
+    *((False, break_weight(name), NOT_FINITE) for name in
+      ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("causal", "fault", "text"), FAULTS)
 def test_a_model_with_one_fault_is_rejected(causal, fault, text):
     model = unchecked(causal)
     fault(model)
@@ -196,10 +164,8 @@ def test_a_layer_with_a_replaced_forward_is_rejected_with_a_point_that_it_skips(
     layer = hf.model.layers[1]
     forward = type(layer).forward
     layer.forward = lambda *given, **named: forward(layer, *given, **named)
-    with pytest.raises(
-        SelfCheckError,
-        match=r"blocks\.1\.hook_resid_pre was reached 0 times in one pass, and 4 other points not exactly once",
-    ):
+    text = r"blocks\.1\.hook_resid_pre was reached 0 times in one pass, and 4 other points not exactly once"
+    with pytest.raises(SelfCheckError, match=text):
         load(hf)
 
 
@@ -242,9 +208,6 @@ def test_a_model_with_unusual_layers_passes(change):
     for layer in model.tree.hf.model.layers:
         change(layer)
     check(model.tree, causal=False)
-
-
-def test_a_model_of_one_layer_passes():
     assert load(random_hf(num_hidden_layers=1)).cfg.n_layers == 1
 
 

@@ -1,6 +1,5 @@
 """The token methods, compared with those of TransformerLens."""
 
-import numpy as np
 import pytest
 import torch
 from building import bridge_over, random_hf, random_ids, random_model, shared_model
@@ -47,12 +46,11 @@ def test_tokens_have_transformerlenss_text(model, bridge):
     assert model.to_str_tokens(ids) == bridge.to_str_tokens(ids)
     assert model.to_str_tokens(torch.tensor(5)) == bridge.to_str_tokens(torch.tensor(5))
     assert model.to_single_str_token(int(ids[0, 3])) == bridge.to_single_str_token(int(ids[0, 3]))
-
-
-def test_a_single_token_is_transformerlenss(model, bridge):
     assert model.to_single_token(" 3") == bridge.to_single_token(" 3")
-    with pytest.raises(PromptError, match=r"'Tom has' is \d+ tokens, \['.*pass text that is a single token"):
-        model.to_single_token("Tom has")
+    assert model.to_string([*ids[0].tolist(), -1, -1]) == model.to_string(ids[0])  # positions that do not exist yet
+    assert model.to_str_tokens([-1, int(ids[0, 3])]) == ["", model.to_single_str_token(int(ids[0, 3]))]
+    assert model.cfg.tokenizer_prepends_bos is bridge.cfg.tokenizer_prepends_bos is True
+    assert not shared_model().cfg.tokenizer_prepends_bos
 
 
 @pytest.mark.parametrize("mode", ["first", "last"])
@@ -64,12 +62,6 @@ def test_the_position_of_a_token_is_transformerlenss(model, bridge, mode):
             assert model.get_token_position(token, given, mode) == bridge.get_token_position(token, given, mode=mode)
     assert model.get_token_position(" 3", text, "first") < model.get_token_position(" 3", text, "last")
     assert model.get_token_position(" 3", text, mode, False) == model.get_token_position(" 3", text, mode) - 1
-
-
-def test_positions_that_do_not_exist_yet_have_no_text(model):
-    ids = model.to_tokens(TEXT)[0]
-    assert model.to_string([*ids.tolist(), -1, -1]) == model.to_string(ids)
-    assert model.to_str_tokens([-1, int(ids[3])]) == ["", model.to_single_str_token(int(ids[3]))]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +76,9 @@ def test_positions_that_do_not_exist_yet_have_no_text(model):
         (lambda model: model.to_str_tokens(TEXT, padding_side="top"), "padding_side must be 'left'.*; got 'top'"),
         (lambda model: model(TEXT, padding_side="top"), "padding_side must be 'left', 'right'.*; got 'top'"),
         (lambda model: shared_model().to_string([5, 6]), "to_string needs a tokenizer, but llama has none"),
+        (lambda model: model.to_single_token("Tom has"), r"'Tom has' is \d+ tokens, \['.*pass text that is a single"),
+        (lambda model: model.to_canvas(TEXT), r"is autoregressive and has no mask token; .*to_tokens"),
+        (lambda model: shared_model().to_canvas([5], 125), "has 64 positions; this pass would need"),
     ],
 )
 def test_invalid_calls_are_rejected(model, call, message, monkeypatch):
@@ -125,17 +120,10 @@ def test_a_pass_over_a_canvas_gives_the_logits_of_the_first_step(tiny_llada):
 
 
 @pytest.mark.parametrize("gen_length", [0, -3, 2.5, True, "8"])
-def test_a_canvas_needs_a_positive_number_of_answer_positions(tiny_llada, gen_length, monkeypatch):
-    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+@pytest.mark.usefixtures("unchecked")
+def test_a_canvas_needs_a_positive_number_of_answer_positions(gen_length):
     with pytest.raises(SettingError, match="gen_length must be a number of positions, at least 1; got"):
-        tiny_llada.to_canvas(TEXT, gen_length)
-
-
-def test_a_canvas_must_fit_the_context_and_needs_a_mask_token(tiny_llada, tiny_llama):
-    with pytest.raises(PromptError, match="tiny-llada has 128 positions; this pass would need"):
-        tiny_llada.to_canvas(TEXT, 125)
-    with pytest.raises(PromptError, match=r"tiny-llama is autoregressive and has no mask token; .*to_tokens"):
-        tiny_llama.to_canvas(TEXT)
+        shared_model().to_canvas([5], gen_length)
 
 
 # As a PyTorch module
@@ -173,16 +161,3 @@ def test_cfg_has_the_current_device_and_dtype_of_the_weights():
 def test_methods_that_are_missing_name_their_replacement(name, message):
     with pytest.raises(AttributeError, match=f"a sinklens model has no {name}: .*{message}"):
         getattr(shared_model(), name)
-    assert not hasattr(shared_model(), name)
-
-
-def test_cfg_has_what_the_current_tokenizer_does(model, bridge, monkeypatch):
-    assert model.cfg.tokenizer_prepends_bos
-    assert model.cfg.tokenizer_prepends_bos is bridge.cfg.tokenizer_prepends_bos
-    monkeypatch.setattr(model, "tokenizer", None)
-    assert not model.cfg.tokenizer_prepends_bos
-
-
-def test_numpy_ids_can_be_decoded(model):
-    ids = np.array(model.to_tokens(TEXT)[0])
-    assert model.to_string(ids) == model.to_string(ids.tolist())
