@@ -92,7 +92,7 @@ FORMS = {
 }
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("form", "kind"), [*((form, Renoise) for form in FORMS), ("positions", Accept)])
 def test_chosen_positions_get_the_noise_or_the_candidate_of_the_step(gemma, base, form, kind):
     run, seen = run_with(gemma, kind(**FORMS[form](base)))

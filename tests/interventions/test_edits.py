@@ -147,7 +147,7 @@ def changed_places(edit, run, step):
     return places
 
 
-@pytest.mark.fast_cases(18)
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings", "name"),
     [(*way, name) for way in WAYS for name in EDITS if not (way[1] and name == "mean of heads")]

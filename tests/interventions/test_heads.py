@@ -131,7 +131,7 @@ REMOVED = {
 }
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("mass", ["spread", "drop"])
 @pytest.mark.parametrize("which", REMOVED)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)

@@ -55,7 +55,7 @@ def check_against_loop(model, prompts, intervention, rule, seen=lambda keys, que
     assert run.steps_run > 1
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("prompts", [[LONG], PADDED], ids=["alone", "padded"])
 @pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
 def test_masked_keys_get_zero_attention_and_match_a_naive_recomputation(worded, architecture, causal, cached, prompts):
@@ -93,7 +93,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.fast_cases(9)
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(
     ("architecture", "causal", "cached", "option"),
     [(*way, option) for way in ONE_OF_EACH for option in OPTIONS if not (way[1] and option == "masks")],

@@ -56,7 +56,7 @@ def check(network, hook, times=lambda run, step: run.time[:, step], edits=lambda
     return run, logits
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("given", [0.4, torch.tensor([0.2, 0.7])], ids=["one", "rows"])
 def test_a_forced_time_is_read_at_its_steps_and_the_run_goes_on_from_what_follows(timed, given):
     hook, read = ForceTime(time=given, steps=[1, 2]), torch.as_tensor(given).expand(2)

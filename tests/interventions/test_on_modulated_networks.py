@@ -171,7 +171,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_of_a_changed_run_equals_a_plain_pass_with_the_change(network, name, case):
     (model, dit), (made, oracle), (seen, keep) = network, CASES[case], logits_kept()
