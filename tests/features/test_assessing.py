@@ -40,6 +40,7 @@ def losses(run, sae, masked=None):
     return found, torch.cat(kept)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_assessment_equals_one_by_hand(worded, base, masked):
     sae, scope = random_sae(), "masked" if masked else ("prompt", "committed")

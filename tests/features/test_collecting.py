@@ -51,7 +51,7 @@ def check_same(store, other):
     torch.testing.assert_close(store.read(0, len(store)), other.read(0, len(other)), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
 @pytest.mark.parametrize(
     ("scope", "steps"), [("all", [0, 1, 2, 3]), ("masked", [1, 3]), (["prompt", "committed"], [2])]

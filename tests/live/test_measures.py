@@ -23,7 +23,8 @@ def base(tiny_llada):
     return sinklens.generate(tiny_llada, PROMPT, **SHORT)
 
 
-@pytest.mark.parametrize("chips", [[], ABLATED], ids=["unchanged", "with a chip"])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("chips", [ABLATED, []], ids=["with a chip", "unchanged"])
 def test_the_certainty_of_a_step_and_the_lens_of_a_position_are_those_of_the_run(client, tiny_llada, chips):
     kept, lens = MaskedLogits(), LogitLens(positions=[POS], top_k=1)
     hooks = [*([AblateHeads(layers=[1], heads=[5])] if chips else []), kept, lens]

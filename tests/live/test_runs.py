@@ -121,7 +121,7 @@ def test_a_cancelled_run_keeps_its_finished_steps(client, gate, base):
     assert not [event for event in client.events if event.kind == "started" and event.data["run"] == waiting]
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", CHIPS)
 def test_a_chip_is_its_intervention(client, tiny_llada, base, kind):
     fields, intervention = CHANGES[kind] if kind in CHANGES else computed(kind, tiny_llada)
@@ -190,7 +190,8 @@ def test_a_problem_brings_its_prompt_and_the_verdict(client, tiny_llada):
     assert client.run(ids=ids)["canvas"] == found["canvas"]
 
 
-@pytest.mark.parametrize("changed", [False, True], ids=["plain", "with chips"])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("changed", [True, False], ids=["with chips", "plain"])
 def test_patterns_and_proposals_are_those_of_the_run_with_its_chips(client, tiny_llada, changed):
     seen: dict[int, Tensor] = {}
 

@@ -38,6 +38,7 @@ def test_the_saved_page_is_the_report_of_the_run_and_of_the_pair(client, tiny_ll
     assert info(pages[1])["attention"]["places"] == expected["attention"]["places"], "patterns of a run with a chip"
 
 
+@pytest.mark.extended
 def test_a_saved_pair_records_its_changes_and_the_comparison(client):
     plain = client.run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
     chips = [{"kind": "ablate_head", "layer": 0, "head": 2}, {"kind": "force_token", "pos": 25, "step": 0, "token": 40}]

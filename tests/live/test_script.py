@@ -41,6 +41,7 @@ def test_the_script_of_a_run_repeats_it_with_what_it_replays(client, tmp_path, c
     assert f"{last['text']}\n{free['text']}\n" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 def test_the_script_of_a_steered_and_patched_run_repeats_it(client, tmp_path):
     common, other = {"prompt": PROMPT, "settings": {"gen_length": 8}, "seed": 3}, PROMPT.replace(" 5", " 8")
     chips = [
