@@ -103,7 +103,6 @@ class Caching(Study):
     rows: int = 32
 
     def refusal(self, model: "Model") -> str:
-        """See `Study.refusal`."""
         attention = model.family_record.attention
         if model.tree.timed:
             return "a model to which no cache policy applies, as its keys change with the noise level. Leave it out."

@@ -162,7 +162,6 @@ class OrdinaryKey(Detector):
     """The key of median strength among those that a head attends to; none where it attends to nothing."""
 
     def detect(self, track: TrackData) -> xr.DataArray:
-        """See `Detector.detect`."""
         score = track.scores()
         values = score.fillna(-np.inf).to_numpy()
         order = np.argsort(-values, axis=-1, kind="stable")
@@ -191,7 +190,6 @@ class Between(Rule):
     stop: Int[Tensor, " batch"]
 
     def at(self, now: Moment) -> Bool[Tensor, "batch 1 1 pos"]:
-        """See `Rule.at`."""
         assert now.canvas is not None
         places = torch.arange(now.canvas.ids.shape[1], device=now.canvas.ids.device)
         first, stop = (bound.to(places.device)[:, None] for bound in (self.first, self.stop))

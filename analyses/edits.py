@@ -102,7 +102,6 @@ class Edits(Study):
         self._answers: dict[tuple[str, str], Int[Tensor, " pos"]] = {}
 
     def refusal(self, model: "Model") -> str:
-        """See `Study.refusal`."""
         if model.tree.timed:
             return "a network that reads a noise level: an edit has none. Leave it out."
         if model.tree.changes_attention:

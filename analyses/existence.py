@@ -82,7 +82,6 @@ class Existence(Study):
     under_policies: ClassVar[bool] = True
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """See `sink_shares`."""
         record = Record(["values", "stream", "outputs"])
         return sink_shares(self.generate(model, prompts, settings, record_sinks=record).track)
 

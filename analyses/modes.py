@@ -123,7 +123,6 @@ class Modes(Study):
     epsilon: NonNegative = 3.0
 
     def refusal(self, model: "Model") -> str:
-        """See `Study.refusal`."""
         if model.family_record.modes:
             return ""
         return "a model that decodes in one way. Give one that decodes in several, such as tiny-two-modes."

@@ -70,7 +70,6 @@ class Swaps(Study):
     places: Count = 4
 
     def refusal(self, model: "Model") -> str:
-        """See `Study.refusal`."""
         if model.tree.changes_attention:
             return "a model that changes its attention from pass to pass: a swap is no such pass. Leave it out."
         return super().refusal(model)

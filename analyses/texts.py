@@ -174,7 +174,6 @@ class Texts(Study):
     age: Count = 8
 
     def refusal(self, model: "Model") -> str:
-        """See `Study.refusal`."""
         if model.tree.timed:
             return "a network that reads a noise level, which the passes of this study do not have. Leave it out."
         if model.tree.changes_attention or model.checkpoint.blocks is not None:

@@ -64,7 +64,6 @@ class TokenTypes(Study):
     under_policies: ClassVar[bool] = True
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """See `sinks_by_token`."""
         return sinks_by_token(self.generate(model, prompts, settings).track)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":

@@ -108,7 +108,6 @@ class ForwardPass:
 
     @property
     def block(self) -> range | None:
-        """See `PassKind.block`."""
         return self.kind.block
 
     @cached_property

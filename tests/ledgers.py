@@ -3,8 +3,8 @@
 import hashlib
 import sqlite3
 
-from sinklens.evaluation.conditions import UNMASKED
-from sinklens.evaluation.ledger import LedgerRun, Writer
+from sinklens.evaluation import UNMASKED, LedgerRun
+from sinklens.evaluation.ledger import Writer
 from sinklens.evaluation.protocols import find_protocol
 
 HAND = {"kind": "", "chance": 0.0, "empty": False, "ended": True, "masks": 0, "steps": 4, "device": "cpu"}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import sinklens.model.model
-from sinklens.hooks.tree import HookTree
+from sinklens.hooks import HookTree
 from sinklens.model.selfcheck import check
 
 _passed: set[Any] = set()

@@ -12,10 +12,8 @@ from layouts import arguments, write_family, write_tokenizer
 from torch import Tensor
 
 import sinklens
-from sinklens.evaluation.conditions import masking
-from sinklens.evaluation.ledger import LedgerRun
+from sinklens.evaluation import LedgerRun, evaluate, masking
 from sinklens.evaluation.protocols import find_protocol
-from sinklens.evaluation.runner import evaluate
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.views import report
 

@@ -79,11 +79,9 @@ class InProcess:
         return self.model
 
     def identities(self, job: Job, conditions: Sequence[Condition]) -> list[dict[str, Any]]:
-        """See `Engine`."""
         return identities(self.load(job), conditions, job.task, job.protocol, job.seed)
 
     def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[LedgerRecord]]]:
-        """See `Engine`."""
         for batch in work:
             yield batch, carry_out(self.load(job), job.task, job.protocol, batch, job.seed)
 

@@ -67,7 +67,6 @@ def dot(edges: "Iterable[CircuitEdge]") -> str:
 
 
 def graph(edges: "Sequence[CircuitEdge]", tokens: "Sequence[str] | None", slug: str, model: str) -> dict[str, Any]:
-    """See `Circuit.to_graph`."""
     if not re.fullmatch(r"[\w-]+", slug):
         raise SettingError(f"slug must consist of letters, digits, - and _, as it names a file; got {slug!r}.")
     last = max((edge.pos for edge in edges if edge.pos is not None), default=None)

@@ -83,7 +83,6 @@ def edge_attribution(
 
 
 def edge_effects(pair: Pair, metric: LogitMetric, path: int, by_position: bool) -> xr.Dataset:
-    """See `edge_attribution`."""
     model = pair.model
     refuse_indirect(model, "a table of edges")
     senders, receivers = senders_of(model), receivers_of(model)

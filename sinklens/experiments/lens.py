@@ -254,7 +254,6 @@ class LogitLens(Reader):
     conditions: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         _check_top_k(model, self.top_k)
         layers, in_step = self.chosen_layers(model), self.step_test(run)
         wanted = streams_before(model, run.real, place_mask(self.positions, run.real))

@@ -200,7 +200,6 @@ class _MetricReader(Reader):
     found: _MetricValues
 
     def pairs(self, model: Any, run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         canvas = Canvas(run)
 
         def read(value: Float[Tensor, "row pos vocab"], hook: Point) -> None:

@@ -151,7 +151,6 @@ class _Mean(Reader):
 
     @property
     def rule(self) -> Rule | None:
-        """See `HookSource.rule`."""
         return None if self.where is None else as_rule(self.where)
 
     @property
@@ -164,7 +163,6 @@ class _Mean(Reader):
         return torch.stack([self.sums[layer] / self.counts[layer] for layer in sorted(self.sums)])
 
     def pairs(self, model: Model, run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         places = Places(self, model, run)
 
         def add(value: Float[Tensor, "batch pos d_model"], hook: Point) -> None:
@@ -198,7 +196,6 @@ class _Kept(Reader):
         return Donors(values, *(torch.cat(self.labels[name]) for name in names))
 
     def pairs(self, model: Model, run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         in_step, canvas = self.step_test(run), Canvas(run)
 
         def keep(value: Tensor, hook: Point) -> None:
@@ -262,8 +259,6 @@ class _Sampled(Reader):
         self._count = 0
 
     def pairs(self, model: Model, run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
-
         def take(value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
             layer = layer_of(hook)
             z = value[_computed(run, value.shape[1]).to(value.device)].float().cpu()

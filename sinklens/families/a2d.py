@@ -54,7 +54,6 @@ class Bd3lmSettings(Guided, Blockwise, Steps):
     right_shift_logits: bool = False
 
     def derived(self) -> dict[str, Any]:
-        """See `Sampler.derived`."""
         found, blocks = super().derived(), -(-self.gen_length // self.block_length)
         return found | {"steps": blocks * -(-found["steps"] // blocks)}
 
@@ -68,7 +67,6 @@ class Bd3lmSettings(Guided, Blockwise, Steps):
         return -columns % self.block_length
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         state.shift = state.shift or self.right_shift_logits
         progress = self.begin(state, partial(decisions.linear_schedule, steps=self.steps_per_block))
         while progress.advance(state.canvas):
@@ -97,7 +95,6 @@ class Bd3lmCardSettings(Guided, Passes):
     name: ClassVar = "bd3lm-card"
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         blocks, start = Blocks(self.block_length, "token"), state.prompt_length
 
         def shares(masked: int) -> list[int]:

@@ -49,11 +49,9 @@ class AutoregressiveSettings(Truncated):
 
     @property
     def caches_keys(self) -> bool:
-        """See `Sampler.caches_keys`."""
         return self.use_cache
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         if self.use_cache:
             state.cache_keys()
         for position in range(state.prompt_length, state.canvas.shape[1]):

@@ -85,19 +85,16 @@ class Bd3lmOwtSettings(Sampler):
 
     @property
     def steps(self) -> int:
-        """See `Sampler.steps`."""
         return (
             self.gen_length if self.first_hitting else self.num_steps * (-(-self.gen_length // self.block_length) + 1)
         )
 
     @property
     def slides(self) -> bool:
-        """See `Sampler.slides`."""
         return self.sliding
 
     @property
     def positions_per_block(self) -> int:
-        """See `Sampler.positions_per_block`."""
         return self.block_length
 
     def fitted(self, prompt_lengths: Sequence[int]) -> "Bd3lmOwtSettings":
@@ -114,7 +111,6 @@ class Bd3lmOwtSettings(Sampler):
         return self
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         if self.var_length:
             state.require_end_tokens()
         last, config, reach = LastPrediction(), state.tree.hf.config, self._reach(state)

@@ -50,11 +50,9 @@ class DiffuLlamaSettings(Steps):
 
     @property
     def judges_all_by(self) -> str:
-        """See `Sampler.judges_all_by`."""
         return "order='confidence'" if self.order == "confidence" else ""
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         state.undecided = answer(state, self.gen_length)
         competing: Bool[Tensor, "batch pos"] | None = None
         for left in reversed(range(self.steps)):

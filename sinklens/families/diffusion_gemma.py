@@ -85,7 +85,6 @@ class DiffusionGemmaSettings(RandomCanvas):
 
     @property
     def positions_per_block(self) -> int:
-        """See `Sampler.positions_per_block`."""
         return self.canvas_length
 
     @property
@@ -104,7 +103,6 @@ class DiffusionGemmaSettings(RandomCanvas):
         return self.t_min + (self.t_max - self.t_min) * left
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         _check_canvas(state, self)
         state.cache_keys(read=state.tree.canvas_pass.encode)
         ended = torch.zeros(len(state.canvas), dtype=torch.bool, device=state.canvas.device)

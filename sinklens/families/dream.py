@@ -84,7 +84,6 @@ class DreamSettings(StopAtEnd, DreamRule):
         )
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         if self.stop_at_eos:
             state.require_end_tokens()
         times = self.times(self.steps)
@@ -159,7 +158,6 @@ class DreamBlockSettings(DreamRule, EqualBlocks):
         check_threshold(self.alg, self.threshold)
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         times = self.times(self.steps_per_block)
         for start in range(state.prompt_length, state.prompt_length + self.gen_length, self.block_length):
             block = slice(start, start + self.block_length)

@@ -36,19 +36,16 @@ class DuoSettings(PsiSampler, RandomCanvas):
     masked: ClassVar = False
 
     def begin(self, state: State) -> None:
-        """See `PsiSampler.begin`."""
         self.check_start(state)
         state.canvas = self.begun(state, state.prompt_length)
         state.undecided = answer(state, self.gen_length)
 
     def undecided(self, state: State, last: bool) -> Bool[Tensor, "batch pos"] | None:
-        """See `PsiSampler.undecided`."""
         return torch.zeros_like(state.real) if last else answer(state, self.gen_length)
 
     def log_probs(
         self, state: State, logits: Float[Tensor, "drawn vocab"], present: Int[Tensor, " drawn"]
     ) -> Float[Tensor, "drawn vocab"]:
-        """See `PsiSampler.log_probs`."""
         return logits.log_softmax(dim=-1)
 
     def posterior(
@@ -71,7 +68,6 @@ class DuoSettings(PsiSampler, RandomCanvas):
     def noised(
         self, state: State, probs: Float[Tensor, "drawn vocab"], alpha_s: Float[Tensor, ""]
     ) -> Float[Tensor, "drawn vocab"]:
-        """See `PsiSampler.noised`."""
         return alpha_s * probs + (1 - alpha_s) / probs.shape[-1]
 
 

@@ -65,7 +65,6 @@ class FastDllmV2Settings(Nucleus, Blockwise):
     positions: int = field(default=0, metadata=FILLED_IN)
 
     def derived(self) -> dict[str, Any]:
-        """See `Sampler.derived`."""
         default = 8 if self.block_length % 8 == 0 else self.block_length
         return super().derived() | {
             "small_block_size": self.small_block_size or default,
@@ -104,7 +103,6 @@ class FastDllmV2Settings(Nucleus, Blockwise):
         return 0 if beyond == self.block_length - 1 else beyond
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         progress = self.begin(state, lambda masked: [1] * masked, early=True)
         if self.use_block_cache:
             state.cache_keys(SubBlockCache(state, progress, self.small_block_size))

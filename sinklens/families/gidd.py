@@ -81,11 +81,9 @@ class GiddSettings(Steps):
 
     @property
     def judges_all_by(self) -> str:
-        """See `Sampler.judges_all_by`."""
         return f"sampler={self.name!r}"
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         eps = state.tree.hf.config.t_eps
         times = eps + (1 - 2 * eps) * torch.linspace(0, 1, self.steps + 1)
         for number in reversed(range(self.steps)):
@@ -137,11 +135,9 @@ class GiddCorrectionSettings(RandomCanvas, Steps):
 
     @property
     def judges_all_by(self) -> str:
-        """See `Sampler.judges_all_by`."""
         return f"sampler={self.name!r}"
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         self.check_start(state)
         state.canvas = self.begun(state, state.prompt_length)
         rows = _Rows(state)

@@ -103,7 +103,6 @@ class LladaSettings(StopAtEnd, Guided, EqualBlocks):
 
     @property
     def leaves_masks(self) -> bool:
-        """See `Sampler.leaves_masks`."""
         return not self.by_quota
 
     def __post_init__(self) -> None:
@@ -130,7 +129,6 @@ class LladaSettings(StopAtEnd, Guided, EqualBlocks):
         )
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         if self.stop_at_eos:
             state.require_end_tokens()
         for start in range(state.prompt_length, state.prompt_length + self.gen_length, self.block_length):

@@ -67,7 +67,6 @@ class Llada2Settings(Truncated, Passes, WholeBlocks):
     eos_early_stop: bool = False
 
     def derived(self) -> dict[str, Any]:
-        """See `Sampler.derived`."""
         found, most = super().derived(), self.gen_length // self.minimal_topk
         return found | {"denoising_steps": min(found["denoising_steps"], self.block_length, most)}
 
@@ -85,7 +84,6 @@ class Llada2Settings(Truncated, Passes, WholeBlocks):
         )
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         progress = self.begin(state, lambda masked: self.even_shares(self.block_length))
         while progress.advance(state.canvas):
             yield
@@ -140,7 +138,6 @@ class Llada21Settings(Truncated, WholeBlocks):
         return self.blocks * (self.passes_with_masks + self.max_post_steps)
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         progress = _EditProgress(state, self)
         if self.use_cache:
             state.cache_keys()

@@ -68,7 +68,6 @@ class MdlmSettings(FallingTime):
     def weights(
         self, state: State, logits: Float[Tensor, "masked vocab"], times: StepTime
     ) -> Float[Tensor, "masked vocab"]:
-        """See `FallingTime.weights`."""
         probs = decisions.token_probabilities(logits, state.mask_id)
         if self.predictor == "analytic":
             score = probs / times.sigma.expm1()
@@ -82,7 +81,6 @@ class MdlmSettings(FallingTime):
         return decisions.posterior_weights(probs, state.mask_id, until / time)
 
     def draws(self, times: StepTime) -> bool:
-        """See `FallingTime.draws`."""
         return self.predictor == "analytic" or not times.closing
 
 
@@ -118,11 +116,9 @@ class MdlmWindowSettings(Sampler):
 
     @property
     def slides(self) -> bool:
-        """See `Sampler.slides`."""
         return True
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         context = state.tree.cfg.n_ctx
         if self.window_length > context:
             raise SettingError(
@@ -187,7 +183,6 @@ class RemdmSettings(PsiSampler):
     def noised(
         self, state: State, probs: Float[Tensor, "drawn vocab"], alpha_s: Float[Tensor, ""]
     ) -> Float[Tensor, "drawn vocab"]:
-        """See `PsiSampler.noised`."""
         weights = alpha_s * probs
         weights[:, state.mask_id] = 1 - alpha_s
         return weights

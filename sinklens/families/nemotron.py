@@ -106,7 +106,6 @@ class NemotronDiffusionSettings(CompleteBlocks):
         return 1 + self.blocks * (self.block_length + 1)
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         run = ModeSteps(state, self, state.eos_ids if self.stop else (), self.causal_context)
         yield from run.read("prefill", range(state.prompt_length), seeds=self.causal_context)
         for block in self.block_ranges(state.prompt_length):
@@ -171,7 +170,6 @@ class LinearSpeculationSettings(BlocksAfterPrompt):
         return self.block_length - 1
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         run = ModeSteps(state, self, state.eos_ids if self.stop else ())
         yield from run.read("prefill", range(state.prompt_length))
         start, end = state.prompt_length, state.prompt_length + self.gen_length
@@ -253,7 +251,6 @@ class NemotronDllmSettings(CompleteBlocks):
     neg_entropy: bool = True
 
     def derived(self) -> dict[str, Any]:
-        """See `Sampler.derived`."""
         return super().derived() | {"denoising_steps": self.denoising_steps or self.block_length}
 
     def __post_init__(self) -> None:
@@ -270,7 +267,6 @@ class NemotronDllmSettings(CompleteBlocks):
         return 1 + self.blocks * (self.denoising_steps + 1)
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         run = ModeSteps(state, self)
         yield from run.read("prefill", range(state.prompt_length), seeds=False)
         for block in self.block_ranges(state.prompt_length):

@@ -48,7 +48,6 @@ class OpenDcoderSettings(DreamRule):
 
     @property
     def judges_all_by(self) -> str:
-        """See `Sampler.judges_all_by`."""
         return "alg 'p2'" if self.alg == "p2" else ""
 
     def __post_init__(self) -> None:
@@ -59,7 +58,6 @@ class OpenDcoderSettings(DreamRule):
         )
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         variable = (state.canvas == state.mask_id) & state.real
         times = self.times(self.steps)
         for step in range(self.steps):

@@ -58,7 +58,6 @@ class Rnd1Settings(Truncated, Steps):
 
     @property
     def closing_token(self) -> str:
-        """See `Sampler.closing_token`."""
         return self.closing
 
     def __post_init__(self) -> None:
@@ -66,7 +65,6 @@ class Rnd1Settings(Truncated, Steps):
         require(self.temperature > 0, "temperature must be above 0; pass greedy=True for the most likely tokens.")
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         start = ((state.canvas == state.mask_id) & state.real).sum(dim=1).tolist()
         schedules = [decisions.entropy_schedule(masks, self.steps) for masks in start]
         for number, keep in enumerate(zip(*schedules, strict=True)):

@@ -66,7 +66,6 @@ class SdarSettings(Truncated, Passes, WholeBlocks):
         )
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         progress = self.begin(state, lambda masked: self.even_shares(self.block_length))
         while progress.advance(state.canvas):
             yield

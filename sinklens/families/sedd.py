@@ -39,7 +39,6 @@ class SeddSettings(FallingTime):
     def weights(
         self, state: State, logits: Float[Tensor, "masked vocab"], times: StepTime
     ) -> Float[Tensor, "masked vocab"]:
-        """See `FallingTime.weights`."""
         if state.tree.hf.config.scale_by_sigma:
             logits = logits - times.sigma.expm1().log() - math.log(logits.shape[-1] - 1)
         score = logits.exp()

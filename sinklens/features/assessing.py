@@ -257,7 +257,6 @@ class Moments(Reader):
         return InScope.within(self.scope)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         pair = PointPair(model, self.point, self.to)
         places, self.fit = PointPlaces(self, model, run, pair.write), Fit()
 

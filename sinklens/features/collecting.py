@@ -295,7 +295,6 @@ class _Take(Reader):
         return InScope.within(self.scope)
 
     def pairs(self, model: Model, run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         places, canvas = PointPlaces(self, model, run, self.point), Canvas(run)
         held: list[tuple[Tensor, Tensor | None, int]] = []
         rows = _RowColumns(model, run, self.by_blocks)

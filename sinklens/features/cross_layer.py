@@ -71,7 +71,6 @@ class SpliceCrossLayer(AtPositions):
         return InScope.within(self.scope, super().rule)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         if len(self.transcoders) != model.cfg.n_layers:
             raise SettingError(
                 f"the cross-layer transcoder has {len(self.transcoders)} layers, and {model.name} has "

@@ -114,7 +114,6 @@ class InScope(OfStep):
         return cls(scope) if where is None else cls(scope) & where
 
     def start(self, now: Moment) -> Chooser:
-        """See `Rule.start`."""
         if now.run.single:
             raise SettingError(
                 f"scope={self.scope!r} needs a run, which knows the state of each position; in a single pass use "
@@ -125,7 +124,6 @@ class InScope(OfStep):
         return super().start(now)
 
     def at(self, now: Moment) -> Bool[Tensor, "batch 1 1 pos"]:
-        """See `Rule.at`."""
         assert now.canvas is not None, "every step of a run has a canvas"
         states = states_now(now.need_run(), now.canvas)
         numbers = [STATES.index(name) for name in states_of(self.scope)]

@@ -96,7 +96,6 @@ class SpliceSAE(AtPositions):
         return InScope.within(self.scope, super().rule)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         pair = PointPair(model, self.point, self.to)
         places = PointPlaces(self, model, run, pair.write)
 

@@ -80,7 +80,6 @@ class Ablate(AtPositions):
             )
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         if self.by == "mean" and self.reference is None and model.causal:
             raise SettingError(
                 "the mean over a row's positions would leak later positions in a causal model; pass "

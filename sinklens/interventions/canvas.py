@@ -43,7 +43,6 @@ class ForceTokens(Intervention):
     tokens: Mapping[int, int]
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         in_step = self.step_test(run)
         for token in self.tokens.values():
             _check_token(token, model)
@@ -85,7 +84,6 @@ class Remask(AtPositions):
     refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         if run.causal:
             raise SettingError("an autoregressive model has no mask token; use Remask with diffusion models only.")
         if not model.family_record.masked:
@@ -122,7 +120,6 @@ class Suffix(Intervention):
     def extend(
         self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]
     ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"], Int[Tensor, "batch behind"]]:
-        """See `Intervention.extend`."""
         if model.causal or model.block_length is not None:
             raise SettingError(
                 f"{model.name} does not see text after its answer, so it cannot fill a gap; use a bidirectional model."
@@ -163,7 +160,6 @@ class SinkToken(AtPositions):
     def extend(
         self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]
     ) -> tuple[Int[Tensor, "batch longer"], Bool[Tensor, "batch longer"], Int[Tensor, "batch behind"]]:
-        """See `Intervention.extend`."""
         if self.at == "end" and model.causal:
             raise SettingError("an autoregressive answer has no fixed end to append a token to; use at='front'.")
         if self.at == "end" and model.block_length is not None:

@@ -64,12 +64,10 @@ class KeepEdges(Intervention):
             )
 
     def acting_steps(self, steps: int) -> list[int]:
-        """See `Intervention.acting_steps`."""
         known = sorted(self.source) if "step" not in self.kept.dims else self.kept["step"].values.tolist()
         return [step for step in super().acting_steps(steps) if step in known]
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         refuse_indirect(model, "KeepEdges")
         steps = [0] if run.single else self.acting_steps(run.steps)
         missing = [step for step in steps if step not in self.source]

@@ -179,7 +179,6 @@ class Resample(AtPositions):
     seed: Seed = 0
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         points = chosen_points(list(self.donors.values) if self.names is None else self.names, model, self.layers)
         for name in points:
             self.donors.of_point(name)

@@ -54,12 +54,10 @@ class LayerOrder(Intervention):
 
     @contextmanager
     def applied(self, model: "Model") -> Iterator[None]:
-        """See `HookSource.applied`."""
         with layers_in_order(model.tree, self._numbers(model)):
             yield
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         order = self._numbers(model)
         if run.single:
             raise SettingError(

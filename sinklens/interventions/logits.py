@@ -37,7 +37,6 @@ class MaskedLogits(Reader):
     kept: dict[int, Float[Tensor, "masked vocab"]] = field(default_factory=dict, init=False, repr=False)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         in_step = self.step_test(run)
         canvas, encoder = Canvas(run), model.tree.architecture.encoder
         self.kept.clear()

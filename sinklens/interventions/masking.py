@@ -79,7 +79,6 @@ class MaskKeys(AtKeys):
         return score.copy(data=np.broadcast_to(places & scored, score.shape))
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         places = Places(self, model, run, of="keys")
 
         def hide(value: Float[Tensor, "batch head query key"], hook: Point) -> Tensor | None:
@@ -199,7 +198,6 @@ class WindowAttention(AtPositions):
             )
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         if model.causal and self.width is None and self.left is None:
             raise SettingError(
                 f"right={self.right} changes nothing in an autoregressive model, whose queries see no later key; give "

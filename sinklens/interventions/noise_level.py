@@ -79,7 +79,6 @@ class ForceTime(_Conditioning):
             raise SettingError("time must have finite numbers of at least 0.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         self._check(model)
         in_step, levels = self.step_test(run), torch.as_tensor(self.time).float()
 
@@ -114,7 +113,6 @@ class FreezeCond(_Conditioning):
             raise SettingError("pass either cond=, a vector for each row, or of_step=, a step of the run.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         self._check(model)
         architecture = model.tree.architecture
         if self.cond is not None and (self.cond.ndim > 3 or self.cond.shape[-1:] != (model.config.cond_dim,)):
@@ -173,7 +171,6 @@ class ClampGates(_Conditioning):
             raise SettingError(f"a limit must not be negative; got at={self.at!r}.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         self._check(model, timed=False)
         in_step, bound = self.step_test(run), torch.as_tensor(self.at)
         if bound.shape not in ((), (model.cfg.d_model,)):

@@ -54,7 +54,6 @@ class Activations(Reader):
     caches: Mapping[int, "ActivationCache"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         in_step = self.step_test(run)
         kept = StepCaches(model.tree)
         self.caches = kept  # a new one: the old one may be the source of a patch in this run
@@ -124,11 +123,9 @@ class PatchHooks(AtPositions):
             )
 
     def acting_steps(self, steps: int) -> list[int]:
-        """See `Intervention.acting_steps`."""
         return PatchSource(self.source, self.shift).steps if self.steps is None else super().acting_steps(steps)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         source = PatchSource(self.source, self.shift)
         points = chosen_points(source.points if self.names is None else self.names, model, self.layers)
         steps = source.steps_of(run, self.steps, points)

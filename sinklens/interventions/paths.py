@@ -307,13 +307,11 @@ class PathPatch(AtPositions):
             raise SettingError(f"real= has no meaning with by={self.by!r}; leave it out.")
 
     def acting_steps(self, steps: int) -> list[int]:
-        """See `Intervention.acting_steps`."""
         if self.source is None or self.steps is not None:
             return super().acting_steps(steps)
         return PatchSource(self.source, self.shift).steps
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         senders = sorted(
             (Sender.named(name, model) for name in dict.fromkeys(as_tuple(self.sender))), key=lambda one: one.depth
         )

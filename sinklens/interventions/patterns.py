@@ -68,7 +68,6 @@ class Hold(AtPositions):
     top_k: Count | None = None
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         if run.causal:
             raise SettingError(self.needs_run)
         if self.top_k is not None and self.point != PATTERN:
@@ -189,7 +188,6 @@ class AblateSinkAttention(AtPositions):
     seed: Seed = 0
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         keys = Where(top_k=self.top_k, pick=self.pick, scope=self.scope, seed=self.seed)
         counted, heads = keys.count_in(run, type(self).__name__), self.chosen_heads(model)
 

@@ -383,7 +383,6 @@ class AtPositions(Intervention):
         raise NotImplementedError(f"{type(self).__name__} must define edit(self, value, hook), or pairs.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         return self.edits(model, run, self.acts_on, self.edit)
 
     def edits(self, model: "Model", run: RunContext, points: str | Sequence[str], edit: Edit) -> Pairs:

@@ -85,7 +85,6 @@ class PruneWeights(EditWeights):
             raise SettingError(f"score={self.score!r} does not use norms=; leave it out, or pass score='wanda'.")
 
     def edited(self, model: "Model", matrix: WeightMatrix) -> Float[Tensor, "*expert out inputs"]:
-        """See `EditWeights.edited`."""
         scores = self._scores(matrix)
         lowest = scores.argsort(dim=-1, stable=True)[..., : round(self.share * scores.shape[-1])]
         return matrix.rows.scatter(-1, lowest, 0.0)

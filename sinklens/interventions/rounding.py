@@ -74,7 +74,6 @@ class RoundWeights(EditWeights):
     keep_dims: Sequence[int] = ()
 
     def edited(self, model: "Model", matrix: WeightMatrix) -> Float[Tensor, "*expert out inputs"]:
-        """See `EditWeights.edited`."""
         keep = [within("dim", [dim], model.cfg.d_model)[0] for dim in self.keep_dims]
         others = torch.ones(matrix.rows.shape[-1], dtype=torch.bool, device=matrix.rows.device)
         others[keep if matrix.reads else []] = False
@@ -108,7 +107,6 @@ class RoundActivations(AtPositions):
     keep_dims: Sequence[int] = ()
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         others = torch.ones(model.cfg.d_model, dtype=torch.bool)
         others[[within("dim", [dim], model.cfg.d_model)[0] for dim in self.keep_dims]] = False
 

@@ -208,15 +208,12 @@ class Combined(Rule):
 
     @property
     def follows_run(self) -> bool:
-        """See `Rule.follows_run`."""
         return any(rule.follows_run for rule in self.rules)
 
     def leaves(self) -> list[Rule]:
-        """See `Rule.leaves`."""
         return [leaf for rule in self.rules for leaf in rule.leaves()]
 
     def mapped(self, change: "Callable[[Where], Rule]") -> Rule:
-        """See `Rule.mapped`."""
         return replace(self, rules=tuple(rule.mapped(change) for rule in self.rules))
 
     def start(self, now: Moment) -> Chooser:
@@ -262,7 +259,6 @@ class OfStep(Rule):
 
     @property
     def follows_run(self) -> bool:
-        """See `Rule.follows_run`."""
         return False
 
 
@@ -279,7 +275,6 @@ class OfKind(OfStep):
     names: str | Sequence[str]
 
     def start(self, now: Moment) -> Chooser:
-        """See `Rule.start`."""
         names = as_tuple(self.names)
         check_only(names, "where")
         if now.need_run().causal and {"masked", "mask"} & set(names):
@@ -290,7 +285,6 @@ class OfKind(OfStep):
         return super().start(now)
 
     def at(self, now: Moment) -> Mask:
-        """See `Rule.at`."""
         return of_kind(as_tuple(self.names), now.run, now.need_canvas(), f"where={self.names!r}")[:, None, None]
 
 
@@ -319,7 +313,6 @@ class AtNoise(OfStep):
             raise SettingError(f"AtNoise takes 0 <= least <= most <= 1; got {self.least} and {self.most}.")
 
     def start(self, now: Moment) -> Chooser:
-        """See `Rule.start`."""
         if now.need_run().causal or now.model.mask_token_id is None:
             raise SettingError(
                 f"AtNoise counts undecided positions of the answer, and {now.model.name} has no masks; use steps=."
@@ -327,7 +320,6 @@ class AtNoise(OfStep):
         return super().start(now)
 
     def at(self, now: Moment) -> Mask:
-        """See `Rule.at`."""
         real = now.run.real
         answer = real & (torch.arange(real.shape[1], device=real.device) >= now.run.prompt_length)
         share = (now.need_canvas().undecided & answer).sum(dim=1) / answer.sum(dim=1).clamp(min=1)
@@ -342,7 +334,6 @@ class Positions(OfStep):
     positions: Sequence[int] | None
 
     def start(self, now: Moment) -> Chooser:
-        """See `Rule.start`."""
         found = StepPlaces(place_mask(self.positions, now.need_run().real)[:, None, None])
         return Chooser(lambda now: found, fixed=True)
 
@@ -359,7 +350,6 @@ class InArray(OfStep):
     marked: Any
 
     def start(self, now: Moment) -> Chooser:
-        """See `Rule.start`."""
         where, steps = self.marked, None
         if isinstance(where, xr.DataArray):
             if "step" in where.coords:
@@ -428,7 +418,6 @@ class ByStep(Rule):
     function: Callable[[int], Any]
 
     def start(self, now: Moment) -> Chooser:
-        """See `Rule.start`."""
         now.need_run()
 
         def found(now: Moment) -> StepPlaces | None:
@@ -546,11 +535,9 @@ class Where(Rule):
         return self.persistent or (earlier and not self.same_step)
 
     def mapped(self, change: "Callable[[Where], Rule]") -> Rule:
-        """See `Rule.mapped`."""
         return change(self)
 
     def start(self, now: Moment) -> Chooser:
-        """See `Rule.start`."""
         run, source, cfg = now.need_run(), self.track, now.model.cfg
         layers, heads = list(now.layers), list(now.heads)
         if self.of is not None:

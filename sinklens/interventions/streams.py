@@ -77,7 +77,6 @@ class Steer(AtPositions):
             raise SettingError(f"the directions belong to {self.direction.point}; leave out point={self.point!r}.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         layers, directions = self.chosen_layers(model), self._of_layers(model)
         norms = directions.norm(dim=-1, keepdim=True)
         if self.mode != "add" and bool((norms[layers] == 0).any()):
@@ -140,7 +139,6 @@ class ClampStream(AtPositions):
             raise SettingError(f"a limit must not be negative; got at={self.at!r}.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         dims, at = [within("dim", [dim], model.cfg.d_model)[0] for dim in self.dims], torch.as_tensor(self.at)
 
         def clamped(stream: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor:

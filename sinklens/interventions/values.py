@@ -59,7 +59,6 @@ class ReplaceValues(AtKeys):
             raise SettingError("by='resample' and reference=donors(model, prompts, names) belong together.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         places = Places(self, model, run, of="keys")
         draws = None if self.reference is None else Draws(self.reference, self.match, self.seed, run)
         values, changes = _Values(run, model.block_length, draws), dict[int, Tensor]()

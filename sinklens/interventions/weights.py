@@ -73,7 +73,6 @@ class EditWeights(Intervention):
 
     @contextmanager
     def applied(self, model: "Model") -> Iterator[None]:
-        """See `HookSource.applied`."""
         before: list[tuple[Tensor, Tensor]] = []
         try:
             for layer in self.chosen_layers(model):
@@ -87,7 +86,6 @@ class EditWeights(Intervention):
                 rows.copy_(original)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`."""
         name = type(self).__name__
         if run.single:
             raise SettingError(

@@ -80,13 +80,11 @@ class Direction(Computed):
     negative: str
 
     def value(self, model: "Model", given: Mapping[str, Any]) -> Any:
-        """See `Computed`."""
         from sinklens.experiments import difference_of_means
 
         return difference_of_means(model, [self.positive], [self.negative], **given)
 
     def stand_in(self, model: "Model", begin: "Begin") -> Any:
-        """See `Computed`."""
         from sinklens.experiments.reference_runs import refuse_canvas
 
         refuse_canvas(model, "the chip steer")
@@ -95,7 +93,6 @@ class Direction(Computed):
         return torch.zeros(model.cfg.d_model)
 
     def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
-        """See `Computed`."""
         return [f"{name} = difference_of_means({model}, [{self.positive!a}], [{self.negative!a}]{given})"], name
 
 
@@ -114,7 +111,6 @@ class Source(Computed):
     position: int | None = None
 
     def value(self, model: "Model", given: Mapping[str, Any]) -> Any:
-        """See `Computed`."""
         from sinklens.interventions import Activations
         from sinklens.runs import generate
 
@@ -123,7 +119,6 @@ class Source(Computed):
         return kept.caches
 
     def stand_in(self, model: "Model", begin: "Begin") -> Any:
-        """See `Computed`."""
         here, there = begin(None), begin(self.prompt)
         lengths = [len(one.state.canvas[0]) - one.settings.gen_length for one in (here, there)]
         require(
@@ -142,7 +137,6 @@ class Source(Computed):
         return {step: {name: torch.zeros(1, columns, model.cfg.d_model)} for step in range(there.settings.most_steps)}
 
     def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
-        """See `Computed`."""
         run = f"sinklens.generate({model}, {self.prompt!a}, hooks=[{name}]{given})"
         return [f"{name} = Activations(names=[{self.point!a}])", run], f"{name}.caches"
 

@@ -73,7 +73,6 @@ def generate_as(
     seed: int = 0,
     **settings: Any,
 ) -> Any:
-    """See `Model.generate`."""
     if return_type not in RETURN_TYPES:
         raise SettingError(f"return_type={return_type!r} is not one of {', '.join(map(repr, RETURN_TYPES))}.")
     side_of(padding_side)  # a run pads on the left

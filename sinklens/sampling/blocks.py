@@ -129,12 +129,10 @@ class CachedBlocks(Sampler):
 
     @property
     def positions_per_block(self) -> int:
-        """See `Sampler.positions_per_block`."""
         return self.block_length
 
     @property
     def caches_keys(self) -> bool:
-        """See `Sampler.caches_keys`."""
         return self.use_cache
 
 
@@ -173,7 +171,6 @@ class BlocksOfRows(Blockwise):
     blocks: int = field(default=0, metadata=FILLED_IN, kw_only=True)
 
     def derived(self) -> dict[str, Any]:
-        """See `Sampler.derived`."""
         return super().derived() | {"blocks": self.blocks or -(-self.gen_length // self.block_length)}
 
     def fitted(self, prompt_lengths: Sequence[int]) -> "BlocksOfRows":
@@ -202,7 +199,6 @@ class Passes(BlocksOfRows):
     denoising_steps: Count = 0
 
     def derived(self) -> dict[str, Any]:
-        """See `Sampler.derived`."""
         return super().derived() | {"denoising_steps": self.denoising_steps or self.block_length}
 
     @property

@@ -64,7 +64,6 @@ class FallingTime(Steps):
 
     @property
     def most_steps(self) -> int:
-        """See `Sampler.most_steps`."""
         return self.steps + self.noise_removal
 
     def schedule(self) -> Iterator[StepTime]:
@@ -76,7 +75,6 @@ class FallingTime(Steps):
             yield StepTime(times[-1], torch.zeros(()), closing=True)
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         last = LastPrediction()
         for times in self.schedule():
             if not bool((state.canvas == state.mask_id).any()):

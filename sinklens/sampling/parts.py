@@ -34,7 +34,6 @@ class Steps(Sampler):
     steps: Count = 0
 
     def derived(self) -> dict[str, Any]:
-        """See `Sampler.derived`."""
         return super().derived() | {"steps": self.steps or self.gen_length}
 
 
@@ -50,7 +49,6 @@ class EqualBlocks(Steps):
     block_length: Count = 0
 
     def derived(self) -> dict[str, Any]:
-        """See `Sampler.derived`."""
         default = 32 if self.gen_length % 32 == 0 else self.gen_length
         return super().derived() | {"block_length": self.block_length or default}
 
@@ -70,7 +68,6 @@ class EqualBlocks(Steps):
 
     @property
     def positions_per_block(self) -> int:
-        """See `Sampler.positions_per_block`."""
         return self.block_length
 
     @property
@@ -107,11 +104,9 @@ class Guided(Sampler):
 
     @property
     def guided(self) -> bool:
-        """See `Sampler.guided`."""
         return self.cfg_scale > 0
 
     def rehearse(self, logits: Float[Tensor, "masked vocab"]) -> None:
-        """See `Sampler.rehearse`."""
         noise = torch.empty_like(logits, dtype=torch.float64) if self.temperature > 0 else None
         candidates = decisions.gumbel_candidates(logits, self.temperature, noise)
         if self.remasking != "random":
@@ -190,7 +185,6 @@ class Nucleus(Sampler):
         return None
 
     def rehearse(self, logits: Float[Tensor, "masked vocab"]) -> None:
-        """See `Sampler.rehearse`."""
         self._rehearsed(logits)
 
     def _rehearsed(self, logits: Float[Tensor, "masked vocab"]) -> tuple[Tensor, Tensor]:
@@ -237,7 +231,6 @@ class Truncated(Nucleus):
 
     @property
     def most_likely(self) -> int | None:
-        """See `Nucleus.most_likely`."""
         return self.top_k
 
 
@@ -257,7 +250,6 @@ class DreamRule(Truncated, Steps):
     eps: Annotated[float, Gt(0), Lt(1)] = 1e-3
 
     def rehearse(self, logits: Float[Tensor, "masked vocab"]) -> None:
-        """See `Sampler.rehearse`."""
         decisions.dream_confidence(self.alg, *self._rehearsed(logits))
 
     def times(self, steps: int) -> Float[Tensor, " time"]:

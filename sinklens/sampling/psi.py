@@ -95,12 +95,10 @@ class PsiSampler(Steps):
 
     @property
     def most_steps(self) -> int:
-        """See `Sampler.most_steps`."""
         return self.steps + (self.final_step != "none")
 
     @property
     def judges_all_by(self) -> str:
-        """See `Sampler.judges_all_by`."""
         return f"sampler={self.name!r}"
 
     def _parts(self) -> tuple[int, int]:
@@ -156,7 +154,6 @@ class PsiSampler(Steps):
         return found
 
     def denoise(self, state: State) -> Iterator[None]:
-        """See `Sampler.denoise`."""
         self.begin(state)
         updates = self.updates()
         for number, update in enumerate(updates):

@@ -32,7 +32,6 @@ class RandomCanvas(Sampler):
     start_canvas: Any = field(default=None, kw_only=True)
 
     def derived(self) -> dict[str, Any]:
-        """See `Sampler.derived`."""
         given = {} if self.start_canvas is None else {"start_canvas": self._rows(self.start_canvas)}
         return super().derived() | given
 

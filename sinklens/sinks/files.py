@@ -26,7 +26,6 @@ AT_ONCE = 2**26  # bytes of steps that are written together
 
 
 def save(track: TrackData, path: Path, dtype: str, overwrite: bool = True) -> Path:
-    """See `SinkTrack.save`."""
     if dtype not in ("float32", "float16"):
         raise SettingError(f"dtype on disk must be 'float32' or 'float16'; got {dtype!r}.")
     refuse_existing(path, overwrite)
@@ -87,7 +86,6 @@ def _format_of(path: Path) -> Any:
 
 
 def open_dataset(path: Path) -> xr.Dataset:
-    """See `SinkTrack.open`."""
     if not path.exists():
         raise TrackError(f"{path} does not exist; pass the path that SinkTrack.save returned.")
     try:
@@ -135,7 +133,6 @@ def _unfinished(data: xr.Dataset) -> xr.Dataset:
 
 
 def concat(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """See `SinkTrack.concat`."""
     if not parts:
         raise TrackError("there are no tracks to concatenate; pass at least one.")
     first = parts[0]

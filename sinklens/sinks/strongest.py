@@ -110,7 +110,6 @@ class StrongestKeys(Detector):
         return (self.only,) if isinstance(self.only, str) else tuple(self.only)
 
     def detect(self, track: TrackData) -> xr.DataArray:
-        """See `Detector.detect`."""
         score = track.scores()
         values = score.fillna(-np.inf).where((score > 0).any("pos"), -np.inf)
         allowed = self._allowed(track) if self._names else values > -np.inf
@@ -148,7 +147,6 @@ class Marked(Detector):
     name: str
 
     def detect(self, track: TrackData) -> xr.DataArray:
-        """See `Detector.detect`."""
         return track[self.name]
 
 

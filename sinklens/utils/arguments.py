@@ -141,7 +141,6 @@ def arguments(declared: Callable[..., Any]) -> dict[str, Argument]:
 
 @cache
 def _declared(declared: Any) -> dict[str, Argument]:
-    """See `arguments`."""
     described: dict[str, str] = {}
     for one in reversed(inspect.getmro(declared) if isinstance(declared, type) else (declared,)):
         described |= meanings(one.__doc__)

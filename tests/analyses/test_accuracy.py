@@ -5,7 +5,8 @@ from building import shared_model
 
 from sinklens.analyses.accuracy import by_range, main, measure
 from sinklens.errors import PromptError
-from sinklens.tasks.word_problems import RANGES, held_out, in_range, read_answer
+from sinklens.tasks import held_out, read_answer
+from sinklens.tasks.word_problems import RANGES, in_range
 
 
 def test_right_answers_are_counted_and_wrong_ones_are_not(tiny_llama):

@@ -12,7 +12,7 @@ from sinklens.analyses.answers import KEYS, each_prompt, effects, is_right, mask
 from sinklens.analyses.heads import Heads
 from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads, WindowAttention
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROBLEM = held_out(2)[1]
 SETTINGS = {"gen_length": 8}

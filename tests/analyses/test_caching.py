@@ -24,7 +24,7 @@ from sinklens.experiments import effect
 from sinklens.sampling import Planned
 from sinklens.sinks import EpsilonOverMean, Record, SinkTrack
 from sinklens.sinks.kinds import kinds
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)[1:]]
 SETTINGS = {"gen_length": 8, "steps": 8}

@@ -12,7 +12,7 @@ from sinklens.experiments import effect
 from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 from sinklens.sinks.kinds import Kind, kinds
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPT = held_out(1)[0].prompt
 SETTINGS = {"gen_length": 6, "steps": 6}

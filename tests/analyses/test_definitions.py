@@ -6,7 +6,7 @@ import pytest
 from sinklens.analyses.definitions import DEFINITIONS, TOP_K, Definitions, newest_rows
 from sinklens.experiments import effect
 from sinklens.interventions import MaskSinks
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPT = held_out(1)[0].prompt
 FEW = {"gen_length": 6}

@@ -19,7 +19,7 @@ from sinklens.analyses.diagnose import (
     hiding,
     middle_third,
 )
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
 NAN = float("nan")

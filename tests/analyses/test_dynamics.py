@@ -15,7 +15,7 @@ from sinklens.analyses.dynamics import (
 )
 from sinklens.analyses.nulls import COMPARED, SOURCES, null_of
 from sinklens.sinks import motion, survival
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
 

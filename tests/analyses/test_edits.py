@@ -8,7 +8,7 @@ from sinklens.analyses import edits
 from sinklens.analyses.dynamics import Dynamics
 from sinklens.analyses.edits import EDITS, Edits, compared, measures
 from sinklens.sinks.kinds import Kind
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]
 SHORT = {"gen_length": 8, "steps": 8, "block_length": 8}

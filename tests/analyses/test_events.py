@@ -8,7 +8,7 @@ from scipy.stats import spearmanr
 
 import sinklens
 from sinklens.analyses.events import Events, age_rows, events_of, landing_rows, landings, within_rows
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 from sinklens.utils.estimates import bootstrap
 
 PROMPTS = [problem.prompt for problem in held_out(2)]

@@ -5,7 +5,7 @@ import pytest
 
 from sinklens.analyses import STUDIES, find
 from sinklens.errors import SettingError
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 KINDS = ("tiny-sdar", "tiny-llada-moe", "tiny-canvas", "tiny-mdlm", "tiny-duo")
 PROMPTS = [problem.prompt for problem in held_out(2)]

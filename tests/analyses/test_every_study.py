@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 from sinklens.analyses import find
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [*(problem.prompt for problem in held_out(2)), "Is $x_1$ a _b_ or 12 \n\n $\\frac{ 中?\nAnswer:"]
 OBSERVED = ("existence", "dynamics", "edits", "swaps", "token_types", "events", "diagnose", "texts")

@@ -6,7 +6,7 @@ import pytest
 import sinklens
 from sinklens.analyses.existence import DETECTORS, Existence, sink_shares
 from sinklens.sinks import Record
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from sinklens.analyses.answers import unchanged
 from sinklens.analyses.heads import WAYS, Heads, _confirmed
 from sinklens.experiments import effect, head_outputs
 from sinklens.interventions import AblateHeads, MaskSinks
-from sinklens.tasks.word_problems import held_out, training
+from sinklens.tasks import held_out
+from sinklens.tasks.word_problems import training
 
 PROMPT = held_out(1)[0].prompt
 SETTINGS = {"gen_length": 2}

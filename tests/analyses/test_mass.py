@@ -5,10 +5,10 @@ import pytest
 import xarray as xr
 from planting import planted
 
-from sinklens.analyses.estimates.tables import interval_table, judged
+from sinklens.analyses import interval_table
+from sinklens.analyses.estimates.tables import judged
 from sinklens.analyses.mass import acting, curve, matched, removed, with_same_mass
-from sinklens.sinks import EpsilonOverMean
-from sinklens.sinks.strongest import StrongestKeys
+from sinklens.sinks import EpsilonOverMean, StrongestKeys
 
 PROMPTS, STEPS, LAYERS, HEADS, LENGTH = 40, 4, 2, 3, 30
 

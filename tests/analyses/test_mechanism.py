@@ -22,7 +22,7 @@ from sinklens.analyses.mechanism import (
     orders,
 )
 from sinklens.interventions import MaskSinks
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPT = held_out(2)[1].prompt
 SETTINGS = {"gen_length": 6}

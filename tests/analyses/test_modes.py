@@ -26,7 +26,7 @@ from sinklens.analyses.modes import (
 )
 from sinklens.analyses.runs import noise_of
 from sinklens.errors import SettingError
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 from training import RECIPES, write_untrained
 
 PROMPTS = [problem.prompt for problem in held_out(2)]

@@ -9,7 +9,7 @@ from sinklens.analyses.necessity import ABOVE, EPSILONS, MEASURES, PARTS, PICKS,
 from sinklens.experiments import effect
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 from sinklens.utils.estimates import mcnemar
 
 PROMPT = held_out(1)[0].prompt

@@ -8,14 +8,14 @@ import xarray as xr
 import sinklens
 from sinklens.analyses.runs import own_run
 from sinklens.errors import SettingError
-from sinklens.evaluation.conditions import masking
+from sinklens.evaluation import evaluate, masking
 from sinklens.evaluation.protocols import find_protocol
-from sinklens.evaluation.runner import evaluate
 from sinklens.experiments import sweep
 from sinklens.features import collect
 from sinklens.interventions import AblateHeads, FixedNoise, MaskedLogits, MaskSinks
-from sinklens.runs.intervention import Canvas, Intervention
-from sinklens.tasks.word_problems import held_out
+from sinklens.runs import Intervention
+from sinklens.runs.intervention import Canvas
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
 SETTINGS = {"gen_length": 8, "max_denoising_steps": 4}

@@ -6,7 +6,7 @@ import torch
 
 import sinklens
 from sinklens.analyses.events import rewritten, written_over
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]  # of different lengths: one row is padded
 LENGTH = 8

@@ -6,7 +6,7 @@ import xarray as xr
 
 from sinklens.analyses.runs import active_steps, own_run
 from sinklens.sinks import Record, build_track
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
 

@@ -7,7 +7,7 @@ import sinklens
 from sinklens.analyses.settling import RULES, Settling
 from sinklens.errors import SettingError
 from sinklens.experiments import early_exit, settling_steps, step_predictions
-from sinklens.tasks.word_problems import held_out, read_answer
+from sinklens.tasks import held_out, read_answer
 
 PROBLEMS = held_out(2)
 PROMPTS = [problem.prompt for problem in PROBLEMS]

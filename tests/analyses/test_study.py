@@ -13,13 +13,13 @@ import torch
 import xarray as xr
 
 import sinklens.analyses.study as study
-from sinklens.analyses import STUDIES, find
-from sinklens.analyses.estimates.tables import interval_table
-from sinklens.analyses.study import Study, _source_hash, read_prompts
+from sinklens.analyses import STUDIES, Study, find, interval_table
+from sinklens.analyses.study import _source_hash, read_prompts
 from sinklens.cli import main
 from sinklens.errors import LedgerError, SettingError, SinklensError
-from sinklens.evaluation.ledger import LedgerRun, Writer
-from sinklens.tasks.word_problems import held_out
+from sinklens.evaluation import LedgerRun
+from sinklens.evaluation.ledger import Writer
+from sinklens.tasks import held_out
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Letters(Study):
         return {"letters": interval_table(measured, ["letters"], self.seed)}
 
     def figures(self, measured, examples):
-        from sinklens.views.figures import panels
+        from sinklens.views import panels
 
         figure, (ax,) = panels(1)
         ax.plot(next(iter(measured.values()))["letters"])

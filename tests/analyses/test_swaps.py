@@ -9,7 +9,7 @@ from sinklens.analyses.swaps import SWAPS, Swaps
 from sinklens.experiments import swap
 from sinklens.experiments.swaps import kinds_of_vocabulary
 from sinklens.sinks.kinds import Kind
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 module = importlib.import_module("sinklens.experiments.swaps")
 SHORT = {"gen_length": 8, "steps": 4, "block_length": 8}

@@ -25,7 +25,7 @@ from sinklens.analyses.texts import (
     written,
 )
 from sinklens.errors import SettingError
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 texts = importlib.import_module("sinklens.analyses.texts")
 PROBLEMS = [problem.prompt for problem in held_out(12)]

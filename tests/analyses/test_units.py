@@ -4,7 +4,8 @@ import numpy as np
 import xarray as xr
 
 from sinklens.analyses.units import FOLDER, Units, finished, unused
-from sinklens.evaluation.ledger import LedgerRun, Writer
+from sinklens.evaluation import LedgerRun
+from sinklens.evaluation.ledger import Writer
 
 WHAT = {"study": "letters", "model": {"name": "m", "weights": "0"}, "prompts": 3, "seed": 0}
 DATA = xr.Dataset(

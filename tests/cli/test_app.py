@@ -25,7 +25,7 @@ from sinklens.cli.app import COMMANDS, build
 from sinklens.cli.options import Loading, Run
 from sinklens.families import SAMPLERS
 from sinklens.families.samplers import setting_help
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 from sinklens.utils.arguments import arguments
 
 PROMPT = held_out(1)[0].prompt

@@ -11,15 +11,10 @@ from ledgers import planted_run
 
 import sinklens
 from sinklens.cli import main
-from sinklens.evaluation import frame
-from sinklens.evaluation.conditions import masking, under_caches
-from sinklens.evaluation.ledger import LedgerRun
-from sinklens.evaluation.protocols import PROTOCOLS
-from sinklens.evaluation.published import HARNESS_PROTOCOLS
-from sinklens.evaluation.tables import read_lines
+from sinklens.evaluation import HARNESS_PROTOCOLS, PROTOCOLS, LedgerRun, frame, masking, read_lines, under_caches
 from sinklens.model.files import find_checkpoint
 from sinklens.sampling import DualCache
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 from sinklens.views import accuracy_by_speed, accuracy_curves
 
 

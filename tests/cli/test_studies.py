@@ -18,9 +18,10 @@ from ledgers import planted_run, repeats
 from sinklens.analyses import find
 from sinklens.analyses.printing import ROWS
 from sinklens.cli import main
-from sinklens.evaluation.ledger import LedgerRun, holds_runs
+from sinklens.evaluation import LedgerRun
+from sinklens.evaluation.ledger import holds_runs
 from sinklens.model.files import find_checkpoint
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 COMMAND = [sys.executable, "-m", "sinklens.cli"]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # more threads are 20 times slower beside other processes

@@ -19,8 +19,8 @@ from sinklens.analyses.planned import PICKS, PlannedTest
 from sinklens.analyses.tested import begin, finish, sharing
 from sinklens.cli import main
 from sinklens.errors import ControlWarning, SettingError, warn_caller
-from sinklens.evaluation.ledger import LedgerRun
-from sinklens.tasks.word_problems import held_out
+from sinklens.evaluation import LedgerRun
+from sinklens.tasks import held_out
 from sinklens.utils import estimates
 from sinklens.utils.estimates import Estimate, outcomes
 

@@ -7,10 +7,8 @@ from watching import PADDED
 
 import sinklens
 from sinklens.errors import TrackError
-from sinklens.evaluation.conditions import masking
-from sinklens.evaluation.ledger import LedgerRun
+from sinklens.evaluation import LedgerRun, evaluate, masking
 from sinklens.evaluation.protocols import find_protocol
-from sinklens.evaluation.runner import evaluate
 from sinklens.sinks import SinkTrack
 from sinklens.views import report, terminal
 

@@ -8,6 +8,7 @@ import pytest
 from sinklens.cli import main
 from sinklens.cli.likelihood import lines
 from sinklens.errors import ControlWarning, SettingError, TaskError
+from sinklens.evaluation import UNMASKED, Condition, masking, under_caches
 from sinklens.evaluation.choices import (
     ChoiceResult,
     Question,
@@ -16,12 +17,11 @@ from sinklens.evaluation.choices import (
     treatment_of,
     word_problem_choices,
 )
-from sinklens.evaluation.conditions import UNMASKED, Condition, masking, under_caches
 from sinklens.experiments import Likelihood, likelihood, likelihood_difference
 from sinklens.experiments.nll.draws import DrawRule
 from sinklens.experiments.nll.estimate import LikelihoodRequest
 from sinklens.interventions import AblateHeads, MaskSinks
-from sinklens.tasks.word_problems import held_out, read_answer
+from sinklens.tasks import held_out, read_answer
 
 RULE = DrawRule(mc_num=4, batch=2)
 SHORT = [Question("Question: 3?\nAnswer:", (" 3", " 4 pens"), 1), Question("Question: 5?\nAnswer:", (" 6", " 7"), 0)]

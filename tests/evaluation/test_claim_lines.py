@@ -14,10 +14,9 @@ import pytest
 from ledgers import planted_run
 
 from sinklens.errors import SettingError
-from sinklens.evaluation.claim_lines import FORMATS, claims, format_claims
-from sinklens.evaluation.conditions import masking
+from sinklens.evaluation import claims, format_claims, masking, read_lines
+from sinklens.evaluation.claim_lines import FORMATS
 from sinklens.evaluation.ledger import export
-from sinklens.evaluation.tables import read_lines
 
 UNMASKED, ONE, RANDOM = masking([1], ["random"])
 VERSIONS = {"sinklens": "0.4", "torch": "2.9", "transformers": "5.0"}

@@ -6,11 +6,11 @@ import pytest
 
 import sinklens
 from sinklens.errors import SettingError, SinklensError
-from sinklens.evaluation.conditions import CONTROLS, UNMASKED, Condition, masking, under_caches
+from sinklens.evaluation import UNMASKED, Condition, masking, under_caches
+from sinklens.evaluation.conditions import CONTROLS
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.sampling import DelayedCache, DualCache, Evict, KeepSinks, NoCache, Policy, Refresh
-from sinklens.sinks.detectors import Detector
-from sinklens.sinks.strongest import StrongestKeys
+from sinklens.sinks import Detector, StrongestKeys
 
 
 def test_the_unmasked_model_is_always_included_and_counts_are_sorted():

@@ -3,11 +3,10 @@
 import pytest
 from ledgers import planted_run
 
-from sinklens.evaluation.conditions import UNMASKED, masking
-from sinklens.evaluation.departures import baselines, departures
-from sinklens.evaluation.protocols import PROTOCOLS, find_protocol
-from sinklens.evaluation.published import HARNESS_PROTOCOLS, Published
-from sinklens.evaluation.tables import read_lines
+from sinklens.evaluation import HARNESS_PROTOCOLS, PROTOCOLS, UNMASKED, baselines, masking, read_lines
+from sinklens.evaluation.departures import departures
+from sinklens.evaluation.protocols import find_protocol
+from sinklens.evaluation.published import Published
 from sinklens.families.samplers import make_settings
 from sinklens.utils.estimates import proportion, unpaired
 

@@ -12,10 +12,10 @@ import torch
 from ledgers import repeats
 
 from sinklens.errors import PromptError, SettingError, SinklensError
-from sinklens.evaluation.conditions import UNMASKED, Condition, masking
-from sinklens.evaluation.distributed import OnRay, _job_here, _require_reachable, _Tally, _Worker
+from sinklens.evaluation import UNMASKED, Condition, OnRay, evaluate, masking
+from sinklens.evaluation.distributed import _job_here, _require_reachable, _Tally, _Worker
 from sinklens.evaluation.protocols import find_protocol
-from sinklens.evaluation.runner import InProcess, Job, evaluate
+from sinklens.evaluation.runner import InProcess, Job
 from sinklens.evaluation.units import Batch
 from sinklens.interventions import Intervention
 from sinklens.tasks.word_problems import TinyGsm

@@ -9,15 +9,16 @@ import pytest
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
-from sinklens.evaluation.conditions import masking
+from sinklens.evaluation import masking
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, Job
 from sinklens.evaluation.units import Batch
 from sinklens.interventions import MaskSinks
 from sinklens.sampling import Evict
+from sinklens.tasks import held_out
 from sinklens.tasks.base import cut
 from sinklens.tasks.gsm8k import Gsm8k
-from sinklens.tasks.word_problems import TinyGsm, held_out
+from sinklens.tasks.word_problems import TinyGsm
 
 lm_eval = pytest.importorskip("lm_eval")
 

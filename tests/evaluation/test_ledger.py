@@ -13,7 +13,8 @@ import pytest
 from ledgers import repeats
 
 from sinklens.errors import LedgerError
-from sinklens.evaluation.ledger import LedgerRun, Writer, export, holds_runs, merge
+from sinklens.evaluation import LedgerRun
+from sinklens.evaluation.ledger import Writer, export, holds_runs, merge
 
 WHAT = {"model": "tiny", "condition": {"name": "unmasked"}, "seed": 0}
 ENTRIES = [{"sample": f"s{number:03d}", "text": "→ “\n\t” " * 3, "verdict": number % 2 == 0} for number in range(40)]

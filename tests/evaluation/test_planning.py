@@ -8,11 +8,10 @@ from building import random_hf, random_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from sinklens.errors import SettingError
-from sinklens.evaluation.conditions import masking
+from sinklens.evaluation import estimate, masking
 from sinklens.evaluation.planning import CARDS, Card, find_card, plan
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.run_memory import flops_of
-from sinklens.evaluation.runner import estimate
 from sinklens.model.files import find_checkpoint
 from sinklens.tasks import find_task
 from sinklens.tasks.prompts import IdSample

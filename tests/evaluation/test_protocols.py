@@ -6,8 +6,10 @@ import pytest
 
 from sinklens import load
 from sinklens.errors import SettingError, TaskError
-from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol, find_protocol
-from sinklens.families.samplers import make_settings, settings_for
+from sinklens.evaluation import PROTOCOLS, EvalProtocol
+from sinklens.evaluation.protocols import find_protocol
+from sinklens.families import settings_for
+from sinklens.families.samplers import make_settings
 from sinklens.tasks import NAMES
 from training import RECIPES, write_untrained
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sinklens.evaluation.conditions import Condition
-from sinklens.evaluation.distributed import OnRay
+from sinklens.evaluation import Condition, OnRay
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess, Job
 from sinklens.evaluation.units import Batch

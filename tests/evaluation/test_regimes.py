@@ -4,11 +4,11 @@ import pytest
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.evaluation.conditions import UNMASKED
-from sinklens.evaluation.protocols import EvalProtocol, find_protocol, in_regime
+from sinklens.evaluation import UNMASKED, EvalProtocol
+from sinklens.evaluation.protocols import find_protocol, in_regime
 from sinklens.evaluation.tables import regime_of
 from sinklens.evaluation.units import identities
-from sinklens.families.samplers import settings_for
+from sinklens.families import settings_for
 
 
 def resolved(model, given, regime):

@@ -14,15 +14,12 @@ from ledgers import repeats
 
 from sinklens.analyses import find
 from sinklens.errors import ControlWarning, LedgerError, SettingError, SinklensError
-from sinklens.evaluation import units
-from sinklens.evaluation.conditions import UNMASKED, Condition, masking
-from sinklens.evaluation.ledger import LedgerRun, holds_runs
+from sinklens.evaluation import UNMASKED, Condition, LedgerRun, estimate, evaluate, masking, read_lines, units
+from sinklens.evaluation.ledger import holds_runs
 from sinklens.evaluation.protocols import find_protocol
-from sinklens.evaluation.runner import InProcess, estimate, evaluate
-from sinklens.evaluation.tables import read_lines
+from sinklens.evaluation.runner import InProcess
 from sinklens.interventions import AblateHeads, MaskSinks
-from sinklens.tasks import find_task
-from sinklens.tasks.base import Sample
+from sinklens.tasks import Sample, find_task
 from sinklens.tasks.word_problems import TinyGsm
 
 CONDITIONS = masking([1])

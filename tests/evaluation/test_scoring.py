@@ -7,8 +7,9 @@ import pytest
 from ledgers import answered, forget, planted_run
 
 from sinklens.errors import LedgerError
-from sinklens.evaluation.ledger import LedgerRun, Writer
-from sinklens.evaluation.scoring import score, verdicts
+from sinklens.evaluation import LedgerRun, score
+from sinklens.evaluation.ledger import Writer
+from sinklens.evaluation.scoring import verdicts
 from sinklens.tasks import find_task
 
 TASK = find_task("tiny-code")

@@ -6,8 +6,7 @@ from tracks import planted
 
 import sinklens
 from sinklens.evaluation.sink_sums import SinkSums
-from sinklens.sinks import SinkTrack
-from sinklens.sinks.record import Record
+from sinklens.sinks import Record, SinkTrack
 from sinklens.tasks import find_task
 
 PROMPTS = [sample.prompt for sample in find_task("tiny-gsm").samples(3)]

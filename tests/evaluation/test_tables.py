@@ -7,9 +7,8 @@ import pytest
 from ledgers import HAND, planted_run
 
 from sinklens.errors import ControlWarning, LedgerError, SettingError
-from sinklens.evaluation import frame, paired, proportion, read_lines
-from sinklens.evaluation.conditions import Condition, masking, under_caches
-from sinklens.evaluation.ledger import LedgerRun, Writer
+from sinklens.evaluation import Condition, LedgerRun, frame, masking, paired, proportion, read_lines, under_caches
+from sinklens.evaluation.ledger import Writer
 from sinklens.interventions import AblateHeads
 from sinklens.utils.estimates import holm
 

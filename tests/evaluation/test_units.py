@@ -9,10 +9,8 @@ import pytest
 
 import sinklens
 from sinklens.errors import PromptError
-from sinklens.evaluation.conditions import UNMASKED, masking
-from sinklens.evaluation.ledger import LedgerRun
+from sinklens.evaluation import UNMASKED, LedgerRun, evaluate, masking
 from sinklens.evaluation.protocols import find_protocol
-from sinklens.evaluation.runner import evaluate
 from sinklens.evaluation.units import (
     Batch,
     batches,
@@ -24,8 +22,7 @@ from sinklens.evaluation.units import (
 )
 from sinklens.interventions import MaskSinks
 from sinklens.model.files import find_checkpoint
-from sinklens.tasks import find_task
-from sinklens.tasks.base import Sample
+from sinklens.tasks import Sample, find_task
 from sinklens.tasks.gsm8k import Gsm8k
 from sinklens.tasks.prompts import IdSample, Prompts
 

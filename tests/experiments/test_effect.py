@@ -15,7 +15,7 @@ from sinklens.experiments.effect import attention_to
 from sinklens.interventions import AblateHeads, ForceTokens, MaskedLogits, MaskSinks, SinkToken
 from sinklens.sampling import DualCache
 from sinklens.sampling.loop import unmask_steps
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]
 SHORT = {"gen_length": 8}

@@ -13,7 +13,8 @@ from sinklens.errors import CheckpointError, SettingError
 from sinklens.experiments import LogitLens, TunedLens, compare_lenses, fit_jacobian_lens, logit_lens, train_tuned_lens
 from sinklens.experiments import lens as module
 from sinklens.experiments.lens import first_layers
-from sinklens.tasks.word_problems import held_out, training
+from sinklens.tasks import held_out
+from sinklens.tasks.word_problems import training
 
 FAMILIES = ["llada", "dream", "llama"]
 UNEQUAL = ["w5 w6 w7 w8", "w9 w10"]

@@ -11,7 +11,7 @@ from sinklens.errors import SettingError
 from sinklens.experiments import swap as swap_of
 from sinklens.experiments.swaps import column_sums, kinds_of_vocabulary
 from sinklens.sinks.kinds import Kind
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 module = importlib.import_module("sinklens.experiments.swaps")
 PROMPTS = [problem.prompt for problem in held_out(2)]

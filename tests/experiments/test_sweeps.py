@@ -21,7 +21,7 @@ from sinklens.interventions import (
     SinkToken,
     WindowAttention,
 )
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]
 SHORT = {"gen_length": 6}

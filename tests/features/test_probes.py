@@ -8,8 +8,8 @@ import torch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.features import ProbeData, fit_probe
-from sinklens.features.probes import Probe, fitted
+from sinklens.features import Probe, ProbeData, fit_probe
+from sinklens.features.probes import fitted
 from sinklens.interventions import Activations, PatchSubspace
 
 POINT, D = "blocks.1.hook_resid_post", 24

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinklens.hooks.points import Point
+from sinklens.hooks import Point
 from sinklens.model import Model
-from sinklens.runs import generate
-from sinklens.runs.result import Generation
+from sinklens.runs import Generation, generate
 
 EXACT = 1e-4  # of the largest logit in float32 without TF32: a hundred times its rounding error
 SHARE = {torch.bfloat16: 0.04, torch.float16: 0.01}  # of the logits' root mean square; 0.5 to 1 % measured on a CPU

@@ -16,8 +16,7 @@ from torch import Tensor
 from sinklens.errors import ReadOnlyHookError
 from sinklens.interventions import AblateHeads, MaskSinks, WindowAttention
 from sinklens.model import Model
-from sinklens.runs import generate, trace
-from sinklens.runs.result import Generation
+from sinklens.runs import Generation, generate, trace
 
 NEAR = 1e-4
 GIVEN: dict[str, Any] = {"gen_length": 8, "steps": 8, "block_length": 8, "progress": False}

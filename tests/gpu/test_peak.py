@@ -10,7 +10,7 @@ from gpu import samples
 from benchmarks.measuring import peak
 from sinklens.errors import DeviceMemoryError
 from sinklens.evaluation.run_memory import plan_run
-from sinklens.hooks.points import Point
+from sinklens.hooks import Point
 from sinklens.model import Model
 from sinklens.runs import generate
 

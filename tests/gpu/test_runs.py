@@ -9,8 +9,7 @@ from gpu import samples
 from gpu.agreement import same_tokens
 
 from sinklens.model import Model
-from sinklens.runs import generate
-from sinklens.runs.result import Generation
+from sinklens.runs import Generation, generate
 
 CPU = torch.device("cpu")
 RANDOM = "random weights"

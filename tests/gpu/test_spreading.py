@@ -82,8 +82,7 @@ def test_several(device: torch.device, finding: Callable[..., None]) -> None:
 def test_ray(tmp_path: Path, finding: Callable[..., None]) -> None:
     """Ray: a worker on a GPU writes the ledger of this process"""
     pytest.importorskip("ray", reason="Ray is not installed (pip install 'sinklens[ray]')")
-    from sinklens.evaluation import OnRay, evaluate
-    from sinklens.evaluation.conditions import masking
+    from sinklens.evaluation import OnRay, evaluate, masking
 
     given: dict[str, Any] = {"limit": 2, "batch": 2}
     runs = [

@@ -12,9 +12,8 @@ from transformers import MistralConfig, MistralForCausalLM
 import sinklens
 from sinklens.errors import CheckpointError
 from sinklens.families import FAMILIES, Family
-from sinklens.hooks import Architecture, architecture_of
+from sinklens.hooks import Architecture, HookTree, architecture_of
 from sinklens.hooks.architectures import ARCHITECTURES
-from sinklens.hooks.tree import HookTree
 
 NEWDLM = Family(
     "newdlm",

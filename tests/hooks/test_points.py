@@ -5,8 +5,9 @@ import torch
 from building import random_ids, shared_model
 from torch import nn
 
+from sinklens.hooks import Point, Watch
 from sinklens.hooks.forward_pass import ForwardPass
-from sinklens.hooks.points import Point, Watch, at
+from sinklens.hooks.points import at
 
 NAME = "blocks.1.attn.hook_z"
 

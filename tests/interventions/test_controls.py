@@ -15,7 +15,7 @@ from sinklens.interventions.scores import ScoredStep
 from sinklens.runs.intervention import RunContext, Snapshot
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 from sinklens.sinks.kinds import Kind, kinds
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 LAYERS, HEADS, KEYS = (0, 2), 4, 12
 REAL = torch.tensor([[False] * 3 + [True] * 9, [True] * 12])

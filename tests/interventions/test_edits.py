@@ -7,8 +7,15 @@ import pytest
 import torch
 from watching import PADDED, again, compared, entered, unwatched, watch
 
-from sinklens.interventions import AblateHeads, AblateMLPs, ClampStream, RoundActivations, SkipLayers, Steer
-from sinklens.interventions.places import AtPositions
+from sinklens.interventions import (
+    AblateHeads,
+    AblateMLPs,
+    AtPositions,
+    ClampStream,
+    RoundActivations,
+    SkipLayers,
+    Steer,
+)
 from sinklens.interventions.streams import Directions
 
 WAYS = [("llama", False, {}), ("sdar", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]

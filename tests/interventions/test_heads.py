@@ -14,7 +14,7 @@ from sinklens.errors import SettingError
 from sinklens.experiments import head_outputs
 from sinklens.interventions import AblateHeads, AblateSinkAttention
 from sinklens.interventions.ablation import HeadOutputs
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 ONE_OF_EACH = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
 Z = "blocks.1.attn.hook_z"

@@ -15,7 +15,7 @@ import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import AblateHeads, AblateSinkAttention, KeepKeys, MaskSinks, WindowAttention
 from sinklens.sinks import EpsilonOverMean, TopK
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 MODELS = [*EACH, ("qwen3_moe", False), ("dream", False), ("sdar", False)]
 WAYS = [*((*kind, True if kind[1] else None) for kind in MODELS), ("llama", True, False)]

@@ -10,11 +10,11 @@ from watching import PADDED, logits_of, watch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import AblateHeads, AblateMLPs, MaskSinks, OfKind, Rule, Where
-from sinklens.interventions.places import AtPositions, follows_run
+from sinklens.interventions import AblateHeads, AblateMLPs, AtPositions, MaskSinks, OfKind, Rule, Where
+from sinklens.interventions.places import follows_run
 from sinklens.interventions.rules import InArray, Positions
 from sinklens.sinks import EpsilonOverMean, TopK
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 WAYS = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
 

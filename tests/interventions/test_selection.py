@@ -12,7 +12,7 @@ from sinklens.interventions.scores import ScoredStep
 from sinklens.runs.intervention import RunContext
 from sinklens.sinks import TopK
 from sinklens.sinks.kinds import Kind, kinds
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 
 def chosen(scores, real=None, **given):

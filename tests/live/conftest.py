@@ -8,9 +8,9 @@ from lab_client import Client
 from lab_page import PROMPT, Page
 
 import sinklens
+from sinklens.live import Lab
 from sinklens.live.execution import LiveRun
-from sinklens.live.server import Lab
-from sinklens.runs.result import Generation
+from sinklens.runs import Generation
 
 SHORT = {"gen_length": 8}
 

@@ -12,7 +12,7 @@ from sinklens.live.forms import of_settings
 from sinklens.live.outcome import ARRAYS, RunOutcome
 from sinklens.live.refusal import Refused
 from sinklens.sinks import Record
-from sinklens.views.patterns import pattern_at
+from sinklens.views import pattern_at
 from sinklens.views.report_data import Numbers
 from training import RECIPES, write_untrained
 

@@ -9,7 +9,7 @@ from by_hand import MASK, Network
 
 import sinklens
 from sinklens.experiments import answer_emergence, early_exit, guesses, step_predictions
-from sinklens.tasks.word_problems import held_out, read_answer
+from sinklens.tasks import held_out, read_answer
 
 PROBLEMS = [held_out(9)[number] for number in (1, 2, 4, 8)]  # those whose verdicts and exits differ by step
 THRESHOLDS = (0.5, 0.9, 0.99)

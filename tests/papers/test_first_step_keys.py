@@ -6,7 +6,8 @@ import torch
 from by_hand import Change, Network
 
 import sinklens
-from sinklens.tasks.word_problems import PROBLEM_KINDS, held_out
+from sinklens.tasks import held_out
+from sinklens.tasks.word_problems import PROBLEM_KINDS
 
 KIND = sorted(PROBLEM_KINDS)[0]
 PROBLEMS = [problem for problem in held_out() if problem.kind == KIND][:2]  # two of one template

@@ -8,7 +8,7 @@ from by_hand import MASK, Change, Network
 import sinklens
 from sinklens.analyses.mass import acting, with_same_mass
 from sinklens.sinks import Broadcast, EpsilonOverMean, NoOp, Record
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]
 NETWORK = Network("tiny-llada")

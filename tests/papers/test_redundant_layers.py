@@ -8,7 +8,7 @@ from by_hand import MASK, Change, Network
 import sinklens
 from sinklens.experiments import layer_similarity, sweep
 from sinklens.interventions import SkipLayers
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]
 SETTINGS = {"tiny-llada": {"steps": 8}, "tiny-dream": {"steps": 8}, "tiny-llama": {"gen_length": 8}}

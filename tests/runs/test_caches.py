@@ -6,7 +6,7 @@ from transformer_lens import ActivationCache
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
 PROMPT = PROMPTS[0]

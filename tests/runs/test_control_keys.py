@@ -12,7 +12,7 @@ from sinklens.experiments import compare, sweep
 from sinklens.interventions import AblateSinkAttention, MaskSinks, Where
 from sinklens.runs.control_keys import ControlLog
 from sinklens.sinks import StrongestKeys
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
 FEW = {"gen_length": 8, "steps": 4, "record_sinks": False}

@@ -12,7 +12,7 @@ import sinklens
 from sinklens.errors import HookNameError, SettingError
 from sinklens.sinks import Quantity, Record
 from sinklens.sinks.quantities import Outputs
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]
 ALL = Record(["values", "stream", "outputs"])

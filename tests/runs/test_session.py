@@ -19,7 +19,7 @@ from sinklens.errors import (
     SettingError,
     SinklensError,
 )
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPT = held_out(1)[0].prompt
 PATTERN, SCORES = "blocks.2.attn.hook_pattern", "blocks.0.attn.hook_sink_scores"

@@ -7,7 +7,7 @@ from watching import PADDED, SHORT, watch
 import sinklens
 from sinklens.errors import NotANumberError
 from sinklens.sampling.loop import unmask_steps
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(40)]
 

@@ -9,8 +9,8 @@ from building import random_hf
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.hooks.tree import HookTree
-from sinklens.tasks.word_problems import held_out
+from sinklens.hooks import HookTree
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]
 BLOCKS = {"gen_length": 24, "block_length": 8}

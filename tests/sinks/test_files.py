@@ -21,7 +21,7 @@ from sinklens.sinks import (
     SinkTrack,
     TopK,
 )
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(6)]
 kinds = pytest.mark.parametrize("suffix", [".nc", ".zarr"])

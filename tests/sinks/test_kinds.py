@@ -10,7 +10,7 @@ import sinklens
 from sinklens.errors import TrackError
 from sinklens.sinks import Detector, EpsilonOverMean, TopK, build_track
 from sinklens.sinks.kinds import Kind, PlaceState, absorption, enrichment, frequency_table, kinds, states, text_kind
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 START, END, MASK, USER = 1, 2, 3, 4
 TEXTS = {1: "<s>", 2: "</s>", 3: "<mask>", 4: "<user>", 5: " Tom", 6: "\n", 7: ".", 8: " 12", 9: " "}

@@ -12,7 +12,7 @@ from planting import planted
 import sinklens
 from sinklens.errors import TrackError
 from sinklens.sinks import EpsilonOverMean, TopK, build_track, motion
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 NAN = float("nan")
 LOW = EpsilonOverMean(0.6)

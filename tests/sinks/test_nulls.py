@@ -7,7 +7,7 @@ import torch
 import sinklens
 from sinklens.sinks import Record, SinkTrack, motion
 from sinklens.sinks.nulls import FixedQueries, causal_null
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
 ATTRS = {"model": "planted"}

@@ -12,7 +12,7 @@ from torch import Tensor
 import sinklens
 from sinklens.errors import TrackError
 from sinklens.sinks.qk import decompose, why
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 
 def naive(query, key, scale, sees):

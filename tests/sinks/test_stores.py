@@ -19,7 +19,7 @@ from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import EpsilonOverMean, Record, SinkTrack
 from sinklens.sinks.steps import Steps, StoredSteps
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]
 QUANTITIES = ["values", "stream", "outputs"]

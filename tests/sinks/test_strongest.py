@@ -9,7 +9,7 @@ from sinklens.errors import SettingError, TrackError
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 from sinklens.sinks.kinds import Kind, PlaceState, kinds, states
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 
 def found_in(track, **given):

@@ -7,7 +7,7 @@ from tracks import LENGTH, made, planted
 import sinklens
 from sinklens.errors import TrackError
 from sinklens.sinks import SinkTrack, TopK, build_track
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 MOVING = [[0.2, 3.2, 0.3, 0.3], [0.2, 0.3, 3.2, 0.3], [1.0, 1.0, 1.0, 1.0]]
 both_kinds = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])

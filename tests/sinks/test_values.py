@@ -8,7 +8,7 @@ from tracks import planted
 import sinklens
 from sinklens.errors import TrackError
 from sinklens.sinks.values import values_at, written_norms
-from sinklens.tasks.word_problems import held_out
+from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
 

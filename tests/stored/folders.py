@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from sinklens.model import Model, load
-from sinklens.runs import generate
-from sinklens.runs.result import Generation
+from sinklens.runs import Generation, generate
 
 
 class StoredRun(NamedTuple):

@@ -6,9 +6,10 @@ from itertools import islice
 import pytest
 
 from sinklens.errors import SinklensError
+from sinklens.tasks import held_out
 from sinklens.tasks.groups import sharing, template_groups
 from sinklens.tasks.prompts import read_groups
-from sinklens.tasks.word_problems import held_out, stream, template_of
+from sinklens.tasks.word_problems import stream, template_of
 
 
 def test_the_template_of_any_word_problem_is_read_from_its_prompt():

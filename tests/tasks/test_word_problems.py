@@ -5,7 +5,8 @@ import re
 import pytest
 
 from sinklens.errors import TaskError
-from sinklens.tasks.word_problems import PROBLEM_KINDS, RANGES, held_out, in_range, read_answer, training
+from sinklens.tasks import held_out, read_answer
+from sinklens.tasks.word_problems import PROBLEM_KINDS, RANGES, in_range, training
 from training.tokenizer import END, MASK, START, train_tokenizer
 
 

@@ -10,10 +10,10 @@ import torch
 
 import sinklens
 from sinklens.errors import SinklensError, TrackError
-from sinklens.tasks.word_problems import held_out
-from sinklens.views.attention import CELLS, AttentionView, attention, block_size, pooled
+from sinklens.tasks import held_out
+from sinklens.views import attention, pattern_at
+from sinklens.views.attention import CELLS, AttentionView, block_size, pooled
 from sinklens.views.html import visible
-from sinklens.views.patterns import pattern_at
 
 HOSTILE = [
     "</script>",

@@ -12,17 +12,20 @@ from tracks import made
 from sinklens.errors import SinklensError
 from sinklens.sinks import build_track
 from sinklens.sinks.labels import plain, short, token_label, token_labels, token_ticks
-from sinklens.views import figures, most_moving_head, sink_map, sink_path
-from sinklens.views.charts import (
+from sinklens.views import (
     curves,
-    frequency_bars,
+    figures,
+    grouped_pattern,
     interval_dots,
     layer_head_map,
-    nothing_to_show,
-    score_histogram,
-    threshold_curve,
+    most_moving_head,
+    panels,
+    sink_map,
+    sink_path,
+    stillest_head,
 )
-from sinklens.views.figures import grouped_pattern, panels, sink_life, stillest_head
+from sinklens.views.charts import frequency_bars, nothing_to_show, score_histogram, threshold_curve
+from sinklens.views.figures import sink_life
 
 
 @pytest.fixture

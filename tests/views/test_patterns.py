@@ -9,8 +9,9 @@ from building import random_hf
 import sinklens
 from sinklens.errors import SinklensError, TrackError
 from sinklens.sinks import Record
-from sinklens.tasks.word_problems import held_out
-from sinklens.views.patterns import pattern_at, patterns_at
+from sinklens.tasks import held_out
+from sinklens.views import pattern_at
+from sinklens.views.patterns import patterns_at
 from training import RECIPES, write_untrained
 
 PLACES = [(1, 1), (6, 2)]

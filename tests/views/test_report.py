@@ -18,11 +18,10 @@ from selenium.webdriver.common.keys import Keys
 import sinklens
 from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.sinks import EpsilonOverMean, Record, build_track
-from sinklens.tasks.word_problems import held_out
-from sinklens.views import most_moving_head
+from sinklens.tasks import held_out
+from sinklens.views import most_moving_head, pattern_at, report
 from sinklens.views.html import visible
-from sinklens.views.patterns import pattern_at
-from sinklens.views.report import Material, build, material, report
+from sinklens.views.report import Material, build, material
 from sinklens.views.report_data import Numbers
 
 HOSTILE = [

@@ -7,6 +7,7 @@ import pandas
 import pytest
 import xarray as xr
 
+from sinklens.analyses import interval_table
 from sinklens.analyses.estimates.power import (
     equivalence_power,
     equivalent_p,
@@ -15,7 +16,7 @@ from sinklens.analyses.estimates.power import (
     smallest_paired,
     smallest_shown,
 )
-from sinklens.analyses.estimates.tables import interval_table, judged
+from sinklens.analyses.estimates.tables import judged
 from sinklens.errors import SettingError
 from sinklens.utils.estimates import mcnemar
 

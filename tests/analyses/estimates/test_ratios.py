@@ -6,9 +6,9 @@ import pytest
 import xarray as xr
 from scipy import stats
 
+from sinklens.analyses import interval_table
 from sinklens.analyses.estimates.medians import median, typical
 from sinklens.analyses.estimates.ratios import KINDS, compared, geometric, ratio_rows, ratio_table
-from sinklens.analyses.estimates.tables import interval_table
 from sinklens.utils.estimates import Estimate, bootstrap
 
 NAN = float("nan")

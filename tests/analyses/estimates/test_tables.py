@@ -7,14 +7,8 @@ import pandas as pd
 import pytest
 import xarray as xr
 
-from sinklens.analyses.estimates.tables import (
-    difference_table,
-    interval_rows,
-    interval_table,
-    judged,
-    p_value,
-    verdict,
-)
+from sinklens.analyses import difference_table, interval_table
+from sinklens.analyses.estimates.tables import interval_rows, judged, p_value, verdict
 from sinklens.utils.estimates import bootstrap, mcnemar
 
 NAN = float("nan")

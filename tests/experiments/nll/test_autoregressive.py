@@ -10,7 +10,7 @@ from sinklens.errors import PromptError, SettingError
 from sinklens.experiments import likelihood
 from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
 from sinklens.experiments.nll.pairs import PromptAnswer
-from sinklens.hooks.tree import HookTree
+from sinklens.hooks import HookTree
 from sinklens.interventions import AblateHeads, MaskSinks
 
 PAIRS = [

@@ -10,7 +10,7 @@ import sinklens
 from sinklens.errors import DeviceMemoryError, PromptError, SettingError
 from sinklens.experiments import likelihood, likelihood_difference, loss_curve
 from sinklens.experiments.nll.draws import generator_of
-from sinklens.hooks.tree import HookTree
+from sinklens.hooks import HookTree
 
 PROMPT, ANSWER = [5, 9, 3], [7, 11, 2, 8, 4]
 SHIFTED = ("dream", "fast-dllm-v2", "rnd1", "open-dcoder")
