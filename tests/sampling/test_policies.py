@@ -451,17 +451,20 @@ def test_what_is_no_policy_or_does_not_fit_the_run_is_refused(worded, call, text
 
 @dataclass(frozen=True)
 class Revisiting(Sampler):
-    """Chooses every answer token again in every step, as remasking and editing samplers do."""
+    """Decides every answer token again in every step, as remasking and editing samplers do; only the last changes."""
 
     name = "revisiting"
     gen_length: int = 4
 
     def denoise(self, state):
         variable = state.canvas == state.mask_id
-        for _ in range(self.steps):
+        for step in range(self.steps):
             yield
             canvas = state.begin_step()
-            state.end_step(canvas.masked_scatter(variable, state.logits(canvas, variable).argmax(-1)))
+            state.logits(canvas, variable)
+            decided = canvas.masked_fill(variable, 5)
+            decided[:, -1] = 6 + step
+            state.end_step(decided)
 
 
 def test_a_sampler_that_revisits_tokens_runs_where_the_policy_computes_them_and_is_refused_elsewhere(
