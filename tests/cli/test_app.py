@@ -93,6 +93,7 @@ def test_models_lists_shipped_models_and_every_family(capsys):
         assert name in printed
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -277,6 +278,7 @@ def test_the_block_length_of_a_block_causal_model_loads_it_and_of_another_sets_i
         assert json.loads(track.data.attrs["settings"])["block_length"] == 4
 
 
+@pytest.mark.extended
 def test_trace_reads_token_ids_from_json_lines(tmp_path, capsys):
     (tmp_path / "one.jsonl").write_text('{"prompt": [2, 3, 4]}\n')
     (tmp_path / "two.jsonl").write_text('{"prompt": [2, 3, 4]}\n{"prompt": "a"}\n')
@@ -295,6 +297,7 @@ OUTS = {
 }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("command", OUTS)
 def test_the_folder_for_results_is_checked_before_the_run(command, capsys, tmp_path, monkeypatch):
     """With a stand-in for the model, which fails when it is reached."""

@@ -108,6 +108,7 @@ def test_published_tasks_are_read_from_local_files(tmp_path, capsys, shared):
     assert "humaneval: accuracy" in printed
 
 
+@pytest.mark.extended
 def test_the_papers_numbers_are_shown_beside_the_papers_models_only(tmp_path, capsys):
     for condition in masking([1]):
         planted_run(tmp_path, {"gsm8k/0": True}, condition, model="GSAI-ML/LLaDA-8B-Instruct", protocol="llada-gsm8k")
@@ -119,6 +120,7 @@ def test_the_papers_numbers_are_shown_beside_the_papers_models_only(tmp_path, ca
     assert next(row for row in rows if "1 sink" in row).count("0.75") == 1
 
 
+@pytest.mark.extended
 def test_tables_are_not_truncated_and_names_are_shown_verbatim(tmp_path, capsys):
     name = "/a/long/path/to/some/checkpoint-with-a-long-name, my [bold] run"
     for condition in masking([1, 5, 10], ["random", "weakest"]):
@@ -127,6 +129,7 @@ def test_tables_are_not_truncated_and_names_are_shown_verbatim(tmp_path, capsys)
     assert (out.count(name) >= 3, "…" in out) == (True, False)
 
 
+@pytest.mark.extended
 def test_numbers_are_not_wrapped_in_a_terminal_of_80_columns(tmp_path, capsys, monkeypatch):
     for condition in masking([1, 5], ["random"], of_unmasked=True):
         planted_run(tmp_path, dict.fromkeys("abcdefgh", True), condition, model="tiny-llada-skills")
@@ -138,6 +141,7 @@ def test_numbers_are_not_wrapped_in_a_terminal_of_80_columns(tmp_path, capsys, m
     assert max(len(line) for line in out.splitlines() if line.startswith("│")) <= 80
 
 
+@pytest.mark.extended
 def test_the_figure_has_a_curve_for_each_kind_of_masking(tmp_path):
     """Sets per head and per layer are separate curves, and a model with only an unmasked run is a point."""
     planted_run(tmp_path, {"a": True})
@@ -166,6 +170,7 @@ def labels(ledger):
     return panel.get_legend_handles_labels()[1]
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -301,6 +306,7 @@ def test_an_interrupt_says_that_finished_samples_are_kept(tmp_path, capsys, monk
     assert printed.endswith(f"  sinklens evaluate tiny-llama --task tiny-gsm --out {tmp_path}\n")
 
 
+@pytest.mark.extended
 def test_the_table_points_out_unfinished_conditions_and_sinks_that_escape_masking(tmp_path, capsys):
     unmasked, strongest, steady = masking([1], of_unmasked=True)
     planted_run(tmp_path, dict.fromkeys("abcd", True), unmasked)
@@ -354,6 +360,7 @@ def records(ledger, condition):
     return next(one for one in LedgerRun.all(ledger) if one.what["condition"]["name"] == condition).records()
 
 
+@pytest.mark.extended
 def test_a_dry_run_without_weights_plans_for_the_stated_card(tmp_path, capsys):
     folder = tmp_path / "empty"
     folder.mkdir()
@@ -369,6 +376,7 @@ def test_a_dry_run_without_weights_plans_for_the_stated_card(tmp_path, capsys):
     assert "Not measured here: " in printed
 
 
+@pytest.mark.extended
 def test_every_condition_runs_in_both_regimes_by_one_flag(tmp_path, capsys):
     out = tmp_path / "results"
     flags = ["--task", "tiny-gsm", "--limit", 2, "--mask-sinks", 1, "--gen-length", 8, "--regimes", "diffusion",
@@ -392,6 +400,7 @@ def test_a_format_prints_nothing_but_claims_and_writes_nothing(tmp_path, capsys)
     assert run(capsys, "table", tmp_path, "--format", "csv", "--out", tmp_path)[0] == 1
 
 
+@pytest.mark.extended
 def test_a_table_says_in_what_a_run_departs_before_its_numbers(tmp_path, capsys):
     for condition in masking([1]):
         planted_run(tmp_path, {"gsm8k/0": True}, condition, model="GSAI-ML/LLaDA-8B-Instruct",

@@ -42,7 +42,7 @@ def rows_of(reference):
     return [ids[:10], ids[5:12], ids[3:18]]
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("name", "settings"), SETTINGS)
 def test_canvases_are_equal_with_and_without_a_cache(references, models, name, settings):
     model, rows = models[name], rows_of(references[name])

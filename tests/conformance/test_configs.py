@@ -51,6 +51,7 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Folder -> attributes of the model, and what its config has besides the keys of `KEPT`."""
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", MADE)
 def test_the_config_is_translated_key_by_key(conformance, name):
     reference, (of_model, of_config) = open_folder(conformance / name), MADE[name]

@@ -20,7 +20,7 @@ def _text(expected: dict[str, Tensor], number: int, *parts: str) -> tuple[Tensor
     return text, mask
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("number", PASSES)
 def test_logits_equal_the_references(reference, number):
     expected, model = reference.tensors, reference.load()

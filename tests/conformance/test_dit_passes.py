@@ -33,6 +33,7 @@ def close(found, expected):
     assert largest_difference(found, expected) < TOLERANCE
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_pass_has_the_references_stream_and_modulation(reference, model, ids, number):
     prefix = f"pass{number}."

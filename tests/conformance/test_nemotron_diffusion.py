@@ -84,6 +84,7 @@ def test_drafts_verifications_and_accepted_lengths_equal_the_references(referenc
     assert [run.modes[step] for step, _ in shown["verify"]] == ["verify"] * len(tensors["verify"])
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("number", [2, 5, 8, 11, 12])
 def test_logits_of_the_first_block_and_verification_equal_the_references(reference, number):
     kept: dict[str, torch.Tensor] = {}
@@ -169,6 +170,7 @@ def test_an_edited_accepted_length_moves_the_next_block(reference):
         )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("number", [2, 5])
 def test_a_pass_of_a_run_is_the_single_pass_of_its_mode(reference, number):
     """Its pattern is that of plain attention under the rule of its mode, written out here; run 5 reads both ways."""

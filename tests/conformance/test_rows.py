@@ -117,6 +117,7 @@ def test_watching_changes_nothing_and_a_run_replays(conformance, name):
         assert torch.equal(watched.undecided, watched.canvas == watched.model.mask_token_id)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["duo", "gidd correction", "remdm", "sedd"])
 def test_a_pass_over_a_step_reads_its_noise_level(conformance, name):
     case, shown = CASES[name], []

@@ -50,6 +50,7 @@ def test_every_stored_run_is_repeated_or_known_to_be_left_out(conformance, name)
     assert {run.number for run in stored_runs(folder)} == set(range(RUNS[name])) - LEFT_OUT.get(name, set())
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_pass_equals_the_references(conformance, name):
     """With nothing watched, patterns and sink scores, which use other code paths."""
@@ -106,6 +107,7 @@ def test_logits_of_a_padded_batch_equal_the_references_at_real_tokens(conformanc
     assert largest_difference(found[real], logits[real]) < TOLERANCE
 
 
+@pytest.mark.fast_cases(10)
 @pytest.mark.parametrize(("name", "number", "more"), [(*case, more) for case in CASES for more in (False, True)])
 def test_every_canvas_equals_the_references_token_for_token(conformance, name, number, more):
     """With its sinks recorded, and in other ways."""

@@ -93,6 +93,7 @@ def test_records_added_together_are_stored_together_or_not_at_all(tmp_path):
     assert run.records() == [*ENTRIES[:2], ENTRIES[4]]
 
 
+@pytest.mark.extended
 def test_kills_at_random_moments_lose_and_repeat_no_sample(tmp_path):
     """A sample is printed once it has been added, so everything that was printed must be kept."""
     rng, printed = random.Random(5), []

@@ -42,6 +42,7 @@ def test_operations_of_a_pass_equal_those_that_pytorch_counts(architecture):
     assert found == pytest.approx(counter.get_total_flops() + sums - unneeded, rel=0.02)
 
 
+@pytest.mark.extended
 def test_passes_are_those_of_the_runs_and_guidance_doubles_them(tiny_llada, tmp_path):
     conditions = masking([1], ["random"])
     protocol, task = find_protocol("tiny-gsm"), find_task("tiny-gsm")

@@ -29,7 +29,7 @@ def naive(score, steps):
     return {"per_head": np.mean(sinks), "main_score": np.mean(best), "static_share": np.mean(static)}
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama"])
 @pytest.mark.parametrize("at_once", [0, 10**5, 10**12])
 def test_the_sums_of_a_run_equal_a_naive_count(name, at_once, monkeypatch, request):

@@ -85,6 +85,7 @@ def test_the_self_check_fails_if_attention_is_not_what_the_points_show(own):
     assert "allowed" in found.found
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("text", ["two runs with one seed differ", "24 positions are never decided"])
 def test_a_fixed_prompt_fails_if_two_runs_differ_or_a_position_is_never_decided(own, text):
     def changed(module, given, logits):

@@ -80,6 +80,7 @@ def test_a_random_circuit_alone_equals_plain_torch(by_position):
     assert not torch.allclose(found, model(clean), atol=1e-2)
 
 
+@pytest.mark.fast_cases(1)
 def test_the_planted_circuit_is_found_faithful_and_complete_and_random_ones_are_not(planted_case):
     scores = edge_scores([planted_case], path=4)[0]
     truth = is_planted(scores)

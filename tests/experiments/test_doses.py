@@ -22,6 +22,7 @@ def planted(model):
     return toward / toward.norm() * 10
 
 
+@pytest.mark.extended
 def test_a_planted_direction_has_its_effect_and_a_random_one_does_not(worded):
     model = worded()
     direction = planted(model)

@@ -355,7 +355,7 @@ def made(experiment, name):
     return "ids" not in CASES[name].traits or experiment not in ("corrupted", "patched", "paths", "lens in the run")
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("experiment", "name"), [(one, name) for one in EXPERIMENTS for name in CASES if made(one, name)]
 )

@@ -329,7 +329,7 @@ def jacobian(model, ids, layer):
     return torch.autograd.functional.jacobian(through, start)[0, :, :, 0].detach()
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("architecture", "causal", "targets"),
     [("llama", False, "all"), ("llama", True, "all"), ("dream", False, "all"), ("llama", False, "own")],

@@ -334,7 +334,7 @@ def test_every_family_of_this_kind_is_written():
     assert set(REPOSITORY) == set(ARCHITECTURES) - own
 
 
-@pytest.mark.fast_cases(12)
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize(("family", "name"), CASES, ids=[" - ".join(case) for case in CASES])
 @pytest.mark.filterwarnings("error::sinklens.errors.CheckpointWarning")
 def test_a_form_of_config_json_describes_a_model_or_is_refused(tmp_path: Path, family: str, name: str):

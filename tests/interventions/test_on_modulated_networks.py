@@ -171,7 +171,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_of_a_changed_run_equals_a_plain_pass_with_the_change(network, name, case):
     (model, dit), (made, oracle), (seen, keep) = network, CASES[case], logits_kept()
@@ -220,7 +220,7 @@ def test_an_effect_under_replay_is_the_divergence_of_plain_passes(network, name)
             assert kl[row, step] == pytest.approx(float(divergence[row][undecided[row]].mean()), rel=1e-2)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.extended
 def test_features_are_collected_read_and_spliced_at_the_noise_level_of_their_step(network, name, tmp_path):
     (model, dit), point = network, "blocks.1.hook_resid_post"
     settings = {"gen_length": 6, "seed": 1} | SETTINGS[name]

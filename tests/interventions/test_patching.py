@@ -29,7 +29,7 @@ def keep(model, prompts, names, **settings):
     return kept.caches
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings", "names"),
     [(*way, [Z, "blocks.0.hook_resid_post", "blocks.2.attn.hook_pattern"]) for way in WAYS]
@@ -60,7 +60,7 @@ PATCHES = {
 }
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings", "name"),
     [(*WAYS[0], name) for name in PATCHES] + [(*way, next(iter(PATCHES))) for way in WAYS[1:]],
@@ -120,7 +120,7 @@ def test_patterns_are_patched_where_their_queries_are_recomputed_at_later_steps(
         assert (row[:, 8:] == 0).all()
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "name", [Z, "blocks.1.attn.hook_pattern", "blocks.0.attn.hook_v", "blocks.1.attn.hook_attn_mask"]
 )

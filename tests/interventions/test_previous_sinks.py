@@ -25,7 +25,7 @@ CHOSEN = {
 }
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("which", CHOSEN)
 @pytest.mark.parametrize("same_step", [False, True])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
@@ -63,7 +63,7 @@ def test_with_layer_scope_such_a_detector_uses_the_mean_scores(worded):
         assert found[row, 3, layer, head].nonzero()[0].tolist() == wanted
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_steps_selected_from_a_source_keep_their_numbers(worded, architecture, causal, settings):
     """The sinks of steps 0 and 3 are masked at steps 1 and 4, as with the complete source, and none at the others."""
@@ -148,6 +148,7 @@ def test_same_step_sees_the_first_block_as_the_model_cards_sampler_does(worded):
         assert (expected == -torch.inf).any()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("raw", [False, True], ids=["points", "modules"])
 def test_a_trace_block_does_not_see_the_second_pass(tiny_llada, raw):
     prompt, settings = "Question: Tom has 2 apples.", {"gen_length": 4, "steps": 2, "record_sinks": False}
@@ -206,7 +207,7 @@ def test_what_cannot_be_a_source_is_rejected(worded, base, call, text):
     assert unwatched(worded())
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_a_source_of_another_prompt_of_equal_length_is_rejected(worded, architecture, causal, settings):
     model, other = worded(architecture, causal), "w7 w12 w33 w6"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from building import random_dit, random_ids, random_model
+from building import random_dit, random_hf, random_ids, random_model
 from watching import LONG, PADDED, entered, short
 
 import sinklens
@@ -21,6 +21,12 @@ def plain_run(worded):
     """A run without recorded sinks, and the norms of its inputs."""
     run = sinklens.generate(worded(), LONG, **short(worded(), {}))
     return run, input_norms(run)
+
+
+@pytest.fixture
+def own(worded):
+    """A model whose weights the test may change."""
+    return sinklens.load(random_hf(), tokenizer=worded().tokenizer)
 
 
 def looped(rows, share, norms=None):
@@ -47,21 +53,20 @@ def test_the_lowest_scores_of_each_row_go_as_in_a_loop(seed):
     assert torch.equal(rows, before)
 
 
-def test_magnitude_and_wanda_disagree_where_an_input_is_planted_as_small(worded):
+def test_magnitude_and_wanda_disagree_where_an_input_is_planted_as_small(own):
     """Input 5 never varies from 0, so Wanda removes its weights first though they are the largest."""
-    model = worded()
-    layer = model.tree.hf.model.layers[1]
+    layer = own.tree.hf.model.layers[1]
     layer.input_layernorm.weight.data[5] = 0.0
     weight = layer.self_attn.q_proj.weight
     weight.data[:, 5] = 9.0
-    run = sinklens.generate(model, PADDED, **short(model, {}))
+    run = sinklens.generate(own, PADDED, **short(own, {}))
     norms = input_norms(run)
     assert float(norms.values["model.layers.1.self_attn.q_proj.weight"][5]) == 0
     assert float(norms.values["model.layers.1.self_attn.q_proj.weight"][4]) > 0
-    with PruneWeights(1 / 24).applied(model):  # one of 24 inputs
+    with PruneWeights(1 / 24).applied(own):  # one of 24 inputs
         assert bool((weight[:, 5] == 9).all())
         assert (weight == 0).sum(dim=1).tolist() == [1] * 24
-    with PruneWeights(1 / 24, "wanda", norms=norms).applied(model):
+    with PruneWeights(1 / 24, "wanda", norms=norms).applied(own):
         assert bool((weight[:, 5] == 0).all())
         assert (weight == 0).sum(dim=1).tolist() == [1] * 24
     assert bool((weight != 0).all())
@@ -179,10 +184,9 @@ def test_sinks_count_by_one_minus_their_strength_and_shuffled_ones_elsewhere(wor
     assert bool((moved.values[MLP] < plain.values[MLP]).all())
 
 
-def test_a_planted_sink_decides_which_weights_go(worded):
+def test_a_planted_sink_decides_which_weights_go(own):
     """Only position 2 uses input 7; scaled down as a sink, its weights go first."""
-    model = worded()
-    run = sinklens.generate(model, [LONG], **short(model, {"record_sinks": True}))
+    run = sinklens.generate(own, [LONG], **short(own, {"record_sinks": True}))
     run.sinks.data["score"][:] = 0.5
     run.sinks.data["score"][..., 2] = 200.0
 
@@ -192,7 +196,7 @@ def test_a_planted_sink_decides_which_weights_go(worded):
         x[:, 2, 7] = 20.0
         return (x,)
 
-    projection = model.tree.hf.model.layers[1].mlp.down_proj
+    projection = own.tree.hf.model.layers[1].mlp.down_proj
     projection.weight.data[:] = 1.0
     handle = projection.register_forward_pre_hook(plant)
     norms, without, moved = (
@@ -200,7 +204,7 @@ def test_a_planted_sink_decides_which_weights_go(worded):
     )
     handle.remove()
     for found, kept in ((norms, True), (moved, True), (without, False)):
-        with PruneWeights(0.5, "wanda", norms=found).applied(model):
+        with PruneWeights(0.5, "wanda", norms=found).applied(own):
             assert bool((projection.weight[:, 7] != 0).all()) == kept
             assert float((projection.weight == 0).float().mean()) == 0.5
 

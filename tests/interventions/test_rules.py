@@ -82,6 +82,7 @@ class EveryThird(Rule):
         return (positions % 3 == now.step % 3)[None, None, None]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_a_combination_or_a_rule_of_ones_own_equals_the_array_that_it_stands_for(
     worded, architecture, causal, settings
@@ -164,6 +165,7 @@ def test_whether_places_follow_the_run_is_known_of_every_rule():
     assert not follows_run(MaskSinks(top_k=None, where="digit"))
 
 
+@pytest.mark.extended
 def test_keys_do_not_depend_on_how_long_a_row_waits_for_others(tiny_llada):
     """Rows finish their blocks at different steps; a waiting row keeps the scores of its own last step."""
     prompts = [problem.prompt for problem in held_out(6)]
@@ -190,7 +192,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize(("architecture", "causal"), [("llama", False), ("llama", True)])
 def test_a_run_records_the_keys_that_got_no_attention(worded, architecture, causal, name):

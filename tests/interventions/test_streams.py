@@ -13,7 +13,7 @@ PRE = "blocks.1.hook_resid_pre"
 DIRECTION = torch.linspace(-1.0, 2.0, 24)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("architecture", "causal", "where"),
     [("llama", False, where) for where in (None, "prompt", "masked", "committed")]

@@ -91,7 +91,7 @@ def of_source(run, step, top_k):
     return torch.zeros(*top.shape[:3], length, dtype=torch.bool).scatter(-1, top, True)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("by", ["mean", "zero"])
 @pytest.mark.parametrize(("architecture", "causal", "settings"), WAYS)
 def test_outputs_equal_those_of_a_loop_over_keys_with_other_values(worded, architecture, causal, settings, by):
@@ -107,7 +107,7 @@ def test_steady_sinks_of_some_heads_and_layers_are_replaced(worded, architecture
     check(model, PADDED, ablate, heads=[1, 4], layers=[0, 2], steady=base, **settings)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("by", ["mean", "zero"])
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings"), [*ONE_OF_EACH, ("sdar", False, {}), ("sdar", False, {"use_cache": True})]

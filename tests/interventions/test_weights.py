@@ -102,6 +102,7 @@ def test_edits_of_the_same_weights_follow_each_other(worded):
     assert changed(model, before) == {}
 
 
+@pytest.mark.extended
 def test_stronger_edits_change_the_logits_more_and_leave_the_weights_as_they_were(tiny_llada):
     prompt = "Question: Ben has 9 eggs. He finds 4 more. How many eggs does Ben have now?\nAnswer:"
     base, before = watch(tiny_llada, [prompt], [], ["hook_logits"], gen_length=8, steps=2), state(tiny_llada)

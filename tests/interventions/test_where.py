@@ -79,7 +79,7 @@ def zeroed(z, places):
     return z.masked_fill(places.transpose(1, 2)[..., None], 0.0)
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings", "form"),
     [(*way, form) for way in (WAYS[0], WAYS[4]) for form in (FORMS if not way[1] else FORMS[:4])]
@@ -110,7 +110,7 @@ def test_ablation_at_places_equals_an_edit_made_by_a_loop(worded, architecture, 
 OTHER = ["w6 w2 w34 w9", "w9 w8 w7 w6 w5 w4 w3"]
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["blocks.1.hook_resid_post", "blocks.2.attn.hook_v", "blocks.0.attn.hook_pattern"])
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings"), [WAYS[0], *WAYS[3:], ("sdar", False, {"use_cache": True})]

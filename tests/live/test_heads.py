@@ -28,6 +28,7 @@ def tried(client, run: str, **body) -> list[dict]:
     return listed
 
 
+@pytest.mark.fast_cases(1)
 def test_each_head_has_the_effect_of_its_ablation(client, tiny_llada):
     run = client.run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
     found = tried(client, run, by="mean", layer=3)
@@ -47,6 +48,7 @@ def test_the_number_of_an_answer_is_the_marked_one():
     assert [stated_number(text) for text in texts] == ["14", None, None, None, None, None, None]
 
 
+@pytest.mark.extended
 def test_a_run_with_chips_keeps_them_and_its_numbers_are_named_while_its_heads_are_tried(
     client, tiny_llada, monkeypatch
 ):

@@ -75,6 +75,7 @@ def test_the_attribution_by_layer_and_step_is_attribution_patching(client, tiny_
     assert (refused.status_code, "as many tokens" in refused.text) == (400, True)
 
 
+@pytest.mark.extended
 def test_a_pair_is_repeated_on_problems_or_with_seeds_with_an_interval_if_they_matter(client, tiny_llada):
     a, b = (client.run(prompt=PROMPT, settings=SHORT, chips=chips)["summary"]["id"] for chips in ([], ABLATED))
     asked = {"a": a, "b": b, "over": "tiny-gsm", "count": 2}

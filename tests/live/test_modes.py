@@ -38,6 +38,7 @@ def kept(run):
     return outcome, record, {name: getattr(outcome, name) for name in ARRAYS}
 
 
+@pytest.mark.extended
 def test_the_form_names_the_sampler_of_each_mode(model, tiny_llada):
     offered = of_settings(model)
     assert offered["modes"] == model.family_record.modes

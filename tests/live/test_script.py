@@ -19,6 +19,7 @@ def executed(source: str, names: list[str], folder) -> dict:
     return {name: made[name].canvas[0].tolist() for name in names}
 
 
+@pytest.mark.fast_cases(1)
 def test_the_script_of_a_run_repeats_it_with_what_it_replays(client, tmp_path, capsys):
     """Two chips, one that is off, settings, a seed, and a replay of a run that continues from an edited canvas."""
     common = {"prompt": PROMPT, "settings": {"gen_length": 6, "temperature": 0.7}, "seed": 3}

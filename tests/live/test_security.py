@@ -102,6 +102,7 @@ REFUSED = {  # name: (method, path, headers that differ from those of the page, 
 }  # fmt: skip
 
 
+@pytest.mark.fast_cases(15)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_request_is_refused(entered, lab, name):
     method, path, changed, status, text = REFUSED[name]

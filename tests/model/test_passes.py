@@ -52,6 +52,7 @@ def test_every_form_of_a_prompt_gives_the_same_logits_in_every_call(tiny_llama, 
     assert not torch.equal(ablated, expected)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_llada"])
 @pytest.mark.filterwarnings("ignore:tiny-llada is a diffusion model")
@@ -81,6 +82,7 @@ def test_the_canvas_of_texts_carries_its_padding(tiny_llada):
         torch.testing.assert_close(row[-len(alone) :], alone, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_llada"])
 def test_a_run_on_the_tokens_of_texts_equals_separate_runs(request, name):
     model = request.getfixturevalue(name)

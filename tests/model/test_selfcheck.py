@@ -177,6 +177,7 @@ INSIDE_EXPERTS = [f"mlp.{spec.name}" for spec in (*names.EXPERTS, names.SHARED)]
 OF_A_MIXTURE = [*INSIDE_EXPERTS, "attn.hook_q_normed", "attn.hook_k_normed", "mlp.hook_pre"]  # the last: dense layer 0
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize(
     ("architecture", "name"),
     [*(("llama", name) for name in EDITABLE), *(("glm4_moe", f"blocks.1.{kind}") for kind in OF_A_MIXTURE)],
@@ -237,6 +238,7 @@ def accelerate_before_nnsight(hf):
     return NNsight(accelerate(hf))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "wrap", [NNsight, wrap_in_a_language_model, source_a_layer, accelerate_after_nnsight, accelerate_before_nnsight]
 )

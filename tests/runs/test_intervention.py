@@ -114,7 +114,7 @@ def bases(worded):
     }
 
 
-@pytest.mark.fast_cases(9)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("architecture", "causal", "name"),
     [*(("llama", False, name) for name in DIFFUSION), *(("llama", True, name) for name in BOTH)]

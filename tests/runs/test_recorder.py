@@ -75,6 +75,7 @@ def run(request):
     return sinklens.generate(request.getfixturevalue(request.param), PROMPTS, gen_length=8, record_sinks=ALL)
 
 
+@pytest.mark.fast_cases(2)
 def test_every_quantity_equals_plain_torch_on_the_canvas_of_its_step(run):
     assert not run.real.all()
     for step in (0, 5):
@@ -146,6 +147,7 @@ def assert_same_tracks(one, other):
             np.testing.assert_allclose(values, other.data[name], rtol=1e-3, atol=1e-4, err_msg=str(name))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("edited", [False, True])  # an edit empties the cache
 def test_cached_and_uncached_runs_record_the_same(tiny_llama, edited):
     def replace(canvas, hook):
@@ -251,6 +253,7 @@ def watched(model):
     return [name for name, point in model.tree.hook_dict.items() if point.watched or point._forward_hooks]
 
 
+@pytest.mark.fast_cases(1)
 def test_recording_leaves_no_hook_and_does_not_change_the_text(run):
     assert watched(run.model) == []
     assert sinklens.generate(run.model, PROMPTS, gen_length=8, record_sinks=False).text == run.text

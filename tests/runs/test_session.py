@@ -257,6 +257,7 @@ def streams(tiny_llada):
     return kept
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("select", "steps"),
     [

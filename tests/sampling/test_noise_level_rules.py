@@ -139,6 +139,7 @@ def test_every_sampler_with_a_noise_level_has_rules():
     assert set(SAMPLERS) == {name for name, sampler in REGISTERED.items() if sampler.sets_time}
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.filterwarnings("ignore::sinklens.errors.PromptWarning")
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @in_parts

@@ -232,6 +232,7 @@ def test_every_sampler_without_a_noise_level_has_rules():
     assert {*SAMPLERS, "diffusion-gemma", *modes} == ours
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @in_parts
 def test_canvases_equal_the_published_rules_on_random_settings(sampler, cases):

@@ -38,6 +38,7 @@ def failing(error, step=2):
     return fail
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", ERRORS)
 def test_the_error_reports_where_it_happened_and_what_to_lower(kind):
     hooks = [("blocks.1.attn.hook_pattern", failing(ERRORS[kind]))]

@@ -34,7 +34,7 @@ def test_the_estimate_equals_lladas_script_with_the_same_draws(llada, answer, ba
     assert found.kind == "estimate"
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", MASKED)
 def test_the_sum_over_all_masks_is_that_of_each_family(family_model, name):
     model = family_model(name)
@@ -44,7 +44,7 @@ def test_the_sum_over_all_masks_is_that_of_each_family(family_model, name):
     assert (found.kind, found.standard_error) == ("bound", 0.0)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
 def test_a_block_causal_model_is_evaluated_block_by_block(family_model, name):
     """Blocks of 4: the prompt of 3 tokens ends within the first one, or is padded to a complete one (bd3lm)."""
@@ -68,7 +68,7 @@ def test_a_block_causal_model_is_evaluated_block_by_block(family_model, name):
     assert np.flatnonzero(np.diff(found.blocks)).tolist() == [end - 1 for end in ends[:-1]]
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "masking"), [("llada", "count"), ("llada", "rate"), ("sdar", "count")])
 def test_estimates_scatter_around_the_bound_as_their_standard_errors_say(family_model, name, masking):
     model, seeds = family_model(name), 60
@@ -132,6 +132,7 @@ def test_draws_and_choices_share_the_blocks_before_them(family_model, monkeypatc
     assert few < (0.75 if length > 3 else 1.0) * sum(computed)
 
 
+@pytest.mark.extended
 def test_out_of_memory_halves_the_batch_and_goes_on(llada, monkeypatch):
     sizes, hidden = [], HookTree.hidden
     wanted = likelihood(llada, PROMPT, ANSWER, exact=True)
@@ -185,6 +186,7 @@ def test_invalid_pairs_and_settings_are_refused(llada, prompt, answer, given, er
         likelihood(llada, prompt, answer, **given)
 
 
+@pytest.mark.extended
 def test_other_draws_and_a_canvas_of_random_tokens_are_refused(llada):
     one, two = likelihood(llada, PROMPT, [ANSWER, ANSWER[::-1]], mc_num=32)
     np.testing.assert_array_equal(np.isnan(one.losses), np.isnan(two.losses))

@@ -189,7 +189,7 @@ def test_estimates_scatter_around_the_integral_over_time_and_noise(model_of, nam
     assert 0.4 < values.std(ddof=1) / np.sqrt((errors**2).mean()) < 2
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["mdlm", "bd3lm-owt"])
 @pytest.mark.parametrize(("prompt", "answer"), [([], [1, 3]), ([2], [0, 3, 1])])
 def test_masks_of_an_untimed_network_are_enumerated(model_of, name, prompt, answer):
@@ -248,7 +248,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [*NAMES, "llada", "dream", "sdar", "bd3lm-qwen3"])
 def test_a_result_does_not_depend_on_its_batch(model_of, family_model, name):
     model, rule = (model_of if name in MADE else family_model)(name), DrawRule(mc_num=8, batch=4)
