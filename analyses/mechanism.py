@@ -32,7 +32,7 @@ from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, u
 from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.study import Study
 from sinklens.experiments import compare
-from sinklens.experiments.effect import attention_to
+from sinklens.experiments.effects import attention_to
 from sinklens.families.dream import DreamSettings
 from sinklens.families.llada import LladaSettings
 from sinklens.families.samplers import settings_for

@@ -28,7 +28,7 @@ from sinklens.experiments.circuits import (
     measure_circuit,
 )
 from sinklens.experiments.edges import edge_attribution, path_patching_effects, read_attribution
-from sinklens.experiments.effect import Effect, compare, dose_response, effect, sinks_compared
+from sinklens.experiments.effects import Effect, compare, dose_response, effect, sinks_compared
 from sinklens.experiments.infilling import holes
 from sinklens.experiments.jumps import jump_undone, sink_jumps
 from sinklens.experiments.lens import LogitLens, TunedLens, compare_lenses, logit_lens

@@ -21,7 +21,7 @@ import xarray as xr
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.effect import compare, kept_places
+from sinklens.experiments.effects import compare, kept_places
 from sinklens.experiments.metrics import Metric, at_places, kind_of, measured
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.families.samplers import settings_for

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from sinklens.errors import CheckpointError, SettingError, nearest
 from sinklens.families.base import Family
-from sinklens.families.translate import value_at
+from sinklens.families.translation import value_at
 from sinklens.hooks.architectures import ARCHITECTURES, Architecture, architecture_of
 from sinklens.hooks.attention.blocks import Blocks, check_length
 from sinklens.sampling.sampler import Sampler

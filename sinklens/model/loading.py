@@ -25,7 +25,7 @@ from annotated_types import Ge
 from sinklens.errors import CheckpointError, CheckpointWarning, SettingError, warn_caller
 from sinklens.families import FAMILIES, Family, identify, translate
 from sinklens.families.registry import family_of
-from sinklens.families.translate import check_required, one_spelling, value_at
+from sinklens.families.translation import check_required, one_spelling, value_at
 from sinklens.hooks.adapter import Adapter
 from sinklens.hooks.attention import segments
 from sinklens.hooks.attention.blocks import Blocks, write

@@ -9,7 +9,7 @@ from stored.runs import open_folder
 import sinklens
 from sinklens.errors import SettingError, TrackError
 from sinklens.experiments import LogitLens, compare, logit_lens, of_step, sweep
-from sinklens.experiments.effect import attention_to
+from sinklens.experiments.effects import attention_to
 from sinklens.families import bd3lm_owt
 from sinklens.interventions import AblateHeads, Activations, ForceTokens, MaskedLogits, MaskSinks
 

@@ -259,7 +259,11 @@ NOWHERE = {  # name: (chip, model, text)
         "tiny-llada",
         "token 9999 does not exist",
     ),
-    "the prompt": ({"kind": "remask", "pos": 3, "step": 0}, "tiny-llada", "Remask takes answer positions, -8 to -1"),
+    "the prompt": (
+        {"kind": "remask", "pos": 3, "step": 0},
+        "tiny-llada",
+        "Remask takes positions of the answer, 24 to 31 or -8 to -1",
+    ),
     "a causal model": ({"kind": "remask", "pos": 25, "step": 0}, "tiny-llama", "an autoregressive model has no mask"),
     "a layer to patch": (PATCH | {"layer": 99}, "tiny-llada", "'blocks.99.hook_resid_post': layer 99 does not"),
     "a step to patch": (PATCH | {"steps": [0, 8]}, "tiny-llada", "step 8 does not exist"),

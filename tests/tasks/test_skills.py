@@ -9,8 +9,7 @@ from statistics import fmean
 import pytest
 
 from sinklens.errors import TaskError
-from sinklens.tasks import held_out
-from sinklens.tasks.skills import PEOPLE, SKILLS, Skill, training
+from sinklens.tasks.skills import PEOPLE, SKILLS, Skill, held_out, training
 from training.corpus import ANSWER_LENGTH
 
 

@@ -7,9 +7,8 @@ from collections import Counter
 import pytest
 from programs import program
 
-from sinklens.tasks import held_out
 from sinklens.tasks.functions import TEMPLATES
-from sinklens.tasks.tiny_code import FUNCTION_KINDS, TinyCode, training
+from sinklens.tasks.tiny_code import FUNCTION_KINDS, TinyCode, held_out, training
 from training.corpus import ANSWER_LENGTH
 
 SWAPS = (

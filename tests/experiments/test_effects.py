@@ -11,7 +11,7 @@ from building import random_hf, random_ids
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import compare, corrupted, effect, logit_lens, of_step, sinks_compared
-from sinklens.experiments.effect import attention_to
+from sinklens.experiments.effects import attention_to
 from sinklens.interventions import AblateHeads, ForceTokens, MaskedLogits, MaskSinks, SinkToken
 from sinklens.sampling import DualCache
 from sinklens.sampling.loop import unmask_steps
