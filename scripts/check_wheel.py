@@ -75,9 +75,10 @@ def expected_files() -> set[str]:
 
 
 def shipped_files() -> list[Path]:
-    """Every file of the shipped checkpoints, autoencoders and pages."""
+    """Every file of the shipped checkpoints, autoencoders, pages and protocols."""
     folders = ("model/shipped", "features/shipped", "views/page", "live/static")
-    return [path for folder in folders for path in (ROOT / "sinklens" / folder).rglob("*") if path.is_file()]
+    found = [path for folder in folders for path in (ROOT / "sinklens" / folder).rglob("*") if path.is_file()]
+    return [*found, ROOT / "sinklens" / "evaluation" / "protocols.toml"]
 
 
 def check_contents(wheel: Path) -> None:
