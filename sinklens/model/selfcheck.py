@@ -5,22 +5,26 @@ the points changes nothing; that softmax rows sum to 1; that attention is bidire
 the family specifies; and that an edit of each kind of point reaches the logits. A model that fails is rejected, because
 later measurements would not describe what it computes.
 
-Four passes suffice for any number of points: one without hooks, one watched at every point, and two that differ in
-edits alone. These two have one row of the batch per kind of point, and edit it in all layers that have the point, since
-a layer whose output is zero hides its edits. A model with an encoder reads a short text and then a short canvas; its
-last encoder layer's output reaches nothing.
+Three passes suffice for any number of points: one without hooks, one watched at every point, and one with edits. The
+edits share a pass: at the entry of the last layer the single prompt is expanded to one row per kind of point, and each
+row gets one edit. Only that layer and the head see more than one row, so on a large model the pass takes little longer
+than any other. Kinds of points that the last layer does not have (a dense MLP before mixtures of experts) are edited in
+all layers that have them, in two further passes.
 
-Limitation: the check runs short passes in the model's dtype and cannot detect a fault that needs a long context.
-`sinklens.load(..., check=False)` skips the check.
+A model with an encoder is checked in three passes over a short text and a short canvas, with one row per kind of point
+throughout, and edits in all layers of the part that has the point. The last encoder layer's output reaches nothing.
+
+Limitation: the check runs short passes in the model's dtype and cannot detect a fault that needs a long context. A
+layer whose output is zero also hides its edits, so a kind of point whose edit in the last layer has no effect is edited
+in all layers before the model is rejected. `sinklens.load(..., check=False)` skips the check.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
@@ -36,9 +40,15 @@ TIME = 0.5
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 HIDDEN = -1e4  # added to the scores of a key: no attention, in every dtype
 READ_ONLY = tuple(f"attn.{name}" for name in names.READ_ONLY)
+EMBED = names.EMBED[0].name
+INDICES = "hook_expert_indices"
 
-Seen = Mapping[str, list[Tensor]]
-Run = Callable[[int, list[HookPair]], Float[Tensor, "row pos vocab"]]
+
+def kinds_of(parts: names.Parts) -> list[str]:
+    """The editable points after the embedding, for a last layer with these parts; ``{}`` stands for the layer."""
+    inside = [f"blocks.{{}}.{name}" for name, _ in names.block_specs(parts) if name not in READ_ONLY]
+    final = [spec.name for spec in names.FINAL_MODULATION if parts.modulated]
+    return [*inside, *(f"ln_final.{spec.name}" for spec in names.norm_specs(parts)), *final]
 
 
 def check(tree: HookTree, causal: bool) -> None:
@@ -47,41 +57,78 @@ def check(tree: HookTree, causal: bool) -> None:
     Raises:
         SelfCheckError: a check failed; the message gives the measured value.
     """
-    encoder, blocks = tree.architecture.encoder, rule_of(tree.hf.config)
-    tokens = TOKENS if blocks is None else max(TOKENS, blocks.length + 2)  # more than one block
-    run = partial(_canvas_logits if encoder else _logits, tree, tokens)
-    seen: dict[str, list[Tensor]] = {name: [] for name in tree.point_names() if not name.startswith("denoise.")}
-    keep = (lambda name: name in seen, lambda value, hook: seen[hook.name].append(value))
+    if tree.architecture.encoder:
+        _check_with_encoder(tree)
+        return
     with torch.no_grad():
-        plain = run(1, [])
-        if not torch.isfinite(plain).all():
-            raise SelfCheckError("the model's logits are not finite in a plain pass; its weights are broken.")
-        _check_change(tree, plain, run(1, [keep]), run)
+        blocks = rule_of(tree.hf.config)
+        tokens = TOKENS if blocks is None else max(TOKENS, blocks.length + 2)  # more than one block
+        ids = (torch.arange(tokens) * 7 + 3).remainder(tree.cfg.d_vocab)[None].to(tree.cfg.device)
+        plain = tree(ids, **_time(tree))
+        _check_finite(plain)
+        seen, hooked = _watched_pass(tree, ids)
+        _check_change(tree, plain, hooked[:1], lambda hooks: tree.run_with_hooks(ids, fwd_hooks=hooks, **_time(tree)))
         _check_points(tree, seen, tokens)
-        if encoder:
-            _check_patterns(tree, seen, names.ENCODER, causal=True, blocks=None)
         _check_patterns(tree, seen, "", causal, blocks)
-        _check_edits(tree, seen, run)
+        outside = list(names.TIME) if tree.architecture.time else []
+        if tree.architecture.positions:
+            outside += [*names.EMBED, names.POSITIONS]  # their sum enters the first layer
+        else:
+            _check_embedding(tree, ids)
+        if outside and (silent := _silent(tree, ids, {spec.name: [spec.name] for spec in outside})):
+            _refuse_silent(silent)
+        _check_edits(tree, ids, seen, hooked)
 
 
-def _logits(tree: HookTree, tokens: int, rows: int, hooks: list[HookPair]) -> Float[Tensor, "row pos vocab"]:
-    """Logits of `tokens` tokens, the same in every row; a network that reads a noise level gets one."""
-    ids = (torch.arange(tokens) * 7 + 3).remainder(tree.cfg.d_vocab).expand(rows, -1).to(tree.cfg.device)
-    time: dict[str, Any] = {"time": TIME} if tree.timed else {}
-    return tree.run_with_hooks(ids, fwd_hooks=hooks, **time)
+def _check_with_encoder(tree: HookTree) -> None:
+    """`check` of a model whose encoder reads the text before a canvas."""
+    parts = dict.fromkeys(tree.parts)
+    kinds = {
+        EMBED: [EMBED],
+        f"{names.ENCODER}{EMBED}": [f"{names.ENCODER}{EMBED}"],
+        "denoise.hook_self_conditioning": ["denoise.hook_self_conditioning"],
+        **{f"ln_final.{spec.name}": [f"ln_final.{spec.name}"] for spec in names.NORM},
+    }
+    layers = range(tree.cfg.n_layers)
+    for prefix, read in (("", layers), (names.ENCODER, layers[:-1])):
+        for name in dict.fromkeys(name for one in parts for name, _ in names.block_specs(one) if name not in READ_ONLY):
+            kinds[f"{prefix}blocks.*.{name}"] = [f"{prefix}blocks.{layer}.{name}" for layer in read]
+    with torch.no_grad():
+        plain = _canvas_logits(tree, 1, [])
+        seen: dict[str, list[Tensor]] = {name: [] for name in tree.point_names() if not name.startswith("denoise.")}
+        _check_finite(plain)
+        keep = (lambda name: name in seen, lambda value, hook: seen[hook.name].append(value[:1]))
+        _check_change(tree, plain, _canvas_logits(tree, 1, [keep]), lambda hooks: _canvas_logits(tree, 1, hooks))
+        _check_points(tree, seen, TOKENS)
+        _check_patterns(tree, seen, names.ENCODER, causal=True, blocks=None)
+        _check_patterns(tree, seen, "", causal=False, blocks=None)
+        kinds = {kind: places for kind, places in kinds.items() if places}
+        silent = _without_effect(tree, kinds, lambda hooks: _canvas_logits(tree, len(kinds), hooks))
+    if silent:
+        _refuse_silent(silent)
 
 
-def _canvas_logits(tree: HookTree, tokens: int, rows: int, hooks: list[HookPair]) -> Float[Tensor, "row pos vocab"]:
-    """Logits of a canvas of `tokens` tokens after as many others, the same in every row."""
-    ids = (torch.arange(2 * tokens) * 7 + 3).remainder(tree.cfg.d_vocab).expand(rows, -1).to(tree.cfg.device)
+def _canvas_logits(tree: HookTree, rows: int, hooks: list[HookPair]) -> Float[Tensor, "row pos vocab"]:
+    """Logits of a canvas of `TOKENS` tokens after as many others, the same in every row."""
+    ids = (torch.arange(2 * TOKENS) * 7 + 3).remainder(tree.cfg.d_vocab).expand(rows, -1).to(tree.cfg.device)
+    passes = tree.canvas_pass
     cache = DynamicCache(config=tree.hf.config)
     with tree.hooks(fwd_hooks=hooks):
-        tree.canvas_pass.encode(ids[:, :tokens], None, cache)
-        return tree.head(tree.canvas_pass.decode(ids[:, tokens:], None, cache))
+        passes.encode(ids[:, :TOKENS], None, cache)
+        return tree.head(passes.decode(ids[:, TOKENS:], None, cache))
 
 
-def _check_change(tree: HookTree, plain: Tensor, hooked: Tensor, run: Run) -> None:
-    """Check that watching changes nothing; else name the kinds of points that change the logits if watched alone."""
+def _check_finite(plain: Tensor) -> None:
+    if not torch.isfinite(plain).all():
+        raise SelfCheckError("the model's logits are not finite in a plain pass; its weights are broken.")
+
+
+def _check_change(tree: HookTree, plain: Tensor, hooked: Tensor, watched: Callable[[list[HookPair]], Tensor]) -> None:
+    """Check that watching changes nothing; else name the kinds of points that change the logits if watched alone.
+
+    Args:
+        watched: the logits of the same pass with some hooks.
+    """
     limit, largest = TOLERANCE.get(tree.cfg.dtype, 1e-3), max(1.0, plain.abs().max().item())
 
     def change(logits: Tensor) -> float:
@@ -92,14 +139,53 @@ def _check_change(tree: HookTree, plain: Tensor, hooked: Tensor, run: Run) -> No
     alone: dict[str, list[HookPair]] = {}
     for name in (name for name in tree.point_names() if not name.startswith("denoise.")):
         alone.setdefault(re.sub(r"\d+", "*", name), []).append((name, lambda value, hook: None))
-    found = [kind for kind, hooks in alone.items() if not change(run(1, hooks)) <= limit]
+    found = [kind for kind, hooks in alone.items() if not change(watched(hooks)) <= limit]
     raise SelfCheckError(
         f"watching every point changes the logits by {change(hooked):.3g}; at most {limit:.3g} is allowed. Watched "
         f"alone, {', '.join(found) or 'no kind of point'} changes them as much. The hook points cannot be trusted."
     )
 
 
-def _check_points(tree: HookTree, seen: Seen, tokens: int) -> None:
+def _check_patterns(
+    tree: HookTree, seen: dict[str, list[Tensor]], prefix: str, causal: bool, blocks: Blocks | None
+) -> None:
+    """Check sums and direction of the patterns below `prefix`."""
+    tolerance = max(TOLERANCE.get(tree.cfg.dtype, 1e-3), 1e-3)
+    for layer in range(tree.cfg.n_layers):
+        pattern = seen[f"{prefix}blocks.{layer}.attn.hook_pattern"][0]
+        if normalizer_of(tree.hf) is softmax:
+            off = (pattern.float().sum(-1) - 1).abs().max().item()
+            _require(off, tolerance, f"rows of the pattern of {prefix}layer {layer} miss 1 by")
+        _check_direction(pattern, f"{prefix}layer {layer}", causal, blocks)
+
+
+def _watched_pass(tree: HookTree, ids: Int[Tensor, "1 pos"]) -> tuple[dict[str, list[Tensor]], Tensor]:
+    """The first row of each point's value, and the logits with one row per kind of point in the last layer."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in tree.point_names() if not name.startswith("denoise.")}
+    hooks: list[HookPair] = [
+        (lambda name: name in seen, lambda value, hook: seen[hook.name].append(value[:1])),
+        (_entry(tree), lambda value, hook: value.expand(len(kinds_of(tree.parts[-1])), -1, -1).clone()),
+    ]
+    return seen, _spreading(tree, ids, hooks)
+
+
+def _spreading(tree: HookTree, ids: Int[Tensor, "1 pos"], hooks: list[HookPair]) -> Float[Tensor, "row pos vocab"]:
+    """Logits of a pass that ends with more rows than it started with."""
+    with tree.hooks(fwd_hooks=hooks):
+        return tree.hf(input_ids=ids, use_cache=False, **_time(tree)).logits
+
+
+def _time(tree: HookTree) -> dict[str, Any]:
+    """A noise level for passes of a network that reads one."""
+    return {"time": TIME} if tree.timed else {}
+
+
+def _entry(tree: HookTree) -> str:
+    """The point at the entry of the last layer."""
+    return f"blocks.{tree.cfg.n_layers - 1}.{names.RESID_PRE.name}"
+
+
+def _check_points(tree: HookTree, seen: dict[str, list[Tensor]], tokens: int) -> None:
     """Check that every point fired once, with its shape."""
     layers = tree.cfg.n_layers
     with_pattern = sum(len(seen[f"blocks.{layer}.attn.hook_pattern"]) == 1 for layer in range(layers))
@@ -123,7 +209,7 @@ def _check_points(tree: HookTree, seen: Seen, tokens: int) -> None:
             )
 
 
-def _shape(tree: HookTree, name: str, tokens: int, seen: Seen) -> tuple[int, ...]:
+def _shape(tree: HookTree, name: str, tokens: int, seen: dict[str, list[Tensor]]) -> tuple[int, ...]:
     """The shape that the table of points gives for a point in the pass of the check."""
     cfg, kind = tree.cfg, name.rsplit(".", 1)[-1]
     d_head, kv_head, keys = cfg.d_head, cfg.n_key_value_heads, tokens
@@ -140,32 +226,13 @@ def _shape(tree: HookTree, name: str, tokens: int, seen: Seen) -> tuple[int, ...
     return tuple(sizes[axis] for axis in names.axes_of(kind))
 
 
-def _check_patterns(tree: HookTree, seen: Seen, prefix: str, causal: bool, blocks: Blocks | None) -> None:
-    """Check sums and direction of the patterns below `prefix`."""
-    limit, sums_to_one = max(TOLERANCE.get(tree.cfg.dtype, 1e-3), 1e-3), normalizer_of(tree.hf) is softmax
-    for number in range(tree.cfg.n_layers):
-        pattern, layer = seen[f"{prefix}blocks.{number}.attn.hook_pattern"][0].float(), f"{prefix}layer {number}"
-        off = (pattern.sum(-1) - 1).abs().max().item()
-        if sums_to_one and not off <= limit:
-            raise SelfCheckError(
-                f"rows of the pattern of {layer} miss 1 by {off:.3g}; at most {limit:.3g} is allowed. The hook points "
-                f"cannot be trusted."
-            )
-        _check_direction(pattern, layer, causal if blocks is None else blocks.length == 1, blocks)
-
-
 def _check_direction(
     pattern: Float[Tensor, "batch head query key"], layer: str, causal: bool, blocks: Blocks | None
 ) -> None:
-    later = pattern.triu(1 + pattern.shape[-1] - pattern.shape[-2]).sum().item()
+    later = pattern.float().triu(1 + pattern.shape[-1] - pattern.shape[-2]).sum().item()
     if blocks is not None:
-        number = torch.arange(pattern.shape[-1], device=pattern.device) // blocks.length
-        beyond = pattern.masked_fill(number[None, :] <= number[:, None], 0.0).sum().item()
-        if beyond > 0:
-            raise SelfCheckError(
-                f"{layer} attends to later blocks of {blocks.length} positions (mass {beyond:.3g}), but its family "
-                f"is block-causal."
-            )
+        _check_blocks(pattern, layer, blocks)
+        causal = blocks.length == 1
     if causal and later > 0:
         raise SelfCheckError(f"{layer} attends to later positions (mass {later:.3g}), but its family is causal.")
     if not causal and later == 0:
@@ -174,54 +241,124 @@ def _check_direction(
         )
 
 
-def _check_edits(tree: HookTree, seen: Seen, run: Run) -> None:
-    """Check that an edit of each kind of point reaches the logits.
-
-    Both passes run under the same hooks, so values that no edit reaches are bitwise equal. The attention keys have
-    different values in both: if all values were equal, it would make no difference which keys attention selects.
-    """
-    places = _kinds(tree, seen)
-    rows, editing = {name: row for row, kind in enumerate(places) for name in places[kind]}, False
-
-    def edit(value: Tensor, hook: Any) -> Tensor:
-        changed, row = value.clone(), rows[hook.name]
-        if hook.name.endswith("attn.hook_v"):
-            changed[:] = _other(value[:1], hook.name)
-            changed[row] = value[row]
-        if editing:
-            changed[row] = _other(changed[row], hook.name)
-        return changed
-
-    before = run(len(places), [(name, edit) for name in rows])
-    editing = True
-    after = run(len(places), [(name, edit) for name in rows])
-    silent = [kind for row, kind in enumerate(places) if _same(tree, before[row], after[row])]
-    if silent:
+def _check_blocks(pattern: Float[Tensor, "batch head query key"], layer: str, blocks: Blocks) -> None:
+    """Check that no query attends to a later block."""
+    number = torch.arange(pattern.shape[-1], device=pattern.device) // blocks.length
+    beyond = pattern.float().masked_fill(number[None, :] <= number[:, None], 0.0).sum().item()
+    if beyond > 0:
         raise SelfCheckError(
-            f"edits of {', '.join(silent)} do not change the logits. Either the model does not run sinklens's code "
-            f"there, or this part of it adds nothing in any layer; sinklens.load(..., check=False) loads it anyway."
+            f"{layer} attends to later blocks of {blocks.length} positions (mass {beyond:.3g}), but its family "
+            f"is block-causal."
         )
 
 
-def _kinds(tree: HookTree, seen: Seen) -> dict[str, Sequence[str]]:
-    """The points that an edit can reach the logits from, by kind; ``*`` stands for the layers."""
-    parts, layers, last = dict.fromkeys(tree.parts), range(tree.cfg.n_layers), tree.parts[-1]
-    final = [spec.name for spec in names.FINAL_MODULATION if last.modulated]
-    outside = [*final, *(f"ln_final.{spec.name}" for spec in names.norm_specs(last))]
-    first = [*names.EMBED, *(names.TIME if tree.architecture.time else ())]
-    first += [names.POSITIONS] if tree.architecture.positions else []
-    outside += [spec.name for spec in first]
-    if tree.architecture.encoder:
-        outside += [f"{names.ENCODER}{names.EMBED[0].name}", "denoise.hook_self_conditioning"]
-    found: dict[str, Sequence[str]] = {name: [name] for name in outside}
-    below = dict.fromkeys(name for one in parts for name, _ in names.block_specs(one) if name not in READ_ONLY)
-    if not any(seen[f"blocks.{layer}.{names.MLP_OUT.name}"][0].any() for layer in layers):
-        below = {name: None for name in below if not name.startswith(("ln2.", "mlp."))}  # zeros hide these edits
-    for prefix, read in (("", layers), (names.ENCODER, layers[:-1] if tree.architecture.encoder else layers[:0])):
-        for name in below:
-            found[f"{prefix}blocks.*.{name}"] = [f"{prefix}blocks.{layer}.{name}" for layer in read]
-    found = {kind: [name for name in points if name in seen or kind in outside] for kind, points in found.items()}
-    return {kind: points for kind, points in found.items() if points}
+def _check_embedding(tree: HookTree, ids: Int[Tensor, "1 pos"]) -> None:
+    """Check that an edit of the embedding reaches the first layer, whose entry is a kind; the pass ends there."""
+    put: list[Tensor] = []
+
+    def edit(value: Tensor, hook: Any) -> Tensor:
+        put.append(_other(value, hook.name))
+        return put[0]
+
+    def arrive(value: Tensor, hook: Any) -> None:
+        raise _ArrivedError(torch.equal(value, put[0]))
+
+    try:
+        hooks = [(EMBED, edit), (f"blocks.0.{names.RESID_PRE.name}", arrive)]
+        tree.run_with_hooks(ids, fwd_hooks=hooks, **_time(tree))
+    except _ArrivedError as arrived:
+        if not arrived.args[0]:
+            _refuse_silent([EMBED])
+
+
+class _ArrivedError(Exception):
+    """Ends a pass; its argument is whether the edit arrived."""
+
+
+def _check_edits(
+    tree: HookTree, ids: Int[Tensor, "1 pos"], seen: dict[str, list[Tensor]], hooked: Float[Tensor, "row pos vocab"]
+) -> None:
+    """Check that an edit of each kind of point after the embedding reaches the logits.
+
+    Args:
+        seen, hooked: from the watched pass. The pass with edits enters its last layer with the same stream and watches
+            the same points there, so values that no edit reaches are bitwise equal.
+    """
+    layers, entry, kinds = tree.cfg.n_layers, _entry(tree), kinds_of(tree.parts[-1])
+    if len(hooked) != len(kinds):  # expanding the rows in the watched pass is an edit, too
+        _refuse_silent([kinds[0].format("*")])
+    rows = {kind.format(layers - 1): row for row, kind in enumerate(kinds)}
+
+    def edit(value: Tensor, hook: Any) -> Tensor:
+        changed = (seen[entry][0].expand(len(kinds), -1, -1) if hook.name == entry else value).clone()
+        changed[rows[hook.name]] = _other(changed[rows[hook.name]], hook.name)
+        return changed
+
+    edited = _spreading(tree, ids, [(name, edit) for name in rows])
+    silent = [kind for row, kind in enumerate(kinds) if _same(tree, edited[row], hooked[row])]
+    silent += [kind for parts in dict.fromkeys(tree.parts) for kind in kinds_of(parts) if kind not in kinds]
+    if not any(seen[f"blocks.{layer}.hook_mlp_out"][0].any() for layer in range(layers)):
+        silent = [kind for kind in silent if ".ln2." not in kind and ".mlp." not in kind]  # zeros hide these edits
+    if silent:
+        places = {kind: [kind.format(layer) for layer in range(layers)] for kind in silent}
+        silent = _silent(
+            tree, ids, {kind: [name for name in all_of if name in seen] for kind, all_of in places.items()}
+        )
+    if silent:
+        _refuse_silent([kind.format("*") for kind in silent])
+
+
+def _refuse_silent(points: Sequence[str]) -> None:
+    raise SelfCheckError(
+        f"edits of {', '.join(points)} do not change the logits. Either the model does not run sinklens's code there, "
+        f"or this part of it adds nothing in any layer; sinklens.load(..., check=False) loads it anyway."
+    )
+
+
+def _silent(tree: HookTree, ids: Int[Tensor, "1 pos"], places: dict[str, Sequence[str]]) -> list[str]:
+    """The keys of `places` whose points can be edited without any effect on the logits of a pass over `ids`.
+
+    In both passes all attention keys have different values: if all values were equal, it would make no difference which
+    keys attention selects.
+    """
+    rows = {name: row for row, kind in enumerate(places) for name in places[kind]}
+
+    def vary(value: Tensor, hook: Any) -> Tensor:
+        varied = _other(value[:1], hook.name).expand_as(value).clone()
+        if hook.name in rows:
+            varied[rows[hook.name]] = value[rows[hook.name]]
+        return varied
+
+    values: list[HookPair] = [(f"blocks.{layer}.attn.hook_v", vary) for layer in range(tree.cfg.n_layers)]
+    batch = ids.expand(len(places), -1)
+    return _without_effect(
+        tree, places, lambda hooks: tree.run_with_hooks(batch, fwd_hooks=[*values, *hooks], **_time(tree))
+    )
+
+
+def _without_effect(
+    tree: HookTree, places: Mapping[str, Sequence[str]], run: Callable[[list[HookPair]], Float[Tensor, "row pos vocab"]]
+) -> list[str]:
+    """The keys of `places` whose points can be edited without any effect on the logits.
+
+    Each key of `places` gets a separate row of the batch that `run` computes. The same pass runs with and without
+    edits, under the same hooks, so values that no edit reaches are bitwise equal.
+    """
+    rows = {name: row for row, kind in enumerate(places) for name in places[kind]}
+    editing = False
+
+    def edit(value: Tensor, hook: Any) -> Tensor | None:
+        if not editing:
+            return None
+        changed, row = value.clone(), rows[hook.name]
+        changed[row] = _other(changed[row], hook.name)
+        return changed
+
+    hooks: list[HookPair] = [(name, edit) for name in rows]
+    before = run(hooks)
+    editing = True
+    after = run(hooks)
+    return [kind for row, kind in enumerate(places) if _same(tree, before[row], after[row])]
 
 
 def _same(tree: HookTree, found: Tensor, before: Tensor) -> bool:
@@ -237,7 +374,7 @@ def _other(value: Tensor, name: str) -> Tensor:
 
     Every second scale of a norm is negative, since the norms of queries, keys and values undo a positive factor.
     """
-    if name.endswith("hook_expert_indices"):
+    if name.endswith(INDICES):
         return torch.where(value == 0, 1, 0)
     if name.endswith("hook_attn_mask"):
         hidden = torch.zeros_like(value)
@@ -246,3 +383,8 @@ def _other(value: Tensor, name: str) -> Tensor:
     count = torch.arange(value.numel(), device=value.device, dtype=torch.float32)
     signs = 1 - 2 * (count % 2) if name.endswith("hook_scale") else 1
     return ((1 + count.cos() / 2) * signs).view(value.shape).to(value.dtype)
+
+
+def _require(value: float, limit: float, what: str) -> None:
+    if not value <= limit:
+        raise SelfCheckError(f"{what} {value:.3g}; at most {limit:.3g} is allowed. The hook points cannot be trusted.")
