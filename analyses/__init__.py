@@ -20,8 +20,6 @@ STUDIES = {
     "texts": ("texts", "Texts"),
     "token_types": ("token_types", "TokenTypes"),
     "events": ("events", "Events"),
-    "diagnose": ("diagnose", "Diagnose"),
-    "heads": ("heads", "Heads"),
     "necessity": ("necessity", "Necessity"),
     "content": ("content", "Content"),
     "definitions": ("definitions", "Definitions"),

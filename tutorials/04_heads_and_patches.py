@@ -80,8 +80,7 @@ assert not right[list(every).index("1.5")].any()
 # Some heads of layer 0 and head 1.5 matter most: without head 1.5 none of the three answers stays right. Nine of the 24
 # heads can each be removed without a wrong answer. That does not make these heads idle: others may compensate, and a
 # map of single heads cannot show it (exercise 1). KL rises along the steps, because it is a mean over the positions
-# still masked, and those decided last (names, things and numbers) depend most on the prompt. Three problems are few;
-# `sinklens analyse heads tiny-llada` draws these maps for many problems, with intervals.
+# still masked, and those decided last (names, things and numbers) depend most on the prompt. Three problems are few.
 #
 # ### Zero is not a typical output
 #

@@ -27,23 +27,12 @@ def score_histogram(edges: np.ndarray, shares: Mapping[str, np.ndarray], unit: s
         shares: model name -> share of positions per bin.
         unit: unit of the scores.
     """
-    ax = share_bars(shares, edges, ax)
+    ax = axes_or_new(ax)
+    for (name, of_model), colour in zip(shares.items(), colours(len(shares)), strict=True):
+        ax.stairs(of_model, edges, label=short(name), color=colour)
+    ax.legend(fontsize="small")
     ax.set(xlabel=f"{unit_label(unit)}; last bin: all above", ylabel="share of positions", yscale="log")
     ax.set_title(f"unit: {unit}")
-    return ax
-
-
-def share_bars(values: Mapping[str, np.ndarray], edges: np.ndarray, ax: "Axes | None" = None) -> "Axes":
-    """Shares per bin, one outline per model.
-
-    Args:
-        values: model name -> share per bin.
-        edges: bin edges, one more than the shares.
-    """
-    ax = axes_or_new(ax)
-    for (name, shares), colour in zip(values.items(), colours(len(values)), strict=True):
-        ax.stairs(shares, edges, label=short(name), color=colour)
-    ax.legend(fontsize="small")
     return ax
 
 

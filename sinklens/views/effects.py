@@ -1,4 +1,4 @@
-"""Figures of effects: maps over layers, heads and steps, panels of estimates, and who wrote an attention score.
+"""Figures of effects: maps of numbers, panels of estimates, and who wrote an attention score.
 
 Tables have one row per model, measure and entry, with ``estimate``, ``low`` and ``high``, as in charts.py. Functions
 for several models return a complete figure with a row of panels per model.
@@ -60,33 +60,6 @@ def effect_map(
     if label:
         ax.figure.colorbar(image, ax=ax).set_label(wrapped(label, 40), fontsize="small")
     return ax
-
-
-def head_maps(
-    table: "DataFrame", ways: Mapping[str, str], label: str, along: Literal["head", "step"] = "head"
-) -> "Figure":
-    """Maps of one measure, layer × `along`: a row of panels with its own scale per model, a panel per intervention.
-
-    Args:
-        table: rows with ``way``, ``layer`` and a column `along`.
-        ways: names of the interventions.
-        label: what the measure is.
-    """
-    models = list(dict.fromkeys(table["model"]))
-    figure, axes = panels(len(models) * len(ways), columns=len(ways), size=(4.4, 3.2))
-    shown = ((model, way) for model in models for way in ways)
-    for (model, way), ax in zip(shown, axes, strict=True):
-        rows = table[table["model"] == model]
-        top, part = max([0.0, *rows["estimate"].dropna()]) or 1.0, rows[rows["way"] == way]
-        grid = part.pivot(index="layer", columns=along, values="estimate").dropna(axis="columns", how="all")
-        if not grid.size:
-            nothing_to_show(ax, model, "not measured")
-            continue
-        effect_map(
-            grid.to_numpy(dtype=float), ax, rows=("layer", list(grid.index)), columns=(along, list(grid.columns)),
-            bounds=(0.0, top), label=label if way == list(ways)[-1] else "",
-        ).set_title(f"{short(model)}: {ways[way]}")  # fmt: skip
-    return figure
 
 
 def interval_panels(

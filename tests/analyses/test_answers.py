@@ -9,7 +9,7 @@ import torch
 
 import sinklens
 from sinklens.analyses.answers import KEYS, each_prompt, effects, is_right, masked, unchanged
-from sinklens.analyses.heads import Heads
+from sinklens.analyses.mechanism import Mechanism
 from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads, WindowAttention
 from sinklens.tasks import held_out
@@ -22,7 +22,7 @@ LISTED = {"none": [], "window": WindowAttention(width=4), "heads": AblateHeads(l
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
 def test_effects_equal_those_of_separate_runs(name, request):
     model = request.getfixturevalue(name)
-    found = effects(Heads(), model, PROBLEM.prompt, SETTINGS, LISTED)
+    found = effects(Mechanism(), model, PROBLEM.prompt, SETTINGS, LISTED)
     assert found["intervention"].to_numpy().tolist() == list(LISTED)
     for key, hooks in LISTED.items():
         one, got = effect(model, [PROBLEM.prompt], hooks, **SETTINGS), found.sel(intervention=key)
@@ -47,7 +47,7 @@ def test_an_answer_is_right_by_its_number_and_unknown_for_another_prompt():
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
 def test_steady_masking_hides_the_strongest_keys_of_the_unchanged_runs_previous_step(name, request):
     """The paper's masking of a lasting sink masks a different key at every other step."""
-    model, study = request.getfixturevalue(name), Heads()
+    model, study = request.getfixturevalue(name), Mechanism()
     track = unchanged(study, model, PROBLEM.prompt, SETTINGS)
     base = sinklens.generate(model, [PROBLEM.prompt], **SETTINGS)
     strongest, seen = track.top(1).isel(batch=0, rank=0).to_numpy(), {}
@@ -79,7 +79,7 @@ def test_steady_masking_hides_the_strongest_keys_of_the_unchanged_runs_previous_
 def test_prompts_of_different_length_are_combined(tiny_llama):
     """Each keeps its steps; values missing from the shorter run are NaN."""
     prompts = [problem.prompt for problem in held_out(2)]
-    data = each_prompt(prompts, lambda prompt: effects(Heads(), tiny_llama, prompt, {}, {"none": []}))
+    data = each_prompt(prompts, lambda prompt: effects(Mechanism(), tiny_llama, prompt, {}, {"none": []}))
     steps = [sinklens.generate(tiny_llama, prompt, record_sinks=False).steps_run for prompt in prompts]
     assert data["kl_step"].notnull().sum("step").to_numpy().ravel().tolist() == steps
     assert len(set(steps)) == 2

@@ -16,7 +16,6 @@ SETTINGS = {
     "tiny-mdlm": {"gen_length": 8, "steps": 5},
     "tiny-duo": {"gen_length": 8, "steps": 5},
 }
-OPTIONS = {"heads": {"reference": 2}}
 ANYWHERE = {
     "modes": "a model that decodes in one way",
 }
@@ -49,7 +48,7 @@ WHY = {"tiny-canvas": ON_CANVASES, "tiny-sdar": ON_BLOCKS, "tiny-duo": ON_TOKENS
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_study_measures_a_kind_of_model_or_says_why_it_cannot(kind, study, toy):
     why = ANYWHERE | WHY.get(kind, {})
-    one = find(study)(settings=SETTINGS[kind], **OPTIONS.get(study, {}))
+    one = find(study)(settings=SETTINGS[kind])
     if study in why:
         with pytest.raises(SettingError, match=why[study]):
             one.run(toy(kind), PROMPTS)

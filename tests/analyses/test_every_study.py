@@ -11,20 +11,19 @@ from sinklens.analyses import find
 from sinklens.tasks import held_out
 
 PROMPTS = [*(problem.prompt for problem in held_out(2)), "Is $x_1$ a _b_ or 12 \n\n $\\frac{ 中?\nAnswer:"]
-OBSERVED = ("existence", "dynamics", "edits", "swaps", "token_types", "events", "diagnose", "texts")
-EFFECTS = ("heads", "necessity", "content", "definitions", "mechanism")
-LONG = ("heads", "content", "necessity", "mechanism")  # of many interventions, for which two steps suffice
-FEW = {"heads": {"reference": 2}}
+OBSERVED = ("existence", "dynamics", "edits", "swaps", "token_types", "events", "texts")
+EFFECTS = ("necessity", "content", "definitions", "mechanism")
+LONG = ("content", "necessity", "mechanism")  # of many interventions, for which two steps suffice
 
 
 @pytest.mark.parametrize("name", [*OBSERVED, *EFFECTS])
 def test_a_second_run_agrees_for_any_batch_size_and_its_tables_are_identical(name, tiny_llada, tiny_llama, tmp_path):
-    models, few = [tiny_llada, tiny_llama], FEW.get(name, {})
+    models = [tiny_llada, tiny_llama]
     prompts, length = (PROMPTS, 6) if name in OBSERVED else (PROMPTS[1:], 2 if name in LONG else 4)
     settings = {"gen_length": length, "steps": length, "block_length": length // 2, "threshold": 0.95}  # rows wait
-    first = find(name)(batch=len(prompts), settings=settings, **few).run(models, prompts, tmp_path)
-    again = find(name)(batch=len(prompts), settings=settings, **few).tables(first.measured)
-    study = find(name)(batch=1, settings=settings, **few)
+    first = find(name)(batch=len(prompts), settings=settings).run(models, prompts, tmp_path)
+    again = find(name)(batch=len(prompts), settings=settings).tables(first.measured)
+    study = find(name)(batch=1, settings=settings)
     apart = study.run(models, prompts) if study.together else first  # the others take one prompt at a time anyway
     for table, values in first.tables.items():
         csv = (tmp_path / f"{name}-{table}.csv").read_bytes()
@@ -54,13 +53,12 @@ def test_a_second_run_agrees_for_any_batch_size_and_its_tables_are_identical(nam
     assert data["model"].values.tolist() == ["tiny-llada", "tiny-llama"]
 
 
-@pytest.mark.parametrize("name", [*EFFECTS, "diagnose"])
+@pytest.mark.parametrize("name", EFFECTS)
 def test_prompts_of_token_ids_are_measured_without_scoring_their_answers(name, tiny_llada):
-    study = find(name)(settings={"gen_length": 2}, **FEW.get(name, {}))
+    study = find(name)(settings={"gen_length": 2})
     given = tiny_llada.encode(held_out(1)[0].prompt)[0]
     (measured,) = study.run(tiny_llada, given).measured.values()
     (text,) = study.run(tiny_llada, held_out(1)[0].prompt).measured.values()
     assert measured["right"].isnull().all()
     assert text["right"].notnull().any()
-    changed = "masking_changed" if name == "diagnose" else "changed"
-    np.testing.assert_array_equal(measured[changed], text[changed])
+    np.testing.assert_array_equal(measured["changed"], text["changed"])

@@ -22,20 +22,6 @@ def test_a_small_map_shows_numbers_and_a_large_one_only_colours():
     assert large.images[0].get_clim() == (-1, 1)
 
 
-def test_every_model_has_a_row_of_maps_with_its_own_scale_or_is_labelled_as_not_measured():
-    lines = [
-        (m, way, n, h, v) for m, v in (("a", 1.0), ("b", 8.0)) for way in ("x", "y") for n in (0, 1) for h in (0, 1)
-    ]
-    frame = DataFrame(lines, columns=["model", "way", "layer", "head", "estimate"])
-    figure = effects.head_maps(frame, {"x": "one", "y": "other"}, "KL")
-    maps = [ax for ax in figure.axes if ax.get_title()]
-    assert [ax.get_title() for ax in maps] == ["a: one", "a: other", "b: one", "b: other"]
-    assert [ax.images[0].get_clim()[1] for ax in maps] == [1, 1, 8, 8]
-    nowhere = frame.query("model == 'a'").rename(columns={"head": "step"}).assign(estimate=np.nan)
-    (ax,) = effects.head_maps(nowhere, {"x": "one"}, "KL", along="step").axes
-    assert ax.texts[0].get_text() == "not measured"
-
-
 KINDS = {"x": "strong", "y": "random"}
 
 
