@@ -40,7 +40,6 @@ from benchmarks.caches import (
     stopping,
 )
 from benchmarks.interventions import mapping, placing, sweeping
-from benchmarks.many_runs import many_runs
 from benchmarks.measuring import HEAD, Ratio, compare, compare_peaks, hardware, peak, seconds, table
 from benchmarks.modulated import SMALL, SMALLEST_DIT, modulated
 from benchmarks.plain import ANSWER, TINY, blank, plain_loop, random_llada, reference_loop
@@ -66,7 +65,6 @@ SLOW = (
     "regional",
     "estimated",
     "modulated",
-    "many-runs",
 )  # left out by --quick
 WIDE = {"d_model": 4096, "n_layers": 1, "n_heads": 32, "vocab": 126_464, "d_mlp": 12_288}
 
@@ -349,7 +347,6 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Ratio]]]:
             if quick
             else modulated("d 768, 12 blocks", SMALL, 1024, 2)
         ),
-        "many-runs": lambda: many_runs(200, ("all",)) if quick else many_runs(1000),
         "stopping": lambda: stopping(2, 2, 1) if quick else stopping(20, 5, 3),
         "leaving": lambda: leaving(2, 2, 1) if quick else leaving(100, 25, 5),
     }

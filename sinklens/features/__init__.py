@@ -5,8 +5,8 @@ its reconstruction and ablates or clamps features, and `RandomError` is a contro
 where in a run, and `summarize_features` where they fire most; `collect` writes activations of runs to disk, `train`
 trains SAEs on them, and `assess` and `assess_by_share` say how good one is at masked and at decided positions. Any
 object with ``encode`` and ``decode`` is an SAE; a transcoder writes to another point than it reads (``to=``), and
-`SpliceCrossLayer` runs one whose features write to all later layers (`load_cross_layer`). `collect_sinks` writes the
-sinks of many runs to one store. `store_size` says beforehand how much `collect` would write.
+`SpliceCrossLayer` runs one whose features write to all later layers (`load_cross_layer`). `store_size` says beforehand
+how much `collect` would write.
 
 Probes say what can be read from activations, where and when, with controls: `probe_data` reads activations of a run
 with the labels that the run itself gives (final token, deciding step, state, sink), `probe_table` fits and tests linear
@@ -16,7 +16,6 @@ probes by point, step, noise level or state, and `fit_probe` returns one `Probe`
 from sinklens.features.assessing import assess, assess_by_share
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.collecting import collect, store_size
-from sinklens.features.collecting_sinks import collect_sinks
 from sinklens.features.cross_layer import SpliceCrossLayer, load_cross_layer
 from sinklens.features.gemma_scope import load_gemma_scope
 from sinklens.features.probe_places import ProbeData, joined, probe_data
@@ -40,7 +39,6 @@ __all__ = [
     "assess",
     "assess_by_share",
     "collect",
-    "collect_sinks",
     "fit_probe",
     "joined",
     "load_cross_layer",

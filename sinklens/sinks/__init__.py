@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     )
     from sinklens.sinks.quantities import Quantity
     from sinklens.sinks.record import Record
-    from sinklens.sinks.run_store import RunStore
     from sinklens.sinks.strongest import StrongestKeys
     from sinklens.sinks.track import SinkTrack, build_track
 
@@ -32,7 +31,6 @@ _HOMES = {
     "Record": "record",
     "ResidualPeak": "detectors",
     "SinkRate": "detectors",
-    "RunStore": "run_store",
     "SinkTrack": "track",
     "SmallValueNorm": "detectors",
     "StrongestKeys": "strongest",
@@ -51,7 +49,6 @@ __all__ = [
     "Quantity",
     "Record",
     "ResidualPeak",
-    "RunStore",
     "SinkRate",
     "SinkTrack",
     "SmallValueNorm",
