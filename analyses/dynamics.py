@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 import xarray as xr
 
-from sinklens.analyses.estimates.tables import difference_table, interval_rows, interval_table, mean_interval
+from sinklens.analyses.estimates.tables import difference_table, interval_table
 from sinklens.analyses.nulls import NULLS, SOURCES, against_nulls, beside_null, fixed_queries, null_table
 from sinklens.analyses.study import SINK, Study
 from sinklens.families.samplers import settings_for
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
-from sinklens.sinks import SinkTrack, motion, survival
-from sinklens.utils.estimates import pooled
+from sinklens.sinks import SinkTrack, motion
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,11 +59,6 @@ MEANINGS = {
     "newest_jump_share": "jump_share of the newest query alone (autoregressive)",
     "newest_static_share": "static_share of the newest query alone (autoregressive)",
 }
-LIFETIMES = {
-    "observed": "mean length of all lives, also of those cut off by the end, in steps",
-    "restricted_mean": "Kaplan–Meier: steps that a sink lasts, of at most as many as the run has",
-    "median": "Kaplan–Meier: steps after which half of the sinks have ended",
-}
 MEASURES = {**MEANINGS, **NULLS}
 IN_TABLE = [name for name in MEASURES if not name.startswith("null_")]  # those have their own table
 DRAWN = (
@@ -90,14 +84,11 @@ class Dynamics(Study):
     name: ClassVar[str] = "dynamics"
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MEASURES`, [prompt], and the lives of the sinks by age (`survival.life_table`), also of the null's."""
-        given = settings_for(model, dict(settings))
-        record, steps = fixed_queries(model, prompts, self.chat_template, given.gen_length), given.steps
+        """`MEASURES`, [prompt]."""
+        length = settings_for(model, dict(settings)).gen_length
+        record = fixed_queries(model, prompts, self.chat_template, length)
         found = self.generate(model, prompts, settings, record_sinks=record)
-        ages = max(steps, found.track.steps, found.run.canvas.shape[2] - found.run.prompt_length)
-        lives = survival.life_table(found.track, ages=ages)[["ended", "at_risk"]].rename(batch="prompt")
-        measured = motion_of(found.track).merge(against_nulls(found.track, found.run, ages))
-        return measured.merge(lives.drop_vars("prompt"))
+        return motion_of(found.track).merge(against_nulls(found.track, found.run))
 
     def example(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
         """The sink track of the run, and the final tokens, ``final`` [batch, pos]."""
@@ -110,16 +101,14 @@ class Dynamics(Study):
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``motion``: means; ``null``: see `null_table`; ``differences``: each further model minus the first, paired by
-        prompt; ``lifetimes``: see `lifetime_table`.
+        prompt.
         """
         tables = {
             "motion": interval_table(measured, IN_TABLE, self.seed),
             "null": null_table(measured, self.seed),
             "differences": difference_table(measured, IN_TABLE, self.seed),
-            "lifetimes": lifetime_table(measured, self.seed),
         }
-        meanings = MEASURES | LIFETIMES
-        return {name: table.assign(meaning=table["measure"].map(meanings)) for name, table in tables.items()}
+        return {name: table.assign(meaning=table["measure"].map(MEASURES)) for name, table in tables.items()}
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``map`` (Fig. 1), ``one-step`` (6b), ``path`` (7), ``static-moving`` (8); ``motion``: the table's shares."""
@@ -163,29 +152,6 @@ def motion_of(track: SinkTrack) -> xr.Dataset:
         columns["newest_jump_share"] = motion.jumps(newest)["share"].mean(("layer", "head")).to_numpy()
         columns["newest_static_share"] = motion.static_share(newest).to_numpy()
     return xr.Dataset({name: ("prompt", columns[name]) for name in MEANINGS})
-
-
-def lifetime_table(measured: Mapping[str, xr.Dataset], seed: int) -> "DataFrame":
-    """`LIFETIMES` of the lives of all prompts, and of those of the null, with bootstrap intervals over prompts.
-
-    A median is NaN where fewer than half of the sinks have ended at the largest age; its interval is over the resamples
-    that have one.
-    """
-    from pandas import DataFrame
-
-    rows = []
-    for name, data in measured.items():
-        observed = mean_interval(data["lifetime"].to_numpy(), seed=seed)
-        found = [("observed", SOURCES[0], observed)]
-        for source, prefix in zip(SOURCES[:2], ("", "null_"), strict=True):
-            lives = [data[f"{prefix}{part}"].transpose("prompt", "age") for part in ("ended", "at_risk")]
-            counts = [part.fillna(0).to_numpy() for part in lives if not bool(part.isnull().all())]
-            if counts:
-                found.append(("restricted_mean", source, pooled(survival.restricted_mean, counts, seed)))
-                found.append(("median", source, pooled(survival.median_lifetime, counts, seed)))
-        for measure, source, interval in found:
-            rows += [row | {"source": source} for row in interval_rows(name, measure, interval, {})]
-    return DataFrame(rows)
 
 
 def newest_queries(track: SinkTrack) -> SinkTrack:

@@ -20,7 +20,6 @@ from sinklens.model.prompts import SinglePrompt
 from sinklens.sinks import Record, SinkTrack, motion
 from sinklens.sinks.detectors import bounded
 from sinklens.sinks.nulls import FixedQueries, causal_null
-from sinklens.sinks.survival import life_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
@@ -57,14 +56,13 @@ def fixed_queries(
     return Record([FixedQueries(real)])
 
 
-def against_nulls(track: SinkTrack, run: "Generation", ages: int) -> xr.Dataset:
-    """`NULLS`, [prompt], and the lives of the null's sinks by age, ``null_ended`` and ``null_at_risk`` [prompt, age].
+def against_nulls(track: SinkTrack, run: "Generation") -> xr.Dataset:
+    """`NULLS`, [prompt].
 
     The null is NaN for a canvas model: its pattern has no queries before the canvas.
 
     Args:
         track: the run's active steps, with ``fixed_score``.
-        ages: number of ages, at least the number of steps of the run and of its null.
     """
     rows = range(len(run.canvas))
     nulls = [] if run.model.tree.architecture.encoder else [null_of(run, row) for row in rows]
@@ -72,15 +70,7 @@ def against_nulls(track: SinkTrack, run: "Generation", ages: int) -> xr.Dataset:
     found = [rates(one) for one in nulls]
     values = {f"null_{name}": np.array([one[name][0] for one in found] or [np.nan] * len(rows)) for name in COMPARED}
     values |= {f"fixed_{name}": rates(fixed)[name] for name in FIXED}
-    tables = [life_table(one, ages=ages) for one in nulls]
-    lives = {
-        f"null_{name}": [table[name].to_numpy()[0] for table in tables] or np.full((len(rows), ages), np.nan)
-        for name in ("ended", "at_risk")
-    }
-    return xr.Dataset(
-        {name: ("prompt", values[name]) for name in NULLS}
-        | {name: (("prompt", "age"), np.array(counts, dtype=np.float64)) for name, counts in lives.items()}
-    )
+    return xr.Dataset({name: ("prompt", values[name]) for name in NULLS})
 
 
 def rates(track: SinkTrack) -> dict[str, np.ndarray]:

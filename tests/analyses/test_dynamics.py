@@ -2,19 +2,17 @@
 
 import numpy as np
 import pytest
-import xarray as xr
 from planting import planted, with_sinks
 
 import sinklens
 from sinklens.analyses.dynamics import (
     MEANINGS,
     Dynamics,
-    lifetime_table,
     motion_of,
     newest_queries,
 )
-from sinklens.analyses.nulls import COMPARED, SOURCES, null_of
-from sinklens.sinks import motion, survival
+from sinklens.analyses.nulls import COMPARED, null_of
+from sinklens.sinks import motion
 from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(2)]
@@ -31,19 +29,6 @@ def test_a_still_head_and_a_moving_head_have_the_planted_motion():
         "one_step": 3 / 5,  # three of five lives last one step; a fourth is cut off by the end
     }  # fmt: skip
     assert {name: found[name] for name in planned} == pytest.approx(planned, nan_ok=True)
-
-
-def test_lifetimes_of_all_prompts_are_pooled_and_count_censored_lives():
-    """Head 0 stays on 2 to the end; head 1 stays two steps on 3, then two on 4, the last of which is cut off."""
-    track = planted(with_sinks([[[2, 3]], [[2, 3]], [[2, 4]], [[2, 4]]]))
-    ages = survival.life_table(track)[["ended", "at_risk"]].rename(batch="prompt").drop_vars("prompt")
-    data = motion_of(track).merge(ages).merge(ages.rename(ended="null_ended", at_risk="null_at_risk") * 2)
-    found = lifetime_table({"m": xr.concat([data, data], dim="prompt")}, seed=0)
-    table, null = (found[found["source"] == name].set_index("measure")["estimate"] for name in SOURCES[:2])
-    assert null.to_dict() == table.drop("observed").to_dict()  # the same lives, twice
-    assert table["observed"] == pytest.approx((4 + 2 + 2) / 3)
-    assert table["restricted_mean"] == pytest.approx(1 + 1 + 0.5 + 0.5)  # at age 2 one of two lives at risk ends
-    assert table["median"] == 2
 
 
 def test_the_newest_query_is_the_row_added_by_a_step(tiny_llama):
@@ -75,7 +60,7 @@ def test_a_moving_newest_query_is_detected_although_the_sums_are_still():
 def test_an_autoregressive_run_equals_its_null_and_never_moves_with_queries_held_fixed(tiny_llama):
     measured = Dynamics(settings={"gen_length": 12}).run([tiny_llama], PROMPTS)
     data = measured.measured["tiny-llama"]
-    for name in (*COMPARED, "ended", "at_risk"):
+    for name in COMPARED:
         np.testing.assert_allclose(data[f"null_{name}"], data[name], atol=1e-6)
     assert data["fixed_jump_share"].values.tolist() == [0, 0]
     assert data["fixed_static_share"].values.tolist() == [1, 1]
