@@ -39,7 +39,6 @@ class Watch:
         peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
             and no hook or trace block is called. None otherwise.
         cache: the `window_cache.WindowCache` of the pass; None in a pass without one.
-        sample: the `sampled_sums.QuerySample` that estimates sink scores; None where they are exact.
         sharding: the `sharding.Sharding` of a model that is divided among processes; None in one process.
     """
 
@@ -48,7 +47,6 @@ class Watch:
         self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
         self.cache: Any = None
-        self.sample: Any = None
         self.sharding: Sharding | None = None
 
     def describe(self, **changes: Any) -> None:

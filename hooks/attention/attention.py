@@ -213,12 +213,8 @@ def _fused_with_sinks(points: "AttentionPoints", operands: Operands) -> Float[Te
         lse = log_sum_exp(operands.query.detach(), operands.key.detach(), operands.scale, additive, causal)
     else:
         mixed, lse = attended
-    sample, inputs = points.hook_sink_scores.watch.sample, (operands.query, operands.key, lse, operands.scale)
     mask, real = operands.additive(), _summed(points, operands)  # without the triangle: one row serves all queries
-    if sample is None:
-        scores = column_sums(*inputs, mask, real, operands.causal)
-    else:
-        scores = sample.column_sums(*inputs, mask, real)
+    scores = column_sums(operands.query, operands.key, lse, operands.scale, mask, real, operands.causal)
     _show_sinks(points, scores)
     return mixed
 
@@ -267,10 +263,7 @@ def _show_sums(points: "AttentionPoints", operands: Operands, pattern: Float[Ten
     """Column sums of an explicit pattern, through ``hook_sink_scores``."""
     real = _summed(points, operands)
     counted = pattern.detach().float() if real is None else pattern.detach().float() * real[:, None, :, None]
-    scores, sample = counted.sum(dim=2), points.hook_sink_scores.watch.sample
-    if sample is not None:
-        sample.error = torch.zeros_like(scores)  # summed over all queries
-    _show_sinks(points, scores)
+    _show_sinks(points, counted.sum(dim=2))
 
 
 def _summed(points: "AttentionPoints", operands: Operands) -> Bool[Tensor, "batch query"] | None:

@@ -99,23 +99,6 @@ def plain_column_sums(
     return total
 
 
-def sums_of_powers(
-    query: Float[Tensor, "batch head query d_head"],
-    key: Float[Tensor, "batch head key d_head"],
-    lse: Float[Tensor, "batch head query"],
-    scale: float,
-    mask: Float[Tensor, "#batch #head #query key"] | None = None,
-) -> tuple[Float[Tensor, "batch head key"], Float[Tensor, "batch head key"]]:
-    """Σ_i A[i, j] and Σ_i A[i, j]², block by block."""
-    start = torch.where(lse > -torch.inf, lse * -LOG2_E, -torch.inf)
-    sums, squares = (torch.zeros(*query.shape[:2], key.shape[2], device=query.device) for _ in range(2))
-    for block in _blocks(query, key, scale, mask, False, start, LOG2_E):
-        weights = block.scores.exp2_()
-        sums[block.row, block.heads] += weights.sum(dim=1)
-        squares[block.row, block.heads] += weights.square_().sum(dim=1)
-    return sums, squares
-
-
 @torch.no_grad()
 def log_sum_exp(
     query: Float[Tensor, "batch head query d_head"],

@@ -256,7 +256,6 @@ def _place_settings(
         "positions": None if take.positions is None else list(take.positions),
         "detector": None if detector is None else fingerprint(detector),
         "layers": None if layers is None else list(layers),
-        "exact": None if record_sinks is None or record_sinks.exact else False,
     }
 
 

@@ -162,7 +162,7 @@ class Denoising:
         more |= VARIABLES if reuses else {}
         partial = self.state.keys is not None
         return SinkRecorder(
-            chosen, self.model.tree, self.state.real.cpu(), self.settings.most_steps, more, partial, self._row_keys,
+            chosen, self.model.tree, self.state.real.cpu(), self.settings.most_steps, more, partial,
             self.settings.left_to_right,
         )  # fmt: skip
 

@@ -24,7 +24,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError, SinklensError
-from sinklens.hooks.attention.sampled_sums import QuerySample
 from sinklens.hooks.forward_pass import MODES, ForwardPass
 from sinklens.hooks.names import covers_all_columns
 from sinklens.sinks.quantities import Quantity
@@ -57,7 +56,6 @@ class SinkRecorder:
     Args:
         more: further variables that come with the canvases of each step, and their axes after batch and step.
         partial: whether a cache policy limits a step to some positions.
-        row_keys: one number per prompt, which seeds the draws of estimated scores.
         causal: whether the run decodes from left to right.
 
     Attributes:
@@ -74,13 +72,11 @@ class SinkRecorder:
         steps: int,
         more: Mapping[str, tuple[str, ...]] | None = None,
         partial: bool = False,
-        row_keys: Sequence[int] = (),
         causal: bool = False,
     ) -> None:
         self._tree, self._real, self._rows, self._causal = tree, real, real.shape[0], causal
-        self._sample = None if record.exact else _sample(tree, row_keys)
         self._queries = None if record.queries is None else _chosen_queries(record.queries, tree, real, partial)
-        quantities, layers = record.chosen(self._sample), tree.cfg.n_layers
+        quantities, layers = record.chosen(), tree.cfg.n_layers
         _refuse_comparison(quantities, tree, partial)
         self._points = [  # resolved now, so a wrong name fails before the run
             (part, layer, tree.resolve(f"blocks.{layer}.{part.point}"))
@@ -110,7 +106,6 @@ class SinkRecorder:
     def attached(self) -> Iterator[None]:
         """Attach the recorder's hooks to the tree's points."""
         handles = []
-        self._tree.watch.sample = self._sample
         try:
             for part, layer, name in self._points:
                 point: Point = self._tree.hook_dict[name]  # type: ignore[assignment]
@@ -121,7 +116,6 @@ class SinkRecorder:
                 self.store.flush()
             raise
         finally:
-            self._tree.watch.sample = None
             for handle in [*handles, *self._watching]:
                 handle.remove()
             self._watching.clear()
@@ -253,17 +247,6 @@ def _of_all_queries(rows: Float[Tensor, "batch head window key"], forward_pass: 
 def not_bidirectional(tree: "HookTree") -> bool:
     """Whether some passes of a run compute only some of the queries, or let them see only some of the keys."""
     return tree.causal or bool(tree.architecture.encoder) or tree.attention_blocks is not None or tree.changes_attention
-
-
-def _sample(tree: "HookTree", row_keys: Sequence[int]) -> QuerySample:
-    """What estimates the scores of a run.
-
-    Raises:
-        SettingError: the model is not bidirectional.
-    """
-    if not_bidirectional(tree):
-        raise SettingError("exact=False is for bidirectional models, whose passes compute every query; leave it out.")
-    return QuerySample(row_keys)
 
 
 def _chosen_queries(

@@ -15,8 +15,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.hooks.attention.sampled_sums import QuerySample
-
 Variables = dict[str, tuple[str, ...]]
 
 
@@ -87,27 +85,6 @@ class Scores(Summed):
     def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
         """The scores, unchanged."""
         return {"score": kept.float()}
-
-
-class SampledScores(Scores):
-    """Estimated sink scores, and ``score_error`` [head, pos], their standard errors; see `Record.exact`.
-
-    Args:
-        sample: computes the estimates in the pass.
-    """
-
-    variables: ClassVar[Variables] = {"score": ("head", "pos"), "score_error": ("head", "pos")}
-
-    def __init__(self, sample: QuerySample) -> None:
-        self._sample = sample
-
-    def keep(self, value: Float[Tensor, "batch head key"]) -> Float[Tensor, "batch 2 head key"]:
-        """Scores and errors; rows of guidance are left out of `value`."""
-        return torch.stack([value.detach(), self._sample.error[: len(value)]], dim=1)
-
-    def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
-        """Both parts."""
-        return {"score": kept[:, 0].float(), "score_error": kept[:, 1].float()}
 
 
 class Values(Quantity):

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from sinklens.errors import SettingError, nearest
-from sinklens.hooks.attention.sampled_sums import QuerySample
 from sinklens.sinks.files import refuse_existing
-from sinklens.sinks.quantities import BY_NAME, Quantity, SampledScores, Scores
+from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
 from sinklens.sinks.steps import CANVASES
 from sinklens.utils.integers import as_integer
 
@@ -38,10 +37,6 @@ class Record:
             the number of steps; a killed run leaves the steps it completed. None keeps the track in memory.
         dtype: type of floating-point variables on disk, "float32" or "float16" (three significant digits, up to
             65,504; the variables of "stream", which can be larger, stay in float32).
-        exact: False estimates the scores from a random quarter of the queries (64 at least) of each pass, which is
-            faster on long texts. The track then also has ``score_error``, the standard error of each score. Logits do
-            not change. Hooks and cache policies that read ``hook_sink_scores`` get the estimates, too. The draws follow
-            from each row's prompt and do not depend on its batch. For bidirectional models.
         queries: the scores of a step sum over these queries only, a boolean array [batch, step, pos]; None for all. For
             sums over the queries of a run under a cache policy, pass ``run.sinks["fresh"].any("layer")``. The track
             then has ``computed``, these queries, and units divide by their number. Hooks that read
@@ -61,7 +56,6 @@ class Record:
     to: str | Path | None = None
     dtype: str = "float32"
     overwrite: bool = False
-    exact: bool = True
     queries: Any = None
     reduce: "Callable[[SinkTrack], None] | None" = None
 
@@ -114,8 +108,7 @@ class Record:
             if duplicates:
                 raise SettingError(f"two quantities of the track {what} {duplicates[0]!r}; rename one of them.")
 
-    def chosen(self, sample: QuerySample | None = None) -> list[Quantity]:
-        """The scores, estimated if there is a `sample`, then the requested quantities, without duplicates."""
-        scores = Scores() if sample is None else SampledScores(sample)
+    def chosen(self) -> list[Quantity]:
+        """The scores, then the requested quantities, without duplicates."""
         requested = [part if isinstance(part, Quantity) else BY_NAME[part]() for part in self.quantities]
-        return list({(part.name, type(part)): part for part in [scores, *requested]}.values())
+        return list({(part.name, type(part)): part for part in [Scores(), *requested]}.values())

@@ -163,7 +163,6 @@ def test_other_arguments_do_not_continue_a_collection(worded, tmp_path):
     collect(worded(), PROMPTS[:1], POINT, tmp_path / "a.zarr", **given)
     for changes, match in (
         ({"seed": 1, "scope": "masked"}, "recorded with other scope, seed; choose another path"),
-        ({"detector": TopK(1), "record_sinks": Record(exact=False)}, "recorded with other detector, exact; choose"),
         ({"detector": TopK(1), "record_sinks": Record(queries=queries)}, "recorded with other queries, detector; cho"),
         ({"cache": Planned(other)}, "recorded with other cache; choose another path"),
     ):
