@@ -65,7 +65,7 @@ from nnsight import NNsight  # noqa: E402
 from nnsight.intervention.batching import Batcher  # noqa: E402
 from nnsight.intervention.envoy import Envoy  # noqa: E402
 from nnsight.intervention.interleaver import Event, Interleaver, Mediator  # noqa: E402
-from nnsight.intervention.source import BODY_FORWARD, STATE, Controller  # noqa: E402
+from nnsight.intervention.source import STATE, Controller  # noqa: E402
 from nnsight.intervention.tracer import InterleavingTracer  # noqa: E402
 from nnsight.tracing.globals import BLOCKS, SOURCES  # noqa: E402
 from nnsight.tracing.util import push  # noqa: E402
@@ -440,15 +440,6 @@ def replace_body(module: nn.Module, old: Callable[..., Any], new: Callable[..., 
         state.body = state.original = new
         state.sourced, state.compiled = False, None  # `.source` is read again, from `new`
     return lambda: replace_body(module, new, old)
-
-
-def keep_forward(module: nn.Module) -> None:
-    """Make nnsight run the forward that is set on the instance of `module`, if any, and not that of its class.
-
-    transformers sets one to exchange values between processes. Call it before nnsight wraps the module.
-    """
-    if "forward" in module.__dict__ and not isinstance(module.__dict__["forward"], Controller):
-        module.__dict__[BODY_FORWARD] = True
 
 
 def _block_frames(error: Exception, filename: str) -> TracebackType | None:

@@ -1,11 +1,10 @@
-"""Weights of modules that are offloaded by accelerate, quantized, or split over processes.
+"""Weights of modules that are offloaded by accelerate or quantized.
 
 A model that is split over devices may have layers whose weights are in main memory or on disk. accelerate loads them
 onto the device just before such a module's ``forward`` and removes them after it; between calls, the parameter is an
 empty tensor on the meta device. A tap runs after ``forward``, so it has to load them again.
 
-A quantized weight is returned as the matrix that its layer multiplies with (quantized.py), a weight that is divided
-among processes complete (sharding.py).
+A quantized weight is returned as the matrix that its layer multiplies with (quantized.py).
 
 Pitfall: a weight loaded or dequantized here is a copy; writing to it changes nothing.
 """
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sinklens.hooks.quantized import PACKED, dequantized, form_of
-from sinklens.hooks.sharding import is_sharded, whole
 
 
 def weight_of(module: Any) -> Tensor:
@@ -36,15 +34,13 @@ def value_of(root: Any, name: str) -> Any:
             return dequantized(module, attribute)
     value = getattr(module, attribute)
     if value is None or not value.is_meta:
-        return whole(value)
+        return value
     with align_module_device(module):
         return getattr(module, attribute)
 
 
 def class_forward(module: Any, *inputs: Tensor) -> Tensor:
     """The forward of the module's class, with its weights in place and without its hooks."""
-    if is_sharded(module):
-        return module.forward(*inputs)  # transformers puts the exchange between processes around it
     with align_module_device(module):
         return type(module).forward(module, *inputs)
 

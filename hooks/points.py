@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sinklens.hooks.interleaving import Handover
-    from sinklens.hooks.sharding import Sharding
 
 
 class Watch:
@@ -39,7 +38,6 @@ class Watch:
         peeked: during `HookTree.peek`, the values of the requested points by name; only these points are watched then,
             and no hook or trace block is called. None otherwise.
         cache: the `window_cache.WindowCache` of the pass; None in a pass without one.
-        sharding: the `sharding.Sharding` of a model that is divided among processes; None in one process.
     """
 
     def __init__(self) -> None:
@@ -47,7 +45,6 @@ class Watch:
         self.peeked: dict[str, Tensor | None] | None = None
         self.handover: Handover | None = None
         self.cache: Any = None
-        self.sharding: Sharding | None = None
 
     def describe(self, **changes: Any) -> None:
         """Change some fields of the pass that runs."""
@@ -104,12 +101,6 @@ class Point(HookPoint):
         return handover is not None and handover.wants(self.name or "")
 
     def __call__(self, x: "Tensor") -> "Tensor":
-        sharding = self.watch.sharding
-        axis = None if sharding is None else sharding.axis_of(self.name or "")
-        return self._shown(x) if sharding is None or axis is None else sharding.through(x, axis, self._shown)
-
-    def _shown(self, x: "Tensor") -> "Tensor":
-        """`x` after the hooks and trace blocks."""
         if self.watch.peeked is not None:
             self.watch.peeked[self.name or ""] = x.detach()
             return x

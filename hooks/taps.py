@@ -233,19 +233,13 @@ def _tap_result(undo: ExitStack, output_projection: nn.Module, points: "Attentio
     def tap(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
         if not points.hook_result.watched:
             return None
-        weights, sharding = points.W_O, points.hook_result.watch.sharding
-        if sharding is not None and sharding.axis_of(points.hook_result.name or "") is not None:
-            weights = sharding.part(weights, 0)
-        else:
-            sharding = None
+        weights = points.W_O
         z = rearrange(inputs[0], "batch pos (head d_head) -> batch pos head d_head", head=weights.shape[0])
         result = einsum(z, weights, "batch pos head d_head, head d_head d_model -> batch pos head d_model")
         before = result.sum(dim=-2)
         summed = points.hook_result(result).sum(dim=-2)
         if form_of(module) is not None:
             return output + (summed - before)
-        if sharding is not None:
-            summed = sharding.summed(summed)
         bias = value_of(module, "bias")
         return summed if bias is None else summed + bias
 

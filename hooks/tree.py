@@ -32,13 +32,11 @@ from sinklens.hooks.forward_pass import CAUSAL, ForwardPass, PassKind
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
-from sinklens.hooks.interleaving import keep_forward
 from sinklens.hooks.losses import MaskedLoss, Masks, NextTokenLoss
 from sinklens.hooks.model_weights import ModelWeights
 from sinklens.hooks.modulation import times_of
 from sinklens.hooks.padded import PaddedIds
 from sinklens.hooks.points import Point, SamplerPoint, Watch
-from sinklens.hooks.sharding import is_sharded, sharding_of
 from sinklens.hooks.sizes import sizes_of
 from sinklens.hooks.spellings import ByPoint
 from sinklens.hooks.split_projection import split
@@ -63,10 +61,6 @@ class HookTree(ModelWeights, HookFront):
         super().__init__()
         self.watch = Watch()
         self.architecture = architecture
-        self.watch.sharding = sharding_of(hf, architecture)
-        for module in hf.modules():
-            if is_sharded(module):
-                keep_forward(module)
         self.cfg = sizes_of(hf, architecture)
         self._undo = ExitStack()
         if architecture.fused:
@@ -218,11 +212,6 @@ class HookTree(ModelWeights, HookFront):
         if value and not self._inputs:
             raise SettingError(
                 f"{flag} is not available: this model has layers whose keys and values share a projection."
-            )
-        if value and self.watch.sharding is not None:
-            raise SettingError(
-                f"{flag} is not available for a model that is divided among processes; edit hook_q, hook_k, hook_v or "
-                f"hook_pre, or load the model in one process."
             )
         if value and getattr(self._switches, unless, False):
             raise SettingError(f"{flag} and {unless} are mutually exclusive; call model.set_{unless}(False) first.")

@@ -33,7 +33,6 @@ from sinklens.hooks.quantized import note_element_type
 from sinklens.model import files
 from sinklens.model.adapters import read_adapter
 from sinklens.model.packing import stored_shapes
-from sinklens.model.parallel import parallel_for
 from sinklens.model.quantization import Quantization, check_quantized, quantization_of
 from sinklens.model.reading import SMALL, DeviceMap, checked_source, read, target_for
 from sinklens.utils.arguments import Count, check_arguments
@@ -61,8 +60,6 @@ class LoadRequest:
     block_length: Count | None = None
     mask_token_id: TokenId | None = None
     quantization: Any = None
-    tp_plan: Any = None
-    ep_plan: Any = None
     check: bool = True
 
     def __post_init__(self) -> None:
@@ -174,9 +171,7 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     source = checked_source(folder, family, raw, (config, weights), stored_shapes(expected, family.fused), set(tied))
     if request.device is not None and request.device_map is not None:
         raise CheckpointError("pass device= or device_map=, not both.")
-    shared = parallel_for(config, family, request, str(folder))
     target = target_for(source, _device(request.device), request.device_map, request.dtype, request.quantization)
-    target = replace(target, parallel=shared)
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
     _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
     defaults = _sampler_defaults(folder, family)

@@ -264,8 +264,6 @@ def load(
     block_length: Count | None = None,
     mask_token_id: TokenId | None = None,
     quantization: Any = None,
-    tp_plan: Any = None,
-    ep_plan: Any = None,
     check: bool = True,
 ) -> Model:
     """Load a model and name every point in it.
@@ -288,9 +286,6 @@ def load(
         quantization: how to quantize full-precision weights while they are read: "torchao-int8", "torchao-int4",
             "torchao-float8", "bnb-int8", "bnb-nf4", "fp8" or a quantization config of transformers; by default they
             stay as they are.
-        tp_plan: "auto" to divide the model among the processes of torchrun by transformers' plan for its class, or
-            rules that replace some of the plan's; by default every process has all of it.
-        ep_plan: with `tp_plan`: "auto" to give each process some of the experts, and not a part of each.
         check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Returns:
@@ -304,8 +299,7 @@ def load(
     """
     request = LoadRequest(
         revision=revision, dtype=dtype, device=device, device_map=device_map, tokenizer=tokenizer, family=family,
-        block_length=block_length, mask_token_id=mask_token_id, quantization=quantization, tp_plan=tp_plan,
-        ep_plan=ep_plan, check=check,
+        block_length=block_length, mask_token_id=mask_token_id, quantization=quantization, check=check,
     )  # fmt: skip
     if isinstance(name_or_path, str | Path):
         return _with_hook_points(load_checkpoint(name_or_path, request), check)
@@ -314,10 +308,9 @@ def load(
             "revision, dtype, device and device_map apply only while loading, and this model is already loaded. "
             "Move or convert it before passing it to load."
         )
-    if (quantization, tp_plan, ep_plan) != (None, None, None):
+    if quantization is not None:
         raise CheckpointError(
-            "quantization, tp_plan and ep_plan apply only while loading, and this model is already loaded; pass its "
-            "name or folder."
+            "quantization applies only while loading, and this model is already loaded; pass its name or folder."
         )
     known = name_or_path if isinstance(name_or_path, Model) else getattr(name_or_path, "__dict__", {}).get(MODEL_KEY)
     described = (family, request.block_length, request.mask_token_id)
@@ -379,6 +372,8 @@ def _checkpoint_of(
     from transformers import PreTrainedModel
 
     if isinstance(loaded, PreTrainedModel):
+        if loaded.tp_size is not None:
+            raise CheckpointError("a model that is divided among processes (tp_plan) cannot be hooked; use device_map.")
         return from_pretrained_model(loaded, tokenizer, family, block_length, mask_token_id)
     if hasattr(loaded, "original_model") and not isinstance(loaded, Model):
         if any(one is not None for one in (family, block_length, mask_token_id)):

@@ -57,7 +57,6 @@ class Target:
         dtype: element type of what is not quantized.
         method: how full-precision weights are quantized while they are read; None for not at all.
         config: transformers' quantization config for it.
-        parallel: transformers' distributed config, which divides the model among processes; None for one process.
     """
 
     device: torch.device
@@ -65,7 +64,6 @@ class Target:
     dtype: torch.dtype
     method: str | None = None
     config: Any = None
-    parallel: Any = None
 
 
 def target_for(source: Source, device: torch.device, device_map: DeviceMap | None, dtype: Any, wanted: Any) -> Target:
@@ -127,10 +125,9 @@ def read(source: Source, target: Target, attention: str) -> "PreTrainedModel":
     if source.published is not None:
         source.config.quantization_config = source.published
     device_map = target.device_map
-    if target.parallel is None and device_map is None and (quantized or target.device.type != "cpu"):
+    if device_map is None and (quantized or target.device.type != "cpu"):
         device_map = {"": target.device}
     options: dict[str, Any] = {} if target.config is None else {"quantization_config": target.config}
-    options |= {} if target.parallel is None else {"distributed_config": target.parallel}
     with _refusing(str(source.folder), quantized):
         hf, found = class_for(source.config, source.family).from_pretrained(
             source.folder,
@@ -150,8 +147,6 @@ def read(source: Source, target: Target, attention: str) -> "PreTrainedModel":
             f"its {absent[0].rpartition('.')[2]}. Name the layer among the modules that config.json leaves out, or "
             f"download the checkpoint again."
         )
-    if target.parallel is not None:
-        hf.requires_grad_(False)  # gradients do not pass through values gathered from several processes
     if quantized and any(".experts." in name for name in source.weights.shapes):
         hf.set_experts_implementation("eager")  # grouped products take plain tensors
     return hf

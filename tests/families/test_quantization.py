@@ -292,10 +292,13 @@ def test_packed_matrices_that_do_not_fit_are_refused(kind, stored, message):
         unpacked(_headers(stored, packed), kind, {f"{Q}.weight": (32, 64), f"{EXPERT}.weight": (32, 64)}, "here")
 
 
-def test_a_model_in_memory_cannot_be_quantized(llama):
+def test_a_model_in_memory_cannot_be_quantized_or_divided_among_processes(llama):
     hf = sinklens.load(llama, check=False).release()
-    with pytest.raises(CheckpointError, match="quantization, tp_plan and ep_plan apply only while loading"):
+    with pytest.raises(CheckpointError, match="quantization applies only while loading"):
         sinklens.load(hf, quantization="torchao-int8")
+    hf._tp_size = 2
+    with pytest.raises(CheckpointError, match=r"divided among processes \(tp_plan\) cannot be hooked"):
+        sinklens.load(hf)
 
 
 def test_a_model_without_linear_layers_is_refused():

@@ -242,26 +242,6 @@ def test_a_wrapped_module_keeps_the_forward_it_runs_where_it_can_be_replaced(roo
         assert torch.equal(module(ONES), ONES * 5)
 
 
-def test_a_flagged_forward_of_an_instance_is_what_a_wrapped_module_runs():
-    from nnsight.intervention.source import BODY_FORWARD
-
-    def install_forward(module: torch.nn.Module) -> None:
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            return x * 7
-
-        module.forward = forward
-
-    with nnsight("source.BODY_FORWARD"):
-        flagged, other = Doubling(), Doubling()
-        for module in (flagged, other):
-            install_forward(module)
-        flagged.__dict__[BODY_FORWARD] = True
-        NNsight(flagged)
-        NNsight(other)
-        assert torch.equal(flagged(ONES), ONES * 7)
-        assert torch.equal(other(ONES), ONES * 2), "transformers' forward is dropped without the flag"
-
-
 def test_save_can_be_taken_off_object_and_put_back():
     from nnsight._c import mount, unmount
 
