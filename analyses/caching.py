@@ -7,22 +7,21 @@ chosen keys stale and compares the predictions of each step with the exact ones 
 they are computed again):
 
 - ``costs``: only the sinks of each layer stale, or as many other keys, matched by attention, kind of token or position,
-  or random; and the reverse, everything that is decided stale *but* these keys. Also in single layers.
+  or random; and the reverse, everything that is decided stale *but* these keys.
 - ``policies``: the same for the cache policies `DualCache`, `DelayedCache`, `KeepSinks` and its negation, with a
   complete step every `every` steps.
 - ``motion``: how often strongest keys change under each policy, beside the exact run *with the column sums of the same
   queries*. A step of a cache computes fewer queries, and sums over fewer queries move more; both have the same here.
-- ``sets``: how many keys the choices are, their share of the attention, and how far their keys move in the exact run.
 - ``claims``: differences, paired by prompt.
 
 Caveat: a control matches one property at a time, and `same_mass` falls short of the sinks' mass where the rest has too
-little (see ``sets``). Sinks on undecided positions are left out: a step computes their keys, whatever the policy.
+little. Sinks on undecided positions are left out: a step computes their keys, whatever the policy.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,8 +30,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.analyses.answers import each_prompt
-from sinklens.analyses.estimates.ratios import ratio_rows
-from sinklens.analyses.estimates.tables import corrected, interval_table, judged, known_mean
+from sinklens.analyses.estimates.ratios import ratio_table
+from sinklens.analyses.estimates.tables import interval_table, judged, known_mean
 from sinklens.analyses.nulls import rates
 from sinklens.analyses.runs import noise_of
 from sinklens.analyses.study import SINK, Study, dot_panels
@@ -61,8 +60,8 @@ CONTROLS = {
 KEYS = {"none": "no key", "sink": "sinks", "sink_of_kind": "sinks with another key of their kind", **CONTROLS}
 TREATED = {control: "sink_of_kind" if control == "same_kind" else "sink" for control in CONTROLS}
 """The sinks that each control is compared with: `same_kind` has no key for a sink without another key of its kind."""
-EVERYWHERE = "all"
 
+CONDITIONS = [pair for pair in product(CHANGES, KEYS) if pair != ("stale", "none")]  # that is the exact run
 Sets = dict[str, Bool[np.ndarray, "step layer pos"]]
 POLICIES = {
     "dual": "DualCache",
@@ -74,11 +73,6 @@ SOURCES = {"policy": "under the policy", "same queries": "exact, same queries", 
 COSTS = {
     "kl": "KL divergence from the exact step (nats per undecided position)",
     "proposals": "share of undecided positions whose most likely token changes",
-}
-SETS = {
-    "number": "keys per layer",
-    "mass": "share of a layer's attention, %",
-    "drift": "change of a key since the previous step, ‖k_t − k‖ / ‖k_t‖",
 }
 MOTION = {
     "jump_share": "share of steps at which the strongest key changes",
@@ -93,14 +87,12 @@ class Caching(Study):
     Attributes:
         every: steps of an episode; the first one computes everything.
         sink: the definition of a sink; by default the paper's, with ε = 3 in column sums.
-        rows: choices of keys per pass; the results do not depend on it.
     """
 
     name: ClassVar[str] = "caching"
     together: ClassVar[bool] = False
     every: int = 8
     sink: Detector = field(default_factory=EpsilonOverMean)
-    rows: int = 32
 
     def refusal(self, model: "Model") -> str:
         attention = model.family_record.attention
@@ -111,8 +103,8 @@ class Caching(Study):
         return f"a model to which no cache policy applies, as its attention is {attention}. Leave it out."
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`COSTS` [prompt, change, choice, layer], ``kl_age`` [prompt, change, choice, age], `SETS` [prompt, choice],
-        ``policy_…`` [prompt, policy], `MOTION` [prompt, policy, source] and ``difference`` [prompt, claim].
+        """`COSTS` [prompt, change, choice], ``policy_…`` [prompt, policy], `MOTION` [prompt, policy, source] and
+        ``difference`` [prompt, claim].
         """
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
@@ -123,25 +115,19 @@ class Caching(Study):
 
     def _of_prompt(self, model: "Model", prompt: SinglePrompt, settings: Settings) -> xr.Dataset:
         logits = MaskedLogits()
-        base = self.generate(model, [prompt], settings, hooks=[logits], record_sinks=Record(["drift"])).run
+        base = self.generate(model, [prompt], settings, hooks=[logits]).run
         allowed = candidates(base, self.every)
         sets = chosen_keys(base, allowed, self.sink, self.every, self.seed)
-        found = self._empty(model)
-        chosen = conditions(model.cfg.n_layers)
-        steps = np.arange(base.steps_run)
-        stale = steps % self.every > 0
-        kl, changed = self._planned(base, prompt, settings, [fresh_keys(one, sets, allowed) for one in chosen], logits)
-        for condition, divergence, other in zip(chosen, kl, changed, strict=True):
-            place = dict(zip(Staleness._fields, condition, strict=True))
-            found["kl"].loc[place], found["proposals"].loc[place] = (
-                known_mean(divergence[stale]),
-                known_mean(other[stale]),
-            )
-            if condition.layer == EVERYWHERE:
-                ages = [known_mean(divergence[steps % self.every == age]) for age in found["age"].to_numpy()]
-                found["kl_age"].loc[{"change": condition.change, "choice": condition.choice}] = ages
+        found = self._empty()
+        stale = np.arange(base.steps_run) % self.every > 0
+        fresh = [fresh_keys(*condition, sets, allowed) for condition in CONDITIONS]
+        planned = zip(CONDITIONS, *self._planned(base, prompt, settings, fresh, logits), strict=True)
+        for (change, choice), divergence, other in planned:
+            place = {"change": change, "choice": choice}
+            found["kl"].loc[place] = known_mean(divergence[stale])
+            found["proposals"].loc[place] = known_mean(other[stale])
         self._policies(base, prompt, settings, logits, found)
-        return found.assign(sizes_of(base, sets, stale))
+        return found
 
     def _planned(
         self,
@@ -151,21 +137,14 @@ class Caching(Study):
         fresh: Sequence[Bool[np.ndarray, "step layer pos"]],
         logits: MaskedLogits,
     ) -> tuple[Float[np.ndarray, "plan step"], Float[np.ndarray, "plan step"]]:
-        """`costs` of every plan; several plans share a pass."""
-        parts = []
-        for start in range(0, len(fresh), self.rows):
-            plans, seen = fresh[start : start + self.rows], MaskedLogits()
-            count = len(plans)
-            self.generate(
-                base.model, [prompt] * count, settings, hooks=[seen], record_sinks=False,
-                replay=base.canvas.repeat(count, 1, 1), cache=Planned(np.stack(plans)),
-            )  # fmt: skip
-            split = {step: kept.view(count, -1, kept.shape[-1]) for step, kept in seen.kept.items()}
-            parts.append(
-                costs(logits.kept, [{step: kept[row] for step, kept in split.items()} for row in range(count)])
-            )
-        kl, changed = zip(*parts, strict=True)
-        return np.concatenate(kl), np.concatenate(changed)
+        """`costs` of every plan, all in one batch."""
+        seen, count = MaskedLogits(), len(fresh)
+        self.generate(
+            base.model, [prompt] * count, settings, hooks=[seen], record_sinks=False,
+            replay=base.canvas.repeat(count, 1, 1), cache=Planned(np.stack(fresh)),
+        )  # fmt: skip
+        split = {step: kept.view(count, -1, kept.shape[-1]) for step, kept in seen.kept.items()}
+        return costs(logits.kept, [{step: kept[row] for step, kept in split.items()} for row in range(count)])
 
     def policies(self) -> dict[str, Policy]:
         """The policies of `POLICIES`, with a complete step every `every` steps."""
@@ -211,31 +190,26 @@ class Caching(Study):
         assert run.sinks is not None
         return run.sinks["score"].to_numpy()
 
-    def _empty(self, model: "Model") -> xr.Dataset:
+    def _empty(self) -> xr.Dataset:
         """The measurements of a prompt, all NaN."""
-        layers = [EVERYWHERE, *layer_names(model.cfg.n_layers)]
-        axes: dict[str, list[Any]] = {
-            "change": list(CHANGES), "choice": list(KEYS), "layer": layers, "age": list(range(1, self.every)),
-            "policy": list(POLICIES), "source": list(SOURCES),
-        }  # fmt: skip
-        shapes = {
-            **dict.fromkeys(COSTS, ("change", "choice", "layer")), "kl_age": ("change", "choice", "age"),
-            **dict.fromkeys(SETS, ("choice",)), **dict.fromkeys((f"policy_{name}" for name in COSTS), ("policy",)),
+        axes = {"change": list(CHANGES), "choice": list(KEYS), "policy": list(POLICIES), "source": list(SOURCES)}
+        shapes: dict[str, tuple[str, ...]] = {
+            **dict.fromkeys(COSTS, ("change", "choice")),
+            **dict.fromkeys((f"policy_{name}" for name in COSTS), ("policy",)),
             **dict.fromkeys(MOTION, ("policy", "source")),
-        }  # fmt: skip
+        }
         values = {name: (dims, np.full([len(axes[axis]) for axis in dims], np.nan)) for name, dims in shapes.items()}
         return xr.Dataset(values, coords=axes)
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``costs``, ``ages`` (KL by steps since the keys were computed), ``sets``, ``policies``, ``motion``,
-        ``claims``: one family per model; and ``ratios``: `ratio_table`.
-        """
-        columns = {"costs": list(COSTS), "ages": ["kl_age"], "sets": list(SETS), "motion": list(MOTION)}
-        columns["policies"] = [f"policy_{name}" for name in COSTS]
+        """``costs``, ``policies``, ``motion``, ``claims``: one family per model; and ``ratios``: `ratio_pairs`."""
+        columns = {"costs": list(COSTS), "motion": list(MOTION), "policies": [f"policy_{name}" for name in COSTS]}
         tables = {name: interval_table(measured, variables, self.seed) for name, variables in columns.items()}
-        return {**{name: table[table["estimate"].notna()] for name, table in tables.items()},
-                "claims": judged(interval_table(measured, ["difference"], self.seed, null=0.0)),
-                "ratios": ratio_table(measured)}  # fmt: skip
+        return {
+            **{name: table[table["estimate"].notna()] for name, table in tables.items()},
+            "claims": judged(interval_table(measured, ["difference"], self.seed, null=0.0)),
+            "ratios": ratio_table({name: ratio_pairs(data) for name, data in measured.items()}),
+        }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: KL by keys, a panel per change; ``motion``: changes of the strongest key by policy."""
@@ -244,9 +218,7 @@ class Caching(Study):
         moved["run"] = moved["policy"].map(POLICIES) + ", " + moved["source"].map(SOURCES)
         label = f"{COSTS['kl']}; 95 % intervals over prompts; {SINK}"
         return {
-            "costs": dot_panels(
-                costs[costs["layer"] == EVERYWHERE], "change", CHANGES, "choice", (6, 4), label, names=KEYS
-            ),
+            "costs": dot_panels(costs, "change", CHANGES, "choice", (6, 4), label, names=KEYS),
             "motion": dot_panels(moved, "measure", MOTION, "run", (6.5, 5)),
         }
 
@@ -270,61 +242,35 @@ def motion_of(
     return {name: measured[name][sources] for name in MOTION}
 
 
-def sizes_of(base: Generation, sets: Sets, stale: Bool[np.ndarray, " step"]) -> dict[str, Any]:
-    """`SETS` of the chosen keys; means over the steps with stale keys and the layers after the first."""
-    assert base.sinks is not None
-    score = np.nan_to_num(base.sinks.scores("percent").to_numpy()[0]).mean(axis=2)
-    moved = np.nan_to_num(base.sinks["drift"].to_numpy()[0])
-    found: dict[str, list[float]] = {name: [] for name in SETS}
-    for keys in sets.values():
-        inside = keys[stale, 1:]
-        found["number"].append(float(inside.sum(axis=-1).mean()) if inside.size else np.nan)
-        found["mass"].append(float((score[stale, 1:] * inside).sum(axis=-1).mean()) if inside.size else np.nan)
-        found["drift"].append(float(moved[stale, 1:][inside].mean()) if inside.any() else np.nan)
-    return {name: ("choice", np.array(values)) for name, values in found.items()}
-
-
 def claim_values(data: xr.Dataset) -> xr.DataArray:
     """For each claim a difference that is above 0 if it holds, [claim]."""
     named = dict(_claims(data))
     return xr.DataArray([float(value) for value in named.values()], {"claim": list(named)}, "claim")
 
 
-def ratio_table(measured: Mapping[str, xr.Dataset]) -> "DataFrame":
-    """KL with stale sinks ÷ KL with the stale keys of each control, prompt by prompt (log_ratios.py)."""
-    from pandas import DataFrame
-
-    rows = []
-    for model, data in measured.items():
-        kl = data["kl"].sel(change="stale", layer=EVERYWHERE)
-        for control, name in CONTROLS.items():
-            first, second = (kl.sel(choice=choice).to_numpy() for choice in (TREATED[control], control))
-            rows += ratio_rows(model, f"KL with stale sinks ÷ with stale {name}", first, second)
-    return corrected(DataFrame(rows))
+def ratio_pairs(data: xr.Dataset) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """KL with stale sinks, and with the stale keys of each control, by prompt."""
+    kl = data["kl"].sel(change="stale")
+    return {
+        f"KL with stale sinks ÷ with stale {name}": (
+            kl.sel(choice=TREATED[control]).to_numpy(),
+            kl.sel(choice=control).to_numpy(),
+        )
+        for control, name in CONTROLS.items()
+    }
 
 
 def _claims(data: xr.Dataset) -> Iterator[tuple[str, Any]]:
     stale, fresh = (data[list(COSTS)].sel(change=change) for change in CHANGES)
-    everywhere = fresh["kl"].sel(layer=EVERYWHERE)
+    left, cost = fresh["kl"], data["policy_kl"]
     for control, name in CONTROLS.items():
         sink = TREATED[control]
-        excess = (stale.sel(choice=sink) - stale.sel(choice=control)).sel(layer=EVERYWHERE)
+        excess = stale.sel(choice=sink) - stale.sel(choice=control)
         yield f"stale sinks change predictions more than {name}", excess["kl"]
         yield f"stale sinks change more proposals than {name}", excess["proposals"]
-        yield f"fresh sinks save more than {name}", everywhere.sel(choice=control) - everywhere.sel(choice=sink)
-    yield "fresh sinks save something", everywhere.sel(choice="none") - everywhere.sel(choice="sink")
-    for layer in data["layer"].to_numpy():
-        where = "all layers" if layer == EVERYWHERE else f"layer {layer}"
-        if layer != EVERYWHERE:
-            alone = stale["kl"].sel(layer=layer)
-            yield (f"{where}: stale sinks change predictions more than {CONTROLS['same_mass']}",
-                   alone.sel(choice="sink") - alone.sel(choice="same_mass"))  # fmt: skip
-        left = fresh["kl"].sel(layer=layer)
-        yield (
-            f"{where}: fresh sinks save more than half of the cost",
-            left.sel(choice="none") / 2 - left.sel(choice="sink"),
-        )
-    cost = data["policy_kl"]
+        yield f"fresh sinks save more than {name}", left.sel(choice=control) - left.sel(choice=sink)
+    yield "fresh sinks save something", left.sel(choice="none") - left.sel(choice="sink")
+    yield "fresh sinks save more than half of the cost", left.sel(choice="none") / 2 - left.sel(choice="sink")
     yield "KeepSinks costs less than DualCache", cost.sel(policy="dual") - cost.sel(policy="keep-sinks")
     yield (
         "the negation of KeepSinks costs less than KeepSinks",
@@ -334,35 +280,6 @@ def _claims(data: xr.Dataset) -> Iterator[tuple[str, Any]]:
         for measure, what in (("jump_share", "strongest keys"), ("sink_jump_share", "sinks")):
             rate = data[measure].sel(policy=policy)
             yield f"{what} move less under {name}", rate.sel(source="same queries") - rate.sel(source="policy")
-
-
-# --- which keys are stale, and what that costs on the canvases of the exact run ---------------------------------------
-
-
-class Staleness(NamedTuple):
-    """What one run leaves stale.
-
-    Attributes:
-        change: of `CHANGES`.
-        choice: of `KEYS`.
-        layer: the only layer with stale keys, or `EVERYWHERE`.
-    """
-
-    change: str
-    choice: str
-    layer: str
-
-
-def conditions(layers: int) -> list[Staleness]:
-    """Every choice of keys in all layers; sinks, keys of the same mass and none also in single layers."""
-    everywhere = [Staleness(*names, EVERYWHERE) for names in product(CHANGES, KEYS)]
-    single = [Staleness(*names) for names in product(CHANGES, ("none", "sink", "same_mass"), layer_names(layers))]
-    return [one for one in [*everywhere, *single] if one[:2] != ("stale", "none")]  # that is the exact run
-
-
-def layer_names(layers: int) -> list[str]:
-    """The layers whose keys can be out of date: those of the first depend on nothing but their own token."""
-    return [str(layer) for layer in range(1, layers)]
 
 
 def candidates(run: Generation, every: int) -> Bool[np.ndarray, "step pos"]:
@@ -430,14 +347,13 @@ def _all_sets(
 
 
 def fresh_keys(
-    condition: Staleness, sets: Mapping[str, Bool[np.ndarray, "step layer pos"]], allowed: Bool[np.ndarray, "step pos"]
+    change: str,
+    choice: str,
+    sets: Mapping[str, Bool[np.ndarray, "step layer pos"]],
+    allowed: Bool[np.ndarray, "step pos"],
 ) -> Bool[np.ndarray, "step layer pos"]:
     """What a condition computes, for `sinklens.sampling.Planned`."""
-    keys = sets[condition.choice]
-    stale = keys if condition.change == "stale" else allowed[:, None] & ~keys
-    if condition.layer != EVERYWHERE:
-        stale = stale & (np.arange(stale.shape[1]) == int(condition.layer))[:, None]
-    return ~stale
+    return ~sets[choice] if change == "stale" else ~allowed[:, None] | sets[choice]
 
 
 def costs(

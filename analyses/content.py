@@ -29,7 +29,6 @@ from sinklens.analyses.answers import each_prompt, free_effects, unchanged
 from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.mass import MEANING, REMOVED, attended, removed, same_mass_name, with_same_mass
 from sinklens.analyses.study import Study
-from sinklens.errors import SettingError
 from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
@@ -38,7 +37,7 @@ from sinklens.sinks.strongest import Marked, Part
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from pandas import DataFrame, Series  # type: ignore[import-untyped,unused-ignore]
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
     from sinklens.model import Model
 
@@ -87,11 +86,6 @@ class Content(Study):
 
     Attributes:
         kind: the kind of token that is compared with all others.
-        top_k: number of strongest keys per head.
-        overall: whether these are the strongest of all keys, which are then split by kind; or the strongest of each
-            kind, so that every head loses `top_k` keys of it.
-        changes: which of `CHANGES` are made, "mask" among them. Fewer take less time; claims about others are left out.
-        cells: which cells are measured, such as ``"digit sink"`` or ``"not digit all"``; by default all.
     """
 
     name: ClassVar[str] = "content"
@@ -101,18 +95,6 @@ class Content(Study):
     )
     together: ClassVar[bool] = False
     kind: str = "digit"
-    top_k: int = 1
-    overall: bool = True
-    changes: tuple[str, ...] = tuple(CHANGES)
-    cells: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if "mask" not in self.changes or not set(self.changes) <= CHANGES.keys():
-            raise SettingError(f"changes are some of {', '.join(CHANGES)}, with mask; got {self.changes!r}.")
-        known = [" ".join(cell) for cell in product(self.kinds, PARTS)]
-        if not set(self.cells) <= set(known):
-            raise SettingError(f"cells are some of {', '.join(known)}; got {self.cells!r}.")
 
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
@@ -121,74 +103,58 @@ class Content(Study):
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """`MEASURES`, `CONTROLS` and `MASS` [prompt, kind, part, change]; ``share`` [prompt, kind, part]; ``base``
-        [prompt]. The mass is that of masked keys, NaN for keys that are drawn in the run. A cell that is not among
-        `cells` is NaN.
+        [prompt]. The mass is that of masked keys, NaN for keys that are drawn in the run.
         """
-        sizes = (len(self.kinds), len(PARTS), len(self.changes))
-        every = [f"{kind} {part}" for kind, part in product(self.kinds, PARTS)]
+        axes: dict[str, list[Any]] = {"kind": list(self.kinds), "part": list(PARTS), "change": list(CHANGES)}
+        shape = tuple(map(len, axes.values()))
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
-            cells = {
-                cell: self.keys(kind, part)
-                for cell, (kind, part) in zip(every, product(self.kinds, PARTS), strict=True)
-                if not self.cells or cell in self.cells
-            }
             base = unchanged(self, model, prompt, settings)
             mass = attended(self, model, prompt, settings, base)
-            found_keys = {cell: keys.detect(base) for cell, keys in cells.items()}
-            sinks = EpsilonOverMean().detect(base)
-            track = with_same_mass(base, found_keys, sinks, mass, self.seed, self._among(base))
+            keys = {f"{kind} {part}": self.keys(kind, part).detect(base) for kind, part in product(self.kinds, PARTS)}
+            track = with_same_mass(base, keys, EpsilonOverMean().detect(base), mass, self.seed, self._among(base))
             listed = {
-                f"{cell} {name}": hook for cell in cells for name, hook in self.interventions(track, cell).items()
+                f"{cell} {change}": hook for cell in keys for change, hook in self.interventions(track, cell).items()
             }
             found = free_effects(self, model, prompt, settings, {"unchanged": [], **listed})
             right = found["right"].to_numpy()
             values = {"right": right[1:], "cost": right[0] - right[1:], "changed": found["changed"].to_numpy()[1:]}
             values |= {name: found[name].to_numpy()[1:] for name in CONTROLS}
-            made = product(cells, self.changes)
-            values["removed"] = np.array([_removed(track, cell, change, mass) for cell, change in made])
-            place = [every.index(cell) for cell in cells]
-
-            def placed(value: np.ndarray) -> np.ndarray:
-                """Values by measured cell among all cells, [kind, part, ...]."""
-                value = value.reshape(len(place), -1)
-                full = np.full((len(every), value.shape[1]), np.nan)
-                full[place] = value
-                return full
-
-            shares = placed(np.array([_share(track, cell) for cell in cells])).reshape(sizes[:2])
+            values["removed"] = np.array([_removed(track, cell, change, mass) for cell in keys for change in CHANGES])
+            shares = np.array([_share(track, cell) for cell in keys]).reshape(shape[:2])
             return xr.Dataset(
-                {name: (("kind", "part", "change"), placed(value).reshape(sizes)) for name, value in values.items()}
+                {name: (tuple(axes), value.reshape(shape)) for name, value in values.items()}
                 | {"share": (("kind", "part"), shares), "base": ((), right[0])},
-                coords={"kind": list(self.kinds), "part": list(PARTS), "change": list(self.changes)},
+                coords=axes,
             )
 
         return each_prompt(prompts, one)
 
     def keys(self, kind: str, part: Part) -> StrongestKeys:
-        """The keys of one cell."""
-        return StrongestKeys(self.top_k, self.kinds[kind], part, overall=self.overall)
+        """The keys of one cell: the strongest of all keys, split by kind."""
+        return StrongestKeys(1, self.kinds[kind], part, overall=True)
 
     def _among(self, track: SinkTrack) -> dict[str, xr.DataArray]:
         """What the controls of equal mass choose among, beside all keys: those of the kind, and the rest."""
         of_kind = StrongestKeys(track.data.sizes["pos"], self.kinds[self.kind]).detect(track)
-        among = {"kind": of_kind, "rest": ~of_kind}
-        return {name: among[name] for change in self.changes if (name := AMONG.get(change, ""))}
+        return {"kind": of_kind, "rest": ~of_kind}
 
     def interventions(self, track: SinkTrack, cell: str) -> dict[str, Any]:
-        """One intervention per entry of `changes`, on the keys that `track` marks as `cell`."""
-        shared: dict[str, Any] = {"top_k": None, "detector": Marked(cell), "source": track, "seed": self.seed}
-        rest = shared | {"pick": "random", "persistent": True}
-        every: dict[str, Any] = {
-            "mask": MaskSinks(**shared),
-            "value": AblateValues(**shared),
+        """One intervention per entry of `CHANGES`, on the keys that `track` marks as `cell`."""
+        shared: dict[str, Any] = {"top_k": None, "source": track, "seed": self.seed}
+        keys = shared | {"detector": Marked(cell)}
+        rest = keys | {"pick": "random", "persistent": True}
+        return {
+            "mask": MaskSinks(**keys),
+            "value": AblateValues(**keys),
             "mask_random": MaskSinks(**rest),
             "mask_kind": MaskSinks(**rest | {"pick": "same_kind"}),
             "value_random": AblateValues(**rest),
+            **{
+                change: MaskSinks(**shared, detector=Marked(same_mass_name(cell, among)))
+                for change, among in AMONG.items()
+            },
         }
-        for change, among in AMONG.items():
-            every[change] = MaskSinks(**shared | {"detector": Marked(same_mass_name(cell, among))})
-        return {change: every[change] for change in self.changes}
 
     def contrasts(self, data: xr.Dataset) -> xr.Dataset:
         """The differences of costs that `claims` tests, by name; NaN for a model without a right answer."""
@@ -198,32 +164,22 @@ class Content(Study):
         """``costs``: every measure by kind, part and change; ``shares``; ``claims``: paired differences of costs;
         ``controls``: how many control keys were found; ``removed``: the attention that masks remove.
         """
-        tables = {
-            "costs": interval_table(measured, [*MEASURES, *BASE], self.seed),
-            "shares": interval_table(measured, list(SHARE), self.seed),
-            "controls": interval_table(measured, list(CONTROLS), self.seed),
-            "removed": interval_table(measured, list(MASS), self.seed).dropna(subset="estimate"),
-        }
+        listed = {"costs": [*MEASURES, *BASE], "shares": list(SHARE), "controls": list(CONTROLS), "removed": list(MASS)}
+        tables = {name: interval_table(measured, variables, self.seed) for name, variables in listed.items()}
+        tables["removed"] = tables["removed"].dropna(subset="estimate")
         meanings = MEASURES | BASE | SHARE | CONTROLS | MASS
         named = {
-            name: table[self._has(table)].assign(where=table["part"].map(PARTS), meaning=table["measure"].map(meanings))
+            name: table.assign(where=table["part"].map(PARTS), meaning=table["measure"].map(meanings))
             for name, table in tables.items()
         }
         return {**named, "claims": claims(measured, self.kind, self.seed)}
-
-    def _has(self, table: "DataFrame") -> "Series":
-        """Rows of cells that are measured, and of no cell."""
-        cell = table["kind"] + " " + table["part"]
-        return cell.isin(self.cells) | (table["kind"].isna() if self.cells else True)
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``costs``: word problems lost, a row per model and a panel per kind."""
         from sinklens.views.effects import interval_panels
 
         table = interval_table(measured, ["cost"], self.seed)
-        table = table[self._has(table)]
-        changes = {change: CHANGES[change] for change in self.changes}
-        costs = interval_panels(table, MEASURES, along="part", by="change", series=changes, panel="kind", names=PARTS)
+        costs = interval_panels(table, MEASURES, along="part", by="change", series=CHANGES, panel="kind", names=PARTS)
         return {"costs": costs}
 
 
@@ -260,16 +216,12 @@ def claims(measured: Mapping[str, xr.Dataset], kind: str, seed: int) -> "DataFra
 def _paired(data: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
     """The claims, and the differences of costs that are above 0 if they hold; NaN without a right answer."""
     cost = data["cost"] if bool((data["base"] > 0).any()) else data["cost"] * np.nan
-
-    made = data["changed"].notnull().any("prompt")
     other = f"not {kind}"
 
-    def above(first: tuple[str, str, str], second: tuple[str, str, str]) -> xr.DataArray | None:
-        """Cost of one cell and change minus that of another; None where one is not measured."""
-        cells = [dict(zip(("kind", "part", "change"), cell, strict=True)) for cell in (first, second)]
-        if not all(cell["change"] in cost["change"] and bool(made.sel(cell)) for cell in cells):
-            return None
-        return (cost.sel(cells[0]) - cost.sel(cells[1])).reset_coords(drop=True)
+    def above(first: tuple[str, str, str], second: tuple[str, str, str]) -> xr.DataArray:
+        """Cost of one cell and change minus that of another."""
+        one, than = (cost.sel(dict(zip(("kind", "part", "change"), cell, strict=True))) for cell in (first, second))
+        return (one - than).reset_coords(drop=True)
 
     compared = {
         f"a {kind} that is a sink costs more than one that is not": ((kind, "sink"), (kind, "other")),
@@ -282,4 +234,4 @@ def _paired(data: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
         where = f"{name}, {PARTS[part]}"  # type: ignore[index]
         for claim, (change, control) in CLAIMS.items():
             found[f"{where}: {claim.format(kind=kind)}"] = above((name, part, change), (name, part, control))
-    return {claim: values for claim, values in found.items() if values is not None}
+    return found

@@ -51,7 +51,7 @@ from sinklens.analyses.estimates.strata import (
     stratified,
     two_groups,
 )
-from sinklens.analyses.estimates.tables import corrected, interval_rows, interval_table
+from sinklens.analyses.estimates.tables import corrected, interval_rows, interval_table, known_mean
 from sinklens.analyses.matching import ratio
 from sinklens.analyses.study import Study
 from sinklens.experiments.swaps import column_sums
@@ -76,12 +76,7 @@ LANDINGS = {
     "rate_others": "landing rate at the places they are compared with",
     "ratio": "ratio of the two rates",
 }
-CHANGES = {
-    "change_just": "length of the change of the embedding at tokens decided by the previous step",
-    "change_written": "the same where these tokens are written over earlier ones",
-}
 WRITTEN = ("written_landed_at", "written_at_risk_at")
-AGES = tuple(range(-4, 7))
 PLACES = ("landed_at", "at_risk_at", "age_at", "score_rank_at", "order_rank_at", *WRITTEN)
 
 
@@ -96,98 +91,64 @@ class Events(Study):
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
         """See `events_of` and `written_over`."""
         if model.causal:
-            return _nothing(len(prompts), model.cfg.n_layers)
+            return _nothing(len(prompts))
         track = self.generate(model, prompts, settings).track
         return events_of(track).merge(written_over(model, track))
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
-        """``order``: `ORDER`; ``layers``: its first two by layer; ``landings``: `LANDINGS`; ``changes``:
-        `CHANGES`; ``ages``: see `age_rows`.
-        """
+        """``order``: `ORDER`; ``landings``: `LANDINGS`."""
         from pandas import DataFrame, concat
 
         within = DataFrame([row for name, data in measured.items() for row in within_rows(name, data, self.seed)])
         order = concat([interval_table(measured, ["correlation", "partial"], self.seed), corrected(within)])
         order = order.reset_index(drop=True)
-        layers = interval_table(measured, ["correlation_layer", "partial_layer"], self.seed)
         landings = DataFrame([row for name, data in measured.items() for row in landing_rows(name, data, self.seed)])
-        changes = interval_table(measured, list(CHANGES), self.seed)
-        ages = DataFrame([row for name, data in measured.items() for row in age_rows(name, data, self.seed)])
         return {
             "order": order.assign(meaning=order["measure"].map(ORDER)),
-            "layers": layers.assign(meaning=layers["measure"].str.removesuffix("_layer").map(ORDER)),
             "landings": corrected(landings).assign(meaning=landings["measure"].map(LANDINGS)),
-            "changes": changes.assign(meaning=changes["measure"].map(CHANGES)),
-            "ages": corrected(ages),
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``ages``: landing rates by age; ``order``: the correlations."""
+        """``order``: the correlations."""
         from sinklens.sinks.labels import wrapped
-        from sinklens.views.charts import curves, interval_dots
+        from sinklens.views.charts import interval_dots
         from sinklens.views.figures import panels
 
-        tables = self.tables(measured)
-        rates, axes = panels(2, size=(5.5, 3.6))
-        for (measure, label), ax in zip(
-            {"rate": "landing rate", "ratio": "relative to other ages\nat the same step and place"}.items(),
-            axes,
-            strict=True,
-        ):
-            rows = tables["ages"][tables["ages"]["measure"] == measure]
-            curves(rows.replace(np.inf, np.nan), "age", ax)  # infinite where only this age has landings
-            ax.set(xlabel="steps since the token was decided", ylabel=label)
         order, (ax,) = panels(1, size=(7, 2.8))
         names = {name: wrapped(meaning, 44) for name, meaning in ORDER.items()}
-        interval_dots(tables["order"], "measure", ax, names=names, line=0.0)
+        interval_dots(self.tables(measured)["order"], "measure", ax, names=names, line=0.0)
         ax.set(xlabel="below 0: strong keys are decided earlier; 95 % intervals")
-        return {"ages": rates, "order": order}
+        return {"order": order}
 
 
 def events_of(track: SinkTrack) -> xr.Dataset:
-    """``correlation`` and ``partial`` [prompt], and with ``_layer`` [prompt, layer]: see `ORDER`, means over steps;
-    and, [prompt, step, place], NaN where undefined: ``landed_at`` and ``at_risk_at``, heads that jump to a place and
-    that could; ``age_at``; ``score_rank_at`` and ``order_rank_at``, ranks among the undecided positions of the step,
-    from 0 to 1.
+    """``correlation`` and ``partial`` [prompt]: see `ORDER`, means over steps; and, [prompt, step, place], NaN where
+    undefined: ``landed_at`` and ``at_risk_at``, heads that jump to a place and that could; ``age_at``;
+    ``score_rank_at`` and ``order_rank_at``, ranks among the undecided positions of the step, from 0 to 1.
     """
     answer = slice(track.prompt_length, None)
     masked, committed = (track.data[name].isel(pos=answer).to_numpy() for name in ("masked", "committed"))
     there = track.scores().isel(pos=answer).notnull().any(("layer", "head")).to_numpy()  # [batch, step, pos]
-    steps = np.arange(masked.shape[1])
+    steps, places = (np.arange(size) for size in masked.shape[1:])
     decided = np.where(committed.any(axis=1), committed.argmax(axis=1), len(steps)).astype(np.float64)
     age = np.where(there, steps[:, None] - decided[:, None], np.nan)
     score = track.scores().isel(pos=answer).mean("head").to_numpy()  # [batch, step, layer, pos]
-    score = np.where((masked & there)[:, :, None], score, np.nan)
+    score = np.where((masked & there)[:, :, None], score, np.nan).mean(axis=2)
     order = np.where(masked & there, decided[:, None], np.nan)
     landed, at_risk = (value[..., answer] for value in landings(track))
     values = {
         "landed_at": np.where(there, landed, np.nan), "at_risk_at": np.where(there, at_risk, np.nan), "age_at": age,
-        "score_rank_at": ranks(score.mean(axis=2)), "order_rank_at": ranks(order),
+        "score_rank_at": ranks(score), "order_rank_at": ranks(order),
     }  # fmt: skip
     columns: dict[str, Any] = {
         name: (("prompt", "step", "place"), value.astype(np.float32)) for name, value in values.items()
     }
-    for name, value, axes in (("", score.mean(axis=2), ("prompt",)), ("_layer", score, ("prompt", "layer"))):
-        columns |= {f"{kind}{name}": (axes, found) for kind, found in _orders(value, order).items()}
-    coords = {"step": steps, "place": np.arange(masked.shape[2]), "layer": np.arange(score.shape[2])}
-    return xr.Dataset(columns, coords)
-
-
-def _orders(score: np.ndarray, order: np.ndarray) -> dict[str, np.ndarray]:
-    """The first two of `ORDER`, means over the steps that have one, for scores [batch, step, (layer,) pos]."""
-    order = order if score.ndim == 3 else order[:, :, None]
-    found = {
+    by_step = {
         "correlation": rank_correlation(score, order),
-        "partial": partial_rank_correlation(score, order, np.arange(score.shape[-1])),
+        "partial": partial_rank_correlation(score, order, places),
     }
-    known = {name: ~np.isnan(value) for name, value in found.items()}
-    return {
-        name: np.divide(
-            np.nan_to_num(value).sum(axis=1), known[name].sum(axis=1),
-            out=np.full(value.sum(axis=1).shape, np.nan), where=known[name].any(axis=1),
-        )
-        for name, value in found.items()
-    }  # fmt: skip
+    columns |= {name: ("prompt", [known_mean(row) for row in value]) for name, value in by_step.items()}
+    return xr.Dataset(columns, {"step": steps, "place": places})
 
 
 def landings(track: SinkTrack) -> tuple[Float[np.ndarray, "batch step pos"], Float[np.ndarray, "batch step pos"]]:
@@ -253,38 +214,17 @@ def _compared(data: xr.Dataset, just: xr.DataArray) -> dict[str, list[np.ndarray
     return {**found, "written over": [*found["all"][:2], *written]}
 
 
-def age_rows(model: str, data: xr.Dataset, seed: int) -> list[dict[str, Any]]:
-    """``rate``: landing rate of answer tokens by age; ``ratio``: relative to all other ages, at the same step and
-    place, and within groups of prompts if they are known.
-    """
-    rows, group = [], groups_of(data)
-    for age in AGES:
-        parts = two_groups(data["landed_at"], data["at_risk_at"], data["age_at"] == age, data["age_at"].notnull())
-        parts[2:] = [every - part for every, part in zip(parts[2:], parts[:2], strict=True)]
-        sums = [part.sum(axis=1, keepdims=True) for part in parts[:2]]
-        found = {"rate": _rate(sums, seed, group), "ratio": compare(parts, seed, group=group)}
-        for measure, one in found.items():
-            (row,) = interval_rows(model, measure, one.found, {"age": [age]})
-            rows.append({**row, **labels_of(one)})
-    return rows
-
-
 def _rate(parts: Sequence[np.ndarray], seed: int, group: Groups | None) -> Matched:
     """Landings / heads that could land, summed over everything."""
     return stratified(lambda *sums: sums, ratio, parts, seed, group, within=False, scale=LOG)
 
 
-def _nothing(prompts: int, layers: int) -> xr.Dataset:
+def _nothing(prompts: int) -> xr.Dataset:
     """The variables of an autoregressive model."""
     empty = np.full((prompts, 1, 1), np.nan, dtype=np.float32)
     columns: dict[str, Any] = dict.fromkeys(PLACES, (("prompt", "step", "place"), empty))
-    columns |= {name: ("prompt", np.full(prompts, np.nan)) for name in ("correlation", "partial")}
-    columns |= {
-        f"{name}_layer": (("prompt", "layer"), np.full((prompts, layers), np.nan))
-        for name in ("correlation", "partial")
-    }
-    columns |= {name: ("prompt", np.full(prompts, np.nan)) for name in CHANGES}
-    return xr.Dataset(columns, {"step": [0], "place": [0], "layer": np.arange(layers)})
+    columns |= dict.fromkeys(("correlation", "partial"), ("prompt", np.full(prompts, np.nan)))
+    return xr.Dataset(columns, {"step": [0], "place": [0]})
 
 
 # --- the control for just decided tokens: other tokens whose embedding changes as much --------------------------------
@@ -297,14 +237,11 @@ class Rewritten(NamedTuple):
         step: the step after the one that decided them.
         places: where they are written.
         ids: the canvas of the step before, with them.
-        just, written: changes of the embedding where they were decided, and where they are written.
     """
 
     step: int
     places: list[int]
     ids: Int[Tensor, " pos"]
-    just: float
-    written: float
 
 
 def written_over(model: "Model", track: SinkTrack) -> xr.Dataset:
@@ -313,10 +250,9 @@ def written_over(model: "Model", track: SinkTrack) -> xr.Dataset:
     Returns:
         ``written_landed_at`` and ``written_at_risk_at`` [prompt, step, place], NaN elsewhere: the heads whose strongest
         key is this place of the rewritten canvas, and those that had another on the canvas of the step before.
-        `CHANGES` [prompt], means over steps.
     """
     shape = track.data["masked"].transpose("batch", "step", "pos").shape
-    landed, at_risk, changes = np.full(shape, np.nan), np.full(shape, np.nan), np.full((2, shape[0]), np.nan)
+    landed, at_risk = np.full(shape, np.nan), np.full(shape, np.nan)
     for row in range(shape[0]):
         ids = torch.from_numpy(track.data["token_id"][row].to_numpy().astype(np.int64))
         real = np.flatnonzero(track.data["is_real"][row].to_numpy())
@@ -330,14 +266,12 @@ def written_over(model: "Model", track: SinkTrack) -> xr.Dataset:
             for place in one.places:
                 at_risk[row, one.step, real[place]] = (old != place).sum()
                 landed[row, one.step, real[place]] = ((old != place) & (new == place)).sum()
-        changes[:, row] = np.mean([(one.just, one.written) for one in found], axis=0)
     answer = slice(track.prompt_length, None)
     return xr.Dataset(
         {
             name: (("prompt", "step", "place"), value[..., answer].astype(np.float32))
             for name, value in zip(WRITTEN, (landed, at_risk), strict=True)
         }
-        | {name: ("prompt", value) for name, value in zip(CHANGES, changes, strict=True)}
     )
 
 
@@ -359,7 +293,7 @@ def rewritten(
     for step in range(1, len(ids)):
         before, now = ids[step - 1], ids[step]
         just = np.flatnonzero(committed[step - 1] & answer & (now >= 0).numpy())
-        earlier, canvas, sizes = answer & ~masked[step - 1] & (before >= 0).numpy(), before.clone(), []
+        earlier, canvas, chosen = answer & ~masked[step - 1] & (before >= 0).numpy(), before.clone(), list[int]()
         for source in just:
             moved = table[now[source].expand_as(before).to(table.device)] - table[before.to(table.device)]
             change = moved.float().norm(dim=-1).cpu().numpy()
@@ -367,8 +301,7 @@ def rewritten(
             place = int(miss.argmin())
             if miss[place] < np.inf:
                 earlier[place], canvas[place] = False, now[source]
-                sizes.append((place, change[source], change[place]))
-        if sizes:
-            chosen, here, there = zip(*sizes, strict=True)
-            found.append(Rewritten(step, list(chosen), canvas, float(np.mean(here)), float(np.mean(there))))
+                chosen.append(place)
+        if chosen:
+            found.append(Rewritten(step, chosen, canvas))
     return found

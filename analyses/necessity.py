@@ -169,15 +169,11 @@ class Necessity(Study):
             for name, table in tables.items()
         }
         against = curve(measured, "above_cost", "above_removed", self.seed, ABOVE_RANGES)
-        kl = {name: data["kl"] for name, data in measured.items()}
-        first = {name: values.sel(pick="strongest", drop=True).expand_dims(control=list(CONTROLS), axis=-1)
-                 for name, values in kl.items()}  # fmt: skip
-        second = {name: values.sel(pick=list(CONTROLS)).rename(pick="control") for name, values in kl.items()}
         return {
             **named,
             "thresholds": thresholds.assign(meaning=thresholds["measure"].map(ABOVE)),
             "curve": against.assign(meaning=against["measure"].map(ABOVE)),
-            "ratios": ratio_table(first, second, self.seed),
+            "ratios": ratio_table({name: ratio_pairs(data) for name, data in measured.items()}),
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
@@ -210,6 +206,18 @@ class Necessity(Study):
                 xlabel="attention removed, %",
             ),
         }
+
+
+def ratio_pairs(data: xr.Dataset) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """KL with the strongest keys masked, and with the keys of each control, by prompt."""
+    return {
+        f"KL with the strongest key masked {where} ÷ with {name}": (
+            data["kl"].sel(part=part, pick="strongest").to_numpy(),
+            data["kl"].sel(part=part, pick=control).to_numpy(),
+        )
+        for part, where in PARTS.items()
+        for control, name in CONTROLS.items()
+    }
 
 
 def _above(epsilon: float) -> str:

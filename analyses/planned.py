@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import xarray as xr
 
-from sinklens.analyses.answers import each_prompt, effects, free_effects, unchanged
+from sinklens.analyses.answers import each_prompt, free_effects, unchanged
 from sinklens.analyses.estimates.deciding import over_groups
 from sinklens.analyses.estimates.plan import Plan
 from sinklens.analyses.estimates.tables import interval_table
@@ -48,7 +48,6 @@ PICKS = {
 MEASURES = {
     "cost": "right answers lost by masking, share of prompts",
     "changed": "answers that change by masking, share of prompts",
-    "kl": "KL divergence from the unchanged run (nats per undecided position, under replay)",
 }
 
 
@@ -66,21 +65,19 @@ class PlannedTest(Study):
     plan: Plan = field(default_factory=lambda: Plan("", "", 2, 0.1))
 
     def measure(self, model: "Model", prompts: Sequence[SinglePrompt], settings: Settings) -> xr.Dataset:
-        """`MEASURES` and ``removed`` [prompt, pick]; ``kl`` only where the plan asks for it, else NaN."""
+        """`MEASURES` and ``removed`` [prompt, pick]."""
 
         def one(prompt: SinglePrompt) -> xr.Dataset:
             track = unchanged(self, model, prompt, settings)
             marked, mass = self._marked(model, prompt, settings, track)
             listed = self.interventions(marked)
-            arguments = (self, model, prompt, settings, {"unchanged": [], **listed})
-            found = effects(*arguments) if self.plan.measure == "kl" else free_effects(*arguments)
+            found = free_effects(self, model, prompt, settings, {"unchanged": [], **listed})
             right = found["right"].to_numpy()
             gone = {"treated": marked["treated"], SAME_MASS: marked[f"treated {SAME_MASS}"]}
             values = {
                 "right": right[1:],
                 "cost": right[0] - right[1:],
                 "changed": found["changed"].to_numpy()[1:],
-                "kl": found["kl"].to_numpy()[1:] if "kl" in found else np.full(len(listed), np.nan),
                 "removed": np.array(
                     [float(removed(gone[name], mass)[0]) if name in gone else np.nan for name in listed]
                 ),
@@ -117,9 +114,9 @@ class PlannedTest(Study):
 
     def tables(self, measured: Mapping[str, xr.Dataset]) -> "dict[str, DataFrame]":
         """``masks``: the measures by keys; ``differences``: the keys of the plan minus every control, with intervals
-        over groups if the plan has groups; and then ``groups``, the same by group.
+        over groups if the plan has groups.
         """
-        measures = ["cost", "changed"] + ["kl"] * (self.plan.measure == "kl")
+        measures = ["cost", "changed"]
         tables = {"masks": interval_table(measured, [*measures, "removed"], self.seed).dropna(subset="estimate")}
         ranges = {"cost": (-1, 1), "changed": (-1, 1)}
         less = {name: data[measures].sel(pick="treated", drop=True) - data[measures] for name, data in measured.items()}
@@ -130,15 +127,6 @@ class PlannedTest(Study):
             over = [over_groups(controls[row.model][row.measure].sel(control=row.control).to_numpy(), groups)
                     for row in tables["differences"].itertuples()]  # fmt: skip
             tables["differences"][["estimate", "low", "high"]] = [(one.value, one.low, one.high) for one in over]
-        if groups and self.plan.against in next(iter(controls.values()))["control"]:
-            parts = [
-                interval_table({name: data.sel(control=self.plan.against).isel(prompt=np.array(groups) == group)},
-                               [self.plan.measure], self.seed, ranges).assign(group=group)
-                for name, data in controls.items() for group in dict.fromkeys(groups)
-            ]  # fmt: skip
-            from pandas import concat
-
-            tables["groups"] = concat(parts, ignore_index=True)
         return tables
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":

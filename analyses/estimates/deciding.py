@@ -3,7 +3,7 @@
 The units are groups of prompts, if the prompts have groups; else prompts; or training runs, if the plan names several:
 
 - prompts, of outcomes: Tango's limits, McNemar's exact test, and two one-sided score tests for equivalence;
-- groups, and prompts for "kl": the t limits and t tests of their means, for "kl" of logarithms of ratios;
+- groups: the t limits and t tests of their means;
 - training runs: the limits and the test of seeds.py, as everywhere. The runs answered the same prompts, and what they
   share of their chance, or of that of the groups, is part of it.
 
@@ -32,7 +32,7 @@ from sinklens.analyses.estimates.power import (
     smallest_t,
     t_power,
 )
-from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, Scale
+from sinklens.analyses.estimates.scales import DIFFERENCE
 from sinklens.analyses.estimates.seeds import hierarchical
 from sinklens.utils.estimates import Estimate, mcnemar, outcomes, student
 
@@ -44,10 +44,9 @@ class Decision:
     """The result of a plan, before it is corrected for other tests.
 
     Attributes:
-        found: difference of the measure, or ratio for "kl", over prompts, groups or training runs, with the p value of
-            no difference.
+        found: difference of the measure over prompts, groups or training runs, with the p value of no difference.
         p_equivalent: p value of a difference as large as the smallest of interest.
-        shown: the smallest difference (or ratio) that so many units show with a probability of 80 %.
+        shown: the smallest difference that so many units show with a probability of 80 %.
     """
 
     found: Estimate
@@ -57,31 +56,20 @@ class Decision:
 
 def decided(plan: Plan, measured: Mapping[str, xr.Dataset]) -> Decision:
     """The result of a plan from the measurements of its models."""
-    values, groups, kl = [difference(plan, data) for data in measured.values()], plan.groups(), plan.measure == "kl"
-    of_interest = math.log(plan.of_interest) if kl else plan.of_interest
+    values, groups = [difference(plan, data) for data in measured.values()], plan.groups()
     if len(values) > 1:
-        scale = LINEAR if kl else DIFFERENCE
-        made = _not_certain(values, groups, lambda given: _of_runs(given, groups, of_interest, scale))
-    elif groups:
-        made = _of_groups(values[0], groups, of_interest)
-    elif kl:
-        made = _of_means(values[0][~np.isnan(values[0])], of_interest)
-    else:
-        return _of_outcomes(values[0], of_interest)
-    if not kl:
-        return _possible(made)
-    value, low, high = (math.exp(end) for end in (made.found.value, made.found.low, made.found.high))
-    return replace(
-        made, found=replace(made.found, value=value, low=low, high=high), shown=math.exp(min(made.shown, 700.0))
-    )
+        return _possible(_not_certain(values, groups, lambda given: _of_runs(given, groups, plan.of_interest)))
+    if groups:
+        return _possible(_of_groups(values[0], groups, plan.of_interest))
+    return _of_outcomes(values[0], plan.of_interest)
 
 
-def verdict(plan: Plan, made: Decision, p: float, p_equivalent: float) -> str:
+def verdict(made: Decision, p: float, p_equivalent: float) -> str:
     """ "holds", "the opposite holds", "equivalent" or "cannot tell", from corrected p values."""
     if math.isnan(made.found.value) or math.isnan(made.found.low):
         return "cannot tell"
     if p <= LEVEL:
-        return "holds" if made.found.value > (1.0 if plan.measure == "kl" else 0.0) else "the opposite holds"
+        return "holds" if made.found.value > 0 else "the opposite holds"
     return "equivalent" if p_equivalent <= LEVEL else "cannot tell"
 
 
@@ -91,13 +79,9 @@ def over_groups(values: Values, groups: Sequence[str]) -> Estimate:
 
 
 def difference(plan: Plan, data: xr.Dataset) -> Values:
-    """Keys of the plan minus control, by prompt; for "kl" the logarithm of their ratio, NaN where either is 0."""
+    """Keys of the plan minus control, by prompt."""
     treated, control = (data[plan.measure].sel(pick=pick).to_numpy() for pick in ("treated", plan.against))
-    if plan.measure != "kl":
-        return np.asarray(treated - control, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log(treated) - np.log(control)
-    return np.where(np.isfinite(logs), logs, np.nan)
+    return np.asarray(treated - control, dtype=np.float64)
 
 
 def in_groups(values: Values, groups: Sequence[str]) -> Float[np.ndarray, " group"]:
@@ -168,11 +152,12 @@ def _of_means(values: Float[np.ndarray, " unit"], of_interest: float) -> Decisio
     return Decision(student(mean, error, number - 1, number), _outside(edges, error, number), shown)
 
 
-def _of_runs(values: Sequence[Values], groups: Sequence[str], of_interest: float, scale: Scale) -> Decision:
+def _of_runs(values: Sequence[Values], groups: Sequence[str], of_interest: float) -> Decision:
     """The estimate of seeds.py over training runs, its test, and two one-sided tests with the same standard error."""
     from scipy.stats import t
 
-    found, number = hierarchical(values, scale=scale, group=groups), len(values)
+    scale, number = DIFFERENCE, len(values)
+    found = hierarchical(values, scale=scale, group=groups)
     if math.isnan(found.low):
         return _unknown(found.value, number)
     centre = float(scale.to(found.value))
@@ -200,29 +185,28 @@ def planned_power(plan: Plan, tests: int) -> dict[str, float]:
     """Power of a plan before it is run, at the level that `tests` tests on its prompts leave it.
 
     ``holds``: probability to find a true difference of the smallest size of interest; ``equivalent``: to find no true
-    difference equivalent (NaN for groups, runs and ratios); ``shown``: the smallest difference found with 80 %.
+    difference equivalent (NaN for groups and runs); ``shown``: the smallest difference found with 80 %.
     """
     level, groups = LEVEL / max(1, tests), plan.groups()
     units = 1 + len(plan.seeds) if plan.seeds else len(set(groups)) if groups else plan.n
     against = plan.expect["against"]
-    if plan.measure != "kl" and not plan.seeds and not groups:
+    if not plan.seeds and not groups:
         against = min(against, (1 - plan.of_interest) / 2)
         return {
             "holds": paired_power(plan.of_interest, plan.n, level, against),
             "equivalent": equivalence_power(plan.n, plan.of_interest, 2 * against, level),
             "shown": smallest_paired(plan.n, level, against),
         }
-    within = plan.expect["spread"] if plan.measure == "kl" else math.sqrt(plan.of_interest + 2 * against)
+    within = math.sqrt(plan.of_interest + 2 * against)
     between = plan.expect["between"]
     if plan.seeds:  # all runs answer the same prompts, so their chance is not averaged over runs
         shared = within**2 / plan.n + (between**2 / len(set(groups)) if groups else 0.0)
         spread = math.sqrt(between**2 + units * shared)
     else:
-        spread = math.sqrt(between**2 + within**2 * units / plan.n) if groups else within
-    effect = math.log(plan.of_interest) if plan.measure == "kl" else plan.of_interest
+        spread = math.sqrt(between**2 + within**2 * units / plan.n)
     shown = smallest_t(units, spread, level)
     return {
-        "holds": t_power(effect, units, spread, level),
+        "holds": t_power(plan.of_interest, units, spread, level),
         "equivalent": math.nan,
-        "shown": math.exp(min(shown, 700.0)) if plan.measure == "kl" else shown if shown <= 1 else math.inf,
+        "shown": shown if shown <= 1 else math.inf,
     }

@@ -1,6 +1,6 @@
 """Plans of tests: a claim, how it is tested and what would matter, written down before anything is measured.
 
-A plan is a file in YAML, TOML or JSON:
+A plan is a file in YAML or JSON:
 
     claim: masking digits that are sinks costs more than masking as much attention elsewhere
     model: tiny-dream
@@ -36,7 +36,7 @@ TEMPLATE, NO_GROUP = "template", "none"
 PARTS: dict[str, dict[str, Any]] = {
     "contrast": {"mask": "sinks", "kind": "any", "against": "same_mass"},
     "detector": {"epsilon": 3.0},
-    "expect": {"against": 0.05, "spread": 1.0, "between": 0.1},
+    "expect": {"against": 0.05, "between": 0.1},
 }
 """The parts of a plan that have keys of their own, with their defaults."""
 
@@ -52,10 +52,9 @@ class Plan:
         kind: of these, only tokens of a kind, such as "digit" or "not digit"; "any" for all.
         against: the control, of `Against`.
         epsilon: a key is a sink if its column sum is more than this above the mean of the others.
-        measure: "cost" (right answers lost), "changed" (answers that change) or "kl" (KL divergence under replay, as a
-            ratio).
+        measure: "cost" (right answers lost) or "changed" (answers that change).
         n: number of prompts.
-        of_interest: the smallest difference of interest, a share of the prompts; for "kl" a ratio above 1.
+        of_interest: the smallest difference of interest, a share of the prompts.
         group: what prompts share: "template" of the shipped problems, or a key of each line of `prompts`. The claim is
             then about further groups, and groups are compared instead of prompts. "" is the template of shipped
             problems, and none for a file; "none" compares prompts, and is about further prompts of these groups.
@@ -63,8 +62,8 @@ class Plan:
         seeds: further training runs of the recipe. The claim is then about the recipe, and runs are compared.
         seed: seed of the runs and of random keys.
         settings: sampler settings.
-        expect: for the power beforehand: ``against``, the share of prompts that change the other way; ``spread``, the
-            standard deviation of the logarithm of a ratio; ``between``, that of the differences between groups or runs.
+        expect: for the power beforehand: ``against``, the share of prompts that change the other way; ``between``, the
+            standard deviation of the differences between groups or runs.
     """
 
     claim: str
@@ -75,7 +74,7 @@ class Plan:
     kind: str = "any"
     against: Literal["same_mass", "random", "same_kind", "nearest", "nothing"] = "same_mass"
     epsilon: Positive = 3.0
-    measure: Literal["cost", "changed", "kl"] = "cost"
+    measure: Literal["cost", "changed"] = "cost"
     group: str = ""
     prompts: str = ""
     seeds: tuple[str, ...] = ()
@@ -93,12 +92,8 @@ class Plan:
         for name, value in self.expect.items():
             if not isinstance(value, int | float):
                 raise SettingError(f"expect.{name} is {value!r}; give a number.")
-        if self.measure == "kl" and self.against == "nothing":
-            raise SettingError("measure: kl compares two masks as a ratio; give contrast.against a control.")
-        possible = self.of_interest > 1 if self.measure == "kl" else self.of_interest < 1
-        if not possible:
-            form = "a ratio above 1, such as 1.5" if self.measure == "kl" else "a share of prompts, such as 0.1"
-            raise SettingError(f"of_interest is {self.of_interest}; with measure: {self.measure} it is {form}.")
+        if self.of_interest >= 1:
+            raise SettingError(f"of_interest is {self.of_interest}; it is a share of prompts, such as 0.1.")
         if not self.prompts and self.group not in ("", NO_GROUP, TEMPLATE):
             raise SettingError(f"the shipped problems have the group 'template', or 'none'; got {self.group!r}.")
 
@@ -151,7 +146,7 @@ class Plan:
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Read a plan from a file (.yaml, .yml, .toml or .json).
+    """Read a plan from a file (.yaml, .yml or .json).
 
     Raises:
         SettingError: the file cannot be read, or a key or a value (named in the error) is unknown, missing or wrong.
@@ -180,16 +175,13 @@ def read_plan(path: str | Path) -> Plan:
 
 def _parsed(path: Path) -> Mapping[str, Any]:
     """What a file holds; YAML is a superset of JSON."""
-    import tomllib
-
     import yaml
 
-    if path.suffix not in (".yaml", ".yml", ".toml", ".json"):
-        raise SettingError(f"{path} is not a plan; give a .yaml, .toml or .json file.")
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise SettingError(f"{path} is not a plan; give a .yaml or .json file.")
     try:
-        text = path.read_text(encoding="utf-8")
-        found = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingError(f"could not read the plan {path}: {error}") from error
     if not isinstance(found, dict):
         raise SettingError(f"{path} holds no keys; a plan needs {', '.join(REQUIRED)}.")

@@ -1,14 +1,12 @@
-"""Comparisons of two heavy-tailed positive quantities, such as KL divergences, beyond their means.
+"""Comparisons of heavy-tailed positive quantities, such as KL divergences, beyond their means.
 
-A few prompts hold most of a mean of such values, so its interval at n = 20 is far too short. Four numbers stand side by
-side for each comparison of x and y, paired by prompt:
+A few prompts hold most of a mean of such values, so its interval at n = 20 is far too short. Two numbers stand beside
+it for each comparison of x and y, paired by prompt:
 
-- ``mean``: mean of x − y, with its bootstrap interval, which is too short here;
-- ``median``: median of x − y, with the exact interval of order statistics;
-- ``above``: share of prompts with x > y among those where they differ, with Wilson's interval;
-- ``ratio``: geometric mean of x / y, with the t interval of the logarithms. It decides: it has the p value.
+- ``ratio``: geometric mean of x / y, with the t interval of the logarithms;
+- ``larger``: share of prompts with x > y among those where they differ, with the sign test.
 
-A prompt with x = 0 or y = 0 has no ratio and counts only in the others.
+A prompt with x = 0 or y = 0 has no ratio and counts only in the other.
 
 Limitation: a ratio says nothing about the size of a quantity. Twice almost nothing is almost nothing: read the mean
 with it.
@@ -18,44 +16,33 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xarray as xr
 from jaxtyping import Float
 
-from sinklens.analyses.estimates.medians import median
-from sinklens.analyses.estimates.power import smallest_mean
-from sinklens.analyses.estimates.tables import corrected, interval_rows, verdict
-from sinklens.utils.estimates import Estimate, bootstrap, mcnemar, outcomes, proportion, student
+from sinklens.analyses.estimates.tables import corrected, interval_rows
+from sinklens.utils.estimates import Estimate, mcnemar, outcomes, student
 
 if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
+    from pandas import DataFrame
 
-KINDS = {
-    "mean": "mean of the difference (heavy-tailed: its interval is too short)",
-    "median": "median of the difference",
-    "above": "share of prompts in which the first is larger",
-    "ratio": "geometric mean of first ÷ second",
-}
+Values = Float[np.ndarray, " prompt"]
 
 
-def logs_of(first: Float[np.ndarray, " prompt"], second: Float[np.ndarray, " prompt"]) -> Float[np.ndarray, " usable"]:
-    """log first / second of the prompts where both are above 0."""
-    both = (first > 0) & (second > 0)
-    return np.log(first[both] / second[both])
+def median(values: Values) -> Estimate:
+    """Median and its distribution-free 95 % interval: the order statistics l and n + 1 − l, l the largest rank with
+    P(B < l) ≤ 0.025 for B ~ Binomial(n, ½). Infinite with fewer than six values; NaN entries are left out.
+    """
+    from scipy.stats import binom
+
+    known = np.sort(values[~np.isnan(values)])
+    number = len(known)
+    if not number:
+        return Estimate(np.nan, np.nan, np.nan, 0)
+    rank = int(binom.ppf(0.025, number, 0.5))
+    low, high = (known[rank - 1], known[number - rank]) if rank else (-np.inf, np.inf)
+    return Estimate(float(np.median(known)), float(low), float(high), number)
 
 
-def compared(
-    first: Float[np.ndarray, " prompt"], second: Float[np.ndarray, " prompt"], seed: int = 0
-) -> dict[str, Estimate]:
-    """The numbers of `KINDS` for two quantities of the same prompts; prompts with a NaN are left out."""
-    known = ~np.isnan(first - second)
-    x, y = np.asarray(first, dtype=np.float64)[known], np.asarray(second, dtype=np.float64)[known]
-    return {
-        "mean": bootstrap(x - y, seed), "median": median(x - y),
-        "above": proportion(int((x > y).sum()), int((x != y).sum())), "ratio": geometric(logs_of(x, y)),
-    }  # fmt: skip
-
-
-def geometric(logs: Float[np.ndarray, " prompt"]) -> Estimate:
+def geometric(logs: Values) -> Estimate:
     """exp of the mean of `logs`, with its t interval and the t test of a mean of 0."""
     number = len(logs)
     mean = float(logs.mean()) if number else np.nan
@@ -65,16 +52,15 @@ def geometric(logs: Float[np.ndarray, " prompt"]) -> Estimate:
     return Estimate(value, low, high, number, found.p)
 
 
-def ratio_rows(
-    model: str, claim: str, first: Float[np.ndarray, " prompt"], second: Float[np.ndarray, " prompt"]
-) -> list[dict[str, Any]]:
+def ratio_rows(model: str, claim: str, first: Values, second: Values) -> list[dict[str, Any]]:
     """Two rows on a claim: ``ratio``, the geometric mean of first / second, and ``larger``, the share of prompts in
     which the first is larger, among those that differ, with the p value of the sign test.
     """
+    both = (first > 0) & (second > 0)
     signs = np.sign(first - second)
     signs = signs[~np.isnan(signs) & (signs != 0)]
     sign_p = mcnemar(int((signs < 0).sum()), int((signs > 0).sum())) if len(signs) > 1 else np.nan
-    found = geometric(logs_of(first, second))
+    found = geometric(np.log(first[both] / second[both]))
     larger = outcomes((signs > 0).astype(float), 0, 1)
     return [
         {**row, "p": p}
@@ -83,43 +69,14 @@ def ratio_rows(
     ]
 
 
-def ratio_table(
-    first: Mapping[str, xr.DataArray], second: Mapping[str, xr.DataArray], seed: int = 0, level: float = 0.05
-) -> "DataFrame":
-    """One row per model, entry and kind of `KINDS`; the ratios of a model are one family of claims.
-
-    ``shown`` is the smallest ratio above 1 that these prompts could have shown (power.py), and ``verdict`` says whether
-    the ratio is above 1 ("holds") or below ("no").
-
-    Args:
-        first, second: model -> the compared quantities, [prompt, …] with the same axes.
-    """
+def ratio_table(pairs: Mapping[str, Mapping[str, tuple[Values, Values]]]) -> "DataFrame":
+    """`ratio_rows` of model -> claim -> the compared quantities, one family of tests per model."""
     from pandas import DataFrame
 
-    rows: list[dict[str, Any]] = []
-    for model, values in first.items():
-        one, other = xr.align(values.transpose("prompt", ...), second[model].transpose(*values.dims), join="exact",
-                              exclude={"prompt"})  # fmt: skip
-        other = other.transpose(*one.dims)
-        axes = one.dims[1:]
-        for place in np.ndindex(one.shape[1:]):
-            labels = {str(axis): [one[axis].to_numpy()[at]] for axis, at in zip(axes, place, strict=True)}
-            pair = one.to_numpy()[:, *place], other.to_numpy()[:, *place]
-            logs = logs_of(*pair)
-            for number, found in compared(*pair, seed).items():
-                (row,) = interval_rows(model, number, found, labels)
-                decides = number == "ratio" and len(logs) > 1
-                spread = float(logs.std(ddof=1)) if decides else np.nan
-                rows.append({**row, "p": found.p if decides else np.nan, "spread": spread})
-    table = DataFrame(rows).rename(columns={"measure": "number"})
-    tests = table.groupby("model")["p"].transform("count")
-    shown = [
-        float(np.exp(smallest_mean(row.prompts, row.spread, level / count))) if not np.isnan(row.p) else np.nan
-        for row, count in zip(table.itertuples(), tests, strict=True)
+    rows = [
+        row
+        for model, claims in pairs.items()
+        for claim, (first, second) in claims.items()
+        for row in ratio_rows(model, claim, first, second)
     ]
-    table = corrected(table).assign(shown=shown)
-    table["verdict"] = [
-        verdict(row.estimate, row.low, row.high, 1.0, "holds", "no", row.p_holm) if row.number == "ratio" else ""
-        for row in table.itertuples()
-    ]
-    return table.assign(meaning=table["number"].map(KINDS))
+    return corrected(DataFrame(rows))

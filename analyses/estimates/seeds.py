@@ -37,15 +37,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 
-def agree(by_seed: Sequence[float], threshold: float = 0.0) -> bool:
-    """Whether every seed's estimate is on the same side of `threshold`; False if one is equal to it or NaN.
-
-    A description, not a verdict: three seeds agree in 25 % of all cases by chance.
-    """
-    signs = {float(np.sign(value - threshold)) for value in by_seed}
-    return signs in ({1.0}, {-1.0})
-
-
 def over_seeds(
     by_seed: Sequence[float],
     shared: float = 0.0,
@@ -158,8 +149,7 @@ def seeds_table(
     Returns:
         One row per variable and entry along its axes other than ``prompt``: ``measure``, the entry's labels,
         ``estimate``, ``low``, ``high``, ``seeds`` (their number), ``scale``, ``p`` (NaN for a measurement),
-        ``agree`` ("yes" if all are on the same side of 0, else "no"; empty if all are 0 or one is NaN) and ``by_seed``,
-        their estimates in order of the models.
+        and ``by_seed``, their estimates in order of the models.
 
     Raises:
         SettingError: as in `hierarchical`.
@@ -182,11 +172,9 @@ def seeds_table(
                 for axis, index in at.items()
             }
             by_seed = [known_mean(one) for one in values]
-            empty = np.isnan(by_seed).any() or not any(by_seed)
             rows.append({
                 "measure": name, **labels, "estimate": found.value, "low": found.low, "high": found.high,
                 "seeds": len(parts), "scale": scale.name, "p": found.p if difference else np.nan,
-                "agree": "" if empty else "yes" if agree(by_seed) else "no",
                 "by_seed": " ".join(f"{value:.3g}" for value in by_seed),
             })  # fmt: skip
     return DataFrame(rows)

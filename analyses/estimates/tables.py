@@ -17,7 +17,6 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float, Shaped
 
-from sinklens.analyses.estimates.medians import HEAVY, typical
 from sinklens.analyses.estimates.power import LEVEL, OF_INTEREST, equivalent_p, smallest_shown
 from sinklens.utils.estimates import Estimate, bootstrap, counted, holm, mcnemar, outcomes, score_p
 
@@ -64,8 +63,6 @@ def interval_table(
 ) -> "DataFrame":
     """Means over prompts: one row per model, variable and entry along the variable's axes other than ``prompt``.
 
-    Heavy-tailed measures (`medians.HEAVY`) have their median and the share of prompts above 0 beside the mean.
-
     Args:
         ranges: smallest and largest value of the variables that are outcomes, in addition to `RANGES`. A variable with
             other values, such as a share of heads, has a bootstrap interval.
@@ -81,9 +78,6 @@ def interval_table(
             values = data[name].transpose("prompt", ...)
             array, labels = values.to_numpy(), _labels(values)
             found = interval_rows(model, name, mean_interval(array, known.get(name), seed), labels)
-            if name in HEAVY:
-                beside = (typical(column) for column in array.reshape(len(array), -1).T.astype(np.float64))
-                found = [{**row, **more} for row, more in zip(found, beside, strict=True)]
             if null is not None:
                 columns, mean = array.reshape(len(array), -1).T, null[name] if isinstance(null, Mapping) else null
                 tested = (_tested(column, known.get(name), mean, seed) for column in columns)

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Float
 
 from sinklens.analyses.estimates.deciding import in_groups
-from sinklens.analyses.estimates.medians import median
 from sinklens.analyses.estimates.ratios import geometric as geometric_interval
+from sinklens.analyses.estimates.ratios import median
 from sinklens.evaluation.verification import mean_of
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out
 from sinklens.utils.estimates import Estimate, outcomes

@@ -15,9 +15,8 @@ from sinklens.cli.settings import Settings
 from sinklens.errors import SettingError, SinklensError
 
 SEEDS = (
-    "low, high: 95 % t interval of the mean over seeds and prompts, on the scale given. agree: whether all seeds are "
-    "on the same side of 0, which three are in 25 % of all cases by chance. compared: a measurement of each seed, or a "
-    "difference between two conditions within each seed. p_holm: corrected over all differences; verdict: "
+    "low, high: 95 % t interval of the mean over seeds and prompts, on the scale given. compared: a measurement of "
+    "each seed, or a difference between two conditions within each seed. p_holm: corrected over all differences; verdict: "
     '"cannot tell" unless the interval excludes 0 and p_holm is at most 0.05.'
 )
 STUDIES = "\n".join(f"  {name:<12} {question}" for name, question in questions().items())
@@ -56,7 +55,7 @@ def run_study(
         limit: only the first N prompts (default: 100 of the shipped problems; all prompts of a file)
         batch: prompts run together, where the study supports it; does not affect the results
         seeds: the models are training runs that differ in their seed: also print and write every measure over all of
-            them, with an interval over seeds and prompts, and whether they agree in sign
+            them, with an interval over seeds and prompts
     """
     from sinklens.analyses import find
     from sinklens.analyses.printing import show

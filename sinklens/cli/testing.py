@@ -36,7 +36,7 @@ def run_plan(
     """Test one claim by a plan that is stored beforehand.
 
     Args:
-        plan: the plan: a .yaml, .toml or .json file
+        plan: the plan: a .yaml or .json file
         out: folder for the results and the stored plan (default: test-PLAN)
         tests: ledger of all tests, which counts those on the same prompts (default: $SINKLENS_TESTS, or sinklens/tests
             in the user's folder for data)
@@ -59,7 +59,7 @@ def run_plan(
     if asked.measure == "cost" and unknown:
         raise SettingError(
             f"measure: cost counts right answers, and {unknown} of {asked.n} prompts in {asked.prompts} have none. "
-            f"Give each line a text under 'expected' or 'answer', or test measure: changed or kl."
+            f"Give each line a text under 'expected' or 'answer', or test measure: changed."
         )
     others = tested.sharing(ledger, identity)
     print("\n".join(power_lines(asked, len(others) + all(run.what != identity for run in others))))
@@ -106,12 +106,11 @@ def power_lines(plan: "Plan", tests: int) -> list[str]:
     from sinklens.analyses.estimates.deciding import planned_power
 
     power = planned_power(plan, tests)
-    what = "ratio" if plan.measure == "kl" else "difference"
-    shown = f"no {what} is found" if math.isinf(power["shown"]) else f"{what}s from {power['shown']:.2f} are found"
+    shown = "no difference is found" if math.isinf(power["shown"]) else f"those from {power['shown']:.2f} are found"
     lines = [
         f"Claim: {plan.claim}",
         f"Tests on these prompts, this one included: {tests}.",
-        f"Power beforehand, at the level of {0.05 / tests:.4g}: {power['holds']:.2f} for a true {what} of "
+        f"Power beforehand, at the level of {0.05 / tests:.4g}: {power['holds']:.2f} for a true difference of "
         f"{plan.of_interest:g}; {shown} with 0.80.",
     ]
     if not math.isnan(power["equivalent"]):
@@ -127,20 +126,19 @@ def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differe
     from sinklens.analyses.planned import MEASURES, PICKS
 
     found = made.found
-    said = verdict(plan, made, corrected.p, corrected.p_equivalent)
+    said = verdict(made, corrected.p, corrected.p_equivalent)
     grouped = bool(plan.groups())
     units = "training runs" if plan.seeds else f"groups ({plan.group or TEMPLATE})" if grouped else "prompts"
-    what = "ratio" if plan.measure == "kl" else "difference"
     lines = [
         f"# {said}: {plan.claim}",
         "",
-        f"{what.capitalize()}: {found.value:.3f} [{found.low:.3f}, {found.high:.3f}] from {found.n} {units}; "
+        f"Difference: {found.value:.3f} [{found.low:.3f}, {found.high:.3f}] from {found.n} {units}; "
         f"{MEASURES[plan.measure]}; {PICKS['treated']} against {PICKS[plan.against]}.",
         f"p {found.p:.2g}, after correction for {corrected.tests} tests on these prompts {corrected.p:.2g}; "
         f"equivalence within {plan.of_interest:g}: {made.p_equivalent:.2g}, corrected {corrected.p_equivalent:.2g}.",
     ]
     if said == "cannot tell":
-        shown = f"no {what}" if math.isinf(made.shown) else f"{what}s from {made.shown:.2f}"
+        shown = "no difference" if math.isinf(made.shown) else f"differences from {made.shown:.2f}"
         few = made.shown > plan.of_interest
         why = "there are too few of them" if few else "their number is not the reason"
         lines.append(f"So many {units} show {shown} with a probability of 0.80, before correction; {why}.")

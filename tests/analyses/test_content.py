@@ -7,7 +7,6 @@ import xarray as xr
 from sinklens.analyses.answers import unchanged
 from sinklens.analyses.content import CHANGES, MEASURES, PARTS, Content, claims
 from sinklens.analyses.mass import attended, matched, removed, with_same_mass
-from sinklens.errors import SettingError
 from sinklens.experiments import effect
 from sinklens.interventions import AblateValues, MaskSinks
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
@@ -24,30 +23,6 @@ def measured(tiny_llada):
     return Content().measure(tiny_llada, [PROMPT], SETTINGS).isel(prompt=0)
 
 
-def test_some_cells_are_the_same_cells_and_claims_about_others_are_left_out(tiny_llada, measured):
-    study = Content(changes=("mask", "mask_mass_kind", "mask_mass_rest"), cells=("digit other", "digit sink"))
-    some = study.measure(tiny_llada, [PROMPT], SETTINGS).isel(prompt=0)
-    for name in ("changed", "removed"):
-        same = measured[name].sel(kind="digit", part=["sink", "other"], change=list(study.changes))
-        xr.testing.assert_identical(some[name].sel(kind="digit", part=["sink", "other"]), same)
-    assert int(some["changed"].notnull().sum()) == 2 * 3
-    assert int(some["share"].notnull().sum()) == 2
-    tables = study.tables({"tiny-llada": some.expand_dims("prompt")})
-    assert set(tables["removed"]["kind"] + " " + tables["removed"]["part"]) == set(study.cells)
-    assert tables["claims"]["measure"].tolist() == [
-        "a digit that is a sink costs more than one that is not",
-        *(
-            f"digit, {where}: {claim}"
-            for where in ("where it is a sink", "where it is not a sink")
-            for claim in (
-                "… than masking as much attention to digit keys that are no sinks",
-                "… than masking as much attention to other keys that are neither digit keys nor sinks",
-                "with as much attention to keys that are no sinks, digit keys cost more than others",
-            )
-        ),
-    ]
-
-
 def test_controls_of_one_kind_are_of_that_kind_no_sinks_and_have_the_mass(tiny_llada):
     study = Content()
     track = unchanged(study, tiny_llada, PROMPT, SETTINGS)
@@ -62,19 +37,6 @@ def test_controls_of_one_kind_are_of_that_kind_no_sinks_and_have_the_mass(tiny_l
         assert not (control & (sinks | keys | ~of_kind)).any()
         assert abs(removed(control, mass)[0] - wanted) < 0.2 * wanted
         assert (control == matched(track, keys, of_kind & ~sinks, mass)).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"cells": ("digits sink",)}, r"cells are some of any all, any sink, .*; got \('digits sink',\)"),
-        ({"changes": ("value",)}, r"changes are some of mask, value, .*, with mask; got"),
-        ({"changes": ("mask", "masks")}, r"changes are some of mask, value, .*, with mask; got"),
-    ],
-)
-def test_unknown_cells_and_changes_are_refused(options, text):
-    with pytest.raises(SettingError, match=text):
-        Content(**options)
 
 
 def test_every_cell_equals_a_separate_run(tiny_llada, measured):

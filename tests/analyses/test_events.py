@@ -7,7 +7,7 @@ from planting import planted
 from scipy.stats import spearmanr
 
 import sinklens
-from sinklens.analyses.events import Events, age_rows, events_of, landing_rows, landings, within_rows
+from sinklens.analyses.events import Events, events_of, landing_rows, landings, within_rows
 from sinklens.tasks import held_out
 from sinklens.utils.estimates import bootstrap
 
@@ -63,7 +63,6 @@ def test_the_correlation_is_scipy_s_mean_over_the_steps():
         if open_.sum() >= 4:
             expected.append(spearmanr(score[0, step].mean(0)[open_], order[0][open_]).statistic)
     assert float(data["correlation"][0]) == pytest.approx(np.mean(expected), abs=1e-6)
-    assert float(data["correlation_layer"][0, 0]) == pytest.approx(np.mean(expected), abs=1e-6)
 
 
 def jumping(order, target, heads=4):
@@ -96,24 +95,21 @@ def with_written(data, landed):
 def rows_of(order, score, written=0.0):
     data = with_written(events_of(track_of(order, score)), written)
     table = pandas.DataFrame(landing_rows("planted", data, 0))
-    ages = pandas.DataFrame(age_rows("planted", data, 0))
-    return table.set_index(["measure", "others", "matched"]), ages.set_index(["measure", "age"])
+    return table.set_index(["measure", "others", "matched"])
 
 
 def test_jumps_onto_tokens_just_decided_are_found_at_matched_places():
-    table, ages = rows_of(*jumps_onto_decided())
+    table = rows_of(*jumps_onto_decided())
     assert table.loc[("rate_just", "all", "nothing")].estimate == pytest.approx(0.53, abs=0.03)
     assert table.loc[("rate_others", "all", "nothing")].estimate == pytest.approx(0.032, abs=0.01)
     for others in ("all", "decided earlier"):
         assert table.loc[("ratio", others, "step, position")].low > 5
-    assert ages["estimate"]["ratio"].idxmax() == 1
-    assert ages["estimate"]["ratio"][0] < 1
 
 
 @pytest.mark.parametrize(("written", "explained"), [(0.53, True), (0.05, False)])
 def test_tokens_written_over_separate_decisions_from_changes(written, explained):
     """Heads move to half of the just decided tokens, and to a share of those that are written over earlier ones."""
-    table, _ = rows_of(*jumps_onto_decided(), written)
+    table = rows_of(*jumps_onto_decided(), written)
     assert table.loc[("rate_others", "written over", "nothing")].estimate == pytest.approx(written)
     for matched in ("nothing", "step, position"):
         found = table.loc[("ratio", "written over", matched)]
@@ -126,7 +122,7 @@ def test_jumps_along_the_frontier_are_not_taken_for_jumps_onto_decided_tokens():
     order = orders(80, 1.2, 8)
     noise = np.random.default_rng(9)
     score = jumping(order, lambda row, step, head: np.clip(step - 1 + noise.integers(-1, 2), 0, ANSWER - 1))
-    table, _ = rows_of(order, score)
+    table = rows_of(order, score)
     crude, matched = (table.loc[("ratio", "all", name)] for name in ("nothing", "step, position"))
     assert crude.low > 3
     assert matched.low < 1 < matched.high
@@ -173,7 +169,4 @@ def test_ages_of_a_run_follow_its_unmask_steps(tiny_llada, tiny_llama):
         np.testing.assert_array_equal(age[row], np.arange(8)[:, None] - decided)
     table = found.tables["order"]
     assert table[table["model"] == "tiny-llama"]["estimate"].isna().all()
-    for name in ("landings", "changes"):
-        assert found.tables[name].query("model == 'tiny-llama'")["estimate"].isna().all()
-    changes = found.tables["changes"].query("model == 'tiny-llada'").set_index("measure")["estimate"]
-    assert changes["change_written"] == pytest.approx(changes["change_just"], rel=0.2)
+    assert found.tables["landings"].query("model == 'tiny-llama'")["estimate"].isna().all()

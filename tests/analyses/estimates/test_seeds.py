@@ -8,7 +8,7 @@ from scipy.stats import sem, t
 
 from sinklens.analyses.dynamics import Dynamics
 from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, LOG, SHARE
-from sinklens.analyses.estimates.seeds import agree, hierarchical, over_seeds, scale_of, seeds_table
+from sinklens.analyses.estimates.seeds import hierarchical, over_seeds, scale_of, seeds_table
 from sinklens.analyses.estimates.tables import verdict
 from sinklens.analyses.nulls import COMPARED
 from sinklens.analyses.results import Findings
@@ -77,15 +77,6 @@ def test_scales_are_declared_or_known_by_name(name, declared, difference, scale)
     assert scale_of(name, declared, difference=difference) is scale
 
 
-@pytest.mark.parametrize(
-    ("by_seed", "threshold", "same"),
-    [((1.5, 2.0, 2.5), 0.0, True), ((1.5, 2.5), 3.0, True), ((-0.1, 2.0, 4.1), 0.0, False), ((0.0, 2.0), 0.0, False),
-     ((NAN, NAN), 0.0, False)],
-)  # fmt: skip
-def test_seeds_agree_if_all_are_on_one_side(by_seed, threshold, same):
-    assert agree(by_seed, threshold) is same
-
-
 def test_the_estimate_is_the_mean_of_the_seeds_means():
     values = [np.array([1.0, 3.0]), np.array([4.0]), np.array([NAN, 6.0, 7.0, 8.0])]
     found = hierarchical(values, paired=False)
@@ -141,7 +132,6 @@ def test_entries_are_matched_by_label_although_models_have_different_ones():
     for given in (models, dict(reversed(models.items()))):
         table = seeds_table(given, ["x"]).set_index("token")
         assert sorted(table.index) == ["0", "9", "a", "b"]
-        assert table["agree"].to_dict() == {"0": "", "9": "", "a": "yes", "b": "yes"}
         assert table.loc["a", "by_seed"] == "1 1"
         assert table.loc["b", "estimate"] == 2.5
         assert np.isnan(table.loc["9", "estimate"])
