@@ -16,8 +16,8 @@ from sinklens.errors import SettingError, SinklensError
 
 SEEDS = (
     "low, high: 95 % t interval of the mean over seeds and prompts, on the scale given. compared: a measurement of "
-    "each seed, or a difference between two conditions within each seed. p_holm: corrected over all differences; verdict: "
-    '"cannot tell" unless the interval excludes 0 and p_holm is at most 0.05.'
+    "each seed, or a difference between two conditions within each seed. p_holm: corrected over all differences; "
+    'verdict: "cannot tell" unless the interval excludes 0 and p_holm is at most 0.05.'
 )
 STUDIES = "\n".join(f"  {name:<12} {question}" for name, question in questions().items())
 analyse = App(name="analyse", help_epilogue=f"studies:\n{STUDIES}\n")
