@@ -16,8 +16,7 @@ whether the places keep their geometry. 1 − cosine of streams l and l + 1 is t
 |h| ≥ `at_least` and |h| ≥ `times_median` · median |h| over the stream of its step and layer (Sun et al., 2402.17762,
 with 100 and 1,000). An *outlier dimension* is large at many places: |h| ≥ `times_rms` · rms of the stream at the place,
 at no less than `positions` of the places and in no less than `layers` of the streams (after LLM.int8, 2208.07339, which
-has 6 % and 25 %, and an absolute threshold). `ClampStream` ablates them, `RoundActivations` and `RoundWeights` measure
-what they cost when values are rounded.
+has 6 % and 25 %, and an absolute threshold). `Ablate(dims=)` replaces them.
 
 Caveat: a few large dimensions dominate a stream, and most layers leave them alone, so cosines are high everywhere.
 Compare layers with each other, leave such dimensions out (`without`), and check a redundant layer by skipping it

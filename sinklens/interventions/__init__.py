@@ -6,23 +6,18 @@ follow the run.
 """
 
 from sinklens.interventions.ablation import Ablate, AblateHeads, AblateMLPs, SkipLayers
-from sinklens.interventions.acceptance import Accept, Renoise
-from sinklens.interventions.canvas import ForceTokens, Remask, SinkToken, Suffix
+from sinklens.interventions.canvas import ForceTokens, Remask, Renoise, SinkToken, Suffix
 from sinklens.interventions.circuits import KeepEdges
 from sinklens.interventions.donors import Resample
-from sinklens.interventions.layers import LayerOrder
 from sinklens.interventions.logits import MaskedLogits
-from sinklens.interventions.masking import HideKeys, KeepKeys, MaskKeys, MaskSinks, WindowAttention
-from sinklens.interventions.noise import FixedNoise
-from sinklens.interventions.noise_level import ClampGates, ForceTime, FreezeCond
+from sinklens.interventions.masking import HideKeys, KeepKeys, MaskKeys, MaskSinks
 from sinklens.interventions.patching import Activations, PatchHooks, PatchSubspace
 from sinklens.interventions.paths import PathPatch
-from sinklens.interventions.patterns import AblateSinkAttention, FreezePattern, Hold, HoldSinks
+from sinklens.interventions.patterns import FreezePattern, Hold, HoldSinks
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.pruning import PruneWeights
-from sinklens.interventions.rounding import RoundActivations, RoundWeights
 from sinklens.interventions.rules import AtNoise, OfKind, Rule, Where
-from sinklens.interventions.streams import ClampStream, Steer
+from sinklens.interventions.streams import Steer
 from sinklens.interventions.values import AblateValues
 from sinklens.interventions.weights import EditWeights
 from sinklens.runs.intervention import Intervention, Reader
@@ -31,19 +26,12 @@ __all__ = [
     "Ablate",
     "AblateHeads",
     "AblateMLPs",
-    "AblateSinkAttention",
     "AblateValues",
-    "Accept",
     "Activations",
     "AtNoise",
     "AtPositions",
-    "ClampGates",
-    "ClampStream",
     "EditWeights",
-    "FixedNoise",
-    "ForceTime",
     "ForceTokens",
-    "FreezeCond",
     "FreezePattern",
     "HideKeys",
     "Hold",
@@ -51,7 +39,6 @@ __all__ = [
     "Intervention",
     "KeepEdges",
     "KeepKeys",
-    "LayerOrder",
     "MaskKeys",
     "MaskSinks",
     "MaskedLogits",
@@ -64,13 +51,10 @@ __all__ = [
     "Remask",
     "Renoise",
     "Resample",
-    "RoundActivations",
-    "RoundWeights",
     "Rule",
     "SinkToken",
     "SkipLayers",
     "Steer",
     "Suffix",
     "Where",
-    "WindowAttention",
 ]

@@ -1,4 +1,4 @@
-"""Replace what components write: zero, a mean, the outputs of other prompts, or what a layer read.
+"""Replace what components write: a number, a mean, the outputs of other prompts, or what a layer read.
 
 `Ablate` acts at a point of the chosen layers; `AblateHeads`, `AblateMLPs` and `SkipLayers` are short for it. Heads are
 ablated at ``hook_z``, before the output projection: after it they are summed and can no longer be separated. A skipped
@@ -9,6 +9,7 @@ anything the model has seen; compare with the mean and with resampled outputs. A
 level may matter at another: compare the effect by step, under replay.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -20,7 +21,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.donors import random_places
 from sinklens.interventions.places import AtPositions
-from sinklens.runs.intervention import Pairs, RunContext, layer_of
+from sinklens.runs.intervention import Pairs, RunContext, layer_of, within
 from sinklens.utils.arguments import Seed
 
 if TYPE_CHECKING:
@@ -48,9 +49,10 @@ class Ablate(AtPositions):
 
     Attributes:
         point: the point, which has a position axis.
-        by: "zero"; "mean", of the reference, or without one of the row's real positions (diffusion models only, in
-            steps that compute the complete canvas); "resample", an output of the same head at a random place of the
-            reference, drawn per position; or "skip", the stream as it entered the layer.
+        by: a number; "zero"; "mean", of the reference, or without one of the row's real positions (diffusion models
+            only, in steps that compute the complete canvas); "resample", an output of the same head at a random place
+            of the reference, drawn per position; or "skip", the stream as it entered the layer.
+        dims: dimensions of the last axis that are replaced; None for all.
         reference: `HeadOutputs` of other prompts, for ``attn.hook_z``.
         seed: seed of the resampling, which depends only on the seed, the row's prompt, the step (in a diffusion run),
             the layer and the position.
@@ -63,9 +65,11 @@ class Ablate(AtPositions):
 
     within_step: ClassVar[bool] = True
     on_canvas: ClassVar[bool] = True
+    indexed: ClassVar[tuple[str, ...]] = ("dims",)
 
     point: str
-    by: Literal["zero", "mean", "resample", "skip"] = "zero"
+    by: Literal["zero", "mean", "resample", "skip"] | float | int = "zero"
+    dims: Sequence[int] | None = None
     reference: HeadOutputs | None = None
     seed: Seed = 0
 
@@ -73,7 +77,7 @@ class Ablate(AtPositions):
         super().__post_init__()
         if self.by == "resample" and self.reference is None:
             raise SettingError("resampling needs reference=head_outputs(model, prompts).")
-        if self.reference is not None and (self.by in ("zero", "skip") or self.point != Z):
+        if self.reference is not None and (self.by not in ("mean", "resample") or self.point != Z):
             raise SettingError(
                 f"by={self.by!r} at {self.point} does not use reference=; pass by='mean' or by='resample' at {Z}, or "
                 f"omit it."
@@ -98,11 +102,19 @@ class Ablate(AtPositions):
 
         def replacement(value: Tensor, hook: Point) -> Tensor:
             if self.by == "skip":
-                return entered[layer_of(hook)]
-            return torch.zeros_like(value) if self.by == "zero" else self._typical(value, hook, run)
+                new = entered[layer_of(hook)]
+            elif self.by in ("mean", "resample"):
+                new = self._typical(value, hook, run)
+            else:
+                new = torch.full_like(value, 0.0 if self.by == "zero" else float(self.by))
+            return new if self.dims is None else torch.where(self._of_dims(value), new, value)
 
         streams = [(f"blocks.{layer}.hook_resid_pre", keep) for layer in self.chosen_layers(model)]
         return (streams if self.by == "skip" else []) + self.edits(model, run, self.point, replacement)
+
+    def _of_dims(self, value: Tensor) -> Bool[Tensor, " dim"]:
+        size = value.shape[-1]
+        return torch.isin(torch.arange(size), torch.tensor(within("dim", self.dims, size))).to(value.device)
 
     def _typical(self, value: Float[Tensor, "batch pos *shape"], hook: Point, run: RunContext) -> Tensor:
         """The mean, or outputs drawn from the reference."""

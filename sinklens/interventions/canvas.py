@@ -1,4 +1,4 @@
-"""Interventions on the canvas: forced tokens, remasked positions, and an extra token that serves as a sink.
+"""Interventions on the canvas: forced, remasked and renoised tokens, a text after the answer, and a token as a sink.
 
 Pitfall: a sampler plans how many positions it decides per step. Positions remasked in the last steps may stay masked;
 the answer then reports them (`Answer.masks`).
@@ -15,11 +15,12 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS, AtPositions, Places
-from sinklens.runs.intervention import Intervention, Pairs, RunContext, place_mask
+from sinklens.runs.intervention import Canvas, Intervention, Pairs, RunContext, place_mask
 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
+ACCEPTED = "denoise.hook_accepted"
 CHANGES_CANVAS = "changes the canvas of a run; for a single pass change the ids, or use generate."
 
 
@@ -91,7 +92,7 @@ class Remask(AtPositions):
                 f"{model.family} models have no mask token; use ForceTokens to put tokens on the canvas."
             )
         places = Places(self, model, run, [CANVAS])
-        refuse_prompt(self, run)
+        _refuse_prompt(self, run)
         answer = torch.arange(run.real.shape[1], device=run.real.device) >= run.prompt_length
 
         def remask(value: Int[Tensor, "batch pos"], hook: Point) -> Tensor | None:
@@ -99,6 +100,50 @@ class Remask(AtPositions):
             return None if found is None else value.masked_fill(found.any(dim=1) & answer, run.mask_id)
 
         return places.around([(CANVAS, remask)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renoise(AtPositions):
+    """Renoise positions of a canvas of random tokens in the chosen steps, however certain their tokens are.
+
+        Renoise(where=EpsilonOverMean())                     # the sinks of the step before
+        Renoise(where=base.sinks, steps=[5])                 # those of step 5 of another run
+        Renoise(where=Where(top_k=1, of=(2, 0)), steps=[5])  # the strongest key of head 2.0
+
+    A step draws a token at every position of its canvas and accepts those of lowest entropy; all others are *renoised*:
+    they get a random token. All draws stay those of the run without the intervention, as long as the tokens before them
+    are equal.
+
+    Pitfall: the last step of a canvas leaves the most likely tokens, not the accepted ones. An intervention there
+    changes nothing, and neither does one under ``replay=``, where the canvases are given.
+
+    Attributes:
+        positions, where: positions that are renoised; without both, all of the canvas. Positions that `where` finds in
+            several layers or heads count once, and those outside the canvas of the step stay as they are: sinks of the
+            prompt, in particular, without a warning.
+    """
+
+    on_canvas: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
+
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        if run.single or ACCEPTED not in model.hook_names():
+            raise SettingError(
+                "Renoise changes which tokens a step accepts on a canvas of random tokens; a single pass and other "
+                "models do not accept any. With a mask token, use Remask or ForceTokens."
+            )
+        places, canvas = Places(self, model, run), Canvas(run)
+        _refuse_prompt(self, run)
+
+        def renoise(value: Bool[Tensor, "batch pos"], hook: Point) -> Tensor | None:
+            found = places.in_any_head(hook.step or 0)
+            if found is None:
+                return None
+            assert canvas.now is not None
+            stop = canvas.now.ids.shape[1]
+            return value & ~found[:, stop - value.shape[1] : stop].to(value.device)
+
+        return places.around([(CANVAS, canvas.hook), (ACCEPTED, renoise)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +268,7 @@ def _check_token(token: int, model: "Model") -> None:
         raise SettingError(f"token {token} does not exist; the vocabulary is 0 to {model.cfg.d_vocab - 1}.")
 
 
-def refuse_prompt(what: AtPositions, run: RunContext) -> None:
+def _refuse_prompt(what: AtPositions, run: RunContext) -> None:
     """Refuse positions of the prompt, which no step decides."""
     prompt, length = run.prompt_length, run.real.shape[1]
     if what.positions is not None and bool(place_mask(what.positions, run.real)[:, :prompt].any()):

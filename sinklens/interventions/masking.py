@@ -24,14 +24,14 @@ import numpy as np
 import torch
 import xarray as xr
 from annotated_types import Ge
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import AtKeys, AtPositions, Places, Reach, chosen_keys, head_mask
+from sinklens.interventions.places import AtKeys, Places, Reach, chosen_keys, head_mask
 from sinklens.runs.identity import fingerprint
-from sinklens.runs.intervention import Pairs, RunContext, place_mask, within
+from sinklens.runs.intervention import Pairs, RunContext, within
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -88,8 +88,14 @@ class MaskKeys(AtKeys):
             if not self.keep:
                 return value.masked_fill(found.keys, -torch.inf)
             distance = hook.forward_pass.distances(value.device)
-            seen = found.keys | (distance.abs() <= self.window) | ~found.rows[:, None, :, None]
-            return without(value, seen, distance, places.heads, model, run)
+            hidden = ~found.keys & (distance.abs() > self.window) & found.rows[:, None, :, None]
+            hidden = hidden & head_mask(places.heads, value.shape[1], value.device)[:, None, None]
+            if model.causal:  # later keys are hidden anyway, and so is padding
+                hidden = hidden & (distance <= 0)
+            if not run.single:
+                stop = run.forward_pass.keys.stop
+                hidden = hidden & run.real[:, None, None, stop - value.shape[-1] : stop].to(value.device)
+            return value.masked_fill(hidden, -torch.inf) if bool(hidden.any()) else None
 
         return places.around([(f"blocks.{layer}.{POINT}", hide) for layer in places.layers])
 
@@ -163,78 +169,3 @@ def HideKeys(
         steps, layers, heads: where it acts.
     """
     return MaskKeys(positions=positions, queries="each", steps=steps, layers=layers, heads=heads)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowAttention(AtPositions):
-    """Query i sees only keys j with i − left ≤ j ≤ i + right (and, in a causal model, none after it).
-
-    ``right=0`` alone makes a diffusion model attend causally, ``left=0`` alone only forwards.
-
-    Attributes:
-        width: distance in positions to both sides, 0 or more; instead of `left` and `right`.
-        left, right: distance to earlier and to later positions, 0 or more; None does not restrict that side.
-        always: positions that every query also sees, e.g. the first four (StreamingLLM, 2309.17453); counted like
-            `positions`, so without padding.
-        positions, where: queries that are restricted.
-
-    Raises:
-        SettingError: neither `width` nor a side is given, or both; or `right` alone, in a causal model.
-    """
-
-    on_canvas: ClassVar[bool] = True
-
-    width: Distance | None = None
-    left: Distance | None = None
-    right: Distance | None = None
-    always: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.width is None) == (self.left is None and self.right is None):
-            raise SettingError(
-                f"pass either width (a distance to both sides), or left, right or both; got width={self.width}, "
-                f"left={self.left}, right={self.right}."
-            )
-
-    def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        if model.causal and self.width is None and self.left is None:
-            raise SettingError(
-                f"right={self.right} changes nothing in an autoregressive model, whose queries see no later key; give "
-                f"left=, or use a diffusion model."
-            )
-        places = Places(self, model, run)
-        left, right = (self.left, self.right) if self.width is None else (self.width, self.width)
-
-        def forbid(value: Tensor, hook: Point) -> Tensor | None:
-            distance = hook.forward_pass.distances(value.device)
-            rows = places.of_queries(hook, len(distance), value.device)
-            if rows is None:
-                return None
-            inside = (distance >= -(left if left is not None else distance.numel())) & (
-                distance <= (right if right is not None else distance.numel())
-            )
-            always = place_mask(self.always, hook.forward_pass.real)[:, text_of_keys(run, value.shape[-1])]
-            seen = (inside | always[:, None].to(value.device))[:, None] | ~rows[..., None]
-            return without(value, seen, distance, places.heads, model, run)
-
-        return places.around([(f"blocks.{layer}.{POINT}", forbid) for layer in places.layers])
-
-
-def without(
-    value: Tensor, seen: Tensor, distance: Int[Tensor, "query key"], heads: Sequence[int], model: "Model",
-    run: RunContext,
-) -> Float[Tensor, "batch head query key"] | None:  # fmt: skip
-    """The additive mask `value` with keys not `seen` by `heads` set to −∞; None if there are none."""
-    hidden = head_mask(heads, value.shape[1], value.device)[:, None, None] & ~seen
-    if model.causal:  # later keys are hidden anyway, and so is padding
-        hidden = hidden & (distance <= 0)
-    if not run.single:
-        hidden = hidden & run.real[:, None, None, text_of_keys(run, value.shape[-1])].to(value.device)
-    return value.masked_fill(hidden, -torch.inf) if bool(hidden.any()) else None
-
-
-def text_of_keys(run: RunContext, keys: int) -> slice:
-    """The text positions of the keys of a pass."""
-    stop = run.forward_pass.keys.stop
-    return slice(stop - keys, stop)

@@ -1,8 +1,7 @@
-"""Interventions on what attention patterns say: values held from an earlier step, and attention taken from sinks.
+"""Values held from an earlier step of a diffusion run.
 
-`Hold` repeats the values that a point had at one step of a diffusion run; `FreezePattern` and `HoldSinks` are short for
-it. `AblateSinkAttention` takes the attention of the present pattern from its own strongest keys. The layers whose
-``hook_pattern`` changes use explicit attention.
+`Hold` repeats the values that a point had at one step; `FreezePattern` and `HoldSinks` are short for it. The layers
+whose ``hook_pattern`` changes use explicit attention.
 
 A pass may compute a part of the canvas only, under a cache policy or with cached blocks. A held row belongs to the
 canvas column of its query. It has a meaning only in a pass with the same queries and the same keys; windows of
@@ -14,10 +13,9 @@ Compare with `FreezePattern`, which repeats the complete rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from annotated_types import Ge
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -26,11 +24,8 @@ from sinklens.hooks import names
 from sinklens.hooks.points import Point
 from sinklens.interventions.controls import largest
 from sinklens.interventions.places import AtPositions
-from sinklens.interventions.rules import Where
-from sinklens.interventions.scores import ScoredStep
-from sinklens.runs.control_keys import ControlCount
-from sinklens.runs.intervention import Pairs, RunContext, layer_of, within
-from sinklens.utils.arguments import Count, Seed
+from sinklens.runs.intervention import Pairs, RunContext, within
+from sinklens.utils.arguments import Count
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -160,64 +155,3 @@ def _with_columns(
     left = (value.sum(dim=-1, keepdim=True) - held.sum(dim=-1, keepdim=True)).clamp(min=0.0)
     scaled = rest * (left / rest.sum(dim=-1, keepdim=True).clamp(min=1e-30))
     return torch.where(columns.any(dim=-1, keepdim=True), held + scaled, value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AblateSinkAttention(AtPositions):
-    """Remove a head's attention to its sinks of the current step, without a second pass.
-
-    The sinks are those of the pattern that the layer has just computed: in an autoregressive run, those of the prompt
-    for the prompt, and for each later token the keys that it attends to most itself. For keys that need the scores of
-    all layers or the tokens of the step, use ``MaskSinks(same_step=True)``.
-
-    Attributes:
-        top_k: number of keys per head: the strongest, those with the largest column sums.
-        mass: "spread" redistributes their attention over the other keys, row by row, in proportion; "drop" discards it,
-            so that rows sum to less than 1.
-        scope, pick: as in `Where`, without what needs other layers or tokens.
-        seed: seed of random keys, which depend only on the seed, the row's prompt, the step, the layer and the head.
-        positions, where: queries whose attention is changed.
-    """
-
-    within_step: ClassVar[bool] = True
-
-    top_k: Annotated[int, Ge(0)] = 1
-    mass: Literal["spread", "drop"] = "spread"
-    scope: Literal["head", "layer"] = "head"
-    pick: Literal["strongest", "weakest", "random", "random_any", "permuted", "same_mass", "nearest"] = "strongest"
-    seed: Seed = 0
-
-    def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        keys = Where(top_k=self.top_k, pick=self.pick, scope=self.scope, seed=self.seed)
-        counted, heads = keys.count_in(run, type(self).__name__), self.chosen_heads(model)
-
-        def removed(pattern: Float[Tensor, "batch head query key"], hook: Point) -> Tensor:
-            sinks = _sinks_now(keys, pattern, hook, run, counted, heads)
-            left = pattern.masked_fill(sinks, 0.0)
-            if self.mass == "drop":
-                return left
-            sums = left.sum(dim=-1, keepdim=True)
-            spread = left * pattern.sum(dim=-1, keepdim=True) / sums.clamp(min=1e-30)
-            return torch.where(sinks.any(dim=-1, keepdim=True) & (sums > 0), spread, left)
-
-        return self.edits(model, run, PATTERN, removed)
-
-
-def _sinks_now(
-    keys: Where, pattern: Float[Tensor, "batch head query key"], hook: Point, run: RunContext,
-    counted: ControlCount | None, heads: list[int],
-) -> Bool[Tensor, "batch head query key"]:  # fmt: skip
-    """The keys of a pattern, chosen by its own columns, for each query."""
-    queries, width = pattern.shape[2:]
-    real, layer, step = hook.forward_pass.real[:, :width].to(pattern.device), layer_of(hook), hook.step or 0
-    found = torch.zeros_like(pattern, dtype=torch.bool)
-    for part in hook.forward_pass.spans(queries):
-        rows, end = slice(part.start, part.stop), width - queries + part.stop  # later keys do not exist yet
-        counts = real[:, width - queries :][:, rows]
-        scores = (pattern[:, :, rows, :end].float() * counts[:, None, :, None]).sum(dim=2)
-        chosen = keys.taken(
-            ScoredStep({layer: scores}), real[:, :end], part.step, None if run.single else run,
-            counted if part.step == step else None, heads,
-        )  # fmt: skip
-        found[:, :, rows, :end] = chosen[:, 0, :, None]
-    return found

@@ -1,4 +1,4 @@
-"""Interventions on the residual stream: steer it along a direction, or clamp some of its dimensions.
+"""Steer the residual stream along a direction.
 
 A *direction* is a vector in the stream, such as the difference between the mean streams of two sets of prompts
 (`sinklens.experiments.difference_of_means`). With d the direction, d̂ = d / |d| and h the stream at a position:
@@ -11,18 +11,16 @@ Pitfall: a large coefficient moves the stream to where no text ever puts it. Com
 norm.
 """
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import AtPositions
-from sinklens.runs.intervention import Pairs, RunContext, layer_of, within
+from sinklens.runs.intervention import Pairs, RunContext, layer_of
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -101,51 +99,3 @@ class Steer(AtPositions):
         if list(given.shape) not in (sizes, sizes[1:]):
             raise SettingError(f"direction must have shape {sizes[1:]} or {sizes}; got {list(given.shape)}.")
         return given.detach().float().expand(*sizes)
-
-
-@dataclass(frozen=True)
-class ClampStream(AtPositions):
-    """Set or limit dimensions of the residual stream, such as massive activations (2402.17762) and biases.
-
-        ClampStream(3, dims=[17], at=0.0, where="newline")
-
-    Attributes:
-        layer: the layer at which the stream is changed.
-        dims: dimensions of the stream.
-        at: their value, one for all or one for each.
-        mode: "set" them to `at`; or "limit" their magnitude to it.
-        point: the point of the stream; by default the stream that the layer reads.
-        positions, where: positions that are changed.
-    """
-
-    within_step: ClassVar[bool] = True
-    on_canvas: ClassVar[bool] = True
-    refused: ClassVar[tuple[str, ...]] = ("heads", "layers")
-    indexed: ClassVar[tuple[str, ...]] = ("dims",)
-
-    layer: int
-    _: KW_ONLY
-    dims: Sequence[int]
-    at: "float | int | Sequence[float] | Float[Tensor, ' dim']" = 0.0
-    mode: Literal["set", "limit"] = "set"
-    point: StreamPoint = "hook_resid_pre"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        values = torch.as_tensor(self.at)
-        if values.ndim > 1 or (values.ndim == 1 and len(values) != len(self.dims)):
-            raise SettingError(f"at must be one number, or one for each of {len(self.dims)} dims; got {self.at!r}.")
-        if self.mode == "limit" and bool((values < 0).any()):
-            raise SettingError(f"a limit must not be negative; got at={self.at!r}.")
-
-    def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        dims, at = [within("dim", [dim], model.cfg.d_model)[0] for dim in self.dims], torch.as_tensor(self.at)
-
-        def clamped(stream: Float[Tensor, "batch pos d_model"], hook: Point) -> Tensor:
-            new, bound = stream.clone(), at.to(stream)
-            before = stream[..., dims]
-            new[..., dims] = bound.expand_as(before) if self.mode == "set" else before.clamp(-bound, bound)
-            return new
-
-        layer = within("layer", [self.layer], model.cfg.n_layers)[0]
-        return self.edits(model, run, [f"blocks.{layer}.{self.point}"], clamped)

@@ -134,7 +134,7 @@ class Generation(Trajectory):
         cache: the cache policy; None for an exact run.
         chosen: where the interventions acted whose places follow the run; none if sinks were not recorded.
         time: the noise level of each step, [batch, step]; None if its sampler sets none. An untimed network does not
-            read it, and `ForceTime` does not change it.
+            read it.
         kinds: what the pass of each step was, in a model that changes its attention with the segments of its rule.
         patterns: attention patterns requested by `Record.patterns`, [batch, head, query, key] by (step, layer).
     """

@@ -11,12 +11,12 @@ import sinklens
 from sinklens.analyses.answers import KEYS, each_prompt, effects, is_right, masked, unchanged
 from sinklens.analyses.mechanism import Mechanism
 from sinklens.experiments import effect
-from sinklens.interventions import AblateHeads, WindowAttention
+from sinklens.interventions import AblateHeads, MaskKeys
 from sinklens.tasks import held_out
 
 PROBLEM = held_out(2)[1]
 SETTINGS = {"gen_length": 8}
-LISTED = {"none": [], "window": WindowAttention(width=4), "heads": AblateHeads(layers=[0, 1])}
+LISTED = {"none": [], "window": MaskKeys(keep=True, window=4, positions=[0]), "heads": AblateHeads(layers=[0, 1])}
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])

@@ -12,7 +12,7 @@ from sinklens.evaluation import evaluate, masking
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.experiments import sweep
 from sinklens.features import collect
-from sinklens.interventions import AblateHeads, FixedNoise, MaskedLogits, MaskSinks
+from sinklens.interventions import AblateHeads, MaskedLogits, MaskSinks
 from sinklens.runs import Intervention
 from sinklens.runs.intervention import Canvas
 from sinklens.tasks import held_out
@@ -82,7 +82,7 @@ def test_a_row_that_waits_for_others_is_not_active(model):
         )
     assert not together.own.all()
     first = int(together.own.sum(axis=1).argmin())
-    noise = FixedNoise(renoised=torch.zeros(4, len(PROMPTS), 8, dtype=torch.long))
+    noise = ("denoise.hook_renoise", lambda value, hook: torch.zeros_like(value))
     assert own_run(model, PROMPTS, settings, hooks=[noise]).own[first].tolist()[:2] == [True, False]
 
 

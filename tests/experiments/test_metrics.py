@@ -15,10 +15,8 @@ from sinklens.features import SpliceSAE
 from sinklens.interventions import (
     Ablate,
     AblateHeads,
-    AblateSinkAttention,
     AblateValues,
     Activations,
-    ClampStream,
     HideKeys,
     MaskedLogits,
     MaskSinks,
@@ -114,10 +112,9 @@ def test_whatever_acts_on_each_step_alone_runs_only_its_step(models):
     along = torch.linspace(-1.0, 1.0, model.cfg.d_model)
     alone = {
         "steer": Steer(along, 3.0, layers=[1], where="masked", steps=[2]),
-        "clamp": ClampStream(1, dims=[3], at=2.0, steps=[2]),
+        "clamp": Ablate(point="hook_resid_pre", layers=[1], dims=[3], by=2.0, steps=[2]),
         "splice": SpliceSAE(Halved(), "blocks.1.hook_resid_post", steps=[2]),
         "hide": HideKeys(positions=[1], steps=[2]),
-        "attention": AblateSinkAttention(layers=[1], pick="random", steps=[2]),
         "values": AblateValues(where=where, steps=[2]),
         "values of a run": AblateValues(top_k=1, source=track, steps=[2]),
         "values now": AblateValues(top_k=1, same_step=True, steps=[2]),

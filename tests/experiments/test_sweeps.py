@@ -17,9 +17,9 @@ from sinklens.interventions import (
     AblateHeads,
     ForceTokens,
     MaskedLogits,
+    MaskKeys,
     MaskSinks,
     SinkToken,
-    WindowAttention,
 )
 from sinklens.tasks import held_out
 
@@ -43,10 +43,10 @@ MIXED = {
     "random keys": MaskSinks(top_k=2, pick="random_any"),
     "a head": AblateHeads(layers=[1], heads=[2]),
     "nothing": [],
-    "window": WindowAttention(width=4),  # its additive mask has a row for each query
+    "window": MaskKeys(keep=True, window=4, positions=[0]),  # its additive mask has a row for each query
     "functions": [("blocks.2.attn.hook_z", halve), (lambda name: name.endswith("mlp.hook_post"), double)],
     "token": ForceTokens(tokens={-5: 40}),
-    "two": [MaskSinks(top_k=1, layers=[0]), WindowAttention(width=8, layers=[1])],
+    "two": [MaskSinks(top_k=1, layers=[0]), MaskKeys(keep=True, window=8, positions=[0], layers=[1])],
     "resampled": None,  # filled in by `mixed`
 }
 
@@ -108,7 +108,12 @@ def test_random_numbers_of_a_prompt_are_the_same_in_every_copy(tiny_llada):
 
 
 def test_an_intervention_that_lengthens_the_canvas_runs_separately_and_its_answers_are_compared(model):
-    swept = sweep(model, PROMPTS, {"window": WindowAttention(width=4), "longer": SinkToken(), "none": []}, **SHORT)
+    swept = sweep(
+        model,
+        PROMPTS,
+        {"window": MaskKeys(keep=True, window=4, positions=[0]), "longer": SinkToken(), "none": []},
+        **SHORT,
+    )
     base = sinklens.generate(model, PROMPTS, record_sinks=False, **SHORT)
     changed = sinklens.generate(model, PROMPTS, hooks=[SinkToken()], record_sinks=False, **SHORT)
     longer = swept.sel(intervention="longer")
@@ -179,7 +184,7 @@ import gc, resource, sys, torch
 torch.set_num_threads(1)
 import sinklens
 from sinklens.experiments import sweep
-from sinklens.interventions import AblateHeads, WindowAttention
+from sinklens.interventions import AblateHeads, MaskKeys
 from sinklens.tasks.word_problems import held_out
 
 def resident():
@@ -191,7 +196,7 @@ def peak():
 model, settings = sinklens.load("tiny-llada"), {"gen_length": 24, "steps": 2}
 prompt = max((problem.prompt for problem in held_out(100)), key=len)
 listed = {f"head {n}": AblateHeads(layers=[n % 4], heads=[n // 4 % 6]) for n in range(400)}
-listed["window"] = WindowAttention(width=4)
+listed["window"] = MaskKeys(keep=True, window=4, positions=[0])
 sweep(model, [prompt], dict(list(listed.items())[-9:]), replay=True, **settings)
 for replay, budget in ((False, 0.25), (True, 0.6)):
     gc.collect()

@@ -14,7 +14,7 @@ from gpu.agreement import near
 from torch import Tensor
 
 from sinklens.errors import ReadOnlyHookError
-from sinklens.interventions import AblateHeads, MaskSinks, WindowAttention
+from sinklens.interventions import AblateHeads, MaskKeys, MaskSinks
 from sinklens.model import Model
 from sinklens.runs import Generation, generate, trace
 
@@ -114,7 +114,7 @@ def _replayed(model: Model, base: Generation, hooks: list[Any], **more: Any) -> 
     ("an edit by a hook", lambda base: DROP_HEAD),
     ("MaskSinks(1) with a recorded run as source", lambda base: MaskSinks(top_k=1, source=base)),
     ("AblateHeads", lambda base: AblateHeads(layers=[1], heads=[0])),
-    ("WindowAttention", lambda base: WindowAttention(width=4)),
+    ("MaskKeys with a window", lambda base: MaskKeys(keep=True, window=4, positions=[0])),
 ])  # fmt: skip
 def test_edits(
     name: str, edit: Callable[[Generation], Any], cpu: Model, model: Model, base: Generation,

@@ -1,4 +1,4 @@
-"""Positions that a step is made to accept or to renoise, on the tiny DiffusionGemma."""
+"""Positions that a step is made to renoise, on the tiny DiffusionGemma."""
 
 from typing import Any
 
@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from stored.draws import given_draws, given_starts
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import Accept, FixedNoise, Renoise, Where
+from sinklens.interventions import Renoise, Where
 from sinklens.sinks import EpsilonOverMean, TopK
 
 SETTINGS: dict[str, Any] = {
@@ -93,16 +94,16 @@ FORMS = {
 
 
 @pytest.mark.fast_cases(3)
-@pytest.mark.parametrize(("form", "kind"), [*((form, Renoise) for form in FORMS), ("positions", Accept)])
-def test_chosen_positions_get_the_noise_or_the_candidate_of_the_step(gemma, base, form, kind):
-    run, seen = run_with(gemma, kind(**FORMS[form](base)))
+@pytest.mark.parametrize("form", FORMS)
+def test_chosen_positions_get_the_noise_of_the_step(gemma, base, form):
+    run, seen = run_with(gemma, Renoise(**FORMS[form](base)))
     changed = 0
     for step in (0, 1, 2, 4, 5, 6):  # the last step of a canvas leaves other tokens
         columns = canvas_columns(step)
         chosen = places_of(form, run, base, step)[:, columns] | (form == "everywhere")
         chosen = torch.from_numpy(chosen)
         own = seen[step]["hook_accepted"]
-        accepted = own | chosen if kind is Accept else own & ~chosen
+        accepted = own & ~chosen
         expected = torch.where(accepted, seen[step]["hook_candidates"], seen[step]["hook_renoise"])
         assert torch.equal(run.canvas[:, step + 1, columns], expected), step
         assert torch.equal(run.undecided[:, step + 1, columns], ~accepted), step
@@ -122,25 +123,27 @@ def test_a_run_with_the_same_seed_or_draws_differs_only_at_the_renoised_position
     was_decided = where[:, 0, 0, 0] & base.sinks.decided.to_numpy()[:, 2]
     assert was_decided.any()
     assert bool(run.sinks.renoised.to_numpy()[:, 3][was_decided].all())
-    draws = FixedNoise(
-        starts=torch.stack([run.canvas[:, first, canvas_columns(first)] for first in (0, 4)]),
-        sampled=torch.stack([step["hook_candidates"] for step in seen]),
-        renoised=torch.stack([step["hook_renoise"] for step in seen]),
-    )
-    again, _ = run_with(gemma, draws, Renoise(where=where, steps=[2]), seed=9)
+    draws = [
+        given_starts(torch.stack([run.canvas[:, first, canvas_columns(first)] for first in (0, 4)])),
+        *(
+            given_draws(name, torch.stack([step[name] for step in seen]))
+            for name in ("hook_candidates", "hook_renoise")
+        ),
+    ]
+    again, _ = run_with(gemma, *draws, Renoise(where=where, steps=[2]), seed=9)
     assert torch.equal(again.canvas, run.canvas)
 
 
 def test_a_row_alone_is_renoised_as_in_its_batch(gemma):
-    together, _ = run_with(gemma, Renoise(where=TopK(1)), Accept(positions=[-2], steps=[5]))
+    together, _ = run_with(gemma, Renoise(where=TopK(1)))
     for row, prompt in enumerate(PROMPTS):
-        alone, _ = run_with(gemma, Renoise(where=TopK(1)), Accept(positions=[-2], steps=[5]), prompts=[prompt])
+        alone, _ = run_with(gemma, Renoise(where=TopK(1)), prompts=[prompt])
         padding = PROMPT - len(prompt)
         assert torch.equal(alone.canvas[0], together.canvas[row, :, padding:])
         assert torch.equal(alone.undecided[0], together.undecided[row, :, padding:])
 
 
-OTHERS = r"Accept changes which tokens a step accepts .* With a mask token, use Remask or ForceTokens"
+OTHERS = r"Renoise changes which tokens a step accepts .* With a mask token, use Remask or ForceTokens"
 REFUSED = [
     *(
         (
@@ -151,14 +154,14 @@ REFUSED = [
         )
         for given, text in (
             ((Renoise, {"positions": [2]}), r"takes positions of the answer, 9 to 24 or -16 to -1; got \[2\]"),
-            ((Accept, {"positions": [25]}), r"position 25 does not exist; there are 25"),
+            ((Renoise, {"positions": [25]}), r"position 25 does not exist; there are 25"),
             ((Renoise, {"steps": [8]}), r"step 8 does not exist; there are 8"),
             ((Renoise, {"positions": []}), r"positions is empty, so Renoise would change nothing"),
             ((Renoise, {"layers": [0]}), r"Renoise does not support layers="),
         )
     ),
-    (lambda gemma, worded: sinklens.generate(worded("llama"), "one two", hooks=Accept(), gen_length=4), OTHERS),
-    (lambda gemma, worded: Accept().hooks_for(gemma), OTHERS),
+    (lambda gemma, worded: sinklens.generate(worded("llama"), "one two", hooks=Renoise(), gen_length=4), OTHERS),
+    (lambda gemma, worded: Renoise().hooks_for(gemma), OTHERS),
 ]
 
 

@@ -8,11 +8,10 @@ import torch
 from watching import PADDED, again, compared, entered, unwatched, watch
 
 from sinklens.interventions import (
+    Ablate,
     AblateHeads,
     AblateMLPs,
     AtPositions,
-    ClampStream,
-    RoundActivations,
     SkipLayers,
     Steer,
 )
@@ -55,25 +54,9 @@ def mean(z, real, entered):
     return torch.stack(rows)
 
 
-def limited(stream, real, entered):
-    """Dimensions 3 and 20, limited to 0.05 and 0.1."""
-    new = stream.clone()
-    for dim, most in ((3, 0.05), (20, 0.1)):
-        new[..., dim] = stream[..., dim].clamp(-most, most)
-    return new
-
-
 def along(stream):
     """The component along the direction."""
     return sum(stream[..., dim] * UNIT[dim] for dim in range(24))[..., None]
-
-
-def rounded(stream, real, entered):
-    """To 3 bits: 7 levels up to the largest magnitude of each position, dimensions 5 and 23 left out."""
-    kept = [dim for dim in range(24) if dim not in (5, 23)]
-    new, scale = stream.clone(), stream[..., kept].abs().amax(dim=-1, keepdim=True) / 3
-    new[..., kept] = (stream[..., kept] / scale).round() * scale
-    return new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +96,9 @@ EDITS = {
         Steer(DIRECTION, 3.0, mode="set", **DECIDED), "hook_resid_pre", lambda x, *_: x + (3.0 - along(x)) * UNIT,
         decided=True,
     ),
-    "limit": Edit(
-        ClampStream(1, dims=[3, -4], at=[0.05, 0.1], mode="limit", where="committed"), "hook_resid_pre", limited,
-        decided=True,
-    ),
-    "clamp": Edit(
-        ClampStream(-2, dims=[5], at=7, where="committed"), "hook_resid_pre",
-        lambda x, *_: x.index_fill(2, torch.tensor(5), 7.0), decided=True,
-    ),
-    "round": Edit(
-        RoundActivations(3, point="hook_resid_mid", keep_dims=[5, -1], **DECIDED), "hook_resid_mid", rounded,
-        decided=True,
+    "dimensions": Edit(
+        Ablate(point="hook_resid_pre", dims=[5, -1], by=7, **DECIDED), "hook_resid_pre",
+        lambda x, *_: x.index_fill(2, torch.tensor([5, 23]), 7.0), decided=True,
     ),
     **{
         f"of one's own, {how}": Edit(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from dit_oracle import PlainDit
 from planted_saes import Perfect
+from stored.draws import given_draws
 from torch import Tensor
 
 import sinklens
@@ -21,8 +22,6 @@ from sinklens.interventions import (
     AblateHeads,
     AblateMLPs,
     AblateValues,
-    Accept,
-    FixedNoise,
     ForceTokens,
     FreezePattern,
     MaskSinks,
@@ -255,27 +254,21 @@ def test_the_confidence_is_the_models_probability_of_what_was_drawn(network, nam
 
 
 @pytest.mark.fast_cases(2)
-def test_fixed_noise_takes_uniform_numbers(network, name):
+def test_given_uniform_numbers_repeat_a_run_of_another_seed(network, name):
     model, _ = network
     kept: list[Tensor] = []
     keep = ("denoise.hook_uniform", lambda value, hook: kept.append(value.clone()))
     seeded = {"sampler": "mdlm", "noise_removal": False} if name == "mdlm" else {}
     seeded |= {"start_canvas": [list(range(20, 26)), list(range(30, 36))]} if name == "duo" else {}
     run = generate(model, name, hooks=[keep], **seeded)
-    noise = FixedNoise(uniform=torch.stack(kept))
+    noise = given_draws("hook_uniform", torch.stack(kept))
     again = generate(model, name, hooks=[noise], seed=77, **seeded)
     assert torch.equal(again.canvas, run.canvas)
-    if name == "gidd":
-        flat = FixedNoise(uniform=torch.stack(kept)[..., 0])
-        assert torch.equal(generate(model, name, hooks=[flat], seed=77).canvas, run.canvas)
     assert not torch.equal(generate(model, name, seed=77, **seeded).canvas, run.canvas)
-    with pytest.raises(SettingError, match=f"takes uniform= for {model.family} models; got sampled="):
-        generate(model, name, hooks=[FixedNoise(sampled=torch.zeros(9, 2, 6, dtype=torch.long))])
 
 
 REFUSED = [
     ("all", {"cfg_scale": 1.0}, "cfg_scale is not a setting of the .* sampler"),
-    ("all", {"hooks": [Accept(positions=[-1])]}, "Accept changes which tokens a step accepts on a canvas of random"),
     ("all", {"hooks": [Renoise(positions=[-1])]}, "Renoise changes which tokens a step accepts on a canvas of random"),
     ("timed", {"cache": PrefixCache()}, "PrefixCache reuses keys of earlier steps, and those of .* change with the"),
     ("timed", {"sampler": "autoregressive"}, "the autoregressive sampler fits causal or per-pass attention"),

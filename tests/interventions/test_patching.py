@@ -8,7 +8,7 @@ from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
 
 from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks.names import axes_of
-from sinklens.interventions import Activations, PatchHooks, WindowAttention
+from sinklens.interventions import Activations, MaskKeys, PatchHooks
 
 WAYS = [(*kind, {}) for kind in [*EACH, ("qwen3_moe", False), ("dream", False)]]
 CAUSAL = [{}, {"use_cache": False}]
@@ -132,7 +132,7 @@ def test_values_of_an_exact_run_are_patched_where_a_run_with_a_cache_computes(wo
     exact = {"block_length": 4} if "block_length" in settings else {}
     base = watch(model, PADDED, points=[], **settings).run
     source, after = Activations(names=name), Activations(names=[Z, name])
-    watch(model, PADDED, [WindowAttention(width=3), source], [], replay=base, **exact)
+    watch(model, PADDED, [MaskKeys(keep=True, window=3, positions=[0]), source], [], replay=base, **exact)
     watch(model, PADDED, [PatchHooks(source=source.caches), after], [], replay=base, **settings)
     partial = 0
     for step, cache in after.caches.items():

@@ -1,4 +1,4 @@
-"""The stream is steered and clamped as by the formulas, at its places alone; directions are differences of means."""
+"""The stream is steered as by the formulas, at its places alone; directions are differences of means."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from watching import LONG, PADDED, entered, watch
 
 from sinklens.errors import SettingError
 from sinklens.experiments import difference_of_means
-from sinklens.interventions import ClampStream, Steer
+from sinklens.interventions import Steer
 from sinklens.interventions.streams import Directions
 
 PRE = "blocks.1.hook_resid_pre"
@@ -62,11 +62,6 @@ REFUSED = [
         lambda: Steer(DIRECTION, point="hook_embed"),
         "point must be one of hook_resid_pre, hook_resid_mid, hook_resid_post",
     ),
-    (lambda: ClampStream(0, dims=[24]), "dim 24 does not exist; there are 24"),
-    (lambda: ClampStream(0, dims=[1, 2], at=[1.0]), r"at must be one number, or one for each of 2 dims; got \[1.0\]"),
-    (lambda: ClampStream(0, dims=[1], at=-1, mode="limit"), "a limit must not be negative; got at=-1"),
-    (lambda: ClampStream(0, dims=[1], mode="clip"), "mode must be one of set, limit; got 'clip'"),
-    (lambda: ClampStream(0, dims=[1], layers=[1]), "ClampStream does not support layers=; leave it out"),
 ]
 
 

@@ -12,7 +12,7 @@ from watching import LONG, watch
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import input_norms
-from sinklens.interventions import EditWeights, PruneWeights, RoundWeights
+from sinklens.interventions import EditWeights, PruneWeights
 from sinklens.interventions.weights import weight_matrices
 
 
@@ -116,12 +116,11 @@ def test_stronger_edits_change_the_logits_more_and_leave_the_weights_as_they_wer
     assert 0 == moved(PruneWeights(0)) < moved(PruneWeights(0.1)) < moved(PruneWeights(0.3)) < moved(PruneWeights(0.8))
     assert moved(PruneWeights(0.3, "wanda", norms=norms)) < moved(PruneWeights(0.3, "random"))
     assert moved(PruneWeights(0.3)) < moved(PruneWeights(0.3, "random"))
-    assert 0 < moved(RoundWeights(8)) < moved(RoundWeights(4)) < moved(RoundWeights(3))
     assert changed(tiny_llada, before) == {}
 
 
-@pytest.mark.parametrize("hooks", [RoundWeights(4), PruneWeights(0.5)])
-def test_quantized_and_offloaded_weights_are_refused_and_nothing_changes(hooks):
+def test_quantized_and_offloaded_weights_are_refused_and_nothing_changes():
+    hooks = PruneWeights(0.5)
     model, ids = random_model(), random_ids()
     reference = model(ids)
     projection = model.tree.hf.model.layers[1].mlp.down_proj

@@ -9,7 +9,7 @@ from watching import masked_keys, watch
 import sinklens
 from sinklens.errors import ControlWarning, SettingError
 from sinklens.experiments import compare, sweep
-from sinklens.interventions import AblateSinkAttention, MaskSinks, Where
+from sinklens.interventions import MaskSinks, Where
 from sinklens.runs.control_keys import ControlLog
 from sinklens.sinks import StrongestKeys
 from sinklens.tasks import held_out
@@ -50,7 +50,7 @@ def test_a_control_without_any_key_is_refused(tiny_llada):
 def test_complete_controls_and_runs_without_one_do_not_warn(tiny_llada):
     with warnings.catch_warnings():
         warnings.simplefilter("error", ControlWarning)
-        full = sinklens.generate(tiny_llada, PROMPTS, hooks=AblateSinkAttention(top_k=2, pick="nearest"), **FEW)
+        full = sinklens.generate(tiny_llada, PROMPTS, hooks=MaskSinks(top_k=2, pick="nearest", same_step=True), **FEW)
         plain = sinklens.generate(tiny_llada, PROMPTS, hooks=MaskSinks(top_k=2), **FEW)
     assert full.control_keys.picked.tolist() == full.control_keys.requested.tolist() == [2 * 6 * 4 * 4] * 2
     assert plain.control_keys is None

@@ -12,21 +12,20 @@ from sinklens.errors import HookNameError, SettingError
 from sinklens.experiments import head_outputs
 from sinklens.features import SpliceSAE
 from sinklens.interventions import (
+    Ablate,
     AblateHeads,
-    AblateSinkAttention,
     AblateValues,
-    ClampStream,
     ForceTokens,
     FreezePattern,
     HideKeys,
     KeepKeys,
+    MaskKeys,
     MaskSinks,
     PatchHooks,
     Remask,
     SinkToken,
     Steer,
     Where,
-    WindowAttention,
 )
 from sinklens.runs.intervention import place_mask, within
 from sinklens.sinks import EpsilonOverMean, TopK
@@ -46,16 +45,14 @@ BOTH = {
     "mask the weakest": MaskSinks(top_k=3, pick="weakest", steps=[2]),
     "keep keys": KeepKeys(top_k=3, window=1),
     "keep keys at some places": KeepKeys(top_k=2, steps=[1, 2], heads=[1, 2], positions=[0, 1, 2, -3]),
-    "window": WindowAttention(width=2, always=[0]),
-    "window at some places": WindowAttention(width=0, layers=[1], heads=[2, 3], steps=[0, 2], positions=[3, -1, -3]),
+    "window": MaskKeys(keep=True, window=2, positions=[0], queries="each"),
+    "window at some places": MaskKeys(
+        keep=True, window=0, layers=[1], heads=[2, 3], steps=[0, 2], positions=[3, -1, -3], queries="each"
+    ),
     "ablate heads": AblateHeads(heads=[0, 3], layers=[0, 1]),
     "ablate heads at some places": AblateHeads(heads=[1, 2], steps=[1, 3], positions=[0, 3, -1, -3]),
     "the mean head": lambda reference: AblateHeads(by="mean", reference=reference, heads=[1], layers=[1]),
     "another's head": lambda reference: AblateHeads(by="resample", reference=reference, heads=[1], seed=2),
-    "ablate attention to sinks": AblateSinkAttention(top_k=2, layers=[0, 2]),
-    "ablate at some places": AblateSinkAttention(
-        top_k=2, mass="drop", steps=[0, 3], positions=[1, 3, -2], scope="layer"
-    ),
     "force tokens": ForceTokens(tokens={1: 41, -3: 42}, steps=[1, 3]),
     "sink token": SinkToken(token=9),
     "empty sink token": SinkToken(token=9, value="zero", layers=[0, 1]),
@@ -66,7 +63,7 @@ BOTH = {
     "replace values of random keys": AblateValues(top_k=2, pick="random", persistent=True, by="zero"),
     "hide keys": HideKeys(positions=[0, 3], layers=[0, 2], heads=[1, -1]),
     "steer": Steer(torch.linspace(-1.0, 2.0, 24), 2.0, layers=[1], where="committed"),
-    "clamp": ClampStream(1, dims=[3, -4], at=[0.05, 0.1], mode="limit"),
+    "dimensions": Ablate(point="hook_resid_pre", layers=[1], dims=[3, -4], by=0.1),
     "ablate at decided tokens": AblateHeads(where="committed", heads=[1]),
     "splice": SpliceSAE(random_sae(), "blocks.1.hook_resid_post", scope="committed", steps=[1, 2, 3]),
 }  # fmt: skip
@@ -197,7 +194,7 @@ def test_an_error_in_a_trace_block_leaves_no_hooks(worded, interventions, name):
 
 
 @pytest.mark.parametrize("name", [
-    "window", "ablate heads", "ablate attention to sinks", "the row's mean head", "patch", "hide keys", "clamp",
+    "window", "ablate heads", "the row's mean head", "patch", "hide keys", "dimensions",
 ])  # fmt: skip
 def test_a_single_pass_with_hooks_for_equals_the_first_step_of_a_run(worded, interventions, name):
     model = worded()
@@ -210,9 +207,9 @@ def test_a_single_pass_with_hooks_for_equals_the_first_step_of_a_run(worded, int
 
 def test_hooks_a_block_and_run_with_hooks_give_equal_logits(worded):
     model, by_block = worded(), []
-    listed = [WindowAttention(width=1, layers=[1]), AblateHeads(layers=[2], heads=[3])]
+    listed = [MaskKeys(keep=True, window=1, positions=[0], layers=[1]), AblateHeads(layers=[2], heads=[3])]
     by_hooks = watch(model, [LONG], listed, ["hook_logits"])
-    far = (torch.arange(15)[:, None] - torch.arange(15)).abs() > 1
+    far = ((torch.arange(15)[:, None] - torch.arange(15)).abs() > 1) & (torch.arange(15) > 0)
     with sinklens.trace(model, LONG, **short(model, {})) as t:
         for _ in t.steps:
             t["blocks.1.attn.hook_attn_mask"] = t["blocks.1.attn.hook_attn_mask"].masked_fill(far, -torch.inf)
@@ -227,7 +224,7 @@ def test_hooks_a_block_and_run_with_hooks_give_equal_logits(worded):
 
 def test_a_block_sees_and_edits_values_after_interventions(worded):
     """Hooks run inside a point, the block after it."""
-    model, hooks = worded(), [WindowAttention(width=1)]
+    model, hooks = worded(), [MaskKeys(keep=True, window=1, positions=[0])]
     with sinklens.trace(model, LONG, hooks=hooks, **short(model, {})) as t:
         for _ in t.steps:
             mask = t["blocks.1.attn.hook_attn_mask"]
@@ -252,13 +249,13 @@ def test_interventions_and_plain_pairs_at_different_points_combine_in_any_order(
         MaskSinks(top_k=2),
         ("blocks.1.hook_mlp_out", halve),
         AblateHeads(heads=[2], layers=[0]),
-        WindowAttention(width=6),
+        MaskKeys(keep=True, window=6, positions=[0]),
     ]
     runs = [watch(model, PADDED, order, ["hook_logits", "hook_pattern"]) for order in (listed, listed[::-1])]
     assert torch.equal(logits_of(runs[0]), logits_of(runs[1]))
     assert seen == [0, 1, 2, 3] * 2
     pattern = runs[0].stacked("hook_pattern", 2)[:, 1]
-    far = (torch.arange(15)[:, None] - torch.arange(15)).abs() > 6
+    far = ((torch.arange(15)[:, None] - torch.arange(15)).abs() > 6) & (torch.arange(15) > 3)
     assert (pattern[..., far] == 0).all()
     assert ((pattern == 0).all(dim=2).sum(dim=-1) >= 2).all()
     for left_out in range(4):
@@ -295,7 +292,7 @@ def test_an_entry_that_is_neither_intervention_nor_pair_is_rejected_and_shown(wo
 
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", [
-    "mask sinks", "ablate heads", "ablate attention to sinks", "patch", "freeze the pattern", "window", "keep keys",
+    "mask sinks", "ablate heads", "patch", "freeze the pattern", "window", "keep keys",
     "sink token", "replace values", "ablate at the strongest keys", "ablate at masks", "steer", "splice",
 ])  # fmt: skip
 def test_under_guidance_only_conditional_rows_are_changed(worded, interventions, name):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stored.draws import given_draws, given_starts
 from torch import Tensor
 
 import sinklens
@@ -19,7 +20,6 @@ from sinklens.interventions import (
     AblateHeads,
     AblateValues,
     Activations,
-    FixedNoise,
     FreezePattern,
     Intervention,
     MaskSinks,
@@ -125,9 +125,7 @@ def test_given_draws_replace_the_random_ones(gemma, prompt):
     run = sinklens.generate(gemma, prompt, hooks=hooks, record_sinks=False, **SETTINGS)
     second = int((run.canvas[0, :, 17] >= 0).long().argmax())
     starts = torch.stack([run.canvas[:, 0, 9:17], run.canvas[:, second, 17:]])
-    noise = FixedNoise(
-        starts=starts, sampled=torch.stack(drawn["hook_candidates"]), renoised=torch.stack(drawn["hook_renoise"])
-    )
+    noise = [given_starts(starts), *(given_draws(name, torch.stack(kept)) for name, kept in drawn.items())]
     again = sinklens.generate(gemma, prompt, seed=9, hooks=noise, record_sinks=False, **SETTINGS)
     assert torch.equal(run.canvas, again.canvas)
 

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from stored import modes, timed
+from stored.draws import given_draws, given_starts
 from stored.folders import ReferenceFolder, StoredRun
 from torch import Tensor
 
 from sinklens.families import SAMPLERS
-from sinklens.interventions import FixedNoise, Suffix
+from sinklens.interventions import Suffix
 from sinklens.sampling import DualCache, NoCache, Policy, PrefixCache
 
 Translate = Callable[[ReferenceFolder, int, dict[str, Any]], Iterator[StoredRun]]
@@ -232,7 +233,8 @@ def _diffusion_gemma(folder: ReferenceFolder, number: int, given: dict[str, Any]
     if f"gen{number}.decoder_input_ids" in expected:
         settings["start_canvas"], starts = expected[f"gen{number}.decoder_input_ids"], None
     sampled, renoised = (expected[f"gen{number}.draws.{name}"] for name in ("sample", "renoise"))
-    settings["hooks"] = [FixedNoise(starts=starts, sampled=sampled, renoised=renoised)]
+    settings["hooks"] = [given_draws("hook_candidates", sampled), given_draws("hook_renoise", renoised)]
+    settings["hooks"] += [] if starts is None else [given_starts(starts)]
     prompt = {"input_ids": ids, "attention_mask": expected.get(f"gen{number}.attention_mask", torch.ones_like(ids))}
     canvas = _on_the_text(expected[f"gen{number}.canvas_in"], expected[f"gen{number}.block"], ids.shape[1])
     result = torch.full_like(canvas[:, 0], -1)

@@ -1,7 +1,7 @@
 """The stored runs of MDLM, BD3-LM, SEDD, Duo and GIDD, as runs of sinklens with the stored random numbers.
 
 The references draw a token with uniform numbers, which the data keep as integers: k stands for (k + 0.5) / 65536.
-`FixedNoise` puts them at ``denoise.hook_uniform``. The position that BD3-LM's first hitting chose goes to
+`given_draws` puts them at ``denoise.hook_uniform``. The position that BD3-LM's first hitting chose goes to
 ``denoise.hook_commit``.
 
 Limitation: a run of sinklens ends when nothing is masked, and the references go on. Only the steps before are compared;
@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from stored.draws import given_draws
 from stored.folders import ReferenceFolder, StoredRun
 from torch import Tensor
 
-from sinklens.interventions import FixedNoise, Suffix
+from sinklens.interventions import Suffix
 
 
 def mdlm(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterator[StoredRun]:
@@ -113,7 +114,7 @@ def _run(
     canvases: Int[Tensor, "batch step pos"],
 ) -> StoredRun:
     """A run without a prompt."""
-    settings = settings | {"gen_length": length, "hooks": [FixedNoise(uniform=uniform)]}
+    settings = settings | {"gen_length": length, "hooks": [given_draws("hook_uniform", uniform)]}
     empty = torch.zeros(len(canvases), 0, dtype=torch.long)
     return StoredRun(number, empty, settings, canvases, folder.tensors[f"gen{number}.result"].long())
 

@@ -17,11 +17,11 @@ from sinklens.interventions import (
     HideKeys,
     HoldSinks,
     KeepKeys,
+    MaskKeys,
     MaskSinks,
     SinkToken,
     Suffix,
     Where,
-    WindowAttention,
 )  # fmt: skip
 from sinklens.sinks import EpsilonOverMean
 
@@ -162,7 +162,8 @@ def test_shared_draws_narrow_the_interval_of_a_difference(llada):
 def test_other_interventions_change_a_pass_as_they_change_a_step(llada):
     """The oracle: the first step of a run over the same, completely masked answer."""
     for hook in (
-        AblateHeads(layers=[1], heads=[2]), WindowAttention(width=1), KeepKeys(top_k=2, same_step=True),
+        AblateHeads(layers=[1], heads=[2]), MaskKeys(keep=True, window=1, positions=[0]),
+        KeepKeys(top_k=2, same_step=True),
         ("blocks.1.attn.hook_z", lambda value, hook: value * 0.5),
     ):  # fmt: skip
         seen = []
