@@ -65,8 +65,6 @@ class History:
         decided: steps since each position's token was written or changed, at least 1; -1 while it is undecided. The
             prompt's tokens were there before step 0.
         scores: sink scores of the step before; None in step 0, and unless `Policy.reads_scores`.
-        drift: ‖k_t − k‖ / ‖k_t‖ of the keys that the step before computed, with k the entry of the same token that
-            they replaced; NaN elsewhere. None in step 0, and unless `Policy.reads_drift`.
         queries: mean rotated query of the block in the step before, by layer; None as for `scores`, and unless
             `Policy.reads_queries`.
         keys: layer -> rotated keys that are cached, [batch, kv_head, pos, d_head].
@@ -83,17 +81,9 @@ class History:
     gone: Bool[Tensor, "batch layer pos"]
     decided: Int[Tensor, "batch pos"]
     scores: Float[Tensor, "batch layer head pos"] | None
-    drift: Float[Tensor, "batch layer pos"] | None
     queries: Float[Tensor, "batch layer head d_head"] | None
     keys: Callable[[int], Float[Tensor, "batch kv_head pos d_head"]]
     shift: bool
-
-    def with_predictors(self, fresh: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """`fresh` with the positions that predict its undecided ones, which a step computes with them."""
-        found = fresh.clone()
-        if self.shift:
-            found[:, :-1] |= (fresh & self.undecided & self.real)[:, 1:] & self.real[:, :-1]
-        return found
 
     @property
     def in_block(self) -> Bool[Tensor, " pos"]:
@@ -112,11 +102,10 @@ class Policy(ABC):
     """Decides before each step which keys are computed, reused or hidden; see `sinklens.sampling`.
 
     Attributes:
-        reads_scores, reads_drift, reads_queries: whether `plan` uses these fields of `History`, which cost time.
+        reads_scores, reads_queries: whether `plan` uses these fields of `History`, which cost time.
     """
 
     reads_scores: bool = False
-    reads_drift: bool = False
     reads_queries: bool = False
 
     @abstractmethod
@@ -233,7 +222,7 @@ class PolicyCache(KeyCache):
         block: columns of the active block.
         fresh, gone: the plan of the current step.
         decidable: positions that the plan computes, with what predicts them.
-        scores, queries, drift: as in `History`; `see_scores` and `see_queries` set the first two during a step.
+        scores, queries: as in `History`; `see_scores` and `see_queries` set them during a step.
     """
 
     def __init__(
@@ -257,7 +246,6 @@ class PolicyCache(KeyCache):
         self.fresh = self.gone = self._hidden = torch.zeros(shape, dtype=torch.bool, device=real.device)
         self.scores: Tensor | None = None
         self.queries: Tensor | None = None
-        self.drift: Tensor | None = None
 
     @property
     def computed(self) -> Bool[Tensor, "batch pos"]:
@@ -314,7 +302,7 @@ class PolicyCache(KeyCache):
         age = torch.where(self._computed >= 0, self._step - self._computed, -1)
         return History(
             self._step, self._step_in_block, self.block, canvas, undecided, self._real, age, self._hidden,
-            torch.where(undecided, -1, self._step - self._written), self.scores, self.drift, self.queries,
+            torch.where(undecided, -1, self._step - self._written), self.scores, self.queries,
             self.store.keys, self._shift,
         )  # fmt: skip
 
@@ -323,20 +311,13 @@ class PolicyCache(KeyCache):
         shape, name = tuple(self.fresh.shape), type(self.policy).__name__
         if not isinstance(plan, Tensor) or plan.is_floating_point():
             raise SettingError(f"{name}.plan must return a tensor of Keys or booleans; got {plan!r}.")
-        plan = plan.to(self._real.device)
-        if plan.ndim == 2:
-            if plan.shape[0] not in (1, shape[0]):
-                raise SettingError(
-                    f"{name}.plan returned shape {list(plan.shape)}; two axes are [batch, pos] with {shape[0]} rows. "
-                    f"Return a plan by layer as plan[None], with the axes [batch, layer, pos]."
-                )
-            plan = plan[:, None]
+        by_row = plan[:, None] if plan.ndim == 2 else plan
         try:
-            plan = plan.expand(shape)
+            plan = by_row.to(self._real.device).expand(shape)
         except RuntimeError as error:
             raise SettingError(
                 f"{name}.plan returned shape {list(plan.shape)}, which does not broadcast to [batch, layer, pos] = "
-                f"{list(shape)}."
+                f"{list(shape)}. Two axes are [batch, pos]; return a plan by layer as plan[None]."
             ) from error
         numbers = torch.where(plan, int(Keys.FRESH), int(Keys.STALE)) if plan.dtype is torch.bool else plan
         if not bool(torch.isin(numbers, torch.tensor(list(map(int, Keys)), device=plan.device)).all()):
@@ -350,24 +331,10 @@ class PolicyCache(KeyCache):
         rows: Int[Tensor, " running"] | None = None,
     ) -> Float[Tensor, "batch window d_model"]:
         """As in `KeyCache`; always of all rows."""
-        compares = self.policy.reads_drift and self._step > 0
-        before = [self.store.keys(layer).clone() for layer in range(self.fresh.shape[1])] if compares else None
         self.tree.watch.describe(decidable=self.decidable)
         hidden = self.store.hidden(text, self.window, self.fresh, self.gone)
-        if self.policy.reads_drift:
-            self.drift = self._drift(before)
         self._computed.masked_fill_(self.fresh, self._step)
         return hidden
-
-    def _drift(self, before: list[Tensor] | None) -> Float[Tensor, "batch layer pos"]:
-        """Relative change of the keys that the step computed; NaN without an earlier entry of the same token."""
-        found = torch.full(self.fresh.shape, torch.nan, device=self.fresh.device)
-        for layer, earlier in enumerate(before or []):
-            now = self.store.keys(layer).float()
-            moved = (now - earlier.float()).norm(dim=(1, 3)) / now.norm(dim=(1, 3))
-            known = self.fresh[:, layer] & (self._computed[:, layer] > self._written)
-            found[:, layer] = torch.where(known, moved.to(found.device), torch.nan)
-        return found
 
     def see_scores(self, layer: int, value: Float[Tensor, "batch head key"]) -> None:
         """Keep the sink scores of a layer in the current step."""

@@ -13,7 +13,6 @@ Pitfall: of a sampler without blocks the answer is the block, so a policy's comp
 is the first of the run alone.
 """
 
-import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from sinklens.errors import SettingError, nearest
 from sinklens.sampling.key_cache import History, Keys, Policy
 from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
 from sinklens.sinks.track import build_track
-from sinklens.utils.arguments import Count, NonNegative, Share, Words, check_arguments, read_as
+from sinklens.utils.arguments import Count, Share, Words, check_arguments, read_as
 
 CachePolicy = Annotated[Policy | str, Words("a policy such as sinklens.sampling.DualCache() or its name, 'dual',")]
 
@@ -111,27 +110,20 @@ class Evict(Policy):
     Sparse-dLLM's eviction (Song et al., 2508.02558; OpenMOSS/Sparse-dLLM). The first two steps of a block compute
     everything. Then each layer ranks the positions outside the block and keeps the best until the next complete step;
     the block itself is computed in every step. The published rank of a position is the mean over heads of (mean rotated
-    query of the block) · (its rotated key), unscaled and without softmax, followed by a maximum over its neighbors.
+    query of the block) · (its rotated key), unscaled and without softmax, then the maximum over it and its neighbors.
 
     What it approximates: the block no longer sees the hidden positions, and the kept ones are stale. Hidden keys are
     masked, not removed, so that a map keeps one column per position; they still take up memory.
 
     Attributes:
         keep: share of these positions that each layer keeps, rounded down; from 0 to 1.
-        by: their rank: "queries", Sparse-dLLM's, or "score", their sink score in the step before, averaged over heads.
-        kernel: width of the maximum over neighbors, an odd number; 1 for none.
     """
 
     keep: Share = 0.5
-    by: Literal["queries", "score"] = "queries"
-    kernel: Count = 3
+    reads_queries: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_arguments(self)
-        if self.kernel % 2 == 0:
-            raise SettingError(f"kernel must be an odd number of positions; got {self.kernel!r}.")
-        object.__setattr__(self, "reads_queries", self.by == "queries")
-        object.__setattr__(self, "reads_scores", self.by == "score")
 
     def plan(self, history: History) -> Int[Tensor, "batch layer pos"]:
         """Everything fresh in two steps; then the block fresh, the best others stale, the rest gone.
@@ -149,8 +141,8 @@ class Evict(Policy):
         """True at the best positions outside the block, [batch, layer, pos]."""
         outside = ~history.in_block
         ranked = self._importance(history).masked_fill(~history.real[:, None], -torch.inf)[:, :, outside]
-        if self.kernel > 1:  # the positions before and after the block are neighbors, as in the published code
-            ranked = max_pool1d(ranked.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2).view_as(ranked)
+        # the positions before and after the block are neighbors, as in the published code
+        ranked = max_pool1d(ranked.flatten(0, 1), 3, stride=1, padding=1).view_as(ranked)
         ranked = ranked.masked_fill(~history.real[:, None, outside], -torch.inf)
         order = ranked.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         counts = (history.real[:, outside].sum(dim=1) * self.keep).long()
@@ -159,9 +151,6 @@ class Evict(Policy):
         return kept
 
     def _importance(self, history: History) -> Float[Tensor, "batch layer pos"]:
-        if self.by == "score":
-            assert history.scores is not None
-            return history.scores.mean(dim=2)
         assert history.queries is not None
         layers = []
         for layer in range(history.age.shape[1]):
@@ -173,69 +162,28 @@ class Evict(Policy):
 
 @dataclass(frozen=True)
 class Refresh(Policy):
-    """Compute everything every `every` steps of a block, or when the probe's key has moved.
-
-    After Elastic-Cache (Nguyen-Tri et al., 2510.14973). Between refreshes another policy decides. With a bound on
-    `drift`, each row also computes one *probe*: of the positions that it would not compute otherwise, the one that got
-    the most attention in the step before, summed over layers and heads. The drift of its key, the relative change
-    ‖k_t − k‖ / ‖k_t‖ against the entry it replaces, needs no second pass. If it exceeds the bound in any layer, the row
-    computes everything in the next step.
-
-    What it approximates: Elastic-Cache measures attention, not keys, and refreshes only the layers from the first one
-    that drifts; here all layers are refreshed. The probe enlarges the window that a step computes, up to everything
-    between it and the block.
+    """Compute everything every `every` steps of a block; another policy decides in between.
 
     Attributes:
-        every: steps of a block between complete steps; None for none after the first.
-        drift: the largest drift of the probe's key that does not trigger a complete step; None for no probe.
+        every: steps of a block between complete steps.
         within: the policy of the other steps.
     """
 
-    every: Count | None = None
-    drift: NonNegative | None = None
+    every: Count
     within: Policy = field(default_factory=DualCache)
 
     def __post_init__(self) -> None:
         if not isinstance(self.within, Policy):
             raise SettingError(f"within must be a policy such as DualCache(); got {self.within!r}.")
         check_arguments(self)
-        if self.every is None and self.drift is None:
-            raise SettingError("Refresh needs every= or drift=; without them use the inner policy alone.")
-        needs = self.drift is not None
-        object.__setattr__(self, "reads_scores", needs or self.within.reads_scores)
-        object.__setattr__(self, "reads_drift", needs or self.within.reads_drift)
+        object.__setattr__(self, "reads_scores", self.within.reads_scores)
         object.__setattr__(self, "reads_queries", self.within.reads_queries)
 
     def plan(self, history: History) -> Tensor:
-        """The inner plan with the probe, or everything."""
-        everything = torch.ones_like(history.undecided)
-        if history.step_in_block == 0 or (self.every and history.step_in_block % self.every == 0):
-            return everything
-        inner = self.within.plan(history)
-        if self.drift is None:
-            return inner
-        if inner.dtype is not torch.bool or inner.ndim > 2:
-            raise SettingError(
-                f"drift= needs an inner policy that returns booleans [batch, pos]; {type(self.within).__name__} "
-                f"hides keys or chooses by layer. Use every=."
-            )
-        inner = inner.expand_as(everything)
-        computed = history.with_predictors(inner)
-        return inner | self._probe(history, computed) | self._moved(history, computed)[:, None]
-
-    def _probe(self, history: History, computed: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """The most attended position of each row outside `computed`."""
-        assert history.scores is not None
-        total = history.scores.sum(dim=(1, 2)).masked_fill(computed | ~history.real, -torch.inf)
-        return torch.zeros_like(computed).scatter(1, total.argmax(dim=1, keepdim=True), True) & ~computed
-
-    def _moved(self, history: History, computed: Bool[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
-        """Rows whose probe drifted beyond the bound in the step before; not after a complete step."""
-        assert history.drift is not None
-        assert self.drift is not None
-        outside = history.drift.masked_fill(computed[:, None], torch.nan)
-        above = (outside > self.drift).flatten(1).any(dim=1)
-        return above & ~history.complete[:, 0]
+        """The inner plan, or everything."""
+        if history.step_in_block % self.every == 0:
+            return torch.ones_like(history.undecided)
+        return self.within.plan(history)
 
 
 @dataclass(frozen=True)
@@ -392,27 +340,15 @@ def find_policy(text: str) -> Policy:
     Raises:
         SettingError: no policy has this name, or its argument is not a number that it takes.
     """
-    if not isinstance(text, str):
-        raise SettingError(f"a cache policy is found by its name, such as 'dual'; got {text!r}.")
-    name, colon, argument = text.partition(":")
+    name, colon, number = text.partition(":")
     if name not in POLICIES:
         raise SettingError(
             f"no cache policy is called {name!r}; known: {', '.join(POLICIES)}.{nearest(name, POLICIES)}"
         )
-    if not colon:
-        return POLICIES[name]()
-    if not inspect.signature(POLICIES[name]).parameters:
-        raise SettingError(f"{text!r} is not a cache policy: {name!r} takes no number. Write {name!r} alone.")
     try:
-        number = float(argument) if "." in argument else int(argument)
-    except ValueError:
-        raise SettingError(
-            f"{text!r} is not a cache policy: {argument!r} is not a number. Write a number after the colon, or "
-            f"{name!r} alone."
-        ) from None
-    try:
-        return POLICIES[name](number)
+        return POLICIES[name](*[float(number) if "." in number else int(number)] if colon else [])
     except (TypeError, ValueError) as error:
         raise SettingError(
-            f"{text!r} is not a cache policy: {error} Write another number after the colon, or {name!r} alone."
+            f"{text!r} is not a cache policy: write {name!r} alone, or if it takes one with a number after the colon "
+            f"({error})."
         ) from error

@@ -212,7 +212,10 @@ def labels(ledger):
             "the tokenizer of tiny-llama has no chat template",
         ),
         (["tiny-llada", "--task", "tiny-gsm", "--cache", "duel"], "no cache policy is called 'duel'; known: none, pre"),
-        (["tiny-llada", "--task", "tiny-gsm", "--cache", "keep-sinks:many"], "not a cache policy: 'many' is not a num"),
+        (
+            ["tiny-llada", "--task", "tiny-gsm", "--cache", "keep-sinks:many"],
+            "not a cache policy: write 'keep-sinks' alone",
+        ),
         (
             ["tiny-llada", "tiny-llama", "--task", "tiny-gsm", "--cache", "dual"],
             "the attention of tiny-llama is causal. Remove one of them.",

@@ -53,8 +53,8 @@ class Everything(Policy):
 
 
 POLICIES = [
-    PrefixCache(), DualCache(), DelayedCache(refresh=4), Refresh(every=3), Refresh(drift=0.02),
-    Evict(keep=0.4), Evict(keep=0.4, by="score", kernel=1), KeepSinks(TopK(2)), ~KeepSinks(TopK(2), others="gone"),
+    PrefixCache(), DualCache(), DelayedCache(refresh=4), Refresh(every=3),
+    Evict(keep=0.4), KeepSinks(TopK(2)), ~KeepSinks(TopK(2), others="gone"),
     AtRandom(),
 ]  # fmt: skip
 
@@ -219,9 +219,7 @@ def test_eviction_keeps_the_share_with_the_largest_products_of_queries_and_keys(
             lambda v, hook: seen.update({(hook.name, hook.step): v.clone()}),
         )
     ]
-    run = sinklens.generate(
-        model, PROMPTS[:1], cache=Evict(keep=0.5, kernel=3), hooks=hooks, gen_length=12, block_length=6
-    )
+    run = sinklens.generate(model, PROMPTS[:1], cache=Evict(keep=0.5), hooks=hooks, gen_length=12, block_length=6)
     kept = run.sinks["staleness"].to_numpy()[0, 2] >= 0
     start = run.prompt_length
     outside = [j for j in range(run.canvas.shape[2]) if not start <= j < start + 6]
@@ -238,37 +236,6 @@ def test_eviction_keeps_the_share_with_the_largest_products_of_queries_and_keys(
         found = {j for j in outside if kept[layer, j]}
         assert len(found) == count
         assert found <= {j for j, value in zip(outside, pooled, strict=True) if value >= least - 1e-5}
-
-
-def test_a_probe_whose_key_moved_beyond_the_bound_refreshes_everything(worded):
-    model = worded("llama")
-    never, always = (
-        sinklens.generate(model, PROMPTS[:1], cache=Refresh(drift=bound), **SETTINGS["llama"]) for bound in (1e9, 0)
-    )
-    computed = [torch.from_numpy(run.sinks["fresh"].to_numpy()[0, :, 0]) for run in (never, always)]
-    length = never.canvas.shape[2]
-    assert [int(row.sum()) for row in computed[0][1:6]] == [7] * 5  # the block of 6 and one probe
-    assert [int(row.sum()) for row in computed[1][:6]] == [length, 7, length, 7, length, 7]
-
-
-def test_the_drift_of_a_key_compares_entries_of_one_token(worded):
-    seen = []
-
-    class Watching(DelayedCache):
-        reads_drift = True
-
-        def plan(self, history):
-            seen.append(history)
-            return super().plan(history)
-
-    run = sinklens.generate(worded("llama"), PROMPTS, cache=Watching(refresh=100), **SETTINGS["llama"])
-    assert len(seen) == run.steps_run
-    for history in seen[1:]:
-        fresh_before, other = history.age[:, 1] == 1, history.decided == 2  # its entry in the step before was a mask's
-        assert history.drift[:, 1].isnan()[~fresh_before | other].all()
-        if history.step > 1:
-            assert other.any()
-            assert not history.drift[:, 1].isnan()[fresh_before & ~other].any()
 
 
 def test_kept_sinks_are_computed_and_dropped_sinks_are_hidden(worded):
@@ -420,9 +387,8 @@ LENS = {"gen_length": 8, "hooks": [LogitLens(positions=[0, 1])]}
         (lambda m: brief(m(), 5), r"cache must be a policy such as .*DualCache\(\) or its name, 'dual', or None; got"),
         (lambda m: brief(m(), DualCache), "cache must be a policy such as"),
         (lambda m: brief(m(), "duel"), "no cache policy is called 'duel'; known: none, prefix, dual.* Nearest"),
-        (lambda m: brief(m(), "dual:3"), "'dual:3' is not a cache policy: 'dual' takes no number. Write 'dual' alone"),
-        (lambda m: brief(m(), "keep-sinks:many"), "'many' is not a number. Write a number after the colon, or 'keep-s"),
-        (lambda m: brief(m(), "keep-sinks:-4"), r"at least 1 or None; got -4\. Write another number after the colon"),
+        (lambda m: brief(m(), "dual:3"), "'dual:3' is not a cache policy: write 'dual' alone"),
+        (lambda m: brief(m(), "keep-sinks:-4"), r"is not a cache policy: .* at least 1 or None; got -4"),
         (lambda m: brief(m("llama", True), DualCache()), "DualCache is for bidirectional models; .* is autoregressive"),
         (lambda m: brief(m("sdar"), DualCache()), "is block-causal, and its steps already reuse keys exactly"),
         (lambda m: brief(m("sdar"), "dual", sampler="llada2.1"), "is block-causal, and its steps already reuse keys e"),
@@ -432,10 +398,7 @@ LENS = {"gen_length": 8, "hooks": [LogitLens(positions=[0, 1])]}
         (lambda m: brief(m(), Returns(torch.ones(3).bool())), r"returned shape \[3\], which does not broadcast to \[b"),
         (lambda m: brief(m(), Returns(torch.full((1,), 5))), r"Returns\.plan returned numbers other than those of Key"),
         (lambda m: brief(m(), Returns(torch.zeros(1).bool())), r"left nothing to compute in step 1; return Keys\.FRES"),
-        (lambda m: brief(m(), ByLayer(2), gen_length=3), r"two axes are \[batch, pos\] with 1 rows\. Return a plan by"),
-        (lambda m: Refresh(drift=float("nan")), r"drift must be a finite number of at least 0 or None; got"),
-        (lambda m: Refresh(drift=-1), r"drift must be a finite number of at least 0 or None; got"),
-        (lambda m: Refresh(drift="x"), r"drift must be a finite number of at least 0 or None; got"),
+        (lambda m: brief(m(), ByLayer(2), gen_length=3), r"Two axes are \[batch, pos\]; return a plan by layer as"),
         (lambda m: Refresh(every=2, within="dual"), r"within must be a policy such as DualCache\(\); got 'dual'"),
         (lambda m: Planned(torch.ones(2, 3)), r"Planned takes a table \[batch, step, layer, pos\]; got shape \[2, 3\]"),
         (lambda m: brief(m(), Planned(torch.ones(1, 2, 1, 1).bool())), "has 2 steps, and the run reached step 2; make"),
@@ -480,7 +443,7 @@ def test_a_sampler_that_revisits_tokens_runs_where_the_policy_computes_them_and_
 def test_a_policy_has_the_name_that_finds_it():
     for text in ("dual", "refresh", "refresh:3", "evict:0.2", "keep-sinks:4", "drop-sinks", "delayed:2"):
         assert policy_name(find_policy(text)) == text
-    unnamed = Evict(keep=0.2, by="score")
+    unnamed = KeepSinks(TopK(1))
     assert policy_name(unnamed) == repr(unnamed)
 
 
