@@ -27,7 +27,6 @@ STUDIES = {
     "settling": ("settling", "Settling"),
     "kinds": ("kinds", "Kinds"),
     "caching": ("caching", "Caching"),
-    "modes": ("modes", "Modes"),
 }
 
 

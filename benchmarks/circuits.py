@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 import sinklens
-from benchmarks.lenses import over_templates, text
 from sinklens.experiments import circuit_curves, edge_scores
 from sinklens.experiments.circuits import CircuitCase, circuit_case
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out, training
@@ -32,6 +31,27 @@ PATHS = {"attribution": 0, "integrated gradients": 8}
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 EACH, DRAWS = 2, 2
 """Problems of each template, for the scores and for the measurement, and random circuits of each kind per problem."""
+
+
+def over_templates(
+    values: Float[np.ndarray, " prompt"],
+    kinds: Sequence[str],
+    weights: Float[np.ndarray, " prompt"] | None = None,
+) -> Estimate:
+    """The mean of the templates' means with its t interval; NaN values are left out.
+
+    Args:
+        kinds: the template of each value.
+        weights: of each value within its template; None for equal ones.
+    """
+    known = np.where(np.isnan(values), np.nan, 1.0 if weights is None else weights)
+    means = in_groups(known * values, kinds) / in_groups(known, kinds)
+    return mean_of(means.tolist())
+
+
+def text(value: Estimate) -> str:
+    """``mean (low to high)``."""
+    return f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})"
 
 
 def case_of(model: sinklens.Model, problem: Problem) -> CircuitCase | None:

@@ -92,22 +92,6 @@ TEXT_KINDS = ("any", "delimiter", "start", "mask", "digit", "word")
 LISTED = ("delimiter",)  # the kinds of token whose rows the page has
 EQ3 = "epsilon-over-mean (sum, 3)"
 WITHIN = "step, position, group"
-MODE_CLAIMS = {
-    "filling a block: strongest keys move more under denoising": ("strongest keys move, filling a block, points", 100),
-    "swapping a token: strongest keys move more under denoising": ("… swapping a token, points", 100),
-    "filling a block: sinks move more under denoising": ("sinks move, filling a block, points", 100),
-    "swapping a token: sinks move more under denoising": ("… swapping a token, points", 100),
-    "hiding sinks costs more than as many random keys, more so under denoising":
-        ("hiding sinks, beyond random keys, nats per token", 1),
-    "hiding sinks costs more than random keys with as much attention, more so under denoising":
-        ("… beyond keys with as much attention, nats per token", 1),
-    "masking sinks loses more answers than as many random keys, more so under denoising":
-        ("answers lost by masking sinks, beyond random keys, points", 100),
-    "masking sinks loses more answers than random keys with as much attention, more so under denoising":
-        ("… beyond keys with as much attention, points", 100),
-    "sinks are strong in the same heads in both modes": ("rank correlation of heads, beyond shuffled heads", 1),
-    "heads keep their key in both modes": ("heads with the same strongest key, beyond shuffled heads, points", 100),
-}  # fmt: skip
 TABLES: dict[str, Table] = {
     "existence": Table("existence-detectors", (
         percent("heads and steps with a sink, %", measure="heads", detector=EQ3),
@@ -138,25 +122,6 @@ TABLES: dict[str, Table] = {
         *(Row(f"score against deciding step, correlation, {label}", {"measure": measure}, 1.0, 2, "groups/events-order")
           for label, measure in (("same step and place", "within"), ("… and template", "within_group"))),
     ), models=DIFFUSION, comparable=0.2),
-    "modes": Table("modes-claims", tuple(
-        contrast("modes-claims", f"{label}: denoising − causal" if " more" in claim else label,
-                 scale=scale, digits=1 if scale == 100 else 2, measure="difference", claim=claim)
-        for claim, (label, scale) in MODE_CLAIMS.items()
-    ), models=("tiny-two-modes",)),
-    "mode_costs": Table("modes-costs", (
-        *(plain(f"nats lost by hiding the sinks of {of} passes, in {mode} passes", measure="nll", mode=stored,
-                keys=keys, choice="sink")
-          for of, keys, mode, stored in (("causal", "causal", "causal", "causal"),
-                                         ("causal", "causal", "denoising", "denoise"),
-                                         ("denoising", "denoise", "denoising", "denoise"))),
-        *(Row(f"strongest key changes per step as decoded, {mode}, %",
-              {"measure": "decoding_jump_share", "mode": stored}, 100.0, 1, "modes-decoding")
-          for mode, stored in (("causal", "causal"), ("denoising", "denoise"))),
-        *(Row(f"problems lost by masking {keys}, {mode}, %", {"measure": "lost", "mode": stored, "masked": masked},
-              100.0, 0, "modes-answers")
-          for mode, stored in (("causal", "causal"), ("denoising", "denoise"))
-          for keys, masked in (("sinks", "sink"), ("random keys", "random"), ("as much attention", "same_mass"))),
-    ), models=("tiny-two-modes",)),
     "texts": Table("texts-texts", (
         plain("loss, nats per token", 3, measure="nats"),
         *(row

@@ -21,7 +21,7 @@ from sklearn.preprocessing import StandardScaler
 from templates import balanced
 
 import sinklens
-from sinklens.experiments import entropy_features, step_predictions
+from sinklens.experiments import step_predictions
 from sinklens.tasks.word_problems import Problem, read_answer
 
 STEPS = 6
@@ -65,8 +65,8 @@ def erring_runs() -> Judged:
 
 def step_features(found: xr.Dataset) -> np.ndarray:
     """Mean entropy, highest entropy and smallest gap of undecided answer positions, [problem, step, 3]."""
-    columns = entropy_features(found, parts=STEPS).to_numpy()[:, :-1]  # without the share of changes
-    return columns.reshape(len(columns), STEPS, 3)
+    entropy, gap = (found[name].where(found["masked"] & found["answer"]) for name in ("entropy", "gap"))
+    return np.stack([entropy.mean("pos"), entropy.max("pos"), gap.min("pos")], axis=-1)
 
 
 def fitted(train: Features, labels: np.ndarray, test: Features) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 from templates import balanced, mean
 
 import sinklens
-from sinklens.experiments import outlier_dimensions, sweep
+from sinklens.experiments import sweep
 from sinklens.features import probe_data
 from sinklens.interventions import Ablate
 from sinklens.tasks.word_problems import Problem, read_answer
@@ -34,9 +34,7 @@ def main() -> None:
         size = np.stack([np.abs(values).mean(axis=0) for values in streams.values()])  # [layer, channel]
         order = size.mean(axis=0).argsort()[::-1]
         top, second = int(order[0]), int(order[1])
-        print(
-            name, "outlier dimensions", outlier_dimensions(run, steps=[0])["dim"].values, "top", top, "second", second
-        )
+        print(name, "top", top, "second", second)
         print(name, "size over median, by layer", (size[:, top] / np.median(size, axis=1)).round(1))
         others = np.random.default_rng(0).choice(order[2:], RANDOM, replace=False).tolist()
         means = {layer: float(streams[points[layer]][:, top].mean()) for layer in layers}

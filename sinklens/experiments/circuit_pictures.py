@@ -1,4 +1,4 @@
-"""Pictures of a circuit: Graphviz text, and the graphs that circuit-tracer's page shows.
+"""The graphs of a circuit that circuit-tracer's page shows.
 
 circuit-tracer (Hanna et al., 2025; `circuit_tracer.frontend` of version 0.5.0) stores a graph as JSON: ``nodes`` with a
 layer and a position, ``links`` with a weight, ``metadata`` and the state of the page in ``qParams``. Its nodes are
@@ -12,15 +12,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-COLORS = {"embed": "#d9d9d9", "head": "#9ecae1", "mlp": "#fdd0a2", "logits": "#d9d9d9"}
 EVERYWHERE = ["", "every position"]
 """Tokens of a graph without positions; all nodes are at the second."""
 TYPES = {"embed": "embedding", "head": "attention head", "mlp": "mlp", "logits": "logit"}
@@ -41,29 +38,6 @@ class CircuitEdge(NamedTuple):
     score: float
     step: int | None = None
     pos: int | None = None
-
-
-def dot(edges: "Iterable[CircuitEdge]") -> str:
-    """Graphviz DOT text of edges; those that differ by step or position are summed."""
-    total: dict[tuple[str, str], float] = {}
-    for edge in edges:
-        pair = edge.sender, _component(edge.receiver)
-        score = 0.0 if np.isnan(edge.score) else edge.score
-        total[pair] = total.get(pair, 0.0) + score
-    largest = max((abs(score) for score in total.values()), default=0.0) or 1.0
-    nodes = dict.fromkeys(name for pair in total for name in (_node(pair[0]), pair[1]))
-    lines = ["digraph circuit {", "  rankdir=BT;", '  node [shape=box, style=filled, fontname="sans-serif"];']
-    ranks: dict[tuple[int, int], list[str]] = {}
-    for name in nodes:
-        ranks.setdefault(_rank(name), []).append(name)
-    for _, names in sorted(ranks.items()):
-        shown = " ".join(f'"{name}" [fillcolor="{COLORS[_kind(name)]}"];' for name in sorted(names))
-        lines.append(f"  {{ rank=same; {shown} }}")
-    for (sender, receiver), score in sorted(total.items(), key=lambda entry: -abs(entry[1])):
-        width, color = 0.3 + 4 * abs(score) / largest, "#cb181d" if score < 0 else "#2171b5"
-        label = f'"{_node(sender)}" -> "{receiver}"'
-        lines.append(f'  {label} [penwidth={width:.2f}, color="{color}", tooltip="{score:.3g}"];')
-    return "\n".join([*lines, "}"]) + "\n"
 
 
 def graph(edges: "Sequence[CircuitEdge]", tokens: "Sequence[str] | None", slug: str, model: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.experiments.attribution import LogitMetric, Pair, metric_value
-from sinklens.experiments.circuit_pictures import CircuitEdge, dot, graph, save_graph
+from sinklens.experiments.circuit_pictures import CircuitEdge, graph, save_graph
 from sinklens.experiments.edges import edge_effects
 from sinklens.experiments.reruns import replaced_prompts
 from sinklens.experiments.step_ids import exact_step
@@ -227,10 +227,6 @@ class Circuit:
             return cls(data["kept"].astype(bool), data["scores"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} holds no circuit: {error}. Pass a file that Circuit.save wrote.") from error
-
-    def to_dot(self) -> str:
-        """The circuit as Graphviz DOT text: components in layers, edges as wide as their score, negative ones red."""
-        return dot(self.edges)
 
     def to_graph(
         self, tokens: Sequence[str] | None = None, *, slug: str = "circuit", model: str = "", step: int | None = None

@@ -1,4 +1,4 @@
-"""Two runs compared: the effect of an intervention, of a mode, of a cache policy, or of another model.
+"""Two runs compared: the effect of an intervention, of a cache policy, or of another model.
 
 There are two comparisons. *Free-running*: the runs are independent; after the first difference they work on different
 canvases, and later differences are consequences, not direct effects. *Under replay* (``replay=`` the base run): the
@@ -6,8 +6,7 @@ changed run computes everything itself, but every step begins on the base run's 
 each step.
 
 `effect` makes the runs and both comparisons in one call. `compare` reads canvases of two runs, and logits where both
-kept them with `MaskedLogits`; `sinks_compared` reads their sinks. Runs in two modes of a model that changes its
-attention have different steps, and are compared by their answers. `dose_response` measures an intervention as it grows.
+kept them with `MaskedLogits`; `sinks_compared` reads their sinks.
 
 A row of an autoregressive run that has ended waits for the others of its batch; tokens added while it waits are not
 counted.
@@ -16,7 +15,7 @@ Pitfall: a confidence of 1 cannot rise. Means over positions hide that near the 
 inspect the steps.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -28,19 +27,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.modes import modes_compared
-from sinklens.experiments.nll.estimate import likelihood
 from sinklens.experiments.step_ids import of_step
-from sinklens.families.registry import find_sampler
-from sinklens.families.samplers import sampler_name
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.runs import generate
-from sinklens.runs.intervention import HookSource, within
+from sinklens.runs.intervention import within
 from sinklens.runs.request import Hooks, hook_list
 from sinklens.runs.result import Generation, require_run
 from sinklens.sampling.key_cache import Policy
-from sinklens.sampling.settings import Mode
 from sinklens.sinks.detectors import Detector
 from sinklens.sinks.record import Record
 from sinklens.sinks.track import SinkTrack
@@ -51,17 +45,15 @@ class Effect:
     """What a change does to runs of the same prompts, as returned by `effect`.
 
     Attributes:
-        base, free, replayed: the run without the change, with it, and with it on the base run's canvases; `replayed` is
-            None with ``modes=``.
-        free_running, under_replay: `compare` of base with `free` and with `replayed`; with ``modes=`` `under_replay` is
-            `modes_compared` of the text of `base`, in passes of the unchanged model, without hooks.
+        base, free, replayed: the run without the change, with it, and with it on the base run's canvases.
+        free_running, under_replay: `compare` of base with `free` and with `replayed`.
         same_queries: the base run once more, with sink scores summed over the queries that `replayed` computed; None
             without a cache policy, or without sinks.
     """
 
     base: Generation
     free: Generation
-    replayed: Generation | None
+    replayed: Generation
     free_running: xr.Dataset
     under_replay: xr.Dataset
     same_queries: Generation | None = None
@@ -75,8 +67,6 @@ class Effect:
     def __repr__(self) -> str:
         same, kl = self.free_running["same_answer"], self.under_replay["kl"]
         over = f"under replay {float(kl.mean()):.3g} nats over {kl.shape[1]} steps"
-        if self.replayed is None:
-            over = f"of the unchanged model at equal text {float(kl.mean()):.3g} nats"
         return f"Effect({int(same.sum())} of {same.size} answers stay the same, mean KL {over})"
 
 
@@ -86,14 +76,13 @@ def effect(
     hooks: Hooks = (),
     *,
     other: Model | None = None,
-    modes: tuple[Mode, Mode] | None = None,
     cache: Policy | str | None = None,
     seed: int = 0,
     **settings: Any,
 ) -> Effect:
     """Run `model` on `prompt` without a change, with it, and with it under replay; compare, logits included.
 
-    The change is an intervention (`hooks`), a cache policy, another model, or a mode. With `cache` or `other`,
+    The change is an intervention (`hooks`), a cache policy, or another model. With `cache` or `other`,
     ``under_replay`` also has the counts of `sinks_compared`. A step under a cache policy computes fewer queries, and
     sums over fewer queries have other sinks even if no attention changed. So a fourth run repeats the exact one with
     sums over the queries of the third, and these two are compared.
@@ -107,18 +96,13 @@ def effect(
         hooks: an intervention, or a list of interventions and (name, function) pairs.
         other: a model with the same layers, heads and vocabulary, such as the quantized one, that makes the second and
             third run. What holds for prompts of one kind may not hold for others.
-        modes: two modes of a model that changes its attention, such as ``("autoregressive", "diffusion")``. The prompt
-            is decoded in both, under `hooks`, and with the same settings as far as both modes have them.
         cache: a cache policy or its name, for the second and third run.
         seed, **settings: as in `sinklens.generate`.
 
     Raises:
-        SettingError: models of different sizes, or not two modes.
+        SettingError: models of different sizes.
     """
-    entries = hook_list(hooks)
-    if modes is not None:
-        return _of_modes(model, prompt, modes, entries, {"seed": seed, "cache": cache, **settings})
-    model = load(model)
+    entries, model = hook_list(hooks), load(model)
     sizes = [(one.cfg.n_layers, one.cfg.n_heads, one.cfg.d_vocab) for one in (model, other or model)]
     if sizes[0] != sizes[1]:
         raise SettingError(
@@ -140,20 +124,6 @@ def effect(
             same = generate(model, prompt, replay=base, **settings | {"record_sinks": record})
         under_replay = xr.merge([under_replay, sinks_compared(same or base, replayed)], join="outer")
     return Effect(base, free, replayed, free_running, under_replay, same)
-
-
-def _of_modes(model: Any, prompt: Any, modes: tuple[Mode, Mode], hooks: list[Any], settings: dict[str, Any]) -> Effect:
-    """The effect of decoding in the second of two modes instead of the first."""
-    if len(modes) != 2 or modes[0] == modes[1]:
-        raise SettingError(f"modes= takes two different modes, such as ('autoregressive', 'diffusion'); got {modes!r}.")
-    model, runs = load(model), []
-    others = {name for other in model.family_record.modes.values() for name in find_sampler(other).setting_names()}
-    for mode in modes:
-        known = find_sampler(sampler_name(model.family_record, {"mode": mode})).setting_names()
-        chosen = {name: value for name, value in settings.items() if name in known or name not in others}
-        runs.append(generate(model, prompt, mode=mode, hooks=hooks, progress=False, **chosen))
-    base, free = runs
-    return Effect(base, free, None, compare(base, free), modes_compared(base, settings.get("block_length")))
 
 
 def compare(
@@ -178,8 +148,7 @@ def compare(
         ``order``: Kendall's τ-b of the steps at which the answer's positions were decided, in an autoregressive run up
         to the earlier end; NaN where all steps are equal;
         ``first_divergent_step``: the first step after which the canvas differs from the base run's (0 also if the runs
-        begin on different canvases); -1 if none does; for runs in two modes instead ``first_divergent_position``, the
-        first position of the answer with another token, or -1;
+        begin on different canvases); -1 if none does;
         ``changed_share``: share of the answer's positions with a different final token, including those after an end
         token; in an autoregressive run, of the positions up to the later end;
         ``edit_distance``: Levenshtein distance of the answers in tokens, up to the first end token;
@@ -213,14 +182,6 @@ def compare(
             f"{sorted(changed_logits)}. Keep the same steps in both, MaskedLogits(steps=...)."
         )
     found, rows = _answers(base, changed), range(len(base.answers))
-    if _two_modes(base, changed):
-        if base_logits is not None:
-            raise SettingError(
-                "these runs decode in two modes, so a step of one is no step of the other; leave the logits out. "
-                "sinklens.experiments.modes_compared compares the predictions of both modes at equal text."
-            )
-        found["first_divergent_position"] = ("batch", np.array([_parting(base, changed, row) for row in rows]))
-        return xr.Dataset(found)
     if base.canvas.shape[2] != changed.canvas.shape[2]:
         return xr.Dataset(found)
     found["first_divergent_step"] = ("batch", np.array([_first_difference(base, changed, row) for row in rows]))
@@ -231,23 +192,19 @@ def compare(
     return xr.Dataset(found, coords={"step": np.arange(steps)})
 
 
-def _two_modes(base: Generation, changed: Generation) -> bool:
-    """Whether two runs of one model decode in different modes."""
-    return base.model.tree.changes_attention and base.settings.name != changed.settings.name
-
-
 def _check_same_prompts(base: Generation, changed: Generation) -> None:
-    by_answers, start = _two_modes(base, changed), base.prompt_length
-    sizes = [
-        [len(run.answers), run.settings.gen_length if by_answers else run.canvas.shape[2]] for run in (base, changed)
-    ]
-    if sizes[0] != sizes[1]:
-        what = ("gen_length", "rows, answer positions") if by_answers else ("lengths", "rows, positions")
+    if base.model.tree.changes_attention and base.settings.name != changed.settings.name:
         raise SettingError(
-            f"compared runs must have the same prompts and {what[0]}; got {sizes[0]} and {sizes[1]} ({what[1]})."
+            f"these runs decode in two modes ({base.settings.name}, {changed.settings.name}), so a step of one is no "
+            f"step of the other; compare runs in one mode."
         )
-    shared = slice(0, start + base.settings.gen_length)
-    same = start == changed.prompt_length and torch.equal(base.real[:, shared], changed.real[:, shared])
+    sizes = [[len(run.answers), run.canvas.shape[2]] for run in (base, changed)]
+    if sizes[0] != sizes[1]:
+        raise SettingError(
+            f"compared runs must have the same prompts and lengths; got {sizes[0]} and {sizes[1]} (rows, positions)."
+        )
+    start = base.prompt_length
+    same = start == changed.prompt_length and torch.equal(base.real, changed.real)
     if not same or not torch.equal(base.canvas[:, 0, :start], changed.canvas[:, 0, :start]):
         raise SettingError(
             "compared runs must have the same prompts; these do not. Rerun one with the prompts of the other."
@@ -265,7 +222,7 @@ def _answers(base: Generation, changed: Generation) -> dict[str, Any]:
         steps = [run.unmask_step[row, places].numpy() for run, places in zip((base, changed), decided, strict=True)]
         shared = min(map(len, steps))
         order.append(kendalltau(steps[0][:shared], steps[1][:shared]).statistic if shared > 1 else np.nan)
-        pairs = _paired_tokens(base, changed, row)
+        pairs = list(zip_longest(*(run.tokens[row, _decided(run, row)].tolist() for run in (base, changed))))
         changes.append(sum(before != after for before, after in pairs) / len(pairs))
         texts = [run.tokens[row, _until_end(run, row)].tolist() for run in (base, changed)]
         distance.append(Levenshtein.distance(*([token for token in text if token >= 0] for text in texts)))
@@ -290,19 +247,7 @@ def _decided(run: Generation, row: int) -> slice:
     """The answer; of an autoregressive run what was decoded up to and including its end."""
     start, stop = run.prompt_length, run.prompt_length + run.settings.gen_length
     end = min(_until_end(run, row).stop + 1, stop)
-    if run.model.tree.changes_attention:  # what follows the end depends on the mode
-        return slice(start, end)
     return slice(start, min(end, start + run.steps_run)) if run.causal else slice(start, stop)
-
-
-def _paired_tokens(base: Generation, changed: Generation, row: int) -> list[tuple[int | None, int | None]]:
-    return list(zip_longest(*(run.tokens[row, _decided(run, row)].tolist() for run in (base, changed))))
-
-
-def _parting(base: Generation, changed: Generation, row: int) -> int:
-    """The first position with another token in the answers up to and including their ends; -1 if there is none."""
-    pairs = enumerate(_paired_tokens(base, changed, row), base.prompt_length)
-    return next((at for at, (one, other) in pairs if one != other), -1)
 
 
 def _first_difference(base: Generation, changed: Generation, row: int) -> int:
@@ -458,80 +403,3 @@ def attention_to(
         mass = [(seen[name] @ wanted[:, layer].to(seen[name]))[..., 0].float() for layer, name in enumerate(names)]
         found[:, step, :exists] = np.where(real.cpu(), torch.stack(mass).mean(dim=(0, 2)).cpu(), np.nan)
     return found
-
-
-def dose_response(
-    model: Model,
-    prompts: Sequence[Any],
-    conditions: Mapping[str, Callable[[float], Any]],
-    doses: Sequence[float | int],
-    measure: Callable[[Generation], Any],
-    *,
-    answers: Sequence[Any] | None = None,
-    mc_num: int = 32,
-    seed: int = 0,
-    **settings: Any,
-) -> xr.Dataset:
-    """Dose and effect: how much an intervention does as it grows, and what it costs in likelihood.
-
-        steered = lambda dose: probe.steer(dose, where=AtNoise(0.5) & "masked")
-        found = dose_response(model, prompts, {"probe": steered}, [1, 2, 4], measure, answers=answers)
-
-    Pitfall: every direction has an effect once it is large enough. Give a random direction of the same length as a
-    second condition, and compare both at equal cost.
-
-    Args:
-        prompts: texts or rows of token ids, run in one batch.
-        conditions: name -> function of the dose that returns what ``hooks=`` takes: a direction by difference of means
-            (`difference_of_means`), of a probe (`sinklens.features.Probe.steer`) or of an SAE
-            (``Steer(sae.W_dec[feature], dose)``).
-        doses: what these functions get.
-        measure: of a run, one number for each prompt.
-        answers: one for each prompt, whose likelihood is the cost; None measures no cost.
-        mc_num: masks per answer, a multiple of 16, the same for every dose.
-        seed, **settings: as in `sinklens.generate`.
-
-    Returns:
-        A Dataset: ``effect`` [condition, dose, prompt], ``base`` [prompt] without hooks; with `answers` also ``cost``
-        [condition, dose, prompt], nats per token by which the answer becomes less likely (negative if more), and
-        ``base_likelihood`` [prompt], nats per token.
-
-    Raises:
-        SettingError: nothing to run; a measure that does not return one number per prompt; a cost of an intervention
-            with ``steps=``, which a likelihood does not have.
-    """
-    count = len(prompts)
-    if not conditions or not len(doses) or isinstance(prompts, str) or not count:
-        raise SettingError("dose_response needs a list of prompts, a condition and a dose at least.")
-    if answers is not None and len(answers) != count:
-        raise SettingError(f"got {count} prompts and {len(answers)} answers; give one answer for each prompt.")
-
-    def measured(hooks: Any) -> Float[np.ndarray, " prompt"]:
-        run = generate(model, list(prompts), hooks=hooks, seed=seed, record_sinks=False, progress=False, **settings)
-        values = np.asarray(measure(run), dtype=np.float64)
-        if values.shape != (count,):
-            raise SettingError(
-                f"a measure returns one number for each of the {count} prompts of a run; got shape "
-                f"{list(values.shape)}."
-            )
-        return values
-
-    def chance(hooks: Any) -> Float[np.ndarray, " prompt"]:
-        found: Any = likelihood(model, list(prompts), list(answers or ()), hooks=hooks, mc_num=mc_num, seed=seed)
-        return np.array([one.value / len(one.tokens) for one in found])
-
-    listed = [hook_list(make(dose)) for make in conditions.values() for dose in doses]
-    stepped = [one for hooks in listed for one in hooks if isinstance(one, HookSource) and one.steps is not None]
-    if answers is not None and stepped:  # they would act in all passes of a likelihood or in none
-        raise SettingError(
-            f"{type(stepped[0]).__name__} has steps=, and a likelihood has no steps; schedule it by "
-            f"where=AtNoise(least, most), or leave answers= out."
-        )
-    axes, shape = ("condition", "dose", "prompt"), (len(conditions), len(doses), count)
-    data: dict[str, Any] = {"effect": (axes, np.stack([measured(hooks) for hooks in listed]).reshape(shape))}
-    data["base"] = (("prompt",), measured([]))
-    if answers is not None:
-        base = chance([])
-        data["cost"] = (axes, base - np.stack([chance(hooks) for hooks in listed]).reshape(shape))
-        data["base_likelihood"] = (("prompt",), base)
-    return xr.Dataset(data, {"condition": list(conditions), "dose": list(doses)})

@@ -27,7 +27,7 @@ Limitation: if a reading does not name a token, the stream may still encode it. 
 computes only later. It says what a stream lets one predict, not what the model has concluded there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -44,7 +44,6 @@ from sinklens.errors import CheckpointError, SettingError
 from sinklens.experiments.step_ids import exact_step
 from sinklens.hooks.modulation import final_modulation
 from sinklens.hooks.points import Point
-from sinklens.runs import generate
 from sinklens.runs.intervention import Pairs, Reader, RunContext, layer_of, place_mask, within
 from sinklens.runs.result import require_run
 from sinklens.utils.atomic import atomic_write
@@ -438,69 +437,3 @@ def _read(
             }
         )
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def compare_lenses(
-    model: "Model",
-    prompts: Sequence[Any],
-    lenses: Mapping[str, TunedLens | None],
-    *,
-    buckets: int = 4,
-    seed: int = 0,
-    **settings: Any,
-) -> xr.Dataset:
-    """Which lens decodes the final token earlier? Read runs of `prompts` that no lens was fitted on.
-
-    At every undecided position of every step, or at every position of an autoregressive run's answer, a lens reads the
-    streams of all layers. It *decodes* the final token at layer l if that token is the most probable one there, and
-    *from* the first layer after which this no longer changes. The mean over positions and steps of a prompt, by bucket
-    of the masked share, is one number per prompt, so intervals are over prompts.
-
-    Caveat: the last layer's reading is the model's own prediction, which is often another token than the final one.
-    Positions where it is the final one are those of ``decoded`` at the last layer.
-
-    Args:
-        model: the model.
-        prompts: texts, or rows of token ids.
-        lenses: name -> lens; None is the logit lens.
-        buckets: equal parts of the masked share, of the result; 1 for an autoregressive model.
-        seed, **settings: as in `sinklens.generate`.
-
-    Returns:
-        ``decoded`` [lens, prompt, bucket, layer], the share of undecided places whose final token is the most probable
-        one; ``first`` [lens, prompt, bucket], the mean first layer from which it is, n_layers where no layer decodes
-        the token for good; ``probability`` [lens, prompt, bucket, layer], its mean probability; NaN where a prompt has
-        no such place.
-
-    Raises:
-        SettingError: no lens, buckets below 1, or several of an autoregressive model.
-    """
-    if not lenses or buckets < 1:
-        raise SettingError("compare_lenses needs at least one lens and at least one bucket.")
-    check_buckets(model, buckets)
-    shape, layers = (len(lenses), len(prompts), buckets), model.cfg.n_layers
-    found = {name: np.full((*shape, layers), np.nan) for name in ("decoded", "probability")}
-    found["first"] = np.full(shape, np.nan)
-    for number, prompt in enumerate(prompts):
-        run = generate(model, [prompt], seed=seed, record_sinks=False, progress=False, **settings)
-        steps, places = zip(*((step, chosen[0, run.real[0]]) for step, chosen in predicted_places(run)), strict=True)
-        predicted = torch.stack(places).cpu().numpy()
-        bucket = bucket_of(masked_share(run)[0, list(steps)], buckets)
-        for place, lens in enumerate(lenses.values()):
-            data = logit_lens(model, run, steps=steps, top_k=1, lens=lens).transpose("step", "pos", "layer", ...)
-            top, likely = (data["final_rank"] == 0).to_numpy(), data["final_probability"].to_numpy()
-            for level in range(buckets):
-                chosen, at = predicted & (bucket == level)[:, None], (place, number, level)
-                if chosen.any():
-                    found["decoded"][at], found["probability"][at] = (one[chosen].mean(axis=0) for one in (top, likely))
-                    found["first"][at] = first_layers(top[chosen]).mean()
-    axes = ("lens", "prompt", "bucket", "layer")
-    coords = {"lens": list(lenses), "bucket": np.arange(1, buckets + 1) / buckets, "layer": range(layers)}
-    return xr.Dataset(
-        {name: (axes[: values.ndim], values) for name, values in found.items()}, coords, {"model": model.name}
-    )
-
-
-def first_layers(top: Bool[np.ndarray, "place layer"]) -> Int[np.ndarray, " place"]:
-    """The first layer from which on `top` is True; the number of layers where the last one is not."""
-    return top.shape[1] - np.cumprod(top[:, ::-1], axis=1).sum(axis=1)

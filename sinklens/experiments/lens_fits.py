@@ -26,14 +26,13 @@ different passes may cancel in the mean; and with ``targets="own"`` one pass giv
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.attribution import differentiable
 from sinklens.experiments.lens import (
     CONDITION,
     TunedLens,
@@ -46,10 +45,7 @@ from sinklens.experiments.lens import (
     streams_before,
 )
 from sinklens.experiments.step_ids import exact_step
-from sinklens.hooks.points import Point
 from sinklens.runs import generate
-from sinklens.runs.intervention import Pairs
-from sinklens.utils.arguments import read_as
 from sinklens.utils.integers import as_seed
 
 if TYPE_CHECKING:
@@ -213,85 +209,3 @@ def _trained(
         optimizer.param_groups[0]["lr"] = learning_rate * (1 - update / updates)
         optimizer.step()
     return maps.detach().cpu(), (offsets * size[:, 0]).detach().cpu()
-
-
-def fit_jacobian_lens(
-    model: "Model",
-    prompts: Sequence[Any],
-    *,
-    buckets: int = 4,
-    targets: Literal["all", "own"] = "all",
-    passes: int = 16,
-    dims: int = 16,
-    rows: int = 16,
-    seed: int = 0,
-    chat_template: bool | str = False,
-    **settings: Any,
-) -> TunedLens:
-    """Fit a Jacobian lens on runs of `prompts`.
-
-    Args:
-        model: the model.
-        prompts: texts, or rows of token ids.
-        buckets: number of equal parts of the masked share, each with its own matrices; 1 for an autoregressive model.
-        targets: positions whose last stream counts: "all" undecided ones, or each one's "own".
-        passes: steps per bucket, drawn among the rows and steps of all runs. Each takes
-            d_model / `dims` backward passes.
-        dims: dimensions per backward pass, each with a copy of the row.
-        rows: prompts per run.
-        seed: of the runs and of the draws.
-        chat_template, **settings: as in `sinklens.generate`.
-
-    Raises:
-        SettingError: several buckets of an autoregressive model, a number below 1, unknown targets, or a bucket
-            without steps.
-    """
-    fitted = _Fitted(model, buckets, passes=passes, dims=dims, rows=rows)
-    read_as(Literal["all", "own"], "targets", targets)
-    listed: list[list[tuple[_Pass, int]]] = [[] for _ in range(buckets)]
-    for found in fitted.passes(model, prompts, rows, seed=seed, chat_template=chat_template, **settings):
-        for one in found:
-            for row in one.sources.any(dim=1).nonzero()[:, 0].tolist():
-                listed[one.buckets[row]].append((one, row))
-    fitted.check_all(listed)
-    drawn = torch.Generator().manual_seed(as_seed(seed))
-    for number, steps in enumerate(listed):
-        chosen = [steps[place] for place in torch.randperm(len(steps), generator=drawn)[:passes].tolist()]
-        mean = torch.stack([_jacobians(one, row, targets, dims, drawn) for one, row in chosen]).mean(dim=0)
-        fitted.lens.maps[number, :-1] = mean.transpose(1, 2) - torch.eye(model.cfg.d_model)
-    return fitted.lens
-
-
-def _jacobians(
-    one: _Pass, row: int, targets: str, dims: int, drawn: torch.Generator
-) -> Float[Tensor, "earlier d_model d_model"]:
-    """J of every layer but the last in one row of a pass, [layer, out, in]."""
-    model, (ids, real, time) = one.run.model, exact_step(one.run, one.step).row(row)
-    places = one.sources[row, one.run.real[row]][: ids.shape[1]].nonzero()[:, 0].to(ids.device)
-    if targets == "own":
-        places = places[torch.randint(len(places), (1,), generator=drawn).to(places.device)]
-    d_model, found = model.cfg.d_model, []
-    with differentiable(model), torch.enable_grad():
-        given = [part if part is None else part.repeat(dims, *[1] * (part.ndim - 1)) for part in (ids, real, time)]
-        streams = _graph(model, *given)  # type: ignore[arg-type]
-        for first in range(0, d_model, dims):
-            count = min(dims, d_model - first)
-            copies = torch.arange(count, device=ids.device)
-            cotangent = torch.zeros_like(streams[-1])
-            cotangent[copies[:, None], places, first + copies[:, None]] = 1.0
-            slopes = torch.autograd.grad(streams[-1], streams[:-1], cotangent, retain_graph=first + dims < d_model)
-            found.append(torch.stack([slope[:count, places].float().mean(dim=1).cpu() for slope in slopes]))
-    return torch.cat(found, dim=1)
-
-
-def _graph(model: "Model", ids: Tensor, real: Tensor, time: Tensor | None) -> list[Tensor]:
-    """The streams that leave the layers, in a graph that begins with the first of them."""
-    kept: dict[str, Tensor] = {}
-
-    def keep(value: Tensor, hook: Point) -> Tensor:
-        return kept.setdefault(str(hook.name), value if value.requires_grad else value.detach().requires_grad_())
-
-    pairs: Pairs = [(f"blocks.{layer}.hook_resid_post", keep) for layer in range(model.cfg.n_layers)]
-    with model.tree.hooks(fwd_hooks=[*pairs]):
-        model.tree.hidden(ids, real, time=time)
-    return [kept[str(name)] for name, _ in pairs]

@@ -9,10 +9,9 @@ A diffusion model predicts a token at every position in every step, also where t
     early exit      the first step at which a rule is satisfied, and the guess that it would return
 
 `early_exit` has two rules. By *gap*: at every undecided position the probability of the first token exceeds that of the
-second by a threshold. By *agreement*: the guess has been the same for a number of steps. `entropy_features` summarizes
-a run's uncertainty over time, for a probe of whether its answer is wrong (`sinklens.features`).
+second by a threshold. By *agreement*: the guess has been the same for a number of steps.
 
-Answers known early: Li et al., 2508.19982. Uncertainty over time and errors: 2510.01274, 2603.16459.
+Answers known early: Li et al., 2508.19982.
 
 Pitfalls: a position that is decided keeps its token, so it has settled by then at the latest; compare with
 `decided_step`. The step of emergence looks at the truth and a user of the model cannot; an early exit does not. A
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import xarray as xr
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from sinklens.errors import SettingError
 from sinklens.experiments.lens import logit_lens
@@ -170,40 +169,6 @@ def early_exit(
     full = np.array([bool(right(row, text)) for row, text in enumerate(own)])
     data = {name: (axes, values) for name, values in found.items()} | {"share": (axes, found["exit"] / steps)}
     return xr.Dataset(data | {"full": ("batch", full)}, {"threshold": list(thresholds)}, {"rule": rule})
-
-
-def entropy_features(predictions: xr.Dataset, parts: int = 4) -> Float[xr.DataArray, "batch feature"]:
-    """A summary of a run's uncertainty over time: does it announce a wrong answer?
-
-    Args:
-        parts: number of equal parts into which the steps are divided.
-
-    Returns:
-        An array [batch, feature]. For each part the mean over steps of the undecided positions' mean entropy, of their
-        highest entropy, and of their smallest gap, called ``entropy 0``, ``highest 0``, ``gap 0``, …; and ``change``,
-        the share of positions whose prediction differs from that of the step before. 0 where nothing is undecided.
-
-    Raises:
-        SettingError: fewer steps than parts.
-    """
-    steps = predictions.sizes["step"]
-    if not 1 <= parts <= steps:
-        raise SettingError(f"parts must be between 1 and {steps}, the number of steps; got {parts}.")
-    masked = predictions["masked"] & predictions["answer"]
-    entropy, gap = (predictions[name].where(masked) for name in ("entropy", "gap"))
-    by_step = {"entropy": entropy.mean("pos"), "highest": entropy.max("pos"), "gap": gap.min("pos")}
-    part = np.minimum(np.arange(steps) * parts // steps, parts - 1)
-    columns = {
-        f"{name} {number}": values.isel(step=part == number).mean("step").fillna(0.0).to_numpy()
-        for number in range(parts)
-        for name, values in by_step.items()
-    }
-    changed = (predictions["token"].diff("step") != 0) & masked.isel(step=slice(1, None))
-    counted = masked.isel(step=slice(1, None)).sum(("step", "pos"))
-    columns["change"] = (changed.sum(("step", "pos")) / np.maximum(counted, 1)).to_numpy()
-    return xr.DataArray(
-        np.stack(list(columns.values()), 1), dims=("batch", "feature"), coords={"feature": list(columns)}
-    )
 
 
 def _filled(predictions: xr.Dataset) -> Int[np.ndarray, "batch step pos"]:

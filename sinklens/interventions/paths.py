@@ -370,8 +370,7 @@ def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model
             if sender.depth >= receiver.depth:
                 raise SettingError(
                     f"{receiver.name} does not read what {sender.name} writes in the same step; choose a receiver "
-                    f"after it, or an earlier sender. For a path to a later step, see "
-                    f"sinklens.experiments.path_across_steps."
+                    f"after it, or an earlier sender."
                 )
 
 

@@ -16,9 +16,6 @@ SETTINGS = {
     "tiny-mdlm": {"gen_length": 8, "steps": 5},
     "tiny-duo": {"gen_length": 8, "steps": 5},
 }
-ANYWHERE = {
-    "modes": "a model that decodes in one way",
-}
 ON_BLOCKS = {
     "caching": "no cache policy applies, as its attention is block-causal",
     "texts": "attention depends on blocks",
@@ -47,7 +44,7 @@ WHY = {"tiny-canvas": ON_CANVASES, "tiny-sdar": ON_BLOCKS, "tiny-duo": ON_TOKENS
 @pytest.mark.parametrize("study", STUDIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_study_measures_a_kind_of_model_or_says_why_it_cannot(kind, study, toy):
-    why = ANYWHERE | WHY.get(kind, {})
+    why = WHY.get(kind, {})
     one = find(study)(settings=SETTINGS[kind])
     if study in why:
         with pytest.raises(SettingError, match=why[study]):

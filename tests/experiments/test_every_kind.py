@@ -29,7 +29,6 @@ from sinklens.experiments import (
     logit_lens,
     of_step,
     patching_effects,
-    path_across_steps,
     path_patching_effects,
     read_attribution,
     sink_jumps,
@@ -125,9 +124,6 @@ REFUSED = {
         "cached blocks",
     ): r"complete passes, and step \d+ computes only a part of the canvas; run with use_cache=False\.",
     ("lens in the run", "canvas"): "LogitLens is not available for diffusion-gemma models",
-    ("paths", "autoregressive"): "steps of an autoregressive run share keys and values",
-    ("paths", "policy"): r"with cache=.*, steps share keys and values, not only the canvas",
-    ("paths", "canvas"): "PathPatch is not available for diffusion-gemma models, whose passes cover one canvas",
     ("writers", "gpt2"): "adds learned positions to the stream; use edge_attribution",
     ("edges", "canvas"): "normalizes what its sublayers read or write, so there is no direct path of a single head",
     ("sweep", "cached blocks"): "MaskedLogits needs the logits of all masked positions; run with use_cache=False",
@@ -277,13 +273,6 @@ def stream_under(run, hooks, case):
     return value[places(run, case, kept.caches[case.step].windows.get(name, range(len(value))))]
 
 
-def paths(run, case):
-    kept, _ = other_prompt(run, case, "blocks.0.attn.hook_z")
-    names = {"sender": "L0H1", "receiver": f"L{case.layer}H{case.head}.q", "source": kept.caches}
-    found = path_across_steps(run, **names, step=1, receiver_step=case.step)
-    return np.concatenate([own(run, found.changed[0], 0), stream_under(run, found.patch, case).ravel()])
-
-
 def two_inputs(run, case):
     """A step's ids with and without the changed words, a metric of the first row, their mask and noise level."""
     given = of_step(run, case.step)
@@ -345,14 +334,14 @@ def effects(run, case):
 EXPERIMENTS = {
     "jumps": jumps, "undone": undone, "writers": writers, "readers": readers, "lens": lens,
     "lens in the run": lens_in_the_run, "corrupted": corrupting, "patched": patched, "exact values": exact_values,
-    "replaced values": replaced, "paths": paths, "attributed": attributed, "edges": edges, "sweep": sweeping,
+    "replaced values": replaced, "attributed": attributed, "edges": edges, "sweep": sweeping,
     "metric": metric, "effect": effects,
 }  # fmt: skip
 
 
 def made(experiment, name):
     """Random models have no words to exchange."""
-    return "ids" not in CASES[name].traits or experiment not in ("corrupted", "patched", "paths", "lens in the run")
+    return "ids" not in CASES[name].traits or experiment not in ("corrupted", "patched", "lens in the run")
 
 
 @pytest.mark.fast_cases(4)

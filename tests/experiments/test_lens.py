@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from building import plain_pass, random_hf, random_model
+from building import random_hf
 from layouts import ARCHITECTURES, causal, public_config, public_weights, write_checkpoint, write_tokenizer
 from oracles import oracle_of
 
 import sinklens
 from sinklens.errors import CheckpointError, SettingError
-from sinklens.experiments import LogitLens, TunedLens, compare_lenses, fit_jacobian_lens, logit_lens, train_tuned_lens
+from sinklens.experiments import LogitLens, TunedLens, logit_lens, train_tuned_lens
 from sinklens.experiments import lens as module
-from sinklens.experiments.lens import first_layers
 from sinklens.tasks import held_out
 from sinklens.tasks.word_problems import training
 
@@ -321,76 +320,6 @@ def test_a_lens_is_read_as_it_was_saved(tmp_path):
         TunedLens.load(tmp_path / "other.safetensors")
 
 
-def jacobian(model, ids, layer):
-    """∂ last stream [pos, d_model] / ∂ stream that leaves `layer` [pos, d_model], of one row."""
-    name, last = f"blocks.{layer}.hook_resid_post", f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
-    start = plain_pass(model, ids).values[name].detach()
-    through = lambda stream: plain_pass(model, ids, edits={name: lambda _: stream}).values[last]  # noqa: E731
-    return torch.autograd.functional.jacobian(through, start)[0, :, :, 0].detach()
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(
-    ("architecture", "causal", "targets"),
-    [("llama", False, "all"), ("llama", True, "all"), ("dream", False, "all"), ("llama", False, "own")],
-)
-def test_one_pass_gives_the_sum_over_targets_and_the_mean_over_sources_of_the_jacobian(
-    worded, architecture, causal, targets
-):
-    """Of the streams that predict the undecided positions; of an autoregressive run, those that predict the answer."""
-    model, settings = worded(architecture, causal), {"gen_length": 3} | ({} if causal else {"steps": 1})
-    lens = fit_jacobian_lens(model, ["w5 w6"], buckets=1, dims=7, targets=targets, **settings)
-    run = sinklens.generate(model, ["w5 w6"], record_sinks=False, **settings)
-    places = torch.arange(2, 5) - int(model.family_record.shift or causal)
-    ids = run.canvas[:, -1, :-1] if causal else run.canvas[:, 0]
-    for layer in range(2):
-        full, found = jacobian(model, ids, layer), lens.maps[0, layer].T + torch.eye(24)
-        if targets == "own":
-            assert sum(torch.allclose(found, full[place, :, place], atol=1e-4) for place in places) == 1
-            continue
-        wanted = full[places][:, :, places].sum(dim=0).mean(dim=1)  # targets summed, sources averaged
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
-    assert not lens.maps[0, 2].any()
-    assert not lens.offsets.any()
-
-
-def test_a_planted_model_whose_later_layers_write_nothing_has_the_identity():
-    model = random_model()
-    for layer in model.tree.hf.model.layers[1:]:
-        layer.self_attn.o_proj.weight.data.zero_()
-        layer.mlp.down_proj.weight.data.zero_()
-    given = {"buckets": 1, "gen_length": 3, "steps": 2}
-    assert float(fit_jacobian_lens(model, [[4, 5, 6]], **given).maps.abs().max()) < 1e-6
-    assert float(fit_jacobian_lens(random_model(), [[4, 5, 6]], **given).maps.abs().max()) > 0.1
-
-
-def test_the_first_layer_is_that_after_which_the_token_stays_on_top():
-    top = np.array([[0, 1, 1], [1, 0, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0]], dtype=bool)
-    assert first_layers(top).tolist() == [1, 2, 0, 3, 3]
-
-
-def test_lenses_are_compared_place_by_place(worded):
-    """In a bucket of the masked share; of an autoregressive run, over its answer."""
-    prompts, lenses = ["w7 w8 w9", "w1"], {"logit": None, "random": random_lens(2)}
-    lenses["random"].maps[:, -1], lenses["random"].offsets[:, -1] = 0, 0
-    model, settings = worded(), {"gen_length": 4, "steps": 4}
-    found = compare_lenses(model, prompts, lenses, buckets=2, **settings)
-    for number, prompt in enumerate(prompts):
-        run = sinklens.generate(model, [prompt], record_sinks=False, **settings)
-        data = logit_lens(model, run, lens=lenses["random"])
-        first = data["masked"] & (data["masked"].sum("pos") > 2)  # masked shares above a half
-        wanted = (data["final_rank"] == 0).where(first).mean(("step", "pos"))
-        np.testing.assert_allclose(found["decoded"].sel(lens="random", bucket=1.0)[number], wanted)
-    assert (found["decoded"].sel(lens="logit")[..., -1] == found["decoded"].sel(lens="random")[..., -1]).all()
-    written = worded("llama", True)
-    found = compare_lenses(written, prompts[:1], {"logit": None}, buckets=1, gen_length=4)
-    run = sinklens.generate(written, prompts[:1], record_sinks=False, gen_length=4)
-    read = logit_lens(written, run, steps=[-1]).isel(step=0, pos=slice(run.prompt_length, 3 + run.steps_run))
-    np.testing.assert_allclose(found["decoded"][0, 0, 0], (read["final_rank"] == 0).mean("pos"))
-    np.testing.assert_allclose(found["probability"][0, 0, 0], read["final_probability"].mean("pos"), rtol=1e-5)
-    assert found["decoded"][0, 0, 0, -1] == 1.0  # greedy: the last layer's token is the final one
-
-
 def test_what_a_lens_cannot_read_or_be_fitted_on_is_refused(models, worded):
     model, lens = models["llada"], LogitLens(layers=[1])
     run, written = generated(model), worded("llama", True)
@@ -412,13 +341,8 @@ def test_what_a_lens_cannot_read_or_be_fitted_on_is_refused(models, worded):
         (lambda: generated(model, hooks=[LogitLens(top_k=90)]), r"top_k must be between 1 and 61"),
         (lambda: lens.read(generated(model, ["w5 w6"])), r"of another run"),
         (lambda: train_tuned_lens(written, UNEQUAL), r"llama is autoregressive, .* no masked share; pass buckets=1"),
-        (lambda: fit_jacobian_lens(written, UNEQUAL), r"llama is autoregressive, .* no masked share; pass buckets=1"),
-        (lambda: compare_lenses(written, UNEQUAL, {"logit": None}), r"llama is autoregressive, .* pass buckets=1"),
         (lambda: train_tuned_lens(model, UNEQUAL, buckets=0), "must be at least 1"),
-        (lambda: fit_jacobian_lens(model, UNEQUAL, passes=0), "must be at least 1"),
         (lambda: train_tuned_lens(model, UNEQUAL, **short, **few), r"no step has a masked share above 0\.00"),
-        (lambda: fit_jacobian_lens(model, UNEQUAL, **short), r"no step has a masked share above 0\.00 and up to 0\.25"),
-        (lambda: compare_lenses(model, UNEQUAL, {}), "at least one lens"),
     ]:  # fmt: skip
         with pytest.raises(SettingError, match=match):
             call()

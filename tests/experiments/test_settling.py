@@ -8,14 +8,7 @@ from watching import PADDED, logits_of, short, watch
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import (
-    answer_emergence,
-    early_exit,
-    entropy_features,
-    guesses,
-    settling_steps,
-    step_predictions,
-)
+from sinklens.experiments import answer_emergence, early_exit, guesses, settling_steps, step_predictions
 
 
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
@@ -115,33 +108,6 @@ def test_early_exits_return_the_guess_of_the_step_at_which_their_rule_holds():
     assert early_exit(Words(steady), steady, right, "agreement", [1, 2, 3])["exit"].values[:, 0].tolist() == [2, 3, 4]
 
 
-def test_entropy_features_are_means_over_parts_of_the_run():
-    entropy = [[1.0, 3.0], [0.0, 2.0], [9.0, 1.0], [9.0, 0.5]]
-    gap = [[0.5, 0.1], [0.5, 0.3], [0.5, 0.6], [0.5, 0.8]]
-    found = by_hand([[1, 5], [1, 2], [1, 2], [1, 2]], decided=[1, 3], gap=gap, entropy=entropy)
-    features = entropy_features(found, parts=2)
-    expected = {"entropy 0": 1.5, "highest 0": 2.5, "gap 0": 0.2, "entropy 1": 0.75, "highest 1": 0.75, "gap 1": 0.7}
-    for name, value in expected.items():
-        assert features.sel(feature=name).item() == pytest.approx(value), name
-    assert features.sel(feature="change").item() == pytest.approx(1 / 4)
-
-
-@pytest.mark.extended
-def test_a_wrong_answer_that_its_entropy_announces_is_predicted_and_noise_is_not():
-    """Planted: uncertain runs are wrong."""
-    from sinklens.features import ProbeData, probe_table
-
-    rng = np.random.default_rng(0)
-    wrong = np.arange(40) % 2 == 0
-    entropy = rng.uniform(0.5, 1.0, size=(40, 6, 3)) + wrong[:, None, None]
-    rows = [by_hand(np.ones((6, 3), int), [5, 5, 5], np.ones((6, 3)), one) for one in entropy]
-    features = entropy_features(xr.concat(rows, "batch", data_vars="all")).to_numpy()
-    values = {"entropy": features, "noise": rng.normal(size=features.shape)}
-    table = probe_table(ProbeData(values, {"prompt": np.arange(40), "wrong": wrong}), "wrong").set_index("point")
-    assert table.loc["entropy", "score"] > 0.95
-    assert table.loc["entropy", "p_holm"] < 0.05 < table.loc["noise", "p_holm"]
-
-
 def test_autoregressive_runs_and_senseless_thresholds_are_refused(worded, unchecked):
     model = worded("llama", True)
     found, right = by_hand(TOKENS, decided=[0, 3, 2], gap=np.ones((4, 3))), lambda row, text: True
@@ -153,7 +119,6 @@ def test_autoregressive_runs_and_senseless_thresholds_are_refused(worded, unchec
         (lambda: early_exit(Words(found), found, right, "agreement", [0]), "thresholds of the rule 'agreement' are"),
         (lambda: early_exit(Words(found), found, right, "agreement", [1.5]), "thresholds of the rule 'agreement' are"),
         (lambda: early_exit(Words(found), found, right, "margin"), "rule must be one of gap, agreement; got 'margin'"),
-        (lambda: entropy_features(found, parts=5), "parts must be between 1 and 4"),
     ]:  # fmt: skip
         with pytest.raises(SettingError, match=match):
             call()

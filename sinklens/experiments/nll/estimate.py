@@ -152,7 +152,7 @@ def scores(
     if model.tree.changes_attention:
         raise SettingError(
             f"{model.name} has one likelihood for each of its modes, and none of them is estimated here. Its logits in "
-            f"a mode are those of model(ids, mode=...); sinklens.experiments.modes_compared has them for a text."
+            f"a mode are those of model(ids, mode=...)."
         )
     noise = noise_of(model)
     if model.tree.architecture.time and (request.cfg_scale or greedy):

@@ -1,4 +1,4 @@
-"""The likelihood of an answer with its standard error, its curve over the share masked, and paired differences.
+"""The likelihood of an answer with its standard error, and paired differences.
 
 All values are natural logarithms (nats). Standard errors of one answer come from the spread between independent batches
 of draws; those of many answers come from the spread between answers, which includes that of the draws.
@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import xarray as xr
 from jaxtyping import Float, Int
 
 from sinklens.errors import SettingError
@@ -100,52 +99,6 @@ class Likelihood:
     def perplexity(self) -> float:
         """exp(−`value` / number of tokens); an upper bound if `value` is a lower one."""
         return math.exp(-self.value / len(self.tokens))
-
-
-def loss_curve(likelihoods: Sequence[Likelihood] | Likelihood, bins: int = 10) -> xr.Dataset:
-    """The loss by the share of answer tokens that is masked, over one or several answers.
-
-    Args:
-        likelihoods: of masked diffusion models.
-        bins: most bins, of equal width; fewer distinct shares get a bin each.
-
-    Returns:
-        Along ``bin``: ``shares``, the mean share in each bin, ascending, in (0, 1]; ``losses``, mean of −log p per
-        masked token; ``standard_errors`` of these, 0 if all masks were enumerated, NaN from a single draw; and
-        ``draws``, the number of draws, or masks.
-
-    Raises:
-        SettingError: an autoregressive model, which masks nothing.
-    """
-    listed = [likelihoods] if isinstance(likelihoods, Likelihood) else list(likelihoods)
-    if bins < 1 or not listed or any(one.kind == "likelihood" for one in listed):
-        raise SettingError(
-            f"a curve needs likelihoods of masked diffusion models and at least one bin; got {len(listed)} and "
-            f"{bins} bins. An autoregressive model masks nothing; see its positions."
-        )
-    points = np.concatenate([_points(one) for one in listed])
-    distinct = np.unique(points[:, 0])
-    place = np.ceil(points[:, 0] * bins - 1e-9) if len(distinct) > bins else np.searchsorted(distinct, points[:, 0])
-    groups = [points[place == number] for number in np.unique(place)]
-    enumerated = all(one.kind == "bound" for one in listed) and len(listed) == 1
-    found = {
-        "shares": [group[:, 0].mean() for group in groups],
-        "losses": [group[:, 1].mean() for group in groups],
-        "standard_errors": [0.0 if enumerated else float(_standard_error(group[:, 1])) for group in groups],
-        "draws": [len(group) for group in groups],
-    }
-    return xr.Dataset({name: ("bin", values) for name, values in found.items()})
-
-
-def _points(one: Likelihood) -> Float[np.ndarray, "point 2"]:
-    """Share masked and mean loss of the masked tokens, for each draw and block with a masked token."""
-    found = []
-    for block in np.unique(one.blocks):
-        there = one.blocks == block
-        losses, shares = one.losses[:, there], one.shares[:, there]
-        some = ~np.isnan(losses).all(axis=1)
-        found.append(np.stack([shares[some, 0], np.nanmean(losses[some], axis=1)], axis=1))
-    return np.concatenate(found)
 
 
 @dataclass(frozen=True)

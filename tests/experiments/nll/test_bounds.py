@@ -8,7 +8,7 @@ from likelihood_oracle import LladaScript, all_masks
 
 import sinklens
 from sinklens.errors import DeviceMemoryError, PromptError, SettingError
-from sinklens.experiments import likelihood, likelihood_difference, loss_curve
+from sinklens.experiments import likelihood, likelihood_difference
 from sinklens.experiments.nll.draws import generator_of
 from sinklens.hooks import HookTree
 
@@ -82,17 +82,16 @@ def test_estimates_scatter_around_the_bound_as_their_standard_errors_say(family_
     assert of_mean < 0.02 * abs(exact), "too few seeds to show a bias"
 
 
-def test_per_token_parts_and_the_curve_are_those_of_the_masks(llada):
+def test_per_token_parts_are_those_of_the_masks(llada):
     found = likelihood(llada, PROMPT, ANSWER, exact=True)
     assert found.positions.sum() == pytest.approx(found.value)
-    every = loss_curve(found)
-    np.testing.assert_allclose(every.shares, [0.2, 0.4, 0.6, 0.8, 1.0])
-    assert every.draws.values.tolist() == [5, 10, 10, 5, 1]
-    assert every.losses.sum() == pytest.approx(-found.value), "the mean over the number of masked tokens, times L"
+    masks = (found.shares[:, 0] * 5).round().astype(int)
+    assert np.bincount(masks).tolist() == [0, 5, 10, 10, 5, 1]
+    of_size = [np.nanmean(found.losses[masks == size], axis=1).mean() for size in range(1, 6)]
+    assert sum(of_size) == pytest.approx(-found.value), "the mean over the number of masked tokens, times L"
     alone = raw(llada)(torch.tensor([PROMPT + [llada.mask_token_id] * 5]))[0, 3:].log_softmax(-1)
-    assert every.losses[-1] == pytest.approx(-float(alone[range(5), ANSWER].mean()), rel=1e-5)
+    assert of_size[-1] == pytest.approx(-float(alone[range(5), ANSWER].mean()), rel=1e-5)
     drawn = likelihood(llada, PROMPT, ANSWER, mc_num=4096, batch=256)
-    assert (np.abs(loss_curve(drawn).losses - every.losses) < 4 * loss_curve(drawn).standard_errors + 1e-6).all()
     assert (np.abs(drawn.positions - found.positions) < 4 * drawn.position_errors).all()
     assert drawn.position_errors.max() < 0.05 * abs(found.positions).mean()
 

@@ -1,4 +1,4 @@
-"""Standard errors, curves and paired differences, on losses with known results."""
+"""Standard errors and paired differences, on losses with known results."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sinklens.errors import SettingError
-from sinklens.experiments import Likelihood, likelihood_difference, loss_curve
+from sinklens.experiments import Likelihood, likelihood_difference
 
 
 def planted(losses, shares, kind="estimate", batch=1, blocks=None):
@@ -47,27 +47,6 @@ def test_standard_errors_are_those_of_repeated_estimates():
     assert np.sqrt(np.mean([one.standard_error**2 for one in repeated])) == pytest.approx(spread, rel=0.1)
 
 
-def test_the_curve_is_the_mean_loss_by_share():
-    one = planted([[1.0, None], [None, 3.0], [2.0, 6.0]], [0.5, 0.5, 1.0])
-    found = loss_curve(one)
-    np.testing.assert_allclose(found.shares, [0.5, 1.0])
-    np.testing.assert_allclose(found.losses, [2.0, 4.0])
-    np.testing.assert_allclose(found.standard_errors, [1.0, np.nan])
-    assert found.draws.values.tolist() == [2, 1]
-    binned = loss_curve(one, bins=1)
-    assert binned.draws.values.tolist() == [3]
-    np.testing.assert_allclose(binned.losses, [8 / 3])
-    both = loss_curve([one, planted([[5.0, 5.0]], [1.0])])
-    np.testing.assert_allclose(both.losses, [2.0, 4.5])
-
-
-def test_the_blocks_of_a_draw_are_separate_points_of_the_curve():
-    one = planted([[1.0, 2.0, None], [3.0, None, 4.0]], [[1.0, 0.5, 0.5], [1.0, 0.5, 0.5]], blocks=[0, 1, 1])
-    found = loss_curve(one)
-    np.testing.assert_allclose(found.losses, [3.0, 2.0])
-    assert found.draws.values.tolist() == [2, 2]
-
-
 def test_a_difference_of_one_answer_is_paired_by_its_draws():
     rng = np.random.default_rng(1)
     base = random_estimate(rng)
@@ -101,8 +80,6 @@ def test_other_answers_or_other_masks_cannot_be_paired():
         likelihood_difference(one, planted([[1.0, None, 2.0]], [0.5]))
     with pytest.raises(SettingError, match=r"need the same answers, at least one; got 0 and 0"):
         likelihood_difference([], [])
-    with pytest.raises(SettingError, match=r"An autoregressive model masks nothing"):
-        loss_curve(planted([[1.0]], [1.0], "likelihood"))
 
 
 @pytest.mark.parametrize(
