@@ -12,19 +12,15 @@ Caveat: where replacing the activations by their mean hardly costs anything, `re
 look at the losses.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.lens import masked_share
 from sinklens.features.autoencoder import SAE, Transcoder
 from sinklens.features.places import InScope, PointPlaces, Scope, states_of
 from sinklens.features.splice import PointPair, SpliceSAE, decoded
@@ -33,14 +29,12 @@ from sinklens.interventions import MaskedLogits
 from sinklens.interventions.rules import Rule
 from sinklens.runs import generate
 from sinklens.runs.intervention import Pairs, Reader, RunContext
-from sinklens.utils.arguments import Count, read_as
 
 if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
 MEASURES = ("explained_variance", "dead", "firing", "loss", "loss_spliced", "loss_mean", "places")
-LOSSES = ("loss", "loss_spliced", "loss_mean")
 
 
 @dataclass(frozen=True)
@@ -89,116 +83,34 @@ def assess(
     Raises:
         SettingError: an autoregressive model, which has no undecided positions.
     """
-    seen = [Moments(sae, point, scope=states_of(scope), to=to) for scope in scopes]
-    runs = _Runs(model, prompts, seen, seed=seed, chat_template=chat_template, **settings)
-    rows = []
+    if model.mask_token_id is None:
+        raise SettingError(f"assess compares losses at undecided positions, and {model.name} has none.")
+    given = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
+    seen, logits = [Moments(sae, point, scope=states_of(scope), to=to) for scope in scopes], MaskedLogits()
+    base = generate(model, list(prompts), hooks=[*seen, logits], **given)
+    loss, rows = token_losses(base, logits), []
     for moments in seen:
-        row = dict.fromkeys(MEASURES, float("nan")) | {"loss": float(runs.losses.mean()), "places": moments.fit.count}
+        row = dict.fromkeys(MEASURES, float("nan")) | {"loss": loss, "places": moments.fit.count}
         if moments.fit.count:
-            losses = {name: float(values.mean()) for name, values in runs.compared(moments).items()}
-            row |= moments.fit.measures() | losses
+            row |= moments.fit.measures()
+            mean = SpliceSAE(Mean(moments.fit.mean.float()), to or point, scope=moments.scope)
+            spliced = SpliceSAE(sae, point, scope=moments.scope, to=to)
+            for name, hook in (("loss_spliced", spliced), ("loss_mean", mean)):
+                generate(model, list(prompts), hooks=[hook, logits], replay=base, **given)
+                row[name] = token_losses(base, logits)
         rows.append(row)
     names = [scope if isinstance(scope, str) else "+".join(scope) for scope in scopes]
-    return _with_recovered({name: [row[name] for row in rows] for name in MEASURES}, "scope", names)
-
-
-def assess_by_share(
-    model: "Model",
-    sae: SAE | Transcoder,
-    point: str,
-    prompts: Sequence[Any],
-    *,
-    to: str | None = None,
-    buckets: int = 4,
-    scope: Scope = "all",
-    seed: int = 0,
-    chat_template: bool | str = False,
-    **settings: Any,
-) -> xr.Dataset:
-    """Losses with and without `sae` at `point`, by the masked share of the answer, on runs of `prompts` in one batch.
-
-    An SAE can be good on nearly finished texts and bad on empty ones, which a mean over all steps hides. Near a masked
-    share of 1 there is little text to predict from; where ``loss_mean`` − ``loss`` is small, look at the losses.
-
-    Args:
-        model: a diffusion model.
-        sae: any SAE, or with `to` any transcoder.
-        point: where it belongs.
-        prompts: texts, or rows of token ids, that it was not trained on.
-        to: the point that a transcoder writes to; None is `point`.
-        buckets: number of equal parts of the masked share.
-        scope: states of the positions at which the SAE is spliced in.
-        seed, chat_template, **settings: as in `sinklens.generate`.
-
-    Returns:
-        ``loss``, ``loss_spliced``, ``loss_mean`` (nats), ``recovered`` and ``places`` [bucket]; the coordinate is the
-        upper bound of the share. NaN where no step has such a share.
-
-    Raises:
-        SettingError: an autoregressive model, or buckets below 1.
-    """
-    read_as(Count, "buckets", buckets)
-    moments = Moments(sae, point, scope=states_of(scope), to=to)
-    runs = _Runs(model, prompts, [moments], seed=seed, chat_template=chat_template, **settings)
-    bucket = _buckets(runs.base, buckets)
-    places = np.bincount(bucket, minlength=buckets)
-    sums = {name: np.bincount(bucket, values, buckets) for name, values in runs.compared(moments).items()}
-    means = {name: total / np.where(places, places, np.nan) for name, total in sums.items()}
-    return _with_recovered({**means, "places": places}, "bucket", np.arange(1, buckets + 1) / buckets)
-
-
-class _Runs:
-    """The unchanged run of some prompts, and runs of its canvases with an SAE spliced in.
-
-    Attributes:
-        base: the unchanged run, which `seen` read.
-        losses: those of `token_losses`.
-
-    Raises:
-        SettingError: an autoregressive model.
-    """
-
-    def __init__(self, model: "Model", prompts: Sequence[Any], seen: Sequence["Moments"], **given: Any) -> None:
-        if model.mask_token_id is None:
-            raise SettingError(f"assess compares losses at undecided positions, and {model.name} has none.")
-        self._run = partial(generate, model, list(prompts), **{"record_sinks": False, "progress": False, **given})
-        self._logits = MaskedLogits()
-        self.base = self._run(hooks=[*seen, self._logits])
-        self.losses = token_losses(self.base, self._logits).numpy()
-
-    def compared(self, moments: "Moments") -> dict[str, np.ndarray]:
-        """The losses of the unchanged run, with the SAE, and with the mean in place of the activations."""
-        scope, point = moments.scope, moments.point
-        mean = SpliceSAE(Mean(moments.fit.mean.float()), moments.to or point, scope=scope)
-        losses = [self.losses]
-        for splice in (SpliceSAE(moments.sae, point, scope=scope, to=moments.to), mean):
-            self._run(hooks=[splice, self._logits], replay=self.base)
-            losses.append(token_losses(self.base, self._logits).numpy())
-        return dict(zip(LOSSES, losses, strict=True))
-
-
-def _with_recovered(columns: Mapping[str, Any], axis: str, names: Any) -> xr.Dataset:
-    """The columns as a Dataset, with ``recovered``."""
-    data = xr.Dataset({name: (axis, values) for name, values in columns.items()}, {axis: names})
+    data = xr.Dataset({name: ("scope", [row[name] for row in rows]) for name in MEASURES}, {"scope": names})
     return data.assign(recovered=(data["loss_mean"] - data["loss_spliced"]) / (data["loss_mean"] - data["loss"]))
 
 
-def _buckets(base: "Generation", buckets: int) -> np.ndarray:
-    """The bucket of the step and row of every undecided position, in the order of `token_losses`."""
-    share, parts = masked_share(base), []
-    for step in range(base.steps_run):
-        rows = (base.undecided[:, step] & base.real).nonzero()[:, 0].numpy()
-        parts.append(np.clip(np.ceil(share[rows, step] * buckets - 1e-9).astype(int) - 1, 0, buckets - 1))
-    return np.concatenate(parts)
-
-
-def token_losses(base: "Generation", logits: MaskedLogits) -> Float[Tensor, " undecided"]:
-    """Cross-entropy of the final tokens of `base` at every undecided position, step by step, row by row, in nats."""
+def token_losses(base: "Generation", logits: MaskedLogits) -> float:
+    """Mean cross-entropy of the final tokens of `base` at the undecided positions of all steps, in nats."""
     parts = []
     for step in range(base.steps_run):
-        undecided = base.undecided[:, step] & base.real
-        parts.append(torch.nn.functional.cross_entropy(logits.kept[step], base.tokens[undecided], reduction="none"))
-    return torch.cat(parts)
+        final = base.tokens[base.undecided[:, step] & base.real]
+        parts.append(torch.nn.functional.cross_entropy(logits.kept[step], final, reduction="none"))
+    return float(torch.cat(parts).mean())
 
 
 class Fit:

@@ -14,11 +14,10 @@ other features of the same firing rate.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -142,42 +141,6 @@ class SpliceSAE(AtPositions):
         values = [self.features[number] for number in numbers] if isinstance(self.features, Mapping) else 0.0
         features = features.clone()
         features[..., numbers] = torch.as_tensor(values, dtype=features.dtype, device=features.device)
-        return features
-
-
-@dataclass(frozen=True, eq=False)
-class RandomError:
-    """A control: an autoencoder that errs by as much as `sae`, in a random direction.
-
-    With r = decode(encode(x)) and u a random unit vector, drawn for each place, x ↦ x + |x − r| · u. What the
-    reconstruction changes and this does not is due to the direction of the SAE's error, not to its length.
-
-        SpliceSAE(RandomError(sae), "blocks.2.hook_resid_post")
-
-    Caveat: in d dimensions, a random direction has a share of 1/d of its square length along any given one, so it
-    hardly touches what the model reads. Its features are the new activation itself, so they cannot be ablated one by
-    one. Two of the same seed draw the same directions in the same order of calls.
-
-    Attributes:
-        sae: any SAE.
-        seed: of the directions.
-    """
-
-    sae: SAE
-    seed: int = 0
-    draws: torch.Generator = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "draws", torch.Generator().manual_seed(self.seed))
-
-    def encode(self, x: Float[Tensor, "place d_in"]) -> Float[Tensor, "place d_in"]:
-        """The activations with the error."""
-        length = (x - self.sae.decode(self.sae.encode(x))).norm(dim=-1, keepdim=True)
-        drawn = torch.randn(x.shape, generator=self.draws).to(x)
-        return x + length * torch.nn.functional.normalize(drawn, dim=-1)
-
-    def decode(self, features: Float[Tensor, "place d_in"]) -> Float[Tensor, "place d_in"]:
-        """The same."""
         return features
 
 

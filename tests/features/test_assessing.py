@@ -8,7 +8,7 @@ from watching import PADDED, entered
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.features import SpliceSAE, assess, assess_by_share
+from sinklens.features import SpliceSAE, assess
 from sinklens.features.assessing import Mean
 from sinklens.interventions import Activations
 
@@ -62,21 +62,6 @@ def test_an_assessment_equals_one_by_hand(worded, base, masked):
     assert abs(spliced - loss) > 0.01
 
 
-def test_losses_by_share_are_means_over_the_positions_of_steps_with_this_share(worded, base, unchecked):
-    sae = random_sae()
-    found = assess_by_share(worded(), sae, POINT, PADDED, buckets=2, **SETTINGS)
-    for name, one in (("loss", Perfect()), ("loss_spliced", sae)):
-        by_step = losses(base, one)[0]  # of eight steps, the first four have more than half of the answer left
-        np.testing.assert_allclose(
-            found[name], [np.concatenate(part).mean() for part in (by_step[4:], by_step[:4])], rtol=1e-4
-        )
-    assert found["places"].values.tolist() == [2 * (1 + 2 + 3 + 4), 2 * (5 + 6 + 7 + 8)]
-    recovered = (found["loss_mean"] - found["loss_spliced"]) / (found["loss_mean"] - found["loss"])
-    np.testing.assert_allclose(found["recovered"], recovered)
-    empty = assess_by_share(worded(), Perfect(), POINT, ["w5"], buckets=4, gen_length=2, steps=2)
-    assert np.isnan(empty["loss"].values).tolist() == [True, False, True, False]
-
-
 class Mlp:
     """A transcoder that is the MLP of layer 1 itself: features are what it reads."""
 
@@ -98,13 +83,9 @@ def test_a_perfect_sae_and_a_transcoder_that_is_the_mlp_recover_all_of_the_loss(
     found = assess(model, Perfect(), POINT, PADDED, **given)
     assert found["scope"].values.tolist() == ["masked", "decided"]
     planted = assess(model, Mlp(model), READS, PADDED, ("masked",), to=WRITES, **given)
-    by_share = assess_by_share(model, Mlp(model), READS, PADDED, to=WRITES, buckets=2, **given)
-    for one in (found, planted, by_share):
+    for one in (found, planted):
         np.testing.assert_allclose(one["recovered"], 1.0, atol=1e-3)
     np.testing.assert_allclose([*found["explained_variance"], *planted["explained_variance"]], 1.0, atol=1e-5)
-    zero = assess_by_share(model, Mean(torch.zeros(24)), POINT, PADDED, buckets=2, scope="masked", **given)
-    assert (zero["recovered"] < 0.99).all()
-    assert np.isfinite(zero["loss_spliced"]).all()
 
 
 def test_a_transcoder_is_assessed_where_it_writes(worded):
@@ -125,6 +106,5 @@ def test_a_transcoder_is_assessed_where_it_writes(worded):
 
 
 def test_an_autoregressive_model_is_not_assessed(worded):
-    for call in (assess, assess_by_share):
-        with pytest.raises(SettingError, match="assess compares losses at undecided positions"):
-            call(worded("llama", True), Perfect(), POINT, PADDED)
+    with pytest.raises(SettingError, match="assess compares losses at undecided positions"):
+        assess(worded("llama", True), Perfect(), POINT, PADDED)

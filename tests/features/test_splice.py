@@ -7,7 +7,7 @@ from watching import PADDED, SHORT, again, logits_of, short, unwatched, watch
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
-from sinklens.features import RandomError, SpliceSAE
+from sinklens.features import SpliceSAE
 
 KINDS = [("llama", False), ("qwen3", False), ("dream", False), ("llama", True), ("sdar", False)]
 POINT = "blocks.1.hook_resid_post"
@@ -170,15 +170,3 @@ def test_a_splice_follows_where(worded):
     watched = watch(worded(), PADDED, [splice], ["hook_logits"])
     for step in range(watched.run.steps_run):
         check(watched, splice, step, where[:, step, 0, 0] & watched.run.undecided[:, step] & watched.run.real)
-
-
-def test_a_random_error_is_as_long_as_the_sae_s_in_a_direction_of_its_own_at_every_place():
-    sae, x = random_sae(400), torch.randn(30, 400)
-    error = sae.decode(sae.encode(x)) - x
-    first, again, other = (RandomError(sae, seed).decode(RandomError(sae, seed).encode(x)) - x for seed in (0, 0, 1))
-    torch.testing.assert_close(first, again)
-    torch.testing.assert_close(first.norm(dim=-1), error.norm(dim=-1), rtol=1e-4, atol=1e-4)
-    unit, own, others = (torch.nn.functional.normalize(one, dim=-1) for one in (first, error, other))
-    assert max((unit * one).sum(dim=-1).abs().max() for one in (own, others)) < 0.3
-    assert (unit @ unit.T).fill_diagonal_(0).abs().max() < 0.3
-    torch.testing.assert_close(RandomError(Perfect()).encode(x), x)

@@ -9,7 +9,6 @@ from sinklens.analyses import find
 from sinklens.errors import SettingError
 from sinklens.evaluation import UNMASKED, evaluate, masking
 from sinklens.experiments import effect, head_outputs, sweep
-from sinklens.features import SAERecipe
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.tasks import word_problems
 from sinklens.utils.integers import as_integer, as_seed
@@ -46,11 +45,10 @@ def test_what_is_not_a_seed_is_refused(given):
         lambda model, out, seed: MaskSinks(top_k=1, pick="random_any", seed=seed),
         lambda model, out, seed: AblateHeads(seed=seed),
         lambda model, out, seed: find("existence")(seed=seed),
-        lambda model, out, seed: SAERecipe(d_sae=8, k=1, seed=seed),
         lambda model, out, seed: word_problems.training(seed, 1),
     ],
     ids=["generate", "trace", "effect", "sweep", "head_outputs", "evaluate", "masking", "MaskSinks", "AblateHeads",
-         "study", "SAERecipe", "training"],
+         "study", "training"],
 )  # fmt: skip
 def test_every_function_with_a_seed_has_one_rule_for_it(tiny_llada, tmp_path, use, seed):
     with pytest.raises(SettingError, match="seed must be an integer from 0"):

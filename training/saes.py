@@ -1,4 +1,4 @@
-"""Train a TopK SAE on collected activations (Gao et al., "Scaling and evaluating sparse autoencoders", 2406.04093).
+"""Train a TopK SAE on collected activations, as the shipped ones were (Gao et al., 2406.04093).
 
 The loss is the share of the variance that the reconstruction misses. Features that have not fired for a while are
 *dead*: 1/32 of what they miss of the residual is added, which revives them. Rows of W_dec have length 1. Activations

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from sinklens.errors import SettingError
-from sinklens.features import ActivationStore, SAERecipe, load_sae, train
+from sinklens.features import ActivationStore, load_sae
+from training.saes import SAERecipe, train
 
 POINT = "blocks.1.hook_resid_post"
 

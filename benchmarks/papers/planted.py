@@ -1,25 +1,34 @@
-"""Is a behavior governed by one direction? Measured on a planted one. (docs/papers/refusal-direction.md)
+"""Do two methods find what was planted in tiny-llada, and nothing where it is absent? (docs/papers/planted.md)
 
-`Plant` makes tiny-llada refuse, with an empty answer, if the prompt asks about certain things: one hook writes a random
-direction at every position, another one raises the logit of the end token with the direction's component. The
-difference of means must find the direction, removing it must end the refusals and adding it must cause them; a random
-direction and the difference of means of the model without the plant must do neither. It took 8 seconds of CPU time on
-one core.
+*One direction.* `Plant` makes the model refuse, with an empty answer, if the prompt asks about certain things: one hook
+writes a random direction at every position, another one raises the logit of the end token with the direction's
+component. The difference of means must find the direction, removing it must end the refusals and adding it must cause
+them; a random direction and the difference of means of the model without the plant must do neither.
+
+*Early tokens.* In each run, the number that the answer computes (the first after "=") or, as a control, a word is
+replaced at a step. Counted are the runs whose final number changes. The planted dependence: the numbers of the question
+are hidden in all layers, so the final number can only follow those of the answer ("cut"). The planted absence: the
+computed number is hidden as well. Each is compared with the run that hides the same positions and replaces nothing.
+
+It took about 40 seconds of CPU time on one core.
 """
 
+from collections import defaultdict
 from typing import Any
 
 import torch
+from templates import balanced
 from torch import Tensor
 
 import sinklens
-from sinklens.experiments import difference_of_means
-from sinklens.interventions import Steer
-from sinklens.tasks.word_problems import held_out, training
+from sinklens.experiments import difference_of_means, sweep
+from sinklens.interventions import ForceTokens, HideKeys, Steer
+from sinklens.tasks.word_problems import held_out, read_answer, training
 from sinklens.utils.estimates import Estimate, proportion
 
 REFUSED = (" eggs", " coins", " books", " pens", " toys", " cups")
 STRENGTH, THRESHOLD = 30.0, 15.0
+AT = (0, 12, 18, 23)
 RUN = {"steps": 8, "record_sinks": False}
 
 
@@ -54,9 +63,8 @@ class Plant:
         return changed
 
 
-def main() -> None:
-    """Print the table."""
-    model = sinklens.load("tiny-llada")
+def directions(model: Any) -> None:
+    """Print the table of directions."""
     plant = Plant(model)
 
     def asks(prompt: str) -> bool:
@@ -89,5 +97,33 @@ def main() -> None:
         )  # fmt: skip
 
 
+def early_tokens(model: Any) -> None:
+    """Print the shares of runs that follow a replaced token."""
+    followed: dict[str, list[bool]] = defaultdict(list)
+    for problem in balanced(2):
+        run = sinklens.generate(model, problem.prompt, record_sinks=False, progress=False)
+        names = model.to_str_tokens(run.tokens[0], prepend_bos=False)
+        answer = range(run.prompt_length, run.prompt_length + run.answers[0].tokens)
+        computed = next(c for c in answer if c > names.index(" =", answer.start) and names[c].strip().isdigit())
+        word = next(c for c in reversed(answer[:-2]) if names[c].strip().isalpha() and c < names.index("####"))
+        new = {computed: " 7" if names[computed] != " 7" else " 8", word: " apples"}
+        given = [c for c in range(run.prompt_length) if names[c].strip().isdigit()]
+        hides = {"": [], "cut": [HideKeys(positions=given)], "hidden": [HideKeys(positions=[*given, computed])]}
+        replaced = {"": computed, "cut": computed, "hidden": computed, "cut, word": word}
+        interventions = {hidden: hooks for hidden, hooks in hides.items() if hooks}
+        for name, column in replaced.items():
+            for step in AT:
+                force = ForceTokens(tokens={column: model.to_single_token(new[column])}, steps=[step])
+                interventions[f"{name}, step {step}"] = [force, *hides[name.partition(",")[0]]]
+        found = sweep(model, problem.prompt, interventions, progress=False)["answer"]
+        texts = {name: str(found.sel(intervention=name).item()) for name in interventions} | {"": run.text or ""}
+        for name in set(texts) - set(hides):
+            followed[name].append(read_answer(texts[name]) != read_answer(texts[name.partition(",")[0]]))
+    for name in sorted(followed):
+        print(name, proportion(sum(followed[name]), len(followed[name])))
+
+
 if __name__ == "__main__":
-    main()
+    tiny_llada = sinklens.load("tiny-llada")
+    directions(tiny_llada)
+    early_tokens(tiny_llada)
