@@ -28,7 +28,7 @@ from sinklens.errors import SettingError
 from sinklens.features.assessing import Fit
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.saelens import save_sae
-from sinklens.features.store import ActivationStore
+from sinklens.features.store import ActivationStore, array_of
 from sinklens.utils.arguments import Count, Positive, Seed, check_arguments
 from sinklens.utils.atomic import atomic_write
 from sinklens.utils.progress import OnProgress
@@ -126,14 +126,26 @@ def train(
     sae = training.sae()
     if out is not None:
         save_sae(sae, out)
-    first, end = (last, len(store)) if last < len(store) else (0, min(last, store.chunk))
+    first, end = (last, len(store)) if last < len(store) else (0, min(last, _chunk(store)))
     return TrainedSAE(sae, np.array(training.unexplained), *_held_out(store, sae, first, end))
+
+
+def _chunk(store: ActivationStore) -> int:
+    """Rows per chunk, which is what is read from disk at once."""
+    return int(store.group[array_of(store.point)].chunks[0])
+
+
+def _chunks(store: ActivationStore, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Bounds of the chunks that cover the rows from `first` to `last`."""
+    chunk = _chunk(store)
+    for start in range(first - first % chunk, last, chunk):
+        yield max(start, first), min(start + chunk, last)
 
 
 def _batches(store: ActivationStore, recipe: SAERecipe, last: int, start: int) -> Iterator[Tensor]:
     """The places of the steps from `start`; skipped groups of chunks are not read."""
-    step, epoch, together = 0, 0, max(1, BUFFER // store.d_in // store.chunk)
-    bounds = list(store.chunks(0, last))
+    step, epoch, together = 0, 0, max(1, BUFFER // store.d_in // _chunk(store))
+    bounds = list(_chunks(store, 0, last))
     while step < recipe.steps:
         rng = np.random.default_rng([recipe.seed, epoch])
         order = rng.permutation(len(bounds))
@@ -154,9 +166,9 @@ class _Training:
 
     def __init__(self, store: ActivationStore, recipe: SAERecipe, last: int) -> None:
         self.recipe, self.step, self.unexplained = recipe, 0, list[float]()
-        self.about = {name: store.about[name] for name in ("model", "point")}
-        self.identity = json.dumps([store.about, len(store), asdict(recipe)], sort_keys=True)
-        start = store.read(0, min(last, store.chunk))
+        self.about = {"model": store.about["model"], "point": store.point}
+        self.identity = json.dumps([store.about, store.point, len(store), asdict(recipe)], sort_keys=True)
+        start = store.read(0, min(last, _chunk(store)))
         mean = start.mean(dim=0)
         self.scale = float((start - mean).pow(2).mean().sqrt().clamp(min=1e-12))
         drawn = torch.Generator().manual_seed(recipe.seed)
@@ -240,7 +252,7 @@ class _Training:
 def _held_out(store: ActivationStore, sae: SparseAutoencoder, first: int, last: int) -> tuple[float, float]:
     """Explained variance and share of dead features on some rows."""
     fit = Fit()
-    for bound in store.chunks(first, last):
+    for bound in _chunks(store, first, last):
         x = store.read(*bound)
         features = sae.encode(x)
         fit.add(x, sae.decode(features), features)

@@ -92,14 +92,6 @@ def stream_point(model: "Model", point: str) -> str:
     return name
 
 
-def widths_at(model: "Model", points: Sequence[str]) -> dict[str, int]:
-    """Numbers in an activation at each point, heads flattened."""
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.cfg.device)
-    time = torch.zeros(1, device=model.cfg.device) if model.tree.architecture.time else None
-    seen = model.tree.peek(ids, None, list(points), time)
-    return {name: seen[name].flatten(2).shape[2] for name in points}
-
-
 @dataclass(frozen=True)
 class InScope(OfStep):
     """Positions whose state is in a scope."""

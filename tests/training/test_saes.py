@@ -6,6 +6,7 @@ import torch
 
 from sinklens.errors import SettingError
 from sinklens.features import ActivationStore, load_sae
+from sinklens.features.store import array_of
 from training.saes import SAERecipe, train
 
 POINT = "blocks.1.hook_resid_post"
@@ -16,14 +17,14 @@ def planted(folder, prompts=40, each=200, d_in=16, size=24, scale=50.0):
     drawn = np.random.default_rng(3)
     directions = drawn.normal(size=(size, d_in))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-    about = {"model": "planted", "point": POINT, "prompts": prompts}
-    store = ActivationStore.begin(folder, about, d_in)
+    about = {"model": "planted", "points": [POINT], "prompts": prompts}
+    store = ActivationStore.begin(folder, about)
     for prompt in range(prompts):
         which = np.stack([drawn.choice(size, 2, replace=False) for _ in range(each)])
         x = (directions[which] * drawn.uniform(1, 2, (each, 2, 1))).sum(axis=1) * scale + 3 * scale
         zeros = np.zeros(each, dtype=np.int32)
         rows = {"step": zeros, "pos": zeros, "state": zeros, "token_id": zeros, "prompt": zeros + prompt}
-        store.append({**rows, "activation": x}, prompt + 1)
+        store.append({**rows, array_of(POINT): x}, prompt + 1)
     return store, torch.from_numpy(directions).float()
 
 
