@@ -27,9 +27,8 @@ from transformer_lens.utilities import Slice
 
 from sinklens.errors import HookNameError, SettingError
 from sinklens.hooks import names
-from sinklens.hooks.modulated_cache import cache_of
 from sinklens.hooks.partial_pass import layers_run
-from sinklens.hooks.spellings import GRADIENT, ByPoint
+from sinklens.hooks.spellings import GRADIENT, ByPoint, HookCache
 
 NamesFilter = names.HookName | Iterable[names.HookName] | None
 HookPair = tuple[names.HookName, Callable[..., Any]]
@@ -215,7 +214,7 @@ class HookFront(HookedRootModule):
             if incl_bwd:
                 _check_scalar(output)
                 output.backward()
-        return output, cache_of(store, self, not remove_batch_dim) if return_cache_object else store
+        return output, HookCache(store, self, not remove_batch_dim) if return_cache_object else store
 
     def get_caching_hooks(
         self,

@@ -22,8 +22,9 @@ from transformer_lens.model_bridge.composition_scores import CompositionScores
 from transformer_lens.utilities import composition_scores
 
 from sinklens.errors import PromptError, SettingError
-from sinklens.hooks import modulation, rotary
+from sinklens.hooks import rotary
 from sinklens.hooks.offload import weight_of
+from sinklens.hooks.spellings import refuse_gated
 from sinklens.hooks.weights import Embed, Unembed
 from sinklens.utils.integers import as_integer
 
@@ -245,9 +246,7 @@ class ModelWeights:
             raise PromptError(f"{text!r} is {len(ids)} tokens, {parts}; give a text that is exactly one token.")
         return int(ids[0])
 
-    def tokens_to_residual_directions(
-        self, tokens: Any, time: Float[Tensor, " _"] | float | None = None
-    ) -> Float[Tensor, "*shape d_model"]:
+    def tokens_to_residual_directions(self, tokens: Any) -> Float[Tensor, "*shape d_model"]:
         """``ln_final.w * W_U[:, token]`` for each of `tokens`: the final norm's weight is multiplied in.
 
         The dot product with the normalized stream, before the norm's weight, is the token's logit minus b_U.
@@ -255,34 +254,19 @@ class ModelWeights:
         checkpoint's, so the result differs from W_U[:, token]: ``cache.logit_attrs`` of all components adds up
         to the logit minus b_U. One token, or a tensor with one element, gives one direction [d_model].
 
-        Where the noise level scales and shifts what the head reads, the direction also carries 1 + the final scale, and
-        the dot product is the logit minus b_U and minus ``hook_final_shift @ W_U[:, token]``.
-
         Args:
             tokens: a text of one token, an id, or a tensor of ids.
-            time: noise level, for a network that reads it. With one number per row, the first axis of the result, and
-                of a tensor of ids, is the rows.
 
         Raises:
             PromptError: a text that is not exactly one token.
-            SettingError: `tokens` is not a text, an id or a tensor of ids; or `time` is missing or does not fit.
+            SettingError: `tokens` is not a text, an id or a tensor of ids, or the noise level scales the stream.
         """
+        if self.architecture.modulation:
+            refuse_gated()
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)
         if isinstance(tokens, Tensor) and tokens.numel() == 1:
             tokens = int(tokens.item())
         if as_integer(tokens) is None and not isinstance(tokens, Tensor):
             raise SettingError(f"tokens must be a text, an id or a tensor of ids; got {type(tokens).__name__}.")
-        directions = self.W_U.T[tokens] * self.ln_final.w
-        if not self.architecture.modulation:
-            return directions
-        rows = 1 if time is None else torch.as_tensor(time).numel()
-        scale = 1 + modulation.final_modulation(self, modulation.condition_of(self, time, rows)).scale.detach()
-        if rows == 1:
-            return directions * scale[0]
-        if directions.ndim > 1 and len(directions) != rows:
-            raise SettingError(
-                f"time= has {rows} numbers, and tokens has {len(directions)} rows; pass one token, or tokens of "
-                f"{rows} rows."
-            )
-        return directions * scale[(slice(None), *(None,) * max(0, directions.ndim - 2))]
+        return self.W_U.T[tokens] * self.ln_final.w

@@ -62,18 +62,6 @@ class FinalModulation(NamedTuple):
     scale: Float[Tensor, "*place d_model"]
 
 
-def condition_of(tree: Any, time: Time, rows: int = 1) -> Float[Tensor, "batch d_cond"]:
-    """The vector that all modulations of a noise level are made from, as at ``hook_cond``, without calling hooks.
-
-    Raises:
-        SettingError: the network reads the noise level, and `time` is None or does not fit the rows.
-    """
-    base = tree.hf.get_submodule(tree.architecture.base)
-    level = times_of(tree, time, rows)
-    assert level is not None, "only networks that read a noise level have a condition"
-    return class_forward(base.get_submodule(tree.architecture.time), level)
-
-
 def final_modulation(tree: Any, condition: Float[Tensor, "*place d_cond"]) -> FinalModulation:
     """The final shift and scale that are made from `condition`, without calling hooks."""
     base = tree.hf.get_submodule(tree.architecture.base)

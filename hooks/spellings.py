@@ -7,15 +7,38 @@ Pitfall: ``dict(cache.cache_dict)`` is a plain dictionary, which accepts only th
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 from transformer_lens import ActivationCache
 
-from sinklens.errors import HookNameError
+from sinklens.errors import HookNameError, SettingError
 
 Value = TypeVar("Value")
 GRADIENT = "_grad"  # TransformerLens's suffix of the key under which a point's gradient is cached
+
+GATED = (
+    "compute_head_results",
+    "stack_head_results",
+    "get_neuron_results",
+    "stack_neuron_results",
+    "get_full_resid_decomposition",
+    "logit_attrs",
+    "logit_lens",
+)
+"""Methods of a cache that leave out what the noise level does to the stream."""
+
+
+def refuse_gated(*_args: Any, **_options: Any) -> NoReturn:
+    """Stands for the methods `GATED` in networks whose noise level gates, scales and shifts the stream.
+
+    Raises:
+        SettingError: always.
+    """
+    raise SettingError(
+        "TransformerLens's decompositions and directions leave out the gates, scales and shifts of this network's "
+        "noise level; use sinklens.experiments: logit_lens, write_attribution, read_attribution."
+    )
 
 
 class ByPoint(dict[str, Value]):
@@ -75,6 +98,8 @@ class HookCache(ActivationCache):
         self.windows = dict(windows or {})
         by_point = cache_dict if isinstance(cache_dict, ByPoint) else ByPoint(model.spelled, cache_dict)
         super().__init__(by_point, model, has_batch_dim)
+        if model.architecture.modulation:
+            self.__dict__ |= dict.fromkeys(GATED, refuse_gated)
 
     def __contains__(self, key: object) -> bool:
         return key in self.cache_dict

@@ -55,12 +55,12 @@ class StepCaches(Mapping[int, "ActivationCache"]):
         return columns if planned or columns != every else None
 
     def __getitem__(self, step: int) -> "ActivationCache":
-        from sinklens.hooks.modulated_cache import cache_of
+        from sinklens.hooks.spellings import HookCache
 
         if step not in self._values:
             raise SettingError(f"step {step} was not cached; cached steps: {sorted(self._values) or 'none'}.")
         if step not in self._made:
-            self._made[step] = cache_of(self._values[step], self._tree, windows=self._windows.get(step))
+            self._made[step] = HookCache(self._values[step], self._tree, windows=self._windows.get(step))
         return self._made[step]
 
     def get(self, step: int, default: Any = None) -> Any:

@@ -136,3 +136,12 @@ def test_weights_have_transformer_lens_names_and_no_gate_branch(reference, model
         _ = model.W_gate
     with pytest.raises(HookNameError, match=r"no hook point is called .blocks\.0\.mlp\.hook_pre_linear."):
         model.run_with_cache(torch.zeros(1, 4, dtype=torch.long), names_filter="blocks.0.mlp.hook_pre_linear", time=0.1)
+
+
+def test_decompositions_without_gates_are_refused_and_the_parts_of_the_stream_are_not(model, ids):
+    _, cache = model.run_with_cache(ids, time=0.3 if model.tree.timed else None)
+    close(cache.decompose_resid().sum(0), cache["resid_post", -1])
+    calls = [cache.logit_lens, cache.compute_head_results, lambda: model.tokens_to_residual_directions(3)]
+    for call in [*calls, lambda: cache.logit_attrs(cache.decompose_resid(), 3), lambda: cache.get_neuron_results(0)]:
+        with pytest.raises(SettingError, match=r"leave out the gates, scales and shifts"):
+            call()
