@@ -1,33 +1,38 @@
 """Keep values of one run and patch them into another.
 
 `Activations` keeps the values of points at chosen steps, as one TransformerLens `ActivationCache` per step.
-`PatchHooks` puts them into another run: clean into corrupted or vice versa, by step, layer, head and position. It reads
-them from a `PatchSource` and writes them to a `PatchTarget`, which chooses the places.
+`PatchHooks` puts them into another run: clean into corrupted or vice versa, by step, layer, head and position.
+
+A value is patched in *parts*: the positions that belong to one step. In a diffusion run that is all of the value. In an
+autoregressive run each query belongs to the step that first read its token, also when a later pass computes it again,
+so that patches are the same with and without a key/value cache. Where the values of the other run belong to the same
+columns, a mask says which of them are taken. Where ``source_positions=`` pairs positions, or the other run has another
+length, values are moved from position to position.
+
+Pitfall: runs may compute different columns at a step, under a cache policy or with cached blocks. A value is read only
+where the columns of both are known to agree, or where the source has all columns.
 
 Limitation: prompts of different lengths have different positions. Patching between them needs ``positions=`` and
 ``source_positions=`` that state which position corresponds to which; a guess would put values at unrelated positions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
+from sinklens.hooks import names
+from sinklens.hooks.forward_pass import QuerySpan
+from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
-from sinklens.interventions.patch_source import PatchSource
-from sinklens.interventions.patch_target import PatchTarget
-from sinklens.interventions.places import AtPositions
-from sinklens.runs.caches import StepCaches, chosen_points
-from sinklens.runs.intervention import (
-    Pairs,
-    Reader,
-    RunContext,
-    whole_numbers,
-)
+from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at_heads
+from sinklens.runs.caches import StepCaches, chosen_points, require_columns
+from sinklens.runs.intervention import Pairs, Reader, RunContext, place_mask, whole_numbers, within
+from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
@@ -78,9 +83,7 @@ class PatchHooks(AtPositions):
         source: step -> point -> value: ``activations.caches``, ``t.cache(...)``, or any such mapping. One row, or as
             many as this run has. If values cover all columns and a pass computes only some, the pass takes those.
         names: points to patch; by default all that `source` holds, except the read-only ones (`READ_ONLY`).
-        shift: the value at step t comes from step t + shift of the source.
-        steps: steps of this run; by default those for which `source` holds values (step t + shift). Without a shift,
-            this run must have all of them.
+        steps: steps of this run; by default those of `source`, all of which this run must have.
         heads: heads to patch at points with a head axis (key/value heads where the point has those).
         positions: positions to patch (queries, for scores and patterns; keys, for the additive mask); every row must
             have them.
@@ -101,45 +104,34 @@ class PatchHooks(AtPositions):
 
     source: Mapping[int, Any]
     names: Sequence[str] | Any | None = None
-    shift: int = 0
     source_positions: Sequence[int] | None = None
     basis: "Float[Tensor, 'rank d'] | None" = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        steps_of_source(self.source)
         count = 0 if self.positions is None else len(whole_numbers("position", self.positions))
-        if self.source_positions is not None and len(self.source_positions) != count:
+        paired = self.source_positions
+        if paired is not None and (self.where is not None or len(paired) != count):
             raise SettingError(
-                f"source_positions and positions must have the same length; got {len(self.source_positions)} and "
-                f"{count}."
+                f"source_positions= pairs with positions=, of the same length, and where= takes the values of the same "
+                f"positions; got {len(paired)} and {count}."
             )
-        PatchSource(self.source, self.shift)  # checks them
         basis = self.basis
-        if basis is None:
-            return
-        if basis.ndim != 2 or not len(basis) or int(torch.linalg.matrix_rank(basis)) < len(basis):
+        if basis is not None and (basis.ndim != 2 or not 0 < len(basis) == int(torch.linalg.matrix_rank(basis))):
             raise SettingError(
                 f"basis must be linearly independent vectors [rank, d], at least one; got shape {list(basis.shape)}."
             )
 
     def acting_steps(self, steps: int) -> list[int]:
-        return PatchSource(self.source, self.shift).steps if self.steps is None else super().acting_steps(steps)
+        return steps_of_source(self.source) if self.steps is None else super().acting_steps(steps)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        source = PatchSource(self.source, self.shift)
-        points = chosen_points(source.points if self.names is None else self.names, model, self.layers)
-        steps = source.steps_of(run, self.steps, points)
-        span = None if self.basis is None else torch.linalg.qr(self.basis.detach().float().T).Q  # [d, rank]
-        target = PatchTarget(self, self.source_positions, points, steps, model, run)
-
-        def patch(value: Tensor, hook: Point) -> Tensor | None:
-            changed, before = None, value
-            for part in target.parts(value, hook):
-                new = source.read(part, part.of(value), hook, run)
-                changed = value = target.write(value, part, new)
-            return changed if span is None or changed is None else _inside(span, before, changed, hook)
-
-        return target.places.around([(name, patch) for name in points])
+        held = [str(name) for name in self.source[min(self.source)]]
+        writable = [name for name in held if not name.endswith(READ_ONLY)]
+        points = chosen_points(writable if self.names is None else self.names, model, self.layers)
+        patch = _Patch(self, points, model, run)
+        return patch.places.around([(name, patch) for name in points])
 
 
 def PatchSubspace(*, names: Sequence[str] | Any, basis: Float[Tensor, "rank d"], **patch: Any) -> PatchHooks:
@@ -168,6 +160,202 @@ def PatchSubspace(*, names: Sequence[str] | Any, basis: Float[Tensor, "rank d"],
         SettingError: no vector, one of another size than the values, or vectors that are linearly dependent.
     """
     return PatchHooks(names=names, basis=basis, **patch)
+
+
+def steps_of_source(source: Mapping[int, Any]) -> list[int]:
+    """The steps that the values of another run hold.
+
+    Raises:
+        SettingError: they do not map steps to caches, or hold no step.
+    """
+    known = isinstance(source, Mapping) and not any(as_integer(step) is None for step in source)
+    if not known or not all(isinstance(cache, Iterable) for cache in source.values()):
+        raise SettingError(
+            f"source maps steps to caches: pass the .caches of Activations, or what t.cache(...) returned; got "
+            f"{type(source).__name__}. For the cache of a single pass write source={{0: cache}}."
+        )
+    if not len(source):
+        raise SettingError("source holds no step; run the model that fills it first.")
+    return sorted(source)
+
+
+class _Part(NamedTuple):
+    """The positions of a point's value that belong to one step.
+
+    Attributes:
+        name: the point.
+        axis: the position axis of its value.
+        step: the step that owns the positions.
+        start: index of the first of them along `axis`.
+        columns: columns of the text that they are.
+        mask: the chosen ones, over the heads of the model; None for all.
+    """
+
+    name: str
+    axis: int
+    step: int
+    start: int
+    columns: range
+    mask: Bool[Tensor, "#batch #head pos"] | None
+
+    def of(self, value: Tensor) -> Tensor:
+        """This part of the value of the point, a view."""
+        return value.narrow(self.axis, self.start, len(self.columns))
+
+
+class _Patch:
+    """The hook function of a patch in one run."""
+
+    def __init__(self, what: PatchHooks, points: Sequence[str], model: "Model", run: RunContext) -> None:
+        self._what, self._run, self._steps = what, run, _steps_of(what, points, run)
+        self._limited = what.positions is not None or what.where is not None
+        by_query = any(map(_of_queries, points))
+        self.places = Places(what, model, run, points, of="queries" if by_query else None)
+        self._columns = None if run.single or what.positions is None else _columns(what.positions, run.real)
+        self._span = None if what.basis is None else torch.linalg.qr(what.basis.detach().float().T).Q  # [d, rank]
+        outside = [name for name in points if name.startswith("denoise.") and name != CANVAS]
+        if outside and self._limited and model.tree.architecture.encoder:
+            raise SettingError(
+                f"{outside[0]} has the positions of the current canvas only, so positions= and where=, which count "
+                f"from the prompt, do not apply; leave them out, or patch a point of the layers."
+            )
+
+    def __call__(self, value: Tensor, hook: Point) -> Tensor | None:
+        before = value
+        for part in self._parts(value, hook):
+            new = self._chosen(part, part.of(value), self._read(part, part.of(value), hook))
+            if len(part.columns) == value.shape[part.axis]:
+                value = new
+            else:
+                value = value.clone()
+                part.of(value).copy_(new)
+        if value is before:
+            return None
+        return value if self._span is None else _inside(self._span, before, value, hook)
+
+    def _parts(self, value: Tensor, hook: Point) -> Iterator[_Part]:
+        """The parts of a value in which something is replaced."""
+        name, run, step = str(hook.name), self._run, hook.step or 0
+        axis = names.position_axis(name) % value.ndim
+        size, first = value.shape[axis], 0
+        spans = [QuerySpan(step, 0, size)]
+        if not run.single and (_of_queries(name) or (name == "denoise.hook_logits" and not run.causal)):
+            first = run.forward_pass.first(size)  # with cached blocks, a pass has only the later queries, and logits
+            spans = run.forward_pass.spans(size) if run.causal else spans
+        elif run.causal and name.startswith("denoise.") and name != CANVAS and not run.single:
+            first = run.prompt_length + step  # a single position, the one being decoded
+        for span in spans:
+            mask = self.places.of_span(hook, span, first, value.device) if self._limited else None
+            if span.step in self._steps and (mask is not None or not self._limited):
+                yield _Part(name, axis, span.step, span.start, range(first + span.start, first + span.stop), mask)
+
+    def _read(self, part: _Part, here: Tensor, hook: Point) -> Tensor:
+        """The source's values for a part; those that the pass of a diffusion run does not compute are left out."""
+        cache, run, axes = self._what.source[part.step], self._run, names.axes_of(part.name)
+        require_columns(cache, part.name, part.step, part.columns)
+        new = cache[part.name].to(here)
+        if len(new) not in (1, len(here)):
+            raise SettingError(
+                f"source has {len(new)} rows at {part.name}, this run {len(here)}; pass one row or {len(here)}."
+            )
+        new = new.expand(len(here), *new.shape[1:])
+        if run.single or (run.causal and not _of_queries(part.name)):
+            return new
+        if run.causal:
+            if here.shape[part.axis] == 1:  # the source may have recomputed the queries of earlier steps
+                new = new.narrow(part.axis, new.shape[part.axis] - 1, 1)
+            if "key" in axes and new.shape[-1] == run.prompt_length + part.step:
+                hidden = -torch.inf if part.name.endswith("hook_attn_scores") else 0.0  # keys after the query
+                new = torch.nn.functional.pad(new, (0, max(0, here.shape[-1] - new.shape[-1])), value=hidden)
+            return new
+        keys, queries = hook.forward_pass.keys, hook.forward_pass.queries
+        for axis, kind in enumerate(axes):
+            size = here.shape[axis] if kind in ("pos", "key") else len(queries)  # a mask may have one row for all
+            if kind in ("pos", "query", "query|1", "key") and new.shape[axis] == run.real.shape[1] > size:
+                new = new.narrow(axis, keys.start if kind == "key" else queries.start, size)
+        return new
+
+    def _chosen(self, part: _Part, here: Tensor, new: Tensor) -> Tensor:
+        """`here` with the chosen positions and heads of `new`."""
+        name, axis, what = part.name, part.axis, self._what
+        if name.endswith("hook_attn_mask") and here.shape[2] != new.shape[2]:  # one row applies to all queries
+            queries = max(here.shape[2], new.shape[2])
+            here, new = here.expand(-1, -1, queries, -1), new.expand(-1, -1, queries, -1)
+        if what.positions is not None and (what.source_positions is not None or new.shape[axis] != here.shape[axis]):
+            new = self._moved(part, here, new, what.positions)
+        if new.shape != here.shape:
+            raise SettingError(
+                f"{name} has shape {list(new.shape)} in the source and {list(here.shape)} here; for prompts of "
+                f"different lengths pass positions= and source_positions=."
+            )
+        if part.mask is not None:
+            new = torch.where(along(part.mask, name, here), new, here)
+        return new if what.heads is None else torch.where(at_heads(what.heads, name, here), new, here)
+
+    def _moved(self, part: _Part, here: Tensor, new: Tensor, positions: Sequence[int]) -> Tensor:
+        """`here` with values of `new` at `positions`; those outside of `part` belong to other steps."""
+        if self._columns is None:
+            columns = _columns(positions, here.new_ones(len(here), here.shape[part.axis]).bool())
+        else:
+            columns = self._columns.to(here.device) - part.columns.start
+        changed, source = here.movedim(part.axis, 1).clone(), new.movedim(part.axis, 1)
+        if changed.shape[2:] != source.shape[2:]:
+            raise SettingError(
+                f"{part.name}: values of shape {list(source.shape[2:])} cannot replace {list(changed.shape[2:])}; "
+                f"patterns and scores can be patched only between runs of one length."
+            )
+        length, paired = source.shape[1], self._what.source_positions
+        numbers = whole_numbers("position", positions if paired is None else paired)
+        if length > 1:
+            within("position", numbers, length)
+        for number, target in zip(numbers, columns.T, strict=True):
+            rows = ((target >= 0) & (target < changed.shape[1])).nonzero()[:, 0]
+            changed[rows, target[rows]] = source[rows, number % length]
+        return changed.movedim(1, part.axis)
+
+
+def _steps_of(what: PatchHooks, points: Sequence[str], run: RunContext) -> frozenset[int]:
+    """The steps of a run to patch: those named, or by default those for which the source holds values.
+
+    Raises:
+        SettingError: it lacks a point at one of them, or by default holds a step that the run does not have.
+    """
+    held, last = steps_of_source(what.source), max(what.source)
+    steps = [0] if run.single else held if what.steps is None else within("step", what.steps, run.steps)
+    if what.steps is None and not run.single and last >= run.steps:
+        raise SettingError(
+            f"source holds step {last}, which does not exist in this run; it has {run.steps}, 0 to {run.steps - 1}. "
+            f"Name the steps to patch (steps=), or pass a part of source."
+        )
+    for step in steps:
+        if step not in what.source:
+            raise SettingError(f"source holds steps {held}, but not step {step}; record it, or change steps=.")
+        missing = next((name for name in points if name not in what.source[step]), None)
+        if missing is not None:
+            raise SettingError(f"source does not hold {missing!r}; it holds {', '.join(what.source[held[0]])}.")
+    return frozenset(steps)
+
+
+def _of_queries(name: str) -> bool:
+    """Whether a point's positions are the queries of a pass; with a key/value cache there are fewer than keys."""
+    return not name.startswith("denoise.") and not {"pos", "query"}.isdisjoint(names.axes_of(name))
+
+
+def _columns(positions: Sequence[int], real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch place"]:
+    """Column of each position in each row.
+
+    Raises:
+        SettingError: a row lacks one of the positions.
+    """
+    found = []
+    for position in whole_numbers("position", positions):
+        mask = place_mask([position], real)
+        if not bool(mask.any(dim=1).all()):
+            raise SettingError(
+                f"position {position} does not exist in every row; patch rows of different lengths separately."
+            )
+        found.append(mask.long().argmax(dim=1))
+    return torch.stack(found, dim=1)
 
 
 def _inside(span: Float[Tensor, "d rank"], before: Tensor, changed: Tensor, hook: Point) -> Tensor:

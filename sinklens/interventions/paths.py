@@ -22,8 +22,8 @@ receiver's queries for ``.q``, and those of its keys and values for ``.k`` and `
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -31,13 +31,10 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.donors import random_places
-from sinklens.interventions.patch_source import PatchSource
-from sinklens.interventions.patching import PatchHooks
+from sinklens.interventions.patching import PatchHooks, steps_of_source
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.rules import as_tuple
 from sinklens.runs.intervention import HookFunction, Pairs, RunContext, within
-from sinklens.utils.arguments import Seed
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -266,17 +263,12 @@ class PathPatch(AtPositions):
     Attributes:
         sender: a label or several, whose changes are added: "embed", "L1H3", "1_mlp_out".
         receiver: a label or several: "L2H4.q", "L2H4.k", "L2H4.v", "2_mlp_in", "logits".
-        source: as in `PatchHooks`, with the senders' points: ``hook_embed``, ``hook_z``, ``hook_mlp_out``. None for
-            ``by="zero"``.
-        by: what the sender's output becomes on the path. "source", the value of the source's row at the same position;
-            "mean", the mean over all rows and positions of the source at the step, which may hold other prompts, and
-            any number of them; "resample", the value at one of these places, drawn for each position; "zero".
-        real: for "mean" and "resample": False on the left padding of the source (``run.real``); None without padding.
-        seed: of "resample", which depends only on the seed, the row's prompt, the step, the sender and the position.
+        source: as in `PatchHooks`, with the senders' points: ``hook_embed``, ``hook_z``, ``hook_mlp_out``. For a path
+            that carries a mean, pass the mean at every position.
         steps: steps of this run; by default those for which `source` holds values.
         positions: positions at which the stream is changed.
         where: positions that may differ by row, step, and layer and head of the sender; see `AtPositions`.
-        shift, source_positions: as in `PatchHooks`.
+        source_positions: as in `PatchHooks`.
 
     Raises:
         SettingError: a label that does not exist, a receiver that the pass reaches before a sender, what `PatchHooks`
@@ -288,28 +280,11 @@ class PathPatch(AtPositions):
 
     sender: str | Sequence[str]
     receiver: str | Sequence[str]
-    source: Mapping[int, Any] | None = None
-    by: Literal["source", "mean", "resample", "zero"] = "source"
-    real: Bool[Tensor, "batch pos"] | None = None
-    seed: Seed = 0
-    shift: int = 0
+    source: Mapping[int, Any]
     source_positions: Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.source is None) != (self.by == "zero"):
-            raise SettingError(
-                f"by={self.by!r} {'uses no' if self.by == 'zero' else 'needs'} source=, the values of another run."
-            )
-        if self.by != "source" and self.source_positions is not None:
-            raise SettingError(f"source_positions= has no meaning with by={self.by!r}; leave it out.")
-        if self.by not in ("mean", "resample") and self.real is not None:
-            raise SettingError(f"real= has no meaning with by={self.by!r}; leave it out.")
-
     def acting_steps(self, steps: int) -> list[int]:
-        if self.source is None or self.steps is not None:
-            return super().acting_steps(steps)
-        return PatchSource(self.source, self.shift).steps
+        return steps_of_source(self.source) if self.steps is None else super().acting_steps(steps)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         senders = sorted(
@@ -326,38 +301,10 @@ class PathPatch(AtPositions):
 
     def _patch(self, sender: Sender, model: "Model", run: RunContext) -> Pairs:
         """Hooks that would patch what `sender` writes."""
-        if self.by != "source" or self.source is None:
-            steps = self.steps if run.single else [step for step in self.acting_steps(run.steps) if step < run.steps]
-
-            def new(value: Tensor, hook: Point) -> Tensor:
-                return self._new(value, hook, sender, run)
-
-            return replace(self, steps=steps).edits(model, run, [sender.point], new)
         return PatchHooks(
-            source=self.source, names=[sender.point], shift=self.shift, steps=self.steps,
-            heads=None if sender.head is None else [sender.head], positions=self.positions, where=self.where,
-            source_positions=self.source_positions,
+            source=self.source, names=[sender.point], steps=self.steps, positions=self.positions, where=self.where,
+            heads=None if sender.head is None else [sender.head], source_positions=self.source_positions,
         ).hooks_for(model, run)  # fmt: skip
-
-    def _new(self, value: Tensor, hook: Point, sender: Sender, run: RunContext) -> Tensor:
-        """What the sender's output becomes, with `by` other than "source"."""
-        if self.source is None:
-            return torch.zeros_like(value)
-        step = int(hook.step or 0) + self.shift
-        if step not in self.source:
-            raise SettingError(f"source holds steps {sorted(self.source)}, but not step {step}; record it.")
-        source = self.source[step][sender.point].to(value)
-        real = torch.ones(source.shape[:2], dtype=torch.bool) if self.real is None else self.real.cpu()
-        if self.real is not None and real.shape[1] >= source.shape[1]:
-            real = real[:, : source.shape[1]]
-        if real.shape != source.shape[:2]:
-            raise SettingError(f"real has shape {list(real.shape)}, and the source {list(source.shape[:2])}.")
-        pool = source[real.to(source.device)]
-        if self.by == "mean":
-            return pool.mean(dim=0).expand_as(value)
-        queries, first = value.shape[1], hook.forward_pass.first(value.shape[1])
-        numbers = random_places(run, hook, self.seed, sender.depth + 1, sender.head or 0)[:, first : first + queries]
-        return pool[(numbers * len(pool)).long().to(value.device)]
 
 
 def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model: "Model") -> None:

@@ -1,6 +1,6 @@
 """A sweep of a metric against separate runs of every intervention, and which steps it runs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -171,23 +171,18 @@ def test_places_make_a_map_and_only_the_named_steps_run(models, monkeypatch):
 
 
 @pytest.mark.parametrize("path", [False, True])
-@pytest.mark.parametrize("shift", [0, 1])
-def test_patches_run_the_steps_of_their_source(models, path, shift):
-    """A shifted one patches no step before the first."""
+def test_patches_run_the_steps_of_their_source(models, path):
     model, name = models["llada"], "blocks.0.attn.hook_z"
     kept = Activations(names=[name])
     sinklens.generate(model, [[9, 9, 9, 9, 9]], hooks=kept, **SHORT)
-    at = {"source": kept.caches, "shift": 1} if shift else {"source": {1: kept.caches[1]}}
+    at = {"source": {1: kept.caches[1]}}
     patch = PathPatch(sender="L0H1", receiver="L2H0.k", **at) if path else PatchHooks(names=[name], **at)
     found = sweep(model, PROMPTS[:1], {"patch": patch}, metric=surprise, replay=True, **SHORT)["metric"][0, 0]
-    ran = [False, True, False] if not shift else [True, True, False]  # step 0 of the source has no step in this run
+    ran = [False, True, False]
     assert np.isnan(found).values.tolist() == [not one for one in ran]
     base, before = base_run(model, PROMPTS[:1], **SHORT)
     expected = separately(model, PROMPTS[:1], patch, base, before, **SHORT)[0]
     np.testing.assert_allclose(found[ran], expected[ran], atol=2e-4)
-    if shift:
-        with pytest.raises(SettingError, match=r"source holds step 2 \(step -1 here, with shift=3\), which does not"):
-            sweep(model, PROMPTS[:1], {"patch": replace(patch, shift=3)}, metric=surprise, **SHORT)
 
 
 def test_a_sampler_with_a_block_cache_is_measured_with_it(tmp_path):

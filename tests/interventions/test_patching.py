@@ -54,7 +54,6 @@ def test_a_runs_own_values_change_only_rounding_where_queries_are_recomputed(wor
 
 PATCHES = {
     "a step's heads and positions": (OTHER, {"steps": [0], "heads": [2, -1], "positions": [1, 3]}),
-    "another step": (OTHER, {"shift": -1}),
     "other lengths": (FEW[0], {"steps": [0], "positions": [3, -2]}),
     "other positions": (FEW[0], {"steps": [0], "positions": [3, -2], "source_positions": [0, 5]}),
 }
@@ -74,17 +73,15 @@ def test_a_patch_puts_the_sources_values_at_its_steps_heads_and_positions_alone(
     patch = PatchHooks(source=source, **given)
     patched = watch(model, PADDED, [patch], ["1.attn.hook_z"], replay=base.run, **settings)
     for step in given.get("steps", range(base.run.steps_run)):
-        expected, taken = base.values[step][Z].clone(), step + given.get("shift", 0)
-        new = source.get(taken, {Z: expected})[Z]  # before the first step there is nothing
+        expected, new = base.values[step][Z].clone(), source[step][Z]
         put, heads = given.get("positions", range(-15, 0)), given.get("heads", slice(None))
         for row, start in ((0, 3), (1, 0)):
             for here, there in zip(put, given.get("source_positions", put), strict=True):
                 column = here + start if here >= 0 else here
                 same = new.shape[1] == expected.shape[1]  # then the values come from the same columns
-                if taken >= 0:
-                    expected[row, column, heads] = new[0, column if same else there, heads]
+                expected[row, column, heads] = new[0, column if same else there, heads]
         assert torch.equal(patched.values[step][Z], expected)
-        assert torch.equal(expected, base.values[step][Z]) == (taken < 0)
+        assert not torch.equal(expected, base.values[step][Z])
 
 
 @pytest.mark.fast_cases(2)
@@ -184,8 +181,7 @@ def source(worded):
 REFUSED = [
     ({"names": "hook_embed"}, r"source does not hold 'hook_embed'; it holds blocks\.1\.attn\.hook_pattern, blocks"),
     ({"steps": [4]}, "step 4 does not exist; there are 4"),
-    ({"steps": [3], "shift": 1}, r"source holds steps \[0, 1, 2, 3\], but step 3 needs 4"),
-    ({"shift": 1.5}, "shift must be an integer; got"),
+    ({"steps": [3], "only": [0, 1]}, r"source holds steps \[0, 1\], but not step 3; record it"),
     ({"heads": [6], "names": Z}, "head 6 does not exist; there are 6"),
     (
         {"heads": [1], "names": "blocks.1.hook_mlp_out"},
@@ -194,10 +190,10 @@ REFUSED = [
     ({"positions": [15]}, "position 15 does not exist; there are 15"),
     (
         {"positions": [1, 2], "source_positions": [1]},
-        "source_positions and positions must have the same length; got 1 and 2",
+        "source_positions= pairs with positions=, of the same length, .*; got 1 and 2",
     ),
     ({"source_positions": [1]}, "got 1 and 0"),
-    ({"positions": [1], "source_positions": [15]}, r"position 15 does not exist at .* in the source, which has 15"),
+    ({"positions": [1], "source_positions": [15]}, "position 15 does not exist; there are 15"),
     ({"names": Z, "layers": [0]}, r"'blocks.1.attn.hook_z' selects no hook point in layers \[0\]"),
     ({"layers": []}, "layers is empty, so PatchHooks would change nothing"),
     ({"steps": slice(1, 3)}, r"for a slice write steps=range\(start, stop\)"),
@@ -218,8 +214,8 @@ REFUSED = [
     ({"source": {"hook_z": torch.zeros(1)}}, r"source maps steps to caches: pass the \.caches.*\{0: cache\}"),
     ({"source": Activations(names=Z)}, r"source maps steps to caches: pass the \.caches.*\{0: cache\}"),
     *(
-        ({"only": steps, "shift": shift}, r"source holds step .* does not exist in this run; it has 4, 0 to 3")
-        for steps, shift in (([99], 0), ([0, 99], 0), ([0], -7))
+        ({"only": steps}, r"source holds step 99, which does not exist in this run; it has 4, 0 to 3")
+        for steps in ([99], [0, 99])
     ),
 ]
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from building import left_padding, plain_pass, random_ids, random_model, shared_model
+from building import plain_pass, random_ids, random_model, shared_model
 from path_oracle import brute_force
 
 import sinklens
@@ -117,10 +117,6 @@ REFUSED = [
     ({"receiver": "L1H2.k"}, "head 2 does not exist; there are 2, 0 to 1"),
     ({"sender": "L7H0"}, "layer 7 does not exist"),
     ({"sender": []}, "PathPatch needs at least one sender"),
-    ({"by": "mean", "source": None}, "by='mean' needs source="),
-    ({"by": "zero"}, "by='zero' uses no source="),
-    ({"by": "median"}, "by must be one of source, mean, resample, zero; got 'median'"),
-    ({"real": torch.ones(1, 2).bool()}, "real= has no meaning with by='source'"),
 ]
 
 
@@ -130,55 +126,3 @@ def test_paths_that_do_not_exist_are_refused(given, text):
     model = shared_model()
     with pytest.raises(SettingError, match=text):
         PathPatch(**{"sender": "embed", "receiver": "logits", "source": SOURCE} | given).hooks_for(model)
-
-
-@pytest.mark.filterwarnings("ignore::sinklens.errors.PromptWarning")
-@pytest.mark.parametrize("by", ["zero", "mean"])
-def test_a_path_carries_zero_or_the_mean_of_other_prompts(by):
-    """Equal to the path patched with a source that was filled by hand; padding of the reference does not count."""
-    model, ids, reference = shared_model("qwen3"), random_ids(), random_ids(3, 5)
-    real = left_padding(3, 5, 2)
-    kept = model.run_with_cache(reference, attention_mask=real)[1]
-    for sender, point in (
-        ("L0H4", "blocks.0.attn.hook_z"),
-        ("embed", "hook_embed"),
-        ("1_mlp_out", "blocks.1.hook_mlp_out"),
-    ):
-        filled = torch.zeros_like(model.run_with_cache(ids)[1][point])
-        if by == "mean":
-            places = [kept[point][row, column] for row, column in real.nonzero().tolist()]
-            filled[:] = sum(places) / len(places)
-        expected = model.run_with_hooks(
-            ids, PathPatch(sender=sender, receiver="L2H3.q", source={0: {point: filled}}).hooks_for(model)
-        )
-        given = {} if by == "zero" else {"source": {0: dict(kept)}, "real": real}
-        patch = PathPatch(sender=sender, receiver="L2H3.q", by=by, **given)
-        close(model.run_with_hooks(ids, patch.hooks_for(model)), expected)
-        assert not torch.allclose(expected, model(ids), atol=1e-3)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_resampled_paths_carry_values_of_the_reference_that_depend_on_the_row_alone(worded):
-    model = worded()
-    kept = Activations(names=["blocks.0.attn.hook_z"])
-    other = sinklens.generate(model, ["w1 w2 w3", "w4 w5"], gen_length=4, steps=2, hooks=kept, record_sinks=False)
-    seen = {}
-
-    def run(prompts, seed=0, positions=None):
-        patch = PathPatch(
-            sender="L0H4", receiver="1_mlp_in", by="resample", source=kept.caches, real=other.real, seed=seed,
-            positions=positions,
-        )  # fmt: skip
-        seen.clear()
-        hooks = [patch, ("blocks.1.ln2.hook_normalized", lambda value, hook: seen.update({hook.step: value.clone()}))]
-        sinklens.generate(model, prompts, gen_length=4, steps=2, hooks=hooks, record_sinks=False)
-        return seen[0]
-
-    together = run(["w8 w9 w10", "w7 w6 w5"])
-    alone = run(["w7 w6 w5"])
-    torch.testing.assert_close(together[1:], alone, atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(run(["w7 w6 w5"], seed=1), alone, atol=1e-3)
-    limited, plain = run(["w7 w6 w5"], positions=[1]), None
-    plain = model.run_with_cache(sinklens.generate(model, ["w7 w6 w5"], gen_length=4, steps=2).canvas[:, 0])[1]
-    differs = (limited - plain["blocks.1.ln2.hook_normalized"]).abs().amax(dim=(0, 2)) > 1e-4
-    assert differs.tolist() == [False, True, *[False] * 5]

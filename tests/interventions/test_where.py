@@ -322,7 +322,7 @@ REFUSED = [
         lambda worded: watch(
             worded(), PADDED, [PatchHooks(source=CACHES, where="masked", positions=[1], source_positions=[2])]
         ),
-        "source_positions= pairs with positions=; where= takes the values of the",
+        "source_positions= pairs with positions=, of the same length, and where= takes",
     ),
     (
         lambda worded: watch(worded("llama", True), PADDED, [AblateHeads(where="masked")]),
