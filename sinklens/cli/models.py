@@ -63,7 +63,6 @@ def lab(
     no_browser: bool = False,
     host: str = "127.0.0.1",
     allow_network: bool = False,
-    public_url: str | None = None,
     loading: Loading | None = None,
 ) -> None:
     """Open a live lab in the browser.
@@ -77,10 +76,8 @@ def lab(
         no_browser: only print the link, and do not open it
         host: address to listen at; others than this machine's own need --allow-network
         allow_network: allow a --host that other machines reach
-        public_url: address of the lab in a browser behind a reverse proxy, e.g.
-            https://hub.example.org/user/ann/proxy/{port}/ (default: it is reached directly)
     """
-    from sinklens.live.public import is_local, read_public
+    from sinklens.live.addresses import is_local
     from sinklens.live.server import Lab, bound, link_file, require_extra, warning_of
 
     require_extra()
@@ -92,11 +89,10 @@ def lab(
     if not 0 <= port < 65_536:
         raise SettingError(f"--port must be from 0 to 65535; got {port}.")
     listener = bound(host, port)
-    read_public(public_url, listener.getsockname()[1])  # before a model is loaded
     from sinklens.live.loading import lab_models
 
     models = lab_models([model, *compare], **loading or {})
-    opened_lab = Lab(models, keep=keep, host=host, listener=listener, framed=False, public_url=public_url)
+    opened_lab = Lab(models, keep=keep, host=host, listener=listener, framed=False)
     print(warning_of(host), end="\n" if warning_of(host) else "")
     with link_file(opened_lab.url) as file:
 

@@ -19,20 +19,15 @@ from starlette.types import ASGIApp
 
 from sinklens.errors import SinklensError
 from sinklens.live import comparing, forms, page, problems, reading, saving
-from sinklens.live.background import Background
-from sinklens.live.chips import is_index
 from sinklens.live.detail import check_index, detail, maps_of_layer, packed, scores_of_layer
-from sinklens.live.heads import requested_trial
+from sinklens.live.heads import Trials, requested_trial
 from sinklens.live.refusal import Refused, read_json, require
-from sinklens.live.repeats import requested_repetitions
 from sinklens.live.script import script
 from sinklens.live.security import MOST_BYTES, Guard, Guarded, framing
 from sinklens.live.session import Session
-from sinklens.live.spec import MOST_CHARACTERS
 from sinklens.utils.versions import version_of
 
 PATIENCE = 30  # seconds that the body of a request may take
-MOST_TRIALS = 32  # runs whose trials of heads are kept
 REMEMBERED = 64  # results that are not computed again
 MOST_STREAMS = 32  # tabs that follow the events at once
 Handler = Callable[[Request], Awaitable[Response]]
@@ -48,8 +43,8 @@ class LabApp:
 
     def __init__(self, session: Session, guard: Guard) -> None:
         self._session, self._guard = session, guard
-        self._trials, self._repeats = (Background(session.events, session.thread, most) for most in (MOST_TRIALS, 1))
-        session.at_close += [self._trials.cancel_all, self._repeats.cancel_all]
+        self._trials = Trials(session.events, session.thread)
+        session.at_close.append(self._trials.cancel_all)
         self._results: OrderedDict[tuple[Any, ...], Future[Any]] = OrderedDict()
         self._streams = 0
 
@@ -78,14 +73,9 @@ class LabApp:
             ("GET", "/api/runs/{run}/proposals", self.proposals),
             ("GET", "/api/runs/{run}/certainty", self.certainty),
             ("GET", "/api/runs/{run}/lens", self.lens),
-            ("POST", "/api/runs/{run}/attribution", self.attribution),
-            ("POST", "/api/repeats", _doing(self.repeat, 202, body=True)),
-            ("POST", "/api/repeats/cancel", _doing(self._repeats.cancel_all, 202)),
             ("GET", "/api/runs/{run}/python", self.python),
             ("GET", "/api/runs/{run}/page", self.report),
             ("GET", "/api/compare", self.compare),
-            ("POST", "/api/state", _doing(self.add_state, 201, body=True)),
-            ("GET", "/api/state/{link}", _doing(session.history.state)),
         ]
         routes = [Route(path, _sentences(handler), methods=[method]) for method, path, handler in table]
         return Starlette(routes=routes)
@@ -99,11 +89,7 @@ class LabApp:
         if "token" in request.query_params:
             direct = request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
             response = RedirectResponse("./", 303) if direct else Response(page.ENTRY, media_type="text/html")
-            public = self._guard.public  # without a path, the cookie belongs to the page's own path on the proxy's host
-            response.set_cookie(
-                self._guard.cookie, self._guard.session, httponly=True, samesite="strict", path=None,
-                secure=public is not None and public.encrypted,
-            )  # fmt: skip
+            response.set_cookie(self._guard.cookie, self._guard.session, httponly=True, samesite="strict")
             return response
         return Response(page.document(), media_type="text/html")
 
@@ -188,15 +174,6 @@ class LabApp:
         """Stop that."""
         self._trials.cancel(self._session.run(run).id)
 
-    def repeat(self, body: Any) -> Any:
-        """Repeat two runs with other seeds, or on the problems of a task."""
-        made = requested_repetitions(self._session, body)
-        return self._repeats.begin(made.pair, made)
-
-    def add_state(self, body: Any) -> Any:
-        """Keep what a tab shows."""
-        return {"link": self._session.history.add_state(body)}
-
     async def scores(self, request: Request) -> Response:
         """The scores of a layer."""
         run = self._session.run(request.path_params["run"])
@@ -239,16 +216,6 @@ class LabApp:
         check_index("position", pos, int(outcome.real.sum()))
         return JSONResponse(await self._read(reading.lens, run, pos))
 
-    async def attribution(self, request: Request) -> Response:
-        """Which layers carry the difference from another prompt."""
-        run, body = request.path_params["run"], await _body(request)
-        _, outcome = self._session.outcome(run)
-        known = isinstance(body, dict) and set(body) == {"pos", "prompt"} and isinstance(body["prompt"], str)
-        require(known and is_index(body["pos"]), "an attribution has pos and prompt.")
-        require(len(body["prompt"]) <= MOST_CHARACTERS, f"a prompt has at most {MOST_CHARACTERS:,} characters.", 413)
-        check_index("position", body["pos"], outcome.canvas.shape[1])
-        return JSONResponse(await self._read(reading.attribution, run, body["pos"], body["prompt"]))
-
     async def compare(self, request: Request) -> Response:
         """Two runs beside each other; with ``kl=0`` without the divergence, which takes a pass for every step."""
         ids = [_word(request, name) for name in ("a", "b")]
@@ -267,9 +234,7 @@ class LabApp:
             except (SinklensError, Refused) as error:
                 why = str(error)
         right = [self._session.run(run).facts.get("right") for run in ids]
-        return JSONResponse(
-            found | {"kl": divergence, "kl_why": why, "right": right, "repeats": self._repeats.state(tuple(ids))}
-        )
+        return JSONResponse(found | {"kl": divergence, "kl_why": why, "right": right})
 
     async def python(self, request: Request) -> Response:
         """The script that repeats a run, or two."""

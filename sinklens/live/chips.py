@@ -8,10 +8,9 @@ Caveat: a chip is read without knowing the model, so here a layer may be any num
 refuses one that does not exist.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     Begin = Callable[[str | None], Denoising]
 
-FieldType = Literal["layer", "head", "pos", "step", "token", "int", "float", "choice", "steps", "heads", "text"]
+FieldType = Literal["layer", "head", "pos", "step", "token", "int", "choice", "steps", "heads", "text"]
 MOST_CHIPS = 64
 MOST_TEXT = 20_000  # characters of a text in a chip
 LARGEST = 10_000_000  # of any integer in a chip; larger ones are never an index or a token
@@ -37,80 +36,23 @@ WORDS = {
     "heads": "a list of heads, such as [0, 3]",
     "text": f"text of 1 to {MOST_TEXT:,} characters",
 }
-COEFFICIENT = Annotated[float | int, Ge(-1_000_000), Le(1_000_000)]
 
 
 @dataclass(frozen=True)
-class Computed(ABC):
-    """An argument that comes from runs of other prompts, computed before the run, in the model thread.
-
-    Attributes:
-        given: the other arguments of `sinklens.generate`: seed, chat template, and settings.
-    """
-
-    imports: ClassVar[tuple[str, str]]
-    """The module and the name that `lines` need."""
-
-    @abstractmethod
-    def value(self, model: "Model", given: Mapping[str, Any]) -> Any:
-        """The argument."""
-
-    @abstractmethod
-    def stand_in(self, model: "Model", begin: "Begin") -> Any:
-        """A value of the argument's form, made without running the model.
-
-        Args:
-            begin: prepares the run of a prompt with the settings of this run; None is the prompt of this run.
-
-        Raises:
-            SinklensError: the runs that give the argument could not begin.
-        """
-
-    @abstractmethod
-    def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
-        """Python that assigns to `name`, and the expression of the argument."""
-
-
-@dataclass(frozen=True)
-class Direction(Computed):
-    """The mean stream of one prompt minus that of another."""
-
-    imports = ("sinklens.experiments", "difference_of_means")
-    positive: str
-    negative: str
-
-    def value(self, model: "Model", given: Mapping[str, Any]) -> Any:
-        from sinklens.experiments import difference_of_means
-
-        return difference_of_means(model, [self.positive], [self.negative], **given)
-
-    def stand_in(self, model: "Model", begin: "Begin") -> Any:
-        from sinklens.experiments.reference_runs import refuse_canvas
-
-        refuse_canvas(model, "the chip steer")
-        for prompt in (self.positive, self.negative):
-            begin(prompt)
-        return torch.zeros(model.cfg.d_model)
-
-    def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
-        return [f"{name} = difference_of_means({model}, [{self.positive!a}], [{self.negative!a}]{given})"], name
-
-
-@dataclass(frozen=True)
-class Source(Computed):
-    """The values of a point in a run of another prompt, by step.
+class Source:
+    """The values of a point in a run of another prompt, by step: computed before the run, in the model thread.
 
     Attributes:
         prompt, point: the other prompt, and the point.
         position: the position whose value is used; None for all.
     """
 
-    imports = ("sinklens.interventions", "Activations")
     prompt: str
     point: str
     position: int | None = None
 
     def value(self, model: "Model", given: Mapping[str, Any]) -> Any:
+        """The caches; `given` are the other arguments of `sinklens.generate`: seed, chat template, and settings."""
         from sinklens.interventions import Activations
         from sinklens.runs import generate
 
@@ -119,6 +61,14 @@ class Source(Computed):
         return kept.caches
 
     def stand_in(self, model: "Model", begin: "Begin") -> Any:
+        """Zeros in the form of the caches, made without running the model.
+
+        Args:
+            begin: prepares the run of a prompt with the settings of this run; None is the prompt of this run.
+
+        Raises:
+            SinklensError: the run of the other prompt could not begin.
+        """
         here, there = begin(None), begin(self.prompt)
         lengths = [len(one.state.canvas[0]) - one.settings.gen_length for one in (here, there)]
         require(
@@ -137,6 +87,7 @@ class Source(Computed):
         return {step: {name: torch.zeros(1, columns, model.cfg.d_model)} for step in range(there.settings.most_steps)}
 
     def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
+        """Python that assigns to `name`, and the expression of the argument."""
         run = f"sinklens.generate({model}, {self.prompt!a}, hooks=[{name}]{given})"
         return [f"{name} = Activations(names=[{self.point!a}])", run], f"{name}.caches"
 
@@ -147,16 +98,16 @@ class Expression:
 
     Attributes:
         name: a class of `sinklens.interventions`.
-        arguments: its keyword arguments; numbers, strings, lists and dicts of them, or one that is `Computed`.
+        arguments: its keyword arguments; numbers, strings, lists and dicts of them, or a `Source`.
     """
 
     name: str
     arguments: Mapping[str, Any]
 
     @property
-    def computed(self) -> Computed | None:
+    def computed(self) -> Source | None:
         """The argument that has to be computed first."""
-        return next((value for value in self.arguments.values() if isinstance(value, Computed)), None)
+        return next((value for value in self.arguments.values() if isinstance(value, Source)), None)
 
     def build(self, model: "Model | None" = None, given: Mapping[str, Any] | None = None) -> Intervention:
         """The intervention.
@@ -167,7 +118,7 @@ class Expression:
         from sinklens import interventions
 
         values = {
-            name: value.value(model, given or {}) if isinstance(value, Computed) and model is not None else value
+            name: value.value(model, given or {}) if isinstance(value, Source) and model is not None else value
             for name, value in self.arguments.items()
         }
         return getattr(interventions, self.name)(**values)
@@ -175,7 +126,7 @@ class Expression:
     def prepared(self, model: "Model", begin: "Begin") -> Intervention:
         """The intervention, with a stand-in for what other runs give; for checks only."""
         values = {
-            name: value.stand_in(model, begin) if isinstance(value, Computed) else value
+            name: value.stand_in(model, begin) if isinstance(value, Source) else value
             for name, value in self.arguments.items()
         }
         return Expression(self.name, values).build()
@@ -183,7 +134,7 @@ class Expression:
     def source(self, computed: str | None = None) -> str:
         """The same as Python source; `computed` is the expression of an argument that is computed first."""
         values = {
-            name: computed if isinstance(value, Computed) and computed else ascii(value)
+            name: computed if isinstance(value, Source) and computed else ascii(value)
             for name, value in self.arguments.items()
         }
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in values.items())})"
@@ -225,7 +176,7 @@ class Field:
             value = [value, value] if self.type == "steps" and is_index(value) else value
             require(self._fits(value), f"{what} must be {WORDS[self.type]}; got {value!r:.40}.")
             return value
-        types: dict[str, Any] = {"choice": Literal[self.choices], "float": COEFFICIENT}
+        types: dict[str, Any] = {"choice": Literal[self.choices]}
         try:
             return read_as(types.get(self.type, INDEX), what, value)
         except SettingError as error:
@@ -327,22 +278,6 @@ CHIPS: dict[str, ChipKind] = {
             STEPS,
         ),
         lambda chip: Expression("PatchHooks", _patch(chip)),
-    ),
-    "steer": ChipKind(
-        "Steer",
-        "Add the mean stream of one prompt minus that of another, times a number, to the stream that the layer reads.",
-        (
-            Field("positive", "text", "the prompt toward which the stream moves"),
-            Field("negative", "text", "the prompt away from which it moves"),
-            Field("coefficient", "float", "the number; 1 adds the difference as it is", default=1.0),
-            LAYER,
-            STEPS,
-        ),
-        lambda chip: Expression(
-            "Steer",
-            {"direction": Direction(chip["positive"], chip["negative"]), "coefficient": chip["coefficient"]}
-            | _places(chip),
-        ),
     ),
     "mask_head_sinks": ChipKind(
         "Mask a head's sinks",

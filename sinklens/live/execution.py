@@ -19,10 +19,10 @@ from torch import Tensor
 
 from sinklens.errors import SinklensError
 from sinklens.hooks import Point
-from sinklens.live.background import RunCancelled, Stop
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import Refused
 from sinklens.live.spec import RunSpec
+from sinklens.live.thread import RunCancelled, Stop
 from sinklens.runs import Generation, Intervention
 from sinklens.runs.denoising import Denoising
 from sinklens.runs.request import RunRequest

@@ -8,7 +8,9 @@ Caveat: the logits of a batch agree with those of a single run to about 1e-5. Wh
 answer found here can differ from that of a run with the same head ablated.
 """
 
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,12 +23,13 @@ from sinklens.experiments.stacking import Stacked
 from sinklens.experiments.sweeps import bytes_per_row
 from sinklens.interventions import AblateHeads, MaskedLogits
 from sinklens.live import problems
-from sinklens.live.background import Work
 from sinklens.live.comparing import fitting, why_not
+from sinklens.live.events import EventLog
 from sinklens.live.execution import built, denoising, repeat
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import require
 from sinklens.live.spec import RunSpec
+from sinklens.live.thread import ModelThread, RunCancelled, Stop, reason
 from sinklens.runs import Generation, Intervention
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 MEMORY = 1_000_000_000  # bytes that a pass of several heads may take besides the weights; see `bytes_per_row`
 MOST_ROWS = 8  # heads per pass
+MOST_TRIALS = 32  # runs whose trials are kept; the oldest is stopped
 REPLACEMENTS = ("zero", "mean")
 LayerHead = tuple[int, int]  # layer, head
 
@@ -63,8 +67,8 @@ class HeadEffect:
     right: bool | None
 
 
-class HeadTrial(Work):
-    """The trial of the heads of one run.
+class HeadTrial:
+    """The trial of the heads of one run, one pass of several heads after another.
 
     Args:
         run: id of the run.
@@ -74,14 +78,14 @@ class HeadTrial(Work):
 
     Attributes:
         why: why the KL divergence is undefined; None if it is defined.
+        status: "running", "done", "cancelled" or "failed".
+        stop: ends it.
     """
-
-    kind, name = "heads", "the trial"
 
     def __init__(
         self, run: str, spec: RunSpec, outcome: RunOutcome, model: "Model", by: str = "zero", layers: Sequence[int] = ()
     ) -> None:
-        super().__init__()
+        self.status, self.stop, self._error, self._began = "running", Stop(), None, time.perf_counter()
         self._run, self._spec, self._outcome, self._model, self._by = run, spec, outcome, model, by
         self._layers, self._parts = layers, self._groups(layers)
         self._total, self._told = sum(map(len, self._parts)), 0
@@ -89,17 +93,23 @@ class HeadTrial(Work):
         self.why = why_not([spec, spec], [outcome, outcome])
         self._number = problems.stated_number(outcome.answer.text)
 
-    def part(self) -> bool:
-        """Try the heads of one pass."""
-        self._found += self.measure(self._parts.pop(0))
-        return bool(self._parts)
+    def proceed(self) -> None:
+        """Try the heads of one pass. Nothing is raised, so that the lab outlives a crash."""
+        try:
+            self.stop.before(0, None)
+            self._found += self.measure(self._parts.pop(0))
+            self.status = "running" if self._parts else "done"
+        except RunCancelled:
+            self.status = "cancelled"
+        except Exception as error:  # noqa: BLE001
+            self.status, self._error = "failed", reason(error, "the trial")
 
     def to_json(self) -> dict[str, Any]:
         """The state with all effects; ``left`` is the number of seconds that it may still take."""
-        seconds, done = time.perf_counter() - self.began, len(self._found)
+        seconds, done = time.perf_counter() - self._began, len(self._found)
         return {
             "run": self._run, "by": self._by, "layers": list(self._layers), "status": self.status,
-            "total": self._total, "done": done, "kl_why": self.why, "number": self._number, "error": self.error,
+            "total": self._total, "done": done, "kl_why": self.why, "number": self._number, "error": self._error,
             "left": round(seconds / done * (self._total - done), 1) if done else None, "heads": list(self._found),
         }  # fmt: skip
 
@@ -185,6 +195,64 @@ class HeadTrial(Work):
             differs = (ids != base)[(ids >= 0) | (base >= 0)]
             same = answer.text == self._outcome.answer.text if answer.text is not None else not differs.any()
             yield bool(same), float(differs.mean()), answer.text, right
+
+
+class Trials:
+    """The newest trial of each run; every pass of heads is an event, so all tabs show what was found so far.
+
+    The passes run in the model thread while nothing else waits there, so a run or a pattern that somebody waits for
+    goes first.
+
+    Limitation: trials are not kept on disk.
+
+    Args:
+        events, thread: those of the lab.
+    """
+
+    def __init__(self, events: EventLog, thread: ModelThread) -> None:
+        self._events, self._thread, self._lock = events, thread, threading.Lock()
+        self._kept: OrderedDict[str, HeadTrial] = OrderedDict()
+
+    def begin(self, run: str, trial: HeadTrial) -> dict[str, Any]:
+        """Begin a trial, instead of any earlier one of the run; returns its state."""
+        self.forget(run)
+        with self._lock:
+            self._kept[run] = trial
+            while len(self._kept) > MOST_TRIALS:
+                self._kept.popitem(last=False)[1].stop.requested = True
+        state = trial.to_json()
+        self._events.add("heads", **trial.news())
+        self._thread.background(lambda: self._proceed(run, trial))
+        return state
+
+    def state(self, run: str) -> dict[str, Any] | None:
+        """The state of a run's trial, or None."""
+        trial = self._kept.get(run)
+        return None if trial is None else trial.to_json()
+
+    def cancel(self, run: str) -> None:
+        """Stop a run's trial, if there is one; what was found so far remains."""
+        if (trial := self._kept.get(run)) is not None:
+            trial.stop.requested = True
+
+    def cancel_all(self) -> None:
+        """Stop all trials."""
+        for run in list(self._kept):
+            self.cancel(run)
+
+    def forget(self, run: str) -> None:
+        """Stop and drop a run's trial."""
+        self.cancel(run)
+        with self._lock:
+            self._kept.pop(run, None)
+
+    def _proceed(self, run: str, trial: HeadTrial) -> None:
+        """Try the heads of a pass, and queue the next."""
+        trial.proceed()
+        if self._kept.get(run, trial) is trial:
+            self._events.add("heads", **trial.news())
+        if trial.status == "running":
+            self._thread.background(lambda: self._proceed(run, trial))
 
 
 def requested_trial(session: "Session", run: str, body: Any) -> HeadTrial:

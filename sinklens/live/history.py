@@ -1,8 +1,8 @@
 """The lab's runs on disk: one file each, complete or absent.
 
 A run is ``runs/ID.npz`` with its arrays and, as JSON, its record: what was requested, what came out, and the provenance
-that a sink track has. Names and notes that users gave to runs are in ``notes.json``. What a tab showed is
-``states/LINK.json``. Without ``--keep``, the folder is a temporary one.
+that a sink track has. Names and notes that users gave to runs are in ``notes.json``. Without ``--keep``, the folder is
+a temporary one.
 
 Names of files are made here and never come from a request: a request's id is looked up among those that exist. What the
 files contain is checked like a request, since it may be damaged or forged: a run that cannot be read is listed with the
@@ -30,10 +30,10 @@ from zipfile import ZIP_STORED, ZipFile
 import numpy as np
 
 from sinklens.errors import SinklensError
-from sinklens.live.background import Stop
 from sinklens.live.outcome import ARRAYS, RunOutcome
 from sinklens.live.refusal import Refused, read_json, require
 from sinklens.live.spec import RunSpec
+from sinklens.live.thread import Stop
 from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ FACTS: Mapping[str, tuple[type, ...]] = {  # of a summary: what the run came to
     "text": (str,), "right": (bool,), "error": (str,), "weights": (str,),
 }  # fmt: skip
 SUMMARY = [name for name in FACTS if name != "weights"]  # what every summary has, if only as None
-MOST_STATES = 2_000
-STATE_CHARACTERS = 64_000
 SHOWN = 200  # characters of a prompt or an answer in the history
 
 
@@ -99,7 +97,7 @@ class LabRun:
 
 
 class RunHistory:
-    """A folder of runs and states.
+    """A folder of runs.
 
     Attributes:
         folder: the folder.
@@ -119,14 +117,12 @@ class RunHistory:
         self._recent: OrderedDict[str, RunOutcome] = OrderedDict()
         self._unwritten: OrderedDict[str, RunOutcome] = OrderedDict()
         try:
-            for part in ("runs", "states"):
-                (self.folder / part).mkdir(parents=True, exist_ok=True)
+            (self.folder / "runs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SinklensError(
                 f"could not create {self.folder}: {error}. Choose another folder for --keep."
             ) from error
         self.notes = self._read_notes()
-        self._states = {file.stem for file in (self.folder / "states").glob("*.json")}
 
     def runs(self) -> list[LabRun]:
         """The runs in the folder, oldest first, with those that cannot be read."""
@@ -194,33 +190,6 @@ class RunHistory:
         if run in self.notes:
             self.note(run, "", "")
         self._file(run).unlink(missing_ok=True)
-
-    def add_state(self, state: Any) -> str:
-        """Keep what a tab shows; returns its link.
-
-        Raises:
-            Refused: it is too large, or there are too many.
-        """
-        text = json.dumps(state)
-        require(len(text) <= STATE_CHARACTERS, f"a state has at most {STATE_CHARACTERS:,} characters of JSON.", 413)
-        require(len(self._states) < MOST_STATES, f"the lab keeps at most {MOST_STATES:,} links.", 429)
-        link = secrets.token_hex(8)
-        with atomic_write(self.folder / "states" / f"{link}.json") as part:
-            part.write_text(text)
-        self._states.add(link)
-        return link
-
-    def state(self, link: str) -> Any:
-        """What a tab showed.
-
-        Raises:
-            Refused: there is no such link, or its file is gone or damaged.
-        """
-        require(link in self._states, "no such link; it was made by another lab, or without --keep.", 404)
-        try:
-            return read_json((self.folder / "states" / f"{link}.json").read_bytes(), "the link's file")
-        except (OSError, Refused) as error:
-            raise Refused(f"the link can no longer be read: {error}", 410) from error
 
     def close(self) -> None:
         """Delete the folder if it is a temporary one."""

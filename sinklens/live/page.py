@@ -14,7 +14,7 @@ from sinklens.views import html
 
 SCRIPTS = (
     "api.js", "runs.js", "fields.js", "menu.js", "lab.js", "form.js", "chips.js", "point.js", "trial.js",
-    "differences.js", "compare.js", "color.js", "lens.js", "repeats.js", "output.js", "export.js", "history.js",
+    "differences.js", "compare.js", "color.js", "lens.js", "output.js", "export.js", "history.js",
     "main.js",
 )  # fmt: skip
 

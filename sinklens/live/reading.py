@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 LISTED = 10  # proposals of a position
-OUTPUTS = {"attention": "hook_attn_out", "mlp": "hook_mlp_out"}
 
 
 def patterns(
@@ -89,42 +88,6 @@ def lens(spec: RunSpec, outcome: RunOutcome, model: "Model", pos: int) -> dict[s
         "entropy": _plain(data["entropy"].to_numpy()[:, :, 0]),
         "final_p": _plain(data["final_probability"].to_numpy()[:, :, 0]),
     }
-
-
-def attribution(spec: RunSpec, outcome: RunOutcome, model: "Model", pos: int, other: str) -> dict[str, Any]:
-    """Which layers carry what distinguishes the prompt from another one, for the final token of a position.
-
-    ``attention`` and ``mlp`` [step, layer]: the estimated change of the token's log-probability, in nats, if the
-    layer's output in the pass with the run's prompt replaces that with the other prompt, on the same canvas; see
-    `experiments.attribution_patching`. Only steps that decide the position or leave it undecided.
-
-    Raises:
-        Refused: the prompts have different numbers of tokens, or the run was changed.
-        SettingError: the model cannot be attributed to.
-    """
-    from sinklens.experiments import attribution_patching, of_step
-
-    run, start = outcome.generation(model, spec.cache), outcome.prompt_length
-    require(not spec.changes and _alone(run), "attribution reads runs without changes, a pass for each step.")
-    ids = model.encode(other, chat_template=spec.chat_template).ids.to(model.cfg.device)
-    lengths = f"the prompts have {start} and {ids.shape[1]} tokens; give one with as many tokens as the run's prompt."
-    require(ids.shape[1] == start, lengths)
-    place, token = pos - int(model.causal), int(outcome.canvas[-1, pos])
-    open_at = np.flatnonzero(outcome.undecided[:-1, pos])
-    steps = [pos - start] if model.causal else open_at.tolist()
-    require(bool(steps) and 0 <= pos < outcome.canvas.shape[1] and token >= 0, f"position {pos} was never undecided.")
-    points = [f"blocks.{layer}.{point}" for layer in range(model.cfg.n_layers) for point in OUTPUTS.values()]
-    found: dict[str, list[Any]] = {name: [] for name in OUTPUTS}
-    for step in steps:
-        clean, _, time = of_step(run, step)
-        corrupted = torch.cat([ids, clean[:, start:]], dim=1)
-        effects = attribution_patching(
-            model, clean, corrupted, lambda logits: logits.log_softmax(dim=-1)[0, place, token], points, time=time
-        )
-        for name, point in OUTPUTS.items():
-            found[name].append(_plain(effects[point].sum("pos").to_numpy()))
-    words = texts(model, {token})
-    return {"pos": pos, "steps": steps, "layers": list(range(model.cfg.n_layers)), "final": words.get(token), **found}
 
 
 def _plain(values: np.ndarray) -> list[Any]:

@@ -41,12 +41,9 @@ def script(runs: Mapping[str, RunSpec], loading: Mapping[str, str]) -> str:
 def _imports(specs: Sequence[RunSpec]) -> list[str]:
     """The imports that the changes of runs need."""
     changes = [change for spec in specs for change in spec.changes]
-    needed = {("sinklens.interventions", change.name) for change in changes}
-    needed |= {change.computed.imports for change in changes if change.computed is not None}
-    modules = sorted({module for module, _ in needed})
-    return [
-        f"from {one} import {', '.join(sorted(name for module, name in needed if module == one))}" for one in modules
-    ]
+    needed = {change.name for change in changes}
+    needed |= {"Activations" for change in changes if change.computed is not None}
+    return [f"from sinklens.interventions import {', '.join(sorted(needed))}"] if needed else []
 
 
 def _comparable(first: RunSpec, second: RunSpec) -> bool:

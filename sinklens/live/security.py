@@ -2,8 +2,8 @@
 
 The lab runs a model for whoever can reach it, so it is protected as a notebook server is. A request passes, in order:
 
-- *Host*: the name in the request must be one of the lab's, or that of its public URL (public.py). A page that has its
-  own name resolve to 127.0.0.1 (DNS rebinding) sends its own name.
+- *Host*: the name in the request must be one of the lab's. A page that has its own name resolve to 127.0.0.1 (DNS
+  rebinding) sends its own name.
 - *Origin* and *Sec-Fetch-Site*: a browser sends them with what a page of another site does. Requests that change
   something need a matching Origin, or the token as a header, which another site's page cannot send.
 - *Token*: 256 random bits, in the link or in a header. The link sets a cookie with a random value of its own, which
@@ -32,7 +32,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sinklens.live.public import PublicUrl, ip_address, is_local
+from sinklens.live.addresses import ip_address, is_local
 from sinklens.live.refusal import Refused, require
 
 MOST_BYTES = 1_000_000  # of a request's body
@@ -63,9 +63,7 @@ class Guard:
     Attributes:
         token: the token.
         host, port: where the lab listens.
-        framed: whether a page of this machine, or of the public URL's host, may show the lab in a frame, as a notebook
-            does.
-        public: where a reverse proxy shows the lab; None without one.
+        framed: whether a page of this machine may show the lab in a frame, as a notebook does.
         session: value of the cookie, which is not the token: cookies ignore ports, so a server at another port of this
             host sees it.
     """
@@ -74,7 +72,6 @@ class Guard:
     host: str
     port: int
     framed: bool = False
-    public: PublicUrl | None = None
     session: str = field(default_factory=lambda: secrets.token_urlsafe(32))
 
     @property
@@ -89,18 +86,14 @@ class Guard:
 
     def headers(self) -> dict[str, str]:
         """Headers of every response."""
-        ancestors = self._framed_by if self.framed else "'none'"
+        ancestors = FRAMED_BY if self.framed else "'none'"
         found = HEADERS | {"Content-Security-Policy": POLICY.format(ancestors=ancestors)}
         return found if self.framed else found | {"X-Frame-Options": "DENY"}
 
     @property
-    def _framed_by(self) -> str:
-        return FRAMED_BY if self.public is None else f"{FRAMED_BY} {self.public.origin}"
-
-    @property
     def frame_policy(self) -> str:
         """The policy of the document that the page shows in a frame, beside the one in the document."""
-        return f"sandbox allow-scripts; frame-ancestors 'self'{' ' + self._framed_by if self.framed else ''}"
+        return f"sandbox allow-scripts; frame-ancestors 'self'{' ' + FRAMED_BY if self.framed else ''}"
 
     def check(self, scope: Scope) -> None:
         """Refuse a request that may not pass.
@@ -116,8 +109,7 @@ class Guard:
         origin, site, header = (_one(given, name) for name in ("origin", "sec-fetch-site", TOKEN_HEADER))
         entering = scope["path"] == "/" and scope["method"] in SAFE  # a link from elsewhere may lead here
         foreign = "requests from pages of other sites are refused."
-        public = None if self.public is None else self.public.origin
-        require(origin in (None, f"http://{host}", public), foreign, 403)
+        require(origin in (None, f"http://{host}"), foreign, 403)
         require(entering or site in (None, "same-origin"), foreign, 403)
         require(
             scope["method"] in SAFE or origin is not None or header is not None,
@@ -147,8 +139,6 @@ class Guard:
 
         A lab that other machines reach accepts addresses, which cannot be rebound, and the machine's names.
         """
-        if self.public is not None and host.lower() == self.public.host:
-            return True
         name, _, port = host.rpartition(":")
         if port != str(self.port):
             return False
@@ -184,7 +174,7 @@ class Guarded:
         if scope["type"] != "http":  # the lab has no WebSockets
             await send({"type": "websocket.close", "code": 1008})
             return
-        sender, scope = _with_headers(send, self._guard.headers()), _below(scope, self._guard.public)
+        sender = _with_headers(send, self._guard.headers())
         try:
             self._guard.check(scope)
             _check_length(Headers(scope=scope))
@@ -192,13 +182,6 @@ class Guarded:
             await JSONResponse(refusal.body, refusal.status, {"Connection": "close"})(scope, receive, sender)
             return
         await self._app(scope, receive, sender)
-
-
-def _below(scope: Scope, public: PublicUrl | None) -> Scope:
-    """The request as if the lab was at the root; some proxies pass the complete path on."""
-    if public is None or not scope["path"].startswith(public.prefix):
-        return scope
-    return {**scope, "path": "/" + scope["path"].removeprefix(public.prefix)}
 
 
 def _check_length(given: Headers) -> None:

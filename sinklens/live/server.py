@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError
-from sinklens.live.public import is_local, read_public
+from sinklens.live.addresses import is_local
 
 if TYPE_CHECKING:
     from sinklens.live.session import LabModel
@@ -93,7 +93,6 @@ class Lab:
         host: str,
         listener: socket.socket,
         framed: bool,
-        public_url: str | None = None,
     ) -> None:
         import uvicorn
 
@@ -104,9 +103,8 @@ class Lab:
 
         port = listener.getsockname()[1]
         name = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        public = read_public(public_url, port)
-        self._guard = Guard(secrets.token_urlsafe(32), name, port, framed, public)
-        self.address = f"http://{name}:{port}/" if public is None else public.address
+        self._guard = Guard(secrets.token_urlsafe(32), name, port, framed)
+        self.address = f"http://{name}:{port}/"
         self.url = f"{self.address}?token={self._guard.token}"
         self._listener, self._session = listener, Session(list(models), keep)
         config = uvicorn.Config(
@@ -214,7 +212,6 @@ def lab(
     compare: Sequence[Any] = (),
     keep: str | Path | None = None,
     port: int = 0,
-    public_url: str | None = None,
     **loading: Any,
 ) -> Lab:
     """Open the lab in a notebook: ``sinklens.lab(model)`` shows it in the cell.
@@ -227,8 +224,6 @@ def lab(
         compare: further models, for the same prompts.
         keep: folder for the runs; by default they are deleted when the lab closes.
         port: the port; 0 takes a free one.
-        public_url: the address of the lab in a browser behind a reverse proxy, such as
-            "https://hub.example.org/user/ann/proxy/{port}/" on JupyterHub; ``{port}`` stands for the port.
         **loading: arguments of `sinklens.load`, for models given by name or folder.
 
     Returns:
@@ -236,16 +231,14 @@ def lab(
 
     Raises:
         SinklensError: the extra ``lab`` is not installed, or the port is in use.
-        SettingError: `public_url` is not the address of a page.
     """
     require_extra()
     from sinklens.live.loading import lab_models
 
     listener = bound("127.0.0.1", port)
     try:
-        read_public(public_url, listener.getsockname()[1])  # before a model is loaded
         models, folder = lab_models([model, *compare], **loading), None if keep is None else Path(keep)
-        opened = Lab(models, keep=folder, host="127.0.0.1", listener=listener, framed=True, public_url=public_url)
+        opened = Lab(models, keep=folder, host="127.0.0.1", listener=listener, framed=True)
     except BaseException:
         listener.close()
         raise

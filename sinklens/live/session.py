@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SinklensError
 from sinklens.live import problems
-from sinklens.live.background import reason
 from sinklens.live.events import EventLog
 from sinklens.live.execution import LiveRun, check_start
 from sinklens.live.history import ENDED, SHOWN, LabRun, RunHistory
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import Refused, require
 from sinklens.live.spec import MOST_REPLAYS, CanvasEdit, RunSpec, read_request
-from sinklens.live.thread import ModelThread
+from sinklens.live.thread import ModelThread, reason
 from sinklens.runs import Generation
 
 if TYPE_CHECKING:

@@ -9,16 +9,48 @@ Pitfall: code outside the lab that uses the same `Model` meanwhile would see the
 """
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
+from sinklens.errors import SinklensError
 from sinklens.live.refusal import Refused, require
 
 MOST_RUNS = 8  # queued
 MOST_COMPUTATIONS = 32  # waiting
 Result = TypeVar("Result")
+
+
+class RunCancelled(Exception):
+    """The run was cancelled."""
+
+
+class Stop:
+    """Ends the runs that it listens to between two steps, once `requested` is set."""
+
+    requested = False
+
+    def before(self, step: int, state: Any) -> None:
+        """Stop if that was requested."""
+        if self.requested:
+            raise RunCancelled
+
+    def after(self, step: int, state: Any) -> None:
+        """Nothing to do."""
+
+
+def reason(error: Exception, what: str) -> str:
+    """Why work of the model thread failed; the traceback of a crash is printed.
+
+    Args:
+        what: names the work.
+    """
+    if isinstance(error, SinklensError | Refused):
+        return str(error)
+    traceback.print_exc()
+    return f"{what} crashed with {type(error).__name__}: {error}. The terminal has the traceback."
 
 
 class WorkItem(NamedTuple):

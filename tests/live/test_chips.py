@@ -13,9 +13,13 @@ from sinklens.live.forms import of_chips, of_settings
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "concepts" / "lab.md").read_text()
 DOCUMENTED = re.findall(r"^\| `(\w+)` \| `(\w+\(.*\))` \|$", PAGE, flags=re.MULTILINE)
 VALUES = {"layer": 1, "head": 2, "by": "zero", "token": 500, "step": 7, "from_step": 7}
-EXTENDED = {"force_token": {"pos": 30, "steps": [7, 23]}, "remask": {"pos": 30}, "hide_key": {"pos": 3},
-            "ablate_heads": {"heads": [2, 5]}, "patch": {"prompt": "a", "point": "hook_mlp_out", "pos": 30},
-            "steer": {"positive": "a", "negative": "b", "coefficient": 4.0}}  # fmt: skip
+EXTENDED = {
+    "force_token": {"pos": 30, "steps": [7, 23]},
+    "remask": {"pos": 30},
+    "hide_key": {"pos": 3},
+    "ablate_heads": {"heads": [2, 5]},
+    "patch": {"prompt": "a", "point": "hook_mlp_out", "pos": 30},
+}
 RESTRICTED = {"freeze_pattern": ("head",), "hold_sink": ("head",), "hide_key": ("layer", "head")}
 
 

@@ -1,4 +1,4 @@
-"""What the page computes about a run when it is asked: certainty, lens, attribution; and repetitions of a pair."""
+"""What the page computes about a run when it is asked: certainty and lens; and runs in a notebook."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,10 @@ from lab_page import PROMPT
 
 import sinklens
 from sinklens.errors import SinklensError
-from sinklens.experiments import LogitLens, attribution_patching, logit_lens, of_step
+from sinklens.experiments import LogitLens, logit_lens
 from sinklens.interventions import AblateHeads, MaskedLogits
-from sinklens.live import problems
-from sinklens.utils.estimates import proportion
 
 ABLATED = [{"kind": "ablate_head", "layer": 1, "head": 5}]
-OTHER = PROMPT.replace("Tom has 5", "Tom has 8")
 SHORT = {"gen_length": 8}
 POS = 27
 
@@ -55,48 +52,6 @@ def test_the_lens_and_the_certainty_of_every_kind_of_model_are_read_or_refused()
             answer = client.http.get(f"/api/runs/{run}/lens", params={"pos": POS})
             assert answer.status_code in (200, 400, 422), answer.text
             client.close()
-
-
-def test_the_attribution_by_layer_and_step_is_attribution_patching(client, tiny_llada, base):
-    run = client.run(prompt=PROMPT, settings=SHORT)["summary"]["id"]
-    answer = client.http.post(f"/api/runs/{run}/attribution", json={"pos": POS, "prompt": OTHER})
-    assert answer.status_code == 200, answer.text
-    found, token = answer.json(), int(base.canvas[0, -1, POS])
-    assert found["steps"] == base.undecided[0, :-1, POS].nonzero()[:, 0].tolist()
-    other = sinklens.generate(tiny_llada, OTHER, **SHORT).canvas[:, 0, : base.prompt_length]
-    step = found["steps"][-1]
-    clean = of_step(base, step).ids
-    corrupted = clean.clone()
-    corrupted[:, : base.prompt_length] = other
-    metric = lambda logits: logits.log_softmax(-1)[0, POS, token]  # noqa: E731
-    effects = attribution_patching(tiny_llada, clean, corrupted, metric, "blocks.2.hook_mlp_out")
-    assert found["mlp"][-1][2] == pytest.approx(float(effects["hook_mlp_out"].sum()), rel=1e-3, abs=1e-6)
-    refused = client.http.post(f"/api/runs/{run}/attribution", json={"pos": POS, "prompt": "short"})
-    assert (refused.status_code, "as many tokens" in refused.text) == (400, True)
-
-
-@pytest.mark.extended
-def test_a_pair_is_repeated_on_problems_or_with_seeds_with_an_interval_if_they_matter(client, tiny_llada):
-    a, b = (client.run(prompt=PROMPT, settings=SHORT, chips=chips)["summary"]["id"] for chips in ([], ABLATED))
-    asked = {"a": a, "b": b, "over": "tiny-gsm", "count": 2}
-    answer = client.http.post("/api/repeats", json=asked)
-    assert answer.status_code == 202, answer.text
-    state = client.wait(lambda event: event.kind == "repeats" and event.data["status"] != "running").data
-    prompts = [problems.problem("tiny-gsm", number).prompt for number in range(2)]
-    texts = [
-        [sinklens.generate(tiny_llada, prompt, hooks=hooks, **SHORT).text for prompt in prompts]
-        for hooks in ([], [AblateHeads(layers=[1], heads=[5])])
-    ]
-    changed = sum(one != two for one, two in zip(*texts, strict=True))
-    assert (state["status"], state["done"], state["changed"]) == ("done", 2, changed)
-    share = proportion(changed, 2)
-    assert state["interval"] == pytest.approx((share.low, share.high), abs=1e-3)
-    assert client.get("/api/compare", a=a, b=b, kl="0")["repeats"] == state
-    client.http.post("/api/repeats", json=asked | {"over": "seeds"})
-    seeds = client.wait(lambda event: event.data.get("over") == "seeds" and event.data["done"] == 2).data
-    assert (seeds["alike"], seeds["interval"]) == (True, None)
-    for wrong in ({"over": "gsm8k"}, {"count": 1}, {"count": 10**6}):
-        assert client.http.post("/api/repeats", json=asked | wrong).status_code == 400
 
 
 def test_a_run_is_named_and_read_in_the_notebook(lab, client, tmp_path, base):

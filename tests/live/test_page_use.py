@@ -1,7 +1,7 @@
 """The page in use: the first visit, what a failed request leaves, the history, links, sizes and colors of text."""
 
 import pytest
-from lab_page import PROMPT, Page, shown_at_end
+from lab_page import Page, shown_at_end
 
 import sinklens
 from sinklens.errors import SinklensError
@@ -188,18 +188,6 @@ def test_the_history_names_runs_and_can_be_filtered_and_undone(page, browser):
     page.quiet()
 
 
-def test_a_link_pasted_into_the_open_page_is_obeyed(page, browser):
-    page.run()
-    page.go_to(7)
-    browser.click("copy-link")
-    link = browser.wait("return document.getElementById('copy-link').dataset.link")
-    for _ in range(2):  # the same link can be pasted again
-        page.go_to(3)
-        browser.js("location.href = arguments[0]", link)
-        browser.wait("return document.getElementById('step').value === '7' && location.hash === ''")
-    page.quiet()
-
-
 def test_colors_layers_and_files_are_offered(page, browser, tiny_llada, plain):
     page.run()
     page.go_to(4)
@@ -217,11 +205,6 @@ def test_colors_layers_and_files_are_offered(page, browser, tiny_llada, plain):
         "const cells = [...document.querySelectorAll('#lens-table td')]; return cells.length && cells.length"
     )
     assert cells == 4 * 24
-    browser.js(
-        "document.getElementById('attribution-prompt').value = arguments[0]", PROMPT.replace("Tom has 5", "Tom has 8")
-    )
-    browser.click("attribution-run")
-    assert browser.wait("return document.querySelectorAll('#attribution-table td').length") % 8 == 0
     browser.js(
         "window.saved = []; let last; URL.createObjectURL = (blob) => { last = blob.text(); return '#'; }; "
         "HTMLAnchorElement.prototype.click = function () { last.then((text) => saved.push([this.download, text])); }; "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import sinklens
 from sinklens.errors import DeviceMemoryError
-from sinklens.experiments import difference_of_means, effect
+from sinklens.experiments import effect
 from sinklens.interventions import (
     AblateHeads,
     AblateMLPs,
@@ -22,7 +22,6 @@ from sinklens.interventions import (
     MaskSinks,
     PatchHooks,
     Remask,
-    Steer,
 )
 from sinklens.live.chips import CHIPS
 from sinklens.live.execution import LiveRun
@@ -46,12 +45,8 @@ CHANGES = {
 }  # fmt: skip
 
 
-def computed(kind, model):
-    """A change that is computed from runs of other prompts."""
-    if kind == "steer":
-        direction = difference_of_means(model, [OTHER], [PROMPT], seed=0, **SHORT)
-        given = {"positive": OTHER, "negative": PROMPT, "coefficient": 3.5, "layer": 2, "steps": [0, 4]}
-        return given, Steer(direction, 3.5, layers=[2], steps=range(5))
+def computed(model):
+    """A change that is computed from a run of another prompt."""
     kept = Activations(names=["blocks.2.hook_mlp_out"])
     sinklens.generate(model, OTHER, hooks=kept, **SHORT)
     given = {"prompt": OTHER, "layer": 2, "point": "hook_mlp_out", "pos": 6}
@@ -124,7 +119,7 @@ def test_a_cancelled_run_keeps_its_finished_steps(client, gate, base):
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", CHIPS)
 def test_a_chip_is_its_intervention(client, tiny_llada, base, kind):
-    fields, intervention = CHANGES[kind] if kind in CHANGES else computed(kind, tiny_llada)
+    fields, intervention = CHANGES[kind] if kind in CHANGES else computed(tiny_llada)
     expected = sinklens.generate(tiny_llada, PROMPT, hooks=intervention, **SHORT)
     found = client.run(prompt=PROMPT, settings=SHORT, chips=[{"id": "1", "kind": kind, **fields}])
     assert found["canvas"] == expected.canvas[0].tolist()
@@ -246,7 +241,6 @@ def test_a_comparison_has_the_divergence_and_the_differences(client, tiny_llada,
 
 
 PATCH = {"kind": "patch", "prompt": PROMPT, "layer": 1}
-STEER = {"kind": "steer", "positive": "Mia has 2 pens.", "negative": "Tom has 3 cups.", "layer": 1}
 NOWHERE = {  # name: (chip, model, text)
     "a layer": ({"kind": "ablate_head", "layer": 99, "head": 0}, "tiny-llada", "layer 99 does not exist; there are 4"),
     "a head": ({"kind": "hold_sink", "layer": 0, "head": 8, "from_step": 0}, "tiny-llada", "head 8 does not exist"),
@@ -270,9 +264,6 @@ NOWHERE = {  # name: (chip, model, text)
     "a position to patch": (PATCH | {"pos": 32}, "tiny-llada", "position 32 does not exist"),
     "a longer prompt": (PATCH | {"prompt": PROMPT * 2}, "tiny-llada", "the other prompt has 47 tokens and this one 24"),
     "no room": (PATCH | {"prompt": PROMPT * 60}, "tiny-llada", "a prompt of 1381 tokens and gen_length 8 need"),
-    "a masked prompt": (STEER | {"negative": "<|mdm_mask|>"}, "tiny-llada", "prompt 0 contains the mask token"),
-    "a layer to steer": (STEER | {"layer": 4}, "tiny-llada", "layer 4 does not exist; there are 4"),
-    "a step to steer": (STEER | {"steps": [8, 9]}, "tiny-llama", "step 8 does not exist; there are 8"),
     "a field": ({"kind": "remask", "step": 0}, "tiny-llada", "the chip remask needs pos"),
 }
 

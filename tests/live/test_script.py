@@ -43,10 +43,9 @@ def test_the_script_of_a_run_repeats_it_with_what_it_replays(client, tmp_path, c
 
 
 @pytest.mark.extended
-def test_the_script_of_a_steered_and_patched_run_repeats_it(client, tmp_path):
+def test_the_script_of_a_patched_run_repeats_it(client, tmp_path):
     common, other = {"prompt": PROMPT, "settings": {"gen_length": 8}, "seed": 3}, PROMPT.replace(" 5", " 8")
     chips = [
-        {"kind": "steer", "positive": other, "negative": PROMPT, "coefficient": 2.5, "layer": 1},
         {"kind": "patch", "prompt": other, "layer": 2, "pos": 6, "steps": [1, 4]},
         {"kind": "ablate_mlp", "layer": 3},
     ]

@@ -31,13 +31,11 @@ async function compare() {
     const pair = (lab.pair = { key, a, b, ...numbers, measuring: !numbers.kl_why });
     if (pair.measuring) setTimeout(() => addDivergence(pair, A, B), 250); // a further change goes first
   }
-  if (numbers) learnRepeats(numbers.repeats);
   markDifferences(lab.pair);
   card.hidden = false;
   drawTokens();
   drawCompare();
   drawDifferences(lab.pair);
-  drawRepeats();
   drawVerdict();
   card.dataset.pair = lab.pair.key;
   if (!lab.pair.measuring) card.dataset.measured = lab.pair.key;

@@ -38,7 +38,7 @@ function answerSaid({ texts: [a, b], numbers: [one, two], first_difference: firs
 
 function verdictParts(pair) {
   const { first_difference: first, kl, measuring, sinks_moved: moved, right } = pair, mean = meanOf(kl), share = meanOf(moved);
-  const parts = [answerSaid(pair), repeatsVerdict()];
+  const parts = [answerSaid(pair)];
   if (right && right.some((one) => one !== null)) parts.push([`A ${right[0] ? "✓ right" : "✗ wrong"}, B ${right[1] ? "✓ right" : "✗ wrong"}`]);
   if (first !== null && first !== undefined) parts.push(["canvases differ from ", stepLink(first), " on"]);
   if (measuring) parts.push(["KL is being measured…"]);

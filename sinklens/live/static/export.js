@@ -1,7 +1,7 @@
 // Figures as PNG files and tables as CSV files, as they are on the page.
 
 const FIGURES = [["grid", "heads"], ["heat", "steps-by-positions"], ["path", "path"], ["pattern", "attention"], ["change", "a-beside-b"]];
-const TABLES = [["change-table", "change-per-step"], ["places", "positions-that-differ"], ["lens-table", "layers"], ["attribution-table", "attribution"]];
+const TABLES = [["change-table", "change-per-step"], ["places", "positions-that-differ"], ["lens-table", "layers"]];
 
 function saveFile(blob, name) {
   const link = make("a");

@@ -7,7 +7,6 @@ const lab = {
   session: null, runs: new Map(), // id -> summary
   requests: new Map(), opened: new Map(), live: new Map(), // id -> request, finished run, run under way
   trials: new Map(), // id -> effects of its heads
-  repeats: new Map(), // "A/B" -> state of the repetitions of that pair
   leaving: new Map(), // id -> timer of a deletion that can still be undone
   words: new Map(), // token id -> text
   A: null, B: null, shown: "A", chips: [], refused: null, pair: null, fresh: true, following: true, sent: 0, drawn: 0,
@@ -221,7 +220,7 @@ const HANDLERS = {
     lab.runs.set(event.run, { ...summaryOf(event.run), steps_run: event.step + 1, left: event.left });
     if (event.run === shownId()) lab.drawing ??= setTimeout(() => requestAnimationFrame(grow), Math.max(0, 60 - (performance.now() - lab.drawn)));
   },
-  done: ended, cancelled: ended, failed: ended, heads: learnTrial, repeats: learnRepeats,
+  done: ended, cancelled: ended, failed: ended, heads: learnTrial,
   noted({ run: id, summary }) { lab.runs.set(id, { ...summaryOf(id), ...summary }); },
   removed({ run: id }) {
     for (const store of [lab.runs, lab.opened, lab.live, lab.requests, lab.trials]) store.delete(id);
@@ -263,7 +262,7 @@ async function adopt(id) {
 
 function onEvent(kind, event) {
   HANDLERS[kind](event, kind);
-  if (kind === "heads" || kind === "repeats") return;
+  if (kind === "heads") return;
   if (kind !== "step" || [lab.A, lab.B].includes(event.run)) drawState();
   if (kind !== "step") drawHistory();
 }

@@ -1,4 +1,4 @@
-// What each layer predicts at a position, step by step, and which layers carry the difference from another prompt.
+// What each layer predicts at a position, step by step.
 
 const lensNow = { pos: null, of: null };
 
@@ -6,10 +6,8 @@ async function readLens(pos) {
   const id = shownId(), card = byId("lens");
   Object.assign(lensNow, { pos, of: id });
   card.hidden = false;
-  for (const name of ["lens-table", "attribution-table"]) write(byId(name));
+  write(byId("lens-table"));
   byId("lens-said").textContent = `Reading position ${pos}…`;
-  byId("attribution-said").textContent = "";
-  if (!byId("attribution-prompt").value) byId("attribution-prompt").value = promptOfA();
   card.scrollIntoView({ block: "nearest" });
   try {
     const found = await askJson(`/api/runs/${id}/lens?pos=${pos}`);
@@ -42,35 +40,11 @@ function drawLens({ pos, steps, layers, final, token, p, entropy, final_p: share
   }));
 }
 
-async function attribute() {
-  const { pos, of } = lensNow, said = byId("attribution-said");
-  write(byId("attribution-table"));
-  said.textContent = "Computing…";
-  try {
-    const found = await askJson(`/api/runs/${of}/attribution`, { pos, prompt: byId("attribution-prompt").value });
-    if (lensNow.of === of && lensNow.pos === pos) drawAttribution(found);
-  } catch (error) {
-    said.textContent = `Could not be computed: ${error.message}`;
-  }
-}
-
-function drawAttribution({ steps, layers, final, attention, mlp }) {
-  const most = Math.max(1e-9, ...[...attention, ...mlp].flat().map((value) => Math.abs(value ?? 0)));
-  byId("attribution-said").textContent = `Estimated change of the log-probability of “${final ?? "…"}” in nats, if the layer's output from this run's prompt replaces that from the other prompt, on the same canvas. Darker: a larger change of either sign.`;
-  const rows = [["attention", attention], ["MLP", mlp]].flatMap(([name, values]) => layers.map((layer) => {
-    const row = make("tr");
-    row.append(make("th", `${name} ${layer}`), ...steps.map((step, n) => { const value = values[n][layer]; return cellOf(value === null ? "–" : value.toFixed(2), value === null ? null : Math.abs(value) / most, `step ${step}`); }));
-    return row;
-  }));
-  write(byId("attribution-table"), headRowOf("layer", steps), ...rows);
-}
-
-// The tables are of one run; another one on the page hides them.
+// The table is of one run; another one on the page hides it.
 function checkLens() {
   if (lensNow.of !== shownId()) byId("lens").hidden = true;
 }
 
 function listenLens() {
   document.querySelector(".card.attention").after(byId("lens"));
-  byId("attribution-run").addEventListener("click", attribute);
 }

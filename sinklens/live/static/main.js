@@ -31,11 +31,9 @@ async function startLab() {
   listenOutput();
   listenColor();
   listenLens();
-  listenRepeats();
   listenExport();
   for (const slot of ["A", "B"]) byId(`show-${slot}`).addEventListener("click", () => showSlot(slot));
   byId("history-filter").addEventListener("input", drawHistory);
-  addEventListener("hashchange", attempt(obeyLink));
   byId("pin").addEventListener("click", attempt(pin));
   document.addEventListener("keydown", onShortcut);
   document.addEventListener("pointerup", () => keep());

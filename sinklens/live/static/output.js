@@ -1,4 +1,4 @@
-// What leaves the page: the script, the report, a link; and what the next visit finds.
+// What leaves the page: the script and the report; and what the next visit finds.
 
 const pairQuery = () => (lab.A && lab.B ? `?other=${lab.B}` : "");
 const STORE = "sinklens-lab";
@@ -33,29 +33,14 @@ function keep() {
   }, 150);
 }
 
-async function copyLink() {
-  const { link } = await askJson("/api/state", stateNow()), address = new URL(`#${link}`, location.href).href;
-  byId("state").textContent = (await clip(address)) ? "The link was copied." : `The link is ${address}`;
-  byId("copy-link").dataset.link = address;
-}
-
-// The state of the link in the address, of this tab, of the newest run, or an example to begin with.
+// The state of this tab, of the newest run, or an example to begin with.
 async function restore() {
-  if (location.hash.length > 1) return obeyLink();
   const kept = JSON.parse(sessionStorage.getItem(STORE) || "null");
   if (kept) return apply(kept.state);
   const newest = [...lab.runs.values()].sort((a, b) => b.created - a.created)[0];
   if (newest) return follow(newest);
   if (!byId("prompt").value) byId("prompt").value = byId("source").value === "ids" ? "1, 2, 3" : lab.session.example;
   return undefined;
-}
-
-// A link is obeyed whenever one is in the address, and then taken out of it, so that it can be pasted again.
-async function obeyLink() {
-  const link = location.hash.slice(1);
-  if (!link) return;
-  history.replaceState(null, "", location.pathname + location.search);
-  await apply(await askJson(`/api/state/${encodeURIComponent(link)}`));
 }
 
 async function apply(state) {
@@ -100,7 +85,6 @@ const KEYS = [
 function listenOutput() {
   byId("copy-python").addEventListener("click", attempt(copyPython));
   byId("save-page").addEventListener("click", (event) => { event.preventDefault(); attempt(savePage)(); });
-  byId("copy-link").addEventListener("click", attempt(copyLink));
   byId("help-open").addEventListener("click", () => byId("help").showModal());
   for (const [keys, meaning] of KEYS) {
     const name = make("dt");

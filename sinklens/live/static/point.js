@@ -25,7 +25,6 @@ function layerItems(layer) {
     [`Ablate all heads of layer ${layer}, ${when}`, () => addChip("ablate_heads", { layer, heads: null })],
     [`Ablate the MLP of layer ${layer}, ${when}`, () => addChip("ablate_mlp", { layer })],
     [`Patch layer ${layer} from another prompt, ${when}…`, () => editChip(newChip("patch", { layer, pos: null, prompt: promptOfA() }))],
-    [`Steer layer ${layer}, ${when}…`, () => editChip(newChip("steer", { layer }))],
   ];
 }
 
