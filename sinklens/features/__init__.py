@@ -13,7 +13,7 @@ probes by point, step, noise level or state, and `fit_probe` returns one `Probe`
 from sinklens.features.assessing import assess
 from sinklens.features.autoencoder import SparseAutoencoder
 from sinklens.features.collecting import collect
-from sinklens.features.probe_places import ProbeData, joined, probe_data
+from sinklens.features.probe_places import ProbeData, probe_data
 from sinklens.features.probe_tables import probe_table
 from sinklens.features.probes import Probe, fit_probe
 from sinklens.features.reading import read_features, summarize_features
@@ -30,7 +30,6 @@ __all__ = [
     "assess",
     "collect",
     "fit_probe",
-    "joined",
     "load_sae",
     "probe_data",
     "probe_table",

@@ -168,31 +168,6 @@ class ProbeData:
         return self.chosen(mask)
 
 
-def joined(parts: Sequence[ProbeData]) -> ProbeData:
-    """The places of several runs of different prompts, with their prompts numbered on.
-
-    Raises:
-        SettingError: nothing to join, or parts with other points.
-    """
-    if not parts or any(set(part.values) != set(parts[0].values) for part in parts):
-        raise SettingError("joined needs at least one part, and the same points in all of them.")
-    shared = [name for name in parts[0].columns if all(name in part.columns for part in parts)]
-    width = max(part.canvases.shape[1] for part in parts)
-    prompts = canvases = 0
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in shared}
-    boards = []
-    for part in parts:
-        for name in shared:
-            offset = {"prompt": prompts, "canvas": canvases}.get(name)
-            columns[name].append(part.columns[name] if offset is None else part.columns[name] + offset)
-        prompts += int(part.columns["prompt"].max(initial=-1)) + 1
-        canvases += len(part.canvases)
-        padded = ((0, 0), (0, width - part.canvases.shape[1]))
-        boards.append(np.pad(part.canvases, padded, constant_values=-1))
-    values = {point: np.concatenate([part.values[point] for part in parts]) for point in parts[0].values}
-    return ProbeData(values, {name: np.concatenate(found) for name, found in columns.items()}, np.concatenate(boards))
-
-
 @torch.no_grad()
 def probe_data(
     run: "Generation",

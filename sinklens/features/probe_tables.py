@@ -7,7 +7,6 @@ classes is the share of places that are right; with ``balanced=True`` every clas
     majority    always the most frequent class of the training folds (0 for R²)
     shuffled    the same probe, fitted and tested on labels that are shuffled among the places, or among the prompts if
                 they do not differ within one (Hewitt & Liang, 1909.03368)
-    random      the same probe, which sees the activation along as many random directions as it has itself
     bag         a logistic or ridge probe which sees only tokens: how often each is on the canvas of the step, and which
                 one is at the place; NaN where the canvases are not known
     place       the same, which sees only the position, counted from the start of the answer (of the text, if unknown)
@@ -21,7 +20,6 @@ such as the template, whose values then are never in training and test at once.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,37 +35,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 NOISE_BINS = 4
-SCORES = ("score", "low", "high", "majority", "shuffled", "random", "bag", "place", "selectivity", "p")
-
-
-@dataclass(frozen=True)
-class _Test:
-    """How probes are tested; see `probe_table`."""
-
-    kind: ProbeKind = "logistic"
-    penalty: Positive = 1.0
-    folds: int = 5
-    units: str = "prompt"
-    balanced: bool = False
-    repeats: int = 3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        read_as(Positive, "penalty", self.penalty)
-        if self.folds < 2 or self.repeats < 1:
-            raise SettingError(f"folds must be 2 or more and repeats 1 or more; got {self.folds} and {self.repeats}.")
-
-
-class _Parts(NamedTuple):
-    """What each unit contributes to a score, Σ gained / Σ possible."""
-
-    gained: Float[np.ndarray, " unit"]
-    possible: Float[np.ndarray, " unit"]
-
-    @property
-    def score(self) -> float:
-        total = self.possible.sum()
-        return float(self.gained.sum() / total) if total else float("nan")
+SCORES = ("score", "low", "high", "majority", "shuffled", "bag", "place", "selectivity", "p")
 
 
 def probe_table(
@@ -94,12 +62,12 @@ def probe_table(
         folds: number of parts of the units, each of which is tested once; 2 or more.
         units: the column that is split and resampled: "prompt", or what prompts share.
         balanced: whether every class counts alike.
-        repeats: draws of shuffled labels and of random directions; 1 or more.
+        repeats: draws of shuffled labels; 1 or more.
         seed: of folds, draws and intervals.
 
     Returns:
         A row for each point and part: ``point``, the part, ``score``, ``low`` and ``high`` (95 %), ``majority``,
-        ``shuffled``, ``random``, ``bag``, ``place``, ``selectivity``, ``p``, ``p_holm``, ``units`` and ``places``.
+        ``shuffled``, ``bag``, ``place``, ``selectivity``, ``p``, ``p_holm``, ``units`` and ``places``.
         Parts in which a training fold has a single class have NaN.
 
     Raises:
@@ -107,19 +75,100 @@ def probe_table(
     """
     from pandas import DataFrame
 
-    test = _Test(kind, penalty, folds, units, balanced, repeats, seed)
-    data.column(label), data.column(units)
+    read_as(Positive, "penalty", penalty)
+    if folds < 2 or repeats < 1:
+        raise SettingError(f"folds must be 2 or more and repeats 1 or more; got {folds} and {repeats}.")
     rows = []
     for name, part in _parts(data, by):
-        bag, place = _tokens(part), _one_hot(_position(part))
-        for point in part.values:
-            found = _tested(part.values[point], part, label, test, bag, place)
-            rows.append({"point": point, **({} if by is None else {by: name}), **found})
+        y, unit = part.column(label), np.unique(part.column(units), return_inverse=True)[1]
+        count, rng = int(unit.max()) + 1, np.random.default_rng(seed)
+        if count < folds:
+            raise SettingError(
+                f"there are {count} values of {units!r}, too few for {folds} folds; read more prompts, or pass "
+                f"folds={max(2, count)}."
+            )
+        test = _Test(unit, rng.permutation(np.arange(count) % folds)[unit], kind, penalty, balanced)
+        shuffled = [_shuffled(y, unit, rng) for _ in range(repeats)]
+        bag = _tokens(part)
+        about = {} if by is None else {by: name}
+        missing = about | dict.fromkeys(SCORES, np.nan) | {"units": count, "places": len(part)}
+        if test.lacks_classes(y):
+            rows += [{"point": point, **missing} for point in part.values]
+            continue
+        controls = {
+            "majority": test.scored(None, y).score,
+            "bag": np.nan if bag is None else test.scored(bag, y).score,
+            "place": test.scored(_one_hot(_position(part)), y).score,
+        }
+        for point, x in part.values.items():
+            own, without = test.scored(x, y), [test.scored(x, labels) for labels in shuffled]
+            found, control = _interval(own, seed), float(np.mean([parts.score for parts in without]))
+            scores = {
+                "score": own.score, "low": float(found.low), "high": float(found.high), "shuffled": control,
+                "selectivity": own.score - control, "p": _p_value(own, without, seed),
+            }  # fmt: skip
+            rows.append({"point": point, **missing, **controls, **scores})
     table = DataFrame(rows)
-    tested = table["p"].dropna()
-    table.insert(table.columns.get_loc("p") + 1, "p_holm", np.nan)
-    table.loc[tested.index, "p_holm"] = holm(tested.tolist())
+    table.insert(table.columns.get_loc("p") + 1, "p_holm", holm(table["p"].tolist()))
     return table
+
+
+class _Parts(NamedTuple):
+    """What each unit contributes to a score, Σ gained / Σ possible."""
+
+    gained: Float[np.ndarray, " unit"]
+    possible: Float[np.ndarray, " unit"]
+
+    @property
+    def score(self) -> float:
+        total = self.possible.sum()
+        return float(self.gained.sum() / total) if total else float("nan")
+
+
+class _Test(NamedTuple):
+    """How probes of some places are tested: fitted on the units of all folds but one, tested on that one's."""
+
+    unit: Int[np.ndarray, " place"]
+    fold: Int[np.ndarray, " place"]
+    kind: ProbeKind
+    penalty: Positive
+    balanced: bool
+
+    def lacks_classes(self, y: Shaped[np.ndarray, " place"]) -> bool:
+        """Whether the probe would be fitted to a single class."""
+        return self.kind != "ridge" and any(len(np.unique(y[self.fold != one])) < 2 for one in np.unique(self.fold))
+
+    def scored(self, x: Any, y: Shaped[np.ndarray, " place"]) -> _Parts:
+        """The score of probes of activations, of sparse counts, or of nothing (None)."""
+        gained, possible = np.zeros(len(y)), np.ones(len(y))
+        if self.balanced and self.kind != "ridge":
+            _, place, count = np.unique(y, return_inverse=True, return_counts=True)
+            possible = 1 / count[place]
+        for number in np.unique(self.fold):
+            train, held = self.fold != number, self.fold == number
+            predicted = self._predictions(x, y, train, held)
+            if self.kind == "ridge":
+                truth = y[held].astype(np.float64)
+                possible[held] = (truth - y[train].astype(np.float64).mean()) ** 2
+                gained[held] = possible[held] - (truth - predicted) ** 2
+            else:
+                gained[held] = possible[held] * (predicted == y[held])
+        return _Parts(np.bincount(self.unit, gained), np.bincount(self.unit, possible))
+
+    def _predictions(self, x: Any, y: np.ndarray, train: np.ndarray, held: np.ndarray) -> Shaped[np.ndarray, " held"]:
+        from sklearn.dummy import DummyClassifier, DummyRegressor  # type: ignore[import-untyped,unused-ignore]
+        from sklearn.linear_model import LogisticRegression, Ridge  # type: ignore[import-untyped,unused-ignore]
+
+        if isinstance(x, np.ndarray):
+            return fitted(x[train], y[train], self.kind, self.penalty).predict(x[held].astype(np.float64))
+        if self.kind == "ridge":
+            y, model = y.astype(np.float64), DummyRegressor() if x is None else Ridge(alpha=self.penalty)
+        elif x is None:
+            model = DummyClassifier(strategy="most_frequent")
+        else:
+            model = LogisticRegression(C=1 / self.penalty, max_iter=1000, tol=1e-3)
+        x = np.zeros((len(y), 1)) if x is None else x
+        return np.asarray(model.fit(x[train], y[train]).predict(x[held]))
 
 
 def _parts(data: ProbeData, by: str | None) -> Iterator[tuple[Any, ProbeData]]:
@@ -134,86 +183,12 @@ def _parts(data: ProbeData, by: str | None) -> Iterator[tuple[Any, ProbeData]]:
         yield name.item(), data.chosen(values == name)
 
 
-def _tested(x: np.ndarray, part: ProbeData, label: str, test: _Test, bag: Any, place: Any) -> dict[str, Any]:
-    """One row of the table."""
-    y, unit = part.column(label), np.unique(part.column(test.units), return_inverse=True)[1]
-    rng = np.random.default_rng(test.seed)
-    fold = _folds(unit, test, rng)
-    if test.kind != "ridge" and any(len(np.unique(y[fold != one])) < 2 for one in range(test.folds)):
-        return {**dict.fromkeys(SCORES, np.nan), "units": int(unit.max()) + 1, "places": len(y)}
-    own = _scored(x, y, unit, fold, test)
-    shuffled = [_scored(x, _shuffled(y, unit, rng), unit, fold, test) for _ in range(test.repeats)]
-    rank = 1 if test.kind == "ridge" else len(np.unique(y)) - 1
-    turns = [rng.normal(size=(x.shape[1], min(rank, x.shape[1]))) for _ in range(test.repeats)]
-    found = _interval(own, test.seed)
-    control = float(np.mean([parts.score for parts in shuffled]))
-    return {
-        "score": own.score, "low": float(found.low), "high": float(found.high),
-        "majority": _scored(None, y, unit, fold, test).score,
-        "shuffled": control,
-        "random": float(np.mean([_scored(x @ turn, y, unit, fold, test).score for turn in turns])),
-        "bag": np.nan if bag is None else _scored(bag, y, unit, fold, test).score,
-        "place": _scored(place, y, unit, fold, test).score,
-        "selectivity": own.score - control, "p": _p_value(own, shuffled, test.seed),
-        "units": len(own.gained), "places": len(y),
-    }  # fmt: skip
-
-
-def _folds(unit: Int[np.ndarray, " place"], test: _Test, rng: np.random.Generator) -> Int[np.ndarray, " place"]:
-    """The fold of every place; those of one unit have the same."""
-    count = int(unit.max()) + 1
-    if count < test.folds:
-        raise SettingError(
-            f"there are {count} values of {test.units!r}, too few for {test.folds} folds; read more prompts, or pass "
-            f"folds={max(2, count)}."
-        )
-    return np.asarray(rng.permutation(np.arange(count) % test.folds)[unit])
-
-
 def _shuffled(y: np.ndarray, unit: Int[np.ndarray, " place"], rng: np.random.Generator) -> np.ndarray:
     """Labels in random order: of units, where they do not differ within one; else of places."""
     first = np.unique(unit, return_index=True)[1]
     if np.array_equal(y, y[first][unit]):
         return np.asarray(y[first][rng.permutation(len(first))][unit])
     return rng.permutation(y)
-
-
-def _scored(x: Any, y: np.ndarray, unit: np.ndarray, fold: np.ndarray, test: _Test) -> _Parts:
-    """The score of probes, each tested on the units of one fold and fitted on the others."""
-    gained, possible = np.zeros(len(y)), np.zeros(len(y))
-    weight = np.ones(len(y))
-    if test.balanced and test.kind != "ridge":
-        _, place, count = np.unique(y, return_inverse=True, return_counts=True)
-        weight = 1 / count[place]
-    for number in range(test.folds):
-        train, held = fold != number, fold == number
-        predicted = _predictions(x, y, train, held, test)
-        if test.kind == "ridge":
-            truth = y[held].astype(np.float64)
-            possible[held] = (truth - y[train].astype(np.float64).mean()) ** 2
-            gained[held] = possible[held] - (truth - predicted) ** 2
-        else:
-            possible[held], gained[held] = weight[held], weight[held] * (predicted == y[held])
-    return _Parts(np.bincount(unit, gained), np.bincount(unit, possible))
-
-
-def _predictions(
-    x: Any, y: np.ndarray, train: np.ndarray, held: np.ndarray, test: _Test
-) -> Shaped[np.ndarray, " held"]:
-    """Those of a probe of activations, of sparse counts (which scikit-learn fits as they are), or of nothing (None)."""
-    from sklearn.dummy import DummyClassifier, DummyRegressor  # type: ignore[import-untyped,unused-ignore]
-    from sklearn.linear_model import LogisticRegression, Ridge  # type: ignore[import-untyped,unused-ignore]
-
-    if isinstance(x, np.ndarray):
-        return fitted(x[train], y[train], test.kind, test.penalty).predict(x[held].astype(np.float64))
-    if test.kind == "ridge":
-        y, model = y.astype(np.float64), DummyRegressor() if x is None else Ridge(alpha=test.penalty)
-    elif x is None:
-        model = DummyClassifier(strategy="most_frequent")
-    else:
-        model = LogisticRegression(C=1 / test.penalty, max_iter=1000, tol=1e-3)
-    x = np.zeros((len(y), 1)) if x is None else x
-    return np.asarray(model.fit(x[train], y[train]).predict(x[held]))
 
 
 def _tokens(part: ProbeData) -> Any:

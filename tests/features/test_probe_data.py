@@ -7,7 +7,7 @@ from watching import PADDED, entered, short
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.features import ProbeData, collect, joined, probe_data
+from sinklens.features import ProbeData, collect, probe_data
 from sinklens.sinks import TopK
 
 POINTS = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z"]
@@ -81,16 +81,6 @@ def test_labels_are_given_by_place_by_prompt_or_over_the_canvas(run):
     assert (data.with_label("score", scores).column("score") == scores[index]).all()
 
 
-def test_runs_are_joined_with_their_prompts_numbered_on(run):
-    part = probe_data(run, POINTS[0])
-    both = joined([part, part.where(prompt=1)])
-    assert len(both) == len(part) + int((part.column("prompt") == 1).sum())
-    assert sorted(set(both.column("prompt"))) == [0, 1, 3]
-    last = both.where(prompt=3)
-    shown = last.canvases[last.column("canvas")], part.where(prompt=1)
-    np.testing.assert_array_equal(shown[0], part.canvases[shown[1].column("canvas")])
-
-
 REFUSED = [
     (lambda run, data: probe_data(run, POINTS[0], scope="committed", steps=[0]), "has no place in scope='committed'"),
     (lambda run, data: data.column("right"), "no column 'right'; they have prompt, step"),
@@ -99,7 +89,6 @@ REFUSED = [
     (lambda run, data: ProbeData({"x": np.zeros((2, 3))}, {"prompt": np.zeros(3)}), "one value for each place; got"),
     (lambda run, data: data.with_label("a", [1]), r"one value for each of \d+ places, or for each of 2 prompts"),
     (lambda run, data: data.with_label("a", np.zeros((2, 2))), r"a place lies outside of \[prompt, column\]"),
-    (lambda run, data: joined([data, probe_data(run, POINTS[1])]), "the same points in all of them"),
 ]  # fmt: skip
 
 
