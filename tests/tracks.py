@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from sinklens.sinks import SinkTrack, build_track
-from sinklens.sinks.store import WIDE
 
 BATCH, STEPS, LAYERS, HEADS, LENGTH, PROMPT, PADDED = 2, 3, 2, 3, 9, 5, 2
 
@@ -104,8 +103,8 @@ def made(causal, seed=0, unlike=()):
     return Made(track, pattern, there)
 
 
-def assert_equal(track, expected, steps=None, rtol=0.0):
-    """`track` is the first `steps` steps of `expected`, or all; with `rtol` it was stored in float16.
+def assert_equal(track, expected, steps=None):
+    """`track` is the first `steps` steps of `expected`, or all.
 
     Compares variables, coordinates and attributes, except those that describe the file, and for a part except
     ``unmask_step``.
@@ -117,12 +116,8 @@ def assert_equal(track, expected, steps=None, rtol=0.0):
         values = values.isel(step=slice(0, steps)) if "step" in values.dims else values
         found = track.data[name]
         assert found.dims == values.dims
-        if rtol and values.dtype == np.float32:
-            assert found.dtype == (np.float32 if name in WIDE else np.float16)
-            np.testing.assert_allclose(found.astype(np.float32), values, rtol=rtol, atol=1e-7, err_msg=str(name))
-        else:
-            assert found.dtype == values.dtype, name
-            np.testing.assert_array_equal(found, values, err_msg=str(name))
+        assert found.dtype == values.dtype, name
+        np.testing.assert_array_equal(found, values, err_msg=str(name))
     kept, wanted = (
         {name: value for name, value in one.data.attrs.items() if name not in ("format", "finished", "vocabulary")}
         for one in (track, expected)

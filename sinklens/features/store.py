@@ -45,10 +45,10 @@ class ActivationStore(Store):
                 f"{nearest(self.point, self.points)}"
             )
 
-    def layout(self, sizes: Mapping[str, int], itemsize: int) -> tuple[dict[str, int], dict[str, int]]:
+    def layout(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Chunks of about `VALUES` numbers; those of columns have as many rows as activations of 256."""
         width = next((size for axis, size in sizes.items() if axis != "place"), 256)
-        return {"place": max(256, VALUES // width)}, {}
+        return {"place": max(256, VALUES // width)}
 
     @property
     def prompts_done(self) -> int:

@@ -95,7 +95,7 @@ class SinkRecorder:
         if record.reduce is not None:
             self.store = ReducedSteps(axes, record.reduce)
         if record.to is not None:
-            self.store = StoredSteps(record.to, axes, steps, record.dtype, record.overwrite)
+            self.store = StoredSteps(record.to, axes, steps)
 
     @property
     def wants_patterns(self) -> bool:

@@ -5,7 +5,7 @@ temporary path beside the target and moved into place once complete. The store o
 it completed. A store has one chunk per step, so single steps of an opened track can be read alone.
 
 Limitation: a NetCDF file is first built in main memory, because on a full disk the HDF5 library fails while closing,
-where its error cannot be caught. Save a track that is larger than memory as a Zarr store.
+where its error cannot be caught.
 """
 
 import json
@@ -18,60 +18,38 @@ import xarray as xr
 
 from sinklens.errors import SettingError, TrackError
 from sinklens.sinks.data import TrackData
-from sinklens.sinks.store import WIDE, TrackStore, attributes_of, nothing, replacing, restore, writing
+from sinklens.sinks.store import TrackStore, attributes_of, nothing, replacing, writing
 from sinklens.utils.atomic import atomic_write
 
 SAME = ("model", "revision", "family", "causal", "settings", "dtype")  # must match to concatenate tracks
-AT_ONCE = 2**26  # bytes of steps that are written together
 
 
-def save(track: TrackData, path: Path, dtype: str, overwrite: bool = True) -> Path:
-    if dtype not in ("float32", "float16"):
-        raise SettingError(f"dtype on disk must be 'float32' or 'float16'; got {dtype!r}.")
-    refuse_existing(path, overwrite)
-    if path.suffix == ".zarr":
-        with writing(path), replacing(path, overwrite=True) as part:
-            _fill(TrackStore.begin(part, {"dtype": dtype}), track.data)
-        return path
+def save(track: TrackData, path: Path) -> Path:
+    refuse_other(path)
     data = track.data.assign_attrs(format=TrackStore.form).drop_encoding()
-    recorded = [name for name in data.data_vars if np.issubdtype(data[name].dtype, np.floating)]
-    data = data.assign({name: data[name].astype("float32" if name in WIDE else dtype) for name in recorded})
-    compressed = {name: {"zlib": True, "complevel": 1} for name in recorded}
-    content = data.to_netcdf(engine="h5netcdf", encoding=compressed, invalid_netcdf=dtype == "float16")
+    if path.suffix == ".zarr":
+        with writing(path), replacing(path) as part:
+            store = TrackStore.begin(part, {})
+            for name, variable in data.variables.items():
+                store.write(str(name), variable.dims, variable.to_numpy())
+            store.commit(track.steps, **data.attrs)
+        return path
+    compressed = {name: {"zlib": True, "complevel": 1} for name in data.data_vars if data[name].dtype.kind == "f"}
+    content = data.to_netcdf(engine="h5netcdf", encoding=compressed)
     with atomic_write(path) as part:
         part.write_bytes(content)
     return path
 
 
-def _fill(store: TrackStore, data: xr.Dataset) -> None:
-    """Write a track to an empty store, some steps at a time."""
-    steps = data.sizes["step"]
-    store.sizes["step"] = steps
-    several = max(1, AT_ONCE * steps // max(1, data.nbytes))
-    for first in range(0, steps, several):
-        for name, values in data.isel(step=slice(first, first + several)).data_vars.items():
-            if "step" in values.dims:
-                store.write(str(name), values.dims, values.to_numpy(), step=first)
-    for name, variable in data.variables.items():
-        if name in data.coords or "step" not in variable.dims:
-            store.write(str(name), variable.dims, variable.to_numpy())
-    store.commit(steps, **{name: value for name, value in data.attrs.items() if name != "format"})
-
-
-def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Check that a track may be written to `path`: a new path, or with `overwrite` that of an earlier track.
+def refuse_other(path: Path) -> None:
+    """Check that a track may be written to `path`: a new path, or that of an earlier track.
 
     Raises:
-        SettingError: `path` holds something else, or may not be replaced.
+        SettingError: `path` holds something else.
     """
-    restore(path)
-    if not path.exists():
-        return
-    empty = path.suffix != ".zarr" and path.is_file() and not path.stat().st_size  # like a new temporary file
-    if not empty and _format_of(path) != TrackStore.form:
+    empty = path.is_file() and not path.stat().st_size  # like a new temporary file
+    if path.exists() and not empty and _format_of(path) != TrackStore.form:
         raise SettingError(f"{path} exists and is not a sink track; choose another path.")
-    if not overwrite:
-        raise SettingError(f"{path} already exists; choose another path, or replace the track with overwrite=True.")
 
 
 def _format_of(path: Path) -> Any:
@@ -81,7 +59,7 @@ def _format_of(path: Path) -> Any:
     try:
         with xr.open_dataset(path, engine="h5netcdf") as data:
             return data.attrs.get("format")
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -90,9 +68,9 @@ def open_dataset(path: Path) -> xr.Dataset:
         raise TrackError(f"{path} does not exist; pass the path that SinkTrack.save returned.")
     try:
         data = _open_store(path) if path.is_dir() else xr.open_dataset(path, engine="h5netcdf")
+    except TrackError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, TrackError):
-            raise
         kind = "Zarr store" if path.is_dir() else "NetCDF-4 file"
         raise TrackError(
             f"{path} is not a complete {kind} ({error}); it may be truncated. Copy, save or record it again."
@@ -104,8 +82,6 @@ def open_dataset(path: Path) -> xr.Dataset:
 
 def _open_store(path: Path) -> xr.Dataset:
     """Open a Zarr store up to its last complete step; missing chunks are an error."""
-    if not (path / "zarr.json").exists():
-        raise TrackError(f"{path} is a folder, but not the Zarr store of a sink track.")
     attributes = json.loads((path / "zarr.json").read_text())["attributes"]
     if attributes.get("format") != TrackStore.form:
         return xr.Dataset(attrs=attributes)

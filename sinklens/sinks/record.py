@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from sinklens.errors import SettingError, nearest
-from sinklens.sinks.files import refuse_existing
 from sinklens.sinks.quantities import BY_NAME, Quantity, Scores
-from sinklens.sinks.steps import CANVASES
+from sinklens.sinks.steps import CANVASES, refuse_existing
 from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
@@ -35,27 +34,21 @@ class Record:
             Under a cache policy, rows of queries that the step did not compute are NaN.
         to: a Zarr store (a folder, ``*.zarr``) that the run appends to step by step, so that memory does not grow with
             the number of steps; a killed run leaves the steps it completed. None keeps the track in memory.
-        dtype: type of floating-point variables on disk, "float32" or "float16" (three significant digits, up to
-            65,504; the variables of "stream", which can be larger, stay in float32).
         queries: the scores of a step sum over these queries only, a boolean array [batch, step, pos]; None for all. For
             sums over the queries of a run under a cache policy, pass ``run.sinks["fresh"].any("layer")``. The track
             then has ``computed``, these queries, and units divide by their number. Hooks that read
             ``hook_sink_scores`` get these sums, too. For bidirectional models, without a cache policy.
         reduce: a function that gets the steps, a few at a time, as a `SinkTrack`; the run then keeps neither a track
             nor `chosen`, and its memory does not grow with the number of steps. Not with `to`.
-        overwrite: replace an earlier track at `to` when the run's first step ends. Tracks that were opened from there
-            and not yet read are lost; call ``track.data.load()`` first to keep one.
 
     Raises:
-        SettingError: an unknown quantity or dtype, two quantities of one name or variable, patterns that are not (step,
+        SettingError: an unknown quantity, two quantities of one name or variable, patterns that are not (step,
             layer) pairs, queries that are not a boolean array, or a `to` that is not a new ``*.zarr`` folder.
     """
 
     quantities: Sequence[str | Quantity] = ()
     patterns: Sequence[StepLayer] = ()
     to: str | Path | None = None
-    dtype: str = "float32"
-    overwrite: bool = False
     queries: Any = None
     reduce: "Callable[[SinkTrack], None] | None" = None
 
@@ -78,13 +71,6 @@ class Record:
         shape, kind = np.shape(self.queries), getattr(self.queries, "dtype", None)
         if self.queries is not None and (len(shape) != 3 or kind not in (np.dtype(bool), torch.bool)):
             raise SettingError(f"queries must be a boolean array [batch, step, pos]; got {list(shape)} of {kind}.")
-        if self.dtype not in ("float32", "float16"):
-            raise SettingError(f"dtype of a recording must be 'float32' or 'float16'; got {self.dtype!r}.")
-        if self.to is None and (self.overwrite or self.dtype != "float32"):
-            raise SettingError(
-                "overwrite= and dtype= apply only to a recording on disk; pass to='run.zarr'. A track in memory is "
-                "float32; run.sinks.save(path, dtype) writes it."
-            )
         if self.reduce is not None and (self.to is not None or not callable(self.reduce)):
             raise SettingError(f"reduce must be a function, without to=; got {self.reduce!r} and to={self.to!r}.")
         if self.to is not None and Path(self.to).suffix != ".zarr":
@@ -93,7 +79,7 @@ class Record:
                 f"run.sinks.save('sinks.nc') after the run."
             )
         if self.to is not None:
-            refuse_existing(Path(self.to), self.overwrite)
+            refuse_existing(self.to)
 
     def _refuse_duplicates(self) -> None:
         chosen = self.chosen()

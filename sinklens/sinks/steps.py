@@ -3,8 +3,8 @@
 While the next step is computed, `StoredSteps` writes each step as separate chunks, then the number of complete steps. A
 run that is killed at any moment leaves a store that opens with the steps that were written.
 
-Size: a step of scores takes layers × heads × positions × 4 bytes (2 in float16). LLaDA-8B (32 layers, 32 heads) at
-1,024 positions: 4.2 MB, or 2.1 MB in float16; its full patterns would take 2.1 GB in bfloat16.
+Size: a step of scores takes layers × heads × positions × 4 bytes. LLaDA-8B (32 layers, 32 heads) at 1,024 positions:
+4.2 MB; its full patterns would take 2.1 GB in bfloat16.
 
 Limitation: each chunk is a file, so a run of many short steps creates many small files; `SinkTrack.save` combines them
 in one file.
@@ -19,13 +19,22 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from sinklens.sinks.data import AXES
-from sinklens.sinks.files import refuse_existing
-from sinklens.sinks.store import TrackStore, replacing, writing
+from sinklens.errors import SettingError
+from sinklens.sinks.store import TrackStore, writing
 from sinklens.sinks.track import SinkTrack
 
 CANVASES = dict.fromkeys(("token_id", "masked", "committed"), ("pos",))
 AT_ONCE = 16 * 2**20  # bytes of steps that are collected before a function gets them
+
+
+def refuse_existing(path: str | Path) -> None:
+    """Check that nothing is at `path`.
+
+    Raises:
+        SettingError: something is.
+    """
+    if Path(path).exists():
+        raise SettingError(f"{path} already exists; choose another path, or delete it.")
 
 
 class Steps:
@@ -105,28 +114,23 @@ class StoredSteps(Steps):
         path: path of the store.
         axes: as in `Steps`.
         steps: planned number of steps.
-        dtype: type of floating-point variables on disk, except some that float16 cannot hold.
-        overwrite: replace an earlier track at `path` when the first step arrives.
 
     Raises:
-        SettingError: `path` exists and may not be replaced.
+        SettingError: `path` exists.
     """
 
-    def __init__(
-        self, path: str | Path, axes: Mapping[str, tuple[str, ...]], steps: int, dtype: str, overwrite: bool = False
-    ) -> None:
+    def __init__(self, path: str | Path, axes: Mapping[str, tuple[str, ...]], steps: int) -> None:
         super().__init__(axes)
-        refuse_existing(Path(path), overwrite)
-        self.path, self._overwrite = Path(path).absolute(), overwrite
-        self._planned, self._dtype, self._done = steps, dtype, 0
+        refuse_existing(path)
+        self.path = Path(path).absolute()
+        self._planned, self._done = steps, 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sinklens-zarr")
         self._pending: Future[None] | None = None
 
     @cached_property
     def _store(self) -> TrackStore:
-        with replacing(self.path, self._overwrite) as part:
-            TrackStore.begin(part, {"dtype": self._dtype})
-        store = TrackStore(self.path)
+        refuse_existing(self.path)  # another run may have begun there
+        store = TrackStore.begin(self.path, {})
         store.sizes["step"] = self._planned
         return store
 
@@ -160,10 +164,6 @@ class StoredSteps(Steps):
     def _append(self, step: dict[str, np.ndarray]) -> None:
         for name, value in step.items():
             self._store.write(name, self._axes[name], value[:, None], step=self._done)
-        if self._done == 0:
-            sizes = {axis: size for name in step for axis, size in self._store.sizes_of(name).items()}
-            for axis in sizes.keys() & set(AXES):  # their coordinates are their indices
-                self._store.write(axis, (axis,), np.arange(sizes[axis]))
         self._store.commit(self._done + 1, finished=0)
         self._done += 1
 

@@ -1,4 +1,4 @@
-"""Zarr folders that grow: a track by steps, a collection by runs, activations by places.
+"""Zarr folders that grow: a track by steps, activations by places.
 
 A `Store` is a group of named variables with named axes; plain xarray opens it, too. It grows along one axis, and what
 counts of it is an attribute of the group, which is written last. So a writer that is killed at any moment leaves a
@@ -7,21 +7,16 @@ missing: every chunk is a file, even if it holds nothing.
 
 Zarr has no bfloat16. Such numbers are rounded to bfloat16 and stored as float32, whose last two bytes are then zero and
 vanish in the compression; any reader opens them.
-
-Pitfall: a chunk is a file, or with shards a part of one, and is read and written in one piece.
 """
 
-import glob
 import json
 import math
-import os
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal, TypeVar
-from uuid import uuid4
 
 import numpy as np
 import xarray as xr
@@ -30,7 +25,6 @@ from sinklens.errors import SettingError, SinklensError
 
 AnyStore = TypeVar("AnyStore", bound="Store")
 StoredType = Literal["float32", "float16", "bfloat16"]
-WIDE = frozenset({"stream_peak", "stream_median", "stream_channel_median"})  # above float16's 65,504 in some models
 
 
 class Store:
@@ -104,7 +98,7 @@ class Store:
 
         What was never written is NaN, −1 or False. It counts after `commit`.
         """
-        if np.issubdtype(values.dtype, np.floating) and name not in WIDE:
+        if np.issubdtype(values.dtype, np.floating):
             values = rounded(values, self.about.get("dtype", "float32"))
         if name not in self._arrays:
             self._arrays[name] = self.group[name] if name in self.group else self._create(name, dims, values)
@@ -116,26 +110,20 @@ class Store:
             self._changed = True
         array[tuple(slice(*span) for span in spans)] = values
 
-    def sizes_of(self, name: str) -> dict[str, int]:
-        """Axes of a variable, and their sizes."""
-        array = self._arrays[name] if name in self._arrays else self.group[name]
-        return dict(zip(array.metadata.dimension_names, array.shape, strict=True))
-
     def _create(self, name: str, dims: Sequence[Any], values: np.ndarray) -> Any:
         from zarr.codecs import BloscCodec
 
         self._changed = True
         sizes = {str(axis): self.sizes.get(axis, size) for axis, size in zip(dims, values.shape, strict=True)}
-        chunks, shards = self.layout(sizes, values.itemsize)
         return self.group.create_array(
             name, shape=tuple(sizes.values()), dtype=values.dtype, fill_value=nothing(values.dtype), overwrite=True,
-            chunks=tuple((sizes | chunks).values()), shards=tuple((sizes | shards).values()) if shards else None,
+            chunks=tuple((sizes | self.layout(sizes)).values()),
             compressors=BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=values.itemsize),
             dimension_names=tuple(sizes), config={"write_empty_chunks": True},
         )  # fmt: skip
 
-    def layout(self, sizes: Mapping[str, int], itemsize: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Sizes of a chunk, and of a shard, along the axes that they divide; no shards if the latter is empty."""
+    def layout(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Sizes of a chunk along the axes that it divides."""
         raise NotImplementedError
 
     def commit(self, written: int, **attributes: Any) -> None:
@@ -156,13 +144,14 @@ class TrackStore(Store):
 
     form, made, along = "sinklens track 3", "track.save(path)", "step"
 
-    def layout(self, sizes: Mapping[str, int], itemsize: int) -> tuple[dict[str, int], dict[str, int]]:
+    def layout(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """One chunk for each step."""
-        return {"step": 1} if "step" in sizes and len(sizes) > 1 else {}, {}
+        return {"step": 1} if "step" in sizes and len(sizes) > 1 else {}
 
     def lost_chunks(self, name: str) -> int:
         """Number of chunks of a variable that are missing on disk."""
-        array, sizes = self.group[name], self.sizes_of(name)
+        array = self.group[name]
+        sizes = dict(zip(array.metadata.dimension_names, array.shape, strict=True))
         sizes |= {self.along: len(self)} if self.along in sizes else {}
         counts = [math.ceil(size / chunk) for size, chunk in zip(sizes.values(), array.chunks, strict=True)]
         files = (self.path / name / array.metadata.encode_chunk_key(place) for place in np.ndindex(*counts))
@@ -194,46 +183,24 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 @contextmanager
-def replacing(path: Path, overwrite: bool) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yield a hidden path beside `path`; the folder that the block makes there then moves into place.
 
-    With `overwrite` it replaces the folder at `path`, of which a kill at any moment leaves the old or the new one.
-
-    Raises:
-        SettingError: another run was faster.
+    An error or interrupt at any moment leaves the old folder at `path` or the new one; a kill between the two moves
+    leaves both in the hidden folder.
     """
-    mine, old = f".{path.stem}.{os.getpid()}", _old(path)
-    part = path.with_name(f"{mine}.{uuid4().hex}.part.zarr")  # Zarr's threads may still write to that of a failed try
-    restore(path)
-    for left in path.parent.glob(f"{glob.escape(mine)}.*.part.zarr"):
-        shutil.rmtree(left, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield part
-        if overwrite and path.exists():
-            path.replace(old)
+    # Zarr's threads may write for a moment after an error
+    with TemporaryDirectory(prefix=f".{path.stem}.", dir=path.parent, ignore_cleanup_errors=True) as aside:
+        new, old = Path(aside, "new"), Path(aside, "old")
         try:
-            part.rename(path)
-        except OSError as error:
-            if not path.exists():
-                raise
-            raise SettingError(
-                f"another run began to record at {path} in the meantime; give each run a path of its own."
-            ) from error
-    finally:
-        restore(path)
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def restore(path: Path) -> None:
-    """Undo a replacement that was interrupted before the new folder was in place; otherwise delete the old one."""
-    if _old(path).exists() and not path.exists():
-        _old(path).replace(path)
-    shutil.rmtree(_old(path), ignore_errors=True)
-
-
-def _old(path: Path) -> Path:
-    return path.with_name(f".{path.stem}.old.zarr")
+            yield new
+            if path.exists():
+                path.replace(old)
+            new.replace(path)
+        finally:
+            if old.exists() and not path.exists():
+                old.replace(path)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Caveat: a track opened from disk reads its variables when they are used; keep th
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
@@ -51,22 +51,16 @@ class SinkTrack(TrackData):
         """Plot scores over steps × positions, averaged over layers or heads not given; marks strongest keys."""
         return sink_map(self, layer, head, batch, ax)
 
-    def save(
-        self, path: str | Path, dtype: Literal["float32", "float16"] = "float32", *, overwrite: bool = True
-    ) -> Path:
+    def save(self, path: str | Path) -> Path:
         """Write one NetCDF-4 file, or a Zarr store if `path` ends in ``.zarr``; leaves no partial files.
 
-        Args:
-            dtype: type of the recorded quantities on disk. float16 keeps three significant digits of numbers up to
-                65,504; those of "stream" can be larger and stay in float32. Only h5netcdf and h5py read float16 from a
-                NetCDF file, since it is not part of the format.
-            overwrite: replace an earlier track at `path`; False raises instead. Other files are never replaced.
+        An earlier track at `path` is replaced, other files never.
 
         Raises:
-            SettingError: `path` exists and is not a sink track, or `overwrite` is False; or an unknown dtype.
+            SettingError: `path` exists and is not a sink track.
             SinklensError: the file cannot be written; the track is still in memory.
         """
-        return files.save(self, Path(path), dtype, overwrite)
+        return files.save(self, Path(path))
 
     @classmethod
     def open(cls, path: str | Path) -> "SinkTrack":

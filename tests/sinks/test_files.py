@@ -11,53 +11,22 @@ from tracks import LENGTH, PROMPT, Killed, assert_equal, disk_full_beyond, kille
 
 import sinklens
 from sinklens.errors import SettingError, SinklensError, TrackError
-from sinklens.sinks import (
-    Broadcast,
-    EpsilonOverMean,
-    MeanPlusStd,
-    NoOp,
-    Record,
-    ResidualPeak,
-    SinkTrack,
-    TopK,
-)
+from sinklens.sinks import Record, SinkTrack
 from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(6)]
 kinds = pytest.mark.parametrize("suffix", [".nc", ".zarr"])
-DETECTORS = (
-    EpsilonOverMean(0.5), TopK(2), MeanPlusStd(1.0), NoOp(0.6, EpsilonOverMean(0.3)), ResidualPeak(),
-    Broadcast(among=EpsilonOverMean(0.1)),
-)  # fmt: skip
 
 
 @pytest.mark.fast_cases(2)
 @kinds
-@pytest.mark.parametrize(("causal", "dtype", "rtol"), [(True, "float32", 0.0), (False, "float16", 1e-3)])
-def test_a_saved_track_opens_unchanged(tmp_path, suffix, causal, dtype, rtol):
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_saved_track_opens_unchanged(tmp_path, suffix, causal):
     track = made(causal).track
     path = tmp_path / f"sinks{suffix}"
-    assert track.save(path, dtype) == path
-    opened = SinkTrack.open(path)
-    assert opened.data["score"].dtype == opened.data["value_norm"].dtype == dtype
-    assert opened.scores().dtype == opened.need("value_norm")["value_norm"].dtype == np.float32
-    assert_equal(opened, track, rtol=rtol)
+    assert track.save(path) == path
+    assert_equal(SinkTrack.open(path), track)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    for detector in DETECTORS:
-        same = track.detect(detector) == opened.detect(detector)
-        assert same.all() if not rtol else same.mean() > 0.99
-    np.testing.assert_array_equal(opened.top(3), track.top(3))
-
-
-@kinds
-def test_a_massive_activation_is_saved_unchanged(tmp_path, suffix):
-    """70,000 is more than float16 holds."""
-    peaks = np.full((1, 4), 70_000.0)
-    track = planted(np.ones((1, 4)), stream_peak=peaks, stream_channel_median=peaks)
-    opened = SinkTrack.open(track.save(tmp_path / f"sinks{suffix}", "float16"))
-    assert opened.data["score"].dtype == np.float16
-    for name in ("stream_peak", "stream_channel_median"):
-        assert opened.data[name].to_numpy().ravel().tolist() == [70_000.0] * 4
 
 
 @kinds
@@ -143,7 +112,7 @@ def break_json(path, name, content):
         (lambda path: break_json(path, "zarr.json", "[]"), r"not a complete Zarr store"),
         (lambda path: break_json(path, "zarr.json", ""), r"not a complete Zarr store"),
         (lambda path: break_json(path, "zarr.json", "{}"), r"not a complete Zarr store"),
-        (lambda path: (path / "zarr.json").unlink(), r"is a folder, but not the Zarr store of a sink track"),
+        (lambda path: (path / "zarr.json").unlink(), r"not a complete Zarr store"),
     ],
 )
 def test_a_damaged_store_is_rejected_with_the_reason(stores, tmp_path, harm, text):
@@ -168,7 +137,7 @@ WRONG = {
     "foreign.zarr": (lambda path, track: track.data.drop_attrs().to_zarr(path, consolidated=False), FOREIGN),
     "folder.zarr": (
         lambda path, track: path.mkdir(),
-        " is a folder, but not the Zarr store of a sink track",
+        r" is not a complete Zarr store",
     ),
 }
 
@@ -200,10 +169,7 @@ def test_a_path_that_holds_something_else_is_not_overwritten(tmp_path, name):
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_other_types_on_disk_and_tracks_without_scores_are_refused(tmp_path):
-    with pytest.raises(SettingError, match=r"dtype on disk must be 'float32' or 'float16'; got 'int8'"):
-        made(False).track.save(tmp_path / "sinks.nc", "int8")
+def test_tracks_without_scores_are_refused():
     with pytest.raises(TrackError, match=r"lacks score"):
         SinkTrack(made(False).track.data.drop_vars("score"))
 
@@ -252,7 +218,7 @@ def test_a_save_interrupted_at_any_write_leaves_the_old_store(tmp_path, monkeypa
                 break
     assert number > 20
     assert_equal(SinkTrack.open(path), new)
-    assert [file.name for file in tmp_path.iterdir()] == ["sinks.zarr"]
+    assert in_sight(tmp_path) == ["sinks.zarr"]
 
 
 @kinds
@@ -281,15 +247,6 @@ def test_an_interrupt_at_any_move_leaves_the_old_file_or_the_new_one(tmp_path, m
         assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert number > 1
     assert_equal(SinkTrack.open(path), new)
-
-
-def test_a_store_that_a_killed_save_moved_aside_is_restored(tmp_path):
-    """The state left by a process killed between the two moves."""
-    old, new, path = planted([[1.0, 1.0]]), planted([[0.5, 1.5]]), tmp_path / "sinks.zarr"
-    old.save(path).replace(tmp_path / ".sinks.old.zarr")
-    with disk_full_beyond(10), pytest.raises(SinklensError, match=r"could not write .*sinks\.zarr"):
-        new.save(path)
-    assert_equal(SinkTrack.open(path), old)
 
 
 @kinds
@@ -461,11 +418,8 @@ def test_plain_xarray_opens_a_saved_track_without_a_warning(tmp_path, suffix):
 
 
 @kinds
-def test_an_earlier_track_is_replaced_unless_overwrite_is_false(tmp_path, suffix):
+def test_an_earlier_track_is_replaced(tmp_path, suffix):
     first, second = (made(False, seed=seed).track for seed in (0, 1))
-    path = first.save(tmp_path / f"sinks{suffix}", overwrite=False)
-    with pytest.raises(SettingError, match=rf"sinks{suffix} already exists; .* replace the track with overwrite=True"):
-        second.save(path, overwrite=False)
-    assert_equal(SinkTrack.open(path), first)
-    second.save(path, overwrite=True)
+    path = first.save(tmp_path / f"sinks{suffix}")
+    second.save(path)
     assert_equal(SinkTrack.open(path), second)

@@ -2,8 +2,6 @@
 
 import gc
 import json
-import subprocess
-import sys
 import time
 import warnings
 import weakref
@@ -17,7 +15,7 @@ from tracks import Killed, assert_equal, disk_full_beyond, killed_at_write
 import sinklens
 from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.interventions import MaskSinks
-from sinklens.sinks import EpsilonOverMean, Record, SinkTrack
+from sinklens.sinks import Record, SinkTrack
 from sinklens.sinks.steps import Steps, StoredSteps
 from sinklens.tasks import held_out
 
@@ -27,16 +25,14 @@ QUANTITIES = ["values", "stream", "outputs"]
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
-@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 0.0), ("float16", 1e-3)])
-def test_a_run_on_disk_equals_the_run_in_memory(request, tmp_path, model, dtype, rtol):
+def test_a_run_on_disk_equals_the_run_in_memory(request, tmp_path, model):
     model = request.getfixturevalue(model)
     kept = sinklens.generate(model, PROMPTS, gen_length=5, record_sinks=Record(QUANTITIES)).sinks
-    record = Record(QUANTITIES, to=tmp_path / "run.zarr", dtype=dtype)
+    record = Record(QUANTITIES, to=tmp_path / "run.zarr")
     run = sinklens.generate(model, PROMPTS, gen_length=5, record_sinks=record)
     for track in (run.sinks, SinkTrack.open(tmp_path / "run.zarr")):
-        assert_equal(track, kept, rtol=rtol)
+        assert_equal(track, kept)
         assert track.finished
-        assert (track.detect(EpsilonOverMean(1.5)) == kept.detect(EpsilonOverMean(1.5))).mean() > 0.999
     assert run.sinks.vocabulary[run.tokens[0, -1].item()] == model.tokenizer.decode(run.tokens[0, -1:])
 
 
@@ -80,28 +76,9 @@ AXES = {"score": ("layer", "head", "pos")}
 ATTRS = {"model": "hand-made", "prompt_length": 1}
 
 
-def test_a_step_has_the_documented_size(tmp_path):
-    """LLaDA-8B at 1,024 positions in float16: 2.1 MB for the scores, against 2.1 GB for full patterns in bfloat16."""
-    layers, heads, length, steps = 32, 32, 1024, 2
-    store = StoredSteps(tmp_path / "run.zarr", AXES, steps, "float16")
-    noise = np.random.default_rng(0)
-    for _ in range(steps):
-        score = noise.lognormal(0, 2, (1, layers, heads, length)).astype(np.float32)
-        score *= length / score.sum(-1, keepdims=True)
-        token_id = noise.integers(0, 126_464, (1, length), dtype=np.int32)
-        masked = noise.random((1, length)) < 0.5
-        store.append({"score": score, "token_id": token_id, "masked": masked, "committed": masked})
-    store.flush()
-    files = [file.stat().st_size for file in (tmp_path / "run.zarr").rglob("*") if file.is_file()]
-    per_step = sum(files) / steps
-    assert layers * heads * length * 2 == 2_097_152
-    assert 1.5e6 < per_step < 2.11e6
-    assert 1000 < 2 * layers * heads * length * length / per_step < 1400
-
-
 def recorded(path, steps=4):
     """Use a store as a run does; yields after every finished step."""
-    store = StoredSteps(path, AXES, steps + 1, "float32")  # planned for one step more than will run
+    store = StoredSteps(path, AXES, steps + 1)  # planned for one step more than will run
     real = np.array([[True] * 4])
     for step in range(steps):
         store.describe(ATTRS | {"vocabulary": '{"7": "x"}'}, {"is_real": real})
@@ -130,7 +107,7 @@ def test_a_run_killed_at_any_write_leaves_its_finished_steps(tmp_path, monkeypat
                 break
         if done == 0:
             with pytest.raises(
-                TrackError, match=r"does not exist|is not a sink track|holds no step|not the Zarr store"
+                TrackError, match=r"does not exist|is not a sink track|holds no step|not a complete Zarr store"
             ):
                 SinkTrack.open(path)
             continue
@@ -161,51 +138,28 @@ def interrupted(model, step, record=False):
     return t
 
 
-@pytest.mark.extended
-def test_a_process_killed_in_mid_step_leaves_the_steps_before(tiny_llada, complete, tmp_path):
-    code = f"""
-import json, os, pathlib, signal, sinklens, time
-from sinklens.sinks import Record
-store = pathlib.Path(r"{tmp_path / "run.zarr"}") / "zarr.json"
-def kill(value, hook):
-    if hook.step == 5:
-        while json.loads(store.read_text())["attributes"]["written"] < 5:
-            time.sleep(0.01)  # step 4 is being written
-        os.kill(os.getpid(), signal.SIGKILL)
-sinklens.generate("tiny-llada", {PROMPTS!r}, gen_length=8, hooks=[("blocks.2.hook_resid_pre", kill)],
-                  record_sinks=Record(["values"], to=r"{tmp_path / "run.zarr"}"))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == -9, done.stderr[-1500:]
-    track = SinkTrack.open(tmp_path / "run.zarr")
-    assert (track.steps, track.finished) == (5, False)
-    assert_equal(track, complete.sinks, steps=5)
-    expected = interrupted(tiny_llada, 5).unmask_step.numpy()
-    assert expected.max() == 5
-    assert expected[0, 0] == -1
-    np.testing.assert_array_equal(track.data["unmask_step"], expected)
-    assert "unfinished" in repr(track)
-    assert complete.sinks.data.attrs["settings"] == track.data.attrs["settings"]
-    saved = SinkTrack.open(track.save(tmp_path / "again.nc"))
-    assert (saved.steps, saved.finished) == (5, False)
-    np.testing.assert_array_equal(saved.data["unmask_step"], expected)
-
-
-def test_a_killed_autoregressive_run_keeps_its_decoded_tokens(tiny_llama, tmp_path):
+@pytest.mark.parametrize("kind", ["tiny_llada", "tiny_llama"])
+def test_a_run_that_fails_leaves_the_steps_before(request, complete, tmp_path, kind):
     def fail(value, hook):
         if hook.step == 3:
             raise Killed
 
     with pytest.raises(Killed):  # noqa: PT011
         sinklens.generate(
-            tiny_llama, PROMPTS, gen_length=6, hooks=[("blocks.1.hook_resid_pre", fail)],
-            record_sinks=Record(to=tmp_path / "run.zarr"),
+            request.getfixturevalue(kind), PROMPTS, gen_length=8, hooks=[("blocks.1.hook_resid_pre", fail)],
+            record_sinks=Record(["values"], to=tmp_path / "run.zarr"),
         )  # fmt: skip
     track = SinkTrack.open(tmp_path / "run.zarr")
     assert (track.steps, track.finished) == (3, False)
+    assert "unfinished" in repr(track)
     decided = track.data["unmask_step"].isel(pos=slice(track.prompt_length, None)).to_numpy()
-    assert decided.tolist() == [[0, 1, 2, 3, 3, 3]] * 3
+    if kind == "tiny_llama":
+        assert decided.tolist() == [[0, 1, 2, *[3] * 5]] * 3
+    else:
+        assert_equal(track, complete.sinks, steps=3)
+        np.testing.assert_array_equal(track.data["unmask_step"], interrupted(complete.model, 3).unmask_step)
     assert (track.data["unmask_step"].isel(pos=slice(0, track.prompt_length)) == -1).all()
+    assert_equal(SinkTrack.open(track.save(tmp_path / "again.nc")), track)
 
 
 def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_steps_before(tiny_llada, complete, tmp_path):
@@ -232,10 +186,10 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_steps_before(tiny_llada
 
 def test_an_unwritable_place_is_reported_at_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
-    store = StoredSteps(tmp_path / "file" / "run.zarr", AXES, 4, "float32")
+    store = StoredSteps(tmp_path / "file" / "run.zarr", AXES, 4)
     with pytest.raises(
         SinklensError,
-        match=r"could not write to .*: .Errno 17. File exists: [^ ]*\. Make room or choose another place",
+        match=r"could not write to .*: .*\. Make room or choose another place",
     ):
         store.append(small_step(0)), store.flush()
 
@@ -270,14 +224,14 @@ def test_a_run_that_ends_early_has_only_the_steps_that_ran(tiny_llada, tmp_path,
 
 def test_a_store_has_no_dataset_before_its_first_step_and_needs_a_free_path(tmp_path):
     assert Steps(AXES).dataset() is None
-    assert StoredSteps(tmp_path / "run.zarr", AXES, 4, "float32").dataset() is None
+    assert StoredSteps(tmp_path / "run.zarr", AXES, 4).dataset() is None
     (tmp_path / "run.zarr").write_text("")
-    with pytest.raises(SettingError, match=r"run\.zarr exists and is not a sink track"):
-        StoredSteps(tmp_path / "run.zarr", AXES, 4, "float32")
+    with pytest.raises(SettingError, match=r"run\.zarr already exists"):
+        StoredSteps(tmp_path / "run.zarr", AXES, 4)
 
 
 def test_a_later_description_replaces_an_earlier_one(tmp_path):
-    for store in (Steps(AXES), StoredSteps(tmp_path / "run.zarr", AXES, 1, "float32")):
+    for store in (Steps(AXES), StoredSteps(tmp_path / "run.zarr", AXES, 1)):
         for real in (False, True):
             store.describe(ATTRS | {"seed": int(real)}, {"is_real": np.full((1, 4), real)})
         store.append(small_step(0))
@@ -289,7 +243,7 @@ def test_a_later_description_replaces_an_earlier_one(tmp_path):
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["finished", "killed"])
 def test_plain_xarray_opens_a_recording_without_a_warning(tmp_path, stopped):
-    store = StoredSteps(tmp_path / "run.zarr", AXES, 4, "float32")
+    store = StoredSteps(tmp_path / "run.zarr", AXES, 4)
     for step in range(2):
         store.describe(ATTRS, {"is_real": np.ones((1, 4), bool)})
         store.append(small_step(step))
@@ -301,75 +255,31 @@ def test_plain_xarray_opens_a_recording_without_a_warning(tmp_path, stopped):
         warnings.simplefilter("error")
         for opener in (xr.open_dataset, xr.open_zarr):
             data = opener(tmp_path / "run.zarr")
-            assert {name: data[name].to_numpy().tolist() for name in data.coords} == {
-                "batch": [0], "step": [0, 1, 2, 3], "layer": [0], "head": [0], "pos": [0, 1, 2, 3],
-            }  # fmt: skip
             assert ("unmask_step" in data) != stopped
             for step in range(2):
-                np.testing.assert_array_equal(data["score"].sel(step=step), small_step(step)["score"])
-            assert data["score"].sel(step=[2, 3]).isnull().all()
+                np.testing.assert_array_equal(data["score"].isel(step=step), small_step(step)["score"])
+            assert data["score"].isel(step=[2, 3]).isnull().all()
 
 
-def test_a_run_replaces_an_earlier_recording_only_with_overwrite(tiny_llada, tmp_path):
-    path = tmp_path / "run.zarr"
-    first = sinklens.generate(tiny_llada, PROMPTS[0], gen_length=3, record_sinks=Record(to=path)).sinks
-    path_of_first = first.trajectory(0, 0).tolist()
-    with pytest.raises(
-        SettingError, match=r"run\.zarr already exists; choose another path, or replace the track with overwrite=True"
-    ):
-        Record(to=path)
-    with pytest.raises(SinklensError, match="contains the mask token"):
-        sinklens.generate(tiny_llada, [[1]], record_sinks=Record(to=path, overwrite=True))
-    assert SinkTrack.open(path).trajectory(0, 0).tolist() == path_of_first
-    second = sinklens.generate(tiny_llada, PROMPTS[1], gen_length=2, record_sinks=Record(to=path, overwrite=True)).sinks
-    assert_equal(SinkTrack.open(path), second)
-    assert SinkTrack.open(path).steps == 2
-    assert [file.name for file in tmp_path.iterdir()] == ["run.zarr"]
-
-
-def test_overwrite_replaces_nothing_but_a_track_and_reduce_is_a_function(tmp_path):
+@pytest.mark.usefixtures("unchecked")
+def test_a_recording_needs_a_new_path_and_reduce_is_a_function(tmp_path):
     path = tmp_path / "mine.zarr"
     path.mkdir()
-    (path / "thesis.txt").write_text("all of it")
     for make, text in (
-        (lambda: Record(to=path, overwrite=True), r"mine\.zarr exists and is not a sink track; choose another path"),
-        (lambda: StoredSteps(path, AXES, 4, "float32", overwrite=True), "is not a sink track"),
+        (lambda: Record(to=path), r"mine\.zarr already exists; choose another path"),
+        (lambda: StoredSteps(path, AXES, 4), "already exists"),
         (lambda: Record(reduce=3), r"reduce must be a function, without to=; got 3"),
         (lambda: Record(reduce=print, to="run.zarr"), r"without to=; got .* and to='run.zarr'"),
     ):
         with pytest.raises(SettingError, match=text):
             make()
-    assert (path / "thesis.txt").read_text() == "all of it"
-
-
-def test_a_kill_while_a_recording_is_replaced_keeps_the_earlier_one(tmp_path, monkeypatch):
-    """The next run that records there puts it back before it does anything else."""
-
-    def record(step, **kwargs):
-        store = StoredSteps(tmp_path / "run.zarr", AXES, 4, "float32", **kwargs)
-        store.describe(ATTRS | {"seed": step}, {"is_real": np.ones((1, 4), bool)})
-        store.append(small_step(step))
-        store.flush()
-
-    def kill(*_, **__):
-        raise Killed("in between")
-
-    record(0)
-    with monkeypatch.context() as patch, pytest.raises(Killed, match="in between"):
-        patch.setattr("pathlib.Path.rename", kill)
-        record(1, overwrite=True)
-    assert [file.name for file in tmp_path.iterdir()] == ["run.zarr"]
-    (tmp_path / "run.zarr").rename(tmp_path / ".run.old.zarr")  # as a process leaves it that is killed in between
-    with pytest.raises(SettingError, match=r"run\.zarr already exists"):
-        record(2)
-    assert SinkTrack.open(tmp_path / "run.zarr").data.attrs["seed"] == 0
 
 
 def test_of_two_runs_that_race_to_one_path_the_later_is_refused_and_the_other_keeps_its_steps(tmp_path):
     """Both find the path free before either writes to it."""
-    first, second = (StoredSteps(tmp_path / "run.zarr", AXES, 2, "float32") for _ in range(2))
+    first, second = (StoredSteps(tmp_path / "run.zarr", AXES, 2) for _ in range(2))
     first.append(small_step(0)), first.flush()
-    with pytest.raises(SettingError, match=r"another run began to record at .*run\.zarr in the meantime"):
+    with pytest.raises(SettingError, match=r"run\.zarr already exists"):
         second.append(small_step(1)), second.flush()
     first.append(small_step(1)), first.flush()
     assert first.dataset().sizes["step"] == 2
