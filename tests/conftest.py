@@ -22,7 +22,7 @@ EXTENDED = (  # files and folders that `make test` leaves to `make check`: real 
     "analyses", "cli/test_studies.py", "cli/test_testing.py", "evaluation/sandbox", "utils/test_coverage.py",
     "evaluation/test_claim_lines.py", "evaluation/test_distributed.py", "evaluation/test_harness",
     "evaluation/test_ray_gpus.py", "evaluation/test_runner.py", "evaluation/test_tables.py", "evaluation/test_units.py",
-    "evaluation/test_weight_forms.py", "experiments/test_sweeps.py", "features/test_probe_tables.py",
+    "experiments/test_sweeps.py", "features/test_probe_tables.py",
     "hooks/test_column_sums_triton.py",
     "hooks/test_fused.py", "papers", "test_benchmarks.py", "test_docs.py", "test_gpu_check.py", "test_tutorials.py",
     "training", "views/test_report.py",

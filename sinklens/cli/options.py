@@ -74,8 +74,8 @@ class LoadingOfRun(Device, OfFamily, total=False):
     quantization: Annotated[
         str,
         Parameter(
-            help="quantize full-precision weights while they are read: torchao-int8, torchao-int4, torchao-float8, "
-            "bnb-int8, bnb-nf4 or fp8 (default: they stay as they are)"
+            help="quantize full-precision weights while they are read: bnb-int8, bnb-nf4 or torchao-int8 (default: "
+            "they stay as they are)"
         ),
     ]
 

@@ -36,13 +36,11 @@ class DryRun:
         card: the card; an unknown name lists all
         cards: how many
         utilization: share of the card's peak that is reached
-        price: price of one card for an hour (default: none)
     """
 
     card: str = "h100"
     cards: Integer = 1
     utilization: float = 0.4
-    price: float | None = None
 
 
 def plan(
@@ -55,7 +53,7 @@ def plan(
     keep: bool = False,
     no_sinks: bool = False,
     cached: bool = False,
-    quantization: Literal["none", "bnb-int8", "bnb-nf4"] = "none",
+    quantization: Literal["none", "bnb-int8", "bnb-nf4", "torchao-int8"] = "none",
     element_type: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     cards: Names = CARDS,
     utilization: float = 0.4,
@@ -112,8 +110,6 @@ def plan_lines(found: "RunPlan", cards: Sequence["Card"], utilization: float, dt
         f"    weights ({dtype if found.quantization == 'none' else found.quantization}): {size_text(found.weights)}",
         f"    a step: {size_text(found.step)}, of which {size_text(found.watched)} for watched points",
     ]
-    if found.unpacked:
-        lines.append(f"    the largest quantized matrix, unpacked: {size_text(found.unpacked)}")
     if found.keys:
         lines.append(f"    keys and values: {size_text(found.keys)} at the end of the run")
     lines += _watched_lines(found)
@@ -146,8 +142,7 @@ def _fitting_lines(found: "RunPlan") -> list[str]:
     """Which memory holds the run, by quantization."""
     lines = ["  cards that hold this run, and the largest batch on one card:"]
     variants = {
-        name: replace(found, quantization=name, weights=weights, unpacked=unpacked)
-        for name, (weights, unpacked) in found.alternatives.items()
+        name: replace(found, quantization=name, weights=weights) for name, weights in found.alternatives.items()
     }
     for size in SIZES:
         cells = []
@@ -193,19 +188,15 @@ def print_plan(
 def _cost_lines(found: "Plan", card: "Card", options: DryRun) -> list[str]:
     """The cost of an evaluation in words."""
     seconds = found.seconds(card, options.utilization, options.cards)
-    hours = seconds / 3600 * options.cards
     prompt = f"{found.prompt_tokens:.0f} tokens a prompt" + ("" if found.counted else " (by 4 characters a token)")
     cards = f"{options.cards} x {card.name}" if options.cards > 1 else card.name
-    price = (
-        "" if options.price is None else f"; {hours:,.0f} card hours, {hours * options.price:,.0f} at {options.price:g}"
-    )
     table = [f"{batch}: {size_text(found.run.with_batch(batch).device_bytes)}" for batch in BATCHES]
     host = [f"{batch}: {size_text(found.host_bytes + batch * found.host_row_bytes)}" for batch in BATCHES]
     lines = [
         f"  {found.samples:,} samples x {found.runs} runs: {found.passes:,} passes of a row, {prompt}",
         f"  {found.flops:.3g} operations, {found.flops / found.passes:.3g} a pass",
         f"  {duration(seconds)} on {cards} at {options.utilization:.0%} of {card.peak / 1e12:,.0f} TFLOP/s (bfloat16), "
-        f"a rate of {found.passes / seconds / options.cards:,.0f} passes of a row a second on each card{price}",
+        f"a rate of {found.passes / seconds / options.cards:,.0f} passes of a row a second on each card",
         f"  {found.run.parameters:,} parameters, {size_text(found.run.weights)} of weights",
         f"  GPU memory by batch: {', '.join(table)}; at most "
         f"{found.run.largest_batch(card.memory)} rows on {card.name}",

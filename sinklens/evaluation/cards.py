@@ -85,7 +85,9 @@ def find_card(name: str) -> Card:
 WATCHED = {"patterns": "attn.hook_pattern", "scores": "attn.hook_attn_scores", "streams": "hook_resid_post"}
 """Short names of points in every layer, for `plan_run`."""
 
-QUANTIZATIONS = ("none", "bnb-int8", "bnb-nf4")
-"""Names as in `sinklens.load`, of linear layers: LLM.int8 (Dettmers et al., 2208.07339) has a scale per row, and NF4
-(2305.14314) one per 64 weights, which is not quantized here. What a quantized checkpoint takes, its config.json says
-(`weight_forms`)."""
+QUANTIZATIONS = {"none": None, "bnb-int8": 1.0, "bnb-nf4": 0.5 + 4 / 64, "torchao-int8": 1.0}
+"""Name as in `sinklens.load` -> bytes per weight of the linear layers; None for those of the element type.
+
+NF4 (Dettmers et al., 2305.14314) has a float32 scale per 64 weights. The scales per row of 8-bit weights are below 1 %
+and not counted.
+"""

@@ -7,8 +7,7 @@ the storages that exist at a time is the memory of a step. Other parts follow fr
     keys and values   Σ_l 2 · kv_heads_l · d_head · positions · bytes of a number, if steps reuse them
     a recorded step   L · H · S · 4 bytes per row on the device until the step ends, twice while it is stacked
     a track           steps · (L · H · S · 4 + S · 6) bytes per row in main memory, twice while its steps are stacked
-    quantized weights as config.json says they are stored (`weight_forms`), or (8 bits + 32 per output row) or
-                      (4 bits + 32 per 64 weights) of the linear layers
+    quantized weights bytes per weight of the linear layers without the head, by `cards.QUANTIZATIONS`
 
 with S positions, L layers and H heads. A pass takes the longer of its operations at a share of the card's peak and its
 bytes, weights once and activations, at the card's bandwidth. A row with q computed positions and k keys takes
@@ -34,11 +33,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from sinklens.errors import CheckpointError, SettingError, nearest
 from sinklens.evaluation.cards import QUANTIZATIONS, WATCHED, Card
-from sinklens.evaluation.weight_forms import planned_weights
 from sinklens.families.samplers import settings_for
 from sinklens.hooks import names
 from sinklens.hooks.sizes import point_elements
@@ -60,10 +59,9 @@ class RunPlan:
         model, settings: the model's name and the sampler's settings.
         batch, prompt_length: rows, and positions of the longest prompt.
         parameters: number of parameters.
-        quantization: name of the quantization; of a checkpoint that is stored quantized, its method.
-        alternatives: `weights` and `unpacked` by quantization.
-        weights: the weights, with the scales of quantized ones.
-        unpacked: the largest quantized matrix in the model's type, which a product needs at a time.
+        quantization: name of the quantization; of a checkpoint that is stored quantized, its own.
+        alternatives: `weights` by quantization.
+        weights: the weights.
         step: the peak of a pass and the sampler's decisions, above weights and keys.
         step_row: of that, what each further row adds.
         watched: of `step`, what watching adds.
@@ -82,9 +80,8 @@ class RunPlan:
     prompt_length: int
     parameters: int
     quantization: str
-    alternatives: Mapping[str, tuple[int, int]]
+    alternatives: Mapping[str, int]
     weights: int
-    unpacked: int
     step: int
     step_row: int
     watched: int
@@ -100,7 +97,7 @@ class RunPlan:
     @property
     def device_bytes(self) -> int:
         """Peak on the device: of the first pass, which computes most positions, or with all keys at the end."""
-        return self.weights + self.unpacked + self.working
+        return self.weights + self.working
 
     @property
     def working(self) -> int:
@@ -128,8 +125,8 @@ class RunPlan:
 
     def cards(self, memory: float | int, most: int = 64) -> int:
         """Cards of `memory` bytes that hold the run, with the layers divided among them; 0 if `most` do not."""
-        shared, each = self.weights + max(self.first_keys, self.keys - self.step), self.unpacked + self.step
-        return next((n for n in range(1, most + 1) if shared / n + each <= USABLE * memory), 0)
+        shared = self.weights + max(self.first_keys, self.keys - self.step)
+        return next((n for n in range(1, most + 1) if shared / n + self.step <= USABLE * memory), 0)
 
     def largest_batch(self, memory: float | int, most: int = 4096) -> int:
         """Rows that fit into one card of `memory` bytes; 0 if not even one does."""
@@ -162,8 +159,8 @@ def plan_run(
         keep: the values stay on the device until the step ends, as in `run_with_cache`.
         record_sinks: record sink scores, as a run does by default.
         cached: the run has a cache policy, which stores keys and values of all positions.
-        quantization: "none", "bnb-int8" or "bnb-nf4"; of linear layers, not of stacked experts, embeddings and the
-            head. A checkpoint whose config.json has a ``quantization_config`` is planned as it is stored.
+        quantization: "none", "bnb-int8", "bnb-nf4" or "torchao-int8"; of linear layers, not of stacked experts,
+            embeddings and the head. A quantized checkpoint is planned as it is stored.
         dtype: element type of weights and activations.
         load: ``revision``, ``family`` and ``block_length`` of `sinklens.load`.
         **settings: as in `sinklens.generate`.
@@ -188,10 +185,9 @@ def plan_run(
         more = _peak(model, chosen, prompt_length, several, points, keep, record_sinks)
         step = one if batch == 1 else more
         plain = _peak(model, chosen, prompt_length, batch, [], False, record_sinks) if points else step
-        forms = planned_weights(model, _published(model, quantization), str(source))
-        stored = {form.name: form.size(model) for form in forms}
-        quantization = quantization if quantization in stored else forms[0].name
-        weights, unpacked = stored[quantization]
+        stored = weights_by_quantization(model, quantization)
+        quantization = quantization if quantization in stored else next(iter(stored))
+        weights = stored[quantization]
         rows, first, undecided = _sizes(chosen, prompt_length)
         length, steps = prompt_length + chosen.gen_length, chosen.most_steps
         keys = _keys(model, chosen, batch * rows, prompt_length, cached)
@@ -201,7 +197,7 @@ def plan_run(
         return RunPlan(
             model=str(source), settings=chosen, batch=batch, prompt_length=prompt_length,
             parameters=sum(value.numel() for value in model.checkpoint.hf.parameters()),
-            quantization=quantization, alternatives=stored, weights=weights, unpacked=unpacked, step=step,
+            quantization=quantization, alternatives=stored, weights=weights, step=step,
             step_row=(more - one) // (several - 1), watched=step - plain,
             values={name: point_elements(model.cfg, name, batch, length) * dtype.itemsize for name in points},
             keys=keys, first_keys=keys * first // length,
@@ -261,19 +257,27 @@ def fake_model(source: str | Path, load: Mapping[str, Any], dtype: torch.dtype) 
         yield Model(outline(folder, LoadRequest(**given), device="cpu", dtype=dtype))
 
 
-def _published(model: "Model", quantization: str) -> dict[str, Any] | None:
-    """The ``quantization_config`` of the checkpoint, whose packages need not be installed; None for full precision."""
+def weights_by_quantization(model: "Model", quantization: str) -> dict[str, int]:
+    """Bytes of the weights by `QUANTIZATIONS`; of a checkpoint that is stored quantized, as it is stored."""
     from sinklens.model.files import read_config
     from sinklens.model.quantization import published
 
-    folder = Path(model.name)
-    found = published(read_config(folder), model.checkpoint.family, str(folder), installed=False)
-    if found is not None and quantization != "none":
+    folder, hf = Path(model.name), model.checkpoint.hf
+    total = sum(value.numel() * value.element_size() for value in hf.parameters())
+    head = hf.get_output_embeddings()
+    linear = [one.weight for one in hf.modules() if isinstance(one, nn.Linear | Conv1D) and one is not head]
+    inside, size = sum(weight.numel() for weight in linear), model.cfg.dtype.itemsize
+    found = {name: total + round(inside * ((width or size) - size)) for name, width in QUANTIZATIONS.items()}
+    config = published(read_config(folder), model.checkpoint.family, str(folder))
+    if config is None:
+        return found
+    if quantization != "none":
         raise SettingError(
-            f"this checkpoint is quantized already, by {found['quant_method']}, so quantization={quantization!r} does "
+            f"this checkpoint is quantized already, by {config['quant_method']}, so quantization={quantization!r} does "
             f"not apply; leave it out."
         )
-    return found
+    stored = "bnb-nf4" if config.get("load_in_4bit") else "bnb-int8" if config.get("load_in_8bit") else "torchao-int8"
+    return {stored: found[stored]}
 
 
 def watched_points(model: "Model", watch: Sequence[str]) -> list[str]:

@@ -36,14 +36,11 @@ class Weights:
         shapes: weight name in transformers' naming -> shape.
         dtype: element type of most of the values.
         original: weight name in transformers' naming -> name in the files.
-        packed: names, in transformers' naming, of weights stored as integers or in 8 bits: those of a quantized
-            checkpoint.
     """
 
     shapes: dict[str, tuple[int, ...]]
     dtype: torch.dtype
     original: dict[str, str]
-    packed: frozenset[str] = frozenset()
 
     @property
     def parameters(self) -> int:
@@ -175,7 +172,6 @@ def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weigh
     shapes: dict[str, tuple[int, ...]] = {}
     original: dict[str, str] = {}
     dtypes: dict[str, int] = {}
-    packed: set[str] = set()
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
@@ -187,8 +183,6 @@ def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weigh
                     shapes[name], original[name] = tuple(part.get_shape()), stored
                     size = torch.Size(shapes[name]).numel()
                     dtypes[part.get_dtype()] = dtypes.get(part.get_dtype(), 0) + size
-                    if part.get_dtype() not in DTYPES:
-                        packed.add(name)
         except SafetensorError as error:
             raise CheckpointError(f"{file} is truncated or corrupt ({error}). Download it again.") from error
     if quantized:
@@ -196,7 +190,7 @@ def read_headers(folder: Path, family: Family, quantized: bool = False) -> Weigh
     main = max(dtypes, key=lambda kind: dtypes[kind], default="F32")
     if main not in DTYPES:
         raise CheckpointError(f"{folder}: weights of type {main} are not supported; use {', '.join(DTYPES)}.")
-    return Weights(shapes, DTYPES[main], original, frozenset(packed))
+    return Weights(shapes, DTYPES[main], original)
 
 
 def rename(stored: str, renames: Mapping[str, str]) -> str:

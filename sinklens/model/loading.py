@@ -30,11 +30,10 @@ from sinklens.hooks.adapter import Adapter
 from sinklens.hooks.attention import segments
 from sinklens.hooks.attention.blocks import Blocks, write
 from sinklens.hooks.quantized import note_element_type
-from sinklens.model import files
+from sinklens.model import files, quantization
 from sinklens.model.adapters import read_adapter
 from sinklens.model.packing import stored_shapes
-from sinklens.model.quantization import Quantization, check_quantized, quantization_of
-from sinklens.model.reading import SMALL, DeviceMap, checked_source, read, target_for
+from sinklens.model.reading import SMALL, DeviceMap, dtype_for, read
 from sinklens.utils.arguments import Count, check_arguments
 
 if TYPE_CHECKING:
@@ -100,7 +99,6 @@ class Checkpoint:
         revision: the commit of a checkpoint from the hub, whatever branch or tag was requested; None for a folder.
         undo: closing it restores everything that `prepare` changed in the transformers model.
         adapter: the checkpoint's adapter, which draft passes use; None without one.
-        quantization: which of its matrices are quantized; None for a model in full precision.
     """
 
     hf: "PreTrainedModel"
@@ -115,7 +113,6 @@ class Checkpoint:
     refused_tokens: dict[int, str] = field(default_factory=dict)
     undo: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
     adapter: Adapter | None = None
-    quantization: Quantization | None = None
 
 
 def build_empty(
@@ -168,23 +165,29 @@ def load_checkpoint(name_or_path: str | Path, request: LoadRequest) -> Checkpoin
     expected = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
     adapter = read_adapter(folder, family, expected)
     tied = dict(empty.all_tied_weights_keys)
-    source = checked_source(folder, family, raw, (config, weights), stored_shapes(expected, family.fused), set(tied))
+    packed = quantization.published(raw, family, str(folder))
+    if packed is None:
+        files.check_weights(weights, stored_shapes(expected, family.fused), set(tied), str(folder))
     if request.device is not None and request.device_map is not None:
         raise CheckpointError("pass device= or device_map=, not both.")
-    target = target_for(source, _device(request.device), request.device_map, request.dtype, request.quantization)
+    device = _device(request.device)
+    dtype = dtype_for(request.dtype, weights, device, packed is not None)
+    if request.quantization is not None:
+        quantization.check_wanted(request.quantization, packed, family, str(folder))
     found = request.tokenizer if request.tokenizer is not None else _tokenizer(folder, config)
     _mask_token(raw, found, family, config.get_text_config().vocab_size, str(name_or_path))
     defaults = _sampler_defaults(folder, family)
-    quantized = target.config is not None or source.published is not None
+    quantized = packed is not None or request.quantization is not None
+    device_map = request.device_map
+    if device_map is None and (quantized or device.type != "cpu"):
+        device_map = {"": device}
+    read_to = partial(read, folder, family, config, dtype=dtype, device_map=device_map, attention=attention.NAME)
     stored_twice = bool(set(tied) & set(weights.shapes))
     with _output(bars=weights.parameters >= SMALL, warnings=not (stored_twice or quantized)):
-        hf = read(source, target, attention.NAME)
-    made = quantization_of(hf, target.method or (source.published or {}).get("quant_method"))
-    if made is not None:
-        check_quantized(made, str(folder))
+        hf = quantization.read_quantized(read_to, config, packed, request.quantization) if quantized else read_to()
     _tie(hf, tied, weights, str(folder))
     checkpoint = prepare(hf, found, family, raw, str(name_or_path), revision, defaults, blocks)
-    return replace(checkpoint, adapter=adapter, quantization=made)
+    return replace(checkpoint, adapter=adapter)
 
 
 def outline(
@@ -268,8 +271,7 @@ def prepare(
     ends = _end_tokens(hf, tokenizer, raw)
     chosen = {setting: raw[key] for key, setting in family.config_settings.items() if key in raw} | (defaults or {})
     refused = {raw[key]: what for key, what in family.refused_tokens.items() if raw.get(key) is not None}
-    checkpoint = Checkpoint(hf, tokenizer, family, mask, ends, chosen, name, revision, blocks, refused, undo)
-    return replace(checkpoint, quantization=quantization_of(hf))
+    return Checkpoint(hf, tokenizer, family, mask, ends, chosen, name, revision, blocks, refused, undo)
 
 
 def _restorer(hf: "PreTrainedModel") -> Callable[[], None]:
@@ -373,6 +375,8 @@ def from_pretrained_model(
             f"the {family.name} family needs a {family.architecture} model, but this {type(hf).__name__} has "
             f"model_type {kind!r}; name another family, or leave family= out."
         )
+    if raw.get("quantization_config") is not None:
+        quantization.library_of(raw["quantization_config"], type(hf).__name__)
     if type(hf).__module__.startswith("transformers_modules"):
         raise CheckpointError(
             f"{type(hf).__name__} runs code from its checkpoint; pass its name or folder to sinklens.load instead, "

@@ -32,7 +32,7 @@ from sinklens.model.fingerprint import weights_fingerprint
 from sinklens.model.loading import Checkpoint, LoadRequest, TokenId, from_pretrained_model, load_checkpoint
 from sinklens.model.passes import SinglePasses
 from sinklens.model.prompts import Prompt, adds_start
-from sinklens.model.quantization import Quantization
+from sinklens.model.quantization import quantized_weights
 from sinklens.model.reading import DeviceMap
 from sinklens.model.selfcheck import check as run_check
 from sinklens.model.tokens import ModuleMethods
@@ -151,9 +151,9 @@ class Model(ModuleMethods, SinglePasses):
         return None if blocks is None else blocks.length
 
     @property
-    def quantization(self) -> Quantization | None:
-        """Which of its matrices are quantized, how, and why the others are not; None in full precision."""
-        return self.checkpoint.quantization
+    def quantization(self) -> dict[str, str]:
+        """Name of each quantized weight -> its library and form; empty in full precision."""
+        return quantized_weights(self.tree.hf)
 
     @property
     def special_tokens(self) -> dict[str, list[int]]:
@@ -283,9 +283,8 @@ def load(
             determine it; by default the family that config.json names.
         block_length: positions per block of a block-causal model; by default the number that config.json names.
         mask_token_id: the mask token; by default the one that config.json or the tokenizer names, or the family's.
-        quantization: how to quantize full-precision weights while they are read: "torchao-int8", "torchao-int4",
-            "torchao-float8", "bnb-int8", "bnb-nf4", "fp8" or a quantization config of transformers; by default they
-            stay as they are.
+        quantization: how to quantize full-precision weights while they are read: "bnb-int8", "bnb-nf4", "torchao-int8"
+            or a config of transformers for bitsandbytes or torchao; by default they stay as they are.
         check: run the self-check (selfcheck.py), which takes a few short passes.
 
     Returns:

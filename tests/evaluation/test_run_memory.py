@@ -19,6 +19,7 @@ from sinklens.evaluation import run_memory
 from sinklens.evaluation.cards import CARDS, QUANTIZATIONS, Card
 from sinklens.evaluation.run_memory import plan_run
 from sinklens.hooks.sizes import point_elements
+from sinklens.model.files import find_checkpoint
 from sinklens.utils.allocations import LiveBytes, without_memory
 
 GIVEN = {"gen_length": 8, "steps": 4, "block_length": 8}
@@ -72,14 +73,34 @@ def test_weights_tracks_and_points_follow_from_the_sizes(plan, tiny_llada):
     }
 
 
-def test_quantized_weights_are_those_of_linear_layers_by_the_formats_formulas(plan, tiny_llada):
+def quantized_config(folder, config):
+    """A folder with the config of tiny-llada, as a quantized checkpoint has it."""
+    raw = json.loads((find_checkpoint("tiny-llada") / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "config"),
+    [
+        ("bnb-int8", 1, {"load_in_8bit": True}),
+        ("bnb-nf4", 0.5625, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    ],
+)
+def test_quantized_weights_are_those_of_linear_layers_by_the_bytes_of_their_form(
+    plan, tiny_llada, tmp_path, name, width, config
+):
     layers = [layer for name, layer in tiny_llada.hf.named_modules() if name.endswith("_proj")]
-    inside, rows = sum(one.weight.numel() for one in layers), sum(one.weight.shape[0] for one in layers)
-    outside = plan.parameters - inside
-    assert plan.alternatives["none"] == (plan.weights, 0)
-    assert plan.alternatives["bnb-int8"] == (4 * outside + inside + 4 * rows, 4 * max(x.weight.numel() for x in layers))
-    assert plan.alternatives["bnb-nf4"][0] == 4 * outside + inside // 2 + 4 * inside // 64
+    inside = sum(one.weight.numel() for one in layers)
+    assert plan.alternatives["none"] == plan.weights
+    assert plan.alternatives[name] == 4 * (plan.parameters - inside) + width * inside
     assert list(plan.alternatives) == list(QUANTIZATIONS)
+    folder = quantized_config(tmp_path, config)
+    stored = plan_run(folder, batch=4, prompt_length=20, watch=["patterns"], dtype=torch.float32, **GIVEN)
+    assert (stored.quantization, stored.alternatives) == (name, {name: plan.alternatives[name]})
+    assert (stored.step, stored.flops, stored.moved < plan.moved) == (plan.step, plan.flops, True)
+    with pytest.raises(SettingError, match=r"quantized already, by bitsandbytes, so quantization='bnb-nf4' does not"):
+        plan_run(folder, quantization="bnb-nf4", **GIVEN)
 
 
 def test_keys_are_those_of_the_positions_that_are_cached(tiny_llama):

@@ -22,7 +22,7 @@ PARTS = {  # in the order in which they run
     "kernels": "Triton kernels and PyTorch's operators against the formula",
     "peak": "memory above a plain pass, and running out of it",
     "spreading": "layers on several devices or offloaded, and Ray",
-    "quantized": "quantized weights: self-check, and logits against the matrices that they show",
+    "quantized": "quantized weights: self-check, and logits against full precision",
     "speed": "ratios, figures, roofline, profile",
 }
 FindingStatus = Literal["passed", "failed", "not checked", "measured", "noted"]
