@@ -11,7 +11,6 @@ import sinklens
 from sinklens import errors
 from sinklens.errors import PromptError, PromptWarning
 from sinklens.model import load
-from sinklens.sinks import qk
 
 TEXT, OTHER = "Question: Tom has 3 apples.", "Question: 4"
 Z = "blocks.1.attn.hook_z"
@@ -205,4 +204,3 @@ def test_passes_with_masks_and_internal_passes_do_not_warn():
         for _ in t.steps:
             t["blocks.1.attn.hook_pattern"].clone()
     assert (run.canvas[0, -1] != model.mask_token_id).all()
-    qk.why(model, run, step=-1, layer=0, head=0)
