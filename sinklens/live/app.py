@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from sinklens.errors import SinklensError
-from sinklens.live import comparing, forms, page, problems, reading, saving
+from sinklens.live import comparing, forms, page, problems, reading
 from sinklens.live.detail import check_index, detail, maps_of_layer, packed, scores_of_layer
 from sinklens.live.heads import Trials, requested_trial
 from sinklens.live.refusal import Refused, read_json, require
@@ -246,21 +246,9 @@ class LabApp:
         return PlainTextResponse(script(specs, self._session.loading))
 
     async def report(self, request: Request) -> Response:
-        """The offline report of a run, or of two, as a download."""
-        ids = [request.path_params["run"], *request.query_params.getlist("other")[:1]]
-        runs = [self._session.outcome(run) for run in ids]
-        models = [self._session.model(spec.model) for spec, _ in runs]
-
-        def compute() -> str:
-            pages = [
-                saving.page(spec, outcome, model, saving.BUDGET / len(runs))
-                for (spec, outcome), model in zip(runs, models, strict=True)
-            ]
-            specs, outcomes = [spec for spec, _ in runs], [outcome for _, outcome in runs]
-            return pages[0] if len(pages) == 1 else saving.pair(pages, specs, outcomes, models[0])
-
-        text = await asyncio.wrap_future(self._session.thread.compute(compute))
-        name = "-".join(["sinklens", *ids])
+        """The offline report of a run, as a download."""
+        run = request.path_params["run"]
+        text, name = await self._read(reading.report, run), f"sinklens-{run}"
         return Response(text, media_type="text/html", headers={
             "Content-Disposition": f'attachment; filename="{name}.html"',
             "Content-Security-Policy": "sandbox allow-scripts",  # if a browser shows it, it is not a page of the lab

@@ -23,6 +23,8 @@ from sinklens.live.spec import RunSpec
 from sinklens.runs import Generation
 from sinklens.sinks import Record
 from sinklens.views.patterns import patterns_at
+from sinklens.views.report import build
+from sinklens.views.report_data import Material
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -43,6 +45,31 @@ def patterns(
         wanted = Record(patterns=[(step, layer) for layer in layers])
         run.patterns.update(repeat(spec, model, outcome, steps=step + 1, record=wanted).patterns)
     return patterns_at(run, step, layers)
+
+
+def report(spec: RunSpec, outcome: RunOutcome, model: "Model") -> str:
+    """The offline report of a run as one HTML file.
+
+    Raises:
+        SettingError: the run is too large for the budget.
+    """
+    tokenizer, start = model.tokenizer, outcome.prompt_length
+    ids = outcome.canvas[0, :start][outcome.real[:start]].tolist()
+    material = Material(
+        track=outcome.track(),
+        canvas=outcome.canvas,
+        prompt=f"token ids {ids}" if tokenizer is None else str(tokenizer.decode(ids)),
+        answer=f"token ids {outcome.canvas[-1, start:].tolist()}" if tokenizer is None else outcome.answer.text or "",
+        patterns=lambda step, layers: patterns(spec, outcome, model, step, layers),
+        facts=[] if changed(spec) == "none" else [("changes", changed(spec))],
+    )
+    return build(material)
+
+
+def changed(spec: RunSpec) -> str:
+    """What changes a run, as its script writes it; "none" for an ordinary run."""
+    changes = [change.source() for change in spec.changes]
+    return "; ".join([*changes, *([] if spec.replay is None else [f"replays run {spec.replay}"])]) or "none"
 
 
 def certainty(spec: RunSpec, outcome: RunOutcome, model: "Model") -> Float[np.ndarray, "measure step pos"]:

@@ -9,7 +9,6 @@ import torch
 from building import random_hf
 from lab_page import MENU, PROMPT, Page, shown_at_end
 from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 import sinklens
@@ -94,17 +93,13 @@ def test_the_script_and_the_saved_page_reproduce_what_is_shown(page, browser, tm
         "const [done] = arguments; fetch(document.getElementById('save-page').href).then(a => a.text()).then(done)"
     )
     page.quiet()
-    file = tmp_path / "pair.html"
+    file = tmp_path / "run.html"
     file.write_text(saved)
     page.fresh()
     browser.driver.get(file.as_uri())
-    frames = browser.driver.find_elements(By.TAG_NAME, "iframe")
-    assert len(frames) == 2
-    browser.driver.switch_to.frame(frames[1])
     browser.wait("return performance.getEntriesByName('first-view').length > 0")
     assert browser.text("prompt") == f"<|startoftext|>{PROMPT}"
     assert browser.text("answer") == made["second"].text
-    browser.driver.switch_to.default_content()
 
 
 def state_of(browser):

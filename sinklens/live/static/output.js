@@ -62,14 +62,14 @@ async function savePage() {
   const { href } = byId("save-page"), link = make("a");
   if (!href) return;
   link.href = URL.createObjectURL(await (await ask(href)).blob());
-  link.download = `sinklens-${[lab.A, lab.B].filter(Boolean).join("-")}.html`;
+  link.download = `sinklens-${shownId()}.html`;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
 }
 
 function drawTools() {
-  const save = byId("save-page"), ready = lab.A && !isActive(lab.A) && !(lab.B && isActive(lab.B));
-  if (ready) save.href = addressOf(`/api/runs/${lab.A}/page${pairQuery()}`);
+  const save = byId("save-page"), ready = shownId() && !isActive(shownId());
+  if (ready) save.href = addressOf(`/api/runs/${shownId()}/page`);
   else save.removeAttribute("href");
   save.setAttribute("aria-disabled", String(!ready));
   byId("copy-python").disabled = !lab.A;
