@@ -3,7 +3,6 @@
 from sinklens.runs.intervention import Intervention
 from sinklens.runs.recordings import (
     from_history,
-    from_sequences,
     read_canvases,
     replay,
     write_canvases,
@@ -17,7 +16,6 @@ __all__ = [
     "Intervention",
     "Trace",
     "from_history",
-    "from_sequences",
     "generate",
     "read_canvases",
     "replay",

@@ -8,7 +8,6 @@ of the same model.
 """
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -25,7 +24,6 @@ from sinklens.hooks import names
 from sinklens.hooks.attention.normalizers import normalizer_name
 from sinklens.hooks.hook_functions import label, takes_hook
 from sinklens.hooks.points import SamplerPoint
-from sinklens.hooks.sizes import point_elements
 from sinklens.model import Model
 from sinklens.runs.attached import attached
 from sinklens.runs.choices import ChoiceLog
@@ -45,9 +43,6 @@ from sinklens.sinks.track import SinkTrack
 from sinklens.utils.memory import explained
 from sinklens.utils.versions import versions
 
-IDS = ("hook_canvas", "hook_candidates", "hook_confidence")  # points of numbers of 8 bytes
-COSTLY = ("hook_pattern", "hook_attn_scores", "hook_result", "hook_logits")  # points with large values
-
 
 class Denoising:
     """One run, from prompt to `Generation`.
@@ -63,8 +58,7 @@ class Denoising:
     def __init__(self, model: Model, request: RunRequest) -> None:
         model.tree.refuse_unusable()
         self.model, self.request = model, request
-        started = start(model, request)
-        self.settings, self.state = started.settings, started.state
+        self.settings, self.state = start(model, request)
         follow(request.cache, model, self.settings, self.state)
         self._vocabulary: dict[int, str] = {}
         self._named: set[str] = set()
@@ -229,44 +223,13 @@ class Denoising:
 
     def _what_to_lower(self) -> str:
         """What was running when memory ran out, and what would need less."""
-        state, length = self.state, self.settings.gen_length
-        rows = f"{self.rows} row{'s' * (self.rows > 1)}{', doubled by cfg_scale,' if self.settings.guided else ''}"
-        passes = f"{rows} of {state.canvas.shape[1]} positions"
-        lower = [] if self.rows == 1 else [f"prompts at a time ({self.rows})"]
-        lower += [f"gen_length ({length})", f"the length of the prompt ({state.prompt_length})"]
-        costly = sorted({name.rpartition(".")[2] for name, _ in self.hooks if name.endswith(COSTLY)})
-        lower += [f"hooks at {', '.join(costly)}"] if costly else []
-        if self._recorder is not None and self._recorder.wants_patterns:
-            lower.append("the steps and layers of Record(patterns=…)")
+        doubled = ", doubled by cfg_scale," if self.settings.guided else ""
         return (
             f"{self.model.name} ran out of memory on {self.model.cfg.device} in step {len(self._frames) - 1} of "
-            f"{self.settings.most_steps}, with {passes}. Lower one of: {'; '.join(lower)}. {self._largest_watched()}"
-            f"A block that reads "
-            f"hook_pattern, hook_attn_scores, hook_result or hook_logits needs more memory than one that does not; "
-            f"Record(to='run.zarr') keeps recorded steps on disk. The model remains usable."
-        )
-
-    def _largest_watched(self, most: int = 3) -> str:
-        """A sentence that names the largest points with hooks, by kind, and the size of their values; "" for none."""
-        kinds: dict[str, list[str]] = {}
-        for name in dict.fromkeys(name for name, _ in self.hooks):
-            kinds.setdefault(re.sub(r"blocks\.\d+\.", "blocks.*.", name), []).append(name)
-        rows, length = self.rows * (2 if self.settings.guided else 1), self.state.canvas.shape[1]
-        cfg = self.model.cfg
-        sizes = {
-            kind: point_elements(cfg, kind, rows, length) * (8 if kind.endswith(IDS) else cfg.dtype.itemsize)
-            for kind in kinds
-        }
-        largest = sorted(sizes, key=lambda kind: -sizes[kind] * len(kinds[kind]))[:most]
-        if not largest:
-            return ""
-        parts = [
-            f"{kind} ({sizes[kind] / 1e6:,.3g} MB{f' in each of {len(kinds[kind])} layers' * ('*' in kind)})"
-            for kind in largest
-        ]
-        return (
-            f"The largest watched points: {', '.join(parts)}; drop those you do not need, or watch fewer layers and "
-            f"steps. "
+            f"{self.settings.most_steps}, with {self.rows} rows{doubled} of {self.state.canvas.shape[1]} positions. "
+            f"Lower the number of prompts at a time, gen_length or the length of the prompt, or watch fewer points, "
+            f"layers and steps: hook_pattern, hook_attn_scores, hook_result and hook_logits, as in Record(patterns=…), "
+            f"are the largest. Record(to='run.zarr') keeps recorded steps on disk. The model remains usable."
         )
 
     def result(self) -> Generation:

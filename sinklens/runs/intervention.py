@@ -16,7 +16,7 @@ a point after them.
 
 import hashlib
 from abc import ABC
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -268,7 +268,7 @@ def refuse_off_canvas(entry: Any, model: "Model") -> None:
         )
 
 
-def within(kind: str, chosen: Sequence[int] | None, size: int) -> list[int]:
+def within(kind: str, chosen: Sequence[Any] | None, size: int) -> list[int]:
     """`chosen` as unique indices from 0 to `size` − 1 in ascending order; all of them for None.
 
     Raises:
@@ -283,27 +283,16 @@ def within(kind: str, chosen: Sequence[int] | None, size: int) -> list[int]:
     return sorted({number % size for number in numbers})
 
 
-def whole_numbers(kind: str, chosen: Sequence[int]) -> list[int]:
+def whole_numbers(kind: str, chosen: Sequence[Any]) -> list[int]:
     """`chosen` as Python integers, in order; accepts lists, arrays and tensors of integers.
 
     Raises:
         SettingError: `chosen` is a single number or a generator, or contains something other than integers.
     """
-    if isinstance(chosen, int):
-        raise SettingError(f"{kind}s must be a list of integers; write {kind}s=[{chosen}].")
-    if isinstance(chosen, slice):
-        raise SettingError(f"{kind}s must be a list of integers; for a slice write {kind}s=range(start, stop).")
-    if isinstance(chosen, Iterator):
-        raise SettingError(
-            f"{kind}s must be a list of integers, because it is read more than once; a {type(chosen).__name__} can be "
-            f"read only once. Write {kind}s=list(...)."
-        )
-    try:
-        numbers = [as_integer(number) for number in chosen]
-    except TypeError as error:
-        raise SettingError(f"{kind}s must be a list of integers; got {chosen!r}.") from error
+    listed = isinstance(chosen, Iterable) and getattr(chosen, "ndim", 1) == 1
+    numbers = [as_integer(number) for number in chosen] if listed and not isinstance(chosen, Iterator) else [None]
     if None in numbers:
-        raise SettingError(f"{kind}s must be a list of integers; got {chosen!r}. For booleans pass their indices.")
+        raise SettingError(f"{kind}s must be a list of integers, such as [0, 2] or range(3); got {chosen!r}.")
     return [number for number in numbers if number is not None]
 
 

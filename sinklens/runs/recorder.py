@@ -97,11 +97,6 @@ class SinkRecorder:
         if record.to is not None:
             self.store = StoredSteps(record.to, axes, steps)
 
-    @property
-    def wants_patterns(self) -> bool:
-        """Whether attention patterns are recorded."""
-        return bool(self._wanted)
-
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Attach the recorder's hooks to the tree's points."""

@@ -8,15 +8,14 @@ one object per run (that is, per row of a batch):
     prompt_ids   token ids of the prompt, without padding
     canvas       the ids that entered each step, and those after the last: [steps + 1][positions], prompt first
     undecided    positions that are undecided in each canvas: [steps + 1][…]; or
-    decided      positions that each step decided: [steps][…]; or
     mask_id      the id on undecided positions (-1 in an autoregressive run), from which `undecided` follows
     sampler, settings, seed      optional: those of the run, under the names of sinklens
     model, source                optional: the model's name, and what made the run
 
-Positions count from the first token of the prompt. One of `undecided`, `decided` and `mask_id` is needed; the first of
-them that is present counts. `write_canvases` writes runs of sinklens, `read_canvases` reads a file, `from_history`
+Positions count from the first token of the prompt. One of `undecided` and `mask_id` is needed; the first counts.
+`write_canvases` writes runs of sinklens, `read_canvases` reads a file, `from_history`
 takes the lists of canvases that Dream's ``diffusion_generate(output_history=True, return_dict_in_generate=True)`` and
-dLLM's samplers (``return_dict=True``) return, and `from_sequences` what an autoregressive ``generate`` returns.
+dLLM's samplers (``return_dict=True``) return.
 
 Pitfall: the canvases alone do not say how an engine computed its steps. With approximate caches, quantization or
 another attention kernel its activations differed from those of a replay, which are those of the exact model.
@@ -92,27 +91,13 @@ class RecordedCanvases:
         """Number of positions after the prompt."""
         return self.canvas.shape[1] - len(self.prompt_ids)
 
-    def without_repeats(self) -> "RecordedCanvases":
-        """The run without steps that decided and changed nothing; step numbers then differ from the engine's."""
-        changed = (self.canvas[1:] != self.canvas[:-1]) | (self.undecided[1:] != self.undecided[:-1])
-        keep = torch.cat([changed.any(dim=1), torch.ones(1, dtype=torch.bool)])
-        return RecordedCanvases(
-            self.prompt_ids, self.canvas[keep], self.undecided[keep], self.sampler, self.settings, self.seed,
-            self.model, self.source,
-        )  # fmt: skip
-
     def to_json(self) -> dict[str, Any]:
         """The object of the module's format."""
-        decided = [
-            (now & ~after).nonzero()[:, 0].tolist()
-            for now, after in zip(self.undecided[:-1], self.undecided[1:], strict=True)
-        ]
         return {
             "format": FORMAT,
             "prompt_ids": list(self.prompt_ids),
             "canvas": self.canvas.tolist(),
             "undecided": [row.nonzero()[:, 0].tolist() for row in self.undecided],
-            "decided": decided,
             "sampler": self.sampler,
             "settings": dict(self.settings),
             "seed": self.seed,
@@ -133,7 +118,7 @@ class RecordedCanvases:
         try:
             canvas = torch.tensor(data["canvas"], dtype=torch.long)
             prompt = [int(token) for token in data["prompt_ids"]]
-            undecided = _undecided(data, canvas, len(prompt))
+            undecided = _undecided(data, canvas)
             return cls(
                 prompt, canvas, undecided, str(data.get("sampler") or ""), dict(data.get("settings") or {}),
                 int(data.get("seed") or 0), str(data.get("model") or ""), str(data.get("source") or ""),
@@ -144,21 +129,14 @@ class RecordedCanvases:
             ) from error
 
 
-def _undecided(data: Mapping[str, Any], canvas: Int[Tensor, "step pos"], prompt: int) -> Bool[Tensor, "step pos"]:
+def _undecided(data: Mapping[str, Any], canvas: Int[Tensor, "step pos"]) -> Bool[Tensor, "step pos"]:
     """Which positions are undecided, from the first key that says so."""
+    if data.get("undecided") is None:
+        return canvas == int(data["mask_id"])
     found = torch.zeros_like(canvas, dtype=torch.bool)
-    if data.get("undecided") is not None:
-        for row, places in zip(found, data["undecided"], strict=True):
-            row[torch.tensor(places, dtype=torch.long)] = True
-        return found
-    if data.get("decided") is not None:
-        found[:, prompt:] = True
-        for step, places in enumerate(data["decided"], start=1):
-            found[step:, torch.tensor(places, dtype=torch.long)] = False
-        if len(data["decided"]) != len(canvas) - 1:
-            raise ValueError(f"decided has {len(data['decided'])} steps, and canvas {len(canvas) - 1}")
-        return found
-    return canvas == int(data["mask_id"])
+    for row, places in zip(found, data["undecided"], strict=True):
+        row[torch.tensor(places, dtype=torch.long)] = True
+    return found
 
 
 def recorded_canvases(run: Generation, source: str = "sinklens") -> list[RecordedCanvases]:
@@ -255,26 +233,6 @@ def from_history(
     return found
 
 
-def from_sequences(
-    sequences: Int[Tensor, "batch pos"], prompts: Sequence[Sequence[int]], source: str = ""
-) -> list[RecordedCanvases]:
-    """Recorded runs from the sequences of transformers' autoregressive ``generate``, whose prompts are left-padded.
-
-    Each step decides one token, from left to right. First cut off what follows a row's end token.
-
-    Raises:
-        SettingError: a row does not hold its prompt.
-    """
-    longest, found = max(len(prompt) for prompt in prompts), []
-    for row, prompt in zip(sequences.detach().cpu().long(), prompts, strict=True):
-        ids = row[longest - len(prompt) :]
-        steps = len(ids) - len(prompt)
-        undecided = torch.arange(len(ids)) >= len(prompt) + torch.arange(steps + 1)[:, None]
-        canvas = ids.expand(steps + 1, -1).masked_fill(undecided, -1)
-        found.append(RecordedCanvases([int(token) for token in prompt], canvas, undecided, source=source))
-    return found
-
-
 @dataclass(frozen=True, eq=False)
 class _Placed:
     """Canvases in the columns of a run, as ``replay=`` takes them."""
@@ -309,7 +267,7 @@ def replay(
     given = _settings(model, recorded, settings)
     shared = {"seed": recorded.seed, "record_sinks": record_sinks, "progress": progress, "hooks": hooks}
     request = RunRequest([recorded.prompt_ids], **shared, settings=given)
-    placed = _placed(start(model, request).state, recorded)
+    placed = _placed(start(model, request)[1], recorded)
     return generate(model, [recorded.prompt_ids], replay=placed, **shared, **given)
 
 

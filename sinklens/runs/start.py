@@ -6,8 +6,6 @@ padding before them, answer positions that fill its last block, or a closing tok
 Pitfall: rows may need unequal numbers of answer positions, so the canvas can also have padding after the answer.
 """
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -24,21 +22,8 @@ from sinklens.sampling.decisions import RowNoise
 from sinklens.sampling.state import State
 
 
-@dataclass(frozen=True)
-class RunStart:
-    """The start of a run.
-
-    Attributes:
-        settings: the settings used, with defaults filled in.
-        state: the sampler's state with the initial canvas.
-    """
-
-    settings: Sampler
-    state: State
-
-
-def start(model: Model, request: RunRequest) -> RunStart:
-    """Encode the prompts and build the settings and the initial state.
+def start(model: Model, request: RunRequest) -> tuple[Sampler, State]:
+    """Encode the prompts and build the settings, with defaults filled in, and the initial state.
 
     Raises:
         PromptError: a prompt contains the mask token, or does not fit into the context with its answer.
@@ -64,7 +49,7 @@ def start(model: Model, request: RunRequest) -> RunStart:
     settings = settings.fitted(lengths)
     spare = [settings.spare(n) for n in lengths]
     _check_room(model, settings, max(lengths) + appended.shape[1], added + appended.shape[1], max(spare))
-    return RunStart(settings, _state(model, settings, ids, real, appended, spare, noise))
+    return settings, _state(model, settings, ids, real, appended, spare, noise)
 
 
 def _state(

@@ -7,7 +7,6 @@ Silent failure: if a block requests a point too late, nnsight would serve it fro
 the end of every step `StepServer` checks for requests that are still waiting and raises on the requesting line.
 """
 
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from sinklens.families.samplers import never_passed
 from sinklens.hooks.interleaving import wait_for
 from sinklens.hooks.points import SamplerPoint
 from sinklens.model import Model
+from sinklens.runs.intervention import within
 
 if TYPE_CHECKING:
     from sinklens.sampling.state import State
@@ -109,16 +109,16 @@ class VisitedSteps:
             SettingError: a step does not exist, the key is not made of step indices, it is an empty list, or the
                 steps are already a selection.
         """
-        total = self._owner.planned
+        steps = range(self._owner.planned)
         if self._selected:
             raise SettingError(f"t.steps{self._chosen} is already a selection; select from t.steps itself.")
         if isinstance(key, slice):
-            return VisitedSteps(self._owner, sorted(_sliced(key, total)))
+            return VisitedSteps(self._owner, sorted(steps[key]))
         several = isinstance(key, Iterable) and not isinstance(key, str) and getattr(key, "ndim", 1) > 0
-        wanted = list(key) if several else [key]  # a tensor or array without axes is one step
+        wanted = within("step", list(key) if several else [key], len(steps))  # a tensor without axes is one step
         if not wanted:
             raise SettingError("t.steps[[]] selects no step, so its loop would never run; leave the loop out.")
-        return VisitedSteps(self._owner, sorted({_number(step, total) for step in wanted}))
+        return VisitedSteps(self._owner, wanted)
 
     def at(self, *fractions: float) -> "VisitedSteps":
         """The steps at fractions of the run: 0 is the first, 1 the last."""
@@ -143,50 +143,3 @@ class VisitedSteps:
             yield step
         if self._chosen and not server.over:  # statements after the loop run after its last step, not during it
             wait_for(STEP, self._chosen[-1] + 1)
-
-    def __enter__(self) -> Any:
-        raise HookOrderError("`with t.iter[...]:` does not loop over steps; write `for step in t.steps[...]:`.")
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_AT = "Steps are integers; for a fraction of the run use t.steps.at(0.5)."
-
-
-def _integer(value: Any) -> int:
-    """`value` as an integer.
-
-    Raises:
-        SettingError: it is not an integer, or it is True or False.
-    """
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
-        raise SettingError(f"t.steps takes step indices, not {bool(value)}; boolean masks are not supported. {_AT}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise SettingError(f"step {value!r} does not exist. {_AT}") from None
-
-
-def _number(step: Any, total: int) -> int:
-    """The step as an index from 0."""
-    number = _integer(step)
-    if not -total <= number < total:
-        raise SettingError(
-            f"step {number} does not exist; this run has {total} steps, 0 to {total - 1} "
-            f"(or -{total} to -1 from the end)."
-        )
-    return number % total
-
-
-def _sliced(key: slice, total: int) -> range:
-    """The steps of a slice.
-
-    Raises:
-        SettingError: a bound is not an integer, the stride is 0, or the slice starts beyond the run.
-    """
-    start, stop, stride = (None if bound is None else _integer(bound) for bound in (key.start, key.stop, key.step))
-    if stride == 0:
-        raise SettingError("the stride of a slice of steps must not be 0.")
-    if start is not None and not -total <= start <= total:
-        raise SettingError(f"a slice of steps that starts at {start} is empty; this run has {total} steps.")
-    return range(total)[slice(start, stop, stride)]

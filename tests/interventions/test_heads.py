@@ -116,7 +116,7 @@ REFUSED = [
     (lambda reference: AblateHeads(by="resample"), r"resampling needs reference=head_outputs\(model, prompts\)"),
     (
         lambda reference: AblateHeads(heads=3).hooks_for(shared_model()),
-        r"heads must be a list of integers; write heads=\[3\]",
+        r"heads must be a list of integers, .*; got 3",
     ),
     (
         lambda reference: AblateHeads(steps=[0]).hooks_for(shared_model()),

@@ -339,14 +339,14 @@ def test_arrays_and_tensors_of_integers_are_accepted_as_lists(chosen):
 @pytest.mark.parametrize(
     ("chosen", "text"),
     [
-        (2, r"steps must be a list of integers; write steps=\[2\]"),
-        ([1, 2.5], r"steps must be a list of integers; got \[1, 2.5\]"),
-        (torch.tensor([1.0, 2.0]), r"steps must be a list of integers; got tensor\(\[1., 2.\]\)"),
-        ("12", "steps must be a list of integers; got '12'"),
-        (torch.tensor(3), r"steps must be a list of integers; got tensor\(3\)"),
-        ([True, False], r"steps must be a list of integers; got \[True, False\]. For booleans pass their indices"),
-        (torch.tensor([True, False]), r"got tensor\(\[ True, False\]\). For booleans pass their indices"),
-        ((step for step in (1, 2)), r"generator can be read only once. Write steps=list\(...\)"),
+        (2, r"steps must be a list of integers, .*; got 2"),
+        ([1, 2.5], r"steps must be a list of integers, .*; got \[1, 2.5\]"),
+        (torch.tensor([1.0, 2.0]), r"steps must be a list of integers, .*; got tensor\(\[1., 2.\]\)"),
+        ("12", "steps must be a list of integers, .*; got '12'"),
+        (torch.tensor(3), r"steps must be a list of integers, .*; got tensor\(3\)"),
+        ([True, False], r"steps must be a list of integers, .*; got \[True, False\]"),
+        (torch.tensor([True, False]), r"got tensor\(\[ True, False\]\)"),
+        ((step for step in (1, 2)), r"got <generator"),
     ],
 )
 def test_anything_but_a_list_of_integers_is_rejected(chosen, text):
