@@ -19,8 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 
 import sinklens
+from sinklens.analyses.estimates.deciding import in_groups
+from sinklens.evaluation.verification import mean_of
 from sinklens.experiments import circuit_curves, edge_scores
 from sinklens.experiments.circuits import CircuitCase, circuit_case
 from sinklens.tasks.word_problems import PROBLEM_KINDS, Problem, held_out, training

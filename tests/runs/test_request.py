@@ -47,7 +47,7 @@ def test_a_function_declares_the_arguments_that_its_request_checks(function, req
 @pytest.mark.parametrize("function", [sweep, collect], ids=["sweep", "collect"])
 def test_a_function_with_some_of_the_arguments_declares_them_alike(function):
     shared = {name: one for name, one in arguments(function).items() if name in SOME}
-    assert {"seed", "chat_template", "cache"} <= set(shared)
+    assert {"seed", "chat_template"} <= set(shared)
     for name, argument in shared.items():
         assert (argument.annotation, argument.default) == (DECLARED[name].annotation, DECLARED[name].default), name
 

@@ -474,7 +474,7 @@ def test_values_recorded_under_a_policy_are_patched_at_their_positions_only(word
     assert torch.equal(again.canvas, base.canvas)
     for patch, more in (
         (PatchHooks(source={1: kept.caches[1]}, positions=[3]), {"cache": None}),
-        (PatchHooks(source={7: kept.caches[7]}, shift=6), {}),
+        (PatchHooks(source={1: kept.caches[7]}), {}),
     ):
         with pytest.raises(SettingError, match=r"source has positions \d+ to \d+ of blocks\.1\.hook_resid_post"):
             sinklens.generate(model, PROMPTS[0], hooks=[patch], **settings | more)
