@@ -44,7 +44,7 @@ from sinklens.analyses.mass import hidden_keys, of_mass
 from sinklens.analyses.runs import noise_of
 from sinklens.analyses.study import Study, dot_panels
 from sinklens.errors import SettingError
-from sinklens.experiments.nll.draws import by_count
+from sinklens.experiments.nll.noise import by_count
 from sinklens.experiments.swaps import column_sums, kinds_of_vocabulary
 from sinklens.interventions.controls import largest, rest_of
 from sinklens.model.prompts import SinglePrompt

@@ -61,8 +61,8 @@ def likelihood(
 
     from sinklens.evaluation.choices import answer_questions, read_choices, word_problem_choices
     from sinklens.evaluation.conditions import masking as conditions_of
-    from sinklens.experiments.nll.draws import DrawRule
     from sinklens.experiments.nll.estimate import LikelihoodRequest
+    from sinklens.experiments.nll.noise import DrawRule
     from sinklens.model import load
     from sinklens.utils.atomic import atomic_write
 

@@ -19,8 +19,7 @@ from jaxtyping import Bool
 
 from sinklens.errors import ControlWarning, SettingError, TaskError, warn_caller
 from sinklens.evaluation.conditions import CONTROLS, Condition, unpaired
-from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
-from sinklens.experiments.nll.pairs import pairs_of
+from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods, pairs_of
 from sinklens.experiments.nll.result import Difference, Likelihood, likelihood_difference
 from sinklens.interventions import Intervention, MaskKeys
 from sinklens.interventions.rules import as_rule

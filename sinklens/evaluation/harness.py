@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sinklens.errors import PromptError, SettingError, SinklensError
-from sinklens.experiments.nll.batches import Batches
-from sinklens.experiments.nll.draws import DrawRule, Masking
-from sinklens.experiments.nll.estimate import LikelihoodRequest, refuse_cache, scores
-from sinklens.experiments.nll.pairs import PromptAnswer, check_pair, longest
+from sinklens.experiments.nll.estimate import LikelihoodRequest, check_pair, likelihoods, longest, refuse_cache
+from sinklens.experiments.nll.noise import DrawRule, Masking
+from sinklens.experiments.nll.result import PromptAnswer
 from sinklens.families.samplers import settings_for
 from sinklens.interventions import MaskSinks
 from sinklens.interventions.controls import Pick
@@ -78,9 +77,7 @@ class SinklensLM(TemplateLM):
         cache: a cache policy or its name, such as "dual" or "keep-sinks:4"; None computes every position. It is not
             the harness's response cache.
         mc_num, mc_batch, mc_masking: `mc_num`, `batch` and `masking` of the likelihood of a diffusion model; see
-            `sinklens.experiments.nll.draws.DrawRule`. Its guidance is the setting ``cfg_scale``.
-        check_greedy: whether a diffusion model also decodes each answer of a likelihood task, for metrics that ask
-            whether it would write it (lambada's accuracy); without it they get False, as LLaDA's script recommends.
+            `sinklens.experiments.nll.noise.DrawRule`. Its guidance is the setting ``cfg_scale``.
         revision, dtype, device: as in `sinklens.load`. "cuda:0", the default of the harness's command line, is
             ignored on a machine without a GPU.
         task_settings: sampler settings of single tasks, such as how a task treats end tokens: task name or pattern ->
@@ -108,7 +105,6 @@ class SinklensLM(TemplateLM):
         mc_num: int = 128,
         mc_batch: int = 16,
         mc_masking: Masking = "count",
-        check_greedy: bool = False,
         revision: str | None = None,
         dtype: Any = "auto",
         device: str | None = None,
@@ -128,7 +124,7 @@ class SinklensLM(TemplateLM):
                     same_step=mask_same_step,
                 )
             ]  # fmt: skip
-        self.rule, self.check_greedy = DrawRule(mc_num, mc_batch, mc_masking, seed=self.seed), check_greedy
+        self.rule = DrawRule(mc_num, mc_batch, mc_masking, seed=self.seed)
         loading: dict[str, Any] = {"revision": revision, "device": _available(device)}
         loading["dtype"] = None if dtype == "auto" else dtype
         self.model = load(pretrained, **{name: value for name, value in loading.items() if value is not None})
@@ -264,14 +260,12 @@ class SinklensLM(TemplateLM):
         request = LikelihoodRequest(
             rule=self.rule, cfg_scale=float(self.settings.get("cfg_scale", 0.0)), hooks=self.hooks
         )
-        batches, found = Batches(), []
+        found = []
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for start in range(0, len(pairs), AT_ONCE):
-                some = pairs[start : start + AT_ONCE]
-                scored = scores(self.model, some, request, batches, self.check_greedy)
-                greedy = scored.greedy or [False] * len(some)
-                found += [(one.value, right) for one, right in zip(scored.likelihoods, greedy, strict=True)]
-                bar.update(len(some))
+                scored = likelihoods(self.model, pairs[start : start + AT_ONCE], request)
+                found += [(one.value, one.greedy) for one in scored]
+                bar.update(len(scored))
         return found
 
     def set_cache_hook(self, cache_hook: Any) -> NoReturn:

@@ -87,8 +87,7 @@ def exact_step(run: "Generation", step: int) -> StepIds:
     if run.model.tree.changes_attention:
         raise SettingError(
             f"the attention of {run.model.family} models changes from pass to pass, and the tools that compute a step "
-            f"again have one rule for all steps. Keep the values of the run itself with Activations in hooks=, or "
-            f"compare modes with sinklens.experiments.modes_compared."
+            f"again have one rule for all steps. Keep the values of the run itself with Activations in hooks=."
         )
     if run.key_reuse:
         raise SettingError(

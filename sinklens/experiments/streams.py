@@ -1,22 +1,8 @@
 """Which layers leave the residual stream alone?
 
 *Stream* l enters layer l; the last one leaves the last layer. Each step is read with a pass over its canvas, and hooks
-of the run are not applied.
-
-*Similarity.* With X and Y the streams [place, d_model] at two layers or two steps, at the same places,
-
-    cosine   mean over places of x · y / (|x| |y|)
-    cka      ‖Yᵀ X‖²_F / (‖Xᵀ X‖_F ‖Yᵀ Y‖_F), columns centered (linear CKA; Kornblith et al., 1905.00414).
-
-Cosine asks whether the stream keeps its direction; CKA, which does not change under rotations and a common scale,
-whether the places keep their geometry. 1 − cosine of streams l and l + 1 is the block influence of layer l (ShortGPT,
-2403.03853): near 0 for a layer that changes little.
-
-*Large values.* A *massive activation* is one value of a stream that is large in itself and against the rest:
-|h| ≥ `at_least` and |h| ≥ `times_median` · median |h| over the stream of its step and layer (Sun et al., 2402.17762,
-with 100 and 1,000). An *outlier dimension* is large at many places: |h| ≥ `times_rms` · rms of the stream at the place,
-at no less than `positions` of the places and in no less than `layers` of the streams (after LLM.int8, 2208.07339, which
-has 6 % and 25 %, and an absolute threshold). `Ablate(dims=)` replaces them.
+of the run are not applied. 1 − cosine of streams l and l + 1 is the block influence of layer l (ShortGPT, 2403.03853):
+near 0 for a layer that changes little.
 
 Caveat: a few large dimensions dominate a stream, and most layers leave them alone, so cosines are high everywhere.
 Compare layers with each other, and check a redundant layer by skipping it (`SkipLayers`).

@@ -18,8 +18,8 @@ from sinklens.evaluation.choices import (
     word_problem_choices,
 )
 from sinklens.experiments import Likelihood, likelihood, likelihood_difference
-from sinklens.experiments.nll.draws import DrawRule
 from sinklens.experiments.nll.estimate import LikelihoodRequest
+from sinklens.experiments.nll.noise import DrawRule
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.tasks import held_out, read_answer
 

@@ -8,25 +8,19 @@ import pytest
 import sinklens
 from sinklens.errors import PromptError, SettingError
 from sinklens.experiments import likelihood
-from sinklens.experiments.nll.draws import DrawRule
 from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
-from sinklens.experiments.nll.pairs import PromptAnswer
+from sinklens.experiments.nll.noise import DrawRule
+from sinklens.experiments.nll.result import PromptAnswer
 from sinklens.interventions import MaskSinks
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 
-import torch  # noqa: E402
-from building import random_model  # noqa: E402
 from lm_eval import evaluator  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from sinklens.evaluation.harness import SinklensLM  # noqa: E402
-from sinklens.experiments.nll.batches import Batches  # noqa: E402
-from sinklens.experiments.nll.greedy import writes  # noqa: E402
-from sinklens.experiments.nll.hooked_pass import HookedPass  # noqa: E402
-from sinklens.runs.control_keys import ControlLog  # noqa: E402
 
 TASK = """
 include: {original}
@@ -169,51 +163,6 @@ def test_rolling_bounds_sum_over_windows(tiny_llada):
     windows = [PromptAnswer((start,), tuple(tokens[:size])), last]
     wanted = likelihoods(tiny_llada, windows, LikelihoodRequest(rule=DrawRule(4, 2)))
     assert found == pytest.approx(sum(one.value for one in wanted), rel=1e-5)
-
-
-def test_an_answer_is_greedy_if_the_model_would_write_it(tiny_llada):
-    prompt = f"Question: {STORY}How many balls does Kim have now?\nAnswer:"
-    run = sinklens.generate(tiny_llada, prompt, gen_length=6, steps=6, block_length=6)
-    text = tiny_llada.to_string(run.tokens[0, run.prompt_length :])
-    model = SinklensLM(tiny_llada, mc_num=2, mc_batch=2, check_greedy=True)
-    requests = [request(prompt, text), request(prompt, text.replace("20", "21")), request(prompt, " Kim")]
-    assert [greedy for _, greedy in model.loglikelihood(requests, disable_tqdm=True)] == [True, False, True]
-    assert not SinklensLM(tiny_llada, mc_num=2, mc_batch=2).loglikelihood(requests[:1], disable_tqdm=True)[0][1]
-
-
-def suffix_greedy_prediction(model, prefix, target):
-    """``suffix_greedy_prediction`` of LLaDA's eval_llada.py, with the prompt's ids."""
-    seq = torch.full((1, len(prefix) + len(target)), model.mask_token_id)
-    seq[0, : len(prefix)] = torch.tensor(prefix)
-    for _ in range(len(target)):
-        mask_index = seq == model.mask_token_id
-        logits = model.tree.hf(seq).logits[mask_index]
-        x0 = torch.argmax(logits, dim=-1)
-        p = torch.softmax(logits.to(torch.float32), dim=-1)
-        confidence = torch.gather(p, dim=-1, index=torch.unsqueeze(x0, -1)).squeeze(dim=-1)
-        _, index = torch.sort(confidence, descending=True)
-        x0[index[1:]] = model.mask_token_id
-        seq[mask_index] = x0.clone()
-    return seq[0, len(prefix) :].tolist()
-
-
-def test_greedy_answers_equal_those_of_lladas_script():
-    model = random_model()
-    passes = HookedPass(model, (), 0.0, 0, ControlLog())
-    pairs = []
-    for prefix in ([5, 9, 3], [7], [8, 2, 2, 4]):
-        for length in (1, 3, 5):
-            written = suffix_greedy_prediction(model, prefix, [0] * length)
-            pairs += [
-                PromptAnswer(tuple(prefix), tuple(written)),
-                PromptAnswer(tuple(prefix), (*written[:-1], (written[-1] + 1) % 60)),
-            ]
-    kept = [pair for pair in pairs if model.mask_token_id not in pair.answer]
-    wanted = [
-        suffix_greedy_prediction(model, list(one.prompt), [0] * len(one.answer)) == list(one.answer) for one in kept
-    ]
-    assert writes(passes, kept, Batches()) == wanted
-    assert sum(wanted) > 5
 
 
 def test_what_a_likelihood_does_not_have_is_refused(tiny_llada):

@@ -1,27 +1,31 @@
 """`likelihood`: log p of an answer given its prompt, or a bound of it, under hooks or without.
 
 Autoregressive models give it exactly. Masked diffusion models give a lower bound, estimated from random masks of the
-answer (draws.py) or computed from all of them. MDLM, BD3-LM, SEDD, Duo and GIDD give their published bounds, estimated
+answer or computed from all of them. MDLM, BD3-LM, SEDD, Duo and GIDD give their published bounds, estimated
 from random times and noise (noise.py). DiffusionGemma gives neither: its canvas holds random tokens, its passes are
 conditioned on the logits of the step before, and no procedure has been published.
+
+A text pair is tokenized together and then divided, as in lm-evaluation-harness: spaces at the end of the prompt belong
+to the answer. The prompt gets as many tokens as it has alone; the others are the answer's. If prompt and answer share a
+token, the division falls before or after it, and the prompt differs from the one that a run would get.
 
 Pitfall: a pass over a masked answer has no previous step. Interventions that need one are refused, because they would
 fail silently.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from sinklens.errors import SettingError
+import numpy as np
+from torch import Tensor
+
+from sinklens.errors import PromptError, SettingError
 from sinklens.experiments.nll.autoregressive import score_exactly, score_forced
-from sinklens.experiments.nll.batches import Batches
 from sinklens.experiments.nll.diffusion import bounds
-from sinklens.experiments.nll.draws import DrawRule, Masking
-from sinklens.experiments.nll.greedy import writes
 from sinklens.experiments.nll.hooked_pass import HookedPass, refuse_earlier
-from sinklens.experiments.nll.noise import noise_of
-from sinklens.experiments.nll.pairs import PromptAnswer, is_several, pairs_of
-from sinklens.experiments.nll.result import Likelihood
+from sinklens.experiments.nll.noise import DrawRule, Masking, noise_of
+from sinklens.experiments.nll.result import Likelihood, PromptAnswer
 from sinklens.model import Model
 from sinklens.model.prompts import Prompt
 from sinklens.runs.control_keys import ControlLog
@@ -117,51 +121,111 @@ def refuse_cache(cache: Policy | str | None) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ScoredAnswers:
-    """Likelihoods of some pairs.
-
-    Attributes:
-        likelihoods: one for each pair.
-        greedy: whether greedy decoding writes the answer; None if not asked, in a diffusion model.
-    """
-
-    likelihoods: list[Likelihood]
-    greedy: list[bool] | None
-
-
 def likelihoods(model: Model, pairs: Sequence[PromptAnswer], request: LikelihoodRequest) -> list[Likelihood]:
     """The likelihood of each pair; see `likelihood`."""
-    return scores(model, pairs, request, Batches(request.rows)).likelihoods
-
-
-def scores(
-    model: Model, pairs: Sequence[PromptAnswer], request: LikelihoodRequest, batches: Batches, greedy: bool = False
-) -> ScoredAnswers:
-    """The likelihood of each pair, and whether greedy decoding writes the answer; see `likelihood`."""
     model.tree.refuse_unusable()
-    hooks = tuple(hook_list(request.hooks))
+    hooks, seed = tuple(hook_list(request.hooks)), request.rule.seed
     if model.causal:
         if request.cfg_scale:
             raise SettingError(
                 f"{model.name} is autoregressive and has no mask token to guide with; leave cfg_scale out."
             )
-        seed = request.rule.seed
-        scored = score_forced(model, pairs, hooks, seed, batches) if hooks else score_exactly(model, pairs, batches)
-        return ScoredAnswers([scored.result(number, pair) for number, pair in enumerate(pairs)], scored.greedy)
+        if hooks:
+            return score_forced(model, pairs, hooks, seed, request.rows)
+        return score_exactly(model, pairs, request.rows)
     if model.tree.changes_attention:
         raise SettingError(
             f"{model.name} has one likelihood for each of its modes, and none of them is estimated here. Its logits in "
             f"a mode are those of model(ids, mode=...)."
         )
     noise = noise_of(model)
-    if model.tree.architecture.time and (request.cfg_scale or greedy):
+    if model.tree.architecture.time and request.cfg_scale:
         raise SettingError(
-            f"{'cfg_scale' if request.cfg_scale else 'check_greedy'} is for models without a noise schedule; no such "
-            f"procedure is published for {model.family} models. Leave it out."
+            f"cfg_scale is for models without a noise schedule; no such procedure is published for {model.family} "
+            f"models. Leave it out."
         )
-    refuse_earlier(hooks, model, noise.only_masks)
-    passes = HookedPass(model, hooks, request.cfg_scale, request.rule.seed, ControlLog())
-    found = bounds(passes, noise, pairs, request.rule, batches)
+    refuse_earlier(hooks, model)
+    passes = HookedPass(model, hooks, request.cfg_scale, seed, ControlLog())
+    found = bounds(passes, noise, pairs, request.rule, request.rows)
     passes.controls.report()
-    return ScoredAnswers(found, writes(passes, pairs, batches) if greedy else None)
+    return found
+
+
+def divided(prompt: str, answer: str, encode: Callable[[str], list[int]]) -> PromptAnswer:
+    """The pair of two texts, tokenized together by `encode`; the prompt is not empty."""
+    spaces = len(prompt) - len(prompt.rstrip())
+    if spaces:
+        prompt, answer = prompt[:-spaces], prompt[-spaces:] + answer
+    before = encode(prompt)
+    return PromptAnswer(tuple(before), tuple(encode(prompt + answer)[len(before) :]))
+
+
+def pairs_of(model: Model, prompt: Any, answer: Any, chat_template: bool | str) -> list[PromptAnswer]:
+    """The pairs of a prompt and an answer, of lists of both, or of one prompt and several answers.
+
+    Raises:
+        PromptError: one is empty, invalid or too long, contains the mask token, or the lists differ in length.
+    """
+    answers = list(answer) if is_several(answer) else [answer]
+    prompts = list(prompt) if is_several(prompt) else [prompt] * len(answers)
+    if len(prompts) != len(answers):
+        raise PromptError(
+            f"got {len(prompts)} prompts and {len(answers)} answers; give one answer for each prompt, or one prompt."
+        )
+    found = [_pair(model, *texts, chat_template) for texts in zip(prompts, answers, strict=True)]
+    for number, pair in enumerate(found):
+        check_pair(model, pair, number)
+    return found
+
+
+def is_several(given: Any) -> bool:
+    """Whether `given` is a list of texts or of rows of ids, rather than one text or one row."""
+    if isinstance(given, Tensor | np.ndarray):
+        return given.ndim > 1
+    return not isinstance(given, str) and len(given) > 0 and not isinstance(given[0], int | np.integer)
+
+
+def _pair(model: Model, prompt: Any, answer: Any, chat_template: bool | str) -> PromptAnswer:
+    if isinstance(prompt, str) and isinstance(answer, str) and chat_template is False and prompt.strip():
+        return divided(prompt, answer, lambda text: _ids(model, text))
+    before = _ids(model, prompt, chat_template) if len(prompt) else []
+    return PromptAnswer(tuple(before), tuple(_ids(model, answer, prepend_bos=False)))
+
+
+def _ids(model: Model, given: Any, chat_template: bool | str = False, prepend_bos: bool | None = None) -> list[int]:
+    """Ids of one text, or of one row of ids."""
+    if not isinstance(given, str):
+        chat_template, prepend_bos = False, None
+    elif chat_template is not False:
+        prepend_bos = None
+    return model.reader.read(given, chat_template, prepend_bos).ids[0].tolist() if len(given) else []
+
+
+def check_pair(model: Model, pair: PromptAnswer, number: int) -> None:
+    """Refuse a pair that has no likelihood.
+
+    Raises:
+        PromptError: see `pairs_of`.
+    """
+    if not pair.answer:
+        raise PromptError(f"answer {number} is empty; a likelihood needs at least one token after the prompt.")
+    if model.causal and not pair.prompt:
+        raise PromptError(
+            f"prompt {number} is empty, and {model.name} is autoregressive: its first token needs one before it. Pass "
+            f"a start token as the prompt."
+        )
+    if model.mask_token_id is not None and model.mask_token_id in (*pair.prompt, *pair.answer):
+        raise PromptError(
+            f"pair {number} contains the mask token ({model.mask_token_id}); pass the text without masks, which a "
+            f"likelihood draws itself."
+        )
+    length = len(pair.prompt) + len(pair.answer)
+    if length > longest(model):
+        raise PromptError(
+            f"pair {number} has {length} tokens, and {model.name} takes at most {longest(model)}. Shorten the prompt."
+        )
+
+
+def longest(model: Model) -> int:
+    """The most tokens that a pair may have; an autoregressive model does not read the last one."""
+    return model.cfg.n_ctx + model.causal

@@ -1,27 +1,31 @@
-"""One pass over prompts and partly masked answers, under hooks: a run of one step that decides nothing.
+"""The passes of likelihoods: over prompts and noisy answers under hooks, and after prefixes that rows share.
 
-Interventions get the context of a run with one step, step 0. The pass goes through ``denoise.hook_canvas``, all points
-of the model, and ``denoise.hook_logits``; under guidance, hooks see the conditional rows.
+Under hooks, a pass is a run of one step that decides nothing. Interventions get the context of such a run, step 0. The
+pass goes through ``denoise.hook_canvas``, all points of the model, and ``denoise.hook_logits``; under guidance, hooks
+see the conditional rows.
+
+A block sees earlier blocks and no later ones, so the keys and values of earlier blocks do not depend on it. Without
+hooks and guidance they are computed once for all draws and choices that have them, and only the block itself, with the
+part of the prompt inside it, is computed for each row. The prompt of an autoregressive model is shared in the same way.
 
 Limitation: interventions that need an earlier step or a sampler's decision are refused. `refuse_earlier` names what to
 use instead.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinklens.errors import HookNameError, PromptError, SettingError
-from sinklens.experiments.nll.plans import planned
+from sinklens.errors import DeviceMemoryError, HookNameError, PromptError, SettingError
 from sinklens.hooks import names
 from sinklens.hooks.attention.blocks import Blocks, ruled_by
-from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.hook_functions import takes_hook
 from sinklens.interventions.patterns import Hold
 from sinklens.interventions.places import AtPositions
@@ -32,32 +36,48 @@ from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.intervention import HookFunction, HookSource, RunContext, all_applied, refuse_off_canvas, row_key
 from sinklens.runs.request import HOOKS
 from sinklens.sampling.decisions import RowNoise
+from sinklens.sampling.key_cache import one_later
 from sinklens.sampling.state import State
+from sinklens.utils.memory import explained
 
+Ids = tuple[int, ...]
+Row = TypeVar("Row")
+POSITIONS = 16384  # of a first batch: 128 draws of 128 tokens
 PASSED = ("denoise.hook_canvas", "denoise.hook_logits")
-INSTEAD = (
-    "pass same_step=True for the keys of the pass itself, where= a state, token kind or array, positions=, or "
-    "source= with same_step=True"
-)
+INSTEAD = "pass same_step=True for the keys of the pass itself, where= a state, token kind or array, or positions="
 
 
-@dataclass(frozen=True)
-class MaskedRows:
-    """Rows of prompts and answers of equal length.
+def in_batches(
+    rows: Sequence[Row], length: Callable[[Row], int], work: Callable[[Sequence[Row]], None], most: int | None
+) -> int | None:
+    """Call `work` on consecutive batches of `rows`; when memory runs out, the batch is halved and the work goes on.
 
-    Attributes:
-        prompts: left-padded.
-        real: False on padding of the prompts.
-        answers: with masks, or other noise.
-        masked: tokens of the answers whose loss counts.
-        levels: what the network reads of the time; None if it reads none.
+    Args:
+        length: the number of positions that a row needs.
+        most: most rows in a batch; None for as many as have `POSITIONS` positions.
+
+    Returns:
+        The most rows that fit, once memory ran out; otherwise `most`.
+
+    Raises:
+        DeviceMemoryError: a single row does not fit.
     """
-
-    prompts: Int[Tensor, "row prompt"]
-    real: Bool[Tensor, "row prompt"]
-    answers: Int[Tensor, "row pos"]
-    masked: Bool[Tensor, "row pos"]
-    levels: Float[Tensor, " row"] | None = None
+    start = 0
+    while start < len(rows):
+        sizes = [length(row) for row in rows[start : start + (most or POSITIONS)]]
+        while most is None and len(sizes) > 1 and max(sizes) * len(sizes) > POSITIONS:
+            sizes.pop()
+        batch = rows[start : start + len(sizes)]
+        try:
+            with explained(partial("A likelihood pass of {} rows ran out of memory.".format, len(batch))):
+                work(batch)
+        except DeviceMemoryError:
+            if len(batch) == 1:
+                raise
+            most = len(batch) // 2
+        else:
+            start += len(batch)
+    return most
 
 
 @dataclass(frozen=True)
@@ -78,60 +98,68 @@ class HookedPass:
     seed: int
     controls: ControlLog
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows can share their prefix; networks with a noise level keep no keys."""
+        model = self.model
+        alone = not (self.hooks or self.cfg_scale or model.tree.is_watched)
+        return alone and model.checkpoint.blocks is not None and not model.tree.architecture.time
+
     @torch.no_grad()
-    def logits(self, given: MaskedRows) -> Float[Tensor, "masked vocab"]:
-        """Logits, in float32, of the masked tokens, row by row.
+    def logits(
+        self,
+        prompts: Int[Tensor, "row prompt"],
+        real: Bool[Tensor, "row prompt"],
+        answers: Int[Tensor, "row pos"],
+        counted: Bool[Tensor, "row pos"],
+        levels: Float[Tensor, " row"] | None,
+    ) -> Float[Tensor, "counted vocab"]:
+        """Logits, in float32, of the counted tokens of noisy answers of one length, row by row.
+
+        Args:
+            prompts, real: left-padded.
+            answers, counted: the noisy tokens, and those whose loss counts.
+            levels: what the network reads of the time; None if it reads none.
 
         Raises:
-            SettingError: an intervention changed which tokens of the answer are masked.
+            SettingError: an intervention changed the tokens of the answer.
             PromptError: interventions made the text longer than the context.
         """
-        prompts, real, appended = self._extended(given)
-        hooks = [planned(entry, prompts, real, given.masked) for entry in self.hooks]
-        answer = slice(prompts.shape[1], prompts.shape[1] + given.answers.shape[1])
-        beyond = torch.zeros_like(appended, dtype=torch.bool)
-        canvas = torch.cat([prompts, given.answers, appended], dim=1)
-        real = torch.cat([real, torch.ones_like(given.masked), ~beyond], dim=1)
-        where = torch.cat([torch.zeros_like(prompts, dtype=torch.bool), given.masked, beyond], dim=1)
-        self._check_length(int(real.sum(dim=1).max()))
-        state = self._state(canvas, real, prompts.shape[1], where)
-        with self._hooked(hooks, state), self._ruled():
-            if given.levels is not None:
-                state.time = given.levels.to(canvas.device)
+        model, after = self.model, prompts[:, :0]
+        for entry in self.hooks:
+            if isinstance(entry, HookSource):
+                prompts, real, more = entry.extend(model, prompts, real)
+                after = torch.cat([after, more], dim=1)
+        prompts, real = padded_to_block(model, prompts, real)
+        sides = prompts.shape[1], after.shape[1]
+        canvas, real = (
+            torch.cat([prompts, answers, after], dim=1),
+            pad(real, (0, answers.shape[1] + sides[1]), value=True),
+        )
+        where = pad(counted, sides)
+        if (longest := int(real.sum(dim=1).max())) > model.cfg.n_ctx:
+            raise PromptError(
+                f"with the tokens that interventions add, a pass would need {longest} positions; {model.name} has "
+                f"{model.cfg.n_ctx}. Shorten the prompt."
+            )
+        state, blocks = self._state(canvas, real, sides[0], where), blocks_of_text(model)
+        same = blocks is None or blocks == model.checkpoint.blocks
+        rule = nullcontext() if same else ruled_by(model.tree.hf.config, blocks)
+        with (
+            all_applied(self.hooks, model),
+            rule,
+            attached(model.tree, self._pairs(state), len(canvas), self.cfg_scale > 0),
+        ):
+            state.announce(0)
+            if levels is not None:
+                state.time = levels.to(canvas.device)
             seen = state.begin_step()
-            if not torch.equal(seen[:, answer], given.answers):
+            if not torch.equal(seen[:, sides[0] : sides[0] + answers.shape[1]], answers):
                 raise SettingError(
                     "an intervention changed answer tokens of a likelihood, whose masks are drawn; restrict it to the "
                     "prompt, or change activations."
                 )
             return state.logits(seen, where, self.cfg_scale)
-
-    def _check_length(self, positions: int) -> None:
-        if positions > self.model.cfg.n_ctx:
-            raise PromptError(
-                f"with the tokens that interventions add, a pass would need {positions} positions; {self.model.name} "
-                f"has {self.model.cfg.n_ctx}. Shorten the prompt."
-            )
-
-    def _extended(self, given: MaskedRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Prompts, which are real, and what follows the answers, as interventions and blocks need them."""
-        prompts, real, appended = given.prompts, given.real, given.prompts[:, :0]
-        for entry in self.hooks:
-            if isinstance(entry, HookSource):
-                prompts, real, more = entry.extend(self.model, prompts, real)
-                appended = torch.cat([appended, more], dim=1)
-        blocks = blocks_of_text(self.model)
-        if blocks is not None and blocks.start == "column":
-            lead = (-prompts.shape[1] % blocks.length, 0)
-            prompts, real = pad(prompts, lead, value=self.model.reader.pad), pad(real, lead, value=False)
-        return prompts, real, appended
-
-    def _ruled(self) -> AbstractContextManager[None]:
-        """The attention rule of the pass, where it is not that of the config."""
-        blocks = blocks_of_text(self.model)
-        if blocks is None or blocks == self.model.checkpoint.blocks:
-            return nullcontext()
-        return ruled_by(self.model.tree.hf.config, blocks)
 
     def _state(self, canvas: Tensor, real: Tensor, prompt_length: int, counted: Tensor) -> State:
         model, mask_id = self.model, self.model.mask_token_id
@@ -143,7 +171,12 @@ class HookedPass:
 
     def _context(self, state: State) -> RunContext:
         """The context of the one step; random keys of a row depend on its canvas."""
-        rows = zip(state.canvas, state.real, strict=True)
+        rows, tokenizer = zip(state.canvas, state.real, strict=True), self.model.tokenizer
+
+        def texts(tokens: Sequence[int]) -> dict[int, str]:
+            known = [] if tokenizer is None else [token for token in tokens if token >= 0]
+            return {token: str(tokenizer.decode([token])) for token in known}  # type: ignore[union-attr]
+
         return RunContext(
             tree=self.model.tree,
             real=state.real,
@@ -152,29 +185,12 @@ class HookedPass:
             mask_id=state.mask_id,
             seed=self.seed,
             row_keys=tuple(row_key(row[keep].tolist()) for row, keep in rows),
-            vocabulary=self._texts,
+            vocabulary=texts,
             special=self.model.special_tokens,
             controls=self.controls,
         )
 
-    def _texts(self, tokens: Sequence[int]) -> dict[int, str]:
-        tokenizer = self.model.tokenizer
-        return {} if tokenizer is None else {token: str(tokenizer.decode([token])) for token in tokens if token >= 0}
-
-    @contextmanager
-    def _hooked(self, hooks: Sequence[Any], state: State) -> Iterator[None]:
-        tree = self.model.tree
-        try:
-            state.announce(0)
-            with (
-                all_applied(hooks, self.model),
-                attached(tree, self._pairs(hooks, state), len(state.canvas), self.cfg_scale > 0),
-            ):
-                yield
-        finally:
-            tree.watch.forward_pass = ForwardPass()
-
-    def _pairs(self, hooks: Sequence[Any], state: State) -> list[tuple[str, HookFunction]]:
+    def _pairs(self, state: State) -> list[tuple[str, HookFunction]]:
         """The (point, function) pairs of one pass.
 
         Raises:
@@ -182,19 +198,19 @@ class HookedPass:
             SettingError: it acts at a point that the pass does not reach.
         """
         model, found = self.model, []
-        for entry in hooks:
+        for entry in self.hooks:
             if isinstance(entry, HookSource):
                 pairs = entry.hooks_for(model, self._context(state))
             elif isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1]) and takes_hook(entry[1]):
                 pairs = [(name, entry[1]) for name in names.select(entry[0], model.hook_names(), model.cfg.n_layers)]
             else:
                 raise HookNameError(f"{HOOKS}; got {entry!r}.")
-            for name, _ in pairs:
-                if name.startswith("denoise.") and name not in PASSED:
-                    raise SettingError(
-                        f"{_named(entry)} acts at {name}, but a likelihood decides no token, so its passes do not "
-                        f"reach that point; they reach {', '.join(PASSED)} and the points of the model."
-                    )
+            beyond = [name for name, _ in pairs if name.startswith("denoise.") and name not in PASSED]
+            if beyond:
+                raise SettingError(
+                    f"{_named(entry)} acts at {beyond[0]}, but a likelihood decides no token, so its passes do not "
+                    f"reach that point; they reach {', '.join(PASSED)} and the points of the model."
+                )
             found += pairs
         return found
 
@@ -208,11 +224,8 @@ def blocks_of_text(model: Model) -> Blocks | None:
     return replace(blocks, start="token") if blocks is not None and model.tree.architecture.time else blocks
 
 
-def refuse_earlier(hooks: Sequence[Any], model: Model, only_masks: bool = True) -> None:
+def refuse_earlier(hooks: Sequence[Any], model: Model) -> None:
     """Refuse interventions that need a step before the pass, or complete passes where a model has none.
-
-    Args:
-        only_masks: whether masks are the noise of an answer, so that their number finds the step of a recorded run.
 
     Raises:
         SettingError: naming what to use instead.
@@ -221,15 +234,10 @@ def refuse_earlier(hooks: Sequence[Any], model: Model, only_masks: bool = True) 
         refuse_off_canvas(entry, model)
         rule = entry.rule if isinstance(entry, AtPositions) else None
         wheres = [leaf for leaf in ([] if rule is None else rule.leaves()) if isinstance(leaf, Where)]
-        if any(not leaf.same_step for leaf in wheres):
+        if any(leaf.track is not None or not leaf.same_step for leaf in wheres):
             raise SettingError(
-                f"{_named(entry)} acts on the sinks of the previous step, and a likelihood is one pass without one: "
-                f"{INSTEAD}."
-            )
-        if not only_masks and any(leaf.track is not None for leaf in wheres):
-            raise SettingError(
-                f"{_named(entry)} takes the sinks of a recorded run, whose step is found by the number of masks, and "
-                f"{model.family} models add random tokens; pass same_step=True without source=."
+                f"{_named(entry)} acts on the sinks of the previous step or of another run, and a likelihood is one "
+                f"pass of its own: {INSTEAD}."
             )
         if isinstance(entry, Hold):
             raise SettingError(
@@ -240,3 +248,71 @@ def refuse_earlier(hooks: Sequence[Any], model: Model, only_masks: bool = True) 
 
 def _named(entry: Any) -> str:
     return type(entry).__name__ if isinstance(entry, HookSource) else f"a hook function at {entry[0]!r}"
+
+
+def prefix_length(model: Model, before: int) -> int:
+    """How many of the `before` tokens before a block's noisy ones lie in complete blocks."""
+    blocks = blocks_of_text(model)
+    assert blocks is not None
+    return before - before % blocks.length if blocks.start == "token" else before
+
+
+@torch.no_grad()
+def logits_after(
+    model: Model, prefixes: Sequence[Ids], rest: Int[Tensor, "row pos"], where: Bool[Tensor, "row pos"]
+) -> Float[Tensor, "token vocab"]:
+    """Logits, in float32, of the tokens of `rest` at `where`, row by row; either all prefixes are empty or none is."""
+    distinct = list(dict.fromkeys(prefixes))
+    source = torch.tensor([distinct.index(prefix) for prefix in prefixes])
+    found = hidden_after(model, distinct, source, rest)
+    hidden = one_later(*found) if model.family_record.shift else found.hidden
+    return model.tree.head(hidden[where]).float()
+
+
+class Continued(NamedTuple):
+    """The outputs of a pass over tokens that continue prefixes.
+
+    Attributes:
+        hidden: the final-norm outputs of the tokens.
+        real: False on padding before the prefix, which comes first.
+        before: the output at the end of the prefix; None without one.
+    """
+
+    hidden: Float[Tensor, "row rest d_model"]
+    real: Bool[Tensor, "row pos"]
+    before: Float[Tensor, "row 1 d_model"] | None
+
+
+def hidden_after(
+    model: Model, prefixes: Sequence[Ids], source: Int[Tensor, " row"], rest: Int[Tensor, "row rest"]
+) -> Continued:
+    """One pass over distinct prefixes, and one over the tokens that continue them.
+
+    A prefix is computed once, and its keys and values are copied to the rows that continue it. The cache of a run
+    (key_cache.py) follows one canvas instead and has no rows that share their text.
+
+    Args:
+        prefixes: either all are empty or none is.
+        source: the prefix of each row.
+        rest: what follows it. Padding on the right needs no mask, as no real token sees it.
+    """
+    from transformers import DynamicCache
+
+    cache, real, before = None, torch.ones_like(rest[:, :0], dtype=torch.bool), None
+    if prefixes[0]:
+        ids, real = padded_to_block(model, *model.reader.padded([list(prefix) for prefix in prefixes]))
+        cache, source = DynamicCache(config=model.tree.hf.config), source.to(ids.device)
+        before = model.tree.hidden(ids, real, cache)[source, -1:]
+        cache.batch_select_indices(source)
+        real = real[source.to(real.device)]
+    real = pad(real, (0, rest.shape[1]), value=True)
+    return Continued(model.tree.hidden(rest, real, cache), real, before)
+
+
+def padded_to_block(
+    model: Model, ids: Int[Tensor, "row pos"], real: Bool[Tensor, "row pos"]
+) -> tuple[Int[Tensor, "row padded"], Bool[Tensor, "row padded"]]:
+    """The rows with padding before them, so that they end with a block where blocks are those of the canvas."""
+    blocks = blocks_of_text(model)
+    lead = -ids.shape[1] % blocks.length if blocks is not None and blocks.start == "column" else 0
+    return pad(ids, (lead, 0), value=model.reader.pad), pad(real, (lead, 0), value=False)

@@ -1,11 +1,27 @@
-"""How each family makes an answer noisy, and what every token of the noisy answer adds to the bound.
+"""What makes an answer noisy, and what every token of the noisy answer adds to the bound.
 
-For a clean answer x, a time t and the noisy answer z, every bound has the form
+*Masks.* Models without a noise schedule count masks. Both random rules estimate the same bound without bias. For an
+answer x of L tokens, a mask M of k of them and the loss ℓ(M) = −Σ_{i ∈ M} log p(x_i | x with M masked),
+it is
+
+    −log p(x) ≤ Σ_M ℓ(M) / (k · C(L, k)) = E_k [ (L / k) · E_{M of size k} ℓ(M) ],   k uniform on 1 … L
+
+*Count* draws k and then M (Nie et al., 2502.09992, eq. 6; LLaDA's eval_llada.py). A batch of b draws shares one random
+start: their k are spread over 1 … L in steps of L / b. *Rate* draws t in (0, 1] and masks each token with probability
+t, with weight 1 / t; the t of a batch are spread in the same manner (Dream's and SMDM's scripts). Its masks vary more
+at the same t.
+
+A draw depends on the seed, the prompt, the number of answer tokens, the block and its own index, and on nothing else:
+every condition, and every model with the same tokenizer, gets the same masks, and so do answers of equal length.
+
+Deviation: LLaDA's script rounds k half to even, so where L · i / b ends in ½ (odd L, even b) some numbers of masked
+tokens are never drawn and the script's estimate is biased. Here k is rounded half up, which is uniform.
+
+*Times.* With a noise schedule, a clean answer x, a time t and the noisy answer z, a bound has the form
 
     −log p(x) ≤ E_t E_z [ Σ_i weight(t) · loss_i(x, z, t) ]
 
-Masked models without a noise schedule count masks instead of times (`MaskNoise`; draws.py). The others draw t uniformly
-between two times, as their authors' evaluations do, and read it or a noise level σ:
+Times are drawn uniformly between two times, as the authors' evaluations do. The network may read t or a noise level σ:
 
 - *subs* (MDLM, Sahoo et al., 2406.07524; BD3-LM, Arriola et al., 2503.09573): tokens are masked with probability
   1 − e^−σ; the loss of a masked token is −log p(x_i) without the mask's own probability, and the weight is 1 / t.
@@ -26,33 +42,149 @@ Pitfall: a mean over the published interval stands for the integral from 0 to 1.
 √t, so what its interval leaves out can matter: 2 % of the bound of a text of two tokens in the tests.
 """
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from itertools import combinations
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sinklens.errors import SettingError
-from sinklens.experiments.nll.draws import DrawRule, every_mask
 from sinklens.families.gidd import noise_shares
 from sinklens.model import Model
 from sinklens.sampling.decisions import log_linear_sigma
+from sinklens.utils.arguments import Count, Seed, check_arguments
 
+Masking = Literal["count", "rate"]
+LEAST_RATE = 1e-3  # of Dream's and SMDM's scripts
+MOST_ENUMERATED = 8
 LEAST_TIME = 1e-3  # of MDLM's, BD3-LM's, SEDD's and Duo's evaluations
 KEPT = 1e-3  # share of tokens that is clean at time 1
 HIGHEST_SIGMA = -math.log(KEPT)  # 6.9078, which BD3-LM's noise levels do not exceed
-NODES = 16  # of the Gauss-Legendre rule that integrates masks over time: exact for all answers it is used for
 Logits = Float[Tensor, "token vocab"]
-NoisyTokens = tuple[Int[Tensor, "draw pos"], Bool[Tensor, "draw pos"]]
+Tokens = Int[Tensor, " token"]
+TokenTimes = Float[Tensor, " token"] | None
+
+
+class MaskDraws(NamedTuple):
+    """Masks of the answer tokens of one block.
+
+    Attributes:
+        masked: the masked tokens.
+        shares: share of tokens that is masked, or was to be masked under "rate".
+        weights: factor of each draw's loss in the bound: its probability divided by its share.
+    """
+
+    masked: Bool[Tensor, "draw pos"]
+    shares: Float[Tensor, " draw"]
+    weights: Float[Tensor, " draw"]
 
 
 @dataclass(frozen=True)
-class NoisyDraws:
+class DrawRule:
+    """How masks are drawn.
+
+    Attributes:
+        mc_num: number of draws per pair, and per block of a block-causal model.
+        batch: draws that share one random start; it divides `mc_num`. Batches are independent, so standard errors need
+            at least two. LLaDA's scripts call it ``batch_size``; passes may have other numbers of rows.
+        masking: "count" draws how many tokens are masked, as LLaDA; "rate" the probability of each, as Dream. Families
+            with a noise schedule draw times instead.
+        exact: enumerate all masks instead, which needs at most 8 answer tokens, or 8 in each block.
+        seed: of the draws.
+
+    Raises:
+        SettingError: a value is out of range.
+    """
+
+    mc_num: Count = 128
+    batch: Count = 16
+    masking: Masking = "count"
+    exact: bool = False
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+        if self.mc_num % self.batch:
+            raise SettingError(
+                f"mc_num {self.mc_num} is not a multiple of batch {self.batch}, the draws that share one random start; "
+                f"pass batch={next(n for n in range(min(self.batch, self.mc_num), 0, -1) if self.mc_num % n == 0)}."
+            )
+
+    def draw(self, prompt: Sequence[int], length: int, block: int = 0) -> MaskDraws:
+        """The masks of the `length` answer tokens of a block.
+
+        Raises:
+            SettingError: `exact`, and the block has too many tokens.
+        """
+        if self.exact:
+            return every_mask(length)
+        drawn = by_count if self.masking == "count" else by_rate
+        generators = self.generators(prompt, length, block)
+        parts = [drawn(length, self.batch, generator) for generator in generators]
+        masked, shares = (torch.cat(part) for part in zip(*parts, strict=True))
+        return MaskDraws(masked, shares, 1 / (shares * self.mc_num))
+
+    def generators(self, prompt: Sequence[int], length: int, block: int) -> list[torch.Generator]:
+        """The random numbers of each batch of draws."""
+        numbers = range(self.mc_num // self.batch)
+        return [generator_of(self.seed, prompt, length, block, number) for number in numbers]
+
+
+def generator_of(seed: int, prompt: Sequence[int], length: int, block: int, batch: int) -> torch.Generator:
+    """The random numbers of one batch of draws."""
+    digest = hashlib.sha256(repr((seed, tuple(prompt), length, block, batch)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def by_count(
+    length: int, batch: int, generator: torch.Generator
+) -> tuple[Bool[Tensor, "draw pos"], Float[Tensor, " draw"]]:
+    """Masks and masked shares of one batch, as ``_forward_process`` of LLaDA's eval_llada.py draws them."""
+    start = int(torch.randint(1, length + 1, (), generator=generator))
+    spread = start + torch.arange(batch, dtype=torch.float64) * length / batch
+    counts = ((spread + 0.5).floor().long() - 1) % length + 1
+    first = torch.arange(length) < counts[:, None]
+    masked = torch.stack([row[torch.randperm(length, generator=generator)] for row in first])
+    return masked, counts.double() / length
+
+
+def by_rate(
+    length: int, batch: int, generator: torch.Generator
+) -> tuple[Bool[Tensor, "draw pos"], Float[Tensor, " draw"]]:
+    """Masks and rates of one batch, as ``_forward_process`` of Dream's and SMDM's scripts draws them."""
+    start = torch.rand(1, generator=generator)
+    rates = (1 - LEAST_RATE) * ((start + torch.arange(batch) / batch) % 1) + LEAST_RATE
+    return torch.rand(batch, length, generator=generator) < rates[:, None], rates.double()
+
+
+def every_mask(length: int) -> MaskDraws:
+    """All 2^L − 1 masks of `length` tokens, each with the weight 1 / (k · C(L, k)).
+
+    Raises:
+        SettingError: there are too many.
+    """
+    if length > MOST_ENUMERATED:
+        raise SettingError(
+            f"exact=True enumerates every mask, for at most {MOST_ENUMERATED} tokens (255 masks); got {length}. Leave "
+            f"it out to draw mc_num masks."
+        )
+    chosen = [places for count in range(1, length + 1) for places in combinations(range(length), count)]
+    masked = torch.zeros(len(chosen), length, dtype=torch.bool)
+    for row, places in enumerate(chosen):
+        masked[row, list(places)] = True
+    counts = masked.sum(dim=1).tolist()
+    weights = torch.tensor([1 / (count * math.comb(length, count)) for count in counts], dtype=torch.float64)
+    return MaskDraws(masked, torch.tensor(counts, dtype=torch.float64) / length, weights)
+
+
+class NoisyDraws(NamedTuple):
     """Noisy forms of the answer tokens of one block.
 
     Attributes:
@@ -70,126 +202,85 @@ class NoisyDraws:
     times: Float[Tensor, " draw"] | None = None
 
 
-class CountedTokens(NamedTuple):
-    """The tokens of some noisy answers whose loss counts.
-
-    Attributes:
-        clean: the tokens of the answers.
-        noisy: what stands in their places.
-        times: the time of each; None if the losses do not depend on it.
-    """
-
-    clean: Int[Tensor, " token"]
-    noisy: Int[Tensor, " token"]
-    times: Float[Tensor, " token"] | None
-
-
-class NoiseNumbers(NamedTuple):
-    """The numbers that decide how each draw makes an answer noisy.
-
-    Attributes:
-        times: the time of each draw.
-        chance: uniform numbers that decide whether a token changes.
-        choice: uniform numbers that decide which token it becomes.
-    """
-
-    times: Float[Tensor, "draw 1"]
-    chance: Float[Tensor, "draw pos"]
-    choice: Float[Tensor, "draw pos"]
-
-
 @dataclass(frozen=True)
-class Noise(ABC):
-    """The noise of a family, and its loss.
+class MaskNoise:
+    """Masks of a model without a noise schedule.
 
     Attributes:
         mask_id: the mask token; -1 if there is none.
+        timed: whether the losses depend on the time of a draw, and the network reads it.
     """
 
     mask_id: int
-    only_masks: ClassVar[bool] = True
-    """Whether the counted tokens are those that are masked."""
+    timed: bool = False
 
-    @abstractmethod
     def draw(self, rule: DrawRule, prompt: tuple[int, ...], answer: Int[Tensor, " pos"], block: int) -> NoisyDraws:
         """Noisy forms of the tokens of a block.
 
         Raises:
             SettingError: the rule cannot be followed.
         """
-
-    def read(self, draws: NoisyDraws) -> Float[Tensor, " draw"] | None:
-        """The times of draws whose losses depend on them; None otherwise."""
-        return draws.times
-
-    def level(self, times: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
-        """What the network reads of the time."""
-        return log_linear_sigma(times, KEPT)
-
-    @abstractmethod
-    def losses(self, logits: Logits, tokens: CountedTokens) -> Float[Tensor, " token"]:
-        """The loss of each counted token."""
-
-
-@dataclass(frozen=True)
-class MaskNoise(Noise):
-    """Masks of a model without a noise schedule."""
-
-    def draw(self, rule: DrawRule, prompt: tuple[int, ...], answer: Int[Tensor, " pos"], block: int) -> NoisyDraws:
         masks = rule.draw(prompt, len(answer), block)
-        tokens = answer.where(~masks.masked, self.mask_id)
-        return NoisyDraws(tokens, masks.masked, masks.shares, masks.weights)
+        return NoisyDraws(answer.where(~masks.masked, self.mask_id), *masks)
 
-    def losses(self, logits: Logits, tokens: CountedTokens) -> Float[Tensor, " token"]:
-        return cross_entropy(logits, tokens.clean, reduction="none")
+    def losses(self, logits: Logits, clean: Tokens, noisy: Tokens, times: TokenTimes) -> Float[Tensor, " token"]:
+        """The loss of each token that counts, of which `noisy` is seen instead of `clean`."""
+        return cross_entropy(logits, clean, reduction="none")
 
 
 @dataclass(frozen=True)
-class TimedNoise(Noise):
+class TimedNoise(MaskNoise, ABC):
     """Noise that grows with time.
 
     Attributes:
-        timed: whether the network reads the time.
         interval: the first and the last time.
     """
 
-    timed: bool
     interval: tuple[float, float] = (LEAST_TIME, 1.0)
 
     def draw(self, rule: DrawRule, prompt: tuple[int, ...], answer: Int[Tensor, " pos"], block: int) -> NoisyDraws:
         if rule.exact:
-            return self.every(answer)
-        start, chance, choice = rule.numbers(prompt, len(answer), block)
+            raise SettingError(
+                "exact=True enumerates the masks of models without a noise schedule. Leave exact out and raise mc_num."
+            )
+        spread, parts = torch.arange(rule.batch) / rule.batch, []
+        for generator in rule.generators(prompt, len(answer), block):
+            start = (torch.rand(1, generator=generator, dtype=torch.float64) + spread) % 1
+            parts.append((start, *torch.rand(2, rule.batch, len(answer), generator=generator, dtype=torch.float64)))
+        start, chance, choice = (torch.cat(part) for part in zip(*parts, strict=True))
         least, most = self.interval
         times = least + (most - least) * start
-        tokens, counted = self.noisy(answer, NoiseNumbers(times[:, None], chance, choice))
+        tokens, counted = self.noisy(answer, times[:, None], chance, choice)
         return NoisyDraws(tokens, counted, self.share(times), self.weight(times) / rule.mc_num, times)
-
-    def read(self, draws: NoisyDraws) -> Float[Tensor, " draw"] | None:
-        return draws.times if self.timed else None
-
-    def every(self, answer: Int[Tensor, " pos"]) -> NoisyDraws:
-        """All noisy forms of a block, weighted by their probability.
-
-        Raises:
-            SettingError: there are too many.
-        """
-        raise SettingError(
-            "exact=True enumerates the masks of networks that do not read a noise level; this one's losses change with "
-            "the time, or its noise is random tokens. Leave exact out and raise mc_num."
-        )
 
     @abstractmethod
     def share(self, times: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Share of tokens that is noise."""
 
+    @abstractmethod
+    def noisy(
+        self,
+        answer: Int[Tensor, " pos"],
+        times: Float[Tensor, "draw 1"],
+        chance: Float[Tensor, "draw pos"],
+        choice: Float[Tensor, "draw pos"],
+    ) -> tuple[Int[Tensor, "draw pos"], Bool[Tensor, "draw pos"]]:
+        """The noisy tokens, and those that count.
+
+        Args:
+            answer: the clean tokens.
+            times: the time of each draw.
+            chance: uniform numbers that decide whether a token changes.
+            choice: uniform numbers that decide which token it becomes.
+        """
+
     def weight(self, times: Float[Tensor, " draw"]) -> Float[Tensor, " draw"]:
         """Factor of the losses at each time; 1 if it is part of them."""
         return torch.ones_like(times)
 
-    @abstractmethod
-    def noisy(self, answer: Int[Tensor, " pos"], numbers: NoiseNumbers) -> NoisyTokens:
-        """The noisy tokens, and those that count."""
+    def level(self, times: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
+        """What the network reads of the time."""
+        return log_linear_sigma(times, KEPT)
 
 
 def without(logits: Logits, mask_id: int) -> Logits:
@@ -216,29 +307,18 @@ class Absorbing(TimedNoise):
     def level(self, times: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
         return log_linear_sigma(times, self.kept).clamp(max=HIGHEST_SIGMA)
 
-    def noisy(self, answer: Int[Tensor, " pos"], numbers: NoiseNumbers) -> NoisyTokens:
-        masked = numbers.chance < self.share(numbers.times)
+    def noisy(
+        self,
+        answer: Int[Tensor, " pos"],
+        times: Float[Tensor, "draw 1"],
+        chance: Float[Tensor, "draw pos"],
+        choice: Float[Tensor, "draw pos"],
+    ) -> tuple[Int[Tensor, "draw pos"], Bool[Tensor, "draw pos"]]:
+        masked = chance < self.share(times)
         return answer.where(~masked, self.mask_id), masked
 
-    def every(self, answer: Int[Tensor, " pos"]) -> NoisyDraws:
-        if self.timed:
-            return super().every(answer)
-        masks, length = every_mask(len(answer)).masked, len(answer)
-        counts = masks.sum(dim=1)
-        weights = torch.tensor([self._probability(int(count), length) for count in counts], dtype=torch.float64)
-        return NoisyDraws(answer.where(~masks, self.mask_id), masks, counts.double() / length, weights)
-
-    def _probability(self, count: int, length: int) -> float:
-        """The mean over the times of weight(t) · p(a given mask of `count` of `length` tokens)."""
-        least, most = self.interval
-        nodes, parts = np.polynomial.legendre.leggauss(NODES)
-        times = torch.from_numpy(least + (most - least) * (nodes + 1) / 2)
-        share = self.share(times)
-        values = self.weight(times) * share**count * (1 - share) ** (length - count)
-        return float(values @ torch.from_numpy(parts)) / 2
-
-    def losses(self, logits: Logits, tokens: CountedTokens) -> Float[Tensor, " token"]:
-        return cross_entropy(without(logits, self.mask_id), tokens.clean, reduction="none")
+    def losses(self, logits: Logits, clean: Tokens, noisy: Tokens, times: TokenTimes) -> Float[Tensor, " token"]:
+        return cross_entropy(without(logits, self.mask_id), clean, reduction="none")
 
 
 @dataclass(frozen=True)
@@ -251,11 +331,11 @@ class ScoreEntropy(Absorbing):
 
     scaled: bool = True
 
-    def losses(self, logits: Logits, tokens: CountedTokens) -> Float[Tensor, " token"]:
-        assert tokens.times is not None
-        ratio = -math.log(logits.shape[-1] - 1) if self.scaled else self.level(tokens.times).expm1().log()[:, None]
+    def losses(self, logits: Logits, clean: Tokens, noisy: Tokens, times: TokenTimes) -> Float[Tensor, " token"]:
+        assert times is not None
+        ratio = -math.log(logits.shape[-1] - 1) if self.scaled else self.level(times).expm1().log()[:, None]
         scores = without(logits + ratio, self.mask_id)
-        return scores.exp().sum(dim=-1) - 1 - scores.gather(-1, tokens.clean[:, None])[:, 0]
+        return scores.exp().sum(dim=-1) - 1 - scores.gather(-1, clean[:, None])[:, 0]
 
 
 @dataclass(frozen=True)
@@ -269,18 +349,22 @@ class UniformNoise(TimedNoise):
         size: number of tokens in the vocabulary.
     """
 
-    only_masks: ClassVar = False
     size: int = 0
 
     def share(self, times: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         return (1 - KEPT) * times
 
-    def noisy(self, answer: Int[Tensor, " pos"], numbers: NoiseNumbers) -> NoisyTokens:
-        drawn = numbers.chance < self.share(numbers.times)
-        return torch.where(drawn, (numbers.choice * self.size).long(), answer), torch.ones_like(drawn)
+    def noisy(
+        self,
+        answer: Int[Tensor, " pos"],
+        times: Float[Tensor, "draw 1"],
+        chance: Float[Tensor, "draw pos"],
+        choice: Float[Tensor, "draw pos"],
+    ) -> tuple[Int[Tensor, "draw pos"], Bool[Tensor, "draw pos"]]:
+        drawn = chance < self.share(times)
+        return torch.where(drawn, (choice * self.size).long(), answer), torch.ones_like(drawn)
 
-    def losses(self, logits: Logits, tokens: CountedTokens) -> Float[Tensor, " token"]:
-        clean, noisy, times = tokens
+    def losses(self, logits: Logits, clean: Tokens, noisy: Tokens, times: TokenTimes) -> Float[Tensor, " token"]:
         assert times is not None
         share = self.share(times).to(logits)[:, None]
         size, alpha = logits.shape[-1], 1 - share
@@ -306,7 +390,6 @@ class MixedNoise(TimedNoise):
         p_uniform: share of random tokens.
     """
 
-    only_masks: ClassVar = False
     size: int = 0
     p_uniform: float = 0.0
 
@@ -316,16 +399,20 @@ class MixedNoise(TimedNoise):
     def share(self, times: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         return 1 - noise_shares(times, self.p_uniform).clean
 
-    def noisy(self, answer: Int[Tensor, " pos"], numbers: NoiseNumbers) -> NoisyTokens:
-        times, chance, choice = numbers
+    def noisy(
+        self,
+        answer: Int[Tensor, " pos"],
+        times: Float[Tensor, "draw 1"],
+        chance: Float[Tensor, "draw pos"],
+        choice: Float[Tensor, "draw pos"],
+    ) -> tuple[Int[Tensor, "draw pos"], Bool[Tensor, "draw pos"]]:
         shares = noise_shares(times, self.p_uniform)
         token = (choice * (self.size - 1)).long()
         token = token + (token >= self.mask_id)
         drawn = torch.where(chance < shares.mask + shares.random, token, answer)
         return torch.where(chance < shares.mask, self.mask_id, drawn), torch.ones_like(drawn, dtype=torch.bool)
 
-    def losses(self, logits: Logits, tokens: CountedTokens) -> Float[Tensor, " token"]:
-        clean, noisy, times = tokens
+    def losses(self, logits: Logits, clean: Tokens, noisy: Tokens, times: TokenTimes) -> Float[Tensor, " token"]:
         assert times is not None
         shares = noise_shares(times.to(logits)[:, None], self.p_uniform)
         each = shares.random / (logits.shape[-1] - 1)
@@ -341,7 +428,7 @@ class MixedNoise(TimedNoise):
         return change * torch.where(noisy == self.mask_id, 1.0, 0.5) / (times * (1 - times)) * divergence
 
 
-def noise_of(model: Model) -> Noise:
+def noise_of(model: Model) -> MaskNoise:
     """The noise of the model's family, by `Family.bound`.
 
     Raises:

@@ -10,7 +10,7 @@ likelihood differs from model to model.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -19,6 +19,13 @@ from sinklens.errors import SettingError
 from sinklens.utils.estimates import Estimate
 
 ValueKind = Literal["likelihood", "bound", "estimate"]
+
+
+class PromptAnswer(NamedTuple):
+    """Token ids of a prompt and its answer."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,6 +43,7 @@ class Likelihood:
         weights: factor of each loss in −`value`.
         blocks: block of each token, from 0; all 0 unless the model is block-causal.
         batch: draws that share one random start.
+        greedy: whether every token of the answer is the most likely one; False in diffusion models.
     """
 
     value: float
@@ -47,6 +55,7 @@ class Likelihood:
     weights: Float[np.ndarray, "draw pos"]
     blocks: Int[np.ndarray, " pos"]
     batch: int = 1
+    greedy: bool = False
 
     @classmethod
     def of(
@@ -58,9 +67,10 @@ class Likelihood:
         weights: Float[np.ndarray, "draw pos"],
         blocks: Int[np.ndarray, " pos"],
         batch: int = 1,
+        greedy: bool = False,
     ) -> "Likelihood":
         """The result of these losses."""
-        found = cls(math.nan, 0.0, kind, tuple(tokens), losses, shares, weights, blocks, batch)
+        found = cls(math.nan, 0.0, kind, tuple(tokens), losses, shares, weights, blocks, batch, greedy)
         error = float(found.error_of(found.draws)) if kind == "estimate" else 0.0
         return replace(found, value=float(found.parts.sum()), standard_error=error)
 
@@ -85,20 +95,10 @@ class Likelihood:
         """The part of `value` that each token contributes."""
         return self.parts.sum(axis=0)
 
-    @property
-    def position_errors(self) -> Float[np.ndarray, " pos"]:
-        """Standard errors of `positions`."""
-        return self.error_of(self.parts) if self.kind == "estimate" else np.zeros(len(self.tokens))
-
     def error_of(self, parts: Float[np.ndarray, "draw *rest"]) -> Float[np.ndarray, "*rest"]:
         """Standard error of the sum of `parts` over the draws, from the spread between independent batches of draws."""
         batches = parts.reshape(-1, self.batch, *parts.shape[1:]).sum(axis=1)
         return np.asarray(_standard_error(batches) * len(batches))
-
-    @property
-    def perplexity(self) -> float:
-        """exp(−`value` / number of tokens); an upper bound if `value` is a lower one."""
-        return math.exp(-self.value / len(self.tokens))
 
 
 @dataclass(frozen=True)

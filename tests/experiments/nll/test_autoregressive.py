@@ -9,7 +9,7 @@ import sinklens
 from sinklens.errors import PromptError, SettingError
 from sinklens.experiments import likelihood
 from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
-from sinklens.experiments.nll.pairs import PromptAnswer
+from sinklens.experiments.nll.result import PromptAnswer
 from sinklens.hooks import HookTree
 from sinklens.interventions import AblateHeads, MaskSinks
 

@@ -9,7 +9,7 @@ from likelihood_oracle import LladaScript, all_masks
 import sinklens
 from sinklens.errors import DeviceMemoryError, PromptError, SettingError
 from sinklens.experiments import likelihood, likelihood_difference
-from sinklens.experiments.nll.draws import generator_of
+from sinklens.experiments.nll.noise import generator_of
 from sinklens.hooks import HookTree
 
 PROMPT, ANSWER = [5, 9, 3], [7, 11, 2, 8, 4]
@@ -92,8 +92,9 @@ def test_per_token_parts_are_those_of_the_masks(llada):
     alone = raw(llada)(torch.tensor([PROMPT + [llada.mask_token_id] * 5]))[0, 3:].log_softmax(-1)
     assert of_size[-1] == pytest.approx(-float(alone[range(5), ANSWER].mean()), rel=1e-5)
     drawn = likelihood(llada, PROMPT, ANSWER, mc_num=4096, batch=256)
-    assert (np.abs(drawn.positions - found.positions) < 4 * drawn.position_errors).all()
-    assert drawn.position_errors.max() < 0.05 * abs(found.positions).mean()
+    errors = drawn.error_of(drawn.parts)
+    assert (np.abs(drawn.positions - found.positions) < 4 * errors).all()
+    assert errors.max() < 0.05 * abs(found.positions).mean()
 
 
 def test_equal_masks_are_computed_once(llada, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from likelihood_oracle import LladaScript, dream_forward_process
 
 from sinklens.errors import SettingError
-from sinklens.experiments.nll.draws import DrawRule, by_count, by_rate, every_mask, generator_of
+from sinklens.experiments.nll.noise import DrawRule, by_count, by_rate, every_mask, generator_of
 
 MASK = 99
 

@@ -7,9 +7,9 @@ from building import plain_pass
 from likelihood_oracle import LladaScript, all_masks
 
 import sinklens
-from sinklens.errors import SettingError, SinklensError
+from sinklens.errors import SinklensError
 from sinklens.experiments import likelihood, likelihood_difference
-from sinklens.experiments.nll.draws import generator_of
+from sinklens.experiments.nll.noise import generator_of
 from sinklens.interventions import (
     AblateHeads,
     ForceTokens,
@@ -106,31 +106,6 @@ def test_keys_are_masked_by_kind_of_token(tiny_llada):
     assert digits
 
 
-def test_a_run_is_a_plan_each_pass_takes_its_step_with_as_many_masked_tokens(llada):
-    other = [4, 9, 3, 6]  # makes the run pad the prompt
-    run = sinklens.generate(llada, [PROMPT, other], gen_length=5, steps=5, block_length=5)
-    assert run.sinks is not None
-    scores = run.sinks.data["score"].to_numpy()[0, :, :, :, 1:8]  # [step, layer, head, pos], without the padding
-    undecided = (run.canvas[0, :-1, 4:8] == 60).sum(1).tolist()  # of the first four answer positions, by step
-
-    def planned(ids, _, layer):
-        step = int(np.abs(np.array(undecided) - int((ids[0] == 60).sum())).argmin())
-        return strongest(torch.from_numpy(scores[step, layer])[None])
-
-    wanted = all_masks(without(llada, planned), 60, PROMPT, ANSWER)
-    hooks = MaskSinks(top_k=1, same_step=True, source=run)
-    assert likelihood(llada, PROMPT, ANSWER, exact=True, hooks=hooks).value == pytest.approx(wanted, rel=1e-4)
-    by_place = MaskSinks(top_k=None, where=Where(top_k=1, same_step=True, source=run))
-    assert likelihood(llada, PROMPT, ANSWER, exact=True, hooks=by_place).value == pytest.approx(wanted, rel=1e-4)
-    likelihood(llada, PROMPT, ANSWER, exact=True, hooks=AblateHeads(where=run.sinks, layers=[0], heads=[0]))
-    with pytest.raises(SettingError, match=r"MaskKeys acts on the sinks of the previous step.*source= with same_step"):
-        likelihood(llada, PROMPT, ANSWER, hooks=MaskSinks(top_k=1, source=run))
-    with pytest.raises(SettingError, match=r"source has no run of the prompt of row 0; record one with the prompts"):
-        likelihood(llada, [1, 2], ANSWER, hooks=hooks)
-    with pytest.raises(SettingError, match=r"at least 6 answer positions, as the answer has tokens; it has 5"):
-        likelihood(llada, PROMPT, [*ANSWER, 1, 2], hooks=hooks)
-
-
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("pick", ["random", "same_mass", "nearest", "permuted", "weakest", "random_any"])
 def test_controls_do_not_depend_on_the_batch_and_share_the_masks(llada, pick):
@@ -195,7 +170,7 @@ def test_tokens_around_the_answer_are_given(llada):
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        (MaskSinks(top_k=1), r"MaskKeys acts on the sinks of the previous step, and a likelihood is one pass without"),
+        (MaskSinks(top_k=1), r"MaskKeys acts on the sinks of the previous step or of another run, and a"),
         (
             MaskSinks(top_k=None, where=EpsilonOverMean()),
             r"pass same_step=True for the keys of the pass itself, where=",

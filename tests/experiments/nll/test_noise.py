@@ -12,10 +12,9 @@ from building import random_dit
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import likelihood, likelihood_difference
-from sinklens.experiments.nll.draws import DrawRule
 from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
-from sinklens.experiments.nll.noise import CountedTokens, noise_of
-from sinklens.experiments.nll.pairs import PromptAnswer
+from sinklens.experiments.nll.noise import DrawRule, noise_of
+from sinklens.experiments.nll.result import PromptAnswer
 from sinklens.interventions import MaskSinks
 
 V = 5
@@ -189,20 +188,6 @@ def test_estimates_scatter_around_the_integral_over_time_and_noise(model_of, nam
     assert 0.4 < values.std(ddof=1) / np.sqrt((errors**2).mean()) < 2
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("name", ["mdlm", "bd3lm-owt"])
-@pytest.mark.parametrize(("prompt", "answer"), [([], [1, 3]), ([2], [0, 3, 1])])
-def test_masks_of_an_untimed_network_are_enumerated(model_of, name, prompt, answer):
-    """BD3-LM's blocks of 2: the prompt's token shares the first one."""
-    model, wanted, start = model_of(name), 0.0, 0
-    for end in [len(answer)] if name == "mdlm" else sorted({2 - len(prompt), len(answer)}):
-        wanted += expected(name, model, [*prompt, *answer[:start]], answer[start:end], 24)
-        start = end
-    found = likelihood(model, prompt, answer, exact=True)
-    assert found.value == pytest.approx(wanted, rel=1e-4)
-    assert (found.kind, found.standard_error) == ("bound", 0.0)
-
-
 PAIRS_OF_TOKENS = [pair for pair in itertools.product(range(V), repeat=2) if V - 1 not in pair]
 
 
@@ -229,7 +214,7 @@ def test_the_bound_is_the_log_likelihood_if_the_prediction_is_perfect(model_of, 
                 logits += math.log(V - 1)
             times, clean, z = torch.full((2,), t, dtype=torch.float64), torch.tensor(answer), torch.tensor(noisy)
             counted = (z == V - 1) if name in ("mdlm", "sedd") else torch.ones(2, dtype=torch.bool)
-            values = noise.losses(logits, CountedTokens(clean, z, times)) * noise.weight(times)
+            values = noise.losses(logits, clean, z, times) * noise.weight(times)
             return values[counted].tolist()
 
         return loss
@@ -281,13 +266,11 @@ def test_what_is_not_published_or_has_no_step_is_refused(model_of):
     duo, draws = model_of("duo"), {"mc_num": 8, "batch": 4}
     run = sinklens.generate(duo, [[2, 1]], gen_length=2, steps=4)
     source, other = MaskSinks(top_k=1, source=run, same_step=True), likelihood(duo, [2], [3, 0], seed=1, **draws)
-    untimed = r"exact=True enumerates the masks of networks that do not read a noise level"
     for call, match in [
-        (lambda: likelihood(model_of("mdlm-timed"), [1], [2, 3], exact=True), untimed),
-        (lambda: likelihood(duo, [1], [2, 3], exact=True), r"its noise is random tokens. Leave exact out and raise"),
+        (lambda: likelihood(model_of("mdlm"), [1], [2, 3], exact=True), r"masks of models without a noise schedule"),
         (lambda: likelihood(model_of("gidd"), [1], [2, 3], cfg_scale=1.0), r"without a noise schedule.*for gidd"),
         (lambda: likelihood(model_of("mdlm"), [1], [2, 3], cfg_scale=1.0), r"is for models without a noise schedule"),
-        (lambda: likelihood(duo, [2, 1], [3, 0], hooks=source), r"number of masks, and duo models add random tokens"),
+        (lambda: likelihood(duo, [2, 1], [3, 0], hooks=source), r"previous step or of another run"),
         (lambda: likelihood_difference(likelihood(duo, [2], [3, 0], **draws), other), r"answer 0 has other mask draws"),
     ]:  # fmt: skip
         with pytest.raises(SettingError, match=match):

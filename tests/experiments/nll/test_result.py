@@ -29,14 +29,12 @@ def test_the_value_is_the_mean_over_draws_of_losses_divided_by_shares():
     assert one.value == pytest.approx(-(1 / 0.5 + (2 + 4)) / 2)
     np.testing.assert_allclose(one.positions, [-(1 / 0.5 + 2) / 2, -2.0])
     np.testing.assert_allclose(one.draws, [-1.0, -3.0])
-    assert one.perplexity == pytest.approx(math.exp(4 / 2))
     assert planted([[1.0, 2.0]], [1.0], "likelihood").standard_error == 0.0
 
 
 def test_standard_errors_come_from_the_spread_between_batches():
     one = planted([[1.0], [3.0], [5.0], [7.0]], [1.0, 1.0, 1.0, 1.0], batch=2)
     assert one.standard_error == pytest.approx(np.std([-2.0, -6.0], ddof=1) / math.sqrt(2))
-    np.testing.assert_allclose(one.position_errors, [one.standard_error])
     assert math.isnan(planted([[1.0], [3.0]], [1.0, 1.0], batch=2).standard_error), "one batch has no spread"
 
 
