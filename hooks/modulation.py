@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -114,8 +113,5 @@ def _result_edits(
     mixed = points.__dict__.pop(MIXED, None)
     if mixed is None:
         return None
-    weights = points.W_O
-    z = rearrange(mixed, "batch pos (head d_head) -> batch pos head d_head", head=weights.shape[0])
-    result = einsum(z, weights, "batch pos head d_head, head d_head d_model -> batch pos head d_model")
-    result = result * gate[:, None, None]
+    result = points.head_results(mixed) * gate[:, None, None]
     return (points.hook_result(result.clone()) - result).sum(dim=-2)

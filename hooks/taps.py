@@ -17,7 +17,6 @@ from inspect import signature
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from einops import einsum, rearrange
 from torch import Tensor, nn
 
 from sinklens.hooks import modulation
@@ -26,9 +25,8 @@ from sinklens.hooks.attention import attention
 from sinklens.hooks.experts import ExpertTaps
 from sinklens.hooks.interleaving import replace_body
 from sinklens.hooks.modulation import BLOCK
-from sinklens.hooks.offload import value_of, weight_of
+from sinklens.hooks.offload import form_of, value_of, weight_of
 from sinklens.hooks.points import Point, at
-from sinklens.hooks.quantized import form_of
 
 if TYPE_CHECKING:
     from sinklens.hooks.groups import AttentionPoints, Block, EncoderPoints, NormPoints, Points
@@ -233,12 +231,10 @@ def _tap_result(undo: ExitStack, output_projection: nn.Module, points: "Attentio
     def tap(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
         if not points.hook_result.watched:
             return None
-        weights = points.W_O
-        z = rearrange(inputs[0], "batch pos (head d_head) -> batch pos head d_head", head=weights.shape[0])
-        result = einsum(z, weights, "batch pos head d_head, head d_head d_model -> batch pos head d_model")
-        before = result.sum(dim=-2)
+        result = points.head_results(inputs[0])
+        before = None if form_of(module) is None else result.sum(dim=-2)
         summed = points.hook_result(result).sum(dim=-2)
-        if form_of(module) is not None:
+        if before is not None:
             return output + (summed - before)
         bias = value_of(module, "bias")
         return summed if bias is None else summed + bias

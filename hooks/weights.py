@@ -21,11 +21,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinklens.errors import SettingError
-from sinklens.hooks.offload import class_forward, value_of, weight_of
+from sinklens.hooks.offload import class_forward, form_of, value_of, weight_of
 
 
 def per_head(linear: nn.Module, d_head: int) -> Float[Tensor, "head d_model d_head"]:
@@ -105,6 +106,20 @@ class AttentionWeights:
     b_Q = _made("q", bias_per_head, "Query biases, [head, d_head].")
     b_K = _made("k", bias_per_head, "Key biases, [kv_head, d_head].")
     b_V = _made("v", bias_per_head, "Value biases, [kv_head, d_head].")
+
+    def head_results(self, mixed: Float[Tensor, "batch pos heads"]) -> Float[Tensor, "batch pos head d_model"]:
+        """What each head adds to the stream, before gates and the bias, from the input of the output projection.
+
+        The weights of a quantized projection cannot be read; it is applied to each head alone.
+        """
+        projections, d_head = self.__dict__["_projections"]
+        z = mixed.unflatten(-1, (-1, d_head))
+        if form_of(projections["o"]) is None:
+            return einsum(z, self.W_O, "batch pos head d_head, head d_head d_model -> batch pos head d_model")
+        alone = einsum(z, torch.eye(z.shape[2]).to(z), "batch pos head d_head, head to -> batch pos head to d_head")
+        written = class_forward(projections["o"], alone.reshape(-1, mixed.shape[-1]).contiguous())
+        bias = value_of(projections["o"], "bias")
+        return (written if bias is None else written - bias).unflatten(0, z.shape[:3])
 
     @property
     def b_O(self) -> Float[Tensor, " d_model"]:

@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinklens.errors import SettingError
-from sinklens.hooks.quantized import PACKED, form_of
+from sinklens.hooks.offload import form_of
 from sinklens.runs.intervention import Intervention, Pairs, RunContext
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def weight_matrices(model: "Model", layer: int) -> Iterator[WeightMatrix]:
     root: Any = model.tree.hf.get_submodule(base)
     writers = {f"{architecture.attn}.{architecture.o}", f"{architecture.mlp}.{architecture.down}"}
     for path, module in root.named_modules():
-        form = form_of(module) or form_of(module, PACKED)
+        form = form_of(module)
         if form is not None:
             raise SettingError(
                 f"{path} of layer {layer} is quantized ({form}); load the model in full precision to change its "

@@ -29,7 +29,6 @@ from sinklens.families.translation import check_required, one_spelling, value_at
 from sinklens.hooks.adapter import Adapter
 from sinklens.hooks.attention import segments
 from sinklens.hooks.attention.blocks import Blocks, write
-from sinklens.hooks.quantized import note_element_type
 from sinklens.model import files, quantization
 from sinklens.model.adapters import read_adapter
 from sinklens.model.packing import stored_shapes
@@ -260,7 +259,6 @@ def prepare(
     if family.modes:
         segments.write(hf.config)
     hf.set_attn_implementation(attention.NAME)
-    note_element_type(hf, hf.dtype, undo)
     if hf.dtype == torch.float64:
         hf.set_experts_implementation("eager")  # torch has no grouped matrix products in float64
     for module in hf.modules():

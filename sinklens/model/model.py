@@ -23,8 +23,7 @@ from sinklens.families import Family
 from sinklens.hooks.architectures import architecture_of
 from sinklens.hooks.attention.normalizers import normalizer_name
 from sinklens.hooks.losses import Masks
-from sinklens.hooks.offload import device_of, value_of
-from sinklens.hooks.quantized import exact_words, stored_values
+from sinklens.hooks.offload import device_of, stored_values
 from sinklens.hooks.sizes import Sizes
 from sinklens.hooks.tree import HookTree
 from sinklens.model.bridges import from_bridge
@@ -180,8 +179,7 @@ class Model(ModuleMethods, SinglePasses):
         hf, adapter = self.tree.hf, self.tree.adapter
         if adapter is not None:
             described.append(adapter.fingerprint)
-        values = ((name, exact_words(value_of(hf, name))) for name in stored_values(hf))
-        return weights_fingerprint(values, repr(described))
+        return weights_fingerprint(stored_values(hf), repr(described))
 
     def hook_names(self) -> list[str]:
         """Names of all hook points, in the order in which a step reaches them."""

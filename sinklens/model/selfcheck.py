@@ -202,8 +202,7 @@ def _shape(tree: HookTree, name: str, tokens: int, seen: dict[str, list[Tensor]]
     d_head, kv_head, keys = cfg.d_head, cfg.n_key_value_heads, tokens
     if ".attn." in name and tree.architecture.encoder:  # layers differ, and a window hides keys
         layer = name.split(".attn.")[0]
-        attn: Any = tree.get_submodule(f"{layer}.attn")
-        kv_head, _, d_head = attn.W_K.shape
+        kv_head, d_head = seen[f"{layer}.attn.hook_v"][0].shape[2:]
         keys = seen[f"{layer}.attn.hook_rot_k"][0].shape[1]
     sizes = {
         "batch": 1, "pos": tokens, "query": tokens, "key": keys, "head": cfg.n_heads, "d_head": d_head,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, GPTQConfig
 
 import sinklens
-from sinklens.errors import CheckpointError
+from sinklens.errors import CheckpointError, SettingError
 from sinklens.families import FAMILIES
 from sinklens.model.quantization import METHODS, published
 from sinklens.model.selfcheck import check
@@ -74,6 +74,12 @@ def test_a_quantized_model_computes_what_a_plain_one_with_its_matrices_computes(
         bound = 0.1 if method.startswith("bnb") else 1e-4  # bitsandbytes rounds inputs, or multiplies in bfloat16
         assert (quantized(ids) - wanted).abs().max() < bound * wanted.abs().max()
     check(quantized.tree, quantized.causal)
+    place = "blocks.0.attn.hook_result"
+    found, wanted = (model.run_with_cache(ids, names_filter=place)[1][place] for model in (quantized, plain))
+    assert (found - wanted).abs().max() < bound * wanted.abs().max()
+    for name in ("W_Q", "W_O"):
+        with pytest.raises(SettingError, match=r"weight is quantized \(.*; load the model without quantization to"):
+            getattr(quantized, name)
 
 
 @pytest.mark.extended

@@ -124,8 +124,8 @@ def test_quantized_and_offloaded_weights_are_refused_and_nothing_changes():
     model, ids = random_model(), random_ids()
     reference = model(ids)
     projection = model.tree.hf.model.layers[1].mlp.down_proj
-    projection.__class__ = type("FP8Linear", (nn.Linear,), {})
-    with pytest.raises(SettingError, match=r"mlp\.down_proj of layer 1 is quantized \(transformers FP8Linear\)"):
+    projection.__class__ = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn"})
+    with pytest.raises(SettingError, match=r"mlp\.down_proj of layer 1 is quantized \(bitsandbytes Linear4bit\)"):
         hooks.applied(model).__enter__()
     projection.__class__ = nn.Linear
     torch.testing.assert_close(model(ids), reference)
