@@ -192,7 +192,7 @@ class _Kept(Reader):
         if not self.labels:
             raise SettingError("the runs have no position at these steps; choose others.")
         values = {name: torch.cat(self.values[name]) for name in self.points}
-        names = ("step", "state", "position", "kind", "answer")
+        names = ("step", "state", "position", "kind")
         return Donors(values, *(torch.cat(self.labels[name]) for name in names))
 
     def pairs(self, model: Model, run: RunContext) -> Pairs:

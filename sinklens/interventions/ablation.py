@@ -89,12 +89,6 @@ class Ablate(AtPositions):
                 "the mean over a row's positions would leak later positions in a causal model; pass "
                 "reference=head_outputs(model, prompts)."
             )
-        sizes = (model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_head)
-        if self.reference is not None and tuple(self.reference.mean.shape) != sizes:
-            raise SettingError(
-                f"reference is of a model with [layer, head, d_head] {list(self.reference.mean.shape)}, this one has "
-                f"{list(sizes)}; compute it with head_outputs(model, prompts)."
-            )
         entered: dict[int, Tensor] = {}
 
         def keep(value: Tensor, hook: Point) -> None:

@@ -32,9 +32,6 @@ class ForceTokens(Intervention):
 
     Attributes:
         tokens: position -> token id; positions as in ``positions=``, not counting padding.
-
-    Raises:
-        SettingError: in an autoregressive run, a position that is decoded only after the last of the chosen steps.
     """
 
     needs_run: ClassVar[str] = f"ForceTokens {CHANGES_CANVAS}"
@@ -48,8 +45,6 @@ class ForceTokens(Intervention):
         for token in self.tokens.values():
             _check_token(token, model)
         places = {position: place_mask([position], run.real) for position in self.tokens}
-        for position, place in places.items():
-            self._refuse_undecoded(position, place, run)
 
         def force(value: Int[Tensor, "batch pos"], hook: Point) -> Tensor | None:
             if not in_step(hook.step):
@@ -59,18 +54,6 @@ class ForceTokens(Intervention):
             return value
 
         return [(CANVAS, force)]
-
-    def _refuse_undecoded(self, position: int, place: Bool[Tensor, "batch pos"], run: RunContext) -> None:
-        """Refuse a token that would never be on the canvas: in every row, its position is decoded after all `steps`."""
-        if not run.causal or not bool(place.any()):
-            return
-        decoded = int(place.long().argmax(dim=1)[place.any(dim=1)].min()) - run.prompt_length  # by this step
-        if decoded >= self.acting_steps(run.steps)[-1]:
-            after = f"choose steps from {decoded + 1} on" if decoded < run.steps - 1 else "raise gen_length"
-            raise SettingError(
-                f"position {position} is decoded in step {decoded}, so no token can be forced there before step "
-                f"{decoded + 1}; {after}."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +68,8 @@ class Remask(AtPositions):
     refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        if run.causal:
-            raise SettingError("an autoregressive model has no mask token; use Remask with diffusion models only.")
-        if not model.family_record.masked:
-            raise SettingError(
-                f"{model.family} models have no mask token; use ForceTokens to put tokens on the canvas."
-            )
+        if run.causal or not model.family_record.masked:
+            raise SettingError(f"{model.name} has no mask token here; use ForceTokens to put tokens on the canvas.")
         places = Places(self, model, run, [CANVAS])
         _refuse_prompt(self, run)
         answer = torch.arange(run.real.shape[1], device=run.real.device) >= run.prompt_length
@@ -186,34 +165,24 @@ class Suffix(Intervention):
 class SinkToken(AtPositions):
     """An extra token that sees only itself and is seen by all (One Token Is Enough, 2601.19657; trained there).
 
-    It is inserted before a row's first token, after its padding, or after the answer, and is part of the canvas: in the
-    first case the other positions shift by one, but their distances do not change. In ``t.sinks`` it is a position like
-    any other. Use at most one such token.
+    It is inserted before a row's first token, after its padding, and is part of the canvas: the other positions shift
+    by one, but their distances do not change. In ``t.sinks`` it is a position like any other. Use at most one.
 
     Attributes:
-        at: "front" or "end"; "end" for diffusion models only.
         token: its id, which must not be the mask; by default the start token, or else the end token.
         value: "own", the value that the model computes; or "zero", so that attention to it adds nothing.
     """
 
     refused: ClassVar[tuple[str, ...]] = ("heads", "positions", "where")
 
-    at: Literal["front", "end"] = "front"
     token: int | None = None
     value: Literal["own", "zero"] = "own"
 
     def extend(
         self, model: "Model", ids: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]
     ) -> tuple[Int[Tensor, "batch longer"], Bool[Tensor, "batch longer"], Int[Tensor, "batch behind"]]:
-        if self.at == "end" and model.causal:
-            raise SettingError("an autoregressive answer has no fixed end to append a token to; use at='front'.")
-        if self.at == "end" and model.block_length is not None:
-            raise SettingError("earlier blocks do not see a token after the answer; use at='front'.")
-        token = self._token(model)
-        if self.at == "end":
-            return ids, real, ids.new_full((len(ids), 1), token)
         extra = torch.arange(ids.shape[1] + 1, device=ids.device) == real.long().argmax(dim=1, keepdim=True)
-        longer = torch.cat([ids[:, :1], ids], dim=1).masked_fill(extra, token)
+        longer = torch.cat([ids[:, :1], ids], dim=1).masked_fill(extra, self._token(model))
         return longer, torch.nn.functional.pad(real, (1, 0)) | extra, ids[:, :0]
 
     def _token(self, model: "Model") -> int:
@@ -228,7 +197,7 @@ class SinkToken(AtPositions):
         return candidates[0]
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        """See `HookSource.pairs`; in a single pass the ids already begin or end with the extra token."""
+        """See `HookSource.pairs`; in a single pass the ids already begin with the extra token."""
         layers, places = self.chosen_layers(model), Places(self, model, run)
 
         def extra(hook: Point, queries: int, device: torch.device) -> Bool[Tensor, "rows query"] | None:
@@ -237,7 +206,7 @@ class SinkToken(AtPositions):
             if rows is None:
                 return None
             first, real = hook.forward_pass.first(queries), hook.forward_pass.real if run.single else run.real
-            place = place_mask([0 if self.at == "front" else -1], real)[:, first : first + queries]
+            place = place_mask([0], real)[:, first : first + queries]
             found = place.to(device) & rows[:, 0]
             return found if bool(found.any()) else None
 

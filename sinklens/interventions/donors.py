@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.places import AtPositions, Places
+from sinklens.interventions.places import CANVAS, AtPositions, Places
 from sinklens.interventions.scores import kinds_now, states_now
 from sinklens.runs.caches import chosen_points
 from sinklens.runs.intervention import Canvas, Pairs, RunContext, layer_of
@@ -28,6 +28,7 @@ from sinklens.utils.arguments import Seed
 if TYPE_CHECKING:
     from sinklens.model import Model
 
+CODES: dict[str, Any] = {"state": PlaceState, "kind": Kind}
 MATCHED = ("step", "state", "position", "kind")
 
 
@@ -39,9 +40,8 @@ class Donors:
         values: point -> [sample, ...], the values at the same places for all points.
         step: the step that computed each sample; in an autoregressive run, the step that the position belongs to.
         state: its `PlaceState` on the canvas of that step.
-        position: counted from the row's first token in the prompt, and from the first answer position in the answer.
+        position: counted from 0 at the first answer position; in the prompt −1, −2, … from the row's first token on.
         kind: the `Kind` of its token; MISSING if the model has no tokenizer.
-        answer: whether its position is in the answer, where positions are counted from 0 again.
     """
 
     values: dict[str, Tensor]
@@ -49,7 +49,6 @@ class Donors:
     state: Int[Tensor, " sample"]
     position: Int[Tensor, " sample"]
     kind: Int[Tensor, " sample"]
-    answer: Bool[Tensor, " sample"]
 
     def __repr__(self) -> str:
         return f"Donors({len(self.step)} samples of {', '.join(self.values)})"
@@ -73,40 +72,32 @@ def labels_now(run: RunContext, canvas: Any, step: int, kinds: bool) -> dict[str
     answer = columns - run.prompt_length
     owner = (answer + 1).clamp(min=0) if run.causal else torch.full_like(columns, step)
     kind = kinds_now(run, canvas, "match='kind'") if kinds else torch.full_like(columns, int(Kind.MISSING))
-    position = torch.where(answer >= 0, answer, columns - starts)
-    state = states_now(run, canvas)
-    return {"step": owner, "state": state, "position": position, "kind": kind, "answer": answer >= 0}
+    position = torch.where(answer >= 0, answer, starts - columns - 1)
+    return {"step": owner, "state": states_now(run, canvas), "position": position, "kind": kind}
 
 
 class Draws:
     """Draws a donor for each position of one run."""
 
     def __init__(self, donors: Donors, match: Sequence[str], seed: int, run: RunContext) -> None:
-        unknown = [name for name in match if name not in MATCHED]
-        if unknown or isinstance(match, str):
+        if isinstance(match, str) or not match or not set(match) <= set(MATCHED):
             raise SettingError(f"match must be a list of {', '.join(MATCHED)}; got {match!r}.")
         self._donors, self._match, self._seed, self._run = donors, tuple(match), seed, run
-        self._compared = (*match, "answer") if "position" in match else tuple(match)
         self._canvas = Canvas(run)
-        labels = (
-            torch.stack([getattr(donors, name).long() for name in self._compared], dim=1)
-            if match
-            else donors.step[:, None] * 0
-        )
+        labels = torch.stack([getattr(donors, name).long() for name in match], dim=1)
         self._samples: dict[tuple[int, ...], list[int]] = {}
         for sample, label in enumerate(labels.tolist()):
             self._samples.setdefault(tuple(label), []).append(sample)
         self._labels: Tensor | None = None
-        self._drawn: dict[tuple[int, int, int], int] = {}
 
     def first(self) -> Pairs:
         """The hook that reads the canvas; list it before those that draw."""
-        return [("denoise.hook_canvas", self._canvas.hook), ("denoise.hook_canvas", self._begin)]
+        return [(CANVAS, self._begin)]
 
     def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
+        self._canvas.hook(value, hook)
         now = labels_now(self._run, self._canvas.now, int(hook.step or 0), "kind" in self._match)
-        chosen = [now[name].long() for name in self._compared] or [now["step"] * 0]
-        self._labels = torch.stack(chosen, dim=-1).cpu()
+        self._labels = torch.stack([now[name].long() for name in self._match], dim=-1).cpu()
 
     def values(self, hook: Point, name: str, wanted: Bool[Tensor, "#batch pos"], dtype: torch.dtype) -> Tensor:
         """A donor's value at each `wanted` position of the text, [batch, pos, ...]; 0 elsewhere."""
@@ -126,8 +117,9 @@ class Draws:
         assert self._labels is not None
         label = tuple(self._labels[row, column].tolist())
         if label not in self._samples:
+            named = zip(self._match, label, strict=True)
             shown = ", ".join(
-                f"{name} {_named(name, value)}" for name, value in zip(self._compared, label, strict=False)
+                f"{name} {CODES[name](code).name.lower() if name in CODES else code}" for name, code in named
             )
             raise SettingError(
                 f"no donor matches position {column} of row {row} at step {step} ({shown}); collect donors from more "
@@ -147,13 +139,6 @@ def random_places(run: RunContext, hook: Point, seed: int, *place: int) -> Float
         rng = np.random.default_rng([seed, 0 if run.single else run.row_keys[row], step, *place])
         found[row, there] = torch.from_numpy(rng.random(int(there.sum())))
     return found
-
-
-def _named(label: str, code: int) -> str:
-    if label == "answer":
-        return str(bool(code))
-    enum = {"state": PlaceState, "kind": Kind}.get(label)
-    return str(code) if enum is None else enum(code).name.lower()
 
 
 @dataclass(frozen=True, kw_only=True)

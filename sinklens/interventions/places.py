@@ -32,7 +32,6 @@ from sinklens.runs.intervention import (
     RunContext,
     layer_of,
     place_mask,
-    whole_numbers,
     within,
 )
 
@@ -50,16 +49,10 @@ class KeyMask(NamedTuple):
     Attributes:
         keys: [batch, head, query, key], or one row for all queries.
         rows: queries of each row of the batch that they apply to; the others are unchanged.
-        some: whether there are any keys; None if not known yet.
     """
 
     keys: Bool[Tensor, "batch #head #query key"]
     rows: Bool[Tensor, "batch #query"]
-    some: bool | None = None
-
-    def any(self) -> bool:
-        """Whether there are any keys. On a GPU, a known answer avoids waiting for the device."""
-        return bool(self.keys.any()) if self.some is None else self.some
 
 
 class Places:
@@ -116,21 +109,15 @@ class Places:
         self._scores = None if chooser is None else StepScores(model, run, chooser.scored)
         self._choice = run.choices.begin(what) if run.choices is not None and chooser is not None else None
         self._found: dict[int, StepPlaces | None] = {}  # by step; in a diffusion run of the current step alone
-        self._some: list[bool] | None = None  # by layer, of the current step
 
     # --- hooks ---
 
     def around(self, acts: Pairs) -> Pairs:
         """`acts` between the hooks that find places and those that keep the scores of a step for the next."""
-        return [*self.first(), *acts, *self.last()]
-
-    def first(self) -> Pairs:
-        """The hooks that find places; list them before those that use them."""
-        return [] if self._canvas is None or self._scores is None else [(CANVAS, self._begin), *self._scores.first()]
-
-    def last(self) -> Pairs:
-        """The hooks that keep the scores of a step for the next; list them last."""
-        return [] if self._scores is None else self._scores.last()
+        if self._scores is None:
+            return acts
+        first = [] if self._canvas is None else [(CANVAS, self._begin), *self._scores.first()]
+        return [*first, *acts, *self._scores.last()]
 
     def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
         """Choose the places of a step; the scores collected so far are those of the step before."""
@@ -154,8 +141,6 @@ class Places:
                 mask = mask & self._only.to(mask.device)[:, None]
             if self._choice is not None:
                 self._choice.keep(now.step, mask)
-            if self._only is not None and not self._run.causal:
-                self._some = mask.any(dim=0).flatten(1).any(dim=1).tolist()
             found = found._replace(mask=mask)
         self._found[now.step] = found
 
@@ -163,7 +148,6 @@ class Places:
         """Drop the places of earlier steps, unless their queries may be computed again."""
         if not self._run.causal:
             self._found.clear()
-            self._some = None
 
     def _of_step(self, step: int) -> StepPlaces | None:
         """What the rule found for a step."""
@@ -261,8 +245,7 @@ class Places:
             mask = mask & head_mask(self.heads, value.shape[1], device)[:, None]
         else:
             rows = self._rows_of(step)
-        some = None if self._some is None else self._some[layer if len(self._some) > 1 else 0]
-        return KeyMask(mask[:, :, None], rows[:, None].to(device), some)
+        return KeyMask(mask[:, :, None], rows[:, None].to(device))
 
     def _rows_of(self, step: int) -> Bool[Tensor, " batch"]:
         """Rows whose keys are known."""
@@ -357,8 +340,7 @@ class AtPositions(Intervention):
             a `SinkTrack` of another run of the same prompts: its sinks at the same step, as `EpsilonOverMean` defines
             them (for another definition pass ``track.detect(detector)``);
             states ("prompt", "masked", "committed") or token kinds ("digit", "newline", …), as in `OfKind`;
-            a boolean array [batch, step, layer, head, pos], as in `InArray`;
-            a function of the step, as in `ByStep`.
+            a boolean array [batch, step, layer, head, pos], as in `InArray`.
     """
 
     acts_on: ClassVar[str] = ""
@@ -421,7 +403,7 @@ class AtKeys(AtPositions):
         positions: limits the keys.
 
     Raises:
-        SettingError: no keys; or keys by the scores of the previous step at step 0 alone.
+        SettingError: no keys.
     """
 
     queries: Reach = "newest"
@@ -430,12 +412,6 @@ class AtKeys(AtPositions):
         super().__post_init__()
         if self.where is None and self.positions is None:
             raise SettingError(f"{type(self).__name__} needs where= or positions=, the keys that it changes.")
-        earlier = isinstance(self.where, Where) and not self.where.same_step
-        if self.steps is not None and earlier and set(whole_numbers("step", self.steps)) == {0}:
-            raise SettingError(
-                f"{type(self).__name__} acts on the sinks of the previous step, so steps=[0] alone has no effect. Name "
-                f"a later step, or pass same_step=True."
-            )
 
 
 def chosen_keys(

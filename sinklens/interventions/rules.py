@@ -14,10 +14,10 @@ Pitfall: the scores of the step before do not exist at step 0. A `Where` without
 neither does its complement. A key that another intervention hides receives no attention, so it has no score either.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from sinklens.interventions.scores import (
     detected,
     kinds_now,
     of_kind,
-    place_of,
     recorded,
 )
 from sinklens.runs.control_keys import ControlCount
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 
 Mask = Bool[Tensor, "#batch #layer #head pos"]
 Scope = Literal["head", "layer", "model"]
-Needed = TypeVar("Needed")
 
 NO_SCORES = ScoredStep({})
 ITSELF: Literal["itself"] = "itself"
@@ -69,7 +67,7 @@ class Moment:
         run: the run, or the single pass.
         layers, heads: those that the intervention changes.
         step: the step.
-        canvas: its canvas; None where a rule depends on the step's number alone.
+        canvas: its canvas, a `Snapshot`; None where rules depend on the step's number alone.
         before: the scores of the step before, and the canvas that they belong to.
     """
 
@@ -79,16 +77,8 @@ class Moment:
     layers: Sequence[int]
     heads: Sequence[int]
     step: int = 0
-    canvas: Snapshot | None = None
+    canvas: Any = None
     before: ScoredStep = NO_SCORES
-
-    def size(self, axis: str) -> int | None:
-        """The size of an axis; None if a single pass does not fix it."""
-        sizes: dict[str, int] = {"layer": self.model.cfg.n_layers, "head": self.model.cfg.n_heads}
-        if self.run.single:
-            return (sizes | {"step": 1}).get(axis)
-        batch, length = self.run.real.shape
-        return (sizes | {"batch": batch, "step": self.run.steps, "pos": length})[axis]
 
     def need_run(self) -> RunContext:
         """The run.
@@ -102,11 +92,6 @@ class Moment:
                 f"sinklens.generate, or pass an array."
             )
         return self.run
-
-    def need_canvas(self) -> Snapshot:
-        """The canvas of the step."""
-        assert self.canvas is not None, "every step of a run has a canvas"
-        return self.canvas
 
 
 class StepPlaces(NamedTuple):
@@ -285,7 +270,7 @@ class OfKind(OfStep):
         return super().start(now)
 
     def at(self, now: Moment) -> Mask:
-        return of_kind(as_tuple(self.names), now.run, now.need_canvas(), f"where={self.names!r}")[:, None, None]
+        return of_kind(as_tuple(self.names), now.run, now.canvas, f"where={self.names!r}")[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -322,7 +307,7 @@ class AtNoise(OfStep):
     def at(self, now: Moment) -> Mask:
         real = now.run.real
         answer = real & (torch.arange(real.shape[1], device=real.device) >= now.run.prompt_length)
-        share = (now.need_canvas().undecided & answer).sum(dim=1) / answer.sum(dim=1).clamp(min=1)
+        share = (now.canvas.undecided & answer).sum(dim=1) / answer.sum(dim=1).clamp(min=1)
         inside = (share >= self.least) & (share <= self.most)
         return (inside[:, None] & real)[:, None, None]
 
@@ -350,17 +335,18 @@ class InArray(OfStep):
     marked: Any
 
     def start(self, now: Moment) -> Chooser:
-        where, steps = self.marked, None
+        where, steps, sizes = self.marked, None, _sizes(now)
         if isinstance(where, xr.DataArray):
             if "step" in where.coords:
                 where = where if "step" in where.dims else where.expand_dims("step")
                 steps = where["step"].to_numpy().tolist()
-                within("step", steps, now.size("step") or 1)
+                within("step", steps, sizes["step"])
+                sizes["step"] = len(steps)
             unknown = [axis for axis in map(str, where.dims) if axis not in AXES]
             if unknown:
                 raise SettingError(f"where has an axis {unknown[0]!r}; the axes of a run are {', '.join(AXES)}.")
-            where = where.expand_dims([axis for axis in AXES if axis not in where.dims]).transpose(*AXES)
-        marked = _checked(where, now, steps)
+            where = where.expand_dims([axis for axis in AXES if axis not in where.dims]).transpose(*AXES).to_numpy()
+        marked = _checked(torch.as_tensor(where), now.run, sizes)
 
         def at(now: Moment) -> StepPlaces | None:
             if steps is not None and now.step not in steps:
@@ -371,32 +357,32 @@ class InArray(OfStep):
         return Chooser(at, by_layer=marked.shape[2] > 1, fixed=True)
 
 
-def _checked(where: Any, now: Moment, steps: Sequence[int] | None) -> Bool[Tensor, "..."]:
-    """`where` as a tensor, once its type and axes are those of the run.
+def _sizes(now: Moment) -> dict[str, int]:
+    """The sizes of the axes of a run; those of a single pass that are known."""
+    sizes = {"layer": now.model.cfg.n_layers, "head": now.model.cfg.n_heads, "step": now.run.steps}
+    return sizes if now.run.single else sizes | dict(zip(("batch", "pos"), now.run.real.shape, strict=True))
 
-    Args:
-        steps: the steps that it holds, if not those of the run.
+
+def _checked(values: Tensor, run: RunContext, sizes: Mapping[str, int]) -> Bool[Tensor, "..."]:
+    """The places that an array marks, once its type and axes are those of the run.
 
     Raises:
         SettingError: it is not boolean, an axis has another size, or it is True on padding.
     """
-    values = torch.as_tensor(where.to_numpy() if isinstance(where, xr.DataArray) else where)
     shape = list(values.shape)
-    if values.dtype is not torch.bool:
-        raise SettingError(f"where must be boolean, True at the places; got {values.dtype} of shape {shape}.")
-    if values.ndim != len(AXES):
+    if values.dtype is not torch.bool or values.ndim != len(AXES):
         raise SettingError(
-            f"where must have the axes [{', '.join(AXES)}], those that do not matter with size 1; got shape {shape}."
+            f"where must be boolean, True at the places, with the axes [{', '.join(AXES)}], those that do not matter "
+            f"with size 1; got {values.dtype} of shape {shape}."
         )
     for axis, size in zip(AXES, shape, strict=True):
-        known = len(steps) if axis == "step" and steps else now.size(axis)
-        if known is not None and size not in (1, known):
+        if size not in (1, sizes.get(axis, size)):
             hint = " A DataArray, such as track.detect(), may lack steps." if axis == "step" else ""
-            raise SettingError(f"where has {size} along {axis}, this run {known}; give 1 or {known}.{hint}")
-    if now.run.single:
+            raise SettingError(f"where has {size} along {axis}, this run {sizes[axis]}; give 1 or {sizes[axis]}.{hint}")
+    if run.single:
         return values
-    values = values.to(now.run.real.device)
-    real = now.run.real.view(len(now.run.real), 1, 1, 1, -1)
+    values = values.to(run.real.device)
+    real = run.real.view(len(run.real), 1, 1, 1, -1)
     if shape[0] > 1 and shape[-1] > 1 and bool((wrong := values & ~real).any()):
         first = wrong.nonzero()[0].tolist()
         raise SettingError(
@@ -404,33 +390,6 @@ def _checked(where: Any, now: Moment, steps: Sequence[int] | None) -> Bool[Tenso
             f"of the canvas, as in a track."
         )
     return values & real
-
-
-@dataclass(frozen=True)
-class ByStep(Rule):
-    """Positions that a function names for each step.
-
-    Attributes:
-        function: of the step; returns ``positions=`` for it, a state or kind, a boolean array [batch, layer, head,
-            pos], or None for nowhere.
-    """
-
-    function: Callable[[int], Any]
-
-    def start(self, now: Moment) -> Chooser:
-        now.need_run()
-
-        def found(now: Moment) -> StepPlaces | None:
-            given = self.function(now.step)
-            if given is None:
-                return None
-            if isinstance(given, Tensor | np.ndarray | xr.DataArray) and given.dtype in (torch.bool, np.bool_):
-                rule: Rule = InArray(given if isinstance(given, xr.DataArray) else given[:, None])
-            else:
-                rule = OfKind(given) if _is_names(given) else Positions(given)
-            return rule.start(now).at(now)
-
-        return Chooser(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,10 +463,6 @@ class Where(Rule):
                 f"persistent=True needs random keys, pick={' or '.join(map(repr, DRAWN))}; pick={self.pick!r} draws "
                 f"none. Leave it out."
             )
-        if self.positions is not None and len(self.positions) == 0:
-            raise SettingError("positions is empty, so Where would change nothing. Name at least one, or pass None.")
-        if self.of is not None and len(self.of) != 2:
-            raise SettingError(f"of must be a pair (layer, head); got {self.of!r}.")
         check_only(as_tuple(self.only))
         _ = self.track
 
@@ -546,18 +501,18 @@ class Where(Rule):
             check_source(source, run)
         elif self.same_step:
             check_second_pass(run)
-        counted = self.count_in(run, now.name)
+        counted = None if self.pick == "strongest" else run.controls.begin(f"{now.name}(pick={self.pick!r})")
         checked = source is None
 
         def found(now: Moment) -> StepPlaces | None:
             nonlocal checked
             if source is not None and not checked:
-                check_prompts(source, run, now.need_canvas().ids)
+                check_prompts(source, run, now.canvas.ids)
                 checked = True
             seen = self._evidence(now, layers)
             if not seen.scores:
                 return None
-            chosen = self.taken(seen, run.real, now.step, run, counted, heads)
+            chosen = self.taken(seen, now.step, run, counted, heads)
             if self.of is not None:
                 chosen = chosen[:, :, heads]
             elif len(layers) < cfg.n_layers:
@@ -572,10 +527,10 @@ class Where(Rule):
 
     def _evidence(self, now: Moment, layers: list[int]) -> ScoredStep:
         """The scores of the step that `source` and `same_step` name."""
-        run, source, canvas = now.run, self.track, now.need_canvas()
+        run, source, canvas = now.run, self.track, now.canvas
         if source is not None:
-            place = place_of(source, now.step if self.same_step else now.step - 1)
-            return NO_SCORES if place is None else recorded(source, place, layers, canvas.ids.device)
+            step, known = now.step if self.same_step else now.step - 1, source.data["step"].to_numpy().tolist()
+            return recorded(source, known.index(step), layers, canvas.ids.device) if step in known else NO_SCORES
         if not self.same_step:
             scores = now.before.scores
             return now.before._replace(scores={layer: scores[layer] for layer in layers if scores})
@@ -584,16 +539,11 @@ class Where(Rule):
         here = {layer: peeked[name].to(canvas.ids.device) for layer, name in zip(layers, names, strict=True)}
         return ScoredStep(here, canvas)
 
-    def count_in(self, run: RunContext, name: str) -> ControlCount | None:
-        """Begin to count the keys of a control in a run of the intervention `name`; None for the strongest keys."""
-        return None if self.pick == "strongest" else run.controls.begin(f"{name}(pick={self.pick!r})")
-
     def taken(
         self,
         seen: ScoredStep,
-        real: Bool[Tensor, "batch pos"],
         step: int,
-        run: RunContext | None = None,
+        run: RunContext,
         counted: ControlCount | None = None,
         heads: Sequence[int] | None = None,
     ) -> Bool[Tensor, "batch layer head key"]:
@@ -601,16 +551,15 @@ class Where(Rule):
 
         Args:
             seen: the scores, and the canvas that they belong to, which `only`, kinds and detectors need.
-            real: positions that are not padding.
             step: the step that the keys are for; random keys depend on it.
-            run: the run, which `only`, detectors, random keys and other controls need.
+            run: the run.
             counted: counts the keys of a control and those that it controls for, in `heads` (all heads for None).
 
         Raises:
             SettingError: `top_k` exceeds the number of keys that exist, or something needs unknown data.
         """
         scores, starts = torch.stack(list(seen.scores.values()), dim=1), [seen.starts.get(at, 0) for at in seen.scores]
-        keys, device = scores.shape[-1], real.device
+        keys, real, device = scores.shape[-1], run.real, run.real.device
         if self.scope == "model" and len(set(starts)) > 1:
             raise SettingError(
                 "scope='model' pools the scores of all layers, but layers with a sliding window have different keys; "
@@ -626,20 +575,20 @@ class Where(Rule):
             raise SettingError(
                 f"top_k = {self.top_k}, but at step {step} there are {longest} positions; choose at most that many."
             )
-        canvas = None if seen.canvas is None else seen.canvas.first(keys)
+        assert seen.canvas is not None, "scores belong to a canvas"
+        canvas = seen.canvas.first(keys)
         allowed = there if seen.there is None else there & seen.there[:, None, None, :keys]
         if self.positions is not None:
             allowed = allowed & place_mask(self.positions, real)[:, None, None, :keys]
         if names := as_tuple(self.only):
-            allowed = allowed & of_kind(names, _need(run), _need(canvas), f"only={list(names)}")[:, None, None]
+            allowed = allowed & of_kind(names, run, canvas, f"only={list(names)}")[:, None, None]
         attends = (scores != 0).any(dim=-1, keepdim=True)
         if self.detector is None:
             number = torch.full((len(scores), 1, 1, 1), self.top_k or 0, device=scores.device)
             found = controls.largest(scores, allowed, number) & attends
         else:
             known = scores.masked_fill(~there, torch.nan)
-            own = self.scope == "head"
-            found = detected(self.detector, known, seen, _need(run), _need(canvas), own) & allowed
+            found = detected(self.detector, known, seen, run, canvas, self.scope == "head") & allowed
         if self.pick == "strongest":
             return found
         taken = self._control(scores, found, allowed, run, canvas, step, list(seen.scores))
@@ -647,45 +596,33 @@ class Where(Rule):
             taken = taken & attends
         if counted is not None:
             of_heads = slice(None) if heads is None else list(heads)
-            self._count(found[:, :, of_heads], taken[:, :, of_heads], counted)
+            requested, picked = (part[:, :, of_heads].sum(dim=-1).flatten(1) for part in (found, taken))
+            short = (picked == 0) & (requested > 0) if self.pick == "same_mass" else picked < requested
+            # "permuted" picks as many keys over all heads
+            counted.add(requested, picked, short & (self.pick != "permuted"))
         return taken
 
     def _control(
-        self, scores: Tensor, found: Tensor, allowed: Tensor, run: RunContext | None, canvas: Snapshot | None,
-        step: int, layers: list[int],
+        self, scores: Tensor, found: Tensor, allowed: Tensor, run: RunContext, canvas: Snapshot, step: int,
+        layers: list[int],
     ) -> Bool[Tensor, "batch layer head key"]:  # fmt: skip
         """The control of the strongest keys `found`."""
         number, rest = found.sum(dim=-1, keepdim=True), controls.rest_of(scores, found, allowed)
         if self.pick == "permuted":
-            return controls.permuted(found, _need(run).row_keys, self.seed)
+            return controls.permuted(found, run.row_keys, self.seed)
         if self.pick == "weakest":
             return controls.largest(-scores, allowed, number)
         if self.pick == "nearest":
             return controls.nearest(scores, found, rest)
-        known, drawn_at = _need(run), None if self.persistent else step
         apart = [0] * len(layers) if self.scope == "model" else layers
-        order = controls.random_order(scores, known, self.seed, drawn_at, apart, self.scope != "head")
+        drawn_at = None if self.persistent else step
+        order = controls.random_order(scores, run, self.seed, drawn_at, apart, self.scope != "head")
         if self.pick == "same_mass":
             return controls.same_mass(order, scores, found, rest)
         if self.pick == "same_kind":
-            kinds = kinds_now(known, _need(canvas), f"pick={self.pick!r}")
+            kinds = kinds_now(run, canvas, "pick='same_kind'")
             return controls.same_kind(order, found, rest, kinds[:, None, None])
         return controls.largest(order, rest if self.pick == "random" else allowed, number)
-
-    def _count(self, found: Tensor, taken: Tensor, counted: ControlCount) -> None:
-        """Count the keys of a step and those that they control for."""
-        requested, picked = (keys.sum(dim=-1).flatten(1) for keys in (found, taken))
-        short = (picked == 0) & (requested > 0) if self.pick == "same_mass" else picked < requested
-        # "permuted" picks as many keys over all heads
-        counted.add(requested, picked, torch.zeros_like(short) if self.pick == "permuted" else short)
-
-
-def _need(value: Needed | None) -> Needed:
-    if value is None:
-        raise SettingError(
-            "detectors, only=, random keys and other controls need a run; use sinklens.trace or sinklens.generate."
-        )
-    return value
 
 
 def as_tuple(only: "str | Sequence[str]") -> tuple[str, ...]:
@@ -697,13 +634,6 @@ def as_tuple(only: "str | Sequence[str]") -> tuple[str, ...]:
     if not isinstance(only, Iterable):
         raise SettingError(f"give a name or a list of names; got {only!r}.")
     return (only,) if isinstance(only, str) else tuple(only)
-
-
-def _is_names(value: object) -> bool:
-    """Whether `value` is a name or a list of names."""
-    return isinstance(value, str) or (
-        isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(name, str) for name in value)
-    )
 
 
 def as_rule(where: Any) -> Rule:
@@ -720,11 +650,11 @@ def as_rule(where: Any) -> Rule:
         return Where(detector=where)
     if isinstance(where, SinkTrack):
         return Where(detector=EpsilonOverMean(), source=where, same_step=True)
-    if callable(where) and not isinstance(where, type):
-        return ByStep(where)
-    if _is_names(where):
+    if isinstance(where, str) or (
+        isinstance(where, list | tuple) and len(where) > 0 and all(isinstance(name, str) for name in where)
+    ):
         return OfKind(where)
     raise SettingError(
-        f"where must be a detector, a Where, a SinkTrack, a state or token kind, a boolean array or a function of the "
-        f"step; got {where!r}. Positions that never change are positions=."
+        f"where must be a detector, a Where, a SinkTrack, a state or token kind or a boolean array; got {where!r}. "
+        f"Positions that never change are positions=."
     )

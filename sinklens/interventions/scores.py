@@ -61,8 +61,7 @@ class StepScores:
         self.now: dict[int, KeyScores] = {}
         self.starts: dict[int, int] = {}
         self._before: dict[int, KeyScores] = {}
-        self._query: Tensor | None = None
-        self._key: Tensor | None = None
+        self._parts: dict[str, Tensor] = {}
 
     def begin(self, canvas: Snapshot | None) -> ScoredStep:
         """Begin a step; returns the scores of the step before, whose canvas was `canvas`."""
@@ -75,7 +74,7 @@ class StepScores:
         found: Pairs = []
         for layer in self._layers if self._run.causal else ():
             at = f"blocks.{layer}.attn"
-            found += [(f"{at}.hook_rot_q", self._keep_query), (f"{at}.hook_rot_k", self._keep_key)]
+            found += [(f"{at}.hook_rot_q", self._keep_part), (f"{at}.hook_rot_k", self._keep_part)]
         return found
 
     def last(self) -> Pairs:
@@ -93,17 +92,12 @@ class StepScores:
             value = torch.where(active.to(value.device)[:, None, None], value, before)
         self.now[layer] = value
 
-    def _keep_query(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
-        self._query = value
-
-    def _keep_key(self, value: Float[Tensor, "batch key kv_head d_head"], hook: Point) -> None:
-        self._key = value
+    def _keep_part(self, value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
+        self._parts[str(hook.name)[-1]] = value
 
     def _last_row(self, value: Float[Tensor, "batch head query key"], hook: Point) -> None:
         """The attention of the last token, from its query, all keys and the mask as it was used."""
-        assert self._query is not None
-        assert self._key is not None
-        query, key = self._query[:, -1].float(), self._key.float()
+        query, key = self._parts["q"][:, -1].float(), self._parts["k"].float()
         key = key.repeat_interleave(query.shape[1] // key.shape[2], dim=2)
         scores = torch.einsum("bhd,bkhd->bhk", query, key) * self._scale + value[:, :, -1].float()
         real = self._run.real[:, : scores.shape[-1]].to(scores.device)
@@ -140,19 +134,15 @@ def check_second_pass(run: RunContext) -> None:
 
 
 def check_source(source: SinkTrack, run: RunContext) -> None:
-    if source.causal != run.causal:
+    (rows, length), cfg = run.real.shape, run.tree.cfg
+    sizes = {"batch": rows, "pos": length, "layer": cfg.n_layers, "head": cfg.n_heads}
+    there = {axis: source.data.sizes[axis] for axis in sizes}
+    if source.causal != run.causal or there != sizes:
         kinds = ["autoregressive" if causal else "diffusion" for causal in (source.causal, run.causal)]
         raise SettingError(
-            f"source is a run of another kind of model, {kinds[0]}, and this run is {kinds[1]}; record it with "
-            f"this model."
+            f"source is a run of kind {kinds[0]} with {there}, this run {kinds[1]} with {sizes}; record it with this "
+            f"model and these prompts."
         )
-    (rows, length), cfg = run.real.shape, run.tree.cfg
-    for axis, size in {"batch": rows, "pos": length, "layer": cfg.n_layers, "head": cfg.n_heads}.items():
-        if source.data.sizes[axis] != size:
-            raise SettingError(
-                f"source has {source.data.sizes[axis]} along {axis}, this run {size}; record it with this model "
-                f"and these prompts."
-            )
 
 
 def check_prompts(source: SinkTrack, run: RunContext, ids: Int[Tensor, "batch pos"]) -> None:
@@ -227,12 +217,6 @@ def _track_of(scores: Float[np.ndarray, "batch 1 layer head key"], run: RunConte
         return track
     computed = canvas.computed.cpu().numpy()[:, None]  # units other than "sum" divide by the number of queries
     return SinkTrack(track.data.assign(computed=(("batch", "step", "pos"), computed)))
-
-
-def place_of(track: SinkTrack, step: int) -> int | None:
-    """Index of a run's step on the step axis of `track`, which may hold only some steps; None if it is missing."""
-    places = (track.data["step"].to_numpy() == step).nonzero()[0]
-    return int(places[0]) if len(places) else None
 
 
 def kinds_now(run: RunContext, canvas: Snapshot, reason: str) -> Int[Tensor, "batch pos"]:

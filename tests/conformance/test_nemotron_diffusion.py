@@ -14,7 +14,7 @@ from stored.runs import stored_run
 
 import sinklens
 from sinklens.errors import CheckpointError, HookFunctionError, PromptError, ReadOnlyHookError, SettingError
-from sinklens.interventions import SinkToken
+from sinklens.interventions import Suffix
 
 FOLDER = "nemotron-diffusion"
 TOLERANCE = 1e-4
@@ -248,7 +248,7 @@ RUN_REFUSED = [
     ({"mode": "diffuse"}, r"mode='diffuse' must be one of 'autoregressive'.*Nearest: diffusion"),
     ({"mode": "diffusion", "sampler": "nemotron-dllm"}, "both choose how to decode"),
     ({"mode": "diffusion", "gen_length": 20}, r"gen_length 20 is not a multiple of block_length 8.*choose 16 or 24"),
-    ({"gen_length": 8, "hooks": [SinkToken(at="end", token=5)]}, "puts tokens after the answer"),
+    ({"gen_length": 8, "hooks": [Suffix(text=[5])]}, "puts tokens after the answer"),
     ({"gen_length": 8, "cache": "dual"}, "changes from pass to pass"),
 ]
 

@@ -124,7 +124,6 @@ def test_whatever_acts_on_each_step_alone_runs_only_its_step(models):
         "values before": AblateValues(top_k=1, steps=[2]),
         "heads before": AblateHeads(where=Where(top_k=2), heads=[1], steps=[2]),
         "persistent": AblateValues(top_k=1, source=track, pick="random", persistent=True, steps=[2]),
-        "function": AblateHeads(where=lambda step: [5], heads=[1], steps=[2]),
     }
     found = sweep(model, PROMPTS, alone | following, metric=surprise, replay=True, **settings)["metric"]
     for name, hooks in (alone | following).items():

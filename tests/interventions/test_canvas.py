@@ -87,18 +87,16 @@ def emptied(place):
 
 
 @pytest.mark.fast_cases(3)
-@pytest.mark.parametrize("at", ["front", "end"])
 @pytest.mark.parametrize("value", ["own", "zero"])
 @pytest.mark.parametrize("architecture", DIFFUSION)
-def test_an_extra_token_equals_one_on_the_canvas_that_sees_only_itself(worded, architecture, value, at):
+def test_an_extra_token_equals_one_on_the_canvas_that_sees_only_itself(worded, architecture, value):
     """Against ids that contain the token, under a hand-made mask and values."""
     model = worded(architecture)
     points = ["hook_logits", "hook_pattern", "hook_v"]
-    watched = watch(model, PADDED, [SinkToken(at=at, value=value, token=9)], points)
+    watched = watch(model, PADDED, [SinkToken(value=value, token=9)], points)
     run = watched.run
     assert run.canvas.shape[2] == 16
-    place = [3, 0] if at == "front" else [15, 15]
-    starts = [4, 1] if at == "front" else [3, 0]
+    place, starts = [3, 0], [4, 1]
     for row, prompt in enumerate(PADDED):
         assert run.canvas[row, 0, place[row]] == 9
         words = [int(word[1:]) for word in prompt.split()]
@@ -142,18 +140,17 @@ def test_steps_and_layers_restrict_the_extra_token(worded):
             assert (pattern[:, 0] == 1).all() == ((step, layer) == (2, 1))
 
 
-def test_in_a_single_pass_the_first_or_the_last_id_is_the_extra_token():
+def test_in_a_single_pass_the_first_id_is_the_extra_token():
     model, ids = shared_model(), random_ids()
-    for at, place in (("front", 0), ("end", 6)):
 
-        def alone(bias, place=place):
-            bias = bias.expand(-1, -1, 7, -1).clone()
-            bias[:, :, place] = torch.where(torch.arange(7) == place, 0.0, -torch.inf)
-            return bias
+    def alone(bias):
+        bias = bias.expand(-1, -1, 7, -1).clone()
+        bias[:, :, 0] = torch.where(torch.arange(7) == 0, 0.0, -torch.inf)
+        return bias
 
-        edits = {f"blocks.{layer}.attn.hook_attn_mask": alone for layer in range(3)}
-        found = model.run_with_hooks(ids, fwd_hooks=SinkToken(at=at).hooks_for(model))
-        torch.testing.assert_close(found, plain_pass(model, ids, edits=edits).logits, atol=1e-4, rtol=0)
+    edits = {f"blocks.{layer}.attn.hook_attn_mask": alone for layer in range(3)}
+    found = model.run_with_hooks(ids, fwd_hooks=SinkToken().hooks_for(model))
+    torch.testing.assert_close(found, plain_pass(model, ids, edits=edits).logits, atol=1e-4, rtol=0)
 
 
 def test_the_shipped_models_have_a_default_extra_token(tiny_llada, tiny_llama):
@@ -163,9 +160,6 @@ def test_the_shipped_models_have_a_default_extra_token(tiny_llada, tiny_llama):
         start = model.special_tokens["start"] or model.special_tokens["end"]
         assert run.tokens[0, 0] == start[0]
         assert run.sinks.data.sizes["pos"] == run.prompt_length + 4
-    behind = sinklens.generate(tiny_llada, "Question: Tom has 2 apples.", hooks=[SinkToken(at="end")], **settings)
-    assert behind.canvas.shape[2] == behind.prompt_length + 5
-    assert behind.unmask_step[0, -1] == -1
 
 
 def test_an_extra_token_can_be_masked_as_a_sink(worded):
@@ -186,15 +180,11 @@ REFUSED = [
             (False, ForceTokens(tokens={0: 61}), "token 61 does not exist; the vocabulary is 0 to 60"),
             (False, Remask(positions=[6]), r"Remask takes positions of the answer, 7 to 14 or -8 to -1; got \[6\]"),
             (False, Remask(positions=[-9]), r"Remask takes positions of the answer, 7 to 14 or -8 to -1; got \[-9\]"),
-            (True, Remask(), "an autoregressive model has no mask token; use Remask with diffusion models only"),
-            (True, SinkToken(at="end"), "an autoregressive answer has no fixed end to append a token to; use at='fro"),
-            (True, ForceTokens(tokens={-4: 41}, steps=[0, 1]), "is decoded in step 1, .*choose steps from 2 on"),
-            (True, ForceTokens(tokens={-1: 41}), "is decoded in step 4, .*raise gen_length"),
+            (True, Remask(), "has no mask token here; use ForceTokens"),
             (False, SinkToken(token=61), "token 61 does not exist; the vocabulary is 0 to 60"),
             (False, SinkToken(token=60), "token 60 is the mask, which the sampler would replace; choose another"),
         )
     ),
-    (lambda worded: SinkToken(at="middle"), "at must be one of front, end; got 'middle'"),
     (lambda worded: SinkToken(value="one"), "value must be one of own, zero; got 'one'"),
     (lambda worded: SinkToken(heads=[1]), "SinkToken does not support heads=; leave it out"),
     (lambda worded: SinkToken(positions=[1]), "SinkToken does not support positions=; leave it out"),
@@ -226,12 +216,11 @@ def test_a_model_without_special_tokens_needs_an_explicit_one():
         model.eos_token_ids = kept
 
 
-@pytest.mark.parametrize("at", ["front", "end"])
-def test_an_extra_token_takes_one_position_of_the_context(at):
+def test_an_extra_token_takes_one_position_of_the_context():
     model, settings = shared_model(), {"gen_length": 4, "steps": 2, "block_length": 4}
     full = [int(token) for token in random_ids(1, 60)[0]]  # of 64
     assert sinklens.generate(model, full, **settings).tokens.shape == (1, 64)
     message = "a prompt of 61 tokens, 1 of them added to it, and gen_length 4 need 65 positions; .* has 64"
     with pytest.raises(PromptError, match=message):
-        sinklens.generate(model, full, hooks=[SinkToken(at=at, token=9)], **settings)
-    assert sinklens.generate(model, full[1:], hooks=[SinkToken(at=at, token=9)], **settings).tokens.shape == (1, 64)
+        sinklens.generate(model, full, hooks=[SinkToken(token=9)], **settings)
+    assert sinklens.generate(model, full[1:], hooks=[SinkToken(token=9)], **settings).tokens.shape == (1, 64)

@@ -83,7 +83,9 @@ def test_a_path_can_follow_positions_by_step():
     kept = Activations(names=["blocks.0.attn.hook_z"])
     sinklens.generate(model, [[9, 8, 7, 6, 5]], gen_length=4, steps=2, hooks=kept)
     base, path = sinklens.generate(model, prompts, gen_length=4, steps=2), {"sender": "L0H4", "receiver": "L1H1.k"}
-    following = [PathPatch(**path, source=kept.caches, where=lambda step: [2 + step])]
+    where = torch.zeros(1, 2, 1, 1, 9, dtype=torch.bool)
+    where[0, [0, 1], 0, 0, [2, 3]] = True
+    following = [PathPatch(**path, source=kept.caches, where=where)]
     static = [PathPatch(**path, source={step: kept.caches[step]}, positions=[2 + step]) for step in (0, 1)]
     logits = []
     for hooks in (following, static, []):

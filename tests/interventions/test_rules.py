@@ -157,7 +157,7 @@ def test_a_control_may_be_joined_with_other_places(worded):
 
 
 def test_whether_places_follow_the_run_is_known_of_every_rule():
-    follows = [TopK(1), Where(top_k=1), EveryThird(), ~TWO, OfKind("digit") | TWO, lambda step: [0]]
+    follows = [TopK(1), Where(top_k=1), EveryThird(), ~TWO, OfKind("digit") | TWO]
     others = ["digit", OfKind("digit"), ~OfKind("digit"), Positions([1]), torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)]
     assert all(follows_run(AblateHeads(where=where)) for where in follows)
     assert not any(follows_run(AblateHeads(where=where)) for where in (*others, None, Where(top_k=1, same_step=True)))

@@ -77,7 +77,6 @@ DIFFUSION = BOTH | {
     "the row's mean head": AblateHeads(by="mean", heads=[0, 5]),
     "freeze the pattern": FreezePattern(at=1, layers=[0, 1], positions=[0, 3, -4]),
     "mask again": Remask(positions=[-1, -4, -6], steps=[2]),
-    "sink token behind": SinkToken(token=9, at="end"),
 }
 
 
@@ -121,7 +120,6 @@ def bases(worded):
             "mask sinks",
             "mask random keys",
             "window",
-            "sink token behind",
             "patch",
             "replace values",
             "splice masks",
