@@ -150,7 +150,6 @@ class Field:
         default: the value of a chip that leaves it out; None means "all" and is allowed only if `optional`.
         optional: whether None is allowed.
         choices: allowed values of a "choice".
-        formerly: the name that the field has in older records; there, "steps" may be a single step.
     """
 
     name: str
@@ -159,7 +158,6 @@ class Field:
     default: Any = None
     optional: bool = False
     choices: tuple[str, ...] = ()
-    formerly: str = ""
 
     def read(self, chip: Mapping[str, Any], kind: str) -> Any:
         """The value in `chip`.
@@ -167,13 +165,12 @@ class Field:
         Raises:
             Refused: it is missing or has another type.
         """
-        value = chip.get(self.name, chip.get(self.formerly, self.default))
+        value = chip.get(self.name, self.default)
         what = f"{kind}.{self.name}"
         if value is None:
             require(self.optional, f"the chip {kind} needs {self.name}: {self.help}.")
             return None
         if self.type in WORDS:
-            value = [value, value] if self.type == "steps" and is_index(value) else value
             require(self._fits(value), f"{what} must be {WORDS[self.type]}; got {value!r:.40}.")
             return value
         types: dict[str, Any] = {"choice": Literal[self.choices]}
@@ -300,7 +297,7 @@ CHIPS: dict[str, ChipKind] = {
     "force_token": ChipKind(
         "Force a token",
         "Put a token on the canvas when each of the steps begins. A token that has been read once stays decided.",
-        (POSITION, Field("token", "token", "the token"), replace(STEPS, formerly="step")),
+        (POSITION, Field("token", "token", "the token"), STEPS),
         lambda chip: Expression("ForceTokens", {"tokens": {chip["pos"]: chip["token"]}} | _places(chip)),
     ),
     "remask": ChipKind(
@@ -341,8 +338,7 @@ def _read_chip(given: Any) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in CHIPS:
         raise Refused(f"no chip is of the kind {kind!r:.40}; known: {', '.join(CHIPS)}.")
     names = [entry.name for entry in CHIPS[kind].fields]
-    former = {entry.formerly for entry in CHIPS[kind].fields}
-    unknown = sorted(set(given) - {"id", "on", "kind", *names} - former)
+    unknown = sorted(set(given) - {"id", "on", "kind", *names})
     require(not unknown, f"the chip {kind} has no field {str(unknown[:1])[1:-1]:.40}; its fields: {', '.join(names)}.")
     named, on = given.get("id", ""), given.get("on", True)
     require(isinstance(named, str) and len(named) <= 40, "a chip's id must be a string of up to 40 characters.")

@@ -131,7 +131,6 @@ class RunSpec:
         """
         names = {entry.name for entry in fields(cls)}
         require(isinstance(found, dict), "the record of a run must be an object.")
-        found = {"cache": None} | found  # records of earlier versions have none
         require(set(found) == names, "the record of a run lacks fields, or has others.")
         require(depth <= MOST_REPLAYS, f"a record holds at most {MOST_REPLAYS} replays.")
         prompt, task = found["prompt"], found["task"]

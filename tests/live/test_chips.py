@@ -37,13 +37,10 @@ def test_every_chip_is_documented_and_offered():
     assert sorted(kind for kind, _ in DOCUMENTED) == sorted(CHIPS) == sorted(form["kind"] for form in of_chips())
 
 
-def test_steps_include_both_ends_and_a_forced_token_of_an_older_record_keeps_its_one():
+def test_steps_include_both_ends():
     (expression,) = expressions(read_chips([{"kind": "mask_sinks", "steps": [2, 4]}]))
     assert list(expression.build().steps) == [2, 3, 4]
     assert expression.source() == "MaskSinks(steps=range(2, 5), top_k=1)"
-    (chip,) = read_chips([{"kind": "force_token", "pos": 30, "step": 7, "token": 500}])
-    assert expressions([chip])[0].source() == "ForceTokens(tokens={30: 500}, steps=range(7, 8))"
-    assert read_chips([chip]) == (chip,)
 
 
 def test_the_settings_offered_are_those_of_the_samplers_that_fit(tiny_llada, tiny_llama):

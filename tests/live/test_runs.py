@@ -193,7 +193,7 @@ def test_patterns_and_proposals_are_those_of_the_run_with_its_chips(client, tiny
     def keep(value, hook):
         seen[hook.step] = value[0].clone()
 
-    chips = [{"kind": "mask_sinks", "top_k": 3}, {"kind": "force_token", "pos": 25, "step": 0, "token": 40}]
+    chips = [{"kind": "mask_sinks", "top_k": 3}, {"kind": "force_token", "pos": 25, "steps": [0, 0], "token": 40}]
     hooks = [MaskSinks(top_k=3), ForceTokens(tokens={25: 40}, steps=[0])] if changed else []
     run = sinklens.generate(
         tiny_llada, PROMPT, hooks=[*hooks, ("denoise.hook_logits", keep)], record_sinks=Record(patterns=[(5, 2)]),
@@ -247,9 +247,13 @@ NOWHERE = {  # name: (chip, model, text)
     "a step": ({"kind": "mask_sinks", "steps": [0, 8]}, "tiny-llada", "step 8 does not exist; there are 8, 0 to 7"),
     "a kept step": ({"kind": "freeze_pattern", "layer": 0, "from_step": 9}, "tiny-llada", "step 9 does not exist"),
     "a key": ({"kind": "hide_key", "pos": 32}, "tiny-llada", "position 32 does not exist"),
-    "a cell": ({"kind": "force_token", "pos": 90, "step": 0, "token": 1}, "tiny-llada", "position 90 does not exist"),
+    "a cell": (
+        {"kind": "force_token", "pos": 90, "steps": [0, 0], "token": 1},
+        "tiny-llada",
+        "position 90 does not exist",
+    ),
     "a token": (
-        {"kind": "force_token", "pos": 25, "step": 0, "token": 9999},
+        {"kind": "force_token", "pos": 25, "steps": [0, 0], "token": 9999},
         "tiny-llada",
         "token 9999 does not exist",
     ),
