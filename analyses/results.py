@@ -59,30 +59,22 @@ def write(name: str, figures: Callable[..., "Mapping[str, Figure]"], findings: F
     return replace(findings, files=tuple(files))
 
 
-def warn_of_others(file: Path, manifest: Mapping[str, Any]) -> bool:
-    """Warn, before anything is measured, that the results described by the manifest `file` will be replaced.
-
-    Returns:
-        Whether there are such results.
-    """
+def warn_of_others(file: Path, manifest: Mapping[str, Any]) -> None:
+    """Warn, before anything is measured, that the results described by the manifest `file` will be replaced."""
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
         summary = f"{', '.join(model['name'] for model in before['models'])}; prompts: {before['prompts']}"
-        dict.keys(before["options"])
+        earlier, now = (
+            {**one, "options": {**one["options"], "batch": 0}} for one in (before, json.loads(json.dumps(manifest)))
+        )
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # missing, or not the manifest of a study
-    earlier, now = (
-        {**one, "options": {**one["options"], "batch": 0}} for one in (before, json.loads(json.dumps(manifest)))
-    )
-    same = all(earlier.get(key) == now[key] for key in ("options", "models", "prompts_sha256"))
-    if same and earlier.get("inputs", {}) == now.get("inputs", {}):
-        return False
-    warnings.warn(
-        f"{file.parent} holds another run of this study ({summary}), which this run will replace; to keep it, "
-        f"interrupt now and choose another folder (--out).",
-        stacklevel=4,
-    )
-    return True
+        return  # missing, or not the manifest of a study
+    if any(earlier.get(key) != now[key] for key in ("options", "models", "prompts_sha256", "inputs")):
+        warnings.warn(
+            f"{file.parent} holds another run of this study ({summary}), which this run will replace; to keep it, "
+            f"interrupt now and choose another folder (--out).",
+            stacklevel=4,
+        )
 
 
 def _draw(study: str, figures: "Mapping[str, Figure]", out: Path) -> list[Path]:

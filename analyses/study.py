@@ -33,7 +33,7 @@ from torch import Tensor
 from sinklens.analyses.estimates.scales import Scale
 from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
-from sinklens.analyses.units import Units, unused
+from sinklens.analyses.units import Units
 from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.counting import Counts
 from sinklens.evaluation.units import equals_apart
@@ -192,15 +192,16 @@ class Study(ABC):
 
         Warns:
             UserWarning: a prompt occurs several times, which makes intervals too narrow; prompts share long stretches
-                of text and no group is given; `out` holds results of other
-                models, prompts or options, which will be replaced; or `out` holds finished prompts of an interrupted
-                study that cannot be used, because something else differs.
+                of text and no group is given; or `out` holds results of other models, prompts or options, which will be
+                replaced.
         """
         if prompts is None:
             prompts = [problem.prompt for problem in held_out(100)]
         prompts = _prompts(prompts)
         loaded = [load(model) for model in _several(models)]
-        names = _names(loaded)
+        names = [model.name for model in loaded]
+        if len(set(names)) < len(names):
+            raise SettingError(f"each model can be given only once; got {', '.join(names)}.")
         if not names or not prompts:
             raise SettingError("a study needs at least one model and one prompt.")
         if not 0 <= self.shown < len(prompts):
@@ -216,9 +217,8 @@ class Study(ABC):
         folder = None if out is None else Path(out)
         if folder is not None:
             check_folder(folder, "a study")
+            warn_of_others(folder / f"{self.name}.json", manifest)
         identities = {model["name"]: _identity(manifest, model) for model in manifest["models"]}
-        if folder is not None and not warn_of_others(folder / f"{self.name}.json", manifest):
-            _warn_of_unused(folder, identities.values())
         measured, examples = {}, {}
         with _reported(self.name, progress) as report:
             for name, model, settings in zip(names, loaded, given, strict=True):
@@ -365,13 +365,6 @@ def _several(models: Any) -> list[Any]:
     return [models] if isinstance(models, str | Path | Model | torch.nn.Module) else list(models)
 
 
-def _names(models: Sequence["Model"]) -> list[str]:
-    names = [model.name for model in models]
-    if len(set(names)) < len(names):
-        raise SettingError(f"each model can be given only once; got {', '.join(names)}.")
-    return names
-
-
 def _settings_of(models: Sequence["Model"], settings: Mapping[str, Any]) -> list[Settings]:
     """For each model, the settings that its sampler has; a setting that no model has is an error.
 
@@ -396,15 +389,9 @@ def _setting_names(model: "Model", settings: Mapping[str, Any]) -> set[str]:
 def _source_hash(study: type) -> str:
     """Hash that distinguishes versions of a study's file: an edited study does not reuse the old one's units."""
     text = ""
-    try:
-        text = inspect.getsource(inspect.getmodule(study) or study)
-    except (
-        OSError,
-        TypeError,
-    ):  # defined in a notebook, whose cells have sources, or in a console, which has no source
-        for method in filter(inspect.isfunction, vars(study).values()):
-            with suppress(OSError):  # a dataclass has generated methods without source
-                text += inspect.getsource(method)
+    for part in (inspect.getmodule(study) or study, *filter(inspect.isfunction, vars(study).values())):
+        with suppress(OSError, TypeError):  # a notebook has no source, but its cells; generated methods have none
+            text += inspect.getsource(part)
     return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
@@ -425,16 +412,6 @@ def _identity(manifest: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str
         name: value for name, value in manifest.items() if name not in ("models", "options", "resamples", "groups")
     }
     return json.loads(json.dumps({**shared, "options": options, "model": model}))
-
-
-def _warn_of_unused(out: Path, identities: Iterable[Mapping[str, Any]]) -> None:
-    found = [text for text in (unused(out, what) for what in identities) if text]
-    if found:
-        warnings.warn(
-            f"{out} holds {'; '.join(found)}. This run does not use them and measures every prompt; to use them, run "
-            f"with the options they were made with.",
-            stacklevel=3,
-        )
 
 
 @contextmanager

@@ -95,22 +95,6 @@ class Units:
         return xr.concat(found, dim="prompt", join="outer").drop_encoding()
 
 
-def unused(out: Path, what: Mapping[str, Any]) -> str:
-    """A description of unfinished units in `out` that `what` cannot resume, and why; "" if there are none."""
-    if not holds_runs(out / FOLDER):
-        return ""
-    runs = LedgerRun.all(out / FOLDER)
-    if any(run.what == what for run in runs):
-        return ""
-    others = [run for run in runs if (run.what["study"], run.what["model"]["name"]) == _who(what)]
-    kept = [(len(run.done()), run) for run in others]
-    return "; ".join(
-        f"{number} finished prompts of {_who(what)[1]} with other {', '.join(_differing(run.what, what))}"
-        for number, run in kept
-        if number
-    )
-
-
 def finished(out: Path) -> str:
     """A readable summary of the units in `out`; "" if there are none."""
     if not holds_runs(out / FOLDER):
@@ -120,22 +104,6 @@ def finished(out: Path) -> str:
         f"{run.what['study']}: {run.what['model']['name']}: {done} of {run.what['prompts']} prompts"
         for run, done in runs
     )
-
-
-def _who(what: Mapping[str, Any]) -> tuple[str, str]:
-    return what["study"], what["model"]["name"]
-
-
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any], before: str = "") -> list[str]:
-    """Names of the entries in which two descriptions differ; nested names are joined by dots."""
-    found = []
-    for name in sorted(one.keys() | other.keys()):
-        first, second = one.get(name), other.get(name)
-        if isinstance(first, Mapping) and isinstance(second, Mapping):
-            found += _differing(first, second, f"{before}{name}.")
-        elif first != second:
-            found.append(f"{before}{name}")
-    return found
 
 
 def _packed(measured: xr.Dataset) -> str:

@@ -1,6 +1,5 @@
 """Measured effects of interventions, compared with separate runs."""
 
-import math
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 import sinklens
-from sinklens.analyses.answers import KEYS, each_prompt, effects, is_right, masked, unchanged
+from sinklens.analyses.answers import KEYS, effects, is_right, masked, unchanged
 from sinklens.analyses.mechanism import Mechanism
 from sinklens.experiments import effect
 from sinklens.interventions import AblateHeads, MaskKeys
@@ -36,12 +35,6 @@ def test_effects_equal_those_of_separate_runs(name, request):
         assert float(got["right"]) == is_right(PROBLEM.prompt, one.free.text[0])
     assert float(found["kl"].sel(intervention="heads")) > 0.05
     assert float(found["changed"].sel(intervention="none")) == 0
-
-
-def test_an_answer_is_right_by_its_number_and_unknown_for_another_prompt():
-    assert is_right(PROBLEM.prompt, f"so\n#### {PROBLEM.result}") == 1
-    assert is_right(PROBLEM.prompt, f"so\n#### {PROBLEM.result + 1}") == 0
-    assert math.isnan(is_right("What?", "#### 3"))
 
 
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
@@ -76,15 +69,6 @@ def test_steady_masking_hides_the_strongest_keys_of_the_unchanged_runs_previous_
     assert all(one != following for one, following in pairwise(again))
 
 
-def test_prompts_of_different_length_are_combined(tiny_llama):
-    """Each keeps its steps; values missing from the shorter run are NaN."""
-    prompts = [problem.prompt for problem in held_out(2)]
-    data = each_prompt(prompts, lambda prompt: effects(Mechanism(), tiny_llama, prompt, {}, {"none": []}))
-    steps = [sinklens.generate(tiny_llama, prompt, record_sinks=False).steps_run for prompt in prompts]
-    assert data["kl_step"].notnull().sum("step").to_numpy().ravel().tolist() == steps
-    assert len(set(steps)) == 2
-
-
 @pytest.mark.parametrize(
     ("expected", "text", "right"),
     [
@@ -99,5 +83,6 @@ def test_prompts_of_different_length_are_combined(tiny_llama):
 )
 def test_answers_to_own_prompts_are_compared_by_their_number_or_their_text(expected, text, right):
     assert is_right("Mine?", text, {"Mine?": expected}) == right
+    assert is_right(PROBLEM.prompt, f"so\n#### {PROBLEM.result}") == 1
     assert np.isnan(is_right("Mine?", text))
     assert np.isnan(is_right([2, 3], text, {"Mine?": expected}))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sinklens.analyses.definitions import DEFINITIONS, TOP_K, Definitions, newest_rows
+from sinklens.analyses.definitions import DEFINITIONS, Definitions, newest_rows
 from sinklens.experiments import effect
 from sinklens.interventions import MaskSinks
 from sinklens.tasks import held_out
@@ -56,13 +56,3 @@ def test_every_number_equals_that_of_a_separate_run(tiny_llama, measured):
         one = effect(tiny_llama, [PROMPT], mask, **FEW, use_cache=False)
         got = measured["tiny-llama"]["changed"].sel(definition=definition, reach="all", pick="strongest", top_k=top_k)
         assert float(got) == float(not one.free_running["same_answer"].item())
-
-
-def test_tables_leave_out_what_a_model_has_not_and_subtract_each_control(tiny_llada):
-    tables = Definitions(settings={"gen_length": 4}).run([tiny_llada], [PROMPT, held_out(2)[1].prompt]).tables
-    assert set(tables["definitions"]["reach"].dropna()) == {"all"}
-    data = tables["definitions"].set_index(["measure", "definition", "pick", "top_k"])["estimate"]
-    for row in tables["excess"].itertuples():
-        costs = [data["cost", row.definition, pick, row.top_k] for pick in ("strongest", row.control)]
-        assert row.estimate == pytest.approx(costs[0] - costs[1])
-    assert len(tables["excess"]) == 5 * len(TOP_K)

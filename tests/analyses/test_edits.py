@@ -6,7 +6,7 @@ import torch
 import sinklens
 from sinklens.analyses import edits
 from sinklens.analyses.dynamics import Dynamics
-from sinklens.analyses.edits import EDITS, Edits, compared, measures
+from sinklens.analyses.edits import Edits, compared, measures
 from sinklens.sinks.kinds import Kind
 from sinklens.tasks import held_out
 
@@ -107,11 +107,3 @@ def test_leads_are_margins_of_the_new_strongest_key():
     assert share.tolist() == [0.5, 0.5, 0.5, 0, 0]
     assert near == 0
     assert np.isnan(measures(None)[1])
-
-
-def test_every_edit_is_measured_in_a_masked_model(tiny_llada):
-    found = Edits(settings=SHORT, draws=2).run(tiny_llada, PROMPTS[:2])
-    assert found.measured["tiny-llada"]["jump_share"].sel(lead=0).notnull().all()
-    assert list(found.tables["jumps"]["edit"].unique()) == list(EDITS)
-    alone = Edits(settings=SHORT, draws=2).run(tiny_llada, PROMPTS[:1]).measured["tiny-llada"]["jump_share"]
-    assert alone.sel(edit="another answer").isnull().all()

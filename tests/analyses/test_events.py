@@ -7,7 +7,7 @@ from planting import planted
 from scipy.stats import spearmanr
 
 import sinklens
-from sinklens.analyses.events import Events, events_of, landing_rows, landings, within_rows
+from sinklens.analyses.events import events_of, landing_rows, landings, within_rows
 from sinklens.tasks import held_out
 from sinklens.utils.estimates import bootstrap
 
@@ -157,16 +157,3 @@ def test_landings_equal_a_loop_over_heads():
         ]
         assert landed[row, step, pos] == sum(before != pos and now == pos for before, now in pairs)
         assert at_risk[row, step, pos] == sum(before != pos for before, _ in pairs)
-
-
-def test_ages_of_a_run_follow_its_unmask_steps(tiny_llada, tiny_llama):
-    study = Events(settings={"gen_length": 8, "steps": 8})
-    found = study.run([tiny_llada, tiny_llama], PROMPTS)
-    run = sinklens.generate(tiny_llada, PROMPTS, gen_length=8, steps=8)
-    age = found.measured["tiny-llada"]["age_at"].to_numpy()
-    for row in range(2):
-        decided = run.unmask_step[row, run.prompt_length :].numpy()
-        np.testing.assert_array_equal(age[row], np.arange(8)[:, None] - decided)
-    table = found.tables["order"]
-    assert table[table["model"] == "tiny-llama"]["estimate"].isna().all()
-    assert found.tables["landings"].query("model == 'tiny-llama'")["estimate"].isna().all()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import sinklens
-from sinklens.analyses.existence import DETECTORS, Existence, sink_shares
+from sinklens.analyses.existence import DETECTORS, sink_shares
 from sinklens.sinks import Record
 from sinklens.tasks import held_out
 
@@ -36,21 +36,6 @@ def test_histogram_and_thresholds_equal_direct_counts(real_track):
                 count / total, abs=1e-3
             )
     np.testing.assert_allclose(data["histogram"].sum("bin"), 1)
-
-
-def test_the_curve_rises_with_the_threshold_and_figures_name_their_unit(tiny_llada):
-    study = Existence(settings={"gen_length": 4, "steps": 2})
-    found = study.run([tiny_llada], [problem.prompt for problem in held_out(2)])
-    curve = found.tables["thresholds"].query("unit == 'sum'")["estimate"].to_numpy()
-    assert (np.diff(curve) >= 0).all()
-    largest = found.tables["thresholds"].groupby("unit")["epsilon"].max()
-    assert largest.to_dict() == {"sum": 10, "percent": 10, "fraction": 0.1, "visible": 0.1}  # in the unit of the row
-    figures = study.figures(found.measured, found.examples)
-    assert [ax.get_title() for ax in figures["histogram"].axes] == [
-        "unit: sum", "unit: percent", "unit: fraction", "unit: visible",
-    ]  # fmt: skip
-    drawn = figures["thresholds"].axes[0].get_lines()[0]
-    np.testing.assert_allclose(drawn.get_ydata(), curve)
 
 
 def test_value_norms_stand_beside_every_count(real_track):

@@ -7,7 +7,7 @@ from planting import planted
 
 from sinklens.analyses import interval_table
 from sinklens.analyses.estimates.tables import judged
-from sinklens.analyses.mass import acting, curve, matched, removed, with_same_mass
+from sinklens.analyses.mass import acting, matched, removed, with_same_mass
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 
 PROMPTS, STEPS, LAYERS, HEADS, LENGTH = 40, 4, 2, 3, 30
@@ -95,15 +95,3 @@ def test_a_cost_of_attention_alone_looks_like_one_of_sinks_unless_the_mass_is_eq
     assert claims["random"]["verdict"] == "holds"  # errs: sinks do nothing here beyond their attention
     assert claims["same_mass"]["verdict"] != "holds"
     assert abs(claims["same_mass"]["estimate"]) < 0.05
-
-
-def test_a_curve_has_the_cost_and_the_attention_removed_of_each_entry():
-    axes = ("prompt", "epsilon", "pick")
-    coords = {"epsilon": [1.0, 2.0], "pick": ["strongest", "random"]}
-    values = np.arange(12.0).reshape(3, 2, 2)
-    gone = values / 100
-    gone[..., 1] = np.nan
-    table = curve({"planted": xr.Dataset({"kl": (axes, values), "gone": (axes, gone)}, coords)}, "kl", "gone")
-    assert table["pick"].tolist() == ["strongest", "random"] * 2
-    assert table["estimate"].tolist() == [4.0, 5.0, 6.0, 7.0]
-    assert table["removed"].tolist() == pytest.approx([0.04, np.nan, 0.06, np.nan], nan_ok=True)

@@ -7,7 +7,6 @@ import pytest
 from planting import planted
 
 from sinklens.analyses.matching import matched_enrichment
-from sinklens.errors import TrackError
 from sinklens.sinks import Detector
 from sinklens.sinks.kinds import Kind, enrichment, kinds, states
 
@@ -88,28 +87,3 @@ def test_the_ratio_is_mantel_and_haenszel_s_sum_over_strata(matched):
         shared = [t for t in tables.values() if t[0, 1] and t[1, 1]]
         assert float(found["matched_sinks"]) == sum(t[0, 0] for t in shared)
         assert float(found["matched_positions"]) == sum(t[0, 1] for t in shared)
-
-
-def test_matching_by_anything_else_is_rejected():
-    track = random_track()
-    with pytest.raises(TrackError, match=r"matched must be a list that holds any of step, state, position; got 'step'"):
-        matched_enrichment(track, matched="step")
-    with pytest.raises(TrackError, match=r"any of step, state, position; got \['layer'\]"):
-        matched_enrichment(track, matched=["layer"])
-    with pytest.raises(TrackError, match=r"by='state' cannot be matched by state; use matched=\['step', 'position'\]"):
-        matched_enrichment(track, by="state")
-
-
-def test_rows_of_different_templates_are_compared_within_groups():
-    """One template has masks and few sinks, the other words and many: at the same place, masks seem avoided."""
-    noise, group = np.random.default_rng(0), np.arange(300) % 2
-    ids = np.where(noise.random((300, 3, 12)) < np.where(group == 0, 0.85, 0.15)[:, None, None], 1, 5)
-    score = np.where(noise.random(ids.shape) < np.where(group == 0, 0.1, 0.4)[:, None, None], 9, 0.1)[:, :, None, None]
-    track = planted(score, masked=ids == 1, token_id=ids, prompt_length=1, words={5: " a"})
-    by_place = {"matched": ["step", "position"]}
-    assert float(matched_enrichment(track, **by_place)["ratio"].sel(kind="mask")) < 0.7
-    found = matched_enrichment(track, **by_place, group=[f"template {one}" for one in group])
-    assert float(found["ratio"].sel(kind="mask")) == pytest.approx(1, abs=0.2)
-    assert found["matched_sinks"].sel(kind="mask") <= found["sinks"].sel(kind="mask")
-    with pytest.raises(TrackError, match="one label for each of the 300 rows"):
-        matched_enrichment(track, group=["a"])

@@ -123,13 +123,3 @@ def test_verdicts_match_the_planted_effects():
         "cannot tell"
     ] * len(TOP_K)
     assert rows.loc[("… in random order", "steady"), "estimate"].tolist() == pytest.approx([-0.2, -0.2])
-
-
-def test_an_autoregressive_model_has_only_costs_by_position(tiny_llama):
-    found = Mechanism(settings={"gen_length": 4}).run([tiny_llama], [PROMPT])
-    costs = found.tables["costs"].query("measure == 'changed'").set_index("order")
-    assert costs.loc["confidence", "estimate"].isna().all()
-    assert costs.loc["position", "estimate"].notna().all()
-    assert found.tables["confidence"]["estimate"].isna().all()
-    verdicts = found.tables["claims"].set_index("measure")["verdict"]
-    assert set(verdicts["confidence falls more where the masked keys were attended to"]) == {"not measured"}

@@ -36,17 +36,6 @@ def test_a_row_shows_labels_the_estimate_and_its_interval(tmp_path, capsys):
     assert cells == [["kl", "0", "NA", "0.250 [0.125, 0.500]"], ["kl", "1", "null", "3 [1e-05, 1.23e+04]"]]
 
 
-def test_missing_values_are_dashes_and_a_line_says_why_one_prompt_has_no_interval(tmp_path, capsys):
-    rows = [row(estimate=math.nan, low=math.nan, high=math.nan, prompts=0), row(low=math.nan, high=math.nan, prompts=1)]
-    show(tmp_path, planted(tmp_path, one=rows))
-    printed = capsys.readouterr().out
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.splitlines() if "kl" in line]
-    assert cells == [["kl", "–", "0"], ["kl", "0.250", "1"]]
-    assert ALONE in printed
-    show(tmp_path, planted(tmp_path, one=[row()]))
-    assert ALONE not in capsys.readouterr().out
-
-
 def test_numbers_beside_empty_cells_are_short_and_every_meaning_of_a_measure_is_printed(tmp_path, capsys):
     rows = [
         row(group="a", p=0.0012345678, meaning="of a"),
@@ -83,16 +72,19 @@ def test_a_long_table_is_cut_and_its_file_is_named(tmp_path, capsys):
     assert f"… 7 more rows in {tmp_path / 'planted-one.csv'}" in printed
 
 
-def test_tables_of_an_earlier_run_are_not_printed(tmp_path, capsys):
-    planted(tmp_path, one=[row()], differences=[row("n − m")])
-    show(tmp_path, planted(tmp_path, one=[row()]))
-    assert "n − m" not in capsys.readouterr().out
-
-
-def test_an_empty_table_and_names_with_brackets_are_printed(tmp_path, capsys):
+def test_empty_tables_missing_values_and_names_with_brackets_are_printed_and_earlier_tables_are_not(tmp_path, capsys):
+    planted(tmp_path, differences=[row("n − m")])
     empty = pandas.DataFrame(columns=["model", "measure", "estimate", "low", "high", "prompts"])
-    show(tmp_path, planted(tmp_path, one=[row("[bold]m[/]")], none=empty))
-    assert "one: [bold]m[/] (3 prompts)" in capsys.readouterr().out
+    unknown = [
+        row("a", estimate=math.nan, low=math.nan, high=math.nan),
+        row("b", low=math.nan, high=math.nan, prompts=1),
+    ]
+    show(tmp_path, planted(tmp_path, one=[row("[bold]m[/]"), *unknown], none=empty))
+    printed = capsys.readouterr().out
+    assert "one: [bold]m[/] (3 prompts)" in printed
+    assert [line.split("│")[2].strip() for line in printed.splitlines() if "│ kl" in line][1:] == ["–", "0.250"]
+    assert ALONE in printed
+    assert "n − m" not in printed
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"study": "x"}', '{"a": 1}'])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import sinklens
 from sinklens.analyses.runs import active_steps, own_run
 from sinklens.sinks import Record, build_track
 from sinklens.tasks import held_out
@@ -59,3 +60,25 @@ def test_a_row_in_a_batch_has_the_same_track_as_alone(name, settings, request):
     if "gen_length" not in settings:
         assert len(lengths) > 1
         assert not together.own.all()
+
+
+def test_a_row_that_waits_for_others_is_not_active(toy):
+    """A row ends when its mean entropy is below a bound, which only one of the two is after the first step."""
+    model = toy("tiny-canvas")
+    settings, means = {"gen_length": 8, "max_denoising_steps": 4, "stability_threshold": 0}, []
+    hook = ("denoise.hook_entropy", lambda value, hook: means.append(value.mean(dim=1)))
+    sinklens.generate(model, PROMPTS, hooks=[hook], progress=False, confidence_threshold=0.0, **settings)
+    settings["confidence_threshold"] = float(means[0].mean())
+    together = own_run(model, PROMPTS, settings)
+    for row, prompt in enumerate(PROMPTS):
+        alone = own_run(model, [prompt], settings)
+        steps = alone.track.steps
+        assert alone.own.all()
+        assert together.own[row].sum() == steps
+        padding = together.run.real.shape[1] - alone.run.real.shape[1]
+        part = together.track.isel(batch=row).data.isel(step=slice(0, steps), pos=slice(padding, None))
+        names = ("batch", "step", "pos")
+        xr.testing.assert_allclose(
+            part["score"].drop_vars(names), alone.track.data["score"].drop_vars(names), rtol=1e-3, atol=1e-4
+        )
+    assert not together.own.all()

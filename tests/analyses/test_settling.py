@@ -13,8 +13,8 @@ PROBLEMS = held_out(2)
 PROMPTS = [problem.prompt for problem in PROBLEMS]
 
 
-def test_the_tables_hold_what_early_exits_return(tiny_llada, tmp_path):
-    found = Settling().run(tiny_llada, PROMPTS, tmp_path)
+def test_the_tables_hold_what_early_exits_return(tiny_llada):
+    found = Settling().run(tiny_llada, PROMPTS)
     data = found.measured["tiny-llada"]
     for number, problem in enumerate(PROBLEMS):
         run = sinklens.generate(tiny_llada, problem.prompt, progress=False)
@@ -32,10 +32,6 @@ def test_the_tables_hold_what_early_exits_return(tiny_llada, tmp_path):
     exits = found.tables["exits"].set_index(["measure", "rule", "threshold"])["estimate"]
     share = data["exit_share"].sel(rule="gap").isel(level=2).mean()
     assert exits["exit_share", "gap", 0.9] == pytest.approx(float(share))
-    assert {file.suffix for file in found.files} == {".csv", ".png", ".svg", ".nc", ".json"}
-    apart = Settling(batch=1).run(tiny_llada, PROMPTS)
-    for name, table in found.tables.items():
-        np.testing.assert_allclose(table["estimate"], apart.tables[name]["estimate"])
 
 
 def test_own_prompts_are_judged_by_their_expected_answers(tiny_llada):

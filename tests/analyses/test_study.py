@@ -1,11 +1,9 @@
 """The base of all studies, tested with a study that measures the length of prompts."""
 
-import inspect
 import json
 import linecache
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -13,8 +11,8 @@ import torch
 import xarray as xr
 
 import sinklens.analyses.study as study
-from sinklens.analyses import STUDIES, Study, find, interval_table
-from sinklens.analyses.study import _source_hash, read_prompts
+from sinklens.analyses import Study, find, interval_table
+from sinklens.analyses.study import _source_hash
 from sinklens.cli import main
 from sinklens.errors import LedgerError, SettingError, SinklensError
 from sinklens.evaluation import LedgerRun
@@ -55,25 +53,17 @@ def _fresh():
     Letters.asked.clear()
 
 
-def test_batches_are_combined_in_the_order_of_the_prompts(tiny_llada):
-    found = Letters(batch=2).run([tiny_llada], ["a", "bb", "ccc", "dddd", "eeeee"])
-    assert Letters.asked == [["a", "bb"], ["ccc", "dddd"], ["eeeee"]]
-    assert found.measured["tiny-llada"]["letters"].values.tolist() == [1, 2, 3, 4, 5]
-    assert found.tables["letters"]["estimate"].tolist() == [3.0]
+def test_batches_are_combined_in_the_order_of_the_prompts_and_equal_prompts_are_apart(tiny_llada):
+    with pytest.warns(UserWarning, match=r"1 of 5 prompts are copies of others. Intervals .* be too narrow"):
+        found = Letters(batch=2, shown=2).run("tiny-llada", ["a", "bb", "ccc", "ccc", "eeeee"])
+    assert Letters.asked == [["a", "bb"], ["ccc", "eeeee"], ["ccc"]]
+    assert found.measured["tiny-llada"]["letters"].values.tolist() == [1, 2, 3, 3, 5]
+    assert found.tables["letters"]["estimate"].tolist() == [2.8]
     assert found.files == ()
-    assert str(found.examples["tiny-llada"]["text"].item()) == "a"
-    shown = Letters(batch=2, shown=4).run([tiny_llada], ["a", "bb", "ccc", "dddd", "eeeee"])
-    assert str(shown.examples["tiny-llada"]["text"].item()) == "eeeee"
-
-
-def test_one_model_and_one_prompt_need_no_list(tiny_llada):
-    for models in ("tiny-llada", tiny_llada, tiny_llada.tree.hf):
-        found = Letters().run(models, "one prompt")
-        assert found.measured["tiny-llada"]["letters"].values.tolist() == [10]
-    for ids in ([8, 9, 10], torch.tensor([8, 9, 10])):
-        Letters.asked.clear()
-        Letters().run("tiny-llada", ids)
-        assert Letters.asked == [[[8, 9, 10]]]
+    assert str(found.examples["tiny-llada"]["text"].item()) == "ccc"
+    Letters.asked.clear()
+    Letters().run(tiny_llada, torch.tensor([8, 9, 10]))
+    assert Letters.asked == [[[8, 9, 10]]]
 
 
 def test_an_interrupted_study_resumes_prompt_by_prompt_in_any_batch_and_writes_the_same_files(
@@ -87,12 +77,14 @@ def test_an_interrupted_study_resumes_prompt_by_prompt_in_any_batch_and_writes_t
             raise KeyboardInterrupt
         return plain(self, model, prompts, settings)
 
+    seen = []
     monkeypatch.setattr(Letters, "measure", stopping)
     for batch, measured in ((2, [["a", "bb"], ["ccc", "dddd"]]), (1, [["eeeee"]])):  # the unfinished batch of 2 is lost
         Letters.asked.clear()
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
-            Letters(batch=batch).run([tiny_llada], prompts, tmp_path / "cut")
+            Letters(batch=batch).run([tiny_llada], prompts, tmp_path / "cut", progress=lambda *call: seen.append(call))
         assert Letters.asked == measured
+    assert [done for _, done, _ in seen] == [0, 2, 4, 4, 4, 5, 5]
     assert [path.name for path in (tmp_path / "cut").iterdir()] == ["units"]
     monkeypatch.setattr(Letters, "measure", plain)
     Letters.asked.clear()
@@ -103,13 +95,6 @@ def test_an_interrupted_study_resumes_prompt_by_prompt_in_any_batch_and_writes_t
     for one, other in zip(full.files, resumed.files, strict=True):
         if one.suffix not in (".nc", ".json"):  # HDF5 writes its own times, and a manifest the batch
             assert one.read_bytes() == other.read_bytes(), one.name
-
-
-def test_equal_prompts_run_in_separate_batches(tiny_llada):
-    with pytest.warns(UserWarning, match=r"2 of 4 prompts are copies of others. Intervals .* be too narrow"):
-        found = Letters(batch=3).run([tiny_llada], ["a", "bb", "a", "a"])
-    assert Letters.asked == [["a", "bb"], ["a"], ["a"]]
-    assert found.measured["tiny-llada"]["letters"].values.tolist() == [1, 2, 1, 1]
 
 
 def test_groups_are_a_coordinate_of_the_measurements_and_do_not_start_a_study_again(tiny_llada, tmp_path):
@@ -138,62 +123,20 @@ def test_a_study_that_processes_prompts_one_by_one_gets_one_at_a_time(tiny_llada
     monkeypatch.setattr(Letters, "together", False)
     Letters(batch=3).run([tiny_llada], ["a", "bb"])
     assert Letters.asked == [["a"], ["bb"]]
-    one_by_one = {name for name in STUDIES if not find(name).together}
-    sources = {name: Path(inspect.getfile(find(name))).read_text() for name in STUDIES}
-    assert one_by_one == {name for name, source in sources.items() if "each_prompt(" in source}
 
 
-def test_progress_counts_prompts_and_starts_at_the_finished_ones(tiny_llada, tmp_path):
-    seen = []
-    with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        Letters(batch=1).run([tiny_llada], ["a", "bb", "stop"], tmp_path, progress=lambda *call: seen.append(call))
-    at_the_interrupt = ("tiny-llada", 2, 3)
-    assert seen == [("tiny-llada", 0, 3), ("tiny-llada", 1, 3), ("tiny-llada", 2, 3), at_the_interrupt]
-    seen.clear()
-    with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        Letters(batch=2).run([tiny_llada], ["a", "bb", "stop"], tmp_path, progress=lambda *call: seen.append(call))
-    assert seen == [("tiny-llada", 2, 3), at_the_interrupt]
-
-
-def test_units_of_another_seed_prompt_or_code_are_not_used_and_a_warning_says_so(tiny_llada, tmp_path, monkeypatch):
-    def interrupted(study, prompts=("a", "stop")):
-        Letters.asked.clear()
-        with pytest.raises(KeyboardInterrupt, match=r"^$"):
-            study.run([tiny_llada], list(prompts), tmp_path)
-        assert Letters.asked == [["a"], ["stop"]]
-
-    interrupted(Letters(batch=1))
-    kept = r"holds .*1 finished prompts of tiny-llada with other {}[;.].* does not use them"
-    with pytest.warns(UserWarning, match=kept.format("options.seed")):
-        interrupted(Letters(batch=1, seed=1))
-    with pytest.warns(UserWarning, match=kept.format("model.settings.steps")):
-        interrupted(Letters(batch=1, settings={"steps": 8}))
-    with pytest.warns(UserWarning, match=kept.format("prompts, prompts_sha256")):
-        interrupted(Letters(batch=1), ["a", "stop", "b"])
-    monkeypatch.setattr(study, "_code_hash", lambda: "another")
-    with pytest.warns(UserWarning, match=kept.format("code")):
-        interrupted(Letters(batch=1))
-    assert len(LedgerRun.all(tmp_path / "units")) == 5
-
-
-def test_adding_a_model_to_a_study_measures_only_that_model(tiny_llada, tiny_llama, tmp_path):
-    Letters().run([tiny_llada], ["a", "bb"], tmp_path)
+def test_units_of_another_study_prompt_or_code_are_not_used(change, prompts, tiny_llada, tmp_path, monkeypatch):
+    Letters(batch=1).run(tiny_llada, ["a", "b"], tmp_path)
     Letters.asked.clear()
-    with pytest.warns(UserWarning, match="holds another run of this study"):
-        found = Letters().run([tiny_llada, tiny_llama], ["a", "bb"], tmp_path)
-    assert Letters.asked == [["a", "bb"]]
-    assert found.tables["letters"]["model"].tolist() == ["tiny-llada", "tiny-llama"]
-
-
-def test_a_warning_precedes_the_replacement_of_results_of_other_prompts(tiny_llada, tmp_path):
-    Letters().run(tiny_llada, ["a", "bb"], tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Letters(batch=1).run(tiny_llada, ["a", "bb"], tmp_path)  # the same results again
-    warning = r"holds another run of this study \(tiny-llada; prompts: 2\), which this run will replace; to keep it"
-    with pytest.warns(UserWarning, match=warning), pytest.raises(KeyboardInterrupt, match=r"^$"):
-        Letters().run(tiny_llada, ["stop"], tmp_path)
-    assert json.loads((tmp_path / "letters.json").read_text())["prompts"] == 2
+    if change == "code":
+        monkeypatch.setattr(study, "_code_hash", lambda: "another")
+        change = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Letters(**change).run(tiny_llada, [*prompts], tmp_path)
+    assert Letters.asked == [[*prompts]]
+    replaced = r"holds another run of this study (tiny-llada; prompts: 2), which this run will replace; to keep it"
+    assert any(replaced in str(one.message) for one in caught) == bool(change or prompts == "abc")
     for broken in ("{", "[]", '{"prompts": 2, "models": [], "options": 3}'):
         (tmp_path / "letters.json").write_text(broken)
         Letters().run(tiny_llada, ["a"], tmp_path)
@@ -258,17 +201,6 @@ def test_a_run_that_cannot_be_measured_or_kept_is_an_error(tiny_llada, tmp_path,
         Letters().run([tiny_llada], ["a", "bb"])
 
 
-def test_token_ids_in_a_prompts_file_are_used_as_token_ids(tmp_path):
-    file, out = tmp_path / "a.jsonl", tmp_path / "out"
-    file.write_text('{"prompt": [2, 287, 28]}\n{"question": [2, 287, 28, 423]}\n')
-    assert read_prompts(file) == [[2, 287, 28], [2, 287, 28, 423]]
-    given = ["--gen-length", "2"]
-    assert main(["analyse", "existence", "tiny-llama", "--prompts", str(file), "--out", str(out), *given]) == 0
-    rows = [torch.tensor([2, 287, 28]), torch.tensor([2, 287, 28, 423])]
-    same = find("existence")(settings={"gen_length": 2}).run("tiny-llama", rows)
-    assert json.loads((out / "existence.json").read_text())["prompts_sha256"] == same.manifest["prompts_sha256"]
-
-
 USER_STUDY = """
 from dataclasses import dataclass
 from typing import ClassVar
@@ -316,9 +248,5 @@ def test_an_edited_study_in_a_notebook_gets_a_different_hash():
         exec(compile(text, name, "exec"), space)
         return space["Lengths"]
 
-    first, same, other = (
-        cell(1, USER_STUDY),
-        cell(2, USER_STUDY),
-        cell(3, USER_STUDY.replace("len(prompt)", "len(prompt) + 1")),
-    )
-    assert _source_hash(first) == _source_hash(same) != _source_hash(other)
+    changed = USER_STUDY.replace("len(prompt)", "len(prompt) + 1")
+    assert _source_hash(cell(1, USER_STUDY)) == _source_hash(cell(2, USER_STUDY)) != _source_hash(cell(3, changed))

@@ -9,7 +9,6 @@ import torch
 from sinklens.analyses.texts import (
     KINDS,
     PAIRS,
-    STALE,
     Read,
     TextCanvas,
     Texts,
@@ -19,12 +18,10 @@ from sinklens.analyses.texts import (
     no_ops,
     outdating,
     read,
-    stale_costs,
     uniform,
     write_ratio,
     written,
 )
-from sinklens.errors import SettingError
 from sinklens.tasks import held_out
 
 texts = importlib.import_module("sinklens.analyses.texts")
@@ -100,13 +97,6 @@ def canvases(model):
     return TextCanvas(ids, masked), earlier
 
 
-def test_a_canvas_with_too_few_visible_tokens_has_no_earlier_one():
-    canvas = TextCanvas(torch.arange(6), torch.tensor([False, False, False, True, True, True]))
-    assert earlier_canvas(canvas, 2, np.random.default_rng(0)) is None  # no content would be left
-    masked = earlier_canvas(canvas, 1, np.random.default_rng(0)).masked.tolist()
-    assert masked in ([False, True, False, True, True, True], [False, False, True, True, True, True])
-
-
 def test_what_a_value_writes_is_its_part_of_the_output_in_medians(tiny_llada):
     ids = tiny_llada.encode(PROBLEMS[0])[0][0]
     found = written(tiny_llada, read(tiny_llada, TextCanvas(ids, torch.ones(len(ids), dtype=torch.bool))))
@@ -174,23 +164,6 @@ def test_sinks_that_cost_what_their_attention_costs_are_separated_from_others(ex
     assert removed["same_mass"] == pytest.approx(removed["sink"], abs=0.02)
 
 
-def test_stale_keys_were_visible_and_their_controls_hold_as_much_attention(tiny_llada):
-    canvas, earlier = canvases(tiny_llada)
-    plain = read(tiny_llada, canvas)
-    order = torch.rand(plain.sums.shape, generator=torch.Generator().manual_seed(0))
-    found = stale_costs(tiny_llada, canvas, plain, earlier, 3.0, order)
-    assert list(found) == list(STALE)
-    cost, mass = ({name: values[at] for name, values in found.items()} for at in (0, 1))
-    assert mass["sink"] == pytest.approx(mass["same_mass"], abs=0.02)
-    assert 0 < mass["sink"] < mass["all"] < 1
-    assert mass["all"] == pytest.approx(
-        float(plain.from_others[..., ~earlier.masked].sum() / plain.from_others.sum()), abs=1e-6
-    )
-    stale = (~earlier.masked).expand_as(plain.sums)
-    expected = loss(tiny_llada, canvas, outdating(stale, read(tiny_llada, earlier))) - plain.loss
-    assert cost["all"] == pytest.approx(expected, abs=1e-6)
-
-
 def test_pairs_subtract_the_causal_model_text_by_text(tiny_llada, tiny_llama):
     found = Texts(draws=1, edits=1).run([tiny_llada, tiny_llama], PROBLEMS[:3])
     pairs = found.tables["pairs"].set_index("measure")
@@ -199,7 +172,6 @@ def test_pairs_subtract_the_causal_model_text_by_text(tiny_llada, tiny_llama):
     masked, causal = (found.measured[name]["write_ratio"] for name in ("tiny-llada", "tiny-llama"))
     expected = float((masked - causal).mean())
     assert pairs.loc["log2 of what sinks write", "estimate"] == pytest.approx(expected)
-    assert "pairs" not in Texts(draws=1, edits=1).run(tiny_llada, PROBLEMS[:2]).tables
 
 
 def test_measures_of_a_text(tiny_llada, tiny_llama):
@@ -215,8 +187,3 @@ def test_measures_of_a_text(tiny_llada, tiny_llama):
     logits = tiny_llama(ids[None])[0].double()
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
     assert causal["nats"][0].item() == pytest.approx(loss.item(), abs=1e-5)
-
-
-def test_a_text_needs_three_tokens(tiny_llada):
-    with pytest.raises(SettingError, match=r"needs at least three tokens per text; got \[2, 5\]"):
-        Texts().run(tiny_llada, [[2, 5]])

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas
 import pytest
-from planting import planted, with_sinks
+from planting import planted
 
 from sinklens.analyses.matching import matched_enrichment
 from sinklens.analyses.token_types import TokenTypes, matched_rows, sinks_by_token
@@ -80,18 +80,6 @@ def test_the_matched_table_equals_matched_enrichment_and_reverses_the_crude_verd
     in_state = matched_enrichment(track, matched=["step", "state", "position"]).sel(kind="newline")
     assert rows.loc[("kind", "newline", "step, state, position")].estimate == pytest.approx(float(in_state["ratio"]))
     assert np.isnan(rows.loc[("kind", "mask", "step, state, position")].estimate)  # every masked place is a mask
-
-
-def test_tokens_are_drawn_verbatim():
-    data = sinks_by_token(planted(
-        with_sinks([[[3, 3]]], length=5), token_id=[[[2, 5, 6, 7, 5]]], prompt_length=5, words=WORDS
-    ))  # fmt: skip
-    figures = TokenTypes().figures({"$a$/_b": data}, {})
-    figures["tokens"].canvas.draw()
-    ax = figures["tokens"].axes[0]
-    assert [label.get_text() for label in ax.get_yticklabels()] == [r"␣\$x\$_y"]
-    assert ax.get_title() == " _b"
-    assert not [text for text in ax.get_yticklabels() if text.get_usetex()]
 
 
 def test_a_preference_between_templates_is_none_within_them():

@@ -3,7 +3,7 @@
 import numpy as np
 import xarray as xr
 
-from sinklens.analyses.units import FOLDER, Units, finished, unused
+from sinklens.analyses.units import FOLDER, Units, finished
 from sinklens.evaluation import LedgerRun
 from sinklens.evaluation.ledger import Writer
 
@@ -17,8 +17,10 @@ DATA = xr.Dataset(
 
 def test_units_are_restored_exactly_in_the_order_of_the_prompts(tmp_path):
     """Text labels, NaN, integers and every bit of a float survive the file."""
+    assert finished(tmp_path) == ""
     with Units(tmp_path, WHAT, 3) as units:
         units.add([2], DATA.isel(prompt=[2]))
+        assert finished(tmp_path) == "letters: m: 1 of 3 prompts"
         units.add([0, 1], DATA.isel(prompt=[0, 1]))
     with Units(tmp_path, WHAT, 3) as again:
         assert again.done == {0, 1, 2}
@@ -45,15 +47,3 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
         units.add([0, 1, 2], DATA)
         xr.testing.assert_identical(units.dataset(), DATA)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_units_of_another_run_are_reported_with_the_differences(tmp_path):
-    other = WHAT | {"seed": 1, "model": {"name": "m", "weights": "1"}}
-    assert unused(tmp_path, WHAT) == finished(tmp_path) == ""
-    with Units(tmp_path, WHAT, 3) as units:
-        units.add([0, 1], DATA.isel(prompt=[0, 1]))
-    assert unused(tmp_path, WHAT) == ""
-    assert unused(tmp_path, other) == "2 finished prompts of m with other model.weights, seed"
-    assert unused(tmp_path, other | {"study": "others"}) == ""
-    assert unused(tmp_path, other | {"model": {"name": "n"}}) == ""
-    assert finished(tmp_path) == "letters: m: 2 of 3 prompts"

@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 from sinklens.analyses import difference_table, interval_table
-from sinklens.analyses.estimates.tables import interval_rows, judged, p_value, verdict
+from sinklens.analyses.estimates.tables import judged, p_value, verdict
 from sinklens.utils.estimates import bootstrap, mcnemar
 
 NAN = float("nan")
@@ -29,11 +29,6 @@ def test_differences_are_taken_prompt_by_prompt():
     assert table["model"].tolist() == ["two − one", "three − one"]
     np.testing.assert_allclose(table[["estimate", "low", "high"]], [[1, 1, 1], [-2, -2, -2]])
     assert difference_table({"one": first}, ["a"]).empty
-
-
-def test_rows_are_labelled_on_every_axis():
-    rows = interval_rows("m", "x", bootstrap(np.arange(12.0).reshape(2, 2, 3)), {"layer": [0, 1], "head": "abc"})
-    assert [(row["layer"], row["head"], row["estimate"]) for row in rows][3:5] == [(1, "a", 6.0), (1, "b", 7.0)]
 
 
 @pytest.mark.parametrize(
