@@ -19,7 +19,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -387,12 +387,20 @@ def _setting_names(model: "Model", settings: Mapping[str, Any]) -> set[str]:
 
 
 def _source_hash(study: type) -> str:
-    """Hash that distinguishes versions of a study's file: an edited study does not reuse the old one's units."""
-    text = ""
-    for part in (inspect.getmodule(study) or study, *filter(inspect.isfunction, vars(study).values())):
-        with suppress(OSError, TypeError):  # a notebook has no source, but its cells; generated methods have none
-            text += inspect.getsource(part)
+    """Hash that distinguishes versions of a study's file: an edited study does not reuse the old one's units.
+
+    A notebook has no source, but its cells have: that of the methods.
+    """
+    methods = filter(inspect.isfunction, vars(study).values())
+    text = _source_of(inspect.getmodule(study) or study) or "".join(map(_source_of, methods))
     return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
+
+
+def _source_of(part: Any) -> str:
+    try:
+        return inspect.getsource(part)
+    except (OSError, TypeError):
+        return ""
 
 
 @cache

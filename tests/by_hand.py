@@ -1,39 +1,24 @@
-"""Shipped models from their weights alone: the pass, the samplers and the answers in plain torch, in float64.
+"""Shipped models decoded in plain torch, in float64, one row at a time, without padding, batch or cache.
 
-Nothing here is from sinklens: a folder's ``model.safetensors``, ``config.json`` and ``tokenizer.json`` are read, and
-rows are computed one at a time, without padding, batch or cache. So the measurements of docs/papers can be compared
-with a second implementation (tests/papers).
+The pass is `building.plain_pass`. So the measurements of docs/papers can be compared with a second implementation of
+pass and samplers (tests/papers).
 
     network = Network("tiny-llada")
     run = network.decode(network.encode("Question: …"))
     run.passes[3].pattern[layer, head]  # [query, key] of step 3
 """
 
-import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
+from building import plain_pass
 from torch import Tensor
 
-SHIPPED = Path(__file__).resolve().parents[1] / "sinklens" / "model" / "shipped"
+import sinklens
+
 MASK, END = 1, 0
-LLADA = {
-    "embed": "model.transformer.wte", "norm": "model.transformer.ln_f", "unembed": "model.transformer.ff_out",
-    "layer": "model.transformer.blocks.{}.", "ln1": "attn_norm", "ln2": "ff_norm", "q": "q_proj", "k": "k_proj",
-    "v": "v_proj", "o": "attn_out", "gate": "ff_proj", "up": "up_proj", "down": "ff_out",
-}  # fmt: skip
-LLAMA = {
-    "embed": "model.embed_tokens", "norm": "model.norm", "unembed": "lm_head", "layer": "model.layers.{}.",
-    "ln1": "input_layernorm", "ln2": "post_attention_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj", "o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
-    "down": "mlp.down_proj", "qn": "self_attn.q_norm", "kn": "self_attn.k_norm",
-}  # fmt: skip
 
 
 class Pass(NamedTuple):
@@ -43,7 +28,7 @@ class Pass(NamedTuple):
         logits: at position i those of the token at i, [pos, vocab]; of an autoregressive model those of i + 1.
         streams: what enters each layer, and what leaves the last, [layer + 1, pos, d_model].
         pattern: [layer, head, query, key].
-        value: before any change, [layer, head, key, d_head].
+        value: [layer, head, key, d_head].
         output: pattern · value of every head, [layer, head, query, d_head].
     """
 
@@ -60,13 +45,24 @@ class Change:
 
     Attributes:
         skipped: layers that add nothing to the stream.
-        hidden: True where a query may not see a key, broadcast to [layer, head, query, key].
-        factor: what values are multiplied by, broadcast to [layer, head, key].
+        hidden: True where a query may not see a key, [layer, head, query, key].
+        factor: what values are multiplied by, [layer, head, key].
     """
 
     skipped: Sequence[int] = ()
     hidden: Tensor | None = None
     factor: Tensor | None = None
+
+    def edits(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """The same as edits of points."""
+        found: dict[str, Callable[[Tensor], Tensor]] = {}
+        for layer in self.skipped:
+            found |= {f"blocks.{layer}.hook_{part}_out": torch.zeros_like for part in ("attn", "mlp")}
+        for layer, keys in enumerate(() if self.hidden is None else self.hidden):
+            found[f"blocks.{layer}.attn.hook_attn_scores"] = lambda x, keys=keys: x.masked_fill(keys, -torch.inf)
+        for layer, factor in enumerate(() if self.factor is None else self.factor):
+            found[f"blocks.{layer}.attn.hook_v"] = lambda x, factor=factor: x * factor.T[..., None]
+        return found
 
 
 class Run(NamedTuple):
@@ -93,91 +89,36 @@ Rule = Callable[[int, list[Pass], Tensor, tuple[int, int]], Change]
 
 
 class Network:
-    """A shipped Llama-like model.
-
-    Args:
-        name: folder of the checkpoint.
-    """
+    """A shipped Llama-like model, by name."""
 
     def __init__(self, name: str) -> None:
-        config = json.loads((SHIPPED / name / "config.json").read_text())
-        weights = load_file(SHIPPED / name / "model.safetensors")
-        self.weights = {key: value.double() for key, value in weights.items()}
-        self.names = LLADA if config["model_type"] == "llada" else LLAMA
-        self.kind = {"llada": "llada", "Dream": "dream", "llama": "causal", "sdar": "blocks"}[config["model_type"]]
-        self.layers = config.get("n_layers") or config["num_hidden_layers"]
-        self.heads = config.get("n_heads") or config["num_attention_heads"]
-        self.eps, self.block = config["rms_norm_eps"], config.get("block_size")
-        rope: Any = config.get("rope_parameters") or config
-        self.theta = rope["rope_theta"]
-        self.tokenizer = Tokenizer.from_file(str(SHIPPED / name / "tokenizer.json"))
+        self.model = sinklens.load(name, dtype="float64")
+        self.kind = {"llada": "llada", "dream": "dream", "llama": "causal", "sdar": "blocks"}[self.model.family]
+        self.layers, self.heads, self.block = self.model.cfg.n_layers, self.model.cfg.n_heads, self.model.block_length
 
     def encode(self, text: str) -> Tensor:
         """Token ids, with the start token."""
-        return torch.tensor(self.tokenizer.encode(text).ids)
+        return torch.tensor(self.model.tokenizer(text).input_ids)
 
     def text(self, tokens: Tensor) -> str:
         """The text up to the end token."""
         ids = tokens.tolist()
-        return str(self.tokenizer.decode(ids[: ids.index(END)] if END in ids else ids, skip_special_tokens=False))
+        return str(self.model.tokenizer.decode(ids[: ids.index(END)] if END in ids else ids))
 
+    @torch.no_grad()
     def __call__(self, ids: Tensor, change: Change | None = None) -> Pass:
         """One pass over a row of ids."""
-        change, length = change or Change(), len(ids)
-        place = torch.arange(length)
-        hidden = torch.zeros(self.layers, self.heads, length, length, dtype=torch.bool)
-        if self.kind == "causal":
-            hidden = hidden | (place > place[:, None])
-        if self.block:
-            hidden = hidden | (place // self.block > place[:, None] // self.block)
-        if change.hidden is not None:
-            hidden = hidden | change.hidden
-        factor = torch.ones(1) if change.factor is None else change.factor
-        factor = factor.double().expand(self.layers, self.heads, length)
-        stream = self.weights[self.names["embed"] + ".weight"][ids]
-        streams, patterns, values, outputs = [stream], [], [], []
-        for layer in range(self.layers):
-            x = self._norm(layer, "ln1", stream)
-            q, k, v = (self._linear(layer, part, x).unflatten(1, (self.heads, -1)).transpose(0, 1) for part in "qkv")
-            if self._name(layer, "qn") in self.weights:
-                q, k = self._norm(layer, "qn", q), self._norm(layer, "kn", k)
-            scores = self._rotated(q) @ self._rotated(k).transpose(1, 2) / math.sqrt(q.shape[-1])
-            exp = (scores - scores.amax(-1, keepdim=True)).exp().masked_fill(hidden[layer], 0)
-            pattern = exp / exp.sum(-1, keepdim=True)
-            output = pattern @ (v * factor[layer][..., None])
-            after = stream + self._linear(layer, "o", output.transpose(0, 1).flatten(1))
-            x = self._norm(layer, "ln2", after)
-            gate = self._linear(layer, "gate", x)
-            after = after + self._linear(layer, "down", gate / (1 + (-gate).exp()) * self._linear(layer, "up", x))
-            stream = stream if layer in change.skipped else after
-            for kept, value in zip((streams, patterns, values, outputs), (stream, pattern, v, output), strict=True):
-                kept.append(value)
-        final = self._scaled(stream, self.weights[self.names["norm"] + ".weight"])
-        logits = final @ self.weights[self.names["unembed"] + ".weight"].T
+        found = plain_pass(self.model, ids[None], edits=(change or Change()).edits())
+
+        def stacked(point: str) -> Tensor:
+            return torch.stack([found.values[f"blocks.{layer}.{point}"][0] for layer in range(self.layers)])
+
+        logits = found.logits[0]
         if self.kind == "dream":  # position i predicts the token at i + 1
             logits = torch.cat([logits[:1], logits[:-1]])
-        return Pass(logits, *map(torch.stack, (streams, patterns, values, outputs)))
-
-    def _name(self, layer: int, part: str) -> str:
-        return self.names["layer"].format(layer) + self.names.get(part, part) + ".weight"
-
-    def _linear(self, layer: int, part: str, x: Tensor) -> Tensor:
-        name = self._name(layer, part)
-        bias = self.weights.get(name.removesuffix("weight") + "bias", torch.zeros(1).double())
-        return x @ self.weights[name].T + bias
-
-    def _norm(self, layer: int, part: str, x: Tensor) -> Tensor:
-        return self._scaled(x, self.weights[self._name(layer, part)])
-
-    def _scaled(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * weight
-
-    def _rotated(self, x: Tensor) -> Tensor:
-        """Rotary positions: dimension i is turned with i + d/2."""
-        half = x.shape[-1] // 2
-        angle = torch.arange(x.shape[1]).double()[:, None] * self.theta ** (-torch.arange(half).double() / half)
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+        streams = torch.cat([stacked("hook_resid_pre"), stacked("hook_resid_post")[-1:]])
+        value, output = (stacked(f"attn.hook_{name}").transpose(1, 2) for name in ("v", "z"))
+        return Pass(logits, streams, stacked("attn.hook_pattern"), value, output)
 
     def decode(
         self, prompt: Tensor, length: int = 24, steps: int = 24, block: int | None = None, rule: Rule | None = None

@@ -1,21 +1,14 @@
-"""Private names of other libraries: each behaves as sinklens expects, and the design page lists them all."""
+"""Private names of other libraries: each behaves as sinklens expects."""
 
-import ast
 import asyncio
-import re
-from functools import cache
-from pathlib import Path
 
-import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
 from building import random_hf
-from contracts import FILES, HOME, ROOT, relied_on, uses
+from contracts import relied_on
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations import moe
-
-PYTHONS = {"_asdict", "_fields", "_replace", "_exit"}  # of named tuples and os: public despite their names
 
 
 def test_the_flash_attention_of_the_cpu_returns_the_log_sum_exp():
@@ -146,101 +139,3 @@ def test_transformers_has_its_own_grouped_products_with_a_fake_result(monkeypatc
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(value) for value in (tokens, experts, ends)]
             assert moe._grouped_mm(*fake[:2], offs=fake[2]).shape == found.shape
-
-
-# The table
-
-
-@cache
-def tree_of(file: Path) -> ast.Module:
-    """A parsed file of sinklens."""
-    return ast.parse(file.read_text())
-
-
-def private(tree: ast.Module, defined: set[str]) -> set[str]:
-    """Private names of other libraries in a source: attributes, and strings that name attributes in lookups."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            inherited = isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super"
-            found |= {node.attr} if inherited or node.attr not in defined else set()
-        strings = []
-        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in (
-            "getattr",
-            "hasattr",
-            "get",
-        ):
-            strings = node.args
-        elif isinstance(node, ast.Compare):
-            strings = [node.left]
-        found |= {
-            part.value for part in strings if isinstance(part, ast.Constant) and isinstance(part.value, str)
-        } - defined
-    return {name for name in found if re.fullmatch(r"_[a-z]\w*", name)} - PYTHONS
-
-
-def defined_names() -> set[str]:
-    """Names that sinklens defines or assigns."""
-    found = set()
-    for file in FILES:
-        for node in ast.walk(tree_of(file)):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
-    return found
-
-
-def listed() -> dict[str, tuple[str, str, str]]:
-    """Library, file and contract test by name, from the table on the design page."""
-    text = (ROOT / "docs" / "design.md").read_text().split("## Private names of dependencies", 1)[1]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")][2:]
-    return {
-        name: (library, file.strip("`"), test.strip("`"))
-        for library, names, file, test in rows
-        for name in re.findall(r"`([^`]+)`", names)
-    }
-
-
-def used() -> dict[str, set[str]]:
-    """Files that use each private name."""
-    defined, found = defined_names(), {}
-    for file in FILES:
-        names = private(tree_of(file), defined) | (uses(file.read_text()) if file == HOME else set())
-        for name in names:
-            found.setdefault(name, set()).add(str(file.relative_to(ROOT)))
-    return found
-
-
-@pytest.mark.extended
-def test_the_design_page_lists_every_private_name_where_it_is_used():
-    table = listed()
-    assert {name: set(file.replace("`", "").split(", ")) for name, (_, file, _) in table.items()} == used()
-
-
-def test_each_listed_name_has_a_contract_test_that_names_it_and_its_library():
-    wrong = []
-    for name, (library, _, test) in listed().items():
-        file, function = test.split("::")
-        body = (ROOT / "tests" / file).read_text().partition(f"def {function}(")[2].split("\ndef ", 1)[0]
-        if not re.search(rf"\b{re.escape(name)}\b", body) or library.replace("-", "_") not in body:
-            wrong.append(f"{test} does not use {name} of {library}, or does not exist")
-    assert wrong == []
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("x._version", {"_version"}),
-        ("super()._enable_hook(1)", {"_enable_hook"}),
-        ("self._mine", set()),
-        ("getattr(x, '_keys', None)", {"_keys"}),
-        ("x.__dict__.get('_impl')", {"_impl"}),
-        ("'_orig' in x", {"_orig"}),
-        ("value._replace(a=1)", set()),
-    ],
-)
-def test_the_scan_finds_each_kind_of_private_name(text, found):
-    assert private(ast.parse(text), {"_mine", "_enable_hook"}) == found

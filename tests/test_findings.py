@@ -76,12 +76,6 @@ def test_seeds_are_combined_by_the_rule_of_the_code():
     assert script.judged(found, 9.0, p=0.0) == "below"
 
 
-def test_rows_of_a_table_of_seeds_have_their_scale():
-    scales = {row.label: row.on.name for row in script.TABLES["text_seeds"].rows}
-    assert scales["heads with a sink at a delimiter, beyond words, points"] == "logit of (1 + x) / 2"
-    assert scales["log2 of what values write at other keys ÷ at sinks"] == "linear"
-
-
 def test_a_matched_ratio_that_compares_few_of_the_sinks_is_left_out(monkeypatch):
     shares = {"model": ["one", "two"], "estimate": [0.0, 1.5], "low": [0.0, 1.2], "high": [0.0, 1.9]}
     table = pandas.DataFrame({**shares, "matched_share": [0.0, 0.6], "prompts": 9})
@@ -89,12 +83,6 @@ def test_a_matched_ratio_that_compares_few_of_the_sinks_is_left_out(monkeypatch)
     row = script.Row("ratio", {})
     assert script.found(row, "any", "one") is None
     assert script.found(row, "any", "two") == (1.5, 1.2, 1.9, 9)
-
-
-def test_a_number_that_no_table_holds_is_found():
-    table = "<!-- table: x -->\n| 8.9 [8.5, 9.2] |\n<!-- end of table -->\n"
-    text = f"<!-- constants: 24 -->\nIn 24 steps, 8.9 % and 12.5 % move.\n{table}"
-    assert unsupported(text) == {"12.5"}
 
 
 def test_the_page_names_the_command_that_measured_each_table():
@@ -115,15 +103,3 @@ def test_a_figure_draws_the_stored_numbers_and_no_others(name, factor):
     np.testing.assert_allclose(np.sort(drawn), np.sort(expected))
     assert len(expected) >= 12
     assert (ROOT / "docs" / "pictures" / f"findings-{name}.svg").is_file()
-
-
-def test_ratios_within_templates_are_in_the_forest_for_seeds_that_have_them():
-    table = figures.forest_rows()
-    within = table[table["matched"] == figures.WITHIN]
-    assert set(within["seed"]) == {"seed 1"}
-    stored = pandas.read_csv(script.RESULTS / "groups" / "token_types-matched.csv").query(
-        "model == 'tiny-llada' and measure == 'ratio' and by == 'kind' and set == 'mask'"
-        " and matched == 'step, position, group'"
-    )
-    mine = within[(within["model"] == "tiny-llada") & within["claim"].str.contains("masks")]
-    assert mine["estimate"].tolist() == stored["estimate"].tolist()

@@ -1,7 +1,5 @@
 """The check of a device: what its parts share is right, planted faults are detected, and outcomes become findings."""
 
-import json
-
 import pytest
 import torch
 from building import random_ids, random_model, shared_model
@@ -67,25 +65,6 @@ def test_a_different_decision_without_noise_fails(monkeypatch):
         same_tokens(shared_model(), plain, random_ids(length=9), GIVEN)
 
 
-def test_decisions_are_separated_by_a_gap_of_logits_or_of_log_odds():
-    mask = 9
-    logits = torch.tensor([[2.0, 1.5, 0.0], [3.0, 0.0, 0.0], [0.5, 0.2, 0.0]]).double()
-    before = torch.tensor([mask, mask, mask])
-    odds = [float(row.max() - row[1:].logsumexp(0)) for row in logits]
-
-    def after(**tokens):
-        canvas = before.clone()
-        for place, token in tokens.items():
-            canvas[int(place[1:])] = token
-        return torch.stack([before, canvas])
-
-    assert agreement._separation(logits, after(p0=0), after(p0=1)) == pytest.approx(0.5)
-    assert agreement._separation(logits, after(p1=0), after(p0=0)) == pytest.approx(odds[1] - odds[0])
-    assert agreement._separation(logits, after(p0=0, p1=0), after(p0=1, p2=0)) == pytest.approx(
-        max(0.5, odds[1] - odds[2])
-    )
-
-
 CPU = torch.device("cpu")
 
 
@@ -119,23 +98,6 @@ def test_the_roofline_counts_products_and_bytes():
     assert moved == 2 * (4 * 4 + 3 * 6 + 2 * 7 + 5 * (8 * 2 + 3 * 3) * 2)
 
 
-@pytest.mark.parametrize(("name", "tflops"), [
-    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-40GB", 312),
-    ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla T4", 65),
-])  # fmt: skip
-def test_a_card_is_found_by_its_name(monkeypatch, name, tflops):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    found = roofline.peak_of(torch.device("cuda:0"), torch.bfloat16)
-    assert (found.flops / 1e12, found.source) == (tflops, "data sheet")
-
-
-def test_an_unknown_card_is_measured():
-    found = roofline.peak_of(CPU, torch.float32)
-    assert found.source == "measured"
-    assert 1e8 < found.flops < 1e14
-    assert 1e7 < found.bytes < 1e13
-
-
 def outcome(status, longrepr=None, when="call", **properties):
     return pytest.TestReport(
         "test_runs.py::test_twice", ("test_runs.py", 1, "test_twice"), {}, status, longrepr, when,
@@ -166,39 +128,8 @@ def test_an_outcome_is_one_finding(report, wanted):
     assert list(findings_of(report)) == [wanted]
 
 
-def test_a_phase_that_only_prepares_is_no_finding_and_a_fact_is_one():
-    assert not list(findings_of(outcome("passed", when="setup", what="twice")))
-    fact, found = findings_of(outcome("passed", what="twice", threads=4))
-    assert fact == Finding("runs", "threads", "noted", "4")
-    assert found.status == "passed"
-
-
-def test_every_finding_is_written_to_disk_immediately(tmp_path):
-    report = Report(tmp_path / "out.json", "cpu")
-    for number in range(3):
-        report.pytest_runtest_logreport(outcome("passed", what=f"claim {number}", detail="ünïcode"))
-        content = json.loads(report.out.read_text())
-        assert [finding["what"] for finding in content["findings"]] == [f"claim {n}" for n in range(number + 1)]
-    assert (content["device"], content["seconds"]) == ("cpu", {"runs": 1.5})
-    assert [file.name for file in tmp_path.iterdir()] == ["out.json"], "a partly written file is left"
-
-
 @pytest.mark.parametrize(("parts", "status"), [(["runs"], 1), (["speed"], 0), (["speed", "runs"], 1), ([], 1)])
 def test_only_a_failure_about_correctness_fails_the_check(tmp_path, parts, status):
     report = Report(tmp_path / "out.json", "cpu", [Finding(part, "a claim", "failed") for part in parts])
     assert report.exit_status(1) == status
     assert report.exit_status(2) == 2, "an interrupted check"
-
-
-def test_the_table_counts_findings_and_lists_the_noteworthy_ones(tmp_path):
-    findings = [
-        Finding("runs", "the tokens", "passed"), Finding("runs", "twice", "failed", "canvases differ"),
-        Finding("speed", "ratio", "measured", "5 pairs", 1.5, 1.02),
-        Finding("runs", "two GPUs", "not checked", "there is one"),
-    ]  # fmt: skip
-    lines = Report(tmp_path / "out.json", "cpu", findings, {"runs": 3.2, "speed": 60.0}).table()
-    assert lines[1].split()[:7] == ["runs", "1", "1", "1", "0", "3", "s"]
-    assert lines[2].split()[:7] == ["speed", "0", "0", "0", "1", "60", "s"]
-    assert "  runs: twice: canvases differ" in lines
-    assert "  runs: two GPUs: there is one" in lines
-    assert "  ratio: 1.500 (aim: at most 1.02, missed); 5 pairs" in lines

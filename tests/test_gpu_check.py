@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 GPU = Path(__file__).resolve().parent / "gpu"
 CHECK = [sys.executable, "-m", "pytest", "-c", str(GPU / "pytest.ini"), str(GPU), "--device", "cpu"]
 TIMEOUT = ["-o", "faulthandler_timeout=15"]
@@ -39,16 +37,6 @@ def run(command, folder, **environment):
     )
     content = json.loads((folder / "sinklens-check.json").read_text())
     return done, content, {finding["what"]: finding for finding in content["findings"]}
-
-
-def test_the_check_finds_a_checkout_that_is_not_installed(tmp_path):
-    """-S leaves the installed package out; other libraries are found by their folder, without workers."""
-    libraries = Path(pytest.__file__).resolve().parents[1]
-    alone = ["-p", "no:xdist", "-o", "addopts=--import-mode=importlib"]
-    command = [sys.executable, "-S", *CHECK[1:], "-m", "environment", *alone]
-    done, content, _ = run(command, tmp_path, PYTHONPATH=str(libraries))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert list(content["seconds"]) == ["environment"]
 
 
 def test_on_a_cpu_the_check_runs_and_reports_what_it_could_not_check(tmp_path):
@@ -83,10 +71,3 @@ def test_a_hang_and_a_broken_device_each_cost_one_test(tmp_path):
     ]  # fmt: skip
     assert "crashed while running" in findings["test_sums"]["detail"]
     assert findings["a replayed run has the given canvases"]["detail"] == "ValueError: planted"
-
-
-def test_no_test_starts_once_the_time_is_over(tmp_path):
-    done, content, _ = run([*CHECK, "-m", "hooking", "--minutes", "0"], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    outcomes = {(finding["status"], finding["detail"]) for finding in content["findings"]}
-    assert outcomes == {("not checked", "the time of the check was over; --minutes gives it more")}

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import importlib.util
-import os
 import subprocess
 import sys
 import tomllib
@@ -67,11 +66,6 @@ def test_no_source_file_imports_relatively_or_a_second_copy_of_hooks_or_analyses
     assert [one for one in named if one[1].split(".")[0] in ("", "hooks", "analyses")] == []
 
 
-def test_mapped_packages_are_imported_from_their_top_level_folders():
-    for folder, package in FOLDERS.items():
-        assert Path(importlib.import_module(package).__file__) == ROOT / folder / "__init__.py"
-
-
 @pytest.mark.extended
 def test_imports_and_help_load_no_slow_library_until_a_name_is_used(tmp_path):
     """One process, without the type checks of this test run: what one step loads, the steps after it report too."""
@@ -124,11 +118,3 @@ def test_tensor_annotations_are_checked_in_this_test_run():
     """
     loaders = {name: type(importlib.util.find_spec(name).loader).__name__ for name in _modules()}
     assert {name for name, loader in loaders.items() if loader != "_JaxtypingLoader"} <= set(FOLDERS.values())
-
-
-def test_citation_names_the_version_of_the_package():
-    assert f"version: {PROJECT['project']['version']}" in (ROOT / "CITATION.cff").read_text().splitlines()
-
-
-def test_the_ci_entry_point_is_executable():
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)

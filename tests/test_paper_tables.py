@@ -8,8 +8,6 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from sinklens.tasks.word_problems import PROBLEM_KINDS, training
-
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "papers"
 
 
@@ -18,11 +16,6 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The helpers of the scripts."""
     monkeypatch.syspath_prepend(FOLDER)
     return importlib.import_module("templates")
-
-
-def test_every_template_has_as_many_problems(tables):
-    asked = tables.balanced(2)
-    assert [problem.kind for problem in asked] == [kind for kind in sorted(PROBLEM_KINDS) for _ in range(2)]
 
 
 def test_the_interval_is_that_of_the_means_of_templates(tables):
@@ -51,18 +44,6 @@ def test_a_geometric_mean_never_falls_below_0(tables):
 ])  # fmt: skip
 def test_answers_have_score_intervals(tables, values, lowest, text):
     assert tables.answers(np.array(values), lowest) == text
-
-
-def test_an_interval_ends_where_possible_values_do(tables):
-    values = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 1.0])
-    asked = tables.balanced(1)
-    assert tables.mean(values, asked, ".2f", within=(0, 1)).split("[")[1].startswith("0.00, ")
-    assert tables.mean(values, asked, ".2f").split("[")[1].startswith("−")
-
-
-def test_problems_are_taken_from_another_set_if_one_is_given(tables):
-    among = training(7, 100)
-    assert tables.balanced(1, ("together",), among) == [next(one for one in among if one.kind == "together")]
 
 
 def test_the_benchmarks_weight_problems_within_templates_only(monkeypatch):

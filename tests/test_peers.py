@@ -52,22 +52,10 @@ def last_logits(model):
     return logits
 
 
-def named_logits(model):
-    with model.trace(TEXT) as tracer:
-        found = nnsight.save([model.output.logits, tracer.result.logits])
-    return found
-
-
 def a_stream(model):
     with model.trace([TEXT, OTHER]):
         stream = model.model.layers[-1].output[:, -1].save()
     return stream
-
-
-def attention_output(model):
-    with model.trace(TEXT):
-        written = model.model.layers[0].self_attn.output[0].save()
-    return written
 
 
 def logit_lens(model):
@@ -135,12 +123,6 @@ def a_scanned_shape(model):
     return torch.tensor(shape)
 
 
-def a_cached_module(model):
-    with model.trace(TEXT, remote=False) as tracer:
-        cache = tracer.cache(modules=["model.model.layers.0.mlp"])
-    return [cache["model.model.layers.0.mlp"].output, cache.model.model.layers[0].mlp.output]
-
-
 def a_plain_trace(model):
     return model.trace(TEXT, trace=False).logits
 
@@ -159,14 +141,6 @@ def states_of_steps(model):
     return states
 
 
-def proposals_of_all_steps(model):
-    with model.generate(TEXT, **LENGTH) as tracer:
-        proposals = nnsight.save([])
-        for _ in tracer.all():
-            proposals.append(model.lm_head.output[0, -1])
-    return proposals
-
-
 def a_steered_text(model):
     with model.generate(TEXT, **LENGTH) as tracer:
         for _ in tracer.iter[:4]:
@@ -176,9 +150,9 @@ def a_steered_text(model):
 
 
 BLOCKS = [
-    last_logits, named_logits, a_stream, attention_output, logit_lens, an_ablated_head, a_patch_between_invokes,
-    a_gradient, an_operation, a_skipped_layer, an_edited_copy, a_scanned_shape, a_cached_module, a_plain_trace,
-    written_ids, states_of_steps, proposals_of_all_steps, a_steered_text,
+    last_logits, a_stream, logit_lens, an_ablated_head, a_patch_between_invokes,
+    a_gradient, an_operation, a_skipped_layer, an_edited_copy, a_scanned_shape, a_plain_trace,
+    written_ids, states_of_steps, a_steered_text,
 ]  # fmt: skip
 
 

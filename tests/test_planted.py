@@ -7,7 +7,7 @@ from planted import HEADS, planted_checkpoint, planted_sinks
 from planted_truth import planted_paths, planted_scores
 
 import sinklens
-from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.interventions import MaskSinks
 from sinklens.sinks import (
     Broadcast,
     EpsilonOverMean,
@@ -20,10 +20,6 @@ from sinklens.sinks import (
     TopK,
     motion,
 )
-from sinklens.sinks.kinds import Kind, kinds
-from sinklens.views import report, sink_path
-from sinklens.views.report import material
-from sinklens.views.report_data import Numbers
 
 PROMPTS = [
     "Question: Tom has 5 apples. He buys 7 more.\nAnswer:",
@@ -215,13 +211,6 @@ def test_detectors_on_values_and_residuals_separate_the_start_token_from_the_oth
         assert (of(track.detect(Broadcast()), name) == ordinary).all(), name
 
 
-def test_kinds_of_the_sinks_are_known(run):
-    kind = kinds(run.sinks)
-    for name, expected in (("start", Kind.START), ("newline", Kind.NEWLINE), ("frontier", Kind.MASK)):
-        at = kind.to_numpy()[of(run.sinks.detect(), name).to_numpy()]
-        assert set(at) == {expected}
-
-
 @DTYPES
 def test_motion_measures_report_the_planted_motion(runs, dtype):
     track = runs[dtype].sinks
@@ -235,16 +224,6 @@ def test_motion_measures_report_the_planted_motion(runs, dtype):
         assert (of(jumps["changes"], name) == 0).all()
     assert (motion.static_share(track.isel(layer=0)) == 1).all()
     assert (motion.static_share(track.isel(layer=1, head=slice(0, 3))) == 1 / 3).all()
-
-
-def test_sinks_that_move_live_one_step_and_sinks_that_stay_live_the_complete_run(run):
-    lives = motion.lifetimes(run.sinks.detect(), motion.existing(run.sinks))
-    for name in WITH_SINK:
-        layer, head = HEADS[name]
-        selected = lives[(lives["layer"] == layer) & (lives["head"] == head)]
-        assert set(selected["length"]) == ({1} if name in MOVING else {STEPS})
-        assert len(selected) == 2 * (STEPS if name in MOVING else 1)
-    assert len(lives) == 2 * (2 * STEPS + 3)
 
 
 def masked(model, name, **settings):
@@ -284,30 +263,3 @@ def test_a_static_sink_is_masked_every_second_step(model, run, name):
     size = track.data["is_real"].sum("pos").to_numpy()[:, None]
     highest = of(track.scores(), name).isel(step=slice(1, None, 2)).max("pos")
     np.testing.assert_allclose(highest, np.broadcast_to(size / (size - 1), highest.shape), rtol=1e-4)
-
-
-def test_removing_a_head_that_writes_nothing_changes_no_logit(model, run):
-    ids = run.canvas[1:, 5]
-    plain = model(ids)
-    for name, (layer, head) in HEADS.items():
-        edited = model.run_with_hooks(ids, fwd_hooks=AblateHeads(layers=[layer], heads=[head]).hooks_for(model))
-        assert torch.equal(edited, plain) == (name not in ("previous", "next", "fading")), name
-
-
-def test_the_drawn_path_is_the_planted_one(run):
-    expected = by_hand(run)[0]
-    for name in WITH_SINK:
-        ax = sink_path(run.sinks, *HEADS[name])
-        drawn = next(line for line in ax.lines if str(line.get_label()).startswith("layer"))
-        assert drawn.get_ydata().tolist() == expected[name]
-
-
-def test_the_report_shows_the_planted_paths(run, tmp_path):
-    for row, expected in enumerate(by_hand(run)):
-        shown = material(run, row)
-        numbers = Numbers(shown.track, shown.canvas)
-        for name in WITH_SINK:
-            layer, head = HEADS[name]
-            column = 1 + 2 + layer * 4 + head
-            assert (numbers.path[:, column] + numbers.first).tolist() == expected[name]
-    assert report(run, tmp_path / "run.html").stat().st_size > 10_000

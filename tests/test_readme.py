@@ -23,13 +23,6 @@ def test_a_block_of_the_readme_runs(number, tmp_path, monkeypatch):
     assert names.keys() & {"model", "table"}
 
 
-def test_the_readme_opens_with_the_two_commands():
-    indented = [line.strip() for line in README.read_text().splitlines() if line.startswith("    make ")]
-    assert [line.partition("#")[0].strip() for line in indented] == ["make demo", "make test"]
-    assert README.read_text().index("make demo") < 300
-    assert len(BLOCKS) >= 4
-
-
 def test_the_readme_has_at_most_700_words_besides_code():
     prose = re.sub(r"```.*?```", "", README.read_text(), flags=re.DOTALL)
     assert len(re.findall(r"\w[\w'-]*", prose)) <= 700

@@ -35,17 +35,3 @@ def test_the_loss_of_text_equals_transformerlenss(bridge, per_token):
         assert_close(loss, expected)
     assert_close(logits, bridge(ids))
     assert model(TEXT, return_type=None) is None
-
-
-def test_the_loss_of_padded_texts_excludes_padding(bridge):
-    model = load(bridge)
-    losses = [model(text, return_type="loss", loss_per_token=True).sum() for text in (TEXT, OTHER)]
-    tokens = sum(model.to_tokens(text).shape[1] - 1 for text in (TEXT, OTHER))
-    assert_close(model([TEXT, OTHER], return_type="loss"), sum(losses) / tokens)
-
-
-def test_a_traced_pass_returns_the_requested_type(bridge):
-    model = load(bridge)
-    with model.trace(TEXT, return_type="loss"):
-        loss = model.output.save()
-    assert_close(loss, model(TEXT, return_type="loss"))

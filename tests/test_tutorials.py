@@ -50,14 +50,6 @@ def texts(output: NotebookNode) -> list[str]:
     return [output.get("text", ""), *(value for kind, value in data.items() if kind.startswith("text/"))]
 
 
-def heading_index(notebook: NotebookNode, begins: str) -> int:
-    """Index of the first cell with a heading that begins with `begins`."""
-    pattern = re.compile(rf"^#+ {begins}", flags=re.MULTILINE | re.IGNORECASE)
-    found = [n for n, cell in enumerate(notebook.cells) if cell.cell_type == "markdown" and pattern.search(cell.source)]
-    assert found, f"no heading begins with {begins!r}"
-    return found[0]
-
-
 @pytest.mark.parametrize(
     "source", [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW)) for path in SOURCES]
 )
@@ -82,15 +74,3 @@ def test_the_notebook_is_its_source_executed_in_order_without_errors_and_shows_p
     shown = [text for output in outputs(notebook) for text in texts(output)]
     assert [text for text in shown if MACHINE_PATH.search(text) or " at 0x" in text] == []
     assert all(cell.id == f"cell-{number}" and not cell.metadata for number, cell in enumerate(notebook.cells))
-
-
-@every_tutorial
-def test_a_tutorial_says_what_you_will_know_and_ends_with_exercises_and_executed_solutions(source):
-    notebook = jupytext.read(source, fmt="py:percent")
-    assert notebook.cells[0].cell_type == "markdown"
-    assert re.search(r"^# [\s\S]*\bknow\b", notebook.cells[0].source), "the first cell says what you will know"
-    exercises, solutions = heading_index(notebook, "exercise"), heading_index(notebook, "solution")
-    assert exercises <= solutions
-    after = [cell.cell_type for cell in notebook.cells[solutions:]]
-    assert after.count("code") >= 2, "at least two solutions, each an executed cell"
-    assert "assert" in "".join(cell.source for cell in notebook.cells if cell.cell_type == "code")

@@ -1,6 +1,5 @@
 """The type checks of the test run: what they find, and that they are in place."""
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 import typechecks
 from beartype import beartype
 from beartype.roar import BeartypeCallHintViolation as Violation
-from jaxtyping import Bool, Float, Int, Shaped, TypeCheckError, _storage
+from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 from sinklens.sampling.decisions import truncate
@@ -37,16 +36,18 @@ def test_a_call_is_checked_in_its_arguments_and_result_with_one_size_per_axis():
         typechecks.begin_test()
         with pytest.raises(Violation, match=r"parameter (left|right)="):
             outer(*given)
+    typechecks.begin_test()
     with pytest.raises(Violation, match="return"):
         outer(torch.ones(2, 3), torch.ones(3, 4), wrong=True)
     assert count("ab", times=2) == 4
+    typechecks.begin_test()
     with pytest.raises(Violation, match="parameter times='2'"):
         count("ab", times="2")
 
 
-def test_calls_one_two_four_and_so_on_of_a_function_are_checked_in_each_test():
+def test_calls_one_four_sixteen_and_so_on_of_a_function_are_checked_in_each_test():
     for call in range(1, 18):
-        checked = call in (1, 2, 4, 8, 16)
+        checked = call in (1, 4, 16)
         error, text = (Violation, "parameter name=1") if checked else (TypeError, "has no len")
         with pytest.raises(error, match=text):
             count(1)
@@ -65,35 +66,12 @@ class Cell:
 
 def test_a_dataclass_is_checked_when_it_is_made():
     assert Cell(torch.ones(2, 3), torch.ones(3, 2)).name == "cell"
+    typechecks.begin_test()
     with pytest.raises(TypeCheckError, match="inverse"):
         Cell(torch.ones(2, 3), torch.ones(2, 3))
     typechecks.begin_test()
     with pytest.raises(TypeCheckError, match="name"):
         Cell(torch.ones(2, 3), torch.ones(3, 2), 3)
-
-
-def answers(fits, annotation, values):
-    """What a check says of two values in a row, and the sizes it has recorded by then."""
-    _storage.push_shape_memo({})
-    said = [fits(annotation, value) for value in values]
-    sizes = _storage.get_shape_memo()[0]
-    _storage.pop_shape_memo()
-    return said, sizes
-
-
-def test_the_check_of_an_array_gives_jaxtypings_answers():
-    annotations = [
-        Float[Tensor, "row column"], Float[Tensor, "same same"], Int[Tensor, "row 3"], Shaped[Tensor, "_ column"],
-        Float[Tensor, "#row column"], Float[Tensor, "*rest column"], Float[Tensor, "..."], Bool[Tensor, ""],
-        Float[np.ndarray, "row column"], Float[Tensor, "row row+1"],
-    ]  # fmt: skip
-    values = [
-        torch.ones(2, 3), torch.ones(3, 3), torch.ones(1, 3), torch.ones(2, 3, 1), torch.ones(2, 3).double(),
-        torch.ones(2, 3, dtype=torch.long), torch.tensor(True), np.ones((2, 3)), np.ones((2, 3), int), "text", None,
-    ]  # fmt: skip
-    for annotation, *pair in itertools.product(annotations, values, values):
-        expected = answers(typechecks._fits_by_jaxtyping, annotation, pair)
-        assert answers(typechecks._fits, annotation, pair) == expected, (annotation, pair)
 
 
 def test_checks_can_be_turned_off_for_a_test(unchecked):

@@ -125,6 +125,9 @@ def test_a_study_that_processes_prompts_one_by_one_gets_one_at_a_time(tiny_llada
     assert Letters.asked == [["a"], ["bb"]]
 
 
+@pytest.mark.parametrize(
+    ("change", "prompts"), [({"seed": 1}, "ab"), ({"settings": {"steps": 8}}, "ab"), ({}, "abc"), ("code", "ab")]
+)
 def test_units_of_another_study_prompt_or_code_are_not_used(change, prompts, tiny_llada, tmp_path, monkeypatch):
     Letters(batch=1).run(tiny_llada, ["a", "b"], tmp_path)
     Letters.asked.clear()

@@ -38,7 +38,8 @@ def written(value):
     """Norms of what each head would write of a value [layer, head, pos, d_head], over the mean of the head."""
     norms = []
     for layer, of_layer in enumerate(value):
-        matrices = NETWORK.weights[NETWORK._name(layer, "o")].chunk(NETWORK.heads, dim=1)  # [d_model, d_head] each
+        weight = NETWORK.model.tree.hf.model.layers[layer].self_attn.o_proj.weight.detach()
+        matrices = weight.chunk(NETWORK.heads, dim=1)  # [d_model, d_head] each
         norms.append(torch.stack([(v @ w.T).square().sum(-1).sqrt() for v, w in zip(of_layer, matrices, strict=True)]))
     norm = torch.stack(norms)
     return norm / norm.mean(-1, keepdim=True)
@@ -50,9 +51,9 @@ def ranks(output):
     return squares.sum(-1) / squares[..., -1]
 
 
-def counted(one, factor=1.0):
+def counted(one):
     """Sinks, no-ops and broadcasts of a pass, [3, layer]."""
-    sink, ratio, rank = sinks_of(one), lengths(one.value * factor), ranks(one.output)
+    sink, ratio, rank = sinks_of(one), lengths(one.value), ranks(one.output)
     sent = (ratio >= 0.5) & (ratio <= 1.5) & (rank < 1.5)[..., None]
     return torch.stack([part.sum((1, 2)) for part in (sink, sink & (ratio < 0.2), sink & sent)])
 
@@ -68,8 +69,7 @@ def by_hand(run, planted):
     """`counted`, summed over the steps of a run."""
     total = torch.zeros(3, NETWORK.layers)
     for step, canvas in enumerate(run.canvases):
-        factor = drained(step, run) if planted else torch.ones(1)
-        total += counted(NETWORK(canvas, Change(factor=factor)), factor[..., None])
+        total += counted(NETWORK(canvas, Change(factor=drained(step, run) if planted else None)))
     return total.numpy()
 
 
