@@ -45,12 +45,10 @@ class Change:
 
     Attributes:
         skipped: layers that add nothing to the stream.
-        hidden: True where a query may not see a key, [layer, head, query, key].
         factor: what values are multiplied by, [layer, head, key].
     """
 
     skipped: Sequence[int] = ()
-    hidden: Tensor | None = None
     factor: Tensor | None = None
 
     def edits(self) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -58,8 +56,6 @@ class Change:
         found: dict[str, Callable[[Tensor], Tensor]] = {}
         for layer in self.skipped:
             found |= {f"blocks.{layer}.hook_{part}_out": torch.zeros_like for part in ("attn", "mlp")}
-        for layer, keys in enumerate(() if self.hidden is None else self.hidden):
-            found[f"blocks.{layer}.attn.hook_attn_scores"] = lambda x, keys=keys: x.masked_fill(keys, -torch.inf)
         for layer, factor in enumerate(() if self.factor is None else self.factor):
             found[f"blocks.{layer}.attn.hook_v"] = lambda x, factor=factor: x * factor.T[..., None]
         return found
@@ -75,17 +71,6 @@ class Run(NamedTuple):
     passes: list[Pass]
     blocks: list[tuple[int, int]]
     tokens: Tensor
-
-    def decided(self) -> list[int]:
-        """The step at which each position got its token; −1 of the prompt."""
-        after = [*self.canvases[1:], self.tokens]
-        masked = torch.stack([canvas == MASK for canvas in self.canvases])
-        changed = masked & torch.stack([canvas != MASK for canvas in after])
-        return [int(column.int().argmax()) if column.any() else -1 for column in changed.T]
-
-
-Rule = Callable[[int, list[Pass], Tensor, tuple[int, int]], Change]
-"""The change of a step, from its number, the passes before it, its canvas and its block."""
 
 
 class Network:
@@ -120,9 +105,7 @@ class Network:
         value, output = (stacked(f"attn.hook_{name}").transpose(1, 2) for name in ("v", "z"))
         return Pass(logits, streams, stacked("attn.hook_pattern"), value, output)
 
-    def decode(
-        self, prompt: Tensor, length: int = 24, steps: int = 24, block: int | None = None, rule: Rule | None = None
-    ) -> Run:
+    def decode(self, prompt: Tensor, length: int = 24, steps: int = 24, block: int | None = None) -> Run:
         """A run at temperature 0.
 
         LLaDA and SDAR decide the most probable predictions of a block first, ``length / steps`` at each step, Dream
@@ -146,8 +129,7 @@ class Network:
                 break
             canvases.append(ids.clone())
             blocks.append((start, stop))
-            change = None if rule is None else rule(step, passes, ids, (start, stop))
-            passes.append(self(ids, change))
+            passes.append(self(ids))
             if self.kind == "causal":
                 ids = torch.cat([ids, passes[-1].logits[-1].argmax()[None]])
                 if ids[-1] == END:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +14,6 @@ SPEC = importlib.util.spec_from_file_location("doc_pictures", ROOT / "scripts" /
 script = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(script)
 NAMES = {"draw_masks": "masks", "draw_canvas": "canvas", "draw_replay": "replay", "draw_policies": "policies"}
-
-
-def test_cells_are_drawn_where_a_map_is_true(tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "FOLDER", tmp_path)
-    picture = script.Picture(40, 30, "<a map>")
-    picture.cells(5, 5, np.array([[1, 1, 0], [0, 0, 0], [1, 0, 1]], dtype=bool), (10, 8), "blue")
-    picture.save("map")
-    path = ET.parse(tmp_path / "map.svg").find("{http://www.w3.org/2000/svg}path")
-    starts = re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)", path.get("d"))
-    assert starts == [("5", "5", "20"), ("5", "21", "10"), ("25", "21", "10")]  # neighbors are one rectangle
 
 
 @pytest.mark.fast_cases(1)

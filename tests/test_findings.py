@@ -2,11 +2,9 @@
 
 import importlib
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas
 import pytest
 from scipy.stats import t
 
@@ -55,14 +53,6 @@ def test_the_page_is_short_and_has_four_figures():
     assert sum(any(map(str.isalnum, word)) for word in script.PAGE.read_text().split()) <= 4000
 
 
-def test_rows_that_the_page_leaves_out_count_in_the_correction(monkeypatch):
-    table, lines = script.TABLES["text_seeds"], script.compared(script.TABLES["text_seeds"])
-    every = [replace(row, listed=True) for row in table.rows]
-    all_lines = script.compared(replace(table, rows=tuple(every)))
-    assert 1 < len(lines) < len(all_lines)
-    assert all(line in all_lines for line in lines)
-
-
 def test_seeds_are_combined_by_the_rule_of_the_code():
     """A t interval over the seeds on the measure's scale, with the errors that the same prompts give to all."""
     ratios = [(2.0, 1.6, 2.5), (3.0, 2.5, 3.6), (2.5, 2.0, 3.125)]
@@ -74,15 +64,6 @@ def test_seeds_are_combined_by_the_rule_of_the_code():
     assert script.judged(found, 1.0, p=0.04) == "above"
     assert script.judged(found, 1.0, p=0.06) == script.judged(found, 2.5, p=0.0) == "cannot tell"
     assert script.judged(found, 9.0, p=0.0) == "below"
-
-
-def test_a_matched_ratio_that_compares_few_of_the_sinks_is_left_out(monkeypatch):
-    shares = {"model": ["one", "two"], "estimate": [0.0, 1.5], "low": [0.0, 1.2], "high": [0.0, 1.9]}
-    table = pandas.DataFrame({**shares, "matched_share": [0.0, 0.6], "prompts": 9})
-    monkeypatch.setattr(script, "stored", lambda file: table)
-    row = script.Row("ratio", {})
-    assert script.found(row, "any", "one") is None
-    assert script.found(row, "any", "two") == (1.5, 1.2, 1.9, 9)
 
 
 def test_the_page_names_the_command_that_measured_each_table():

@@ -103,14 +103,6 @@ def test_dependencies_are_pinned_inside_their_ranges():
     assert outside == []
 
 
-def test_constraints_pin_one_public_version_each():
-    """A local version such as ``+cpu`` exists on only one index; an editable line names a folder of one machine."""
-    for pin in _pins().values():
-        assert [clause.operator for clause in pin.specifier] == ["=="], pin
-        assert "+" not in str(pin.specifier), pin
-        assert pin.url is None, pin
-
-
 def test_tensor_annotations_are_checked_in_this_test_run():
     """jaxtyping's plugin instruments what Python's path finder finds, so it could miss a mapped folder.
 

@@ -29,14 +29,6 @@ def test_the_interval_is_that_of_the_means_of_templates(tables):
     )
 
 
-def test_a_geometric_mean_never_falls_below_0(tables):
-    asked = tables.balanced(1)
-    values = np.array([0.01, 0.1, 1, 10, 100, 0.1, 10])
-    text = tables.geometric(values, asked, ".3f")
-    assert text.startswith("1.000 [")
-    assert "−" not in text
-
-
 @pytest.mark.parametrize(("values", "lowest", "text"), [
     ([1.0] * 14, 0, "100 [78, 100]"),  # Wilson
     ([1.0] * 13 + [0.0], 0, "93 [69, 99]"),
@@ -46,7 +38,7 @@ def test_answers_have_score_intervals(tables, values, lowest, text):
     assert tables.answers(np.array(values), lowest) == text
 
 
-def test_the_benchmarks_weight_problems_within_templates_only(monkeypatch):
+def test_a_benchmark_weights_problems_within_templates_only(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER.parent)
     circuits = importlib.import_module("circuits")
     values, weights = [0.5, 1.5, np.nan, 4.0, -1.0], [2.0, 6.0, 9.0, 3.0, 5.0]

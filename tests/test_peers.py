@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import sinklens
 from sinklens import errors
-from sinklens.errors import HookOrderError, PromptError, SettingError
+from sinklens.errors import PromptError, SettingError
 from sinklens.model import files
 
 TEXT = "Question: Mia has 20 pens. She loses 6 of them. How many pens are left?\nAnswer:"
@@ -203,17 +203,6 @@ def test_a_block_of_generate_visits_the_denoising_steps(tiny_llada):
     assert shapes == [(step, tuple(expected.tokens.shape)) for step in (1, 2)]
     assert seen == [2, 3]
     assert tracer.text == expected.text
-
-
-def test_next_beyond_the_last_step_is_an_error(tiny_llada):
-    with pytest.raises(HookOrderError, match=r"t\.next\(\) waits for step 2, but the run ended before it"):
-        beyond(tiny_llada)
-
-
-def beyond(model):
-    with model.generate(TEXT, max_new_tokens=4, steps=2) as tracer:
-        for _ in range(2):
-            tracer.next()
 
 
 @pytest.mark.parametrize(

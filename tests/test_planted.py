@@ -15,7 +15,6 @@ from sinklens.sinks import (
     NoOp,
     Record,
     ResidualPeak,
-    SinkRate,
     SmallValueNorm,
     TopK,
     motion,
@@ -187,15 +186,6 @@ def test_detectors_on_each_heads_scores_find_only_the_planted_sinks(runs, dtype,
         detector, EpsilonOverMean
     ):  # with almost no variance, any unevenness exceeds a few standard deviations
         assert not any(of(found, name).any() for name in SPREAD)
-
-
-def test_detectors_that_pool_heads_find_the_sinks_that_heads_share(run):
-    expected = planted_sinks(*tokens(run.sinks)).sum(("layer", "head"))
-    for least in (1, 2):
-        found = run.sinks.detect(SinkRate(share=least / 8)).isel(layer=0, head=0)
-        assert (found == (expected >= least)).all()
-    found = run.sinks.detect(MeanPlusStd(1)).isel(layer=0, head=0)
-    assert (found == (expected >= 1)).all()
 
 
 @DTYPES

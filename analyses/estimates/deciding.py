@@ -1,20 +1,18 @@
 """What the measurements of a plan decide: the estimate, its tests, and what so many units could have shown.
 
-The units are groups of prompts, if the prompts have groups; else prompts; or training runs, if the plan names several:
+The units are groups of prompts, if the prompts have groups; else prompts:
 
 - prompts, of outcomes: Tango's limits, McNemar's exact test, and two one-sided score tests for equivalence;
-- groups: the t limits and t tests of their means;
-- training runs: the limits and the test of seeds.py, as everywhere. The runs answered the same prompts, and what they
-  share of their chance, or of that of the groups, is part of it.
+- groups: the t limits and t tests of their means.
 
 Units that agree exactly have no spread; their spread is taken as if one prompt had been answered differently.
 
-Limitation: t tests of few groups or runs assume that their means are normally distributed, runs' on the scale of the
-measure. docs/concepts/error-rates.md has the simulated error rates.
+Limitation: t tests of few groups assume that their means are normally distributed. docs/concepts/error-rates.md has
+the simulated error rates.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,8 +30,6 @@ from sinklens.analyses.estimates.power import (
     smallest_t,
     t_power,
 )
-from sinklens.analyses.estimates.scales import DIFFERENCE
-from sinklens.analyses.estimates.seeds import hierarchical
 from sinklens.utils.estimates import Estimate, mcnemar, outcomes, student
 
 Values = Float[np.ndarray, " prompt"]
@@ -44,7 +40,7 @@ class Decision:
     """The result of a plan, before it is corrected for other tests.
 
     Attributes:
-        found: difference of the measure over prompts, groups or training runs, with the p value of no difference.
+        found: difference of the measure over prompts or groups, with the p value of no difference.
         p_equivalent: p value of a difference as large as the smallest of interest.
         shown: the smallest difference that so many units show with a probability of 80 %.
     """
@@ -54,14 +50,10 @@ class Decision:
     shown: float
 
 
-def decided(plan: Plan, measured: Mapping[str, xr.Dataset]) -> Decision:
-    """The result of a plan from the measurements of its models."""
-    values, groups = [difference(plan, data) for data in measured.values()], plan.groups()
-    if len(values) > 1:
-        return _possible(_not_certain(values, groups, lambda given: _of_runs(given, groups, plan.of_interest)))
-    if groups:
-        return _possible(_of_groups(values[0], groups, plan.of_interest))
-    return _of_outcomes(values[0], plan.of_interest)
+def decided(plan: Plan, data: xr.Dataset) -> Decision:
+    """The result of a plan from the measurements of its model."""
+    values, groups = difference(plan, data), plan.groups()
+    return _possible(_of_groups(values, groups, plan.of_interest)) if groups else _of_outcomes(values, plan.of_interest)
 
 
 def verdict(made: Decision, p: float, p_equivalent: float) -> str:
@@ -92,22 +84,18 @@ def in_groups(values: Values, groups: Sequence[str]) -> Float[np.ndarray, " grou
 
 
 def _of_groups(values: Values, groups: Sequence[str], of_interest: float) -> Decision:
-    return _not_certain([values], groups, lambda given: _of_means(in_groups(given[0], groups), of_interest))
+    """`_of_means` of the groups; if all agree exactly, the less certain of two neighbors.
 
-
-def _not_certain(values: list[Values], groups: Sequence[str], of: Callable[[list[Values]], Decision]) -> Decision:
-    """`of` the values; if all units agree exactly, the less certain of two neighbors.
-
-    Units that agree have no spread, so a t test would be certain, even of two prompts. Their spread is then taken from
+    Groups that agree have no spread, so a t test would be certain, even of two prompts. Their spread is then taken from
     the two results that are nearest: one prompt of the smallest group is higher or lower by 1.
     """
-    made, (first, *rest) = of(values), values
+    made = _of_means(in_groups(values, groups), of_interest)
     if _spread(made) or math.isnan(made.found.low):
         return made
-    sizes = {group: groups.count(group) for group in groups}
-    known = np.flatnonzero(~np.isnan(first))
-    at = min(known.tolist(), key=lambda prompt: sizes[groups[prompt]] if groups else 0)
-    near = [of([first + step * (np.arange(len(first)) == at), *rest]) for step in (-1.0, 1.0)]
+    known = np.flatnonzero(~np.isnan(values)).tolist()
+    at = min(known, key=lambda prompt: groups.count(groups[prompt]))
+    changed = [values + step * (np.arange(len(values)) == at) for step in (-1.0, 1.0)]
+    near = [_of_means(in_groups(part, groups), of_interest) for part in changed]
     unknown = replace(made.found, low=-math.inf, high=math.inf, p=1.0)
     ends = [end if _spread(end) else Decision(unknown, 1.0, math.inf) for end in near]
     low, high = min(end.found.low for end in ends), max(end.found.high for end in ends)
@@ -143,38 +131,15 @@ def _of_outcomes(values: Values, of_interest: float) -> Decision:
 
 def _of_means(values: Float[np.ndarray, " unit"], of_interest: float) -> Decision:
     """Mean, t limits, t test and two one-sided t tests of the units' values."""
+    from scipy.stats import t
+
     number = len(values)
     if number < 2:
         return _unknown(float(values.mean()) if number else math.nan, number)
     mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(number)
-    edges = (of_interest - mean, of_interest + mean)
+    outside = max(float(t.sf(edge / max(error, TINY), number - 1)) for edge in (of_interest - mean, of_interest + mean))
     shown = smallest_t(number, error * math.sqrt(number))
-    return Decision(student(mean, error, number - 1, number), _outside(edges, error, number), shown)
-
-
-def _of_runs(values: Sequence[Values], groups: Sequence[str], of_interest: float) -> Decision:
-    """The estimate of seeds.py over training runs, its test, and two one-sided tests with the same standard error."""
-    from scipy.stats import t
-
-    scale, number = DIFFERENCE, len(values)
-    found = hierarchical(values, scale=scale, group=groups)
-    if math.isnan(found.low):
-        return _unknown(found.value, number)
-    centre = float(scale.to(found.value))
-    error = (float(scale.to(found.high)) - centre) / float(t.ppf(0.975, number - 1))
-    edges = (float(scale.to(of_interest)) - centre, centre - float(scale.to(-of_interest)))
-    shown = smallest_t(number, error * math.sqrt(number))
-    p = 1.0 if centre == 0 else 0.0 if math.isnan(found.p) else found.p
-    return Decision(
-        replace(found, p=p), _outside(edges, error, number), shown if math.isinf(shown) else float(scale.back(shown))
-    )
-
-
-def _outside(edges: Sequence[float], error: float, number: int) -> float:
-    """The larger p value of two one-sided t tests, from the distances to the two limits of interest."""
-    from scipy.stats import t
-
-    return max(float(t.sf(edge / max(error, TINY), number - 1)) for edge in edges)
+    return Decision(student(mean, error, number - 1, number), outside, shown)
 
 
 def _unknown(value: float, number: int) -> Decision:
@@ -185,28 +150,22 @@ def planned_power(plan: Plan, tests: int) -> dict[str, float]:
     """Power of a plan before it is run, at the level that `tests` tests on its prompts leave it.
 
     ``holds``: probability to find a true difference of the smallest size of interest; ``equivalent``: to find no true
-    difference equivalent (NaN for groups and runs); ``shown``: the smallest difference found with 80 %.
+    difference equivalent (NaN for groups); ``shown``: the smallest difference found with 80 %.
     """
-    level, groups = LEVEL / max(1, tests), plan.groups()
-    units = 1 + len(plan.seeds) if plan.seeds else len(set(groups)) if groups else plan.n
+    level, groups = LEVEL / max(1, tests), len(set(plan.groups()))
     against = plan.expect["against"]
-    if not plan.seeds and not groups:
+    if not groups:
         against = min(against, (1 - plan.of_interest) / 2)
         return {
             "holds": paired_power(plan.of_interest, plan.n, level, against),
             "equivalent": equivalence_power(plan.n, plan.of_interest, 2 * against, level),
             "shown": smallest_paired(plan.n, level, against),
         }
-    within = math.sqrt(plan.of_interest + 2 * against)
-    between = plan.expect["between"]
-    if plan.seeds:  # all runs answer the same prompts, so their chance is not averaged over runs
-        shared = within**2 / plan.n + (between**2 / len(set(groups)) if groups else 0.0)
-        spread = math.sqrt(between**2 + units * shared)
-    else:
-        spread = math.sqrt(between**2 + within**2 * units / plan.n)
-    shown = smallest_t(units, spread, level)
+    within = plan.of_interest + 2 * against
+    spread = math.sqrt(plan.expect["between"] ** 2 + within * groups / plan.n)
+    shown = smallest_t(groups, spread, level)
     return {
-        "holds": t_power(plan.of_interest, units, spread, level),
+        "holds": t_power(plan.of_interest, groups, spread, level),
         "equivalent": math.nan,
         "shown": shown if shown <= 1 else math.inf,
     }

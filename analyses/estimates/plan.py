@@ -59,11 +59,10 @@ class Plan:
             then about further groups, and groups are compared instead of prompts. "" is the template of shipped
             problems, and none for a file; "none" compares prompts, and is about further prompts of these groups.
         prompts: a file of prompts; "" for the shipped held-out problems.
-        seeds: further training runs of the recipe. The claim is then about the recipe, and runs are compared.
         seed: seed of the runs and of random keys.
         settings: sampler settings.
         expect: for the power beforehand: ``against``, the share of prompts that change the other way; ``between``, the
-            standard deviation of the differences between groups or runs.
+            standard deviation of the differences between groups.
     """
 
     claim: str
@@ -77,7 +76,6 @@ class Plan:
     measure: Literal["cost", "changed"] = "cost"
     group: str = ""
     prompts: str = ""
-    seeds: tuple[str, ...] = ()
     seed: Seed = 0
     settings: dict[str, Any] = field(default_factory=dict)
     expect: dict[str, float] = field(default_factory=lambda: dict(PARTS["expect"]))
@@ -87,8 +85,6 @@ class Plan:
         kinds = ("any", *KIND_NAMES)
         if (kind := self.kind.removeprefix(NOT)) not in kinds:
             raise SettingError(f"contrast.kind is {kind!r}; known: {', '.join(kinds)}.{nearest(kind, kinds)}")
-        if not isinstance(self.seeds, tuple) or not all(isinstance(one, str) for one in self.seeds):
-            raise SettingError(f"seeds is {self.seeds!r}; give a list of names or folders.")
         for name, value in self.expect.items():
             if not isinstance(value, int | float):
                 raise SettingError(f"expect.{name} is {value!r}; give a number.")
@@ -166,8 +162,6 @@ def read_plan(path: str | Path) -> Plan:
         parts[name] = {**defaults, **found}
     values = {name: value for name, value in given.items() if name not in PARTS}
     values |= parts["contrast"] | parts["detector"] | {"expect": parts["expect"]}
-    if isinstance(seeds := values.get("seeds"), list):
-        values["seeds"] = tuple(seeds)
     if isinstance(prompts := values.get("prompts"), str) and prompts:
         values["prompts"] = str(Path(path).parent / prompts)  # an absolute path stays
     return Plan(**values)

@@ -69,13 +69,14 @@ def run_plan(
     run = tested.begin(ledger, identity, folder)
     print(f"Plan {run.name} is stored in {folder / tested.FILE} and counted in {ledger}.")
     study = PlannedTest(plan=asked, seed=asked.seed, settings=asked.settings, answers=answers)
-    models = [load(name, **fitted(name, loading)) for name in (asked.model, *asked.seeds)]
+    model = load(asked.model, **fitted(asked.model, loading))
     with counted_control_warnings(), Counts("prompts") as counts:
         try:
-            findings = study.run(models, prompts, folder, progress=counts)
+            findings = study.run(model, prompts, folder, progress=counts)
         except KeyboardInterrupt:
             counts.stop(folder, call)
-    made = decided(asked, findings.measured)
+    (measured,) = findings.measured.values()
+    made = decided(asked, measured)
     corrected = tested.finish(run, made.found.p, made.p_equivalent)
     lines = report_lines(asked, made, corrected, findings.tables["differences"])
     with atomic_write(folder / REPORT) as part:
@@ -128,7 +129,7 @@ def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differe
     found = made.found
     said = verdict(made, corrected.p, corrected.p_equivalent)
     grouped = bool(plan.groups())
-    units = "training runs" if plan.seeds else f"groups ({plan.group or TEMPLATE})" if grouped else "prompts"
+    units = f"groups ({plan.group or TEMPLATE})" if grouped else "prompts"
     lines = [
         f"# {said}: {plan.claim}",
         "",
@@ -144,8 +145,7 @@ def report_lines(plan: "Plan", made: "Decision", corrected: "Corrected", differe
         lines.append(f"So many {units} show {shown} with a probability of 0.80, before correction; {why}.")
     if not grouped and not plan.prompts:
         lines.append("The shipped problems have seven templates; this holds for these templates only.")
-    if not plan.seeds:
-        lines.append(f"It is about {plan.model}, one training run.")
+    lines.append(f"It is about {plan.model}, one training run.")
     rows = differences[differences["measure"] == plan.measure]
     against = [
         f"- {row.model}, {PICKS[row.control]}: {row.estimate:.3f} [{row.low:.3f}, {row.high:.3f}]"

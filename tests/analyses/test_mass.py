@@ -58,16 +58,6 @@ def test_matched_keys_last_and_depend_on_the_prompt_and_the_seed(found):
     assert (one[0] != one[1]).any()
 
 
-def test_where_sinks_hold_most_of_the_attention_the_control_takes_all_other_keys():
-    score = np.full((1, 3, 1, 1, 8), 0.1)
-    score[..., 0] = 7.3
-    track = planted(score)
-    sinks = EpsilonOverMean().detect(track)
-    control = matched(track, sinks, ~sinks, acting(track))
-    assert control.isel(step=0).sum().item() == 7
-    assert removed(control, acting(track))[0] == pytest.approx(0.7 / 8)
-
-
 def test_a_cost_of_attention_alone_looks_like_one_of_sinks_unless_the_mass_is_equal(found):
     """Planted: a prompt is lost with a probability of three times the attention removed, whatever the keys are."""
     track, sinks, mass = found

@@ -68,15 +68,6 @@ def test_orders_unmask_as_named_one_token_per_step(tiny_llada, tiny_llama):
     assert orders(tiny_llama, {"gen_length": 6}) == {"position": {"gen_length": 6}}
 
 
-def test_dreams_sampler_has_no_left_to_right_order():
-    model = sinklens.load("tiny-dream")
-    found = orders(model, {"gen_length": 6, "alg": "topk_margin", "steps": 2})
-    assert found["confidence"] == {"gen_length": 6, "steps": 6, "alg": "topk_margin"}
-    assert found["random"]["alg"] == "origin"
-    assert orders(model, {"alg": "origin"})["confidence"]["alg"] == "entropy"
-    assert "position" not in found
-
-
 def test_every_cost_is_stored_under_its_order_pick_and_number(tiny_llada):
     data = Mechanism().measure(tiny_llada, [PROMPT], SETTINGS).isel(prompt=0)
     for order, settings in orders(tiny_llada, SETTINGS).items():

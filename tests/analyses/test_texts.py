@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sinklens.analyses.texts import (
-    KINDS,
     PAIRS,
     Read,
     TextCanvas,
@@ -172,18 +171,3 @@ def test_pairs_subtract_the_causal_model_text_by_text(tiny_llada, tiny_llama):
     masked, causal = (found.measured[name]["write_ratio"] for name in ("tiny-llada", "tiny-llama"))
     expected = float((masked - causal).mean())
     assert pairs.loc["log2 of what sinks write", "estimate"] == pytest.approx(expected)
-
-
-def test_measures_of_a_text(tiny_llada, tiny_llama):
-    found = Texts(draws=3).run([tiny_llada, tiny_llama], PROBLEMS[:2]).measured
-    masked, causal = found["tiny-llada"], found["tiny-llama"]
-    assert set(masked["kind"].to_numpy()) == set(KINDS)
-    for name, places in (
-        ("per_place", {"kind": "mask"}), ("jump_share", {"edit": ["edited", "revealed"]}), ("stale_cost", {}),
-    ):  # fmt: skip
-        assert causal[name].sel(places).isnull().all()
-        assert masked[name].sel(places).notnull().all()
-    ids = tiny_llama.encode(PROBLEMS[0])[0][0]
-    logits = tiny_llama(ids[None])[0].double()
-    loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
-    assert causal["nats"][0].item() == pytest.approx(loss.item(), abs=1e-5)

@@ -7,14 +7,11 @@ import warnings
 import numpy as np
 import pytest
 import xarray as xr
-from scipy.stats import t, ttest_1samp
 
 from sinklens.analyses.estimates import deciding
 from sinklens.analyses.estimates.deciding import Decision, decided, in_groups, over_groups, planned_power, verdict
 from sinklens.analyses.estimates.plan import Plan, read_plan
 from sinklens.analyses.estimates.power import t_power
-from sinklens.analyses.estimates.scales import DIFFERENCE
-from sinklens.analyses.estimates.seeds import hierarchical
 from sinklens.analyses.planned import PICKS, PlannedTest
 from sinklens.analyses.tested import begin, finish, sharing
 from sinklens.cli import main
@@ -184,7 +181,6 @@ def test_a_dry_run_prints_the_power_and_stores_nothing(run, tmp_path):
         ("of_interest: 2", r"of_interest is 2; it is a share of prompts"),
         ("detector: 3", r"detector is 3; write keys such as detector: {\"epsilon\": 3.0}"),
         ("group: author", r"the shipped problems have the group 'template', or 'none'; got 'author'"),
-        ("seeds: tiny-dream", r"seeds is 'tiny-dream'; give a list of names or folders"),
     ],
 )
 def test_a_plan_with_a_mistake_is_refused(tmp_path, more, message):
@@ -215,7 +211,7 @@ def data(values):
 
 def test_single_prompts_have_the_exact_test_and_the_score_interval():
     values = np.repeat([1.0, 0.0, -1.0], [12, 46, 2])
-    found = decided(Plan("c", "m", 60, 0.1, group="none"), {"m": data(values)})
+    found = decided(Plan("c", "m", 60, 0.1, group="none"), data(values))
     interval = outcomes(values, -1, 1)
     assert numbers(found.found) == pytest.approx((1 / 6, float(interval.low), float(interval.high)))
     assert found.found.p == pytest.approx(0.01293945)
@@ -227,10 +223,10 @@ def test_groups_are_compared_where_prompts_have_groups(monkeypatch):
     values, groups = np.repeat([1.0, 0.0, 0.0, 0.0], 20), list(np.repeat([*"abcd"], 20))
     assert in_groups(values, groups).tolist() == [1.0, 0.0, 0.0, 0.0]
     plan = Plan("c", "m", 80, 0.1, group="none")
-    single = decided(plan, {"m": data(values)})
+    single = decided(plan, data(values))
     assert verdict(single, single.found.p, single.p_equivalent) == "holds"
     monkeypatch.setattr(Plan, "groups", lambda self: groups)
-    grouped = decided(plan, {"m": data(values)})
+    grouped = decided(plan, data(values))
     assert grouped.found.n == 4
     assert verdict(grouped, grouped.found.p, grouped.p_equivalent) == "cannot tell"
     assert numbers(over_groups(values, groups)) == pytest.approx(numbers(grouped.found))
@@ -242,50 +238,26 @@ def test_shipped_problems_are_grouped_by_template_unless_the_plan_says_none():
     assert len(set(templates)) == 7
     assert Plan("c", "m", 40, 0.1, group="template").groups() == templates
     assert Plan("c", "m", 40, 0.1, group="none").groups() == []
-    assert decided(Plan("c", "m", 40, 0.1), {"m": data(np.repeat([1.0, 0.0], 20))}).found.n == 7
-
-
-@pytest.mark.parametrize("group", ["none", ""])
-def test_several_training_runs_are_judged_by_the_rule_of_seeds(group):
-    """The same interval as `analyse --seeds`: on the scale of differences, with the chance that the runs share."""
-    values = [np.repeat([1.0, 0.0], [lost, 40 - lost]) for lost in (20, 24, 22)]
-    plan = Plan("c", "a", 40, 0.1, seeds=("b", "c"), group=group)
-    found = decided(plan, {name: data(part) for name, part in zip("abc", values, strict=True)})
-    expected = hierarchical(values, scale=DIFFERENCE, group=plan.groups())
-    assert found.found == expected
-    without = t.ppf(0.975, 2) * np.std([0.5, 0.6, 0.55], ddof=1) / np.sqrt(3)  # of the runs' means alone
-    assert found.found.high - found.found.low > 2 * without
-
-
-def test_equal_runs_that_lose_nothing_are_equivalent():
-    plan = Plan("c", "a", 40, 0.1, seeds=("b", "c"), group="none")
-    found = decided(plan, {name: data(np.zeros(40)) for name in "abc"})
-    assert (found.found.value, found.found.p) == (0.0, 1.0)
-    assert verdict(found, found.found.p, found.p_equivalent) == "equivalent"
+    assert decided(Plan("c", "m", 40, 0.1), data(np.repeat([1.0, 0.0], 20))).found.n == 7
 
 
 @pytest.mark.parametrize(("lost", "said"), [(0.0, "equivalent"), (1.0, "holds")])
-def test_few_groups_or_runs_that_agree_exactly_are_not_certain(monkeypatch, lost, said):
+def test_few_groups_that_agree_exactly_are_not_certain(monkeypatch, lost, said):
     """Without a spread, a t test of two prompts had p = 1e-12."""
-
-    def verdict_of(groups, each, runs=1):
+    for groups, each, expected in ((2, 1, "cannot tell"), (7, 14, said)):
         names = [str(group) for group in range(groups) for _ in range(each)]
-        monkeypatch.setattr(Plan, "groups", lambda self: names if groups > 1 else [])
-        plan = Plan("c", "a", len(names), 0.1, seeds=tuple("bc"[: runs - 1]), group="" if groups > 1 else "none")
-        found = decided(plan, {name: data(np.full(len(names), lost)) for name in "abc"[:runs]})
+        monkeypatch.setattr(Plan, "groups", lambda self, names=names: names)
+        found = decided(Plan("c", "a", len(names), 0.1), data(np.full(len(names), lost)))
         assert -1 <= found.found.low < found.found.value + 1e-9
         assert found.found.value - 1e-9 < found.found.high <= 1
-        return verdict(found, found.found.p, found.p_equivalent)
-
-    assert verdict_of(groups=2, each=1) == verdict_of(groups=1, each=3, runs=3) == "cannot tell"
-    assert verdict_of(groups=7, each=14) == said
+        assert verdict(found, found.found.p, found.p_equivalent) == expected
 
 
 def test_differences_of_shares_stay_between_minus_one_and_one(monkeypatch):
     names = ["a", "a", "b", "b"]
     monkeypatch.setattr(Plan, "groups", lambda self: names)
     plan, values = Plan("c", "m", 4, 0.1), np.array([1.0, 0.0, 0.0, 0.0])
-    found = decided(plan, {"m": data(values)})
+    found = decided(plan, data(values))
     assert (found.found.low, found.found.high, found.shown) == (-1.0, 1.0, np.inf)
     assert numbers(over_groups(values, names)) == (0.25, -1.0, 1.0)
     assert planned_power(plan, 1)["shown"] == np.inf
@@ -294,24 +266,20 @@ def test_differences_of_shares_stay_between_minus_one_and_one(monkeypatch):
 STUDIES, PER_GROUP = 600, 10
 
 
-def outcomes_of(rng, runs, between_groups, between_runs):
-    """Differences of outcomes of `runs` models on the same 7 · 10 prompts; the mean of all groups and runs is 0.
+def outcomes_of(rng, between):
+    """Differences of outcomes of 7 · 10 prompts, whose mean over all groups is 0.
 
-    A prompt that a mask changes is lost with a chance that varies by group and run, and its difficulty is shared.
+    A prompt that a mask changes is lost with a chance that varies by group.
     """
-    shift = np.repeat(rng.normal(0, between_groups, 7), PER_GROUP) + rng.normal(0, between_runs, (runs, 1))
-    threshold = rng.random(7 * PER_GROUP)  # of the prompt, the same in every run
+    shift = np.repeat(rng.normal(0, between, 7), PER_GROUP)
+    threshold = rng.random(7 * PER_GROUP)
     return np.where(threshold < 0.25 + shift / 2, 1.0, 0.0) - np.where(threshold > 0.75 + shift / 2, 1.0, 0.0)
 
 
-def error_rate(rule, runs, between_groups, between_runs, studies=STUDIES):
-    """How often a rule (values [run, prompt] -> p value) finds a difference where there is none."""
+def error_rate(plan, between, studies=STUDIES):
+    """How often a plan finds a difference where there is none."""
     rng = np.random.default_rng(5)
-    return np.mean([rule(outcomes_of(rng, runs, between_groups, between_runs)) <= 0.05 for _ in range(studies)])
-
-
-def of_plan(plan):
-    return lambda values: decided(plan, {str(run): data(part) for run, part in enumerate(values)}).found.p
+    return np.mean([decided(plan, data(outcomes_of(rng, between))).found.p <= 0.05 for _ in range(studies)])
 
 
 WITHIN_ERROR = 0.05 + 2.6 * np.sqrt(0.05 * 0.95 / STUDIES)  # one-sided 99.5 % of a rate of 5 %
@@ -331,22 +299,9 @@ def seven_groups(monkeypatch):
 @pytest.mark.usefixtures("seven_groups")
 @pytest.mark.parametrize("between", [0.0, 0.1, 0.3])
 def test_a_plan_with_groups_errs_in_at_most_five_percent_however_much_groups_vary(between):
-    rate = error_rate(of_plan(Plan("c", "m", 70, 0.1)), 1, between, 0.0)
-    assert rate <= WITHIN_ERROR
+    assert error_rate(Plan("c", "m", 70, 0.1), between) <= WITHIN_ERROR
     if between == 0.3:  # prompts as units find what is chance of the groups
-        assert error_rate(of_plan(Plan("c", "m", 70, 0.1, group="none")), 1, between, 0.0) > 0.15
-
-
-@pytest.mark.extended
-@pytest.mark.usefixtures("seven_groups")
-@pytest.mark.parametrize("group", ["", "none"])
-@pytest.mark.parametrize("between_runs", [0.0, 0.1, 0.3])
-def test_a_plan_with_several_runs_errs_in_at_most_five_percent_however_much_they_vary(group, between_runs):
-    plan = Plan("c", "m", 70, 0.1, seeds=("b", "c"), group=group)
-    between_groups = 0.0 if group == "none" else 0.2
-    assert error_rate(of_plan(plan), 3, between_groups, between_runs) <= WITHIN_ERROR
-    if not between_runs:  # a t test of the runs' means takes the chance that the runs share for theirs
-        assert error_rate(lambda values: ttest_1samp(values.mean(1), 0.0).pvalue, 3, between_groups, 0.05) > 0.15
+        assert error_rate(Plan("c", "m", 70, 0.1, group="none"), between) > 0.15
 
 
 @pytest.mark.parametrize(("shift", "expected"), [(0.0, 0.05), (0.8, None)])
@@ -366,15 +321,11 @@ def test_planned_power_falls_with_the_number_of_tests():
     assert many["shown"] > one["shown"]
 
 
-def test_planned_power_of_groups_and_runs():
-    """Each unit's variance is that between units plus that of its prompts; runs do not average the prompts' away."""
+def test_planned_power_of_groups():
+    """Each group's variance is that between groups plus that of its prompts."""
     plan = Plan("c", "m", 70, 0.2, expect={"against": 0.05, "between": 0.1})
     within = 0.2 + 2 * 0.05
     assert planned_power(plan, 1)["holds"] == pytest.approx(t_power(0.2, 7, np.sqrt(0.01 + within / 10)))
-    runs = Plan("c", "m", 70, 0.2, seeds=("b", "c"), group="none", expect=plan.expect)
-    assert planned_power(runs, 1)["holds"] == pytest.approx(t_power(0.2, 3, np.sqrt(0.01 + 3 * within / 70)))
-    grouped = Plan("c", "m", 70, 0.2, seeds=("b", "c"), expect=plan.expect)
-    assert planned_power(grouped, 1)["holds"] < planned_power(runs, 1)["holds"]
 
 
 def test_holms_correction_counts_unfinished_tests(tmp_path):
@@ -404,4 +355,4 @@ def test_a_real_plan_masks_its_keys_and_every_control(tiny_llada, monkeypatch, t
     assert (masks["removed"].sel(pick="treated") > 0).all()
     assert (masks["removed"].sel(pick="same_mass") > 0).all()
     assert (masks["keys"] > 0).all()
-    assert decided(plan, found.measured).found.n == len(set(plan.groups()) or prompts)
+    assert decided(plan, masks).found.n == len(set(plan.groups()) or prompts)

@@ -8,11 +8,10 @@ import torch
 from by_hand import MASK, Network
 
 import sinklens
-from sinklens.experiments import answer_emergence, early_exit, guesses, step_predictions
+from sinklens.experiments import answer_emergence, guesses, step_predictions
 from sinklens.tasks import held_out, read_answer
 
 PROBLEMS = [held_out(9)[number] for number in (1, 2, 4, 8)]  # those whose verdicts and exits differ by step
-THRESHOLDS = (0.5, 0.9, 0.99)
 
 
 def right(row, text):
@@ -26,11 +25,10 @@ def correct(text, problem):
 
 
 def by_hand(network, problem):
-    """Of one prompt, by step: predictions, whether the guess is right, whether what is decided is; and the exits."""
+    """Of one prompt, by step: predictions, whether the guess is right, whether what is decided is; and the answer."""
     prompt = network.encode(problem.prompt)
     run = network.decode(prompt)
     found = {name: [] for name in ("token", "probability", "gap", "entropy", "right", "spelled")}
-    exits = dict.fromkeys(THRESHOLDS)
     for step, (canvas, one) in enumerate(zip(run.canvases, run.passes, strict=True)):
         probs = one.logits.softmax(-1)
         best = probs.topk(2)
@@ -43,12 +41,8 @@ def by_hand(network, problem):
         )  # fmt: skip
         for kept, value in zip(found.values(), values, strict=True):
             kept.append(torch.as_tensor(value))
-        for threshold in THRESHOLDS:
-            if exits[threshold] is None and bool((gap[masked] >= threshold).all()):
-                exits[threshold] = step + 1, guess
     text = network.text(run.tokens[len(prompt) :])
-    exits = {threshold: found or (len(run.passes), text) for threshold, found in exits.items()}
-    return {name: torch.stack(parts).numpy() for name, parts in found.items()}, exits, text
+    return {name: torch.stack(parts).numpy() for name, parts in found.items()}, text
 
 
 @pytest.fixture(scope="module", params=["tiny-llada", "tiny-dream"])
@@ -61,7 +55,7 @@ def both(request):
 
 def test_predictions_and_their_certainty_are_those_of_the_weights(both):
     run, found, hand = both
-    for row, (values, _, text) in enumerate(hand):
+    for row, (values, text) in enumerate(hand):
         length = values["token"].shape[1]
         own = found.isel(batch=row, pos=slice(-length, None))
         assert run.text[row] == text
@@ -77,25 +71,13 @@ def test_every_guess_is_judged_as_by_hand(both):
     known = answer_emergence(run, found, right)
     decided = found.assign(token=found["token"] * 0 + run.model.mask_token_id)
     spelled = np.array([[right(row, text) for text in texts] for row, texts in enumerate(guesses(run, decided))])
-    by_step = np.array([values["right"] for values, _, _ in hand])
+    by_step = np.array([values["right"] for values, _ in hand])
     np.testing.assert_array_equal(known["right"], by_step)
-    np.testing.assert_array_equal(spelled, [values["spelled"] for values, _, _ in hand])
-    final = [correct(text, problem) for (_, _, text), problem in zip(hand, PROBLEMS, strict=True)]
+    np.testing.assert_array_equal(spelled, [values["spelled"] for values, _ in hand])
+    final = [correct(text, problem) for (_, text), problem in zip(hand, PROBLEMS, strict=True)]
     np.testing.assert_array_equal(known["final"], final)
     first = [line.argmax() / 24 if line.any() else np.nan for line in by_step]
     np.testing.assert_allclose(known["first"], first)
     if run.model.name.endswith("tiny-llada"):  # a step earlier or later, other verdicts would come out
         assert 0 < by_step.mean() < 1
         assert (by_step[:, 1:] != by_step[:, :-1]).any()
-
-
-def test_runs_would_end_at_the_steps_found_by_hand(both):
-    run, found, hand = both
-    exits = early_exit(run, found, right, "gap", THRESHOLDS)
-    expected = np.array([[exit[threshold][0] for _, exit, _ in hand] for threshold in THRESHOLDS])
-    np.testing.assert_array_equal(exits["exit"], expected)
-    np.testing.assert_allclose(exits["share"], expected / 24)
-    rows = [(of, problem) for (_, of, _), problem in zip(hand, PROBLEMS, strict=True)]
-    verdicts = [[correct(of[threshold][1], problem) for of, problem in rows] for threshold in THRESHOLDS]
-    np.testing.assert_array_equal(exits["right"], verdicts)
-    assert len(np.unique(expected)) > 2

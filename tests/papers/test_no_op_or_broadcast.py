@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from by_hand import MASK, Change, Network
+from by_hand import Change, Network
 
 import sinklens
-from sinklens.analyses.mass import acting, with_same_mass
 from sinklens.sinks import Broadcast, EpsilonOverMean, NoOp, Record
 from sinklens.tasks import held_out
 
@@ -117,31 +116,3 @@ def test_every_row_of_the_table_is_that_of_the_weights(script, runs):
     for run in runs:
         found = np.nanmean([module.of_pass(model, run.canvases[step][None]) for step in module.STEPS], axis=0)
         np.testing.assert_allclose(found, measures(run), rtol=2e-5)
-
-
-def divergence(run, keys):
-    """Mean KL divergence by step if the values of `keys` [step, layer, head, key] are 0, on the same canvases."""
-    found = []
-    for canvas, one, chosen in zip(run.canvases, run.passes, keys, strict=True):
-        here = canvas == MASK
-        p = one.logits[here].log_softmax(-1)
-        q = NETWORK(canvas, Change(factor=(~chosen).double())).logits[here].log_softmax(-1)
-        found.append(float((p.exp() * (p - q)).sum(-1).mean()))
-    return np.mean(found)
-
-
-def test_the_cost_of_removing_values_is_that_of_the_weights(script, runs):
-    """A step loses the values of the sinks of the step before, and the control keys hold as much attention."""
-    model, run = sinklens.load("tiny-llada"), runs[0]
-    found = script("no_op_or_broadcast").cost(model, PROMPTS[0])
-    sinks = torch.stack([sinks_of(one) for one in run.passes])
-    before = torch.cat([torch.zeros_like(sinks[:1]), sinks[:-1]])  # at step 0 there is none
-    track = sinklens.generate(model, PROMPTS[0]).sinks
-    detected = EpsilonOverMean().detect(track)
-    np.testing.assert_array_equal(detected[0], sinks)
-    marked = with_same_mass(track, {"key": detected}, detected, acting(track)).data["key same_mass"][0]
-    others = torch.from_numpy(marked.transpose("step", "layer", "head", "pos").to_numpy())
-    control = torch.cat([torch.zeros_like(others[:1]), others[:-1]])
-    expected = [divergence(run, keys) for keys in (before, control)]
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
-    assert abs(divergence(run, sinks) / expected[0] - 1) > 0.01  # the sinks of the same step give another number

@@ -89,9 +89,3 @@ def test_each_block_has_its_own_noise_level_and_the_prompt_is_never_masked():
     assert float(weight.max()) <= 1e3 + 1
     assert torch.corrcoef(share.T).fill_diagonal_(0).abs().max() < 0.15  # levels of a row's blocks are independent
     assert weight.mean(dim=0)[PROMPT:].mean() == pytest.approx(1, abs=0.1)  # masked with t, weighted by 1/t
-
-
-def test_the_last_block_is_completed_with_end_tokens():
-    assert completed(rows(), BLOCK).shape == (4, 48)
-    assert not completed(rows(), BLOCK)[:, 43:].any()
-    assert torch.equal(completed(rows()[:, :40], BLOCK), rows()[:, :40])

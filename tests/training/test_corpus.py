@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sinklens.tasks import skills, tiny_code, word_problems
-from training import corpus as corpora
 from training import pictures
 from training.corpus import ANSWER_LENGTH, build_corpus
 from training.tokenizer import train_tokenizer
@@ -49,25 +48,6 @@ def test_rows_are_the_texts_padded_with_end_tokens(small, tokenizer):
     assert seen == expected
 
 
-def test_kinds_are_drawn_in_proportion_to_their_rows(small, tokenizer):
-    recipe = replace(small("tiny-mmada"), problems=300, pictures=100)
-    corpus = build_corpus(tokenizer, recipe)
-    drawn = Counter()
-    for step in range(600):
-        length, rows = corpus.batch(1, step, 1)
-        kinds = {kind for (kind, n), group in corpus.groups.items() if n == length and (group == rows[0]).all(1).any()}
-        drawn.update(kinds)
-    share = {kind: count / 600 for kind, count in drawn.items()}
-    assert share == pytest.approx({"problem": 0.6, "draw": 0.2, "describe": 0.2}, abs=0.06)
-
-
-def test_rows_that_no_step_draws_from_are_not_made(small, tokenizer):
-    recipe = replace(small("tiny-llada"), cycles=(4, 2), code=300, skills=50)
-    for first, kinds in ((1, {"problem", "code", *skills.SKILLS}), (2, {"problem"})):
-        corpus = build_corpus(tokenizer, replace(recipe, problems_first=first))
-        assert {kind for kind, _ in corpus.groups} == kinds
-
-
 def test_a_batch_of_problems_only_is_the_same_with_and_without_other_rows(small, tokenizer):
     plain = build_corpus(tokenizer, small("tiny-llada"))
     mixed = build_corpus(tokenizer, replace(small("tiny-llada"), code=300, skills=50))
@@ -90,9 +70,3 @@ def test_without_a_start_token_the_rows_are_otherwise_the_same(small):
         shorter, bare = without.batch(1, step, 8)
         assert shorter == length - 1
         assert torch.equal(rows[:, 1:], bare)
-
-
-def test_an_answer_that_is_too_long_is_rejected(small, tokenizer, monkeypatch):
-    monkeypatch.setattr(corpora, "ANSWER_LENGTH", 10)
-    with pytest.raises(ValueError, match=r"an answer of \d+ tokens leaves no room for the end token within 10 tokens"):
-        build_corpus(tokenizer, small("tiny-llada"))

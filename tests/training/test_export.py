@@ -12,7 +12,6 @@ from sinklens.model.files import shipped_names
 from sinklens.utils.estimates import proportion
 from training import RECIPES, loop, train
 from training.export import export, write_card, write_text_card
-from training.pictures import CODE_TOKENS
 from training.scores import Score
 
 FAMILIES = {"tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada"}
@@ -74,15 +73,6 @@ def test_the_config_has_the_keys_of_the_public_checkpoint(name, noisy_toy, confo
     assert {key: config.get(key) for key in fixed} == {key: public.get(key) for key in fixed}
 
 
-def test_the_vocabulary_of_a_model_with_pictures_is_split_into_text_and_codes(noisy_toy):
-    folder = noisy_toy("tiny-mmada")[2]
-    config = json.loads((folder / "config.json").read_text())
-    tokenizer = sinklens.load(folder).tokenizer
-    assert config["llm_vocab_size"] + config["codebook_size"] == config["new_vocab_size"] == config["vocab_size"]
-    assert tokenizer.convert_tokens_to_ids(CODE_TOKENS[0]) == config["llm_vocab_size"]
-    assert config["num_vq_tokens"] == 16
-
-
 def test_an_unfinished_run_is_not_exported(small, tmp_path):
     recipe = small("tiny-llada")
     with pytest.raises(sinklens.SinklensError, match=r"has no state.pt; train first"):
@@ -121,26 +111,6 @@ def test_the_card_describes_the_model(name, statement, small, tmp_path):
     assert re.search(r"\| 6 \| \d+\.\d{4} \| 0\.250 \[0\.046, 0\.699\] of 4 \|", text)
     assert "| word problems | 0.500 [0.095, 0.905] of 2 | 0.25 |" in text
     assert (f"It started from the weights of {recipe.start_from}" in text) is (recipe.start_from is not None)
-
-
-def test_the_card_lists_each_step_once_with_the_value_of_the_resumed_run(small, tmp_path):
-    recipe = replace(small("tiny-llada"), cycles=(840,))
-    log = [(380, 3.0, 50), (400, 2.5, 60), (800, 2.0, 120), (400, 1.5, 20), (800, 1.25, 100), (840, 1.0, 180)]
-    lines = [json.dumps({"step": step, "loss": loss, "seconds": seconds}) for step, loss, seconds in log]
-    (tmp_path / "log.jsonl").write_text("\n".join(lines))
-    text = write_card(recipe, tmp_path, tmp_path, [], {}).read_text()
-    assert re.findall(r"^\| (\d+) \| ([\d.]+) \|", text, flags=re.MULTILINE) == [
-        ("400", "1.5000"), ("800", "1.2500"), ("840", "1.0000"),
-    ]  # fmt: skip
-    assert "Training took 5 minutes of wall time on a CPU in 2 sessions" in text
-
-
-def test_the_card_of_a_model_with_mixed_data_says_when_it_learned_what(small, tmp_path):
-    recipe = replace(small("tiny-llada"), cycles=(2, 4), code=90, skills=30, problems_first=1)
-    list(train(recipe, tmp_path, save_every=6))
-    text = write_card(recipe, tmp_path, tmp_path, [], {}).read_text()
-    assert "on word problems, small functions and exercises that it generates." in text
-    assert "steps of tiny-llada; the other 4 draw uniformly from 400 problems, 90 functions and 30" in text
 
 
 @pytest.mark.parametrize("name", shipped_names())

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from training import RECIPES, initial, loop
 from training.corpus import build_corpus
-from training.export import PARAMETERS
 
 
 def divergence(model, start, rows):
@@ -36,32 +35,6 @@ def test_fitted_norms_make_tiny_sdar_start_as_tiny_llama(tiny_llama, monkeypatch
     changed = {name for name, value in others.items() if not torch.equal(value, model.get_parameter(name))}
     assert changed == {f"model.layers.{layer}.self_attn.k_norm.weight" for layer in range(recipe.n_layers)}
     assert all(value.grad is None for value in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llada-moe", "tiny-canvas", "tiny-duo"])
-def test_only_a_block_causal_model_with_a_start_has_norms_to_fit(name, small):
-    recipe = small(name)
-    tokenizer = loop.make_tokenizer(recipe)
-    corpus = build_corpus(tokenizer, recipe)
-    model = loop.build_model(recipe, tokenizer)
-    assert initial.fit_norms(model, recipe, tokenizer, corpus) is None
-    assert initial.fit_norms(model, replace(small("tiny-sdar"), start_from=None), tokenizer, corpus) is None
-
-
-def count(model):
-    return sum(value.numel() for value in model.parameters())
-
-
-def test_the_card_gives_the_parameters_of_the_models():
-    sizes, tokenizer = {}, loop.make_tokenizer(RECIPES["tiny-llada"])
-    for name in ("tiny-llada", "tiny-llada-moe", "tiny-canvas", "tiny-sdar", "tiny-mdlm", "tiny-duo"):
-        sizes[name] = count(loop.build_model(replace(RECIPES[name], start_from=None), tokenizer))
-    others = ("tiny-llada", "tiny-canvas", "tiny-sdar", "tiny-mdlm", "tiny-duo")
-    assert {round(sizes[name] / 1e6) for name in others} == {2}
-    recipe = RECIPES["tiny-llada-moe"]
-    idle = recipe.n_layers * (recipe.experts - recipe.experts_per_token) * 3 * recipe.d_model * recipe.d_expert
-    found = f"{sizes['tiny-llada-moe'] / 1e6:.1f} million parameters, of which a token uses "
-    assert f"{found}{(sizes['tiny-llada-moe'] - idle) / 1e6:.1f} million" == PARAMETERS["llada-moe"]
 
 
 def test_the_balance_loss_is_the_share_of_tokens_times_the_mean_probability_of_each_expert(small):

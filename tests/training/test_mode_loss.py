@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import sinklens
-from training import loop
 from training.block_loss import corrupt_blocks, doubled_logits
 from training.mode_loss import draw_start, mode_loss, two_modes
 
@@ -87,18 +86,3 @@ def test_blocks_begin_at_every_place_up_to_a_block_before_the_answer(small):
     recipe = small("tiny-two-modes")
     assert {draw_start(recipe, PROMPT, step) for step in range(200)} == set(range(PROMPT - BLOCK + 1, PROMPT + 1))
     assert {draw_start(recipe, 3, step) for step in range(200)} == {1, 2, 3}  # a noisy block follows a clean token
-
-
-def test_the_network_at_step_0_is_the_one_it_starts_from(small):
-    """Ministral3 within its context is Llama: the same weights write the same text from left to right."""
-    recipe = small("tiny-two-modes")
-    tokenizer = loop.make_tokenizer(recipe)
-    start = loop.build_model(small("tiny-llama"), tokenizer)
-    hf = loop.build_model(recipe, tokenizer)
-    llama = sinklens.load(recipe.start_from)
-    ids = rows()
-    with torch.no_grad():
-        given = two_modes(ids, ids, LENGTH - BLOCK, BLOCK)
-        found = doubled_logits(hf, given, every=True)[:, :LENGTH]
-        torch.testing.assert_close(found, llama(ids), atol=2e-5, rtol=1e-5)
-    assert sum(p.numel() for p in hf.parameters()) == sum(p.numel() for p in start.parameters())

@@ -43,13 +43,6 @@ def test_steps_depend_on_the_cycles_up_to_them_and_their_data():
     assert replace(complete, problems_first=1).until(31) != complete.until(31)
 
 
-def test_a_cycle_peaks_at_half_the_previous_peak_unless_the_recipe_sets_another():
-    halved = Recipe("plain", "masked", cycles=(10, 10, 10), learning_rate=0.8)
-    assert [halved.peak(cycle) for cycle in range(3)] == [0.8, 0.4, 0.2]
-    assert [replace(halved, peaks=(1.0, 0.5, 0.5)).peak(cycle) for cycle in range(3)] == [0.8, 0.4, 0.4]
-    assert [halved.cycle(step) for step in (0, 9, 10, 19, 20, 29, 30)] == [0, 0, 1, 1, 2, 2, 2]
-
-
 @pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-llama", "tiny-dream", "tiny-mmada", "tiny-two-modes"])
 def test_a_recipe_with_another_seed_is_otherwise_the_same(name, seed):

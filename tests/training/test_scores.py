@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 import sinklens
-from sinklens.tasks import find_task
 from sinklens.utils.estimates import proportion
 from training import RECIPES
 from training import scores as module
 from training.pictures import held_out
-from training.scores import SKILLS, scores, training_score
+from training.scores import SKILLS, scores
 
 FIVE = 5
 
@@ -71,9 +70,3 @@ def test_a_shipped_model_gets_its_known_score():
     folder = sinklens.model.files.find_checkpoint("tiny-llama", None)
     (score,) = scores(RECIPES["tiny-llama"], folder, limit=20)
     assert (score.accuracy.value * score.accuracy.n, score.chance) == (20, 0.0)
-
-
-def test_the_training_score_counts_the_first_problems(answering, tmp_path):
-    problems = find_task("tiny-gsm").samples(4)
-    answering({sample.prompt: sample.reference for sample in problems[:3]})
-    assert training_score(tmp_path, 4) == {"right": 3, "total": 4}

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import pandas
 import pytest
 import xarray as xr
 
@@ -14,7 +13,6 @@ from sinklens.analyses.estimates.power import (
     paired_power,
     smallest_mean,
     smallest_paired,
-    smallest_shown,
 )
 from sinklens.analyses.estimates.tables import judged
 from sinklens.errors import SettingError
@@ -39,14 +37,6 @@ def test_the_smallest_effect_is_found_in_four_of_five_studies():
     t = values.mean(1) / values.std(1, ddof=1) * math.sqrt(60)
     assert (abs(t) > 1.96).mean() == pytest.approx(0.8, abs=0.03)
     assert smallest_mean(4, 1.0, 0.05) == math.inf  # random signs of 4 prompts give p values from 1 / 8
-
-
-def test_without_a_spread_nothing_is_known_and_a_threshold_needs_more_than_the_null_leaves():
-    assert math.isnan(smallest_shown(50, 0.05))
-    assert math.isnan(smallest_shown(1, 0.05, spread=1.0))
-    assert smallest_shown(100, 0.05, against=0.0, spread=0.0, null=0.05) == pytest.approx(
-        2.8016 * 0.21794 / 10, rel=1e-3
-    )
 
 
 def test_impossible_shares_are_refused():
@@ -91,12 +81,3 @@ def verdicts(lost, gained, number):
 def test_a_table_says_whether_the_number_of_prompts_is_why(lost, gained, number, verdict, why):
     row = verdicts(lost, gained, number)
     assert (row["verdict"], row["why"]) == (verdict, why)
-
-
-def test_a_table_without_outcomes_has_no_reason():
-    table = pandas.DataFrame(
-        {"model": ["a"], "estimate": [0.1], "low": [-0.1], "high": [0.3], "prompts": [30], "p": [0.3], "spread": [0.5]}
-    )
-    row = judged(table).iloc[0]
-    assert (row["verdict"], row["why"]) == ("cannot tell", "")
-    assert row["shown"] == pytest.approx(smallest_mean(30, 0.5, 0.05))

@@ -13,11 +13,3 @@ def test_a_scale_and_its_inverse_cancel_and_keep_order(scale, values):
     there = scale.to(values)
     np.testing.assert_allclose(scale.back(there), values, atol=1e-12)
     assert (np.diff(there) > 0).all()
-
-
-def test_limits_are_infinite_unless_moved_inwards_by_half_the_resolution():
-    assert SHARE.to([0, 1]).tolist() == [-np.inf, np.inf]
-    np.testing.assert_allclose(SHARE.to([0, 1, 0.3], 0.02), SHARE.to([0.01, 0.99, 0.3]))
-    np.testing.assert_allclose(DIFFERENCE.to(1, 0.02), DIFFERENCE.to(0.98))
-    assert LOG.to(0, 0.02) == -np.inf
-    assert np.isnan(SHARE.to(np.nan))

@@ -37,18 +37,6 @@ def test_estimate_and_interval_equal_those_of_loops_over_drawn_prompts(differenc
     assert float(found.high) == pytest.approx(high, abs=0.15 * width)
 
 
-def test_strata_with_one_group_drop_out_and_are_counted():
-    a, n = np.array([[2.0, 6.0]]), np.array([[4.0, 6.0]])
-    b, m = np.array([[1.0, 0.0]]), np.array([[4.0, 0.0]])
-    found, share, _ = compare([a, n, b, m])
-    assert float(found.value) == 2
-    assert share == 0.25
-    assert np.isnan(found.low)  # one prompt
-    nothing, share, _ = compare([a[:, 1:], n[:, 1:], b[:, 1:], m[:, 1:]])
-    assert np.isnan(nothing.value)
-    assert share == 0
-
-
 def test_a_correlation_within_strata_ignores_differences_between_them():
     noise = np.random.default_rng(0)
     stratum = np.arange(30.0)

@@ -9,7 +9,7 @@ import xarray as xr
 
 from sinklens.analyses import difference_table, interval_table
 from sinklens.analyses.estimates.tables import judged, p_value, verdict
-from sinklens.utils.estimates import bootstrap, mcnemar
+from sinklens.utils.estimates import mcnemar
 
 NAN = float("nan")
 
@@ -53,13 +53,6 @@ def test_no_loss_at_all_still_has_an_interval_in_a_table():
     assert table.loc["kl", ["low", "high"]].tolist() == [0, 0]  # not an outcome: no range is known
     other = difference_table({"m": data, "n": data}, ["cost"])
     assert other["low"].item() < 0 < other["high"].item()
-
-
-def test_a_share_of_heads_is_not_an_outcome():
-    values = np.array([0.25, 0.5, 0.0, 1.0])
-    table = interval_table({"m": xr.Dataset({"right": ("prompt", values)})}, ["right"])
-    expected = bootstrap(values)
-    assert table[["low", "high"]].to_numpy().tolist() == [[float(expected.low), float(expected.high)]]
 
 
 def test_the_p_value_of_a_mean_is_the_share_of_sign_changes_at_least_as_far_from_the_null():
