@@ -15,7 +15,7 @@ key moves more than that of a sum.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import xarray as xr
@@ -67,16 +67,6 @@ DRAWN = (
 )  # fmt: skip
 
 
-class Life(NamedTuple):
-    """A sink's life: its place, its first step, and its length in steps."""
-
-    layer: int
-    head: int
-    pos: int
-    start: int
-    length: int
-
-
 @dataclass
 class Dynamics(Study):
     """See the module."""
@@ -111,7 +101,7 @@ class Dynamics(Study):
         return {name: table.assign(meaning=table["measure"].map(MEASURES)) for name, table in tables.items()}
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``map`` (Fig. 1), ``one-step`` (6b), ``path`` (7), ``static-moving`` (8); ``motion``: the table's shares."""
+        """``map`` (Fig. 1), ``path`` (7), ``static-moving`` (8); ``motion``: the table's shares."""
         from sinklens.sinks.labels import wrapped
         from sinklens.views.charts import interval_dots
         from sinklens.views.figures import panels, sink_paths
@@ -123,7 +113,6 @@ class Dynamics(Study):
         interval_dots(table, "measure", ax, names=MEASURES).set(xlabel=label)
         return {
             "map": _maps(tracks),
-            "one-step": _short_lives(tracks),
             "path": sink_paths(list(tracks.values())),
             "static-moving": _still_and_moving(tracks),
             "motion": shares,
@@ -164,23 +153,6 @@ def newest_queries(track: SinkTrack) -> SinkTrack:
     return SinkTrack(track.data.assign(score=row).isel(step=slice(1, None)))
 
 
-def shortest_life(track: SinkTrack, batch: int = 0) -> Life | None:
-    """The sink with the shortest life among those that appear after the first step and vanish before the end, or None.
-
-    Ties go to the sink that stands out most: its score minus the larger of those just before and just after its life.
-    """
-    part = track.isel(batch=batch)
-    lives = motion.lifetimes(part.detect(), motion.existing(part))
-    lives = lives[(lives["start"] > 0) & ~lives["censored"]]
-    if lives.empty:
-        return None
-    score = np.nan_to_num(part.scores().to_numpy()[0])
-    place = (lives["layer"], lives["head"], lives["pos"])
-    around = np.maximum(score[lives["start"] - 1, *place], score[lives["start"] + lives["length"], *place])
-    first = lives.iloc[int(np.lexsort((around - score[lives["start"], *place], lives["length"]))[0])]
-    return Life(*(int(first[name]) for name in Life._fields))
-
-
 def _maps(tracks: Mapping[str, SinkTrack]) -> "Figure":
     """Column sums of every model; of a causal one also the mean over the queries that see the key."""
     from sinklens.views import panels, sink_map
@@ -190,21 +162,6 @@ def _maps(tracks: Mapping[str, SinkTrack]) -> "Figure":
     figure, axes = panels(len(shown), columns=1, size=(11, 4))
     for (track, unit), ax in zip(shown, axes, strict=True):
         sink_map(track, ax=ax, unit=unit, tokens=_final(track))  # type: ignore[arg-type]
-    return figure
-
-
-def _short_lives(tracks: Mapping[str, SinkTrack]) -> "Figure":
-    from sinklens.views.charts import nothing_to_show
-    from sinklens.views.figures import panels, sink_life
-
-    lives = [shortest_life(track) for track in tracks.values()]
-    heights = [1.0 if life is None else 3.4 for life in lives]
-    figure, axes = panels(len(tracks), columns=1, size=(11, 1), heights=heights)
-    for (name, track), life, ax in zip(tracks.items(), lives, axes, strict=True):
-        if life is None:
-            nothing_to_show(ax, name, "every sink of this run exists from the first step on, or lasts to the end")
-        else:
-            sink_life(track, *life, ax=ax, tokens=_final(track))
     return figure
 
 

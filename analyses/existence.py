@@ -97,7 +97,7 @@ class Existence(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``histogram`` and ``thresholds``, with one panel per unit."""
-        from sinklens.views.charts import score_histogram, threshold_curve
+        from sinklens.views.charts import curves, score_histogram
         from sinklens.views.figures import panels
 
         histogram, axes = panels(len(UNITS))
@@ -106,11 +106,13 @@ class Existence(Study):
                 name: data["histogram"].sel(unit=unit).mean("prompt").to_numpy() for name, data in measured.items()
             }
             score_histogram(BINS * UNITS[unit], shares, unit, ax=ax)
-        curves, axes = panels(len(UNITS))
+        thresholds, axes = panels(len(UNITS))
         table = interval_table(measured, ["no_sink"], self.seed)
         for unit, ax in zip(UNITS, axes, strict=True):
-            threshold_curve(table[table["unit"] == unit], unit, UNITS[unit], ax=ax)
-        return {"histogram": histogram, "thresholds": curves}
+            rows = table[table["unit"] == unit]
+            curves(rows.assign(epsilon=rows["epsilon"] * UNITS[unit]), "epsilon", ax)
+            ax.set(xlabel=f"threshold ε above the mean of the others ({unit})", ylabel="share that are not sinks")
+        return {"histogram": histogram, "thresholds": thresholds}
 
 
 def sink_shares(track: SinkTrack) -> xr.Dataset:

@@ -145,13 +145,17 @@ class Mechanism(Study):
         }
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
-        """``confidence``: part 1, overall and by step; ``costs``: part 2, a panel per number of keys and model."""
-        from sinklens.views.effects import confidence_changes, interval_panels
+        """``confidence`` and ``steps``: part 1, overall and by step; ``costs``: part 2, by number of keys and model."""
+        from sinklens.views.effects import interval_panels
 
         tables = self.tables(measured)
-        steps = interval_table(measured, [f"{name}_step" for name in list(CONFIDENCE)[:2]], self.seed)
+        by_step = {f"{name}_step": CONFIDENCE[name] for name in list(CONFIDENCE)[:2]}
+        steps = interval_table(measured, list(by_step), self.seed)
         return {
-            "confidence": confidence_changes(tables["confidence"], steps, CONFIDENCE, KEYS),
+            "confidence": interval_panels(
+                tables["confidence"], CONFIDENCE, along="pick", by="pick", series=KEYS, names=KEYS
+            ),
+            "steps": interval_panels(steps, by_step, along="step", by="pick", series=KEYS, xlabel="step"),
             "costs": interval_panels(
                 tables["costs"].assign(keys=[f"{number:g} masked per head" for number in tables["costs"]["top_k"]]),
                 {"cost": COSTS["cost"]},

@@ -30,6 +30,7 @@ from sinklens.model.prompts import SinglePrompt
 from sinklens.sampling.settings import Settings
 from sinklens.sinks import SinkTrack
 from sinklens.sinks.kinds import absorption, enrichment, frequency_table
+from sinklens.sinks.labels import short
 from sinklens.utils.estimates import Estimate, pooled
 
 if TYPE_CHECKING:
@@ -84,14 +85,15 @@ class TokenTypes(Study):
 
     def figures(self, measured: Mapping[str, xr.Dataset], examples: Mapping[str, xr.Dataset]) -> "dict[str, Figure]":
         """``tokens``: the head of Table 2, a panel per model; ``enrichment``: kinds and states, matched."""
-        from sinklens.views.charts import frequency_bars, interval_dots, nothing_to_show
+        from sinklens.views.charts import interval_dots, nothing_to_show
         from sinklens.views.figures import panels
 
         tables = self.tables(measured)
         tokens, axes = panels(len(measured), size=(5.5, 4))
         for name, ax in zip(measured, axes, strict=True):
             head = tables["tokens"][tables["tokens"]["model"] == name].head(SHOWN)
-            frequency_bars(head, name, ax) if len(head) else nothing_to_show(ax, name, "no sinks")
+            interval_dots(head, "token", ax) if len(head) else nothing_to_show(ax, name, "no sinks")
+            ax.set(xlabel="share of all sinks", title=short(name))
         tokens.suptitle(f"Share of all sinks with 95 % intervals; {SINK}", fontsize=9)
         preference, axes = panels(len(SETS), size=(6, 4.5))
         table = tables["matched"]

@@ -70,15 +70,13 @@ def _write_table(lines: Any, notes: list[str], out: Path) -> None:
     from sinklens.evaluation.tables import frame
     from sinklens.utils.atomic import atomic_write
     from sinklens.utils.folders import require_writable
-    from sinklens.views import accuracy_by_speed, accuracy_curves
+    from sinklens.views import accuracy_curves
 
     require_writable(out)
     with atomic_write(out / "table.csv") as part:
         frame(lines).to_csv(part, index=False)
     scored = [line for line in lines if line.accuracy.n]
     figures = {"accuracy": accuracy_curves(frame(scored))} if scored else {}
-    if any(line.cache and line.masked == 0 for line in scored):
-        figures["speed"] = accuracy_by_speed(frame(scored))
     files = {out / f"{name}.{kind}": figure for name, figure in figures.items() for kind in ("png", "svg")}
     for file, figure in files.items():
         with atomic_write(file) as part:

@@ -4,14 +4,13 @@ Tables have one row per model and entry, with ``estimate``, ``low`` and ``high``
 ``ax=`` and return it; none shows or saves anything.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float
 
 from sinklens.sinks.drawing import axes_or_new
-from sinklens.sinks.labels import colours, plain, short, unit_label, wrapped
+from sinklens.sinks.labels import colours, plain, short, unit_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,20 +35,6 @@ def score_histogram(edges: np.ndarray, shares: Mapping[str, np.ndarray], unit: s
     return ax
 
 
-def threshold_curve(table: "DataFrame", unit: str, factor: float = 1.0, ax: "Axes | None" = None) -> "Axes":
-    """Share of positions that are not sinks against ε (the paper's Fig. 10), with intervals.
-
-    Args:
-        table: rows with a column ``epsilon``.
-        unit: unit of ε.
-        factor: factor applied to the table's ε.
-    """
-    ax = curves(table.assign(epsilon=table["epsilon"] * factor), "epsilon", ax)
-    ax.set(xlabel=f"threshold ε above the mean of the others ({unit})", ylabel="share of positions that are not sinks")
-    ax.set_title(f"unit: {unit}")
-    return ax
-
-
 def curves(table: "DataFrame", along: str, ax: "Axes | None" = None) -> "Axes":
     """Estimates against the numbers in the column `along`, one line per model, intervals as bands."""
     ax = axes_or_new(ax)
@@ -61,24 +46,6 @@ def curves(table: "DataFrame", along: str, ax: "Axes | None" = None) -> "Axes":
         ax.plot(places, rows["estimate"], "o-", color=colour, label=label, markersize=4)
         ax.fill_between(places, rows["low"], rows["high"], color=colour, alpha=0.2, linewidth=0)
     ax.legend(fontsize="small")
-    return ax
-
-
-def layer_head_map(
-    values: Float[np.ndarray, "layer head"], name: str, unit: str = "sum", ax: "Axes | None" = None
-) -> "Axes":
-    """Layer × head map of the strongest key's score averaged over steps (the paper's Fig. 5).
-
-    Args:
-        values: the scores.
-        name: name of the model.
-        unit: unit of the scores.
-    """
-    ax = axes_or_new(ax, (5, 4))
-    image = ax.imshow(values, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
-    ax.set(xlabel="head", ylabel="layer", title=short(name))
-    ax.locator_params(integer=True)
-    ax.figure.colorbar(image, ax=ax, label=f"score of the strongest key:\n{wrapped(unit_label(unit), 30)}")
     return ax
 
 
@@ -111,24 +78,6 @@ def interval_dots(
     ax.set_ylim(max(1, len(places)) - 0.5, -0.5)
     if models:
         ax.legend(fontsize="small")
-    return ax
-
-
-def frequency_bars(table: "DataFrame", name: str, ax: "Axes | None" = None) -> "Axes":
-    """Which tokens are sinks (the paper's Table 2): each token's share of all sinks and its share of all positions.
-
-    Args:
-        table: one row per token, of one model, with the columns ``token`` and ``position_frequency``.
-        name: name of the model.
-    """
-    ax = axes_or_new(ax, (5.5, 4))
-    places = np.arange(len(table))
-    ax.barh(places, table["estimate"], xerr=_errors(table), color=colours(1)[0], capsize=2, label="of all sinks")
-    ax.plot(table["position_frequency"], places, "D", color=colours(2)[1], markersize=4, label="of all positions")
-    ax.set_yticks(places, [plain(token) for token in table["token"]])
-    ax.invert_yaxis()
-    ax.set(xlabel="share", title=short(name))
-    ax.legend(fontsize="small")
     return ax
 
 
@@ -171,26 +120,6 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
     """
     table = table[table["masked"].notna()]
     table = table[table["cache"] == ""] if "cache" in table else table
-    return _by_protocol(table, _accuracy_panel, "keys masked per head and step (K)")
-
-
-def accuracy_by_speed(table: "DataFrame") -> "Figure":
-    """Accuracy against speed under each cache policy, with intervals: a panel per protocol and a color per model.
-
-    Speed is the time of the exact run over the time of the policy, on the same samples; the exact run is at 1. A line
-    shows its accuracy.
-
-    Args:
-        table: as for `accuracy_curves`, with ``cache`` and ``speed``; conditions other than the exact run and the
-            policies without interventions are omitted.
-    """
-    of_policies = (table["cache"] != "") & table["speed"].notna()
-    table = table[(table["condition"] == "unmasked") | (of_policies & (table["masked"] == 0))]
-    return _by_protocol(table, _speed_panel, "speed (exact run = 1)")
-
-
-def _by_protocol(table: "DataFrame", draw: "Callable[[DataFrame, Axes], None]", xlabel: str) -> "Figure":
-    """A panel per protocol; if a protocol has more than `SHARED` models, one for each of them."""
     from matplotlib.figure import Figure
 
     shown: list[DataFrame] = []
@@ -204,26 +133,15 @@ def _by_protocol(table: "DataFrame", draw: "Callable[[DataFrame, Axes], None]", 
     for ax in panels[len(shown) :]:
         ax.set_axis_off()
     for rows, ax in zip(shown, panels, strict=False):
-        draw(rows, ax)
+        _accuracy_panel(rows, ax)
         suffix = f": {short(rows['model'].iloc[0])}" if rows["model"].nunique() == 1 else ""
-        ax.set(xlabel=xlabel, ylabel="accuracy", ylim=(-0.02, 1.02), title=f"{rows['protocol'].iloc[0]}{suffix}")
+        ax.set(
+            xlabel="keys masked per head and step (K)",
+            ylabel="accuracy",
+            ylim=(-0.02, 1.02),
+            title=f"{rows['protocol'].iloc[0]}{suffix}",
+        )
     return figure
-
-
-def _speed_panel(table: "DataFrame", ax: "Axes") -> None:
-    models = list(dict.fromkeys(table["model"]))
-    for model, colour in zip(models, colours(len(models)), strict=True):
-        rows = table[table["model"] == model].assign(speed=lambda rows: rows["speed"].fillna(1.0))
-        errors = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]
-        ax.errorbar(rows["speed"], rows["estimate"], errors, fmt="o", color=colour, capsize=2, markersize=4,
-                    label=short(model))  # fmt: skip
-        for condition, speed, share in zip(rows["condition"], rows["speed"], rows["estimate"], strict=True):
-            name = "exact" if condition == "unmasked" else plain(condition.removeprefix("cache "))
-            ax.annotate(name, (speed, share), (4, 4), textcoords="offset points", fontsize="x-small")
-        for exact in rows["estimate"][rows["cache"] == ""]:
-            ax.axhline(exact, color=colour, linewidth=0.8, linestyle="--")
-    ax.margins(x=0.15)  # room for the names at the right
-    ax.legend(fontsize="small")
 
 
 def _variant(condition: str) -> str:

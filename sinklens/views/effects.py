@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from sinklens.errors import SettingError
 from sinklens.sinks.drawing import axes_or_new
 from sinklens.sinks.labels import colours, plain, short, wrapped
 from sinklens.views.charts import curves, interval_dots, nothing_to_show
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 WRITER_KINDS = ("embed", "head", "mlp", "bias", "rest")
+SHOWN = 12  # writers with their own bar
 WRITTEN = 40  # largest number of cells whose values are written into a map
 
 
@@ -113,66 +113,22 @@ def interval_panels(
     return figure
 
 
-def confidence_changes(
-    table: "DataFrame", steps: "DataFrame", meanings: Mapping[str, str], keys: Mapping[str, str]
-) -> "Figure":
-    """How confidence changes where the masked keys were attended to and elsewhere: overall, and by step.
-
-    Args:
-        table: rows with ``measure`` and ``pick``.
-        steps: the first two measures by ``step``, their names ending in ``_step``.
-        meanings: meanings of the measures.
-        keys: names of the picks; the first two are shown by step.
-    """
-    models = [model for model, rows in table.groupby("model", sort=False) if rows["estimate"].notna().any()]
-    if not models:
-        figure, axes = panels(1)
-        nothing_to_show(axes[0], str(table["model"].iloc[0]), "one position is decided at a time: nothing to compare")
-        return figure
-    figure, axes = panels(3 * len(models), columns=3, size=(5.8, 3.6))
-    halves = {"change_attended_step": "attended more to the masked keys", "change_rest_step": "attended less"}
-    for number, model in enumerate(models):
-        overall, *by_step = axes[3 * number : 3 * number + 3]
-        rows = table[(table["model"] == model) & (table["measure"] != "correlation")]
-        names = {name: wrapped(text, 32) for name, text in meanings.items()}
-        interval_dots(
-            rows.assign(model=[keys[pick] for pick in rows["pick"]]), "measure", overall, names=names, line=0.0
-        )
-        overall.set(xlabel="change of the likeliest token's probability", title=short(model))
-        overall.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(keys), fontsize="x-small")
-        for pick, ax in zip(keys, by_step, strict=False):
-            part = steps[(steps["model"] == model) & (steps["pick"] == pick)]
-            curves(part.assign(model=[halves[name] for name in part["measure"]]), "step", ax)
-            ax.axhline(0, color="0.3", linewidth=0.8, linestyle="--")
-            ax.set(xlabel="step", ylabel="change of the likeliest\ntoken's probability", title=f"{keys[pick]} masked")
-    return figure
-
-
 def writer_bars(
     table: "xr.Dataset",
     side: Literal["key", "query"] = "key",
     *,
-    excess: bool = True,
-    top: int = 12,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Bars of the writers with the largest parts of a score, largest at the top; the other writers are one bar.
+    """Bars of the writers with the largest parts of a score above its mean over the other keys; the others share one.
 
     The table is that of `sinklens.experiments.write_attribution`.
 
     Args:
         side: writers of the key, or of the query.
-        excess: split the score minus its mean over the other keys, instead of the score.
-        top: number of writers with their own bar.
-
-    Raises:
-        SettingError: `side` is not "key" or "query", or `top` is below 1.
     """
-    if side not in ("key", "query") or top < 1:
-        raise SettingError(f"side must be 'key' or 'query' and top at least 1; got {side!r} and {top}.")
-    parts = table[f"from_{side}{'_excess' if excess else ''}"]
+    parts = table[f"from_{side}_excess"]
     order = np.argsort(-np.abs(parts.to_numpy()))
-    kept, others = parts[order[:top]], parts[order[top:]]
+    kept, others = parts[order[:SHOWN]], parts[order[SHOWN:]]
     names, values = [*kept["writer"].values, f"{others.size} others"], [*kept.values, float(others.sum())]
     colour = dict(zip(WRITER_KINDS, colours(len(WRITER_KINDS)), strict=True))
     shades = [*(colour[kind] for kind in kept["kind"].values), "0.7"]
@@ -184,7 +140,7 @@ def writer_bars(
     ax.axvline(0, color="0.4", linewidth=0.8)
     place = {name: table.attrs[name] for name in ("layer", "head", "step", "query", "key")}
     asked = "mean over queries" if place["query"] < 0 else f"query {place['query']}"
-    ax.set_xlabel("part of the score above the other keys'" if excess else "part of the score")
+    ax.set_xlabel("part of the score above the other keys'")
     where = f"head {place['layer']}.{place['head']}, step {place['step']}, key {place['key']}, {asked}"
     ax.set_title(f"who wrote the {side}: {where}", fontsize="medium")
     return ax

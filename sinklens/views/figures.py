@@ -8,20 +8,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 
-from sinklens.errors import SettingError, TrackError
+from sinklens.errors import TrackError
 from sinklens.sinks.drawing import (
     axes_or_new,
-    dark_colors,
     integer_steps,
     layer_and_head,
     model_name,
     number_at,
-    sink_map,
-    title_of,
 )
-from sinklens.sinks.labels import BLANK, token_labels, token_ticks, wrapped
 from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
 
@@ -31,31 +27,25 @@ if TYPE_CHECKING:
 
 MASKED = "#c6dbef"
 PATH = "#d94801"
-DECIDED = "#636363"
 
 
 def panels(
     count: int,
     columns: int = 2,
     size: tuple[float | int, float | int] = (5.5, 3.6),
-    heights: Sequence[float | int] | None = None,
     sharey: bool = False,
 ) -> "tuple[Figure, list[Axes]]":
     """A figure with `count` axes, each of `size` inches, in rows of `columns`.
 
     Args:
-        heights: heights of the rows in inches, if they are not all ``size[1]``.
         sharey: whether all axes share one vertical scale.
     """
     from matplotlib import pyplot
 
     columns = min(columns, count)
     rows = -(-count // columns)
-    row_heights = [size[1]] * rows if heights is None else heights
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(size[0] * columns, sum(row_heights)), layout="constrained", squeeze=False,
-        sharey=sharey, height_ratios=row_heights,
-    )  # fmt: skip
+    figsize = (size[0] * columns, size[1] * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=figsize, layout="constrained", squeeze=False, sharey=sharey)
     for ax in axes.ravel()[count:]:
         ax.set_axis_off()
     return figure, list(axes.ravel()[:count])
@@ -93,42 +83,6 @@ def _moves(track: SinkTrack, batch: int) -> tuple[np.ndarray, np.ndarray]:
 def has_sink(track: SinkTrack, batch: int = 0) -> Bool[np.ndarray, "step layer head"]:
     """Whether a head has a sink (`SinkTrack.detect`) at a step; if so, its strongest key is a sink."""
     return track.detect().isel(batch=batch).any("pos").to_numpy()
-
-
-def canvas_map(
-    track: SinkTrack,
-    batch: int = 0,
-    ax: "Axes | None" = None,
-    *,
-    tokens: Int[np.ndarray, " pos"] | None = None,
-    color: str = DECIDED,
-    shade: str = MASKED,
-) -> "Axes":
-    """Which positions are decided when each step begins, with steps from left to right as in `sink_path`.
-
-    Cells of the prompt are white, those of decided positions have `color`, and all others `shade`. Positions are
-    labeled by their tokens where there is room.
-
-    Args:
-        tokens: ids that label the positions, e.g. ``run.tokens[0]``; by default those that entered the last step.
-        color, shade: colors of matplotlib.
-
-    Raises:
-        TrackError: no such row, or tokens of another length.
-    """
-    from matplotlib.colors import to_rgba
-
-    track.require(batch=batch)
-    labels = token_labels(track, batch, tokens)
-    ax = axes_or_new(ax, (5, 6))
-    masked = track.data["masked"].isel(batch=batch).to_numpy().T[..., None]
-    cells = np.where(masked, to_rgba(shade), to_rgba(color))
-    cells[: track.data.attrs["prompt_length"]] = to_rgba("white")
-    ax.imshow(cells, aspect="auto", origin="lower", interpolation="nearest")
-    token_ticks(ax.yaxis, labels)
-    _step_axis(track, ax)
-    ax.set(ylabel="", title="canvas")
-    return ax
 
 
 def sink_path(
@@ -205,78 +159,3 @@ def sink_paths(tracks: Sequence[SinkTrack], batch: int = 0) -> "Figure":
         fontsize=9,
     )
     return figure
-
-
-def sink_life(
-    track: SinkTrack,
-    layer: int,
-    head: int,
-    pos: int,
-    start: int,
-    length: int = 1,
-    batch: int = 0,
-    ax: "Axes | None" = None,
-    *,
-    around: int = 3,
-    tokens: Int[np.ndarray, " pos"] | None = None,
-) -> "Axes":
-    """The life of one sink, framed, with `around` steps before and after it (the paper's Fig. 6b shows one step).
-
-    Colors follow the square root of the score, so that a weak sink is visible beside strong ones.
-
-    Args:
-        pos, start, length: position, first step, and number of steps, as in a row of `motion.lifetimes`.
-        around: number of steps shown before and after the life.
-        tokens: ids that label the positions; by default those that entered the last step.
-
-    Raises:
-        TrackError: the life lies outside the track.
-    """
-    from matplotlib.colors import PowerNorm
-    from matplotlib.patches import Rectangle
-
-    length_of_track = track.data.sizes["pos"]
-    if not (0 <= pos < length_of_track and length >= 1 and 0 <= start <= track.steps - length):
-        raise TrackError(
-            f"a life at position {pos}, of {length} steps from step {start}, is not within this track of "
-            f"{length_of_track} positions and {track.steps} steps; take it from a row of motion.lifetimes."
-        )
-    first, last = max(0, start - around), min(track.steps, start + length + around)
-    ax = sink_map(track, layer, head, batch, ax, steps=slice(first, last), tokens=tokens)
-    ax.get_images()[0].set_norm(PowerNorm(0.5, vmin=0))
-    frame = Rectangle((pos - 0.5, start - first - 0.5), 1, length, fill=False, edgecolor="#56b4e9", linewidth=2)
-    ax.add_patch(frame)
-    token = token_labels(track, batch, tokens)[pos]
-    lasts = f"only at step {start}" if length == 1 else f"from step {start} to {start + length - 1}"
-    ax.set_title(f"{title_of(track, layer, head, batch)}: ‘{token}’ ({pos}) is a sink {lasts}")
-    return ax
-
-
-def grouped_pattern(
-    pattern: Float[np.ndarray, "query key"],
-    masked: Bool[np.ndarray, " query"],
-    labels: Sequence[str],
-    ax: "Axes | None" = None,
-) -> "Axes":
-    """One head's attention pattern, its rows sorted into unmasked and masked queries (the paper's Fig. 6a).
-
-    Args:
-        pattern: attention; rows of real (non-padding) queries sum to 1.
-        masked: True for queries still masked.
-        labels: labels of the positions.
-    """
-    if not len(pattern) == len(masked) or not pattern.shape[1] == len(labels):
-        raise SettingError(
-            f"masked needs one entry per query and labels one per key; got {len(masked)} and {len(labels)} for a "
-            f"pattern of {pattern.shape[0]} × {pattern.shape[1]}."
-        )
-    ax = axes_or_new(ax, (9, 6))
-    order = np.concatenate([np.flatnonzero(~masked), np.flatnonzero(masked)])
-    image = ax.imshow(pattern[order], aspect="auto", cmap=dark_colors(), interpolation="nearest", vmin=0)
-    split = int((~masked).sum()) - 0.5
-    ax.axhline(split, color="white", linewidth=1.2)
-    token_ticks(ax.xaxis, labels, pattern.sum(axis=0))
-    token_ticks(ax.yaxis, [labels[place] for place in order])
-    ax.set(xlabel="key", ylabel=f"query: unmasked above the line, masked ({BLANK}) below")
-    ax.figure.colorbar(image, ax=ax, label=wrapped("attention of the query to the key"))
-    return ax

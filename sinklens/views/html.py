@@ -146,11 +146,10 @@ def visible(text: str) -> str:
 
 def spelled(text: str, keep: str = "") -> str:
     """`text` with control and direction characters as escapes, except those in `keep`."""
-    return "".join(letter if letter.isprintable() or letter in keep else _escape(ord(letter)) for letter in text)
-
-
-def _escape(code: int) -> str:
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return "".join(
+        letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def token_texts(track: "SinkTrack") -> Callable[[int], str]:

@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinklens.errors import SinklensError, TrackError
+from sinklens.errors import TrackError
 from sinklens.hooks.forward_pass import PassKind
+from sinklens.runs.result import require_run
 
 if TYPE_CHECKING:
     from sinklens.runs import Trace
@@ -34,16 +35,11 @@ def generation_of(t: "Generation | Trace") -> "Generation":
     """The finished run of `t`.
 
     Raises:
-        SinklensError: `t` is neither a `Generation` nor a trace.
+        SettingError: `t` is neither a `Generation` nor a trace.
         HookOrderError: the trace has not run.
     """
-    run: Any = getattr(t, "generation", t)
-    if not hasattr(run, "canvas") or not hasattr(run, "sinks"):
-        raise SinklensError(
-            f"expected a run: the result of sinklens.generate, or a trace after its `with` block; got "
-            f"{type(t).__name__}."
-        )
-    return run
+    require_run(t, "t")
+    return getattr(t, "generation", t)  # type: ignore[return-value]
 
 
 def pattern_at(t: "Generation | Trace", step: int, layer: int, row: int = 0) -> Float[Tensor, "head query key"]:

@@ -5,7 +5,7 @@ is computed in Python (report_data.py): the strongest key of every step and head
 page only draws it.
 
 A page has a size budget. Attention patterns are stored in eight bits; for the chosen steps, as many layers are included
-as fit, beginning with the layer of the most moving head. If even that layer does not fit, neighboring positions are
+as surely fit, beginning with that of the most moving head. If even that one does not fit, neighboring positions are
 merged into blocks that show their largest value. Scores of a long run of a large model are cut as well, first by
 layers, then by steps. The page says what was left out.
 
@@ -101,12 +101,12 @@ def build(
 ) -> str:
     """The page as text; arguments and errors are those of `report`."""
     numbers = Numbers(material.track, material.canvas)
-    wanted = wanted_of(material, numbers, steps, layers)
     bare = len(REPORT.document(data="", late="")) + len(circuitsvis_chunk()) + SPARE
     room = int(budget_mb * 1e6) - bare
+    wanted = wanted_of(material, numbers, steps, layers, room)
     scores = fit_scores(numbers, wanted, room)
-    patterns = fit_patterns(material, wanted, room - scores.weight())
-    page = _page(material, numbers, scores, patterns)
+    patterns = fit_patterns(material, wanted, room - sum(map(len, scores.blocks)))
+    page = _page(material, numbers, scores, patterns, wanted.left_out)
     weight = len(page.encode())
     if weight > budget_mb * 1e6:
         raise SettingError(
@@ -116,9 +116,8 @@ def build(
     return page
 
 
-def _page(material: Material, numbers: Numbers, scores: PageScores, patterns: Patterns) -> str:
+def _page(material: Material, numbers: Numbers, scores: PageScores, patterns: Patterns, left_out: int) -> str:
     attributes = material.track.data.attrs
-    places = sorted(patterns.sides)
     info = {
         **numbers.info(scores.steps),
         "model": _name(attributes),
@@ -126,20 +125,20 @@ def _page(material: Material, numbers: Numbers, scores: PageScores, patterns: Pa
         "settings": _settings(attributes),
         "prompt": spelled(material.prompt, keep="\n\t\u200c\u200d"),
         "answer": spelled(material.answer, keep="\n\t\u200c\u200d"),
-        "notes": _notes(numbers, scores, patterns),
+        "notes": _notes(numbers, scores, patterns, left_out),
         "held": scores.layers,
         "peaks": scores.peaks,
         "start": numbers.most_moving(scores.layers),
         "attention": {
-            "places": [[step, layer, patterns.sides[step, layer]] for step, layer in places],
+            "places": [[*place, side] for place, side in patterns.sides.items()],
             "block": patterns.block,
             "cells": CELLS,
             "why": patterns.why,
         },
         "frame": HEADS.document(data=""),
     }
-    late = "".join(patterns.blocks[place] for place in places) + circuitsvis_chunk()
-    return REPORT.document(data=json_block("info", info) + "".join(scores.blocks.values()), late=late)
+    late = "".join(patterns.blocks) + circuitsvis_chunk()
+    return REPORT.document(data=json_block("info", info) + "".join(scores.blocks), late=late)
 
 
 def _name(attributes: Mapping[str, Any]) -> str:
@@ -168,7 +167,7 @@ def _settings(attributes: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, spelled(str(value))) for name, value in settings.items()]
 
 
-def _notes(numbers: Numbers, scores: PageScores, patterns: Patterns) -> list[str]:
+def _notes(numbers: Numbers, scores: PageScores, patterns: Patterns, left_out: int) -> list[str]:
     """How to read the page, and what it leaves out."""
     layers = len({layer for _, layer in patterns.sides})
     cells = f"each cell covers {patterns.block} × {patterns.block} positions and shows the largest value"
@@ -190,8 +189,9 @@ def _notes(numbers: Numbers, scores: PageScores, patterns: Patterns) -> list[str
         f"Attention is stored in eight bits, rounded by at most √a / 255. It is included for steps "
         f"{_listed(step for step, _ in patterns.sides)} and {layers} of {numbers.layers} layers.": bool(patterns.sides),
         f"To keep the page small, {cells} in the attention maps.": patterns.block > 1,
-        f"To keep the page small, the attention of {patterns.left_out} more layers was left out.": patterns.left_out
-        > 0,
+        f"To keep the page small, the attention of {left_out} more layers was left out.": (
+            left_out > 0 and bool(patterns.sides)
+        ),
         f"To keep the page small, {len(scores.steps)} of {numbers.steps} steps are shown.": few,
         f"To keep the page small, it holds score maps of {len(scores.layers)} of {numbers.layers} layers; the layer × "
         f"head map and the paths cover all.": some,

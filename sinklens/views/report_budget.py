@@ -2,14 +2,16 @@
 
 Scores come first, with at most `SCORES_SHARE` of the room: every page holds the canvas, the paths and the mean over all
 heads; maps of complete layers are added while they fit. If not even one layer fits, steps are left out. Attention
-patterns get the rest: the required ones, pooled until they fit, and then further layers at the same steps.
+patterns get the rest: by default those of as many layers as surely fit, at least one; they are pooled until they fit.
 
 Limitation: how far a pattern compresses is known only by trying. A very small budget is rejected only after the
 patterns have been computed.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -26,33 +28,27 @@ FEWEST = 24  # blocks along an edge; a pattern pooled further shows nothing usef
 AT_ONCE = 1 << 30  # bytes of patterns computed in one pass
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """Which attention patterns a page should hold.
 
     Attributes:
-        places: (step, layer) pairs that the page must hold.
-        more: layers to add at the same steps while there is room.
+        steps, layers: of the (step, layer) places, in the order wanted.
+        places: the pairs.
         named: whether the caller named steps or layers, so that missing patterns are an error.
+        left_out: number of layers that would not fit.
     """
 
+    steps: list[int]
+    layers: list[int]
     places: list[StepLayer]
-    more: list[int] = field(default_factory=list)
     named: bool = False
-
-    def steps(self) -> list[int]:
-        """Each step once, in order."""
-        return sorted({step for step, _ in self.places})
-
-    def layers(self) -> list[int]:
-        """Each layer once, in the order wanted."""
-        return list(dict.fromkeys(layer for _, layer in self.places))
+    left_out: int = 0
 
 
 def wanted_of(
-    material: Material, numbers: Numbers, steps: Sequence[int] | None, layers: Sequence[int] | None
+    material: Material, numbers: Numbers, steps: Sequence[int] | None, layers: Sequence[int] | None, room: int
 ) -> Wanted:
-    """The caller's steps and layers; otherwise those the run recorded; otherwise some steps and the most moving layer.
+    """The caller's steps and layers; otherwise those the run recorded; otherwise some steps and the layers that fit.
 
     Raises:
         TrackError: no such step or layer.
@@ -64,48 +60,32 @@ def wanted_of(
         track.require(layer=layer)
     named = steps is not None or layers is not None
     if not named and material.kept:
-        return Wanted(list(material.kept))
+        kept = list(material.kept)
+        return Wanted(sorted({step for step, _ in kept}), list(dict.fromkeys(layer for _, layer in kept)), kept)
     total = sizes["step"]
     spread = np.linspace(0, total - 1, min(DEFAULT_STEPS, total)).round().astype(int).tolist()
     chosen = spread if steps is None else sorted({step % total for step in steps})
-    order = numbers.layers_by_motion()
-    first = order[:1] if layers is None else list(dict.fromkeys(layer % sizes["layer"] for layer in layers))
-    more = order[1:] if layers is None else []
-    return Wanted([(step, layer) for layer in first for step in chosen], more, named)
+    each = max(1, len(chosen)) * numbers.heads * numbers.positions**2 * 4 / 3  # bytes of a layer that does not compress
+    order, fitting = numbers.layers_by_motion(), max(1, int(room * (1 - SCORES_SHARE) / each))
+    taken = order[:fitting] if layers is None else list(dict.fromkeys(layer % sizes["layer"] for layer in layers))
+    left_out = max(0, len(order) - fitting) if layers is None else 0
+    return Wanted(chosen, taken, [(step, layer) for layer in taken for step in chosen], named, left_out)
 
 
-@dataclass
-class PageScores:
+class PageScores(NamedTuple):
     """Scores in the page.
 
     Attributes:
         steps: steps included.
         layers: layers included.
         peaks: per layer (and "all"), the largest score of each map, by which its values are scaled.
-        blocks: HTML blocks of the page, by name.
+        blocks: HTML blocks of the page.
     """
 
     steps: list[int]
-    layers: list[int] = field(default_factory=list)
-    peaks: dict[str, list[float]] = field(default_factory=dict)
-    blocks: dict[str, str] = field(default_factory=dict)
-
-    def weight(self) -> int:
-        """Bytes in the page."""
-        return sum(map(len, self.blocks.values()))
-
-    def add(self, numbers: Numbers, layer: int | None, room: int) -> bool:
-        """Add the maps of `layer` (None: the mean over all) if they fit; returns whether they did."""
-        name = "all" if layer is None else str(layer)
-        values, sinks, peaks = numbers.maps(layer, self.steps)
-        blocks = {kind: chunk(f"{kind}-{name}", part) for kind, part in (("scores", values), ("sinks", sinks))}
-        if self.weight() + sum(map(len, blocks.values())) > room:
-            return False
-        self.blocks |= {f"{kind}-{name}": text for kind, text in blocks.items()}
-        self.peaks[name] = peaks
-        if layer is not None:
-            self.layers.append(layer)
-        return True
+    layers: list[int]
+    peaks: dict[str, list[float]]
+    blocks: list[str]
 
 
 def fit_scores(numbers: Numbers, wanted: Wanted, room: int) -> PageScores:
@@ -115,20 +95,23 @@ def fit_scores(numbers: Numbers, wanted: Wanted, room: int) -> PageScores:
         SettingError: not even one layer at the smallest number of steps fits.
     """
     room = int(room * (SCORES_SHARE if wanted.places else 1))
-    first, *others = dict.fromkeys([*wanted.layers(), *numbers.layers_by_motion()])
+    order = dict.fromkeys([*wanted.layers, *numbers.layers_by_motion()])
     for every in range(1, numbers.steps + 1):
-        kept = sorted({*range(0, numbers.steps, every), numbers.steps - 1, *wanted.steps()})
-        scores = PageScores(kept)
-        scores.blocks = {name: chunk(name, content) for name, content in numbers.shared_chunks(kept).items()}
-        if scores.add(numbers, None, room) and scores.add(numbers, first, room):
-            for layer in others:
-                if not scores.add(numbers, layer, room):
-                    break
-            scores.layers.sort()
-            return scores
+        steps = sorted({*range(0, numbers.steps, every), numbers.steps - 1, *wanted.steps})
+        blocks = [chunk(name, content) for name, content in numbers.shared_chunks(steps).items()]
+        peaks: dict[str, list[float]] = {}
+        for layer in (None, *order):
+            name, maps = "all" if layer is None else str(layer), numbers.maps(layer, steps)
+            more = [chunk(f"scores-{name}", maps.scores), chunk(f"sinks-{name}", maps.sinks)]
+            if sum(map(len, blocks + more)) > room:
+                break
+            blocks += more
+            peaks[name] = maps.peaks
+        if len(peaks) > 1:
+            return PageScores(steps, sorted(int(name) for name in peaks if name != "all"), peaks, blocks)
     raise SettingError(
         f"budget_mb is too small: {max(0, room) / 1e6:.2f} MB are left for the scores of one layer, which need more "
-        f"even at {len(kept)} of {numbers.steps} steps. Give a larger budget."
+        f"even at {len(steps)} of {numbers.steps} steps. Give a larger budget."
     )
 
 
@@ -139,72 +122,44 @@ class Patterns:
     Attributes:
         block: number of neighboring positions merged; 1 means no merging.
         sides: number of positions or blocks along an edge, by place.
-        blocks: HTML blocks of the page, by place.
-        left_out: number of wanted layers that did not fit.
-        why: why there are no patterns, or no more.
+        blocks: HTML blocks of the page.
+        why: why there are no patterns.
     """
 
     block: int = 1
     sides: dict[StepLayer, int] = field(default_factory=dict)
-    blocks: dict[StepLayer, str] = field(default_factory=dict)
-    left_out: int = 0
+    blocks: list[str] = field(default_factory=list)
     why: str = ""
-
-    def weight(self) -> int:
-        """Bytes in the page."""
-        return sum(map(len, self.blocks.values()))
-
-    def add(self, patterns: Mapping[StepLayer, UInt8[np.ndarray, "head query key"]], room: int) -> bool:
-        """Add all `patterns` if they fit; returns whether they did."""
-        blocks, sides, weight = {}, {}, self.weight()
-        for (step, layer), pattern in patterns.items():
-            small = pooled(pattern, self.block)
-            blocks[step, layer] = chunk(f"pattern-{step}-{layer}", np.ascontiguousarray(small).tobytes())
-            sides[step, layer] = small.shape[1]
-            weight += len(blocks[step, layer])
-            if weight > room:
-                return False
-        self.blocks |= blocks
-        self.sides |= sides
-        return True
 
 
 def fit_patterns(material: Material, wanted: Wanted, room: int) -> Patterns:
-    """Patterns of the wanted places, pooled until they fit, and then of more layers.
+    """Patterns of the wanted places, pooled until they fit.
 
     Raises:
-        SettingError: the required patterns do not fit, however pooled.
+        SettingError: they do not fit, however pooled.
         TrackError: patterns that the caller named are unavailable.
     """
     if not wanted.places or material.patterns is None:
         return Patterns(why="No attention patterns were requested, or none are available.")
     try:
-        first = _quantised(material, wanted.places)
+        exact = _quantised(material, wanted.places)
     except TrackError as error:
         if wanted.named:
             raise
         return Patterns(why=f"This page has no attention patterns: {error}")
-    longest = max(pattern.shape[1] for pattern in first.values())
-    patterns = Patterns()
-    while not patterns.add(first, room):
-        patterns.block += 1
-        if -(-longest // patterns.block) < min(FEWEST, longest):
-            raise SettingError(
-                f"budget_mb is too small: {max(0, room) / 1e6:.2f} MB are left for the attention patterns of "
-                f"{len(first)} steps and layers, which need more even with {patterns.block - 1} × {patterns.block - 1} "
-                f"positions in one cell. Name fewer steps or layers, or give a larger budget."
-            )
-    each = patterns.weight() / len(wanted.layers())
-    likely = wanted.more[: int(1.25 * (room - patterns.weight()) / each)]  # some may take less room than the first
-    try:
-        more = _quantised(material, [(step, layer) for layer in likely for step in wanted.steps()]) if likely else {}
-    except TrackError as error:
-        return replace(patterns, why=f"This page does not hold the attention of other layers: {error}")
-    for layer in likely:
-        if not patterns.add({place: pattern for place, pattern in more.items() if place[1] == layer}, room):
+    longest = max(pattern.shape[1] for pattern in exact.values())
+    for block in count(1):
+        if block > 1 and -(-longest // block) < min(FEWEST, longest):
             break
-    patterns.left_out = len(wanted.more) + len(wanted.layers()) - len({layer for _, layer in patterns.sides})
-    return patterns
+        small = {place: np.ascontiguousarray(pooled(exact[place], block)) for place in sorted(exact)}
+        blocks = [chunk(f"pattern-{step}-{layer}", small[step, layer].tobytes()) for step, layer in small]
+        if sum(map(len, blocks)) <= room:
+            return Patterns(block, {place: values.shape[1] for place, values in small.items()}, blocks)
+    raise SettingError(
+        f"budget_mb is too small: {max(0, room) / 1e6:.2f} MB are left for the attention patterns of {len(exact)} "
+        f"steps and layers, which need more even with {block - 1} × {block - 1} positions in one cell. Name fewer "
+        f"steps or layers, or give a larger budget."
+    )
 
 
 def _quantised(material: Material, places: Sequence[StepLayer]) -> dict[StepLayer, UInt8[np.ndarray, "head query key"]]:

@@ -118,28 +118,26 @@ class Numbers:
         found = SinkTrack(alike.assign(score=(alike["score"].dims, full))).detect()
         return found.to_numpy()[0, :, 0, 0][:, self.real]
 
-    def moves(self, *, sinks_alone: bool = False) -> Int[np.ndarray, "layer head"]:
-        """How often the strongest key of each head changes from step to step, or between two steps with a sink."""
-        changed = np.diff(self.path[:, 1 + self.layers :], axis=0) != 0
-        if sinks_alone:
-            changed &= self.sunk[1:] & self.sunk[:-1]
-        return changed.sum(axis=0).reshape(self.layers, self.heads)
+    def _motion(self, layer: int, head: int) -> tuple[int, int, float, int, int]:
+        """What orders heads: how often the sink and the strongest key move, its strength, and its place."""
+        place = 1 + self.layers + layer * self.heads + head
+        moved, sunk = np.diff(self.path[:, place]) != 0, self.sunk[:, layer * self.heads + head]
+        return (
+            int((moved & sunk[1:] & sunk[:-1]).sum()),
+            int(moved.sum()),
+            float(self.strength[layer, head]),
+            layer,
+            head,
+        )
 
     def most_moving(self, layers: Sequence[int]) -> tuple[int, int]:
         """Layer (of `layers`) and head whose sink moves most, by the rule of `figures.most_moving_head`."""
-        sinks, moves, strength = self.moves(sinks_alone=True), self.moves(), self.strength
-        return max(
-            ((layer, head) for layer in layers for head in range(self.heads)),
-            key=lambda place: (sinks[place], moves[place], strength[place], place),
-        )
+        return max(self._motion(layer, head) for layer in layers for head in range(self.heads))[3:]
 
     def layers_by_motion(self) -> list[int]:
         """Layers, beginning with that of the most moving head."""
-        left, order = list(range(self.layers)), []
-        while left:
-            order.append(self.most_moving(left)[0])
-            left.remove(order[-1])
-        return order
+        best = {layer: self._motion(*self.most_moving([layer])) for layer in range(self.layers)}
+        return sorted(best, key=best.__getitem__, reverse=True)
 
     def maps(self, layer: int | None, steps: Sequence[int]) -> Maps:
         """Maps of a layer at `steps`; None: only the mean over all heads."""

@@ -11,11 +11,11 @@ from ledgers import planted_run
 
 import sinklens
 from sinklens.cli import main
-from sinklens.evaluation import HARNESS_PROTOCOLS, PROTOCOLS, LedgerRun, frame, masking, read_lines, under_caches
+from sinklens.evaluation import HARNESS_PROTOCOLS, PROTOCOLS, LedgerRun, frame, masking, read_lines
 from sinklens.model.files import find_checkpoint
 from sinklens.sampling import DualCache
 from sinklens.tasks import held_out
-from sinklens.views import accuracy_by_speed, accuracy_curves
+from sinklens.views import accuracy_curves
 
 
 def run(capsys, *arguments):
@@ -338,25 +338,6 @@ def test_cache_policies_stand_beside_the_exact_run_in_one_ledger_and_table(tmp_p
     assert records(tmp_path, "cache dual")[0]["tokens"] == dual.tokens[0, dual.prompt_length :].tolist()
     assert run(capsys, "evaluate", "tiny-llada", *flags)[0] == 0  # the exact run is that of an evaluation without cache
     assert len(LedgerRun.all(tmp_path)) == 5
-
-
-@pytest.mark.extended
-def test_the_picture_of_speed_has_a_point_per_policy_and_a_line_at_the_exact_accuracy(tmp_path, capsys):
-    verdicts = {"a": True, "b": True, "c": True, "d": False}
-    for condition in under_caches(masking([1]), ["dual", "keep-sinks:4"]):
-        fast = {"cache dual": 0.1, "cache keep-sinks:4": 0.2}.get(condition.name, 0.5)
-        planted_run(tmp_path, verdicts | {"a": condition.name != "cache dual"}, condition, seconds=fast)
-    table = frame(read_lines(tmp_path))
-    (panel,) = accuracy_by_speed(table).axes
-    points, _, (bars,) = panel.containers[0]
-    assert points.get_xydata().tolist() == [[1.0, 0.75], [5.0, 0.5], [2.5, 0.75]]
-    drawn = {bar[0, 0]: bar[:, 1].tolist() for bar in bars.get_segments()}
-    assert drawn[5.0] == pytest.approx(table.set_index("condition").loc["cache dual", ["low", "high"]].tolist())
-    assert [note.get_text() for note in panel.texts] == ["exact", "dual", "keep-sinks:4"]
-    assert [line.get_ydata()[0] for line in panel.lines if line.get_linestyle() == "--"] == [0.75]
-    out = run(capsys, "table", tmp_path)[1]
-    assert (tmp_path / "speed.png").stat().st_size > 1000
-    assert "speed.svg" in out
 
 
 def records(ledger, condition):

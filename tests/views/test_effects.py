@@ -5,7 +5,6 @@ import pytest
 import xarray as xr
 from pandas import DataFrame
 
-from sinklens.errors import SettingError
 from sinklens.views import effects, writer_bars
 
 
@@ -62,40 +61,22 @@ def test_intervals_over_numbers_are_curves_and_rows_without_a_number_are_left_ou
     assert "not known" in empty.texts[0].get_text()
 
 
-def test_confidence_is_shown_overall_and_by_step_for_two_kinds_of_keys():
-    keys = {"x": "strongest key", "y": "steady key", "z": "random key"}
-    lines = [("a", measure, pick, -0.2) for measure in ("change", "rest") for pick in keys]
-    frame = DataFrame(lines, columns=["model", "measure", "pick", "estimate"]).assign(low=-0.3, high=-0.1)
-    halves = ("change_attended_step", "change_rest_step")
-    lines = [("a", measure, pick, step, -0.2) for measure in halves for pick in keys for step in range(3)]
-    steps = DataFrame(lines, columns=["model", "measure", "pick", "step", "estimate"]).assign(low=-0.3, high=-0.1)
-    figure = effects.confidence_changes(frame, steps, {"change": "change", "rest": "rest"}, keys)
-    assert [ax.get_title() for ax in figure.axes] == ["a", "strongest key masked", "steady key masked"]
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == list(keys.values())
-    nothing = effects.confidence_changes(frame.assign(estimate=np.nan), steps, {}, keys)
-    assert "one position is decided at a time" in nothing.axes[0].texts[0].get_text()
-
-
-PARTS = [0.5, -2.0, 0.1, 1.0, 0.2, 0.0]
+PARTS = [0.5, -2.0, 0.1, 1.0, 0.2, *[0.01] * 10]
+NAMES = ["embed", "L0H0", "L0H1", "0_mlp_out", "bias", *(f"L1H{head}" for head in range(10))]
 TABLE = xr.Dataset(
-    {"from_key": ("writer", PARTS), "from_query_excess": ("writer", np.array(PARTS) * 2)},
-    {"writer": ["embed", "L0H0", "L0H1", "0_mlp_out", "bias", "rest"],
-     "kind": ("writer", ["embed", "head", "head", "mlp", "bias", "rest"])},
+    {"from_key_excess": ("writer", PARTS), "from_query_excess": ("writer", np.array(PARTS) * 2)},
+    {"writer": NAMES, "kind": ("writer", ["embed", "head", "head", "mlp", "bias", *["head"] * 10])},
     {"layer": 1, "head": 3, "step": 4, "query": -1, "key": 17},
 )  # fmt: skip
 
 
 def test_the_largest_parts_have_bars_and_the_others_share_one():
-    ax = writer_bars(TABLE, excess=False, top=3)
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["L0H0", "0_mlp_out", "embed", "3 others"]
-    assert [bar.get_width() for bar in ax.patches] == pytest.approx([-2.0, 1.0, 0.5, 0.3])
+    ax = writer_bars(TABLE)
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert (names[:5], names[-1]) == (["L0H0", "0_mlp_out", "embed", "bias", "L0H1"], "3 others")
+    widths = [bar.get_width() for bar in ax.patches]
+    assert widths == pytest.approx([-2.0, 1.0, 0.5, 0.2, 0.1, *[0.01] * 7, 0.03])
     assert ax.get_title() == "who wrote the key: head 1.3, step 4, key 17, mean over queries"
-    heads = writer_bars(TABLE, "query", top=6)
-    assert [bar.get_width() for bar in heads.patches] == pytest.approx([-4.0, 2.0, 1.0, 0.4, 0.2, 0.0])
+    heads = writer_bars(TABLE, "query")
+    assert heads.patches[0].get_width() == pytest.approx(-4.0)
     assert heads.patches[0].get_facecolor() == heads.patches[4].get_facecolor()  # both heads
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_side_that_does_not_exist_is_refused():
-    with pytest.raises(SettingError, match="side must be 'key' or 'query' and top at least 1; got 'value' and 3"):
-        writer_bars(TABLE, "value", top=3)

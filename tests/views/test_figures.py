@@ -15,17 +15,14 @@ from sinklens.sinks.labels import plain, short, token_label, token_labels, token
 from sinklens.views import (
     curves,
     figures,
-    grouped_pattern,
     interval_dots,
-    layer_head_map,
     most_moving_head,
     panels,
     sink_map,
     sink_path,
     stillest_head,
 )
-from sinklens.views.charts import frequency_bars, nothing_to_show, score_histogram, threshold_curve
-from sinklens.views.figures import sink_life
+from sinklens.views.charts import nothing_to_show, score_histogram
 
 
 @pytest.fixture
@@ -109,16 +106,6 @@ def test_steps_missing_from_a_row_are_blank():
     np.testing.assert_array_equal(ax.get_lines()[0].get_xdata(), [2, np.nan])
 
 
-def test_the_life_of_a_sink_is_framed_at_its_place():
-    score = with_sinks([[[2]], [[2]], [[7]], [[2]], [[2]]])
-    ax = sink_life(planted_track(score), 0, 0, pos=7, start=2, around=1)
-    frame = ax.patches[0]
-    assert (frame.get_x(), frame.get_y()) == (6.5, 0.5)  # the second step shown
-    assert frame.get_height() == 1
-    assert "is a sink only at step 2" in ax.get_title()
-    assert "from step 2 to 4" in sink_life(planted_track(score), 0, 0, pos=7, start=2, length=3).get_title()
-
-
 AWKWARD = {1: "<mask>", 3: "$\\frac{", 4: "\n\n", 5: " a_b", 6: "_c$", 7: "中", 8: " ", 9: "x" * 40, 10: "\x1b"}
 
 
@@ -199,41 +186,15 @@ def test_dots_are_at_the_estimates_and_bars_span_the_intervals():
         assert interval_dots(interval_lines().head(0), "measure").get_yticklabels() == []
 
 
-def test_curves_and_bars_show_the_table():
-    table = interval_lines().query("model == 'a'").assign(epsilon=[1.0, 2.0], token=["$x$", "y"],
-                                                         position_frequency=[0.1, 0.3])  # fmt: skip
-    ax = threshold_curve(table, "percent", factor=0.5)
-    assert ax.get_lines()[0].get_xdata().tolist() == [0.5, 1.0]
+def test_curves_and_histograms_show_the_table():
+    table = interval_lines().query("model == 'a'").assign(epsilon=[1.0, 2.0])
+    ax = curves(table, "epsilon")
+    assert ax.get_lines()[0].get_xdata().tolist() == [1.0, 2.0]
     assert ax.get_lines()[0].get_ydata().tolist() == [0.2, 0.4]
-    assert "percent" in ax.get_xlabel()
-    ax = frequency_bars(table, "/models/m")
-    assert [bar.get_width() for bar in ax.patches] == [0.2, 0.4]
-    assert ax.get_title() == "m"
     ax = score_histogram(np.array([0, 1, 2.0]), {"m": np.array([0.25, 0.75])}, "sum")
     assert ax.patches[0].get_data().values.tolist() == [0.25, 0.75]
     assert "uniform = 1" in ax.get_xlabel()
-    ax = layer_head_map(np.arange(6.0).reshape(2, 3), "m", "visible")
-    np.testing.assert_array_equal(ax.get_images()[0].get_array(), [[0, 1, 2], [3, 4, 5]])
-    assert colour_bar(ax) == "score of the strongest key: mean attention of the queries that see the key"
     assert nothing_to_show(ax, "m", "no $sinks$").texts[0].get_text() == r"no \$sinks\$"
-
-
-def test_a_pattern_is_sorted_into_unmasked_and_masked_queries():
-    pattern = np.arange(16.0).reshape(4, 4)
-    ax = grouped_pattern(pattern, np.array([True, False, False, True]), ["a", "b", "c", "d"])
-    np.testing.assert_array_equal(ax.get_images()[0].get_array(), pattern[[1, 2, 0, 3]])
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["b", "c", "a", "d"]
-    assert ax.get_lines()[0].get_ydata() == [1.5, 1.5]
-
-
-def test_the_canvas_is_drawn_as_decided_and_undecided(planted):
-    """Positions 0 and 1 are the prompt, 2 is decided from the first step on, 3 and 4 from step 2 on."""
-    cells = figures.canvas_map(planted, color="#ff0000", shade="#0000ff").get_images()[0].get_array()
-    white, red, blue = (1, 1, 1, 1), (1, 0, 0, 1), (0, 0, 1, 1)
-    expected = [[white] * 4, [white] * 4, [red] * 4, [blue, blue, red, red], [blue, blue, red, red]]
-    np.testing.assert_array_equal(cells, expected)
-    ax = figures.canvas_map(planted, tokens=np.array([0, 1, 2, 3, 4]))
-    assert [label.get_text() for label in ax.get_yticklabels()] == [rf"⟨{token}⟩" for token in range(5)]
 
 
 def test_a_figure_is_drawn_into_the_given_axes(planted):
@@ -242,8 +203,6 @@ def test_a_figure_is_drawn_into_the_given_axes(planted):
     assert len(figure.axes) == 4
     for draw in (
         lambda ax: sink_path(planted, 0, 1, ax=ax),
-        lambda ax: figures.canvas_map(planted, ax=ax),
-        lambda ax: sink_life(planted, 0, 1, 4, 1, ax=ax),
         lambda ax: interval_dots(interval_lines(), "measure", ax),
     ):
         assert draw(axes[0]) is axes[0]
@@ -261,31 +220,9 @@ def test_a_figure_is_drawn_into_the_given_axes(planted):
             lambda track: sink_map(track, 0, 0, tokens=np.array([1, 2])),
             "tokens has 2 ids for 9 positions; give run",
         ),
-        (
-            lambda track: figures.sink_life(track, 0, 0, pos=-1, start=0),
-            "a life at position -1, of 1 steps .* is not within",
-        ),
-        (
-            lambda track: figures.sink_life(track, 0, 0, pos=9, start=0),
-            "is not within this track of 9 positions and 3 steps",
-        ),
-        (lambda track: figures.sink_life(track, 0, 0, pos=1, start=-1), "from step -1, is not within"),
-        (
-            lambda track: figures.sink_life(track, 0, 0, pos=1, start=2, length=2),
-            "of 2 steps from step 2, is not within",
-        ),
-        (
-            lambda track: figures.sink_life(track, 0, 0, pos=1, start=0, length=0),
-            "of 0 steps from step 0, is not within",
-        ),
         (lambda track: figures.sink_paths([]), "there is no track to draw; give at least one"),
         (lambda track: figures.most_moving_head(track, 2), "batch 2 does not exist; this track has 2"),
         (lambda track: figures.stillest_head(track, -3), "batch -3 does not exist; this track has 2"),
-        (lambda track: layer_head_map(np.ones((2, 2)), "m", unit="x"), "unit is one of sum, percent, .*; got 'x'"),
-        (
-            lambda track: figures.grouped_pattern(np.ones((3, 3)), np.array([True]), ["a", "b", "c"]),
-            "masked needs one entry per query and labels one per key; got 1 and 3 for a pattern of 3 × 3",
-        ),
     ],
 )
 def test_invalid_input_of_figures_is_rejected(draw, text):

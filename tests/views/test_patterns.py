@@ -132,7 +132,7 @@ REFUSED = [
     (lambda run, bare: pattern_at(run, 0, 4), r"layer 4 does not exist; this track has 4"),
     (lambda run, bare: pattern_at(run, 0, 0, 3), r"batch 3 does not exist"),
     (lambda run, bare: pattern_at(bare, 0, 0), r"recorded no sink scores .* record_sinks=True"),
-    (lambda run, bare: pattern_at("run", 0, 0), r"expected a run: .* got str"),
+    (lambda run, bare: pattern_at("run", 0, 0), r"t must be a run, .* got str"),
 ]
 
 

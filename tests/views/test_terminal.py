@@ -1,11 +1,13 @@
 """A run on a terminal: a line per step, and tokens as they are, whatever they spell."""
 
-import types
+import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 import sinklens
+from sinklens.sinks import SinkTrack
 from sinklens.views import most_moving_head, terminal
 
 HOSTILE = ["[red]", "[/]", "\x1b[2J", "a\nb"]
@@ -17,13 +19,11 @@ def run(worded):
 
 
 def test_tokens_are_never_markup_and_control_characters_are_spelled_out(run):
-    """A model whose tokenizer spells every token in a hostile way."""
-    words = {int(token): HOSTILE[int(token) % 4] for token in run.canvas.unique()}
-    tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(words[int(one)] for one in ids))
-    model = types.SimpleNamespace(**{name: getattr(run.model, name) for name in ("mask_token_id", "eos_token_ids")})
-    model.tokenizer = tokenizer
+    """A run whose every token is spelled in a hostile way."""
+    words = {int(token): HOSTILE[int(token) % 4] for token in run.canvas.unique() if token >= 0}
+    track = SinkTrack(run.sinks.data.assign_attrs(vocabulary=json.dumps(words)))
     console = Console(record=True, width=200, color_system=None)
-    terminal.show(model, run, console)
+    terminal.show(run.model, replace(run, sinks=track), console)
     text = console.export_text()
     written = {words[int(token)] for token in run.tokens[0, run.prompt_length :]}
     for word in written & {"[red]", "[/]"}:
