@@ -256,21 +256,6 @@ class HookFront(HookedRootModule):
                 self.add_hook(point, keep, dir=dir)
         return store
 
-    def cache_all(self, cache: dict[str, Tensor] | None, **options: Any) -> None:  # type: ignore[override]
-        """TransformerLens's deprecated name for `add_caching_hooks` of every point."""
-        self.cache_some(cache, None, **options)
-
-    def cache_some(  # type: ignore[override]
-        self, cache: dict[str, Tensor] | None, names: NamesFilter, **options: Any
-    ) -> None:
-        """TransformerLens's deprecated name for `add_caching_hooks`."""
-        warnings.warn(
-            "cache_all and cache_some are deprecated in TransformerLens; use run_with_cache or add_caching_hooks.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        self.add_caching_hooks(names, cache=cache, **options)
-
     def _passed(self, chosen: Any, forward: dict[str, Any]) -> list[str]:
         """The chosen points that a single pass with these arguments of forward reaches.
 

@@ -3,7 +3,7 @@
 An autoregressive model is trained on −log p(next token). A masked diffusion model is trained on canvases: positions of
 a text x are masked with a probability t. The loss of the canvas is −log p(x_i | canvas), summed over its masked
 positions i and divided by t and by the number of positions (Nie et al., 2025, Large Language Diffusion Models, eq. 3).
-A canvas does not say which t it was drawn with. `MaskedLoss` takes the share of masked positions for t, so that the
+A canvas does not say which t it was drawn with. The loss takes the share of masked positions for t, so that the
 loss of a row is the mean over its masked positions, and the loss of a batch is the mean over its rows.
 
 What was behind the masks is not on the canvas; the caller passes it as ``targets``. Not included: weights that a
@@ -13,7 +13,9 @@ Silent failure that is refused: a block-causal model is trained with all blocks 
 in two blocks of a row, a pass conditions the later one on masks, as no training step does.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,47 +25,34 @@ from transformer_lens.utilities import lm_cross_entropy_loss
 from sinklens.errors import SettingError
 from sinklens.hooks.attention.blocks import Blocks
 
-
-@dataclass(frozen=True)
-class NextTokenLoss:
-    """−log p of each next token, as TransformerLens computes it.
-
-    Attributes:
-        ids: the ids of the pass.
-        real: False on padding; None without padding.
-    """
-
-    ids: Int[Tensor, "batch pos"]
-    real: Tensor | None
-
-    def __call__(self, logits: Float[Tensor, "batch pos vocab"], per_token: bool = False) -> Tensor:
-        return lm_cross_entropy_loss(logits, self.ids, self.real, per_token)
+Loss = Callable[..., Tensor]  # of the logits of a pass, and of whether to return that of each token
 
 
-@dataclass(frozen=True)
-class MaskedLoss:
-    """−log p of the token behind each mask of a canvas.
+def next_token_loss(ids: Int[Tensor, "batch pos"], real: Tensor | None) -> Loss:
+    """−log p of each next token, as TransformerLens computes it; `real` is False on padding."""
+    return lambda logits, per_token=False: lm_cross_entropy_loss(logits, ids, real, per_token)
 
-    Attributes:
-        masked: the positions that the loss covers.
-        targets: the ids behind the masks; other positions are not read.
+
+def _masked_loss(
+    masked: Bool[Tensor, "batch pos"],
+    targets: Int[Tensor, "batch pos"],
+    own: Bool[Tensor, "batch pos"] | None,
+    logits: Float[Tensor, "batch pos vocab"],
+    per_token: bool = False,
+) -> Tensor:
+    """The mean over the masked positions of each row and then over rows; or [batch, pos], 0 where not masked.
+
+    Args:
         own: positions whose own logits predict them although the model's logits are about the next position: the first
             real token of each row. None if all logits are about their own position.
     """
-
-    masked: Bool[Tensor, "batch pos"]
-    targets: Int[Tensor, "batch pos"]
-    own: Bool[Tensor, "batch pos"] | None
-
-    def __call__(self, logits: Float[Tensor, "batch pos vocab"], per_token: bool = False) -> Tensor:
-        """The mean over the masked positions of each row and then over rows; or [batch, pos], 0 where not masked."""
-        if self.own is not None:
-            shifted = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
-            logits = torch.where(self.own[..., None], logits, shifted)
-        targets = torch.where(self.masked, self.targets, 0)
-        lost = -logits.float().log_softmax(dim=-1).gather(-1, targets[..., None])[..., 0]
-        lost = torch.where(self.masked, lost, 0.0)
-        return lost if per_token else (lost.sum(dim=1) / self.masked.sum(dim=1)).mean()
+    if own is not None:
+        shifted = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
+        logits = torch.where(own[..., None], logits, shifted)
+    targets = torch.where(masked, targets, 0)
+    lost = -logits.float().log_softmax(dim=-1).gather(-1, targets[..., None])[..., 0]
+    lost = torch.where(masked, lost, 0.0)
+    return lost if per_token else (lost.sum(dim=1) / masked.sum(dim=1)).mean()
 
 
 @dataclass(frozen=True)
@@ -85,7 +74,7 @@ class Masks:
         canvas: Int[Tensor, "batch pos"],
         targets: Int[Tensor, "batch pos"] | None,
         real: Bool[Tensor, "batch pos"] | None,
-    ) -> MaskedLoss:
+    ) -> Loss:
         """The loss of a pass over `canvas`.
 
         Raises:
@@ -99,7 +88,7 @@ class Masks:
         if self.blocks is not None:
             self._check_blocks(masked, self.blocks.numbers(real))
         own = real & (real.long().cumsum(dim=1) == 1) if self.shift else None
-        return MaskedLoss(masked, targets.to(canvas.device), own)
+        return partial(_masked_loss, masked, targets.to(canvas.device), own)
 
     def _check(self, canvas: Tensor, masked: Tensor, targets: Tensor | None) -> None:
         bare = (~masked.any(dim=1)).nonzero().flatten().tolist()

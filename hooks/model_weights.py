@@ -188,14 +188,6 @@ class ModelWeights:
         norms = {f"attn.{letter}_norm.w": getattr(block.attn, f"{letter}_norm") for letter in "qk"}
         yield from ((name, norm.w) for name, norm in norms.items() if norm is not None)
 
-    def QK_for_attn_layers(self) -> tuple[list[int], FactoredMatrix]:
-        """The layers with attention (all of them) and `QK`."""
-        return list(range(self.cfg.n_layers)), self.QK
-
-    def OV_for_attn_layers(self) -> tuple[list[int], FactoredMatrix]:
-        """The layers with attention (all of them) and `OV`."""
-        return list(range(self.cfg.n_layers)), self.OV
-
     def all_composition_scores(self, mode: str) -> CompositionScores:
         """How strongly each later head reads the output of each earlier head, [layer, head, layer, head].
 

@@ -291,7 +291,7 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
     for canonical in meant:
         if switch := switch_of(canonical):
             raise SettingError(f"{name!r} is off because {switch} is False; call model.set_{switch}(True) first.")
-        _refuse_absent(name, canonical, known, n_layers)
+        _refuse_absent(name, canonical, known)
     if name in _ELSEWHERE:
         raise HookNameError(f"there is no point {name!r} here; the same value is {_ELSEWHERE[name]}.")
     raise HookNameError(
@@ -300,29 +300,12 @@ def resolve(name: str, known: Sequence[str], n_layers: int) -> str:
     )
 
 
-def _refuse_absent(name: str, canonical: str, known: Sequence[str], n_layers: int) -> None:
+def _refuse_absent(name: str, canonical: str, known: Sequence[str]) -> None:
     """Raise an error if `canonical` is a point that only layers with another part have."""
-    match = re.match(r"blocks\.(\d+)\.(?:attn|mlp)\.(\w+)$", canonical)
-    if not match:
-        if canonical.startswith(ENCODER):
-            raise HookNameError(
-                f"{name!r}: this model has no encoder; its points are called {canonical[len(ENCODER) :]!r}, …"
-            )
-        return
-    layer, point = match.groups()
-    mixed = [number for number in range(n_layers) if f"blocks.{number}.mlp.{ROUTER_LOGITS.name}" in known]
-    if point in (spec.name for spec in (*EXPERTS, SHARED)) and int(layer) not in mixed:
-        others = f"layers with experts: {', '.join(map(str, mixed))}" if mixed else "no layer of this model has experts"
-        raise HookNameError(f"{name!r}: the MLP of layer {layer} is dense and has no experts; {others}.")
-    if point == SHARED.name:
-        raise HookNameError(f"{name!r}: the experts of layer {layer} have no shared expert.")
-    if point in (spec.name for spec in MLP) and int(layer) in mixed:
-        raise HookNameError(
-            f"{name!r}: the MLP of layer {layer} is a mixture of experts; its points are "
-            f"{', '.join(spec.name for spec in EXPERTS)}."
-        )
-    if point in (spec.name for spec in QK_NORM.values()):
-        raise HookNameError(f"{name!r}: this model does not normalize queries and keys.")
+    group, _, point = canonical.rpartition(".")
+    there = [other.removeprefix(f"{group}.") for other in known if other.rpartition(".")[0] == group]
+    if there and any(canonical.endswith(f".{row}") for row, _ in block_specs(EVERY)):
+        raise HookNameError(f"{name!r}: {group} has no {point} in this model; its points are {', '.join(there)}.")
 
 
 @cache

@@ -26,13 +26,13 @@ from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbo
 from sinklens.hooks.adapter import Adapter, connect_adapter
 from sinklens.hooks.architectures import Architecture, check_modules
 from sinklens.hooks.attention.blocks import Blocks, rule_of, ruled_by
-from sinklens.hooks.attention.segments import PassRule, Segments, changes_attention, single_pass
+from sinklens.hooks.attention.segments import Segments, changes_attention, single_pass
 from sinklens.hooks.canvas_pass import CanvasPass
 from sinklens.hooks.forward_pass import CAUSAL, ForwardPass, PassKind
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
 from sinklens.hooks.inputs import LayerInputs, Switches
-from sinklens.hooks.losses import MaskedLoss, Masks, NextTokenLoss
+from sinklens.hooks.losses import Loss, Masks, next_token_loss
 from sinklens.hooks.model_weights import ModelWeights
 from sinklens.hooks.modulation import times_of
 from sinklens.hooks.padded import PaddedIds
@@ -357,8 +357,6 @@ class HookTree(ModelWeights, HookFront):
         time: Float[Tensor, " _"] | float | None = None,
         mode: str | None = None,
         block_start: Any = None,
-        causal_context: bool = True,
-        prompt_length: Any = None,
     ) -> Any:
         """One pass over `input_ids` [batch, pos]: raw logits, or what `return_type` selects.
 
@@ -381,9 +379,6 @@ class HookTree(ModelWeights, HookFront):
                 own positions. "draft" is the same with the checkpoint's adapter, if it has one, in the block. By
                 default all tokens see each other.
             block_start: the first column of the block of a "denoise" or "draft" pass.
-            causal_context: False for the sampler's other regime: the prompt and each finished block see all of
-                themselves, in a "denoise" or "commit" pass with `block_start`, or a "prefill" pass over the prompt.
-            prompt_length: where the first block begins in that regime; by default the block is the first.
 
         Raises:
             PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
@@ -402,8 +397,7 @@ class HookTree(ModelWeights, HookFront):
         stream = input_ids if from_stream else None
         ids = input_ids.new_zeros(input_ids.shape[:2], dtype=torch.long) if from_stream else input_ids
 
-        rule = PassRule(mode, block_start, causal_context, prompt_length)
-        kind = self._kind_of(rule, ids.shape[1])
+        kind = self._kind_of(mode, block_start, ids.shape[1])
         loss = None if return_type not in partial_pass.LOSSES else self.loss_of(ids, attention_mask, targets, kind.mode)
 
         def run() -> Tensor:
@@ -438,24 +432,24 @@ class HookTree(ModelWeights, HookFront):
                 UserWarning,
             )
 
-    def _kind_of(self, rule: PassRule, length: int) -> PassKind:
+    def _kind_of(self, mode: str | None, block_start: Any, length: int) -> PassKind:
         """What a single pass over `length` columns is.
 
         Raises:
             SettingError: the model does not change its attention, or see `single_pass`.
         """
         if self.changes_attention:
-            return single_pass(rule, length, self.adapter is not None)
-        if rule == PassRule():
+            return single_pass(mode, block_start, length, self.adapter is not None)
+        if mode is None and block_start is None:
             return PassKind()
         raise SettingError(
-            f"mode=, block_start=, causal_context= and prompt_length= are for models whose attention changes from pass "
-            f"to pass; that of this {self.hf.config.model_type} model does not. Leave them out."
+            f"mode= and block_start= are for models whose attention changes from pass to pass; that of this "
+            f"{self.hf.config.model_type} model does not. Leave them out."
         )
 
     def loss_of(
         self, ids: Int[Tensor, "batch pos"], real: Tensor | None, targets: Tensor | None, mode: str | None = None
-    ) -> NextTokenLoss | MaskedLoss:
+    ) -> Loss:
         """The loss of a pass over `ids`, as a function of its logits; see losses.py.
 
         Raises:
@@ -464,7 +458,7 @@ class HookTree(ModelWeights, HookFront):
         if self.causal or mode in CAUSAL:
             if targets is not None:
                 raise SettingError("the targets of an autoregressive model are its input; leave targets= out.")
-            return NextTokenLoss(ids, real)
+            return next_token_loss(ids, real)
         if self.masks is None:
             raise SettingError(
                 "the loss of this model is not defined by one pass: its canvas is random tokens, none of which is "

@@ -11,7 +11,7 @@ pass stays causal within itself, whatever a later pass opens.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -57,37 +57,17 @@ def changes_attention(config: Any) -> bool:
     return bool(getattr(config, CHANGES, False))
 
 
-class PassRule(NamedTuple):
-    """What the user says of a single pass.
-
-    Attributes:
-        mode: see `ForwardPass.mode`; None for a pass that sees all tokens.
-        block_start: first column of the block of a "denoise" or "draft" pass.
-        causal_context: whether attention within the text before the block is causal. False: the prompt, and each block
-            after it, sees all of itself, and so does the block of a "commit" pass, or the prompt of a "prefill" pass.
-        prompt_length: where the first block begins, if the context is not causal; None for `block_start`.
-    """
-
-    mode: Any = None
-    block_start: Any = None
-    causal_context: bool = True
-    prompt_length: Any = None
-
-
-def single_pass(rule: PassRule, length: int, adapted: bool) -> PassKind:
+def single_pass(mode: Any, block_start: Any, length: int, adapted: bool) -> PassKind:
     """The kind of a pass over `length` columns outside a run, whose block ends with the last column.
 
     Args:
+        mode: see `ForwardPass.mode`; None for a pass that sees all tokens.
+        block_start: first column of the block of a "denoise" or "draft" pass.
         adapted: whether the checkpoint has an adapter, which a "draft" pass uses.
 
     Raises:
-        SettingError: there is no such mode, or another argument does not fit it.
+        SettingError: there is no such mode, or `block_start` does not fit it.
     """
-    mode, block_start = rule.mode, rule.block_start
-    if not rule.causal_context:
-        return _bidirectional(rule, length)
-    if rule.prompt_length is not None:
-        raise SettingError("prompt_length= says where blocks begin if causal_context=False; leave it out.")
     if mode is None and block_start is None:
         return PassKind()
     if mode not in (*CAUSAL, *IN_BLOCK):
@@ -106,28 +86,3 @@ def single_pass(rule: PassRule, length: int, adapted: bool) -> PassKind:
             f"{length - 1}; got {block_start!r}."
         )
     return PassKind(mode, (range(first, length),), adapted and mode == "draft")
-
-
-def _bidirectional(rule: PassRule, length: int) -> PassKind:
-    """The kind of a pass whose prompt and finished blocks see all of themselves.
-
-    Raises:
-        SettingError: no pass of this mode has such a context, or the columns are not those of equal blocks.
-    """
-    if rule.mode == "prefill" and rule.block_start is None and rule.prompt_length is None:
-        return PassKind("prefill", (range(length),))
-    if rule.mode not in ("denoise", "commit"):
-        raise SettingError(
-            f"causal_context=False is for 'denoise' and 'commit' passes with block_start=, and for a 'prefill' pass "
-            f"over the prompt alone; got mode={rule.mode!r}."
-        )
-    start = as_integer(rule.block_start)
-    first = start if rule.prompt_length is None else as_integer(rule.prompt_length)
-    if start is None or first is None or not 0 <= first <= start < length or (start - first) % (length - start):
-        raise SettingError(
-            f"the block from block_start= to the last column, {length - 1}, must follow the prompt of prompt_length= "
-            f"columns after complete blocks of its length; got block_start={rule.block_start!r} and "
-            f"prompt_length={rule.prompt_length!r}."
-        )
-    blocks = (range(at, at + length - start) for at in range(first, length, length - start))
-    return PassKind(rule.mode, (range(first), *blocks))

@@ -134,7 +134,7 @@ def test_weights_have_transformer_lens_names_and_no_gate_branch(reference, model
     assert (model.cfg.normalization_type, model.cfg.gated_mlp, model.cfg.final_rms) == ("LN", False, False)
     with pytest.raises(SettingError, match="the MLP of this model has no gate"):
         _ = model.W_gate
-    with pytest.raises(HookNameError, match=r"no hook point is called .blocks\.0\.mlp\.hook_pre_linear."):
+    with pytest.raises(HookNameError, match=r"blocks.0.mlp has no hook_pre_linear in this model"):
         model.run_with_cache(torch.zeros(1, 4, dtype=torch.long), names_filter="blocks.0.mlp.hook_pre_linear", time=0.1)
 
 

@@ -188,9 +188,9 @@ def test_a_pass_of_a_run_is_the_single_pass_of_its_mode(reference, number):
         if mode == "denoise":
             seen = seen | (block[:, None] == block[-1]) & (block == block[-1])
         assert torch.equal(kept[step][0] > 0, seen.expand(4, -1, -1)), (step, mode)
-        given = {"block_start": length - size} if mode == "denoise" or (mode == "commit" and not causal) else {}
-        given |= {} if causal else {"causal_context": False}
-        given |= {"prompt_length": prompt} if given.get("block_start") and not causal else {}
+        if not causal:
+            continue
+        given = {"block_start": length - size} if mode == "denoise" else {}
         _, cache = run.model.run_with_cache(run.canvas[:, step, :length], mode=mode, **given)
         torch.testing.assert_close(cache["pattern", 1], kept[step], rtol=0, atol=2e-5)
 
@@ -233,16 +233,10 @@ def test_a_checkpoint_without_its_adapter_drafts_without_it(reference, tmp_path)
     assert alone.fingerprint != reference.load().fingerprint
 
 
-CONTEXT = {"causal_context": False}
 PASS_REFUSED = [
     ({"mode": "autoregressive"}, "mode must be one of 'causal', 'prefill'"),
     ({"mode": "denoise"}, r"needs block_start=.*0 to 25; got None"),
     ({"mode": "causal", "block_start": 3}, "has no block; leave block_start= out"),
-    ({"mode": "causal"} | CONTEXT, "causal_context=False is for 'denoise' and 'commit' passes"),
-    ({"mode": "draft", "block_start": 18} | CONTEXT, "causal_context=False is for 'denoise' and 'commit' passes"),
-    ({"mode": "denoise", "block_start": 18, "prompt_length": 11} | CONTEXT,
-     r"must follow the prompt of prompt_length= columns after complete blocks"),
-    ({"mode": "denoise", "block_start": 18, "prompt_length": 10}, r"prompt_length= says where blocks begin if causal"),
 ]  # fmt: skip
 RUN_REFUSED = [
     ({"mode": "diffuse"}, r"mode='diffuse' must be one of 'autoregressive'.*Nearest: diffusion"),

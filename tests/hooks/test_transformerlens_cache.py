@@ -55,19 +55,6 @@ def test_a_given_dictionary_receives_the_requested_names(model):
     close(store["blocks.-1.hook_out"], plain_pass(model, ids).values["blocks.2.hook_resid_post"])
 
 
-def test_the_deprecated_names_of_caching_hooks_still_cache(model):
-    ids, every, some = random_ids(), {}, {}
-    with pytest.warns(DeprecationWarning, match="use run_with_cache or add_caching_hooks"):
-        model.cache_all(every)
-    with pytest.warns(DeprecationWarning, match="use run_with_cache or add_caching_hooks"):
-        model.cache_some(some, lambda name: name.endswith("mlp.hook_out"))
-    model(ids)
-    plain = plain_pass(model, ids).values
-    assert list(every) == list(plain)
-    assert list(some) == [f"blocks.{layer}.hook_mlp_out" for layer in range(3)]
-    close(some["blocks.1.hook_mlp_out"], plain["blocks.1.hook_mlp_out"])
-
-
 @pytest.mark.parametrize("chosen", [TYPO, ["hook_embed", TYPO], (TYPO,)])
 @pytest.mark.parametrize("front", ["get_caching_hooks", "add_caching_hooks", "list_hooks", "run_with_cache"])
 def test_a_name_of_no_point_is_refused_with_the_nearest_names(model, front, chosen):

@@ -72,7 +72,6 @@ def test_circuits_pair_each_query_head_with_its_group(architecture, causal):
             group = head // (HEADS // KV_HEADS)
             close(model.QK[layer, head].AB, model.W_Q[layer, head] @ model.W_K[layer, group].T)
             close(model.OV[layer, head].AB, model.W_V[layer, group] @ model.W_O[layer, head])
-    assert model.QK_for_attn_layers()[0] == model.OV_for_attn_layers()[0] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("mode", ["Q", "K", "V"])
