@@ -134,7 +134,11 @@ class PromptReader:
             _check_keys(prompt)
             ids, mask = prompt["input_ids"], prompt.get("attention_mask")
         if mask is None and isinstance(ids, PaddedIds):
-            self._refuse_written(ids)
+            if ids.written():
+                raise PromptError(
+                    f"a token was written over the padding of these ids (token {ids.pad}), where it would be ignored; "
+                    f"pass attention_mask= with 1 on it, or the texts themselves."
+                )
             mask = ids.is_real
         found = self._ids(ids, side)
         if _unmarked(prompt):
@@ -202,21 +206,13 @@ class PromptReader:
 
     def _refuse_padding(self, ids: Int[Tensor, "batch pos"], side: str, lone: int) -> None:
         """Reject rows that look padded: their counts of leading padding tokens differ, or are all `lone` or more."""
-        if self.tokenizer is None:
-            return  # the padding token is unknown
         runs = _leading(ids, self.pad)
-        if bool((runs != runs[0]).any()) or int(runs[0]) >= lone:
+        known = self.tokenizer is not None  # else the padding token is unknown
+        if known and (bool((runs != runs[0]).any()) or int(runs[0]) >= lone):
             raise PromptError(
                 f"rows of these ids {side} with {int(runs.min())} to {int(runs.max())} tokens {self.pad}, the padding "
                 f"token; ids alone do not show whether that is padding. Pass a dict with input_ids and attention_mask, "
                 f"as the tokenizer returns it, or the texts themselves."
-            )
-
-    def _refuse_written(self, ids: PaddedIds) -> None:
-        if ids.written():
-            raise PromptError(
-                f"a token was written over the padding of these ids (token {ids.pad}), where it would be ignored; pass "
-                f"attention_mask= with 1 on it, or the texts themselves."
             )
 
     def _row(self, text: str, chat_template: bool | str, prepend_bos: bool | None) -> list[int]:
@@ -300,12 +296,12 @@ def marks(mask: Any, real: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos
         found = torch.atleast_2d(torch.as_tensor(mask))
     except (TypeError, ValueError, RuntimeError):
         raise PromptError(f"{MARKS}, {list(real.shape)}; got {mask!r:.60} ({type(mask).__name__}).") from None
-    if found.shape != real.shape:
-        raise PromptError(f"{MARKS}, {list(real.shape)}; got {list(found.shape)}.")
-    if not bool(((found == 0) | (found == 1)).all()):
-        raise PromptError(f"{MARKS}; got values from {found.min().item()} to {found.max().item()}.")
-    if not bool(found.any(dim=1).all()):
-        raise PromptError(f"{MARKS}; one of its rows has no real token.")
+    fits = found.shape == real.shape and bool(((found == 0) | (found == 1)).all() & found.any(dim=1).all())
+    if not fits:
+        raise PromptError(
+            f"{MARKS}, {list(real.shape)}, with a real token in each row; got {list(found.shape)}, "
+            f"{found.tolist()!s:.60}."
+        )
     return found.to(real.device).bool()
 
 
@@ -332,20 +328,19 @@ def _leading(ids: Int[Tensor, "batch pos"], token: int) -> Int[Tensor, " batch"]
 
 def _texts(prompt: Any) -> list[str] | None:
     """The texts of a prompt; None if it is not text."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, Sequence) and len(prompt) and all(isinstance(text, str) for text in prompt):
-        return list(prompt)
-    return None
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    is_text = isinstance(texts, Sequence) and len(texts) and all(isinstance(text, str) for text in texts)
+    return list(texts) if is_text else None
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:
     known = ("input_ids", "attention_mask", *UNUSED)
     for key in prompt:
-        if key in IMAGES:
-            raise PromptError(f"the prompt has {key}, but sinklens reads text only; pass a prompt without images.")
         if key not in known:
-            raise PromptError(f"a dict prompt has input_ids and attention_mask; got {key!r}.{nearest(str(key), known)}")
+            images = " sinklens reads text only; pass a prompt without images." if key in IMAGES else ""
+            raise PromptError(
+                f"a dict prompt has input_ids and attention_mask; got {key!r}.{images or nearest(str(key), known)}"
+            )
     if "input_ids" not in prompt:
         raise PromptError(f"a dict prompt needs input_ids; got {', '.join(prompt) or 'an empty dict'}.")
 
@@ -400,11 +395,9 @@ def _array(given: Tensor | np.ndarray, empty: bool = False) -> Int[Tensor, "batc
 
 
 def _from_numpy(given: np.ndarray) -> Tensor:
-    if given.dtype.kind in "iu":
-        return torch.from_numpy(given.astype(np.int64))
-    if given.dtype.kind in "bf":
-        return torch.from_numpy(given)
-    raise PromptError(f"{ALLOWED}; got an array of {given.dtype}.")
+    if given.dtype.kind not in "iubf":
+        raise PromptError(f"{ALLOWED}; got an array of {given.dtype}.")
+    return torch.from_numpy(given.astype(np.int64) if given.dtype.kind in "iu" else given)
 
 
 def _is_integer(dtype: torch.dtype) -> bool:

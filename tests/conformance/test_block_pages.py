@@ -7,8 +7,6 @@ from watching import PADDED
 
 import sinklens
 from sinklens.errors import TrackError
-from sinklens.evaluation import LedgerRun, evaluate, masking
-from sinklens.evaluation.protocols import find_protocol
 from sinklens.sinks import SinkTrack
 from sinklens.views import report, terminal
 
@@ -38,15 +36,3 @@ def test_units_that_count_queries_are_refused(worded):
         cached.scores("fraction")
     mean = plain.scores() / plain.data["is_real"].sum("pos")  # every position is a query
     assert np.allclose(plain.scores("fraction").fillna(0), mean.fillna(0))
-
-
-def test_an_evaluation_runs_and_gives_a_row_the_same_answer_in_any_batch(worded, tmp_path):
-    records = []
-    for batch in (1, 3):
-        ledger = tmp_path / str(batch)
-        protocol = find_protocol("tiny-gsm").with_settings({"gen_length": 8})
-        evaluate(worded("sdar"), protocol, masking([1]), ledger, limit=3, batch=batch)
-        found = [(run.name, record) for run in LedgerRun.all(ledger) for record in run.records()]
-        records.append({(name, record["sample"]): record["tokens"] for name, record in found})
-    assert records[0] == records[1]
-    assert len(records[0]) == 6

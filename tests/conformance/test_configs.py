@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import change_config, word_tokenizer
+from layouts import change_config
 from safetensors.torch import load_file, save_file
 from stored.folders import largest_difference
 from stored.runs import open_folder
@@ -265,18 +265,3 @@ def test_more_stored_rows_than_the_config_names_are_tokens(conformance, tmp_path
     with torch.no_grad():
         logits = model(reference.tensors["input_ids"])
     assert largest_difference(logits[..., :-2], reference.tensors["logits"]) < 1e-4
-
-
-def test_a_folder_with_a_tokenizer_loads_without_the_checkpoints_code(conformance, tmp_path):
-    folder = open_folder(conformance / "llada-moe").write(tmp_path)
-    word_tokenizer(folder)
-    run = sinklens.generate(sinklens.load(folder), "w7 w8", gen_length=4)
-    assert isinstance(run.text, str)
-
-
-def test_a_fused_weight_is_split_into_queries_keys_and_values(conformance):
-    reference = open_folder(conformance / "llada2-moe")
-    fused = load_file(reference.path / "model.safetensors")["model.layers.1.attention.query_key_value.weight"]
-    attn = reference.load(block_length=8).tree.hf.model.layers[1].self_attn
-    for projection, stored in zip((attn.q_proj, attn.k_proj, attn.v_proj), fused.split([64, 32, 32]), strict=True):
-        assert torch.equal(projection.weight, stored)

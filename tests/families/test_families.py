@@ -3,10 +3,9 @@
 import re
 
 import pytest
-from building import random_hf
-from layouts import ARCHITECTURES, causal, llada_names, public_weights
+from layouts import ARCHITECTURES, causal
 
-from sinklens.families import FAMILIES, SAMPLERS, family_named
+from sinklens.families import FAMILIES, SAMPLERS
 from sinklens.families.dit import DitConfig, DitForMaskedLM
 from sinklens.hooks.architectures import ARCHITECTURES as WITH_POINTS
 from sinklens.model.files import rename
@@ -63,16 +62,6 @@ def test_family_has_hook_points_and_a_sampler(family):
     assert family.causal == causal(family.name) == (family.sampler == "autoregressive")
 
 
-@pytest.mark.parametrize("family", STANDARD, ids=lambda family: family.name)
-def test_public_names_become_exactly_the_parameters_of_the_class(family):
-    hf = random_hf(ARCHITECTURES[family.name], family.causal)
-    renamed = {
-        rename(public, family.renames): tuple(value.shape) for public, value in public_weights(family.name, hf).items()
-    }
-    shapes = {name: tuple(value.shape) for name, value in hf.state_dict().items()}
-    assert renamed == stored_shapes(shapes, family.fused)
-
-
 @pytest.mark.parametrize("prefix", ["", "backbone."])
 @pytest.mark.parametrize("family", DIT, ids=lambda family: family.name)
 def test_names_of_a_modulated_network_become_exactly_its_parameters(family, prefix):
@@ -84,12 +73,3 @@ def test_names_of_a_modulated_network_become_exactly_its_parameters(family, pref
     assert renamed == stored_shapes(shapes, family.fused)
     assert all(re.search(family.ignored, name) for name in DIT_RECOMPUTED)
     assert not any(re.search(family.ignored, name) for name in renamed)
-
-
-@pytest.mark.parametrize("name", ["llada", "mmada"])
-def test_llada_names_map_to_llamas_by_plain_substitutions(name):
-    """ff_out is the head at the top level and the down projection in a block; patterns have at most one group."""
-    renames, names = family_named(name).renames, llada_names(layers=32)
-    assert {public: rename(public, renames) for public in names} == names
-    assert names["model.transformer.ff_out.weight"] == "lm_head.weight"
-    assert all(re.compile(pattern).groups <= 1 for pattern in renames)

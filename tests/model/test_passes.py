@@ -122,18 +122,6 @@ def test_ids_that_look_padded_on_the_right_warn(tiny_llada):
         tiny_llada(run.canvas[:1, -1])
 
 
-def test_invokes_may_be_padded_in_different_ways(tiny_llama):
-    right = tiny_llama.tokenizer([TEXT, OTHER], return_tensors="pt", padding=True, padding_side="right")
-    with tiny_llama.trace() as tracer:
-        with tracer.invoke(right):
-            first = tiny_llama.output.save()
-        with tracer.invoke(OTHER):
-            second = tiny_llama.output.save()
-    expected = tiny_llama([TEXT, OTHER])
-    torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(second[0, -3:], expected[1, -3:], atol=1e-4, rtol=1e-5)
-
-
 def test_a_start_token_is_left_out_on_request(tiny_llama):
     bare = tiny_llama.to_tokens(TEXT, prepend_bos=False)
     assert bare.shape[1] == tiny_llama.to_tokens(TEXT).shape[1] - 1

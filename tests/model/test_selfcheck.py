@@ -6,7 +6,6 @@ from dataclasses import replace
 import model_checks
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
 from building import KINDS, MIXED, plain_pass, random_hf, random_ids, random_model
 from nnsight import NNsight, TransformersModel
 
@@ -221,26 +220,8 @@ def source_a_layer(hf):
     return wrapped
 
 
-def accelerate(hf):
-    for layer in hf.model.layers:
-        add_hook_to_module(layer, ModelHook())
-    return hf
-
-
-def accelerate_after_nnsight(hf):
-    wrapped = NNsight(hf)
-    accelerate(hf)
-    return wrapped
-
-
-def accelerate_before_nnsight(hf):
-    return NNsight(accelerate(hf))
-
-
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(
-    "wrap", [NNsight, wrap_in_a_language_model, source_a_layer, accelerate_after_nnsight, accelerate_before_nnsight]
-)
+@pytest.mark.parametrize("wrap", [NNsight, wrap_in_a_language_model, source_a_layer])
 def test_a_model_that_nnsight_wrapped_first_shows_every_point(wrap):
     hf, ids = random_hf(), random_ids()
     wrapped = wrap(hf)
