@@ -6,9 +6,8 @@ ratios), m_s the mean of seed s over prompts, k seeds and θ the mean of g(m_s),
 
     g⁻¹(θ ± t₍k₋₁, 0.975₎ √(s² / k + v)),
 
-s² the variance of g(m_s) over the seeds, and v that of θ over resamples of the prompts, if all seeds answered the same
-(0 if each seed has its own: s² then contains their chance). Prompts that share a template, document or author are
-resampled by it.
+s² the variance of g(m_s) over the seeds, and v that of θ over resamples of the prompts, which all seeds answered.
+Prompts that share a template, document or author are resampled by it.
 
 The rule: a verdict other than "cannot tell" requires that this interval excludes the threshold. If the mean of all
 possible seeds is the threshold, that happens in at most 5 % of all cases, however much seeds vary beside prompts
@@ -30,7 +29,6 @@ from jaxtyping import Float
 
 from sinklens.analyses.estimates.scales import DIFFERENCE, LINEAR, SHARE, Scale
 from sinklens.analyses.estimates.tables import RANGES, known_mean
-from sinklens.errors import SettingError
 from sinklens.utils.estimates import Estimate, resampling_weights
 
 if TYPE_CHECKING:
@@ -66,35 +64,18 @@ def over_seeds(
 
 
 def hierarchical(
-    values: Sequence[Float[np.ndarray, " _"]],
-    paired: bool = True,
-    seed: int = 0,
-    scale: Scale = LINEAR,
-    group: Sequence[str] = (),
+    values: Sequence[Float[np.ndarray, " prompt"]], seed: int = 0, scale: Scale = LINEAR, group: Sequence[str] = ()
 ) -> Estimate:
-    """Mean over seeds and prompts with the module's interval.
+    """Mean over seeds and prompts with the module's interval, of seeds that answered the same prompts.
 
     Args:
-        values: one array for each seed; NaN prompts are left out.
-        paired: whether all seeds answered the same prompts, in the same order. False: each seed has its own prompts,
-            and their numbers may differ.
+        values: one array for each seed, in the same order of prompts; NaN prompts are left out.
         scale: that of the measure.
-        group: what each prompt of paired seeds shares with others; v is then of resamples of groups.
-
-    Raises:
-        SettingError: there is no seed, paired seeds have different numbers of prompts, or there is one group only.
+        group: what each prompt shares with others, at least two groups; v is then of resamples of groups.
     """
-    arrays = [np.asarray(part, dtype=np.float64) for part in values]
-    if not arrays:
-        raise SettingError("an estimate over seeds needs at least one seed; got none.")
-    sizes = sorted({len(part) for part in arrays})
-    if paired and len(sizes) > 1:
-        raise SettingError(
-            f"paired seeds must have answered the same prompts; got {' and '.join(map(str, sizes))} prompts. Give the "
-            f"same prompts, or paired=False for prompts that differ between seeds."
-        )
-    resolution = 1 / max(len(part) for part in arrays)
-    shared = _shared_variance(np.stack(arrays), scale, resolution, seed, group) if paired else 0.0
+    arrays = np.stack([np.asarray(part, dtype=np.float64) for part in values])
+    resolution = 1 / arrays.shape[1]
+    shared = _shared_variance(arrays, scale, resolution, seed, group)
     return over_seeds([known_mean(part) for part in arrays], shared, scale, resolution)
 
 
@@ -107,8 +88,6 @@ def _shared_variance(
     """
     units = np.unique(list(group), return_inverse=True)[1] if len(group) else np.arange(values.shape[1])
     number = int(units.max()) + 1
-    if len(group) and number < 2:
-        raise SettingError(f"all prompts are of one group ({group[0]}), whose chance cannot be estimated; omit group.")
     drawn = resampling_weights(number, np.random.default_rng(seed))[:, units]
     known = ~np.isnan(values)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -150,9 +129,6 @@ def seeds_table(
         One row per variable and entry along its axes other than ``prompt``: ``measure``, the entry's labels,
         ``estimate``, ``low``, ``high``, ``seeds`` (their number), ``scale``, ``p`` (NaN for a measurement),
         and ``by_seed``, their estimates in order of the models.
-
-    Raises:
-        SettingError: as in `hierarchical`.
     """
     from pandas import DataFrame
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int
+from stored.draws import given_draws
 from stored.folders import ReferenceFolder, StoredRun
 from torch import Tensor
 
@@ -47,46 +49,6 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
     return found | {"denoising_steps": given["steps"] // blocks, "neg_entropy": given["neg_entropy"]}
 
 
-class _Row:
-    """One row of a stored run of DiffuLLaMA: the hooks that give a run its tokens and random numbers."""
-
-    def __init__(self, folder: ReferenceFolder, number: int, row: int) -> None:
-        stored, name = folder.tensors, f"gen{number}"
-        self.ids, self.given = stored[f"{name}.input_ids"][row].long(), stored[f"{name}.src_mask"][row].bool()
-        self.prefix = int((~self.given).long().argmax())
-        passes = stored[f"{name}.canvas"].shape[1]
-        self._numbers = torch.zeros(passes, len(self.ids), 2, dtype=torch.float64)
-        for place, key in enumerate(("draws", "keep_draws")):
-            if f"{name}.{key}" in stored:
-                drawn = (stored[f"{name}.{key}"][row].double() + 0.5) / 65536
-                self._numbers[: len(drawn), :, place] = drawn
-        self._numbers[:, 1:, 0] = self._numbers[:, :-1, 0].clone()  # the draw at i proposes the token of i + 1
-
-    @property
-    def hooks(self) -> list[Any]:
-        """The hooks of a run."""
-        return [
-            ("denoise.hook_canvas", self._fill),
-            ("denoise.hook_uniform", self._uniform),
-            ("denoise.hook_candidates", self._propose_first),
-        ]
-
-    def _fill(self, value: Tensor, hook: Any) -> Tensor:
-        """At the first canvas: the tokens that are given after a gap."""
-        if hook.step == 0:
-            value[0, self.given] = self.ids[self.given].to(value.device)
-        return value
-
-    def _uniform(self, value: Tensor, hook: Any) -> Tensor:
-        return self._numbers[hook.step][None].to(value.device)
-
-    def _propose_first(self, value: Tensor, hook: Any) -> Tensor:
-        """Nothing predicts position 0; the reference proposes the first id of its input."""
-        if not self.prefix:
-            value[:, 0] = self.ids[0]
-        return value
-
-
 def diffullama(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterator[StoredRun]:
     """Runs of both of the authors' samplers, row by row."""
     settings = {"steps": given["diffusion_steps"], "temperature": given["logits_temp"]}
@@ -94,12 +56,37 @@ def diffullama(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> I
         settings |= {"top_p": given["topp_temp"]}
     else:
         settings |= {"order": "confidence", "top_p": 1.0, "greedy": given["greedy"]}
-    stored, mask = folder.tensors, folder.facts["mask_token_id"]
-    canvases = stored[f"gen{number}.canvas"].long()
-    result = torch.nn.functional.pad(stored[f"gen{number}.result"].long(), (1, 0), value=-1)
+    stored, name = folder.tensors, f"gen{number}"
+    canvases = stored[f"{name}.canvas"].long()
+    result = torch.nn.functional.pad(stored[f"{name}.result"].long(), (1, 0), value=-1)
     for row in range(given["batch"]):
-        one = _Row(folder, number, row)
-        masked = (canvases[row] == mask).any(dim=1)
-        more = {"gen_length": len(one.ids) - one.prefix, "hooks": one.hooks}
-        prompt = [one.ids[: one.prefix].tolist()]
-        yield StoredRun(number, prompt, settings | more, canvases[:, masked], result, slice(row, row + 1))
+        ids, fixed = stored[f"{name}.input_ids"][row].long(), stored[f"{name}.src_mask"][row].bool()
+        prefix, masked = int((~fixed).long().argmax()), (canvases[row] == folder.facts["mask_token_id"]).any(dim=1)
+        numbers = torch.zeros(canvases.shape[1], 1, len(ids), 2, dtype=torch.float64)
+        for place, key in enumerate(("draws", "keep_draws")):
+            if f"{name}.{key}" in stored:
+                drawn = (stored[f"{name}.{key}"][row].double() + 0.5) / 65536
+                numbers[: len(drawn), 0, :, place] = drawn
+        numbers[:, :, 1:, 0] = numbers[:, :, :-1, 0].clone()  # the draw at i proposes the token of i + 1
+        hooks = [given_draws("hook_uniform", numbers), *_fixed(ids, fixed, prefix)]
+        more = {"gen_length": len(ids) - prefix, "hooks": hooks}
+        yield StoredRun(
+            number, [ids[:prefix].tolist()], settings | more, canvases[:, masked], result, slice(row, row + 1)
+        )
+
+
+def _fixed(ids: Int[Tensor, " pos"], fixed: Bool[Tensor, " pos"], prefix: int) -> list[tuple[str, Any]]:
+    """Hooks that write the tokens that are given after a gap into the first canvas; and propose the first id of the
+    input at position 0, which nothing predicts.
+    """
+
+    def fill(value: Tensor, hook: Any) -> Tensor:
+        if hook.step == 0:
+            value[0, fixed] = ids[fixed].to(value.device)
+        return value
+
+    def propose_first(value: Tensor, hook: Any) -> Tensor:
+        value[:, 0] = ids[0]
+        return value
+
+    return [("denoise.hook_canvas", fill), *([] if prefix else [("denoise.hook_candidates", propose_first)])]

@@ -72,19 +72,9 @@ def bd3lm(folder: ReferenceFolder, number: int, given: dict[str, Any]) -> Iterat
     settings |= {"sliding": True} if size > folder.load().cfg.n_ctx else {}
     run = _run(folder, number, size - 1, settings, uniform, entering.transpose(0, 1))
     if given["first_hitting"]:
-        run.settings["hooks"].append(("denoise.hook_commit", _Written(entering != after)))
+        run.settings["hooks"].append(given_draws("hook_commit", entering != after))
     result = run.result.masked_fill(run.result == 0, -1) if given["token_0_written_at_t_0"] else run.result
     yield run._replace(prompt=[[folder.facts["bos_token_id"]]], result=result)
-
-
-class _Written:
-    """Returns the positions that the stored step wrote."""
-
-    def __init__(self, changed: Tensor) -> None:
-        self._changed = changed
-
-    def __call__(self, value: Tensor, hook: Any) -> Tensor:
-        return self._changed[hook.step].to(value.device)
 
 
 def _uniform(folder: ReferenceFolder, number: int) -> Float[Tensor, "step batch *drawn"]:

@@ -13,7 +13,6 @@ from sinklens.analyses.estimates.tables import verdict
 from sinklens.analyses.nulls import COMPARED
 from sinklens.analyses.results import Findings
 from sinklens.analyses.seeds import write_seeds
-from sinklens.errors import SettingError
 from sinklens.utils import estimates
 
 NAN = float("nan")
@@ -77,14 +76,6 @@ def test_scales_are_declared_or_known_by_name(name, declared, difference, scale)
     assert scale_of(name, declared, difference=difference) is scale
 
 
-def test_the_estimate_is_the_mean_of_the_seeds_means():
-    values = [np.array([1.0, 3.0]), np.array([4.0]), np.array([NAN, 6.0, 7.0, 8.0])]
-    found = hierarchical(values, paired=False)
-    assert found.value == pytest.approx(13 / 3)
-    assert found.low < 2 < 7 < found.high  # three seeds say little
-    assert hierarchical(values, paired=False) == found
-
-
 def test_the_interval_is_the_t_interval_of_the_seeds_on_the_scale():
     found = over_seeds([0.367, 0.852, 0.748], 0.0, SHARE)
     expected = t.interval(0.95, 2, logit([0.367, 0.852, 0.748]).mean(), sem(logit([0.367, 0.852, 0.748])))
@@ -139,12 +130,3 @@ def test_entries_are_matched_by_label_although_models_have_different_ones():
         assert table.loc["a", "by_seed"] == "1 1"
         assert table.loc["b", "estimate"] == 2.5
         assert np.isnan(table.loc["9", "estimate"])
-
-
-def test_impossible_seeds_are_refused():
-    with pytest.raises(SettingError, match=r"at least one seed; got none"):
-        hierarchical([])
-    with pytest.raises(SettingError, match=r"the same prompts; got 2 and 3 prompts.*paired=False"):
-        hierarchical([np.zeros(2), np.zeros(3)])
-    with pytest.raises(SettingError, match="all prompts are of one group \\(a\\), whose chance cannot be estimated"):
-        hierarchical([np.zeros(9)] * 2, group=["a"] * 9)
