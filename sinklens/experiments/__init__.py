@@ -32,7 +32,7 @@ from sinklens.experiments.infilling import holes
 from sinklens.experiments.jumps import jump_undone, sink_jumps
 from sinklens.experiments.lens import LogitLens, TunedLens, logit_lens
 from sinklens.experiments.lens_fits import train_tuned_lens
-from sinklens.experiments.metrics import AtPosition, StepOutput
+from sinklens.experiments.metrics import StepOutput
 from sinklens.experiments.nll.estimate import likelihood
 from sinklens.experiments.nll.result import Likelihood, likelihood_difference
 from sinklens.experiments.reference_runs import difference_of_means, donors, head_outputs, input_norms
@@ -51,7 +51,6 @@ from sinklens.experiments.sweeps import sweep
 from sinklens.experiments.writers import write_attribution
 
 __all__ = [
-    "AtPosition",
     "Circuit",
     "Effect",
     "Likelihood",

@@ -36,7 +36,6 @@ from torch import Tensor
 from sinklens.errors import SettingError
 from sinklens.experiments.attribution import EMBED, LogitMetric, Pair, differentiable, metric_value, wide
 from sinklens.experiments.step_ids import exact_step
-from sinklens.experiments.sweeps import activation_bytes, rows_within
 from sinklens.hooks.modulation import Time
 from sinklens.hooks.points import Point
 from sinklens.interventions.circuits import receivers_of, senders_of
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
 
-ON_CPU = 16  # more copies of the batch per pass are slower on a CPU, whose caches they exceed
+COPIES = 16  # of the batch in a pass; more are slower on a CPU, whose caches they exceed
 EVERY = "all"
 
 
@@ -119,8 +118,7 @@ def path_patching_effects(
     time: Time = None,
     senders: Sequence[str] | None = None,
     receivers: Sequence[str] | None = None,
-    memory_gb: float | int = 2.0,
-    edges_per_pass: int | None = None,
+    edges_per_pass: int = COPIES,
 ) -> xr.Dataset:
     """The true effect of patching each edge with its value in the clean pass.
 
@@ -129,11 +127,10 @@ def path_patching_effects(
 
     Args:
         senders, receivers: labels, as in `PathPatch`; None means all.
-        memory_gb: budget for everything a pass holds besides the weights, in 10⁹ bytes; see `activation_bytes`.
-        edges_per_pass: number of edges per pass, instead of a budget.
+        edges_per_pass: number of edges per pass.
 
     Raises:
-        SettingError: also a budget below one edge, or fewer edges per pass than 1.
+        SettingError: also fewer edges per pass than 1.
     """
     refuse_indirect(model, "a table of edges")
     first = senders_of(model) if senders is None else [Sender.named(name, model) for name in senders]
@@ -147,23 +144,12 @@ def path_patching_effects(
     before = metric_value(metric, corrupted_logits)
     edges = [(row, column) for column in range(len(last)) for row in range(len(first))]
     edges = [(row, column) for row, column in edges if first[row].depth < last[column].depth]
-    given = read_as(Count | None, "edges_per_pass", edges_per_pass)
-    size = copies_within(pair, memory_gb) if given is None else given
+    size = read_as(Count, "edges_per_pass", edges_per_pass)
     effects = torch.full((len(first), len(last)), torch.nan)
     listed = [(changes[row], [last[column]]) for row, column in edges]
     for (row, column), logits in zip(edges, _each_patched(pair, pair.corrupted, listed, size), strict=True):
         effects[row, column] = metric_value(metric, logits) - before
     return _table(effects, first, last, metric_value(metric, clean_logits), before)
-
-
-def copies_within(pair: Pair, memory_gb: float | int) -> int:
-    """Number of copies of the batch in a pass that the budget allows, each with another change of what is read."""
-    cfg, (rows, length) = pair.model.cfg, pair.corrupted.shape
-    logits = rows * length * cfg.d_vocab * (cfg.dtype.itemsize + 8)  # of one copy at a time
-    each = rows * (activation_bytes(pair.model, length) + 8 * length * cfg.d_model * cfg.dtype.itemsize)
-    rows_within(memory_gb, logits + each)  # refuses a budget below one edge
-    allowed = int((memory_gb * 1e9 - logits) // each)
-    return min(ON_CPU, allowed) if cfg.device.type == "cpu" else allowed
 
 
 Change = tuple[ResidualStream, Sequence[Receiver]]
@@ -279,7 +265,6 @@ def read_attribution(
     *,
     row: int = 0,
     readers: Mapping[str, Sequence[str]] | None = None,
-    memory_gb: float | int = 2.0,
 ) -> xr.Dataset:
     """The effect of a key's message on the predictions of a step, by the component that reads it.
 
@@ -296,7 +281,6 @@ def read_attribution(
             heads.
         readers: name -> labels of the components that read the change together, as the receivers of `PathPatch`. By
             default every later component alone.
-        memory_gb: as in `path_patching_effects`.
 
     Returns:
         ``kl`` over ``reader``: the KL divergence of the step's predictions from those of the unchanged pass, mean over
@@ -323,7 +307,7 @@ def read_attribution(
     places = places.to(here.ids.device)
     before = pair.values(pair.clean, [])[1][0, places].double().log_softmax(-1)
     values, listed = [], [(change, group) for group in groups.values()]
-    for logits in _each_patched(pair, pair.clean, listed, copies_within(pair, memory_gb)):
+    for logits in _each_patched(pair, pair.clean, listed, COPIES):
         after = logits[0, places].double().log_softmax(-1)
         values.append(float((before.exp() * (before - after)).sum(dim=-1).mean()))
     about = {"step": step, "layer": layer, "head": -1 if head is None else heads[0], "key": columns[place]}

@@ -129,43 +129,6 @@ def masked_share(run: "Generation") -> Float[np.ndarray, "batch step"]:
     return undecided[:, :-1] / np.maximum(undecided[:, :1], 1)
 
 
-class PredictedPlaces(NamedTuple):
-    """Positions whose tokens one pass predicts.
-
-    Attributes:
-        step: the step of the pass.
-        places: the positions, in columns of the canvas.
-    """
-
-    step: int
-    places: Bool[Tensor, "batch pos"]
-
-
-def predicted_places(run: "Generation") -> list[PredictedPlaces]:
-    """The passes that show what a run predicts.
-
-    Of a diffusion run these are all steps, with their undecided positions; of an autoregressive run the last step
-    alone, whose pass over the text predicts every token of the answer.
-    """
-    if not run.causal:
-        return [PredictedPlaces(step, run.undecided[:, step] & run.real) for step in range(run.steps_run)]
-    places = torch.zeros_like(run.real)
-    places[:, run.prompt_length : run.prompt_length + run.steps_run] = run.active[:, : run.steps_run]
-    return [PredictedPlaces(run.steps_run - 1, places)]
-
-
-def check_buckets(model: "Model", buckets: int) -> None:
-    """Check that runs of `model` can be split by the masked share.
-
-    Raises:
-        SettingError: no mask token, except of an autoregressive model with one bucket.
-    """
-    if model.causal and buckets != 1:
-        raise SettingError(f"{model.name} is autoregressive, so its passes have no masked share; pass buckets=1.")
-    if model.mask_token_id is None and not model.causal:
-        raise SettingError(f"lenses are split by the masked share, and {model.name} has no mask token.")
-
-
 def logit_lens(
     model: "Model",
     run: "Generation",

@@ -1,35 +1,23 @@
-"""Fits the maps of a `TunedLens` on runs of prompts: by training, or from Jacobians.
+"""Trains the maps of a `TunedLens` on runs of prompts.
 
 Runs of the prompts are read step by step with a separate pass, at the streams that predict a step's undecided positions
 (one position earlier where the stream at i predicts the token at i + 1, as in lens.py). An autoregressive run is one
 pass over its text, with the streams that predict the tokens of the answer. Each bucket of the masked share has its own
 maps.
 
-*Trained* (`train_tuned_lens`; Belrose et al., 2303.08112): each layer's map is trained with Adam on a random sample of
-the streams, from the identity, which is the logit lens, to minimize
+Each layer's map is trained with Adam on a random sample of the streams, from the identity, which is the logit lens, to
+minimize (Belrose et al., 2303.08112)
 
     KL(p ‖ q),    p the model's prediction, q the reading of the moved stream.
 
-*Jacobian* (`fit_jacobian_lens`): early streams are moved by what they do to the last one, to first order. For each
-layer l and bucket,
-
-    J_l = mean over passes of 1/|V| Σ_{t ∈ V} Σ_{t' ∈ T(t)} ∂h_last[t'] / ∂h_l[t],
-
-where V are these streams. A reading is softmax(W_U · norm(J_l h)), so J_l = I is the logit lens. For causal models
-(Gurnee et al., "Verbalizable Representations Form a Global Workspace in Language Models", 2026; as in TransformerLens
-4.3) T(t) are the valid positions from t on. A bidirectional model has no order, so here ``targets="all"`` is T(t) = V,
-and ``targets="own"`` is T(t) = {t}: what a position does to its own prediction. In a causal model, the derivatives at
-earlier positions are 0, so T(t) = V is the causal definition. h ↦ J h is the affine map with A = Jᵀ − 1 and b = 0.
-
-Limitation: readings at decided positions and in the prompt use maps that have not seen such streams. Derivatives of
-different passes may cancel in the mean; and with ``targets="own"`` one pass gives one position.
+Limitation: readings at decided positions and in the prompt use maps that have not seen such streams.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from sinklens.errors import SettingError
@@ -37,11 +25,9 @@ from sinklens.experiments.lens import (
     CONDITION,
     TunedLens,
     bucket_of,
-    check_buckets,
     conditions,
     log_probabilities,
     masked_share,
-    predicted_places,
     streams_before,
 )
 from sinklens.experiments.step_ids import exact_step
@@ -51,45 +37,6 @@ from sinklens.utils.integers import as_seed
 if TYPE_CHECKING:
     from sinklens.model import Model
     from sinklens.runs.result import Generation
-
-
-class _Pass(NamedTuple):
-    """A step of a run, and the streams of each row that predict its tokens."""
-
-    run: "Generation"
-    step: int
-    sources: Bool[Tensor, "batch pos"]
-    buckets: list[int]
-
-
-class _Fitted:
-    """A lens to be fitted, which is the logit lens so far, and the passes that it is fitted on."""
-
-    def __init__(self, model: "Model", buckets: int, **numbers: int) -> None:
-        check_buckets(model, buckets)
-        if min(buckets, *numbers.values()) < 1:
-            raise SettingError(f"buckets, {', '.join(numbers)} must be at least 1.")
-        layers, size = model.cfg.n_layers, model.cfg.d_model
-        self.lens = TunedLens(model.name, torch.zeros(buckets, layers, size, size), torch.zeros(buckets, layers, size))
-
-    def passes(self, model: "Model", prompts: Sequence[Any], rows: int, **settings: Any) -> Iterator[list[_Pass]]:
-        """The passes of runs of `rows` prompts each."""
-        for start in range(0, len(prompts), rows):
-            run = generate(model, list(prompts[start : start + rows]), record_sinks=False, progress=False, **settings)
-            level = bucket_of(masked_share(run), self.lens.buckets)
-            yield [
-                _Pass(run, step, streams_before(model, run.real, places), level[:, step].tolist())
-                for step, places in predicted_places(run)
-            ]
-
-    def check_all(self, found: Sequence[Sequence[Any]]) -> None:
-        """Check that every bucket has something to be fitted on."""
-        count = len(found)
-        for number in [number for number, parts in enumerate(found) if not parts]:
-            raise SettingError(
-                f"no step has a masked share above {number / count:.2f} and up to {(number + 1) / count:.2f}; pass "
-                f"fewer buckets, or settings with more steps."
-            )
 
 
 def train_tuned_lens(
@@ -123,19 +70,33 @@ def train_tuned_lens(
     Raises:
         SettingError: several buckets of an autoregressive model, a number below 1, or a bucket without positions.
     """
-    fitted = _Fitted(model, buckets, updates=updates, batch=batch, places=places, rows=rows)
-    drawn = torch.Generator().manual_seed(as_seed(seed))
+    _check(model, buckets, updates, batch, places, rows)
+    layers, size, drawn = model.cfg.n_layers, model.cfg.d_model, torch.Generator().manual_seed(as_seed(seed))
+    lens = TunedLens(model.name, torch.zeros(buckets, layers, size, size), torch.zeros(buckets, layers, size))
     kept: list[list[_Places]] = [[] for _ in range(buckets)]
-    for passes in fitted.passes(model, prompts, rows, seed=seed, chat_template=chat_template, **settings):
-        for one in passes:
-            for bucket, read in _read(one):
-                kept[bucket].append(read)
+    given: dict[str, Any] = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False}
+    for start in range(0, len(prompts), rows):
+        for bucket, read in _read(generate(model, list(prompts[start : start + rows]), **given, **settings), buckets):
+            kept[bucket].append(read)
         kept = [_sample(parts, places, drawn) for parts in kept]
-    fitted.check_all(kept)
     for number, parts in enumerate(kept):
+        if not parts:
+            raise SettingError(
+                f"no step has a masked share above {number / buckets:.2f} and up to {(number + 1) / buckets:.2f}; pass "
+                f"fewer buckets, or settings with more steps."
+            )
         found = _trained(model, _joined(parts), updates, batch, learning_rate, drawn)
-        fitted.lens.maps[number, :-1], fitted.lens.offsets[number, :-1] = found
-    return fitted.lens
+        lens.maps[number, :-1], lens.offsets[number, :-1] = found
+    return lens
+
+
+def _check(model: "Model", buckets: int, *numbers: int) -> None:
+    if model.causal and buckets != 1:
+        raise SettingError(f"{model.name} is autoregressive, so its passes have no masked share; pass buckets=1.")
+    if model.mask_token_id is None and not model.causal:
+        raise SettingError(f"lenses are split by the masked share, and {model.name} has no mask token.")
+    if min(buckets, *numbers) < 1:
+        raise SettingError("buckets, updates, batch, places and rows must be at least 1.")
 
 
 class _Places(NamedTuple):
@@ -168,16 +129,26 @@ def _sample(parts: list[_Places], places: int, drawn: torch.Generator) -> list[_
 
 
 @torch.no_grad()
-def _read(one: _Pass) -> Iterator[tuple[int, _Places]]:
-    """The bucket of each row of a pass, and its streams."""
-    model, (ids, real, time) = one.run.model, exact_step(one.run, one.step)
+def _read(run: "Generation", buckets: int) -> Iterator[tuple[int, _Places]]:
+    """The streams of each row and pass that predict its tokens, with their bucket.
+
+    Of a diffusion run these are all steps, with their undecided positions; of an autoregressive run the last step
+    alone, whose pass over the text predicts every token of the answer.
+    """
+    model, level = run.model, bucket_of(masked_share(run), buckets)
     points = [f"blocks.{layer}.hook_resid_post" for layer in range(model.cfg.n_layers)]
-    seen = model.tree.peek(ids, real, [*points, *conditions(model)], time)
-    streams = torch.stack([seen[name].float().cpu() for name in points])
-    for row, places in enumerate(one.sources[:, : ids.shape[1]]):
-        if count := int(places.sum()):
-            condition = seen[CONDITION][row].float().cpu().expand(count, -1) if CONDITION in seen else None
-            yield one.buckets[row], _Places(streams[:, row, places], condition)
+    for step in [run.steps_run - 1] if run.causal else range(run.steps_run):
+        predicted = run.undecided[:, step] & run.real
+        if run.causal:
+            predicted = torch.zeros_like(run.real)
+            predicted[:, run.prompt_length : run.prompt_length + run.steps_run] = run.active[:, : run.steps_run]
+        ids, real, time = exact_step(run, step)
+        seen = model.tree.peek(ids, real, [*points, *conditions(model)], time)
+        streams = torch.stack([seen[name].float().cpu() for name in points])
+        for row, places in enumerate(streams_before(model, run.real, predicted)[:, : ids.shape[1]]):
+            if count := int(places.sum()):
+                condition = seen[CONDITION][row].float().cpu().expand(count, -1) if CONDITION in seen else None
+                yield int(level[row, step]), _Places(streams[:, row, places], condition)
 
 
 def _trained(

@@ -51,19 +51,6 @@ class StepOutput(NamedTuple):
     first: int
 
 
-class AtPosition(NamedTuple):
-    """The name of an intervention of a `sweep` at a position; the result then has the axes layer, pos and step.
-
-    Attributes:
-        layer, position: where it acts.
-        step: the step that it names; None if it acts at all.
-    """
-
-    layer: int
-    position: int
-    step: int | None = None
-
-
 Metric = Callable[[StepOutput], Tensor | float | int]
 
 
@@ -218,26 +205,15 @@ class _MetricReader(Reader):
         return [("denoise.hook_canvas", canvas.hook), ("denoise.hook_logits", read)]
 
 
-def kind_of(name: Any) -> str:
-    """What a name of an intervention is: a text, or a place."""
-    if isinstance(name, AtPosition):
-        return "position" if name.step is None else "position and step"
-    if isinstance(name, tuple) and len(name) in (2, 3):
-        return f"place {len(name)}"
-    return "text" if isinstance(name, str) else "other"
-
-
 def at_places(found: xr.Dataset, names: Sequence[Any]) -> xr.Dataset:
-    """The values over the names of the interventions; of places over layer, head (or pos) and step."""
+    """The values over the names of the interventions; of places over layer, head and step."""
     if isinstance(names[0], str):
         return found.assign_coords(intervention=list(names))
-    second = "pos" if isinstance(names[0], AtPosition) else "head"
-    metric, axes = found["metric"], ["layer", second]
-    if kind_of(names[0]) in ("place 3", "position and step"):  # the value at the step that the name has
-        axes.append("step")
+    metric, axes = found["metric"], ["layer", "head", "step"][: len(names[0])]
+    if "step" in axes:  # the value at the step that the name has
         metric = metric.sel(step=xr.DataArray([name[2] for name in names], dims="intervention")).drop_vars("step")
-    index = pd.MultiIndex.from_tuples([tuple(name[: len(axes)]) for name in names], names=axes)
+    index = pd.MultiIndex.from_tuples(list(names), names=axes)
     grid = metric.assign_coords(xr.Coordinates.from_pandas_multiindex(index, "intervention")).unstack("intervention")
-    grid = grid.transpose("layer", second, "step", "prompt")
+    grid = grid.transpose("layer", "head", "step", "prompt")
     base = found["metric_base"].transpose("step", "prompt").sel(step=grid["step"])
     return xr.Dataset({"metric": grid, "metric_base": base})

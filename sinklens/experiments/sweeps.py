@@ -2,7 +2,7 @@
 
 `sweep` repeats the same prompts in one batch, once per intervention, and applies each intervention only to its own
 rows. The result is that of separate runs: hooks see only their rows, random numbers are drawn per row, and every row
-has its own canvas. The number of rows per pass follows from a memory budget.
+has its own canvas. `rows` is the most rows in a pass.
 
 Caveat: a matrix product rounds differently at another batch size, so logits agree to about 1e-5 and not bit for bit.
 Where two tokens are that close, a stacked run can choose the other one. With ``threshold=`` a row also waits for the
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.effects import compare, kept_places
-from sinklens.experiments.metrics import Metric, at_places, kind_of, measured
+from sinklens.experiments.metrics import Metric, at_places, measured
 from sinklens.experiments.stacking import Repeated, Stacked
 from sinklens.families.samplers import settings_for
 from sinklens.interventions.logits import MaskedLogits
@@ -33,9 +33,9 @@ from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import HookSource
 from sinklens.runs.request import RunRequest, hook_list
 from sinklens.runs.result import Generation
-from sinklens.sampling import Policy, Sampler
+from sinklens.sampling import Policy
 from sinklens.sampling.policies import CachePolicy, as_policy
-from sinklens.utils.arguments import Count, Number, Seed, read_as
+from sinklens.utils.arguments import Count, Seed, read_as
 from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ def sweep(
     *,
     metric: Metric | None = None,
     replay: bool = False,
-    memory_gb: float | int = 2.0,
-    rows: Count | None = None,
+    rows: Count = 32,
     out: str | Path | None = None,
     seed: Seed = 0,
     chat_template: bool | str = False,
@@ -67,14 +66,13 @@ def sweep(
         model: anything that `sinklens.load` accepts.
         prompts: one or several, as in `sinklens.generate`.
         interventions: name -> intervention, or list of interventions and (name, function) pairs. With `metric`, a name
-            may also be a place, ``(layer, head)``, ``(layer, head, step)`` or ``AtPosition(layer, position, step)``.
+            may also be a place, ``(layer, head)`` or ``(layer, head, step)``.
         metric: a function of a step's logits and canvas, `StepOutput` -> one number per prompt. The result is then
             ``metric`` and nothing else. Under replay a diffusion model runs only the steps that the interventions name,
             where these act on each step alone (`Intervention.within_step`).
         replay: force the base run's canvas at every step, to isolate each step's effect; adds ``kl`` and the other
             per-step measures of `compare`. Answers and canvases are then always the base run's.
-        memory_gb: budget for everything a pass holds besides the weights, in 10⁹ bytes; see `bytes_per_row`.
-        rows: rows per pass, instead of a budget; one intervention on one prompt is one row.
+        rows: most rows in a pass; one intervention on one prompt is one row. Pass fewer if memory runs out.
         out: folder in which finished parts are kept; an interrupted sweep of the same model, prompts, interventions
             and settings resumes from there. `sinklens.runs.identity.fingerprint` decides which interventions are
             the same.
@@ -88,10 +86,10 @@ def sweep(
         ``control_picked`` are NaN for an intervention without a control. A control without any key is not refused but
         has 0 here, and a `ControlWarning`. With `metric`: ``metric``
         [intervention, prompt, step], NaN at steps that were not run, and ``metric_base`` [prompt, step]; if the names
-        are places, [layer, head, step, prompt], or with ``pos`` in place of ``head``.
+        are places, [layer, head, step, prompt].
 
     Raises:
-        SettingError: no prompt or intervention, a budget below one row, an intervention that makes the canvas longer
+        SettingError: no prompt or intervention, an intervention that makes the canvas longer
             under replay, or, with `out`, an intervention that cannot be fingerprinted; `metric` with `out` or `cache`,
             or a metric that does not return one number per prompt; a cache policy that this run cannot have; replay
             with cached blocks (``use_cache=True``), whose steps lack the logits of later blocks.
@@ -111,17 +109,16 @@ def sweep(
     )
     _check(listed, metric is not None, replay, out, as_policy(cache))
     work = _Sweep(model, request, replay, None if out is None else Path(out))
-    limit = work.rows_within(prompts, memory_gb) if rows is None else read_as(Count, "rows", rows)
-    size = min(len(prompts), limit)
+    size = min(len(prompts), read_as(Count, "rows", rows))
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     if metric is not None:
         hooks = list(listed.values())
         parts = [
-            measured(work.start, hooks, metric, limit, batch, size * number, replay)
+            measured(work.start, hooks, metric, rows, batch, size * number, replay)
             for number, batch in enumerate(batches)
         ]
         return at_places(xr.concat(parts, dim="prompt", join="outer"), list(listed))
-    found = work.all_parts(batches, _groups(listed, max(1, limit // size)), progress)
+    found = work.all_parts(batches, _groups(listed, rows // size), progress)
     found = found.sel(intervention=list(listed))
     found = found.assign_coords(intervention=list(listed))  # concatenation can truncate names read from files
     return found.assign_attrs(model=model.name, replay=int(replay))
@@ -143,11 +140,11 @@ def _check(listed: Mapping[Any, list[Any]], measures: bool, replay: bool, out: A
         )
     if measures and longer:
         raise SettingError(f"{longer[0]} makes the canvas longer, so metric= cannot compare it; sweep it without.")
-    kinds = {kind_of(name) for name in listed}
-    if kinds != {"text"} and not (measures and len(kinds) == 1 and kinds != {"other"}):
+    kinds = {str if isinstance(name, str) else len(name) if isinstance(name, tuple) else None for name in listed}
+    if kinds != {str} and not (measures and kinds in ({2}, {3})):
         raise SettingError(
-            f"interventions must be named by texts or, with metric=, all by (layer, head), all by (layer, head, step) "
-            f"or all by AtPosition(layer, position, step); got {next(iter(listed))!r}."
+            f"interventions must be named by texts or, with metric=, all by (layer, head) or all by (layer, head, "
+            f"step); got {next(iter(listed))!r}."
         )
 
 
@@ -158,49 +155,6 @@ def _rows(model: Model, prompts: Prompt) -> list[str] | list[list[int]]:
     if isinstance(prompts, Sequence) and all(isinstance(prompt, str) for prompt in prompts):
         return [str(prompt) for prompt in prompts]
     return [row[keep].tolist() for row, keep in zip(*model.encode(prompts), strict=True)]
-
-
-def activation_bytes(model: Model, length: int) -> int:
-    """Upper estimate, in bytes, of a row's hidden states in a pass, with one layer's MLP and explicit map."""
-    cfg = model.cfg
-    stream = length * (12 * cfg.d_model + 4 * cfg.d_mlp) * cfg.dtype.itemsize
-    return stream + 3 * cfg.n_heads * length * length * 4 + 3 * cfg.n_layers * cfg.n_heads * length * 4
-
-
-def bytes_per_row(model: Model, length: int, settings: Sampler, replay: bool = False, cached: bool = False) -> int:
-    """Upper estimate, in bytes, of the memory that one row takes during a run.
-
-    It counts the hidden states of a pass, one layer's MLP and explicit map, and logits; under guidance twice that.
-    Under replay also the logits of the complete canvas, and those of all steps at the masked positions, compared
-    afterwards.
-
-    Args:
-        length: number of canvas positions.
-        cached: the run has a cache policy, which keeps keys before and after the rotation, and values.
-    """
-    cfg, item = model.cfg, model.cfg.dtype.itemsize
-    causal = settings.left_to_right
-    decided = 1 if causal else settings.gen_length  # positions per pass with logits
-    logits = decided * cfg.d_vocab * (item + 4 + 8 + 8)  # as computed, float32, and two float64 copies
-    tensors = 2 if causal else 3 * cached
-    cache = tensors * cfg.n_layers * length * cfg.n_key_value_heads * cfg.d_head * item
-    kept = 0
-    if replay:
-        logits += (1 if causal else length) * cfg.d_vocab * item
-        kept = settings.steps * (decided + 1) // 2 * cfg.d_vocab * 4
-    passes = 2 if settings.guided else 1
-    return passes * (activation_bytes(model, length) + logits + cache) + kept
-
-
-def rows_within(memory_gb: float | int, row: int) -> int:
-    """Number of rows of `row` bytes that a budget allows.
-
-    Raises:
-        SettingError: the budget is below one row.
-    """
-    if read_as(Number, "memory_gb", memory_gb) * 1e9 < row:
-        raise SettingError(f"one row takes about {row / 1e9:.2g} GB; the budget is {memory_gb} GB. Increase memory_gb.")
-    return int(memory_gb * 1e9 // row)
 
 
 def _needs_separate_run(hooks: Sequence[Any]) -> bool:
@@ -238,12 +192,6 @@ class _Sweep:
         self._model, self._request, self._replay, self._out = model, request, replay, out
         self._settings, self._cache = settings_for(model, request.settings), as_policy(request.cache)
         self._weights = model.fingerprint if out is not None else ""
-
-    def rows_within(self, prompts: Any, memory_gb: float | int) -> int:
-        """Rows per pass that the budget allows."""
-        length = self._model.encode(prompts, self._request.chat_template)[0].shape[1] + self._settings.gen_length
-        row = bytes_per_row(self._model, length, self._settings, self._replay, cached=self._cache is not None)
-        return rows_within(memory_gb, row)
 
     def all_parts(self, batches: Sequence[Any], groups: Sequence[Group], progress: bool | None) -> xr.Dataset:
         """Every group of interventions on every batch of prompts; finished parts are read from their files."""

@@ -20,7 +20,6 @@ import numpy as np
 
 from sinklens.experiments import compare
 from sinklens.experiments.stacking import Stacked
-from sinklens.experiments.sweeps import bytes_per_row
 from sinklens.interventions import AblateHeads, MaskedLogits
 from sinklens.live import problems
 from sinklens.live.comparing import fitting, why_not
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from sinklens.live.session import Session
     from sinklens.model import Model
 
-MEMORY = 1_000_000_000  # bytes that a pass of several heads may take besides the weights; see `bytes_per_row`
 MOST_ROWS = 8  # heads per pass
 MOST_TRIALS = 32  # runs whose trials are kept; the oldest is stopped
 REPLACEMENTS = ("zero", "mean")
@@ -120,11 +118,8 @@ class HeadTrial:
 
     def _groups(self, layers: Sequence[int]) -> list[list[LayerHead]]:
         """The heads of `layers` in groups of one pass each."""
-        run = self._outcome.generation(self._model, self._spec.cache)
-        row = bytes_per_row(self._model, self._outcome.canvas.shape[1], run.settings)
-        rows = max(1, min(MOST_ROWS, MEMORY // row))
         heads = [(layer, head) for layer in layers for head in range(self._model.cfg.n_heads)]
-        return [heads[start : start + rows] for start in range(0, len(heads), rows)]
+        return [heads[start : start + MOST_ROWS] for start in range(0, len(heads), MOST_ROWS)]
 
     def measure(self, heads: Sequence[LayerHead]) -> list[dict[str, object]]:
         """The effects of some heads, as JSON of `HeadEffect`.

@@ -42,7 +42,7 @@ def test_patched_edges_equal_plain_passes(oracle):
     clean, corrupted = two_inputs()
     asked, labels = (oracle.model, clean, corrupted, oracle.bent), {"senders": SENDERS, "receivers": RECEIVERS}
     found = [
-        path_patching_effects(*asked, **labels, **oracle.given, edges_per_pass=size)["effect"] for size in (1, 4, None)
+        path_patching_effects(*asked, **labels, **oracle.given, edges_per_pass=size)["effect"] for size in (1, 4, 16)
     ]
     source = {0: oracle.model.run_with_cache(clean, names_filter=POINTS, **oracle.given)[1]}
     base = oracle.bent(oracle(corrupted).logits)
@@ -188,7 +188,6 @@ def test_what_has_no_such_edge_reader_or_jump_is_refused(trained, conformance):
     timed, jump = sinklens.load(conformance / "duo"), sink_jumps(trained)[0]
     assert sink_jumps(trained, EpsilonOverMean(1000.0)) == []
     for call, match in [
-        (lambda: path_patching_effects(model, *asked, memory_gb=1e-6), r"one row takes .* is 1e-06 GB\. Increase"),
         (lambda: path_patching_effects(model, *asked, edges_per_pass=0), "edges_per_pass must be an integer of at le"),
         (lambda: path_patching_effects(timed, *asked), "reads the noise level of its canvas; pass time="),
         (lambda: edge_attribution(timed, *asked), "reads the noise level of its canvas; pass time="),

@@ -10,7 +10,7 @@ from layouts import arguments, write_family, write_tokenizer
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import AtPosition, sweep
+from sinklens.experiments import sweep
 from sinklens.features import SpliceSAE
 from sinklens.interventions import (
     Ablate,
@@ -222,6 +222,7 @@ def test_a_free_sweep_measures_every_step_of_the_changed_run(models):
         ({"metric": lambda output: output.logits}, "one number for each of the 2 prompts in the batch; got a value of"),
         ({"replay": False, "interventions": {"x": SinkToken()}}, "x makes the canvas longer, so metric= cannot comp"),
         ({"out": "folder"}, "metric= does not support out="),
+        ({"interventions": {(0, 1): [], (0, 1, 2): []}}, "named by texts or, with metric=, all by"),
         ({"interventions": {(0, 1): [], "x": []}}, "named by texts or, with metric=, all by"),
         ({"metric": None, "interventions": {(0, 1): []}}, r"named by texts or, with metric=.*got \(0, 1\)"),
     ],
@@ -230,22 +231,3 @@ def test_a_sweep_of_a_metric_refuses_what_it_cannot_do(models, change, text):
     asked = {"interventions": {"x": AblateHeads(steps=[0])}, "metric": surprise, "replay": True, **SHORT} | change
     with pytest.raises(SettingError, match=text):
         sweep(models["llada"], PROMPTS, **asked)
-
-
-def test_interventions_named_by_positions_give_a_grid_over_layer_position_and_step(worded):
-    model, places = worded(), {}
-    for layer in (0, 2):
-        for position in (1, 3):
-            for step in (0, 1):
-                places[AtPosition(layer, position, step)] = AblateHeads(
-                    layers=[layer], positions=[position], steps=[step]
-                )
-    found = sweep(model, PROMPTS, places, metric=surprise, replay=True, **SHORT)["metric"]
-    assert dict(found.sizes) == {"layer": 2, "pos": 2, "step": 2, "prompt": len(PROMPTS)}
-    for place, hooks in places.items():
-        alone = sweep(model, PROMPTS, {"x": hooks}, metric=surprise, replay=True, **SHORT)["metric"]
-        cell = found.sel(layer=place.layer, pos=place.position, step=place.step)
-        np.testing.assert_allclose(cell, alone.sel(intervention="x", step=place.step), rtol=1e-4, atol=1e-5)
-    assert float(found.max()) > 1e-3
-    with pytest.raises(SettingError, match=r"all by AtPosition\(layer, position, step\)"):
-        sweep(model, PROMPTS, {AtPosition(0, 1): [], (0, 1): []}, metric=surprise, **SHORT)

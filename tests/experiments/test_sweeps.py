@@ -1,4 +1,4 @@
-"""Sweeps: stacked runs equal single runs, stay within the memory budget, and resume after a kill."""
+"""Sweeps: stacked runs equal single runs, and resume after a kill."""
 
 import subprocess
 import sys
@@ -12,7 +12,6 @@ from building import random_hf
 import sinklens
 from sinklens.errors import SettingError, SinklensError
 from sinklens.experiments import compare, head_outputs, stacking, sweep, sweeps
-from sinklens.families.samplers import make_settings
 from sinklens.interventions import (
     AblateHeads,
     ForceTokens,
@@ -158,64 +157,11 @@ def rows(monkeypatch):
 HEADS = {str(head): AblateHeads(layers=[0], heads=[head]) for head in range(5)}
 
 
-@pytest.mark.parametrize(
-    ("budget", "expected"), [(6.5, [3, 6, 6, 3]), (3.2, [3, 3, 3, 3, 3, 3]), (1.1, [1, 1, 1, 1, 1, 1] * 3)]
-)
-def test_rows_per_pass_follow_the_memory_budget(tiny_llada, rows, budget, expected):
-    length = tiny_llada.encode(PROMPTS)[0].shape[1] + 4
-    row = sweeps.bytes_per_row(tiny_llada, length, make_settings("llada", {"gen_length": 4}, {})) / 1e9
-    swept = sweep(tiny_llada, PROMPTS, HEADS, memory_gb=budget * row, gen_length=4)
+@pytest.mark.parametrize(("most", "expected"), [(6, [3, 6, 6, 3]), (3, [3] * 6), (1, [1, 1, 1, 1, 1, 1] * 3)])
+def test_no_pass_has_more_rows_than_asked(tiny_llada, rows, most, expected):
+    swept = sweep(tiny_llada, PROMPTS, HEADS, rows=most, gen_length=4)
     assert rows == expected
     assert swept["answer"].shape == (5, 3)
-    with pytest.raises(SettingError, match=r"one row takes about .* GB; the budget is .* GB. Increase memory_gb"):
-        sweep(tiny_llada, PROMPTS, HEADS, memory_gb=0.9 * row, gen_length=4)
-
-
-def test_guidance_and_replay_are_included_in_the_budget(tiny_llada):
-    plain, guided = (make_settings("llada", {"gen_length": 4, "cfg_scale": scale}, {}) for scale in (0.0, 1.0))
-    row = sweeps.bytes_per_row(tiny_llada, 40, plain)
-    assert sweeps.bytes_per_row(tiny_llada, 40, guided) == 2 * row
-    kept = 4 * 5 // 2 * 643 * 4
-    assert sweeps.bytes_per_row(tiny_llada, 40, plain, replay=True) == row + kept + 40 * 643 * 4
-
-
-MEASURE = """
-import gc, resource, sys, torch
-torch.set_num_threads(1)
-import sinklens
-from sinklens.experiments import sweep
-from sinklens.interventions import AblateHeads, MaskKeys
-from sinklens.tasks.word_problems import held_out
-
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-model, settings = sinklens.load("tiny-llada"), {"gen_length": 24, "steps": 2}
-prompt = max((problem.prompt for problem in held_out(100)), key=len)
-listed = {f"head {n}": AblateHeads(layers=[n % 4], heads=[n // 4 % 6]) for n in range(400)}
-listed["window"] = MaskKeys(keep=True, window=4, positions=[0])
-sweep(model, [prompt], dict(list(listed.items())[-9:]), replay=True, **settings)
-for replay, budget in ((False, 0.25), (True, 0.6)):
-    gc.collect()
-    before, highest = resident(), peak()
-    found = sweep(model, [prompt], listed, replay=replay, memory_gb=budget, **settings)
-    assert peak() > highest, "what came before the sweep had taken more"
-    print((peak() - before) / (budget * 1e9))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes, and /proc/self there, on Linux alone")
-def test_the_peak_stays_within_the_budget_and_is_not_far_below():
-    """Growth of the peak resident memory of a separate process; free-running and replayed."""
-    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    free, replayed = map(float, done.stdout.split())
-    assert 0.35 < free < 1.0
-    assert 0.35 < replayed < 1.0
 
 
 KILLED = """
