@@ -204,15 +204,14 @@ class HookFront(HookedRootModule):
 
         Raises:
             HookNameError: a name or predicate matches no point of a single pass.
-            SettingError: `remove_batch_dim` with several rows, or `incl_bwd` without a scalar that has a gradient.
+            SettingError: `remove_batch_dim` with several rows.
         """
-        _check_run(input, return_cache_object, remove_batch_dim, incl_bwd, forward)
+        _check_run(input, return_cache_object, remove_batch_dim)
         points = self._passed(names_filter, forward)
         store, fwd, bwd = self.get_caching_hooks(points, incl_bwd, device, remove_batch_dim, None, pos_slice)
         with self.hooks(fwd, bwd, reset_hooks_end, clear_contexts):
             output = self(input, **forward)
             if incl_bwd:
-                _check_scalar(output)
                 output.backward()
         return output, HookCache(store, self, not remove_batch_dim) if return_cache_object else store
 
@@ -323,7 +322,7 @@ def _without_batch(hook: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _check_run(input: Tensor, as_object: Any, unbatched: bool, incl_bwd: bool, forward: dict[str, Any]) -> None:
+def _check_run(input: Tensor, as_object: Any, unbatched: bool) -> None:
     if not isinstance(as_object, bool):
         raise SettingError(
             f"the second argument of run_with_cache is return_cache_object, True or False; got a "
@@ -331,18 +330,3 @@ def _check_run(input: Tensor, as_object: Any, unbatched: bool, incl_bwd: bool, f
         )
     if unbatched and input.ndim > 1 and len(input) != 1:
         raise SettingError(f"remove_batch_dim=True needs a batch of one row; got {len(input)} rows.")
-    if incl_bwd and forward.get("stop_at_layer") is not None:
-        raise SettingError("incl_bwd=True needs the output of a full pass; leave out stop_at_layer.")
-    if incl_bwd and not torch.is_grad_enabled():
-        raise SettingError("incl_bwd=True needs gradients, but gradient tracking is off here (torch.no_grad()).")
-
-
-def _check_scalar(output: Any) -> None:
-    if not isinstance(output, Tensor) or output.numel() != 1:
-        shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise SettingError(
-            f'incl_bwd=True needs a scalar output, such as that of return_type="loss"; got {shape}. For another '
-            f"quantity use `with model.hooks(fwd, bwd)` with the hooks of get_caching_hooks(incl_bwd=True)."
-        )
-    if not output.requires_grad:
-        raise SettingError("incl_bwd=True: the output has no grad_fn; call requires_grad_() on at least one parameter.")

@@ -14,7 +14,7 @@ from sinklens.hooks import names
 from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.offload import class_forward, value_of, weight_of
 from sinklens.hooks.points import Point, Watch
-from sinklens.hooks.weights import AttentionWeights, ExpertWeights, HeadNorm, MlpWeights
+from sinklens.hooks.weights import AttentionWeights, ExpertWeights, MlpWeights
 
 PROJECTIONS = ("gate", "up", "down")
 
@@ -70,7 +70,7 @@ class AttentionPoints(AttentionWeights, Points):
         self,
         watch: Watch,
         projections: dict[str, nn.Module],
-        norms: dict[str, HeadNorm],
+        norms: dict[str, tuple[nn.Module, float]],
         d_head: int,
         parts: names.Parts,
     ) -> None:
@@ -126,7 +126,8 @@ class Block(nn.Module):
         self.ln1 = NormPoints(watch, layer.get_submodule(architecture.ln1), self.parts)
         projections = {letter: projection(attn, architecture, letter) for letter in ("q", "k", "v", "o")}
         paths = {"q": architecture.q_norm, "k": architecture.k_norm} if self.parts.qk_norm else {}
-        norms = {letter: HeadNorm(attn.get_submodule(path), architecture.eps) for letter, path in paths.items()}
+        modules = {letter: attn.get_submodule(path) for letter, path in paths.items()}
+        norms = {letter: (norm, float(getattr(norm, architecture.eps))) for letter, norm in modules.items()}
         self.attn = AttentionPoints(watch, projections, norms, attn.head_dim, self.parts)
         if architecture.ln1_post:
             self.ln1_post = NormPoints(watch, layer.get_submodule(architecture.ln1_post))

@@ -25,7 +25,7 @@ from sinklens.errors import PromptError, SettingError
 from sinklens.hooks import rotary
 from sinklens.hooks.offload import weight_of
 from sinklens.hooks.spellings import refuse_gated
-from sinklens.hooks.weights import Embed, Unembed
+from sinklens.hooks.weights import Reader, bias_of
 from sinklens.utils.integers import as_integer
 
 ATTENTION = tuple(f"{kind}_{letter}" for letter in "QKVO" for kind in "Wb")
@@ -66,14 +66,16 @@ class ModelWeights:
     b_gate, b_in, b_out = (_stacked("mlp", name) for name in ("b_gate", "b_in", "b_out"))
 
     @property
-    def embed(self) -> Embed:
+    def embed(self) -> Reader:
         """The token embedding."""
-        return Embed(self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.embed}"))
+        embedding = self.hf.get_submodule(f"{self.architecture.base}.{self.architecture.embed}")
+        return Reader(embedding, W_E=weight_of(embedding))
 
     @property
-    def unembed(self) -> Unembed:
+    def unembed(self) -> Reader:
         """The language-model head."""
-        return Unembed(self.hf.get_submodule(self.architecture.head))
+        head = self.hf.get_submodule(self.architecture.head)
+        return Reader(head, W_U=weight_of(head).T, b_U=bias_of(head))
 
     @property
     def W_U(self) -> Float[Tensor, "d_model vocab"]:

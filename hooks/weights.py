@@ -18,11 +18,12 @@ Pitfall: these properties return views of the parameters. Do not write to them; 
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinklens.errors import SettingError
@@ -61,25 +62,20 @@ def _made(letter: str, make: Callable[[nn.Module, int], Tensor], meaning: str) -
     return property(read, doc=meaning)
 
 
-class HeadNorm:
-    """The norm of each head's queries or keys, before the rotation: weight · x / sqrt(mean(x²) + eps)."""
+class Reader:
+    """A module under TransformerLens's names: its weights as attributes, and its forward, without its hooks."""
 
-    def __init__(self, norm: nn.Module, eps: str) -> None:
-        self._norm, self._eps = norm, eps
+    def __init__(self, module: nn.Module, **values: Any) -> None:
+        self._read = module
+        self.__dict__ |= values
 
-    @property
-    def w(self) -> Float[Tensor, " d_head"]:
-        """Learned weight, shared by all heads."""
-        return weight_of(self._norm)
+    if TYPE_CHECKING:
 
-    @property
-    def eps(self) -> float:
-        """The number added to the mean square."""
-        return float(getattr(self._norm, self._eps))
+        def __getattr__(self, name: str) -> Any: ...
 
-    def __call__(self, x: Float[Tensor, "*batch d_head"]) -> Float[Tensor, "*batch d_head"]:
-        """The norm of `x`, including its learned weight."""
-        return class_forward(self._norm, x)
+    def __call__(self, x: Tensor) -> Tensor:
+        """The output of the module."""
+        return class_forward(self._read, x)
 
 
 class AttentionWeights:
@@ -89,16 +85,13 @@ class AttentionWeights:
     norms of queries and keys under ``_norms``.
     """
 
-    @property
-    def q_norm(self) -> HeadNorm | None:
-        """The norm of the queries; None if the layer does not normalize them."""
-        return self.__dict__["_norms"].get("q")
+    def _norm(self, letter: str) -> Reader | None:
+        """The norm of each head's queries or keys, weight · x / sqrt(mean(x²) + eps); None without one."""
+        norm, eps = self.__dict__["_norms"].get(letter, (None, 0.0))
+        return None if norm is None else Reader(norm, w=weight_of(norm), eps=eps)
 
-    @property
-    def k_norm(self) -> HeadNorm | None:
-        """The norm of the keys; None if the layer does not normalize them."""
-        return self.__dict__["_norms"].get("k")
-
+    q_norm = property(partial(_norm, letter="q"), doc="The norm of the queries; None if they are not normalized.")
+    k_norm = property(partial(_norm, letter="k"), doc="The norm of the keys; None if they are not normalized.")
     W_Q = _made("q", per_head, "Query weights, [head, d_model, d_head].")
     W_K = _made("k", per_head, "Key weights, [kv_head, d_model, d_head].")
     W_V = _made("v", per_head, "Value weights, [kv_head, d_model, d_head].")
@@ -127,6 +120,20 @@ class AttentionWeights:
         return bias_of(self.__dict__["_projections"][0]["o"])
 
 
+def _of_mlp(name: str, make: Callable[[nn.Module], Tensor], meaning: str) -> property:
+    """A property of `MlpWeights`: what `make` returns for one of its projections."""
+
+    def read(points: Any) -> Tensor:
+        projections = points.__dict__["_projections"]
+        if name not in projections:
+            raise SettingError(
+                "the MLP of this model has no gate, so it has no W_gate and b_gate; W_in precedes hook_pre."
+            )
+        return make(projections[name])
+
+    return property(read, doc=meaning)
+
+
 class MlpWeights:
     """Weights of one MLP, ``(act(x @ W_gate) * (x @ W_in)) @ W_out``, as properties of its group of points.
 
@@ -135,43 +142,12 @@ class MlpWeights:
     The layer owns them; the group stores its projections under ``_projections`` in its ``__dict__``, by name.
     """
 
-    def _linear(self, name: str) -> nn.Module:
-        projections = self.__dict__["_projections"]
-        if name not in projections:
-            raise SettingError(
-                "the MLP of this model has no gate, so it has no W_gate and b_gate; W_in precedes hook_pre."
-            )
-        return projections[name]
-
-    @property
-    def W_gate(self) -> Float[Tensor, "d_model d_mlp"]:
-        """Weights of the gate, whose output is ``hook_pre``."""
-        return weight_of(self._linear("gate")).T
-
-    @property
-    def W_in(self) -> Float[Tensor, "d_model d_mlp"]:
-        """Weights of the linear branch, whose output is ``hook_pre_linear``."""
-        return weight_of(self._linear("up")).T
-
-    @property
-    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
-        """Output weights."""
-        return weight_of(self._linear("down")).T
-
-    @property
-    def b_gate(self) -> Float[Tensor, " d_mlp"]:
-        """Bias of the gate."""
-        return bias_of(self._linear("gate"))
-
-    @property
-    def b_in(self) -> Float[Tensor, " d_mlp"]:
-        """Bias of the linear branch."""
-        return bias_of(self._linear("up"))
-
-    @property
-    def b_out(self) -> Float[Tensor, " d_model"]:
-        """Output bias."""
-        return bias_of(self._linear("down"))
+    W_gate = _of_mlp("gate", lambda linear: weight_of(linear).T, "Weights of the gate, whose output is ``hook_pre``.")
+    W_in = _of_mlp("up", lambda linear: weight_of(linear).T, "Weights of the branch of ``hook_pre_linear``.")
+    W_out = _of_mlp("down", lambda linear: weight_of(linear).T, "Output weights, [d_mlp, d_model].")
+    b_gate = _of_mlp("gate", bias_of, "Bias of the gate.")
+    b_in = _of_mlp("up", bias_of, "Bias of the linear branch.")
+    b_out = _of_mlp("down", bias_of, "Output bias.")
 
 
 class ExpertWeights:
@@ -192,40 +168,3 @@ class ExpertWeights:
         )
 
     W_gate = W_in = W_out = b_gate = b_in = property(_refuse, doc="Raises a `SettingError`.")
-
-
-class Embed:
-    """The token embedding under TransformerLens's names."""
-
-    def __init__(self, embedding: nn.Embedding) -> None:
-        self._embedding = embedding
-
-    @property
-    def W_E(self) -> Float[Tensor, "vocab d_model"]:
-        """Embedding weights."""
-        return weight_of(self._embedding)
-
-    def __call__(self, ids: Int[Tensor, "*batch pos"]) -> Float[Tensor, "*batch pos d_model"]:
-        """Embeddings of token ids."""
-        return self._embedding(ids)
-
-
-class Unembed:
-    """The language-model head under TransformerLens's names."""
-
-    def __init__(self, head: nn.Linear) -> None:
-        self._head = head
-
-    @property
-    def W_U(self) -> Float[Tensor, "d_model vocab"]:
-        """Unembedding weights."""
-        return weight_of(self._head).T
-
-    @property
-    def b_U(self) -> Float[Tensor, " vocab"]:
-        """Unembedding bias."""
-        return bias_of(self._head)
-
-    def __call__(self, hidden: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch vocab"]:
-        """Logits of final-norm outputs."""
-        return self._head(hidden)

@@ -245,9 +245,6 @@ def test_gradients_are_cut_and_unbatched_like_the_values():
     close(cut["blocks.1.attn.hook_pattern_grad"], full["blocks.1.attn.hook_pattern_grad"][0, :, 1:4])
 
 
-BACKWARD = {"incl_bwd": True, "return_type": "loss"}
-
-
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
@@ -271,22 +268,11 @@ BACKWARD = {"incl_bwd": True, "return_type": "loss"}
         (lambda m: m.tree(torch.randn(1, 4, 24), start_at_layer=3), SettingError, "=3 is out of range; 0 to 2"),
         (lambda m: m.tree(random_ids(), start_at_layer=1), PromptError, "takes the residual-stream tensor"),
         (lambda m: m.tree("a text"), PromptError, r"a pass of the tree takes token ids \[batch, pos\]; got str"),
-        (lambda m: m.run_with_cache(random_ids(), incl_bwd=True), SettingError,
-         r'needs a scalar output, such as that of return_type="loss"; got \[2, 7, 61\]'),
-        (lambda m: m.run_with_cache(random_ids(), stop_at_layer=1, **BACKWARD), SettingError, "leave out stop_at_laye"),
-        (lambda m: torch.no_grad()(m.run_with_cache)(random_ids(), **BACKWARD), SettingError, "gradient tracking is o"),
     ],
 )  # fmt: skip
 def test_what_a_pass_cannot_do_is_refused(model, call, error, text):
     with pytest.raises(error, match=text):
         call(model)
-
-
-def test_gradients_need_an_output_that_requires_grad():
-    model = random_model(causal=True)
-    model.tree.hf.requires_grad_(False)
-    with pytest.raises(SettingError, match="has no grad_fn"):
-        model.run_with_cache(random_ids(), **BACKWARD)
 
 
 # Return types and partial passes
