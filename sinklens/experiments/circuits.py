@@ -41,7 +41,8 @@ from sinklens.experiments.edges import edge_effects
 from sinklens.experiments.reruns import replaced_prompts
 from sinklens.experiments.step_ids import exact_step
 from sinklens.hooks.modulation import Time
-from sinklens.interventions.circuits import KeepEdges, senders_of
+from sinklens.interventions.circuits import KeepEdges
+from sinklens.interventions.paths import senders_of
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import within
 from sinklens.runs.result import require_run

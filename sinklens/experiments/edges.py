@@ -38,8 +38,17 @@ from sinklens.experiments.attribution import EMBED, LogitMetric, Pair, different
 from sinklens.experiments.step_ids import exact_step
 from sinklens.hooks.modulation import Time
 from sinklens.hooks.points import Point
-from sinklens.interventions.circuits import receivers_of, senders_of
-from sinklens.interventions.paths import Receiver, ResidualStream, Sender, centered, keeps, refuse_indirect
+from sinklens.interventions.paths import (
+    Receiver,
+    ResidualStream,
+    Sender,
+    centered,
+    keeps,
+    named,
+    receivers_of,
+    refuse_indirect,
+    senders_of,
+)
 from sinklens.model.prompts import Prompt
 from sinklens.runs.intervention import HookFunction, Pairs, within
 from sinklens.runs.result import require_run
@@ -133,8 +142,8 @@ def path_patching_effects(
         SettingError: also fewer edges per pass than 1.
     """
     refuse_indirect(model, "a table of edges")
-    first = senders_of(model) if senders is None else [Sender.named(name, model) for name in senders]
-    last = receivers_of(model) if receivers is None else [Receiver.named(name, model) for name in receivers]
+    first = senders_of(model) if senders is None else named(senders_of(model), senders)
+    last = receivers_of(model) if receivers is None else named(receivers_of(model), receivers)
     pair = Pair.of(model, clean_ids, corrupted_ids, attention_mask, time)
     outputs = dict.fromkeys(sender.point for sender in first)
     gates = dict.fromkeys(sender.gate for sender in first if sender.gate)
@@ -337,7 +346,7 @@ def _groups(readers: Mapping[str, Sequence[str]] | None, layer: int, model: "Mod
     if readers is None:
         found = {receiver.name: [receiver] for receiver in later}
     else:
-        found = {str(name): [Receiver.named(label, model) for label in labels] for name, labels in readers.items()}
+        found = {str(name): named(receivers_of(model), labels) for name, labels in readers.items()}
     early = [receiver.name for group in found.values() for receiver in group if receiver.depth <= 2 * layer]
     if early:
         raise SettingError(f"{early[0]} does not read what heads of layer {layer} write; choose a later reader.")

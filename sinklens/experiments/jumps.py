@@ -17,9 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from sinklens.errors import SettingError
-from sinklens.experiments.edges import senders_of
 from sinklens.experiments.step_ids import StepIds, exact_step
-from sinklens.interventions.paths import PathPatch, refuse_indirect
+from sinklens.interventions.paths import PathPatch, refuse_indirect, senders_of
 from sinklens.runs.intervention import Pairs, within
 from sinklens.runs.result import require_run
 from sinklens.sinks.detectors import Detector

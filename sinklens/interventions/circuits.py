@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.paths import Changes, Receiver, Sender, refuse_indirect
+from sinklens.interventions.paths import Changes, Receiver, Sender, named, receivers_of, refuse_indirect, senders_of
 from sinklens.runs.intervention import Intervention, Pairs, RunContext
 
 if TYPE_CHECKING:
@@ -92,32 +92,12 @@ class KeepEdges(Intervention):
         return changes.around([(one.point, changes.sending(one, new)) for one in senders])
 
 
-def senders_of(model: "Model") -> list[Sender]:
-    """Every component that writes to the stream, in the order of the pass."""
-    names = ["embed"]
-    for layer in range(model.cfg.n_layers):
-        names += [*(f"L{layer}H{head}" for head in range(model.cfg.n_heads)), f"{layer}_mlp_out"]
-    return [Sender.named(name, model) for name in names]
-
-
-def receivers_of(model: "Model") -> list[Receiver]:
-    """Every component that reads the stream, in the order of the pass."""
-    names = []
-    for layer in range(model.cfg.n_layers):
-        names += [f"L{layer}H{head}.q" for head in range(model.cfg.n_heads)]
-        names += [f"L{layer}H{head}.{letter}" for letter in "kv" for head in range(model.cfg.n_key_value_heads)]
-        names.append(f"{layer}_mlp_in")
-    return [Receiver.named(name, model) for name in [*names, "logits"]]
-
-
 def _cut(
     kept: xr.DataArray, step: int, senders: Sequence[Sender], receivers: Sequence[Receiver], model: "Model"
 ) -> Bool[Tensor, "sender receiver #pos"]:
     """The edges that are not kept at a step."""
-    for name in kept["sender"].values.tolist():
-        Sender.named(name, model)
-    for name in kept["receiver"].values.tolist():
-        Receiver.named(name, model)
+    named(senders, kept["sender"].values.tolist())
+    named(receivers, kept["receiver"].values.tolist())
     now = kept.sel(step=step) if "step" in kept.dims else kept
     now = now.reindex(sender=[one.name for one in senders], receiver=[one.name for one in receivers], fill_value=False)
     now = now if "pos" in now.dims else now.expand_dims(pos=1)

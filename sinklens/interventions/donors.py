@@ -88,7 +88,7 @@ class Draws:
         self._samples: dict[tuple[int, ...], list[int]] = {}
         for sample, label in enumerate(labels.tolist()):
             self._samples.setdefault(tuple(label), []).append(sample)
-        self._labels: Tensor | None = None
+        self._labels = torch.zeros(0)
 
     def first(self) -> Pairs:
         """The hook that reads the canvas; list it before those that draw."""
@@ -101,7 +101,6 @@ class Draws:
 
     def values(self, hook: Point, name: str, wanted: Bool[Tensor, "#batch pos"], dtype: torch.dtype) -> Tensor:
         """A donor's value at each `wanted` position of the text, [batch, pos, ...]; 0 elsewhere."""
-        assert self._labels is not None
         source, step = self._donors.of_point(name), int(hook.step or 0)
         rows = len(self._run.real)
         wanted = wanted.expand(rows, -1) & self._run.real[:, : wanted.shape[1]].to(wanted.device)
@@ -114,7 +113,6 @@ class Draws:
         return new
 
     def _matching(self, row: int, column: int, step: int) -> list[int]:
-        assert self._labels is not None
         label = tuple(self._labels[row, column].tolist())
         if label not in self._samples:
             named = zip(self._match, label, strict=True)
@@ -165,8 +163,6 @@ class Resample(AtPositions):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         points = chosen_points(list(self.donors.values) if self.names is None else self.names, model, self.layers)
-        for name in points:
-            self.donors.of_point(name)
         places, draws = Places(self, model, run, points), Draws(self.donors, self.match, self.seed, run)
 
         def resample(value: Tensor, hook: Point) -> Tensor | None:

@@ -20,10 +20,9 @@ Pitfall: a position of the stream is read by the same position of the receiver. 
 receiver's queries for ``.q``, and those of its keys and values for ``.k`` and ``.v``.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -34,7 +33,7 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.patching import PatchHooks, steps_of_source
 from sinklens.interventions.places import AtPositions
 from sinklens.interventions.rules import as_tuple
-from sinklens.runs.intervention import HookFunction, Pairs, RunContext, within
+from sinklens.runs.intervention import HookFunction, Pairs, RunContext
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -62,24 +61,6 @@ class Sender(NamedTuple):
     head: int | None
     depth: int
     gate: str = ""
-
-    @classmethod
-    def named(cls, name: str, model: "Model") -> "Sender":
-        """The sender with this label.
-
-        Raises:
-            SettingError: no such component.
-        """
-        if name == "embed":
-            return cls(name, "hook_embed", -1, None, -1)
-        if match := re.fullmatch(r"L(\d+)H(\d+)", name):
-            layer, head = _exists(match, model.cfg.n_heads, model)
-            gate = f"blocks.{layer}.adaln.hook_attn_gate" if model.tree.architecture.modulation else ""
-            return cls(name, f"blocks.{layer}.attn.hook_z", layer, head, 2 * layer, gate)
-        if match := re.fullmatch(r"(\d+)_mlp_out", name):
-            layer = within("layer", [int(match[1])], model.cfg.n_layers)[0]
-            return cls(name, f"blocks.{layer}.hook_mlp_out", layer, None, 2 * layer + 1)
-        raise SettingError(f"a sender is {SENDERS}; got {name!r}.")
 
     def written(self, change: Tensor, model: "Model", values: Mapping[str, Tensor]) -> ResidualStream:
         """The change of the stream that a change at `point` makes; `values` holds the gate of the pass."""
@@ -112,30 +93,6 @@ class Receiver(NamedTuple):
     depth: int
     scale: str = ""
 
-    @classmethod
-    def named(cls, name: str, model: "Model") -> "Receiver":
-        """The receiver with this label.
-
-        Raises:
-            SettingError: no such component.
-        """
-        if name == "logits":
-            last = model.cfg.n_layers
-            point = f"blocks.{last - 1}.hook_resid_post"
-            return cls(name, point, point, "", last, None, 2 * last)
-        if match := re.fullmatch(r"L(\d+)H(\d+)\.([qkv])", name):
-            heads = model.cfg.n_heads if match[3] == "q" else model.cfg.n_key_value_heads
-            layer, head = _exists(match, heads, model)
-            block = f"blocks.{layer}"
-            point, stream = f"{block}.attn.hook_{match[3]}", f"{block}.hook_resid_pre"
-            scale = f"{block}.adaln.hook_attn_scale" if model.tree.architecture.modulation else ""
-            return cls(name, point, stream, match[3], layer, head, 2 * layer, scale)
-        if match := re.fullmatch(r"(\d+)_mlp_in", name):
-            layer = within("layer", [int(match[1])], model.cfg.n_layers)[0]
-            block = f"blocks.{layer}"
-            return cls(name, f"{block}.ln2.hook_normalized", f"{block}.hook_resid_mid", "", layer, None, 2 * layer + 1)
-        raise SettingError(f"a receiver is {RECEIVERS}; got {name!r}.")
-
     @property
     def reads(self) -> list[str]:
         """The points whose values `changed` needs."""
@@ -163,9 +120,51 @@ class Receiver(NamedTuple):
         return found
 
 
-def _exists(match: re.Match[str], heads: int, model: "Model") -> tuple[int, int]:
-    layer = within("layer", [int(match[1])], model.cfg.n_layers)[0]
-    return layer, within("head", [int(match[2])], heads)[0]
+Component = TypeVar("Component", Sender, Receiver)
+
+
+def senders_of(model: "Model") -> list[Sender]:
+    """Every component that writes to the stream, in the order of the pass."""
+    found = [Sender("embed", "hook_embed", -1, None, -1)]
+    for layer in range(model.cfg.n_layers):
+        block = f"blocks.{layer}"
+        gate = f"{block}.adaln.hook_attn_gate" if model.tree.architecture.modulation else ""
+        point, heads = f"{block}.attn.hook_z", range(model.cfg.n_heads)
+        found += [Sender(f"L{layer}H{head}", point, layer, head, 2 * layer, gate) for head in heads]
+        found.append(Sender(f"{layer}_mlp_out", f"{block}.hook_mlp_out", layer, None, 2 * layer + 1))
+    return found
+
+
+def receivers_of(model: "Model") -> list[Receiver]:
+    """Every component that reads the stream, in the order of the pass."""
+    cfg, found = model.cfg, list[Receiver]()
+    for layer in range(cfg.n_layers):
+        block, depth = f"blocks.{layer}", 2 * layer
+        scale = f"{block}.adaln.hook_attn_scale" if model.tree.architecture.modulation else ""
+        for letter, heads in (("q", cfg.n_heads), ("k", cfg.n_key_value_heads), ("v", cfg.n_key_value_heads)):
+            point, stream = f"{block}.attn.hook_{letter}", f"{block}.hook_resid_pre"
+            for head in range(heads):
+                found.append(Receiver(f"L{layer}H{head}.{letter}", point, stream, letter, layer, head, depth, scale))
+        point, stream = f"{block}.ln2.hook_normalized", f"{block}.hook_resid_mid"
+        found.append(Receiver(f"{layer}_mlp_in", point, stream, "", layer, None, depth + 1))
+    last = f"blocks.{cfg.n_layers - 1}.hook_resid_post"
+    return [*found, Receiver("logits", last, last, "", cfg.n_layers, None, 2 * cfg.n_layers)]
+
+
+def named(components: Sequence[Component], labels: Iterable[str]) -> list[Component]:
+    """The components with these labels.
+
+    Raises:
+        SettingError: no such component.
+    """
+    known = {one.name: one for one in components}
+    for label in labels:
+        if label not in known:
+            raise SettingError(
+                f"{label!r} is not among the {len(known)} components, which are {', '.join([*known][:2])} to "
+                f"{[*known][-1]}; a sender is {SENDERS}, a receiver {RECEIVERS}."
+            )
+    return [known[label] for label in labels]
 
 
 def _normalized(stream: ResidualStream, model: "Model") -> ResidualStream:
@@ -287,10 +286,9 @@ class PathPatch(AtPositions):
         return steps_of_source(self.source) if self.steps is None else super().acting_steps(steps)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        senders = sorted(
-            (Sender.named(name, model) for name in dict.fromkeys(as_tuple(self.sender))), key=lambda one: one.depth
-        )
-        receivers = [Receiver.named(name, model) for name in as_tuple(self.receiver)]
+        labels = dict.fromkeys(as_tuple(self.sender))
+        senders = sorted(named(senders_of(model), labels), key=lambda one: one.depth)
+        receivers = named(receivers_of(model), as_tuple(self.receiver))
         _check_order(senders, receivers, model)
         every = torch.ones(len(senders), len(receivers), 1, dtype=torch.bool)
         changes, sends = Changes(model, senders, receivers, lambda step: every), list[Any]()

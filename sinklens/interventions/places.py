@@ -105,8 +105,8 @@ class Places:
                 f"where= finds positions for each layer, and {outside} is in none; name a head, as in "
                 f"Where(top_k=1, of=(layer, head)), or pass an array whose layer axis has size 1."
             )
-        self._canvas = Canvas(run) if chooser is not None and not chooser.fixed else None
-        self._scores = None if chooser is None else StepScores(model, run, chooser.scored)
+        self._canvas = Canvas(run)
+        self._scores = StepScores(model, run, () if chooser is None else chooser.scored)
         self._choice = run.choices.begin(what) if run.choices is not None and chooser is not None else None
         self._found: dict[int, StepPlaces | None] = {}  # by step; in a diffusion run of the current step alone
 
@@ -114,15 +114,12 @@ class Places:
 
     def around(self, acts: Pairs) -> Pairs:
         """`acts` between the hooks that find places and those that keep the scores of a step for the next."""
-        if self._scores is None:
+        if self._chooser is None or self._chooser.fixed:
             return acts
-        first = [] if self._canvas is None else [(CANVAS, self._begin), *self._scores.first()]
-        return [*first, *acts, *self._scores.last()]
+        return [(CANVAS, self._begin), *self._scores.first(), *acts, *self._scores.last()]
 
     def _begin(self, value: Int[Tensor, "batch pos"], hook: Point) -> None:
         """Choose the places of a step; the scores collected so far are those of the step before."""
-        assert self._canvas is not None
-        assert self._scores is not None
         self._canvas.hook(value, hook)
         before = self._scores.begin(self._canvas.before)
         self._forget()

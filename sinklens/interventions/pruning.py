@@ -79,10 +79,8 @@ class PruneWeights(EditWeights):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.score == "wanda" and self.norms is None:
-            raise SettingError("score='wanda' needs norms=sinklens.experiments.input_norms(runs).")
-        if self.score != "wanda" and self.norms is not None:
-            raise SettingError(f"score={self.score!r} does not use norms=; leave it out, or pass score='wanda'.")
+        if (self.score == "wanda") != (self.norms is not None):
+            raise SettingError("score='wanda' and norms=sinklens.experiments.input_norms(runs) belong together.")
 
     def edited(self, model: "Model", matrix: WeightMatrix) -> Float[Tensor, "*expert out inputs"]:
         scores = self._scores(matrix)
@@ -100,14 +98,10 @@ class PruneWeights(EditWeights):
     def _norms_of(self, matrix: WeightMatrix) -> Float[Tensor, " inputs"]:
         assert self.norms is not None
         found = self.norms.values.get(matrix.name)
-        if found is None:
+        if found is None or len(found) != matrix.rows.shape[-1]:
             raise SettingError(
-                f"norms has no inputs of {matrix.name}: it is of another model or of other layers, the calibration "
-                f"never reached the matrix, or it stacks experts. Restrict layers=, or pass score='magnitude'."
-            )
-        if len(found) != matrix.rows.shape[-1]:
-            raise SettingError(
-                f"norms has {len(found)} inputs of {matrix.name}, which has {matrix.rows.shape[-1]} in this model; "
-                f"collect norms from runs of this model."
+                f"norms has no inputs of {matrix.name} with its size: it is of another model or of other layers, the "
+                f"calibration never reached the matrix, or it stacks experts. Restrict layers=, or pass "
+                f"score='magnitude'."
             )
         return found

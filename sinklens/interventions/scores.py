@@ -124,12 +124,10 @@ def recorded(source: SinkTrack, place: int, layers: list[int], device: torch.dev
 
 
 def check_second_pass(run: RunContext) -> None:
-    if run.causal:
-        raise SettingError("same_step needs a second pass over the canvas; it is available in diffusion runs only.")
-    if run.tree.architecture.encoder:
+    if run.causal or run.tree.architecture.encoder:
         raise SettingError(
-            "same_step needs a second pass over the canvas, which lacks the self-conditioning of the step in a "
-            "model with an encoder; use the sinks of the previous step."
+            "same_step needs a second pass over the canvas; it is available in diffusion runs of a model without an "
+            "encoder, where no self-conditioning is lost. Use the sinks of the previous step."
         )
 
 

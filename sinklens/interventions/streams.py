@@ -69,11 +69,6 @@ class Steer(AtPositions):
     mode: SteerMode = "add"
     point: StreamPoint | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.direction, Directions) and self.point not in (None, self.direction.point):
-            raise SettingError(f"the directions belong to {self.direction.point}; leave out point={self.point!r}.")
-
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         layers, directions = self.chosen_layers(model), self._of_layers(model)
         norms = directions.norm(dim=-1, keepdim=True)

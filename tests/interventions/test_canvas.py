@@ -7,7 +7,7 @@ from watching import LONG, PADDED, again, compared, unwatched, watch
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
-from sinklens.interventions import ForceTokens, MaskSinks, Remask, SinkToken
+from sinklens.interventions import ForceTokens, Remask, SinkToken
 
 DIFFUSION = ["llama", "qwen2", "qwen3", "dream"]
 CAUSAL = [{}, {"use_cache": False}]
@@ -45,12 +45,6 @@ def test_a_forced_token_is_read_even_if_another_was_cached(worded, settings):
     for step in (1, 2, 3):
         wanted = again(run, step).logits[:, -1]
         torch.testing.assert_close(watched.values[step]["denoise.hook_logits"][:, -1], wanted, atol=1e-3, rtol=0)
-
-
-@pytest.mark.parametrize("settings", CAUSAL)
-def test_a_token_forced_at_every_step_is_replaced_before_it_is_read(worded, settings):
-    run = watch(worded("llama", True), [LONG], [ForceTokens(tokens={8: 42})], [], **settings).run
-    assert run.canvas[0, 2:, 8].tolist() == [42] * (run.steps_run - 1)
 
 
 @pytest.mark.fast_cases(2)
@@ -132,14 +126,6 @@ def test_in_an_autoregressive_run_the_token_is_first_and_a_zero_value_stays_zero
         assert run.canvas[0, step, 3] == run.canvas[1, step, 0] == 9
 
 
-def test_steps_and_layers_restrict_the_extra_token(worded):
-    watched = watch(worded(), [LONG], [SinkToken(token=9, steps=[2], layers=[1])])
-    for step in range(4):
-        for layer in range(3):
-            pattern = watched.values[step][f"blocks.{layer}.attn.hook_pattern"][0, :, 0]
-            assert (pattern[:, 0] == 1).all() == ((step, layer) == (2, 1))
-
-
 def test_in_a_single_pass_the_first_id_is_the_extra_token():
     model, ids = shared_model(), random_ids()
 
@@ -160,16 +146,6 @@ def test_the_shipped_models_have_a_default_extra_token(tiny_llada, tiny_llama):
         start = model.special_tokens["start"] or model.special_tokens["end"]
         assert run.tokens[0, 0] == start[0]
         assert run.sinks.data.sizes["pos"] == run.prompt_length + 4
-
-
-def test_an_extra_token_can_be_masked_as_a_sink(worded):
-    """Other interventions in the list count it as position 0."""
-    hooks = [SinkToken(token=9), MaskSinks(top_k=1, positions=[0])]
-    watched = watch(worded(), PADDED, hooks)
-    for step in (1, 2, 3):
-        pattern = watched.stacked("hook_pattern", step)
-        assert (pattern[:, 1, :, 1:, 0] == 0).all()
-        assert (pattern[:, 0, :, 4:, 3] == 0).all()
 
 
 REFUSED = [
@@ -204,16 +180,6 @@ def test_edits_without_a_meaning_are_rejected(worded, call, text):
     with pytest.raises(SettingError, match=text):
         call(worded)
     assert unwatched(worded())
-
-
-def test_a_model_without_special_tokens_needs_an_explicit_one():
-    model = shared_model()
-    kept, model.eos_token_ids = model.eos_token_ids, ()
-    try:
-        with pytest.raises(SettingError, match="defines neither a start nor an end token; pass one as token="):
-            watch(model, random_ids(), [SinkToken()])
-    finally:
-        model.eos_token_ids = kept
 
 
 def test_an_extra_token_takes_one_position_of_the_context():

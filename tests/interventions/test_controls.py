@@ -229,21 +229,6 @@ def test_scopes_average_over_heads_and_layers():
     assert found == {"head": [[2, 0], [2, 2]], "layer": [[1, 1], [2, 2]], "model": [[2, 2], [2, 2]]}
 
 
-def test_token_kinds_match_those_of_the_track(tiny_llada):
-    """Only newlines and digits are masked, according to the token text of the previous step."""
-    prompts = [problem.prompt for problem in held_out(2)]
-    masking = MaskSinks(top_k=4, only=["newline", "digit"])
-    watched = watch(tiny_llada, prompts, [masking], record_sinks=True, gen_length=8, steps=4)
-    found = kinds(watched.run.sinks).to_numpy()
-    wanted = np.isin(found, [Kind.NEWLINE, Kind.DIGIT])
-    for step in range(1, 4):
-        ignored = (watched.stacked("hook_pattern", step)[:, :, :, -1] == 0) & watched.run.real[None, :, None]
-        assert not (ignored & ~torch.from_numpy(wanted[:, step - 1])[None, :, None]).any()
-        counts = np.minimum(4, wanted[:, step - 1].sum(axis=-1))
-        assert torch.equal(ignored.sum(-1), torch.from_numpy(counts)[None, :, None].expand(4, 2, 6))
-        assert (counts > 1).all()
-
-
 IDS = torch.tensor([[3, 4, 5]])
 REFUSED = [
     *(

@@ -78,13 +78,6 @@ def test_a_reference_is_the_mean_over_prompts_steps_and_real_positions(worded, a
         assert len(found.pool[layer]) == min(len(outputs), 64 * len(watched.values))
 
 
-def test_a_reference_applies_the_chat_template(tiny_llada):
-    template = "{% for m in messages %}{{ bos_token }}Question: {{ m['content'] }}\nAnswer:{% endfor %}"
-    asked = head_outputs(tiny_llada, ["Tom has 2 apples."], chat_template=template, gen_length=4)
-    plain = head_outputs(tiny_llada, ["Question: Tom has 2 apples.\nAnswer:"], gen_length=4)
-    torch.testing.assert_close(asked.mean, plain.mean)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_single_pass_gets_the_same_edits(causal):
     model, ids = shared_model("llama", causal), random_ids()

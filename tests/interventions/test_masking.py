@@ -1,4 +1,7 @@
-"""Masked sinks, kept keys and windows against loops in plain torch, with padding, with and without a cache."""
+"""Masked and kept keys, windows and replaced values against loops in plain torch, with and without a cache.
+
+Rule × action × model: a rule says which keys, by a loop over the patterns; an action what becomes of them.
+"""
 
 from itertools import product
 from typing import Any
@@ -12,7 +15,7 @@ from watching import LONG, PADDED, add, compared, entered, hidden, logits_of, si
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.interventions import AblateHeads, KeepKeys, MaskKeys, MaskSinks
+from sinklens.interventions import AblateHeads, AblateValues, KeepKeys, MaskKeys, MaskSinks
 from sinklens.sinks import EpsilonOverMean, TopK
 from sinklens.tasks import held_out
 
@@ -26,26 +29,83 @@ def cache_of(cached: bool | None) -> dict[str, Any]:
     return {} if cached is None else {"use_cache": cached}
 
 
-def masks(run, step, taken, seen=lambda keys, query: ~keys):
-    """Edits that hide from each query of a step the keys that are not `seen`, given those `taken` at each step."""
-    ids, _ = entered(run, step)
-    length, causal = ids.shape[1], bool(run.model.config.is_causal)
-    bias = torch.zeros(3, len(ids), 6, length, length)
-    for earlier, keys in taken.items():
-        # a pass without a cache recomputes the queries that decoded earlier tokens
-        rows = [run.prompt_length - 1 + earlier] if causal else range(length) if earlier == step else []
-        complete = torch.nn.functional.pad(keys, (0, length - keys.shape[-1]))
-        for query in rows:
-            bias[:, :, :, query] = hidden(~seen(complete, query))
-    return {f"blocks.{layer}.attn.hook_attn_mask": add(bias[layer]) for layer in range(3)}
+def replaced(model, keys, real, by, layers=range(3)):
+    """Edits for plain torch that recompute z key by key; `keys` is [layer, batch, head, query, key]."""
+    seen, causal, size = {}, model.config.is_causal, model.block_length
+    group = model.cfg.n_heads // model.cfg.n_key_value_heads
+
+    def z_of(layer):
+        def edit(z):
+            values, weights = seen["v", layer], seen["pattern", layer]
+            z = torch.zeros_like(z)
+            for row, query, head in np.ndindex(*z.shape[:3]):
+                last = (
+                    int(real[row].nonzero()[0]) + (query - int(real[row].nonzero()[0])) // size * size + size - 1
+                    if size
+                    else 0
+                )
+                visible = [
+                    key
+                    for key in range(values.shape[1])
+                    if real[row, key] and (not causal or key <= query) and (size is None or key <= last)
+                ]
+                if not visible:
+                    continue
+                own = values[row, visible, head // group]
+                other = own.mean(dim=0) if by == "mean" else torch.zeros_like(own[0])
+                value = torch.where(keys[layer, row, head, query, visible][:, None], other, own)
+                z[row, query, head] = weights[row, head, query, visible] @ value
+            return z
+
+        return edit
+
+    def kept(name, layer):
+        return lambda value: seen.setdefault((name, layer), value)
+
+    edits = {}
+    for layer in layers:
+        at = f"blocks.{layer}.attn"
+        edits |= {
+            f"{at}.hook_v": kept("v", layer),
+            f"{at}.hook_pattern": kept("pattern", layer),
+            f"{at}.hook_z": z_of(layer),
+        }
+    return edits
 
 
-def check_against_loop(model, prompts, intervention, rule, seen=lambda keys, query: ~keys, **settings) -> None:
+def hide(model, keys, real, rows):
+    """Edits that hide the keys from the queries."""
+    return {f"blocks.{layer}.attn.hook_attn_mask": add(hidden(keys[layer])) for layer in range(3)}
+
+
+def keep(model, keys, real, rows):
+    """Edits that hide all keys but these, and neighbors at a distance of 1, in heads 0 and 3."""
+    positions = torch.arange(len(rows))
+    near = (positions[:, None] - positions).abs() <= 1
+    seen = keys | near | ~rows[:, None]
+    seen[:, :, [1, 2, 4, 5]] = True
+    return hide(model, ~seen, real, rows)
+
+
+def check_against_loop(model, prompts, intervention, rule, edit=hide, **settings) -> None:
     """Compare patterns and logits of a run with plain torch under the keys chosen by the loop, step by step."""
     watched = watch(model, prompts, [intervention], ["hook_pattern", "hook_logits"], **settings)
     run, taken, steps = watched.run, dict[int, Tensor](), rule.get("steps")
     how = {name: value for name, value in rule.items() if name != "steps"}
-    for step, plain in compared(watched, lambda step: masks(run, step, taken, seen)):
+
+    def edits(step):
+        ids, real = entered(run, step)
+        length, causal = ids.shape[1], bool(run.model.config.is_causal)
+        keys = torch.zeros(3, len(ids), 6, length, length, dtype=torch.bool)
+        rows = torch.zeros(length, dtype=torch.bool)
+        for earlier, found in taken.items():
+            # a pass without a cache recomputes the queries that decoded earlier tokens
+            own = [run.prompt_length - 1 + earlier] if causal else slice(None) if earlier == step else []
+            keys[:, :, :, own] = torch.nn.functional.pad(found, (0, length - found.shape[-1]))[:, :, :, None]
+            rows[own] = True
+        return edit(model, keys, real, rows)
+
+    for step, plain in compared(watched, edits):
         sums = stacked(plain, "hook_pattern").sum(-1)[:, entered(run, step)[1][:, None].expand(-1, 6, -1)]
         torch.testing.assert_close(sums, torch.ones_like(sums))
         if steps is None or step + 1 in steps:
@@ -54,12 +114,24 @@ def check_against_loop(model, prompts, intervention, rule, seen=lambda keys, que
     assert run.steps_run > 1
 
 
-@pytest.mark.fast_cases(3)
-@pytest.mark.parametrize("prompts", [[LONG], PADDED], ids=["alone", "padded"])
-@pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
-def test_masked_keys_get_zero_attention_and_match_a_naive_recomputation(worded, architecture, causal, cached, prompts):
-    model = worded(architecture, causal)
-    check_against_loop(model, prompts, MaskSinks(top_k=2), {"top_k": 2}, **cache_of(cached))
+SOME = {"heads": [1, 4], "layers": [0, 2]}
+ACTIONS = {
+    "mask": (MaskSinks(top_k=2), {}, hide),
+    "keep": (KeepKeys(top_k=2, window=1, heads=[0, 3]), {"heads": (0, 3)}, keep),
+    "mean values": (AblateValues(top_k=2), {}, lambda *given: replaced(*given[:3], "mean")),
+    "no values": (AblateValues(top_k=2, by="zero"), {}, lambda *given: replaced(*given[:3], "zero")),
+    "some values": (AblateValues(top_k=2, **SOME), SOME, lambda *given: replaced(*given[:3], "mean", [0, 2])),
+}
+
+
+@pytest.mark.fast_cases(9)
+@pytest.mark.parametrize(
+    ("architecture", "causal", "cached", "action"),
+    [(*way, action) for way in WAYS for action in ACTIONS if action != "some values" or way[0] == "llama"],
+)
+def test_the_keys_chosen_by_a_loop_are_treated_as_in_plain_torch(worded, architecture, causal, cached, action):
+    hooks, rule, edit = ACTIONS[action]
+    check_against_loop(worded(architecture, causal), PADDED, hooks, {"top_k": 2} | rule, edit, **cache_of(cached))
 
 
 OPTIONS = {
@@ -177,21 +249,6 @@ def test_a_window_equals_the_mask_written_by_a_loop(worded, architecture, causal
     assert len(list(compared(watched, edits))) > 1
 
 
-@pytest.mark.fast_cases(3)
-@pytest.mark.parametrize(("architecture", "causal", "cached"), WAYS)
-def test_only_kept_keys_and_neighbours_are_seen(worded, architecture, causal, cached):
-    def seen(keys, query):
-        keys = keys.clone()
-        keys[..., max(0, query - 1) : query + 2] = True
-        keys[:, :, [1, 2, 4, 5]] = True
-        return keys
-
-    keep = KeepKeys(top_k=2, window=1, heads=[0, 3])
-    check_against_loop(
-        worded(architecture, causal), PADDED, keep, {"top_k": 2, "heads": (0, 3)}, seen, **cache_of(cached)
-    )
-
-
 def test_queries_all_masks_the_keys_of_the_newest_token_for_every_query(tiny_llama):
     """At each step, for every row of every head: the strongest key of the last row of the previous step."""
     patterns = []
@@ -212,19 +269,6 @@ def test_queries_all_masks_the_keys_of_the_newest_token_for_every_query(tiny_lla
                 assert float(seen[0]) == pytest.approx(0.0 if key == 0 else 1.0)  # the first query sees one key
 
 
-def test_a_source_is_a_run_or_its_sinks_and_one_without_sinks_is_rejected(tiny_llada):
-    prompt, few = held_out(1)[0].prompt, {"gen_length": 4, "progress": False}
-    base = sinklens.generate(tiny_llada, prompt, **few)
-    by_run, by_sinks = (
-        sinklens.generate(tiny_llada, prompt, hooks=MaskSinks(source=source), **few) for source in (base, base.sinks)
-    )
-    assert torch.equal(by_run.canvas, by_sinks.canvas)
-    assert by_run.sinks.scores().equals(by_sinks.sinks.scores())
-    bare = sinklens.generate(tiny_llada, prompt, record_sinks=False, **few)
-    with pytest.raises(SettingError, match=r"source must be another run or its sinks; got .*record_sinks=False"):
-        MaskSinks(source=bare)
-
-
 @pytest.mark.parametrize("unit", ["visible", "fraction"])
 def test_the_attention_of_the_newest_query_is_the_same_in_every_unit(tiny_llama, unit):
     """Keys with a fifth of the newest token's attention more than the mean of the others, from the patterns."""
@@ -242,9 +286,33 @@ def test_the_attention_of_the_newest_query_is_the_same_in_every_unit(tiny_llama,
     assert count > 10
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_integers_of_other_types_are_taken():
-    assert KeepKeys(window=np.int64(2)).window == 2
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("by", ["mean", "zero"])
+@pytest.mark.parametrize(
+    ("architecture", "causal", "settings"),
+    [(*kind, cache_of(cached)) for *kind, cached in [*ONE_OF_EACH, WAYS[-1]]]
+    + [("sdar", False, {}), ("sdar", False, {"use_cache": True})],
+)
+def test_values_at_places_equal_those_of_a_loop_for_the_queries_of_each_step(
+    worded, architecture, causal, settings, by
+):
+    """With cached blocks the places are constant, because the keys of finished blocks keep theirs."""
+    model = worded(architecture, causal)
+    base = watch(model, PADDED, [], [], **settings).run
+    shape = (2, base.settings.steps, 3, 6, base.real.shape[1])
+    marked = torch.from_numpy(np.random.default_rng(5).random(shape) < 0.3) & base.real[:, None, None, None]
+    marked = marked[:, :1].expand(shape) if architecture == "sdar" else marked
+    watched = watch(model, PADDED, [AblateValues(where=marked, by=by)], ["hook_z"], **settings)
+
+    def edits(step):
+        real = entered(watched.run, step)[1]
+        length, own = real.shape[1], torch.arange(real.shape[1]) - base.prompt_length + 1
+        own = own.clamp(min=0) if causal else torch.full((length,), step)
+        keys = marked[:, own][..., :length].permute(2, 0, 3, 1, 4)  # [layer, batch, head, query, key]
+        return replaced(model, keys, real, by, range(3))
+
+    assert len(list(compared(watched, edits))) > 1
+    assert unwatched(model)
 
 
 EMPTY = [
@@ -257,6 +325,11 @@ REFUSED = [
     *(
         (lambda worded, make=make, given={name: empty}: make(**given), rf"{name} is empty, so \w+ would change nothing")
         for make, name, empty in EMPTY
+    ),
+    (lambda worded: AblateValues(top_k=1, by="median"), "by must be one of mean, zero, resample; got 'median'"),
+    (
+        lambda worded: AblateValues(top_k=1).hooks_for(worded()),
+        "ReplaceValues finds its places in a run, which a single pass is not",
     ),
     (lambda worded: KeepKeys(window="2"), r"window must be an integer of at least 0.*; got"),
     (

@@ -11,12 +11,11 @@ import pytest
 import torch
 from dit_oracle import PlainDit
 from planted_saes import Perfect
-from stored.draws import given_draws
 from torch import Tensor
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import effect, head_outputs
+from sinklens.experiments import effect
 from sinklens.features import SpliceSAE, collect, read_features
 from sinklens.interventions import (
     AblateHeads,
@@ -190,15 +189,6 @@ def test_every_step_of_a_changed_run_equals_a_plain_pass_with_the_change(network
     assert case != "Suffix" or bool((run.canvas[:, :, -2:] == torch.tensor([17, 18])).all())
 
 
-@pytest.mark.fast_cases(2)
-def test_a_reference_has_the_mean_outputs_of_its_passes(network, name):
-    model, dit = network
-    reference = head_outputs(model, torch.tensor([[3, 1, 2]]), seed=2, **{"gen_length": 6} | SETTINGS[name])
-    run = generate(model, name, prompts=[[3, 1, 2]], seed=2)
-    passes = [plain(dit, run, step).values[Z].mean((0, 1)) for step in range(run.steps_run)]
-    torch.testing.assert_close(reference.mean[1], torch.stack(passes).mean(0), atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("masked", ["mdlm", "sedd", "gidd"])
 def test_masked_again_positions_are_masks(conformance, masked):
     model, _ = _loaded(conformance / masked)
@@ -236,35 +226,6 @@ def test_features_are_collected_read_and_spliced_at_the_noise_level_of_their_ste
     spliced = generate(model, name, hooks=[half, keep])
     for number, found in enumerate(seen):
         assert_near(found, plain(dit, spliced, number, {point: lambda x: -(-x).relu()}).logits)
-
-
-@pytest.mark.fast_cases(2)
-def test_the_confidence_is_the_models_probability_of_what_was_drawn(network, name):
-    (model, dit), kept = network, {}
-    points = ("denoise.hook_confidence", "denoise.hook_candidates")
-    hooks = [(point, lambda value, hook: kept.update({(hook.name, hook.step): value.clone()})) for point in points]
-    run = generate(model, name, hooks=hooks)
-    for step in range(run.steps_run):
-        shown, drawn = (kept[point, step] for point in points)
-        logits = plain(dit, run, step).logits
-        logits[..., [] if model.mask_token_id is None else [model.mask_token_id]] = -torch.inf
-        expected, there = logits.softmax(-1).gather(-1, drawn[..., None])[..., 0], shown > -torch.inf
-        assert bool(there.any())
-        torch.testing.assert_close(shown[there].float(), expected[there], atol=1e-4, rtol=1e-3)
-
-
-@pytest.mark.fast_cases(2)
-def test_given_uniform_numbers_repeat_a_run_of_another_seed(network, name):
-    model, _ = network
-    kept: list[Tensor] = []
-    keep = ("denoise.hook_uniform", lambda value, hook: kept.append(value.clone()))
-    seeded = {"sampler": "mdlm", "noise_removal": False} if name == "mdlm" else {}
-    seeded |= {"start_canvas": [list(range(20, 26)), list(range(30, 36))]} if name == "duo" else {}
-    run = generate(model, name, hooks=[keep], **seeded)
-    noise = given_draws("hook_uniform", torch.stack(kept))
-    again = generate(model, name, hooks=[noise], seed=77, **seeded)
-    assert torch.equal(again.canvas, run.canvas)
-    assert not torch.equal(generate(model, name, seed=77, **seeded).canvas, run.canvas)
 
 
 REFUSED = [

@@ -6,7 +6,7 @@ from building import EACH, random_ids, shared_model
 from transformer_lens import ActivationCache
 from watching import LONG, PADDED, again, entered, logits_of, unwatched, watch
 
-from sinklens.errors import HookNameError, SettingError
+from sinklens.errors import SettingError
 from sinklens.hooks.names import axes_of
 from sinklens.interventions import Activations, MaskKeys, PatchHooks
 
@@ -232,11 +232,6 @@ def test_what_the_source_or_the_run_lacks_is_rejected(worded, source, unchecked,
     assert unwatched(worded())
 
 
-def test_points_that_do_not_exist_cannot_be_kept(worded):
-    with pytest.raises(HookNameError, match="hook_zz"):
-        watch(worded(), [LONG], [Activations(names="blocks.0.attn.hook_zz")])
-
-
 def test_kept_values_make_activation_caches_that_transformerlens_helpers_read(worded):
     model = worded()
     kept = Activations(names=everything, steps=[1, -1])
@@ -251,16 +246,3 @@ def test_kept_values_make_activation_caches_that_transformerlens_helpers_read(wo
     torch.testing.assert_close(accumulated[3][real], plain["blocks.1.hook_resid_mid"][real], atol=1e-3, rtol=0)
     parts = cache.decompose_resid().sum(dim=0)
     torch.testing.assert_close(parts[real], plain["blocks.2.hook_resid_post"][real], atol=1e-3, rtol=0)
-    heads = cache.stack_head_results(layer=2)[6:12].sum(dim=0)
-    torch.testing.assert_close(heads[real], plain["blocks.1.hook_attn_out"][real], atol=1e-3, rtol=0)
-
-
-def test_a_second_run_replaces_the_kept_values_but_not_the_earlier_caches_object(worded):
-    model, kept = worded(), Activations(names=Z, steps=[1])
-    watch(model, [LONG], [kept], [])
-    first = kept.caches
-    before = first[1][Z].clone()
-    watch(model, [OTHER], [PatchHooks(source=first, steps=[1]), kept], [])
-    assert kept.caches is not first
-    assert torch.equal(first[1][Z], before)
-    assert torch.equal(kept.caches[1][Z], before)

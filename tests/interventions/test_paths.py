@@ -114,10 +114,10 @@ SOURCE = {0: {"hook_embed": None}}
 REFUSED = [
     ({"sender": "L1H2", "receiver": "L1H0.q"}, r"L1H0\.q does not read what L1H2 writes in the same step; choose a "),
     ({"sender": "1_mlp_out", "receiver": "1_mlp_in"}, "1_mlp_in does not read what 1_mlp_out writes"),
-    ({"sender": "head 3"}, "a sender is 'embed', 'L1H3' .* or '1_mlp_out'; got 'head 3'"),
-    ({"receiver": "L1H3"}, r"a receiver is 'L2H4\.q'.* or 'logits'; got 'L1H3'"),
-    ({"receiver": "L1H2.k"}, "head 2 does not exist; there are 2, 0 to 1"),
-    ({"sender": "L7H0"}, "layer 7 does not exist"),
+    ({"sender": "head 3"}, "'head 3' is not among .* components, .* a sender is 'embed', 'L1H3'"),
+    ({"receiver": "L1H3"}, r"'L1H3' is not among .*, a receiver 'L2H4\.q'"),
+    ({"receiver": "L1H2.k"}, r"'L1H2\.k' is not among"),
+    ({"sender": "L7H0"}, "'L7H0' is not among the 22 components, which are embed, L0H0 to 2_mlp_out"),
     ({"sender": []}, "PathPatch needs at least one sender"),
 ]
 

@@ -53,25 +53,6 @@ def test_the_lowest_scores_of_each_row_go_as_in_a_loop(seed):
     assert torch.equal(rows, before)
 
 
-def test_magnitude_and_wanda_disagree_where_an_input_is_planted_as_small(own):
-    """Input 5 never varies from 0, so Wanda removes its weights first though they are the largest."""
-    layer = own.tree.hf.model.layers[1]
-    layer.input_layernorm.weight.data[5] = 0.0
-    weight = layer.self_attn.q_proj.weight
-    weight.data[:, 5] = 9.0
-    run = sinklens.generate(own, PADDED, **short(own, {}))
-    norms = input_norms(run)
-    assert float(norms.values["model.layers.1.self_attn.q_proj.weight"][5]) == 0
-    assert float(norms.values["model.layers.1.self_attn.q_proj.weight"][4]) > 0
-    with PruneWeights(1 / 24).applied(own):  # one of 24 inputs
-        assert bool((weight[:, 5] == 9).all())
-        assert (weight == 0).sum(dim=1).tolist() == [1] * 24
-    with PruneWeights(1 / 24, "wanda", norms=norms).applied(own):
-        assert bool((weight[:, 5] == 0).all())
-        assert (weight == 0).sum(dim=1).tolist() == [1] * 24
-    assert bool((weight != 0).all())
-
-
 def test_a_run_has_the_weights_of_a_loop_and_gives_them_back(worded):
     model = worded()
     norms = input_norms(sinklens.generate(model, PADDED, **short(model, {})))
@@ -105,14 +86,6 @@ def test_random_removes_as_many_by_its_seed_alone():
     assert not torch.equal(first[0], first[1])
     assert torch.equal(first[1], alone[1])
     assert not alone[0].any()
-
-
-@pytest.mark.parametrize("share", [0, 1, 0.0, 1.0])
-def test_none_and_all_of_the_weights(share):
-    model = random_model()
-    weight = model.tree.hf.get_parameter(MLP)
-    with PruneWeights(share).applied(model):
-        assert float((weight == 0).float().mean()) == share
 
 
 def test_stacked_experts_are_pruned_expert_by_expert_and_wanda_refuses_them():
@@ -232,13 +205,13 @@ REFUSED = [
         for share in (-0.1, 1.5, True, "half")
     ),
     (lambda run, norms: PruneWeights(0.5, "wandb"), "score must be one of magnitude, wanda, random; got 'wandb'"),
-    (lambda run, norms: PruneWeights(0.5, "wanda"), r"score='wanda' needs norms=sinklens\.experiments\.input_norms"),
-    (lambda run, norms: PruneWeights(0.5, "random", norms=norms), "score='random' does not use norms="),
+    (lambda run, norms: PruneWeights(0.5, "wanda"), r"score='wanda' and norms=.* belong together"),
+    (lambda run, norms: PruneWeights(0.5, "random", norms=norms), r"score='wanda' and norms=.* belong together"),
     (
         lambda run, norms: (
             PruneWeights(0.5, "wanda", norms=norms).applied(random_model(intermediate_size=48)).__enter__()
         ),
-        r"norms has 40 inputs of .*, which has 48 in this model",
+        r"norms has no inputs of .* with its size",
     ),
     (
         lambda run, norms: input_norms(run, steps=[7, 9]),

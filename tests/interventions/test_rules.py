@@ -152,10 +152,6 @@ def test_rules_and_interventions_without_a_meaning_are_refused(call, text):
         call(shared_model())
 
 
-def test_a_control_may_be_joined_with_other_places(worded):
-    watch(worded(), PADDED, [AblateHeads(where=CONTROL | "prompt")])
-
-
 def test_whether_places_follow_the_run_is_known_of_every_rule():
     follows = [TopK(1), Where(top_k=1), EveryThird(), ~TWO, OfKind("digit") | TWO]
     others = ["digit", OfKind("digit"), ~OfKind("digit"), Positions([1]), torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)]
@@ -206,14 +202,6 @@ def test_a_run_records_the_keys_that_got_no_attention(worded, architecture, caus
         np.testing.assert_array_equal(keys[:, step][..., : mask.shape[-1]], hidden)
         count += hidden.sum()
     assert count > 10
-
-
-def test_recorded_places_repeat_a_choice_in_another_run(worded):
-    model, random = worded(), MaskSinks(top_k=2, pick="random", seed=3)
-    first = watch(model, PADDED, [random], ["hook_logits"], record_sinks=True)
-    again = MaskSinks(top_k=None, where=first.run.chosen[0].places)
-    assert torch.equal(logits_of(watch(model, PADDED, [again], ["hook_logits"])), logits_of(first))
-    assert first.run.chosen[0].of is random
 
 
 def test_runs_without_a_record_are_rejected(worded):

@@ -7,7 +7,6 @@ from watching import LONG, PADDED, entered, watch
 from sinklens.errors import SettingError
 from sinklens.experiments import difference_of_means
 from sinklens.interventions import Steer
-from sinklens.interventions.streams import Directions
 
 PRE = "blocks.1.hook_resid_pre"
 DIRECTION = torch.linspace(-1.0, 2.0, 24)
@@ -49,15 +48,10 @@ def test_a_direction_is_taken_after_the_hooks_that_plant_a_behavior(worded):
     assert abs(float(found.values[1] @ along)) < 1e-5 < 1e-3 < abs(float(plain.values[1] @ along))
 
 
-MIDDLE = Directions(torch.ones(3, 24), "hook_resid_mid")
 REFUSED = [
     (lambda: Steer(torch.ones(25)), r"direction must have shape \[24\] or \[3, 24\]; got \[25\]"),
     (lambda: Steer(torch.zeros(24), mode="set"), "mode='set' needs a direction that is not zero"),
     (lambda: Steer(DIRECTION, mode="mul"), "mode must be one of add, project_out, set; got 'mul'"),
-    (
-        lambda: Steer(MIDDLE, point="hook_resid_pre"),
-        "the directions belong to hook_resid_mid; leave out point='hook_resid_pre'",
-    ),
     (
         lambda: Steer(DIRECTION, point="hook_embed"),
         "point must be one of hook_resid_pre, hook_resid_mid, hook_resid_post",

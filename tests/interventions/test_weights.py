@@ -7,11 +7,10 @@ import torch
 from building import random_dit, random_ids, random_model, shared_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
-from watching import LONG, watch
+from watching import LONG
 
 import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import input_norms
 from sinklens.interventions import EditWeights, PruneWeights
 from sinklens.interventions.weights import weight_matrices
 
@@ -100,23 +99,6 @@ def test_edits_of_the_same_weights_follow_each_other(worded):
     for layer, factor in ((0, 1.0), (1, 0.25), (2, 0.5)):
         torch.testing.assert_close(seen[0][name.format(layer)], before[name.format(layer)] * factor)
     assert changed(model, before) == {}
-
-
-@pytest.mark.extended
-def test_stronger_edits_change_the_logits_more_and_leave_the_weights_as_they_were(tiny_llada):
-    prompt = "Question: Ben has 9 eggs. He finds 4 more. How many eggs does Ben have now?\nAnswer:"
-    base, before = watch(tiny_llada, [prompt], [], ["hook_logits"], gen_length=8, steps=2), state(tiny_llada)
-
-    def moved(hooks):
-        run = watch(tiny_llada, [prompt], [hooks], ["hook_logits"], gen_length=8, steps=2, replay=base.run)
-        logits = run.values[1]["denoise.hook_logits"] - base.values[1]["denoise.hook_logits"]
-        return float(logits.pow(2).mean())
-
-    norms = input_norms(base.run)
-    assert 0 == moved(PruneWeights(0)) < moved(PruneWeights(0.1)) < moved(PruneWeights(0.3)) < moved(PruneWeights(0.8))
-    assert moved(PruneWeights(0.3, "wanda", norms=norms)) < moved(PruneWeights(0.3, "random"))
-    assert moved(PruneWeights(0.3)) < moved(PruneWeights(0.3, "random"))
-    assert changed(tiny_llada, before) == {}
 
 
 def test_quantized_and_offloaded_weights_are_refused_and_nothing_changes():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from watching import PADDED, add, compared, entered, hidden, stacked, unwatched, watch
+from watching import PADDED, compared, entered, stacked, unwatched, watch
 
 from sinklens.errors import SettingError
 from sinklens.interventions import (
@@ -15,7 +15,6 @@ from sinklens.interventions import (
     Activations,
     AtPositions,
     FreezePattern,
-    KeepKeys,
     MaskSinks,
     PatchHooks,
     Remask,
@@ -186,28 +185,6 @@ def test_a_named_array_may_lack_axes_and_steps(worded):
     assert torch.equal(outputs(model, named.sel(step=2)), outputs(model, one))
     every = named.sel(step=2).drop_vars("step")  # without the coordinate: the same places in all steps
     assert torch.equal(outputs(model, every), outputs(model, np.repeat(marked[:, 2:3], 4, axis=1)))
-
-
-@pytest.mark.parametrize("hooks", [MaskSinks, KeepKeys], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("settings", [{}, {"use_cache": False}], ids=["cached", "recomputed"])
-def test_masked_and_kept_keys_are_those_of_each_tokens_step(worded, hooks, settings):
-    model = worded("llama", True)
-    base = watch(model, PADDED, points=[], gen_length=4, **settings).run
-    marked = random_places(base)
-    given = {"queries": "each"} if hooks is MaskSinks else {}
-    hook = hooks(top_k=None, where=marked, **given)
-    watched = watch(model, PADDED, [hook], ["hook_pattern", "hook_logits"], gen_length=4, **settings)
-
-    def edits(step):
-        length = entered(watched.run, step)[0].shape[1]
-        own = (torch.arange(length) - base.prompt_length + 1).clamp(min=0)
-        keys = marked[:, own][..., :length].permute(2, 0, 3, 1, 4)  # [layer, batch, head, query, key]
-        if hooks is KeepKeys:  # the newest query of each step, and always itself
-            newest = torch.arange(length) >= base.prompt_length - 1
-            keys = ~(keys | torch.eye(length, dtype=torch.bool)) & newest[:, None]
-        return {f"blocks.{layer}.attn.hook_attn_mask": add(hidden(keys[layer])) for layer in range(3)}
-
-    assert len(list(compared(watched, edits))) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
