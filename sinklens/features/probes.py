@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.features.probe_places import ProbeData
-from sinklens.interventions.patching import PatchHooks, PatchSubspace
+from sinklens.interventions.patching import PatchHooks
 from sinklens.interventions.streams import Steer, SteerMode
 from sinklens.utils.arguments import Number, Positive, read_as
 
@@ -156,7 +156,7 @@ class Probe:
 
     def patch(self, source: Mapping[int, Any], **places: Any) -> PatchHooks:
         """Take the part of the activation inside `basis` from another run, kept by `Activations` at the same point."""
-        return PatchSubspace(source=source, names=[self.point], basis=self.basis, **places)
+        return PatchHooks(source=source, names=[self.point], basis=self.basis, **places)
 
     def _stream(self) -> tuple[int, str]:
         """Layer and point of the residual stream."""

@@ -11,7 +11,7 @@ from sinklens.interventions.circuits import KeepEdges
 from sinklens.interventions.donors import Resample
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import HideKeys, KeepKeys, MaskKeys, MaskSinks
-from sinklens.interventions.patching import Activations, PatchHooks, PatchSubspace
+from sinklens.interventions.patching import Activations, PatchHooks
 from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.patterns import FreezePattern, Hold, HoldSinks
 from sinklens.interventions.places import AtPositions
@@ -44,7 +44,6 @@ __all__ = [
     "MaskedLogits",
     "OfKind",
     "PatchHooks",
-    "PatchSubspace",
     "PathPatch",
     "PruneWeights",
     "Reader",

@@ -101,14 +101,12 @@ class Ablate(AtPositions):
                 new = self._typical(value, hook, run)
             else:
                 new = torch.full_like(value, 0.0 if self.by == "zero" else float(self.by))
-            return new if self.dims is None else torch.where(self._of_dims(value), new, value)
+            chosen = torch.zeros(value.shape[-1], dtype=torch.bool, device=value.device)
+            chosen[within("dim", self.dims, len(chosen))] = True
+            return torch.where(chosen, new, value)
 
         streams = [(f"blocks.{layer}.hook_resid_pre", keep) for layer in self.chosen_layers(model)]
         return (streams if self.by == "skip" else []) + self.edits(model, run, self.point, replacement)
-
-    def _of_dims(self, value: Tensor) -> Bool[Tensor, " dim"]:
-        size = value.shape[-1]
-        return torch.isin(torch.arange(size), torch.tensor(within("dim", self.dims, size))).to(value.device)
 
     def _typical(self, value: Float[Tensor, "batch pos *shape"], hook: Point, run: RunContext) -> Tensor:
         """The mean, or outputs drawn from the reference."""

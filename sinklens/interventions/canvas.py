@@ -169,7 +169,7 @@ class SinkToken(AtPositions):
     by one, but their distances do not change. In ``t.sinks`` it is a position like any other. Use at most one.
 
     Attributes:
-        token: its id, which must not be the mask; by default the start token, or else the end token.
+        token: its id; by default the start token, or else the end token.
         value: "own", the value that the model computes; or "zero", so that attention to it adds nothing.
     """
 
@@ -188,8 +188,6 @@ class SinkToken(AtPositions):
     def _token(self, model: "Model") -> int:
         if self.token is not None:
             _check_token(self.token, model)
-            if self.token == model.mask_token_id:
-                raise SettingError(f"token {self.token} is the mask, which the sampler would replace; choose another.")
             return self.token
         candidates = [*model.special_tokens["start"], *model.special_tokens["end"]]
         if not candidates:

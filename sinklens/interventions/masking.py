@@ -124,9 +124,9 @@ def MaskSinks(
         **which: which keys: ``detector=``, ``scope=``, ``pick=``, ``only=``, ``same_step=``, ``source=``, ``seed=`` and
             ``persistent=`` of `Where`.
     """
-    top_k = 1 if top_k is None and where is None and which.get("detector") is None else top_k
-    chosen = chosen_keys(top_k, where, positions, which)
-    return MaskKeys(**chosen, queries=queries, steps=steps, layers=layers, heads=heads)
+    return MaskKeys(
+        **chosen_keys(top_k, where, positions, which, usual=1), queries=queries, steps=steps, layers=layers, heads=heads
+    )
 
 
 def KeepKeys(
@@ -150,9 +150,10 @@ def KeepKeys(
         window: as in `MaskKeys`.
         where, steps, layers, heads, positions, **which: as in `MaskSinks`.
     """
-    top_k = 8 if top_k is None and where is None and which.get("detector") is None else top_k
-    chosen = chosen_keys(top_k, where, positions, which)
-    return MaskKeys(**chosen, keep=True, window=window, steps=steps, layers=layers, heads=heads)
+    return MaskKeys(
+        **chosen_keys(top_k, where, positions, which, usual=8), keep=True, window=window, steps=steps, layers=layers,
+        heads=heads,
+    )  # fmt: skip
 
 
 def HideKeys(

@@ -60,8 +60,7 @@ class Activations(Reader):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         in_step = self.step_test(run)
-        kept = StepCaches(model.tree)
-        self.caches = kept  # a new one: the old one may be the source of a patch in this run
+        self.caches = kept = StepCaches(model.tree)  # a new one: the old one may be the source of a patch in this run
 
         def keep(value: Tensor, hook: Point) -> None:
             if in_step(hook.step):
@@ -91,8 +90,14 @@ class PatchHooks(AtPositions):
             those of any of its heads; a point without a head axis, those of any head of its layer.
         source_positions: columns of the source's values to take, one for each of `positions`. By default the same
             columns, or if the source has another length, those with the numbers in `positions`.
-        basis: vectors that span a subspace, which need not be orthonormal: only the part inside it is replaced; see
-            `PatchSubspace`. None replaces all of a value.
+        basis: vectors [rank, d] that span a subspace, which need not be orthonormal: only the part inside it is
+            replaced. With B an orthonormal basis, h the value here and v that of the source: h + (v − h) Bᵀ B
+            (interchange interventions in a subspace: Geiger et al., 2303.02536). Heads are flattened. None replaces all
+            of a value.
+
+    Pitfall: a large effect of a subspace does not mean that the model uses it in its own runs. A direction that nothing
+    varies along can be joined with one that nothing reads, and the two together carry an effect that neither has
+    (Makelov et al., 2311.17030). Compare with a random subspace of the same rank, and with the complete patch.
 
     Raises:
         SettingError: a step or point that `source` does not hold; a step of `source` that the run does not have;
@@ -127,39 +132,10 @@ class PatchHooks(AtPositions):
         return steps_of_source(self.source) if self.steps is None else super().acting_steps(steps)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        held = [str(name) for name in self.source[min(self.source)]]
-        writable = [name for name in held if not name.endswith(READ_ONLY)]
+        writable = [str(name) for name in self.source[min(self.source)] if not str(name).endswith(READ_ONLY)]
         points = chosen_points(writable if self.names is None else self.names, model, self.layers)
         patch = _Patch(self, points, model, run)
         return patch.places.around([(name, patch) for name in points])
-
-
-def PatchSubspace(*, names: Sequence[str] | Any, basis: Float[Tensor, "rank d"], **patch: Any) -> PatchHooks:
-    """Patch a subspace: of the value at a point, only the part inside a few directions comes from another run.
-
-    With B the orthonormal basis [rank, d] of the subspace, h the value here and v that of the source,
-
-        h + (v − h) Bᵀ B
-
-    so what is orthogonal to the subspace stays (interchange interventions in a subspace: Geiger et al., 2303.02536).
-
-        kept = Activations(names=[point])
-        generate(model, other, hooks=kept)
-        generate(model, prompt, hooks=PatchSubspace(source=kept.caches, names=[point], basis=direction[None]))
-
-    Pitfall: a large effect of a subspace does not mean that the model uses it in its own runs. A direction that nothing
-    varies along can be joined with one that nothing reads, and the two together carry an effect that neither has
-    (Makelov et al., 2311.17030). Compare with a random subspace of the same rank, and with the complete patch.
-
-    Args:
-        names: points with a vector at each position, of the size of those of `basis`; heads are flattened.
-        basis: vectors that span the subspace; they need not be orthonormal.
-        **patch: ``source=`` and all else, as in `PatchHooks`.
-
-    Raises:
-        SettingError: no vector, one of another size than the values, or vectors that are linearly dependent.
-    """
-    return PatchHooks(names=names, basis=basis, **patch)
 
 
 def steps_of_source(source: Mapping[int, Any]) -> list[int]:

@@ -276,6 +276,7 @@ class PathPatch(AtPositions):
 
     within_step: ClassVar[bool] = True
     refused: ClassVar[tuple[str, ...]] = ("layers", "heads")
+    indexed: ClassVar[tuple[str, ...]] = ("sender", "receiver")
 
     sender: str | Sequence[str]
     receiver: str | Sequence[str]
@@ -307,8 +308,6 @@ class PathPatch(AtPositions):
 
 def _check_order(senders: Sequence[Sender], receivers: Sequence[Receiver], model: "Model") -> None:
     """Reject paths that do not exist."""
-    if not senders or not receivers:
-        raise SettingError(f"PathPatch needs at least one sender, {SENDERS}, and one receiver, {RECEIVERS}.")
     refuse_indirect(model, "PathPatch")
     for sender in senders:
         for receiver in receivers:

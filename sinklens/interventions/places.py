@@ -202,7 +202,7 @@ class Places:
     ) -> Bool[Tensor, "#batch #head query"] | None:
         """The affected positions of a span of a pass whose first one is text position `first`; None if none are."""
         real = hook.forward_pass.real if self._run.single else None
-        mask = self.at(span.step, layer_at(hook), real)
+        mask = self.at(span.step, layer_of(hook) if str(hook.name).startswith("blocks.") else None, real)
         return None if mask is None else mask[..., first + span.start : first + span.stop].to(device)
 
     def along(self, hook: Point, value: Tensor, heads: Sequence[int] | None = None) -> Bool[Tensor, "..."] | None:
@@ -272,11 +272,6 @@ class Places:
             found[:, :, own] = keys[:, :, None, :width].to(device)
             rows[:, own] = self._rows_of(span.step)[:, None].to(device)
         return KeyMask(found, rows) if bool(rows.any()) else None
-
-
-def layer_at(point: Point) -> int | None:
-    """The layer of a point; None if it is in none."""
-    return layer_of(point) if str(point.name).startswith("blocks.") else None
 
 
 def head_mask(heads: Sequence[int], size: int, device: torch.device) -> Bool[Tensor, " head"]:
@@ -412,15 +407,20 @@ class AtKeys(AtPositions):
 
 
 def chosen_keys(
-    top_k: int | None, where: Any, positions: Sequence[int] | None, which: Mapping[str, Any]
+    top_k: int | None, where: Any, positions: Sequence[int] | None, which: Mapping[str, Any], usual: int | None = None
 ) -> dict[str, Any]:
     """``where=`` and ``positions=`` of an intervention on the keys that a constructor's arguments name.
+
+    Args:
+        top_k, where, positions, which: the arguments.
+        usual: what `top_k` is where nothing else says which keys.
 
     Raises:
         SettingError: settings that exclude each other.
     """
     if where is None:
-        return {"where": Where(top_k=top_k, positions=positions, **which)}
+        number = usual if top_k is None and which.get("detector") is None else top_k
+        return {"where": Where(top_k=number, positions=positions, **which)}
     if top_k is not None or which:
         raise SettingError(
             f"pass one of top_k, detector and where; got where and {', '.join(['top_k', *which])}. With where=, the "

@@ -167,11 +167,8 @@ class Rule:
     def __invert__(self) -> "Rule":
         return Combined((self,), "not")
 
-    def __rand__(self, other: Any) -> "Rule":
-        return as_rule(other) & self
-
-    def __ror__(self, other: Any) -> "Rule":
-        return as_rule(other) | self
+    __rand__ = __and__
+    __ror__ = __or__
 
     def __bool__(self) -> bool:
         raise SettingError(
@@ -333,7 +330,9 @@ class InArray(OfStep):
     marked: Any
 
     def start(self, now: Moment) -> Chooser:
-        where, steps, sizes = self.marked, None, _sizes(now)
+        where, steps, run, cfg = self.marked, None, now.run, now.model.cfg
+        sizes = {"layer": cfg.n_layers, "head": cfg.n_heads, "step": run.steps}
+        sizes |= {} if run.single else dict(zip(("batch", "pos"), run.real.shape, strict=True))
         if isinstance(where, xr.DataArray):
             if "step" in where.coords:
                 where = where if "step" in where.dims else where.expand_dims("step")
@@ -344,7 +343,7 @@ class InArray(OfStep):
             if unknown:
                 raise SettingError(f"where has an axis {unknown[0]!r}; the axes of a run are {', '.join(AXES)}.")
             where = where.expand_dims([axis for axis in AXES if axis not in where.dims]).transpose(*AXES).to_numpy()
-        marked = _checked(torch.as_tensor(where), now.run, sizes)
+        marked = _checked(torch.as_tensor(where), run, sizes)
 
         def at(now: Moment) -> StepPlaces | None:
             if steps is not None and now.step not in steps:
@@ -353,12 +352,6 @@ class InArray(OfStep):
             return StepPlaces(marked[:, place if marked.shape[1] > 1 else 0])
 
         return Chooser(at, by_layer=marked.shape[2] > 1, fixed=True)
-
-
-def _sizes(now: Moment) -> dict[str, int]:
-    """The sizes of the axes of a run; those of a single pass that are known."""
-    sizes = {"layer": now.model.cfg.n_layers, "head": now.model.cfg.n_heads, "step": now.run.steps}
-    return sizes if now.run.single else sizes | dict(zip(("batch", "pos"), now.run.real.shape, strict=True))
 
 
 def _checked(values: Tensor, run: RunContext, sizes: Mapping[str, int]) -> Bool[Tensor, "..."]:

@@ -127,7 +127,7 @@ def check_second_pass(run: RunContext) -> None:
     if run.causal or run.tree.architecture.encoder:
         raise SettingError(
             "same_step needs a second pass over the canvas; it is available in diffusion runs of a model without an "
-            "encoder, where no self-conditioning is lost. Use the sinks of the previous step."
+            "encoder, where no self-conditioning is lost; use the sinks of the previous step."
         )
 
 

@@ -112,10 +112,9 @@ def AblateValues(
         positions: keys that may be chosen.
         **which: which keys, as in `MaskSinks`.
     """
-    chosen = chosen_keys(top_k, where, positions, which | ({"seed": seed} if where is None else {}))
     return ReplaceValues(
-        **chosen, by=by, reference=reference, match=match, seed=seed, queries=queries, steps=steps, layers=layers,
-        heads=heads,
+        **chosen_keys(top_k, where, positions, which | ({"seed": seed} if where is None else {})),
+        by=by, reference=reference, match=match, seed=seed, queries=queries, steps=steps, layers=layers, heads=heads,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import sinklens
 from sinklens.errors import SettingError
 from sinklens.features import Probe, ProbeData, fit_probe
 from sinklens.features.probes import fitted
-from sinklens.interventions import Activations, PatchSubspace
+from sinklens.interventions import Activations, PatchHooks
 
 POINT, D = "blocks.1.hook_resid_post", 24
 
@@ -138,7 +138,7 @@ REFUSED = [
     (lambda: ELSEWHERE.steer(1.0), r"the probe reads blocks\.0\.attn\.hook_z; use patch"),
     (lambda: fitted(*THREE, "logistic", True), "penalty must be a finite number above 0; got True"),
     (lambda: ON_STREAM.steer(float("inf")), "coefficient must be a finite number; got inf"),
-    (lambda: PatchSubspace(source={0: {POINT: torch.zeros(1, 3, D)}}, names=[POINT], basis=torch.ones(2, D)),
+    (lambda: PatchHooks(source={0: {POINT: torch.zeros(1, 3, D)}}, names=[POINT], basis=torch.ones(2, D)),
      "linearly independent"),
 ]  # fmt: skip
 
@@ -155,7 +155,7 @@ def test_a_subspace_of_heads_is_patched_as_their_flattened_values(worded):
     sinklens.generate(model, "w9 w8 w7", hooks=kept, gen_length=4, progress=False)
     plain = sinklens.generate(model, "w1 w2 w3", hooks=base, gen_length=4, progress=False)
     basis = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
-    hooks = [PatchSubspace(source=kept.caches, names=[z], basis=basis), after]
+    hooks = [PatchHooks(source=kept.caches, names=[z], basis=basis), after]
     sinklens.generate(model, "w1 w2 w3", hooks=hooks, replay=plain, gen_length=4, progress=False)
     here, there, new = (one.caches[0][z][0].flatten(1) for one in (base, kept, after))
     torch.testing.assert_close(new @ basis.T, there @ basis.T, rtol=1e-3, atol=1e-4)

@@ -158,7 +158,6 @@ REFUSED = [
             (False, Remask(positions=[-9]), r"Remask takes positions of the answer, 7 to 14 or -8 to -1; got \[-9\]"),
             (True, Remask(), "has no mask token here; use ForceTokens"),
             (False, SinkToken(token=61), "token 61 does not exist; the vocabulary is 0 to 60"),
-            (False, SinkToken(token=60), "token 60 is the mask, which the sampler would replace; choose another"),
         )
     ),
     (lambda worded: SinkToken(value="one"), "value must be one of own, zero; got 'one'"),

@@ -118,7 +118,7 @@ REFUSED = [
     ({"receiver": "L1H3"}, r"'L1H3' is not among .*, a receiver 'L2H4\.q'"),
     ({"receiver": "L1H2.k"}, r"'L1H2\.k' is not among"),
     ({"sender": "L7H0"}, "'L7H0' is not among the 22 components, which are embed, L0H0 to 2_mlp_out"),
-    ({"sender": []}, "PathPatch needs at least one sender"),
+    ({"sender": []}, "sender is empty, so PathPatch would change nothing"),
 ]
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from building import random_dit, random_ids, random_model, shared_model
+from building import random_ids, random_model, shared_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from watching import LONG
@@ -12,7 +12,6 @@ from watching import LONG
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import EditWeights, PruneWeights
-from sinklens.interventions.weights import weight_matrices
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,6 @@ def test_the_matrices_of_the_chosen_layers_change_and_come_back(architecture):
     assert sorted(parts) == sorted(MATRICES[architecture])
     assert all(".2." in name and factor == pytest.approx(0.5) for name, factor in found.items())
     assert changed(model, before) == {}
-
-
-def test_the_matrices_of_a_conditioned_network_include_its_modulation():
-    model = random_dit("mdlm")
-    found = [matrix.name for matrix in weight_matrices(model, 1)]
-    assert "model.layers.1.modulation.weight" in found
-    assert len(set(found)) == len(found) == 7
 
 
 def test_weights_come_back_after_an_error_in_the_run_and_after_one_halfway_through(worded):
