@@ -3,7 +3,7 @@
 Limitation: a cache keeps a copy of every value on the device; a complete run of a large model does not fit in memory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,32 +14,37 @@ from sinklens.hooks.points import Point
 from sinklens.runs.intervention import within
 
 if TYPE_CHECKING:
-    from transformer_lens import ActivationCache
-
+    from sinklens.hooks.spellings import HookCache
     from sinklens.hooks.tree import HookTree
     from sinklens.model import Model
 
 
-class StepCaches(Mapping[int, "ActivationCache"]):
+class StepCaches(dict[int, "HookCache"]):
     """Values of points by step: ``caches[step]`` is an `ActivationCache`, ``caches[step]["blocks.0.hook_z"]`` a value.
 
     Steps that did not run are missing.
     """
 
     def __init__(self, tree: "HookTree") -> None:
+        super().__init__()
         self._tree = tree
-        self._values: dict[int, dict[str, Tensor]] = {}
-        self._made: dict[int, ActivationCache] = {}  # on the first look-up, because making one takes milliseconds
-        self._windows: dict[int, dict[str, range]] = {}
+
+    def __missing__(self, step: int) -> "HookCache":
+        raise SettingError(f"step {step} was not cached; cached steps: {list(self) or 'none'}.")
 
     def keep(self, value: Tensor, point: Point) -> None:
         """Keep a copy of the value at `point` in the current step."""
+        from sinklens.hooks.spellings import HookCache
+
         step, name = point.step or 0, str(point.name)
-        self._made.pop(step, None)
-        self._values.setdefault(step, {})[name] = value.detach().clone()
+        if step not in self:
+            self[step] = HookCache({}, self._tree)
+        cache = self[step]
+        cache.cache_dict[name] = value.detach().clone()
+        cache.has_embed, cache.has_pos_embed = (one in cache.cache_dict for one in ("hook_embed", "hook_pos_embed"))
         window = self._window(value, point)
         if window is not None:
-            self._windows.setdefault(step, {})[name] = window
+            cache.windows[name] = window
 
     def _window(self, value: Tensor, point: Point) -> range | None:
         """The columns of a value, where a pass of a diffusion run computes some of them; None for all."""
@@ -53,34 +58,6 @@ class StepCaches(Mapping[int, "ActivationCache"]):
         columns, every = forward_pass.columns(name), range(forward_pass.keys.stop)
         planned = forward_pass.fresh is not None and not names.covers_all_columns(name)
         return columns if planned or columns != every else None
-
-    def __getitem__(self, step: int) -> "ActivationCache":
-        from sinklens.hooks.spellings import HookCache
-
-        if step not in self._values:
-            raise SettingError(f"step {step} was not cached; cached steps: {sorted(self._values) or 'none'}.")
-        if step not in self._made:
-            self._made[step] = HookCache(self._values[step], self._tree, windows=self._windows.get(step))
-        return self._made[step]
-
-    def get(self, step: int, default: Any = None) -> Any:
-        """The cache of a step; `default` if it has none."""
-        if step not in self:
-            return default
-        return self[step]
-
-    def __contains__(self, step: object) -> bool:
-        return step in self._values
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._values))
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        points = sorted({name for kept in self._values.values() for name in kept})
-        return f"StepCaches(steps {sorted(self._values)}, points {points})"
 
 
 def require_columns(cache: Any, name: str, step: int, columns: range) -> None:

@@ -268,23 +268,17 @@ def _chosen_queries(
 
 def _refuse_comparison(quantities: Sequence[Quantity], tree: "HookTree", partial: bool) -> None:
     """Refuse quantities that need queries, or positions of the step before, that a step may lack."""
-    other = not_bidirectional(tree)
     for part in quantities:
-        if part.compares and other:
+        lacking = partial and not covers_all_columns(tree.resolve(f"blocks.0.{part.point}"))
+        if part.compares and not_bidirectional(tree):
             raise SettingError(
                 f"quantity {part.name!r} compares the same positions in two steps; it is recorded for bidirectional "
                 f"models."
             )
-        lacking = partial and not covers_all_columns(tree.resolve(f"blocks.0.{part.point}"))
-        if part.of_keys and lacking:
+        if lacking and (part.of_keys or part.compares):
             raise SettingError(
-                f"quantity {part.name!r} reads the queries of {part.point}, and under a cache policy a step has only "
+                f"quantity {part.name!r} needs all positions of {part.point}, and under a cache policy a step has only "
                 f"some of them; leave cache= out."
-            )
-        if part.compares and lacking:
-            raise SettingError(
-                f"quantity {part.name!r} compares the same positions in two steps, and under a cache policy a step has "
-                f"only some of {part.point}; leave cache= out, or compare attn.hook_k or attn.hook_v, which have all."
             )
 
 

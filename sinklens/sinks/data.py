@@ -93,10 +93,6 @@ class TrackData:
     def __iter__(self) -> Iterator[str]:
         return map(str, self.data.data_vars)
 
-    def to_dataset(self) -> xr.Dataset:
-        """A copy as a Dataset: adding or dropping variables there does not change the track."""
-        return self.data.copy()
-
     @property
     def steps(self) -> int:
         """Number of recorded steps."""
@@ -259,18 +255,15 @@ class TrackData:
         for name, chosen in places.items():
             if name not in ("batch", "step", "layer", "head"):
                 raise TrackError(f"a track can be cut along batch, step, layer or head; got {name!r}.")
-            if isinstance(chosen, slice):
-                kept[name] = chosen
-                continue
-            for place in (numbers := np.ravel(np.asarray(chosen)).tolist()):
-                self.require(**{name: place})
-            kept[name] = numbers
-        for name, chosen in kept.items():
             size = self.data.sizes[name]
-            if not len(range(size)[chosen] if isinstance(chosen, slice) else chosen):
+            numbers = range(size)[chosen] if isinstance(chosen, slice) else np.ravel(np.asarray(chosen)).tolist()
+            for place in numbers:
+                self.require(**{name: place})
+            if not numbers:
                 raise TrackError(
-                    f"{name}={places[name]!r} selects no {name} of this track, which has {size}; select at least one."
+                    f"{name}={chosen!r} selects no {name} of this track, which has {size}; select at least one."
                 )
+            kept[name] = chosen if isinstance(chosen, slice) else list(numbers)
         data = self.data
         if "layer" in kept and self._computed is not None:  # the other layers will be gone
             data = data.assign(computed=self._computed)

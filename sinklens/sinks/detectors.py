@@ -74,12 +74,6 @@ class _Checked(Detector):
         check_arguments(self)
 
 
-def _warn_if_never(never: bool, what: str, why: str) -> None:
-    """Warn about a threshold that no score can exceed."""
-    if never:
-        warnings.warn(f"{what} can never be met: {why}.", stacklevel=4)
-
-
 @dataclass(frozen=True)
 class EpsilonOverMean(_Checked):
     """The paper's definition (Rulli et al., 2510.15731, Eq. 3).
@@ -108,10 +102,12 @@ class EpsilonOverMean(_Checked):
         strength = self.strength(track)  # first, since the track may lack the unit
         most = {"sum": track.data.sizes["pos"], "percent": 100}.get(self.unit, 1)
         advice = "use unit='sum' or unit='percent'" if most == 1 else "use a smaller epsilon"
-        _warn_if_never(
-            self.epsilon >= most and bounded(track), f"epsilon = {self.epsilon}",
-            f"with unit {self.unit!r} no score of this track exceeds {most}; {advice}",
-        )  # fmt: skip
+        if self.epsilon >= most and bounded(track):
+            warnings.warn(
+                f"epsilon = {self.epsilon} can never be met: with unit {self.unit!r} no score of this track exceeds "
+                f"{most}; {advice}.",
+                stacklevel=3,
+            )
         return strength > self.epsilon
 
 
@@ -170,11 +166,6 @@ class MeanPlusStd(_Checked):
         return everywhere(margin.copy(data=soft), track)
 
     def detect(self, track: TrackData) -> xr.DataArray:
-        size = track.data.sizes["pos"]
-        most = (size - 1) ** 0.5  # where one position has all the mass
-        _warn_if_never(
-            self.k >= most, f"k = {self.k}", f"none of {size} positions can exceed the mean by {most:.3g} deviations"
-        )
         return everywhere(self._margin(track) > 0, track)
 
 
@@ -200,7 +191,6 @@ class SinkRate(_Checked):
         return everywhere(rate, track).where(alpha.notnull())
 
     def detect(self, track: TrackData) -> xr.DataArray:
-        _warn_if_never(self.epsilon >= 1 and bounded(track), f"epsilon = {self.epsilon}", "no mean attention exceeds 1")
         rate = self.strength(track)
         return (rate >= self.share) & (rate > 0)
 

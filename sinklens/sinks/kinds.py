@@ -137,7 +137,7 @@ def kinds(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
     token_id, masked = track.data["token_id"].to_numpy(), track.data["masked"].to_numpy()
     real = track.data["is_real"].to_numpy()
     codes = kind_codes(token_id, masked, real, track.prompt_length, token_kinds(track))
-    return _coded(np.where(_existing(track), codes, Kind.MISSING), Kind)
+    return _coded(np.where(_existing(track), codes, Kind.MISSING))
 
 
 def kind_codes(
@@ -163,7 +163,7 @@ def kind_codes(
 def states(track: SinkTrack) -> Int[xr.DataArray, "batch step pos"]:
     """The `PlaceState` of every place, as an integer code: ``states(track) == PlaceState.MASKED``."""
     codes = state_codes(track.data["masked"].to_numpy(), _existing(track), track.prompt_length)
-    return _coded(codes, PlaceState)
+    return _coded(codes)
 
 
 def state_codes(
@@ -279,16 +279,12 @@ def _existing(track: SinkTrack) -> np.ndarray:
     return exists & track.running.to_numpy()[:, :, None]
 
 
-def _coded(codes: np.ndarray, enum: type[IntEnum]) -> xr.DataArray:
-    return xr.DataArray(
-        codes.astype(np.int8),
-        dims=("batch", "step", "pos"),
-        attrs={"flag_values": [int(code) for code in enum], "flag_meanings": " ".join(_names(enum, missing=True))},
-    )
+def _coded(codes: np.ndarray) -> xr.DataArray:
+    return xr.DataArray(codes.astype(np.int8), dims=("batch", "step", "pos"))
 
 
-def _names(enum: type[IntEnum], missing: bool = False) -> list[str]:
-    return [code.name.lower() for code in enum if missing or code >= 0]
+def _names(enum: type[IntEnum]) -> list[str]:
+    return [code.name.lower() for code in enum if code >= 0]
 
 
 def set_codes(track: SinkTrack, by: str) -> tuple[np.ndarray, list[str]]:

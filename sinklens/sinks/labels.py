@@ -29,17 +29,6 @@ BLANK = "░"
 _SIGNS = str.maketrans({"\n": "⏎", "\t": "⇥"})
 
 
-def unit_label(unit: str) -> str:
-    """Label of an axis of scores in `unit`.
-
-    Raises:
-        TrackError: no such unit.
-    """
-    if unit not in UNITS:
-        raise TrackError(f"unit is one of {', '.join(UNITS)}; got {unit!r}.")
-    return UNITS[unit]
-
-
 def plain(text: str) -> str:
     r"""`text` escaped so that matplotlib shows it verbatim.
 

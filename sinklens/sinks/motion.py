@@ -293,15 +293,10 @@ def _scores(track: SinkTrack, unit: Unit = "sum") -> xr.DataArray:
 def _sinks(found: xr.DataArray, exists: xr.DataArray) -> xr.DataArray:
     """`found` where positions exist, after checking that both belong to one track."""
     for name, value in (("found", found), ("exists", exists)):
-        if not isinstance(value, xr.DataArray):
+        if not isinstance(value, xr.DataArray) or value.dims != AXES or value.dtype != bool:
             raise TrackError(
-                f"{name} must be a DataArray, as track.detect(...) returns it; got {type(value).__name__}."
-            )
-        if value.dims != AXES or value.dtype != bool:
-            raise TrackError(
-                f"{name} holds {value.dtype} over {', '.join(map(str, value.dims)) or 'nothing'}; it must hold bool "
-                f"over {', '.join(AXES)}: track.detect(...) for found, existing(track) for exists. "
-                f"To select one head, keep its axis: found.isel(head=[3])."
+                f"{name} must hold bool over {', '.join(AXES)}: track.detect(...) for found, existing(track) for "
+                f"exists. To select one head, keep its axis: found.isel(head=[3])."
             )
     try:
         xr.align(found, exists, join="exact")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sinklens.sinks.drawing import axes_or_new
-from sinklens.sinks.labels import colours, plain, short, unit_label
+from sinklens.sinks.labels import UNITS, colours, plain, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ def score_histogram(edges: np.ndarray, shares: Mapping[str, np.ndarray], unit: s
     for (name, of_model), colour in zip(shares.items(), colours(len(shares)), strict=True):
         ax.stairs(of_model, edges, label=short(name), color=colour)
     ax.legend(fontsize="small")
-    ax.set(xlabel=f"{unit_label(unit)}; last bin: all above", ylabel="share of positions", yscale="log")
+    ax.set(xlabel=f"{UNITS[unit]}; last bin: all above", ylabel="share of positions", yscale="log")
     ax.set_title(f"unit: {unit}")
     return ax
 

@@ -10,7 +10,6 @@ import sinklens
 from sinklens.errors import ControlWarning, SettingError
 from sinklens.experiments import compare, sweep
 from sinklens.interventions import MaskSinks, Where
-from sinklens.runs.control_keys import ControlLog
 from sinklens.sinks import StrongestKeys
 from sinklens.tasks import held_out
 
@@ -71,12 +70,3 @@ def test_a_sweep_counts_the_control_keys_of_each_intervention_on_its_own_rows(ti
     assert found["control_picked"].sel(intervention="none").values.tolist() == [0, 0]
     assert (found["control_requested"].sel(intervention="none") > 0).all()
     assert found["control_picked"].sel(intervention="strongest").isnull().all()
-
-
-def test_a_control_counts_as_short_if_a_single_head_lacks_a_key():
-    log = ControlLog()
-    part = log.of_rows(slice(1, 3)).begin("Some(pick='nearest')")
-    part.add(torch.tensor([[2, 1], [0, 3]]), torch.tensor([[2, 1], [0, 2]]), torch.tensor([[False] * 2, [False, True]]))
-    assert part.is_short
-    assert log.totals(4).requested.tolist() == [0, 3, 3, 0]
-    assert log.totals(4).picked.tolist() == [0, 3, 2, 0]

@@ -63,9 +63,7 @@ class Moved(Quantity):
 
 
 def test_a_comparison_of_steps_at_a_point_of_the_window_is_refused(worded):
-    with pytest.raises(
-        SettingError, match=r"under a cache policy a step has only some of hook_resid_pre; leave cache="
-    ):
+    with pytest.raises(SettingError, match=r"needs all positions of hook_resid_pre, and under a cache policy"):
         sinklens.generate(worded("llama"), "one", gen_length=4, cache=DualCache(), record_sinks=Record([Moved()]))
 
 
@@ -73,6 +71,6 @@ def test_sums_over_fixed_queries_are_refused(worded):
     model = worded("llama")
     _, real = model.encode(PROMPTS)
     with pytest.raises(
-        SettingError, match=r"'fixed queries' reads the queries of attn\.hook_pattern, and under a cache"
+        SettingError, match=r"'fixed queries' needs all positions of attn\.hook_pattern, and under a cache"
     ):
         sinklens.generate(model, PROMPTS, cache=DualCache(), record_sinks=Record([FixedQueries(real)]), **SETTINGS)

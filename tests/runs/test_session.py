@@ -1,7 +1,5 @@
 """The trace: steps, names, edits, results, and every error with its text."""
 
-import subprocess
-import sys
 import traceback
 import warnings
 
@@ -137,19 +135,6 @@ def test_stopping_keeps_the_finished_steps(tiny_llada, base, at, masks):
     assert (t.sinks.steps if at else t.sinks) == (at or None)
 
 
-def test_under_guidance_blocks_hooks_and_recorder_see_the_conditional_rows(tiny_llada):
-    shapes = []
-    hooks = [("blocks.0.attn.hook_q", lambda value, hook: shapes.append(value.shape[0]))]
-    with sinklens.trace(tiny_llada, [PROMPT, PROMPT], cfg_scale=1.0, hooks=hooks, **BRIEF) as t:
-        for _ in t.steps[:1]:
-            pattern = t[PATTERN]
-    assert set(shapes) == {2}
-    assert pattern.shape[0] == 2
-    assert t.sinks.data.sizes["batch"] == 2
-    _, cache = tiny_llada.run_with_cache(t.canvas[:, 0], names_filter=PATTERN)
-    torch.testing.assert_close(pattern, cache[PATTERN], atol=1e-5, rtol=1e-5)
-
-
 def test_replay_forces_the_earlier_canvas_and_isolates_the_effect_of_each_step(tiny_llada, base):
     logits = []
 
@@ -195,14 +180,6 @@ def test_a_replayed_canvas_can_be_changed(tiny_llada, base):
     with torch.no_grad():
         for step in (3, 4, 20):
             torch.testing.assert_close(seen[step], tiny_llada(canvas[:, step]), atol=1e-4, rtol=1e-4)
-
-
-def test_a_replay_as_a_run_and_as_its_canvas_are_the_same(tiny_llama):
-    base = sinklens.generate(tiny_llama, PROMPT)
-    hooks = [("blocks.0.attn.hook_z", lambda value, hook: value * 0)]
-    runs = [sinklens.generate(tiny_llama, PROMPT, hooks=hooks, replay=replay) for replay in (base, base.canvas)]
-    assert torch.equal(runs[0].canvas, runs[1].canvas)
-    assert runs[0].sinks.data.equals(runs[1].sinks.data)
 
 
 @pytest.mark.parametrize(
@@ -507,19 +484,6 @@ def test_code_without_source_gets_an_error_that_names_the_alternative(tiny_llada
     code = "with sinklens.trace(model, prompt) as t:\n    for step in t.steps:\n        x = t['hook_embed']\n"
     with pytest.raises(SinklensError, match=r"<nowhere> has no source.*sinklens.generate\(\.\.\., hooks="):
         exec(compile(code, "<nowhere>", "exec"), {"sinklens": sinklens, "model": tiny_llada, "prompt": PROMPT})
-
-
-@pytest.mark.extended
-def test_a_trace_works_in_python_dash_c():
-    code = (
-        "import sinklens\n"
-        "with sinklens.trace('tiny-llada', 'Question: Tom has 2 apples.', steps=2) as t:\n"
-        "    for step in t.steps:\n"
-        "        shape = tuple(t['hook_embed'].shape)\n"
-        "print(step, shape[0], t.steps_run)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["1", "1", "2"], done.stderr
 
 
 def test_answers_record_whether_they_ended_or_are_empty(tiny_llada):

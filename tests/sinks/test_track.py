@@ -137,14 +137,6 @@ def test_a_track_returns_its_variables_by_name():
         track["value_norm"]
 
 
-def test_to_dataset_returns_an_independent_copy():
-    track = made(False).track
-    data = track.to_dataset()
-    assert data.identical(track.data)
-    data["mine"] = data["score"] * 2
-    assert "mine" not in track
-
-
 def test_no_variable_of_a_track_is_hidden_by_a_method_of_xarray():
     track = made(False).track
     for name in track:
