@@ -35,7 +35,7 @@ from sinklens.analyses.results import Findings, warn_of_others, write
 from sinklens.analyses.runs import OwnRun, own_run
 from sinklens.analyses.units import Units
 from sinklens.errors import SettingError, nearest
-from sinklens.evaluation.counting import Counts
+from sinklens.evaluation.counting import counting
 from sinklens.evaluation.units import equals_apart
 from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import sampler_name, settings_for
@@ -428,7 +428,7 @@ def _reported(study: str, progress: bool | StudyProgress | None) -> Iterator[Stu
     if callable(progress):
         yield progress
     elif progress or (progress is None and sys.stderr.isatty()):
-        with Counts("prompts") as counts:
-            yield lambda name, done, total: counts(f"{study}: {name}", done, total)
+        with counting("prompts") as count:
+            yield lambda name, done, total: count(f"{study}: {name}", done, total)
     else:
         yield lambda name, done, total: None

@@ -20,7 +20,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 TESTS = Path(__file__).resolve().parent
 EXTENDED = (  # files and folders that `make test` leaves to `make check`: real processes, training, studies, documents
     "analyses", "cli/test_studies.py", "cli/test_testing.py", "evaluation/sandbox", "utils/test_coverage.py",
-    "evaluation/test_claim_lines.py", "evaluation/test_distributed.py", "evaluation/test_harness",
+    "evaluation/test_distributed.py", "evaluation/test_harness",
     "evaluation/test_ray_gpus.py", "evaluation/test_runner.py", "evaluation/test_tables.py", "evaluation/test_units.py",
     "experiments/test_sweeps.py", "features/test_probe_tables.py",
     "hooks/test_column_sums_triton.py",

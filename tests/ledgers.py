@@ -7,7 +7,7 @@ from sinklens.evaluation import UNMASKED, LedgerRun
 from sinklens.evaluation.ledger import Writer
 from sinklens.evaluation.protocols import find_protocol
 
-HAND = {"kind": "", "chance": 0.0, "empty": False, "ended": True, "masks": 0, "steps": 4, "device": "cpu"}
+HAND = {"kind": "", "empty": False, "ended": True, "masks": 0, "steps": 4, "device": "cpu"}
 
 
 def repeats(run):

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinklens.tasks import skills, tiny_code, word_problems
-from training import pictures
+from sinklens.tasks import tiny_code, word_problems
+from training import pictures, skills
 from training.recipes import Recipe
 
 if TYPE_CHECKING:

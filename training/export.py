@@ -211,7 +211,7 @@ def _write(folder: Path, text: str) -> Path:
 def _other_prompts(recipe: Recipe) -> str:
     if not recipe.code:
         return ""
-    return " Functions have the form of\n`sinklens.tasks.tiny_code`, exercises those of `sinklens.tasks.skills`."
+    return " Functions have the form of\n`sinklens.tasks.tiny_code`, exercises those of\n`training.skills`."
 
 
 def _picture_prompts(recipe: Recipe) -> str:

@@ -22,11 +22,11 @@ from sinklens.tasks.base import CodeSample, CodeTask, Sample, Task
 from sinklens.utils.estimates import Estimate, proportion
 from training.pictures import held_out
 from training.recipes import Recipe
+from training.skills import SKILLS, Skill
 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
-SKILLS = ("skill-copy", "skill-compare", "skill-plan", "skill-compose")
 LABELS = {"tiny-gsm": "word problems"}
 
 
@@ -37,7 +37,7 @@ class Score:
     Attributes:
         what: the task.
         accuracy: on its held-out samples.
-        chance: accuracy of the guess that the task describes (`Task.guess`).
+        chance: accuracy of a guess that does everything except the skill.
     """
 
     what: str
@@ -58,16 +58,16 @@ def scores(
         SinklensError: programs would have to run and isolation is not available.
     """
     model = load(checkpoint)
-    names = ["tiny-gsm"]
+    tasks = [find_task("tiny-gsm")]
     if recipe.code and run_generated_code:
-        names += ["tiny-code"]
+        tasks += [find_task("tiny-code")]
     if recipe.skills:
-        names += SKILLS
-    for name in names:
-        task, label = find_task(name), LABELS.get(name, name)
+        tasks += map(Skill, SKILLS)
+    for task in tasks:
+        label, chance = LABELS.get(task.name, task.name), task.chance if isinstance(task, Skill) else 0.0
         for mode in scored_modes(recipe):
             what = label if mode is None else f"{label}, {mode}"
-            yield Score(what, task_accuracy(model, task, limit, mode), task.chance)
+            yield Score(what, task_accuracy(model, task, limit, mode), chance)
     if recipe.pictures:
         pictures = held_out() if limit is None else held_out(limit)
         yield Score("captions drawn", _exact(model, [picture.to_draw for picture in pictures]))

@@ -17,7 +17,7 @@ import torch
 
 import sinklens
 from sinklens import views
-from sinklens.evaluation import evaluate, frame, masking, read_lines
+from sinklens.evaluation import evaluate, frame, masking
 from sinklens.interventions import MaskSinks
 
 torch.set_num_threads(1)  # models this small gain nothing from more
@@ -103,7 +103,7 @@ print(*[condition.name for condition in conditions], sep="\n")
 # %%
 for name in ("tiny-llada", "tiny-llama"):
     evaluate(name, "tiny-gsm", conditions, "results", limit=25)
-table = frame(read_lines("results"))
+table = frame("results")
 print(table[["model", "condition", "right", "total", "estimate", "low", "high"]].round(2).to_string(index=False))
 
 # %% [markdown]

@@ -120,7 +120,7 @@ print(*[line[:100] for line in listed[:12]], f"… {len(listed) - 12} more", sep
 # model. A *protocol* fixes all of these under one name.
 
 # %%
-from sinklens.evaluation import PROTOCOLS, estimate, evaluate, frame, masking, read_lines
+from sinklens.evaluation import PROTOCOLS, estimate, evaluate, frame, masking
 
 for name in ("llada-gsm8k", "llada-instruct-gsm8k", "llada-instruct-gsm8k-blocks"):
     protocol = PROTOCOLS[name]
@@ -145,7 +145,7 @@ assert faster.hash != PROTOCOLS["llada-gsm8k"].hash
 #         --of-unmasked --batch 16 --engine ray --out results/
 #     sinklens table results/
 #
-# gsm8k and humaneval are downloaded too, or read from `--data`. Generated tasks (`tiny-gsm`, `tiny-code`, `skill-…`)
+# gsm8k and humaneval are downloaded too, or read from `--data`. Generated tasks (`tiny-gsm`, `tiny-code`)
 # need no download. `tiny-gsm` is also a protocol: the task's own prompt and the checkpoint's own settings.
 #
 # ## How long will it take?
@@ -265,8 +265,7 @@ print(Path("records.jsonl").read_text()[:200])
 # %%
 for number in range(2):
     evaluate("tiny-llada", "tiny-gsm", conditions[:1], "sharded", limit=20, shard=(number, 2))
-(whole,) = read_lines("sharded")
-print(whole.condition, whole.accuracy)
+print(frame("sharded")[["condition", "right", "total"]])
 
 # %% [markdown]
 # ## Reading the table
@@ -281,7 +280,7 @@ plt.figure(figsize=(6, 5), layout="constrained")
 plt.imshow(plt.imread("results/accuracy.png"))
 plt.axis("off")
 plt.show()
-table = frame(read_lines("results"))
+table = frame("results")
 shown = ["model", "condition", "right", "against_unmasked_lost", "against_unmasked_gained", "against_unmasked_p"]
 against = table[[*shown, "against_random_difference", "against_random_p", "empty", "unended"]]
 print(against.rename(columns=lambda name: name.replace("against_", "")).round(4).to_string(index=False))
@@ -347,8 +346,7 @@ isolation = available_isolation()
 print(isolation)
 if isolation.layers:
     print(shell("sinklens score code --run-generated-code"))
-    (code,) = read_lines("code")
-    print(code.condition, code.accuracy)
+    print(frame("code")[["condition", "right", "total"]])
 
 # %% [markdown]
 # `tiny-llada` has never seen a program, and gets none of the three right. The next cell shows what programs may try.
@@ -403,5 +401,5 @@ from sinklens.interventions import MaskKeys
 
 window = Condition("window of 16", (MaskKeys(keep=True, window=16, positions=[0]),))
 evaluate("tiny-llada", "tiny-gsm", [window], "results", limit=20)
-mine = next(line for line in read_lines("results") if line.condition == "window of 16")
-print(mine.accuracy, "| against unmasked:", mine.against_unmasked, "| against random:", mine.against_random)
+mine = frame("results").set_index("condition").loc["window of 16"]
+print(mine[["right", "total", "against_unmasked_lost", "against_unmasked_gained", "no_random"]])

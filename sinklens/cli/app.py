@@ -62,10 +62,6 @@ COMMANDS = {  # name -> the function or the App that it calls, and what `sinklen
         "results:export",
         "write every record of an evaluation, with the run that it belongs to, as a line of JSON",
     ),
-    "likelihood": (
-        "likelihood:likelihood",
-        "multiple choice by likelihood: accuracy and log-likelihood of the right answer, with sinks masked",
-    ),
     "table": (
         "results:table",
         "print the tables of results from `sinklens evaluate` or `sinklens analyse`, with intervals",

@@ -3,11 +3,9 @@
 Pitfall: ``evaluate`` with other settings adds new runs beside the old ones. ``table`` names the settings that differ.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,11 +14,10 @@ from cyclopts import Parameter
 from sinklens.cli.options import Asked, Call, Integer, Integers, LoadingOfRun, Names, family_for, fitted
 from sinklens.cli.planning import DryRun, print_plan
 from sinklens.cli.settings import Settings
-from sinklens.errors import SinklensError, nearest
+from sinklens.errors import SinklensError
 
 if TYPE_CHECKING:
     from sinklens.evaluation.conditions import Condition
-    from sinklens.evaluation.counting import Counts
     from sinklens.evaluation.protocols import EvalProtocol
 
 
@@ -89,7 +86,6 @@ def evaluate(
     cluster: Cluster = CLUSTER,
     dry_run: bool = False,
     planned: DryRun = DRY_RUN,
-    regimes: list[str] | None = None,
     settings: Settings | None = None,
     run: Asked | None = None,
     loading: LoadingOfRun | None = None,
@@ -114,54 +110,39 @@ def evaluate(
         engine: this process, or a Ray cluster
         dry_run: run nothing; print passes, operations, time on a card and memory by batch, and, if the weights are
             there, the time here, measured on a few samples
-        regimes: run every condition in several decoding regimes: diffusion (one block), blocks (those of the settings,
-            or of 32) or blocks:N; without a value diffusion and blocks (default: the settings' own)
     """
     from sinklens.evaluation.conditions import masking
-    from sinklens.evaluation.counting import Counts
-    from sinklens.evaluation.protocols import BOTH
+    from sinklens.evaluation.counting import counting
     from sinklens.evaluation.runner import evaluate as measure
 
-    repeated = [name for name, number in Counter(models).items() if number > 1]
-    if repeated:
-        raise SinklensError(f"list each model once; {', '.join(repeated)} is listed several times.")
     _refuse_unused(masks, "--mask-sinks with a K above 0", any(mask_sinks))
     _refuse_unused(cluster, "--engine ray", engine == "ray")
     _refuse_unused(planned, "--dry-run", dry_run)
     asked, sampler = run or {}, settings or {}
-    _refuse_caches(models, cache, dict(loading or {}, **sampler))
     chosen = _named(task, protocol, prompts, data)
-    _refuse_settings(models, sampler, masks.queries, dict(loading or {}, **sampler))
+    _refuse_settings(models, sampler, masks.queries, cache, {**(loading or {}), **sampler})
     chosen = chosen.with_settings(sampler)
-    chosen = replace(chosen, chat_template=True) if asked.get("chat_template") else chosen
+    chosen = replace(chosen, chat_template=chosen.chat_template or asked.get("chat_template", False))
     seed = asked.get("seed", 0)
     conditions = masking(mask_sinks, **vars(masks), seed=seed)
-    made = chosen.make_task(prompts or data)
-    number = len(made.samples(limit))
-    if limit is not None and number < limit:
-        raise SinklensError(
-            f"--limit is {limit}, but the task {made.name} has {number} samples; omit --limit to use all of them."
-        )
     shared: dict[str, Any] = {
-        "task": made, "limit": limit, "batch": batch, "seed": seed, "shard": _shard(shard), "cache": cache,
+        "task": chosen.make_task(prompts or data), "limit": limit, "batch": batch, "seed": seed, "shard": _shard(shard),
+        "cache": cache,
     }  # fmt: skip
-    for name, regime in product(models, [""] if regimes is None else regimes or BOTH):
-        shared["load"], here = fitted(name, loading, sampler), replace(chosen, regime=regime)
-        if dry_run:
-            print_plan(planned, name, here, conditions, out, shared)
-            continue
-        with Counts("samples") as counts:
-            report = partial(_report, counts, f"{name}, {regime}" if regime else name)
-            try:
-                measure(name, here, conditions, out, engine=_engine(engine, cluster), progress=report, **shared)
-            except KeyboardInterrupt:
-                counts.stop(out, call)
+    with counting("samples", out, call) as count:
+        for name in dict.fromkeys(models):
+            shared["load"] = fitted(name, loading, sampler)
+            if dry_run:
+                print_plan(planned, name, chosen, conditions, out, shared)
+                continue
+            report = partial(_report, count, name)
+            measure(name, chosen, conditions, out, engine=_engine(engine, cluster), progress=report, **shared)
     if not dry_run:
         _print_next_command(out)
 
 
-def _report(counts: "Counts", label: str, condition: "Condition", done: int, total: int) -> None:
-    counts(f"{label}: {condition.name}", done, total)
+def _report(count: Callable[[str, int, int], None], model: str, condition: "Condition", done: int, total: int) -> None:
+    count(f"{model}: {condition.name}", done, total)
 
 
 def _refuse_unused(group: Any, needs: str, met: bool) -> None:
@@ -172,39 +153,18 @@ def _refuse_unused(group: Any, needs: str, met: bool) -> None:
             raise SinklensError(f"{flag} has no effect without {needs}; add it, or remove {flag}.")
 
 
-def _refuse_caches(models: Sequence[str], names: Sequence[str], given: Mapping[str, Any]) -> None:
-    """Reject unknown policies, and models that cannot run under one, before anything is loaded."""
-    from sinklens.sampling.policies import as_policy
-
-    if not [name for name in names if as_policy(name) is not None]:
-        return
-    for model in models:
-        attention = family_for(model, given).attention
-        if attention != "bidirectional":
-            raise SinklensError(
-                f"--cache is for bidirectional models; the attention of {model} is {attention}. Remove one of them."
-            )
-
-
 def _named(task: str | None, protocol: str | None, prompts: Path | None, data: Path | None) -> "EvalProtocol":
     """The protocol that the options name."""
-    from sinklens.evaluation.protocols import PROTOCOLS, find_protocol
-    from sinklens.tasks import NAMES
+    from sinklens.evaluation.protocols import find_protocol
 
     if prompts is not None:
-        for name, given in (("task", task), ("protocol", protocol), ("data", data)):
-            if given is not None:
-                raise SinklensError(f"--prompts replaces --{name}; give only one of them.")
-        task = "prompts"
+        if (task, protocol, data) != (None, None, None):
+            raise SinklensError("--prompts replaces --task, --protocol and --data; give only one of them.")
+        return find_protocol("prompts")
     named = protocol or task
     if named is None:
         raise SinklensError(
             "name a task (--task tiny-gsm) or a protocol (--protocol llada-gsm8k), or give a file (--prompts FILE)."
-        )
-    if protocol is None and task not in NAMES:
-        raise SinklensError(
-            f"no task is called {task!r}; known: {', '.join(NAMES)}.{nearest(named, NAMES)}"
-            + (f" {task} is a protocol: --protocol {task}." if task in PROTOCOLS else "")
         )
     found = find_protocol(named)
     if task not in (None, found.task):
@@ -212,15 +172,21 @@ def _named(task: str | None, protocol: str | None, prompts: Path | None, data: P
     return found
 
 
-def _refuse_settings(models: Sequence[str], given: Mapping[str, Any], queries: str, load: Mapping[str, Any]) -> None:
-    """Reject settings that none of the models has; they would silently have no effect."""
+def _refuse_settings(
+    models: Sequence[str], given: Mapping[str, Any], queries: str, caches: Sequence[str], load: Mapping[str, Any]
+) -> None:
+    """Reject what a model cannot do, and settings that none of the models has, before anything is run."""
     from sinklens.families.registry import find_sampler
     from sinklens.families.samplers import sampler_name
+    from sinklens.sampling.policies import as_policy
 
-    listed, mode = ", ".join(models), {"mode": given.get("mode")}
-    samplers = sorted({sampler_name(family_for(name, load), mode) for name in models})
+    listed, families = ", ".join(models), {name: family_for(name, load) for name in models}
+    samplers = sorted({sampler_name(family, {"mode": given.get("mode")}) for family in families.values()})
     if queries == "all" and "autoregressive" not in samplers:
         raise SinklensError(f"--queries all is for autoregressive models; {listed} computes every query at every step.")
+    exact = [name for name, family in families.items() if family.attention != "bidirectional"]
+    if exact and any(as_policy(name) for name in caches):
+        raise SinklensError(f"--cache is for models with bidirectional attention, not for {', '.join(exact)}.")
     samplers = [given["sampler"]] if "sampler" in given else samplers
     known = {"sampler", "mode", *(name for sampler in samplers for name in find_sampler(sampler).setting_names())}
     for name in given:
@@ -249,9 +215,5 @@ def _print_next_command(out: Path) -> None:
     from sinklens.evaluation.scoring import verdicts
 
     unscored = sum(len(run.records()) - len(verdicts(run)) for run in LedgerRun.all(out))
-    if unscored > 0:
-        print(
-            f"{unscored} generated programs have not been run; to run them: sinklens score {out} --run-generated-code"
-        )
-    else:
-        print(f"Done. To print the table: sinklens table {out}")
+    score = f"{unscored} generated programs have not been run; to run them: sinklens score {out} --run-generated-code"
+    print(score if unscored else f"Done. To print the table: sinklens table {out}")

@@ -170,8 +170,7 @@ def print_plan(
     samples = list(task.samples(shared["limit"]))[number::parts]
     every = under_caches(conditions, shared["cache"])
     found = planned(name, protocol, every, samples, shared["load"])
-    regime = f", {protocol.regime}" if protocol.regime else ""
-    print("\n".join([f"{name}{regime}", *_cost_lines(found, card, options)]))
+    print("\n".join([name, *_cost_lines(found, card, options)]))
     try:
         cost = estimate(name, protocol, conditions, out, **shared)
     except CheckpointError as error:

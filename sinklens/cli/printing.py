@@ -1,32 +1,38 @@
-"""Prints a ledger's results on a terminal: the paper's table, paired comparisons, answer statistics, and a legend.
+"""Prints a ledger's results: tables with a legend on a terminal, or the columns of a page as Markdown, LaTeX or HTML.
 
-Limitation: a narrow terminal wraps the names of conditions and, with several models, their accuracies. In a file or a
-pipe, nothing is wrapped.
+Names in a ledger come from other people's files: they are escaped for each format, and a control character is shown as
+its code.
+
+Limitation: a narrow terminal wraps cells. In a file or a pipe, nothing is wrapped.
 """
 
-import math
+import html
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sinklens.views.html import spelled
+
 if TYPE_CHECKING:
-    from sinklens.evaluation.departures import Baseline
-    from sinklens.evaluation.tables import Line
+    from pandas import DataFrame, Series  # type: ignore[import-untyped,unused-ignore]
 
 WIDE = 400  # columns of a table written to a file or a pipe, where nothing should be cut
+ON_A_PAGE = [
+    "model", "condition", "total", "estimate", "low", "high", "against_unmasked_difference", "against_unmasked_low",
+    "against_unmasked_high", "against_unmasked_p", "control", "against_random_difference", "against_random_p", "seed",
+]  # fmt: skip
 LEGEND = (
     "Brackets: 95 % score intervals (accuracy: Wilson; paired differences: Tango). p: McNemar's exact test, two-sided, "
     "Holm-corrected over the conditions of a model. 'vs random': accuracy with sinks masked minus accuracy with as "
     "many random keys masked, or minus that of the condition's own control (control_of), on the samples that both "
-    "have. Shares of answers: malformed, "
-    "i.e. not of the required form (right of formed: accuracy over the others); empty; with masks left; without an end "
-    "token. sinks/head: per head and step, by Eq. 3 with epsilon = 3 in column sums. guess: accuracy of guessing. "
-    "keys: those that a control picked of those it was to pick, per sample, summed over heads and steps. Published "
-    "scores: Wilson's intervals; differences from them: Newcombe's, as if the samples were independent."
+    "have. published: a published score, and the accuracy minus that score with Newcombe's interval, as if the samples "
+    "were independent. Shares of answers: malformed, i.e. not of the required form (right of formed: accuracy over the "
+    "others); empty; with masks left; without an end token. sinks/head: per head and step, by Eq. 3 with epsilon = 3 "
+    "in column sums. keys: those that a control picked of those it was to pick, per sample."
 )
 CACHES = (
     "speed: seconds per sample of the exact unmasked run over those of the condition, on the samples that both have. "
@@ -39,136 +45,88 @@ ESCAPING = (
 )
 
 
-def show(lines: Sequence["Line"], notes: Sequence[str]) -> None:
-    """Print every table of `lines`, the legend, and `notes`."""
+SHARES = {
+    "malformed": ("malformed", "{:.1%}"), "right of formed": ("right_of_formed", "{:.3f}"),
+    "empty": ("empty", "{:.1%}"), "masks left": ("masks", "{:.1%}"), "no end": ("unended", "{:.1%}"),
+    "sinks/head": ("sinks", "{:.2f}"), "samples/s": ("per_second", "{:.2f}"), "keys": ("keys_picked", "{:,.0f}"),
+    "of": ("keys_requested", "{:,.0f}"),
+}  # fmt: skip
+"""Heading -> the column of the frame and its form."""
+
+
+def formatted(table: "DataFrame", kind: str) -> str:
+    """The table as text; csv has all columns, the others those that fit a page."""
+    table = table.map(lambda value: spelled(value) if isinstance(value, str) else value)
+    if kind == "csv":
+        return str(table.to_csv(index=False))
+    page, number = table[ON_A_PAGE], "{:.4g}".format
+    if kind == "latex":
+        return str(page.to_latex(index=False, escape=True, na_rep="", float_format=number))
+    if kind == "html":
+        return str(page.to_html(index=False, escape=True, na_rep="", float_format=number)) + "\n"
+    texts = page.apply(lambda column: _written(column, "{:.4g}" if column.dtype == float else "{}"))
+    cells = [[html.escape(text).replace("|", "\\|") for text in row] for row in texts.to_numpy()]
+    rows = [ON_A_PAGE, ["---"] * len(ON_A_PAGE), *cells]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def show(table: "DataFrame", notes: Sequence[str]) -> None:
+    """Print the tables of every protocol, the legend, and `notes`."""
     terminal = sys.stdout.isatty()
     console = Console(highlight=False, width=None if terminal else WIDE)
-    texts = [LEGEND] + [CACHES] * any(line.cache for line in lines)
-    picks = {line.pick for line in lines}
+    for (protocol, model), rows in table.groupby(["protocol", "model"], sort=False):
+        for departs in rows["departs"][rows["departs"] != ""].unique():
+            console.print(spelled(f"{model} departs from {protocol}: {departs}."), markup=False, soft_wrap=not terminal)
+        conditions = rows[["condition"]]
+        accuracies = {
+            "accuracy": _accuracies(rows),
+            "vs unmasked": _compared(rows, "against_unmasked").where(rows["no_unmasked"] == "", rows["no_unmasked"]),
+            "vs random": _compared(rows, "against_random").where(rows["no_random"] == "", rows["no_random"]),
+            "speed": _written(rows["speed"].where(rows["cache"] != ""), "{:.2f} x"),
+            "published": _written(rows["published"], "{:.3f} ") + _limits(rows, "published", rows["source"]),
+        }
+        shares = {name: _written(rows[column], form) for name, (column, form) in SHARES.items()}
+        for title, texts in (("accuracy", accuracies), ("answers", shares)):
+            console.print(spelled(f"{protocol}, {model}: {title}"), markup=False, soft_wrap=not terminal)
+            console.print(_table(conditions.assign(**texts)))
+    picks = set(table["pick"])
+    texts = [LEGEND, *[CACHES] * bool((table["cache"] != "").any())]
     texts += [ESCAPING] * ("strongest" in picks and "steady" not in picks)
-    for protocol in dict.fromkeys(line.protocol for line in lines):
-        of_protocol = [line for line in lines if line.protocol == protocol]
-        for text in baseline_texts(of_protocol):
-            console.print(text, markup=False, soft_wrap=not terminal)
-        console.print(_accuracies(protocol, of_protocol))
-        for model in dict.fromkeys(line.model for line in of_protocol):
-            for title, columns in _tables([line for line in of_protocol if line.model == model]).items():
-                console.print(_table(f"{model}: {title}", columns))
-    for text in texts:
-        console.print(text, markup=False, soft_wrap=not terminal)
-    for note in notes:
-        console.print(note, markup=False, soft_wrap=True)
+    for text in (*texts, *notes):
+        console.print(spelled(text), markup=False, soft_wrap=not terminal)
 
 
-def baseline_texts(lines: Sequence["Line"]) -> list[str]:
-    """How each unmasked accuracy compares with the published scores, and how runs depart from their protocol."""
-    from sinklens.evaluation.departures import baselines
-
-    found = []
-    for line in (one for one in lines if one.condition == "unmasked" and not one.cache):
-        if line.departs:
-            found.append(f"{line.model} departs from {line.protocol}: {'; '.join(line.departs)}.")
-        beside = baselines(line.protocol, line.checkpoint, line.accuracy, line.departs)
-        found += [_baseline_text(line, one) for one in beside]
-    return found
+def _written(column: "Series", form: str) -> "Series":
+    """The values of a column as text; "" for missing ones."""
+    return column.map(form.format, na_action="ignore").astype(object).fillna("")
 
 
-def _baseline_text(line: "Line", one: "Baseline") -> str:
-    stated = "no number" if one.published.score is None else f"{one.published.score:.3f}"
-    if one.published.accuracy is not None:
-        stated = str(one.published.accuracy)
-    text = f"{line.model}, unmasked: {line.accuracy}. Published ({one.published.source}): {stated}. "
-    if one.gap is None:
-        return text + ("Not compared, since the run departs." if line.departs else "Nothing to compare with.")
-    gap = f"{one.gap.value:+.3f} [{one.gap.low:+.3f}, {one.gap.high:+.3f}]"
-    words = {"agrees": "agrees with it", "below": "is below it", "above": "is above it"}
-    part = "".join(f" ({one})" for one in one.departs)
-    return f"{text}The run {words[one.verdict]}: {gap}{part}."
+def _limits(rows: "DataFrame", kind: str, remark: "Series") -> "Series":
+    """A difference with a remark, and its limits on a line of their own."""
+    value, low, high = (rows[f"{kind}_{name}"] for name in ("difference", "low", "high"))
+    return _written(value, "{:+.3f} ") + remark + _written(low, "\n[{:+.3f}") + _written(high, ", {:+.3f}]")
 
 
-def _accuracies(protocol: str, lines: Sequence["Line"]) -> Table:
-    """The layout of the paper's Table 1: a row per condition, a column per model."""
-    table = Table(title=f"{escape(protocol)}: accuracy", title_justify="left")
-    by_place = {(line.model, line.condition): line for line in lines}
-    conditions = dict.fromkeys(line.condition for line in lines)
-    columns = {_heading(lines): [_masked(name) for name in conditions]}
-    for model in dict.fromkeys(line.model for line in lines):
-        found = [by_place.get((model, name)) for name in conditions]
-        most = max(line.accuracy.n for line in found if line is not None)
-        columns[model] = ["" if line is None else _share(line, most) for line in found]
-        published = ["" if line is None or line.paper is None else f"{line.paper:.2f}" for line in found]
-        if any(published):
-            columns[f"{model} in the paper"] = published
-    for name in columns:
-        title = "in the paper" if name.endswith(" in the paper") else escape(name)
-        table.add_column(title, justify="left" if name == _heading(lines) else "right")
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row)
+def _compared(rows: "DataFrame", kind: str) -> "Series":
+    """A paired difference and its p value."""
+    return _limits(rows, kind, _written(rows[f"{kind}_p"], "p {:.4f}").replace("p 0.0000", "p <0.0001"))
+
+
+def _accuracies(rows: "DataFrame") -> "Series":
+    """The accuracy with its limits; a condition with fewer samples than others says so."""
+    scored, most = rows["total"] > 0, rows["total"].max()
+    found = _written(rows["estimate"], "{:.3f}")
+    found += _written(rows["total"], f" ({{}} of {most})").where(rows["total"] < most, "")
+    found += _written(rows["low"], "\n[{:.3f}") + _written(rows["high"], ", {:.3f}]")
+    return found.where(scored, _written(rows["unscored"], "not scored ({})"))
+
+
+def _table(texts: "DataFrame") -> Table:
+    """A table of the columns that have a text."""
+    table = Table()
+    texts = texts.loc[:, (texts != "").any()]
+    for place, name in enumerate(texts):
+        table.add_column(name, justify="right" if place else "left", no_wrap=place > 0 and name != "published")
+    for row in texts.to_numpy():
+        table.add_row(*(escape(spelled(text, keep="\n")) for text in row))
     return table
-
-
-def _share(line: "Line", most: int) -> str:
-    if not line.accuracy.n:
-        return f"not scored ({line.unscored})"
-    unfinished = f" ({line.accuracy.n} of {most})" if line.accuracy.n < most else ""
-    return f"{line.accuracy.value:.3f} [{line.accuracy.low:.3f}, {line.accuracy.high:.3f}]{unfinished}"
-
-
-def _tables(lines: Sequence["Line"]) -> dict[str, dict[str, list[str]]]:
-    """The tables of one model, by title: paired differences, irregular answers with sinks and throughput, and form."""
-    conditions = {_heading(lines): [_masked(line.condition) for line in lines]}
-    found = {}
-    if any(line.accuracy.n for line in lines):
-        found["compared on the same samples"] = conditions | {
-            "samples": [str(line.accuracy.n) for line in lines],
-            "vs unmasked": [_difference(line.against_unmasked) or line.no_unmasked for line in lines],
-            "vs random": [_difference(line.against_random) or line.no_random for line in lines],
-        }
-        if any(line.cache for line in lines):
-            speeds = [f"{line.speed:.2f} x" if line.against_unmasked else "" for line in lines]
-            found["compared on the same samples"]["speed"] = speeds
-    found["its answers"] = conditions | {
-        "empty": [f"{line.empty:.1%}" for line in lines],
-        "masks left": [f"{line.masks:.1%}" for line in lines],
-        "no end": [f"{line.unended:.1%}" for line in lines],
-        "sinks/head": [f"{line.sinks:.2f}" for line in lines],
-        "samples/s": [f"{line.per_second:.2f}" for line in lines],
-        "guess": [f"{line.chance:.2f}" for line in lines],
-    }
-    if any(not math.isnan(line.keys_picked) for line in lines):
-        found["its answers"]["keys"] = [
-            "" if math.isnan(line.keys_picked) else f"{line.keys_picked:,.0f} of {line.keys_requested:,.0f}"
-            for line in lines
-        ]
-    if any(line.formed is not None for line in lines):
-        found["form of its answers"] = conditions | {
-            "malformed": ["–" if line.formed is None else f"{line.malformed:.1%}" for line in lines],
-            "right of formed": ["–" if line.formed is None else f"{line.formed.value:.3f}" for line in lines],
-        }
-    return found
-
-
-def _table(title: str, columns: dict[str, list[str]]) -> Table:
-    """A column for the condition, which a narrow terminal wraps, and columns of numbers, which never wrap."""
-    table = Table(title=escape(title), title_justify="left")
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=number > 0)
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row)
-    return table
-
-
-def _heading(lines: Sequence["Line"]) -> str:
-    return "condition" if any(line.cache for line in lines) else "masked"
-
-
-def _masked(condition: str) -> str:
-    return "nothing" if condition == "unmasked" else escape(condition)
-
-
-def _difference(pair: Any) -> str:
-    if pair is None:
-        return ""
-    found = pair.difference
-    p = "<0.0001" if found.p < 1e-4 else f"{found.p:.4f}"
-    return f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]\np {p}"

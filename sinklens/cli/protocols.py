@@ -11,7 +11,7 @@ from sinklens.cli.options import Names
 from sinklens.errors import SinklensError, nearest
 
 if TYPE_CHECKING:
-    from sinklens.evaluation.published import Published
+    from sinklens.evaluation.protocols import Published
 
 WIDE = 400  # columns of a table written to a file or a pipe
 
@@ -27,8 +27,7 @@ def protocols(names: Names = (), /, *, model: str | None = None) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from sinklens.evaluation.protocols import PROTOCOLS
-    from sinklens.evaluation.published import HARNESS_PROTOCOLS
+    from sinklens.evaluation.protocols import HARNESS_PROTOCOLS, PROTOCOLS
 
     found: dict[str, Any] = {**PROTOCOLS, **HARNESS_PROTOCOLS}
     unknown = next((name for name in names if name not in found), None)

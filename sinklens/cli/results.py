@@ -2,16 +2,20 @@
 
 Only ``score`` runs generated programs, and only with ``--run-generated-code``.
 
-Pitfall: with ``--format``, nothing but the claims goes to standard output, so warnings go to standard error.
+Pitfall: with ``--format``, nothing but the table goes to standard output, so warnings go to standard error.
 """
 
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sinklens.cli.options import Integer
-from sinklens.errors import SettingError, SinklensError
+from sinklens.cli.writing import write_figure, write_text
+from sinklens.errors import SinklensError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 
 def table(
@@ -20,7 +24,7 @@ def table(
     *,
     out: Path | None = None,
     mixed_devices: bool = False,
-    format: Literal["markdown", "latex", "csv", "json"] | None = None,
+    format: Literal["csv", "markdown", "latex", "html"] | None = None,
 ) -> None:
     """Print the tables of studies and of an evaluation.
 
@@ -28,12 +32,13 @@ def table(
         results: folder written by either command
         out: for an evaluation: folder for table.csv and the figures (default: RESULTS)
         mixed_devices: for an evaluation: pair runs from different device types, whose last bits differ
-        format: for an evaluation: print one line per claim in this format, and write nothing (default: tables to read)
+        format: for an evaluation: print the table in this format, and write nothing (default: tables to read)
     """
-    from sinklens.analyses.printing import manifests, show
-    from sinklens.evaluation.claim_lines import claims, format_claims
+    from sinklens.analyses.printing import manifests
+    from sinklens.analyses.printing import show as show_study
+    from sinklens.cli.printing import formatted, show
     from sinklens.evaluation.ledger import holds_runs
-    from sinklens.evaluation.tables import read_lines
+    from sinklens.evaluation.tables import frame
 
     if not results.is_dir():
         raise SinklensError(
@@ -42,47 +47,36 @@ def table(
     studies, evaluated = manifests(results), holds_runs(results)
     if not studies and not evaluated:
         raise SinklensError(_nothing_in(results))
-    if not evaluated and (out or mixed_devices or format):
-        raise SettingError(
-            f"--out, --format and --mixed-devices are for evaluations; {results} holds only a study; remove them."
-        )
-    if format and out:
-        raise SettingError("--format prints and writes nothing; redirect its output to a file, and leave --out out.")
-    if not format:
-        for manifest in studies:
-            show(results, manifest)
-    if evaluated:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            lines = read_lines(results, mixed_devices=mixed_devices)
-            claimed = format_claims(claims(lines), format) if format else ""
-        notes = [str(note.message) for note in caught]
-        if format:
-            print("".join(f"sinklens: {note}\n" for note in notes), file=sys.stderr, end="")
-            print(claimed, end="")
-        else:
-            _write_table(lines, notes, out or results)
+    for manifest in studies if not format else ():
+        show_study(results, manifest)
+    if not evaluated:
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = frame(results, mixed_devices=mixed_devices)
+    notes = [str(note.message) for note in caught]
+    if format:
+        print("".join(f"sinklens: {note}\n" for note in notes), file=sys.stderr, end="")
+        print(formatted(rows, format), end="")
+        return
+    written = _write(rows, out or results)
+    show(rows, notes)
+    print(f"Written: {', '.join(map(str, written))}.")
 
 
-def _write_table(lines: Any, notes: list[str], out: Path) -> None:
-    """Print the tables of a ledger, and write table.csv and the figures to `out`."""
-    from sinklens.cli.printing import show
-    from sinklens.evaluation.tables import frame
-    from sinklens.utils.atomic import atomic_write
+def _write(rows: "DataFrame", out: Path) -> list[Path]:
+    """Write table.csv and the figures to `out`."""
+    from sinklens.cli.printing import formatted
     from sinklens.utils.folders import require_writable
     from sinklens.views import accuracy_curves
 
     require_writable(out)
-    with atomic_write(out / "table.csv") as part:
-        frame(lines).to_csv(part, index=False)
-    scored = [line for line in lines if line.accuracy.n]
-    figures = {"accuracy": accuracy_curves(frame(scored))} if scored else {}
-    files = {out / f"{name}.{kind}": figure for name, figure in figures.items() for kind in ("png", "svg")}
-    for file, figure in files.items():
-        with atomic_write(file) as part:
-            figure.savefig(part, dpi=160, bbox_inches="tight")
-    show(lines, notes)
-    print(f"Written: {', '.join(map(str, [out / 'table.csv', *files]))}.")
+    write_text(out / "table.csv", formatted(rows, "csv"))
+    scored = rows[rows["total"] > 0]
+    if not len(scored):
+        return [out / "table.csv"]
+    write_figure(out / "accuracy.png", accuracy_curves(scored))
+    return [out / "table.csv", out / "accuracy.png"]
 
 
 def _nothing_in(folder: Path) -> str:
@@ -118,11 +112,8 @@ def score(
         seconds: time limit of each program
         memory: memory limit of each program, in MiB
     """
-    from sinklens.evaluation.ledger import LedgerRun
     from sinklens.evaluation.sandbox import Limits, available_isolation
     from sinklens.evaluation.scoring import score as run_programs
-    from sinklens.tasks import find_task
-    from sinklens.tasks.base import CodeTask
 
     if not run_generated_code:
         raise SinklensError(
@@ -130,17 +121,7 @@ def score(
             f"this machine: {available_isolation()}."
         )
     print(f"Isolation: {available_isolation()}.", file=sys.stderr)
-    names = sorted({str(run.what["protocol"]["task"]) for run in LedgerRun.all(results)})
-    programs = [name for name in names if isinstance(find_task(name), CodeTask)]
-    published = [name for name in programs if hasattr(find_task(name), "path")]
-    if data is not None and not published:
-        raise SinklensError(
-            f"--data is for published tasks whose answers are programs; {results} holds {', '.join(names)}."
-        )
-    if not programs:
-        raise SinklensError(f"{results} holds no generated programs ({', '.join(names)}); there is nothing to run.")
-    paths = {} if data is None else dict.fromkeys(published, data)
-    ran = run_programs(results, paths=paths, limits=Limits(seconds=seconds, memory_mb=memory), progress=_progress)
+    ran = run_programs(results, data=data, limits=Limits(seconds=seconds, memory_mb=memory), progress=_progress)
     print(f"{ran} programs were run. To print the table: sinklens table {results}")
 
 

@@ -60,7 +60,7 @@ def run_study(
     from sinklens.analyses import find
     from sinklens.analyses.printing import show
     from sinklens.analyses.seeds import write_seeds
-    from sinklens.evaluation.counting import Counts
+    from sinklens.evaluation.counting import counting
     from sinklens.model import load
     from sinklens.utils.folders import check_folder
 
@@ -73,11 +73,8 @@ def run_study(
     study = kind(batch=batch, settings=settings or {}, answers=answers, **run or {})
     check_folder(out, "a study")
     loaded = [load(model, **fitted(model, loading, settings)) for model in models]
-    with Counts("prompts") as counts:
-        try:
-            findings = study.run(loaded, asked, out, progress=counts, group=_groups(prompts, group, limit))
-        except KeyboardInterrupt:
-            counts.stop(out, call)
+    with counting("prompts", out, call) as count:
+        findings = study.run(loaded, asked, out, progress=count, group=_groups(prompts, group, limit))
     show(out, findings.manifest)
     files = list(findings.files)
     if seeds:

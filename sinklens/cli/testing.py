@@ -47,7 +47,7 @@ def run_plan(
     from sinklens.analyses.estimates.deciding import decided
     from sinklens.analyses.estimates.plan import read_plan
     from sinklens.analyses.planned import PlannedTest
-    from sinklens.evaluation.counting import Counts
+    from sinklens.evaluation.counting import counting
     from sinklens.model import load
     from sinklens.utils.atomic import atomic_write
     from sinklens.utils.folders import check_folder
@@ -70,11 +70,8 @@ def run_plan(
     print(f"Plan {run.name} is stored in {folder / tested.FILE} and counted in {ledger}.")
     study = PlannedTest(plan=asked, seed=asked.seed, settings=asked.settings, answers=answers)
     model = load(asked.model, **fitted(asked.model, loading))
-    with counted_control_warnings(), Counts("prompts") as counts:
-        try:
-            findings = study.run(model, prompts, folder, progress=counts)
-        except KeyboardInterrupt:
-            counts.stop(folder, call)
+    with counted_control_warnings(), counting("prompts", folder, call) as count:
+        findings = study.run(model, prompts, folder, progress=count)
     (measured,) = findings.measured.values()
     made = decided(asked, measured)
     corrected = tested.finish(run, made.found.p, made.p_equivalent)

@@ -1,7 +1,7 @@
 """Evaluation: tasks under interventions, a record of every sample, and tables of the results.
 
     evaluate("tiny-llada", "tiny-gsm", masking([0, 1, 5, 10], controls=["random"]), "results")
-    frame(read_lines("results"))
+    frame("results")
 
 `OnRay` needs the extra ``ray`` at run time. The model for lm-evaluation-harness lives in harness.py and is not
 re-exported here, because importing it needs the extra ``lm-eval``.
@@ -10,17 +10,14 @@ re-exported here, because importing it needs the extra ``lm-eval``.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sinklens.evaluation.claim_lines import claims, format_claims
     from sinklens.evaluation.conditions import UNMASKED, Condition, masking, under_caches
-    from sinklens.evaluation.departures import baselines
     from sinklens.evaluation.distributed import OnRay
     from sinklens.evaluation.ledger import LedgerRun
-    from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol
-    from sinklens.evaluation.published import HARNESS_PROTOCOLS
+    from sinklens.evaluation.protocols import HARNESS_PROTOCOLS, PROTOCOLS, EvalProtocol
     from sinklens.evaluation.runner import estimate, evaluate
     from sinklens.evaluation.sandbox import run_program
     from sinklens.evaluation.scoring import score
-    from sinklens.evaluation.tables import frame, read_lines
+    from sinklens.evaluation.tables import frame
     from sinklens.utils.estimates import paired, proportion
 
 __all__ = [
@@ -31,33 +28,26 @@ __all__ = [
     "EvalProtocol",
     "LedgerRun",
     "OnRay",
-    "baselines",
-    "claims",
     "estimate",
     "evaluate",
-    "format_claims",
     "frame",
     "masking",
     "paired",
     "proportion",
-    "read_lines",
     "run_program",
     "score",
     "under_caches",
 ]
 
 _MODULES = {
-    "evaluation.claim_lines": ("claims", "format_claims"),
     "evaluation.conditions": ("UNMASKED", "Condition", "masking", "under_caches"),
-    "evaluation.departures": ("baselines",),
     "evaluation.distributed": ("OnRay",),
     "evaluation.ledger": ("LedgerRun",),
-    "evaluation.protocols": ("PROTOCOLS", "EvalProtocol"),
-    "evaluation.published": ("HARNESS_PROTOCOLS",),
+    "evaluation.protocols": ("HARNESS_PROTOCOLS", "PROTOCOLS", "EvalProtocol"),
     "evaluation.runner": ("estimate", "evaluate"),
     "evaluation.sandbox": ("run_program",),
     "evaluation.scoring": ("score",),
-    "evaluation.tables": ("frame", "read_lines"),
+    "evaluation.tables": ("frame",),
     "utils.estimates": ("paired", "proportion"),
 }
 

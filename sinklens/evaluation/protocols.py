@@ -1,41 +1,120 @@
-"""Evaluation protocols: every setting that can change a score, under one name.
+"""Evaluation protocols: every setting that can change a score, under one name, with the published scores.
 
 A *protocol* names the task and its settings (examples, extractor), whether the chat template is used, and the settings
 of each kind of sampler; its hash covers all of these. Settings passed separately override the protocol's. A ledger
-stores the settings that the sampler finally used, so a change without effect on a model does not make a new run.
+stores the settings that the sampler finally used, so a change without effect on a model does not make a new run, and
+`departures` finds from the ledger alone how a run differs from the protocol it names. A `HarnessProtocol` is a task of
+lm-evaluation-harness.
 
 Caveat: published scores differ in these settings more than in anything else. A protocol named after a model follows
-what its authors or the study published, as far as they state it. `published` holds the scores, with sources; `unstated`
-lists what the sources leave open, or state but this package cannot repeat. `departures` says how a run differs.
+what its authors or the study published, as far as they state it. No setting is guessed: `unstated` lists what the
+sources leave open, or state but this package cannot repeat.
 
-A *regime* replaces the blocks of the settings: all positions in one block (pure diffusion), or block by block. Scores
-differ more between regimes than under most interventions (LLaDA-8B-Instruct's GSM8K: 0.694 and 0.786). Only the blocks
-change: settings that belong to one regime, such as how end-of-text tokens are treated, stay as they are.
+Sources, as of October 2025: ML-GSAI/LLaDA (EVAL.md, eval_llada_lm_eval.sh, opencompass/examples) and Nie et al.,
+2502.09992, Tables 1 and 2; DreamLM/Dream (eval, eval_instruct) and Ye et al., 2508.15487; JetAstra/SDAR (README);
+inclusionAI/LLaDA2.0-mini (model card); Yang et al., 2505.15809 (MMaDA) and Gen-Verse/MMaDA (evaluation/eval.md);
+google/diffusiongemma-26B-A4B-it (model card of June 2026).
 """
 
 import hashlib
 import json
-import re
+import shlex
+import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.errors import SettingError, nearest
-from sinklens.evaluation.published import LISTED, Published, as_fields
 from sinklens.families import SAMPLERS
 from sinklens.families.registry import find_sampler
-from sinklens.families.samplers import sampler_name, settings_for
+from sinklens.families.samplers import make_settings, sampler_name
 from sinklens.tasks import NAMES, find_task
 from sinklens.tasks.base import Task
+from sinklens.utils.estimates import Estimate, proportion
 
 if TYPE_CHECKING:
     from sinklens.model import Model
 
+STUDY = "Rulli et al., 2510.15731, Table 1"
+"""The source of the study's scores. It calls its checkpoints "instruct" without naming them; the protocols name the
+published instruct checkpoint of each model."""
+OF_TASK = ("task", "shots", "extractor", "chat_template", "sampler")
 
-BOTH = ("diffusion", "blocks")
-USUAL = 32  # the length of blocks, where the settings have a single one
-_FORM = re.compile(r"diffusion|blocks(?::([1-9][0-9]*))?")
+
+@dataclass(frozen=True)
+class Published:
+    """A score that somebody else reported.
+
+    Attributes:
+        model: the checkpoint, as on the hub.
+        score: share of right answers in [0, 1]; None if the source does not state it as a number.
+        source: where it is stated.
+        samples: size of the test set; None if it is not a number of independent samples.
+        masked: sinks masked per head.
+    """
+
+    model: str
+    score: float | None
+    source: str
+    samples: int | None = None
+    masked: int = 0
+
+    @property
+    def accuracy(self) -> Estimate | None:
+        """The score with its limits, as of a number of right answers, rounded; None without a score or that number."""
+        if self.score is None or self.samples is None:
+            return None
+        return proportion(round(self.score * self.samples), self.samples)
+
+    def of(self, model: str) -> bool:
+        """Whether `model`, a hub name or a folder, is this checkpoint."""
+        return is_checkpoint(model, self.model)
+
+
+def is_checkpoint(model: str, name: str) -> bool:
+    """Whether `model`, a hub name or a folder, is the checkpoint called `name`: the last parts are equal."""
+    return model.rstrip("/").split("/")[-1] == name.split("/")[-1]
+
+
+@dataclass(frozen=True)
+class HarnessProtocol:
+    """A task of lm-evaluation-harness with the settings of a published score.
+
+    Attributes:
+        name: the protocol's name.
+        tasks: the harness's name of the task; "" if the score was measured with another harness alone.
+        settings: arguments of `SinklensLM`: sampler settings, or those of likelihoods.
+        published: the scores.
+        shots: examples in the prompt; None for the task's default.
+        chat_template: apply the tokenizer's chat template.
+        unstated: what the sources leave open, or state but this package cannot repeat.
+    """
+
+    name: str
+    tasks: str
+    settings: Mapping[str, Any]
+    published: tuple[Published, ...]
+    shots: int | None = None
+    chat_template: bool = False
+    unstated: tuple[str, ...] = field(default=())
+
+    @property
+    def likelihood(self) -> bool:
+        """Whether the task scores given answers."""
+        return "mc_num" in self.settings
+
+    def command(self) -> str:
+        """The call that repeats the score; "" without a task of the harness."""
+        if not self.tasks:
+            return ""
+        given = {"pretrained": self.published[0].model, **self.settings}
+        call = ["python", "-m", "sinklens.evaluation.harness", "--model", "sinklens", "--tasks", self.tasks]
+        call += [] if self.shots is None else ["--num_fewshot", str(self.shots)]
+        call += ["--apply_chat_template"] * self.chat_template
+        call += ["--model_args", ",".join(f"{name}={value}" for name, value in given.items())]
+        return shlex.join(call)
 
 
 @dataclass(frozen=True)
@@ -52,7 +131,6 @@ class EvalProtocol:
         shots, extractor: settings of the task, if it has them; None for the task's defaults.
         chat_template: apply the tokenizer's chat template to the prompt.
         note: the source of the settings, and which are our choice; not part of the hash.
-        regime: replaces the blocks of the settings: "diffusion", "blocks" or "blocks:N"; see `in_regime`.
         published: scores measured with these settings; not part of the hash.
         unstated: what the sources leave open, or state but this package cannot repeat; not part of the hash.
     """
@@ -67,12 +145,9 @@ class EvalProtocol:
     sampler: str | None = None
     published: tuple[Published, ...] = ()
     unstated: tuple[str, ...] = ()
-    regime: str = ""
     mode: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.regime, str) or not (self.regime == "" or _FORM.fullmatch(self.regime)):
-            raise SettingError(f"a regime is diffusion, blocks or blocks:N, such as blocks:32; got {self.regime!r}.")
         if self.mode is not None and self.sampler is not None:
             raise SettingError(
                 f"mode={self.mode!r} and sampler={self.sampler!r} both choose how to decode; name one of them."
@@ -81,17 +156,12 @@ class EvalProtocol:
     @property
     def what(self) -> dict[str, Any]:
         """Everything that can change a score, as plain JSON values."""
-        settings = {sampler: dict(given) for sampler, given in sorted(self.settings.items())}
         found = {
-            "task": self.task,
-            "settings": settings,
-            "shots": self.shots,
-            "extractor": self.extractor,
-            "chat_template": self.chat_template,
-        }
-        found |= {"regime": self.regime} if self.regime else {}
-        found |= {} if self.mode is None else {"mode": self.mode}
-        return found if self.sampler is None else found | {"sampler": self.sampler}
+            "task": self.task, "settings": {sampler: dict(given) for sampler, given in sorted(self.settings.items())},
+            "shots": self.shots, "extractor": self.extractor, "chat_template": self.chat_template,
+        }  # fmt: skip
+        optional = {"mode": self.mode, "sampler": self.sampler}
+        return found | {name: value for name, value in optional.items() if value is not None}
 
     @property
     def hash(self) -> str:
@@ -102,19 +172,15 @@ class EvalProtocol:
         """The settings for one kind of sampler."""
         return dict(self.settings.get(sampler, {}))
 
-    def given(self, family_sampler: str) -> dict[str, Any]:
-        """The settings of a run, for a model whose family's sampler is `family_sampler`."""
-        return self.of(family_sampler) if self.sampler is None else {"sampler": self.sampler, **self.of(self.sampler)}
-
     def run_settings(self, model: "Model") -> dict[str, Any]:
-        """The settings of runs of `model`, as `sinklens.generate` takes them, in the protocol's regime.
+        """The settings of runs of `model`, as `sinklens.generate` takes them.
 
         Raises:
-            SettingError: the model does not decode in that regime or mode.
+            SettingError: the model does not decode in the protocol's mode.
         """
-        family = model.family_record
-        given = self.given(sampler_name(family, {"mode": self.mode}))
-        return in_regime(model, given if self.mode is None else {"mode": self.mode, **given}, self.regime)
+        chosen = {"mode": self.mode, "sampler": self.sampler}
+        given = self.of(self.sampler or sampler_name(model.family_record, {"mode": self.mode}))
+        return {name: value for name, value in chosen.items() if value is not None} | given
 
     def make_task(self, path: str | Path | None = None, examples: str | Path | None = None) -> Task:
         """Make the task with these settings.
@@ -139,53 +205,30 @@ class EvalProtocol:
         if "sampler" in given or "mode" in given:
             sampler = find_sampler(given["sampler"]).name if "sampler" in given else None
             mode = given.get("mode")
-        given = {name: value for name, value in given.items() if name not in ("sampler", "mode")}
-        known = {name: set(sampler.setting_names()) for name, sampler in SAMPLERS.items()}
+        plain = {name: value for name, value in given.items() if name not in ("sampler", "mode")}
+        known = {kind: set(one.setting_names()) for kind, one in SAMPLERS.items()}
         everything = sorted(set().union(*known.values()))
-        for name in given:
-            if name not in everything:
-                raise SettingError(
-                    f"no sampler has a setting {name!r}; known: {', '.join(everything)}.{nearest(name, everything)}"
-                )
-        merged = {
-            kind: self.of(kind) | {name: value for name, value in given.items() if name in names}
+        for name in plain.keys() - everything:
+            raise SettingError(
+                f"no sampler has a setting {name!r}; known: {', '.join(everything)}.{nearest(name, everything)}"
+            )
+        settings = {
+            kind: self.of(kind) | {name: value for name, value in plain.items() if name in names}
             for kind, names in known.items()
         }
-        settings = {kind: settings for kind, settings in merged.items() if settings}
+        settings = {kind: settings for kind, settings in settings.items() if settings}
         return replace(self, settings=settings, sampler=sampler, mode=mode)
 
 
-def in_regime(model: "Model", given: dict[str, Any], regime: str) -> dict[str, Any]:
-    """The settings of a run under a regime; `given` if it is "".
-
-    Args:
-        given: settings, as `sinklens.generate` takes them.
-        regime: "diffusion", one block as long as the answer; "blocks:N", blocks of N positions from left to right;
-            "blocks", those of the settings, or of 32 if they have a single one.
-
-    Raises:
-        SettingError: an unknown regime, or a model whose sampler does not have both.
-    """
-    if not regime:
-        return given
-    plain = settings_for(model, given)
-    sampler = find_sampler(plain.name)
-    by_blocks = plain.name if "block_length" in sampler.setting_names() else sampler.blocks_by
-    if model.family_record.attention != "bidirectional" or not by_blocks:
-        raise SettingError(
-            f"{model.name} decodes with the {plain.name} sampler in one regime only; leave --regimes out, or choose a "
-            f"bidirectional model with a sampler such as llada or dream."
-        )
-    if regime == "diffusion":
-        return given if plain.positions_per_block == plain.gen_length else given | {"block_length": plain.gen_length}
-    size = _FORM.fullmatch(regime)
-    assert size is not None, "checked above"
-    usual = plain.positions_per_block if plain.positions_per_block < plain.gen_length else USUAL
-    found = given | {"block_length": int(size[1] or usual)}
-    return found if by_blocks == plain.name else found | {"sampler": by_blocks}
+def as_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a protocol, from an entry of protocols.toml."""
+    scores = tuple(Published(**{"score": None} | one) for one in entry.get("published", ()))
+    return {**entry, "published": scores, "unstated": tuple(entry.get("unstated", ()))}
 
 
+LISTED = tomllib.loads(Path(__file__).with_name("protocols.toml").read_text(encoding="utf-8"))
 PROTOCOLS = {entry["name"]: EvalProtocol(**as_fields(entry)) for entry in LISTED["protocol"]}
+HARNESS_PROTOCOLS = {entry["name"]: HarnessProtocol(**as_fields(entry)) for entry in LISTED["harness"]}
 PLAIN = "the task's prompt with the checkpoint's lengths and steps"
 
 
@@ -201,3 +244,26 @@ def find_protocol(name: str) -> EvalProtocol:
         return EvalProtocol(name, name, note=PLAIN)
     known = [*PROTOCOLS, *NAMES]
     raise SettingError(f"no protocol is called {name!r}; known: {', '.join(known)}.{nearest(name, known)}")
+
+
+def departures(what: Mapping[str, Any]) -> list[str]:
+    """The settings of a run in a ledger that are not those of the protocol it names, e.g. "steps 128, not 1024".
+
+    Empty also for a task without a protocol, or a protocol that this version does not know. Lengths that a source
+    leaves open are no departure.
+    """
+    protocol = PROTOCOLS.get(str(what["protocol"]["name"]))
+    if protocol is None:
+        return []
+    sampler, settings = str(what["sampler"]), what["settings"]
+    wanted = stated = protocol.of(sampler)
+    if protocol.settings and not stated:
+        return [f"the {sampler} sampler, for which {protocol.name} states nothing"]
+    lengths = {name: settings[name] for name in ("gen_length", "steps") if name in settings}
+    with suppress(SettingError):  # a sampler that is not installed here, or settings that need the checkpoint's
+        wanted = vars(make_settings(sampler, lengths | stated, {})) if stated else {}
+    wanted = {name: protocol.what.get(name) for name in OF_TASK} | wanted
+    found = {name: what["protocol"].get(name) for name in OF_TASK} | settings
+    return [
+        f"{name} {found[name]}, not {wanted[name]}" for name in found if name in wanted and found[name] != wanted[name]
+    ]

@@ -19,12 +19,13 @@ from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sandbox import Limits, run_program
 from sinklens.tasks.base import CodeSample, CodeTask
 from sinklens.tasks.prompts import prompt_hash
+from sinklens.tasks.registry import reads_files
 
 
 def score(
     ledger: str | Path,
     *,
-    paths: Mapping[str, str | Path] | None = None,
+    data: str | Path | None = None,
     limits: Limits | None = None,
     progress: Callable[[LedgerRun, int, int], None] | None = None,
 ) -> int:
@@ -32,7 +33,7 @@ def score(
 
     Args:
         ledger: folder of the records.
-        paths: local files of published tasks, by the task's name.
+        data: local file or folder of the published task.
         limits: resource limits of each program.
         progress: called with a run, its number of finished programs and its total.
 
@@ -45,7 +46,7 @@ def score(
     """
     ran = 0
     for run in LedgerRun.all(Path(ledger)):
-        task = task_of(run, paths or {})
+        task = _task_of(run, data)
         if not isinstance(task, CodeTask):
             continue
         with Writer(run, kind="verdicts") as writer:
@@ -60,17 +61,10 @@ def score(
     return ran
 
 
-def task_of(run: LedgerRun, paths: Mapping[str, str | Path]) -> Any:
-    """The task that a run's records answer.
-
-    Raises:
-        TaskError: this version does not know the task.
-    """
-    recorded = run.what["protocol"]
-    protocol = EvalProtocol(
-        recorded["name"], recorded["task"], shots=recorded["shots"], extractor=recorded["extractor"]
-    )
-    return protocol.make_task(paths.get(recorded["task"]))
+def _task_of(run: LedgerRun, data: str | Path | None) -> Any:
+    """The task that a run's records answer."""
+    given = {name: run.what["protocol"][name] for name in ("name", "task", "shots", "extractor")}
+    return EvalProtocol(**given).make_task(data if reads_files(given["task"]) else None)
 
 
 def _judge(record: LedgerRecord, samples: Mapping[str, Any], task: CodeTask, limits: Limits | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tables of a ledger: accuracy under each condition, paired with the unmasked run of the same model.
+"""The table of a ledger: accuracy under each condition, paired with the unmasked run of the same model.
 
 Runs that differ only in their condition form a *group*: one model under one protocol. Within a group, every condition
 is compared with "unmasked", on the samples that both have, and with its control. The control of masked sinks is the
@@ -16,7 +16,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,132 +24,17 @@ import numpy as np
 
 from sinklens.errors import ControlWarning, LedgerError, SettingError
 from sinklens.evaluation.conditions import CONTROLS, unpaired
-from sinklens.evaluation.departures import departures
 from sinklens.evaluation.ledger import LedgerRecord, LedgerRun, data_difference
-from sinklens.evaluation.protocols import PROTOCOLS
-from sinklens.evaluation.published import STUDY
+from sinklens.evaluation.protocols import PROTOCOLS, departures
 from sinklens.evaluation.scoring import verdicts
+from sinklens.utils import estimates
 from sinklens.utils.estimates import Estimate, Paired, holm, paired, proportion
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 PICKS = ("", "strongest", "steady", *CONTROLS)  # in the order of a table
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of the results table: one condition, and how it compares with the others of its group.
-
-    Attributes:
-        task, protocol, model: names; `model` includes what distinguishes groups that would share a name.
-        condition, masked, pick: as in `Condition`.
-        cache: the cache policy of the runs; "" for exact ones.
-        accuracy: over all samples with a verdict.
-        against_unmasked: paired with the unmasked run; None for the unmasked run, or if there is no such run.
-        against_random: paired with its control: the same number of random keys, masked in the same manner, or the
-            condition whose `Condition.control_of` names this one (the first of several). None without one.
-        chance: expected accuracy of a guess, in [0, 1].
-        malformed: share of answers that are not of the required form (`Task.malformed`); NaN if the task requires none.
-        formed: accuracy over the other answers; None where `malformed` is NaN.
-        empty, masks, unended: shares of answers that are empty, contain masks, or have no end token.
-        per_second: samples per second of model time.
-        control: name of that control; "" without one.
-        no_unmasked, no_random: why `against_unmasked` or `against_random` is None: "no unmasked run", "no control",
-            "not scored" or "no shared samples". "" if it is not None, or where it does not apply: to the unmasked run,
-            to controls, and to runs that change nothing but the cache policy.
-        speed: seconds of the exact unmasked run over seconds of this one, on the samples that both have; NaN for the
-            unmasked run, or if there is no such run.
-        sinks: sinks per head and step, by the paper's definition.
-        devices: device types.
-        paper: accuracy in the study's Table 1 for the same model and protocol, else None.
-        unscored: samples whose generated program has not been run. They are excluded from all other numbers, unless
-            no program has been run: then `accuracy` has no samples, and the shares are over the unscored ones.
-        checkpoint, revision, dtype, seed: of the runs; `checkpoint` is the model's name without additions.
-        regime: how answers are decoded; see `regime_of`.
-        versions: of sinklens, torch and transformers, each with its name.
-        machines: names of the devices.
-        departs: how the run differs from its protocol; see `departures`.
-        keys_requested, keys_picked: mean over the samples of the keys that a control was to pick and did pick, summed
-            over heads and steps; NaN for runs without a control.
-    """
-
-    task: str
-    protocol: str
-    model: str
-    condition: str
-    masked: int | None
-    pick: str
-    accuracy: Estimate
-    against_unmasked: Paired | None
-    against_random: Paired | None
-    chance: float
-    malformed: float
-    formed: Estimate | None
-    empty: float
-    masks: float
-    unended: float
-    per_second: float
-    sinks: float
-    devices: tuple[str, ...]
-    paper: float | None
-    unscored: int = 0
-    cache: str = ""
-    speed: float = math.nan
-    control: str = ""
-    no_unmasked: str = ""
-    no_random: str = ""
-    checkpoint: str = ""
-    revision: str = ""
-    dtype: str = ""
-    seed: int = 0
-    regime: str = ""
-    versions: tuple[str, ...] = ()
-    machines: tuple[str, ...] = ()
-    departs: tuple[str, ...] = ()
-    keys_requested: float = math.nan
-    keys_picked: float = math.nan
-
-
-def regime_of(sampler: str, settings: Mapping[str, Any]) -> str:
-    """How a sampler decodes: "left to right", "diffusion" (all positions at once), "blocks of 32" or "canvases of 256".
-
-    Autoregressive samplers decode from left to right. Samplers with blocks as long as the answer, or without blocks,
-    may decide any position at any step.
-    """
-    length = settings.get("gen_length")
-    for name, noun in (("block_length", "blocks"), ("canvas_length", "canvases")):
-        size = settings.get(name)
-        if size is not None and size != length:
-            return f"{noun} of {size}"
-    return "left to right" if sampler == "autoregressive" else "diffusion"
-
-
-def frame(lines: Sequence[Line]) -> "DataFrame":
-    """All lines as a table of plain numbers; `p` columns are Holm-corrected."""
-    import pandas as pd
-
-    return pd.DataFrame([_row(line) for line in lines])
-
-
-def _row(line: Line) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        name: "; ".join(value) if type(value) is tuple else value for name, value in vars(line).items()
-    }
-    accuracy, formed = row.pop("accuracy"), row.pop("formed")
-    row |= {"right": _right(accuracy), "total": accuracy.n, "estimate": accuracy.value}
-    row |= {"low": accuracy.low, "high": accuracy.high, "right_of_formed": math.nan if formed is None else formed.value}
-    for kind in ("against_unmasked", "against_random"):
-        nothing = Estimate(math.nan, math.nan, math.nan, math.nan, math.nan)
-        found, lost, gained = row.pop(kind) or (nothing, math.nan, math.nan)
-        row |= {f"{kind}_difference": found.value, f"{kind}_low": found.low, f"{kind}_high": found.high}
-        row |= {f"{kind}_lost": lost, f"{kind}_gained": gained, f"{kind}_p": found.p, f"{kind}_total": found.n}
-    return row
-
-
-def _right(accuracy: Estimate) -> int:
-    """The number of right answers."""
-    return round(accuracy.value * accuracy.n) if accuracy.n else 0
+COMPARISONS = ("against_unmasked", "against_random")
 
 
 @dataclass(frozen=True)
@@ -166,25 +51,48 @@ class _Scored:
         return self.run.what["condition"]
 
     @property
-    def controls(self) -> str:
+    def control_of(self) -> str:
         """The name of the condition that it is a control of, or ""."""
         return str(self.condition.get("control_of", ""))
 
 
-def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]:
+def frame(ledger: str | Path, *, mixed_devices: bool = False) -> "DataFrame":
     """Every condition of every group of a ledger, groups in order of task, protocol and model.
 
     Args:
         mixed_devices: pair runs on different device types, too.
+
+    Returns:
+        One row a condition, with these columns, NaN where a number does not apply:
+
+        - "task", "protocol", "model": names; "model" includes what distinguishes groups that would share a name;
+        - "condition", "masked", "pick": as in `Condition`; "cache": the cache policy, "" for exact runs;
+        - "right", "total": right answers and samples with a verdict; "estimate", "low", "high": the accuracy;
+        - "unscored": samples whose generated program has not been run. They are excluded from all other numbers, unless
+          no program has been run: then "total" is 0, and the shares are over the unscored ones;
+        - "against_unmasked_…", "against_random_…": the comparison with the unmasked run and with the "control":
+          "difference", "low", "high", "p", "total", and the samples "lost" and "gained" by this run. "no_unmasked" and
+          "no_random" say why there is none;
+        - "published", "source": the score published for this model, protocol and number of masked sinks;
+          "published_difference", "published_low", "published_high": the accuracy minus that score, unless the run
+          "departs" from its protocol;
+        - "malformed", "empty", "masks", "unended": shares of answers that are not of the required form, are empty,
+          contain masks, or have no end token; "right_of_formed": accuracy over the answers of the required form;
+        - "sinks": per head and step, by the paper's definition; "per_second": samples per second of model time;
+          "speed": seconds of the exact unmasked run over seconds of this one, on the samples that both have;
+        - "keys_requested", "keys_picked": keys that a control was to pick and did pick, summed over heads and steps;
+        - "checkpoint", "revision", "dtype", "seed", "versions", "devices": of the runs.
 
     Raises:
         LedgerError: there is no ledger, it holds no finished sample, or conditions were evaluated on different data.
         SettingError: runs to pair were made on different device types.
 
     Warns:
-        UserWarning: generated programs have not been run, listed by run; see `Line.unscored`.
+        UserWarning: generated programs have not been run, listed by run.
         ControlWarning: a condition is a control of one that its group does not include.
     """
+    import pandas as pd
+
     read = [_scored(run) for run in LedgerRun.all(Path(ledger))]
     left = [f"{one.unscored} of {one.run.what['model']} ({one.condition['name']})" for one in read if one.unscored]
     if left:
@@ -200,10 +108,12 @@ def read_lines(ledger: str | Path, *, mixed_devices: bool = False) -> list[Line]
             groups.setdefault(json.dumps(shared, sort_keys=True), []).append(one)
     if not groups:
         raise LedgerError(f"{ledger} holds no finished sample yet; rerun `sinklens evaluate` to resume.")
-    lines = []
-    for name, members in zip(_names([json.loads(key) for key in groups]), groups.values(), strict=True):
-        lines += _lines(name, sorted(members, key=_order), mixed_devices)
-    return sorted(lines, key=lambda line: (line.task, line.protocol, line.model))
+    tables = []
+    for name, members in zip(_names(list(groups)), groups.values(), strict=True):
+        tables.append(pd.DataFrame(_rows(name, sorted(members, key=_order), mixed_devices)))
+        for kind in COMPARISONS:  # one correction for the comparisons of a kind
+            tables[-1][f"{kind}_p"] = holm(tables[-1][f"{kind}_p"].tolist())
+    return pd.concat(tables).sort_values(["task", "protocol", "model"], kind="stable", ignore_index=True)
 
 
 def _scored(run: LedgerRun) -> _Scored:
@@ -220,71 +130,59 @@ def _order(read: _Scored) -> tuple[str, float | int, int, str]:
     return condition.get("cache", ""), masked, place, str(condition["hooks"])
 
 
-def _names(groups: Sequence[dict[str, Any]]) -> list[str]:
+def _names(groups: Sequence[str]) -> list[str]:
     """The model's name for each group, with the settings that distinguish groups of the same name."""
-    found, flat = [], [dict(_flat(group)) for group in groups]
-    for group, own in zip(groups, flat, strict=True):
-        name = (group["protocol"]["name"], group["model"])
-        namesakes = [
-            other for one, other in zip(groups, flat, strict=True) if (one["protocol"]["name"], one["model"]) == name
-        ]
-        details = [
-            f"{key.rpartition('.')[2]} {value}"
-            for key, value in own.items()
-            if any(other.get(key) != value for other in namesakes)
-        ]
-        found.append(f"{group['model']} ({', '.join(details)})" if details else str(group["model"]))
+    import pandas as pd
+
+    flat = pd.json_normalize([json.loads(group, parse_int=str, parse_float=str) for group in groups]).astype(str)
+    found = []
+    for _, row in flat.iterrows():
+        namesakes = flat[(flat["protocol.name"] == row["protocol.name"]) & (flat["model"] == row["model"])]
+        details = [f"{key.rpartition('.')[2]} {row[key]}" for key in flat if namesakes[key].nunique() > 1]
+        found.append(f"{row['model']} ({', '.join(details)})" if details else row["model"])
     return found
 
 
-def _flat(group: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
-    """Names and values as text, with nested dictionaries flattened; of the protocol only the settings of the task."""
-    for name, value in sorted(group.items()):
-        if f"{before}{name}" == "protocol":
-            value = {key: value[key] for key in ("chat_template", "extractor", "shots", "task")}
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", str(value)
-
-
-def _lines(name: str, members: Sequence[_Scored], mixed_devices: bool) -> list[Line]:
+def _rows(name: str, members: Sequence[_Scored], mixed_devices: bool) -> list[dict[str, Any]]:
     base = next((one for one in members if not one.condition["hooks"] and "cache" not in one.condition), None)
-    names = {str(one.condition["name"]): one.controls for one in members}
+    names = {str(one.condition["name"]): one.control_of for one in members}
     if note := unpaired(names, names):
         warnings.warn(note, ControlWarning, stacklevel=3)
-    lines = []
+    rows = []
     for one in members:
         control = _control_of(one, members)
-        treated = one.condition["hooks"] and not one.controls and one.condition["pick"] not in CONTROLS
+        treated = one.condition["hooks"] and not one.control_of and one.condition["pick"] not in CONTROLS
         exact, no_exact = (None, "") if one is base else _against(base, one, "no unmasked run", mixed_devices)
         other, no_other = _against(control, one, "no control" if treated else "", mixed_devices)
-        lines.append(
-            replace(
-                _line(name, one),
-                against_unmasked=exact, no_unmasked=no_exact, against_random=other, no_random=no_other,
-                control="" if control is None else str(control.condition["name"]),
-                speed=math.nan if base is None or one is base else _speed(base, one),
-            )
-        )  # fmt: skip
-    for kind in ("against_unmasked", "against_random"):  # one correction for the comparisons of a kind
-        places = [place for place, line in enumerate(lines) if getattr(line, kind) is not None]
-        for place, p in zip(places, holm([getattr(lines[place], kind).difference.p for place in places]), strict=True):
-            pair = getattr(lines[place], kind)
-            lines[place] = replace(lines[place], **{kind: pair._replace(difference=replace(pair.difference, p=p))})
-    return lines
+        rows.append({
+            **_row(name, one), **_compared("against_unmasked", exact), "no_unmasked": no_exact,
+            **_compared("against_random", other), "no_random": no_other,
+            "control": "" if control is None else str(control.condition["name"]),
+            "speed": math.nan if base is None or one is base else _speed(base, one),
+        })  # fmt: skip
+    return rows
+
+
+def _compared(kind: str, pair: Paired | None) -> dict[str, Any]:
+    """The columns of a comparison."""
+    nothing = Estimate(math.nan, math.nan, math.nan, math.nan, math.nan)
+    found, lost, gained = pair or (nothing, math.nan, math.nan)
+    return {
+        f"{kind}_difference": found.value, f"{kind}_low": found.low, f"{kind}_high": found.high,
+        f"{kind}_lost": lost, f"{kind}_gained": gained, f"{kind}_p": found.p, f"{kind}_total": found.n,
+    }  # fmt: skip
 
 
 def _control_of(read: _Scored, members: Sequence[_Scored]) -> _Scored | None:
     """The first control of a run: one that names its condition, or random keys masked in the same manner."""
     name = read.condition["name"]
-    named = [one for one in members if one.controls == name]
+    named = [one for one in members if one.control_of == name]
     if len(named) > 1:
         first, *others = (repr(one.condition["name"]) for one in named)
         text = f"{name!r} has several controls; it is compared with {first}, not with {', '.join(others)}."
         warnings.warn(text, ControlWarning, stacklevel=4)
     if not named and read.condition["pick"] in ("strongest", "steady"):
-        random = [one for one in members if one.condition["pick"] == "random" and not one.controls]
+        random = [one for one in members if one.condition["pick"] == "random" and not one.control_of]
         named = [one for one in random if _masking_key(one) == _masking_key(read)]
     return named[0] if named else None
 
@@ -327,55 +225,57 @@ def _speed(base: _Scored, changed: _Scored) -> float:
     return first / second if second else math.nan
 
 
-def _line(name: str, read: _Scored) -> Line:
-    """A line without its comparisons."""
+def _row(name: str, read: _Scored) -> dict[str, Any]:
+    """A row without its comparisons."""
     what, condition, records = read.run.what, read.condition, list(read.records.values())
-    seconds, formed = sum(record["seconds"] for record in records), _formed(read)
+    seconds, accuracy = sum(record["seconds"] for record in records), _accuracy(read, read.verdicts)
+    forms = [record.get("malformed") for record in records]
+    formed = [str(record["sample"]) for record in records if not record.get("malformed")]
 
-    def mean(values: Iterable[float]) -> float:
+    def mean(values: Iterable[float | bool]) -> float:
         listed = list(values)
         return float(np.mean(listed)) if listed else math.nan
 
-    def all_of(values: Iterable[Any]) -> tuple[str, ...]:
-        return tuple(sorted({str(value) for value in values if value}))
+    def all_of(values: Iterable[Any]) -> str:
+        return "; ".join(sorted({str(value) for value in values if value}))
 
-    return Line(
-        task=what["protocol"]["task"], protocol=what["protocol"]["name"], model=name, condition=condition["name"],
-        masked=condition["masked"], pick=condition["pick"], cache=condition.get("cache", ""),
-        accuracy=proportion(sum(read.verdicts.values()), len(read.verdicts)),
-        against_unmasked=None, against_random=None,
-        chance=mean(record["chance"] for record in records),
-        malformed=math.nan if formed is None else 1 - formed.n / len(records), formed=formed,
-        empty=mean(record["empty"] for record in records),
-        masks=mean(record["masks"] > 0 for record in records),
-        unended=mean(not record["ended"] for record in records),
-        per_second=len(records) / seconds if seconds else math.nan,
-        sinks=mean(record["sinks"]["per_head"] for record in records),
-        paper=_published(what, condition), unscored=read.unscored,
-        checkpoint=str(what["model"]), revision=str(what.get("revision", "")), dtype=str(what.get("dtype", "")),
-        seed=int(what["seed"]), regime=regime_of(str(what["sampler"]), what["settings"]),
-        versions=all_of(f"{one} {value}" for record in records for one, value in record.get("versions", {}).items()),
-        devices=all_of(record["device"] for record in records),
-        machines=all_of(record.get("device_name") for record in records), departs=tuple(departures(what)),
-        keys_requested=mean(record["control_requested"] for record in records if "control_requested" in record),
-        keys_picked=mean(record["control_picked"] for record in records if "control_picked" in record),
-    )  # fmt: skip
+    return {
+        "task": what["protocol"]["task"], "protocol": what["protocol"]["name"], "model": name,
+        "condition": condition["name"], "masked": condition["masked"], "pick": condition["pick"],
+        "cache": condition.get("cache", ""),
+        "right": sum(read.verdicts.values()), "total": accuracy.n, "estimate": accuracy.value, "low": accuracy.low,
+        "high": accuracy.high, "unscored": read.unscored, **_published(what, condition, accuracy),
+        "malformed": math.nan if None in forms else mean(forms),
+        "right_of_formed": math.nan if None in forms else _accuracy(read, formed).value,
+        "empty": mean(record["empty"] for record in records),
+        "masks": mean(record["masks"] > 0 for record in records),
+        "unended": mean(not record["ended"] for record in records),
+        "sinks": mean(record["sinks"]["per_head"] for record in records),
+        "per_second": len(records) / seconds if seconds else math.nan,
+        "keys_requested": mean(record["control_requested"] for record in records if "control_requested" in record),
+        "keys_picked": mean(record["control_picked"] for record in records if "control_picked" in record),
+        "checkpoint": what["model"], "revision": what["revision"], "dtype": what["dtype"], "seed": what["seed"],
+        "versions": all_of(f"{one} {value}" for record in records for one, value in record.get("versions", {}).items()),
+        "devices": all_of(record[name] for record in records for name in ("device", "device_name") if name in record),
+    }  # fmt: skip
 
 
-def _formed(read: _Scored) -> Estimate | None:
-    """Accuracy over the answers of the required form; None unless every record says whether its answer is."""
-    malformed = {sample: record.get("malformed") for sample, record in read.records.items()}
-    if None in malformed.values():
-        return None
-    formed = [sample for sample, bad in malformed.items() if not bad]
-    return proportion(sum(read.verdicts.get(sample, False) for sample in formed), len(formed))
+def _accuracy(read: _Scored, samples: Iterable[str]) -> Estimate:
+    """The share of right answers of some samples."""
+    listed = list(samples)
+    return proportion(sum(read.verdicts.get(sample, False) for sample in listed), len(listed))
 
 
-def _published(what: Mapping[str, Any], condition: Mapping[str, Any]) -> float | None:
-    """The study's accuracy, for the protocols, models and conditions it covers (one set of keys per head)."""
+def _published(what: Mapping[str, Any], condition: Mapping[str, Any], accuracy: Estimate) -> dict[str, Any]:
+    """The score published for a run with as many sinks masked (one set of keys per head), beside its accuracy."""
+    departs, protocol = departures(what), PROTOCOLS.get(str(what["protocol"]["name"]))
     covered = condition["name"] == "unmasked" or (condition["pick"] == "strongest" and "," not in condition["name"])
-    protocol = PROTOCOLS.get(str(what["protocol"]["name"]))
-    for one in protocol.published if covered and protocol is not None else ():
-        if one.source == STUDY and one.masked == condition["masked"] and one.of(str(what["model"])):
-            return one.score
-    return None
+    listed = protocol.published if covered and protocol is not None else ()
+    score = next((one for one in listed if one.masked == condition["masked"] and one.of(str(what["model"]))), None)
+    found = {"published": math.nan, "source": "", "departs": "; ".join(departs)}
+    gap = Estimate(math.nan, math.nan, math.nan, 0)
+    if score is not None:
+        found |= {"published": math.nan if score.score is None else score.score, "source": score.source}
+        if score.accuracy is not None and accuracy.n and not departs:
+            gap = estimates.unpaired(score.accuracy, accuracy)
+    return found | {"published_difference": gap.value, "published_low": gap.low, "published_high": gap.high}

@@ -217,7 +217,6 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRe
     return {
         "sample": sample.id,
         "kind": sample.kind,
-        "chance": sample.chance,
         "prompt_sha256": prompt_hash(sample),
         "reference_sha256": reference_hash(sample),
         "tokens": tokens,

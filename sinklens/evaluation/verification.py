@@ -14,7 +14,7 @@ have fingerprints.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,10 +22,9 @@ import numpy as np
 
 from sinklens.errors import SelfCheckError, SettingError
 from sinklens.evaluation.conditions import masking
-from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol, find_protocol
-from sinklens.evaluation.published import Published, is_checkpoint
+from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol, Published, find_protocol, is_checkpoint
 from sinklens.evaluation.runner import evaluate
-from sinklens.evaluation.tables import read_lines
+from sinklens.evaluation.tables import frame
 from sinklens.model import selfcheck
 from sinklens.runs import generate
 from sinklens.sinks.detectors import EpsilonOverMean
@@ -33,7 +32,7 @@ from sinklens.sinks.motion import jumps
 from sinklens.sinks.track import SinkTrack
 from sinklens.tasks.prompts import model_input
 from sinklens.tasks.registry import reads_files
-from sinklens.utils.estimates import Estimate, Paired, student, unpaired
+from sinklens.utils.estimates import Estimate, student, unpaired
 from sinklens.utils.versions import versions
 
 if TYPE_CHECKING:
@@ -174,7 +173,7 @@ class Verification:
     protocol: str
     problems: int
     checks: tuple[Check, ...]
-    departs: tuple[str, ...] = field(default=())
+    departs: str = ""
 
     @property
     def failed(self) -> list[str]:
@@ -195,7 +194,7 @@ class Verification:
             cells = (f"*{check.name}*" if check.statement else check.name, check.outcome, check.expected, check.found)
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
         notes = [f"Protocol {self.protocol}, {self.problems} problems. Statements of the study are in italics."]
-        notes += [f"The runs depart from the protocol: {'; '.join(self.departs)}."] if self.departs else []
+        notes += [f"The runs depart from the protocol: {self.departs}."] if self.departs else []
         return "\n".join([*lines, "", *notes, ""])
 
 
@@ -241,32 +240,34 @@ def verify(
         self_check(model),
     ]
     if checks[-1].outcome == "failed":
-        return _report(model, chosen.name, 0, checks, ())
+        return _report(model, chosen.name, 0, checks, "")
     checks.append(prompt_check(model))
     chosen = chosen.with_settings(settings or {})
     evaluate(model, chosen, masking(MASKED), out, task=task, limit=problems, batch=batch)
-    lines = [line for line in read_lines(out) if line.protocol == chosen.name]
-    unmasked = next(line for line in lines if line.condition == "unmasked")
-    if score is None:
-        checks.append(accuracy_check(unmasked.accuracy, scores.get(0), unmasked.departs))
-    else:  # it is of these settings, whatever the protocol says
+    table = frame(out)
+    table = table[table["protocol"] == chosen.name]
+    unmasked = table[table["condition"] == "unmasked"].iloc[0]
+    accuracy = Estimate(*unmasked[["estimate", "low", "high"]], int(unmasked["total"]))
+    departs = str(unmasked["departs"])
+    if score is not None:  # it is of these settings, whatever the protocol says
         given = Published(model.name, score, "as given", len(task.samples()))
-        checks.append(accuracy_check(unmasked.accuracy, given, ()))
+        checks.append(accuracy_check(accuracy, given, ""))
+    else:
+        checks.append(accuracy_check(accuracy, scores.get(0), departs))
     causal, tracks = model.checkpoint.family.causal, _tracks(model, chosen, task, problems)
     checks += [existence_check(tracks), motion_check(tracks, causal)]
-    for line in lines:
-        if line.masked and line.against_unmasked is not None:
-            published = (scores.get(0), scores.get(line.masked))
-            checks.append(masking_check(line.masked, line.against_unmasked, causal, *published))
-    return _report(model, chosen.name, unmasked.accuracy.n, checks, unmasked.departs)
+    for _, row in table[table["against_unmasked_total"] > 0].iterrows():
+        gain = Estimate(*(float(row[f"against_unmasked_{name}"]) for name in ("difference", "low", "high")), accuracy.n)
+        checks.append(masking_check(int(row["masked"]), gain, causal, scores.get(0), scores.get(int(row["masked"]))))
+    return _report(model, chosen.name, accuracy.n, checks, departs)
 
 
 def _report(
-    model: "Model", protocol: str, problems: int, checks: Sequence[Check], departs: Sequence[str]
+    model: "Model", protocol: str, problems: int, checks: Sequence[Check], departs: str
 ) -> Verification:  # fmt: skip
     return Verification(
         model.name, model.checkpoint.revision, model.family, str(model.cfg.dtype), str(model.cfg.device),
-        versions("sinklens", "torch", "transformers"), protocol, problems, tuple(checks), tuple(departs),
+        versions("sinklens", "torch", "transformers"), protocol, problems, tuple(checks), departs,
     )  # fmt: skip
 
 
@@ -334,7 +335,7 @@ def prompt_check(model: "Model") -> Check:
     return Check("fixed prompt", "failed" if wrong else "passed", expected, "; ".join(wrong) or text)
 
 
-def accuracy_check(found: Estimate, published: Published | None, departs: Sequence[str]) -> Check:
+def accuracy_check(found: Estimate, published: Published | None, departs: str) -> Check:
     """Whether the accuracy agrees with the published score, by Newcombe's interval of their difference."""
     if published is None or published.accuracy is None:
         return Check("accuracy", "recorded", "no published score", str(found), found)
@@ -377,7 +378,7 @@ def _statement(name: str, fits: bool, fails: bool, expected: str, text: str, num
 
 
 def masking_check(
-    masked: int, pair: Paired, causal: bool, plain: Published | None, published: Published | None
+    masked: int, gain: Estimate, causal: bool, plain: Published | None, published: Published | None
 ) -> Check:  # fmt: skip
     """Whether masking K sinks costs what the study says: the published difference, or little.
 
@@ -386,7 +387,6 @@ def masking_check(
     model must not lie above `LITTLE`, and that of an autoregressive one not below it; the study has no number for 10
     sinks that holds for all models, so nothing is expected of them.
     """
-    gain = pair.difference
     cost = Estimate(0.0 - gain.value, 0.0 - gain.high, 0.0 - gain.low, gain.n, gain.p)
     found, name = f"cost {_interval(cost)} of {cost.n}, paired", f"masking {masked} sink{'s' * (masked > 1)}"
     little, much = cost.high < LITTLE, cost.low > LITTLE

@@ -13,7 +13,7 @@ from sinklens.live.refusal import require
 from sinklens.runs import Answer
 from sinklens.tasks import NAMES, Sample, find_task, read_answer
 
-SHIPPED = tuple(name for name in NAMES if name.startswith(("tiny-", "skill-")))
+SHIPPED = tuple(name for name in NAMES if name.startswith("tiny-"))
 """Tasks whose problems need no file and no network."""
 
 

@@ -4,8 +4,8 @@ A `Task` keeps every setting that can change a score (examples in the prompt, ho
 equal tasks have equal prompts and verdicts. A *verdict* is True or False if the text alone decides. It is None if a
 program has to run; `sinklens.evaluation.sandbox` runs programs, this package does not.
 
-An answer can also be *malformed*: not an answer of the required form. A model that has lost the form scores below
-chance, which does not show that it has lost the skill; tables list malformed answers separately.
+An answer can also be *malformed*: not an answer of the required form. A model that has lost the form has not
+necessarily lost the skill; tables list malformed answers separately.
 
 Pitfall: text after the answer must not be judged with it. `Task.stop` defines where an answer ends, and a verdict
 ignores everything after that, whether or not the generation was cut there.
@@ -30,7 +30,6 @@ class Sample:
         opening: prefix that the answer is forced to begin with, after the prompt or at the start of the assistant's
             turn; part of neither `reference` nor the text passed to a verdict.
         kind: category of the sample, for tables; "" if there are no categories.
-        chance: the probability that the guess described in `Task.guess` is right.
     """
 
     id: str
@@ -38,7 +37,6 @@ class Sample:
     reference: str
     opening: str = ""
     kind: str = ""
-    chance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,16 +66,6 @@ class Task(ABC):
     def stop(self) -> tuple[str, ...]:
         """Texts that end an answer and are not part of it."""
         return ()
-
-    @property
-    def guess(self) -> str:
-        """Description of the guess whose accuracy is `chance`; "" if answers are open-ended and `chance` is 0."""
-        return ""
-
-    @property
-    def chance(self) -> float:
-        """Expected accuracy of `guess`, in [0, 1]: the mean of the samples' chances."""
-        return 0.0
 
     @abstractmethod
     def samples(self, limit: int | None = None) -> Sequence[Sample]:

@@ -15,14 +15,12 @@ from sinklens.tasks.gsm8k import Extractor, Gsm8k
 from sinklens.tasks.humaneval import STYLES as HUMANEVAL_STYLES
 from sinklens.tasks.humaneval import HumanEval
 from sinklens.tasks.prompts import Prompts
-from sinklens.tasks.skills import SKILLS, Skill
 from sinklens.tasks.tiny_code import TinyCode
 from sinklens.tasks.word_problems import TinyGsm
 
 TASKS: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "tiny-gsm": (TinyGsm, {}),
     "tiny-code": (TinyCode, {}),
-    **{f"skill-{skill}": (Skill, {"skill": skill}) for skill in SKILLS},
     **{style: (Gsm8k, {"style": style}) for style in GSM8K_STYLES},
     **{style: (HumanEval, {"style": style}) for style in HUMANEVAL_STYLES},
     "prompts": (Prompts, {}),

@@ -115,7 +115,7 @@ def accuracy_curves(table: "DataFrame") -> "Figure":
 
     Args:
         table: one row per condition, with ``protocol``, ``model``, ``condition``, ``masked``, ``pick``, ``estimate``,
-            ``low``, ``high`` and ``chance``; conditions other than masking (no ``masked``), and
+            ``low`` and ``high``; conditions other than masking (no ``masked``), and
             those under a cache policy (a ``cache``), are omitted.
     """
     table = table[table["masked"].notna()]
@@ -172,8 +172,5 @@ def _accuracy_panel(table: "DataFrame", ax: "Axes") -> None:
             errors = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]
             ax.errorbar(places, rows["estimate"], errors, fmt=style, color=colour, capsize=2, markersize=4,
                         label=f"{short(model)}: {label}")  # fmt: skip
-    chance = table["chance"].max()
-    if chance > 0:
-        ax.axhline(chance, color="0.6", linewidth=1, label="guessing")
     ax.set_xticks(range(len(counts)), [str(count) for count in counts])
     ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=max(1, len(models)))

@@ -11,7 +11,7 @@ from ledgers import planted_run
 
 import sinklens
 from sinklens.cli import main
-from sinklens.evaluation import HARNESS_PROTOCOLS, PROTOCOLS, LedgerRun, frame, masking, read_lines
+from sinklens.evaluation import HARNESS_PROTOCOLS, PROTOCOLS, LedgerRun, frame, masking
 from sinklens.model.files import find_checkpoint
 from sinklens.sampling import DualCache
 from sinklens.tasks import held_out
@@ -50,7 +50,7 @@ def test_evaluate_and_table_write_the_table_and_the_figure(tmp_path, capsys):
     assert set(table["total"]) == {2}
     for name in ("tiny-llada", "tiny-llama", "1 random key", "vs unmasked", "95 % score intervals"):
         assert name in out
-    assert {"accuracy.png", "accuracy.svg", "table.csv"} < {file.name for file in tmp_path.iterdir()}
+    assert {"accuracy.png", "table.csv"} < {file.name for file in tmp_path.iterdir()}
 
 
 @pytest.mark.extended
@@ -72,12 +72,12 @@ def test_generated_programs_run_only_on_request(tmp_path, capsys):
     assert run(capsys, "evaluate", "tiny-llama", *flags)[:2] == (0, say)
     code, out, _ = run(capsys, "table", tmp_path)
     texts = (
-        "not scored (2)", "tiny-llama: its answers", f"Written: {tmp_path / 'table.csv'}.\n",
+        "not scored (2)", "tiny-code, tiny-llama: answers", f"Written: {tmp_path / 'table.csv'}.\n",
         "have not been run are excluded from all accuracies: 2 of tiny-llama (unmasked).",
         f"`sinklens score {tmp_path} --run-generated-code` runs them",
     )  # fmt: skip
     assert [text for text in texts if text not in out] == []
-    assert "compared on the same samples" not in out
+    assert "vs unmasked" not in out
     assert pd.read_csv(tmp_path / "table.csv")[["total", "unscored"]].values.tolist() == [[0, 2]]
     code, _, printed = run(capsys, "score", tmp_path)
     assert (code, "written by a model. Add --run-generated-code to allow that. Isolation on" in printed) == (1, True)
@@ -105,19 +105,7 @@ def test_published_tasks_are_read_from_local_files(tmp_path, capsys, shared):
     assert code == 0, printed
     code, printed, _ = run(capsys, "table", out)
     assert code == 0
-    assert "humaneval: accuracy" in printed
-
-
-@pytest.mark.extended
-def test_the_papers_numbers_are_shown_beside_the_papers_models_only(tmp_path, capsys):
-    for condition in masking([1]):
-        planted_run(tmp_path, {"gsm8k/0": True}, condition, model="GSAI-ML/LLaDA-8B-Instruct", protocol="llada-gsm8k")
-        planted_run(tmp_path, {"gsm8k/0": True}, condition, protocol="llada-gsm8k")
-    _, out, _ = run(capsys, "table", tmp_path)
-    rows = out.splitlines()
-    assert [line.count("in the paper") for line in rows if "in the paper" in line] == [1]
-    assert next(row for row in rows if "nothing" in row).count("0.76") == 1
-    assert next(row for row in rows if "1 sink" in row).count("0.75") == 1
+    assert "humaneval, tiny-llada: accuracy" in printed
 
 
 @pytest.mark.extended
@@ -126,7 +114,7 @@ def test_tables_are_not_truncated_and_names_are_shown_verbatim(tmp_path, capsys)
     for condition in masking([1, 5, 10], ["random", "weakest"]):
         planted_run(tmp_path, {"s": True}, condition, model=name)
     _, out, _ = run(capsys, "table", tmp_path)
-    assert (out.count(name) >= 3, "…" in out) == (True, False)
+    assert (out.count(name) >= 2, "…" in out) == (True, False)
 
 
 @pytest.mark.extended
@@ -136,7 +124,7 @@ def test_numbers_are_not_wrapped_in_a_terminal_of_80_columns(tmp_path, capsys, m
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(capsys, "table", tmp_path)
-    against = re.findall(r"\+0\.000 \[-0\.\d{3}, \+0\.\d{3}\]", out)
+    against = re.findall(r" \[-0\.\d{3}, \+0\.\d{3}\]", out)
     assert ("…" in out, len(against)) == (False, 6 + 4)  # the unmasked run, and sinks against random keys
     assert max(len(line) for line in out.splitlines() if line.startswith("│")) <= 80
 
@@ -160,13 +148,13 @@ def test_more_models_than_a_panel_holds_get_a_panel_each(tmp_path):
         planted_run(tmp_path, {"a": True}, model=model)
     assert labels(tmp_path) == ["a: sinks", "b: sinks", "c: sinks"]
     planted_run(tmp_path, {"a": True}, model="d")
-    shown = accuracy_curves(frame(read_lines(tmp_path))).axes
+    shown = accuracy_curves(frame(tmp_path)).axes
     assert [panel.get_legend_handles_labels()[1] for panel in shown] == [[f"{name}: sinks"] for name in "abcd"]
     assert [panel.get_title() for panel in shown] == [f"tiny-gsm: {name}" for name in "abcd"]
 
 
 def labels(ledger):
-    (panel,) = accuracy_curves(frame(read_lines(ledger))).axes
+    (panel,) = accuracy_curves(frame(ledger)).axes
     return panel.get_legend_handles_labels()[1]
 
 
@@ -175,18 +163,13 @@ def labels(ledger):
     ("arguments", "text"),
     [
         (["tiny-llada"], "name a task (--task tiny-gsm) or a protocol (--protocol llada-gsm8k), or give a file"),
-        (["tiny-llada", "--task", "tiny-gms"], "no task is called 'tiny-gms'"),
-        (["tiny-llada", "--task", "llada-gsm8k"], "llada-gsm8k is a protocol: --protocol llada-gsm8k."),
+        (["tiny-llada", "--task", "tiny-gms"], "no protocol is called 'tiny-gms'"),
+        (["tiny-llada", "--task", "llada-gsm8k"], "is for the task gsm8k, not llada-gsm8k"),
         (["tiny-llada", "--task", "tiny-gsm", "--protocol", "llada-gsm8k"], "is for the task gsm8k, not tiny-gsm"),
         (["tiny-llada", "--task", "tiny-gsm", "--shard", "1"], "--shard must be I/N, e.g. 0/4"),
         (["tiny-llada", "--task", "tiny-gsm", "--mask-sinks", "500", "--limit", "1"], "500"),
         (["tiny-llama", "--task", "tiny-gsm", "--limit", "0"], "limit is 0"),
-        (
-            ["tiny-llama", "--task", "tiny-gsm", "--limit", "501"],
-            "--limit is 501, but the task tiny-gsm has 500 samples; omit --limit",
-        ),
         (["tiny-llama", "--task", "tiny-gsm", "--shard", "0/0"], "--shard must be I/N, e.g. 0/4"),
-        (["tiny-llama", "tiny-llama", "--task", "tiny-gsm"], "list each model once; tiny-llama is listed several"),
         (["tiny-llama", "--task", "tiny-gsm", "--controls", "random"], "--controls has no effect without --mask-sinks"),
         (["tiny-llama", "--task", "tiny-gsm", "--of-unmasked"], "--of-unmasked has no effect without --mask-sinks"),
         (["tiny-llama", "--task", "tiny-gsm", "--kind", "digit"], "--kind has no effect without --mask-sinks"),
@@ -218,10 +201,10 @@ def labels(ledger):
         ),
         (
             ["tiny-llada", "tiny-llama", "--task", "tiny-gsm", "--cache", "dual"],
-            "the attention of tiny-llama is causal. Remove one of them.",
+            "--cache is for models with bidirectional attention, not for tiny-llama.",
         ),
-        (["tiny-llama", "--task", "tiny-gsm", "--prompts", "x.jsonl"], "--prompts replaces --task; give only one"),
-        (["tiny-llama", "--data", "x", "--prompts", "x.jsonl"], "--prompts replaces --data; give only one"),
+        (["tiny-llama", "--task", "tiny-gsm", "--prompts", "x.jsonl"], "--prompts replaces --task, --protocol"),
+        (["tiny-llama", "--data", "x", "--prompts", "x.jsonl"], "--prompts replaces --task, --protocol and --data"),
         (["tiny-llama", "--prompts", "no.jsonl"], "could not read no.jsonl"),
         (["tiny-llama", "--task", "prompts"], "the task 'prompts' needs a file; give one (--prompts FILE)"),
         (
@@ -234,15 +217,6 @@ def test_an_invalid_call_prints_one_message_and_exits_with_code_one(tmp_path, ca
     code, _, printed = run(capsys, "evaluate", *arguments, "--out", tmp_path / "results")
     assert (code, printed.splitlines()[-1].startswith("sinklens: "), text in printed) == (1, True, True), printed
     assert "--cache" not in arguments or not (tmp_path / "results").exists()
-
-
-def test_score_rejects_a_ledger_without_programs_and_unused_data(tmp_path, capsys):
-    planted_run(tmp_path, {"a": True})
-    text = f"{tmp_path} holds no generated programs (tiny-gsm); there is nothing to run."
-    assert text in run(capsys, "score", tmp_path, "--run-generated-code")[2]
-    planted_run(tmp_path, {"a": None}, protocol="tiny-code")
-    code, _, printed = run(capsys, "score", tmp_path, "--run-generated-code", "--data", tmp_path)
-    assert (code, "--data is for published tasks whose answers are programs" in printed) == (1, True)
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +279,7 @@ def test_an_interrupt_says_that_finished_samples_are_kept(tmp_path, capsys, monk
     with pytest.raises(SystemExit, match="130"):
         main(["evaluate", "tiny-llama", "--task", "tiny-gsm", "--out", str(tmp_path)])
     printed = capsys.readouterr().err
-    assert f"interrupted; {tmp_path} keeps the finished samples (none yet). To resume:\n" in printed
+    assert f"interrupted; {tmp_path} keeps the finished samples. To resume:\n" in printed
     assert printed.endswith(f"  sinklens evaluate tiny-llama --task tiny-gsm --out {tmp_path}\n")
 
 
@@ -315,7 +289,7 @@ def test_the_table_points_out_unfinished_conditions_and_sinks_that_escape_maskin
     planted_run(tmp_path, dict.fromkeys("abcd", True), unmasked)
     planted_run(tmp_path, dict.fromkeys("ab", True), strongest)
     _, out, _ = run(capsys, "table", tmp_path)
-    assert "1.000 [0.342, 1.000] (2 of 4)" in out
+    assert "1.000 (2 of 4)" in out
     assert "--of-unmasked adds conditions that mask the sinks of the unmasked run" in out
     planted_run(tmp_path, dict.fromkeys("abcd", True), steady)
     assert "--of-unmasked" not in run(capsys, "table", tmp_path)[1]
@@ -359,28 +333,24 @@ def test_a_dry_run_without_weights_plans_for_the_stated_card(tmp_path, capsys):
     assert "Not measured here: " in printed
 
 
-@pytest.mark.extended
-def test_every_condition_runs_in_both_regimes_by_one_flag(tmp_path, capsys):
-    out = tmp_path / "results"
-    flags = ["--task", "tiny-gsm", "--limit", 2, "--mask-sinks", 1, "--gen-length", 8, "--regimes", "diffusion",
-             "blocks:4", "--out", out]  # fmt: skip
-    assert run(capsys, "evaluate", "tiny-llada", *flags)[0] == 0
-    code, printed, _ = run(capsys, "table", out, "--format", "json")
-    assert code == 0
-    found = {(claim["regime"], claim["condition"], claim["against"]): claim["n"] for claim in json.loads(printed)}
-    one = {("unmasked", ""): 2, ("1 sink", ""): 2, ("1 sink", "unmasked"): 2, ("1 sink", "control"): 0}
-    assert found == {(regime, *claim): n for regime in ("diffusion", "blocks of 4") for claim, n in one.items()}
+HOSTILE = "/m/50%_a|b&c<b>[red]x\x1b[2J"
+ESCAPED = {
+    "csv": "/m/50%_a|b&c<b>[red]x\\x1b[2J",
+    "markdown": "| /m/50%_a\\|b&amp;c&lt;b&gt;[red]x\\x1b[2J | unmasked |",
+    "latex": r"/m/50\%\_a|b\&c<b>[red]x\textbackslash x1b[2J & unmasked &",
+    "html": "<td>/m/50%_a|b&amp;c&lt;b&gt;[red]x\\x1b[2J</td>",
+    "": "/m/50%_a|b&c<b>[red]x\\x1b[2J: accuracy",
+}
 
 
-def test_a_format_prints_nothing_but_claims_and_writes_nothing(tmp_path, capsys):
+@pytest.mark.parametrize("form", ESCAPED)
+def test_a_format_prints_nothing_but_the_table_and_escapes_names(tmp_path, capsys, form):
     for condition in masking([1], ["random"]):
-        planted_run(tmp_path, {"s": True}, condition)
-    before = sorted(tmp_path.iterdir())
-    code, printed, _ = run(capsys, "table", tmp_path, "--format", "csv")
-    assert code == 0
-    assert printed.startswith("task,protocol,model,condition,against,value,")
-    assert sorted(tmp_path.iterdir()) == before
-    assert run(capsys, "table", tmp_path, "--format", "csv", "--out", tmp_path)[0] == 1
+        planted_run(tmp_path, {"s": True}, condition, model=HOSTILE)
+    code, printed, _ = run(capsys, "table", tmp_path, *(["--format", form] if form else []))
+    assert (code, "\x1b" in printed, ESCAPED[form] in printed) == (0, False, True), printed
+    assert (tmp_path / "table.csv").exists() == (not form)
+    assert form != "csv" or printed.startswith("task,protocol,model,condition,masked,")
 
 
 @pytest.mark.extended
@@ -391,7 +361,7 @@ def test_a_table_says_in_what_a_run_departs_before_its_numbers(tmp_path, capsys)
     _, printed, _ = run(capsys, "table", tmp_path)
     text, _, tables = printed.partition(": accuracy")
     assert "departs from llada-instruct-gsm8k-blocks: gen_length 24, not 256; steps 24, not 256." in text
-    assert "Published (ML-GSAI/LLaDA, EVAL.md): 0.786 [0.763, 0.807] of 1319. Not compared" in text
+    assert "0.786 ML-GSAI/LLaDA, EVAL.md" in tables
     assert "1 sink" in tables
 
 

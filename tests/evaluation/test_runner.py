@@ -14,7 +14,7 @@ from ledgers import repeats
 
 from sinklens.analyses import find
 from sinklens.errors import ControlWarning, LedgerError, SettingError, SinklensError
-from sinklens.evaluation import UNMASKED, Condition, LedgerRun, estimate, evaluate, masking, read_lines, units
+from sinklens.evaluation import UNMASKED, Condition, LedgerRun, estimate, evaluate, frame, masking, units
 from sinklens.evaluation.ledger import holds_runs
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess
@@ -239,4 +239,4 @@ def test_a_control_of_a_condition_that_is_not_evaluated_warns(tmp_path, tiny_lla
         warnings.simplefilter("error", ControlWarning)
         evaluate(tiny_llama, "tiny-gsm", [Condition("mine", (AblateHeads(heads=[1]),))], tmp_path, limit=1)
         evaluate(tiny_llama, "tiny-gsm", [control], tmp_path, limit=1)
-    assert sorted(line.condition for line in read_lines(tmp_path)) == ["control", "mine"]
+    assert sorted(frame(tmp_path)["condition"]) == ["control", "mine"]

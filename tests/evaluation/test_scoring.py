@@ -90,11 +90,11 @@ def test_data_changed_since_the_evaluation_are_refused(tmp_path, coded, shared):
     run = planted_run(tmp_path / "ledger", {}, protocol="humaneval")
     answered(run, task, {sample.id: sample.reference for sample in task.samples()})
     with pytest.raises(LedgerError, match=r"sample humaneval/0 had another prompt when it was evaluated"):
-        score(tmp_path / "ledger", paths={"humaneval": changed})
+        score(tmp_path / "ledger", data=changed)
     changed.write_text(lines[1] + "\n")
     with pytest.raises(LedgerError, match=r"sample humaneval/0 is not in the task humaneval"):
-        score(tmp_path / "ledger", paths={"humaneval": changed})
-    assert score(tmp_path / "ledger", paths={"humaneval": local}) == 2
+        score(tmp_path / "ledger", data=changed)
+    assert score(tmp_path / "ledger", data=local) == 2
     assert verdicts(run) == {"humaneval/0": True, "humaneval/1": True}
 
 

@@ -7,8 +7,9 @@ import pytest
 from programs import program
 
 from sinklens.errors import TaskError
-from sinklens.tasks import skills, word_problems
+from sinklens.tasks import word_problems
 from sinklens.tasks.base import CodeSample, CodeTask, cut
+from training import skills
 
 
 @dataclass(frozen=True)

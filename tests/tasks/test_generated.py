@@ -8,9 +8,9 @@ from operator import attrgetter
 import pytest
 
 from sinklens.errors import TaskError
-from sinklens.tasks import skills, tiny_code, word_problems
+from sinklens.tasks import tiny_code, word_problems
 from sinklens.tasks.generated import distinct, first_distinct, training_set
-from training import pictures
+from training import pictures, skills
 
 
 def stream(seed):

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sinklens.tasks import skills, tiny_code, word_problems
-from training import pictures
+from sinklens.tasks import tiny_code, word_problems
+from training import pictures, skills
 from training.corpus import ANSWER_LENGTH, build_corpus
 from training.tokenizer import train_tokenizer
 

@@ -9,7 +9,8 @@ from sinklens.utils.estimates import proportion
 from training import RECIPES
 from training import scores as module
 from training.pictures import held_out
-from training.scores import SKILLS, scores
+from training.scores import scores
+from training.skills import SKILLS
 
 FIVE = 5
 
@@ -41,7 +42,7 @@ def test_exactly_the_tasks_of_the_recipe_are_scored(answering, tmp_path):
     answering({})
     found = {name: [score.what for score in scores(recipe, tmp_path, limit=FIVE)] for name, recipe in RECIPES.items()}
     assert found["tiny-llada"] == ["word problems"]
-    assert found["tiny-llada-skills"] == ["word problems", *SKILLS]
+    assert found["tiny-llada-skills"] == ["word problems", *(f"skill-{name}" for name in SKILLS)]
     assert found["tiny-mmada"] == ["word problems", "captions drawn", "pictures described"]
 
 

@@ -10,15 +10,12 @@ ones never occur in training.
   and two others can give it to the last; only one person is on both lists, so neither end alone determines the answer.
 - *compose*: apply two named operations to a list, in the given order.
 
-An answer is *malformed* if it is not of the skill's form: words that occur in exercises (copy, compose), one of the
-alternatives that the question offers (compare), or "A to B to C" with three people (plan).
-
-*Chance* is the accuracy of a guess that does everything except the skill; `GUESSES` describes the guess of each skill.
+*Chance* is the accuracy of a guess that does everything except the skill: the listed words in a random order; one of
+the two people, or of yes and no; one of the two people to whom the first can give it; the most frequent rearrangement.
 Pitfall: do not compare a score with 0 if guessing already reaches one half.
 """
 
 import random
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -121,12 +118,6 @@ def _chance_of_composing(size: int) -> float:
 
 
 _MAKERS = {"copy": _copy, "compare": _compare, "plan": _plan, "compose": _compose}
-GUESSES = {
-    "copy": "the listed words in a random order",
-    "compare": "a random one of the two people, of the two out of three that one comparison allows, or of yes and no",
-    "plan": "a random one of the two people to whom the first can give it",
-    "compose": "the most frequent rearrangement, regardless of the operations",
-}
 SKILLS = tuple(_MAKERS)
 
 
@@ -183,12 +174,8 @@ class Skill(Task):
         return f"skill-{self.skill}"
 
     @property
-    def guess(self) -> str:
-        return GUESSES[self.skill]
-
-    @property
     def chance(self) -> float:
-        return fmean(sample.chance for sample in self.samples())
+        return fmean(exercise.chance for exercise in held_out(self.skill))
 
     def samples(self, limit: int | None = None) -> list[Sample]:
         check_limit(limit)
@@ -198,24 +185,9 @@ class Skill(Task):
                 exercise.prompt,
                 f" {exercise.answer}",
                 kind=exercise.kind,
-                chance=exercise.chance,
             )
             for number, exercise in enumerate(held_out(self.skill)[:limit])
         ]
 
     def extract(self, text: str) -> str | None:
         return " ".join(text.split()) or None
-
-    def malformed(self, sample: Sample, text: str) -> bool:
-        """Whether the answer does not have the form of the skill; see the module."""
-        words = text.split()
-        if self.skill == "plan":
-            return len(words) != 5 or words[1::2] != ["to", "to"] or not set(words[::2]) <= set(PEOPLE)
-        if self.skill == "compare":
-            return len(words) != 1 or words[0] not in _alternatives(sample)
-        return not words or not set(words) <= {*ITEMS, *PEOPLE}
-
-
-def _alternatives(sample: Sample) -> set[str]:
-    """The answers that a question of the skill "compare" offers: yes and no, or the people in it."""
-    return {"yes", "no"} if sample.kind == "true" else {*re.findall(r"\w+", sample.prompt)} & {*PEOPLE}
