@@ -93,10 +93,10 @@ def plan(
 
 def _as_json(found: "RunPlan") -> str:
     """A plan as plain JSON, with the sums that follow from it."""
-    plain = {name: value for name, value in vars(found).items() if name not in ("settings", "values")}
+    plain = {name: value for name, value in vars(found).items() if name != "settings"}
     settings = {name: value for name, value in vars(found.settings).items() if value is not None}
     sums = {"device_bytes": found.device_bytes, "host_bytes": found.host_bytes}
-    described = {**plain, "sampler": found.settings.name, "settings": settings, "values": dict(found.values), **sums}
+    described = {**plain, "sampler": found.settings.name, "settings": settings, **sums}
     return json.dumps(described, indent=1)
 
 
@@ -112,7 +112,6 @@ def plan_lines(found: "RunPlan", cards: Sequence["Card"], utilization: float, dt
     ]
     if found.keys:
         lines.append(f"    keys and values: {size_text(found.keys)} at the end of the run")
-    lines += _watched_lines(found)
     lines.append(
         f"  in main memory: {size_text(found.host_bytes)} for the track and the canvases, twice while they are joined; "
         f"Record(to='run.zarr') keeps the track on disk"
@@ -125,17 +124,6 @@ def plan_lines(found: "RunPlan", cards: Sequence["Card"], utilization: float, dt
             + ("" if fits else "; does not fit into one")
         )
     return lines + _fitting_lines(found)
-
-
-def _watched_lines(found: "RunPlan") -> list[str]:
-    """The watched points by kind, largest first."""
-    kinds: dict[str, list[int]] = {}
-    for name, size in found.values.items():
-        kinds.setdefault(name.split(".", 2)[-1] if name.startswith("blocks.") else name, []).append(size)
-    ordered = sorted(kinds.items(), key=lambda kind: -sum(kind[1]))
-    return [
-        f"    {kind}: {size_text(max(all_of))} each, {size_text(sum(all_of))} in all layers" for kind, all_of in ordered
-    ]
 
 
 def _fitting_lines(found: "RunPlan") -> list[str]:

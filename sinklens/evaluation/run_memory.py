@@ -23,8 +23,6 @@ Caveats: the allocator of a GPU keeps free blocks, and its libraries take about 
 it. Several cards hold a model by layers, one after the other, which is no faster than one.
 """
 
-import shutil
-import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,11 +34,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from sinklens.errors import CheckpointError, SettingError, nearest
+from sinklens.errors import SettingError, nearest
 from sinklens.evaluation.cards import QUANTIZATIONS, WATCHED, Card
 from sinklens.families.samplers import settings_for
 from sinklens.hooks import names
-from sinklens.hooks.sizes import point_elements
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -48,7 +45,6 @@ if TYPE_CHECKING:
 
 USABLE = 0.9  # share of a card that a plan fills
 LOGITS = "denoise.hook_logits"
-CONFIGS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]  # what is read of a checkpoint on the hub
 
 
 @dataclass(frozen=True)
@@ -65,10 +61,9 @@ class RunPlan:
         step: the peak of a pass and the sampler's decisions, above weights and keys.
         step_row: of that, what each further row adds.
         watched: of `step`, what watching adds.
-        values: one value of each watched point, in one layer.
         keys: cached keys and values at the end of the run.
         first_keys: of these, the ones that the first pass makes.
-        track: the recorded track in main memory; `keys`, `track` and `values` are those of the complete batch.
+        track: the recorded track in main memory; `keys` and `track` are those of the complete batch.
         canvases: the canvases of the steps, which stay on the device until the run ends.
         passes: passes of the batch, one after the other.
         flops, moved: operations, and bytes from and to the device's memory, of a pass.
@@ -85,7 +80,6 @@ class RunPlan:
     step: int
     step_row: int
     watched: int
-    values: Mapping[str, int]
     keys: int
     first_keys: int
     track: int
@@ -120,7 +114,6 @@ class RunPlan:
             self, batch=batch, step=self.step + (batch - self.batch) * self.step_row, keys=round(self.keys * share),
             first_keys=round(self.first_keys * share), track=round(self.track * share),
             canvases=round(self.canvases * share), flops=self.flops * share,
-            values={name: round(size * share) for name, size in self.values.items()},
         )  # fmt: skip
 
     def cards(self, memory: float | int, most: int = 64) -> int:
@@ -150,7 +143,7 @@ def plan_run(
     """Plan a run without the model's weights.
 
     Args:
-        source: a shipped name, a folder with config.json, such a file, or a name on the hub, of which only the small
+        source: a shipped name, a folder with config.json, that file, or a name on the hub, of which only the small
             files are downloaded.
         batch: prompts that run together.
         prompt_length: positions of a prompt.
@@ -199,7 +192,6 @@ def plan_run(
             parameters=sum(value.numel() for value in model.checkpoint.hf.parameters()),
             quantization=quantization, alternatives=stored, weights=weights, step=step,
             step_row=(more - one) // (several - 1), watched=step - plain,
-            values={name: point_elements(model.cfg, name, batch, length) * dtype.itemsize for name in points},
             keys=keys, first_keys=keys * first // length,
             track=batch * steps * (scores + 6 * length) if record_sinks else 0,
             canvases=batch * (steps + 1) * length * 9, passes=steps, flops=flops,
@@ -208,52 +200,17 @@ def plan_run(
 
 
 @contextmanager
-def config_folder(source: str | Path) -> Iterator[Path]:
-    """The folder with the config.json of `source`, without its weights.
-
-    Raises:
-        CheckpointError: nothing has this name.
-    """
-    from sinklens.model.files import find_checkpoint, shipped_names
-
-    path = Path(source)
-    if path.is_file():
-        if path.name == "config.json":
-            yield path.parent
-            return
-        with tempfile.TemporaryDirectory(prefix="sinklens-plan-") as folder:
-            shutil.copy(path, Path(folder) / "config.json")
-            yield Path(folder)
-        return
-    if path.suffix == ".json":
-        raise CheckpointError(f"there is no file {source}; pass a config.json, a folder, or a name on the Hub.")
-    on_hub = str(source) not in shipped_names() and not path.is_dir() and str(source).count("/") == 1
-    yield _download_config(str(source)) if on_hub and not path.is_absolute() else find_checkpoint(source)
-
-
-def _download_config(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=CONFIGS))
-    except (OSError, HTTPError, HFValidationError) as error:
-        reason = next(iter(str(error).splitlines()), "no reason given").rstrip(".")
-        raise CheckpointError(
-            f"could not download the config of {name!r}: {type(error).__name__}: {reason}. Check the name and the "
-            f"network, or download config.json elsewhere and pass that file."
-        ) from error
-
-
-@contextmanager
 def fake_model(source: str | Path, load: Mapping[str, Any], dtype: torch.dtype) -> "Iterator[Model]":
     """A block in which tensors are fake, and a model of them."""
+    from sinklens.model.files import find_checkpoint
     from sinklens.model.loading import LoadRequest, outline
     from sinklens.model.model import Model
     from sinklens.utils.allocations import without_memory
 
     given = {key: value for key, value in load.items() if key in ("revision", "family", "block_length", "tokenizer")}
-    with config_folder(source) as folder, without_memory(), torch.no_grad():
+    path = Path(source)
+    folder = path.parent if path.name == "config.json" else find_checkpoint(source, given.get("revision"), False)
+    with without_memory(), torch.no_grad():
         yield Model(outline(folder, LoadRequest(**given), device="cpu", dtype=dtype))
 
 

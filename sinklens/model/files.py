@@ -60,13 +60,14 @@ def _shipped() -> dict[str, Path]:
     return {folder.name: folder for folder in folders if (folder / "config.json").is_file()}
 
 
-def find_checkpoint(name_or_path: str | Path, revision: str | None = None) -> Path:
+def find_checkpoint(name_or_path: str | Path, revision: str | None = None, weights: bool = True) -> Path:
     """The local folder of a checkpoint, with its config.json, *.safetensors and tokenizer.
 
     Args:
         name_or_path: tried in this order: a shipped name; a folder, which is returned; a name on the hub, whose files
             are downloaded and cached.
         revision: branch, tag or commit on the hub; None means the main branch.
+        weights: whether they are downloaded too.
 
     Raises:
         CheckpointError: nothing has this name, there is no network, or `revision` was given for a folder.
@@ -91,16 +92,17 @@ def find_checkpoint(name_or_path: str | Path, revision: str | None = None) -> Pa
             f"{name_or_path!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped_names())}) "
             f"nor a hub name like 'GSAI-ML/LLaDA-8B-Instruct'.{nearest(str(name_or_path), shipped_names())}"
         )
-    return _download(str(name_or_path), revision)
+    return _download(str(name_or_path), revision, weights)
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: of the hub's HTTP client
 
     offline = bool(constants.HF_HUB_OFFLINE)
+    wanted = [pattern for pattern in _DOWNLOADED if weights or pattern != "*.safetensors"]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOADED, local_files_only=offline))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, local_files_only=offline))
     except (OSError, HTTPError, HFValidationError) as error:
         at_revision = f" at revision {revision!r}" if revision else ""
         reason = next(iter(str(error).splitlines()), "no reason given").rstrip(".")
