@@ -69,7 +69,7 @@ Number = Annotated[float | int, Words("a finite number")]
 Share = Annotated[float | int, Ge(0), Le(1)]
 Positive = Annotated[float | int, Gt(0)]
 NonNegative = Annotated[float | int, Ge(0)]
-Seed = Annotated[int, Ge(0), Le(MOST_SEED)]
+Seed = Annotated[int, Ge(0), Le(MOST_SEED), Words("an integer from 0 to 2**63 - 1")]
 
 
 @dataclass(frozen=True)
@@ -131,16 +131,12 @@ def read_as(annotation: Any, name: str, given: Any) -> Any:
     raise SettingError(f"{name} must be {allowed}; got {given!r:.80}.")
 
 
+@cache
 def arguments(declared: Callable[..., Any]) -> dict[str, Argument]:
     """The arguments of a class or a function by name, in order; ``**settings`` is not among them.
 
     The meaning comes from the docstring, for a class also from those of its bases.
     """
-    return _declared(declared)
-
-
-@cache
-def _declared(declared: Any) -> dict[str, Argument]:
     described: dict[str, str] = {}
     for one in reversed(inspect.getmro(declared) if isinstance(declared, type) else (declared,)):
         described |= meanings(one.__doc__)
@@ -181,22 +177,16 @@ def _read(kind: Any, given: Any) -> Any:
     if get_origin(bare) is Literal:
         return given if isinstance(given, str) and given in get_args(bare) else REFUSED
     if bare is int:
-        value = as_integer(given)
-        return value if value is not None and _within(kind, value) else REFUSED
-    if bare is float:
+        given = as_integer(given)
+    if bare in (int, float):
         valid = isinstance(given, Real) and not isinstance(given, bool) and math.isfinite(given)
-        return given if valid and _within(kind, given) else REFUSED
+        return given if valid and all(compare(given, limit) for compare, limit, _ in _limits(kind)) else REFUSED
     if bare is Any or not isinstance(bare, type):
         return given
     try:
         return given if isinstance(given, bare) else REFUSED
     except TypeError:  # a type that cannot be checked, such as a protocol
         return given
-
-
-def _within(kind: Any, value: Any) -> bool:
-    """Whether a number is in the range of its type."""
-    return all(compare(value, limit) for compare, limit, _ in _limits(kind))
 
 
 def _limits(kind: Any) -> list[tuple[Callable[[Any, Any], bool], Any, str]]:
@@ -224,18 +214,12 @@ def _number(bare: type, limits: list[tuple[Callable[[Any, Any], bool], Any, str]
     """A number and its range in words."""
     noun = "an integer" if bare is int else "a number" if len(limits) == 2 else "a finite number"
     if len(limits) < 2:
-        return " ".join([noun, *(f"{words} {_digits(limit)}" for _, limit, words in limits)])
+        return " ".join([noun, *(f"{words} {limit}" for _, limit, words in limits)])
     (above, low, _), (below, high, _) = limits
     if (above, below) == (operator.ge, operator.le):
-        return f"{noun} from {_digits(low)} to {_digits(high)}"
+        return f"{noun} from {low} to {high}"
     first, last = "(" if above is operator.gt else "[", ")" if below is operator.lt else "]"
-    return f"{noun} in {first}{_digits(low)}, {_digits(high)}{last}"
-
-
-def _digits(number: Any) -> str:
-    """A limit in digits; what fills the bits of an integer as a power of two."""
-    full = number > 2**31 and number & (number + 1) == 0
-    return f"2**{number.bit_length()} - 1" if full else f"{number}"
+    return f"{noun} in {first}{low}, {high}{last}"
 
 
 def _union(annotation: Any) -> tuple[Any, ...]:

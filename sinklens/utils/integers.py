@@ -4,9 +4,7 @@ Pitfall: True and 1.0 equal 1, and the text "1" reads like it, but a run with an
 a run with 1. None of them counts as an integer here.
 """
 
-import math
 import operator
-from numbers import Real
 from typing import Any
 
 from sinklens.errors import SettingError
@@ -27,11 +25,6 @@ def as_integer(given: Any) -> int | None:
         return operator.index(given)
     except (TypeError, RuntimeError):
         return None
-
-
-def is_finite(given: Any) -> bool:
-    """Whether something is a number, and neither infinite nor NaN."""
-    return isinstance(given, Real) and not isinstance(given, bool) and math.isfinite(given)
 
 
 def as_seed(given: Any) -> int:

@@ -32,18 +32,14 @@ def explained(advice: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, DeviceMemoryError) or not ran_out(error):
+        of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if isinstance(error, DeviceMemoryError) or not (of_memory or any(text in str(error) for text in CPU_TEXTS)):
             raise
         advised, failure = advice(), error
         traceback.clear_frames(error.__traceback__)  # their locals keep the pass's tensors alive
         release()
         first = " ".join(str(error).split()).split(". ")[0].rstrip(".")
         raise DeviceMemoryError(f"{advised} PyTorch said: {first or type(error).__name__}.") from failure
-
-
-def ran_out(error: BaseException) -> bool:
-    """Whether `error` is an out-of-memory error."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in CPU_TEXTS)
 
 
 def release() -> None:

@@ -1,9 +1,13 @@
 """The progress bar appears on request, or after a delay on a terminal, and counts finished steps."""
 
+import fcntl
+import io
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -11,29 +15,24 @@ from sinklens.utils import progress
 from sinklens.utils.progress import Progress
 
 
-def run_bar(steps, wanted):
-    with Progress(steps, wanted) as bar:
-        for step in range(steps):
+@pytest.mark.parametrize(
+    ("wanted", "terminal", "patience", "appears"),
+    [
+        (True, False, 60.0, True), (False, True, 0.0, False), (None, True, 0.0, True), (None, True, 60.0, False),
+        (None, False, 0.0, False),
+    ],
+)  # fmt: skip
+def test_it_appears_on_request_or_on_a_terminal_after_a_delay(monkeypatch, wanted, terminal, patience, appears):
+    drawn = io.StringIO()
+    drawn.isatty = lambda: terminal
+    monkeypatch.setattr(progress, "PATIENCE", patience)
+    monkeypatch.setattr(sys, "stderr", drawn)
+    with Progress(5, wanted) as bar:
+        bar._bar.mininterval = 0
+        for step in range(5):
             bar.before(step, None)
             bar.after(step, None)
-        return bar._bar, bar._task
-
-
-def test_an_enabled_bar_counts_every_step_and_a_disabled_one_never_appears():
-    bar, task = run_bar(5, True)
-    assert bar.tasks[task].completed == 5
-    assert bar.tasks[task].total == 5
-    assert run_bar(5, False) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("terminal", "patience", "appears"), [(True, 0.0, True), (True, 60.0, False), (False, 0.0, False)]
-)
-def test_by_default_it_appears_on_a_terminal_after_a_delay(monkeypatch, terminal, patience, appears):
-    monkeypatch.setattr(progress, "PATIENCE", patience)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    bar, _ = run_bar(3, None)
-    assert (bar is not None) is appears
+        assert "5/5" in drawn.getvalue() if appears else drawn.getvalue() == ""
 
 
 def read_all(terminal):
@@ -56,6 +55,7 @@ def test_on_a_real_terminal_it_is_drawn_on_standard_error_if_wanted():
         "print('done')\n"
     )
     controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=terminal)
     os.close(terminal)
     drawn = "".join(read_all(controller))
