@@ -63,19 +63,6 @@ def test_a_block_visits_every_step_and_reads_its_values(tiny_llada, base):
             t["hook_embed"]
 
 
-@pytest.mark.parametrize("iteration", ["iter", "steps"])
-def test_two_loops_share_a_run(tiny_llada, iteration):
-    visited = []
-    with sinklens.trace(tiny_llada, PROMPT, **BRIEF) as t:
-        for step in t.steps[:2]:
-            visited.append((step, t.step))
-        embedded = t["hook_embed"]
-        for step in getattr(t, iteration)[2:5]:
-            visited.append((step, t.step, t[RESID].shape[0]))
-    assert visited == [(0, 0), (1, 1), (2, 2, 1), (3, 3, 1), (4, 4, 1)]
-    assert embedded.shape[-1] == tiny_llada.cfg.d_model
-
-
 @pytest.mark.parametrize("select", [lambda t: t.steps, lambda t: t.iter[:], lambda t: t.steps[[0, 23]]])
 def test_a_loop_ends_with_a_run_that_ends_early_and_a_replay_ends_with_it(tiny_llada, select):
     visited = []

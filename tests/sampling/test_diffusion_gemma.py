@@ -13,11 +13,9 @@ from torch import Tensor
 
 import sinklens
 from sinklens.errors import HookFunctionError, PromptError, SettingError
-from sinklens.experiments import sweep
 from sinklens.families.diffusion_gemma import entropies
 from sinklens.families.samplers import make_settings
 from sinklens.interventions import (
-    AblateHeads,
     AblateValues,
     Activations,
     FreezePattern,
@@ -26,7 +24,6 @@ from sinklens.interventions import (
     PatchHooks,
     Remask,
 )
-from sinklens.sinks import Record
 
 SETTINGS: dict[str, Any] = {
     "gen_length": 16,
@@ -78,16 +75,6 @@ def test_settings_come_from_the_generation_config(gemma):
     assert (settings.entropy_bound, settings.t_min, settings.t_max, settings.pad_token_id) == (0.1, 0.4, 0.8, 0)
     assert gemma.eos_token_ids == (1, 106, 50)
     assert gemma.mask_token_id is None
-
-
-def test_weights_are_read_layer_by_layer_since_layers_differ(gemma):
-    with pytest.raises(SettingError, match="W_Q cannot be stacked, because the layers of this model differ"):
-        _ = gemma.W_Q
-    with pytest.raises(SettingError, match="rotate differently, so there is no single rotation"):
-        gemma.rotation(1, 0)
-    attn = gemma.blocks[0].attn
-    assert attn.W_Q.shape[1:] == (gemma.cfg.d_model, gemma.cfg.d_head)
-    assert attn.q_norm.w.shape == (gemma.cfg.d_head,)
 
 
 @pytest.fixture(scope="module")
@@ -212,13 +199,6 @@ def test_states_of_a_track_follow_the_marks(free):
     np.testing.assert_array_equal(run.sinks.edited.to_numpy(), edited)
 
 
-def test_other_quantities_are_recorded_at_the_canvas(gemma, prompt):
-    run = sinklens.generate(gemma, prompt, record_sinks=Record(["values", "stream", "outputs"]), **SETTINGS)
-    known = run.sinks["stream_peak"].notnull().isel(layer=0)
-    assert (known == run.sinks.on_canvas).all()
-    assert (run.sinks["value_norm"].notnull().isel(layer=5, head=0) == run.sinks.on_canvas).all()
-
-
 def test_masking_the_sinks_of_another_run_uses_its_positions(gemma, prompt, free):
     source, patterns = free
     _, masked = _patterns(gemma, prompt, MaskSinks(top_k=1, source=source))
@@ -287,17 +267,6 @@ def test_a_canvas_is_patched_and_frozen_at_its_positions(gemma, prompt):
         sinklens.generate(gemma, prompt, hooks=PatchHooks(source=candidates, positions=[10]), **SLOW)
 
 
-def test_a_metric_reads_the_canvas_at_the_positions_of_its_logits(gemma, prompt):
-    shapes = set()
-
-    def metric(output):
-        shapes.add((output.logits.shape[1], output.canvas.shape[1], output.undecided.shape[1]))
-        return output.logits[:, 0].logsumexp(-1)
-
-    sweep(gemma, prompt, {"a": AblateHeads(layers=[0], heads=[1])}, metric=metric, replay=True, **SLOW)
-    assert shapes == {(8, 8, 8)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Appended(Intervention):
     """Puts a token after the answer."""
@@ -330,18 +299,6 @@ def test_what_the_sampler_does_not_take_is_refused(gemma, prompt, given, error, 
     given = {"prompt": prompt} | ({} if "sampler" in given else SETTINGS) | given
     with pytest.raises(error, match=text):
         sinklens.generate(gemma, **given)
-
-
-def test_a_trace_block_reads_encoder_decoder_and_sampler(gemma, prompt):
-    with sinklens.trace(gemma, prompt, **SETTINGS) as t:
-        for step in t.steps:
-            if step == 0:
-                encoded = t["encoder.blocks.1.attn.hook_pattern"].shape
-            pattern = t["blocks.-1.attn.hook_pattern"].shape
-            t["denoise.hook_accepted"][:] = True
-    assert tuple(encoded) == (2, 4, 9, 9)
-    assert tuple(pattern) == (2, 4, 8, 25)
-    assert not bool(t.undecided[:, 1, 9:17].any())
 
 
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])  # a sliding one, and the last, whose output nothing reads

@@ -11,7 +11,7 @@ import sinklens
 from sinklens.errors import ReadOnlyHookError, SettingError
 from sinklens.experiments import LogitLens, head_outputs
 from sinklens.families import SAMPLERS
-from sinklens.interventions import AblateHeads, AblateValues, Activations, MaskSinks, PatchHooks
+from sinklens.interventions import AblateHeads, AblateValues, MaskSinks
 from sinklens.sampling import (
     DelayedCache,
     DualCache,
@@ -310,16 +310,6 @@ def rotated(model, run, key):
         return plain_pass(model, run.canvas[:, 2], run.real, edits).values["blocks.1.attn.hook_rot_k"][:, 4]
 
 
-def test_a_token_that_a_hook_replaces_is_computed_at_once(worded):
-    def replace(value, hook):
-        if hook.step == 3:
-            value[:, 5] = 7
-
-    _, seen = run_under(DualCache(), worded("llama"), "llama", hooks=[("denoise.hook_canvas", replace)])
-    at = [bool(seen["blocks.0.attn.hook_fresh"][step][0, 5]) for step in range(6)]
-    assert at == [True, False, False, True, False, False]
-
-
 def test_hooks_blocks_masks_and_replays_work_under_a_policy(worded):
     model = worded("llama")
     exact = sinklens.generate(model, PROMPTS, **SETTINGS["llama"])
@@ -464,20 +454,6 @@ def test_a_plan_with_two_axes_has_one_row_per_prompt_whatever_their_number(worde
     assert model.cfg.n_layers == 3
     fresh = sinklens.generate(model, three, cache=ByLayer(3), **SETTINGS["llama"]).sinks["fresh"]
     assert fresh.isel(step=2).sum("pos").to_numpy().tolist() == [[18, 6, 6]] * 3
-
-
-def test_values_recorded_under_a_policy_are_patched_at_their_positions_only(worded):
-    model, settings = worded("llama"), SETTINGS["llama"] | {"cache": DualCache()}
-    kept = Activations(names=["blocks.1.hook_resid_post"])
-    base = sinklens.generate(model, PROMPTS[0], hooks=[kept], **settings)
-    again = sinklens.generate(model, PROMPTS[0], hooks=[PatchHooks(source=kept.caches)], **settings)
-    assert torch.equal(again.canvas, base.canvas)
-    for patch, more in (
-        (PatchHooks(source={1: kept.caches[1]}, positions=[3]), {"cache": None}),
-        (PatchHooks(source={1: kept.caches[7]}), {}),
-    ):
-        with pytest.raises(SettingError, match=r"source has positions \d+ to \d+ of blocks\.1\.hook_resid_post"):
-            sinklens.generate(model, PROMPTS[0], hooks=[patch], **settings | more)
 
 
 def test_a_replay_that_would_run_other_steps_is_refused(worded):

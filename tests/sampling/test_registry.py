@@ -68,12 +68,6 @@ def test_a_point_that_the_sampler_does_not_pass_is_refused_by_name(tiny_llada, r
     assert "denoise.hook_confidence" not in seen
 
 
-def test_dreams_sampler_runs_a_llada_model(tiny_llada):
-    run = sinklens.generate(tiny_llada, "2 + 3", sampler="dream", gen_length=4, alg="topk_margin")
-    assert run.settings.name == "dream"
-    assert run.answers[0].masks == 0
-
-
 @pytest.mark.parametrize(
     ("model", "given", "text"),
     [

@@ -8,7 +8,7 @@ import torch
 import sinklens
 from sinklens.experiments import compare
 from sinklens.families import SAMPLERS, register
-from sinklens.interventions import MaskedLogits, MaskSinks
+from sinklens.interventions import MaskedLogits
 from sinklens.sampling import Sampler
 
 NOISE = 7  # an ordinary token
@@ -70,14 +70,6 @@ def test_the_result_and_the_track_go_by_the_marks_and_not_by_the_mask_token(tiny
     assert run.sinks["committed"].to_numpy()[0, :, start:].tolist() == committed
 
 
-def test_a_run_stopped_in_its_first_step_knows_what_is_undecided(tiny_llada):
-    with sinklens.trace(tiny_llada, "2 + 3", sampler="from-noise", gen_length=3) as t:
-        for _ in t.steps:
-            t.stop()
-    assert t.undecided[0, :, t.prompt_length :].tolist() == [PLANNED[0]]
-    assert t.answers[0].masks == 3
-
-
 def test_a_replay_forces_the_marks_too(tiny_llada):
     base = run_of(tiny_llada)
     nothing = [("denoise.hook_commit", lambda value, hook: torch.zeros_like(value))]
@@ -93,17 +85,3 @@ def test_masked_logits_and_comparisons_take_the_marked_positions(tiny_llada):
     assert [len(lens.kept[step]) for step in range(4)] == [3, 2, 2, 1]
     base = run_of(tiny_llada)
     assert compare(base, run_of(tiny_llada))["changed_share"].to_numpy().tolist() == [0.0]
-
-
-def test_only_masked_keys_are_the_marked_ones(tiny_llada):
-    """At step 2 the sinks come from step 1, whose undecided answer positions are the second and the third."""
-    hidden = []
-
-    def see(value, hook):
-        hidden.append(torch.isinf(value)[0, :, 0].any(dim=0))
-
-    mask = MaskSinks(top_k=1, only="masked", steps=[2], layers=[0])
-    run = run_of(tiny_llada, hooks=[mask, ("blocks.0.attn.hook_attn_mask", see)])
-    keys = hidden[2].nonzero()[:, 0] - run.prompt_length
-    assert set(keys.tolist()) <= {1, 2}
-    assert len(keys) > 0

@@ -8,7 +8,6 @@ import weakref
 
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 from tracks import Killed, assert_equal, disk_full_beyond, killed_at_write
 
@@ -16,7 +15,7 @@ import sinklens
 from sinklens.errors import SettingError, SinklensError, TrackError
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import Record, SinkTrack
-from sinklens.sinks.steps import Steps, StoredSteps
+from sinklens.sinks.steps import StoredSteps
 from sinklens.tasks import held_out
 
 PROMPTS = [problem.prompt for problem in held_out(3)]
@@ -220,25 +219,6 @@ def test_a_run_that_ends_early_has_only_the_steps_that_ran(tiny_llada, tmp_path,
     assert set(run.patterns) == {(1, 0)}
     if to is not None:
         assert_equal(SinkTrack.open(tmp_path / to), run.sinks)
-
-
-def test_a_store_has_no_dataset_before_its_first_step_and_needs_a_free_path(tmp_path):
-    assert Steps(AXES).dataset() is None
-    assert StoredSteps(tmp_path / "run.zarr", AXES, 4).dataset() is None
-    (tmp_path / "run.zarr").write_text("")
-    with pytest.raises(SettingError, match=r"run\.zarr already exists"):
-        StoredSteps(tmp_path / "run.zarr", AXES, 4)
-
-
-def test_a_later_description_replaces_an_earlier_one(tmp_path):
-    for store in (Steps(AXES), StoredSteps(tmp_path / "run.zarr", AXES, 1)):
-        for real in (False, True):
-            store.describe(ATTRS | {"seed": int(real)}, {"is_real": np.full((1, 4), real)})
-        store.append(small_step(0))
-        data = store.dataset()
-        assert data.attrs["seed"] == 1
-        assert data["is_real"].all()
-        assert torch.from_numpy(data["score"].to_numpy()).shape == (1, 1, 1, 1, 4)
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["finished", "killed"])
