@@ -37,10 +37,10 @@ ENTRY = """<!doctype html><title>sinklens lab</title><meta http-equiv="refresh" 
 @cache
 def files() -> dict[str, tuple[str, str]]:
     """Media type and text of each file below ``/static/``, by name."""
-    script = html.bundle([*html.components(), *map(_own, SCRIPTS)])
+    script = html.bundle([*map(html.asset, html.COMPONENTS), *map(_own, SCRIPTS)])
     return {
         "lab.js": ("text/javascript", script),
-        "lab.css": ("text/css", html.styles() + _own("lab.css")),
+        "lab.css": ("text/css", html.asset("report.css") + _own("lab.css")),
         "circuitsvis.js": ("text/javascript", html.circuitsvis()),
     }
 

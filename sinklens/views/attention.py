@@ -50,12 +50,11 @@ def attention(
     run = generation_of(t)
     pattern = pattern_at(run, step, layer, row).nan_to_num().numpy()  # queries that a cache policy left out are blank
     track = recorded(run).isel(batch=row)
-    chosen = list(range(len(pattern))) if heads is None else [head % len(pattern) for head in heads]
-    if heads is not None:
-        for head in heads:
-            track.require(head=head)
-        if not chosen:
-            raise TrackError("heads is empty; name at least one head, or give None for all.")
+    for head in heads or ():
+        track.require(head=head)
+    chosen = [head % len(pattern) for head in (range(len(pattern)) if heads is None else heads)]
+    if not chosen:
+        raise TrackError("heads is empty; name at least one head, or give None for all.")
     sizes = track.data.sizes
     step, layer = step % sizes["step"], layer % sizes["layer"]
     ids = run.canvas[row, step][run.real[row] & (run.canvas[row, step] >= 0)].tolist()

@@ -169,8 +169,7 @@ def _accuracy_panel(table: "DataFrame", ax: "Axes") -> None:
             rows = of_model[same | (of_model["masked"] == 0)].sort_values("masked")
             shift = 0.02 * (len(PICKS) * number + place)  # keeps intervals from overlapping
             places = [counts.index(int(count)) + shift * (count > 0) for count in rows["masked"]]
-            errors = [rows["estimate"] - rows["low"], rows["high"] - rows["estimate"]]
-            ax.errorbar(places, rows["estimate"], errors, fmt=style, color=colour, capsize=2, markersize=4,
+            ax.errorbar(places, rows["estimate"], _errors(rows), fmt=style, color=colour, capsize=2, markersize=4,
                         label=f"{short(model)}: {label}")  # fmt: skip
     ax.set_xticks(range(len(counts)), [str(count) for count in counts])
     ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=max(1, len(models)))

@@ -29,19 +29,17 @@ NOT_YET, MASKED = "", "░"
 
 @dataclass(frozen=True)
 class PageFiles:
-    """Files of ``page/`` that make a document, in order.
+    """Files of ``page/`` that make a document with CircuitsVis's script, in order.
 
     Attributes:
         template: name of the HTML file, without extension.
         styles, scripts: files inserted into it.
-        library: whether it runs CircuitsVis's script.
         frame: a document shown in a frame of this one.
     """
 
     template: str
     styles: Sequence[str]
     scripts: Sequence[str]
-    library: bool = True
     frame: "PageFiles | None" = None
 
     def style(self) -> str:
@@ -55,8 +53,7 @@ class PageFiles:
     def allowed(self) -> tuple[list[str], list[str]]:
         """The scripts and the styles allowed in it and in its frame, as text."""
         inner: tuple[list[str], list[str]] = ([], []) if self.frame is None else self.frame.allowed()
-        library = [circuitsvis()] if self.library else []
-        return [self.script(), *library, *inner[0]], [self.style(), *inner[1]]
+        return [self.script(), circuitsvis(), *inner[0]], [self.style(), *inner[1]]
 
     def document(self, **blocks: str) -> str:
         """The complete document; `blocks` fill the template's other placeholders."""
@@ -77,16 +74,6 @@ REPORT = PageFiles("report", ["report.css"], [*COMPONENTS, "report.js", "start.j
 def bundle(scripts: Iterable[str]) -> str:
     """One script from several, with a scope of its own."""
     return '(() => {\n"use strict";\n' + "\n".join(scripts) + "})();"
-
-
-def components() -> list[str]:
-    """The scripts that show a run, in order; the report and the lab both run them."""
-    return [asset(name) for name in COMPONENTS]
-
-
-def styles() -> str:
-    """The style sheet of the page of a run."""
-    return asset("report.css")
 
 
 def fill(template: str, blocks: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ may be a sink.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +170,7 @@ def _settings(attributes: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _notes(numbers: Numbers, scores: PageScores, patterns: Patterns, left_out: int) -> list[str]:
     """How to read the page, and what it leaves out."""
     layers = len({layer for _, layer in patterns.sides})
+    steps = ", ".join(map(str, sorted({step for step, _ in patterns.sides})))
     cells = f"each cell covers {patterns.block} × {patterns.block} positions and shows the largest value"
     few, some = len(scores.steps) < numbers.steps, len(scores.layers) < numbers.layers
     notes = {
@@ -187,7 +188,7 @@ def _notes(numbers: Numbers, scores: PageScores, patterns: Patterns, left_out: i
             numbers.first > 0
         ),
         f"Attention is stored in eight bits, rounded by at most √a / 255. It is included for steps "
-        f"{_listed(step for step, _ in patterns.sides)} and {layers} of {numbers.layers} layers.": bool(patterns.sides),
+        f"{steps} and {layers} of {numbers.layers} layers.": bool(patterns.sides),
         f"To keep the page small, {cells} in the attention maps.": patterns.block > 1,
         f"To keep the page small, the attention of {left_out} more layers was left out.": (
             left_out > 0 and bool(patterns.sides)
@@ -198,7 +199,3 @@ def _notes(numbers: Numbers, scores: PageScores, patterns: Patterns, left_out: i
         patterns.why: bool(patterns.why),
     }
     return [spelled(text) for text, holds in notes.items() if holds]
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(str(number) for number in sorted(set(numbers)))

@@ -218,14 +218,13 @@ def run_data(numbers: Numbers) -> dict[str, Any]:
         "start": numbers.most_moving(range(numbers.layers)),
         "cells": CELLS,
     }
-    return {"info": info, "chunks": {name: _base64(content) for name, content in numbers.shared_chunks(steps).items()}}
+    return {
+        "info": info,
+        "chunks": {name: base64.b64encode(content).decode() for name, content in numbers.shared_chunks(steps).items()},
+    }
 
 
 def layer_maps(numbers: Numbers, layer: int | None) -> dict[str, Any]:
     """Scores and sinks of a layer, the mean over its heads first; None: only the mean over all heads."""
     scores, sinks, peaks = numbers.maps(layer, range(numbers.steps))
-    return {"scores": _base64(scores), "sinks": _base64(sinks), "peaks": peaks}
-
-
-def _base64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
+    return {"scores": base64.b64encode(scores).decode(), "sinks": base64.b64encode(sinks).decode(), "peaks": peaks}
