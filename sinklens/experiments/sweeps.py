@@ -9,11 +9,8 @@ Where two tokens are that close, a stacked run can choose the other one. With ``
 slowest row of its batch, so its step numbers depend on the rest of the batch.
 """
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,26 +19,22 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.experiments.effects import compare, kept_places
-from sinklens.experiments.metrics import Metric, at_places, measured
+from sinklens.experiments.metrics import Metric, Start, at_places, measured
 from sinklens.experiments.stacking import Repeated, Stacked
-from sinklens.families.samplers import settings_for
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.model.prompts import Prompt
 from sinklens.runs.denoising import Denoising
-from sinklens.runs.identity import fingerprint
 from sinklens.runs.intervention import HookSource
 from sinklens.runs.request import RunRequest, hook_list
 from sinklens.runs.result import Generation
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import CachePolicy, as_policy
 from sinklens.utils.arguments import Count, Seed, read_as
-from sinklens.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
     from sinklens.runs.request import Hooks
 
-FORMAT = "sinklens sweep 2"
 Group = dict[str, list[Any]]
 
 
@@ -53,7 +46,6 @@ def sweep(
     metric: Metric | None = None,
     replay: bool = False,
     rows: Count = 32,
-    out: str | Path | None = None,
     seed: Seed = 0,
     chat_template: bool | str = False,
     cache: CachePolicy | None = None,
@@ -73,9 +65,6 @@ def sweep(
         replay: force the base run's canvas at every step, to isolate each step's effect; adds ``kl`` and the other
             per-step measures of `compare`. Answers and canvases are then always the base run's.
         rows: most rows in a pass; one intervention on one prompt is one row. Pass fewer if memory runs out.
-        out: folder in which finished parts are kept; an interrupted sweep of the same model, prompts, interventions
-            and settings resumes from there. `sinklens.runs.identity.fingerprint` decides which interventions are
-            the same.
         cache: a cache policy or its name, for every run, also those that the others are compared with.
         progress: show a progress bar; by default on a terminal.
         seed, chat_template, **settings: as in `sinklens.generate`.
@@ -89,10 +78,9 @@ def sweep(
         are places, [layer, head, step, prompt].
 
     Raises:
-        SettingError: no prompt or intervention, an intervention that makes the canvas longer
-            under replay, or, with `out`, an intervention that cannot be fingerprinted; `metric` with `out` or `cache`,
-            or a metric that does not return one number per prompt; a cache policy that this run cannot have; replay
-            with cached blocks (``use_cache=True``), whose steps lack the logits of later blocks.
+        SettingError: no prompt or intervention; an intervention that makes the canvas longer under replay; `metric`
+            with `cache`, or a metric that does not return one number per prompt; a cache policy that this run cannot
+            have; replay with cached blocks (``use_cache=True``), whose steps lack the logits of later blocks.
     """
     model = load(model)
     if not isinstance(interventions, Mapping):
@@ -107,32 +95,39 @@ def sweep(
     request = RunRequest(
         prompts, seed, chat_template, cache=cache, record_sinks=False, progress=False, settings=settings
     )
-    _check(listed, metric is not None, replay, out, as_policy(cache))
-    work = _Sweep(model, request, replay, None if out is None else Path(out))
+    _check(listed, metric is not None, replay, as_policy(cache))
     size = min(len(prompts), read_as(Count, "rows", rows))
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+    def start(batch: Any, hooks: Any, canvases: Any, copies: int) -> Denoising:
+        return Denoising(model, replace(request, prompt=batch, hooks=hooks, replay=canvases, copies=copies))
+
     if metric is not None:
         hooks = list(listed.values())
         parts = [
-            measured(work.start, hooks, metric, rows, batch, size * number, replay)
-            for number, batch in enumerate(batches)
+            measured(start, hooks, metric, rows, batch, size * number, replay) for number, batch in enumerate(batches)
         ]
         return at_places(xr.concat(parts, dim="prompt", join="outer"), list(listed))
-    found = work.all_parts(batches, _groups(listed, rows // size), progress)
-    found = found.sel(intervention=list(listed))
-    found = found.assign_coords(intervention=list(listed))  # concatenation can truncate names read from files
-    return found.assign_attrs(model=model.name, replay=int(replay))
+    groups, found = _groups(listed, rows // size), [list[xr.Dataset]() for _ in batches]
+    for number, group in _shown([(number, group) for number in range(len(batches)) for group in groups], progress):
+        if not found[number]:
+            logits = MaskedLogits()
+            denoising = start(batches[number], [logits] if replay else [], None, 1)
+            denoising.carry_out()
+            base = denoising.result()
+        found[number].append(_run(start, batches[number], group, base, logits if replay else None))
+    parts = [xr.concat(part, dim="intervention", join="outer") for part in found]
+    swept = xr.concat(parts, dim="prompt", join="outer").sel(intervention=list(listed))
+    return swept.assign_attrs(model=model.name, replay=int(replay))
 
 
-def _check(listed: Mapping[Any, list[Any]], measures: bool, replay: bool, out: Any, policy: Policy | None) -> None:
+def _check(listed: Mapping[Any, list[Any]], measures: bool, replay: bool, policy: Policy | None) -> None:
     """Refuse what replay or a metric cannot be combined with, and names that do not go together."""
     longer = [name for name, hooks in listed.items() if _needs_separate_run(hooks)]
     if replay and longer:
         raise SettingError(
             f"{longer[0]} makes the canvas longer, so it cannot be replayed; sweep it with replay=False."
         )
-    if measures and out is not None:
-        raise SettingError("metric= does not support out=; save the result, an xarray Dataset, instead.")
     if measures and policy is not None:
         raise SettingError(
             "metric= runs single steps, and a step under a cache policy needs the keys of the steps before; drop "
@@ -185,87 +180,29 @@ def _shown(parts: Sequence[Any], progress: bool | None) -> Iterator[Any]:
     yield from track(parts, "sweep", console=console, transient=True) if shown else parts
 
 
-class _Sweep:
-    """State shared by the parts of one sweep."""
-
-    def __init__(self, model: Model, request: RunRequest, replay: bool, out: Path | None) -> None:
-        self._model, self._request, self._replay, self._out = model, request, replay, out
-        self._settings, self._cache = settings_for(model, request.settings), as_policy(request.cache)
-        self._weights = model.fingerprint if out is not None else ""
-
-    def all_parts(self, batches: Sequence[Any], groups: Sequence[Group], progress: bool | None) -> xr.Dataset:
-        """Every group of interventions on every batch of prompts; finished parts are read from their files."""
-        parts: list[list[xr.Dataset]] = [[] for _ in batches]
-        base = None
-        for number, group in _shown([(n, group) for n in range(len(batches)) for group in groups], progress):
-            file = self._part(batches[number], group)
-            if file is not None and file.exists():
-                parts[number].append(xr.load_dataset(file, engine="h5netcdf"))
-                continue
-            if base is None or base[0] != number:
-                base = number, *self.base(batches[number])
-            parts[number].append(self.run(batches[number], group, *base[1:]))
-            if file is not None:
-                with atomic_write(file) as part:
-                    part.write_bytes(parts[number][-1].to_netcdf(engine="h5netcdf"))
-        batch_results = [xr.concat(found, dim="intervention", join="outer") for found in parts]
-        return xr.concat(batch_results, dim="prompt", join="outer")
-
-    def base(self, batch: Any) -> tuple[Generation, MaskedLogits]:
-        """The run without interventions; keeps its logits under replay."""
-        kept = MaskedLogits()
-        denoising = self.start(batch, [kept] if self._replay else [], None, 1)
-        denoising.carry_out()
-        return denoising.result(), kept
-
-    def start(self, batch: Any, hooks: Any, replay: Any, copies: int) -> Denoising:
-        """A run that has not begun."""
-        return Denoising(self._model, replace(self._request, prompt=batch, hooks=hooks, replay=replay, copies=copies))
-
-    def run(self, batch: Any, group: Mapping[str, list[Any]], base: Generation, logits: MaskedLogits) -> xr.Dataset:
-        """All interventions of `group` in one run."""
-        count = len(base.answers)
-        kept = MaskedLogits()
-        hooks: list[Any] = list(next(iter(group.values()))) if len(group) == 1 else [Stacked(list(group.values()))]
-        repeated = Repeated.of(base, len(group)) if self._replay else None
-        denoising = self.start(batch, [*hooks, kept] if self._replay else hooks, repeated, len(group))
-        denoising.carry_out()
-        denoising.controls.report(refuse=False)
-        result = denoising.result()
-        slices = [slice(number * count, (number + 1) * count) for number in range(len(group))]
-        found = [self._compared(base, logits, result, kept, rows) for rows in slices]
-        stacked = xr.concat(found, dim="intervention", join="outer").rename(batch="prompt")
-        return stacked.assign_coords(intervention=list(group))
-
-    def _compared(
-        self, base: Generation, logits: MaskedLogits, result: Generation, kept: MaskedLogits, rows: slice
-    ) -> xr.Dataset:
-        """One intervention of a run, the one of these `rows`, compared with the run without it."""
+def _run(
+    start: Start, batch: Any, group: Mapping[str, list[Any]], base: Generation, logits: MaskedLogits | None
+) -> xr.Dataset:
+    """All interventions of `group` in one run, compared with `base`; under replay, with its `logits`."""
+    count, kept = len(base.answers), MaskedLogits()
+    hooks: list[Any] = list(next(iter(group.values()))) if len(group) == 1 else [Stacked(list(group.values()))]
+    repeated = None if logits is None else Repeated.of(base, len(group))
+    denoising = start(batch, hooks if logits is None else [*hooks, kept], repeated, len(group))
+    denoising.carry_out()
+    denoising.controls.report(refuse=False)
+    result, found = denoising.result(), []
+    for number in range(len(group)):
+        rows = slice(number * count, (number + 1) * count)
         changed = _rows_of(result, rows)
-        if self._replay:
-            part = compare(base, changed, logits.kept, _logits_of(result, kept.kept, rows), edited=True)
-        else:
-            part = compare(base, changed, edited=True)
+        both = () if logits is None else (logits.kept, _logits_of(result, kept.kept, rows))
         answers = [
             answer.text if answer.text is not None else str(ids.tolist())
             for answer, ids in zip(changed.answers, changed.canvas[:, -1, changed.prompt_length :], strict=True)
         ]
-        return part.assign(answer=("batch", np.array(answers, dtype=object)))
-
-    def _part(self, batch: Any, group: Mapping[str, list[Any]]) -> Path | None:
-        if self._out is None:
-            return None
-        ids, real = self._model.encode(batch, self._request.chat_template)
-        what = {
-            "format": FORMAT,
-            "model": [self._model.name, self._weights, str(self._model.cfg.dtype)],
-            "prompts": [row[keep].tolist() for row, keep in zip(ids, real, strict=True)],
-            "interventions": {name: fingerprint(hooks) for name, hooks in group.items()},
-            "settings": [type(self._settings).__name__, asdict(self._settings), self._request.seed, self._replay],
-        }
-        if self._cache is not None:
-            what["cache"] = fingerprint(self._cache)
-        return self._out / f"sweep-{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}.nc"
+        compared = compare(base, changed, *both, edited=True)
+        found.append(compared.assign(answer=("batch", np.array(answers, dtype=object))))
+    stacked = xr.concat(found, dim="intervention", join="outer").rename(batch="prompt")
+    return stacked.assign_coords(intervention=list(group))
 
 
 def _rows_of(run: Generation, rows: slice) -> Generation:

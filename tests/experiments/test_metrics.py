@@ -221,7 +221,6 @@ def test_a_free_sweep_measures_every_step_of_the_changed_run(models):
     [
         ({"metric": lambda output: output.logits}, "one number for each of the 2 prompts in the batch; got a value of"),
         ({"replay": False, "interventions": {"x": SinkToken()}}, "x makes the canvas longer, so metric= cannot comp"),
-        ({"out": "folder"}, "metric= does not support out="),
         ({"interventions": {(0, 1): [], (0, 1, 2): []}}, "named by texts or, with metric=, all by"),
         ({"interventions": {(0, 1): [], "x": []}}, "named by texts or, with metric=, all by"),
         ({"metric": None, "interventions": {(0, 1): []}}, r"named by texts or, with metric=.*got \(0, 1\)"),

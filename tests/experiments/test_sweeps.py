@@ -1,12 +1,8 @@
-"""Sweeps: stacked runs equal single runs, and resume after a kill."""
-
-import subprocess
-import sys
+"""Sweeps: stacked runs equal single runs."""
 
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 from building import random_hf
 
 import sinklens
@@ -164,104 +160,11 @@ def test_no_pass_has_more_rows_than_asked(tiny_llada, rows, most, expected):
     assert swept["answer"].shape == (5, 3)
 
 
-KILLED = """
-import os, signal, sys
-import sinklens
-from sinklens.experiments import sweep
-from sinklens.experiments import head_outputs, sweeps
-from sinklens.interventions import AblateHeads, MaskSinks
-from sinklens.tasks.word_problems import held_out
-model, prompts = sinklens.load("tiny-llada"), [problem.prompt for problem in held_out(2)]
-track = sinklens.generate(model, prompts, gen_length=4).sinks
-done, real = [], sweeps._Sweep.run
-
-def run(self, batch, group, *rest):
-    if len(done) == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    done.append(",".join(group))
-    return real(self, batch, group, *rest)
-
-def twice(value, hook):
-    return value * 2
-
-sweeps._Sweep.run = run
-listed = {
-    "masked": MaskSinks(source=track),
-    "mean": AblateHeads(by="mean", reference=head_outputs(model, prompts, gen_length=4), heads=[0]),
-    "function": [("blocks.1.hook_mlp_out", twice)],
-    "zero": AblateHeads(layers=[2]),
-}
-found = sweep(model, prompts, listed, rows=2, replay=True, out=sys.argv[1], gen_length=4, progress=False)
-found.to_netcdf(sys.argv[1] + "/all.nc", engine="h5netcdf")
-print(";".join(done))
-"""
-
-
-def test_a_killed_sweep_resumes_where_it_stopped(tmp_path, monkeypatch, capsys):
-    """In another process, with interventions that hold tracks, tensors and functions."""
-
-    def started(folder, kill_at):
-        command = [sys.executable, "-c", KILLED, str(tmp_path / folder), str(kill_at)]
-        return subprocess.run(command, capture_output=True, text=True)
-
-    def here(folder):
-        monkeypatch.setattr(sweeps._Sweep, "run", sweeps._Sweep.run)
-        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / folder), "9"])
-        exec(KILLED, {"__name__": "__main__"})
-        monkeypatch.undo()
-        return xr.load_dataset(tmp_path / folder / "all.nc"), capsys.readouterr().out.strip()
-
-    assert started("a", 2).returncode == -9
-    assert len(list((tmp_path / "a").glob("sweep-*.nc"))) == 2
-    again = started("a", 9)
-    assert (again.returncode, again.stdout.strip()) == (0, "function;zero")
-    (resumed, nothing), (complete, everything) = here("a"), here("b")
-    assert (nothing, everything) == ("", "masked;mean;function;zero")
-    assert resumed.identical(complete)
-
-
-def test_parts_are_reused_only_for_the_same_sweep(tiny_llada, rows, tmp_path):
-    """Not those of another track, function, setting, or checkpoint of the same name."""
-    given = [{"seed": 0}, {"seed": 0}, {"temperature": 2.0}]
-    tracks = [sinklens.generate(tiny_llada, PROMPTS[:1], gen_length=4, **some).sinks for some in given]
-    ids = torch.tensor([[3, 4, 5]])
-
-    def scaled(factor):
-        return [("blocks.0.hook_mlp_out", lambda value, hook: value * factor)]
-
-    def random(number):
-        hf = random_hf()
-        hf.lm_head.weight.data += number
-        return sinklens.load(hf)
-
-    def ran(hooks, model=tiny_llada, prompts=PROMPTS[:1], **settings):
-        rows.clear()
-        sweep(model, prompts, {"it": hooks}, out=tmp_path, **({"gen_length": 4} | settings))
-        return len(rows) > 0
-
-    for some in (
-        [MaskSinks(source=track) for track in tracks], [scaled(factor) for factor in (0.5, 0.5, 2.0)],
-        [MaskSinks(), MaskSinks(), [MaskSinks(), MaskSinks()]],
-    ):  # fmt: skip
-        assert [ran(hooks) for hooks in some] == [True, False, True]
-    assert [ran(scaled(0.1), random(number), ids) for number in (0, 0, 1)] == [True, False, True]
-    others = [{"gen_length": 2}, {"seed": 1}, {"replay": True}, {"prompts": PROMPTS[1:2]}, {"temperature": 1.0}]
-    for again in (True, False):
-        assert [ran(MaskSinks(), **other) for other in others] == [again] * 5
-
-
 def test_answers_without_a_tokenizer_are_ids():
     model, ids = sinklens.load(random_hf()), torch.tensor([[3, 4, 5], [6, 7, 8]])
     swept = sweep(model, ids, {"none": []}, gen_length=4)
     run = sinklens.generate(model, ids, gen_length=4)
     assert swept["answer"].to_numpy()[0].tolist() == [str(row.tolist()) for row in run.tokens[:, 3:]]
-
-
-def test_a_part_of_a_sweep_on_disk_belongs_to_its_cache_policy(tiny_llada, tmp_path):
-    listed, settings = {"a head": MIXED["a head"]}, {"gen_length": 8, "block_length": 4, "out": tmp_path}
-    for cache, files in ((None, 1), ("none", 1), ("dual", 2), ("evict:0.5", 3), ("dual", 3)):
-        sweep(tiny_llada, PROMPTS[:1], listed, cache=cache, **settings)
-        assert len(list(tmp_path.iterdir())) == files
 
 
 @pytest.mark.parametrize("given", [list, torch.tensor, None])
