@@ -1,6 +1,8 @@
 """Baselines for sinklens: models without hook points, and the sampling loop written out for them."""
 
 import copy
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,3 +94,54 @@ def _commit(canvas: Tensor, proposed: Tensor, confidence: Tensor, count: int) ->
     for row in range(len(canvas)):
         chosen = confidence[row].topk(count).indices
         canvas[row, chosen] = proposed[row, chosen]
+
+
+def transformers_sinks(plain: LlamaForCausalLM) -> Callable[[Tensor], Tensor]:
+    """Column sums [layer, head, key] of the first row of a canvas, from the patterns of eager attention."""
+    eager = twin(plain, "eager")
+
+    def work(canvas: Tensor) -> Tensor:
+        given = eager.model(input_ids=canvas, use_cache=False, output_attentions=True)
+        return torch.stack([pattern[0].float().sum(1) for pattern in given.attentions])
+
+    return work
+
+
+def nnsight_sinks(plain: LlamaForCausalLM) -> Callable[[Tensor], Tensor]:
+    """The same with nnsight."""
+    import nnsight
+
+    traced = nnsight.NNsight(twin(plain, "eager"))
+
+    def work(canvas: Tensor) -> Tensor:
+        with traced.trace(input_ids=canvas, use_cache=False, output_attentions=True):
+            kept = [layer.self_attn.output[1][0].float().sum(1) for layer in traced.model.layers]
+            stacked: Any = torch.stack(kept).save()  # type: ignore[attr-defined]
+        return stacked  # has its value once the block has ended
+
+    return work
+
+
+def bridge(plain: LlamaForCausalLM) -> Any:
+    """TransformerLens's bridge; it attends causally, at equal cost."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    import sinklens
+
+    hf: Any = twin(plain, "eager")
+    with tempfile.TemporaryDirectory() as folder:
+        hf.config.save_pretrained(folder)
+        sinklens.load("tiny-llada").tokenizer.save_pretrained(folder)
+        return TransformerBridge.boot_transformers(folder, hf_model=hf, device=str(hf.device))
+
+
+def bridge_sinks(plain: LlamaForCausalLM) -> Callable[[Tensor], Tensor]:
+    """The same from TransformerLens's cache."""
+    lens = bridge(plain)
+
+    def work(canvas: Tensor) -> Tensor:
+        patterns = lambda name: name.endswith("hook_pattern")  # noqa: E731
+        cache = lens.run_with_cache(canvas, return_type=None, names_filter=patterns)[1]
+        return torch.stack([cache["pattern", layer][0].float().sum(1) for layer in range(lens.cfg.n_layers)])
+
+    return work

@@ -16,16 +16,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import process_time
 from unittest import mock
 
-import nnsight
 import numpy as np
 import torch
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.model_bridge import TransformerBridge
 from transformers import LlamaForCausalLM
 
 import sinklens
@@ -42,7 +41,18 @@ from benchmarks.caches import (
 from benchmarks.interventions import mapping, placing, sweeping
 from benchmarks.measuring import HEAD, Ratio, compare, compare_peaks, hardware, peak, seconds, table
 from benchmarks.modulated import SMALL, SMALLEST_DIT, modulated
-from benchmarks.plain import ANSWER, TINY, blank, plain_loop, random_llada, reference_loop
+from benchmarks.plain import (
+    ANSWER,
+    TINY,
+    blank,
+    bridge,
+    bridge_sinks,
+    nnsight_sinks,
+    plain_loop,
+    random_llada,
+    reference_loop,
+    transformers_sinks,
+)  # fmt: skip
 from sinklens.interventions import MaskSinks
 from sinklens.runs import recorder
 from sinklens.runs.request import Hooks
@@ -108,24 +118,15 @@ def watching(name: str, sizes: dict[str, int], lengths: list[int], pairs: int, s
         )
 
 
-def lensed(**sizes: int) -> TransformerBridge:
-    """A TransformerLens model of these sizes with random weights; its bridge attends causally, at equal cost."""
-    hf = random_llada(**sizes)
-    with tempfile.TemporaryDirectory() as folder:
-        hf.config.save_pretrained(folder)
-        sinklens.load("tiny-llada").tokenizer.save_pretrained(folder)
-        return TransformerBridge.boot_transformers(folder, hf_model=hf)
-
-
 def others(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> Iterator[Ratio]:
     """Sinks of every layer and head in one pass: other libraries ÷ sinklens, in time and in memory.
 
     The other libraries compute no logits; sinklens computes them at the answer's positions. Memory is measured above
     the same pass of the plain transformers model.
     """
-    plain, eager = random_llada(**sizes), random_llada(**sizes)
-    eager.set_attn_implementation("eager")
-    model, lens, traced = sinklens.load(random_llada(**sizes)), lensed(**sizes), nnsight.NNsight(eager)
+    plain = random_llada(**sizes)
+    model, lens = sinklens.load(random_llada(**sizes)), bridge(plain)
+    eager, traced, cached = transformers_sinks(plain), nnsight_sinks(plain), bridge_sinks(plain)
     for length in lengths:
         canvas = blank(torch.randint(3, sizes["vocab"], (1, length - ANSWER)))
         scores: dict[str, torch.Tensor] = {}
@@ -136,11 +137,6 @@ def others(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> 
             )
             return torch.from_numpy(run.sinks.scores().values[0, 0])  # type: ignore[union-attr]
 
-        def cached(canvas: torch.Tensor = canvas) -> torch.Tensor:
-            patterns = lambda name: name.endswith("hook_pattern")  # noqa: E731
-            cache = lens.run_with_cache(canvas, return_type=None, names_filter=patterns)[1]
-            return torch.stack([cache["pattern", layer][0].sum(1) for layer in range(lens.cfg.n_layers)])
-
         def hooked(canvas: torch.Tensor = canvas, scores: dict[str, torch.Tensor] = scores) -> torch.Tensor:
             def keep(value: torch.Tensor, hook: HookPoint) -> None:
                 scores[str(hook.name)] = value[0].sum(1)
@@ -149,27 +145,19 @@ def others(name: str, sizes: dict[str, int], lengths: list[int], pairs: int) -> 
             lens.run_with_hooks(canvas, return_type=None, fwd_hooks=hooks)
             return torch.stack(list(scores.values()))
 
-        def transformed(canvas: torch.Tensor = canvas) -> torch.Tensor:
-            given = eager.model(input_ids=canvas, use_cache=False, output_attentions=True)
-            return torch.stack([pattern[0].sum(1) for pattern in given.attentions])
-
-        def nnsighted(canvas: torch.Tensor = canvas) -> torch.Tensor:
-            with traced.trace(input_ids=canvas, use_cache=False, output_attentions=True):
-                kept = [layer.self_attn.output[1][0].sum(1) for layer in traced.model.layers]
-                stacked = torch.stack(kept).save()
-            return stacked  # noqa: RET504  (has its value once the block has ended)
-
         def unwatched(canvas: torch.Tensor = canvas) -> object:
             return plain.model(input_ids=canvas, use_cache=False)
 
         at = f"{name}, S = {length}"
         with torch.no_grad():
-            for other in (transformed, nnsighted):
-                torch.testing.assert_close(ours(), other(), atol=1e-3, rtol=1e-3)
+            for other in (eager, traced):
+                torch.testing.assert_close(ours(), other(canvas), atol=1e-3, rtol=1e-3)
             works = {
-                "TransformerLens run_with_cache": cached, "TransformerLens hooks that reduce": hooked,
-                "transformers output_attentions": transformed, "nnsight on eager attention": nnsighted,
-            }  # fmt: skip
+                "TransformerLens run_with_cache": partial(cached, canvas),
+                "TransformerLens hooks that reduce": hooked,
+                "transformers output_attentions": partial(eager, canvas),
+                "nnsight on eager attention": partial(traced, canvas),
+            }
             usual = peak(unwatched)
             for library, work in works.items():
                 yield compare(f"sinks of one pass: {library} ÷ sinklens ({at})", work, ours, pairs)

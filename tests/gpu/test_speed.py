@@ -1,4 +1,4 @@
-"""The cost of watching on this device: ratios within one run, absolute figures, distance from the roofline, a profile.
+"""The cost of watching on this device: ratios within one run, absolute figures, distance from the roofline.
 
 On a GPU the model has LLaDA-8B's shapes with random weights in bfloat16, created on the device, and fewer layers if
 memory is short. Other models that share its weights represent the alternatives to sinklens. On a CPU everything is
@@ -8,9 +8,9 @@ Each figure is the ratio of two implementations of the same work, timed in turn;
 memory or time is not sufficient for a size, that size is not checked.
 """
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +20,19 @@ from transformers import LlamaForCausalLM
 
 from benchmarks import roofline
 from benchmarks.measuring import Ratio, compare, peak, seconds
-from benchmarks.plain import ANSWER, LLADA_8B, TINY, blank, plain_loop, random_llada, reference_loop, twin
+from benchmarks.plain import (
+    ANSWER,
+    LLADA_8B,
+    TINY,
+    blank,
+    bridge_sinks,
+    nnsight_sinks,
+    plain_loop,
+    random_llada,
+    reference_loop,
+    transformers_sinks,
+    twin,
+)  # fmt: skip
 from sinklens.errors import DeviceMemoryError
 from sinklens.hooks.attention import column_sums
 from sinklens.interventions import MaskSinks
@@ -104,33 +116,12 @@ class Works:
     """What is compared at one size."""
 
     def __init__(self, bench: Bench, size: Size) -> None:
-        self.bench, self.size = bench, size
         self.steps = 2 if bench.small or size.length * size.rows > 4096 else 8
-        self.prompt, self.five = bench.prompt(*size), MaskSinks(top_k=5)
-
-    def unwatched(self) -> Any:
-        """Nothing is watched."""
-        return self.bench.run(self.prompt, self.steps, False)
-
-    def recorded(self) -> Any:
-        """Sinks are recorded."""
-        return self.bench.run(self.prompt, self.steps, True)
-
-    def masked(self) -> Any:
-        """Five sinks are masked."""
-        return self.bench.run(self.prompt, self.steps, False, self.five)
-
-    def masked_and_recorded(self) -> Any:
-        """Five sinks are masked, and sinks are recorded."""
-        return self.bench.run(self.prompt, self.steps, True, self.five)
-
-    def plain(self) -> Tensor:
-        """The plain transformers model."""
-        return plain_loop(self.bench.plain, self.prompt, self.steps)
-
-    def published(self) -> Tensor:
-        """LLaDA's published procedure."""
-        return reference_loop(self.bench.plain, self.prompt, self.steps)
+        given, five = (bench.prompt(*size), self.steps), MaskSinks(top_k=5)
+        self.unwatched, self.recorded = partial(bench.run, *given, False), partial(bench.run, *given, True)
+        self.masked = partial(bench.run, *given, False, five)
+        self.masked_and_recorded = partial(bench.run, *given, True, five)
+        self.plain, self.published = (partial(loop, bench.plain, *given) for loop in (plain_loop, reference_loop))
 
 
 @pytest.fixture(scope="module")
@@ -157,19 +148,17 @@ def works(bench: Bench, size: Size) -> Works:
 
 
 @pytest.mark.parametrize(("what", "a", "b", "aim"), [
-    ("nothing watched ÷ plain transformers SDPA", Works.unwatched, Works.plain, 1.02),
-    ("sinks recorded ÷ not recorded", Works.recorded, Works.unwatched, 1.05),
-    ("MaskSinks(5) ÷ not, nothing recorded", Works.masked, Works.unwatched, 1.10),
-    ("MaskSinks(5) ÷ not, sinks recorded in both", Works.masked_and_recorded, Works.recorded, None),
-    ("complete run, sinks recorded ÷ the published procedure", Works.recorded, Works.published, 1.0),
+    ("nothing watched ÷ plain transformers SDPA", "unwatched", "plain", 1.02),
+    ("sinks recorded ÷ not recorded", "recorded", "unwatched", 1.05),
+    ("MaskSinks(5) ÷ not, nothing recorded", "masked", "unwatched", 1.10),
+    ("MaskSinks(5) ÷ not, sinks recorded in both", "masked_and_recorded", "recorded", None),
+    ("complete run, sinks recorded ÷ the published procedure", "recorded", "published", 1.0),
 ])  # fmt: skip
 def test_ratios(
-    what: str, a: Callable[[Works], object], b: Callable[[Works], object], aim: float | None, size: Size, works: Works,
-    finding: Callable[..., None],
+    what: str, a: str, b: str, aim: float | None, size: Size, bench: Bench, works: Works, finding: Callable[..., None]
 ) -> None:  # fmt: skip
     """{what} ({size})"""
-    bench = works.bench
-    ratio = bench.ratio(lambda: a(works), lambda: b(works))
+    ratio = bench.ratio(getattr(works, a), getattr(works, b))
     finding(f"{bench}; {_spread(ratio)}", value=ratio.median, aim=None if bench.small else aim)
 
 
@@ -178,27 +167,16 @@ def _spread(ratio: Ratio) -> str:
     return f"{spread}; {ratio.a * 1e3:.1f} ms and {ratio.b * 1e3:.1f} ms"
 
 
-def test_tokens(size: Size, works: Works, finding: Callable[..., None]) -> None:
-    """tokens are the plain loop's ({size})
-
-    Random weights often tie in bfloat16, so this is a figure.
-    """
-    with enough_memory():
-        differ = works.recorded().tokens.cpu() != works.plain().cpu()
-    finding("share that differs", value=float(differ[:, -ANSWER:].double().mean()), aim=0.0)
-
-
-def test_memory(size: Size, works: Works, device: torch.device, finding: Callable[..., None]) -> None:
+def test_memory(size: Size, bench: Bench, works: Works, device: torch.device, finding: Callable[..., None]) -> None:
     """memory above a plain run, sinks recorded, in MB ({size})"""
     with enough_memory():
         works.recorded(), works.plain()
         recorded, plain = peak(works.recorded, device), peak(works.plain, device)
-    finding(f"{works.bench}; {recorded:.0f} MB, plain {plain:.0f} MB, weights not counted", value=recorded - plain)
+    finding(f"{bench}; {recorded:.0f} MB, plain {plain:.0f} MB, weights not counted", value=recorded - plain)
 
 
-def test_roofline(size: Size, works: Works, device: torch.device, finding: Callable[..., None]) -> None:
+def test_roofline(size: Size, bench: Bench, works: Works, device: torch.device, finding: Callable[..., None]) -> None:
     """a recorded pass ÷ the card's roofline ({size})"""
-    bench = works.bench
     top = roofline.peak_of(device, bench.dtype)
     flops, moved = roofline.pass_of(bench.sizes, size.rows, size.length, ANSWER, bench.dtype.itemsize)
     least = max(flops / top.flops, moved / top.bytes)
@@ -213,74 +191,32 @@ def test_roofline(size: Size, works: Works, device: torch.device, finding: Calla
     )
 
 
-def _transformers(bench: Bench, canvas: Tensor) -> Callable[[], Tensor]:
-    eager = twin(bench.plain, "eager")
-
-    def work() -> Tensor:
-        given = eager.model(input_ids=canvas, use_cache=False, output_attentions=True)
-        return torch.stack([pattern[0].float().sum(1) for pattern in given.attentions])
-
-    return work
-
-
-def _nnsight(bench: Bench, canvas: Tensor) -> Callable[[], Tensor]:
-    import nnsight
-
-    traced = nnsight.NNsight(twin(bench.plain, "eager"))
-
-    def work() -> Tensor:
-        with traced.trace(input_ids=canvas, use_cache=False, output_attentions=True):
-            kept = [layer.self_attn.output[1][0].float().sum(1) for layer in traced.model.layers]
-            stacked: Any = torch.stack(kept).save()  # type: ignore[attr-defined]
-        return stacked  # has its value once the block has ended
-
-    return work
-
-
-def _transformer_lens(bench: Bench, canvas: Tensor) -> Callable[[], Tensor]:
-    """TransformerLens's bridge attends causally, at equal cost, so its scores are not compared."""
-    from transformer_lens.model_bridge import TransformerBridge
-
-    hf: Any = twin(bench.plain, "eager")
-    with tempfile.TemporaryDirectory() as folder:
-        hf.config.save_pretrained(folder)
-        load("tiny-llada").tokenizer.save_pretrained(folder)
-        lens = TransformerBridge.boot_transformers(folder, hf_model=hf, device=str(bench.device))
-
-    def work() -> Tensor:
-        patterns = lambda name: name.endswith("hook_pattern")  # noqa: E731
-        cache = lens.run_with_cache(canvas, return_type=None, names_filter=patterns)[1]
-        return torch.stack([cache["pattern", layer][0].float().sum(1) for layer in range(lens.cfg.n_layers)])
-
-    return work
-
-
 @pytest.mark.parametrize("length", [
     pytest.param(128, marks=pytest.mark.small), *(pytest.param(n, marks=pytest.mark.large) for n in (512, 1024)),
 ])  # fmt: skip
 @pytest.mark.parametrize(("what", "make"), [
-    ("transformers eager patterns", _transformers), ("nnsight on eager attention", _nnsight),
-    ("TransformerLens run_with_cache", _transformer_lens),
+    ("transformers eager patterns", transformers_sinks), ("nnsight on eager attention", nnsight_sinks),
+    ("TransformerLens run_with_cache", bridge_sinks),
 ])  # fmt: skip
 def test_others(
-    what: str, make: Callable[[Bench, Tensor], Callable[[], Tensor]], length: int, bench: Bench, device: torch.device,
+    what: str, make: Callable[..., Callable[[Tensor], Tensor]], length: int, bench: Bench, device: torch.device,
     finding: Callable[..., None],
 ) -> None:  # fmt: skip
     """{what} ÷ sinklens (one pass, S = {length})
 
-    Each computes the sinks of every layer and head.
+    Each computes the sinks of every layer and head; TransformerLens attends causally, so its are not compared.
     """
-    if bench.small and make is not _transformers:
+    if bench.small and make is not transformers_sinks:
         pytest.skip("on a CPU, benchmarks/run.py measures this")
     canvas = blank(bench.prompt(length, 1))
-    work = make(bench, canvas)
+    work = partial(make(bench.plain), canvas)
 
     def ours() -> Tensor:
         run = bench.run(canvas[:, :-ANSWER], 1, True)
         return torch.from_numpy(run.sinks.scores().values[0, 0])
 
     with torch.no_grad():
-        if make is not _transformer_lens:
+        if make is not bridge_sinks:
             found, wanted = work().float().cpu(), ours()
             off = float((found - wanted).abs().max() / wanted.max())
             assert off < (1e-3 if bench.small else 0.1), f"its scores differ by {off:.2g} of the largest"
@@ -305,20 +241,3 @@ def test_kernel(device: torch.device, finding: Callable[..., None]) -> None:
         lambda: column_sums.column_sums(query, key, lse, 0.1), 7, device=device,
     )  # fmt: skip
     finding(_spread(ratio), value=ratio.median)
-
-
-def test_profile(bench: Bench, finding: Callable[..., None]) -> None:
-    """profile of a recorded step
-
-    The operators that take the most time in a recorded run of two steps.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    gpu, prompt = bench.device.type == "cuda", bench.prompt(128 if bench.small else 1024, 1)
-    bench.run(prompt, 2, True)
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as profiled:
-        bench.run(prompt, 2, True)
-    by = "self_device_time_total" if gpu else "self_cpu_time_total"
-    events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, by))[:12]
-    total = sum(getattr(event, by) for event in profiled.key_averages()) or 1
-    finding("; ".join(f"{event.key[:60]} {getattr(event, by) / total:.0%} ({event.count}×)" for event in events))
