@@ -155,7 +155,8 @@ def check_arguments(record: Any) -> None:
     Raises:
         SettingError: a value has another type or is out of range.
     """
-    for argument in arguments(type(record)).values():
+    declared: Callable[..., Any] = type(record)
+    for argument in arguments(declared).values():
         given = getattr(record, argument.name)
         value = argument.read(given)
         if value is not given:

@@ -39,7 +39,7 @@ def generation_of(t: "Generation | Trace") -> "Generation":
         HookOrderError: the trace has not run.
     """
     require_run(t, "t")
-    return getattr(t, "generation", t)  # type: ignore[return-value]
+    return getattr(t, "generation", t)
 
 
 def pattern_at(t: "Generation | Trace", step: int, layer: int, row: int = 0) -> Float[Tensor, "head query key"]:
