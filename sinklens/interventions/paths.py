@@ -120,7 +120,7 @@ class Receiver(NamedTuple):
         return found
 
 
-Component = TypeVar("Component", Sender, Receiver)
+Component = TypeVar("Component", bound=Sender | Receiver)
 
 
 def senders_of(model: "Model") -> list[Sender]:
@@ -157,7 +157,7 @@ def named(components: Sequence[Component], labels: Iterable[str]) -> list[Compon
     Raises:
         SettingError: no such component.
     """
-    known = {one.name: one for one in components}
+    known: dict[str, Component] = {one.name: one for one in components}
     for label in labels:
         if label not in known:
             raise SettingError(
