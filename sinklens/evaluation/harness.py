@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sinklens.errors import PromptError, SettingError, SinklensError
-from sinklens.experiments.nll.estimate import LikelihoodRequest, check_pair, likelihoods, longest, refuse_cache
+from sinklens.experiments.nll.estimate import check_pair, likelihoods, longest, refuse_cache
 from sinklens.experiments.nll.noise import DrawRule, Masking
 from sinklens.experiments.nll.result import PromptAnswer
 from sinklens.families.samplers import settings_for
@@ -257,13 +257,13 @@ class SinklensLM(TemplateLM):
         refuse_cache(self.cache)
         for number, pair in enumerate(pairs):
             check_pair(self.model, pair, number)
-        request = LikelihoodRequest(
-            rule=self.rule, cfg_scale=float(self.settings.get("cfg_scale", 0.0)), hooks=self.hooks
-        )
+        cfg_scale = float(self.settings.get("cfg_scale", 0.0))
         found = []
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for start in range(0, len(pairs), AT_ONCE):
-                scored = likelihoods(self.model, pairs[start : start + AT_ONCE], request)
+                scored = likelihoods(
+                    self.model, pairs[start : start + AT_ONCE], self.rule, hooks=self.hooks, cfg_scale=cfg_scale
+                )
                 found += [(one.value, one.greedy) for one in scored]
                 bar.update(len(scored))
         return found

@@ -8,7 +8,7 @@ import pytest
 import sinklens
 from sinklens.errors import PromptError, SettingError
 from sinklens.experiments import likelihood
-from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
+from sinklens.experiments.nll.estimate import likelihoods
 from sinklens.experiments.nll.noise import DrawRule
 from sinklens.experiments.nll.result import PromptAnswer
 from sinklens.interventions import MaskSinks
@@ -161,7 +161,7 @@ def test_rolling_bounds_sum_over_windows(tiny_llada):
     last = PromptAnswer(tuple(tokens[-size - 1 : -(len(tokens) % size)]), tuple(tokens[-(len(tokens) % size) :]))
     assert size < len(tokens) < 2 * size
     windows = [PromptAnswer((start,), tuple(tokens[:size])), last]
-    wanted = likelihoods(tiny_llada, windows, LikelihoodRequest(rule=DrawRule(4, 2)))
+    wanted = likelihoods(tiny_llada, windows, DrawRule(4, 2))
     assert found == pytest.approx(sum(one.value for one in wanted), rel=1e-5)
 
 

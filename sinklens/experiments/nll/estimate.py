@@ -14,7 +14,6 @@ fail silently.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,31 +31,7 @@ from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.request import Hooks, hook_list
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy
-from sinklens.utils.arguments import Count, NonNegative, check_arguments
-
-
-@dataclass(frozen=True, kw_only=True)
-class LikelihoodRequest:
-    """How likelihoods are computed.
-
-    Attributes:
-        rule: which masks are drawn, in a diffusion model.
-        cfg_scale: strength of classifier-free guidance; 0 for none.
-        hooks: (name or predicate, function) pairs and interventions.
-        rows: most rows in a pass; None for as many as have 16,384 positions.
-
-    Raises:
-        SettingError: a value is out of range.
-    """
-
-    rule: DrawRule = field(default_factory=DrawRule)
-    cfg_scale: NonNegative = 0.0
-    hooks: Hooks = ()
-    rows: Count | None = None
-
-    def __post_init__(self) -> None:
-        check_arguments(self)
-        object.__setattr__(self, "hooks", tuple(hook_list(self.hooks)))
+from sinklens.utils.arguments import Count, NonNegative, read_as
 
 
 def likelihood(
@@ -100,10 +75,8 @@ def likelihood(
         DeviceMemoryError: a single row does not fit into memory.
     """
     refuse_cache(cache)
-    request = LikelihoodRequest(
-        rule=DrawRule(mc_num, batch, masking, exact, seed), cfg_scale=cfg_scale, hooks=hooks, rows=rows
-    )
-    found = likelihoods(model, pairs_of(model, prompt, answer, chat_template), request)
+    rule, pairs = DrawRule(mc_num, batch, masking, exact, seed), pairs_of(model, prompt, answer, chat_template)
+    found = likelihoods(model, pairs, rule, hooks=hooks, cfg_scale=cfg_scale, rows=rows)
     return found if is_several(prompt) or is_several(answer) else found[0]
 
 
@@ -121,32 +94,42 @@ def refuse_cache(cache: Policy | str | None) -> None:
         )
 
 
-def likelihoods(model: Model, pairs: Sequence[PromptAnswer], request: LikelihoodRequest) -> list[Likelihood]:
+def likelihoods(
+    model: Model,
+    pairs: Sequence[PromptAnswer],
+    rule: DrawRule,
+    *,
+    hooks: Hooks = (),
+    cfg_scale: float = 0.0,
+    rows: int | None = None,
+) -> list[Likelihood]:
     """The likelihood of each pair; see `likelihood`."""
+    read_as(NonNegative, "cfg_scale", cfg_scale)
+    read_as(Count | None, "rows", rows)
     model.tree.refuse_unusable()
-    hooks, seed = tuple(hook_list(request.hooks)), request.rule.seed
+    entries = tuple(hook_list(hooks))
     if model.causal:
-        if request.cfg_scale:
+        if cfg_scale:
             raise SettingError(
                 f"{model.name} is autoregressive and has no mask token to guide with; leave cfg_scale out."
             )
-        if hooks:
-            return score_forced(model, pairs, hooks, seed, request.rows)
-        return score_exactly(model, pairs, request.rows)
+        if entries:
+            return score_forced(model, pairs, entries, rule.seed, rows)
+        return score_exactly(model, pairs, rows)
     if model.tree.changes_attention:
         raise SettingError(
             f"{model.name} has one likelihood for each of its modes, and none of them is estimated here. Its logits in "
             f"a mode are those of model(ids, mode=...)."
         )
     noise = noise_of(model)
-    if model.tree.architecture.time and request.cfg_scale:
+    if model.tree.architecture.time and cfg_scale:
         raise SettingError(
             f"cfg_scale is for models without a noise schedule; no such procedure is published for {model.family} "
             f"models. Leave it out."
         )
-    refuse_earlier(hooks, model)
-    passes = HookedPass(model, hooks, request.cfg_scale, seed, ControlLog())
-    found = bounds(passes, noise, pairs, request.rule, request.rows)
+    refuse_earlier(entries, model)
+    passes = HookedPass(model, entries, cfg_scale, rule.seed, ControlLog())
+    found = bounds(passes, noise, pairs, rule, rows)
     passes.controls.report()
     return found
 

@@ -8,7 +8,8 @@ from building import random_model
 import sinklens
 from sinklens.errors import PromptError, SettingError
 from sinklens.experiments import likelihood
-from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
+from sinklens.experiments.nll.estimate import likelihoods
+from sinklens.experiments.nll.noise import DrawRule
 from sinklens.experiments.nll.result import PromptAnswer
 from sinklens.hooks import HookTree
 from sinklens.interventions import AblateHeads, MaskSinks
@@ -38,7 +39,7 @@ def naive(model, pair):
 @pytest.mark.parametrize("rows", [None, 1, 2])
 @pytest.mark.parametrize("hooks", [(), [("blocks.0.hook_resid_post", lambda value, hook: None)]])
 def test_the_likelihood_is_the_product_over_tokens(model, rows, hooks):
-    found = likelihoods(model, PAIRS, LikelihoodRequest(rows=rows, hooks=hooks))
+    found = likelihoods(model, PAIRS, DrawRule(), rows=rows, hooks=hooks)
     for pair, one in zip(PAIRS, found, strict=True):
         np.testing.assert_allclose(one.losses[0], naive(model, pair), rtol=1e-4)
         assert (one.kind, one.standard_error) == ("likelihood", 0.0)

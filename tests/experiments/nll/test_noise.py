@@ -12,7 +12,7 @@ from building import random_dit
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import likelihood, likelihood_difference
-from sinklens.experiments.nll.estimate import LikelihoodRequest, likelihoods
+from sinklens.experiments.nll.estimate import likelihoods
 from sinklens.experiments.nll.noise import DrawRule, noise_of
 from sinklens.experiments.nll.result import PromptAnswer
 from sinklens.interventions import MaskSinks
@@ -237,9 +237,9 @@ PAIRS = [
 @pytest.mark.parametrize("name", [*NAMES, "llada", "dream", "sdar", "bd3lm-qwen3"])
 def test_a_result_does_not_depend_on_its_batch(model_of, family_model, name):
     model, rule = (model_of if name in MADE else family_model)(name), DrawRule(mc_num=8, batch=4)
-    together = likelihoods(model, PAIRS, LikelihoodRequest(rule=rule))
+    together = likelihoods(model, PAIRS, rule)
     for rows in (1, 5):
-        other = likelihoods(model, PAIRS, LikelihoodRequest(rule=rule, rows=rows))
+        other = likelihoods(model, PAIRS, rule, rows=rows)
         for one, same in zip(together, other, strict=True):
             np.testing.assert_allclose(one.losses, same.losses, rtol=1e-3, atol=1e-4)
     alone = likelihood(model, list(PAIRS[1].prompt), list(PAIRS[1].answer), mc_num=8, batch=4)
