@@ -13,7 +13,6 @@ from gpu import samples
 from gpu.agreement import near
 from torch import Tensor
 
-from sinklens.errors import ReadOnlyHookError
 from sinklens.interventions import AblateHeads, MaskKeys, MaskSinks
 from sinklens.model import Model
 from sinklens.runs import Generation, generate, trace
@@ -139,13 +138,6 @@ def test_block(model: Model, finding: Callable[..., None]) -> None:
     finding(f"the pattern read in the block is on {pattern.device}")
 
 
-def test_replay(model: Model, base: Generation, finding: Callable[..., None]) -> None:
-    """a replayed run has the given canvases"""
-    again = generate(model, samples.PROMPTS, replay=base, **GIVEN)
-    assert torch.equal(again.canvas[:, :-1], base.canvas[:, :-1]), "canvases differ"
-    finding(f"{again.steps_run} steps")
-
-
 def test_masked(model: Model, finding: Callable[..., None]) -> None:
     """keys that MaskSinks(5) masked have a score of exactly 0"""
     masks = MaskSinks(top_k=5)
@@ -174,23 +166,3 @@ def test_cache(device: torch.device, finding: Callable[..., None]) -> None:
     assert without.sinks is not None
     scores = [torch.from_numpy(track.scores().to_numpy()) for track in (with_cache.sinks, without.sinks)]
     finding(near(scores[0], scores[1], 10 * NEAR))
-
-
-def test_caches(model: Model, finding: Callable[..., None]) -> None:
-    """t.cache and run_with_cache show the same"""
-    name = "blocks.1.hook_resid_post"
-    with trace(model, samples.PROMPTS[0], **GIVEN) as t:
-        caches = t.cache([name], [0])
-        for step in t.steps:
-            pass
-    with torch.no_grad():
-        _, cache = model.run_with_cache(t.canvas[:, 0].to(model.cfg.device), names_filter=name)
-    finding(near(caches[0][name], cache[name], NEAR))
-
-
-def test_read_only(model: Model, batch: tuple[Tensor, Tensor], finding: Callable[..., None]) -> None:
-    """a read-only point refuses an edit"""
-    point = SCORES.format(1)
-    with pytest.raises(ReadOnlyHookError, match=point):
-        model.run_with_hooks(batch[0], attention_mask=batch[1], fwd_hooks=[(point, lambda value, hook: value * 2)])
-    finding("refused")
