@@ -3,7 +3,6 @@
 Pitfall: `Sizes` is made when the tree is built; a model that is moved later has another device. `Model.cfg` is current.
 """
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +11,6 @@ from transformers import PreTrainedModel
 
 from sinklens.errors import SinklensError
 from sinklens.hooks.architectures import Architecture
-from sinklens.hooks.names import axes_of
 from sinklens.hooks.offload import device_of
 
 
@@ -100,14 +98,3 @@ def sizes_of(hf: PreTrainedModel, architecture: Architecture) -> Sizes:
         experts_per_token=getattr(config, experts.chosen, None) if experts else None,
         d_cond=getattr(config, "cond_dim", None) if architecture.time else None,
     )
-
-
-def point_elements(cfg: Sizes, name: str, batch: int, length: int) -> int:
-    """Numbers in one value of the point called `name`, in a pass of `batch` rows that computes `length` positions."""
-    sizes = {
-        "batch": batch, "pos": length, "query": length, "key": length, "head": cfg.n_heads, "query|1": 1, "1": 1,
-        "kv_head": cfg.n_key_value_heads, "d_model": cfg.d_model, "d_head": cfg.d_head, "d_mlp": cfg.d_mlp,
-        "vocab": cfg.d_vocab, "vocab|1": cfg.d_vocab, "expert": cfg.num_experts or 0, "k": cfg.experts_per_token or 0,
-        "d_cond": cfg.d_cond or 0,
-    }  # fmt: skip
-    return math.prod(sizes[axis] for axis in axes_of(name))

@@ -103,7 +103,12 @@ class DiffusionGemmaSettings(RandomCanvas):
         return self.t_min + (self.t_max - self.t_min) * left
 
     def denoise(self, state: State) -> Iterator[None]:
-        _check_canvas(state, self)
+        if state.canvas.shape[1] != state.prompt_length + self.gen_length:
+            raise SettingError(
+                "an intervention puts tokens after the answer, but this model reads nothing that follows its canvas; "
+                "put them before the prompt."
+            )
+        self.check_start(state)
         state.cache_keys(read=state.tree.canvas_pass.encode)
         ended = torch.zeros(len(state.canvas), dtype=torch.bool, device=state.canvas.device)
         for number in range(self.canvases):
@@ -117,7 +122,7 @@ class DiffusionGemmaSettings(RandomCanvas):
                 block.run(step, ended)
                 if block.over:
                     break
-            ended = ended | _has_end(state, state.canvas[:, start : start + self.canvas_length])
+            ended = ended | _ends(state, state.canvas[:, start : start + self.canvas_length]).any(dim=1)
             if bool(ended.all()):
                 return
 
@@ -233,17 +238,8 @@ def lowest_entropies(entropy: Float[Tensor, "batch pos"], bound: float) -> Bool[
     return torch.zeros_like(accepted).scatter(-1, order, accepted)
 
 
-def _check_canvas(state: State, settings: DiffusionGemmaSettings) -> None:
-    if state.canvas.shape[1] != state.prompt_length + settings.gen_length:
-        raise SettingError(
-            "an intervention puts tokens after the answer, but this model reads nothing that follows its canvas; put "
-            "them before the prompt."
-        )
-    settings.check_start(state)
-
-
-def _has_end(state: State, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, " batch"]:
-    return torch.isin(tokens, torch.tensor(state.eos_ids, dtype=tokens.dtype, device=tokens.device)).any(dim=1)
+def _ends(state: State, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+    return torch.isin(tokens, torch.tensor(state.eos_ids, dtype=tokens.dtype, device=tokens.device))
 
 
 def _padded(
@@ -252,7 +248,7 @@ def _padded(
     """`tokens` with padding after the first end token, and everywhere in rows that ended in an earlier canvas."""
     if settings.pad_token_id is None:
         return tokens
-    ends = torch.isin(tokens, torch.tensor(state.eos_ids, dtype=tokens.dtype, device=tokens.device)).long()
+    ends = _ends(state, tokens).long()
     after = (ends.cumsum(dim=1) - ends > 0) | ended[:, None]
     return tokens.masked_fill(after, settings.pad_token_id)
 

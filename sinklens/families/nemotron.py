@@ -178,7 +178,8 @@ class LinearSpeculationSettings(BlocksAfterPrompt):
             yield from self._draft(state, run, block)
             accepted: list[int] = []
             yield from self._verify(state, run, block, accepted)
-            start = _last_decided(state) if state.replay is not None else start + accepted[0]
+            decided = (state.canvas[0] != state.mask_id).nonzero()
+            start = int(decided[-1]) if state.replay is not None else start + accepted[0]
             run.forget(start)
 
     def _draft(self, state: State, run: ModeSteps, block: range) -> Iterator[None]:
@@ -230,11 +231,6 @@ def _accepted(state: State, draft: Int[Tensor, "1 block"], best: Int[Tensor, "1 
             f"{draft.shape[1]} tokens."
         )
     return taken
-
-
-def _last_decided(state: State) -> int:
-    """The last column that holds a token."""
-    return int((state.canvas[0] != state.mask_id).nonzero()[-1])
 
 
 @dataclass(frozen=True)

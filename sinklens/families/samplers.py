@@ -145,19 +145,11 @@ def settings_for(model: Any, given: Mapping[str, Any]) -> Sampler:
     if family.modes:  # its blocks begin where the prompt ends, so their length is not that of a gen_length
         chosen = {key: value for key, value in defaults.items() if key == "block_length"} | chosen
     if family.block_causal and "block_length" in sampler.setting_names():
-        chosen["block_length"] = _block_length(chosen.get("block_length"), model.checkpoint.blocks.length, family.name)
+        given_length, length = chosen.get("block_length"), model.checkpoint.blocks.length
+        if given_length not in (None, length):
+            raise SettingError(
+                f"block_length is {given_length!r}, but this {family.name} model was loaded with blocks of {length}, "
+                f"which its attention uses too. Load it again with sinklens.load(..., block_length=...)."
+            )
+        chosen["block_length"] = length
     return make_settings(name, chosen, defaults)
-
-
-def _block_length(given: int | None, length: int, family: str) -> int:
-    """The block length of a block-causal model, whose attention depends on it.
-
-    Raises:
-        SettingError: another one was given.
-    """
-    if given not in (None, length):
-        raise SettingError(
-            f"block_length is {given!r}, but this {family} model was loaded with blocks of {length}, which its "
-            f"attention uses too. Load it again with sinklens.load(..., block_length=...)."
-        )
-    return length

@@ -428,32 +428,27 @@ def _device(device: str | torch.device | int | None) -> torch.device:
 
 
 def _tokenizer(folder: Path, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase | None":
-    """The folder's tokenizer; None if it has none.
+    """The folder's tokenizer, read without the code that tokenizer_config.json names; None if it has none.
 
     Raises:
         CheckpointError: the tokenizer cannot be read.
     """
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     try:
-        return _read_tokenizer(folder, config)
+        if (folder / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        if (folder / "vocab.json").is_file():  # Dream: Qwen2's byte-level BPE under Dream's class name
+            return AutoTokenizer.from_pretrained(folder, tokenizer_type=config.model_type, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the tokenizers library raises nothing narrower
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {reason}). One of its files may be "
             f"incomplete: download them again, or pass another tokenizer as sinklens.load(..., tokenizer=...)."
         ) from error
-
-
-def _read_tokenizer(folder: Path, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
-    """Read the tokenizer without running code that tokenizer_config.json names."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    if (folder / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    if (folder / "vocab.json").is_file():  # Dream: Qwen2's byte-level BPE under Dream's class name
-        return AutoTokenizer.from_pretrained(folder, tokenizer_type=config.model_type, local_files_only=True)
-    return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
 
 
 def _end_tokens(

@@ -186,12 +186,8 @@ class SinglePasses(TokenMethods, Root):
     def _check_pass(self, given: Encoded, mode: Any = None) -> None:
         """Reject a pass longer than the context, and warn if there is nothing to predict."""
         self._check_length(int(given.real.sum(dim=1).max()))
-        if mode not in CAUSAL:
-            self._warn_without_masks(given)
-
-    def _warn_without_masks(self, given: Encoded) -> None:
-        """Warn once if a diffusion model gets a pass without masked positions."""
-        if self._warned or self.mask_token_id is None or bool((given.ids == self.mask_token_id).any()):
+        said = self._warned or mode in CAUSAL or self.mask_token_id is None
+        if said or bool((given.ids == self.mask_token_id).any()):
             return
         self._warned = True
         warn_caller(
