@@ -63,7 +63,6 @@ class LabApp:
             ("GET", "/api/runs/{run}", _doing(self.run)),
             ("DELETE", "/api/runs/{run}", _doing(self.remove)),
             ("POST", "/api/runs/{run}/cancel", _doing(session.cancel, 202)),
-            ("POST", "/api/runs/{run}/note", _doing(session.note, body=True)),
             ("POST", "/api/shown", _doing(session.show, body=True)),
             ("POST", "/api/runs/{run}/heads", _doing(self.try_heads, 202, body=True)),
             ("POST", "/api/runs/{run}/heads/cancel", _doing(self.cancel_heads, 202)),

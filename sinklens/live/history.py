@@ -1,8 +1,7 @@
 """The lab's runs on disk: one file each, complete or absent.
 
 A run is ``runs/ID.npz`` with its arrays and, as JSON, its record: what was requested, what came out, and the provenance
-that a sink track has. Names and notes that users gave to runs are in ``notes.json``. Without ``--keep``, the folder is
-a temporary one.
+that a sink track has. Without ``--keep``, the folder is a temporary one.
 
 Names of files are made here and never come from a request: a request's id is looked up among those that exist. What the
 files contain is checked like a request, since it may be damaged or forged: a run that cannot be read is listed with the
@@ -16,7 +15,6 @@ Limitation: two labs may write to one folder, but each lists only the runs that 
 import json
 import math
 import re
-import secrets
 import tempfile
 import time
 import warnings
@@ -39,7 +37,6 @@ from sinklens.utils.atomic import atomic_write
 if TYPE_CHECKING:
     from sinklens.live.execution import LiveRun
 
-NOTES = "notes.json"
 IN_MEMORY = 4  # outcomes that are not read again
 MOST_UNWRITTEN = 64  # outcomes that are held because they could not be written
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -89,7 +86,7 @@ class LabRun:
         prompt = spec.prompt if isinstance(spec.prompt, str) else f"token ids {spec.prompt}"
         task = None if spec.task is None else {"task": spec.task[0], "index": spec.task[1]}
         changes = [chip for chip in spec.chips if chip["on"]]
-        return dict.fromkeys((*SUMMARY, "name", "note")) | {
+        return dict.fromkeys(SUMMARY) | {
             "id": self.id, "model": spec.model, "prompt": prompt[:SHOWN], "status": self.status,
             "created": self.created, "seed": spec.seed, "chips": len(changes), "changes": changes,
             "replay": spec.replay, "from_canvas": spec.canvas is not None, "task": task, "compare_to": spec.compare_to,
@@ -102,7 +99,6 @@ class RunHistory:
     Attributes:
         folder: the folder.
         kept: whether it outlives the lab.
-        notes: name and note of runs that have one, by id.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -122,7 +118,6 @@ class RunHistory:
             raise SinklensError(
                 f"could not create {self.folder}: {error}. Choose another folder for --keep."
             ) from error
-        self.notes = self._read_notes()
 
     def runs(self) -> list[LabRun]:
         """The runs in the folder, oldest first, with those that cannot be read."""
@@ -160,35 +155,10 @@ class RunHistory:
         _limited(self._recent, run, outcome, IN_MEMORY)
         return outcome
 
-    def note(self, run: str, name: str, note: str) -> None:
-        """Keep a run's name and note; two empty texts remove them."""
-        self.notes = {other: kept for other, kept in self.notes.items() if other != run}
-        if name or note:
-            self.notes[run] = {"name": name, "note": note}
-        with atomic_write(self.folder / NOTES) as part:
-            part.write_text(json.dumps(self.notes))
-
-    def _read_notes(self) -> dict[str, dict[str, str]]:
-        """The names and notes in the folder; a damaged file is set aside with a warning, and what it holds is kept."""
-        file, kept, damage = self.folder / NOTES, {}, ""
-        try:
-            found = read_json(file.read_bytes(), "it")
-            kept = {run: texts for run, texts in found.items() if _is_note(texts)} if isinstance(found, dict) else {}
-            damage = "" if kept == found else "some of it is not a name and a note."
-        except FileNotFoundError:
-            return {}
-        except (OSError, Refused) as error:
-            damage = str(error)
-        if damage:
-            _set_aside(file, kept, damage)
-        return kept
-
     def remove(self, run: str) -> None:
-        """Delete a run's file, name and note."""
+        """Delete a run's file."""
         self._recent.pop(run, None)
         self._unwritten.pop(run, None)
-        if run in self.notes:
-            self.note(run, "", "")
         self._file(run).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -198,27 +168,6 @@ class RunHistory:
 
     def _file(self, run: str) -> Path:
         return self.folder / "runs" / f"{run}.npz"
-
-
-def _is_note(found: Any) -> bool:
-    """Whether `found` is the name and the note of a run."""
-    return (
-        isinstance(found, dict) and set(found) == {"name", "note"} and all(isinstance(t, str) for t in found.values())
-    )
-
-
-def _set_aside(file: Path, kept: Mapping[str, Any], damage: str) -> None:
-    """Rename a damaged file, write what could be read of it in its place, and warn."""
-    aside = file.with_name(f"{file.stem}.damaged-{secrets.token_hex(4)}{file.suffix}")
-    try:
-        file.replace(aside)
-        with atomic_write(file) as part:
-            part.write_text(json.dumps(kept))
-        then = f"It is kept as {aside.name}; repair it and rename it to {file.name} to have them back."
-    except (OSError, SinklensError) as error:
-        then = f"It could not be set aside: {error}."
-    text = f"{file} is damaged: {damage:.300} The lab opens with {len(kept)} names and notes of runs. {then}"
-    warnings.warn(text.encode("ascii", "backslashreplace").decode(), stacklevel=2)
 
 
 def _limited(kept: OrderedDict[str, RunOutcome], run: str, outcome: RunOutcome, most: int) -> None:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from sinklens.model import Model
 
 MOST_KEPT = 500  # runs of a lab without --keep
-MOST_NAME, MOST_NOTE = 200, 5_000  # characters
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,6 @@ class Session:
         self._runs: dict[str, LabRun] = {}
         self._weights: dict[str, str] = {}
         for run in self.history.runs():
-            run.facts |= self.history.notes.get(run.id, {})
             run.spec = replace(run.spec, model=run.spec.model or next(iter(self.models)))
             self._runs[run.id] = run
 
@@ -112,22 +110,6 @@ class Session:
             del self._runs[run_id]
             self.history.remove(run_id)
             self.events.add("removed", run=run_id)
-
-    def note(self, run_id: str, body: Any) -> None:
-        """Give a run a name and a note.
-
-        Raises:
-            Refused: there is no such run, or they are not texts or too long.
-        """
-        require(isinstance(body, dict) and set(body) == {"name", "note"}, "give a name and a note.")
-        for part, most in (("name", MOST_NAME), ("note", MOST_NOTE)):
-            short = isinstance(body[part], str) and len(body[part]) <= most
-            require(short, f"the {part} must be a text of at most {most:,} characters.")
-        with self._lock:
-            run = self.run(run_id)
-            run.facts |= body
-            self.history.note(run_id, body["name"], body["note"])
-            self.events.add("noted", run=run_id, summary=run.summary())
 
     def show(self, body: Any) -> None:
         """Remember which runs a page shows as A and B.

@@ -53,27 +53,6 @@ SUMMARY = {"created": 1.0, "status": "done", "steps_run": 4, "text": "a"}
 SPEC = RunSpec("tiny-llada", PROMPT).to_json()
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ('{"a": {"name": "first", "no', {}),
-        ("[1, 2]", {}),
-        ('{"a": {"name": "first", "note": ""}, "b": {"name": 3, "note": ""}}', {"a": {"name": "first", "note": ""}}),
-    ],
-    ids=["cut off", "a list", "an entry"],
-)
-def test_damaged_notes_are_set_aside_with_a_warning(tmp_path, text, left):
-    (tmp_path / "notes.json").write_text(text)
-    with pytest.warns(
-        UserWarning, match=rf"notes.json is damaged: .* opens with {len(left)} names .* kept as notes\.dam"
-    ):
-        opened = RunHistory(tmp_path)
-    assert opened.notes == left
-    assert [file.read_text() for file in tmp_path.glob("notes.damaged-*.json")] == [text]
-    opened.note("c", "third", "new")
-    assert RunHistory(tmp_path).notes == left | {"c": {"name": "third", "note": "new"}}  # without a warning
-
-
 def test_a_damaged_file_is_listed_and_the_others_open(run, tmp_path):
     history = RunHistory(tmp_path)
     history.save("good", SUMMARY, SPEC, RunOutcome.of(run))

@@ -41,7 +41,7 @@ function stateSaid(summary, slot) {
 }
 
 const KEPT_BACK = 10000; // milliseconds for which a deletion can be undone
-const wordsOf = (summary) => [summary.name, summary.note, summary.model, summary.prompt, summary.text, summary.error, `seed ${summary.seed ?? 0}`, changesOf(summary), summary.task && `${summary.task.task} ${summary.task.index}`].filter(Boolean).join(" ");
+const wordsOf = (summary) => [summary.model, summary.prompt, summary.text, summary.error, `seed ${summary.seed ?? 0}`, changesOf(summary), summary.task && `${summary.task.task} ${summary.task.index}`].filter(Boolean).join(" ");
 const changesOf = ({ changes }) => (changes && changes.length ? changes.map(saidOf).join("; ") : "");
 
 function drawHistory() {
@@ -54,30 +54,21 @@ function drawHistory() {
 }
 
 function historyItem(summary) {
-  const { id, model, prompt, text, status, replay, from_canvas: edited, right, error, seed, name, note, task } = summary;
+  const { id, model, prompt, text, status, replay, from_canvas: edited, right, error, seed, task } = summary;
   const item = make("li"), what = make("span", undefined, "what"), tools = make("span", undefined, "row"), mark = id === lab.A ? "A" : id === lab.B ? "B" : "";
-  const called = `${name || model} run ${id}`;
+  const called = `${model} run ${id}`;
   if (lab.leaving.has(id)) {
-    what.append(`Deleted: ${name || prompt || id}`);
+    what.append(`Deleted: ${prompt || id}`);
     item.append(make("span", mark, "now"), what, button("Undo", `Keep ${called}`, () => { clearTimeout(lab.leaving.get(id)); lab.leaving.delete(id); drawHistory(); }));
     return item;
   }
   const facts = [model, task ? `${task.task} ${task.index}` : "", `seed ${seed ?? 0}`, changesOf(summary) || "no changes", replay ? "on the canvases of another run" : "", edited ? "edited canvas" : "", STATUS[status], right === true ? "✓ right" : right === false ? "✗ wrong" : ""];
-  what.append(make("span", name || prompt || "", "line"), make("span", facts.filter(Boolean).join(" · "), "soft"), make("span", error || text || "", "soft answer"), note ? make("span", note, "note") : "");
+  what.append(make("span", prompt || "", "line"), make("span", facts.filter(Boolean).join(" · "), "soft"), make("span", error || text || "", "soft answer"));
   what.title = prompt || "";
   tools.append(button("as A", `Show ${called} as A`, attempt(() => place("A", id))), button("as B", `Show ${called} as B`, attempt(() => place("B", id))),
-    button("Name…", `Name ${called}, or add a note`, () => nameRun(summary)),
     isActive(id) ? button("Stop", `Stop ${called}`, attempt(() => askJson(`/api/runs/${id}/cancel`, {}))) : button("Delete", `Delete ${called}`, () => leave(id)));
   item.append(make("span", mark, "now"), what, tools);
   return item;
-}
-
-function nameRun({ id, name, note }) {
-  const list = [field({ name: "name", type: "str" }, name), field({ name: "note", type: "text", help: "What you saw, or what to try next." }, note)];
-  byId("chip-dialog-title").textContent = "Name and note";
-  write(byId("chip-fields"), ...list.map(({ box }) => box));
-  write(byId("token-choices"));
-  openDialog(() => askJson(`/api/runs/${id}/note`, Object.fromEntries(list.map(({ name: part, read }) => [part, read() ?? ""]))));
 }
 
 // Deletes a run after a while, in which it can be kept.

@@ -221,7 +221,6 @@ const HANDLERS = {
     if (event.run === shownId()) lab.drawing ??= setTimeout(() => requestAnimationFrame(grow), Math.max(0, 60 - (performance.now() - lab.drawn)));
   },
   done: ended, cancelled: ended, failed: ended, heads: learnTrial,
-  noted({ run: id, summary }) { lab.runs.set(id, { ...summaryOf(id), ...summary }); },
   removed({ run: id }) {
     for (const store of [lab.runs, lab.opened, lab.live, lab.requests, lab.trials]) store.delete(id);
     if (id === lab.B) dropB();
