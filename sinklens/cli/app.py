@@ -43,7 +43,7 @@ COMMANDS = {  # name -> the function or the App that it calls, and what `sinklen
     ),
     "verify": (
         "tracing:verify",
-        "check a checkpoint that you have: fingerprint, size, self-check, accuracy, the study's statements; write a "
+        "check a checkpoint that you have: fingerprint, self-check, accuracy, the study's statements; write a "
         "report to paste",
     ),
     "protocols": (

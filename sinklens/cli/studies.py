@@ -12,7 +12,7 @@ from cyclopts import App
 from sinklens.analyses import questions
 from sinklens.cli.options import Call, Integer, LoadingOfRun, Run, fitted
 from sinklens.cli.settings import Settings
-from sinklens.errors import SettingError, SinklensError
+from sinklens.errors import SettingError
 
 SEEDS = (
     "low, high: 95 % t interval of the mean over seeds and prompts, on the scale given. compared: a measurement of "
@@ -88,17 +88,12 @@ def run_study(
 
 
 def _prompts(file: Path | None, limit: int | None) -> list[Any]:
+    from sinklens.tasks.base import check_limit
     from sinklens.tasks.prompts import read_prompts
     from sinklens.tasks.word_problems import held_out
 
-    if limit is not None and limit < 1:
-        raise SinklensError(f"--limit must be at least 1; got {limit}.")
-    if file is None:
-        return [problem.prompt for problem in held_out(limit or 100)]
-    prompts = read_prompts(file, limit)
-    if limit is not None and limit > len(prompts):
-        raise SinklensError(f"--limit is {limit}, but {file} holds {len(prompts)} prompts; give at most that many.")
-    return prompts
+    check_limit(limit)
+    return read_prompts(file, limit) if file is not None else [one.prompt for one in held_out(limit or 100)]
 
 
 def _groups(file: Path | None, column: str | None, limit: int | None) -> list[str] | None:

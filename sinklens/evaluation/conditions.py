@@ -181,15 +181,11 @@ def under_caches(conditions: Sequence[Condition], caches: "str | Policy | Sequen
         caches: policies, or names such as "dual" and "keep-sinks:4"; `NoCache` adds nothing.
 
     Raises:
-        SettingError: an unknown policy, a policy that is listed twice, or a condition that has a policy already.
+        SettingError: an unknown policy, or a condition that has a policy already.
     """
-    conditions = _checked(conditions)
     listed = [caches] if isinstance(caches, str | Policy) or not isinstance(caches, Iterable) else list(caches)
     policies = [policy for policy in map(as_policy, listed) if policy is not None]
     names = [policy_name(policy) for policy in policies]
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise SettingError(f"list each cache policy once; {repeated} is listed several times.")
     given = next((condition.name for condition in conditions if condition.cache is not None), None)
     if policies and given is not None:
         raise SettingError(f"the condition {given!r} has a cache policy already; drop cache=, or that policy.")
@@ -198,18 +194,6 @@ def under_caches(conditions: Sequence[Condition], caches: "str | Policy | Sequen
                 control_of=one.control_of and f"{one.control_of}, cache {name}")
         for name, policy in zip(names, policies, strict=True) for one in conditions
     )]  # fmt: skip
-
-
-def _checked(conditions: Sequence[Condition]) -> list[Condition]:
-    """Raises SettingError unless `conditions` is a list of conditions."""
-    listed = list(conditions) if isinstance(conditions, Iterable) else [conditions]
-    if not isinstance(conditions, Iterable) or not all(isinstance(one, Condition) for one in listed):
-        kinds = ", ".join(sorted({type(one).__name__ for one in listed}))
-        raise SettingError(
-            f"conditions must be a list of Condition, such as masking([1]) or [UNMASKED, Condition('mine', hooks)]; "
-            f"got {kinds}."
-        )
-    return listed
 
 
 def unpaired(controls: Mapping[str, str], names: Collection[str]) -> str:

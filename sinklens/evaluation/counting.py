@@ -28,8 +28,10 @@ def counting(unit: str, out: Path | None = None, call: Sequence[str] = ()) -> It
     except KeyboardInterrupt:
         if out is None:
             raise
+        for bar in bars.values():  # before the message, which ends standard error
+            bar.close()
         command = shlex.join(["sinklens", *call])
-        print(f"\nsinklens: interrupted; {out} keeps the finished {unit}. To resume:\n  {command}", file=sys.stderr)
+        print(f"sinklens: interrupted; {out} keeps the finished {unit}. To resume:\n  {command}", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         for bar in bars.values():

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import pickle
-import socket
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -150,7 +149,6 @@ class OnRay:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         address = self.address or os.environ.get("RAY_ADDRESS")
         if address:
-            _require_reachable(address)
             ray.init(address=address, **quiet)
         else:
             cpus = None if self.workers is None else max(1, math.ceil(self.workers * self.cpus_per_worker))
@@ -245,21 +243,3 @@ def _or_raise(outcome: Any) -> Any:
     if isinstance(outcome, SinklensError):
         raise outcome
     return outcome
-
-
-def _require_reachable(address: str) -> None:
-    """Check that something answers at ``host:port``; Ray itself retries for minutes.
-
-    Raises:
-        SettingError: nothing answers.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        return  # such as "auto", which Ray looks up
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, OverflowError) as error:
-        raise SettingError(
-            f"no Ray cluster answers at {address} ({error}); start one there, or leave the address out (--address, "
-            f"RAY_ADDRESS)."
-        ) from error

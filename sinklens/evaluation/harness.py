@@ -8,7 +8,7 @@ line. The harness builds prompts and judges answers; this module encodes the pro
 them at the task's stop texts. Tasks that score given answers get likelihoods (sinklens/experiments/nll): exact ones of
 an autoregressive model, bounds of a masked diffusion model, estimated as LLaDA's evaluation script does.
 
-Sampler settings come from, in order of precedence: the model's arguments for the task, its other arguments, the task
+Sampler settings come from, in order of precedence: the model's arguments, the task
 (``max_gen_toks`` is `gen_length`), the checkpoint, the sampler's defaults.
 
 Known failure: the harness's response cache (``use_cache``) is keyed by the prompt but not by the intervention, so a
@@ -21,8 +21,6 @@ Source: https://github.com/EleutherAI/lm-evaluation-harness, version 0.4.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, NoReturn
 
 from sinklens.errors import PromptError, SettingError, SinklensError
@@ -80,13 +78,11 @@ class SinklensLM(TemplateLM):
             `sinklens.experiments.nll.noise.DrawRule`. Its guidance is the setting ``cfg_scale``.
         revision, dtype, device: as in `sinklens.load`. "cuda:0", the default of the harness's command line, is
             ignored on a machine without a GPU.
-        task_settings: sampler settings of single tasks, such as how a task treats end tokens: task name or pattern ->
-            settings, or a JSON file of them. They override `settings`; of several patterns that fit, the last counts.
         settings: sampler settings; they override the task's.
 
     Raises:
         SettingError: both `hooks` and `mask_sinks` are given, `batch_size` is not a number, the model's sampler does
-            not have a setting, `task_settings` cannot be read, or `cache` is not a policy that the model can run under.
+            not have a setting, or `cache` is not a policy that the model can run under.
     """
 
     def __init__(
@@ -108,7 +104,6 @@ class SinklensLM(TemplateLM):
         revision: str | None = None,
         dtype: Any = "auto",
         device: str | None = None,
-        task_settings: Mapping[str, Mapping[str, Any]] | str | Path | None = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -130,9 +125,7 @@ class SinklensLM(TemplateLM):
         self.model = load(pretrained, **{name: value for name, value in loading.items() if value is not None})
         self._device = self.model.cfg.device
         self.cache = as_policy(cache)
-        self.task_settings = _read_settings(task_settings)
-        for named in ("", *self.task_settings):
-            self._settings({}, named)
+        self._settings({})
         if self.cache is not None:
             check_policy(self.model, settings_for(self.model, self.settings), self.cache)
 
@@ -204,11 +197,11 @@ class SinklensLM(TemplateLM):
 
         answers: list[str] = [""] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
-            for seed, request_settings, task, places in self._batches(requests):
+            for seed, request_settings, places in self._batches(requests):
                 prompts = [self.tok_encode(requests[place].args[0]) for place in places]
                 run = generate(
                     self.model, prompts, hooks=self.hooks, seed=seed, record_sinks=False, progress=False,
-                    cache=self.cache, **self._settings(request_settings, task),
+                    cache=self.cache, **self._settings(request_settings),
                 )  # fmt: skip
                 for place, answer in zip(places, run.answers, strict=True):
                     answers[place] = cut(answer.text or "", _stops(request_settings))
@@ -287,12 +280,11 @@ class SinklensLM(TemplateLM):
             "hooks": [repr(hook) for hook in self.hooks],
             "cache": repr(self.cache) if self.cache else "",
             "settings": asdict(settings_for(self.model, self.settings)),
-            "task_settings": {task: dict(given) for task, given in self.task_settings.items()},
             "likelihood": asdict(self.rule),
             "seed": self.seed,
         }
 
-    def _settings(self, requested: Mapping[str, Any], task: str) -> dict[str, Any]:
+    def _settings(self, requested: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that the harness's task requests, overridden by the model's arguments."""
         wanted = {name: value for name, value in requested.items() if name not in ("until", "do_sample", *LENGTHS)}
         if not requested.get("do_sample", requested.get("temperature")):
@@ -301,8 +293,6 @@ class SinklensLM(TemplateLM):
         length = next((requested[name] for name in LENGTHS if requested.get(name) is not None), None)
         wanted |= {} if length is None else {"gen_length": int(length)}
         chosen = wanted | self.settings
-        for pattern, given in self.task_settings.items():
-            chosen |= given if task == pattern or fnmatchcase(task, pattern) else {}
         try:
             settings_for(self.model, chosen)
         except SettingError as error:
@@ -313,44 +303,23 @@ class SinklensLM(TemplateLM):
             ) from error
         return chosen
 
-    def _batches(self, requests: Sequence[Instance]) -> Iterator[tuple[int, dict[str, Any], str, list[int]]]:
-        """For prompts that run together: their seed, settings, task and indices in `requests`."""
-        groups: dict[tuple[int, str, str], list[int]] = {}
+    def _batches(self, requests: Sequence[Instance]) -> Iterator[tuple[int, dict[str, Any], list[int]]]:
+        """For prompts that run together: their seed, settings and indices in `requests`."""
+        groups: dict[tuple[int, str], list[int]] = {}
         repeats: dict[int, int] = {}  # the harness repeats a request as the same object
         for place, request in enumerate(requests):
             repeat = repeats[id(request)] = repeats.get(id(request), -1) + 1
-            given = json.dumps(request.args[1], sort_keys=True)
-            groups.setdefault((repeat, given, request.task_name or ""), []).append(place)
-        for (repeat, settings, task), places in groups.items():
+            groups.setdefault((repeat, json.dumps(request.args[1], sort_keys=True)), []).append(place)
+        for (repeat, settings), places in groups.items():
             ordered = sorted(places, key=lambda place: len(requests[place].args[0]))
             for start in range(0, len(ordered), self.batch_size):
-                yield self.seed + repeat, json.loads(settings), task, ordered[start : start + self.batch_size]
+                yield self.seed + repeat, json.loads(settings), ordered[start : start + self.batch_size]
 
 
 def _stops(settings: Mapping[str, Any]) -> list[str]:
     """The texts that end an answer."""
     until = settings.get("until") or []
     return [text for text in ([until] if isinstance(until, str) else until) if text]
-
-
-def _read_settings(given: Mapping[str, Mapping[str, Any]] | str | Path | None) -> dict[str, dict[str, Any]]:
-    """`SinklensLM.task_settings`, from a file if it is a path.
-
-    Raises:
-        SettingError: the file cannot be read, or these are no settings by task.
-    """
-    if isinstance(given, str | Path):
-        try:
-            given = json.loads(Path(given).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SettingError(f"task_settings: cannot read {given} ({error}); give a JSON file.") from error
-    given = {} if given is None else given
-    if not isinstance(given, Mapping) or not all(isinstance(one, Mapping) for one in given.values()):
-        raise SettingError(
-            f"task_settings must map names of tasks to sampler settings, as in {{'gsm8k*': {{'stop_at_eos': true}}}}; "
-            f"got {given!r:.80}."
-        )
-    return {str(task): dict(settings) for task, settings in given.items()}
 
 
 def _number_of_rows(batch_size: int | str) -> int:

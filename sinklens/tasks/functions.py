@@ -9,6 +9,7 @@ Pitfall: no model could distinguish two templates with the same docstring and di
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 Takes = Literal["number", "two numbers", "list", "any list", "word"]
@@ -36,33 +37,17 @@ class Template:
     constants: tuple[int, int] | None = None
 
 
-def _number(names: str, docs: str, body: str, value: Callable[..., Value], *constants: int) -> Template:
-    return _template("number", names, docs, body, value, constants)
-
-
-def _numbers(names: str, docs: str, body: str, value: Callable[..., Value], *constants: int) -> Template:
-    return _template("two numbers", names, docs, body, value, constants)
-
-
-def _list(names: str, docs: str, body: str, value: Callable[..., Value], *constants: int) -> Template:
-    return _template("list", names, docs, body, value, constants)
-
-
-def _any_list(names: str, docs: str, body: str, value: Callable[..., Value], *constants: int) -> Template:
-    return _template("any list", names, docs, body, value, constants)
-
-
-def _word(names: str, docs: str, body: str, value: Callable[..., Value], *constants: int) -> Template:
-    return _template("word", names, docs, body, value, constants)
-
-
-def _template(
-    takes: Takes, names: str, docs: str, body: str, value: Callable[..., Value], constants: tuple[int, ...]
-) -> Template:
+def _template(takes: Takes, names: str, docs: str, body: str, value: Callable[..., Value], *constants: int) -> Template:
     """A row of the table; `` | `` separates wordings."""
     span = (constants[0], constants[1]) if constants else None
     return Template(takes, tuple(names.split()), tuple(docs.split(" | ")), body, value, span)
 
+
+_number = partial(_template, "number")
+_numbers = partial(_template, "two numbers")
+_list = partial(_template, "list")
+_any_list = partial(_template, "any list")
+_word = partial(_template, "word")
 
 TEMPLATES: dict[str, Template] = {
     # one number and constants

@@ -109,7 +109,7 @@ def test_models_lists_shipped_models_and_every_family(capsys):
         (["demo", "--problem", "500"], "must be between 0 and 499"),
         (["analyse", "dynamic", "tiny-llada"], "Nearest: dynamics"),
         (["analyse", "existence", "tiny-lada"], "Nearest: tiny-llada"),
-        (["analyse", "existence", "tiny-llada", "--limit", "0"], "--limit must be at least 1"),
+        (["analyse", "existence", "tiny-llada", "--limit", "0"], "limit is 0; give the number of samples"),
         (["analyse", "existence", "tiny-llada", "--batch", "0"], "batch must be an integer of at least 1; got 0."),
         (["analyse", "existence", "tiny-llada", "--alg", "entropy"], "none of these models has a setting 'alg'"),
         (["analyse", "existence", "tiny-llada", "tiny-llada"], "each model can be given only once"),

@@ -156,7 +156,6 @@ def test_a_folder_without_a_table_is_rejected_with_the_reason(tmp_path, capsys, 
     ("more", "text"),
     [
         (["--limit", "501"], "give 0 to 500 held-out problems, as further ones may have been trained on; got 501."),
-        (["--prompts", "a.txt", "--limit", "3"], "--limit is 3, but a.txt holds 2 prompts;"),
         (["--prompts", "a.jsonl"], "a.jsonl, line 2 is not JSON"),
     ],
 )

@@ -207,7 +207,6 @@ def test_a_policy_is_part_of_a_description_and_exact_conditions_keep_theirs():
 @pytest.mark.parametrize(
     ("conditions", "policies", "text"),
     [
-        ([UNMASKED], ["evict", Evict(keep=0.5)], r"list each cache policy once; evict is listed several times"),
         ([Condition("a", cache=DualCache())], ["prefix"], r"the condition 'a' has a cache policy already; drop cache="),
         ([UNMASKED], ["keep-sink:4"], r"no cache policy is called 'keep-sink'; known: none, .* Nearest: keep-sinks"),
     ],

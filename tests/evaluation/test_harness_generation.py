@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from sinklens.errors import SettingError
-
 lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 
 from lm_eval import evaluator  # noqa: E402
@@ -135,32 +133,3 @@ def test_right_answers_score_and_wrong_ones_do_not(tmp_path, scripted, original,
     metric = "prompt_level_strict_acc" if "ifeval" in original else "exact_match"
     assert results[f"{metric},{kind}"] == score
     assert {name: used[0].get(name) for name in settings} == settings
-
-
-TWO = [{"input": "not ( True ) is", "target": "False"}]
-
-
-def test_settings_of_single_tasks_override_the_models(tmp_path, tiny_llada, monkeypatch):
-    used, real = [], harness.generate
-    monkeypatch.setattr(harness, "generate", lambda *args, **given: used.append(given) or real(*args, **given))
-    given = {"boolean*": {"logits_eos_inf": True, "gen_length": 8}, "gsm8k": {"gen_length": 24}}
-    model = SinklensLM(tiny_llada, task_settings=given, gen_length=16, block_length=8)
-    results = evaluate(tmp_path, "bbh/zeroshot/boolean_expressions", TWO, model)
-    assert (used[0]["logits_eos_inf"], used[0]["gen_length"], used[0]["block_length"]) == (True, 8, 8)
-    assert results["config"]["task_settings"] == given
-    file = tmp_path / "settings.json"
-    file.write_text(json.dumps(given))
-    assert SinklensLM(tiny_llada, task_settings=str(file), block_length=8).task_settings == given
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"gsm8k": {"stpes": 3}}, r"stpes is not a setting of the llada sampler"),
-        ({"gsm8k": 3}, r"task_settings must map names of tasks to sampler settings.*got \{'gsm8k': 3\}"),
-        ("nowhere.json", r"task_settings: cannot read nowhere.json"),
-    ],
-)
-def test_invalid_settings_of_tasks_are_refused(tiny_llada, given, message, unchecked):
-    with pytest.raises(SettingError, match=message):
-        SinklensLM(tiny_llada, task_settings=given)

@@ -18,7 +18,7 @@ from sinklens.evaluation import UNMASKED, Condition, LedgerRun, estimate, evalua
 from sinklens.evaluation.ledger import holds_runs
 from sinklens.evaluation.protocols import find_protocol
 from sinklens.evaluation.runner import InProcess
-from sinklens.interventions import AblateHeads, MaskSinks
+from sinklens.interventions import AblateHeads
 from sinklens.tasks import Sample, find_task
 from sinklens.tasks.word_problems import TinyGsm
 
@@ -197,8 +197,6 @@ def test_an_estimate_writes_nothing_and_counts_what_is_left(tmp_path, tiny_llama
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"conditions": UNMASKED}, "conditions must be a list of Condition, .*; got Condition"),
-        ({"conditions": [MaskSinks(top_k=1)]}, "conditions must be a list of Condition, .*; got MaskKeys"),
         ({"protocol": 3}, "an evaluation takes a protocol, or the name of a protocol or task, .*; got 3 and None"),
         ({"task": "tiny-gsm"}, "and task= takes a Task, .* and 'tiny-gsm'"),
         ({"limit": "2"}, "limit is '2'; give the number of samples"),
