@@ -216,8 +216,8 @@ def test_a_study_of_runs_as_they_are_runs_under_a_policy_and_others_refuse_it(tm
     exact = find("existence")(settings={"gen_length": 8, "block_length": 4}).run("tiny-llada", [held_out(1)[0].prompt])
     assert not np.array_equal(cached["found"].to_numpy()[0], exact.measured["tiny-llada"]["found"].to_numpy())
     capsys.readouterr()
-    assert main(["analyse", "heads", *call, "--out", str(tmp_path / "heads")]) == 1
-    assert "the study heads compares exact steps, so it takes no cache policy" in capsys.readouterr().err
+    assert main(["analyse", "edits", *call, "--out", str(tmp_path / "heads")]) == 1
+    assert "the study edits compares exact steps, so it takes no cache policy" in capsys.readouterr().err
 
 
 def own(tmp_path, *lines):
