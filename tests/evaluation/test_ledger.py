@@ -1,12 +1,16 @@
 """Ledgers: records persist, a kill loses at most the record in flight, and no sample counts twice."""
 
 import json
+import random
+import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing
 
 import pytest
+from ledgers import repeats
 
 from sinklens.errors import LedgerError
 from sinklens.evaluation import LedgerRun
@@ -90,6 +94,24 @@ def test_records_added_together_are_stored_together_or_not_at_all(tmp_path):
 
 
 @pytest.mark.extended
+def test_kills_at_random_moments_lose_and_repeat_no_sample(tmp_path):
+    """A sample is printed once it has been added, so everything that was printed must be kept."""
+    rng, printed = random.Random(5), []
+    for _ in range(10):
+        process = worker(tmp_path)
+        for _ in range(rng.randint(1, 4)):
+            printed.append(process.stdout.readline().decode().strip())
+        time.sleep(rng.random() * 0.01)
+        process.send_signal(signal.SIGKILL)
+        printed += process.communicate(timeout=60)[0].decode().split()
+        assert set(printed) - {""} <= LedgerRun.of(tmp_path, WHAT).done()
+    worker(tmp_path).communicate(timeout=60)
+    run = LedgerRun.of(tmp_path, WHAT)
+    assert run.records() == ENTRIES
+    assert repeats(run) == 0
+
+
+@pytest.mark.extended
 def test_many_processes_create_and_fill_one_ledger_at_once(tmp_path):
     code = WORKER.replace("Writer(run)", "Writer(run, int(sys.argv[2]))").replace(
         'f"s{number:03d}"', 'f"{sys.argv[2]}-{number:03d}"'
@@ -123,6 +145,27 @@ with Writer(run) as writer:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     writer.add({"sample": "after", "text": ""})
 print(len(run.records()) == written + 1)
+"""
+
+
+@pytest.mark.extended
+def test_a_full_disk_loses_no_record(tmp_path):
+    """A real limit: the process cannot write files beyond 90,000 bytes."""
+    call = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:2] == ["refused: True True", "True"], done.stderr[-1500:]
+
+
+READ_ONLY = """
+mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && exec "$2" -c "$3" "$1"
+"""
+READING = """
+import sys
+from pathlib import Path
+from sinklens.evaluation.ledger import LedgerRun
+(run,) = LedgerRun.all(Path(sys.argv[1]))
+print(len(run.records()), len(run.done()))
+run.begin()
 """
 
 
