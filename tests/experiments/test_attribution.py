@@ -258,7 +258,12 @@ BOTH, ESTIMATED, REAL = (attribution_patching, patching_effects), (attribution_p
         (BOTH, {"names": "denoise.hook_logits"}, SettingError, r"denoise.hook_logits cannot be patched from one pass"),
         (BOTH, {"time": 0.5}, SettingError, r"not conditioned on the noise level; leave time= out"),
         (ESTIMATED, {"metric": lambda logits: logits.argmax().float()}, SettingError, r"has no gradient"),
-        (REAL, {"attention_mask": left_padding(2, 5)}, PromptError, r"\[2, 6\]; got \[2, 5\]"),
+        (
+            REAL,
+            {"attention_mask": left_padding(2, 5)},
+            PromptError,
+            r"\[2, 6\], with a real token in each row; got \[2, 5\]",
+        ),
         (ESTIMATED, {"names": "hook_x"}, HookNameError, r"no hook point is called 'hook_x'"),
         (ESTIMATED, {"path": -1}, SettingError, "path must be an integer of at least 0; got -1"),
         (
