@@ -290,7 +290,7 @@ class Appended(Intervention):
         ({"hooks": Appended()}, SettingError, r"reads nothing that follows its canvas; put them before the prompt"),
         ({"hooks": Remask(positions=[-1])}, SettingError, r"Remask is not available for diffusion-gemma models, whose"),
         ({"prompt": [[5, 6, 7, 254, 8]]}, PromptError, r"contains the image token \(254\) at position 3, but sinklens"),
-        ({"prompt": {"input_ids": torch.arange(3)[None], "pixel_values": torch.zeros(1)}}, PromptError, "got .pixel_values."),
+        ({"prompt": {"input_ids": torch.arange(3)[None], "pixel_values": torch.zeros(1)}}, PromptError, "got .pixel_"),
         ({"hooks": [("denoise.hook_accepted", lambda v, hook: v[:, 1:])]}, HookFunctionError,
          r"got a value of shape \[2, 8\] and returned \[2, 7\]"),
     ],
