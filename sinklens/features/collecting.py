@@ -71,8 +71,8 @@ def collect(
         only_steps, positions: indices, as ``steps=`` and ``positions=`` of an intervention; None means all. ``steps=``
             itself is the sampler's setting.
         batch: prompts per run; the places do not depend on it. Copies of a prompt run in separate batches, since copies
-            in one batch would get different random numbers. With cached blocks (``use_cache``), each prompt runs alone,
-            because a pass computes the current blocks of all rows of its batch.
+            in one batch would get different random numbers. With cached blocks (``use_cache``, ``use_block_cache``),
+            each prompt runs alone, because a pass computes the current blocks of all rows of its batch.
         seed, chat_template, **settings: as in `sinklens.generate`.
         dtype: type of the activations on disk; float16 and bfloat16 halve the room.
         report: called after each batch with the number of finished prompts and of all prompts.
@@ -91,7 +91,7 @@ def collect(
     names = dict.fromkeys(stream_point(model, one) for one in ([point] if isinstance(point, str) else point))
     sampler = settings_for(model, dict(settings))
     blocks = sampler.caches_keys and model.tree.attention_blocks is not None
-    size = 1 if blocks else read_as(Count, "batch", batch)
+    size = 1 if blocks or sampler.reuses_keys else read_as(Count, "batch", batch)
     takes = [
         _Take(name, scope=states_of(scope), steps=only_steps, positions=positions) for name in dict.fromkeys(names)
     ]
