@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -297,3 +298,10 @@ def random_dit(family: str, vocab_size: int = 5, block_length: int | None = None
     blocks = None if block_length is None else Blocks(block_length, "column")
     given = hf.config.to_dict() | ({"mask_token_id": vocab_size - 1} if family == "gidd" else {})
     return Model(prepare(hf.eval(), None, family_named(family), given, "random", blocks=blocks))
+
+
+PADDINGS = [pytest.param(None, id="unpadded"), pytest.param(left_padding(), id="padded")]
+
+
+def close(found, expected, atol=1e-4, rtol=1e-5):
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)

@@ -32,11 +32,6 @@ def repeat(reference, number: int, **more: Any) -> sinklens.Generation:
     return reference.repeat(stored_run(reference, number), **more)
 
 
-def seen_in(steps: list) -> Any:
-    """A hook that keeps the pass of every step."""
-    return ("denoise.hook_canvas", lambda value, hook: steps.append(hook.forward_pass))
-
-
 @pytest.mark.parametrize("mode", PASSES)
 def test_logits_patterns_and_sink_scores_equal_the_references(reference, model, mode):
     prefix, start = PASSES[mode]
@@ -56,7 +51,9 @@ def test_logits_patterns_and_sink_scores_equal_the_references(reference, model, 
 @pytest.mark.parametrize("number", [0, 2, 5, 8, 11, 12, 13])
 def test_every_block_begins_where_the_references_does(reference, number):
     tensors, passes = reference.tensors, []
-    run = repeat(reference, number, hooks=[seen_in(passes)])
+    run = repeat(
+        reference, number, hooks=[("denoise.hook_canvas", lambda value, hook: passes.append(hook.forward_pass))]
+    )
     filling = [step for step, mode in enumerate(run.modes) if mode in ("denoise", "draft")]
     assert [len(filling), run.steps_run - len(filling)] == reference.runs[number]["passes"]
     if f"gen{number}.canvas" in tensors:

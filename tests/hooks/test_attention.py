@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from building import KINDS, left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
+from building import KINDS, PADDINGS, left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
@@ -11,7 +11,6 @@ from sinklens.hooks.attention import attention as module
 from sinklens.hooks.attention import column_sums
 
 AT = "blocks.1.attn"
-PADDINGS = [pytest.param(None, id="unpadded"), pytest.param(left_padding(), id="padded")]
 
 
 def watch(model, ids, *points, real=None, edits=None):

@@ -40,15 +40,17 @@ def assert_equal_to_plain(query, key, mask=None, real=None, causal=False, atol=2
     return sums
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 90), (5, 130), (64, 64), (70, 70), (129, 129)])
-def test_lengths_below_at_and_above_a_tile_equal_the_plain_version(queries, keys, causal):
-    assert_equal_to_plain(*operands(queries, keys, heads=2, kv_heads=2), causal=causal)
+LENGTHS = [(1, 1), (1, 90), (5, 130), (64, 64), (70, 70), (129, 129)]  # below, at and above a tile
+SHAPES = [
+    *((*lengths, {"heads": 2, "kv_heads": 2}, causal) for lengths in LENGTHS for causal in (False, True)),
+    *((20, 70, {"kv_heads": kv_heads}, False) for kv_heads in (1, 2, 4)),
+    *((17, 40, {"heads": 1, "kv_heads": 1, "d_head": width}, False) for width in (8, 16, 80, 128)),
+]
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_grouped_keys_equal_repeated_ones(kv_heads):
-    assert_equal_to_plain(*operands(20, 70, kv_heads=kv_heads))
+@pytest.mark.parametrize(("queries", "keys", "sizes", "causal"), SHAPES)
+def test_lengths_groups_and_head_widths_equal_the_plain_version(queries, keys, sizes, causal):
+    assert_equal_to_plain(*operands(queries, keys, **sizes), causal=causal, atol=1e-4 if "d_head" in sizes else 2e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -69,11 +71,6 @@ def test_padding_queries_and_fully_masked_queries_do_not_count():
     sums = assert_equal_to_plain(query, key, mask=mask, real=real)
     assert kernels.log_sum_exp(query, key, SCALE, mask)[0, 0, 66] == -torch.inf
     torch.testing.assert_close(sums.sum(-1)[:, 0].cpu(), torch.tensor([69.0, 61.0]))
-
-
-@pytest.mark.parametrize("d_head", [8, 16, 80, 128])
-def test_head_widths_need_not_be_powers_of_two(d_head):
-    assert_equal_to_plain(*operands(17, 40, heads=1, kv_heads=1, d_head=d_head), atol=1e-4)
 
 
 def test_float16_operands_are_summed_in_float32():

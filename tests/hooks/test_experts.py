@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from building import EXPERTS, MIXED, SIZES, left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
+from building import (
+    EXPERTS,
+    MIXED,
+    SIZES,
+    close,
+    left_padding,
+    plain_pass,
+    random_hf,
+    random_ids,
+    random_model,
+    shared_model,
+)
 from torch import Tensor
 
 from sinklens.errors import HookNameError, SettingError
@@ -13,10 +24,6 @@ ARCHITECTURES = sorted(EXPERTS)
 MLP = "blocks.1.mlp"
 RULES = [("softmax", "qwen3_moe", {}), ("softmax", "qwen3_moe", {"norm_topk_prob": False})]
 RULES += [("grouped sigmoid", "glm4_moe", {}), ("grouped sigmoid", "glm4_moe", {"norm_topk_prob": False})]
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
 def edited(architecture: str, causal: bool, name: str, edit, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -69,14 +76,19 @@ def test_an_edit_of_routing_has_the_same_effect_as_in_plain_torch(architecture, 
     close(*edited(architecture, causal, f"{MLP}.{point}", EDITS[point], real))
 
 
-def test_an_edit_of_the_shared_expert_has_the_same_effect_as_in_plain_torch():
-    close(*edited("glm4_moe", False, f"{MLP}.hook_shared_out", lambda out: out * -1))
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_edit_of_the_normalized_queries_has_the_same_effect_as_in_plain_torch(architecture):
-    close(*edited(architecture, False, "blocks.1.attn.hook_q_normed", lambda q: q.flip(2)))
-    close(*edited(architecture, False, "blocks.1.attn.hook_k_normed", lambda k: k.flip(2)))
+@pytest.mark.parametrize(
+    ("architecture", "name", "edit"),
+    [
+        ("glm4_moe", f"{MLP}.hook_shared_out", lambda out: out * -1),
+        *(
+            (one, f"blocks.1.attn.hook_{letter}_normed", lambda x: x.flip(2))
+            for one in ARCHITECTURES
+            for letter in "qk"
+        ),
+    ],
+)
+def test_an_edit_beside_the_routing_has_the_same_effect_as_in_plain_torch(architecture, name, edit):
+    close(*edited(architecture, False, name, edit))
 
 
 def test_a_softmax_router_avoids_experts_with_minus_infinity():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from building import SIZES, random_ids, random_model, shared_model
+from building import SIZES, close, random_ids, random_model, shared_model
 from transformer_lens import SVDInterpreter
 
 from sinklens.errors import SettingError
@@ -11,10 +11,6 @@ KINDS = [("llama", False), ("qwen2", True), ("qwen3", False), ("glm4_moe", False
 """Without biases, with them, with norms of queries and keys, and with a rotation of half the dimensions."""
 HEADS, KV_HEADS, D_HEAD = 6, 2, SIZES["head_dim"]
 PAIRS = [(0, 0), (5, 2), (6, 1), (4, 4)]
-
-
-def close(found, expected):
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def rms(x):
@@ -56,9 +52,7 @@ def test_the_circuit_of_a_pair_of_positions_gives_the_scores_up_to_the_head_norm
             if block.attn.q_norm is not None:
                 k = rms(cache["k", layer][:, key]).repeat_interleave(HEADS // KV_HEADS, dim=1)
                 score = score / (rms(cache["q", layer][:, query]) * k)[..., 0]
-            torch.testing.assert_close(
-                score / model.cfg.attn_scale, cache["attn_scores", layer][:, :, query, key], atol=1e-3, rtol=1e-3
-            )
+            close(score / model.cfg.attn_scale, cache["attn_scores", layer][:, :, query, key], atol=1e-3, rtol=1e-3)
 
 
 def test_a_rotation_depends_on_the_distance_only():

@@ -35,9 +35,12 @@ def test_the_table_lists_the_points_in_the_order_a_step_reaches_them():
         ("blocks.1.attn.o.hook_in", "blocks.1.attn.hook_z"),
         ("blocks.1.mlp.in.hook_out", "blocks.1.mlp.hook_pre_linear"),
         ("ln_final.hook_in", "blocks.2.hook_resid_post"),
+        ("blocks.-1.hook_resid_post", "blocks.2.hook_resid_post"),
+        ("blocks.-3.attn.hook_z", "blocks.0.attn.hook_z"),
+        ("blocks.-2.attn.v.hook_out", "blocks.1.attn.hook_v"),
     ],
 )
-def test_transformerlens_4_spellings_resolve_to_the_same_place(spelling, name):
+def test_transformerlens_4_spellings_and_negative_layers_resolve_to_the_same_place(spelling, name):
     assert resolve(spelling) == name
 
 
@@ -45,18 +48,6 @@ def test_every_alias_resolves_to_a_point_and_shadows_no_point():
     spellings = names.aliases(3)
     assert set(spellings.values()) <= set(KNOWN)
     assert not set(spellings) & set(KNOWN)
-
-
-@pytest.mark.parametrize(
-    ("negative", "name"),
-    [
-        ("blocks.-1.hook_resid_post", "blocks.2.hook_resid_post"),
-        ("blocks.-3.attn.hook_z", "blocks.0.attn.hook_z"),
-        ("blocks.-2.attn.v.hook_out", "blocks.1.attn.hook_v"),
-    ],
-)
-def test_negative_layers_count_from_the_end(negative, name):
-    assert resolve(negative) == name
 
 
 @pytest.mark.parametrize("layer", [3, 17, -4])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from building import left_padding, plain_pass, random_hf, random_ids, random_model
+from building import PADDINGS, plain_pass, random_hf, random_ids, random_model
 
 import sinklens
 from sinklens.hooks.attention import attention
@@ -15,7 +15,6 @@ from sinklens.sinks import Detector
 
 AT = "blocks.1.attn"
 OTHERS = ["sigmoid", "off-by-one"]
-PADDINGS = [pytest.param(None, id="unpadded"), pytest.param(left_padding(), id="padded")]
 
 
 def other(normalizer, causal=False, **settings):

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from building import KINDS, left_padding, plain_pass, random_ids, shared_model
+from building import KINDS, PADDINGS, plain_pass, random_ids, shared_model
 from transformers import DynamicCache
 
 from sinklens.errors import HookNameError, SinklensError
 from sinklens.hooks.attention import attention as module
 
-PADDINGS = [pytest.param(None, id="unpadded"), pytest.param(left_padding(), id="padded")]
 PEEKED = ["hook_embed", "blocks.1.attn.hook_sink_scores", "blocks.-1.attn.o.hook_in", "ln_final.hook_normalized"]
 NAMES = ["hook_embed", "blocks.1.attn.hook_sink_scores", "blocks.2.attn.hook_z", "ln_final.hook_normalized"]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from building import KINDS, left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
+from building import KINDS, close, left_padding, plain_pass, random_hf, random_ids, random_model, shared_model
 
 from sinklens.hooks import HookTree, architecture_of, names
 from sinklens.model import Model
@@ -29,10 +29,6 @@ def hooked(model, ids, edits, **kwargs):
     return model.run_with_hooks(ids, fwd_hooks=hooks, **kwargs)
 
 
-def assert_close(found, expected):
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
-
-
 @pytest.mark.fast_cases(30)
 @pytest.mark.parametrize("name", EDITABLE)
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
@@ -40,7 +36,7 @@ def test_an_edit_has_the_same_effect_as_in_plain_torch(architecture, causal, nam
     model, ids = shared_model(architecture, causal), random_ids()
     expected = plain_pass(model, ids, edits={name: shift}).logits
     assert (expected - plain_pass(model, ids).logits).abs().max() > 1e-3
-    assert_close(hooked(model, ids, {name: shift}), expected)
+    close(hooked(model, ids, {name: shift}), expected)
 
 
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
@@ -50,7 +46,7 @@ def test_edits_at_all_points_at_once_combine(architecture, causal):
     # Real queries must not read padding, whose stream depends on the attention kernel of the layer below.
     edits["blocks.1.attn.hook_pattern"] = lambda pattern: torch.where(real[:, None, None], shift(pattern), pattern)
     found = hooked(model, ids, edits, attention_mask=real)
-    assert_close(found[real], plain_pass(model, ids, real, edits).logits[real])
+    close(found[real], plain_pass(model, ids, real, edits).logits[real])
 
 
 @pytest.mark.fast_cases(8)
@@ -73,8 +69,8 @@ def test_a_biased_output_projection_adds_its_bias_once_to_the_results():
     model, ids = random_model(attention_bias=True), random_ids()
     assert model.tree.hf.model.layers[1].self_attn.o_proj.bias.abs().min() > 0.1
     for name in ("blocks.1.attn.hook_result", "blocks.1.attn.hook_z", "blocks.1.attn.hook_v"):
-        assert_close(hooked(model, ids, {name: shift}), plain_pass(model, ids, edits={name: shift}).logits)
-        assert_close(hooked(model, ids, {name: lambda value: value}), plain_pass(model, ids).logits)
+        close(hooked(model, ids, {name: shift}), plain_pass(model, ids, edits={name: shift}).logits)
+        close(hooked(model, ids, {name: lambda value: value}), plain_pass(model, ids).logits)
 
 
 class Counting(ModelHook):
@@ -106,7 +102,7 @@ def test_a_tapped_layer_keeps_its_transformers_class_and_hidden_states():
     ids = random_ids()
     hidden = shared_model().tree.hf(ids, output_hidden_states=True, use_cache=False).hidden_states
     for number in range(3):
-        assert_close(hidden[number], plain_pass(shared_model(), ids).values[f"blocks.{number}.hook_resid_pre"])
+        close(hidden[number], plain_pass(shared_model(), ids).values[f"blocks.{number}.hook_resid_pre"])
 
 
 def test_hooks_on_one_model_are_not_called_for_another():

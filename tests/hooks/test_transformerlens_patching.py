@@ -34,12 +34,12 @@ class Pair:
         self.corrupted_cache = model.run_with_cache(self.corrupted)[1]
         self.clean = plain_pass(model, clean).values
 
-    def patched(self, name, index):
-        """The metric with ``value[index]`` of the point called `name` taken from the clean pass."""
+    def patched(self, name, index, source=None):
+        """The metric with ``value[index]`` of the point called `name` taken from `source`, or from the clean pass."""
 
         def put(value):
             changed = value.clone()
-            changed[index] = self.clean[name][index]
+            changed[index] = (self.clean[name] if source is None else source)[index]
             return changed
 
         return metric(plain_pass(self.model, self.corrupted, edits={name: put}).logits)
@@ -116,12 +116,7 @@ def explicit_path(pair, source, target, letter):
         norm(target_layer.input_layernorm, plain[f"blocks.{layer}.hook_resid_pre"] + change)
     ).unflatten(-1, (-1, 4))
 
-    def put(value):
-        changed = value.clone()
-        changed[:, :, head] = projected[:, :, head]
-        return changed
-
-    return metric(plain_pass(pair.model, pair.corrupted, edits={f"blocks.{layer}.attn.hook_{letter}": put}).logits)
+    return pair.patched(f"blocks.{layer}.attn.hook_{letter}", (EVERY, EVERY, head), projected)
 
 
 def test_direct_paths_to_queries(pair):

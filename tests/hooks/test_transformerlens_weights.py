@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from building import SIZES, plain_pass, random_hf, random_ids, random_model, shared_model, small_tokenizer
+from building import SIZES, close, plain_pass, random_hf, random_ids, random_model, shared_model, small_tokenizer
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
 
 KINDS = [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", False)]
 HEADS, KV_HEADS, D_MODEL, D_HEAD, LAYERS = 6, 2, SIZES["hidden_size"], SIZES["head_dim"], 3
-
-
-def close(found, expected):
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def with_biases():

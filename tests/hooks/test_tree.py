@@ -6,9 +6,10 @@ from building import (
     EXPERTS,
     KINDS,
     MIXED,
+    PADDINGS,
     SIZES,
     bridge_over,
-    left_padding,
+    close,
     plain_pass,
     random_hf,
     random_ids,
@@ -21,7 +22,6 @@ import sinklens
 from sinklens.errors import HookNameError, SettingError, SinklensError
 from sinklens.hooks import HookTree, aliases, architecture_of, names, table
 
-PADDINGS = [pytest.param(None, id="unpadded"), pytest.param(left_padding(), id="padded")]
 BATCH, LENGTH = 2, 7
 AXES = {
     "batch": BATCH,
@@ -72,48 +72,29 @@ def test_every_point_has_the_value_of_plain_torch_and_the_shape_of_the_table(arc
         )
         row = ".".join("{l}" if part.isdecimal() else part for part in name.split("."))
         assert list(cache[name].shape) == [sizes[axis] for axis in axes[row].split()]
-    torch.testing.assert_close(logits, plain.logits, atol=1e-4, rtol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def bridged(tmp_path_factory):
-    """A Llama, and TransformerLens's bridge over another model with the same weights."""
-    return shared_model("llama", causal=True), bridge_over(random_hf(causal=True), tmp_path_factory.mktemp("tokenizer"))
+    close(logits, plain.logits)
 
 
 ADDED_POINTS = ("hook_attn_mask", *names.READ_ONLY)
 
 
-def test_names_shapes_and_values_are_those_of_transformerlens(bridged):
-    model, bridge = bridged
-    ids = random_ids()
+def test_names_shapes_and_values_are_those_of_transformerlens_in_every_spelling(tmp_path):
+    model, bridge, ids = shared_model("llama", causal=True), bridge_over(random_hf(causal=True), tmp_path), random_ids()
     bridge.set_use_attn_result(True)
     logits, cache = model.run_with_cache(ids)
     expected, bridge_cache = bridge.run_with_cache(ids)
     bridge.set_use_attn_result(False)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
+    respelled = bridge.run_with_cache(ids)[1]
+    close(logits, expected)
     added = {name for name in set(cache.keys()) if name.endswith(ADDED_POINTS)}
     assert set(cache.keys()) - set(bridge_cache.keys()) == added
-    for name in set(cache.keys()) & set(bridge_cache.keys()):
-        value = bridge_cache[name]
+    shared = set(cache.keys()) & set(bridge_cache.keys())
+    values = {name: respelled[name] for name in aliases(3)} | {name: bridge_cache[name] for name in shared}
+    for name, value in values.items():
         if name.endswith("hook_attn_scores"):  # the bridge hides keys with the smallest finite number
             value = value.masked_fill(value == torch.finfo(value.dtype).min, -torch.inf)
         torch.testing.assert_close(
             cache[name], value, atol=1e-4, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def test_transformerlens_4_spellings_name_the_same_values(bridged):
-    model, bridge = bridged
-    ids = random_ids()
-    cache, bridge_cache = model.run_with_cache(ids)[1], bridge.run_with_cache(ids)[1]
-    for spelling, name in aliases(3).items():
-        torch.testing.assert_close(
-            cache[name],
-            bridge_cache[spelling],
-            atol=1e-4,
-            rtol=1e-5,
-            msg=lambda text, spelling=spelling: f"{spelling}: {text}",
         )
 
 
@@ -142,9 +123,9 @@ def test_head_results_and_the_remainder_add_up_to_the_stream(kept):
     plain = plain_pass(model, ids).values
     for layer in range(3):
         heads = stack[6 * layer : 6 * layer + 6]
-        torch.testing.assert_close(heads.movedim(0, 2), plain[f"blocks.{layer}.attn.hook_result"], atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(heads.sum(0), plain[f"blocks.{layer}.hook_attn_out"], atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(stack.sum(0), plain["blocks.2.hook_resid_post"], atol=1e-4, rtol=1e-5)
+        close(heads.movedim(0, 2), plain[f"blocks.{layer}.attn.hook_result"])
+        close(heads.sum(0), plain[f"blocks.{layer}.hook_attn_out"])
+    close(stack.sum(0), plain["blocks.2.hook_resid_post"])
 
 
 def test_the_sizes_are_those_of_the_weights():
@@ -202,11 +183,11 @@ def test_the_logits_are_unchanged_after_any_kind_of_run(causal):
 def test_hooks_are_set_in_any_spelling(spelling):
     model, ids = shared_model(), random_ids()
     expected = plain_pass(model, ids, edits={"blocks.2.attn.hook_z": lambda z: z / 2}).logits
-    torch.testing.assert_close(model.run_with_hooks(ids, fwd_hooks=[(spelling, halve)]), expected, atol=1e-4, rtol=1e-5)
+    close(model.run_with_hooks(ids, fwd_hooks=[(spelling, halve)]), expected)
     model.tree.add_hook(spelling, halve)
     added = model(ids)
     model.tree.reset_hooks()
-    torch.testing.assert_close(added, expected, atol=1e-4, rtol=1e-5)
+    close(added, expected)
 
 
 def test_a_permanent_hook_stays_until_permanent_hooks_are_removed():
@@ -229,7 +210,7 @@ def test_steps_with_a_cache_give_the_logits_of_one_pass(architecture, real):
         parts.append(model.tree.hidden(ids[:, start:stop], mask[:, :stop], past))
     logits = model.tree.head(torch.cat(parts, dim=1))
     counted = mask.bool()
-    torch.testing.assert_close(logits[counted], model(ids, attention_mask=real)[counted], atol=1e-4, rtol=1e-5)
+    close(logits[counted], model(ids, attention_mask=real)[counted])
 
 
 def gradients(hf, logits) -> dict[str, torch.Tensor]:
@@ -297,8 +278,3 @@ def test_keys_and_values_keep_their_heads():
     model.set_ungroup_grouped_query_attention(False)
     with pytest.raises(SettingError, match=r"keep their 2 key/value heads; query head h reads key/value head h // 3\."):
         model.set_ungroup_grouped_query_attention(True)
-    _, cache = model.run_with_cache(random_ids())
-    pattern = cache["attn_scores", 0]
-    keys = cache["rot_k", 0].repeat_interleave(3, dim=-2)
-    scores = torch.einsum("bqhd,bkhd->bhqk", cache["rot_q", 0], keys) / model.cfg.attn_scale
-    torch.testing.assert_close(scores, pattern, atol=1e-4, rtol=1e-4)
