@@ -90,9 +90,9 @@ def show(table: "DataFrame", notes: Sequence[str]) -> None:
             console.print(spelled(f"{protocol}, {model}: {title}"), markup=False, soft_wrap=not terminal)
             console.print(_table(conditions.assign(**texts)))
     picks = set(table["pick"])
-    texts = [LEGEND, *[CACHES] * bool((table["cache"] != "").any())]
-    texts += [ESCAPING] * ("strongest" in picks and "steady" not in picks)
-    for text in (*texts, *notes):
+    lines = [LEGEND, *[CACHES] * bool((table["cache"] != "").any())]
+    lines += [ESCAPING] * ("strongest" in picks and "steady" not in picks)
+    for text in (*lines, *notes):
         console.print(spelled(text), markup=False, soft_wrap=not terminal)
 
 

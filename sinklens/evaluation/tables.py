@@ -229,7 +229,7 @@ def _row(name: str, read: _Scored) -> dict[str, Any]:
     """A row without its comparisons."""
     what, condition, records = read.run.what, read.condition, list(read.records.values())
     seconds, accuracy = sum(record["seconds"] for record in records), _accuracy(read, read.verdicts)
-    forms = [record.get("malformed") for record in records]
+    forms: list[Any] = [record.get("malformed") for record in records]
     formed = [str(record["sample"]) for record in records if not record.get("malformed")]
 
     def mean(values: Iterable[float | bool]) -> float:

@@ -225,7 +225,7 @@ def verify(
     table = frame(out)
     table = table[table["protocol"] == chosen.name]
     unmasked = table[table["condition"] == "unmasked"].iloc[0]
-    accuracy = Estimate(*unmasked[["estimate", "low", "high"]], int(unmasked["total"]))
+    accuracy = Estimate(unmasked["estimate"], unmasked["low"], unmasked["high"], int(unmasked["total"]))
     departs = str(unmasked["departs"])
     if score is not None:  # it is of these settings, whatever the protocol says
         given = Published(model.name, score, "as given", len(task.samples()))
@@ -235,7 +235,8 @@ def verify(
     causal, tracks = model.checkpoint.family.causal, _tracks(model, chosen, task, problems)
     checks += [existence_check(tracks), motion_check(tracks, causal)]
     for _, row in table[table["against_unmasked_total"] > 0].iterrows():
-        gain = Estimate(*(float(row[f"against_unmasked_{name}"]) for name in ("difference", "low", "high")), accuracy.n)
+        value, low, high = (float(row[f"against_unmasked_{name}"]) for name in ("difference", "low", "high"))
+        gain = Estimate(value, low, high, accuracy.n)
         checks.append(masking_check(int(row["masked"]), gain, causal, scores.get(0), scores.get(int(row["masked"]))))
     return _report(model, chosen.name, accuracy.n, checks, departs)
 

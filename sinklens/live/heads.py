@@ -83,7 +83,8 @@ class HeadTrial:
     def __init__(
         self, run: str, spec: RunSpec, outcome: RunOutcome, model: "Model", by: str = "zero", layers: Sequence[int] = ()
     ) -> None:
-        self.status, self.stop, self._error, self._began = "running", Stop(), None, time.perf_counter()
+        self.status, self.stop, self._began = "running", Stop(), time.perf_counter()
+        self._error: str | None = None
         self._run, self._spec, self._outcome, self._model, self._by = run, spec, outcome, model, by
         self._layers, self._parts = layers, self._groups(layers)
         self._total, self._told = sum(map(len, self._parts)), 0

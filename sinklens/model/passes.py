@@ -187,7 +187,7 @@ class SinglePasses(TokenMethods, Root):
         """Reject a pass longer than the context, and warn if there is nothing to predict."""
         self._check_length(int(given.real.sum(dim=1).max()))
         said = self._warned or mode in CAUSAL or self.mask_token_id is None
-        if said or bool((given.ids == self.mask_token_id).any()):
+        if said or self.mask_token_id in given.ids:
             return
         self._warned = True
         warn_caller(

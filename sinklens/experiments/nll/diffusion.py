@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sinklens.experiments.nll.hooked_pass import HookedPass, blocks_of_text, in_batches, logits_after, prefix_length
-from sinklens.experiments.nll.noise import DrawRule, MaskNoise, NoisyDraws
+from sinklens.experiments.nll.noise import DrawRule, MaskNoise, NoisyDraws, TimedNoise
 from sinklens.experiments.nll.result import Likelihood, PromptAnswer
 from sinklens.model import Model
 
@@ -121,7 +121,7 @@ def _compute(passes: HookedPass, noise: MaskNoise, batch: Sequence[_Row]) -> Non
         torch.tensor([getattr(row, name) for row in batch], device=device) for name in ("noisy", "clean", "counted")
     )
     levels = times = None
-    if noise.timed:
+    if isinstance(noise, TimedNoise) and noise.timed:
         of_rows = torch.stack([row.time for row in batch if row.time is not None]).to(device)
         levels, times = noise.level(of_rows).float(), of_rows.repeat_interleave(counted.sum(dim=1))
     if passes.shares_prefixes:
