@@ -11,9 +11,11 @@ that the models were trained on. `tests/tasks` checks that every vocabulary word
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from operator import attrgetter
+from typing import Any, NamedTuple
 
 from sinklens.errors import TaskError
 from sinklens.tasks.base import Sample, Task, check_held_out, check_limit
@@ -56,103 +58,60 @@ class Problem:
         return f"Question: {self.question}\nAnswer:"
 
 
-@dataclass(frozen=True)
-class _Cast:
-    """The people and things of one problem."""
+class _Template(NamedTuple):
+    """The texts of a kind of problem; `result` names the value that is asked for."""
 
-    who: str
-    pronoun: str
-    other: str
-    item: str
-    box: tuple[str, str]
-    when: str
-
-
-def _cast(rng: random.Random) -> _Cast:
-    pronoun = rng.choice(("he", "she"))
-    who = rng.choice(NAMES[pronoun])
-    other = rng.choice([name for names in NAMES.values() for name in names if name != who])
-    return _Cast(who, pronoun.capitalize(), other, rng.choice(ITEMS), rng.choice(BOXES), rng.choice(WHEN))
-
-
-def _more(rng: random.Random, c: _Cast, low: int = 1, high: int = 20) -> tuple[str, str, int]:
-    a, b = rng.randint(low, high), rng.randint(low, high)
-    gain = rng.choice(GAINS)
-    question = (
-        f"{c.when}{c.who} has {a} {c.item}. {c.pronoun} {gain} {b} more. How many {c.item} does {c.who} have now?"
-    )
-    return question, f"{c.who} has {a} + {b} = {a + b} {c.item}.", a + b
-
-
-def _fewer(rng: random.Random, c: _Cast, low: int = 1, high: int = 20) -> tuple[str, str, int]:
-    a = rng.randint(low + 1, high)
-    b = rng.randint(low, a - 1)
-    question = (
-        f"{c.when}{c.who} has {a} {c.item}. {c.pronoun} {rng.choice(LOSSES)} {b} of them. How many {c.item} are left?"
-    )
-    return question, f"{c.who} has {a} - {b} = {a - b} {c.item} left.", a - b
-
-
-def _groups(rng: random.Random, c: _Cast, low: int = 2, high: int = 9) -> tuple[str, str, int]:
-    a, b = rng.randint(low, high), rng.randint(low, high)
-    question = (
-        f"{c.when}{c.who} has {a} {c.box[0]}. Each {c.box[1]} holds {b} {c.item}. How many {c.item} are there in total?"
-    )
-    return question, f"There are {a} * {b} = {a * b} {c.item}.", a * b
-
-
-def _share(rng: random.Random, c: _Cast, low: int = 2, high: int = 9) -> tuple[str, str, int]:
-    a, b = rng.randint(low, high), rng.randint(low, high)
-    question = (
-        f"{c.when}{c.who} shares {a * b} {c.item} equally among {a} friends. How many {c.item} does each friend get?"
-    )
-    return question, f"Each friend gets {a * b} / {a} = {b} {c.item}.", b
-
-
-def _more_then_fewer(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
-    a, b = rng.randint(1, 20), rng.randint(1, 20)
-    d = rng.randint(1, min(20, a + b - 1))
-    question = (
-        f"{c.when}{c.who} has {a} {c.item}. {c.pronoun} {rng.choice(GAINS)} {b} more and then "
-        f"{rng.choice(LOSSES)} {d}. How many {c.item} are left?"
-    )
-    return question, f"{c.who} has {a} + {b} = {a + b}.\nThen {a + b} - {d} = {a + b - d}.", a + b - d
-
-
-def _groups_then_more(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
-    a, b, d = rng.randint(2, 9), rng.randint(2, 9), rng.randint(1, 20)
-    question = (
-        f"{c.when}{c.who} has {a} {c.box[0]} of {b} {c.item} and {rng.choice(GAINS)} {d} more. "
-        f"How many {c.item} does {c.who} have now?"
-    )
-    return question, f"{c.who} has {a} * {b} = {a * b}.\nThen {a * b} + {d} = {a * b + d}.", a * b + d
-
-
-def _together(rng: random.Random, c: _Cast) -> tuple[str, str, int]:
-    a, b = rng.randint(1, 20), rng.randint(1, 20)
-    question = (
-        f"{c.when}{c.who} has {a} {c.item}. {c.other} has {b} more than {c.who}. "
-        f"How many {c.item} do they have together?"
-    )
-    return question, f"{c.other} has {a} + {b} = {a + b}.\nThen {a} + {a + b} = {2 * a + b}.", 2 * a + b
+    question: str
+    work: str
+    result: str
+    low: int = 1
+    high: int = 20
 
 
 _TEMPLATES = {
-    "more": _more,
-    "fewer": _fewer,
-    "groups": _groups,
-    "share": _share,
-    "more-then-fewer": _more_then_fewer,
-    "groups-then-more": _groups_then_more,
-    "together": _together,
+    "more": _Template(
+        "{who} has {a} {item}. {pronoun} {gain} {b} more. How many {item} does {who} have now?",
+        "{who} has {a} + {b} = {sum} {item}.",
+        "sum",
+    ),
+    "fewer": _Template(
+        "{who} has {a} {item}. {pronoun} {loss} {b} of them. How many {item} are left?",
+        "{who} has {a} - {b} = {difference} {item} left.",
+        "difference",
+    ),
+    "groups": _Template(
+        "{who} has {a} {boxes}. Each {box} holds {b} {item}. How many {item} are there in total?",
+        "There are {a} * {b} = {product} {item}.",
+        "product",
+        2,
+        9,
+    ),
+    "share": _Template(
+        "{who} shares {product} {item} equally among {a} friends. How many {item} does each friend get?",
+        "Each friend gets {product} / {a} = {b} {item}.",
+        "b",
+        2,
+        9,
+    ),
+    "more-then-fewer": _Template(
+        "{who} has {a} {item}. {pronoun} {gain} {b} more and then {loss} {d}. How many {item} are left?",
+        "{who} has {a} + {b} = {sum}.\nThen {sum} - {d} = {rest}.",
+        "rest",
+    ),
+    "groups-then-more": _Template(
+        "{who} has {a} {boxes} of {b} {item} and {gain} {d} more. How many {item} does {who} have now?",
+        "{who} has {a} * {b} = {product}.\nThen {product} + {d} = {grown}.",
+        "grown",
+        2,
+        9,
+    ),
+    "together": _Template(
+        "{who} has {a} {item}. {other} has {b} more than {who}. How many {item} do they have together?",
+        "{other} has {a} + {b} = {sum}.\nThen {a} + {sum} = {both}.",
+        "both",
+    ),
 }
 PROBLEM_KINDS = tuple(_TEMPLATES)
-_ONE_STEP: dict[str, Callable[..., tuple[str, str, int]]] = {
-    "more": _more,
-    "fewer": _fewer,
-    "groups": _groups,
-    "share": _share,
-}
 RANGES = {
     "more": ((1, 7), (8, 20), (21, 40), (41, 120)),
     "fewer": ((1, 7), (8, 20), (21, 40), (41, 120)),
@@ -163,13 +122,36 @@ RANGES = {
 to 9 for "groups" and "share"; the other ranges are outside it."""
 
 
+def _drawn(rng: random.Random, kind: str, low: int, high: int) -> Problem:
+    """A problem whose first numbers are from `low` to `high`; every draw has its place in the stream."""
+    template = _TEMPLATES[kind]
+    pronoun = rng.choice(("he", "she"))
+    who = rng.choice(NAMES[pronoun])
+    other = rng.choice([name for names in NAMES.values() for name in names if name != who])
+    item, (boxes, box), when = rng.choice(ITEMS), rng.choice(BOXES), rng.choice(WHEN)
+    fewer = kind == "fewer"
+    a = rng.randint(low + fewer, high)
+    b = rng.randint(low, a - 1 if fewer else high)
+    d = rng.randint(1, min(20, a + b - 1) if "{loss}" in template.question else 20) if "{d}" in template.question else 0
+    values: dict[str, Any] = {
+        "who": who, "pronoun": pronoun.capitalize(), "other": other, "item": item, "boxes": boxes, "box": box,
+        "a": a, "b": b, "d": d, "sum": a + b, "difference": a - b, "product": a * b, "rest": a + b - d,
+        "grown": a * b + d, "both": 2 * a + b,
+    }  # fmt: skip
+    for word, choices in (("gain", GAINS), ("loss", LOSSES)):
+        if f"{{{word}}}" in template.question:
+            values[word] = rng.choice(choices)
+    result = int(values[template.result])
+    question, work = (text.format(**values) for text in (template.question, template.work))
+    return Problem(kind, when + question, f"{work}\n#### {result}", result)
+
+
 def stream(seed: int) -> Iterator[Problem]:
     """Yield problems endlessly, all kinds equally likely; equal seeds give equal streams."""
     rng = random.Random(seed)
     while True:
         kind = rng.choice(PROBLEM_KINDS)
-        question, work, result = _TEMPLATES[kind](rng, _cast(rng))
-        yield Problem(kind, question, f"{work}\n#### {result}", result)
+        yield _drawn(rng, kind, _TEMPLATES[kind].low, _TEMPLATES[kind].high)
 
 
 def held_out(size: int = HELD_OUT_SIZE) -> list[Problem]:
@@ -212,18 +194,13 @@ def in_range(kind: str, low: int, high: int, size: int) -> list[Problem]:
     Raises:
         TaskError: `kind` has two steps or does not exist, or the range is empty.
     """
-    if kind not in _ONE_STEP:
-        raise TaskError(f"in_range has the kinds {', '.join(_ONE_STEP)}; got {kind!r}.")
+    if kind not in RANGES:
+        raise TaskError(f"in_range has the kinds {', '.join(RANGES)}; got {kind!r}.")
     if not 1 <= low < high:
         raise TaskError(f"low and high must satisfy 1 <= low < high; got {low} and {high}.")
     rng = random.Random(f"{HELD_OUT_SEED} {kind} {low} {high}")
-
-    def problems() -> Iterator[Problem]:
-        while True:
-            question, work, result = _ONE_STEP[kind](rng, _cast(rng), low, high)
-            yield Problem(kind, question, f"{work}\n#### {result}", result)
-
-    return first_distinct(problems(), attrgetter("question"), size)
+    problems = (_drawn(rng, kind, low, high) for _ in count())
+    return first_distinct(problems, attrgetter("question"), size)
 
 
 def training(seed: int, size: int) -> list[Problem]:
