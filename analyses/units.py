@@ -20,7 +20,7 @@ from typing import Any
 import xarray as xr
 
 from sinklens.errors import SettingError
-from sinklens.evaluation.ledger import LedgerRun, Writer, holds_runs
+from sinklens.evaluation.ledger import LedgerRun, Writer
 
 FOLDER = "units"
 
@@ -93,17 +93,6 @@ class Units:
         parts = [self._found[number] for number in range(self.total)]
         found = [_unpacked(part) if isinstance(part, str) else part for part in parts]
         return xr.concat(found, dim="prompt", join="outer").drop_encoding()
-
-
-def finished(out: Path) -> str:
-    """A readable summary of the units in `out`; "" if there are none."""
-    if not holds_runs(out / FOLDER):
-        return ""
-    runs = [(run, len(run.done())) for run in LedgerRun.all(out / FOLDER)]
-    return "; ".join(
-        f"{run.what['study']}: {run.what['model']['name']}: {done} of {run.what['prompts']} prompts"
-        for run, done in runs
-    )
 
 
 def _packed(measured: xr.Dataset) -> str:

@@ -16,7 +16,7 @@ from importlib.metadata import version
 
 from cyclopts import App, CycloptsError, Parameter
 
-from sinklens.errors import SinklensError, nearest
+from sinklens.errors import SinklensError
 
 COMMANDS = {  # name -> the function or the App that it calls, and what `sinklens --help` says of it
     "demo": (
@@ -88,18 +88,15 @@ def build() -> App:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     call = sys.argv[1:] if arguments is None else list(arguments)
-    if call and not call[0].startswith("-") and call[0] not in COMMANDS:
-        print(
-            f"sinklens: no command is called {call[0]!r}; `sinklens --help` lists all.{nearest(call[0], COMMANDS)}",
-            file=sys.stderr,
-        )
-        return 2
     try:
         command, bound, unparsed = build().parse_args(call, exit_on_error=False, print_error=False)
         command(*bound.args, **bound.kwargs, **dict.fromkeys(unparsed, call))
         sys.stdout.flush()
     except CycloptsError as error:
-        print(f"sinklens: {error}\n`sinklens {call[0]} --help` explains the options.", file=sys.stderr)
+        print(
+            f"sinklens: {error}\n`sinklens --help` lists the commands, `sinklens COMMAND --help` the options of one.",
+            file=sys.stderr,
+        )
         return 2
     except SinklensError as error:
         print(f"sinklens: {error}", file=sys.stderr)

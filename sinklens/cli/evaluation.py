@@ -113,7 +113,10 @@ def evaluate(
     """
     from sinklens.evaluation.conditions import masking
     from sinklens.evaluation.counting import counting
+    from sinklens.evaluation.distributed import OnRay
+    from sinklens.evaluation.ledger import LedgerRun
     from sinklens.evaluation.runner import evaluate as measure
+    from sinklens.evaluation.scoring import verdicts
 
     _refuse_unused(masks, "--mask-sinks with a K above 0", any(mask_sinks))
     _refuse_unused(cluster, "--engine ray", engine == "ray")
@@ -129,6 +132,7 @@ def evaluate(
         "task": chosen.make_task(prompts or data), "limit": limit, "batch": batch, "seed": seed, "shard": _shard(shard),
         "cache": cache,
     }  # fmt: skip
+    workers = OnRay(**vars(cluster)) if engine == "ray" else None
     with counting("samples", out, call) as count:
         for name in dict.fromkeys(models):
             shared["load"] = fitted(name, loading, sampler)
@@ -136,9 +140,20 @@ def evaluate(
                 print_plan(planned, name, chosen, conditions, out, shared)
                 continue
             report = partial(_report, count, name)
-            measure(name, chosen, conditions, out, engine=_engine(engine, cluster), progress=report, **shared)
-    if not dry_run:
-        _print_next_command(out)
+            measure(
+                name,
+                chosen,
+                conditions,
+                out,
+                engine=workers,
+                progress=report,
+                **shared,
+            )
+    if dry_run:
+        return
+    unscored = sum(len(run.records()) - len(verdicts(run)) for run in LedgerRun.all(out))
+    score = f"{unscored} generated programs have not been run; to run them: sinklens score {out} --run-generated-code"
+    print(score if unscored else f"Done. To print the table: sinklens table {out}")
 
 
 def _report(count: Callable[[str, int, int], None], model: str, condition: "Condition", done: int, total: int) -> None:
@@ -202,18 +217,3 @@ def _shard(text: str) -> tuple[int, int]:
     if not number.isdecimal() or not parts.isdecimal() or int(parts) < 1:
         raise SinklensError(f"--shard must be I/N, e.g. 0/4 for the first of four shards; got {text}.")
     return int(number), int(parts)
-
-
-def _engine(name: str, cluster: Cluster) -> Any:
-    from sinklens.evaluation.distributed import OnRay
-
-    return None if name == "here" else OnRay(**vars(cluster))
-
-
-def _print_next_command(out: Path) -> None:
-    from sinklens.evaluation.ledger import LedgerRun
-    from sinklens.evaluation.scoring import verdicts
-
-    unscored = sum(len(run.records()) - len(verdicts(run)) for run in LedgerRun.all(out))
-    score = f"{unscored} generated programs have not been run; to run them: sinklens score {out} --run-generated-code"
-    print(score if unscored else f"Done. To print the table: sinklens table {out}")

@@ -7,28 +7,27 @@ from pathlib import Path
 
 from sinklens.cli.options import Described, Device, Integer, Loading, Names
 from sinklens.cli.writing import write_figure, write_text
-from sinklens.errors import SettingError, SinklensError
+from sinklens.errors import SettingError
+
+PROBLEM = 14
 
 
-def demo(*, out: Path = Path("sinklens-demo"), problem: Integer = 14, loading: Device | None = None) -> None:
+def demo(*, out: Path = Path("sinklens-demo"), loading: Device | None = None) -> None:
     """Trace both twins on one held-out problem.
 
     Args:
         out: folder for the results
-        problem: held-out problem, 0 to 499
     """
     from rich.console import Console
 
     from sinklens.model import load
     from sinklens.runs import generate
-    from sinklens.tasks.word_problems import HELD_OUT_SIZE, held_out
+    from sinklens.tasks.word_problems import held_out
     from sinklens.utils.folders import check_folder
     from sinklens.views import report, sink_paths, terminal
 
-    if not 0 <= problem < HELD_OUT_SIZE:
-        raise SinklensError(f"--problem must be between 0 and {HELD_OUT_SIZE - 1}; got {problem}.")
     check_folder(out, "a demo")
-    asked, console = held_out()[problem], Console(highlight=False)
+    asked, console = held_out()[PROBLEM], Console(highlight=False)
     runs = []
     for name in ("tiny-llada", "tiny-llama"):
         model = load(name, **loading or {})

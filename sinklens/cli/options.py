@@ -102,16 +102,10 @@ class Described(OfFamily, BlockLength, total=False):
 
 
 @RUN
-class Seeded(TypedDict, total=False):
-    """What a run draws."""
-
-    seed: Annotated[int, Parameter(help="the same seed gives the same result (default: 0)", converter=seed_of)]
-
-
-@RUN
-class Asked(Seeded, total=False):
+class Asked(TypedDict, total=False):
     """How a prompt is run."""
 
+    seed: Annotated[int, Parameter(help="the same seed gives the same result (default: 0)", converter=seed_of)]
     chat_template: Annotated[bool, Parameter(name="--chat", help="apply the tokenizer's chat template (default: no)")]
 
 

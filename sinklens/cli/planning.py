@@ -152,10 +152,9 @@ def print_plan(
     from sinklens.evaluation.planning import plan as planned
     from sinklens.evaluation.runner import estimate
 
-    card, task = find_card(options.card), shared["task"]
-    assert task is not None, "the command makes the task"
+    card = find_card(options.card)
     number, parts = shared["shard"]
-    samples = list(task.samples(shared["limit"]))[number::parts]
+    samples = list(shared["task"].samples(shared["limit"]))[number::parts]
     every = under_caches(conditions, shared["cache"])
     found = planned(name, protocol, every, samples, shared["load"])
     print("\n".join([name, *_cost_lines(found, card, options)]))

@@ -4,7 +4,6 @@ Pitfall: a score without a note on what is unstated can still depend on what its
 order of examples or the version of a library.
 """
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from sinklens.cli.options import Names
@@ -13,20 +12,14 @@ from sinklens.errors import SinklensError, nearest
 if TYPE_CHECKING:
     from sinklens.evaluation.protocols import Published
 
-WIDE = 400  # columns of a table written to a file or a pipe
-
 
 def protocols(names: Names = (), /, *, model: str | None = None) -> None:
     """List the protocols.
 
     Args:
-        names: show these in full (default: list all)
+        names: show these (default: all)
         model: only protocols with a score of a model whose name has this text (default: all)
     """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from sinklens.evaluation.protocols import HARNESS_PROTOCOLS, PROTOCOLS
 
     found: dict[str, Any] = {**PROTOCOLS, **HARNESS_PROTOCOLS}
@@ -40,17 +33,8 @@ def protocols(names: Names = (), /, *, model: str | None = None) -> None:
         chosen = [one for one in chosen if any(model.lower() in score.model.lower() for score in one.published)]
     if not chosen:
         raise SinklensError(f"no protocol has a published score of a model whose name contains {model!r}.")
-    if names:
-        print("\n\n".join("\n".join(_in_full(one)) for one in chosen))
-        return
-    table = Table("protocol", "published score", "settings", "source", "unstated")
-    for one in chosen:
-        scores = [f"{score.model.split('/')[-1]} {_score(score)}" for score in one.published if not score.masked]
-        table.add_row(
-            *map(escape, (one.name, "\n".join(scores), _settings(one), _source(one), "; ".join(one.unstated)))
-        )
-    Console(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)
-    print("sinklens protocols NAME shows one in full, with its command. Brackets: 95 % intervals (Wilson).")
+    print("\n\n".join("\n".join(_in_full(one)) for one in chosen))
+    print("\nBrackets: 95 % intervals (Wilson).")
 
 
 def _in_full(one: Any) -> list[str]:

@@ -8,14 +8,11 @@ Pitfall: with ``--format``, nothing but the table goes to standard output, so wa
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from sinklens.cli.options import Integer
 from sinklens.cli.writing import write_figure, write_text
 from sinklens.errors import SinklensError
-
-if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 
 def table(
@@ -39,6 +36,8 @@ def table(
     from sinklens.cli.printing import formatted, show
     from sinklens.evaluation.ledger import holds_runs
     from sinklens.evaluation.tables import frame
+    from sinklens.utils.folders import require_writable
+    from sinklens.views import accuracy_curves
 
     if not results.is_dir():
         raise SinklensError(
@@ -46,7 +45,10 @@ def table(
         )
     studies, evaluated = manifests(results), holds_runs(results)
     if not studies and not evaluated:
-        raise SinklensError(_nothing_in(results))
+        raise SinklensError(
+            f"{results} holds neither an evaluation nor a finished study; `sinklens evaluate ... --out {results}` or "
+            f"`sinklens analyse ... --out {results}` creates one, and resumes what was interrupted."
+        )
     for manifest in studies if not format else ():
         show_study(results, manifest)
     if not evaluated:
@@ -59,39 +61,14 @@ def table(
         print("".join(f"sinklens: {note}\n" for note in notes), file=sys.stderr, end="")
         print(formatted(rows, format), end="")
         return
-    written = _write(rows, out or results)
+    written = [(out or results) / "table.csv"]
+    require_writable(written[0].parent)
+    write_text(written[0], formatted(rows, "csv"))
+    if (rows["total"] > 0).any():
+        written.append(written[0].with_name("accuracy.png"))
+        write_figure(written[1], accuracy_curves(rows[rows["total"] > 0]))
     show(rows, notes)
     print(f"Written: {', '.join(map(str, written))}.")
-
-
-def _write(rows: "DataFrame", out: Path) -> list[Path]:
-    """Write table.csv and the figures to `out`."""
-    from sinklens.cli.printing import formatted
-    from sinklens.utils.folders import require_writable
-    from sinklens.views import accuracy_curves
-
-    require_writable(out)
-    write_text(out / "table.csv", formatted(rows, "csv"))
-    scored = rows[rows["total"] > 0]
-    if not len(scored):
-        return [out / "table.csv"]
-    write_figure(out / "accuracy.png", accuracy_curves(scored))
-    return [out / "table.csv", out / "accuracy.png"]
-
-
-def _nothing_in(folder: Path) -> str:
-    """Why `folder` has no table to print."""
-    from sinklens.analyses.units import finished
-
-    progress = finished(folder)
-    if progress:
-        return (
-            f"{folder} holds an unfinished study ({progress}); rerun the same `sinklens analyse` command to resume it."
-        )
-    return (
-        f"{folder} holds neither an evaluation nor a study; `sinklens evaluate ... --out {folder}` or `sinklens "
-        f"analyse ... --out {folder}` creates one."
-    )
 
 
 def score(

@@ -62,6 +62,7 @@ def run_study(
     from sinklens.analyses.seeds import write_seeds
     from sinklens.evaluation.counting import counting
     from sinklens.model import load
+    from sinklens.tasks.prompts import read_groups
     from sinklens.utils.folders import check_folder
 
     kind, asked = find(name), _prompts(prompts, limit)
@@ -69,12 +70,17 @@ def run_study(
         raise SettingError(
             f"--seeds compares training runs of one recipe; give at least two models, not {models[0]} alone."
         )
+    if group is not None and prompts is None:
+        raise SettingError(
+            "--group names a key of the lines of a file of prompts; give the file (--prompts FILE.jsonl)."
+        )
+    groups = read_groups(prompts, group, limit) if group is not None and prompts is not None else None
     answers = _answers(prompts, limit, kind, asked)
     study = kind(batch=batch, settings=settings or {}, answers=answers, **run or {})
     check_folder(out, "a study")
     loaded = [load(model, **fitted(model, loading, settings)) for model in models]
     with counting("prompts", out, call) as count:
-        findings = study.run(loaded, asked, out, progress=count, group=_groups(prompts, group, limit))
+        findings = study.run(loaded, asked, out, progress=count, group=groups)
     show(out, findings.manifest)
     files = list(findings.files)
     if seeds:
@@ -94,19 +100,6 @@ def _prompts(file: Path | None, limit: int | None) -> list[Any]:
 
     check_limit(limit)
     return read_prompts(file, limit) if file is not None else [one.prompt for one in held_out(limit or 100)]
-
-
-def _groups(file: Path | None, column: str | None, limit: int | None) -> list[str] | None:
-    """The groups of the prompts of a file; None without ``--group``."""
-    from sinklens.tasks.prompts import read_groups
-
-    if column is None:
-        return None
-    if file is None:
-        raise SettingError(
-            "--group names a key of the lines of a file of prompts; give the file (--prompts FILE.jsonl)."
-        )
-    return read_groups(file, column, limit)
 
 
 def _answers(file: Path | None, limit: int | None, study: Any, prompts: list[Any]) -> dict[str, str]:

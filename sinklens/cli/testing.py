@@ -5,15 +5,12 @@ test resumes, and a finished one prints its report again, corrected for the test
 """
 
 import math
-import warnings
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklens.cli.options import Call, Device, fitted
-from sinklens.errors import ControlWarning, SettingError, warn_caller
+from sinklens.cli.writing import write_text
+from sinklens.errors import SettingError
 
 if TYPE_CHECKING:
     from sinklens.analyses.estimates.deciding import Decision
@@ -49,7 +46,6 @@ def run_plan(
     from sinklens.analyses.planned import PlannedTest
     from sinklens.evaluation.counting import counting
     from sinklens.model import load
-    from sinklens.utils.atomic import atomic_write
     from sinklens.utils.folders import check_folder
 
     asked, folder = read_plan(plan), out or Path(f"test-{plan.stem}")
@@ -70,33 +66,14 @@ def run_plan(
     print(f"Plan {run.name} is stored in {folder / tested.FILE} and counted in {ledger}.")
     study = PlannedTest(plan=asked, seed=asked.seed, settings=asked.settings, answers=answers)
     model = load(asked.model, **fitted(asked.model, loading))
-    with counted_control_warnings(), counting("prompts", folder, call) as count:
+    with counting("prompts", folder, call) as count:
         findings = study.run(model, prompts, folder, progress=count)
     (measured,) = findings.measured.values()
     made = decided(asked, measured)
     corrected = tested.finish(run, made.found.p, made.p_equivalent)
     lines = report_lines(asked, made, corrected, findings.tables["differences"])
-    with atomic_write(folder / REPORT) as part:
-        part.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(folder / REPORT, "\n".join(lines) + "\n")
     print("\n".join(["", *lines, "", f"Written to {folder / REPORT}; all tables: `sinklens table {folder}`."]))
-
-
-@contextmanager
-def counted_control_warnings() -> Iterator[None]:
-    """Issue the warnings of a block at its end: each `ControlWarning` once, with the number of times it was issued."""
-    found: Counter[str] = Counter()
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", ControlWarning)
-            yield
-    finally:
-        for one in caught:
-            if issubclass(one.category, ControlWarning):
-                found[str(one.message)] += 1
-            else:
-                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-        for text, count in found.items():
-            warn_caller(f"{text} ({count} time{'s' * (count > 1)})", ControlWarning)
 
 
 def power_lines(plan: "Plan", tests: int) -> list[str]:

@@ -30,8 +30,7 @@ def trace(
 
     Args:
         model: shipped name, hub name or folder; see `sinklens models`
-        prompt: the prompt; @FILE reads it from FILE, from JSON Lines (*.jsonl) with a text or a list of token ids under
-            'prompt'
+        prompt: the prompt; @FILE reads it from FILE
         out: folder for answer.txt, sinks.nc, sinks.png and report.html
     """
     from rich.console import Console
@@ -55,20 +54,11 @@ def trace(
     print(f"Written to {out}/: answer.txt, sinks.nc, sinks.png, report.html.")
 
 
-def _prompt(given: str) -> str | list[int]:
+def _prompt(given: str) -> str:
     """The prompt of ``--prompt``."""
-    if not given.startswith("@"):
-        return given
-    file = Path(given[1:])
-    if file.suffix == ".jsonl":
-        from sinklens.tasks.prompts import read_prompts
-
-        prompts = read_prompts(file)
-        if len(prompts) > 1:
-            raise SinklensError(f"{file} holds {len(prompts)} prompts, and trace runs one; give a file with one line.")
-        return prompts[0]
+    file = given.removeprefix("@")
     try:
-        return file.read_text()
+        return given if file == given else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise SinklensError(f"could not read the prompt from {file}: {error}") from error
 

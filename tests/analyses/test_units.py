@@ -3,7 +3,7 @@
 import numpy as np
 import xarray as xr
 
-from sinklens.analyses.units import FOLDER, Units, finished
+from sinklens.analyses.units import FOLDER, Units
 from sinklens.evaluation import LedgerRun
 from sinklens.evaluation.ledger import Writer
 
@@ -17,10 +17,8 @@ DATA = xr.Dataset(
 
 def test_units_are_restored_exactly_in_the_order_of_the_prompts(tmp_path):
     """Text labels, NaN, integers and every bit of a float survive the file."""
-    assert finished(tmp_path) == ""
     with Units(tmp_path, WHAT, 3) as units:
         units.add([2], DATA.isel(prompt=[2]))
-        assert finished(tmp_path) == "letters: m: 1 of 3 prompts"
         units.add([0, 1], DATA.isel(prompt=[0, 1]))
     with Units(tmp_path, WHAT, 3) as again:
         assert again.done == {0, 1, 2}

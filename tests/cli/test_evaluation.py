@@ -11,7 +11,7 @@ from ledgers import planted_run
 
 import sinklens
 from sinklens.cli import main
-from sinklens.evaluation import HARNESS_PROTOCOLS, PROTOCOLS, LedgerRun, frame, masking
+from sinklens.evaluation import LedgerRun, frame, masking
 from sinklens.model.files import find_checkpoint
 from sinklens.sampling import DualCache
 from sinklens.tasks import held_out
@@ -363,18 +363,3 @@ def test_a_table_says_in_what_a_run_departs_before_its_numbers(tmp_path, capsys)
     assert "departs from llada-instruct-gsm8k-blocks: gen_length 24, not 256; steps 24, not 256." in text
     assert "0.786 ML-GSAI/LLaDA, EVAL.md" in tables
     assert "1 sink" in tables
-
-
-def test_protocols_are_listed_with_scores_and_sources(capsys):
-    code, printed, _ = run(capsys, "protocols")
-    assert code == 0
-    assert all(name in printed for name in (*PROTOCOLS, *HARNESS_PROTOCOLS))
-    code, printed, _ = run(capsys, "protocols", "--model", "llada-1.5")
-    assert "LLaDA-1.5 0.838" in printed
-    assert "Dream" not in printed
-    code, printed, _ = run(capsys, "protocols", "mmada-gsm8k")
-    assert "  unstated  which checkpoint\n" in printed
-    assert "  run       sinklens evaluate Gen-Verse/MMaDA-8B --protocol mmada-gsm8k" in printed
-    code, _, printed = run(capsys, "protocols", "mmada-gsm8")
-    assert (code, "Nearest: mmada-gsm8k" in printed) == (1, True)
-    assert run(capsys, "protocols", "--model", "no such model")[0] == 1

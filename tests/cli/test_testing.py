@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from sinklens.analyses.estimates.power import t_power
 from sinklens.analyses.planned import PICKS, PlannedTest
 from sinklens.analyses.tested import begin, finish, sharing
 from sinklens.cli import main
-from sinklens.errors import ControlWarning, SettingError, warn_caller
+from sinklens.errors import SettingError
 from sinklens.evaluation import LedgerRun
 from sinklens.tasks import held_out
 from sinklens.utils import estimates
@@ -97,28 +96,6 @@ def test_a_changed_plan_is_refused_after_the_first_run_and_the_first_one_resumes
     stored = json.loads((tmp_path / "out" / "plan.json").read_text())
     (counted,) = LedgerRun.all(tmp_path / "tests")
     assert stored["name"] == counted.name
-
-
-@pytest.mark.extended
-def test_a_short_control_is_reported_once_with_the_number_of_runs(tmp_path, monkeypatch, recwarn):
-    measure, calls = planted(0.4)
-
-    def short(self, model, prompts, settings):
-        warnings.simplefilter("default", UserWarning)  # forgets what was shown, as libraries do
-        warn_caller("random picks fewer keys.", ControlWarning)
-        if len(calls) < 2:
-            warn_caller("nearest picks fewer keys.", ControlWarning)
-        warnings.warn(f"another, at {len(calls)}", UserWarning, stacklevel=1)
-        return measure(self, model, prompts, settings)
-
-    (tmp_path / "out.yaml").write_text(PLAN % {"n": 5})
-    monkeypatch.setattr(PlannedTest, "measure", short)
-    call = ["test", str(tmp_path / "out.yaml"), "--out", str(tmp_path / "out"), "--tests", str(tmp_path / "tests")]
-    assert main(call) == 0
-    said = [str(entry.message) for entry in recwarn if issubclass(entry.category, ControlWarning)]
-    assert said == ["random picks fewer keys. (5 times)", "nearest picks fewer keys. (2 times)"]
-    others = [str(entry.message) for entry in recwarn if str(entry.message).startswith("another")]
-    assert others == [f"another, at {number}" for number in range(5)]
 
 
 def stopped(call):
