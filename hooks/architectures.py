@@ -6,12 +6,8 @@ one entry here; the rest of hooks/ does not name modules.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sinklens.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -219,35 +215,3 @@ def architecture_of(model_type: str) -> Architecture:
             f"hooks/architectures.py (see CONTRIBUTING.md)."
         )
     return ARCHITECTURES[model_type]
-
-
-def check_modules(hf: "nn.Module", architecture: Architecture) -> None:
-    """Check that the modules that every model has are where the record says; others are read where a layer has them.
-
-    Raises:
-        CheckpointError: a module does not exist.
-    """
-    base = _child(hf, architecture, "base")
-    _child(hf, architecture, "head")
-    for field in ("embed", "norm", "rotary", "positions"):
-        if getattr(architecture, field):
-            _child(base, architecture, field)
-    for layer in _child(base, architecture, "layers").children():
-        for field in ("ln1", "ln2", "mlp"):
-            _child(layer, architecture, field)
-        attention = _child(layer, architecture, "attn")
-        for field in ("q", "k", "o") if architecture.values else ("q", "k", "v", "o"):
-            _child(attention, architecture, field)
-
-
-def _child(parent: "nn.Module", architecture: Architecture, field: str) -> "nn.Module":
-    """The module below `parent` that `field` of the record names."""
-    path: str = getattr(architecture, field)
-    try:
-        return parent.get_submodule(path)
-    except AttributeError as error:
-        raise CheckpointError(
-            f"{type(parent).__name__} has no module {path!r}, which its Architecture record gives as {field!r}; it has "
-            f"{', '.join(name for name, _ in parent.named_children())}. Name its modules in the record (see "
-            f"hooks/architectures.py)."
-        ) from error

@@ -14,7 +14,7 @@ from sinklens.hooks import names
 from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.offload import class_forward, value_of, weight_of
 from sinklens.hooks.points import Point, Watch
-from sinklens.hooks.weights import AttentionWeights, ExpertWeights, MlpWeights
+from sinklens.hooks.weights import AttentionWeights, MlpWeights
 
 PROJECTIONS = ("gate", "up", "down")
 
@@ -66,20 +66,19 @@ class NormPoints(Points):
 class AttentionPoints(AttentionWeights, Points):
     """The points of one attention layer, and its weights in TransformerLens's shapes."""
 
-    def __init__(
-        self,
-        watch: Watch,
-        projections: dict[str, nn.Module],
-        norms: dict[str, tuple[nn.Module, float]],
-        d_head: int,
-        parts: names.Parts,
-    ) -> None:
+    def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, parts: names.Parts) -> None:
         inputs = {spec.name.removesuffix("_input"): spec for spec in names.SPLIT_INPUTS}
         rows = names.attention_specs(parts)
         ordered = [row for spec in rows for row in (inputs.get(spec.name), spec) if row is not None]
         super().__init__([names.ATTN_IN, *ordered], watch)
-        self.__dict__["_projections"] = (projections, d_head)  # not submodules: the layer owns them
-        self.__dict__["_norms"] = norms
+        attn: Any = layer.get_submodule(architecture.attn)
+        projections = {letter: projection(attn, architecture, letter) for letter in "qkvo"}
+        self.__dict__["_projections"] = projections, attn.head_dim  # not submodules: the layer owns them
+        paths = {"q": architecture.q_norm, "k": architecture.k_norm} if parts.qk_norm else {}
+        norms = {letter: attn.get_submodule(path) for letter, path in paths.items()}
+        self.__dict__["_norms"] = {
+            letter: (norm, float(getattr(norm, architecture.eps))) for letter, norm in norms.items()
+        }
         outside = {"hook_q", "hook_k", "hook_v", "hook_result", names.ATTN_IN.name}  # tapped at the projections
         outside.add("hook_fresh")  # known before attention begins
         outside |= {spec.name for spec in names.QK_NORM.values()}
@@ -92,19 +91,14 @@ class AttentionPoints(AttentionWeights, Points):
 
 
 class MlpPoints(MlpWeights, Points):
-    """The points of one dense MLP, with those of any experts beside it, and its weights in TransformerLens's shapes."""
+    """The points of one MLP and of any experts in it or beside it, and its weights in TransformerLens's shapes."""
 
-    def __init__(self, watch: Watch, projections: dict[str, nn.Module], parts: names.Parts) -> None:
+    def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, parts: names.Parts) -> None:
         super().__init__(names.mlp_specs(parts), watch)
-        self.__dict__["_projections"] = projections
-
-
-class ExpertPoints(ExpertWeights, Points):
-    """The points of one mixture of experts."""
-
-    def __init__(self, watch: Watch, parts: names.Parts, layer: int, norm: nn.Module) -> None:
-        super().__init__(names.mlp_specs(parts), watch)
-        self.__dict__["_place"] = layer, norm  # not a submodule: the layer owns it
+        mlp = layer.get_submodule(architecture.mlp)
+        paths = {part: getattr(architecture, part) for part in PROJECTIONS if parts.dense}
+        self.__dict__["_projections"] = {part: mlp.get_submodule(path) for part, path in paths.items() if path}
+        self.__dict__["_norm"] = layer.get_submodule(architecture.ln2)  # not submodules: the layer owns them
 
 
 class Block(nn.Module):
@@ -116,41 +110,26 @@ class Block(nn.Module):
 
     hook_out_is_single_residual_stream = True  # TransformerLens's logit lens reads this attribute
 
-    def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture, number: int) -> None:
+    def __init__(self, watch: Watch, layer: nn.Module, architecture: Architecture) -> None:
         super().__init__()
-        self.parts = parts_of(layer, architecture)
-        attn: Any = layer.get_submodule(architecture.attn)
-        self.hook_resid_pre = Point(watch)
-        if self.parts.modulated:
-            self.adaln = Points(names.MODULATION, watch)
-        self.ln1 = NormPoints(watch, layer.get_submodule(architecture.ln1), self.parts)
-        projections = {letter: projection(attn, architecture, letter) for letter in ("q", "k", "v", "o")}
-        paths = {"q": architecture.q_norm, "k": architecture.k_norm} if self.parts.qk_norm else {}
-        modules = {letter: attn.get_submodule(path) for letter, path in paths.items()}
-        norms = {letter: (norm, float(getattr(norm, architecture.eps))) for letter, norm in modules.items()}
-        self.attn = AttentionPoints(watch, projections, norms, attn.head_dim, self.parts)
-        if architecture.ln1_post:
-            self.ln1_post = NormPoints(watch, layer.get_submodule(architecture.ln1_post))
-        if self.parts.modulated:
-            self.hook_attn_ungated = Point(watch)
-        self.hook_attn_out = Point(watch)
-        self.hook_resid_mid = Point(watch)
-        self.hook_mlp_in = Point(watch)
-        self.ln2 = NormPoints(watch, layer.get_submodule(architecture.ln2), self.parts)
-        self.mlp = self._mlp(watch, layer, architecture, number)
-        if architecture.ln2_post:
-            self.ln2_post = NormPoints(watch, layer.get_submodule(architecture.ln2_post))
-        if self.parts.modulated:
-            self.hook_mlp_ungated = Point(watch)
-        self.hook_mlp_out = Point(watch)
-        self.hook_resid_post = Point(watch)
+        self.parts = parts = parts_of(layer, architecture)
+        groups: dict[str, Points] = {
+            "adaln": Points(names.MODULATION, watch),
+            "attn": AttentionPoints(watch, layer, architecture, parts),
+            "mlp": MlpPoints(watch, layer, architecture, parts),
+        }
+        for name in ("ln1", "ln1_post", "ln2", "ln2_post"):
+            if path := getattr(architecture, name):
+                of_norm = names.PLAIN if name.endswith("_post") else parts
+                groups[name] = NormPoints(watch, layer.get_submodule(path), of_norm)
+        for name in dict.fromkeys(path.partition(".")[0] for path, _ in names.block_specs(parts)):
+            if name == "ln2":
+                self.hook_mlp_in = Point(watch)
+            setattr(self, name, groups[name] if name in groups else Point(watch))
 
-    def _mlp(self, watch: Watch, layer: nn.Module, architecture: Architecture, number: int) -> Points:
-        if self.parts.experts and not self.parts.dense:
-            return ExpertPoints(watch, self.parts, number, layer.get_submodule(architecture.ln2))
-        mlp, paths = layer.get_submodule(architecture.mlp), {part: getattr(architecture, part) for part in PROJECTIONS}
-        projections = {part: mlp.get_submodule(path) for part, path in paths.items() if path}
-        return MlpPoints(watch, projections, self.parts)
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 def parts_of(layer: nn.Module, architecture: Architecture) -> names.Parts:
@@ -195,5 +174,5 @@ class EncoderPoints(nn.Module):
         super().__init__()
         self.hook_embed = Point(watch)
         layers: Any = base.get_submodule(architecture.layers)
-        self.blocks = nn.ModuleList(Block(watch, layer, architecture, number) for number, layer in enumerate(layers))
+        self.blocks = nn.ModuleList(Block(watch, layer, architecture) for layer in layers)
         self.ln_final = NormPoints(watch, base.get_submodule(architecture.norm))

@@ -13,7 +13,6 @@ not act on the copies.
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,19 +21,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.modulation import SHIFTED, modulated
 from sinklens.hooks.offload import class_forward, value_of, weight_of
 from sinklens.hooks.points import Point
-
-
-@dataclass
-class Switches:
-    """The points that the model's setters turned on; shared by all layers."""
-
-    use_split_qkv_input: bool = False
-    use_attn_in: bool = False
-    use_hook_mlp_in: bool = False
 
 
 class LayerInputs:
@@ -43,10 +32,9 @@ class LayerInputs:
     While attention runs, it stores the stream that entered ln1, and with ``hook_attn_in`` the normalized copies.
     """
 
-    def __init__(
-        self, layer: nn.Module, block: Any, architecture: Architecture, switches: Switches, undo: ExitStack
-    ) -> None:
-        self.points, self.mlp_in, self.switches = block.attn, block.hook_mlp_in, switches
+    def __init__(self, layer: nn.Module, block: Any, tree: Any, undo: ExitStack) -> None:
+        self.points, self.mlp_in, self.tree = block.attn, block.hook_mlp_in, tree
+        architecture = tree.architecture
         self.norm = layer.get_submodule(architecture.ln1)
         self.stream: Tensor | None = None
         self.shared: Tensor | None = None
@@ -61,14 +49,14 @@ class LayerInputs:
             undo.callback(handle.remove)
 
     def _enter(self, _module: nn.Module, inputs: tuple[Tensor]) -> None:
-        if self.switches.use_split_qkv_input or self.switches.use_attn_in:
+        if self.tree.cfg.use_split_qkv_input or self.tree.cfg.use_attn_in:
             self.stream = inputs[0]
 
     def _leave(self, *_: Any) -> None:
         self.stream = self.shared = None
 
     def _read_mlp(self, _module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
-        return (self.mlp_in(inputs[0]),) if self.switches.use_hook_mlp_in and self.mlp_in.watched else None
+        return (self.mlp_in(inputs[0]),) if self.tree.cfg.use_hook_mlp_in and self.mlp_in.watched else None
 
     def _tap(self, projection: nn.Module, letter: str, d_head: int) -> RemovableHandle:
         """Project the copies instead of the shared stream with `projection`, while the copies are watched.
@@ -92,7 +80,7 @@ class LayerInputs:
         if self.stream is None:
             return None
         split: Point = getattr(self.points, f"hook_{letter}_input")
-        if self.switches.use_split_qkv_input:
+        if self.tree.cfg.use_split_qkv_input:
             return self._through(split, heads) if split.watched else None
         if letter == "q" and self.points.hook_attn_in.watched:
             self.shared = self._through(self.points.hook_attn_in, heads)

@@ -2,16 +2,16 @@
 
 Stacked over layers, ``model.W_Q`` is [layer, head, d_model, d_head], ``model.W_K`` [layer, kv_head, d_model, d_head],
 ``model.W_in`` [layer, d_model, d_mlp]; weights.py has the shapes of a layer. Key/value heads stay grouped, as in
-TransformerLens 4; `expand_kv_heads` repeats them to the query heads, and the circuits and `tl_parameters` do so.
+TransformerLens 4; `expand_kv_heads` repeats them to the query heads, and the circuits do so.
 
 A rotary model has no single QK matrix: the score of a query at i and a key at j depends on i − j. `QK` leaves the
-rotation out, as TransformerLens does, and `QK_at` puts it in for one pair of positions.
+rotation out, as TransformerLens does.
 
 Pitfall: layers may differ in shape (DiffusionGemma), or have experts instead of a dense MLP. A name that does not exist
 in every layer is then an error; the weights of a single layer are at ``model.blocks[layer].attn`` and ``.mlp``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,14 +22,10 @@ from transformer_lens.model_bridge.composition_scores import CompositionScores
 from transformer_lens.utilities import composition_scores
 
 from sinklens.errors import PromptError, SettingError
-from sinklens.hooks import rotary
 from sinklens.hooks.offload import weight_of
 from sinklens.hooks.spellings import refuse_gated
 from sinklens.hooks.weights import Reader, bias_of
 from sinklens.utils.integers import as_integer
-
-ATTENTION = tuple(f"{kind}_{letter}" for letter in "QKVO" for kind in "Wb")
-MLP = tuple(f"{kind}_{part}" for part in ("gate", "in", "out") for kind in "Wb")
 
 
 def _stacked(part: str, name: str) -> property:
@@ -113,39 +109,6 @@ class ModelWeights:
         """W_V W_O of every head, [layer, head, d_model, d_model]; grouped values are repeated to the query heads."""
         return FactoredMatrix(self.expand_kv_heads(self.W_V), self.W_O)
 
-    def QK_at(self, query: int, key: int) -> FactoredMatrix:
-        """QK of every head for a query at position `query` and a key at position `key`, with the rotation between them.
-
-        W_Q diag(w_q) R(query, key) diag(w_k) W_Kᵀ, [layer, head, d_model, d_model], where w_q and w_k are the weights
-        of the norms of queries and keys, or 1. For normalized streams x (``ln1.hook_normalized`` times ``ln1.w``) and
-        no biases, ``x[query] @ QK_at @ x[key] / cfg.attn_scale`` is the score before masking; where queries and keys
-        are normalized, it still has to be divided by their root mean squares.
-
-        Positions are counted from the first real token.
-
-        Raises:
-            SettingError: a negative position, or layers that rotate differently.
-        """
-        turn = rotary.rotation(self, query), rotary.rotation(self, key)
-        sides = []
-        for letter, weights, matrix in zip("qk", (self.W_Q, self.expand_kv_heads(self.W_K)), turn, strict=True):
-            norms = [getattr(block.attn, f"{letter}_norm") for block in self.blocks]
-            if norms[0] is not None:
-                weights = weights * torch.stack([norm.w.to(weights.device) for norm in norms])[:, None, None]
-            sides.append(weights @ matrix.to(weights))
-        return FactoredMatrix(sides[0], sides[1].transpose(-2, -1))
-
-    def rotation(self, query: int, key: int) -> Float[Tensor, "d_head d_head"]:
-        """R with ``q @ R @ k`` the product of a query at position `query` and a key at `key`, after both are rotated.
-
-        q and k are values of ``hook_q`` and ``hook_k``, or of ``hook_q_normed`` and ``hook_k_normed``. R depends on
-        query − key only.
-
-        Raises:
-            SettingError: a negative position, or layers that rotate differently.
-        """
-        return rotary.rotation(self, query) @ rotary.rotation(self, key).T
-
     def expand_kv_heads(self, grouped: Float[Tensor, "layer kv_head *shape"]) -> Float[Tensor, "layer head *shape"]:
         """Stacked W_K, W_V, b_K or b_V with each key/value head repeated for the query heads that use it.
 
@@ -158,37 +121,6 @@ class ModelWeights:
                 f"heads, such as model.W_K; got {list(grouped.shape)}."
             )
         return grouped.repeat_interleave(self.cfg.n_heads // grouped.shape[1], dim=1)
-
-    def tl_parameters(self) -> dict[str, Tensor]:
-        """All weights by TransformerLens's names, such as "blocks.0.attn.W_Q", as its bridge returns them.
-
-        Key/value heads are repeated to the query heads. A layer with experts has no "mlp.W_in" and the like.
-        """
-        found = {"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "unembed.b_U": self.b_U, "ln_final.w": self.ln_final.w}
-        if self.ln_final.b is not None:
-            found["ln_final.b"] = self.ln_final.b
-        if self.architecture.positions:
-            found["pos_embed.W_pos"] = self.W_pos
-        for layer, block in enumerate(self.blocks):
-            found |= {f"blocks.{layer}.{name}": weight for name, weight in self._of_layer(block)}
-        return found
-
-    def _of_layer(self, block: Any) -> Iterator[tuple[str, Tensor]]:
-        for name in ATTENTION:
-            weight = getattr(block.attn, name)
-            grouped = name.endswith(("_K", "_V"))
-            yield (
-                f"attn.{name}",
-                weight.repeat_interleave(self.cfg.n_heads // len(weight), dim=0) if grouped else weight,
-            )
-        if block.parts.dense:
-            named = MLP if block.parts.gated else MLP[2:]
-            yield from ((f"mlp.{name}", getattr(block.mlp, name)) for name in named)
-        for norm in ("ln1", "ln2"):
-            weights = {"w": getattr(block, norm).w, "b": getattr(block, norm).b}
-            yield from ((f"{norm}.{name}", weight) for name, weight in weights.items() if weight is not None)
-        norms = {f"attn.{letter}_norm.w": getattr(block.attn, f"{letter}_norm") for letter in "qk"}
-        yield from ((name, norm.w) for name, norm in norms.items() if norm is not None)
 
     def all_composition_scores(self, mode: str) -> CompositionScores:
         """How strongly each later head reads the output of each earlier head, [layer, head, layer, head].

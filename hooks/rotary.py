@@ -14,7 +14,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.utils.integers import as_integer
 
 
 def rotations(tree: Any, positions: Int[Tensor, " pos"]) -> Float[Tensor, "pos d_head d_head"]:
@@ -41,14 +40,3 @@ def rotations(tree: Any, positions: Int[Tensor, " pos"]) -> Float[Tensor, "pos d
     turned, kept = identity.split([size, d_head - size], dim=-1)
     first, second = turned.chunk(2, dim=-1)
     return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, kept], dim=-1)
-
-
-def rotation(tree: Any, position: int) -> Float[Tensor, "d_head d_head"]:
-    """R for one position.
-
-    Raises:
-        SettingError: a negative position, or layers that rotate differently.
-    """
-    if (number := as_integer(position)) is None or number < 0:
-        raise SettingError(f"a position must be an integer from 0 on; got {position!r}.")
-    return rotations(tree, torch.tensor([number]))[0]

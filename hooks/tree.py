@@ -24,14 +24,14 @@ from transformers import PreTrainedModel
 from sinklens.errors import HookNameError, PromptError, SettingError, SinklensError, warn_caller
 from sinklens.hooks import names, neighbors, partial_pass  # noqa: F401  neighbors checks versions, before the others
 from sinklens.hooks.adapter import Adapter, connect_adapter
-from sinklens.hooks.architectures import Architecture, check_modules
+from sinklens.hooks.architectures import Architecture
 from sinklens.hooks.attention.blocks import Blocks, rule_of, ruled_by
 from sinklens.hooks.attention.segments import Segments, changes_attention, single_pass
 from sinklens.hooks.canvas_pass import CanvasPass
 from sinklens.hooks.forward_pass import CAUSAL, ForwardPass, PassKind
 from sinklens.hooks.front import HookFront
 from sinklens.hooks.groups import Block, EncoderPoints, NormPoints, Points
-from sinklens.hooks.inputs import LayerInputs, Switches
+from sinklens.hooks.inputs import LayerInputs
 from sinklens.hooks.losses import Loss, Masks, next_token_loss
 from sinklens.hooks.model_weights import ModelWeights
 from sinklens.hooks.modulation import times_of
@@ -65,11 +65,9 @@ class HookTree(ModelWeights, HookFront):
         self._undo = ExitStack()
         if architecture.fused:
             split_all(self._undo, hf, architecture)
-        check_modules(hf, architecture)
         self.tokenizer_of: Callable[[], Any] = lambda: None
         self.masks: Masks | None = None
         self.adapter: Adapter | None = None
-        self._switches = Switches()
         self.disconnected = False
         self._sampler_specs = _sampler_specs(hf, architecture, drawn)
         self.denoise = Points(self._sampler_specs, self.watch, SamplerPoint)
@@ -83,9 +81,7 @@ class HookTree(ModelWeights, HookFront):
                 setattr(self, spec.name, Point(self.watch))
         base = hf.get_submodule(architecture.base)
         layers: Any = base.get_submodule(architecture.layers)
-        self.blocks = nn.ModuleList(
-            Block(self.watch, layer, architecture, number) for number, layer in enumerate(layers)
-        )
+        self.blocks = nn.ModuleList(Block(self.watch, layer, architecture) for layer in layers)
         modulated = names.Parts(modulated=bool(architecture.modulation))
         self.ln_final = NormPoints(self.watch, base.get_submodule(architecture.norm), modulated)
         self.hf = hf
@@ -99,7 +95,7 @@ class HookTree(ModelWeights, HookFront):
         if architecture.encoder:
             connect_encoder(self._undo, hf, architecture, self.encoder, self.denoise)
         self._inputs = [
-            LayerInputs(layer, block, architecture, self._switches, self._undo)
+            LayerInputs(layer, block, self, self._undo)
             for layer, block in zip(layers, self.blocks, strict=True)
             if not architecture.values
         ]
@@ -130,7 +126,7 @@ class HookTree(ModelWeights, HookFront):
 
     def point_names(self) -> list[str]:
         """All points that are on, in the order a step reaches them."""
-        on = {name for name in self.hook_dict if getattr(self._switches, names.switch_of(name) or "", True)}
+        on = {name for name in self.hook_dict if getattr(self.cfg, names.switch_of(name) or "", True)}
         found = [name for name in self.hook_dict if name in on and not name.startswith("denoise.")]
         canvas, *others = (f"denoise.{spec.name}" for spec in self._sampler_specs)
         return [canvas, *found, *others]
@@ -213,9 +209,8 @@ class HookTree(ModelWeights, HookFront):
             raise SettingError(
                 f"{flag} is not available: this model has layers whose keys and values share a projection."
             )
-        if value and getattr(self._switches, unless, False):
+        if value and getattr(self.cfg, unless, False):
             raise SettingError(f"{flag} and {unless} are mutually exclusive; call model.set_{unless}(False) first.")
-        setattr(self._switches, flag, value)
         self.cfg = replace(self.cfg, **{flag: value})
 
     def hidden(

@@ -125,6 +125,11 @@ def _of_mlp(name: str, make: Callable[[nn.Module], Tensor], meaning: str) -> pro
 
     def read(points: Any) -> Tensor:
         projections = points.__dict__["_projections"]
+        if not projections:
+            raise SettingError(
+                f"the MLP of layer {points.hook_expert_out.layer()} is a mixture of experts, so it has no W_gate, "
+                f"W_in, W_out, b_gate or b_in; the weights of its experts are parameters of model.tree.hf."
+            )
         if name not in projections:
             raise SettingError(
                 "the MLP of this model has no gate, so it has no W_gate and b_gate; W_in precedes hook_pre."
@@ -137,9 +142,11 @@ def _of_mlp(name: str, make: Callable[[nn.Module], Tensor], meaning: str) -> pro
 class MlpWeights:
     """Weights of one MLP, ``(act(x @ W_gate) * (x @ W_in)) @ W_out``, as properties of its group of points.
 
-    Without a gate it computes ``act(x @ W_in + b_in) @ W_out``, and W_gate and b_gate raise a `SettingError`.
+    Without a gate it computes ``act(x @ W_in + b_in) @ W_out``, and W_gate and b_gate raise a `SettingError`. So do all
+    but `b_out` in a layer that has only experts.
 
-    The layer owns them; the group stores its projections under ``_projections`` in its ``__dict__``, by name.
+    The layer owns them; the group stores its projections under ``_projections`` in its ``__dict__``, by name, and the
+    norm before it under ``_norm``.
     """
 
     W_gate = _of_mlp("gate", lambda linear: weight_of(linear).T, "Weights of the gate, whose output is ``hook_pre``.")
@@ -147,24 +154,9 @@ class MlpWeights:
     W_out = _of_mlp("down", lambda linear: weight_of(linear).T, "Output weights, [d_mlp, d_model].")
     b_gate = _of_mlp("gate", bias_of, "Bias of the gate.")
     b_in = _of_mlp("up", bias_of, "Bias of the linear branch.")
-    b_out = _of_mlp("down", bias_of, "Output bias.")
-
-
-class ExpertWeights:
-    """The weights of an MLP for a layer with experts: only a zero output bias.
-
-    The group stores its layer's number and the norm before it under ``_place`` in its ``__dict__``.
-    """
 
     @property
     def b_out(self) -> Float[Tensor, " d_model"]:
-        """Zeros: experts have no output bias."""
-        return torch.zeros_like(weight_of(self.__dict__["_place"][1]))
-
-    def _refuse(self) -> Tensor:
-        raise SettingError(
-            f"the MLP of layer {self.__dict__['_place'][0]} is a mixture of experts, so it has no W_gate, W_in, W_out, "
-            f"b_gate or b_in; the weights of its experts are parameters of model.tree.hf."
-        )
-
-    W_gate = W_in = W_out = b_gate = b_in = property(_refuse, doc="Raises a `SettingError`.")
+        """Output bias; zeros for experts, which have none."""
+        down = self.__dict__["_projections"].get("down")
+        return torch.zeros_like(weight_of(self.__dict__["_norm"])) if down is None else bias_of(down)

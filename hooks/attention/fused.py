@@ -104,24 +104,21 @@ def _on_cpu(given: FusedInputs) -> Attended:
 
 
 def _flash(given: FusedInputs) -> tuple[Tensor, Tensor]:
-    found = torch.ops.aten._scaled_dot_product_flash_attention(
+    return torch.ops.aten._scaled_dot_product_flash_attention(
         given.query, given.key, given.value, 0.0, given.causal, False, scale=given.scale
-    )
-    return found[0], found[1]
+    )[:2]
 
 
 def _efficient(given: FusedInputs) -> tuple[Tensor, Tensor]:
-    found = torch.ops.aten._scaled_dot_product_efficient_attention(
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
         given.query, given.key, given.value, given.mask, True, 0.0, given.causal, scale=given.scale
-    )
-    return found[0], found[1]
+    )[:2]
 
 
 def _cudnn(given: FusedInputs) -> tuple[Tensor, Tensor]:
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(
         given.query, given.key, given.value, given.mask, True, 0.0, given.causal, False, scale=given.scale
-    )
-    return found[0], found[1]
+    )[:2]
 
 
 OPERATORS = {

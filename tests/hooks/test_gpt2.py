@@ -9,6 +9,7 @@ import sinklens
 from sinklens.errors import CheckpointError, SettingError
 from sinklens.experiments import path_patching_effects
 from sinklens.families import family_named, translate
+from sinklens.hooks.rotary import rotations
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.model.loading import build_empty
 
@@ -122,7 +123,7 @@ def test_a_direct_path_is_what_the_changed_stream_gives(model, ids):
 
 def test_what_a_rotation_would_need_is_refused(model):
     with pytest.raises(SettingError, match="a gpt2 model does not rotate queries and keys"):
-        model.rotation(1, 0)
+        rotations(model.tree, torch.arange(2))
 
 
 def test_the_public_size_is_that_of_gpt2_small():

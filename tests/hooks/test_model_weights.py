@@ -3,9 +3,9 @@
 import pytest
 import torch
 from building import SIZES, close, random_ids, random_model, shared_model
-from transformer_lens import SVDInterpreter
 
 from sinklens.errors import SettingError
+from sinklens.hooks.rotary import rotations
 
 KINDS = [("llama", False), ("qwen2", True), ("qwen3", False), ("glm4_moe", False)]
 """Without biases, with them, with norms of queries and keys, and with a rotation of half the dimensions."""
@@ -13,14 +13,11 @@ HEADS, KV_HEADS, D_HEAD = 6, 2, SIZES["head_dim"]
 PAIRS = [(0, 0), (5, 2), (6, 1), (4, 4)]
 
 
-def rms(x):
-    return (x * x).mean(-1, keepdim=True).sqrt()
-
-
 @pytest.mark.parametrize(("architecture", "causal"), KINDS)
 def test_queries_times_the_rotation_times_keys_are_the_scores(architecture, causal):
     model = shared_model(architecture, causal)
     cache = model.run_with_cache(random_ids())[1]
+    turn = rotations(model.tree, torch.arange(max(max(PAIRS)) + 1))
     for layer, block in enumerate(model.blocks):
         stream = cache[f"blocks.{layer}.ln1.hook_normalized"] * block.ln1.w
         q, k = (
@@ -36,32 +33,15 @@ def test_queries_times_the_rotation_times_keys_are_the_scores(architecture, caus
                 q, k = (normed, k) if letter == "q" else (q, normed)
         for query, key in PAIRS:
             for head in range(HEADS):
-                score = q[:, query, head] @ model.rotation(query, key) * k[:, key, head // (HEADS // KV_HEADS)]
+                score = q[:, query, head] @ turn[query] @ turn[key].T * k[:, key, head // (HEADS // KV_HEADS)]
                 close(score.sum(-1) / model.cfg.attn_scale, cache["attn_scores", layer][:, head, query, key])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_the_circuit_of_a_pair_of_positions_gives_the_scores_up_to_the_head_norms(architecture):
-    model = shared_model(architecture)
-    cache = model.run_with_cache(random_ids())[1]
-    for query, key in PAIRS:
-        circuit = model.QK_at(query, key)
-        for layer, block in enumerate(model.blocks):
-            stream = cache[f"blocks.{layer}.ln1.hook_normalized"] * block.ln1.w
-            score = torch.einsum("bm,hmn,bn->bh", stream[:, query], circuit.AB[layer], stream[:, key])
-            if block.attn.q_norm is not None:
-                k = rms(cache["k", layer][:, key]).repeat_interleave(HEADS // KV_HEADS, dim=1)
-                score = score / (rms(cache["q", layer][:, query]) * k)[..., 0]
-            close(score / model.cfg.attn_scale, cache["attn_scores", layer][:, :, query, key], atol=1e-3, rtol=1e-3)
-
-
 def test_a_rotation_depends_on_the_distance_only():
-    model = shared_model()
-    close(model.rotation(9, 4), model.rotation(5, 0))
-    close(model.rotation(3, 3), torch.eye(D_HEAD))
-    assert (model.rotation(5, 0) - model.rotation(0, 5)).abs().max() > 0.1
-    with pytest.raises(SettingError, match="a position must be an integer from 0 on; got -1"):
-        model.rotation(-1, 0)
+    turn = rotations(shared_model().tree, torch.arange(10))
+    close(turn[9] @ turn[4].T, turn[5] @ turn[0].T)
+    close(turn[3] @ turn[3].T, torch.eye(D_HEAD))
+    assert (turn[5] @ turn[0].T - turn[0] @ turn[5].T).abs().max() > 0.1
 
 
 def test_grouped_heads_are_repeated_on_request():
@@ -73,19 +53,6 @@ def test_grouped_heads_are_repeated_on_request():
             assert torch.equal(expanded[:, head], grouped[:, head // (HEADS // KV_HEADS)])
     with pytest.raises(SettingError, match=r"with 2 key/value heads, such as model.W_K; got \[3, 6, 24, 4\]"):
         model.expand_kv_heads(model.W_Q)
-
-
-def test_parameters_under_transformerlens_names_serve_its_singular_vectors():
-    model = shared_model("qwen3_moe")
-    found = model.tl_parameters()
-    assert torch.equal(found["blocks.1.attn.W_V"], model.expand_kv_heads(model.W_V)[1])
-    assert torch.equal(found["blocks.2.attn.k_norm.w"], model.tree.hf.model.layers[2].self_attn.k_norm.weight)
-    assert torch.equal(found["blocks.0.mlp.W_out"], model.tree.hf.model.layers[0].mlp.down_proj.weight.T)
-    assert "blocks.1.mlp.W_out" not in found  # a mixture of experts
-    vectors = SVDInterpreter(model).get_singular_vectors("OV", 1, num_vectors=3, head_index=4)
-    _, _, right = torch.linalg.svd(model.OV[1, 4].AB)
-    expected = model.W_U.T @ right[:3].T
-    close(vectors[:, 0].abs(), expected.abs())  # singular vectors have no sign
 
 
 def test_layers_of_different_shape_are_not_stacked():
