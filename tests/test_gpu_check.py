@@ -25,7 +25,7 @@ def pytest_pyfunc_call(pyfuncitem):
         for plugin in pyfuncitem.config.pluginmanager.get_plugins():
             if hasattr(plugin, "settle"):
                 plugin.settle = broken
-    if name in ("block", "replay"):
+    if name in ("block", "masked"):
         raise ValueError("planted")
 """
 
@@ -59,15 +59,16 @@ def test_on_a_cpu_the_check_runs_and_reports_what_it_could_not_check(tmp_path):
 
 def test_a_hang_and_a_broken_device_each_cost_one_test(tmp_path):
     (tmp_path / "planted_faults.py").write_text(PLANTED)
-    chosen = ["-m", "hooking", "-k", "sums or block or replay or read_only"]
+    chosen = ["-m", "hooking", "-k", "sums or block or masked or guidance"]
     done, content, findings = run(
         [*CHECK, "-p", "planted_faults", *TIMEOUT, *chosen], tmp_path, PYTHONPATH=str(tmp_path)
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert sorted((finding["what"], finding["status"]) for finding in content["findings"]) == [
-        ("a read-only point refuses an edit", "passed"), ("a replayed run has the given canvases", "failed"),
-        ("an edit in a trace block acts like the same edit by a hook", "failed"), ("test_block", "failed"),
+        ("an edit in a trace block acts like the same edit by a hook", "failed"),
+        ("guidance gives the CPU's logits", "passed"),
+        ("keys that MaskSinks(5) masked have a score of exactly 0", "failed"), ("test_block", "failed"),
         ("test_sums", "failed"),
     ]  # fmt: skip
     assert "crashed while running" in findings["test_sums"]["detail"]
-    assert findings["a replayed run has the given canvases"]["detail"] == "ValueError: planted"
+    assert findings["keys that MaskSinks(5) masked have a score of exactly 0"]["detail"] == "ValueError: planted"

@@ -69,7 +69,9 @@ class Remask(AtPositions):
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         if run.causal or not model.family_record.masked:
-            raise SettingError(f"{model.name} has no mask token here; use ForceTokens to put tokens on the canvas.")
+            raise SettingError(
+                f"a {model.family} model has no mask token; use ForceTokens to put tokens on the canvas."
+            )
         places = Places(self, model, run, [CANVAS])
         _refuse_prompt(self, run)
         answer = torch.arange(run.real.shape[1], device=run.real.device) >= run.prompt_length

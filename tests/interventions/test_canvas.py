@@ -156,7 +156,7 @@ REFUSED = [
             (False, ForceTokens(tokens={0: 61}), "token 61 does not exist; the vocabulary is 0 to 60"),
             (False, Remask(positions=[6]), r"Remask takes positions of the answer, 7 to 14 or -8 to -1; got \[6\]"),
             (False, Remask(positions=[-9]), r"Remask takes positions of the answer, 7 to 14 or -8 to -1; got \[-9\]"),
-            (True, Remask(), "has no mask token here; use ForceTokens"),
+            (True, Remask(), "has no mask token; use ForceTokens"),
             (False, SinkToken(token=61), "token 61 does not exist; the vocabulary is 0 to 60"),
         )
     ),

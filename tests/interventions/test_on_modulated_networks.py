@@ -234,7 +234,7 @@ REFUSED = [
     ("timed", {"cache": PrefixCache()}, "PrefixCache reuses keys of earlier steps, and those of .* change with the"),
     ("timed", {"sampler": "autoregressive"}, "the autoregressive sampler fits causal or per-pass attention"),
     ("all", {"use_cache": True}, "use_cache is not a setting of the .* sampler"),
-    ("duo", {"hooks": [Remask(positions=[-1])]}, "has no mask token here; use ForceTokens"),
+    ("duo", {"hooks": [Remask(positions=[-1])]}, "has no mask token; use ForceTokens"),
 ]
 
 

@@ -262,7 +262,7 @@ NOWHERE = {  # name: (chip, model, text)
         "tiny-llada",
         "Remask takes positions of the answer, 24 to 31 or -8 to -1",
     ),
-    "a causal model": ({"kind": "remask", "pos": 25, "step": 0}, "tiny-llama", "an autoregressive model has no mask"),
+    "a causal model": ({"kind": "remask", "pos": 25, "step": 0}, "tiny-llama", "a llama model has no mask token"),
     "a layer to patch": (PATCH | {"layer": 99}, "tiny-llada", "'blocks.99.hook_resid_post': layer 99 does not"),
     "a step to patch": (PATCH | {"steps": [0, 8]}, "tiny-llada", "step 8 does not exist"),
     "a position to patch": (PATCH | {"pos": 32}, "tiny-llada", "position 32 does not exist"),
