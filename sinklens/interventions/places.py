@@ -32,6 +32,7 @@ from sinklens.runs.intervention import (
     RunContext,
     layer_of,
     place_mask,
+    whole_numbers,
     within,
 )
 
@@ -49,10 +50,16 @@ class KeyMask(NamedTuple):
     Attributes:
         keys: [batch, head, query, key], or one row for all queries.
         rows: queries of each row of the batch that they apply to; the others are unchanged.
+        some: whether there are any keys; None if not known yet.
     """
 
     keys: Bool[Tensor, "batch #head #query key"]
     rows: Bool[Tensor, "batch #query"]
+    some: bool | None = None
+
+    def any(self) -> bool:
+        """Whether there are any keys. On a GPU, a known answer avoids waiting for the device in every layer."""
+        return bool(self.keys.any()) if self.some is None else self.some
 
 
 class Places:
@@ -109,6 +116,7 @@ class Places:
         self._scores = StepScores(model, run, () if chooser is None else chooser.scored)
         self._choice = run.choices.begin(what) if run.choices is not None and chooser is not None else None
         self._found: dict[int, StepPlaces | None] = {}  # by step; in a diffusion run of the current step alone
+        self._some: list[bool] | None = None  # by layer, of the current step
 
     # --- hooks ---
 
@@ -138,6 +146,8 @@ class Places:
                 mask = mask & self._only.to(mask.device)[:, None]
             if self._choice is not None:
                 self._choice.keep(now.step, mask)
+            if self._only is not None and not self._run.causal:
+                self._some = mask.any(dim=0).flatten(1).any(dim=1).tolist()
             found = found._replace(mask=mask)
         self._found[now.step] = found
 
@@ -145,6 +155,7 @@ class Places:
         """Drop the places of earlier steps, unless their queries may be computed again."""
         if not self._run.causal:
             self._found.clear()
+            self._some = None
 
     def _of_step(self, step: int) -> StepPlaces | None:
         """What the rule found for a step."""
@@ -242,7 +253,8 @@ class Places:
             mask = mask & head_mask(self.heads, value.shape[1], device)[:, None]
         else:
             rows = self._rows_of(step)
-        return KeyMask(mask[:, :, None], rows[:, None].to(device))
+        some = None if self._some is None else self._some[layer if len(self._some) > 1 else 0]
+        return KeyMask(mask[:, :, None], rows[:, None].to(device), some)
 
     def _rows_of(self, step: int) -> Bool[Tensor, " batch"]:
         """Rows whose keys are known."""
@@ -404,6 +416,12 @@ class AtKeys(AtPositions):
         super().__post_init__()
         if self.where is None and self.positions is None:
             raise SettingError(f"{type(self).__name__} needs where= or positions=, the keys that it changes.")
+        earlier = isinstance(self.where, Where) and not self.where.same_step
+        if self.steps is not None and earlier and set(whole_numbers("step", self.steps)) == {0}:
+            raise SettingError(
+                f"{type(self).__name__} acts on the sinks of the previous step, so steps=[0] alone has no effect. Name "
+                f"a later step, or pass same_step=True."
+            )
 
 
 def chosen_keys(

@@ -326,6 +326,10 @@ REFUSED = [
         (lambda worded, make=make, given={name: empty}: make(**given), rf"{name} is empty, so \w+ would change nothing")
         for make, name, empty in EMPTY
     ),
+    *(
+        (lambda worded, make=make: make(steps=[0]), r"the previous step, so steps=\[0\] alone has no effect")
+        for make in (MaskSinks, KeepKeys)
+    ),
     (lambda worded: AblateValues(top_k=1, by="median"), "by must be one of mean, zero, resample; got 'median'"),
     (
         lambda worded: AblateValues(top_k=1).hooks_for(worded()),
