@@ -57,6 +57,11 @@ def trace(
 def _prompt(given: str) -> str:
     """The prompt of ``--prompt``."""
     file = given.removeprefix("@")
+    if file != given and file.endswith(".jsonl"):
+        raise SinklensError(
+            f"trace reads {file} as one text, and this is JSON Lines; give a text file, or pass token ids to "
+            f"sinklens.generate."
+        )
     try:
         return given if file == given else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -112,6 +112,10 @@ def test_what_a_command_prints(arguments, texts, capsys):
         (["trace", "tiny-llada", "--prompt", "", "--out", "x"], "the prompt is empty"),
         (["trace", "tiny-llada", "--prompt", "@/no/such/file", "--out", "x"], "could not read the prompt"),
         (
+            ["trace", "tiny-llada", "--prompt", "@/no/such/file.jsonl", "--out", "x"],
+            "this is JSON Lines; give a text file",
+        ),
+        (
             ["trace", "tiny-llada", "--prompt", "a", "--out", "x", "--alg", "entropy"],
             "belongs to the dream, dream-blocks and open-dcoder samplers",
         ),
