@@ -11,7 +11,7 @@ from sinklens.interventions.circuits import KeepEdges
 from sinklens.interventions.donors import Resample
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.interventions.masking import HideKeys, KeepKeys, MaskKeys, MaskSinks
-from sinklens.interventions.patching import Activations, PatchHooks
+from sinklens.interventions.patching import PatchHooks
 from sinklens.interventions.paths import PathPatch
 from sinklens.interventions.patterns import FreezePattern, Hold, HoldSinks
 from sinklens.interventions.places import AtPositions
@@ -20,6 +20,7 @@ from sinklens.interventions.rules import AtNoise, OfKind, Rule, Where
 from sinklens.interventions.streams import Steer
 from sinklens.interventions.values import AblateValues
 from sinklens.interventions.weights import EditWeights
+from sinklens.runs.caches import Activations
 from sinklens.runs.intervention import Intervention, Reader
 
 __all__ = [

@@ -1,7 +1,6 @@
-"""Keep values of one run and patch them into another.
+"""Patch values of one run, kept by `Activations`, into another.
 
-`Activations` keeps the values of points at chosen steps, as one TransformerLens `ActivationCache` per step.
-`PatchHooks` puts them into another run: clean into corrupted or vice versa, by step, layer, head and position.
+Clean into corrupted or vice versa, by step, layer, head and position.
 
 A value is patched in *parts*: the positions that belong to one step. In a diffusion run that is all of the value. In an
 autoregressive run each query belongs to the step that first read its token, also when a later pass computes it again,
@@ -17,7 +16,7 @@ Limitation: prompts of different lengths have different positions. Patching betw
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -30,43 +29,12 @@ from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.names import READ_ONLY
 from sinklens.hooks.points import Point
 from sinklens.interventions.places import CANVAS, AtPositions, Places, along, at_heads
-from sinklens.runs.caches import StepCaches, chosen_points, require_columns
-from sinklens.runs.intervention import Pairs, Reader, RunContext, place_mask, whole_numbers, within
+from sinklens.runs.caches import chosen_points, require_columns
+from sinklens.runs.intervention import Pairs, RunContext, place_mask, whole_numbers, within
 from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
-    from transformer_lens import ActivationCache
-
     from sinklens.model import Model
-
-
-@dataclass(kw_only=True, eq=False)
-class Activations(Reader):
-    """Keeps values of a run and changes none: ``kept = Activations(names=[...]); generate(..., hooks=[kept])``.
-
-    List it last to see the edits of other hooks. After the run ``kept.caches[step]`` is an `ActivationCache`; a second
-    run replaces it. In a single pass everything is kept as step 0.
-
-    Attributes:
-        names: points, in any accepted spelling, or a predicate on names; `layers` restricts those inside a block.
-        caches: the values kept from the last run.
-    """
-
-    on_canvas: ClassVar[bool] = True
-    refused: ClassVar[tuple[str, ...]] = ("heads", "positions")
-
-    names: Sequence[str] | Any
-    caches: Mapping[int, "ActivationCache"] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        in_step = self.step_test(run)
-        self.caches = kept = StepCaches(model.tree)  # a new one: the old one may be the source of a patch in this run
-
-        def keep(value: Tensor, hook: Point) -> None:
-            if in_step(hook.step):
-                kept.keep(value, hook)
-
-        return [(name, keep) for name in chosen_points(self.names, model, self.layers)]
 
 
 @dataclass(frozen=True, kw_only=True)

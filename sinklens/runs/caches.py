@@ -1,63 +1,69 @@
-"""Values of hook points cached by step, as TransformerLens `ActivationCache` objects.
+"""Values of hook points kept by step, as TransformerLens `ActivationCache` objects.
 
 Limitation: a cache keeps a copy of every value on the device; a complete run of a large model does not fit in memory.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks import names
 from sinklens.hooks.points import Point
-from sinklens.runs.intervention import within
+from sinklens.runs.intervention import Pairs, Reader, RunContext, within
 
 if TYPE_CHECKING:
     from sinklens.hooks.spellings import HookCache
-    from sinklens.hooks.tree import HookTree
     from sinklens.model import Model
 
 
-class StepCaches(dict[int, "HookCache"]):
-    """Values of points by step: ``caches[step]`` is an `ActivationCache`, ``caches[step]["blocks.0.hook_z"]`` a value.
+@dataclass(kw_only=True, eq=False)
+class Activations(Reader):
+    """Keeps values of a run and changes none: ``kept = Activations(names=[...]); generate(..., hooks=[kept])``.
 
-    Steps that did not run are missing.
+    List it last to see the edits of other hooks. After the run ``kept.caches[step]`` is an `ActivationCache`; a second
+    run replaces it. In a single pass everything is kept as step 0.
+
+    Attributes:
+        names: points, in any accepted spelling, or a predicate on names; `layers` restricts those inside a block.
+        caches: the values kept from the last run; steps that did not run are missing.
     """
 
-    def __init__(self, tree: "HookTree") -> None:
-        super().__init__()
-        self._tree = tree
+    on_canvas: ClassVar[bool] = True
+    refused: ClassVar[tuple[str, ...]] = ("heads", "positions")
 
-    def __missing__(self, step: int) -> "HookCache":
-        raise SettingError(f"step {step} was not cached; cached steps: {list(self) or 'none'}.")
+    names: Sequence[str] | Any
+    caches: dict[int, "HookCache"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def keep(self, value: Tensor, point: Point) -> None:
-        """Keep a copy of the value at `point` in the current step."""
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
         from sinklens.hooks.spellings import HookCache
 
-        step, name = point.step or 0, str(point.name)
-        if step not in self:
-            self[step] = HookCache({}, self._tree)
-        cache = self[step]
-        cache.cache_dict[name] = value.detach().clone()
-        cache.has_embed, cache.has_pos_embed = (one in cache.cache_dict for one in ("hook_embed", "hook_pos_embed"))
-        window = self._window(value, point)
-        if window is not None:
-            cache.windows[name] = window
+        in_step = self.step_test(run)
+        self.caches = caches = {}  # a new one: the old one may be the source of a patch in this run
 
-    def _window(self, value: Tensor, point: Point) -> range | None:
-        """The columns of a value, where a pass of a diffusion run computes some of them; None for all."""
-        name, forward_pass = str(point.name), point.forward_pass
-        if (
-            forward_pass.mode == "causal"
-            or name.startswith("denoise.")
-            or {"pos", "query"}.isdisjoint(names.axes_of(name))
-        ):
-            return None
-        columns, every = forward_pass.columns(name), range(forward_pass.keys.stop)
-        planned = forward_pass.fresh is not None and not names.covers_all_columns(name)
-        return columns if planned or columns != every else None
+        def keep(value: Tensor, hook: Point) -> None:
+            if not in_step(hook.step):
+                return
+            cache, name = caches.setdefault(hook.step or 0, HookCache({}, model.tree)), str(hook.name)
+            cache.cache_dict[name] = value.detach().clone()
+            cache.has_embed, cache.has_pos_embed = (one in cache.cache_dict for one in ("hook_embed", "hook_pos_embed"))
+            window = _window(hook)
+            if window is not None:
+                cache.windows[name] = window
+
+        return [(name, keep) for name in chosen_points(self.names, model, self.layers)]
+
+
+def _window(point: Point) -> range | None:
+    """The columns of a value, where a pass of a diffusion run computes some of them; None for all."""
+    name, forward_pass = str(point.name), point.forward_pass
+    if forward_pass.mode == "causal" or name.startswith("denoise.") or {"pos", "query"}.isdisjoint(names.axes_of(name)):
+        return None
+    columns, every = forward_pass.columns(name), range(forward_pass.keys.stop)
+    planned = forward_pass.fresh is not None and not names.covers_all_columns(name)
+    return columns if planned or columns != every else None
 
 
 def require_columns(cache: Any, name: str, step: int, columns: range) -> None:

@@ -104,7 +104,7 @@ class Denoising:
         """Number of prompts in the batch."""
         return self.state.canvas.shape[0]
 
-    def _context(self) -> RunContext:
+    def context(self) -> RunContext:
         """The context that interventions receive."""
         state = self.state
         return RunContext(
@@ -167,7 +167,7 @@ class Denoising:
         for entry in entries:
             if isinstance(entry, HookSource):
                 refuse_off_canvas(entry, self.model)
-                found += entry.hooks_for(self.model, self._context())
+                found += entry.hooks_for(self.model, self.context())
                 continue
             if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
                 raise HookNameError(f"{HOOKS}; got {entry!r}.")

@@ -23,9 +23,9 @@ from sinklens.hooks.hook_functions import refuse_other
 from sinklens.hooks.interleaving import BlockTracer, TracedRows
 from sinklens.hooks.points import Point
 from sinklens.model import Model, load
-from sinklens.runs.caches import StepCaches, chosen_points
+from sinklens.runs.caches import Activations
 from sinklens.runs.denoising import Denoising
-from sinklens.runs.intervention import within
+from sinklens.runs.intervention import HookFunction
 from sinklens.runs.recorder import after
 from sinklens.runs.request import Hooks, Recorded, RunRequest
 from sinklens.runs.result import Generation, Replayable
@@ -254,51 +254,32 @@ class Trace(BlockTracer):
 
         Args:
             names: points in any accepted spelling, one or a list, or a predicate on names.
-            steps: step indices; negative ones count from the end. None means all.
+            steps: step indices; negative ones count from the end. None means all. Steps that have passed are missing.
 
         Raises:
             HookNameError: a point or module does not exist.
             SettingError: a step does not exist, or options of nnsight's cache are combined with names of points (or the
                 reverse).
-            HookOrderError: called outside the block or after the run, or a step has passed.
+            HookOrderError: called outside the block or after the run.
         """
-        if names is None or not _names_points(names):
-            if steps is not None:
-                raise SettingError(
-                    "steps= requires names of hook points, t.cache(names, steps=...); nnsight's cache keeps every step."
-                )
-            return super().cache(**options) if names is None else super().cache(names, **options)
-        if options:
+        points = names is not None and _names_points(names)
+        if options if points else steps is not None:
             raise SettingError(
-                f"{', '.join(options)}= applies to nnsight's cache(modules=...), not to names of points; leave it out."
+                "steps= requires names of hook points, t.cache(names, steps=...); other options are those of nnsight's "
+                "cache(modules=...), which keeps every step."
             )
-        chosen = self._cached_steps(steps)
-        tree = self._denoising.model.tree
-        kept = StepCaches(tree)
-
-        def keep(point: Point, value: Tensor) -> None:
-            if point.step in chosen:
-                kept.keep(value[: self._denoising.rows], point)
-
-        for name in chosen_points(names, self._denoising.model, None):
-            self._handles.append(after(tree.hook_dict[name], partial(keep, tree.hook_dict[name])))  # type: ignore[arg-type]
-        return kept
-
-    def _cached_steps(self, steps: Sequence[int] | None) -> frozenset[int]:
-        """The steps that `cache` keeps, none of which may have passed."""
-        server, chosen = self.server, within("step", steps, self.planned)
-        if server is None or not self.running or server.over:
+        if not points:
+            return super().cache(**options) if names is None else super().cache(names, **options)
+        if self.server is None or not self.running or self.server.over:
             raise HookOrderError(
                 "t.cache(names) keeps values computed after the call: call it inside the `with sinklens.trace(...)` "
                 "block, before the steps to keep."
             )
-        if not chosen:
-            raise SettingError("t.cache(names, steps=[]) keeps nothing; omit steps to keep all.")
-        if steps is not None and server.step is not None and chosen[0] < server.step:
-            raise HookOrderError(
-                f"step {chosen[0]} has passed, the run is at step {server.step}; call t.cache before the steps to keep."
-            )
-        return frozenset(chosen)
+        denoising, kept = self._denoising, Activations(names=names, steps=steps)
+        for name, keep in kept.hooks_for(denoising.model, denoising.context()):
+            point: Point = denoising.model.tree.hook_dict[name]  # type: ignore[assignment]
+            self._handles.append(after(point, partial(_keep_rows, keep, point, denoising.rows)))
+        return kept.caches
 
     def __getitem__(self, name: str) -> Any:
         """The value at the hook point `name` in this step; in-place edits take effect."""
@@ -374,6 +355,11 @@ class Trace(BlockTracer):
         super().execute(code)
         if self._generation is None:  # t.stop() ended the run
             self._generation = self._denoising.result()
+
+
+def _keep_rows(keep: HookFunction, point: Point, rows: int, value: Tensor) -> None:
+    """Keep a value without the unconditional rows of guidance."""
+    keep(value[:rows], point)
 
 
 def _names_points(names: Any) -> bool:
