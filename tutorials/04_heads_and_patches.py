@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import sinklens
-from sinklens.experiments import agreement, attribution_patching, head_outputs, of_step, patching_effects, sweep
+from sinklens.experiments import agreement, attribution_patching, donors, of_step, patching_effects, sweep
 from sinklens.interventions import AblateHeads, Activations, PatchHooks
 from sinklens.tasks.word_problems import held_out, read_answer, training
 from sinklens.views.effects import effect_map
@@ -88,7 +88,7 @@ assert not right[list(every).index("1.5")].any()
 # is the mean over other problems, which removes the head's information about *this* prompt and keeps the rest.
 
 # %%
-reference = head_outputs(model, [problem.prompt for problem in training(0, 8)])
+reference = donors(model, [problem.prompt for problem in training(0, 8)], lambda name: name.endswith("hook_z"))
 pairs = {"0.0": (0, 0), "0.1": (0, 1), "0.4": (0, 4), "0.5": (0, 5), "1.5": (1, 5), "2.4": (2, 4)}
 by_mean = {
     name: AblateHeads(layers=[layer], heads=[head], by="mean", reference=reference)

@@ -10,7 +10,7 @@
   `settling_steps`, `answer_emergence`, `early_exit`.
 - Sinks: `sink_jumps` lists their jumps, `jump_undone` measures which path made one, `sinks_compared` lists changes.
 - Streams: `layer_similarity`.
-- From other prompts: `head_outputs`, `donors`, `difference_of_means`, for ablating, resampling and steering;
+- From other prompts: `donors`, `difference_of_means`, for ablating, resampling and steering;
   `input_norms`, for pruning.
 - How probable a model finds an answer: `likelihood`, `likelihood_difference`. Gaps: `holes` makes a run
   of a text with gaps.
@@ -35,7 +35,7 @@ from sinklens.experiments.lens_fits import train_tuned_lens
 from sinklens.experiments.metrics import StepOutput
 from sinklens.experiments.nll.estimate import likelihood
 from sinklens.experiments.nll.result import Likelihood, likelihood_difference
-from sinklens.experiments.reference_runs import difference_of_means, donors, head_outputs, input_norms
+from sinklens.experiments.reference_runs import difference_of_means, donors, input_norms
 from sinklens.experiments.reruns import corrupted
 from sinklens.experiments.settling import (
     answer_emergence,
@@ -73,7 +73,6 @@ __all__ = [
     "effect",
     "greedy_circuit",
     "guesses",
-    "head_outputs",
     "holes",
     "input_norms",
     "jump_undone",

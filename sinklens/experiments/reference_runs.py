@@ -1,7 +1,7 @@
 """Values collected from runs of other prompts: for resampling and ablating, for steering, and for pruning.
 
-`donors`, `head_outputs` and `difference_of_means` read each step's values at its real positions, with the labels or at
-the places of that step. Rows that only wait for the rest of their batch do not count.
+`donors` and `difference_of_means` read each step's values at its real positions, with the labels or at the places of
+that step. Rows that only wait for the rest of their batch do not count.
 
 `input_norms` reads finished runs, for Wanda's score of a weight. For each chosen step of each run, one pass over the
 canvas of the step is made, and for every matrix and input j
@@ -19,7 +19,7 @@ the runs are not applied, and the weight of a position is one number for all lay
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -30,7 +30,6 @@ from sinklens.experiments.step_ids import StepIds, exact_step
 from sinklens.hooks import names as hook_names
 from sinklens.hooks.names import HookName
 from sinklens.hooks.points import Point
-from sinklens.interventions.ablation import HeadOutputs
 from sinklens.interventions.donors import Donors, labels_now
 from sinklens.interventions.places import Places
 from sinklens.interventions.pruning import InputNorms
@@ -46,9 +45,6 @@ from sinklens.runs.request import Hooks, hook_list
 from sinklens.runs.result import Generation, require_run
 from sinklens.sinks.detectors import MeanPlusStd
 from sinklens.utils.arguments import Seed, read_as
-from sinklens.utils.integers import as_seed
-
-POOL = 4096  # outputs kept per head for resampling
 
 
 def donors(
@@ -60,7 +56,7 @@ def donors(
     seed: int = 0,
     **settings: Any,
 ) -> Donors:
-    """Run `model` on `prompts` and keep the values of points at every position, for resampling.
+    """Run `model` on `prompts` and keep the values of points at every position, for resampling and ablating.
 
         others = donors(model, prompts, "blocks.1.attn.hook_z")
         generate(model, prompt, hooks=AblateHeads(by="resample", reference=others, layers=[1]))
@@ -72,11 +68,13 @@ def donors(
         seed, **settings: as in `sinklens.generate`.
 
     Raises:
-        SettingError: a point without a position axis, or a model whose canvas is random tokens.
+        SettingError: a point without a position axis, a model whose canvas is random tokens, or a cache policy, under
+            which a run does not compute every position.
     """
     refuse_canvas(model, "donors")
-    listed = [names] if isinstance(names, str) or callable(names) else list(names)
-    points = [name for entry in listed for name in chosen_points(entry, model, None)]
+    if settings.get("cache") is not None:
+        raise SettingError("donors reads exact runs; leave cache= out.")
+    points = chosen_points(names, model, None)
     for name in points:
         if "pos" not in hook_names.axes_of(name) or name.startswith("denoise."):
             raise SettingError(
@@ -214,68 +212,14 @@ class _Kept(Reader):
         return [("denoise.hook_canvas", canvas.hook), *((name, keep) for name in self.points)]
 
 
-def _computed(run: RunContext, queries: int) -> Bool[Tensor, "batch query"]:
-    """The queries of a pass that are real, in rows that have something left to decide."""
+def _counted(run: RunContext, queries: int) -> Bool[Tensor, "batch query"]:
+    """The real queries of a pass that belong to this step, in rows that have something left to decide."""
     now = run.forward_pass
     first = now.first(queries)
     assert now.active is not None
-    return run.real[:, first : first + queries] & now.active[:, None].to(run.real.device)
-
-
-def _counted(run: RunContext, queries: int) -> Bool[Tensor, "batch query"]:
-    """Those of them that belong to this step."""
-    found = _computed(run, queries)
-    found[:, : run.forward_pass.spans(queries)[-1].start] = False
+    found = run.real[:, first : first + queries] & now.active[:, None].to(run.real.device)
+    found[:, : now.spans(queries)[-1].start] = False
     return found
-
-
-def head_outputs(model: Model, prompts: Sequence[str] | Tensor, seed: int = 0, **settings: Any) -> HeadOutputs:
-    """Run `model` on `prompts`, as `sinklens.generate` would, and collect ``hook_z`` of all layers and steps.
-
-    Every pass in which a row is active counts: an autoregressive run with a key/value cache sees each position once, a
-    diffusion run at every step. Passes in which a row only waits for the rest of its batch, because it has ended or has
-    nothing left to decide, do not count.
-
-    Raises:
-        SettingError: a cache policy, under which a run does not compute every position.
-    """
-    if settings.get("cache") is not None:
-        raise SettingError("head_outputs reads exact runs; leave cache= out.")
-    seen = _Sampled(as_seed(seed), model.cfg.n_layers)
-    generate(model, prompts, seed=seed, record_sinks=False, progress=False, hooks=seen, **settings)
-    return seen.outputs()
-
-
-class _Sampled(Reader):
-    """Collects the mean and a sample of the outputs of every head, from the rows that are active at the step."""
-
-    on_canvas: ClassVar[bool] = True
-
-    def __init__(self, seed: int, layers: int) -> None:
-        self._rng = torch.Generator().manual_seed(seed)
-        self._drawn = torch.zeros(0, dtype=torch.long)
-        self._kept: list[list[Tensor]] = [[] for _ in range(layers)]
-        self._total = [torch.zeros(()) for _ in range(layers)]
-        self._count = 0
-
-    def pairs(self, model: Model, run: RunContext) -> Pairs:
-        def take(value: Float[Tensor, "batch pos head d_head"], hook: Point) -> None:
-            layer = layer_of(hook)
-            z = value[_computed(run, value.shape[1]).to(value.device)].float().cpu()
-            self._total[layer] = self._total[layer] + z.sum(dim=0)
-            if layer == 0:  # the same places in all layers
-                self._count += len(z)
-                self._drawn = torch.randperm(len(z), generator=self._rng)[: max(1, POOL // 64)]
-            self._kept[layer].append(z[self._drawn])
-
-        return [(f"blocks.{layer}.attn.hook_z", take) for layer in range(model.cfg.n_layers)]
-
-    def outputs(self) -> HeadOutputs:
-        """The mean over all outputs, and a sample from the same places in all layers."""
-        pools = [torch.cat(parts) for parts in self._kept]
-        drawn = torch.randperm(len(pools[0]), generator=self._rng)[:POOL]
-        mean = torch.stack([total / self._count for total in self._total])
-        return HeadOutputs(mean, torch.stack([pool[drawn % len(pool)] for pool in pools]))
 
 
 class _Canvas(NamedTuple):

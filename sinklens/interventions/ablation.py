@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.hooks.points import Point
-from sinklens.interventions.donors import random_places
+from sinklens.interventions.donors import Donors, random_places
 from sinklens.interventions.places import AtPositions
 from sinklens.runs.intervention import Pairs, RunContext, layer_of, within
 from sinklens.utils.arguments import Seed
@@ -30,19 +30,6 @@ if TYPE_CHECKING:
 Z, PARTS = "attn.hook_z", {"layer": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 
 
-@dataclass(frozen=True)
-class HeadOutputs:
-    """Outputs of every head on a reference set of prompts, collected by `sinklens.experiments.head_outputs`.
-
-    Attributes:
-        mean: mean over prompts, steps and real positions, each weighted by how often the passes of its row compute it.
-        pool: a random sample of the outputs, taken at the same places for all heads of a layer.
-    """
-
-    mean: Float[Tensor, "layer head d_head"]
-    pool: Float[Tensor, "layer sample head d_head"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ablate(AtPositions):
     """Replace the value of a point of the layers.
@@ -50,10 +37,10 @@ class Ablate(AtPositions):
     Attributes:
         point: the point, which has a position axis.
         by: a number; "zero"; "mean", of the reference, or without one of the row's real positions (diffusion models
-            only, in steps that compute the complete canvas); "resample", an output of the same head at a random place
-            of the reference, drawn per position; or "skip", the stream as it entered the layer.
+            only, in steps that compute the complete canvas); "resample", the value at a random place of the
+            reference, drawn per position; or "skip", the stream as it entered the layer.
         dims: dimensions of the last axis that are replaced; None for all.
-        reference: `HeadOutputs` of other prompts, for ``attn.hook_z``.
+        reference: `Donors` of other prompts, which hold the point, for the mean or resampling.
         seed: seed of the resampling, which depends only on the seed, the row's prompt, the step (in a diffusion run),
             the layer and the position.
         positions, where: positions whose values are replaced.
@@ -70,26 +57,24 @@ class Ablate(AtPositions):
     point: str
     by: Literal["zero", "mean", "resample", "skip"] | float | int = "zero"
     dims: Sequence[int] | None = None
-    reference: HeadOutputs | None = None
+    reference: Donors | None = None
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.by == "resample" and self.reference is None:
-            raise SettingError("resampling needs reference=head_outputs(model, prompts).")
-        if self.reference is not None and (self.by not in ("mean", "resample") or self.point != Z):
-            raise SettingError(
-                f"by={self.by!r} at {self.point} does not use reference=; pass by='mean' or by='resample' at {Z}, or "
-                f"omit it."
-            )
+            raise SettingError("resampling needs reference=donors(model, prompts, names).")
+        if self.reference is not None and self.by not in ("mean", "resample"):
+            raise SettingError(f"by={self.by!r} does not use reference=; pass by='mean' or by='resample', or omit it.")
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
         if self.by == "mean" and self.reference is None and model.causal:
             raise SettingError(
                 "the mean over a row's positions would leak later positions in a causal model; pass "
-                "reference=head_outputs(model, prompts)."
+                "reference=donors(model, prompts, names)."
             )
         entered: dict[int, Tensor] = {}
+        samples = {} if self.reference is None else self._samples(self.reference, model)
 
         def keep(value: Tensor, hook: Point) -> None:
             entered[layer_of(hook)] = value
@@ -98,7 +83,7 @@ class Ablate(AtPositions):
             if self.by == "skip":
                 new = entered[layer_of(hook)]
             elif self.by in ("mean", "resample"):
-                new = self._typical(value, hook, run)
+                new = self._typical(value, hook, run, samples)
             else:
                 new = torch.full_like(value, 0.0 if self.by == "zero" else float(self.by))
             chosen = torch.zeros(value.shape[-1], dtype=torch.bool, device=value.device)
@@ -108,23 +93,30 @@ class Ablate(AtPositions):
         streams = [(f"blocks.{layer}.hook_resid_pre", keep) for layer in self.chosen_layers(model)]
         return (streams if self.by == "skip" else []) + self.edits(model, run, self.point, replacement)
 
-    def _typical(self, value: Float[Tensor, "batch pos *shape"], hook: Point, run: RunContext) -> Tensor:
-        """The mean, or outputs drawn from the reference."""
-        if self.reference is None:
+    def _samples(self, reference: Donors, model: "Model") -> dict[int, Tensor]:
+        """The values of the reference at each layer; for the mean only that."""
+        found = {layer: reference.of_point(f"blocks.{layer}.{self.point}") for layer in self.chosen_layers(model)}
+        if self.by == "resample":
+            return found
+        return {layer: values.mean(dim=0, keepdim=True) for layer, values in found.items()}
+
+    def _typical(
+        self, value: Float[Tensor, "batch pos *shape"], hook: Point, run: RunContext, samples: dict[int, Tensor]
+    ) -> Tensor:
+        """The mean of the row's positions, or a sample of the reference at each."""
+        if not samples:
             real = _all_real(hook, value.shape[1]).to(value)
             weights = real / real.sum(dim=1, keepdim=True)
             return torch.einsum("bp,bp...->b...", weights, value)[:, None].expand_as(value)
-        if self.by == "mean":
-            return self.reference.mean[layer_of(hook)].to(value).expand_as(value)
-        pool, first = self.reference.pool[layer_of(hook)], hook.forward_pass.first(value.shape[1])
+        pool, first = samples[layer_of(hook)], hook.forward_pass.first(value.shape[1])
         numbers = random_places(run, hook, self.seed, layer_of(hook) + 1)[:, first : first + value.shape[1]]
-        return pool[(numbers * len(pool)).long()]
+        return pool[(numbers * len(pool)).long()].to(value)
 
 
 def AblateHeads(
     *,
     by: Literal["zero", "mean", "resample"] = "zero",
-    reference: HeadOutputs | None = None,
+    reference: Donors | None = None,
     seed: int = 0,
     **places: Any,
 ) -> Ablate:
@@ -175,6 +167,6 @@ def _all_real(hook: Point, queries: int) -> Bool[Tensor, "batch pos"]:
     if queries < real.shape[1] or (left is not None and bool(left.any())):
         raise SettingError(
             f"by='mean' without reference= is the mean over all positions of a row, and step {hook.step} computes only "
-            f"some of them; pass reference=head_outputs(model, prompts), or run without a cache."
+            f"some of them; pass reference=donors(model, prompts, names), or run without a cache."
         )
     return real

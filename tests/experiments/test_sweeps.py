@@ -7,7 +7,7 @@ from building import random_hf
 
 import sinklens
 from sinklens.errors import SettingError, SinklensError
-from sinklens.experiments import compare, head_outputs, stacking, sweep, sweeps
+from sinklens.experiments import compare, donors, stacking, sweep, sweeps
 from sinklens.interventions import (
     AblateHeads,
     ForceTokens,
@@ -61,7 +61,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def mixed(model):
-    reference = head_outputs(model, PROMPTS[:1], gen_length=4)
+    reference = donors(model, PROMPTS[:1], "blocks.3.attn.hook_z", gen_length=4)
     return MIXED | {"resampled": AblateHeads(by="resample", reference=reference, layers=[3])}
 
 

@@ -1,17 +1,15 @@
-"""Ablated heads add nothing to the stream and leave other heads unchanged; means and samples against loops."""
+"""Ablated heads add nothing to the stream and leave other heads unchanged; means and samples are the reference's."""
 
 import pytest
 import torch
 from building import plain_pass, random_ids, shared_model
 from watching import PADDED, SHORT, unwatched, watch
 
-import sinklens
 from sinklens.errors import SettingError
-from sinklens.experiments import head_outputs
-from sinklens.interventions import AblateHeads
-from sinklens.interventions.ablation import HeadOutputs
-from sinklens.tasks import held_out
+from sinklens.experiments import donors
+from sinklens.interventions import Ablate, AblateHeads
 
+HEADS = [f"blocks.{layer}.attn.hook_z" for layer in range(3)]
 ONE_OF_EACH = [("llama", False, {}), ("llama", True, {}), ("llama", True, {"use_cache": False})]
 Z = "blocks.1.attn.hook_z"
 
@@ -19,8 +17,8 @@ Z = "blocks.1.attn.hook_z"
 @pytest.fixture(scope="module")
 def reference(worded):
     """Head outputs of other prompts, by kind of model."""
-    return {causal: head_outputs(worded("llama", causal), ["w20 w21 w22", "w30 w31 w32 w33 w34"], gen_length=4)
-            for causal in (False, True)}  # fmt: skip
+    prompts = ["w20 w21 w22", "w30 w31 w32 w33 w34"]
+    return {causal: donors(worded("llama", causal), prompts, HEADS, gen_length=4) for causal in (False, True)}
 
 
 @pytest.mark.parametrize(("architecture", "settings", "step"), [
@@ -33,15 +31,15 @@ def test_the_mean_without_a_reference_needs_all_positions_of_the_row(worded, ref
     ablate = AblateHeads(by="mean", layers=[1], reference=reference[False])
     replaced = watch(worded(architecture), PADDED, [ablate], ["1.attn.hook_z"], **settings).values[1][Z]
     assert replaced.shape[1] < 15
-    torch.testing.assert_close(replaced, reference[False].mean[1].expand_as(replaced))
+    torch.testing.assert_close(replaced, reference[False].values[Z].mean(dim=0).expand_as(replaced))
 
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("architecture", "causal", "settings"), ONE_OF_EACH)
-def test_resampled_outputs_come_from_the_same_heads_at_one_place_of_the_pool(
+def test_resampled_outputs_come_from_the_same_heads_at_one_place_of_the_reference(
     worded, reference, architecture, causal, settings
 ):
-    model, pool = worded(architecture, causal), reference[causal].pool[1]
+    model, pool = worded(architecture, causal), reference[causal].values[Z]
     ablate = AblateHeads(by="resample", reference=reference[causal], layers=[1], heads=[0, 2], seed=7)
     runs = [watch(model, prompts, [ablate], ["1.attn.hook_z"], **settings) for prompts in (PADDED, [SHORT])]
     other = AblateHeads(by="resample", reference=reference[causal], layers=[1], heads=[0, 2], seed=8)
@@ -56,26 +54,6 @@ def test_resampled_outputs_come_from_the_same_heads_at_one_place_of_the_pool(
         if together.shape[1] > 1:
             assert not torch.equal(together[:, :, 0], reseeded.values[step][Z][:, :, 0])
     assert len(drawn) > 5
-
-
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("architecture", "causal", "settings"), [*ONE_OF_EACH, ("dream", False, {})])
-def test_a_reference_is_the_mean_over_prompts_steps_and_real_positions(worded, architecture, causal, settings):
-    model = worded(architecture, causal)
-    found = head_outputs(model, PADDED, gen_length=4, **settings)
-    watched = watch(model, PADDED, points=["hook_z"], gen_length=4, **settings)
-    for layer in range(3):
-        outputs = []
-        for values in watched.values.values():
-            z = values[f"blocks.{layer}.attn.hook_z"]
-            prefill = z.shape[1] > 1
-            outputs += [z[0, position] for position in range(3 if prefill else 0, z.shape[1])]
-            outputs += list(z[1])
-        torch.testing.assert_close(found.mean[layer], torch.stack(outputs).mean(dim=0), atol=1e-5, rtol=1e-5)
-        outputs = torch.stack(outputs)
-        distance = (found.pool[layer][:, None] - outputs).abs().amax(dim=(2, 3))
-        assert (distance.amin(dim=1) == 0).all()
-        assert len(found.pool[layer]) == min(len(outputs), 64 * len(watched.values))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -102,11 +80,12 @@ REFUSED = [
         )
     ),
     (lambda reference: AblateHeads(by="noise"), "by must be one of zero, mean, resample, skip.*; got 'noise'"),
+    (lambda reference: AblateHeads(reference=reference), "by='zero' does not use reference="),
+    (lambda reference: AblateHeads(by="resample"), r"resampling needs reference=donors\(model, prompts, names\)"),
     (
-        lambda reference: AblateHeads(reference=HeadOutputs(torch.zeros(1), torch.zeros(1))),
-        "by='zero' at attn.hook_z does not use reference=",
+        lambda reference: Ablate(point="hook_mlp_out", by="mean", reference=reference).hooks_for(shared_model()),
+        "the donors have no 'blocks.0.hook_mlp_out'",
     ),
-    (lambda reference: AblateHeads(by="resample"), r"resampling needs reference=head_outputs\(model, prompts\)"),
     (
         lambda reference: AblateHeads(heads=3).hooks_for(shared_model()),
         r"heads must be a list of integers, .*; got 3",
@@ -128,33 +107,3 @@ def test_places_and_settings_without_a_meaning_are_rejected(reference, call, tex
     with pytest.raises(SettingError, match=text):
         call(reference[False])
     assert unwatched(shared_model())
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("tiny_llama", {}),
-        ("tiny_llama", {"use_cache": False}),
-        ("tiny_llada", {"threshold": 0.9, "block_length": 12}),  # rows end their blocks at different steps
-    ],
-)
-def test_a_reference_excludes_steps_in_which_a_row_waits_for_its_batch(name, settings, request):
-    model = request.getfixturevalue(name)
-    prompts = [problem.prompt for problem in held_out(3)]
-    together = head_outputs(model, prompts, **settings)
-    alone = [head_outputs(model, [prompt], **settings) for prompt in prompts]
-    runs = [sinklens.generate(model, prompt, record_sinks=False, **settings) for prompt in prompts]
-    counts = [positions(run, settings) for run in runs]
-    assert len({run.steps_run for run in runs}) > 1
-    mean = sum(count * part.mean for count, part in zip(counts, alone, strict=True)) / sum(counts)
-    torch.testing.assert_close(together.mean, mean, atol=1e-4, rtol=1e-4)
-
-
-def positions(run, settings):
-    """Total number of positions in the passes of a run of one prompt."""
-    if not run.model.config.is_causal:
-        return run.steps_run * run.canvas.shape[2]
-    if settings.get("use_cache", True):
-        return run.prompt_length + run.steps_run - 1
-    return sum(run.prompt_length + step for step in range(run.steps_run))

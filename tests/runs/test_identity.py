@@ -13,7 +13,7 @@ import torch
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.interventions import AblateHeads, MaskSinks, PatchHooks
-from sinklens.interventions.ablation import HeadOutputs
+from sinklens.interventions.donors import Donors
 from sinklens.runs.identity import fingerprint, identify
 from sinklens.sinks import EpsilonOverMean, TopK
 
@@ -34,10 +34,9 @@ def probe(number):
 
 
 def outputs(number):
-    """Head outputs so large that their repr omits the value that differs."""
-    mean = torch.zeros(20, 20, 20)
-    mean[10, 10, 10] = number
-    return HeadOutputs(mean, torch.zeros(20, 1, 20, 20))
+    """Values of other runs, whose repr omits what differs."""
+    labels = torch.zeros(1, dtype=torch.long)
+    return Donors({"blocks.0.attn.hook_z": torch.full((1, 20, 20), float(number))}, labels, labels, labels, labels)
 
 
 class Method:

@@ -9,7 +9,7 @@ from watching import LONG, PADDED, SHORT, logits_of, short, unwatched, watch
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError
-from sinklens.experiments import head_outputs
+from sinklens.experiments import donors
 from sinklens.features import SpliceSAE
 from sinklens.interventions import (
     Ablate,
@@ -90,7 +90,11 @@ def interventions(worded):
         if not callable(found):
             return found
         if model.name not in kept or kept[model.name][0] is not model:
-            kept[model.name] = model, head_outputs(model, ["w20 w21 w22", "w30 w31 w32 w33 w34"], gen_length=4)
+            prompts = ["w20 w21 w22", "w30 w31 w32 w33 w34"]
+            kept[model.name] = (
+                model,
+                donors(model, prompts, [f"blocks.{layer}.attn.hook_z" for layer in range(3)], gen_length=4),
+            )
         return found(kept[model.name][1])
 
     return make

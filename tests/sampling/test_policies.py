@@ -9,7 +9,7 @@ from building import plain_pass
 
 import sinklens
 from sinklens.errors import ReadOnlyHookError, SettingError
-from sinklens.experiments import LogitLens, head_outputs
+from sinklens.experiments import LogitLens, donors
 from sinklens.families import SAMPLERS
 from sinklens.interventions import AblateHeads, AblateValues, MaskSinks
 from sinklens.sampling import (
@@ -394,7 +394,7 @@ LENS = {"gen_length": 8, "hooks": [LogitLens(positions=[0, 1])]}
         (lambda m: brief(m(), Planned(torch.ones(1, 2, 1, 1).bool())), "has 2 steps, and the run reached step 2; make"),
         (lambda m: brief(m(), "dual", **LENS), "LogitLens reads complete passes, and steps .* run without cache="),
         (lambda m: brief(m("sdar"), use_cache=True, **LENS), "LogitLens reads .*, .* run with use_cache=False"),
-        (lambda m: head_outputs(m(), "one", gen_length=8, cache="dual"), "head_outputs reads exact runs; leave cache="),
+        (lambda m: donors(m(), "one", "hook_embed", gen_length=8, cache="dual"), "donors reads exact runs"),
     ],
 )  # fmt: skip
 def test_what_is_no_policy_or_does_not_fit_the_run_is_refused(worded, call, text, unchecked):

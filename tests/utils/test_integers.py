@@ -8,7 +8,7 @@ import sinklens
 from sinklens.analyses import find
 from sinklens.errors import SettingError
 from sinklens.evaluation import UNMASKED, evaluate, masking
-from sinklens.experiments import effect, head_outputs, sweep
+from sinklens.experiments import donors, effect, sweep
 from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.tasks import word_problems
 from sinklens.utils.integers import as_integer, as_seed
@@ -39,7 +39,7 @@ def test_what_is_not_a_seed_is_refused(given):
         lambda model, out, seed: sinklens.trace(model, PROMPT, seed=seed, **FEW),
         lambda model, out, seed: effect(model, PROMPT, seed=seed, gen_length=4),
         lambda model, out, seed: sweep(model, PROMPT, {"a": AblateHeads()}, seed=seed, **FEW),
-        lambda model, out, seed: head_outputs(model, PROMPT, seed=seed, gen_length=4),
+        lambda model, out, seed: donors(model, PROMPT, "blocks.0.attn.hook_z", seed=seed, gen_length=4),
         lambda model, out, seed: evaluate(model, "tiny-gsm", [UNMASKED], out, seed=seed),
         lambda model, out, seed: masking([1], ["random"], seed=seed),
         lambda model, out, seed: MaskSinks(top_k=1, pick="random_any", seed=seed),
@@ -47,7 +47,7 @@ def test_what_is_not_a_seed_is_refused(given):
         lambda model, out, seed: find("existence")(seed=seed),
         lambda model, out, seed: word_problems.training(seed, 1),
     ],
-    ids=["generate", "trace", "effect", "sweep", "head_outputs", "evaluate", "masking", "MaskSinks", "AblateHeads",
+    ids=["generate", "trace", "effect", "sweep", "donors", "evaluate", "masking", "MaskSinks", "AblateHeads",
          "study", "training"],
 )  # fmt: skip
 def test_every_function_with_a_seed_has_one_rule_for_it(tiny_llada, tmp_path, use, seed):
