@@ -29,18 +29,3 @@ def random_sae(d_in: int = 24, d_sae: int = 40, architecture: str = "topk", **mo
     own = {"topk": {"k": 6}, "jumprelu": {"threshold": drawn(d_sae).abs() * 2}, "standard": {}}[architecture]
     weights = (drawn(d_in, d_sae), drawn(d_sae), drawn(d_sae, d_in) / 3, drawn(d_in))
     return SparseAutoencoder(*weights, architecture, **own | more)
-
-
-def random_transcoder(
-    d_in: int = 24, d_sae: int = 40, d_out: int = 24, architecture: str = "jumprelu", skip: bool = True, **more: object
-) -> SparseAutoencoder:
-    """Always the same weights."""
-    made = torch.Generator().manual_seed(6)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=made)
-
-    own = {"topk": {"k": 6}, "jumprelu": {"threshold": drawn(d_sae).abs() * 2}, "standard": {}}[architecture]
-    weights = (drawn(d_in, d_sae), drawn(d_sae), drawn(d_sae, d_out) / 3, drawn(d_out))
-    given = own | {"W_skip": drawn(d_out, d_in) / 5 if skip else None, "subtract_b_dec": False} | more
-    return SparseAutoencoder(*weights, architecture, transcoder=True, **given)

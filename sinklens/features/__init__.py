@@ -1,9 +1,9 @@
-"""Features: sparse autoencoders (SAEs) and transcoders in a run, and probes.
+"""Features: sparse autoencoders (SAEs) in a run, and probes.
 
 `load_sae` reads an SAE in SAELens's format; `SpliceSAE` replaces an activation by its reconstruction and ablates or
 clamps features; `read_features` says which fire where in a run, and `summarize_features` where they fire most;
 `collect` writes activations of runs to disk, and `assess` says how good an SAE is at masked and at decided positions.
-Any object with ``encode`` and ``decode`` is an SAE; a transcoder writes to another point than it reads (``to=``).
+Any object with ``encode`` and ``decode`` is an SAE.
 
 Probes say what can be read from activations, where and when, with controls: `probe_data` reads activations of a run
 with the labels that the run itself gives (final token, deciding step, state, sink), `probe_table` fits and tests linear

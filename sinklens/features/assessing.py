@@ -1,4 +1,4 @@
-"""How good an SAE or a transcoder is where it is used: explained variance, dead features and recovered loss, by state.
+"""How good an SAE is where it is used: explained variance, dead features and recovered loss, by state.
 
 The loss of a step is the cross-entropy, at the undecided positions, of the tokens that the run finally has; all runs
 are on the canvases of the unchanged run. With the SAE spliced in at the positions of one state,
@@ -21,9 +21,9 @@ import xarray as xr
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.features.autoencoder import SAE, Transcoder
-from sinklens.features.places import InScope, PointPlaces, Scope, states_of
-from sinklens.features.splice import PointPair, SpliceSAE, decoded
+from sinklens.features.autoencoder import SAE
+from sinklens.features.places import InScope, PointPlaces, Scope, states_of, stream_point
+from sinklens.features.splice import SpliceSAE
 from sinklens.hooks.points import Point
 from sinklens.interventions import MaskedLogits
 from sinklens.interventions.rules import Rule
@@ -54,12 +54,11 @@ class Mean:
 
 def assess(
     model: "Model",
-    sae: SAE | Transcoder,
+    sae: SAE,
     point: str,
     prompts: Sequence[Any],
     scopes: Sequence[Scope] = ("masked", "decided"),
     *,
-    to: str | None = None,
     seed: int = 0,
     chat_template: bool | str = False,
     **settings: Any,
@@ -68,11 +67,10 @@ def assess(
 
     Args:
         model: a diffusion model.
-        sae: any SAE, or with `to` any transcoder.
+        sae: any SAE.
         point: where it belongs.
         prompts: texts, or rows of token ids.
         scopes: the states, or groups of states, that are assessed separately.
-        to: the point that a transcoder writes to, where all measures are taken; None is `point`.
         seed, chat_template, **settings: as in `sinklens.generate`.
 
     Returns:
@@ -86,15 +84,15 @@ def assess(
     if model.mask_token_id is None:
         raise SettingError(f"assess compares losses at undecided positions, and {model.name} has none.")
     given = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
-    seen, logits = [Moments(sae, point, scope=states_of(scope), to=to) for scope in scopes], MaskedLogits()
+    seen, logits = [Moments(sae, point, scope=states_of(scope)) for scope in scopes], MaskedLogits()
     base = generate(model, list(prompts), hooks=[*seen, logits], **given)
     loss, rows = token_losses(base, logits), []
     for moments in seen:
         row = dict.fromkeys(MEASURES, float("nan")) | {"loss": loss, "places": moments.fit.count}
         if moments.fit.count:
             row |= moments.fit.measures()
-            mean = SpliceSAE(Mean(moments.fit.mean.float()), to or point, scope=moments.scope)
-            spliced = SpliceSAE(sae, point, scope=moments.scope, to=to)
+            mean = SpliceSAE(Mean(moments.fit.mean.float()), point, scope=moments.scope)
+            spliced = SpliceSAE(sae, point, scope=moments.scope)
             for name, hook in (("loss_spliced", spliced), ("loss_mean", mean)):
                 generate(model, list(prompts), hooks=[hook, logits], replay=base, **given)
                 row[name] = token_losses(base, logits)
@@ -125,12 +123,12 @@ class Fit:
         self._total: Any = 0.0
         self._fired: Any = 0
 
-    def add(self, y: Tensor, made: Tensor, features: Tensor) -> None:
+    def add(self, x: Tensor, made: Tensor, features: Tensor) -> None:
         """Add activations [place, d], what the autoencoder makes of them, and the features that it has there."""
-        self.count += len(y)
-        self._missed += float((y - made).double().pow(2).sum())
-        self._squares += float(y.double().pow(2).sum())
-        self._total = self._total + y.double().sum(dim=0).cpu()
+        self.count += len(x)
+        self._missed += float((x - made).double().pow(2).sum())
+        self._squares += float(x.double().pow(2).sum())
+        self._total = self._total + x.double().sum(dim=0).cpu()
         self._fired = self._fired + (features > 0).sum(dim=0).cpu()
 
     @property
@@ -160,7 +158,6 @@ class Moments(Reader):
     point: str
     _: KW_ONLY
     scope: Scope = "all"
-    to: str | None = None
     fit: Fit = field(default_factory=Fit, init=False)
 
     @property
@@ -169,15 +166,14 @@ class Moments(Reader):
         return InScope.within(self.scope)
 
     def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        pair = PointPair(model, self.point, self.to)
-        places, self.fit = PointPlaces(self, model, run, pair.write), Fit()
+        point = stream_point(model, self.point)
+        places, self.fit = PointPlaces(self, model, run, point), Fit()
 
         def add(value: Tensor, hook: Point) -> None:
-            chosen, read = places.selected(hook, value), pair.taken(value)
-            if chosen is None or not bool(chosen.any()):
-                return
-            x, y = read[chosen].flatten(1).float(), value[chosen].flatten(1).float()
-            features = self.sae.encode(x)
-            self.fit.add(y, decoded(self.sae, features, None if self.to is None else x), features)
+            chosen = places.selected(hook, value)
+            if chosen is not None and bool(chosen.any()):
+                x = value[chosen].flatten(1).float()
+                features = self.sae.encode(x)
+                self.fit.add(x, self.sae.decode(features), features)
 
-        return places.around([*pair.hooks(), (pair.write, add)])
+        return places.around([(point, add)])

@@ -1,4 +1,4 @@
-"""Sparse autoencoders and transcoders: what one must offer, and the kinds that can be read from files.
+"""Sparse autoencoders: what one must offer, and the kinds that can be read from files.
 
 An *SAE* is any object with ``encode``, from activations to features, and ``decode`` back. `SparseAutoencoder` computes
 
@@ -8,10 +8,6 @@ with one of three activations: ReLU ("standard"), the ReLU of the k largest ("to
 ReLU where pre exceeds a threshold per feature ("jumprelu"; Rajamanoharan et al., 2407.14435). A *feature* is a column
 of W_enc with its row of W_dec; it *fires* where f > 0. BatchTopK (Bussmann et al., 2412.06410) chooses features over a
 batch while it is trained; afterward it is a JumpReLU with one threshold for all features.
-
-A *transcoder* (Dunefsky et al., 2406.11944) reads one activation and writes another, such as the input and the output
-of an MLP: W_dec and b_dec have the size of the output, b_dec is not subtracted, and ``W_skip x`` may be added (Paulo et
-al., 2501.18823).
 
 Caveat: an SAE describes the distribution that it was trained on. One trained on decided tokens reconstructs the streams
 of masked positions poorly, and its features there mean little.
@@ -40,20 +36,9 @@ class SAE(Protocol):
         """Activations [place, d_in] of features [place, feature]."""
 
 
-@runtime_checkable
-class Transcoder(Protocol):
-    """Any transcoder; `SparseAutoencoder` with ``transcoder=True`` is one, and so are circuit-tracer's of one layer."""
-
-    def encode(self, x: Tensor) -> Tensor:
-        """Features [place, feature] of the activations [place, d_in] that it reads."""
-
-    def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
-        """Activations [place, d_out] that it writes, of the features of `x`."""
-
-
 @dataclass(frozen=True, eq=False)
 class SparseAutoencoder:
-    """A sparse autoencoder, or a transcoder, in memory; see the module for the formula.
+    """A sparse autoencoder in memory; see the module for the formula.
 
     Attributes:
         W_enc, b_enc, W_dec, b_dec: encoder and decoder.
@@ -61,23 +46,20 @@ class SparseAutoencoder:
         k: for "topk", the number of features that may fire at a place.
         threshold: for "jumprelu", what pre has to exceed.
         subtract_b_dec: whether b_dec is subtracted before encoding (SAELens's ``apply_b_dec_to_input``).
-        rescale: multiply pre by the norms of W_dec's rows before the activation, and divide by them before decoding
-            (SAELens's ``rescale_acts_by_decoder_norm``).
+        rescale: for "topk", multiply pre by the norms of W_dec's rows before the activation, and divide by them before
+            decoding (SAELens's ``rescale_acts_by_decoder_norm``).
         point: the hook point of the activations; "" if the files do not say.
         model: name of the model; "" if the files do not say.
-        transcoder: whether it writes another activation than it reads.
-        point_out: the hook point of what a transcoder writes; "" if the files do not say.
-        W_skip: what a transcoder adds to its output is W_skip x; None for nothing.
 
     Raises:
-        SettingError: weights of shapes that do not fit, an activation without its `k` or `threshold`, an autoencoder
-            with ``W_skip`` or ``point_out``, or a transcoder that subtracts b_dec.
+        SettingError: weights of shapes that do not fit, an activation without its `k` or `threshold`, or `rescale` with
+            another than "topk".
     """
 
     W_enc: Float[Tensor, "d_in d_sae"]
     b_enc: Float[Tensor, " d_sae"]
-    W_dec: Float[Tensor, "d_sae d_out"]
-    b_dec: Float[Tensor, " d_out"]
+    W_dec: Float[Tensor, "d_sae d_in"]
+    b_dec: Float[Tensor, " d_in"]
     architecture: SAEArchitecture = "topk"
     k: int | None = None
     threshold: Float[Tensor, " d_sae"] | None = None
@@ -85,21 +67,15 @@ class SparseAutoencoder:
     rescale: bool = False
     point: str = ""
     model: str = ""
-    transcoder: bool = False
-    point_out: str = ""
-    W_skip: Float[Tensor, "d_out d_in"] | None = None
 
     def __post_init__(self) -> None:
         d_in, d_sae = self.W_enc.shape
-        d_out = self.W_dec.shape[-1] if self.transcoder else d_in
         shapes = [tuple(value.shape) for value in (self.b_enc, self.W_dec, self.b_dec)]
-        if shapes != [(d_sae,), (d_sae, d_out), (d_out,)]:
+        if shapes != [(d_sae,), (d_sae, d_in), (d_in,)]:
             raise SettingError(
-                f"W_enc of shape {[d_in, d_sae]} needs b_enc {[d_sae]}, W_dec {[d_sae, d_out]} and b_dec {[d_out]}; "
+                f"W_enc of shape {[d_in, d_sae]} needs b_enc {[d_sae]}, W_dec {[d_sae, d_in]} and b_dec {[d_in]}; "
                 f"got {', '.join(str(list(shape)) for shape in shapes)}."
-                + ("" if self.transcoder else " Pass transcoder=True if it writes another activation than it reads.")
             )
-        self._check_transcoder((d_out, d_in))
         if self.architecture not in ("standard", "topk", "jumprelu"):
             raise SettingError(f"architecture must be 'standard', 'topk' or 'jumprelu'; got {self.architecture!r}.")
         if self.architecture == "topk" and not (self.k and 1 <= self.k <= d_sae):
@@ -109,26 +85,13 @@ class SparseAutoencoder:
         if self.architecture == "jumprelu" and (self.threshold is None or self.threshold.shape != (d_sae,)):
             given = None if self.threshold is None else list(self.threshold.shape)
             raise SettingError(f"architecture 'jumprelu' needs a threshold of shape {[d_sae]}; got {given}.")
-
-    def _check_transcoder(self, skip: tuple[int, int]) -> None:
-        if not self.transcoder and (self.point_out or self.W_skip is not None):
-            raise SettingError("point_out and W_skip belong to transcoders; pass transcoder=True.")
-        if self.transcoder and self.subtract_b_dec:
-            raise SettingError(
-                "a transcoder does not subtract b_dec, which is of its output; pass subtract_b_dec=False."
-            )
-        if self.W_skip is not None and self.W_skip.shape != skip:
-            raise SettingError(f"W_skip must have the shape {list(skip)}; got {list(self.W_skip.shape)}.")
+        if self.rescale and self.architecture != "topk":
+            raise SettingError(f"rescale belongs to architecture 'topk'; got it with {self.architecture!r}.")
 
     @property
     def d_in(self) -> int:
-        """Size of an activation that it reads."""
+        """Size of an activation."""
         return self.W_enc.shape[0]
-
-    @property
-    def d_out(self) -> int:
-        """Size of an activation that it writes."""
-        return self.W_dec.shape[1]
 
     @property
     def d_sae(self) -> int:
@@ -162,33 +125,8 @@ class SparseAutoencoder:
             return pre.relu() * (pre > self.threshold)
         return pre.relu()
 
-    def decode(
-        self, features: Float[Tensor, "*place d_sae"], x: Float[Tensor, "*place d_in"] | None = None
-    ) -> Float[Tensor, "*place d_out"]:
-        """Activations of features.
-
-        Args:
-            x: the activations that a transcoder read.
-
-        Raises:
-            SettingError: a transcoder without `x`, or an autoencoder with it: one is used where the other belongs.
-        """
-        if self.transcoder and x is None:
-            raise SettingError(
-                "a transcoder writes to another point than it reads: pass to= where features are spliced in or "
-                "assessed, and x to decode."
-            )
-        if not self.transcoder and x is not None:
-            raise SettingError("an autoencoder writes where it reads: leave out to=, and x in decode.")
+    def decode(self, features: Float[Tensor, "*place d_sae"]) -> Float[Tensor, "*place d_in"]:
+        """Activations of features."""
         if self.rescale:
             features = features / self.W_dec.norm(dim=-1)
-        found = features @ self.W_dec + self.b_dec
-        return found if x is None or self.W_skip is None else found + x.to(self.W_skip) @ self.W_skip.T
-
-    def folded(self) -> "SparseAutoencoder":
-        """The same function without ``rescale``: rows of W_dec have length 1, and the encoder is scaled instead."""
-        if not self.rescale:
-            return self
-        norm = self.W_dec.norm(dim=-1).clamp(min=1e-8)
-        weights = {"W_enc": self.W_enc * norm, "b_enc": self.b_enc * norm, "W_dec": self.W_dec / norm[:, None]}
-        return replace(self, **weights, rescale=False)
+        return features @ self.W_dec + self.b_dec

@@ -1,10 +1,10 @@
-"""SAEs and transcoders in SAELens's format: a folder with ``cfg.json`` and ``sae_weights.safetensors``.
+"""SAEs in SAELens's format: a folder with ``cfg.json`` and ``sae_weights.safetensors``.
 
 SAELens cannot be installed beside sinklens (it needs an earlier TransformerLens), so its folders are read here. `READ`
-lists the architectures that are known. A finished BatchTopK SAE is stored as "jumprelu"; a checkpoint of its training,
-"batchtopk" with one ``topk_threshold``, is turned into the same JumpReLU here. What would change a number and is not
-implemented is refused by name: other architectures, activation functions and normalizations, and weights that are left
-over. Points and the model are in ``metadata`` (version 6), in ``meta``, or at the top of the config (earlier versions).
+lists the architectures that are known; SAELens stores a finished BatchTopK SAE as "jumprelu". What would change a
+number and is not implemented is refused by name: other architectures, activation functions and normalizations, and
+weights that are left over. Points and the model are in ``metadata`` (version 6), in ``meta``, or at the top of the
+config (earlier versions).
 
 Pitfall: files of SAELens before 6 that normalize activations leave the scaling to the caller. They are refused; load
 such an SAE with SAELens, fold its norm, and save it again.
@@ -14,7 +14,7 @@ import json
 from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,45 +29,18 @@ from sinklens.utils.integers import as_integer
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 SHIPPED_FOLDER = "shipped"
 SHARED = ("W_enc", "b_enc", "W_dec", "b_dec")
-
-
-class SaeLayout(NamedTuple):
-    """How one of SAELens's architectures is stored.
-
-    Attributes:
-        activation: the architecture of `SparseAutoencoder`.
-        extra: weights beside `SHARED`.
-        transcoder: whether it is one.
-        trained: whether this is a checkpoint of the training, which is read but not written.
-        rescales: whether ``rescale_acts_by_decoder_norm`` is known.
-    """
-
-    activation: SAEArchitecture
-    extra: tuple[str, ...] = ()
-    transcoder: bool = False
-    trained: bool = False
-    rescales: bool = False
-
-
-READ: dict[str, SaeLayout] = {
-    "standard": SaeLayout("standard"),
-    "topk": SaeLayout("topk", rescales=True),
-    "jumprelu": SaeLayout("jumprelu", ("threshold",)),
-    "transcoder": SaeLayout("standard", transcoder=True),
-    "skip_transcoder": SaeLayout("standard", ("W_skip",), transcoder=True),
-    "jumprelu_transcoder": SaeLayout("jumprelu", ("threshold",), transcoder=True),
-    "jumprelu_skip_transcoder": SaeLayout("jumprelu", ("threshold", "W_skip"), transcoder=True),
-    "batchtopk": SaeLayout("jumprelu", ("topk_threshold",), trained=True, rescales=True),
-    "matryoshka_batchtopk": SaeLayout("jumprelu", ("topk_threshold",), trained=True, rescales=True),
+READ: dict[SAEArchitecture, tuple[str, ...]] = {
+    "standard": SHARED,
+    "topk": SHARED,
+    "jumprelu": (*SHARED, "threshold"),
 }
-"""Architectures by the name that SAELens has for them."""
+"""The architectures, by SAELens's names and those of `SparseAutoencoder`, and their weights."""
 ONLY: dict[str, tuple[Any, ...]] = {
     "normalize_activations": ("none", None, False),
     "finetuning_scaling_factor": (False, None),
     "reshape_activations": ("none", "hook_z", None),  # heads are flattened at every point
     "noise_scale": (0, 0.0, None),
     "hook_head_index": (None,),
-    "hook_head_index_out": (None,),
 }
 """Keys of the config that change what an SAE computes, and the values that are supported."""
 ACTIVATIONS: dict[SAEArchitecture, tuple[str | None, ...]] = {
@@ -89,7 +62,7 @@ def shipped_saes() -> list[str]:
 
 
 def load_sae(folder: str | Path, device: str | torch.device = "cpu") -> SparseAutoencoder:
-    """Read an SAE or a transcoder, in float32.
+    """Read an SAE, in float32.
 
     Args:
         folder: a folder in SAELens's format, or the name of a shipped SAE.
@@ -104,47 +77,34 @@ def load_sae(folder: str | Path, device: str | torch.device = "cpu") -> SparseAu
     kind = _architecture(config, path)
     about = {**config, **(config.get("meta") or {}), **(config.get("metadata") or {})}
     _check_config(about, kind, path)
-    layout = READ[kind]
-    check_names(weights, (*SHARED, *layout.extra), path / WEIGHTS, f" for architecture {kind!r}")
-    tensors: dict[str, Any] = {name: weights[name].float() for name in (*SHARED, *layout.extra)}
-    if layout.trained:
-        tensors["threshold"] = torch.full_like(tensors["b_enc"], float(tensors.pop("topk_threshold")))
+    _check_weights(weights, kind, path)
     try:
         sae = SparseAutoencoder(
-            **tensors,
-            architecture=layout.activation,
-            k=_k(config, path) if layout.activation == "topk" else None,
-            subtract_b_dec=bool(config.get("apply_b_dec_to_input", not layout.transcoder)),
-            rescale=bool(config.get("rescale_acts_by_decoder_norm", layout.trained)),
+            **{name: value.float() for name, value in weights.items()},
+            architecture=kind,
+            k=_k(config, path) if kind == "topk" else None,
+            subtract_b_dec=bool(config.get("apply_b_dec_to_input", True)),
+            rescale=bool(config.get("rescale_acts_by_decoder_norm", False)),
             point=str(about.get("hook_name") or ""),
             model=str(about.get("model_name") or ""),
-            transcoder=layout.transcoder,
-            point_out=str(about.get("hook_name_out") or "") if layout.transcoder else "",
         )
     except (SettingError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     _check_sizes(config, sae, path)
-    return (sae.folded() if layout.trained else sae).to(device)
+    return sae.to(device)
 
 
 def save_sae(sae: SparseAutoencoder, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
     """Write `sae` in SAELens's format (of version 6), which `load_sae` and SAELens read.
 
     Args:
-        sae: an SAE or a transcoder. Unless it is a TopK, ``rescale`` is folded into its weights.
+        sae: an SAE.
         folder: created if it is missing; its config and weights are replaced.
         dtype: type of the stored weights.
-
-    Raises:
-        SettingError: a TopK transcoder, which SAELens does not have.
     """
-    kind = _written_as(sae)
-    if not READ[kind].rescales:
-        sae = sae.folded()
-    tensors = {name: getattr(sae, name).to(dtype).contiguous().cpu() for name in (*SHARED, *READ[kind].extra)}
-    metadata = {"model_name": sae.model, "hook_name": sae.point, "sae_lens_version": "6.0.0"}
+    tensors = {name: getattr(sae, name).to(dtype).contiguous().cpu() for name in READ[sae.architecture]}
     config: dict[str, Any] = {
-        "architecture": kind,
+        "architecture": sae.architecture,
         "d_in": sae.d_in,
         "d_sae": sae.d_sae,
         "dtype": str(dtype).removeprefix("torch."),
@@ -152,29 +112,14 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path, dtype: torch.dtype = to
         "apply_b_dec_to_input": sae.subtract_b_dec,
         "normalize_activations": "none",
         "reshape_activations": "none",
-        "metadata": metadata,
+        "metadata": {"model_name": sae.model, "hook_name": sae.point, "sae_lens_version": "6.0.0"},
     }
-    if sae.transcoder:
-        config["d_out"] = sae.d_out
-        metadata["hook_name_out"] = sae.point_out
     if sae.architecture == "topk":
         config |= {"k": sae.k, "rescale_acts_by_decoder_norm": sae.rescale}
     with atomic_write(Path(folder) / WEIGHTS) as part:
         part.write_bytes(save(tensors))
     with atomic_write(Path(folder) / CONFIG) as part:
         part.write_text(json.dumps(config, indent=1) + "\n")
-
-
-def _written_as(sae: SparseAutoencoder) -> str:
-    """SAELens's name of the architecture."""
-    wanted = sae.architecture, sae.transcoder, sae.W_skip is not None
-    for kind, layout in READ.items():
-        if not layout.trained and (layout.activation, layout.transcoder, "W_skip" in layout.extra) == wanted:
-            return kind
-    raise SettingError(
-        f"SAELens has no transcoder with the activation {sae.architecture!r}, so this one cannot be written in its "
-        f"format; it has {', '.join(kind for kind, layout in READ.items() if layout.transcoder)}."
-    )
 
 
 def _found(folder: str | Path) -> Path:
@@ -209,8 +154,8 @@ def _weights(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _architecture(config: Mapping[str, Any], path: Path) -> str:
-    kind = config.get("architecture", "standard")
+def _architecture(config: Mapping[str, Any], path: Path) -> SAEArchitecture:
+    kind: Any = config.get("architecture", "standard")
     if kind == "standard" and config.get("activation_fn") == "topk":  # SAELens before 4
         kind = "topk"
     if kind not in READ:
@@ -218,39 +163,27 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
             f"{path}: architecture {kind!r} is not supported; known are {', '.join(READ)}. Any object with encode "
             f"and decode can be spliced, so write one for it."
         )
-    return str(kind)
+    return kind  # type: ignore[no-any-return]
 
 
-def _check_config(config: Mapping[str, Any], kind: str, path: Path) -> None:
+def _check_config(config: Mapping[str, Any], kind: SAEArchitecture, path: Path) -> None:
     """Refuse values that change what the SAE computes."""
-    for name, allowed in {**ONLY, "activation_fn": ACTIVATIONS[READ[kind].activation]}.items():
+    for name, allowed in {**ONLY, "activation_fn": ACTIVATIONS[kind]}.items():
         if config.get(name) not in allowed:
             shown = ", ".join(repr(value) for value in allowed if value is not None) or "None"
             raise CheckpointError(
                 f"{path}: {name}={config[name]!r} is not supported for architecture {kind!r}; only {shown}."
             )
-    if not READ[kind].rescales and config.get("rescale_acts_by_decoder_norm"):
-        raise CheckpointError(
-            f"{path}: rescale_acts_by_decoder_norm is supported for TopK and BatchTopK only; the architecture is "
-            f"{kind!r}."
-        )
 
 
-def check_names(held: Collection[str], wanted: Collection[str], file: Path, of: str = "") -> None:
-    """Refuse a file that lacks weights or holds others.
-
-    Args:
-        of: completes "must hold …", with a space before it.
-
-    Raises:
-        CheckpointError: it does.
-    """
-    missing = [name for name in wanted if name not in held]
-    surplus = [name for name in held if name not in wanted]
+def _check_weights(weights: Collection[str], kind: SAEArchitecture, path: Path) -> None:
+    """Refuse a file that lacks weights or holds others."""
+    missing = [name for name in READ[kind] if name not in weights]
+    surplus = [name for name in weights if name not in READ[kind]]
     if missing or surplus:
         raise CheckpointError(
-            f"{file} must hold {', '.join(wanted)}{of}; missing: {', '.join(missing) or 'none'}; not known: "
-            f"{', '.join(surplus) or 'none'}."
+            f"{path / WEIGHTS} must hold {', '.join(READ[kind])} for architecture {kind!r}; missing: "
+            f"{', '.join(missing) or 'none'}; not known: {', '.join(surplus) or 'none'}."
         )
 
 
@@ -262,7 +195,7 @@ def _k(config: Mapping[str, Any], path: Path) -> int:
 
 
 def _check_sizes(config: Mapping[str, Any], sae: SparseAutoencoder, path: Path) -> None:
-    for name in ("d_in", "d_sae", "d_out"):
+    for name in ("d_in", "d_sae"):
         if config.get(name, getattr(sae, name)) != getattr(sae, name):
             raise CheckpointError(
                 f"{path}: {CONFIG} says {name} {config[name]}, but the weights have {getattr(sae, name)}; the two "

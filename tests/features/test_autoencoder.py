@@ -4,17 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planted_saes import Perfect, random_sae, random_transcoder
+from planted_saes import Perfect, random_sae
 
 from sinklens.errors import SettingError
-from sinklens.features import SparseAutoencoder
 from sinklens.features.autoencoder import SAE
 
 KINDS = [
     random_sae(architecture="standard"), random_sae(), random_sae(architecture="jumprelu"),
     random_sae(subtract_b_dec=False), random_sae(rescale=True),
-    *(random_transcoder(d_out=9, architecture=kind, skip=kind != "topk") for kind in ("standard", "topk", "jumprelu")),
-    random_transcoder(d_out=9, skip=False),
 ]  # fmt: skip
 
 
@@ -32,15 +29,14 @@ def by_hand(sae, x):
     }[sae.architecture]
     features = [pre[j] if fires(j) else 0.0 for j in range(sae.d_sae)]
     parts = [features[j] / lengths[j] * sae.W_dec[j] for j in range(sae.d_sae)]
-    parts += [] if sae.W_skip is None else [sae.W_skip[:, i] * x[i] for i in range(sae.d_in)]
     return torch.tensor(features), sum(parts, sae.b_dec)
 
 
-@pytest.mark.parametrize("sae", KINDS, ids=lambda sae: f"{sae.architecture}-{sae.d_out}")
+@pytest.mark.parametrize("sae", KINDS, ids=lambda sae: sae.architecture)
 def test_features_and_outputs_equal_a_loop_over_features(sae):
     x = torch.randn(5, 24)
     features = sae.encode(x)
-    made = sae.decode(features, x if sae.transcoder else None)
+    made = sae.decode(features)
     assert 5 < int((features > 0).sum()) < features.numel()
     for place in range(5):
         expected, rebuilt = by_hand(sae, x[place])
@@ -54,20 +50,14 @@ def test_any_object_with_both_methods_is_an_sae():
     assert not isinstance(torch.nn.Identity(), SAE)
 
 
-PLAIN, TRANSCODER, X = random_sae(), random_transcoder(), torch.randn(3, 24)
+PLAIN = random_sae()
 REFUSED = [
     (lambda: replace(PLAIN, W_dec=PLAIN.W_dec.T),
      r"W_enc of shape \[24, 40\] needs .* W_dec \[40, 24\].*got \[40\], \[24, 40\]"),
     (lambda: replace(PLAIN, k=41), "needs k between 1 and 40, the number of features; got 41"),
     (lambda: replace(PLAIN, architecture="jumprelu"), r"needs a threshold of shape \[40\]; got None"),
     (lambda: replace(PLAIN, architecture="gated"), "must be 'standard', 'topk' or 'jumprelu'; got 'gated'"),
-    (lambda: SparseAutoencoder(PLAIN.W_enc, PLAIN.b_enc, PLAIN.W_dec[:, :5], PLAIN.b_dec[:5], "standard"),
-     r"Pass transcoder=True if it writes another activation than it reads\."),
-    (lambda: TRANSCODER.decode(TRANSCODER.encode(X)), "a transcoder writes to another point than it reads: pass to="),
-    (lambda: PLAIN.decode(PLAIN.encode(X), X), "an autoencoder writes where it reads: leave out to="),
-    (lambda: replace(PLAIN, point_out="blocks.0.hook_mlp_out"), "point_out and W_skip belong to transcoders"),
-    (lambda: replace(TRANSCODER, subtract_b_dec=True), "a transcoder does not subtract b_dec"),
-    (lambda: replace(TRANSCODER, W_skip=torch.zeros(24, 3)), r"W_skip must have the shape \[24, 24\]; got \[24, 3\]"),
+    (lambda: replace(PLAIN, architecture="standard", rescale=True), "rescale belongs to architecture 'topk'"),
 ]  # fmt: skip
 
 
@@ -75,13 +65,3 @@ REFUSED = [
 def test_weights_and_calls_that_do_not_fit_are_refused(unchecked, call, match):
     with pytest.raises(SettingError, match=match):
         call()
-
-
-@pytest.mark.parametrize("architecture", ["standard", "topk", "jumprelu"])
-def test_folding_the_norms_changes_neither_features_nor_reconstructions(architecture):
-    sae, x = random_sae(architecture=architecture, rescale=True), torch.randn(50, 24)
-    folded = sae.folded()
-    assert not folded.rescale
-    torch.testing.assert_close(folded.W_dec.norm(dim=-1), torch.ones(40))
-    torch.testing.assert_close(folded.encode(x), sae.encode(x), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(folded.decode(folded.encode(x)), sae.decode(sae.encode(x)), atol=1e-4, rtol=1e-4)

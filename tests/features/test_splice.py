@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planted_saes import Perfect, random_sae, random_transcoder
+from planted_saes import Perfect, random_sae
 from watching import PADDED, SHORT, again, logits_of, short, unwatched, watch
 
 import sinklens
@@ -32,21 +32,19 @@ def in_scope(run, splice, step):
     return found
 
 
-def edited(splice, where, x=None):
-    """The splice as an edit for plain torch, place by place; `x` is what a transcoder reads."""
+def edited(splice, where):
+    """The splice as an edit for plain torch, place by place."""
 
     def edit(value):
         value = value.clone()
         for row, column in where.nonzero().tolist():
-            read = (value if x is None else x)[row, column].flatten()[None]
-            before = splice.sae.encode(read)
+            old = value[row, column].flatten()
+            before = splice.sae.encode(old[None])
             after = before.clone()
             for feature in splice.features or ():
                 after[0, feature] = splice.features[feature] if isinstance(splice.features, dict) else 0.0
-            more = () if x is None else (read,)
-            new = splice.sae.decode(after, *more)[0]
-            old = value[row, column].flatten()
-            new = new + old - splice.sae.decode(before, *more)[0] if splice.error else new
+            new = splice.sae.decode(after)[0]
+            new = new + old - splice.sae.decode(before)[0] if splice.error else new
             value[row, column] = new.view(value.shape[2:])
         return value
 
@@ -56,8 +54,7 @@ def edited(splice, where, x=None):
 def check(watched, splice, step, chosen=None, tolerance=2e-4):
     """The logits of a step are those of a pass in plain torch with the same edit; returns the number of places."""
     chosen = in_scope(watched.run, splice, step) if chosen is None else chosen
-    x = None if splice.to is None else again(watched.run, step, {}).values[splice.point]
-    plain = again(watched.run, step, {splice.to or splice.point: edited(splice, chosen, x)}).logits
+    plain = again(watched.run, step, {splice.point: edited(splice, chosen)}).logits
     for row, real in enumerate(watched.run.real):
         got = watched.values[step]["denoise.hook_logits"][row, real]
         torch.testing.assert_close(got, plain[row, real], atol=tolerance, rtol=tolerance)
@@ -87,17 +84,8 @@ def test_a_splice_equals_the_same_edit_in_plain_torch(worded, where, what):
     assert sum(check(watched, splice, step) for step in range(watched.run.steps_run)) > 0
 
 
-READS, WRITES = "blocks.1.ln2.hook_normalized", "blocks.1.hook_mlp_out"
-OTHERS = [
-    SpliceSAE(random_sae(), "blocks.1.attn.hook_z", features=[2, 11, 30], error=True),  # heads are flattened
-    SpliceSAE(random_transcoder(), READS, to=WRITES),
-    SpliceSAE(random_transcoder(), READS, to=WRITES, features=[3, 11], error=True),
-    SpliceSAE(random_transcoder(), READS, to=WRITES, scope="masked"),
-]
-
-
-@pytest.mark.parametrize("splice", OTHERS, ids=["heads", "transcoder", "ablated", "masked"])
-def test_heads_are_flattened_and_a_transcoder_writes_at_one_point_what_it_read_at_another(worded, splice):
+def test_heads_are_flattened(worded):
+    splice = SpliceSAE(random_sae(), "blocks.1.attn.hook_z", features=[2, 11, 30], error=True)
     watched = watch(worded(), PADDED, [splice], ["hook_logits"])
     for step in (1, watched.run.steps_run - 1):
         check(watched, splice, step, tolerance=1e-3)
@@ -136,12 +124,7 @@ IN_A_RUN = [
     ({"point": "blocks.1.hook_resid_pots"}, r"Nearest: blocks\.1\.hook_resid_post"),
     ({"features": [40]}, "feature 40 does not exist; the SAE has 40, 0 to 39"),
     ({"sae": Narrow()}, "the SAE returned activations of size 5, but the point has 24"),
-    ({"sae": random_transcoder(), "point": READS, "to": "blocks.1.hook_resid_pre"},
-     r"hook_resid_pre is computed before blocks\.1\.ln2\.hook_normalized"),
-    ({"sae": random_transcoder(), "point": READS}, "a transcoder writes to another point than it reads: pass to="),
-    ({"point": READS, "to": WRITES}, "an autoencoder writes where it reads: leave out to="),
-    ({"sae": random_transcoder(d_out=9), "point": READS, "to": WRITES}, "activations of size 9, but the point has 24"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "match"), BUILT + IN_A_RUN, ids=[match for _, match in BUILT + IN_A_RUN])
