@@ -335,9 +335,9 @@ print(shell("sinklens table code"))
 print(shell("sinklens score code"))
 
 # %% [markdown]
-# With the flag, each program runs in separate processes without network, with no files except an empty folder, and with
-# limits on time, memory, processes and output. bubblewrap isolates them. Where it is not installed, or the system does
-# not let it, nothing is run and the error says what to do.
+# With the flag, each program runs in separate processes without network, without a file to write, and with limits on
+# time, memory, processes and output. bubblewrap isolates them. Where it is not installed, or the system does not let
+# it, nothing is run and the error says what to do.
 
 # %%
 from sinklens.evaluation.sandbox import available_isolation, run_program

@@ -1,17 +1,17 @@
 """Run a generated program against a task's tests so that it can harm neither the system nor its own verdict.
 
 The program and the tests run in two processes (sandboxed.py), each isolated by bubblewrap (``bwrap``): no network, no
-other processes (threads count), no files but Python's library, three devices and an empty folder in memory, no
-inherited environment, limits on time, memory, files and output. **A program passes only if the tests' ``check``
-returned, in a process that the program cannot reach.** A filter, compiled by libseccomp, refuses the system calls that
-bubblewrap does not close. Verdicts repeat: random numbers and the order of sets are the same every time.
+other processes (threads count), nothing to read but Python's library and three devices, nothing to write, no inherited
+environment, limits on time, memory and output. **A program passes only if the tests' ``check`` returned, in a process
+that the program cannot reach.** A filter, compiled by libseccomp, refuses the system calls that bubblewrap does not
+close. Verdicts repeat: random numbers and the order of sets are the same every time.
 
 A process runs under an id that belongs to nobody, if started by root, since the kernel does not limit root's threads;
 else in a user namespace. It ends with everything it started, also when its parent is killed.
 
 Limits of this design: it is no virtual machine, so a program that exploits a kernel bug can escape. The filter is a
 deny list: a call that a later kernel adds is allowed until it is listed. Tests are trusted with the verdict (not with
-the system). Where bubblewrap is missing or cannot make namespaces, nothing runs.
+the system). A program that writes a file fails. Where bubblewrap is missing or cannot make namespaces, nothing runs.
 """
 
 import ctypes
@@ -21,26 +21,23 @@ import os
 import secrets
 import shutil
 import signal
-import socket
+import struct
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Literal
 
 from sinklens.errors import SettingError, SinklensError
 
 START_LIMIT = 60.0  # seconds a process may take to start on a busy machine
-CHECK = 0.05  # seconds between looks at the working folders
 LAST_WORDS = 1.0  # seconds after the verdict in which late output is still read
 CHECKER_MEMORY = 512  # least MiB for the tests' own process
-FILES = 1024  # files in a working folder
 LIBRARY = "libseccomp.so.2"
 INSTALL = (
     "apt-get install bubblewrap libseccomp2 (Debian, Ubuntu), dnf install bubblewrap libseccomp (Fedora, RHEL), "
@@ -61,7 +58,7 @@ REFUSED_AS = dict.fromkeys(REFUSED.split(), errno.EPERM) | {
 }  # fmt: skip
 """System call -> its error. clone may make threads, and replaces clone3, whose flags a filter cannot read."""
 ALLOW, ERROR = 0x7FFF0000, 0x00050000  # SCMP_ACT_ALLOW, SCMP_ACT_ERRNO
-MASKED_EQUAL, CLONE_THREAD = 7, 0x10000  # SCMP_CMP_MASKED_EQ
+NO_THREAD = struct.pack("=IIQQ", 0, 7, 0x10000, 0)  # argument 0 & CLONE_THREAD == 0, as scmp_arg_cmp
 PYTHON = os.path.realpath(sys.executable)  # not the virtual environment's link
 CODE = "/sandboxed.py"  # as the process sees it
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
@@ -83,20 +80,18 @@ class Limits:
         seconds: wall-clock time from the program's first line to the end of the tests.
         memory_mb: MiB of address space, including about 30 for Python itself.
         processes: threads; new processes are refused.
-        file_mb: MiB per file, and of the working folder in total.
         output_kb: KiB printed to both streams together.
     """
 
     seconds: float | int = 10.0
     memory_mb: int = 512
     processes: int = 16
-    file_mb: int = 16
     output_kb: int = 64
 
     def __post_init__(self) -> None:
-        for name, least in {"seconds": 0.1, "memory_mb": 64, "processes": 1, "file_mb": 1, "output_kb": 1}.items():
+        for name, least in {"seconds": 0.1, "memory_mb": 64, "processes": 1, "output_kb": 1}.items():
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not least <= value < 1e6:
+            if not least <= value < 1e6:
                 raise SettingError(f"Limits({name}={value!r}) is out of range; give {least} or more.")
 
 
@@ -117,18 +112,17 @@ class Outcome:
 
     Attributes:
         status: "passed": the tests ran to completion without an error; "failed": a test failed or the program raised;
-            "timeout"; "memory"; "output" and "files": it printed or wrote more than allowed; "killed": by a signal;
-            "exited": it ended before the tests did.
+            "timeout"; "memory"; "output": it printed more than allowed; "killed": by a signal; "exited": it ended
+            before the tests did.
         detail: one line on what happened; empty if passed.
-        stdout, stderr: what it printed, up to the limit.
+        printed: what it printed to both streams, up to the limit.
         seconds: wall-clock time from the program's first line.
         isolation: what was in force.
     """
 
-    status: Literal["passed", "failed", "timeout", "memory", "output", "files", "killed", "exited"]
+    status: Literal["passed", "failed", "timeout", "memory", "output", "killed", "exited"]
     detail: str
-    stdout: str
-    stderr: str
+    printed: str
     seconds: float
     isolation: Isolation
 
@@ -144,8 +138,8 @@ def available_isolation() -> Isolation:
     if sys.platform != "linux":
         return Isolation((), f"bubblewrap needs Linux, this is {sys.platform}. Use a container or a virtual machine")
     try:
-        with socket.socket(socket.AF_UNIX) as pipe, _started(pipe, Limits(), 64) as child:
-            child.wait_until_ready()
+        with ExitStack() as stack:
+            _Child(stack, Pipe()[0], Limits(), 64).wait_until_ready()
     except SinklensError as error:
         return Isolation((), str(error))
     name = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True).stdout.strip()
@@ -174,64 +168,65 @@ def run_program(
     if not isolation.layers:
         raise SinklensError(f"generated programs are not run here: {isolation.missing}.")
     with ExitStack() as stack:
-        ends = [stack.enter_context(end) for end in socket.socketpair()]
-        checker = stack.enter_context(_started(ends[0], limits, max(limits.memory_mb, CHECKER_MEMORY)))
-        candidate = stack.enter_context(_started(ends[1], limits, limits.memory_mb))
-        for end in ends:
-            end.close()  # so that either process notices when the other exits
-        checker.wait_until_ready()
-        candidate.wait_until_ready()
+        ends = Pipe()
+        checker = _Child(stack, ends[0], limits, max(limits.memory_mb, CHECKER_MEMORY))
+        candidate = _Child(stack, ends[1], limits, limits.memory_mb)
+        for child in (checker, candidate):
+            child.wait_until_ready()
         started = time.monotonic()
         checker.begin(test=test, helpers=helpers, entry_point=entry_point)
         candidate.begin(program=program, entry_point=entry_point)
-        status, detail = _watched(checker, candidate, limits)
-        seconds, most = time.monotonic() - started, limits.output_kb * 1024
-        out = candidate.text(0, most)
-        return Outcome(status, detail, out, candidate.text(1, most - len(out)), seconds, isolation)
+        status, detail = _verdict(checker, candidate, limits)
+        return Outcome(status, detail, candidate.text(limits.output_kb), time.monotonic() - started, isolation)
 
 
-@dataclass
 class _Child:
-    """A sandboxed process, seen from its parent.
+    """A sandboxed process that waits for its task; `stack` kills it and everything it started.
 
-    Attributes:
-        reports: the socket on which it reports.
-        printed: the files of its output and error output.
-        folder: a handle of its working folder.
+    Its end of the pipe between the two processes is closed here, so that either notices when the other exits.
     """
 
-    process: "subprocess.Popen[bytes]"
-    reports: socket.socket
-    printed: tuple[Any, ...]
-    folder: int = -1
+    def __init__(self, stack: ExitStack, pipe: Connection, limits: Limits, memory_mb: int) -> None:
+        self.reports, report = Pipe(duplex=False)
+        files = [tempfile.TemporaryFile(buffering=0) for _ in range(2)]  # noqa: SIM115 the stack closes them
+        self.printed, rules = map(stack.enter_context, files)
+        rules.write(compiled_filter())
+        rules.seek(0)
+        user = secrets.randbelow(2**30) + 2**30 if is_real_root() else None
+        sizes = {"AS": memory_mb * 2**20, "FSIZE": limits.output_kb * 1024 + 1}  # one more shows that it is too much
+        sizes |= {"NPROC": limits.processes + 2, "NOFILE": 64, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}  # bwrap's own 2
+        settings = {"report": report.fileno(), "pipe": pipe.fileno(), "user": user, "limits": sizes}
+        command = [*EXPENDABLE, *_bubblewrap(user), "--seccomp", str(rules.fileno()), "--", PYTHON]
+        command += ["-B", "-s", "-S", "-P", "-X", "int_max_str_digits=0", CODE, json.dumps(settings)]  # no packages
+        libraries = os.environ.get("LD_LIBRARY_PATH")  # some Python builds do not start without it
+        with pipe, report:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=self.printed, stderr=subprocess.STDOUT, cwd="/",
+                env=ENVIRONMENT | ({"LD_LIBRARY_PATH": libraries} if libraries else {}),
+                pass_fds=[end.fileno() for end in (report, pipe, rules)], start_new_session=True,
+            )  # fmt: skip
+        stack.callback(self.close)
 
     def wait_until_ready(self) -> None:
         """Wait until the process is isolated and waits for its task."""
-        try:
-            ready, folders, _, _ = socket.recv_fds(self.reports, 100, 1)
-        except TimeoutError as error:
+        if not self.reports.poll(START_LIMIT):
             raise SinklensError(
                 f"a sandboxed process was not ready after {START_LIMIT:.0f} s; is the machine overloaded?"
-            ) from error
-        if not ready:
-            self.process.wait()
-            said = self.text(1, 2000).strip()[-500:] or "it printed nothing"
-            raise SinklensError(f"bubblewrap cannot isolate a program on this machine: {said}. {PERMIT}")
-        (self.folder,) = folders
+            )
+        try:
+            self.reports.recv_bytes()
+        except EOFError as error:
+            said = self.text(2).strip()[-500:] or "it printed nothing"
+            raise SinklensError(f"bubblewrap cannot isolate a program on this machine: {said}. {PERMIT}") from error
 
     def begin(self, **task: str) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError), self.process.stdin as pipe:
             pipe.write(json.dumps(task).encode())
 
-    def text(self, stream: int, most: int) -> str:
-        return os.pread(self.printed[stream].fileno(), most, 0).decode(errors="replace")
-
-    def overfilled(self, file_mb: int) -> bool:
-        """Whether its working folder holds more MiB or files than allowed."""
-        usage = os.statvfs(self.folder)
-        used = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
-        return used > file_mb * 2**20 or usage.f_files - usage.f_ffree > FILES
+    def text(self, most: int) -> str:
+        """The first `most` KiB that it printed."""
+        return os.pread(self.printed.fileno(), most * 1024, 0).decode(errors="replace")
 
     def ended(self, who: str) -> tuple[Any, str]:
         """How it ended that should still be running."""
@@ -245,54 +240,20 @@ class _Child:
         """Kill it and all its processes."""
         if self.process.poll() is None:  # otherwise the process id may have been reused
             os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(OSError), self.process:  # a task that was not read
+        with self.reports, suppress(OSError), self.process:  # a task that was not read
             pass
-        if self.folder != -1:
-            os.close(self.folder)
 
 
-@contextmanager
-def _started(pipe: socket.socket, limits: Limits, memory_mb: int) -> Iterator[_Child]:
-    """A sandboxed process that waits for its task, connected to `pipe`; it is killed when the block ends."""
-    with ExitStack() as stack:
-        ours, theirs = (stack.enter_context(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        ours.settimeout(START_LIMIT)
-        out, err, rules = (stack.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(3))
-        rules.write(compiled_filter())
-        rules.seek(0)
-        libraries = os.environ.get("LD_LIBRARY_PATH")  # some Python builds do not start without it
-        environment = ENVIRONMENT | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
-        user = secrets.randbelow(2**30) + 2**30 if is_real_root() else None
-        sizes = {"AS": memory_mb * 2**20, "FSIZE": limits.file_mb * 2**20, "NPROC": limits.processes + 2}  # bwrap's own
-        sizes |= {"NOFILE": 64, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}
-        settings = {"report": theirs.fileno(), "pipe": pipe.fileno(), "user": user, "limits": sizes}
-        command = [*EXPENDABLE, *_bubblewrap(user), "--seccomp", str(rules.fileno()), "--", PYTHON]
-        command += ["-B", "-s", "-S", "-P", CODE, json.dumps(settings)]  # the standard library alone
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=out, stderr=err, cwd="/", env=environment,
-            pass_fds=[end.fileno() for end in (theirs, pipe, rules)], start_new_session=True,
-        )  # fmt: skip
-        child = _Child(process, ours, (out, err))
-        stack.callback(child.close)
-        theirs.close()
-        yield child
-
-
-def _watched(checker: _Child, candidate: _Child, limits: Limits) -> tuple[Any, str]:
+def _verdict(checker: _Child, candidate: _Child, limits: Limits) -> tuple[Any, str]:
     """Status and detail: a verdict, an exceeded limit or the end of the time, whichever comes first."""
-    until, verdict, detail = time.monotonic() + limits.seconds, "timeout", f"not done after {limits.seconds} s"
-    checker.reports.settimeout(CHECK)
-    while time.monotonic() < until and not checker.overfilled(limits.file_mb) | candidate.overfilled(limits.file_mb):
-        with suppress(TimeoutError):
-            verdict, detail = json.loads(checker.reports.recv(2**16) or '["lost", ""]')
-            break
-    if verdict != "timeout":
+    verdict, detail = "timeout", f"not done after {limits.seconds} s"
+    if checker.reports.poll(limits.seconds):
+        verdict = "lost"
+        with suppress(EOFError):
+            verdict, detail = json.loads(checker.reports.recv_bytes(2**16))
         with suppress(subprocess.TimeoutExpired):
-            candidate.process.wait(LAST_WORDS)  # and its last words
-    for who, child in (("the tests' own process", checker), ("the program", candidate)):
-        if child.overfilled(limits.file_mb):
-            return "files", f"{who} wrote more than {limits.file_mb} MiB, or more than {FILES} files"
-    if sum(os.fstat(file.fileno()).st_size for file in candidate.printed) > limits.output_kb * 1024:
+            candidate.process.wait(LAST_WORDS)
+    if os.fstat(candidate.printed.fileno()).st_size > limits.output_kb * 1024:
         return "output", f"it printed more than {limits.output_kb} KiB"
     if verdict == "broken":
         raise SinklensError(
@@ -326,28 +287,19 @@ def _bubblewrap(user: int | None) -> list[str]:
     for path, bind in places:
         words += [bind, path, path]
     words += ["--ro-bind", str(Path(__file__).with_name("sandboxed.py")), CODE]
-    return [*words, "--perms", "0777", "--tmpfs", "/box", "--remount-ro", "/", "--chdir", "/box"]
+    return [*words, "--remount-ro", "/", "--chdir", "/"]
 
 
 def _readable() -> list[str]:
     """The paths Python reads when it starts and imports from its standard library."""
-    bases = {"base": sys.base_prefix, "installed_base": sys.base_prefix}  # not the virtual environment's
-    bases |= {"platbase": sys.base_exec_prefix, "installed_platbase": sys.base_exec_prefix}
+    bases = (sys.base_prefix, sys.base_exec_prefix)  # not the virtual environment's
     paths = [
         "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/nix/store", "/gnu/store", "/etc/ld.so.cache",
-        f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64", PYTHON, "/usr/share/zoneinfo",
-        *(sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")),
+        *(f"{base}/{folder}" for base in bases for folder in ("lib", "lib64")), PYTHON, "/usr/share/zoneinfo",
+        os.path.dirname(os.__file__),
         *(folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder.startswith("/")),
     ]  # fmt: skip
     return list(dict.fromkeys(form for path in paths for form in (os.path.normpath(path), os.path.realpath(path))))
-
-
-class _Comparison(ctypes.Structure):
-    """libseccomp's ``scmp_arg_cmp``: an argument of a call, and what it is compared with."""
-
-    _fields_ = (
-        ("argument", ctypes.c_uint), ("operator", ctypes.c_int), ("mask", ctypes.c_uint64), ("value", ctypes.c_uint64),
-    )  # fmt: skip
 
 
 @cache
@@ -359,16 +311,14 @@ def compiled_filter() -> bytes:
         raise SinklensError(f"libseccomp is not installed ({error}). Install it: {INSTALL}") from error
     library.seccomp_init.restype = ctypes.c_void_p
     rules = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ALLOW)))
-    process = _Comparison(0, MASKED_EQUAL, CLONE_THREAD, 0)  # clone without the flag that makes a thread
+    results = []
+    for name, code in REFUSED_AS.items():
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        if number != -1:  # else this libseccomp does not know the call
+            action = ctypes.c_uint32(ERROR | code)
+            results.append(library.seccomp_rule_add_array(rules, action, number, int(name == "clone"), NO_THREAD))
     with tempfile.TemporaryFile() as file:
-        results = []
-        for name, code in REFUSED_AS.items():
-            number, conditions = library.seccomp_syscall_resolve_name(name.encode()), int(name == "clone")
-            if number != -1:  # else this libseccomp does not know the call
-                action = ctypes.c_uint32(ERROR | code)
-                results.append(library.seccomp_rule_add_array(rules, action, number, conditions, ctypes.byref(process)))
         results.append(library.seccomp_export_bpf(rules, file.fileno()))
-        library.seccomp_release(rules)
         if min(results) < 0:
             raise SinklensError(f"libseccomp cannot compile the filter: {os.strerror(-min(results))}. {INSTALL}")
         return os.pread(file.fileno(), 2**16, 0)

@@ -14,11 +14,10 @@ import json
 import os
 import random
 import resource
-import socket
 import sys
 import traceback
 import types
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -27,7 +26,6 @@ from typing import Any
 VALUE_LIMIT = 4 * 2**20  # bytes of one value on its way
 ITERATOR_LIMIT = 100_000  # items taken from an iterator; a longer one is opaque
 TEXT_LIMIT = 2000  # characters of an error's text
-PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range)
 
 
 class UnsendableError(TypeError):
@@ -48,51 +46,42 @@ class Opaque:
         return self.truth
 
 
-MAKERS: dict[str, Any] = {
-    "int": lambda text: int(text, 16), "complex": lambda parts: complex(*parts), "bytes": bytes.fromhex,
-    "bytearray": bytearray.fromhex, "tuple": tuple, "dict": dict, "set": set, "frozenset": frozenset,
-    "range": lambda parts: range(*parts), "iterator": iter, "opaque": Opaque,
-    "type": lambda name: next(kind for kind in PLAIN if kind.__name__ == name),
-}  # fmt: skip
-"""Kind of a value -> how it is made of its parts."""
+PLAIN = (bool, int, float, str)  # as in JSON, like None and lists
+FORMS: dict[type, tuple[Any, Any]] = {
+    bytes: (bytes.hex, bytes.fromhex),
+    bytearray: (bytearray.hex, bytearray.fromhex),
+    complex: (complex.__repr__, complex),
+    range: (lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    tuple: (list, tuple),
+    dict: (lambda value: list(map(list, value.items())), dict),
+    set: (list, set),
+    frozenset: (list, frozenset),
+    type({}.keys()): (list, set),
+}
+"""Type of a value -> how its parts are taken, and how it is made of them."""
+MAKERS = {kind.__name__: make for kind, (_, make) in FORMS.items()} | {"iterator": iter, "opaque": Opaque}
 
 
 def _tagged(value: Any, strict: bool) -> Any:
-    """`value` for JSON: texts, truth values, floats, None and lists as they are, all others as {kind: parts}."""
-    kind = next((kind for kind in PLAIN if kind in type(value).__mro__), None)
-    if value is None or kind in (bool, float, str):
+    """`value` for JSON: what JSON knows as it is, all others as {kind: parts}."""
+    if value is None or isinstance(value, PLAIN):
         return value
-    if kind is int:
-        return {"int": hex(value)}  # digits are limited
-    if kind in (bytes, bytearray):
-        return {kind.__name__: value.hex()}
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    if kind is range:
-        return {"range": _tagged([value.start, value.stop, value.step], strict)}
-    if kind is not None:
-        parts = [_tagged(one, strict) for one in (map(list, value.items()) if kind is dict else value)]
-        return parts if kind is list else {kind.__name__: parts}
-    if isinstance(value, KeysView):
-        return _tagged(set(value), strict)
-    if any(value is one for one in PLAIN):
-        return {"type": value.__name__}
+    if isinstance(value, list):
+        return [_tagged(one, strict) for one in value]
+    for kind, (parts, _) in FORMS.items():
+        if isinstance(value, kind):
+            return {kind.__name__: _tagged(parts(value), strict)}
     if strict and not isinstance(value, Opaque):
         raise UnsendableError(f"a {type(value).__name__} cannot be passed to a program in another process")
     items = list(islice(value, ITERATOR_LIMIT + 1)) if isinstance(value, Iterator) else None
-    return (
-        {"opaque": bool(value)}
-        if items is None or len(items) > ITERATOR_LIMIT
-        else {"iterator": _tagged(items, strict)}
-    )
+    if items is None or len(items) > ITERATOR_LIMIT:
+        return {"opaque": bool(value)}
+    return {"iterator": _tagged(items, strict)}
 
 
 def encode(value: object, strict: bool = False) -> bytes:
     """`value` as plain data; if `strict`, what has no plain form is an `UnsendableError`, else it becomes opaque."""
-    data = json.dumps(_tagged(value, strict)).encode()
-    if len(data) > VALUE_LIMIT:
-        raise ValueError(f"a value of {len(data)} bytes; at most {VALUE_LIMIT} are passed on")
-    return data
+    return json.dumps(_tagged(value, strict)).encode()
 
 
 def decode(data: bytes) -> Any:
@@ -113,27 +102,21 @@ def candidate(task: dict[str, Any], pipe: Connection) -> None:
     module = sys.modules["program"] = types.ModuleType("program")
     try:
         exec(compile(task["program"], "program.py", "exec"), module.__dict__)
-        function = _defined(module.__dict__, task["entry_point"], "the program")
+        function = getattr(module, task["entry_point"])
     except BaseException as error:  # noqa: BLE001 whatever a program raises is its answer, even SystemExit
         return pipe.send_bytes(_raised(error))
-    pipe.send_bytes(encode(("ready", None)))
+    reply = encode(("ready", None))
     while True:
-        positional, named = decode(pipe.recv_bytes(VALUE_LIMIT))
+        pipe.send_bytes(reply)
+        positional, named = decode(pipe.recv_bytes())
         try:
             reply = encode(("value", function(*positional, **named)))
         except BaseException as error:  # noqa: BLE001 as above
             reply = _raised(error)
-        pipe.send_bytes(reply)
-
-
-def _defined(space: dict[str, Any], name: str, where: str) -> Any:
-    if name not in space:
-        raise NameError(f"{where} defines no {name!r}")
-    return space[name]
 
 
 def _raised(error: BaseException) -> bytes:
-    """An exception as a reply; its traceback goes to standard error."""
+    """An exception as a reply; its traceback is printed."""
     sys.stderr.write("".join(traceback.format_exception(error, limit=-5))[:TEXT_LIMIT])
     return encode(("raised", (type(error).__name__, _text(error))))
 
@@ -155,16 +138,16 @@ class StandIn:
         """The next reply, the first of which says that the program is loaded; raise what it raised."""
         try:
             kind, value = decode(self.pipe.recv_bytes(VALUE_LIMIT))
-            error = _rebuilt(*value) if kind == "raised" else None
+            if kind != "raised":
+                return value
+            error = _rebuilt(*value)
         except (EOFError, ConnectionError) as ended:
             self.gone = True
             raise GoneError from ended
         except (ValueError, TypeError, OSError) as malformed:
             error = ValueError(f"a malformed reply ({malformed})")
-        if error is not None:
-            self.raised.append(error)
-            raise error
-        return value
+        self.raised.append(error)
+        raise error
 
 
 def _rebuilt(kind: str, text: str) -> Exception:
@@ -180,22 +163,20 @@ def checker(task: dict[str, Any], pipe: Connection) -> tuple[str, str]:
     """The verdict of ``task["test"]``, and details: "passed", "failed", "memory", "gone" (the candidate's process
     ended), or "broken" (the tests fail to run regardless of the candidate).
     """  # fmt: skip
-    function, space = StandIn(pipe), dict[str, Any](__name__="tests")
+    function, module, loaded = StandIn(pipe), types.ModuleType("tests"), False
     try:
-        exec(compile(task["helpers"], "helpers.py", "exec"), space)
-        space[task["entry_point"]] = function
-        exec(compile(task["test"], "tests.py", "exec"), space)
-        check = _defined(space, "check", "the source of the tests")
-    except BaseException as error:  # noqa: BLE001 any error makes the task unusable
-        return "broken", _describe(error, task["test"])
-    try:
+        exec(compile(task["helpers"], "helpers.py", "exec"), module.__dict__)
+        setattr(module, task["entry_point"], function)
+        exec(compile(task["test"], "tests.py", "exec"), module.__dict__)
+        check = module.check
+        loaded = True
         function.answer()
         check(function)
     except GoneError:
         return "gone", ""
     except BaseException as error:  # noqa: BLE001 any error of a test is a verdict
         ours = not any(error is known for known in function.raised)
-        broken = ours and isinstance(error, NameError | UnsendableError)
+        broken = not loaded or (ours and isinstance(error, NameError | UnsendableError))
         kind = "broken" if broken else "memory" if isinstance(error, MemoryError) else "failed"
         return kind, _describe(error, task["test"])
     return "gone" if function.gone else "passed", ""  # a test may swallow everything
@@ -211,14 +192,14 @@ def _describe(error: BaseException, test: str) -> str:
 def _text(error: BaseException) -> str:
     try:
         return str(error)[:TEXT_LIMIT]
-    except Exception:  # noqa: BLE001 its str() may fail, e.g. on an integer of a million digits
+    except Exception:  # noqa: BLE001 its str() may fail
         return "(a text that cannot be printed)"
 
 
 def main() -> None:
-    """Drop the rights of root, report readiness with a handle of the working folder, and play the role of the task."""
+    """Drop the rights of root, report readiness, and play the role of the task."""
     settings = json.loads(sys.argv.pop())
-    report, pipe = socket.socket(fileno=settings["report"]), Connection(settings["pipe"])
+    report, pipe = Connection(settings["report"]), Connection(settings["pipe"])
     if settings["user"] is not None:
         os.setgroups([])
         os.setresgid(*[settings["user"]] * 3)
@@ -228,20 +209,16 @@ def main() -> None:
         ceiling = resource.getrlimit(kind)[1]  # perhaps tighter
         limit = size if ceiling == resource.RLIM_INFINITY else min(size, ceiling)
         resource.setrlimit(kind, (limit, limit))
-    folder = os.open(".", os.O_RDONLY)
-    socket.send_fds(report, [b"ready"], [folder])
-    os.close(folder)
-    task = json.loads(sys.stdin.read() or os._exit(1))  # the parent has exited
+    report.send_bytes(b"ready")
+    task = json.load(sys.stdin)
     random.seed(0)
     with suppress(EOFError, OSError):  # another process has exited
         if "program" in task:
             report.close()
             candidate(task, pipe)
         else:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in (1, 2):
-                os.dup2(nowhere, stream)
-            report.send(json.dumps(checker(task, pipe)).encode())
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 until the end
+            report.send_bytes(json.dumps(checker(task, pipe)).encode())
     for written in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed or replaced
             written.flush()

@@ -5,7 +5,6 @@ created; "user namespace" is what an ordinary user gets, where the tests run as 
 """
 
 import os
-import re
 import secrets
 import socket
 import struct
@@ -22,7 +21,7 @@ import pytest
 from sinklens.evaluation import run_program, sandbox
 from sinklens.evaluation.sandbox import Limits
 
-TIGHT = Limits(seconds=5, memory_mb=128, processes=8, file_mb=4, output_kb=16)
+TIGHT = Limits(seconds=5, memory_mb=128, processes=8, output_kb=16)
 SHORT = Limits(seconds=0.7, memory_mb=96, processes=8)  # for programs that never end
 TEST = (
     "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(5) == 6\n    assert not candidate(-1)\n"
@@ -96,9 +95,9 @@ def test_endless_threads_reach_a_limit(layers):
             print(count, error)
     """
     outcome = hostile(source)
-    count = int(outcome.stdout.split()[0])
+    count = int(outcome.printed.split()[0])
     assert 1 <= count < 32
-    assert "can't start new thread" in outcome.stdout
+    assert "can't start new thread" in outcome.printed
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_uncounted_memory_new_processes_namespaces_and_sockets_are_refused(layer
         thread.start()
         thread.join()
     """
-    lines = hostile(source).stdout.splitlines()[:10]  # of the first call
+    lines = hostile(source).printed.splitlines()[:10]  # of the first call
     assert {line.split()[1] for line in lines[:-1]} == {"-1"}
     assert [line.split()[2] for line in lines[:-1]] == ["EPERM"] * 8 + ["EAGAIN"]
     assert lines[-1] == "in a thread"
@@ -143,35 +142,14 @@ def test_the_program_has_no_capabilities(layers):
         effective, permitted = (held.raw[start : start + 4] + held.raw[start + 12 : start + 16] for start in (0, 4))
         print(any(effective), any(permitted), 0 in os.getresuid() + os.getresgid())
     """
-    assert hostile(source).stdout.splitlines() == ["False False False"] * 3
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "for i in range(100): open(f'{i}', 'wb').write(b'x' * 10**6)",
-        "with open('one', 'wb') as file:\n    while True: file.write(b'x' * 10**6)",
-        "for i in range(10**6): open(f'{i}', 'wb')",
-    ],
-    ids=["many files", "one file", "empty files"],
-)
-def test_filling_the_disk_ends_at_the_limit(layers, source):
-    outcome = hostile(source + "\nimport time; time.sleep(5)")
-    assert outcome.status in ("failed", "files")
-    assert re.search("No space left|File too large|wrote more than|Too many", outcome.detail)
-
-
-def test_an_overfilled_folder_is_named():
-    outcome = hostile("for i in range(10**4): open(f'{i}', 'wb').write(b'x' * 10**6)\nimport time; time.sleep(5)")
-    assert outcome.status == "files"
-    assert outcome.detail == "the program wrote more than 4 MiB, or more than 1024 files"
+    assert hostile(source).printed.splitlines() == ["False False False"] * 3
 
 
 @pytest.mark.parametrize("stream", [1, 2], ids=["output", "error output"])
 def test_printing_gigabytes_ends_at_the_limit(layers, stream):
     outcome = hostile(f"import os\nwhile True: os.write({stream}, b'x' * 65536)")
     assert outcome.status == "output"
-    assert len(outcome.stdout) + len(outcome.stderr) == TIGHT.output_kb * 1024
+    assert len(outcome.printed) == TIGHT.output_kb * 1024
     late = hostile("print('x' * 2**20)")
     assert late.status == "output"
 
@@ -191,7 +169,7 @@ def test_the_systems_files_are_inaccessible(layers, tmp_path):
             except OSError as error:
                 print(type(error).__name__, path)
     """
-    out = hostile(source).stdout
+    out = hostile(source).printed
     assert "the secret" not in out
     seen = [line.split()[1] for line in out.splitlines() if line.startswith("SEEN")]
     # a home that contains Python's library shows the path to it, and no other file
@@ -199,34 +177,32 @@ def test_the_systems_files_are_inaccessible(layers, tmp_path):
     assert "['.ssh" not in out
 
 
-def test_files_outside_the_working_folder_are_not_written(layers, tmp_path):
+def test_no_file_is_written(layers, tmp_path):
     os.chmod(tmp_path, 0o777)
     marker = secrets.token_hex(8)
-    places = [tmp_path, Path.home(), "/tmp", "/dev/shm", "/var/tmp", Path(os.__file__).parent, "/"]
+    places = [tmp_path, Path.home(), "/tmp", "/dev/shm", "/dev", "/var/tmp", Path(os.__file__).parent, "/", "."]
     source = f"""
         import os
-        print(os.listdir("."))
         for place in {[str(place) for place in places]!r}:
             try:
                 open(os.path.join(place, "{marker}"), "w").write("x")
                 print("WRITTEN", place)
-            except OSError:
-                pass
-        open("{marker}", "w").write("mine")
+            except OSError as error:
+                print(type(error).__name__)
     """
     outcome = hostile(source)
-    assert outcome.stdout.splitlines()[0] == "[]"  # the working folder is empty at first
-    assert "WRITTEN" not in outcome.stdout
+    assert (outcome.status, "WRITTEN" in outcome.printed) == ("passed", False)
+    assert len(outcome.printed.splitlines()) == 3 * len(places)  # one line a call
     assert not [place for place in places if (Path(place) / marker).exists()]
 
 
 def test_the_environment_contains_no_secret(layers, monkeypatch):
     monkeypatch.setenv("SINKLENS_TEST_TOKEN", "the secret")
     outcome = hostile("import os\nprint(dict(os.environ), open('/proc/self/environ').read())")
-    assert "the secret" not in outcome.stdout + outcome.stderr
+    assert "the secret" not in outcome.printed
     outcome = hostile("import os\nprint(sorted(os.environ))")
-    assert "SINKLENS_TEST_TOKEN" not in outcome.stdout
-    assert "HOME" not in outcome.stdout
+    assert "SINKLENS_TEST_TOKEN" not in outcome.printed
+    assert "HOME" not in outcome.printed
 
 
 def test_a_listener_on_this_machine_gets_no_connection(layers, tmp_path):
@@ -249,8 +225,8 @@ def test_a_listener_on_this_machine_gets_no_connection(layers, tmp_path):
                     print(type(error).__name__, error.errno)
         """
         outcome = hostile(source)
-        assert len(outcome.stdout.splitlines()) >= 3
-        assert "CONNECTED" not in outcome.stdout
+        assert len(outcome.printed.splitlines()) >= 3
+        assert "CONNECTED" not in outcome.printed
         for listener in (inet, unix, abstract):
             listener.settimeout(0.1)
             with pytest.raises(TimeoutError, match="timed out"):
@@ -426,7 +402,7 @@ FORGERIES = {
     """,
     "answers with code": REPLY.format(body=CODE) + "    def f(x): return 2\n",
     "answers with a changed class": (
-        REPLY.format(body=b'["value", {"type": "int", "__eq__": {"type": "str"}}]') + "    def f(x): return 2\n"
+        REPLY.format(body=b'["value", {"set": [], "__eq__": {"set": []}}]') + "    def f(x): return 2\n"
     ),
     "closes every pipe": "import os\nos.closerange(0, 1024)\ndef f(x): return 2",
     "kills itself": "import os\nos.kill(os.getpid(), 9)",

@@ -24,7 +24,7 @@ from sinklens.evaluation import run_program, sandbox
 from sinklens.evaluation.sandbox import Limits, available_isolation
 from sinklens.evaluation.sandboxed import ITERATOR_LIMIT, Opaque, UnsendableError, decode, encode
 
-SMALL = Limits(seconds=5, memory_mb=128, file_mb=4, output_kb=16)
+SMALL = Limits(seconds=5, memory_mb=128, output_kb=16)
 RIGHT = "def add(a, b):\n    return a + b\n"
 TEST = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate([1], [2]) == [1, 2]\n"
 NEED_SANDBOX = pytest.mark.usefixtures("isolation")
@@ -35,7 +35,7 @@ def run(program, test=TEST, name="add", limits=SMALL, **options):
 
 
 def test_errors_for_limits_say_what_is_out_of_range():
-    assert Limits() == Limits(10.0, 512, 16, 16, 64)
+    assert Limits() == Limits(10.0, 512, 16, 64)
     with pytest.raises(SettingError, match=r"Limits\(memory_mb=8\) is out of range; give 64 or more"):
         Limits(memory_mb=8)
     with pytest.raises(SettingError, match=r"Limits\(seconds=nan\) is out of range"):
@@ -107,7 +107,7 @@ def test_the_root_of_a_user_namespace_gets_another():
 @NEED_SANDBOX
 def test_the_outcome_records_what_happened_and_the_isolation():
     right, wrong = run(f"print('loading')\n{RIGHT}"), run("def add(a, b):\n    return 3\n")
-    assert (right.status, right.detail, right.stdout, right.stderr) == ("passed", "", "loading\n", "")
+    assert (right.status, right.detail, right.printed) == ("passed", "", "loading\n")
     assert (right.passed, right.isolation.layers) == (True, available_isolation().layers)
     assert 0 < right.seconds < SMALL.seconds
     assert (wrong.status, wrong.passed) == ("failed", False)
@@ -119,7 +119,7 @@ def test_the_outcome_records_what_happened_and_the_isolation():
     ("program", "detail"),
     [
         ("def add(a, b)\n", "SyntaxError: expected ':'"),
-        ("def plus(a, b): return a + b\n", "NameError: the program defines no 'add'"),
+        ("def plus(a, b): return a + b\n", "AttributeError: module 'program' has no attribute 'add'"),
         ("add = 3\n", "TypeError: 'int' object is not callable"),
         ("import numpy\n", "No module named 'numpy'"),
         ("raise SystemExit(0)\n", "SystemExit: 0"),
@@ -128,7 +128,7 @@ def test_the_outcome_records_what_happened_and_the_isolation():
         ("def add(a, b): return input()\n", "EOFError"),
         ("def add(a, b): raise KeyboardInterrupt\n", "KeyboardInterrupt"),
         ("class Odd(Exception): pass\ndef add(a, b): raise Odd('so')\n", "Exception: Odd: so"),
-        ("def add(a, b): return 'x' * 5_000_000\n", "a value of"),
+        ("def add(a, b): return 'x' * 5_000_000\n", "a malformed reply"),
         ("def add(a, b): return None\n", "AssertionError"),
     ],
 )
@@ -171,7 +171,7 @@ def test_tests_do_not_use_the_programs_version_of_a_helper():
     ("test", "detail"),
     [
         ("def check(candidate)", "SyntaxError"),
-        ("def checks(candidate): pass", "the source of the tests defines no 'check'"),
+        ("def checks(candidate): pass", "AttributeError: module 'tests' has no attribute 'check'"),
         ("def check(candidate):\n    assert poly(candidate(1, 2)) == 0", "NameError: name 'poly'"),
         ("def check(candidate):\n    candidate(len, 2)", "a builtin_function_or_method cannot be passed"),
     ],
@@ -188,14 +188,14 @@ def test_repeated_runs_give_the_same_outcome():
     )
     first, second = run(program), run(program)
     assert first.passed
-    assert first.stdout == second.stdout
+    assert first.printed == second.printed
 
 
 @NEED_SANDBOX
 def test_no_files_or_processes_are_left_behind(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = len(os.listdir("/proc/self/fd"))
-    for program in (RIGHT, "open('kept', 'w').write('x' * 1000)\n" + RIGHT, "def add(a, b): 1 / 0\n"):
+    for program in (RIGHT, "def add(a, b): 1 / 0\n"):
         run(program)
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
@@ -270,7 +270,7 @@ def test_a_plain_value_arrives_unchanged(value):
     ("value", "plain"),
     [
         (EqualNumber(1), 1), (namedtuple("pair", "a b")(1, 2), (1, 2)), (Counter("aa"), {"a": 2}),
-        (OrderedDict(a=1), {"a": 1}), ({1: 2}.keys(), {1}), (int, int),
+        (OrderedDict(a=1), {"a": 1}), ({1: 2}.keys(), {1}),
     ],
 )  # fmt: skip
 def test_other_values_arrive_as_built_in_types(value, plain):
