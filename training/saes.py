@@ -251,10 +251,8 @@ class _Training:
 @torch.no_grad()
 def _held_out(store: ActivationStore, sae: SparseAutoencoder, first: int, last: int) -> tuple[float, float]:
     """Explained variance and share of dead features on some rows."""
-    fit = Fit()
+    fit = Fit(sae)
     for bound in _chunks(store, first, last):
-        x = store.read(*bound)
-        features = sae.encode(x)
-        fit.add(x, sae.decode(features), features)
+        fit.add(store.read(*bound))
     measures = fit.measures()
     return measures["explained_variance"], measures["dead"]

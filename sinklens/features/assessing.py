@@ -13,7 +13,7 @@ look at the losses.
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +22,10 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.features.autoencoder import SAE
-from sinklens.features.places import InScope, PointPlaces, Scope, states_of, stream_point
+from sinklens.features.places import Scope, ScopeReader, stream_point
 from sinklens.features.splice import SpliceSAE
-from sinklens.hooks.points import Point
 from sinklens.interventions import MaskedLogits
-from sinklens.interventions.rules import Rule
 from sinklens.runs import generate
-from sinklens.runs.intervention import Pairs, Reader, RunContext
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -84,15 +81,15 @@ def assess(
     if model.mask_token_id is None:
         raise SettingError(f"assess compares losses at undecided positions, and {model.name} has none.")
     given = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False, **settings}
-    seen, logits = [Moments(sae, point, scope=states_of(scope)) for scope in scopes], MaskedLogits()
-    base = generate(model, list(prompts), hooks=[*seen, logits], **given)
+    point, logits, fits = stream_point(model, point), MaskedLogits(), [Fit(sae) for _ in scopes]
+    read = [_reader(fit, point, scope) for fit, scope in zip(fits, scopes, strict=True)]
+    base = generate(model, list(prompts), hooks=[*read, logits], **given)
     loss, rows = token_losses(base, logits), []
-    for moments in seen:
-        row = dict.fromkeys(MEASURES, float("nan")) | {"loss": loss, "places": moments.fit.count}
-        if moments.fit.count:
-            row |= moments.fit.measures()
-            mean = SpliceSAE(Mean(moments.fit.mean.float()), point, scope=moments.scope)
-            spliced = SpliceSAE(sae, point, scope=moments.scope)
+    for fit, scope in zip(fits, scopes, strict=True):
+        row = dict.fromkeys(MEASURES, float("nan")) | {"loss": loss, "places": fit.count}
+        if fit.count:
+            row |= fit.measures()
+            mean, spliced = (SpliceSAE(one, point, scope=scope) for one in (Mean(fit.mean.float()), sae))
             for name, hook in (("loss_spliced", spliced), ("loss_mean", mean)):
                 generate(model, list(prompts), hooks=[hook, logits], replay=base, **given)
                 row[name] = token_losses(base, logits)
@@ -100,6 +97,10 @@ def assess(
     names = [scope if isinstance(scope, str) else "+".join(scope) for scope in scopes]
     data = xr.Dataset({name: ("scope", [row[name] for row in rows]) for name in MEASURES}, {"scope": names})
     return data.assign(recovered=(data["loss_mean"] - data["loss_spliced"]) / (data["loss_mean"] - data["loss"]))
+
+
+def _reader(fit: "Fit", point: str, scope: Scope) -> ScopeReader:
+    return ScopeReader(point, lambda hook, places, x: fit.add(x), scope=scope)
 
 
 def token_losses(base: "Generation", logits: MaskedLogits) -> float:
@@ -112,21 +113,24 @@ def token_losses(base: "Generation", logits: MaskedLogits) -> float:
 
 
 class Fit:
-    """How well an autoencoder reconstructs, from sums over the activations that were added.
+    """How well an SAE reconstructs, from sums over the activations that were added.
 
     Attributes:
         count: number of activations.
     """
 
-    def __init__(self) -> None:
-        self.count, self._missed, self._squares = 0, 0.0, 0.0
+    def __init__(self, sae: SAE) -> None:
+        self.sae, self.count, self._missed, self._squares = sae, 0, 0.0, 0.0
         self._total: Any = 0.0
         self._fired: Any = 0
 
-    def add(self, x: Tensor, made: Tensor, features: Tensor) -> None:
-        """Add activations [place, d], what the autoencoder makes of them, and the features that it has there."""
+    def add(self, x: Tensor) -> None:
+        """Add activations [place, d]."""
+        if not len(x):
+            return
+        features = self.sae.encode(x)
         self.count += len(x)
-        self._missed += float((x - made).double().pow(2).sum())
+        self._missed += float((x - self.sae.decode(features)).double().pow(2).sum())
         self._squares += float(x.double().pow(2).sum())
         self._total = self._total + x.double().sum(dim=0).cpu()
         self._fired = self._fired + (features > 0).sum(dim=0).cpu()
@@ -144,36 +148,3 @@ class Fit:
             "dead": float((self._fired == 0).float().mean()),
             "firing": float(self._fired.sum()) / self.count,
         }
-
-
-@dataclass(eq=False)
-class Moments(Reader):
-    """Reads how well an SAE reconstructs the places of a run.
-
-    Attributes:
-        fit: that of the last run.
-    """
-
-    sae: Any
-    point: str
-    _: KW_ONLY
-    scope: Scope = "all"
-    fit: Fit = field(default_factory=Fit, init=False)
-
-    @property
-    def rule(self) -> Rule | None:
-        """The rule of ``scope=``."""
-        return InScope.within(self.scope)
-
-    def pairs(self, model: "Model", run: RunContext) -> Pairs:
-        point = stream_point(model, self.point)
-        places, self.fit = PointPlaces(self, model, run, point), Fit()
-
-        def add(value: Tensor, hook: Point) -> None:
-            chosen = places.selected(hook, value)
-            if chosen is not None and bool(chosen.any()):
-                x = value[chosen].flatten(1).float()
-                features = self.sae.encode(x)
-                self.fit.add(x, self.sae.decode(features), features)
-
-        return places.around([(point, add)])

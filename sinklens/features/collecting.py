@@ -11,7 +11,8 @@ hardly different activations; collect "masked" and "decided" positions separatel
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,27 +21,21 @@ from torch import Tensor
 
 from sinklens.errors import SettingError
 from sinklens.families import settings_for
-from sinklens.features.places import (
-    InScope,
-    PointPlaces,
-    Scope,
-    places_of_step,
-    states_of,
-    states_of_run,
-    stream_point,
-)
+from sinklens.features.places import Scope, ScopeReader, places_of_step, states_of, states_of_run, stream_point
 from sinklens.features.store import COLUMNS, ActivationStore, array_of
 from sinklens.hooks.points import Point
-from sinklens.interventions.rules import Rule
 from sinklens.model import Model
 from sinklens.runs import generate
-from sinklens.runs.intervention import Pairs, Reader, RunContext
 from sinklens.sinks.store import StoredType
 from sinklens.utils.arguments import Count, Seed, read_as
 from sinklens.utils.progress import OnProgress
 
 if TYPE_CHECKING:
     from sinklens.runs.result import Generation
+
+
+Kept = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
+"""What was kept at a point, by step: the rows, columns and activations of the places."""
 
 
 def collect(
@@ -88,15 +83,12 @@ def collect(
             f"activations with a hook function: generate(model, prompt, hooks=[({point!r}, function)])."
         )
     listed = [prompt if isinstance(prompt, str) else np.asarray(prompt).tolist() for prompt in prompts]
-    names = dict.fromkeys(stream_point(model, one) for one in ([point] if isinstance(point, str) else point))
+    points = dict.fromkeys(stream_point(model, one) for one in ([point] if isinstance(point, str) else point))
     sampler = settings_for(model, dict(settings))
     blocks = sampler.caches_keys and model.tree.attention_blocks is not None
     size = 1 if blocks or sampler.reuses_keys else read_as(Count, "batch", batch)
-    takes = [
-        _Take(name, scope=states_of(scope), steps=only_steps, positions=positions) for name in dict.fromkeys(names)
-    ]
     about = {
-        "model": model.name, "weights": model.fingerprint, "points": [take.point for take in takes],
+        "model": model.name, "weights": model.fingerprint, "points": list(points),
         "scope": states_of(scope), "only_steps": None if only_steps is None else list(only_steps),
         "positions": None if positions is None else list(positions), "settings": asdict(sampler), "seed": seed,
         "chat_template": chat_template, "dtype": dtype, "prompts": len(listed),
@@ -104,11 +96,16 @@ def collect(
     }  # fmt: skip
     store = ActivationStore.begin(to, about)
     for part in _batches(listed, store, size):
+        kept: dict[str, Kept] = {name: {} for name in points}
+        hooks = [
+            ScopeReader(name, partial(_keep, found), scope=scope, steps=only_steps, positions=positions)
+            for name, found in kept.items()
+        ]
         run = generate(
-            model, part, seed=seed, chat_template=chat_template, hooks=takes, progress=False, record_sinks=False,
+            model, part, seed=seed, chat_template=chat_template, hooks=hooks, progress=False, record_sinks=False,
             **settings,
         )  # fmt: skip
-        store.append(_rows(run, takes, store.prompts_done), store.prompts_done + len(part))
+        store.append(_rows(run, kept, store.prompts_done), store.prompts_done + len(part))
         if report is not None:
             report(store.prompts_done, len(listed))
     if not len(store):
@@ -124,47 +121,20 @@ def _batches(prompts: list[Any], store: ActivationStore, size: int) -> Iterator[
         yield part[: next(repeated, len(part))]
 
 
-@dataclass(eq=False)
-class _Take(Reader):
-    """Keeps the activations of a run at a point.
-
-    Attributes:
-        kept: by step, the rows, columns and activations of the places.
-    """
-
-    point: str
-    _: KW_ONLY
-    scope: Scope = "all"
-    kept: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def rule(self) -> Rule | None:
-        """The rule of ``scope=``."""
-        return InScope.within(self.scope)
-
-    def pairs(self, model: Model, run: RunContext) -> Pairs:
-        places = PointPlaces(self, model, run, self.point)
-        self.kept.clear()
-
-        def take(value: Tensor, hook: Point) -> None:
-            chosen = places.selected(hook, value)
-            if chosen is not None:
-                row, column = chosen.nonzero().cpu().numpy().T
-                found = value[chosen].detach().flatten(1).float().cpu().numpy()
-                self.kept[hook.step or 0] = row, column + hook.forward_pass.first(value.shape[1]), found
-
-        return places.around([(self.point, take)])
+def _keep(kept: Kept, hook: Point, places: Tensor, values: Tensor) -> None:
+    row, column = places.nonzero().cpu().numpy().T
+    kept[hook.step or 0] = row, column + hook.forward_pass.first(places.shape[1]), values.detach().cpu().numpy()
 
 
-def _rows(run: "Generation", takes: Sequence[_Take], first: int) -> dict[str, np.ndarray]:
+def _rows(run: "Generation", kept: dict[str, Kept], first: int) -> dict[str, np.ndarray]:
     """What was kept of a run whose prompts are numbered from `first`, as rows of a store."""
     states, canvas = states_of_run(run), run.canvas.cpu().numpy()
     pads = (~run.real).long().cumprod(dim=1).sum(dim=1).cpu().numpy()
     parts = []
-    for step, (row, column, _) in takes[0].kept.items():
+    for step, (row, column, _) in next(iter(kept.values())).items():
         own = places_of_step(run, step)[row, column]
         place = row[own], step, column[own]
-        values = {array_of(take.point): take.kept[step][2][own] for take in takes}
+        values = {array_of(name): found[step][2][own] for name, found in kept.items()}
         parts.append({
             "prompt": first + row[own], "step": np.full(own.sum(), step), "pos": column[own] - pads[row[own]],
             "state": states[place], "token_id": canvas[place], **values,

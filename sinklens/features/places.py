@@ -9,13 +9,13 @@ Pitfall: a position changes its state during a run. Two SAEs, one for masked and
 cover every position.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinklens.errors import HookNameError, SettingError
@@ -24,7 +24,7 @@ from sinklens.hooks.points import Point
 from sinklens.interventions.places import Places
 from sinklens.interventions.rules import Chooser, Moment, OfStep, Rule
 from sinklens.interventions.scores import states_now
-from sinklens.runs.intervention import HookSource, RunContext
+from sinklens.runs.intervention import HookSource, Pairs, Reader, RunContext
 from sinklens.sinks.kinds import STATES, PlaceState
 
 if TYPE_CHECKING:
@@ -137,3 +137,34 @@ class PointPlaces(Places):
         active = found.any(dim=1).expand(rows, -1)
         first = hook.forward_pass.first(queries)
         return active & hook.forward_pass.real[:, first : first + queries].to(value.device)
+
+
+@dataclass(eq=False)
+class ScopeReader(Reader):
+    """Hands the activations at the places of a scope to a function, pass by pass.
+
+    Attributes:
+        point: canonical name of the point.
+        take: gets the point, the places [batch, pos] of the pass and the activations [place, d], in float32.
+        scope: see the module.
+    """
+
+    point: str
+    take: Callable[[Point, Bool[Tensor, "batch pos"], Float[Tensor, "place d"]], None]
+    _: KW_ONLY
+    scope: Scope = "all"
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule of ``scope=``."""
+        return InScope.within(self.scope)
+
+    def pairs(self, model: "Model", run: RunContext) -> Pairs:
+        places = PointPlaces(self, model, run, self.point)
+
+        def read(value: Tensor, hook: Point) -> None:
+            chosen = places.selected(hook, value)
+            if chosen is not None:
+                self.take(hook, chosen, value[chosen].flatten(1).float())
+
+        return places.around([(self.point, read)])

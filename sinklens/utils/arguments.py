@@ -39,7 +39,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from sinklens.errors import SettingError
 from sinklens.utils.integers import MOST_SEED, as_integer
 
-LIMITS = {  # mark of a range -> its attribute, the comparison and the words for a range with this limit alone
+LIMITS = {  # mark of a range -> its attribute, the comparison and the words
     Ge: ("ge", operator.ge, "of at least"),
     Gt: ("gt", operator.gt, "above"),
     Le: ("le", operator.le, "of at most"),
@@ -66,7 +66,7 @@ class Words:
 
 Count = Annotated[int, Ge(1)]
 Number = Annotated[float | int, Words("a finite number")]
-Share = Annotated[float | int, Ge(0), Le(1)]
+Share = Annotated[float | int, Ge(0), Le(1), Words("a number from 0 to 1")]
 Positive = Annotated[float | int, Gt(0)]
 NonNegative = Annotated[float | int, Ge(0)]
 Seed = Annotated[int, Ge(0), Le(MOST_SEED), Words("an integer from 0 to 2**63 - 1")]
@@ -192,8 +192,7 @@ def _read(kind: Any, given: Any) -> Any:
 
 def _limits(kind: Any) -> list[tuple[Callable[[Any, Any], bool], Any, str]]:
     """The limits of a type: the comparison, the number and the words."""
-    marks = [mark for mark in getattr(kind, "__metadata__", ()) if type(mark) in LIMITS]
-    found = [(LIMITS[type(mark)], mark) for mark in marks]
+    found = [(LIMITS[type(mark)], mark) for mark in getattr(kind, "__metadata__", ()) if type(mark) in LIMITS]
     return [(compare, getattr(mark, attribute), words) for (attribute, compare, words), mark in found]
 
 
@@ -206,21 +205,10 @@ def _described(kind: Any) -> list[str]:
     if get_origin(bare) is Literal:
         return [f"one of {', '.join(map(str, get_args(bare)))}"]
     if bare in (int, float):
-        return [_number(bare, _limits(kind))]
+        limits = " and ".join(f"{words} {limit}" for _, limit, words in _limits(kind))
+        return [f"{'an integer' if bare is int else 'a finite number'} {limits}".rstrip()]
     known = {types.NoneType: ["None"], bool: ["True", "False"], str: ["a text"]}
     return known.get(bare, [f"a {getattr(bare, '__name__', bare)}"])
-
-
-def _number(bare: type, limits: list[tuple[Callable[[Any, Any], bool], Any, str]]) -> str:
-    """A number and its range in words."""
-    noun = "an integer" if bare is int else "a number" if len(limits) == 2 else "a finite number"
-    if len(limits) < 2:
-        return " ".join([noun, *(f"{words} {limit}" for _, limit, words in limits)])
-    (above, low, _), (below, high, _) = limits
-    if (above, below) == (operator.ge, operator.le):
-        return f"{noun} from {low} to {high}"
-    first, last = "(" if above is operator.gt else "[", ")" if below is operator.lt else "]"
-    return f"{noun} in {first}{low}, {high}{last}"
 
 
 def _union(annotation: Any) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ def _scored(
 
 def _result(pair: PromptAnswer, losses: Float[np.ndarray, " pos"], greedy: bool) -> Likelihood:
     ones, blocks = np.ones((1, len(losses))), np.zeros(len(losses), dtype=np.int64)
-    return Likelihood.of("likelihood", pair.answer, losses[None], ones, ones, blocks, greedy=greedy)
+    return Likelihood("likelihood", pair.answer, losses[None], ones, ones, blocks, greedy=greedy)
 
 
 @torch.no_grad()

@@ -67,23 +67,11 @@ MOST_ENUMERATED = 8
 LEAST_TIME = 1e-3  # of MDLM's, BD3-LM's, SEDD's and Duo's evaluations
 KEPT = 1e-3  # share of tokens that is clean at time 1
 HIGHEST_SIGMA = -math.log(KEPT)  # 6.9078, which BD3-LM's noise levels do not exceed
+Masks = tuple[Bool[Tensor, "draw pos"], Float[Tensor, " draw"], Float[Tensor, " draw"]]
+"""Masked tokens; the share of them, or what it was to be under "rate"; and the factor of each draw's loss."""
 Logits = Float[Tensor, "token vocab"]
 Tokens = Int[Tensor, " token"]
 TokenTimes = Float[Tensor, " token"] | None
-
-
-class MaskDraws(NamedTuple):
-    """Masks of the answer tokens of one block.
-
-    Attributes:
-        masked: the masked tokens.
-        shares: share of tokens that is masked, or was to be masked under "rate".
-        weights: factor of each draw's loss in the bound: its probability divided by its share.
-    """
-
-    masked: Bool[Tensor, "draw pos"]
-    shares: Float[Tensor, " draw"]
-    weights: Float[Tensor, " draw"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +105,7 @@ class DrawRule:
                 f"pass batch={next(n for n in range(min(self.batch, self.mc_num), 0, -1) if self.mc_num % n == 0)}."
             )
 
-    def draw(self, prompt: Sequence[int], length: int, block: int = 0) -> MaskDraws:
+    def masks(self, prompt: Sequence[int], length: int, block: int = 0) -> Masks:
         """The masks of the `length` answer tokens of a block.
 
         Raises:
@@ -129,7 +117,7 @@ class DrawRule:
         generators = self.generators(prompt, length, block)
         parts = [drawn(length, self.batch, generator) for generator in generators]
         masked, shares = (torch.cat(part) for part in zip(*parts, strict=True))
-        return MaskDraws(masked, shares, 1 / (shares * self.mc_num))
+        return masked, shares, 1 / (shares * self.mc_num)
 
     def generators(self, prompt: Sequence[int], length: int, block: int) -> list[torch.Generator]:
         """The random numbers of each batch of draws."""
@@ -164,7 +152,7 @@ def by_rate(
     return torch.rand(batch, length, generator=generator) < rates[:, None], rates.double()
 
 
-def every_mask(length: int) -> MaskDraws:
+def every_mask(length: int) -> Masks:
     """All 2^L − 1 masks of `length` tokens, each with the weight 1 / (k · C(L, k)).
 
     Raises:
@@ -181,7 +169,7 @@ def every_mask(length: int) -> MaskDraws:
         masked[row, list(places)] = True
     counts = masked.sum(dim=1).tolist()
     weights = torch.tensor([1 / (count * math.comb(length, count)) for count in counts], dtype=torch.float64)
-    return MaskDraws(masked, torch.tensor(counts, dtype=torch.float64) / length, weights)
+    return masked, torch.tensor(counts, dtype=torch.float64) / length, weights
 
 
 class NoisyDraws(NamedTuple):
@@ -220,8 +208,8 @@ class MaskNoise:
         Raises:
             SettingError: the rule cannot be followed.
         """
-        masks = rule.draw(prompt, len(answer), block)
-        return NoisyDraws(answer.where(~masks.masked, self.mask_id), *masks)
+        masked, shares, weights = rule.masks(prompt, len(answer), block)
+        return NoisyDraws(answer.where(~masked, self.mask_id), masked, shares, weights)
 
     def losses(self, logits: Logits, clean: Tokens, noisy: Tokens, times: TokenTimes) -> Float[Tensor, " token"]:
         """The loss of each token that counts, of which `noisy` is seen instead of `clean`."""

@@ -9,7 +9,7 @@ likelihood differs from model to model.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -33,8 +33,6 @@ class Likelihood:
     """The log-likelihood of one answer given its prompt.
 
     Attributes:
-        value: log p of the answer, or a lower bound of it.
-        standard_error: of `value`; 0 if nothing was drawn, NaN if there is a single batch of draws.
         kind: "likelihood" of an autoregressive model; "bound" from all masks; "estimate" of the bound from draws.
         tokens: ids of the answer.
         losses: −log p of the masked tokens in each draw; NaN where not masked. In SEDD, Duo and GIDD, the terms of
@@ -46,8 +44,6 @@ class Likelihood:
         greedy: whether every token of the answer is the most likely one; False in diffusion models.
     """
 
-    value: float
-    standard_error: float
     kind: ValueKind
     tokens: tuple[int, ...]
     losses: Float[np.ndarray, "draw pos"]
@@ -57,28 +53,21 @@ class Likelihood:
     batch: int = 1
     greedy: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        kind: ValueKind,
-        tokens: Sequence[int],
-        losses: Float[np.ndarray, "draw pos"],
-        shares: Float[np.ndarray, "draw pos"],
-        weights: Float[np.ndarray, "draw pos"],
-        blocks: Int[np.ndarray, " pos"],
-        batch: int = 1,
-        greedy: bool = False,
-    ) -> "Likelihood":
-        """The result of these losses."""
-        found = cls(math.nan, 0.0, kind, tuple(tokens), losses, shares, weights, blocks, batch, greedy)
-        error = float(found.error_of(found.draws)) if kind == "estimate" else 0.0
-        return replace(found, value=float(found.parts.sum()), standard_error=error)
-
     def __repr__(self) -> str:
         """Value, standard error and what they rest on, on one line: the arrays are long."""
         error = f" ± {self.standard_error:.3f}" if self.kind == "estimate" else ""
         drawn = {"estimate": f", {len(self.losses)} draws", "bound": f", {len(self.losses)} masks"}.get(self.kind, "")
         return f"Likelihood({self.value:.3f}{error} nats, {self.kind}, {len(self.tokens)} tokens{drawn})"
+
+    @property
+    def value(self) -> float:
+        """Log p of the answer, or a lower bound of it."""
+        return float(self.parts.sum())
+
+    @property
+    def standard_error(self) -> float:
+        """Of `value`; 0 if nothing was drawn, NaN if there is a single batch of draws."""
+        return float(self.error_of(self.draws)) if self.kind == "estimate" else 0.0
 
     @property
     def parts(self) -> Float[np.ndarray, "draw pos"]:
@@ -101,30 +90,13 @@ class Likelihood:
         return np.asarray(_standard_error(batches) * len(batches))
 
 
-@dataclass(frozen=True)
-class Difference(Estimate):
-    """How much likelihood a change costs or gains, from pairs with the same mask draws.
-
-    The mean over the answers of changed − base, in nats, with limits by Student's t; `n` is the number of answers.
-
-    Attributes:
-        standard_error: of the mean over the answers; of one answer, over its batches of draws.
-        independent: what `standard_error` would be if the two had been estimated with independent draws.
-    """
-
-    standard_error: float = math.nan
-    independent: float = math.nan
-
-    @property
-    def narrowing(self) -> float:
-        """Width of the interval with shared draws, relative to independent draws."""
-        return self.standard_error / self.independent if self.independent else 1.0
-
-
 def likelihood_difference(
     base: Sequence[Likelihood] | Likelihood, changed: Sequence[Likelihood] | Likelihood
-) -> Difference:
-    """Compare two conditions on the same answers, in the same order.
+) -> Estimate:
+    """How much likelihood a change costs or gains, from pairs with the same mask draws.
+
+    The mean over the answers, in the same order, of changed − base, in nats, with limits by Student's t: over the
+    answers, or of one answer over its batches of draws. ``n`` is the number of answers.
 
     Raises:
         SettingError: the answers or the mask draws differ, or no answers are given.
@@ -135,17 +107,13 @@ def likelihood_difference(
     _check_paired(first, second)
     pairs = list(zip(first, second, strict=True))
     gaps = np.array([two.value - one.value for one, two in pairs])
-    shared = np.array(
-        [one.error_of(two.draws - one.draws) if one.kind == "estimate" else 0.0 for one, two in pairs], dtype=float
-    )
-    apart = np.array([math.hypot(one.standard_error, two.standard_error) for one, two in pairs])
-    error, independent = float(shared[0]), float(apart[0])
-    freedom = max(1, len(first[0].losses) // first[0].batch - 1)
-    if len(first) > 1:
-        error, freedom = float(_standard_error(gaps)), len(first) - 1
-        independent = math.sqrt(max(0.0, error**2 + float((apart**2 - shared**2).sum()) / len(first) ** 2))
+    if len(pairs) > 1:
+        error, freedom = float(_standard_error(gaps)), len(pairs) - 1
+    else:
+        (one, two), freedom = pairs[0], max(1, len(first[0].losses) // first[0].batch - 1)
+        error = float(one.error_of(two.draws - one.draws)) if one.kind == "estimate" else 0.0
     value, reach = float(gaps.mean()), float(t.ppf(0.975, freedom)) * error
-    return Difference(value, value - reach, value + reach, len(first), standard_error=error, independent=independent)
+    return Estimate(value, value - reach, value + reach, len(pairs))
 
 
 def _check_paired(first: Sequence[Likelihood], second: Sequence[Likelihood]) -> None:

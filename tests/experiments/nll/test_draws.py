@@ -68,18 +68,18 @@ def test_masks_by_rate_are_those_of_dreams_script(length, batch):
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8])
 def test_all_masks_together_count_every_token_once(length):
-    draws = every_mask(length)
-    assert len(draws.masked.unique(dim=0)) == 2**length - 1
-    torch.testing.assert_close((draws.weights[:, None] * draws.masked).sum(0), torch.ones(length).double())
+    masked, _, weights = every_mask(length)
+    assert len(masked.unique(dim=0)) == 2**length - 1
+    torch.testing.assert_close((weights[:, None] * masked).sum(0), torch.ones(length).double())
 
 
 def test_draws_depend_on_seed_prompt_length_and_block_and_on_nothing_else():
     rule = DrawRule(mc_num=32, batch=16)
-    masks = rule.draw([1, 2, 3], 9).masked
-    assert torch.equal(masks, DrawRule(mc_num=32, batch=16).draw((1, 2, 3), 9).masked)
-    assert torch.equal(masks[:16], DrawRule(mc_num=16, batch=16).draw([1, 2, 3], 9).masked), "more draws add to them"
-    others = [DrawRule(32, 16, seed=1).draw([1, 2, 3], 9), rule.draw([1, 2, 4], 9), rule.draw([1, 2, 3], 9, block=1)]
-    assert not any(torch.equal(masks, other.masked) for other in others)
+    masks = rule.masks([1, 2, 3], 9)[0]
+    assert torch.equal(masks, DrawRule(mc_num=32, batch=16).masks((1, 2, 3), 9)[0])
+    assert torch.equal(masks[:16], DrawRule(mc_num=16, batch=16).masks([1, 2, 3], 9)[0]), "more draws add to them"
+    others = DrawRule(32, 16, seed=1).masks([1, 2, 3], 9), rule.masks([1, 2, 4], 9), rule.masks([1, 2, 3], 9, block=1)
+    assert not any(torch.equal(masks, other[0]) for other in others)
     assert generator_of(0, [1], 9, 0, 0).initial_seed() != generator_of(0, [1], 9, 0, 1).initial_seed()
 
 

@@ -117,23 +117,6 @@ def test_controls_do_not_depend_on_the_batch_and_share_the_masks(llada, pick):
     assert abs(first.value - treated.value) > 1e-3
 
 
-@pytest.mark.extended
-def test_shared_draws_narrow_the_interval_of_a_difference(llada):
-    """The narrowing that a difference reports is that of repeated estimates."""
-    hooks, options = AblateHeads(layers=[1], heads=[2]), {"mc_num": 32, "batch": 8}
-    base = [likelihood(llada, PROMPT, ANSWER, seed=seed, **options) for seed in range(80)]
-    changed = [likelihood(llada, PROMPT, ANSWER, seed=seed, hooks=hooks, **options) for seed in range(40)]
-    gaps = np.array([two.value - one.value for one, two in zip(base, changed, strict=False)])
-    apart = np.array([two.value - one.value for one, two in zip(base[40:], changed, strict=True)])
-    reported = [likelihood_difference(one, two) for one, two in zip(base, changed, strict=False)]
-    shared, independent = (
-        np.sqrt(np.mean([getattr(one, name) ** 2 for one in reported])) for name in ("standard_error", "independent")
-    )
-    assert shared == pytest.approx(gaps.std(ddof=1), rel=0.3)
-    assert independent == pytest.approx(apart.std(ddof=1), rel=0.3)
-    assert shared < 0.6 * independent
-
-
 def test_other_interventions_change_a_pass_as_they_change_a_step(llada):
     """The oracle: the first step of a run over the same, completely masked answer."""
     for hook in (
