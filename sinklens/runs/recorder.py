@@ -77,7 +77,7 @@ class SinkRecorder:
         self._tree, self._real, self._rows, self._causal = tree, real, real.shape[0], causal
         self._queries = None if record.queries is None else _chosen_queries(record.queries, tree, real, partial)
         quantities, layers = record.chosen(), tree.cfg.n_layers
-        _refuse_comparison(quantities, tree, partial)
+        _refuse_partial(quantities, tree, partial)
         self._points = [  # resolved now, so a wrong name fails before the run
             (part, layer, tree.resolve(f"blocks.{layer}.{part.point}"))
             for layer in range(layers)
@@ -87,7 +87,7 @@ class SinkRecorder:
         self.patterns: dict[StepLayer, Float[Tensor, "batch head query key"]] = {}
         self.latest: dict[str, np.ndarray] = {}
         self._kept: dict[tuple[str, int], Kept] = {}
-        self._earlier: dict[tuple[str, int], Tensor] = {}  # of the step before, to join or to compare with
+        self._earlier: dict[tuple[str, int], Tensor] = {}  # of the step before, to join
         self._watching: list[Any] = []
         axes = {name: ("layer", *tail) for part in quantities for name, tail in part.variables.items()}
         axes |= dict(more or {}) | ({} if self._queries is None else {"computed": ("pos",)})
@@ -186,10 +186,8 @@ class SinkRecorder:
         earlier = self._earlier.get((part.name, layer))
         if self._extends and earlier is not None:
             kept, columns = part.join(earlier, kept), range(columns.stop)
-        if self._causal or part.compares:
+        if self._causal:
             self._earlier[part.name, layer] = kept
-        if part.compares:
-            kept = part.since(earlier, kept)
         real = (self._real[:, _slice(columns)] if computed is None else computed).to(kept.device)
         found = part.finish(kept, real, self._tree.cfg.n_heads)
         shapes = {name: ("batch", *axes) for name, axes in part.variables.items()}
@@ -266,16 +264,10 @@ def _chosen_queries(
     return chosen & real[:, None]
 
 
-def _refuse_comparison(quantities: Sequence[Quantity], tree: "HookTree", partial: bool) -> None:
-    """Refuse quantities that need queries, or positions of the step before, that a step may lack."""
+def _refuse_partial(quantities: Sequence[Quantity], tree: "HookTree", partial: bool) -> None:
+    """Refuse quantities of keys that need queries which a step may lack."""
     for part in quantities:
-        lacking = partial and not covers_all_columns(tree.resolve(f"blocks.0.{part.point}"))
-        if part.compares and not_bidirectional(tree):
-            raise SettingError(
-                f"quantity {part.name!r} compares the same positions in two steps; it is recorded for bidirectional "
-                f"models."
-            )
-        if lacking and (part.of_keys or part.compares):
+        if partial and part.of_keys and not covers_all_columns(tree.resolve(f"blocks.0.{part.point}")):
             raise SettingError(
                 f"quantity {part.name!r} needs all positions of {part.point}, and under a cache policy a step has only "
                 f"some of them; leave cache= out."

@@ -33,9 +33,6 @@ class Quantity(ABC):
     of_keys: ClassVar[bool] = False
     """Whether the axis "pos" of its variables counts the keys of a point with queries and keys."""
 
-    compares: ClassVar[bool] = False
-    """Whether it compares a step with the one before (`since`); for bidirectional models only."""
-
     def keep(self, value: Tensor) -> Tensor:
         """The part of the point's value to hold until the step ends; by default all of it."""
         return value.detach()
@@ -43,10 +40,6 @@ class Quantity(ABC):
     def join(self, before: Tensor, now: Tensor) -> Tensor:
         """Join positions of earlier passes and new ones; by default concatenated along the position axis."""
         return torch.cat([before, now], dim=1)
-
-    def since(self, before: Tensor | None, now: Tensor) -> Tensor:
-        """What `finish` gets if the quantity `compares`, from the kept values of the step before (None at first)."""
-        return now
 
     @abstractmethod
     def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
@@ -104,35 +97,6 @@ class Values(Quantity):
     def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
         """One norm per query head."""
         return {"value_norm": kept.transpose(1, 2).repeat_interleave(heads // kept.shape[2], dim=1)}
-
-
-class Drift(Quantity):
-    """Change of the keys from step to step: ``drift`` [pos], ‖k_t − k‖ / ‖k_t‖ over all heads, with k the key used in
-    the step before (``hook_k``, before the rotation, which does not change the number).
-
-    NaN in the first step. Under a cache policy k is the entry that a computed key replaces, and the drift of a stale
-    key is 0. For bidirectional models. Source: the key drift of Elastic-Cache (2510.14973).
-    """
-
-    name = "drift"
-    point = "attn.hook_k"
-    variables: ClassVar[Variables] = {"drift": ("pos",)}
-    compares = True
-
-    def keep(self, value: Float[Tensor, "batch pos kv_head d_head"]) -> Tensor:
-        """A copy of the keys."""
-        return value.detach().clone()
-
-    def since(self, before: Tensor | None, now: Tensor) -> Float[Tensor, "batch pos"]:
-        """The relative change."""
-        keys = now.float().flatten(2)
-        if before is None:
-            return torch.full_like(keys[..., 0], torch.nan)
-        return (keys - before.float().flatten(2)).norm(dim=-1) / keys.norm(dim=-1)
-
-    def finish(self, kept: Tensor, real: Bool[Tensor, "batch pos"], heads: int) -> dict[str, Tensor]:
-        """The change, NaN on padding."""
-        return {"drift": kept.masked_fill(~real, torch.nan)}
 
 
 class Stream(Quantity):
@@ -197,7 +161,7 @@ class Outputs(Quantity):
         return {"output_rank": (gram.diagonal(dim1=-2, dim2=-1).sum(-1) / largest).clamp(min=1.0)}
 
 
-BY_NAME: dict[str, type[Quantity]] = {kind.name: kind for kind in (Values, Stream, Outputs, Drift)}
+BY_NAME: dict[str, type[Quantity]] = {kind.name: kind for kind in (Values, Stream, Outputs)}
 
 
 def quantity_of(variable: str) -> str | None:

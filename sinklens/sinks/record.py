@@ -28,7 +28,7 @@ class Record:
 
     Attributes:
         quantities: recorded in addition to the scores: "values" (norms), "stream" (residual peaks), "outputs" (stable
-            rank of head outputs), "drift" (change of the keys), or custom `Quantity` objects.
+            rank of head outputs), or custom `Quantity` objects.
         patterns: (step, layer) pairs whose full attention patterns are kept in ``run.patterns``; negative numbers count
             from the end. Recording a pattern uses explicit attention, which can change the last bits of the logits.
             Under a cache policy, rows of queries that the step did not compute are NaN.

@@ -291,7 +291,7 @@ class Lost(Entropy):
         (
             lambda _: Record(["value"]),
             SettingError,
-            r"unknown quantity 'value'; known: values, stream, outputs, drift\. Nearest: val",
+            r"unknown quantity 'value'; known: values, stream, outputs\. Nearest: val",
         ),
         (lambda _: Record([Wrong(), Entropy()]), SettingError, r"two quantities of the track have the name 'entropy'"),
         (lambda _: Record([Taken()]), SettingError, r"two quantities of the track fill the variable 'is_real'"),

@@ -1,7 +1,6 @@
 """Under a cache policy, variables and patterns are recorded for the positions that a row's plan computes."""
 
 import re
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -10,13 +9,13 @@ import torch
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.sampling import DelayedCache, DualCache
-from sinklens.sinks import Quantity, Record
+from sinklens.sinks import Record
 from sinklens.sinks.nulls import FixedQueries
 from sinklens.views import attention, pattern_at
 
 PROMPTS = ["one two three four five six", "seven eight nine"]
 SETTINGS = {"gen_length": 12, "block_length": 6, "seed": 1}
-ALL = Record(["values", "stream", "outputs", "drift"], patterns=[(3, 1), (9, 2)])
+ALL = Record(["values", "stream", "outputs"], patterns=[(3, 1), (9, 2)])
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +49,6 @@ def test_recorded_patterns_have_a_row_for_each_computed_query_and_no_other(toget
             shown, start = pattern_at(together, step, layer, row), int(together.real[row].int().argmax())
             assert torch.equal(shown.nan_to_num(), pattern[row, :, start:, start:].nan_to_num())
             assert not re.search(r"[\[,]NaN[\],]", attention(together, step=step, layer=layer, row=row).document)
-
-
-class Moved(Quantity):
-    name: ClassVar = "moved"
-    point: ClassVar = "hook_resid_pre"
-    variables: ClassVar = {"moved": ("pos",)}
-    compares: ClassVar = True
-
-    def finish(self, kept, real, heads):
-        return {"moved": kept.float().norm(dim=-1)}
-
-
-def test_a_comparison_of_steps_at_a_point_of_the_window_is_refused(worded):
-    with pytest.raises(SettingError, match=r"needs all positions of hook_resid_pre, and under a cache policy"):
-        sinklens.generate(worded("llama"), "one", gen_length=4, cache=DualCache(), record_sinks=Record([Moved()]))
 
 
 def test_sums_over_fixed_queries_are_refused(worded):
