@@ -30,7 +30,7 @@ def test_a_row_of_a_batch_is_recorded_as_alone(worded, together):
     for row, prompt in enumerate(PROMPTS):
         alone = sinklens.generate(worded("llama"), prompt, cache=DelayedCache(4), record_sinks=ALL, **SETTINGS)
         start = together.canvas.shape[2] - alone.canvas.shape[2]
-        for name in ("stream_peak", "stream_channel", "stream_median", "stream_channel_median", "output_rank", "drift",
+        for name in ("stream_peak", "stream_channel", "stream_median", "stream_channel_median", "output_rank",
                      "value_norm"):  # fmt: skip
             ours, theirs = (run.sinks[name].isel(batch=at) for run, at in ((alone, 0), (together, row)))
             if "pos" in theirs.dims:
