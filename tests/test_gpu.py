@@ -8,7 +8,6 @@ from gpu.agreement import near, same_tokens
 from gpu.kernels import Case, compare_kernels
 from gpu.report import Finding, Report, findings_of
 
-from benchmarks import roofline
 from benchmarks.plain import plain_loop, random_llada, reference_loop, twin
 
 GIVEN = {"gen_length": 8, "block_length": 8, "steps": 8}
@@ -87,15 +86,6 @@ def test_a_twin_shares_its_weights_and_gives_the_same_logits():
         with torch.no_grad():
             torch.testing.assert_close(other(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
     assert torch.equal(plain_loop(model, ids, 4), reference_loop(model, ids, 4))
-
-
-def test_the_roofline_counts_products_and_bytes():
-    """One layer of width 2 with 3 hidden channels, one row of 5 positions, 2 of which are decided among 7 tokens."""
-    sizes = {"d_model": 2, "n_layers": 1, "n_heads": 1, "vocab": 7, "d_mlp": 3}
-    flops, moved = roofline.pass_of(sizes, 1, 5, 2, itemsize=2)
-    projections, mlp, attention, head = 4 * (2 * 5 * 2 * 2), 3 * (2 * 5 * 2 * 3), 2 * (2 * 5 * 5 * 2), 2 * 2 * 2 * 7
-    assert flops == projections + mlp + attention + head
-    assert moved == 2 * (4 * 4 + 3 * 6 + 2 * 7 + 5 * (8 * 2 + 3 * 3) * 2)
 
 
 def outcome(status, longrepr=None, when="call", **properties):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from gpu.agreement import near
+from gpu.samples import left_padding
 from torch import Tensor
 
 from sinklens.hooks.attention import column_sums, trust
@@ -20,7 +21,7 @@ class Case(NamedTuple):
     """A combination that a kernel is compiled for.
 
     Attributes:
-        mask: "none", "key" (one row, with −inf) or "full".
+        mask: "none", "key" (one row, with −inf) or "full" (one row is −inf everywhere).
         kv_heads: number of key heads, shared by four query heads.
     """
 
@@ -38,7 +39,7 @@ class Case(NamedTuple):
 
 
 def compare_kernels(case: Case, kernels: ModuleType, device: torch.device) -> str:
-    """Check the kernels against the formula and the plain version."""
+    """Check the kernels against the formula and the plain version, a quarter of the first row being padding."""
     scale, worst, queries, keys = case.width**-0.5, "", 0, 0
     lengths = [(n, n) for n in LENGTHS] + [(1, 300), (65, 300)]
     for queries, keys in lengths[1:4] if device.type == "cpu" else lengths:
@@ -47,10 +48,12 @@ def compare_kernels(case: Case, kernels: ModuleType, device: torch.device) -> st
         scores = trust.explicit_scores(query, repeated, scale, mask, case.causal)
         lse = kernels.log_sum_exp(query, key, scale, mask, case.causal)
         lse_difference = near(lse, scores.logsumexp(-1), TOLERANCE, "the log-sum-exp")
-        found = kernels.column_sums(query, key, lse, scale, mask, None, case.causal)
-        wanted = scores.softmax(-1).nan_to_num(0.0).sum(-2)
+        real = left_padding(len(query), queries, queries // 4)
+        wanted = (scores.softmax(-1).nan_to_num(0.0) * real[:, None, :, None]).sum(-2)
+        real = real.to(device)
+        found = kernels.column_sums(query, key, lse, scale, mask, real, case.causal)
         worst = f"{near(found, wanted, TOLERANCE)}; lse {lse_difference}"
-        plain = column_sums.plain_column_sums(query, repeated, lse, scale, mask, None, case.causal)
+        plain = column_sums.plain_column_sums(query, repeated, lse, scale, mask, real, case.causal)
         near(found, plain, 10 * TOLERANCE, "the plain version")
     return f"at {queries} × {keys}: {worst}"
 
@@ -64,6 +67,8 @@ def operands(case: Case, queries: int, keys: int, device: torch.device) -> tuple
         return query, key, None
     mask = trust.numbers(rows, 4, 1 if case.mask == "key" else queries, keys, like=like, seed=2)
     mask[..., 1::4] = -torch.inf
+    if case.mask == "full":
+        mask[:, :, queries // 2] = -torch.inf
     return query, key, mask
 
 

@@ -23,7 +23,7 @@ PARTS = {  # in the order in which they run
     "peak": "memory above a plain pass, and running out of it",
     "spreading": "layers on several devices or offloaded, and Ray",
     "quantized": "quantized weights: self-check, and logits against full precision",
-    "speed": "ratios, figures, roofline",
+    "speed": "ratios and figures",
 }
 FindingStatus = Literal["passed", "failed", "not checked", "measured", "noted"]
 

@@ -1,6 +1,7 @@
 """Memory: what recording adds to an unrecorded run, whether plans are right, and what happens when memory runs out."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,20 +29,12 @@ def length(device: torch.device) -> int:
     return 128 if device.type == "cpu" else 1000
 
 
-@pytest.fixture(scope="module")
-def extra(model: Model, length: int, device: torch.device) -> float:
-    """MB that a recorded run takes more than an unrecorded one."""
-    ids = samples.random_ids(1, length - 16)
-
-    def run(record: bool) -> Any:
-        return generate(model, ids, record_sinks=record, **GIVEN)
-
-    run(True), run(False)
-    return peak(lambda: run(True), device) - peak(lambda: run(False), device)
-
-
-def test_no_map(extra: float, length: int, device: torch.device, finding: Callable[..., None]) -> None:
+def test_no_map(model: Model, length: int, device: torch.device, finding: Callable[..., None]) -> None:
     """recording sinks keeps no tensor of the size of an attention map"""
+    ids = samples.random_ids(1, length - 16)
+    recorded, plain = (partial(generate, model, ids, record_sinks=record, **GIVEN) for record in (True, False))
+    recorded(), plain()
+    extra = peak(recorded, device) - peak(plain, device)
     layer, blocks = 8 * length * length * 4 / 1e6, 10 if device.type == "cpu" else 0  # the plain version's, of 8 MiB
     found = f"{extra:.1f} MB more, where the map of one layer takes {layer:.1f} MB"
     assert extra < blocks + layer, found

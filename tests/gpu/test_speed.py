@@ -1,4 +1,4 @@
-"""The cost of watching on this device: ratios within one run, absolute figures, distance from the roofline.
+"""The cost of watching on this device: ratios within one run, and absolute figures.
 
 On a GPU the model has LLaDA-8B's shapes with random weights in bfloat16, created on the device, and fewer layers if
 memory is short. Other models that share its weights represent the alternatives to sinklens. On a CPU everything is
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from benchmarks import roofline
-from benchmarks.measuring import Ratio, compare, peak, seconds
+from benchmarks.measuring import Ratio, compare, peak
 from benchmarks.plain import (
     ANSWER,
     LLADA_8B,
@@ -173,22 +172,6 @@ def test_memory(size: Size, bench: Bench, works: Works, device: torch.device, fi
         works.recorded(), works.plain()
         recorded, plain = peak(works.recorded, device), peak(works.plain, device)
     finding(f"{bench}; {recorded:.0f} MB, plain {plain:.0f} MB, weights not counted", value=recorded - plain)
-
-
-def test_roofline(size: Size, bench: Bench, works: Works, device: torch.device, finding: Callable[..., None]) -> None:
-    """a recorded pass ÷ the card's roofline ({size})"""
-    top = roofline.peak_of(device, bench.dtype)
-    flops, moved = roofline.pass_of(bench.sizes, size.rows, size.length, ANSWER, bench.dtype.itemsize)
-    least = max(flops / top.flops, moved / top.bytes)
-    with enough_memory():
-        times = sorted(seconds(works.recorded, device) / works.steps for _ in range(3))
-    limit = "arithmetic" if flops / top.flops > moved / top.bytes else "memory"
-    finding(
-        f"{bench}; {times[1] * 1e3:.2f} ms a step; {flops / 1e9:.2f} GFLOP and {moved / 1e9:.2f} GB would take "
-        f"{least * 1e3:.2f} ms at {top.flops / 1e12:.2f} TFLOP/s and {top.bytes / 1e12:.2f} TB/s "
-        f"({top.source}; limited by {limit})",
-        value=times[1] / least,
-    )
 
 
 @pytest.mark.parametrize("length", [

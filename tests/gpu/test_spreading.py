@@ -43,39 +43,32 @@ def _compare(model: Model, plain: Model, ids: torch.Tensor) -> str:
     return f"{len(wanted_cache)} points; logits: {near(logits, wanted, 1e-4)}"
 
 
-def _mixed(device: torch.device) -> dict[str, Any]:
+def _placed(device: torch.device, places: dict[str, Any]) -> dict[str, Any]:
+    """A device_map: modules on `device`, except those at other `places`."""
     here = device.index or 0 if device.type == "cuda" else str(device)
-    places = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"], here)
-    return places | dict(zip((f"model.layers.{n}" for n in range(LAYERS)), (here, "disk", "cpu", here), strict=True))
+    names = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"]
+    return dict.fromkeys([*names, *(f"model.layers.{n}" for n in range(LAYERS))], here) | places
 
 
-def _mapped(device: torch.device, device_map: Any) -> str:
+OFFLOADED = {"model.layers.1": "disk", "model.layers.2": "cpu"}
+LAST = dict.fromkeys(["model.layers.2", "model.layers.3", "model.norm", "lm_head"], 1)
+
+
+@pytest.mark.parametrize(("where", "places"), [
+    pytest.param("'auto'", None, marks=pytest.mark.large),
+    ("layers in main memory and on disk", OFFLOADED),
+    ("layers over several GPUs", LAST),
+])  # fmt: skip
+def test_mapped(where: str, places: dict[str, Any] | None, device: torch.device, finding: Callable[..., None]) -> None:
+    """device_map with {where}: points, sinks and masks"""
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if places is LAST and count < 2:
+        pytest.skip(f"it takes two GPUs; there {'is' if count == 1 else 'are'} {count or 'none'}")
     plain = samples.shipped("tiny-llada", device)
-    assert plain.cfg.n_layers == LAYERS, f"tiny-llada has {plain.cfg.n_layers} layers"
-    model = load("tiny-llada", device_map=device_map, dtype=torch.float32)
+    model = load("tiny-llada", device_map="auto" if places is None else _placed(device, places), dtype=torch.float32)
     ids, _ = plain.encode(samples.PROMPTS[0])
     found = getattr(model.tree.hf, "hf_device_map", {})
-    return f"{_compare(model, plain, ids)}; on {', '.join(sorted({str(place) for place in found.values()}))}"
-
-
-@pytest.mark.large
-def test_auto(device: torch.device, finding: Callable[..., None]) -> None:
-    """device_map='auto'"""
-    finding(_mapped(device, "auto"))
-
-
-def test_mixed(device: torch.device, finding: Callable[..., None]) -> None:
-    """device_map with layers in main memory and on disk"""
-    finding(_mapped(device, _mixed(device)))
-
-
-def test_several(device: torch.device, finding: Callable[..., None]) -> None:
-    """device_map over several GPUs: points, sinks and masks"""
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    if count < 2:
-        pytest.skip(f"it takes two GPUs; there {'is' if count == 1 else 'are'} {count or 'none'}")
-    last = {"model.layers.2": 1, "model.layers.3": 1, "model.norm": 1, "lm_head": 1}
-    finding(_mapped(device, _mixed(device) | {"model.layers.1": 0} | last))
+    finding(f"{_compare(model, plain, ids)}; on {', '.join(sorted({str(place) for place in found.values()}))}")
 
 
 @pytest.mark.cuda("no GPU; the tests run Ray with simulated GPUs")

@@ -112,13 +112,17 @@ def test_an_operator_that_disagrees_is_not_used_and_sink_scores_stay_correct(lik
     assert [verdict.passed for verdict in trust.VERDICTS.values()] == [False]
 
 
-@pytest.mark.parametrize("given", [{"queries": 1}, {"width": 12}], ids=["a cached step", "an odd width"])
-def test_attend_returns_none_for_operands_that_no_operator_accepts(like_a_gpu, given):
+@pytest.mark.parametrize(
+    ("given", "backend"),
+    [
+        ({"queries": 1}, SDPBackend.EFFICIENT_ATTENTION),
+        ({"width": 12}, SDPBackend.EFFICIENT_ATTENTION),
+        ({}, SDPBackend.MATH),
+    ],
+    ids=["a cached step", "an odd width", "a backend that is not fused"],
+)
+def test_attend_returns_none_where_no_operator_is_for_the_operands(like_a_gpu, monkeypatch, given, backend):
     like_a_gpu(as_the_efficient_operator)
+    monkeypatch.setattr(fused, "choice", lambda given: backend)
     assert attend(*operands(**given), None, False, SCALE) is None
     assert trust.VERDICTS == {}
-
-
-def test_attend_returns_none_if_pytorch_does_not_choose_a_fused_backend(like_a_gpu, monkeypatch):
-    monkeypatch.setattr(fused, "choice", lambda given: SDPBackend.MATH)
-    assert attend(*operands(), None, False, SCALE) is None
