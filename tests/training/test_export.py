@@ -1,20 +1,18 @@
-"""Exported runs: each has its family's layout, and the reloaded model computes and generates what was trained."""
+"""Exported runs: what their configs and cards say."""
 
 import json
 import re
 from dataclasses import replace
 
 import pytest
-import torch
 
 import sinklens
 from sinklens.model.files import shipped_names
 from sinklens.utils.estimates import proportion
-from training import RECIPES, loop, train
+from training import RECIPES, train
 from training.export import export, write_card, write_text_card
 from training.scores import Score
 
-FAMILIES = {"tiny-llada": "llada", "tiny-llama": "llama", "tiny-dream": "dream", "tiny-mmada": "mmada"}
 MODEL_TYPES = {
     "dream": "Dream",
     "llada-moe": "llada",
@@ -22,44 +20,6 @@ MODEL_TYPES = {
     "nemotron-diffusion": "nemotron_labs_diffusion",
 }
 PUBLIC = {"tiny-llada": "llada-8b", "tiny-dream": "dream-7b", "tiny-mmada": "mmada-8b"}
-
-
-@pytest.fixture(scope="module", params=[*FAMILIES, "no-start", "sigmoid", "off-by-one"])
-def exported(request, small, tmp_path_factory):
-    """A recipe, the folder of its finished toy run, and its checkpoint.
-
-    A few steps teach the toy only to answer with end tokens; noise on the weights makes its answers varied.
-    """
-    recipe = small(request.param)
-    run = tmp_path_factory.mktemp(request.param)
-    list(train(recipe, run, save_every=6))
-    state = torch.load(run / "state.pt", weights_only=True)
-    generator = torch.Generator().manual_seed(4)
-    for value in state["model"].values():
-        value += 0.3 * torch.randn(value.shape, generator=generator)
-    torch.save(state, run / "state.pt")
-    return recipe, run, export(recipe, run, run / "out")
-
-
-def trained(recipe, run):
-    """The trained model, in the precision in which it is stored."""
-    model = loop.build_model(recipe, loop.make_tokenizer(recipe))
-    state = torch.load(run / "state.pt", weights_only=True)["model"]
-    model.load_state_dict({key: value.bfloat16().float() for key, value in state.items()})
-    return model.eval()
-
-
-def test_a_reloaded_checkpoint_computes_what_the_trained_model_does(exported):
-    recipe, run, folder = exported
-    model = sinklens.load(folder)
-    assert model.family == FAMILIES.get(recipe.name, "llada")
-    ids = torch.randint(3, 600, (2, 30))
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids), trained(recipe, run)(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
-    text = "<|t2i|> red dot at 1 1 on blue<|soi|>" if recipe.pictures else "Question: Tom has 5 pens.\nAnswer:"
-    done = sinklens.generate(model, text, record_sinks=False)
-    assert done.settings.gen_length == done.settings.steps == 24
-    assert len(set(done.tokens[0, done.prompt_length :].tolist())) > 5
 
 
 @pytest.mark.parametrize("name", PUBLIC)
