@@ -1,4 +1,4 @@
-"""Matched comparisons against loops over strata and a planted Simpson's paradox."""
+"""Matched comparisons against loops over strata."""
 
 from collections import defaultdict
 
@@ -8,7 +8,7 @@ from planting import planted
 
 from sinklens.analyses.matching import matched_enrichment
 from sinklens.sinks import Detector
-from sinklens.sinks.kinds import Kind, enrichment, kinds, states
+from sinklens.sinks.kinds import Kind, kinds, states
 
 MASK, WORD = 1, 5
 TEXTS = {5: " Tom", 6: "\n", 7: ".", 8: " 12"}
@@ -29,39 +29,6 @@ class Above(Detector):
 
     def detect(self, track):
         return track.scores() > 1
-
-
-def paradox(rows=400, seed=0):
-    """Prompt positions 0–3 are sinks half of the time; answer positions rarely, but masks twice as often as the others.
-
-    Before each of 8 steps but the first, one more of 12 answer positions is decided, in a random order.
-    """
-    noise = np.random.default_rng(seed)
-    ids = np.full((rows, 8, 16), WORD)
-    for row in range(rows):
-        order = noise.permutation(12)
-        for step in range(8):
-            ids[row, step, 4 + order[step:]] = MASK
-    chance = np.where(np.arange(16) < 4, 0.5, np.where(ids == MASK, 0.1, 0.05))
-    score = (noise.random((rows, 8, 16)) < chance) * 6.0
-    return planted(score[:, :, None, None], masked=ids == MASK, token_id=ids, prompt_length=4, words=TEXTS)
-
-
-def test_masks_that_look_avoided_are_sought_at_matched_positions():
-    """Simpson's paradox: 0.1 against a mean of 0.22 overall, against 0.05 in the same places."""
-    track = paradox()
-    crude = matched_enrichment(track, Above(), matched=[])["ratio"].sel(kind="mask")
-    by_step = matched_enrichment(track, Above(), matched=["step"])["ratio"].sel(kind="mask")
-    matched = matched_enrichment(track, Above(), matched=["step", "position"])["ratio"].sel(kind="mask")
-    assert float(crude) < 0.5
-    assert float(by_step) < 0.5
-    assert 1.6 < float(matched) < 2.4
-    assert float(enrichment(track, Above())["matched"].mean("batch").sel(kind="mask")) < 1  # by step alone: avoided
-    by_state = matched_enrichment(track, Above(), by="state", matched=["step", "position"])
-    assert float(by_state["ratio"].sel(state="masked")) == pytest.approx(float(matched))
-    assert float(by_state["ratio"].sel(state="committed")) == pytest.approx(1 / float(matched))
-    assert np.isnan(by_state["ratio"].sel(state="prompt"))  # no prompt position is ever anything else
-    assert float(by_state["matched_positions"].sel(state="prompt")) == 0
 
 
 @pytest.mark.parametrize("matched", [[], ["step"], ["position"], ["step", "position"], ["step", "state", "position"]])

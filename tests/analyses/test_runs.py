@@ -32,6 +32,26 @@ def test_waiting_steps_are_removed_and_later_ones_move_up():
     assert active_steps(track, active[:, :][[1, 1]]).steps == 3
 
 
+def compare_rows(model, settings, only=None, **record):
+    """Check that the rows of a batch have the same tracks as alone; how many steps each has, and which are its own."""
+    together, lengths = own_run(model, PROMPTS, settings, **record), []
+    for row, prompt in enumerate(PROMPTS):
+        alone = own_run(model, [prompt], settings, **record)
+        steps, padding = alone.track.steps, together.run.real.shape[1] - alone.run.real.shape[1]
+        lengths.append(steps)
+        assert alone.own.all()
+        assert together.own[row].sum() == steps
+        part = together.track.isel(batch=row).data
+        assert part["score"].isel(step=slice(steps, None)).isnull().all()
+        variables = only or [*alone.track.data]
+        kept, expected = (
+            data[variables].drop_vars(("batch", "step", "pos"))
+            for data in (part.isel(step=slice(0, steps), pos=slice(padding, None)), alone.track.data)
+        )
+        xr.testing.assert_allclose(kept, expected, rtol=1e-3, atol=1e-4)
+    return lengths, together.own
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -42,24 +62,10 @@ def test_waiting_steps_are_removed_and_later_ones_move_up():
     ],
 )
 def test_a_row_in_a_batch_has_the_same_track_as_alone(name, settings, request):
-    model = request.getfixturevalue(name)
-    record = Record(["values", "stream"])
-    together = own_run(model, PROMPTS, settings, record_sinks=record)
-    lengths = set()
-    for row, prompt in enumerate(PROMPTS):
-        alone = own_run(model, [prompt], settings, record_sinks=record)
-        assert alone.own.all()
-        steps = alone.track.steps
-        lengths.add(steps)
-        assert together.own[row].sum() == steps
-        padding = together.run.real.shape[1] - alone.run.real.shape[1]
-        part = together.track.isel(batch=row).data
-        assert part["score"].isel(step=slice(steps, None)).isnull().all()
-        kept = part.isel(step=slice(0, steps), pos=slice(padding, None)).drop_vars(("batch", "step", "pos"))
-        xr.testing.assert_allclose(kept, alone.track.data.drop_vars(("batch", "step", "pos")), rtol=1e-3, atol=1e-4)
+    lengths, own = compare_rows(request.getfixturevalue(name), settings, record_sinks=Record(["values", "stream"]))
     if "gen_length" not in settings:
-        assert len(lengths) > 1
-        assert not together.own.all()
+        assert len(set(lengths)) > 1
+        assert not own.all()
 
 
 def test_a_row_that_waits_for_others_is_not_active(toy):
@@ -68,17 +74,5 @@ def test_a_row_that_waits_for_others_is_not_active(toy):
     settings, means = {"gen_length": 8, "max_denoising_steps": 4, "stability_threshold": 0}, []
     hook = ("denoise.hook_entropy", lambda value, hook: means.append(value.mean(dim=1)))
     sinklens.generate(model, PROMPTS, hooks=[hook], progress=False, confidence_threshold=0.0, **settings)
-    settings["confidence_threshold"] = float(means[0].mean())
-    together = own_run(model, PROMPTS, settings)
-    for row, prompt in enumerate(PROMPTS):
-        alone = own_run(model, [prompt], settings)
-        steps = alone.track.steps
-        assert alone.own.all()
-        assert together.own[row].sum() == steps
-        padding = together.run.real.shape[1] - alone.run.real.shape[1]
-        part = together.track.isel(batch=row).data.isel(step=slice(0, steps), pos=slice(padding, None))
-        names = ("batch", "step", "pos")
-        xr.testing.assert_allclose(
-            part["score"].drop_vars(names), alone.track.data["score"].drop_vars(names), rtol=1e-3, atol=1e-4
-        )
-    assert not together.own.all()
+    _, own = compare_rows(model, settings | {"confidence_threshold": float(means[0].mean())}, ["score"])
+    assert not own.all()

@@ -19,6 +19,8 @@ from sinklens.evaluation import LedgerRun
 from sinklens.evaluation.ledger import Writer
 from sinklens.tasks import held_out
 
+TOKENS = ["1 word ␣a", "2 newline ⏎"]
+
 
 @dataclass
 class Letters(Study):
@@ -31,7 +33,9 @@ class Letters(Study):
         self.asked.append(list(prompts))
         if "stop" in prompts:
             raise KeyboardInterrupt
-        return xr.Dataset({"letters": ("prompt", [float(len(prompt)) for prompt in prompts])})
+        letters = [float(len(prompt)) for prompt in prompts]
+        thirds = [[letter / 3, float("nan")] for letter in letters]
+        return xr.Dataset({"letters": ("prompt", letters), "thirds": (("prompt", "token"), thirds)}, {"token": TOKENS})
 
     def example(self, model, prompt, settings):
         return xr.Dataset({"text": prompt})

@@ -80,25 +80,3 @@ def test_the_matched_table_equals_matched_enrichment_and_reverses_the_crude_verd
     in_state = matched_enrichment(track, matched=["step", "state", "position"]).sel(kind="newline")
     assert rows.loc[("kind", "newline", "step, state, position")].estimate == pytest.approx(float(in_state["ratio"]))
     assert np.isnan(rows.loc[("kind", "mask", "step, state, position")].estimate)  # every masked place is a mask
-
-
-def test_a_preference_between_templates_is_none_within_them():
-    """One template has words where the other has masks, and more sinks: at the same place, masks seem avoided."""
-    noise, group = np.random.default_rng(0), np.arange(120) % 8
-    few = (group % 2 == 0)[:, None, None]
-    ids = np.where(noise.random((120, 3, 12)) < np.where(few, 0.85, 0.15), 1, 5)
-    ids[:, :, :4] = 5
-    chance = np.where(few, 0.1, 0.4)
-    score = np.where(noise.random(ids.shape) < chance, 6, 0.1)[:, :, None, None]
-    track = planted(score, masked=ids == 1, token_id=ids, prompt_length=4, words=WORDS)
-    data = sinks_by_token(track)
-    grouped = data.assign_coords(prompt_group=("prompt", group.astype(str)))
-    table, alone = (
-        TokenTypes().tables({"planted": one})["matched"].query("by == 'kind' and set == 'mask'").set_index("matched")
-        for one in (grouped, data)
-    )
-    assert alone.loc["step, position", "high"] < 0.8
-    grouped = table.loc["step, position, group"]
-    assert grouped["low"] < 1 < grouped["high"]
-    assert grouped["p_holm"] > 0.05
-    assert table["p"].notna().sum() == 1
