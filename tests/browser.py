@@ -152,14 +152,6 @@ class Browser:
                 found.append(unquote(message["params"]["request"]["url"]))
         return [address for address in found if not address.startswith(("data:", "blob:", "about:"))]
 
-    def screenshot(self, path: Path, whole: bool = True) -> None:
-        """Write a PNG of the whole page, or of what is in view."""
-        width = self.js("return innerWidth")
-        if whole:
-            self.size(width, self.js("return document.documentElement.scrollHeight"))
-            time.sleep(0.5)
-        self.driver.get_screenshot_as_file(str(path))
-
     def close(self) -> None:
         """Close the window and end the browser."""
         self.driver.quit()

@@ -1,4 +1,4 @@
-"""The page of findings: its tables and figures are those of the stored results, and so is every number in its text."""
+"""The page of findings: its tables are those of the stored results, and so is every number in its text."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ from scipy.stats import t
 ROOT = Path(__file__).resolve().parents[1]
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(ROOT / "scripts")
-    script, figures = (importlib.import_module(name) for name in ("findings", "findings_figures"))
+    script = importlib.import_module("findings")
     from findings_tables import LOG
 NUMBER = r"(?<![\w.,-])−?\d+(?:[.,]\d+)*(?![\w])"
 
@@ -72,15 +72,3 @@ def test_the_page_names_the_command_that_measured_each_table():
         for file in script.files(table):
             assert f"sinklens analyse {Path(file).name.split('-')[0]} " in text, file
             assert (script.RESULTS / f"{file}.csv").is_file()
-
-
-@pytest.mark.parametrize(("name", "factor"), [("forest", 1), ("leads", 100), ("mass", 100), ("swaps", 1)])
-def test_a_figure_draws_the_stored_numbers_and_no_others(name, factor):
-    figure, table = figures.FIGURES[f"findings-{name}"]()
-    side = "get_xdata" if name in ("forest", "swaps") else "get_ydata"
-    lines = [line for ax in figure.axes for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
-    drawn = np.concatenate([np.asarray(getattr(line, side)(), dtype=float) for line in lines])
-    expected = factor * table["estimate"].dropna().to_numpy()
-    np.testing.assert_allclose(np.sort(drawn), np.sort(expected))
-    assert len(expected) >= 12
-    assert (ROOT / "docs" / "pictures" / f"findings-{name}.svg").is_file()

@@ -34,10 +34,3 @@ def test_the_commands_page_shows_commands_that_exist_and_explains_all():
     page = SimpleNamespace(file=SimpleNamespace(src_uri="commands.md"))
     built = runpy.run_path(str(README.parent / "docs" / "reference.py"))["on_page_markdown"](written, page)
     assert set(re.findall(r"(?m)^## sinklens (\w+)", built)) == set(COMMANDS)
-
-
-def test_every_name_the_readme_uses_exists(tiny_llada):
-    named = set(re.findall(r"[\"'`](blocks\.\d+\.[\w.]*hook_\w+)[\"'`]", README.read_text()))
-    assert len(named) >= 3
-    for name in named:
-        assert tiny_llada.tree.resolve(name) in tiny_llada.hook_names()

@@ -1,8 +1,7 @@
 """The return values of a single pass, as TransformerLens defines them."""
 
 import pytest
-import torch
-from building import bridge_over, random_hf
+from building import bridge_over, close, random_hf
 
 from sinklens.model import load
 
@@ -13,10 +12,6 @@ TEXT, OTHER = "Tom has 3 apples and 4 pears.", "He eats 3."
 def bridge(tmp_path_factory):
     """TransformerLens's model."""
     return bridge_over(random_hf(causal=True, vocab_size=643), tmp_path_factory.mktemp("tokenizer"))
-
-
-def assert_close(found, expected):
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -32,6 +27,6 @@ def test_the_loss_of_text_equals_transformerlenss(bridge, per_token):
         both,
         model.loss_fn(bridge(ids), ids, per_token=per_token),
     ):
-        assert_close(loss, expected)
-    assert_close(logits, bridge(ids))
+        close(loss, expected)
+    close(logits, bridge(ids))
     assert model(TEXT, return_type=None) is None

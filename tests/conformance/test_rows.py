@@ -66,6 +66,19 @@ CASES = {
         "fast-dllm-v2", {"gen_length": 20, "small_block_size": 4, "threshold": 0.4, "use_block_cache": True}, LONG,
         BLOCKS_OF_8, False,
     ),
+    "sdar": Case("sdar", {"gen_length": 8, "stop": False}, LONG, {"block_length": 4}, False),
+    "llada2": Case(
+        "llada2-moe", {"sampler": "llada2.1", "gen_length": 8, "stop": False, "max_post_steps": 1}, LONG,
+        {"block_length": 8}, False,
+    ),
+    "bd3lm": Case("bd3lm", {"gen_length": 8, "stop": False}, LONG, {"block_length": 4}, False),
+    "diffusion-gemma": Case(
+        "diffusion-gemma", {"gen_length": 8, "max_denoising_steps": 4, "entropy_bound": 1.5, "pad_token_id": 0},
+        drawn=False,
+    ),
+    "llada-moe": Case("llada-moe", {"gen_length": 8, "block_length": 8}, drawn=False),
+    "rnd1": Case("rnd1", {"gen_length": 8, "steps": 5}, drawn=False),
+    "open-dcoder": Case("open-dcoder", {"gen_length": 8, "alg": "p2", "steps": 5}, drawn=False),
     "nemotron": Case("nemotron-diffusion", {"mode": "diffusion", "gen_length": 16}, LONG, ENDING, False),
     "nemotron cached": Case(
         "nemotron-diffusion", {"mode": "diffusion", "gen_length": 16, "threshold": 0.7, "use_cache": True}, LONG,
