@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from sinklens.errors import SinklensError
 from sinklens.live import comparing, forms, page, problems, reading
-from sinklens.live.detail import check_index, detail, maps_of_layer, packed, scores_of_layer
+from sinklens.live.detail import check_index, detail, maps_of_layer, packed
 from sinklens.live.heads import Trials, requested_trial
 from sinklens.live.refusal import Refused, read_json, require
 from sinklens.live.script import script
@@ -66,7 +66,6 @@ class LabApp:
             ("POST", "/api/shown", _doing(session.show, body=True)),
             ("POST", "/api/runs/{run}/heads", _doing(self.try_heads, 202, body=True)),
             ("POST", "/api/runs/{run}/heads/cancel", _doing(self.cancel_heads, 202)),
-            ("GET", "/api/runs/{run}/scores", self.scores),
             ("GET", "/api/runs/{run}/maps", self.maps),
             ("GET", "/api/runs/{run}/pattern", self.pattern),
             ("GET", "/api/runs/{run}/proposals", self.proposals),
@@ -172,11 +171,6 @@ class LabApp:
     def cancel_heads(self, run: str) -> None:
         """Stop that."""
         self._trials.cancel(self._session.run(run).id)
-
-    async def scores(self, request: Request) -> Response:
-        """The scores of a layer."""
-        run = self._session.run(request.path_params["run"])
-        return JSONResponse(await asyncio.to_thread(scores_of_layer, run, self._session, _number(request, "layer")))
 
     async def maps(self, request: Request) -> Response:
         """The scores and sinks of a layer, as the figures read them; -1: the mean over all heads."""

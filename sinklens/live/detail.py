@@ -13,7 +13,7 @@ from sinklens.live.refusal import require
 from sinklens.live.session import Session
 from sinklens.views.report_data import Numbers, layer_maps, run_data
 
-LARGE = 32_000_000  # bytes of scores above which a page asks for one layer at a time
+LARGE = 32_000_000  # bytes of scores that are not sent
 UNREADABLE = "the run is {} and has no finished steps to read."
 
 
@@ -94,22 +94,6 @@ def _scores(score: np.ndarray) -> dict[str, Any]:
     if 2 * score.size > LARGE:
         return {"shape": list(score.shape), "dtype": "float16", "data": None}
     return packed(score)
-
-
-def scores_of_layer(run: LabRun, session: Session, layer: int) -> dict[str, Any]:
-    """The scores of one layer.
-
-    Raises:
-        Refused: there is no such layer, or no step yet.
-    """
-    live = run.live
-    if run.readable:
-        score = session.history.load(run.id).score
-    else:
-        require(live is not None and bool(live.scores), UNREADABLE.format(run.status), 409)
-        score = np.stack(snapshot(live)["score"])  # type: ignore[arg-type]
-    check_index("layer", layer, score.shape[1])
-    return packed(score[:, layer])
 
 
 def check_index(what: str, index: int, size: int) -> None:

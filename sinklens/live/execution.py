@@ -198,7 +198,7 @@ def _begun(spec: RunSpec, model: "Model", replay: Generation | None = None) -> N
 
 def _blamed(spec: RunSpec, model: "Model", error: Exception) -> Refused:
     """The refusal of a run that cannot begin, which names the first chip with which alone it cannot either."""
-    plain = replace(spec, chips=(), canvas=None)
+    plain = replace(spec, chips=())
     with suppress(SinklensError):
         _begun(plain, model)
         for chip in spec.chips:

@@ -89,7 +89,7 @@ class LabRun:
         return dict.fromkeys(SUMMARY) | {
             "id": self.id, "model": spec.model, "prompt": prompt[:SHOWN], "status": self.status,
             "created": self.created, "seed": spec.seed, "chips": len(changes), "changes": changes,
-            "replay": spec.replay, "from_canvas": spec.canvas is not None, "task": task, "compare_to": spec.compare_to,
+            "replay": spec.replay, "task": task, "compare_to": spec.compare_to,
         } | self.facts  # fmt: skip
 
 

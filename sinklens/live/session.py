@@ -23,7 +23,7 @@ from sinklens.live.execution import LiveRun, check_start
 from sinklens.live.history import ENDED, SHOWN, LabRun, RunHistory
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import Refused, require
-from sinklens.live.spec import MOST_REPLAYS, CanvasEdit, RunSpec, read_request
+from sinklens.live.spec import MOST_REPLAYS, RunSpec, read_request
 from sinklens.live.thread import ModelThread, reason
 from sinklens.runs import Generation
 
@@ -220,24 +220,7 @@ class Session:
         require(replayed is None or replayed.replays < MOST_REPLAYS, deep)
         if request.compare_to is not None:
             self.run(request.compare_to)
-        require(
-            replayed is None or request.canvas is None,
-            "a run either replays the canvases of another or continues from an edited canvas, not both.",
-        )
-        return replace(request, model=name, prompt=prompt, replayed=replayed, canvas=self._canvas(request.canvas))
-
-    def _canvas(self, edit: CanvasEdit | None) -> CanvasEdit | None:
-        """The edit with the tokens of every position of the answer, and of changed positions of the prompt."""
-        if edit is None:
-            return None
-        _, outcome = self.outcome(edit.run)
-        require(edit.step < outcome.steps, f"that run has steps 0 to {outcome.steps - 1}; got {edit.step}.")
-        length, first = outcome.canvas.shape[1], int(outcome.real.argmax())
-        beyond = [place for place in edit.tokens if place >= length - first]
-        require(not beyond, f"that canvas has positions 0 to {length - first - 1}; got {beyond[:1]}.")
-        canvas = outcome.canvas[edit.step].tolist()
-        tokens = {place - first: canvas[place] for place in range(outcome.prompt_length, length) if canvas[place] >= 0}
-        return CanvasEdit(edit.run, edit.step, tokens | edit.tokens)
+        return replace(request, model=name, prompt=prompt, replayed=replayed)
 
     def _replayed(self, spec: RunSpec) -> Generation | None:
         """The run that `spec` replays, if it has ended: one that is still running is checked when its turn comes."""

@@ -2,8 +2,8 @@
 
 The arguments that a run of the lab shares with `sinklens.generate` are checked by its types.
 
-A `RunSpec` contains the specification of the run that it replays, and the canvas that it continues from, so it can be
-repeated and printed as Python even after those runs were removed.
+A `RunSpec` contains the specification of the run that it replays, so it can be repeated and printed as Python
+even after that run was removed.
 
 A record is read with the checks of a request, since anyone who can write to the folder of ``--keep`` can forge one.
 """
@@ -29,27 +29,8 @@ MOST_REPLAYS = 32  # runs in a chain in which each replays the next
 RUN = arguments(generate)
 OF_RUN = ("seed", "chat_template", "cache")  # arguments of a run that the form has; prompt, hooks and replay are built
 FIELDS = (
-    "model", "prompt", "ids", "problem", "settings", "sampler", *OF_RUN, "chips", "replay", "canvas", "compare_to",
+    "model", "prompt", "ids", "problem", "settings", "sampler", *OF_RUN, "chips", "replay", "compare_to",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class CanvasEdit:
-    """A canvas to continue from.
-
-    Attributes:
-        run: the run that it comes from.
-        step: the step that works on it.
-        tokens: position -> token; the mask token leaves a position undecided.
-    """
-
-    run: str
-    step: int
-    tokens: dict[int, int]
-
-    def expression(self) -> Expression:
-        """The intervention that puts it on the canvas."""
-        return Expression("ForceTokens", {"tokens": self.tokens, "steps": [self.step]})
 
 
 @dataclass(frozen=True)
@@ -67,7 +48,6 @@ class RunSpec:
         chips: see chips.py.
         replay: id of the run whose canvases are forced.
         replayed: its specification.
-        canvas: a canvas to continue from.
         compare_to: id of the run that the page shows beside it; does not change the run.
     """
 
@@ -82,7 +62,6 @@ class RunSpec:
     chips: tuple[dict[str, Any], ...] = ()
     replay: str | None = None
     replayed: "RunSpec | None" = None
-    canvas: CanvasEdit | None = None
     compare_to: str | None = None
 
     @property
@@ -99,18 +78,16 @@ class RunSpec:
 
     @property
     def changes(self) -> list[Expression]:
-        """The interventions of the run: its chips, then the canvas that it continues from."""
-        return expressions(self.chips) + ([] if self.canvas is None else [self.canvas.expression()])
+        """The interventions of the run."""
+        return expressions(self.chips)
 
     def to_json(self) -> dict[str, Any]:
         """The specification as JSON."""
-        edit = self.canvas
         return {entry.name: getattr(self, entry.name) for entry in fields(self)} | {
             "task": None if self.task is None else list(self.task),
             "settings": dict(self.settings),
             "chips": list(self.chips),
             "replayed": None if self.replayed is None else self.replayed.to_json(),
-            "canvas": None if edit is None else {"run": edit.run, "step": edit.step, "tokens": edit.tokens},
         }
 
     @property
@@ -135,8 +112,8 @@ class RunSpec:
         require(depth <= MOST_REPLAYS, f"a record holds at most {MOST_REPLAYS} replays.")
         prompt, task = found["prompt"], found["task"]
         read = read_request(
-            {name: found[name] for name in FIELDS if name in names - {"prompt", "canvas"}}
-            | {"ids" if isinstance(prompt, list) else "prompt": prompt, "canvas": _as_requested(found["canvas"])}
+            {name: found[name] for name in FIELDS if name in names - {"prompt"}}
+            | {"ids" if isinstance(prompt, list) else "prompt": prompt}
         )
         require(read.model != "", "model must be a short text.")
         require((found["replay"] is None) == (found["replayed"] is None), "a replay needs the run that it replays.")
@@ -151,7 +128,7 @@ class RunSpec:
 def read_request(body: Any) -> RunSpec:
     """The body of POST /api/runs, checked as far as that is possible without models and other runs.
 
-    Its prompt is "" if a problem names it; ``replayed`` and the other cells of ``canvas`` are not filled in.
+    Its prompt is "" if a problem names it; ``replayed`` is not filled in.
 
     Raises:
         Refused: it is malformed, or too large.
@@ -190,7 +167,6 @@ def read_request(body: Any) -> RunSpec:
         chips=read_chips(body.get("chips") or []),
         replay=_text(body, "replay"),
         compare_to=_text(body, "compare_to"),
-        canvas=_canvas(body.get("canvas")),
     )
 
 
@@ -251,24 +227,3 @@ def _task(given: Any) -> tuple[str, int]:
     valid = isinstance(given, list) and len(given) == 2 and given[0] in SHIPPED and is_index(given[1])
     require(valid, "task must be [name, index] of a task of the lab.")
     return given[0], given[1]
-
-
-def _as_requested(edit: Any) -> Any:
-    """The canvas of a record as a request gives it."""
-    if not isinstance(edit, dict) or not isinstance(edit.get("tokens"), dict):
-        return edit
-    cells = [[int(at) if at.isascii() and at.isdigit() else at, token] for at, token in edit["tokens"].items()]
-    return {"run_id": edit.get("run"), "step": edit.get("step"), "cells": cells}
-
-
-def _canvas(given: Any) -> CanvasEdit | None:
-    """The changed cells; the other cells are filled in from the run."""
-    if given is None:
-        return None
-    valid = isinstance(given, dict) and isinstance(given.get("run_id"), str) and is_index(given.get("step"))
-    cells = given.get("cells") if valid else None
-    pairs = isinstance(cells, list) and all(
-        isinstance(cell, list) and len(cell) == 2 and all(map(is_index, cell)) for cell in cells
-    )
-    require(valid and pairs, "canvas must be {run_id, step, cells: [[position, token], …]}.")
-    return CanvasEdit(given["run_id"], given["step"], dict(cells or []))

@@ -21,23 +21,21 @@ def executed(source: str, names: list[str], folder) -> dict:
 
 @pytest.mark.fast_cases(1)
 def test_the_script_of_a_run_repeats_it_with_what_it_replays(client, tmp_path, capsys):
-    """Two chips, one that is off, settings, a seed, and a replay of a run that continues from an edited canvas."""
+    """Two chips, one that is off, settings, a seed, and a replay of a run with a forced token."""
     common = {"prompt": PROMPT, "settings": {"gen_length": 6, "temperature": 0.7}, "seed": 3}
-    first = client.run(**common)["summary"]["id"]
-    edit = {"run_id": first, "step": 3, "cells": [[25, 500]]}
-    edited = client.run(**common, canvas=edit)
+    forced = client.run(**common, chips=[{"kind": "force_token", "pos": 25, "token": 500, "steps": [3, 3]}])
     chips = [
         {"kind": "mask_head_sinks", "layer": 0, "head": 1, "top_k": 2, "steps": [1, 4]},
         {"kind": "hide_key", "pos": 5},
         {"kind": "mask_sinks", "on": False},
     ]
-    last = client.run(**common, chips=chips, replay=edited["summary"]["id"])
+    last = client.run(**common, chips=chips, replay=forced["summary"]["id"])
     free = client.run(**common, chips=chips)
     source = client.http.get(f"/api/runs/{last['summary']['id']}/python?other={free['summary']['id']}").text
     found = executed(source, ["first", "second", "base_of_first"], tmp_path)
     assert found["first"] == last["canvas"]
     assert found["second"] == free["canvas"]
-    assert found["base_of_first"] == edited["canvas"]
+    assert found["base_of_first"] == forced["canvas"]
     assert found["second"] != found["first"]
     assert f"{last['text']}\n{free['text']}\n" in capsys.readouterr().out
 

@@ -219,8 +219,6 @@ BODIES = {  # name: (body, status, text)
     "hooks": (RUN | {"settings": {"hooks": 1}}, 400, "hooks is a field of the run, not a setting"),
     "a policy among the settings": (RUN | {"settings": {"cache": "dual"}}, 400, "cache is a field of the run, not a"),
     "an unknown replay": (RUN | {"replay": "../x"}, 404, "no such run"),
-    "an unknown canvas": (RUN | {"canvas": {"run_id": "x", "step": 0, "cells": []}}, 404, "no such run"),
-    "cells that are not triples": (RUN | {"canvas": {"run_id": "x", "step": 0, "cells": [[1]]}}, 400, "canvas must be"),
 }  # fmt: skip
 
 

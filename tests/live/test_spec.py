@@ -9,7 +9,7 @@ from sinklens.live.history import LabRun
 from sinklens.live.refusal import Refused
 from sinklens.live.script import script
 from sinklens.live.session import LabModel, Session
-from sinklens.live.spec import MOST_REPLAYS, CanvasEdit, RunSpec
+from sinklens.live.spec import MOST_REPLAYS, RunSpec
 
 CODE = "1); __import__('os').system('true') #"
 CHIP = {"kind": "mask_sinks", "id": "", "on": True, "top_k": 1, "steps": None}
@@ -20,12 +20,12 @@ def written(spec: RunSpec) -> dict:
 
 
 def test_a_specification_is_read_back():
-    base = RunSpec("m", [1, 2], sampler="llada", seed=3, canvas=CanvasEdit("x", 2, {4: 5}))
+    base = RunSpec("m", [1, 2], sampler="llada", seed=3)
     settings = {"temperature": 0.5, "remasking": "random", "steps": None}
     chips = read_chips([{"kind": "ablate_head", "layer": 0, "head": 1, "steps": [1, 2]}])
     for spec in (
         base,
-        RunSpec("m", "a", ("tiny-gsm", 2), settings, None, 1, True, "dual", chips, "r", base, None, "c"),
+        RunSpec("m", "a", ("tiny-gsm", 2), settings, None, 1, True, "dual", chips, "r", base, "c"),
     ):
         assert RunSpec.from_json(written(spec)) == spec
 
@@ -50,19 +50,6 @@ FORGED = {  # name: (what differs in the record, text)
     "a model that is a list": ({"model": ["m"]}, "model must be a short text"),
     "no model": ({"model": None}, "model must be a short text"),
     "a sampler that is a list": ({"sampler": ["llada"]}, "sampler must be a short text"),
-    "a canvas that is code": (
-        {"canvas": {"run": "x", "step": 0, "tokens": {CODE: 1}}},
-        "canvas must be .run_id, step, cells",
-    ),
-    "a token that is code": (
-        {"canvas": {"run": "x", "step": 0, "tokens": {"1": CODE}}},
-        "canvas must be .run_id, step, cells",
-    ),
-    "a position that is a superscript": (
-        {"canvas": {"run": "x", "step": 0, "tokens": {"²": 1}}},
-        "canvas must be .run_id, step, cells",
-    ),
-    "a canvas that is a list": ({"canvas": []}, "canvas must be .run_id, step, cells"),
     "a replay without its run": ({"replay": "x"}, "a replay needs the run that it replays"),
     "a forged replay": ({"replay": "x", "replayed": {"seed": CODE}}, "the record of a run lacks fields"),
     "a further field": ({"code": CODE}, "the record of a run lacks fields, or has others"),

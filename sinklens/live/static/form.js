@@ -53,7 +53,7 @@ const ofRun = () => Object.fromEntries(formFields.run.map(({ name, read }) => [n
 
 function requestOfForm() {
   const source = byId("source").value, text = byId("prompt").value, sampler = formFields.sampler ? formFields.sampler.read() : null;
-  const common = { model: byId("model-name").value, ...ofRun(), settings: changedSettings(), sampler, seed: Number(byId("seed").value), chips: [], replay: null, canvas: null, chat_template: !byId("chat-row").hidden && byId("chat").checked };
+  const common = { model: byId("model-name").value, ...ofRun(), settings: changedSettings(), sampler, seed: Number(byId("seed").value), chips: [], replay: null, chat_template: !byId("chat-row").hidden && byId("chat").checked };
   if (source === "task") return { ...common, problem: { task: byId("task").value, index: Number(byId("task-index").value) } };
   if (source === "text") {
     if (!text.trim()) throw new Error("The prompt is empty; type one, or choose a problem of a task.");

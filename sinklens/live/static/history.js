@@ -54,7 +54,7 @@ function drawHistory() {
 }
 
 function historyItem(summary) {
-  const { id, model, prompt, text, status, replay, from_canvas: edited, right, error, seed, task } = summary;
+  const { id, model, prompt, text, status, replay, right, error, seed, task } = summary;
   const item = make("li"), what = make("span", undefined, "what"), tools = make("span", undefined, "row"), mark = id === lab.A ? "A" : id === lab.B ? "B" : "";
   const called = `${model} run ${id}`;
   if (lab.leaving.has(id)) {
@@ -62,7 +62,7 @@ function historyItem(summary) {
     item.append(make("span", mark, "now"), what, button("Undo", `Keep ${called}`, () => { clearTimeout(lab.leaving.get(id)); lab.leaving.delete(id); drawHistory(); }));
     return item;
   }
-  const facts = [model, task ? `${task.task} ${task.index}` : "", `seed ${seed ?? 0}`, changesOf(summary) || "no changes", replay ? "on the canvases of another run" : "", edited ? "edited canvas" : "", STATUS[status], right === true ? "✓ right" : right === false ? "✗ wrong" : ""];
+  const facts = [model, task ? `${task.task} ${task.index}` : "", `seed ${seed ?? 0}`, changesOf(summary) || "no changes", replay ? "on the canvases of another run" : "", STATUS[status], right === true ? "✓ right" : right === false ? "✗ wrong" : ""];
   what.append(make("span", prompt || "", "line"), make("span", facts.filter(Boolean).join(" · "), "soft"), make("span", error || text || "", "soft answer"));
   what.title = prompt || "";
   tools.append(button("as A", `Show ${called} as A`, attempt(() => place("A", id))), button("as B", `Show ${called} as B`, attempt(() => place("B", id))),

@@ -60,9 +60,8 @@ async function runB() {
   const mine = ++lab.sent, before = lab.B;
   if (before && isActive(before)) askJson(`/api/runs/${before}/cancel`, {}).catch(() => {});
   const other = byId("model-b").value, request = await requestOf(lab.A);
-  const canvas = request.canvas || null;
-  const replay = byId("same").checked && other === "" && !canvas ? lab.A : null;
-  const body = { ...request, chips: lab.chips, canvas, replay, compare_to: lab.A };
+  const replay = byId("same").checked && other === "" ? lab.A : null;
+  const body = { ...request, chips: lab.chips, replay, compare_to: lab.A };
   if (other) Object.assign(body, { model: other, settings: {}, sampler: null, cache: null });
   const id = await post(body);
   if (mine !== lab.sent) return undefined;

@@ -24,10 +24,9 @@ function finishedRun(id, { info: given, chunks }) {
 }
 
 // The request that a server's specification came from.
-function requestOfSpec({ model, prompt, task, settings, sampler, seed, chat_template, cache, chips, replay, canvas, compare_to }) {
+function requestOfSpec({ model, prompt, task, settings, sampler, seed, chat_template, cache, chips, replay, compare_to }) {
   const input = task ? { problem: { task: task[0], index: task[1] } } : typeof prompt === "string" ? { prompt } : { ids: prompt };
-  const edit = canvas && { run_id: canvas.run, step: canvas.step, cells: Object.entries(canvas.tokens).map(([at, token]) => [Number(at), token]) };
-  return { model, ...input, settings, sampler, seed, chat_template, cache, chips, replay, canvas: edit, compare_to };
+  return { model, ...input, settings, sampler, seed, chat_template, cache, chips, replay, compare_to };
 }
 
 // The events that a tab has missed, from the steps so far.
