@@ -134,7 +134,6 @@ def sinks_by_loop(
     step: int,
     *,
     top_k: int = 1,
-    scope: str = "head",
     weakest: bool = False,
     epsilon: float | None = None,
     layers: Sequence[int] = (0, 1, 2),
@@ -151,12 +150,7 @@ def sinks_by_loop(
         sums = (sums * (len(there) if causal else 1)).tolist()
         may = [key for key in there if _allowed(run, ids[row], key - there[0], key, positions, only)]
         for layer, head in itertools.product(layers, heads):
-            pools = [
-                sums[other_layer][other]
-                for other_layer in (layers if scope == "model" else [layer])
-                for other in ([head] if scope == "head" else range(6))
-            ]
-            scores = {key: sum(pool[key] for pool in pools) / len(pools) for key in there}
+            scores = {key: sums[layer][head][key] for key in there}
             found = sorted(may, key=lambda key, scores=scores: scores[key] if weakest else -scores[key])[:top_k]
             if epsilon is not None:
                 total, others = sum(scores.values()), len(there) - 1

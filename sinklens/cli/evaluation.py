@@ -28,12 +28,11 @@ class Masking:
 
     Attributes:
         controls: for each K, also mask other keys in the same heads and steps: random (weaker than the strongest, the
-            same throughout a run), same_kind (of token), same_mass (of attention), nearest, permuted (over heads),
-            weakest, random_any (redrawn at every step, possibly among the strongest); default: no controls
+            same throughout a run), same_kind (of token), same_mass (of attention), nearest, weakest,
+            random_any (redrawn at every step, possibly among the strongest); default: no controls
         kind: only the K strongest keys of these token kinds, e.g. digit, or 'not digit' (default: all kinds)
         part: of these keys, only those that are a sink by the paper's definition, or only the others
         of_unmasked: for each K, also mask the sinks that the unmasked run had at the previous step; doubles the time
-        scope: one set of keys per ...
         queries: in autoregressive models: hide keys from the newest token, or from all tokens (needs --no-use-cache)
     """
 
@@ -41,7 +40,6 @@ class Masking:
     kind: Names = ()
     part: Literal["all", "sink", "other"] = "all"
     of_unmasked: bool = False
-    scope: Literal["head", "layer", "model"] = "head"
     queries: Literal["newest", "all"] = "newest"
 
 

@@ -15,7 +15,7 @@ from sinklens.errors import SettingError, nearest
 from sinklens.interventions import Intervention, MaskKeys, MaskSinks, Where
 from sinklens.interventions.controls import DRAWN, Pick
 from sinklens.interventions.places import AtKeys, Reach
-from sinklens.interventions.rules import Scope, as_rule, as_tuple
+from sinklens.interventions.rules import as_rule, as_tuple
 from sinklens.runs.identity import identify
 from sinklens.runs.intervention import whole_numbers
 from sinklens.runs.request import hook_list
@@ -31,7 +31,6 @@ CONTROLS: dict[str, tuple[Pick, bool, str]] = {
     "random": ("random", True, "random key"),
     "random_any": ("random_any", False, "random key of any strength"),
     "weakest": ("weakest", False, "weakest key"),
-    "permuted": ("permuted", False, "key of another head"),
     "same_mass": ("same_mass", True, "random key of the same mass"),
     "same_kind": ("same_kind", True, "random key of the same kind"),
     "nearest": ("nearest", False, "nearest key"),
@@ -123,7 +122,6 @@ def masking(
     counts: Sequence[int],
     controls: Sequence[str] = (),
     *,
-    scope: Scope = "head",
     queries: Reach = "newest",
     of_unmasked: bool = False,
     kind: str | Sequence[str] = (),
@@ -137,9 +135,9 @@ def masking(
         controls: for each K also mask other keys, in the same heads and steps, as many unless stated otherwise:
             "random", random keys weaker than the strongest, drawn once per run, since sinks last too; "same_kind",
             those with the same kinds of token; "same_mass", those that together receive the attention of the
-            strongest; "nearest", the nearest positions; "permuted", the strongest keys of another head; "weakest";
-            "random_any", drawn at every step and possibly among the strongest.
-        scope, queries: as in `MaskSinks`.
+            strongest; "nearest", the nearest positions; "weakest"; "random_any", drawn at every step and possibly among
+            the strongest.
+        queries: as in `MaskSinks`.
         of_unmasked: for each K also mask the sinks of the unmasked run at step t − 1. Otherwise a key that was masked
             at t − 1 received no attention there, does not count as a sink, and is spared at t; with this option such
             keys are masked at every step. Controls of the strongest keys then take those of the unmasked run.
@@ -164,7 +162,7 @@ def masking(
         plain: dict[str, Any] = {"top_k": count}
         if kind or part != "all":
             plain = {"top_k": None, "detector": StrongestKeys(count, as_tuple(kind), part)}
-        strongest = MaskSinks(**plain, scope=scope, queries=queries)
+        strongest = MaskSinks(**plain, queries=queries)
         name = _name(count, "strongest key" if kind or part != "all" else "sink", strongest)
         found.append(Condition(name, (strongest,), count, "strongest"))
         if of_unmasked:
@@ -208,8 +206,7 @@ def unpaired(controls: Mapping[str, str], names: Collection[str]) -> str:
 
 def _control(count: int, control: str, strongest: MaskKeys, of_unmasked: bool, seed: int) -> Condition:
     pick, persistent, noun = CONTROLS[control]
-    drawn = pick in DRAWN or pick == "permuted"
-    seed = seed if drawn else 0  # the others draw nothing
+    seed = seed if pick in DRAWN else 0  # the others draw nothing
     hook = replace(strongest, where=replace(strongest.where, pick=pick, persistent=persistent, seed=seed))
     of_strongest = pick not in ("random_any", "weakest")
     return Condition(_name(count, noun, hook), (hook,), count, control, of_unmasked=of_unmasked and of_strongest)
@@ -219,7 +216,7 @@ def _name(count: int, noun: str, hook: MaskKeys) -> str:
     head, space, tail = noun.partition(" of ")
     keys = hook.where
     suffixes = [] if keys.detector is None else _restrictions(keys.detector)
-    suffixes += [f"one set per {keys.scope}"] * (keys.scope != "head") + ["for all queries"] * (hook.queries == "all")
+    suffixes += ["for all queries"] * (hook.queries == "all")
     suffixes += [f"seed {keys.seed}"] * (keys.seed != 0)
     return ", ".join([f"{count} {head}{'s' if count > 1 else ''}{space}{tail}", *suffixes])
 

@@ -31,7 +31,6 @@ from sinklens.families.samplers import settings_for
 from sinklens.interventions import MaskSinks
 from sinklens.interventions.controls import Pick
 from sinklens.interventions.places import Reach
-from sinklens.interventions.rules import Scope
 from sinklens.model import load
 from sinklens.runs import generate
 from sinklens.runs.policies import check_policy
@@ -68,7 +67,7 @@ class SinklensLM(TemplateLM):
         pretrained: what `sinklens.load` takes.
         hooks: as in `sinklens.generate`; applied in every run.
         mask_sinks: short for ``hooks=MaskSinks(top_k=mask_sinks)``, for the command line; 0 masks nothing.
-        mask_pick, mask_scope, mask_queries, mask_same_step: `pick`, `scope`, `queries` and `same_step` of that
+        mask_pick, mask_queries, mask_same_step: `pick`, `queries` and `same_step` of that
             `MaskSinks`. Likelihoods of diffusion models need ``mask_same_step=True``.
         batch_size: prompts per run; answers do not depend on it. Likelihoods find the rows of a pass by themselves.
         seed: for sampling, and for the random keys of `mask_sinks`. Repeats of a request use seed, seed + 1, ….
@@ -92,7 +91,6 @@ class SinklensLM(TemplateLM):
         *,
         mask_sinks: int | None = None,
         mask_pick: Pick = "strongest",
-        mask_scope: Scope = "head",
         mask_queries: Reach = "newest",
         mask_same_step: bool = False,
         batch_size: int | str = 8,
@@ -115,7 +113,7 @@ class SinklensLM(TemplateLM):
         if mask_sinks:
             self.hooks = [
                 MaskSinks(
-                    top_k=mask_sinks, pick=mask_pick, scope=mask_scope, queries=mask_queries, seed=seed,
+                    top_k=mask_sinks, pick=mask_pick, queries=mask_queries, seed=seed,
                     same_step=mask_same_step,
                 )
             ]  # fmt: skip

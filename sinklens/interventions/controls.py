@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinklens.runs.intervention import RunContext
 
-Pick = Literal["strongest", "weakest", "random", "random_any", "permuted", "same_mass", "same_kind", "nearest"]
+Pick = Literal["strongest", "weakest", "random", "random_any", "same_mass", "same_kind", "nearest"]
 PICKS: tuple[Pick, ...] = get_args(Pick)
 DRAWN: tuple[Pick, ...] = ("random", "random_any", "same_mass", "same_kind")
 """Picks that draw random numbers, at every step or once per run."""
@@ -80,33 +80,19 @@ def nearest(scores: KeyScores, found: ChosenKeys, rest: ChosenKeys) -> ChosenKey
     return taken
 
 
-def permuted(
-    found: Bool[Tensor, "batch layer head key"], row_keys: tuple[int, ...], seed: int
-) -> Bool[Tensor, "batch layer head key"]:
-    """The sets of `found`, each given to another head: one fixed cycle through the heads of all layers per row."""
-    heads = found.flatten(1, 2)
-    donors = torch.empty(heads.shape[:2], dtype=torch.long)
-    for row, key in enumerate(row_keys[: len(heads)]):
-        cycle = np.random.default_rng([seed, key]).permutation(heads.shape[1])
-        donors[row, torch.from_numpy(cycle)] = torch.from_numpy(np.roll(cycle, -1))
-    return heads.gather(1, donors.to(heads.device)[..., None].expand_as(heads)).view_as(found)
-
-
 def random_order(
     like: Float[Tensor, "batch layer head key"],
     run: RunContext,
     seed: int,
     step: int | None,
     layers: list[int],
-    shared: bool,
 ) -> Float[Tensor, "batch layer head key"]:
     """Random numbers that are independent of padding and of the rest of the batch.
 
     Args:
         like: has the shape of the result.
         step: the step; None for numbers that never change. Those are drawn for all positions of the run.
-        layers: what tells the layers apart.
-        shared: whether the heads of a layer share them.
+        layers: the layers.
     """
     drawn = torch.zeros(like.shape)
     keys, known = like.shape[3], run.real.cpu()
@@ -115,9 +101,9 @@ def random_order(
         digest = hashlib.sha256(repr((seed, "run" if step is None else step, layer)).encode()).digest()
         for row, real in enumerate(known[: len(like)]):
             rng = np.random.default_rng([int.from_bytes(digest[:8], "little"), run.row_keys[row]])
-            noise = rng.random((1 if shared else like.shape[2], int(real.sum()))).astype(np.float32)
+            noise = rng.random((like.shape[2], int(real.sum()))).astype(np.float32)
             complete = torch.zeros(like.shape[2], len(real))
-            complete[:, real] = torch.from_numpy(noise).expand(like.shape[2], -1)
+            complete[:, real] = torch.from_numpy(noise)
             if step is None and run.causal:
                 complete[:, run.prompt_length :] -= 1.0  # after the prompt's, which exist at every step
             drawn[row, place] = complete[:, :keys]

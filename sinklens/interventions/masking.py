@@ -121,7 +121,7 @@ def MaskSinks(
         queries: as in `MaskKeys`.
         steps, layers, heads: where it acts.
         positions: keys that may be chosen.
-        **which: which keys: ``detector=``, ``scope=``, ``pick=``, ``only=``, ``same_step=``, ``source=``, ``seed=`` and
+        **which: which keys: ``detector=``, ``pick=``, ``only=``, ``same_step=``, ``source=``, ``seed=`` and
             ``persistent=`` of `Where`.
     """
     return MaskKeys(

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from sinklens.runs.result import Generation
 
 Mask = Bool[Tensor, "#batch #layer #head pos"]
-Scope = Literal["head", "layer", "model"]
 
 NO_SCORES = ScoredStep({})
 ITSELF: Literal["itself"] = "itself"
@@ -395,15 +394,13 @@ class Where(Rule):
     Attributes:
         top_k: number of strongest keys per head; None if `detector` chooses them. The paper masks 1, 5 and 10.
         detector: finds the keys in a one-step track; its strength is not used.
-        scope: one set per "head", per "layer" (scores averaged over its heads), or for the "model".
         pick: "strongest", or other keys as a control:
             "weakest": as many of the weakest;
             "random": as many random keys that are weaker than all of the strongest;
             "random_any": as many random keys of any strength, possibly the strongest themselves;
             "same_mass": random keys of that rest, as many as together receive the attention of the strongest;
             "same_kind": for each of the strongest a random key of that rest with the same kind of token;
-            "nearest": for each of the strongest the nearest position of that rest;
-            "permuted": the strongest keys of another head, the same head throughout the run.
+            "nearest": for each of the strongest the nearest position of that rest.
         only: states ("prompt", "masked", "committed") or token kinds that may be taken, any of them; "not digit", for
             example, leaves out digits.
         positions: positions that may be taken, as in ``positions=``; None for all.
@@ -425,7 +422,6 @@ class Where(Rule):
 
     top_k: Annotated[int, Ge(0)] | None = None
     detector: "Detector | None" = None
-    scope: Scope = "head"
     pick: Pick = "strongest"
     only: str | Sequence[str] = ()
     positions: Sequence[int] | None = None
@@ -444,11 +440,6 @@ class Where(Rule):
             )
         if self.detector is not None:
             require_detector(self.detector)
-        if self.pick == "permuted" and self.scope != "head":
-            raise SettingError(
-                f"pick='permuted' exchanges sets of keys between heads, but scope={self.scope!r} makes all sets equal; "
-                f"use scope='head'."
-            )
         if self.persistent and self.pick not in DRAWN:
             raise SettingError(
                 f"persistent=True needs random keys, pick={' or '.join(map(repr, DRAWN))}; pick={self.pick!r} draws "
@@ -551,14 +542,6 @@ class Where(Rule):
         """
         scores, starts = torch.stack(list(seen.scores.values()), dim=1), [seen.starts.get(at, 0) for at in seen.scores]
         keys, real, device = scores.shape[-1], run.real, run.real.device
-        if self.scope == "model" and len(set(starts)) > 1:
-            raise SettingError(
-                "scope='model' pools the scores of all layers, but layers with a sliding window have different keys; "
-                "use scope='layer' or 'head'."
-            )
-        if self.scope != "head":
-            mean = scores.mean(dim=2, keepdim=True)
-            scores = (mean if self.scope == "layer" else mean.mean(dim=1, keepdim=True)).expand_as(scores)
         reach = torch.arange(keys, device=device) >= torch.tensor(starts, device=device)[:, None]
         there = (real[:, None, :keys] & reach)[:, :, None]  # [batch, layer, 1, key]
         longest = int(there.sum(dim=-1).amax(dim=0).min())
@@ -579,7 +562,7 @@ class Where(Rule):
             found = controls.largest(scores, allowed, number) & attends
         else:
             known = scores.masked_fill(~there, torch.nan)
-            found = detected(self.detector, known, seen, run, canvas, self.scope == "head") & allowed
+            found = detected(self.detector, known, seen, run, canvas) & allowed
         if self.pick == "strongest":
             return found
         taken = self._control(scores, found, allowed, run, canvas, step, list(seen.scores))
@@ -589,8 +572,7 @@ class Where(Rule):
             of_heads = slice(None) if heads is None else list(heads)
             requested, picked = (part[:, :, of_heads].sum(dim=-1).flatten(1) for part in (found, taken))
             short = (picked == 0) & (requested > 0) if self.pick == "same_mass" else picked < requested
-            # "permuted" picks as many keys over all heads
-            counted.add(requested, picked, short & (self.pick != "permuted"))
+            counted.add(requested, picked, short)
         return taken
 
     def _control(
@@ -599,15 +581,11 @@ class Where(Rule):
     ) -> Bool[Tensor, "batch layer head key"]:  # fmt: skip
         """The control of the strongest keys `found`."""
         number, rest = found.sum(dim=-1, keepdim=True), controls.rest_of(scores, found, allowed)
-        if self.pick == "permuted":
-            return controls.permuted(found, run.row_keys, self.seed)
         if self.pick == "weakest":
             return controls.largest(-scores, allowed, number)
         if self.pick == "nearest":
             return controls.nearest(scores, found, rest)
-        apart = [0] * len(layers) if self.scope == "model" else layers
-        drawn_at = None if self.persistent else step
-        order = controls.random_order(scores, run, self.seed, drawn_at, apart, self.scope != "head")
+        order = controls.random_order(scores, run, self.seed, None if self.persistent else step, layers)
         if self.pick == "same_mass":
             return controls.same_mass(order, scores, found, rest)
         if self.pick == "same_kind":

@@ -163,7 +163,6 @@ def detected(
     seen: ScoredStep,
     run: RunContext,
     canvas: Snapshot,
-    own: bool,
 ) -> Bool[Tensor, "batch layer head key"]:
     """What a detector finds by the scores of a step.
 
@@ -173,7 +172,6 @@ def detected(
     Args:
         scores: NaN at keys that do not exist.
         seen: the step that they come from.
-        own: whether they are those of its recorded track, and not pooled ones.
 
     Raises:
         SettingError: the detector needs more than scores, and there is no recorded track.
@@ -182,10 +180,6 @@ def detected(
     track = seen.track
     if track is None:
         track = _track_of(values, run, canvas)
-    elif not own:
-        missing = track.data.sizes["pos"] - values.shape[-1]  # not decoded yet
-        padded = np.pad(values, [(0, 0)] * 4 + [(0, missing)], constant_values=np.nan)
-        track = SinkTrack(track.data.assign(score=(track.data["score"].dims, padded)))
     try:
         found = track.detect(detector).to_numpy()[:, 0, ..., : canvas.ids.shape[1]]
     except TrackError as error:

@@ -100,7 +100,6 @@ PICKS = {
     "random": ("random keys", "s--"),
     "random_any": ("random keys of any strength", "P--"),
     "weakest": ("weakest keys", "^:"),
-    "permuted": ("keys of another head", "v:"),
     "same_mass": ("random keys of the same mass", "<:"),
     "same_kind": ("random keys of the same kind", ">:"),
     "nearest": ("nearest keys", "X:"),

@@ -131,15 +131,15 @@ def test_numbers_are_not_wrapped_in_a_terminal_of_80_columns(tmp_path, capsys, m
 
 @pytest.mark.extended
 def test_the_figure_has_a_curve_for_each_kind_of_masking(tmp_path):
-    """Sets per head and per layer are separate curves, and a model with only an unmasked run is a point."""
+    """Newest and all queries are separate curves, and a model with only an unmasked run is a point."""
     planted_run(tmp_path, {"a": True})
     assert labels(tmp_path) == ["tiny-llada: sinks"]
-    for scope in ("head", "layer"):
-        for condition in masking([1, 5], scope=scope, of_unmasked=True)[1:]:
+    for queries in ("newest", "all"):
+        for condition in masking([1, 5], queries=queries, of_unmasked=True)[1:]:
             planted_run(tmp_path, {"a": False}, condition)
     assert labels(tmp_path) == [
-        "tiny-llada: sinks", "tiny-llada: sinks, one set per layer",
-        "tiny-llada: sinks of the unmasked run", "tiny-llada: sinks of the unmasked run, one set per layer",
+        "tiny-llada: sinks", "tiny-llada: sinks, for all queries",
+        "tiny-llada: sinks of the unmasked run", "tiny-llada: sinks of the unmasked run, for all queries",
     ]  # fmt: skip
 
 
@@ -176,11 +176,7 @@ def labels(ledger):
         (["tiny-llama", "--task", "tiny-gsm", "--part", "sink"], "--part has no effect without --mask-sinks"),
         (
             ["tiny-llama", "--task", "tiny-gsm", "--mask-sinks", "1", "--controls", "same_kinds"],
-            "weakest, permuted, same_mass, same_kind, nearest; got 'same_kinds'. Nearest: same_kind",
-        ),
-        (
-            ["tiny-llama", "--task", "tiny-gsm", "--scope", "layer", "--mask-sinks", "0"],
-            "--scope has no effect without --mask-sinks with a K above 0; add it, or remove --scope.",
+            "weakest, same_mass, same_kind, nearest; got 'same_kinds'. Nearest: same_kind",
         ),
         (["tiny-llama", "--task", "tiny-gsm", "--queries", "all"], "--queries has no effect without --mask-sinks"),
         (

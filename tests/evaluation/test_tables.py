@@ -77,15 +77,15 @@ def test_differences_are_paired_on_the_samples_that_both_have(ledger):
 
 
 def test_a_control_has_the_same_masking_settings(tmp_path):
-    """With sets per layer and per head and two seeds of random keys, each is paired with its control's first seed."""
-    heads, layers = masking([1], ["random"]), masking([1], ["random"], scope="layer")
+    """With the newest and all queries and two seeds of random keys, each is paired with its control's first seed."""
+    newest, every = masking([1], ["random"]), masking([1], ["random"], queries="all")
     planted_run(tmp_path, verdicts(BASE), UNMASKED)
-    for conditions, sinks, control in ((heads, "1100", "1110"), (layers, "1000", "1111")):
+    for conditions, sinks, control in ((newest, "1100", "1110"), (every, "1000", "1111")):
         planted_run(tmp_path, verdicts(sinks), conditions[1])
         planted_run(tmp_path, verdicts(control), conditions[2])
     planted_run(tmp_path, verdicts("0000"), masking([1], ["random"], seed=1)[2])
     found = by_condition(tmp_path)
-    rows = ["1 sink", "1 sink, one set per layer"]
+    rows = ["1 sink", "1 sink, for all queries"]
     assert found.loc[rows, "against_random_difference"].tolist() == [-0.25, -0.75]
     assert found.loc["1 random key, seed 1", "estimate"] == 0
 
@@ -171,7 +171,7 @@ def test_a_run_without_scored_programs_has_shares_but_no_accuracy(tmp_path):
 
 def test_published_scores_stand_beside_the_models_and_conditions_they_cover(tmp_path):
     for model in (LLADA, "/somewhere/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base"):
-        for condition in (UNMASKED, ONE, ONE_RANDOM, masking([1], scope="layer")[1]):
+        for condition in (UNMASKED, ONE, ONE_RANDOM, masking([1], queries="all")[1]):
             planted_run(tmp_path, verdicts("10"), condition, model=model, protocol="llada-gsm8k")
     planted_run(tmp_path, verdicts("10"), ONE, model=LLADA, protocol="tiny-gsm")
     found = frame(tmp_path).dropna(subset="published")

@@ -117,27 +117,6 @@ def test_persistent_keys_of_an_autoregressive_run_come_from_its_prompt():
     assert max(key for row in redrawn[0] for head in row for key in head) >= 6
 
 
-def test_permuted_keys_are_the_strongest_of_another_head_the_same_at_every_step():
-    donors = []
-    for step in (1, 2, 3):
-        found, scores = choose(step, pick="permuted")
-        for row in range(2):
-            strongest = {
-                (layer, head): sorted(by_strength(scores[layer][row, head], row)[:2])
-                for layer in LAYERS
-                for head in range(HEADS)
-            }
-            for layer, head in strongest:
-                fits = {place for place, keys in strongest.items() if keys == found[layer][row][head]}
-                donors.append((row, layer, head, fits))
-    for row, layer, head in {entry[:3] for entry in donors}:
-        same = set.intersection(*(fits for *place, fits in donors if tuple(place) == (row, layer, head)))
-        assert same
-        assert (layer, head) not in same
-    everywhere = [next(iter(fits)) for row, *_, fits in donors if row == 0 and len(fits) == 1]
-    assert len(set(everywhere)) > HEADS
-
-
 def test_keys_of_the_same_kind_match_the_kinds_of_the_strongest(tiny_llada):
     prompts = [problem.prompt for problem in held_out(2)]
     settings = {"gen_length": 8, "steps": 4}
@@ -219,16 +198,6 @@ def test_no_key_is_taken_from_an_all_zero_head(pick):
     assert found.sum(dim=-1).tolist() == [[[0, 2]]]
 
 
-def test_scopes_average_over_heads_and_layers():
-    layers = {0: torch.tensor([[[0.0, 3.0, 4.0], [5.0, 3.0, 0.0]]]), 2: torch.tensor([[[0.0, 0.0, 9.0]] * 2])}
-    real = torch.ones(1, 3, dtype=torch.bool)
-    found = {
-        scope: taken(layers, real, top_k=1, scope=scope)[0].int().argmax(-1).tolist()
-        for scope in ("head", "layer", "model")
-    }
-    assert found == {"head": [[2, 0], [2, 2]], "layer": [[1, 1], [2, 2]], "model": [[2, 2], [2, 2]]}
-
-
 IDS = torch.tensor([[3, 4, 5]])
 REFUSED = [
     *(
@@ -241,7 +210,6 @@ REFUSED = [
             ({"top_k": -1}, "top_k must be an integer of at least 0 or None; got -1"),
             ({"top_k": 2.5}, "top_k must be an integer of at least 0 or None; got 2.5"),
             ({"pick": "best"}, "pick must be one of strongest, weakest, random, .*nearest; got 'best'"),
-            ({"scope": "row"}, "scope must be one of head, layer, model; got 'row'"),
             ({"only": "maskd"}, r"'maskd' is neither. Known: prompt, masked, .* Nearest: masked"),
             ({"only": ["prompt", "newlines"]}, r"'newlines' is neither. .* Nearest: newline"),
         )

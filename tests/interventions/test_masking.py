@@ -135,12 +135,8 @@ def test_the_keys_chosen_by_a_loop_are_treated_as_in_plain_torch(worded, archite
 
 
 OPTIONS = {
-    "a set per layer": ({"scope": "layer"}, {"scope": "layer"}),
-    "a set for the model": ({"scope": "model", "top_k": 3}, {"scope": "model", "top_k": 3}),
     "some layers": ({"layers": [-1, 0]}, {"layers": (0, 2)}),
-    "some layers' set": ({"layers": [0, 1], "scope": "model"}, {"layers": (0, 1), "scope": "model"}),
     "some heads": ({"heads": [-2, 0]}, {"heads": (0, 4)}),
-    "some heads of a layer's set": ({"heads": [3], "scope": "layer"}, {"heads": (3,), "scope": "layer"}),
     "some steps": ({"steps": [1, -1]}, {"steps": (1, 3)}),
     "some positions": ({"positions": [0, 2, -1, -7], "top_k": 3}, {"positions": (0, 2, -1, -7), "top_k": 3}),
     "the weakest": ({"pick": "weakest", "top_k": 3}, {"weakest": True, "top_k": 3}),
@@ -148,10 +144,6 @@ OPTIONS = {
     "masks": ({"only": ["masked"], "top_k": 2}, {"only": "masked", "top_k": 2}),
     "what is committed": ({"only": "committed", "top_k": 2}, {"only": "committed", "top_k": 2}),
     "the paper's sinks": ({"top_k": None, "detector": EpsilonOverMean(epsilon=0.7)}, {"epsilon": 0.7}),
-    "a detector's, per layer": (
-        {"top_k": None, "detector": EpsilonOverMean(epsilon=0.3), "scope": "layer"},
-        {"epsilon": 0.3, "scope": "layer"},
-    ),
     "the prompt's among the paper's sinks": (
         {"top_k": None, "detector": EpsilonOverMean(epsilon=0.3), "only": "prompt", "positions": [0, 1, 3, 5, -1]},
         {"epsilon": 0.3, "only": "prompt", "positions": (0, 1, 3, 5, -1)},

@@ -94,15 +94,13 @@ def ignored(model, prompts, intervention, settings):
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("architecture", ["llama", "dream"])
-@pytest.mark.parametrize("scope", ["head", "model"])
-def test_same_step_masks_the_sinks_of_an_unmasked_pass_over_the_canvas(worded, architecture, scope):
+def test_same_step_masks_the_sinks_of_an_unmasked_pass_over_the_canvas(worded, architecture):
     model = worded(architecture)
-    masking = MaskSinks(top_k=2, same_step=True, scope=scope)
+    masking = MaskSinks(top_k=2, same_step=True)
     watched = watch(model, PADDED, [masking], ["hook_pattern", "hook_logits"])
 
     def edits(step):
         scores = stacked(again(watched.run, step), "hook_sink_scores")
-        scores = scores.mean(dim=(0, 2), keepdim=True).expand_as(scores) if scope == "model" else scores
         keys = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(2).indices, True)
         return {f"blocks.{layer}.attn.hook_attn_mask": add(hidden(keys[layer])[:, :, None]) for layer in range(3)}
 

@@ -38,9 +38,9 @@ BOTH = {
     "mask sinks": MaskSinks(top_k=3),
     "mask the paper's": MaskSinks(top_k=None, detector=EpsilonOverMean(epsilon=0.7)),
     "mask at some places": MaskSinks(
-        top_k=2, scope="layer", layers=[0, 2], heads=[0, 3], steps=[1, 3], positions=[0, 2, -1]
+        top_k=2, layers=[0, 2], heads=[0, 3], steps=[1, 3], positions=[0, 2, -1]
     ),
-    "mask the prompt's": MaskSinks(top_k=2, only="prompt", scope="model"),
+    "mask the prompt's": MaskSinks(top_k=2, only="prompt"),
     "mask random keys": MaskSinks(top_k=3, pick="random_any", seed=3),
     "mask the weakest": MaskSinks(top_k=3, pick="weakest", steps=[2]),
     "keep keys": KeepKeys(top_k=3, window=1),

@@ -285,7 +285,6 @@ class Appended(Intervention):
     [
         ({"sampler": "llada", "gen_length": 8}, SettingError, r"fits bidirectional attention, but diffusion-gemma mod"),
         ({"start_canvas": [[1] * 8] * 3, **SETTINGS}, SettingError, r"start_canvas has 3 rows, but there are 2 prompt"),
-        ({"hooks": MaskSinks(top_k=1, scope="model")}, SettingError, r"scope='model' pools the scores .* use scope='l"),
         ({"hooks": MaskSinks(top_k=1, same_step=True)}, SettingError, r"same_step needs a second pass .* use the sink"),
         ({"hooks": Appended()}, SettingError, r"reads nothing that follows its canvas; put them before the prompt"),
         ({"hooks": Remask(positions=[-1])}, SettingError, r"Remask is not available for diffusion-gemma models, whose"),
