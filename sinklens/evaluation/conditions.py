@@ -22,7 +22,7 @@ from sinklens.runs.request import hook_list
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy, policy_name
 from sinklens.sinks.strongest import Part, StrongestKeys
-from sinklens.utils.integers import as_seed
+from sinklens.utils.arguments import Seed, read_as
 
 if TYPE_CHECKING:
     from sinklens.sinks.track import SinkTrack
@@ -151,7 +151,7 @@ def masking(
     numbers = whole_numbers("count", counts)
     if any(count < 0 for count in numbers):
         raise SettingError(f"counts of masked sinks must be 0 or more; got {', '.join(map(str, counts))}.")
-    seed, controls = as_seed(seed), as_tuple(controls)
+    seed, controls = read_as(Seed, "seed", seed), as_tuple(controls)
     for control in controls:
         if control not in CONTROLS:
             raise SettingError(

@@ -38,7 +38,7 @@ from sinklens.runs.request import hook_list
 from sinklens.sampling import Policy
 from sinklens.sampling.policies import as_policy
 from sinklens.tasks.base import cut
-from sinklens.utils.integers import as_seed
+from sinklens.utils.arguments import Seed, read_as
 
 try:
     import lm_eval.models  # noqa: F401  the harness's own models, which it no longer loads once ours is registered
@@ -105,7 +105,7 @@ class SinklensLM(TemplateLM):
         **settings: Any,
     ) -> None:
         super().__init__()
-        self.seed = as_seed(seed)  # before the model is loaded
+        self.seed = read_as(Seed, "seed", seed)  # before the model is loaded
         self.batch_size, self.settings = _number_of_rows(batch_size), settings
         self.hooks = hook_list(hooks)
         if mask_sinks is not None and self.hooks:

@@ -27,8 +27,9 @@ from sinklens.model import load
 from sinklens.sampling import Policy
 from sinklens.tasks.base import Sample, Task
 from sinklens.tasks.prompts import prompt_hash, reference_hash
+from sinklens.utils.arguments import Seed, read_as
 from sinklens.utils.folders import check_folder
-from sinklens.utils.integers import as_integer, as_seed
+from sinklens.utils.integers import as_integer
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -295,6 +296,6 @@ def _planned(
         raise SettingError(
             f"the task {task.name} has too few samples for shard {number} of {parts}; use fewer shards or raise limit."
         )
-    job = Job(model, load or {}, task, chosen, as_seed(seed))
+    job = Job(model, load or {}, task, chosen, read_as(Seed, "seed", seed))
     runs = [LedgerRun.of(Path(ledger), what) for what in engine.identities(job, every)]
     return _Plan(job, every, samples, runs, batch)

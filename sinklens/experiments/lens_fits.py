@@ -32,7 +32,7 @@ from sinklens.experiments.lens import (
 )
 from sinklens.experiments.step_ids import exact_step
 from sinklens.runs import generate
-from sinklens.utils.integers import as_seed
+from sinklens.utils.arguments import Seed, read_as
 
 if TYPE_CHECKING:
     from sinklens.model import Model
@@ -71,7 +71,11 @@ def train_tuned_lens(
         SettingError: several buckets of an autoregressive model, a number below 1, or a bucket without positions.
     """
     _check(model, buckets, updates, batch, places, rows)
-    layers, size, drawn = model.cfg.n_layers, model.cfg.d_model, torch.Generator().manual_seed(as_seed(seed))
+    layers, size, drawn = (
+        model.cfg.n_layers,
+        model.cfg.d_model,
+        torch.Generator().manual_seed(read_as(Seed, "seed", seed)),
+    )
     lens = TunedLens(model.name, torch.zeros(buckets, layers, size, size), torch.zeros(buckets, layers, size))
     kept: list[list[_Places]] = [[] for _ in range(buckets)]
     given: dict[str, Any] = {"seed": seed, "chat_template": chat_template, "record_sinks": False, "progress": False}

@@ -13,7 +13,7 @@ Caveat: an SAE describes the distribution that it was trained on. One trained on
 of masked positions poorly, and its features there mean little.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -100,12 +100,8 @@ class SparseAutoencoder:
 
     def to(self, device: str | torch.device) -> "SparseAutoencoder":
         """A copy on `device`."""
-        tensors = {
-            entry.name: getattr(self, entry.name).to(device)
-            for entry in fields(self)
-            if isinstance(getattr(self, entry.name), Tensor)
-        }
-        return replace(self, **tensors)
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
     def before_activation(self, x: Float[Tensor, "*place d_in"]) -> Float[Tensor, "*place d_sae"]:
         """pre of the formula."""

@@ -18,8 +18,8 @@ Every place has the columns
 
 and further ones through `ProbeData.with_label`. Each of them can be a label or a condition.
 
-Limitation: all activations are in memory, places × d_model numbers per point. `bytes` says how many; restrict `steps`,
-`scope` and `positions` for large models.
+Limitation: all activations are in memory, places × d_model numbers per point. Restrict `steps`, `scope` and `positions`
+for large models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from sinklens.errors import SettingError
 from sinklens.experiments.lens import masked_share
 from sinklens.experiments.step_ids import exact_step
 from sinklens.features.places import Scope, places_of_step, states_of, states_of_run, stream_point
-from sinklens.features.store import ActivationStore
+from sinklens.features.store import COLUMNS, ActivationStore
 from sinklens.runs.intervention import place_mask, within
 from sinklens.runs.result import require_run
 from sinklens.sinks.kinds import STATES
@@ -75,19 +75,12 @@ class ProbeData:
 
     def __repr__(self) -> str:
         prompts = len(np.unique(self.columns["prompt"]))
-        return f"ProbeData({len(self)} places of {prompts} prompts at {', '.join(self.values)}; {self.bytes:,} bytes)"
-
-    @property
-    def bytes(self) -> int:
-        """Size of the activations in memory."""
-        return sum(array.nbytes for array in self.values.values())
+        return f"ProbeData({len(self)} places of {prompts} prompts at {', '.join(self.values)})"
 
     @classmethod
     def of_store(cls, store: ActivationStore) -> "ProbeData":
         """The activations of all points of a store, with its columns: prompt, step, pos, state and token_id."""
-        columns: dict[str, np.ndarray] = {
-            name: store.column(name) for name in ("prompt", "step", "pos", "state", "token_id")
-        }
+        columns: dict[str, np.ndarray] = {name: store.column(name) for name in COLUMNS}
         columns["state"] = np.array(STATES)[columns["state"]]
         of_points = {name: ActivationStore(store.path, name) for name in store.points}
         return cls({name: one.read(0, len(one)).numpy() for name, one in of_points.items()}, columns)

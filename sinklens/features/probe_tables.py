@@ -208,8 +208,8 @@ def _tokens(part: ProbeData) -> Any:
 
 def _position(part: ProbeData) -> Shaped[np.ndarray, " place"]:
     """Where the places are; 0 where that is not known."""
-    known = [part.columns[name] for name in ("from_answer", "pos") if name in part.columns]
-    return known[0] if known else np.zeros(len(part), dtype=np.int64)
+    unknown = np.zeros(len(part), dtype=np.int64)
+    return part.columns.get("from_answer", part.columns.get("pos", unknown))
 
 
 def _one_hot(values: Shaped[np.ndarray, " place"]) -> Any:

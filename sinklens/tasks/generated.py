@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TypeVar
 
 from sinklens.errors import TaskError
-from sinklens.utils.integers import as_seed
+from sinklens.utils.arguments import Seed, read_as
 
 Item = TypeVar("Item")
 
@@ -44,9 +44,9 @@ def training_set(
 
     Raises:
         TaskError: `seed` is the held-out seed.
-        SettingError: `seed` is not a seed; see `integers.as_seed`.
+        SettingError: `seed` is not a seed.
     """
-    seed = as_seed(seed)
+    seed = read_as(Seed, "seed", seed)
     if seed == held_out_seed:
         raise TaskError(f"seed {seed} is the held-out seed; train on any other seed.")
     excluded = {identity(item) for item in held_out}

@@ -1,4 +1,4 @@
-"""Integers and seeds given by a user, read the same way in Python and on the command line.
+"""Integers given by a user, read the same way in Python and on the command line.
 
 Pitfall: True and 1.0 equal 1, and the text "1" reads like it, but a run with any of them could draw other numbers than
 a run with 1. None of them counts as an integer here.
@@ -6,8 +6,6 @@ a run with 1. None of them counts as an integer here.
 
 import operator
 from typing import Any
-
-from sinklens.errors import SettingError
 
 MOST_SEED = 2**63 - 1  # what the files of a run can store
 
@@ -25,15 +23,3 @@ def as_integer(given: Any) -> int | None:
         return operator.index(given)
     except (TypeError, RuntimeError):
         return None
-
-
-def as_seed(given: Any) -> int:
-    """A seed as a Python integer.
-
-    Raises:
-        SettingError: it is not an integer from 0 to `MOST_SEED`.
-    """
-    seed = as_integer(given)
-    if seed is None or not 0 <= seed <= MOST_SEED:
-        raise SettingError(f"seed must be an integer from 0 to 2**63 - 1; got {given!r:.60}.")
-    return seed

@@ -174,8 +174,7 @@ class HookedPass:
         rows, tokenizer = zip(state.canvas, state.real, strict=True), self.model.tokenizer
 
         def texts(tokens: Sequence[int]) -> dict[int, str]:
-            known = [] if tokenizer is None else [token for token in tokens if token >= 0]
-            return {token: str(tokenizer.decode([token])) for token in known}  # type: ignore[union-attr]
+            return {token: str(tokenizer.decode([token])) for token in tokens if tokenizer and token >= 0}
 
         return RunContext(
             tree=self.model.tree,

@@ -222,9 +222,11 @@ class TimedNoise(MaskNoise, ABC):
 
     Attributes:
         interval: the first and the last time.
+        kept: share of tokens that is clean at time 1.
     """
 
     interval: tuple[float, float] = (LEAST_TIME, 1.0)
+    kept: float = KEPT
 
     def draw(self, rule: DrawRule, prompt: tuple[int, ...], answer: Int[Tensor, " pos"], block: int) -> NoisyDraws:
         if rule.exact:
@@ -241,9 +243,9 @@ class TimedNoise(MaskNoise, ABC):
         tokens, counted = self.noisy(answer, times[:, None], chance, choice)
         return NoisyDraws(tokens, counted, self.share(times), self.weight(times) / rule.mc_num, times)
 
-    @abstractmethod
     def share(self, times: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Share of tokens that is noise."""
+        return (1 - self.kept) * times
 
     @abstractmethod
     def noisy(
@@ -268,7 +270,7 @@ class TimedNoise(MaskNoise, ABC):
 
     def level(self, times: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
         """What the network reads of the time."""
-        return log_linear_sigma(times, KEPT)
+        return log_linear_sigma(times, self.kept).clamp(max=HIGHEST_SIGMA)
 
 
 def without(logits: Logits, mask_id: int) -> Logits:
@@ -278,22 +280,10 @@ def without(logits: Logits, mask_id: int) -> Logits:
 
 @dataclass(frozen=True)
 class Absorbing(TimedNoise):
-    """MDLM's and SEDD's masks; BD3-LM's with `kept` 0.
-
-    Attributes:
-        kept: share of tokens that is clean at time 1.
-    """
-
-    kept: float = KEPT
-
-    def share(self, times: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        return (1 - self.kept) * times
+    """MDLM's and SEDD's masks; BD3-LM's with `kept` 0."""
 
     def weight(self, times: Float[Tensor, " draw"]) -> Float[Tensor, " draw"]:
         return 1 / times
-
-    def level(self, times: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
-        return log_linear_sigma(times, self.kept).clamp(max=HIGHEST_SIGMA)
 
     def noisy(
         self,
@@ -339,9 +329,6 @@ class UniformNoise(TimedNoise):
 
     size: int = 0
 
-    def share(self, times: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        return (1 - KEPT) * times
-
     def noisy(
         self,
         answer: Int[Tensor, " pos"],
@@ -361,7 +348,7 @@ class UniformNoise(TimedNoise):
         true_here, predicted_here = (one.gather(-1, noisy[:, None]) for one in (true, predicted))
         ratio = true / true_here
         divergence = (ratio * (ratio / (predicted / predicted_here)).log()).sum(dim=-1, keepdim=True)
-        part = (1 - KEPT) / (size * alpha)
+        part = (1 - self.kept) / (size * alpha)
         return (part * (divergence - size / true_here + size / predicted_here))[:, 0]
 
 
