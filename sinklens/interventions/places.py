@@ -24,6 +24,7 @@ from sinklens.hooks.forward_pass import QuerySpan
 from sinklens.hooks.points import Point
 from sinklens.interventions.rules import Moment, Positions, Rule, StepPlaces, Where, as_rule
 from sinklens.interventions.scores import StepScores
+from sinklens.runs.choices import Choice
 from sinklens.runs.intervention import (
     Canvas,
     HookSource,
@@ -114,7 +115,10 @@ class Places:
             )
         self._canvas = Canvas(run)
         self._scores = StepScores(model, run, () if chooser is None else chooser.scored)
-        self._choice = run.choices.begin(what) if run.choices is not None and chooser is not None else None
+        self._choice: Choice | None = None
+        if run.choices is not None and chooser is not None:
+            self._choice = Choice(what, (run.steps, run.real.shape[1]))
+            run.choices.append(self._choice)
         self._found: dict[int, StepPlaces | None] = {}  # by step; in a diffusion run of the current step alone
         self._some: list[bool] | None = None  # by layer, of the current step
 

@@ -44,22 +44,3 @@ class Choice:
         for step, mask in masks.items():
             found[:, step] = mask
         return xr.DataArray(found, dims=AXES, coords={"step": range(steps)})
-
-
-@dataclass
-class ChoiceLog:
-    """The choices of a run.
-
-    Attributes:
-        steps, length: planned steps, and positions.
-        choices: one for each intervention with a rule.
-    """
-
-    steps: int
-    length: int
-    choices: list[Choice] = field(default_factory=list)
-
-    def begin(self, what: Any) -> Choice:
-        """The choice of another intervention."""
-        self.choices.append(Choice(what, (self.steps, self.length)))
-        return self.choices[-1]

@@ -34,19 +34,22 @@ class ControlKeys:
         return ControlKeys(self.requested[rows], self.picked[rows])
 
 
+@dataclass
 class ControlCount:
     """Counts the keys of one rule in one run.
 
     Attributes:
         label: the intervention and its control, for messages.
         rows: the rows of the run that the intervention changes.
+        requested, picked: number of keys by row.
+        short: number of heads and steps with too few control keys, by row.
     """
 
-    def __init__(self, label: str, rows: slice) -> None:
-        self.label, self.rows = label, rows
-        self.requested: Tensor | int = 0
-        self.picked: Tensor | int = 0
-        self._short: Tensor | int = 0
+    label: str
+    rows: slice
+    requested: Tensor | int = 0
+    picked: Tensor | int = 0
+    short: Tensor | int = 0
 
     def add(
         self,
@@ -62,17 +65,7 @@ class ControlCount:
         """
         self.requested = self.requested + requested.sum(dim=1)
         self.picked = self.picked + picked.sum(dim=1)
-        self._short = self._short + short.sum(dim=1)
-
-    @property
-    def is_short(self) -> bool:
-        """Whether some head lacks control keys at some step of some row."""
-        return bool(torch.as_tensor(self._short).any())
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether keys were requested and none was picked."""
-        return int(torch.as_tensor(self.requested).sum()) > 0 and int(torch.as_tensor(self.picked).sum()) == 0
+        self.short = self.short + short.sum(dim=1)
 
 
 @dataclass
@@ -115,13 +108,17 @@ class ControlLog:
             SettingError: keys to control for were found, and no control key at any step of any row.
         """
         for count in self.counts:
-            if count.is_empty and refuse:
+            requested, picked, short = (
+                int(torch.as_tensor(one).sum()) for one in (count.requested, count.picked, count.short)
+            )
+            empty = requested > 0 and picked == 0
+            if empty and refuse:
                 raise SettingError(
-                    f"{count.label} found {int(torch.as_tensor(count.requested).sum())} keys to control for and no "
+                    f"{count.label} found {requested} keys to control for and no "
                     f"control key at any step, so it would change nothing: no allowed key is weaker and matches. Take "
                     f"fewer keys (a smaller top_k or k), allow more (only=, positions=), or choose another pick=."
                 )
-            if count.is_empty or count.is_short:
+            if empty or short:
                 warn_caller(
                     f"{count.label} picks fewer keys than it controls for in some heads and steps; compare "
                     f"control_keys.picked with control_keys.requested of the run (in tables control_picked and "

@@ -26,7 +26,7 @@ from sinklens.hooks.hook_functions import label, takes_hook
 from sinklens.hooks.points import SamplerPoint
 from sinklens.model import Model
 from sinklens.runs.attached import attached
-from sinklens.runs.choices import ChoiceLog
+from sinklens.runs.choices import Choice
 from sinklens.runs.control_keys import ControlLog
 from sinklens.runs.intervention import HookFunction, HookSource, RunContext, all_applied, refuse_off_canvas, row_key
 from sinklens.runs.policies import VARIABLES, follow, read_by_policy, recorded
@@ -63,7 +63,7 @@ class Denoising:
         self._vocabulary: dict[int, str] = {}
         self._named: set[str] = set()
         self.controls = ControlLog()
-        self._choices = ChoiceLog(self.settings.steps, self.state.canvas.shape[1])
+        self._choices: list[Choice] = []
         self.hooks = self._resolve(request.hooks)
         replay, tokens = request.replay, range(min(0, self.state.mask_id), model.cfg.d_vocab)
         self.state.replay = None if replay is None else self._replayed(replay, tokens)
@@ -253,7 +253,7 @@ class Denoising:
             patterns=self._recorder.patterns if self._recorder else {},
             control_keys=self.controls.totals(self.rows),
             cache=as_policy(self.request.cache),
-            chosen=tuple(self._choices.choices),
+            chosen=tuple(self._choices),
         )
 
     def _answer(self, ids: Int[Tensor, " pos"], undecided: Bool[Tensor, " pos"]) -> Answer:

@@ -29,7 +29,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.forward_pass import ForwardPass
 from sinklens.hooks.names import ENCODER
 from sinklens.hooks.points import Point
-from sinklens.runs.choices import ChoiceLog
+from sinklens.runs.choices import Choice
 from sinklens.runs.control_keys import ControlLog
 from sinklens.utils.arguments import check_arguments
 from sinklens.utils.integers import as_integer
@@ -58,7 +58,7 @@ class RunContext:
         special: ids of special tokens, as in `Model.special_tokens`.
         controls: counts the keys of controls.
         settings: those of the sampler, as JSON.
-        choices: keeps the places that rules choose; None if the run does not record them.
+        choices: one for each rule, in which it keeps its places; None if the run does not record them.
         single: whether it is a single pass, which is a run of one step without a number.
         left_to_right: whether the run decodes from left to right.
     """
@@ -74,7 +74,7 @@ class RunContext:
     special: dict[str, list[int]]
     controls: ControlLog = field(default_factory=ControlLog)
     settings: str = "{}"
-    choices: ChoiceLog | None = None
+    choices: list[Choice] | None = None
     single: bool = False
     left_to_right: bool = False
 

@@ -26,7 +26,7 @@ from torch.nn.functional import max_pool1d
 
 from sinklens.errors import SettingError, nearest
 from sinklens.sampling.key_cache import History, Keys, Policy
-from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
+from sinklens.sinks.detectors import Detector, EpsilonOverMean
 from sinklens.sinks.track import build_track
 from sinklens.utils.arguments import Count, Share, Words, check_arguments, read_as
 
@@ -173,8 +173,6 @@ class Refresh(Policy):
     within: Policy = field(default_factory=DualCache)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.within, Policy):
-            raise SettingError(f"within must be a policy such as DualCache(); got {self.within!r}.")
         check_arguments(self)
         object.__setattr__(self, "reads_scores", self.within.reads_scores)
         object.__setattr__(self, "reads_queries", self.within.reads_queries)
@@ -213,7 +211,6 @@ class KeepSinks(Policy):
     reads_scores: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_detector(self.detector)
         check_arguments(self)
 
     def __invert__(self) -> "KeepSinks":

@@ -15,6 +15,7 @@ of one; here κ is 1 at that time.
 Pitfall: with the default fractions of 0, only `low_mode` has an effect.
 """
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ from sinklens.sampling.sampler import require
 from sinklens.sampling.state import State
 from sinklens.utils.arguments import Share
 
-PROFILE = "linear-constant-linear-"
+PROFILE = re.compile(r"linear-constant-linear-(0?\.\d*[1-9]\d*)(-inv)?")
+MODE = re.compile(r"(constant|max-capped|max-rescale|constant-remdm)-(0|1|[01]\.0*|0?\.\d+)")
 MODES = "pure-posterior, pure-pc, constant-E, max-capped-E, max-rescale-E, constant-remdm-E"
 
 
@@ -114,14 +116,13 @@ class PsiSampler(Steps):
         count = self.steps + 1
         if self.time_profile == "linear":
             return torch.linspace(1, self.eps, count)
-        given = self.time_profile.removeprefix(PROFILE)
-        share = _number(given.removesuffix("-inv"))
-        if given == self.time_profile or share is None or not 0 < share < 1:
+        found = PROFILE.fullmatch(self.time_profile)
+        if found is None:
             raise SettingError(
-                f"time_profile must be 'linear', or '{PROFILE}C' or '{PROFILE}C-inv' with C between 0 and 1; got "
-                f"{self.time_profile!r}."
+                f"time_profile must be 'linear', or 'linear-constant-linear-C' or 'linear-constant-linear-C-inv' with "
+                f"C between 0 and 1; got {self.time_profile!r}."
             )
-        level = 1 - share if given.endswith("-inv") else share
+        level = 1 - float(found[1]) if found[2] else float(found[1])
         high, middle = self._parts()
         return torch.cat(
             [
@@ -231,13 +232,6 @@ def answer(state: State, gen_length: int) -> Bool[Tensor, "batch pos"]:
     return ((columns >= 0) & (columns < gen_length)).expand_as(state.canvas)
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def _kappas(name: str, mode: str, times: Float[Tensor, " time"]) -> Float[Tensor, " time"]:
     """κ at the `times` of one part of the schedule; see `PsiSampler`.
 
@@ -247,10 +241,10 @@ def _kappas(name: str, mode: str, times: Float[Tensor, " time"]) -> Float[Tensor
     fixed = {"pure-posterior": 1.0, "pure-pc": 0.0}.get(mode)
     if fixed is not None:
         return torch.full_like(times, fixed)
-    kind, _, text = mode.rpartition("-")
-    eta = _number(text)
-    if kind not in ("constant", "max-capped", "max-rescale", "constant-remdm") or eta is None or not 0 <= eta <= 1:
+    found = MODE.fullmatch(mode)
+    if found is None:
         raise SettingError(f"{name} must be one of {MODES}, with E from 0 to 1; got {mode!r}.")
+    kind, eta = found[1], float(found[2])
     if kind == "constant":
         return torch.full_like(times, eta)
     alphas = clean_share(times)

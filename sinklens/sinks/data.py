@@ -37,17 +37,6 @@ AXES = ("batch", "step", "layer", "head", "pos")
 Track = TypeVar("Track", bound="TrackData")
 
 
-def require_unit(unit: object) -> None:
-    """Check that `unit` is one of scores.
-
-    Raises:
-        TrackError: it is not.
-    """
-    if unit not in get_args(Unit):
-        near = nearest(unit.lower(), get_args(Unit), 1) if isinstance(unit, str) else ""
-        raise TrackError(f"unit must be one of {', '.join(get_args(Unit))}; got {unit!r}.{near}")
-
-
 class TrackData:
     """Sink scores of a run, and the data needed to read them.
 
@@ -202,7 +191,9 @@ class TrackData:
         Raises:
             TrackError: the unit is unknown.
         """
-        require_unit(unit)
+        if unit not in get_args(Unit):
+            near = nearest(unit.lower(), get_args(Unit), 1) if isinstance(unit, str) else ""
+            raise TrackError(f"unit must be one of {', '.join(get_args(Unit))}; got {unit!r}.{near}")
         score = self.data["score"].astype(np.float32).where(self.data["is_real"])
         if unit == "sum":
             return score

@@ -30,7 +30,7 @@ import xarray as xr
 from annotated_types import Gt
 
 from sinklens.errors import SettingError, TrackError
-from sinklens.sinks.data import AXES, TrackData, Unit, require_unit
+from sinklens.sinks.data import AXES, TrackData, Unit
 from sinklens.utils.arguments import Number, Positive, Share, check_arguments
 
 
@@ -90,10 +90,6 @@ class EpsilonOverMean(_Checked):
     epsilon: Number = 3.0
     unit: Unit = "sum"
 
-    def __post_init__(self) -> None:
-        require_unit(self.unit)
-        super().__post_init__()
-
     def strength(self, track: TrackData) -> xr.DataArray:
         score = track.scores(self.unit)
         return score - over_others(score)
@@ -151,7 +147,6 @@ class MeanPlusStd(_Checked):
     slope: Number = 5.0
 
     def __post_init__(self) -> None:
-        require_unit(self.unit)
         super().__post_init__()
         if isinstance(self.over, str) or set(self.over) - {"layer", "head"}:
             raise SettingError(f"over must be a tuple that holds 'layer', 'head', both or neither; got {self.over!r}.")
@@ -258,10 +253,6 @@ class NoOp(SmallValueNorm):
 
     among: Detector = field(default_factory=EpsilonOverMean)
 
-    def __post_init__(self) -> None:
-        require_detector(self.among)
-        super().__post_init__()
-
     def detect(self, track: TrackData) -> xr.DataArray:
         return self.among.detect(track) & super().detect(track)
 
@@ -286,7 +277,6 @@ class Broadcast(_Checked):
     among: Detector = field(default_factory=EpsilonOverMean)
 
     def __post_init__(self) -> None:
-        require_detector(self.among)
         super().__post_init__()
         if self.low > self.high:
             raise SettingError(f"low must not exceed high; got {self.low} and {self.high}.")

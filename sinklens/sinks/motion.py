@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from sinklens.errors import TrackError
 from sinklens.sinks.data import AXES
 from sinklens.sinks.detectors import Detector, MeanPlusStd
-from sinklens.sinks.track import SinkTrack, Unit
+from sinklens.sinks.track import SinkTrack
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
@@ -187,24 +187,23 @@ def overlap(found: xr.DataArray, exists: xr.DataArray, along: str = "step") -> F
     return share.where(alive & alive.shift({along: 1}, fill_value=False)).isel({along: slice(1, None)})
 
 
-def spatial_variance(track: SinkTrack, unit: Unit = "sum", pooled: bool = True) -> Float[xr.DataArray, "batch ..."]:
-    """How unevenly the positions attract attention over the run: Var_j(mean_t m_t(j)), in `unit` squared.
+def spatial_variance(track: SinkTrack, pooled: bool = True) -> Float[xr.DataArray, "batch ..."]:
+    """How unevenly the positions attract attention over the run: Var_j(mean_t m_t(j)).
 
     m_t(j) is the attention mass of key j at step t. The mean is over the steps at which j exists; the
     population variance is over the positions that ever exist (Sink-Aware Pruning, 2602.17664; expected high for
     autoregressive models, lower for DLMs).
 
     Args:
-        unit: unit of the mass, as in ``track.scores``.
         pooled: average the mass over layers and heads, [batch]; the source sums it, the average keeps uniform
             attention at 1. False: each head separately, [batch, layer, head].
     """
-    mass = _scores(_pool(track) if pooled else track, unit).mean("step").astype(np.float64)
+    mass = _scores(_pool(track) if pooled else track).mean("step").astype(np.float64)
     return _without_heads(mass.var("pos"), pooled)
 
 
 def centroid(
-    track: SinkTrack, detector: Detector | None = None, unit: Unit = "sum", pooled: bool = True
+    track: SinkTrack, detector: Detector | None = None, pooled: bool = True
 ) -> Float[xr.DataArray, "batch step ..."]:
     """Where the sinks are at each step: c_t = Σ_{j∈S_t} m_t(j)·j / Σ_{j∈S_t} m_t(j), a position.
 
@@ -214,17 +213,16 @@ def centroid(
     Args:
         detector: definition of a sink. By default, if pooled, the source's: m_t(j) > mean + 2 population standard
             deviations over the existing positions; otherwise as in ``track.detect``.
-        unit: unit of the mass. It cancels, except for "visible", which gives late keys of a causal model more weight.
         pooled: average the mass over layers and heads and find sinks in that average, [batch, step], as in the source.
             False: each head separately, [batch, step, layer, head].
     """
     measured = _pool(track) if pooled else track
     found = measured.detect(MeanPlusStd() if pooled and detector is None else detector)
-    return _without_heads(_centroid_of(_scores(measured, unit), found), pooled)
+    return _without_heads(_centroid_of(_scores(measured), found), pooled)
 
 
 def temporal_variance(
-    track: SinkTrack, detector: Detector | None = None, unit: Unit = "sum", pooled: bool = True
+    track: SinkTrack, detector: Detector | None = None, pooled: bool = True
 ) -> Float[xr.DataArray, "batch ..."]:
     """How far the sinks wander: Var_t(c_t) of the `centroid`, in positions squared.
 
@@ -232,9 +230,9 @@ def temporal_variance(
     motion (Sink-Aware Pruning, 2602.17664; expected near zero for autoregressive models, high for DLMs).
 
     Args:
-        detector, unit, pooled: as in `centroid`; [batch], or [batch, layer, head] when not pooled.
+        detector, pooled: as in `centroid`; [batch], or [batch, layer, head] when not pooled.
     """
-    path = centroid(track, detector, unit, pooled)
+    path = centroid(track, detector, pooled)
     return path.var("step").where(path.count("step") >= 2)
 
 
@@ -284,9 +282,9 @@ def motion_table(track: SinkTrack, detector: Detector | None = None) -> "DataFra
     return xr.Dataset(means).assign_coords(batch=exists["batch"]).to_dataframe()
 
 
-def _scores(track: SinkTrack, unit: Unit = "sum") -> xr.DataArray:
+def _scores(track: SinkTrack) -> xr.DataArray:
     """The scores while a row is running; NaN after its end, while it waits for the rest of its batch."""
-    score = track.scores(unit)
+    score = track.scores()
     return score.where(track.running) if track.causal else score
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int
 
 from sinklens.errors import SettingError, nearest
 from sinklens.sinks.data import TrackData
-from sinklens.sinks.detectors import Detector, EpsilonOverMean, require_detector
+from sinklens.sinks.detectors import Detector, EpsilonOverMean
 from sinklens.sinks.kinds import STATES, Kind, PlaceState, kinds, states
 from sinklens.sinks.track import SinkTrack
 from sinklens.utils.arguments import Count, check_arguments
@@ -101,7 +101,6 @@ class StrongestKeys(Detector):
     overall: bool = False
 
     def __post_init__(self) -> None:
-        require_detector(self.sink)
         check_arguments(self)
         check_only(self._names)
 

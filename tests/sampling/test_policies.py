@@ -382,7 +382,7 @@ LENS = {"gen_length": 8, "hooks": [LogitLens(positions=[0, 1])]}
         (lambda m: brief(m(), Returns(torch.full((1,), 5))), r"Returns\.plan returned numbers other than those of Key"),
         (lambda m: brief(m(), Returns(torch.zeros(1).bool())), r"left nothing to compute in step 1; return Keys\.FRES"),
         (lambda m: brief(m(), ByLayer(2), gen_length=3), r"Two axes are \[batch, pos\]; return a plan by layer as"),
-        (lambda m: Refresh(every=2, within="dual"), r"within must be a policy such as DualCache\(\); got 'dual'"),
+        (lambda m: Refresh(every=2, within="dual"), "within must be a Policy; got 'dual'"),
         (lambda m: Planned(torch.ones(2, 3)), r"Planned takes a table \[batch, step, layer, pos\]; got shape \[2, 3\]"),
         (lambda m: brief(m(), Planned(torch.ones(1, 2, 1, 1).bool())), "has 2 steps, and the run reached step 2; make"),
         (lambda m: brief(m(), "dual", **LENS), "LogitLens reads complete passes, and steps .* run without cache="),

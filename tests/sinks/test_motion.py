@@ -11,7 +11,7 @@ from planting import planted
 
 import sinklens
 from sinklens.errors import TrackError
-from sinklens.sinks import EpsilonOverMean, TopK, build_track, motion
+from sinklens.sinks import EpsilonOverMean, build_track, motion
 from sinklens.tasks import held_out
 
 NAN = float("nan")
@@ -197,47 +197,32 @@ def test_overlap_equals_loops(kind, seed):
         assert_same(heads.isel(batch=b, step=t, layer=layer), mean_or_nan([naive_jaccard(x, y) for x, y in pairs]))
 
 
-def naive_mass(track, unit, pooled):
+def naive_mass(track, pooled):
     """m_t(j) [batch, step, layer, head, pos], NaN at keys that do not exist."""
     score = np.where(naive_existing(track), track.data["score"].to_numpy(), NAN)
-    if pooled:
-        mean = np.full((*score.shape[:2], 1, 1, score.shape[-1]), NAN)
-        for b, t, j in places(track, "batch", "step", "pos"):
-            mean[b, t, 0, 0, j] = mean_or_nan(score[b, t, :, :, j].ravel())
-        score = mean
-    if unit == "fraction":
-        for place in np.ndindex(score.shape[:4]):
-            score[place] /= max(1, (~np.isnan(score[place])).sum())
-    return score
-
-
-@pytest.mark.fast_cases(12)
-@every_random
-@pytest.mark.parametrize("unit", ["sum", "fraction"])
-@pytest.mark.parametrize("pooled", [True, False])
-def test_spatial_variance_equals_loops(kind, seed, unit, pooled):
-    track = random_track(kind, seed)
-    mass = naive_mass(track, unit, pooled)
-    result = motion.spatial_variance(track, unit, pooled)
-    assert result.dims == (("batch",) if pooled else ("batch", "layer", "head"))
-    for b, layer, h in np.ndindex(mass.shape[0], *mass.shape[2:4]):
-        means = [mean_or_nan(mass[b, :, layer, h, j]) for j in range(9)]
-        expected = variance([value for value in means if not np.isnan(value)])
-        assert_same(result[b] if pooled else result[b, layer, h], expected)
+    if not pooled:
+        return score
+    mean = np.full((*score.shape[:2], 1, 1, score.shape[-1]), NAN)
+    for b, t, j in places(track, "batch", "step", "pos"):
+        mean[b, t, 0, 0, j] = mean_or_nan(score[b, t, :, :, j].ravel())
+    return mean
 
 
 @pytest.mark.fast_cases(12)
 @every_random
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("detector", [None, EpsilonOverMean(0.3)])
-def test_centroid_and_temporal_variance_equal_loops(kind, seed, pooled, detector):
+def test_centroid_and_variances_equal_loops(kind, seed, pooled, detector):
     track = random_track(kind, seed)
-    mass = naive_mass(track, "sum", pooled)
-    centre = motion.centroid(track, detector, pooled=pooled)
-    spread = motion.temporal_variance(track, detector, pooled=pooled)
+    mass = naive_mass(track, pooled)
+    uneven = motion.spatial_variance(track, pooled)
+    centre = motion.centroid(track, detector, pooled)
+    spread = motion.temporal_variance(track, detector, pooled)
     assert centre.dims == ("batch", "step") + (() if pooled else ("layer", "head"))
     for b, layer, h in np.ndindex(mass.shape[0], *mass.shape[2:4]):
         at = {"batch": b} if pooled else {"batch": b, "layer": layer, "head": h}
+        means = [mean_or_nan(mass[b, :, layer, h, j]) for j in range(9)]
+        assert_same(uneven.isel(at), variance([value for value in means if not np.isnan(value)]))
         path = []
         for t in range(7):
             m = {j: mass[b, t, layer, h, j] for j in range(9) if not np.isnan(mass[b, t, layer, h, j])}
@@ -292,15 +277,6 @@ def test_moves_between_steps_with_a_sink_are_counted_separately():
     assert (sinks["changes"][0, 0].values.tolist(), sinks["pairs"][0, 0].values.tolist()) == ([1, 0], [3, 0])
     assert float(sinks["share"][0, 0, 0]) == 1 / 3
     assert np.isnan(sinks["share"][0, 0, 1])
-
-
-def test_unit_visible_gives_late_keys_of_a_causal_model_more_weight():
-    """Four queries see key 0 and two see key 2, so 8 and 4 are both 2 per query."""
-    score = np.array([8.0, 0.5, 4.0, 0.1]).reshape(1, 1, 1, 1, 4)
-    track = sinklens.SinkTrack(built(score).data.assign_attrs(causal=1))
-    for pooled in (True, False):
-        assert_same(motion.centroid(track, TopK(2), "sum", pooled).item(), 2 / 3)
-        assert_same(motion.centroid(track, TopK(2), "visible", pooled).item(), 1.0)
 
 
 def test_undefined_measures_are_nan_without_a_warning():

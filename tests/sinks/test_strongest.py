@@ -5,7 +5,7 @@ import pytest
 from tracks import made, planted
 
 import sinklens
-from sinklens.errors import SettingError, TrackError
+from sinklens.errors import SettingError
 from sinklens.interventions import MaskSinks
 from sinklens.sinks import EpsilonOverMean, StrongestKeys
 from sinklens.sinks.kinds import Kind, PlaceState, kinds, states
@@ -96,9 +96,3 @@ def test_only_of_an_intervention_also_leaves_out_kinds(tiny_llada):
 def test_invalid_settings_are_rejected(given, text):
     with pytest.raises(SettingError, match=text):
         StrongestKeys(**given)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_definition_must_be_a_detector():
-    with pytest.raises(TrackError, match="a detector must be an instance"):
-        StrongestKeys(sink=EpsilonOverMean)
