@@ -12,25 +12,15 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from test_layers import MODULES
 
 from sinklens.cli.app import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FOLDERS = {"sinklens": "sinklens", "hooks": "sinklens.hooks", "analyses": "sinklens.analyses"}
 HEAVY = ("transformer_lens", "datasets", "matplotlib", "circuitsvis")
 SLOW = ("transformers", "xarray", "pandas", "ray")
 WITH_SETTINGS = ("trace", "analyse", "evaluate", "plan", "verify")  # their help reads the samplers
-
-
-def _modules() -> dict[str, Path]:
-    """Every module of the three folders, by import name."""
-    found = {}
-    for folder, package in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join((package, *parts)).removesuffix(".__init__")] = path
-    return found
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -56,13 +46,13 @@ def _pins() -> dict[str, Requirement]:
 
 def test_every_package_folder_is_listed_and_every_listed_package_has_a_folder():
     """A folder without `__init__.py` works in the repository but is missing from the wheel."""
-    folders = {name for name, path in _modules().items() if path.name == "__init__.py"}
+    folders = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders
-    assert all((path.parent / "__init__.py").exists() for path in _modules().values())
+    assert all((path.parent / "__init__.py").exists() for path in MODULES.values())
 
 
 def test_no_source_file_imports_relatively_or_a_second_copy_of_hooks_or_analyses():
-    named = {(name, module) for name, path in _modules().items() for module in _imports(path)}
+    named = {(name, module) for name, path in MODULES.items() for module in _imports(path)}
     assert [one for one in named if one[1].split(".")[0] in ("", "hooks", "analyses")] == []
 
 
@@ -108,5 +98,9 @@ def test_tensor_annotations_are_checked_in_this_test_run():
 
     The three top packages are exempt: setuptools' finder serves them, and they only re-export.
     """
-    loaders = {name: type(importlib.util.find_spec(name).loader).__name__ for name in _modules()}
-    assert {name for name, loader in loaders.items() if loader != "_JaxtypingLoader"} <= set(FOLDERS.values())
+    loaders = {name: type(importlib.util.find_spec(name).loader).__name__ for name in MODULES}
+    assert {name for name, loader in loaders.items() if loader != "_JaxtypingLoader"} <= {
+        "sinklens",
+        "sinklens.hooks",
+        "sinklens.analyses",
+    }

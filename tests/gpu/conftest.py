@@ -1,7 +1,7 @@
 """The check of a device: its options, the device under test, and the choice of tests for it.
 
 ``make gpu``, or ``python -m pytest -c tests/gpu/pytest.ini tests/gpu [--out FILE] [--device D] [--minutes N]
-[--conformance FOLDER] [-m PARTS] …`` from the root. The exit status is 1 if a test about correctness failed. Without an
+[-m PARTS] …`` from the root. The exit status is 1 if a test about correctness failed. Without an
 accelerator the tests run on the CPU, at small sizes, and report what they could not check. sinklens is imported from
 the checkout, installed or not.
 
@@ -12,7 +12,6 @@ needs a CUDA device. Each test also has the name of its part as a marker: ``-m "
 import inspect
 import math
 import os
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -29,6 +28,7 @@ if find_spec("sinklens.hooks") is None:  # sinklens is not installed: its other 
     sinklens.__path__.append(str(ROOT))
 
 from gpu.report import PARTS, Report, part_of  # noqa: E402
+from references import unpack  # noqa: E402
 
 from benchmarks.measuring import settle  # noqa: E402
 
@@ -36,10 +36,6 @@ OPTIONS: dict[str, tuple[Any, str]] = {  # the default, and the help
     "device": ("", "e.g. cuda:1 or cpu; by default this machine's accelerator"),
     "out": ("sinklens-check.json", "JSON file (default: %(default)s)"),
     "minutes": (9.5, "start no test after this time (default: %(default)s)"),
-    "conformance": (
-        str(ROOT / "tests/reference_data"),
-        "folder of reference data, packed or unpacked (default: %(default)s)",
-    ),
 }
 UNTIL = pytest.StashKey[float]()
 MARKERS = {"large": "only with an accelerator", "small": "only on a CPU", "cuda(reason)": "needs CUDA"} | PARTS
@@ -154,19 +150,7 @@ def finding(record_property: Callable[[str, object], None]) -> Callable[..., Non
     return record
 
 
-@pytest.fixture
-def reference(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Path]:
-    """Opens a folder of reference data by its name, or skips the test."""
-    root = Path(_option(request.config, "conformance"))
-
-    def opened(name: str) -> Path:
-        packed = root / f"{name}.tar.xz"
-        if packed.is_file():
-            with tarfile.open(packed) as content:
-                content.extractall(tmp_path, filter="data")
-            return tmp_path / name
-        if not (root / name / "expected.safetensors").is_file():
-            pytest.skip(f"no reference data of {name} in {root}; pass a folder with --conformance")
-        return root / name
-
-    return opened
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of reference data."""
+    return unpack(tmp_path_factory.mktemp("references"))

@@ -1,4 +1,4 @@
-"""Compare logits and patterns on the device with the CPU in float64, and with reference data if available.
+"""Compare logits and patterns on the device with the CPU in float64, and with reference data.
 
 Canvases of reference runs are compared token for token, except for tied decisions (agreement.py).
 """
@@ -59,11 +59,9 @@ def test_random(
 
 
 @pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.large) for name in OTHERS)])
-def test_reference_pass(
-    name: str, reference: Callable[[str], Path], device: torch.device, finding: Callable[..., None]
-) -> None:
+def test_reference_pass(name: str, references: Path, device: torch.device, finding: Callable[..., None]) -> None:
     """{name}: logits and patterns of the reference code"""
-    case = open_folder(reference(name))
+    case = open_folder(references / name)
     model, stored = case.load(device, block_length=case.pass_block_length), stored_pass(case)
     with torch.no_grad():
         ids, given = stored.ids.to(device), stored.arguments(device)
@@ -76,11 +74,9 @@ def test_reference_pass(
 
 @pytest.mark.large
 @pytest.mark.parametrize("name", FOLDERS)
-def test_reference_runs(
-    name: str, reference: Callable[[str], Path], device: torch.device, finding: Callable[..., None]
-) -> None:
+def test_reference_runs(name: str, references: Path, device: torch.device, finding: Callable[..., None]) -> None:
     """{name}: canvases of the reference runs, token for token"""
-    case = open_folder(reference(name))
+    case = open_folder(references / name)
     runs = stored_runs(case)
     tied = [text for run in runs if (text := _compare_run(case, run, device))]
     finding(f"{len(runs)} runs; {len(tied)} with tied decisions {'; '.join(tied)}".rstrip())
