@@ -24,6 +24,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
+import torch
 import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -31,8 +32,7 @@ from torch import Tensor
 from sinklens.analyses.answers import KEYS, each_prompt, free_effects, masked, unchanged
 from sinklens.analyses.estimates.tables import interval_table, judged
 from sinklens.analyses.study import Study
-from sinklens.experiments import compare
-from sinklens.experiments.effects import attention_to
+from sinklens.experiments import compare, of_step
 from sinklens.families.dream import DreamSettings
 from sinklens.families.llada import LladaSettings
 from sinklens.families.samplers import settings_for
@@ -217,6 +217,27 @@ def correlations(
         if len(change) > 2 and np.ptp(change) > 0 and np.ptp(attention) > 0:
             found.append(np.corrcoef(change, attention)[0, 1])
     return float(np.mean(found)) if found else float("nan")
+
+
+def attention_to(
+    run: "Generation", keys: Bool[xr.DataArray, "batch step layer head pos"]
+) -> Float[np.ndarray, "batch step pos"]:
+    """Attention that each query of `run` gives to `keys`, averaged over layers and heads; NaN at padding.
+
+    NaN too at positions that are not decoded yet, and at steps that the run or `keys` lacks. Recomputed by one pass of
+    the unchanged model over each step's canvas.
+    """
+    found = np.full((len(run.answers), run.steps_run, run.canvas.shape[2]), np.nan)
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(run.model.cfg.n_layers)]
+    for step in range(min(keys.sizes["step"], run.steps_run)):
+        ids, real, time = of_step(run, step)
+        exists = int((run.canvas[0, step] >= 0).sum())
+        ids, real = ids[:, :exists], real[:, :exists]
+        seen = run.model.tree.peek(ids, real, names, time, run.kind_at(step))
+        wanted = torch.from_numpy(keys.isel(step=step).to_numpy())[..., :exists, None]
+        mass = [(seen[name] @ wanted[:, layer].to(seen[name]))[..., 0].float() for layer, name in enumerate(names)]
+        found[:, step, :exists] = np.where(real.cpu(), torch.stack(mass).mean(dim=(0, 2)).cpu(), np.nan)
+    return found
 
 
 def changes(compared: xr.Dataset, correlation: float) -> xr.Dataset:

@@ -5,10 +5,11 @@ predictions when it is skipped, at every step on the canvases of the unchanged r
 one core.
 """
 
+import torch
 from templates import balanced, mean
 
 import sinklens
-from sinklens.experiments import layer_similarity, sweep
+from sinklens.experiments import of_step, sweep
 from sinklens.interventions import SkipLayers
 
 MODELS = {
@@ -18,6 +19,19 @@ MODELS = {
     "tiny-two-modes": {"mode": "diffusion", "gen_length": 8},
     "tiny-llama": {"gen_length": 8},
 }
+
+
+def prompt_cosine(run: sinklens.Generation, layer: int) -> float:
+    """The mean cosine of the streams that enter and leave a layer at prompt positions, over steps 0 and 4."""
+    found = []
+    for step in (0, 4):
+        ids, real, time = of_step(run, step)
+        names = [f"blocks.{layer}.hook_resid_{at}" for at in ("pre", "post")]
+        seen = run.model.tree.peek(ids, real, names, time)
+        prompt = run.real[:, : run.prompt_length]
+        streams = (seen[name].float().cpu()[:, : run.prompt_length][prompt] for name in names)
+        found.append(float(torch.cosine_similarity(*streams, dim=-1).mean()))
+    return sum(found) / len(found)
 
 
 def main() -> None:
@@ -32,9 +46,9 @@ def main() -> None:
         alike = None  # the streams of a model of two modes depend on the mode of the pass
         if "mode" not in settings:
             run = sinklens.generate(model, prompts, record_sinks=False, **settings)
-            alike = layer_similarity(run, steps=[0, 4], state="prompt").mean("step")
+            alike = [prompt_cosine(run, layer) for layer in layers]
         for layer in layers:
-            influence = "" if alike is None else f"influence {1 - float(alike[layer, layer + 1]):.2f}"
+            influence = "" if alike is None else f"influence {1 - alike[layer]:.2f}"
             print(name, layer, influence, "kl", mean(kl.sel(intervention=f"{layer}"), problems, ".3g"))
 
 

@@ -9,7 +9,6 @@
 - What is known when: `logit_lens`, `train_tuned_lens`; `step_predictions`,
   `settling_steps`, `answer_emergence`, `early_exit`.
 - Sinks: `sink_jumps` lists their jumps, `jump_undone` measures which path made one, `sinks_compared` lists changes.
-- Streams: `layer_similarity`.
 - From other prompts: `donors`, `difference_of_means`, for ablating, resampling and steering;
   `input_norms`, for pruning.
 - How probable a model finds an answer: `likelihood`, `likelihood_difference`. Gaps: `holes` makes a run
@@ -45,7 +44,6 @@ from sinklens.experiments.settling import (
     step_predictions,
 )
 from sinklens.experiments.step_ids import of_step
-from sinklens.experiments.streams import layer_similarity
 from sinklens.experiments.swaps import swap
 from sinklens.experiments.sweeps import sweep
 from sinklens.experiments.writers import write_attribution
@@ -76,7 +74,6 @@ __all__ = [
     "holes",
     "input_norms",
     "jump_undone",
-    "layer_similarity",
     "likelihood",
     "likelihood_difference",
     "logit_lens",

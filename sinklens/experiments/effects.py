@@ -15,7 +15,7 @@ Pitfall: a confidence of 1 cannot rise. Means over positions hide that near the 
 inspect the steps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -23,15 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from sinklens.errors import SettingError
-from sinklens.experiments.step_ids import of_step
 from sinklens.interventions.logits import MaskedLogits
 from sinklens.model import Model, load
 from sinklens.runs import generate
-from sinklens.runs.intervention import within
 from sinklens.runs.request import Hooks, hook_list
 from sinklens.runs.result import Generation, require_run
 from sinklens.sampling.key_cache import Policy
@@ -158,7 +156,7 @@ def compare(
 
     Args:
         base_logits, changed_logits: `MaskedLogits.kept` of the two runs.
-        attended: positions to report separately, e.g. those that attended to a masked sink; see `attention_to`.
+        attended: positions to report separately, e.g. those that attended to a masked sink.
         edited: the runs are known to share their prompts even if an intervention changed or lengthened them. Runs of
             different lengths are then compared by their answers only.
 
@@ -359,47 +357,3 @@ def sinks_compared(base: Generation, changed: Generation, detector: Detector | N
     summed = {name: marked.sum(("layer", "head", "pos")) for name, marked in counts.items()}
     summed["sinks_moved"] = (top[0] != top[1]).sum(("layer", "head"))
     return xr.Dataset(summed).drop_vars(["batch"], errors="ignore")
-
-
-def attention_to(
-    run: Generation, keys: Bool[xr.DataArray, "batch _ layer head pos"], steps: Sequence[int] | None = None
-) -> Float[np.ndarray, "batch step pos"]:
-    """Attention that each query of `run` gives to `keys`, averaged over layers and heads.
-
-    NaN at padding, at positions that are not decoded yet, and at other `steps`.
-
-    Recomputed by one pass of the unchanged model over each step's canvas. With ``keys = MaskSinks(...).keys(changed)``
-    it shows which positions had attended to the sinks that were masked.
-
-    Args:
-        keys: keys from a track of this run with all its layers and heads; for some of the steps only, with their
-            numbers in the coordinate ``step``.
-        steps: step numbers; negative ones count from the end. By default those of `keys`.
-
-    Raises:
-        SettingError: a step that the run or `keys` does not have, or `keys` of another run or with only some layers or
-            heads; or steps whose passes saw a window of the text.
-    """
-    require_run(run, "run")
-    cfg, axes = run.model.cfg, ("batch", "layer", "head", "pos")
-    here = dict(zip(axes, (len(run.answers), cfg.n_layers, cfg.n_heads, run.canvas.shape[2]), strict=True))
-    there = {axis: keys.sizes.get(axis) for axis in axes}
-    if here != there:
-        raise SettingError(f"keys has {there}, this run {here}; pass keys of this run, with all its layers and heads.")
-    if "step" not in keys.coords:
-        keys = keys.assign_coords(step=np.arange(keys.sizes["step"]))
-    known = keys["step"].to_numpy().tolist()
-    chosen = [step for step in known if step < run.steps_run] if steps is None else within("step", steps, run.steps_run)
-    if set(chosen) - set(known):
-        raise SettingError(f"keys has no step {min(set(chosen) - set(known))}; choose from {known}.")
-    found = np.full((len(run.answers), run.steps_run, run.canvas.shape[2]), np.nan)
-    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(cfg.n_layers)]
-    for step in chosen:
-        ids, real, time = of_step(run, step)
-        exists = int((run.canvas[0, step] >= 0).sum())
-        ids, real = ids[:, :exists], real[:, :exists]
-        seen = run.model.tree.peek(ids, real, names, time, run.kind_at(step))
-        wanted = torch.from_numpy(keys.sel(step=step).transpose(*axes).to_numpy())[..., :exists, None]
-        mass = [(seen[name] @ wanted[:, layer].to(seen[name]))[..., 0].float() for layer, name in enumerate(names)]
-        found[:, step, :exists] = np.where(real.cpu(), torch.stack(mass).mean(dim=(0, 2)).cpu(), np.nan)
-    return found

@@ -17,6 +17,7 @@ from sinklens.analyses.mechanism import (
     TOP_K,
     Mechanism,
     above_median,
+    attention_to,
     claims,
     correlations,
     orders,
@@ -53,6 +54,24 @@ def test_the_correlation_is_between_attention_and_change_over_positions():
     expected = np.corrcoef([0.0, -0.05, -0.07], [0.1, 0.2, 0.3])[0, 1]
     assert correlations(run, mass, before, after) == pytest.approx(expected)  # the second step has too few positions
     assert math.isnan(correlations(run, mass, before, before))
+
+
+@pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
+def test_attention_to_keys_is_the_mean_over_heads_and_layers_of_the_unchanged_model(request, name):
+    model = request.getfixturevalue(name)
+    change = MaskSinks(top_k=2, layers=[0, -1], heads=[1, 4], steps=range(2, 6))
+    run = sinklens.generate(model, [problem.prompt for problem in held_out(3)], hooks=change, **SETTINGS)
+    keys = change.keys(run)
+    found = attention_to(run, keys)
+    for step in (0, 3, 5):
+        known = run.prompt_length + step if model.causal else run.canvas.shape[2]
+        real = run.real[:, :known]
+        _, cache = model.run_with_cache(run.canvas[:, step, :known], attention_mask=real)
+        patterns = torch.stack([cache["pattern", layer] for layer in range(4)], dim=1).double().numpy()
+        expected = (patterns * keys.to_numpy()[:, step, :, :, None, :known]).sum(-1).mean((1, 2))
+        np.testing.assert_allclose(found[:, step, :known], np.where(real, expected, np.nan), atol=1e-6)
+        assert np.isnan(found[:, step, known:]).all()
+    assert np.nanmax(found) > 0.02
 
 
 def test_orders_unmask_as_named_one_token_per_step(tiny_llada, tiny_llama):

@@ -9,7 +9,6 @@ from stored.runs import open_folder
 import sinklens
 from sinklens.errors import SettingError, TrackError
 from sinklens.experiments import LogitLens, logit_lens, of_step
-from sinklens.experiments.effects import attention_to
 from sinklens.families import bd3lm_owt
 from sinklens.interventions import Activations, ForceTokens, MaskedLogits, MaskSinks
 
@@ -214,7 +213,6 @@ def test_what_a_separate_pass_would_show_is_refused(mdlm, moving, bd3lm):
         (lambda: of_step(moving, 3), SettingError, separate),
         (lambda: logit_lens(mdlm, moving), SettingError, separate),
         (lambda: sinklens.views.pattern_at(moving, 9, 0), TrackError, "a separate pass sees all of the text"),
-        (lambda: attention_to(moving, moving.sinks.detect(sinklens.sinks.EpsilonOverMean())), SettingError, "a window"),
         (lambda: of_step(sliding, 2), SettingError, "the bd3lm-owt sampler sees a window of the text"),
     ):
         with pytest.raises(error, match=message):

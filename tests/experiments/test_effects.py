@@ -11,7 +11,6 @@ from building import random_hf, random_ids
 import sinklens
 from sinklens.errors import SettingError
 from sinklens.experiments import compare, corrupted, effect, logit_lens, of_step, sinks_compared
-from sinklens.experiments.effects import attention_to
 from sinklens.interventions import AblateHeads, ForceTokens, MaskedLogits, MaskSinks, SinkToken
 from sinklens.sampling import DualCache
 from sinklens.sampling.loop import unmask_steps
@@ -229,37 +228,9 @@ def test_a_token_ruled_out_by_both_runs_adds_nothing_to_the_kl(tiny_llada):
     assert compare(run, run, {0: p}, {0: torch.tensor([[0.0, -torch.inf, 0.0]] * 2)})["kl"].item() == math.inf
 
 
-@pytest.fixture(scope="module")
-def masked(tiny_llada):
-    """A run whose strongest keys are masked in some layers and heads, and these keys."""
-    change = MaskSinks(top_k=2, layers=[0, -1], heads=[1, 4], steps=range(2, 8))
-    run = sinklens.generate(tiny_llada, PROMPTS, hooks=change, **SHORT)
-    return run, change.keys(run)
-
-
-def test_attention_to_keys_is_the_mean_over_heads_and_layers_of_the_unchanged_model(masked, tiny_llama):
-    """At the numbers of the steps, not their indices: keys of steps 3 and 6 are at indices 0 and 1."""
-    run, keys = masked
-    found = attention_to(run, keys, steps=[3, 6])
-    for step in (3, 6):
-        _, cache = run.model.run_with_cache(run.canvas[:, step], attention_mask=run.real)
-        patterns = torch.stack([cache["pattern", layer] for layer in range(4)], dim=1).double().numpy()
-        expected = (patterns * keys.to_numpy()[:, step, :, :, None]).sum(-1).mean((1, 2))
-        np.testing.assert_allclose(found[:, step], np.where(run.real, expected, np.nan), atol=1e-6)
-    assert np.isnan(found[:, [0, 1, 2, 4, 5, 7]]).all()
-    assert np.nanmax(found) > 0.05
-    np.testing.assert_array_equal(attention_to(run, keys.isel(step=[3, 6])), found)
-    written = sinklens.generate(tiny_llama, PROMPTS, gen_length=4)
-    found = attention_to(written, written.sinks.scores().notnull())
-    for step in range(4):
-        known = written.prompt_length + step  # an autoregressive run has decoded so many
-        np.testing.assert_allclose(found[:, step, :known][written.real[:, :known].numpy()], 1.0, atol=1e-5)
-        assert np.isnan(found[:, step, known:]).all()
-
-
 @pytest.mark.usefixtures("unchecked")
-def test_what_cannot_be_compared_is_refused(masked, tiny_llada):
-    run, keys = masked
+def test_what_cannot_be_compared_is_refused(tiny_llada):
+    run = sinklens.generate(tiny_llada, PROMPTS, **SHORT)
     ids, settings = tiny_llada.encode(PROMPTS[0])[0], {"record_sinks": False}
     short, long, other, fewer = (
         sinklens.generate(tiny_llada, some, **settings, gen_length=length)
@@ -267,24 +238,18 @@ def test_what_cannot_be_compared_is_refused(masked, tiny_llada):
     )
     longer = sinklens.generate(tiny_llada, ids, hooks=[SinkToken()], **settings, gen_length=8)
     one, two, logits = {1: torch.zeros(1, 3)}, {2: torch.zeros(1, 3)}, "pass both base_logits and changed_logits"
-    of_run, changes = "pass keys of this run, with all its layers and heads", {"a": "b"}
+    changes = {"a": "b"}
     calls = [
         (lambda: compare(run, fewer), r"prompts and lengths; got \[3, \d+\] and \[2, \d+\] \(rows, positions\)"),
         (lambda: compare(run, other), r"have the same prompts; these do not"),
         (lambda: compare(short, long), "have the same prompts"),  # one prompt begins the other
         (lambda: compare(long, longer), r"got \[1, \d+\] and \[1, \d+\] \(rows, positions\)"),
-        (lambda: compare(run, run, attended=keys), "which needs the logits of both runs; pass them, too"),
+        (lambda: compare(run, run, attended=run.real), "which needs the logits of both runs; pass them, too"),
         (lambda: compare(run, run, one), logits),
         (lambda: compare(run, run, None, one), logits),
         (lambda: compare(run, run, one, two), r"no step has .* base_logits holds steps \[1\], .* \[2\]"),
         (lambda: MaskedLogits().hooks_for(tiny_llada), "use MaskedLogits in a run of several steps"),
         (lambda: sinks_compared(run, other), "sinks_compared needs the sinks of both runs; run them with record_sinks"),
-        (lambda: attention_to(run, keys, [99]), "step 99 does not exist; there are"),
-        (lambda: attention_to(run, keys.isel(step=[2, 3]), [1]), r"keys has no step 1; choose from \[2, 3\]"),
-        (lambda: attention_to(run, keys.isel(layer=[3])), r"keys has .*'layer': 1.*, this run .*'layer': 4.*; pass"),
-        (lambda: attention_to(run, keys.isel(head=[3])), of_run),
-        (lambda: attention_to(run, keys.isel(batch=[0])), of_run),
-        (lambda: attention_to(run, keys.isel(pos=slice(3))), of_run),
         (lambda: effect(run.model, PROMPTS, other=random_hf_model(2)), r"same layers, heads and vocabulary; got \(4"),
     ]  # fmt: skip
     for given in ("Question: 1 + 1?", None, torch.zeros(1, 2, 3)):
@@ -295,7 +260,6 @@ def test_what_cannot_be_compared_is_refused(masked, tiny_llada):
             (lambda given=given: corrupted(given, changes), f"base {kind}"),
             (lambda given=given: sinks_compared(given, run), f"base {kind}"),
             (lambda given=given: logit_lens(run.model, given), f"run {kind}"),
-            (lambda given=given: attention_to(given, keys), f"run {kind}"),
             (lambda given=given: of_step(given, 0), f"run {kind}"),
         ]
     for call, match in calls:
