@@ -9,6 +9,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp
 from sinklens.errors import SinklensError
 from sinklens.live import comparing, forms, page, problems, reading
 from sinklens.live.detail import check_index, detail, maps_of_layer, packed
-from sinklens.live.heads import Trials, requested_trial
+from sinklens.live.heads import begin_trial
 from sinklens.live.refusal import Refused, read_json, require
 from sinklens.live.script import script
 from sinklens.live.security import MOST_BYTES, Guard, Guarded, framing
@@ -43,8 +44,6 @@ class LabApp:
 
     def __init__(self, session: Session, guard: Guard) -> None:
         self._session, self._guard = session, guard
-        self._trials = Trials(session.events, session.thread)
-        session.at_close.append(self._trials.cancel_all)
         self._results: OrderedDict[tuple[Any, ...], Future[Any]] = OrderedDict()
         self._streams = 0
 
@@ -60,12 +59,11 @@ class LabApp:
             ("GET", "/api/token", self.token),
             ("GET", "/api/events", self.events),
             ("POST", "/api/runs", _doing(self.submit, 202, body=True)),
-            ("GET", "/api/runs/{run}", _doing(self.run)),
-            ("DELETE", "/api/runs/{run}", _doing(self.remove)),
+            ("GET", "/api/runs/{run}", _doing(partial(detail, session))),
+            ("DELETE", "/api/runs/{run}", _doing(session.remove)),
             ("POST", "/api/runs/{run}/cancel", _doing(session.cancel, 202)),
             ("POST", "/api/shown", _doing(session.show, body=True)),
-            ("POST", "/api/runs/{run}/heads", _doing(self.try_heads, 202, body=True)),
-            ("POST", "/api/runs/{run}/heads/cancel", _doing(self.cancel_heads, 202)),
+            ("POST", "/api/runs/{run}/heads", _doing(partial(begin_trial, session), 202, body=True)),
             ("GET", "/api/runs/{run}/maps", self.maps),
             ("GET", "/api/runs/{run}/pattern", self.pattern),
             ("GET", "/api/runs/{run}/proposals", self.proposals),
@@ -154,23 +152,6 @@ class LabApp:
     def submit(self, body: Any) -> Any:
         """Queue a run."""
         return {"run": self._session.submit(body)}
-
-    def run(self, run: str) -> Any:
-        """Everything about a run."""
-        return detail(self._session, self._session.run(run)) | {"heads": self._trials.state(run)}
-
-    def remove(self, run: str) -> None:
-        """Remove a run."""
-        self._session.remove(run)
-        self._trials.forget(run)
-
-    def try_heads(self, run: str, body: Any) -> Any:
-        """Try the ablation of each head of a run."""
-        return self._trials.begin(run, requested_trial(self._session, run, body))
-
-    def cancel_heads(self, run: str) -> None:
-        """Stop that."""
-        self._trials.cancel(self._session.run(run).id)
 
     async def maps(self, request: Request) -> Response:
         """The scores and sinks of a layer, as the figures read them; -1: the mean over all heads."""

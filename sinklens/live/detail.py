@@ -23,9 +23,10 @@ def packed(array: np.ndarray) -> dict[str, Any]:
     return {"shape": list(array.shape), "dtype": "float16", "data": base64.b64encode(data).decode()}
 
 
-def detail(session: Session, run: LabRun) -> dict[str, Any]:
+def detail(session: Session, run_id: str) -> dict[str, Any]:
     """Everything that the page needs of a run, finished or under way; without steps, what was requested."""
-    found = {"summary": run.summary(), "spec": run.spec.to_json(), "chips": list(run.spec.chips)}
+    run = session.run(run_id)
+    found = {"summary": run.summary(), "spec": run.spec.to_json(), "chips": list(run.spec.chips), "heads": run.heads}
     if run.readable:
         return found | _of_outcome(session.history.load(run.id), run, session)
     live = run.live

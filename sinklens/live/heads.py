@@ -8,11 +8,8 @@ Caveat: the logits of a batch agree with those of a single run to about 1e-5. Wh
 answer found here can differ from that of a run with the same head ablated.
 """
 
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,46 +20,21 @@ from sinklens.experiments.stacking import Stacked
 from sinklens.interventions import AblateHeads, MaskedLogits
 from sinklens.live import problems
 from sinklens.live.comparing import fitting, why_not
-from sinklens.live.events import EventLog
 from sinklens.live.execution import built, denoising, repeat
 from sinklens.live.outcome import RunOutcome
 from sinklens.live.refusal import require
 from sinklens.live.spec import RunSpec
-from sinklens.live.thread import ModelThread, RunCancelled, Stop, reason
+from sinklens.live.thread import RunCancelled, Stop, reason
 from sinklens.runs import Generation, Intervention
 
 if TYPE_CHECKING:
+    from sinklens.live.history import LabRun
     from sinklens.live.session import Session
     from sinklens.model import Model
 
 MOST_ROWS = 8  # heads per pass
-MOST_TRIALS = 32  # runs whose trials are kept; the oldest is stopped
 REPLACEMENTS = ("zero", "mean")
 LayerHead = tuple[int, int]  # layer, head
-
-
-@dataclass(frozen=True)
-class HeadEffect:
-    """What a head's ablation changes.
-
-    Attributes:
-        layer, head: the head.
-        kl: mean KL divergence over steps on the run's canvases, in nats; None if it is undefined.
-        same: whether the answer is the same; None for a run on the canvases of another, which cannot change.
-        changed: share of the answer's positions with another final token; None if `same` is.
-        text: the answer without the head; None if `same` is, or without a tokenizer.
-        number: the number that this answer states after ``####``; None if it states none.
-        right: whether that answer solves the task's problem; None without one.
-    """
-
-    layer: int
-    head: int
-    kl: float | None
-    same: bool | None
-    changed: float | None
-    text: str | None
-    number: str | None
-    right: bool | None
 
 
 class HeadTrial:
@@ -73,20 +45,29 @@ class HeadTrial:
         spec, outcome, model: the run and its model.
         by: the replacement of a head's output.
         layers: the layers whose heads are tried.
+        stop: ends it.
 
     Attributes:
         why: why the KL divergence is undefined; None if it is defined.
         status: "running", "done", "cancelled" or "failed".
-        stop: ends it.
     """
 
     def __init__(
-        self, run: str, spec: RunSpec, outcome: RunOutcome, model: "Model", by: str = "zero", layers: Sequence[int] = ()
+        self,
+        run: str,
+        spec: RunSpec,
+        outcome: RunOutcome,
+        model: "Model",
+        by: str = "zero",
+        layers: Sequence[int] = (),
+        stop: Stop | None = None,
     ) -> None:
-        self.status, self.stop, self._began = "running", Stop(), time.perf_counter()
+        self.status, self.stop, self._began = "running", stop or Stop(), time.perf_counter()
         self._error: str | None = None
         self._run, self._spec, self._outcome, self._model, self._by = run, spec, outcome, model, by
-        self._layers, self._parts = layers, self._groups(layers)
+        every = [(layer, head) for layer in layers for head in range(model.cfg.n_heads)]
+        self._layers = layers
+        self._parts = [every[start : start + MOST_ROWS] for start in range(0, len(every), MOST_ROWS)]
         self._total, self._told = sum(map(len, self._parts)), 0
         self._found: list[dict[str, object]] = []
         self.why = why_not([spec, spec], [outcome, outcome])
@@ -117,23 +98,21 @@ class HeadTrial:
         new, self._told = self._found[self._told :], len(self._found)
         return self.to_json() | {"heads": new}
 
-    def _groups(self, layers: Sequence[int]) -> list[list[LayerHead]]:
-        """The heads of `layers` in groups of one pass each."""
-        heads = [(layer, head) for layer in layers for head in range(self._model.cfg.n_heads)]
-        return [heads[start : start + MOST_ROWS] for start in range(0, len(heads), MOST_ROWS)]
-
     def measure(self, heads: Sequence[LayerHead]) -> list[dict[str, object]]:
-        """The effects of some heads, as JSON of `HeadEffect`.
+        """The effects of some heads, as JSON.
+
+        ``layer`` and ``head``; ``kl``, the mean KL divergence over steps on the run's canvases, in nats, or None if it
+        is undefined; ``same``, whether the answer is the same, or None for a run on the canvases of another, which
+        cannot change; ``changed``, the share of the answer's positions with another final token, ``text``, the answer
+        without the head, and ``number``, which it states after ``####``; ``right``, whether it solves the task's
+        problem, or None without one.
 
         Raises:
             RunCancelled: the trial was stopped.
         """
         kls = [None] * len(heads) if self.why else self._divergences(heads)
         effects = zip(heads, kls, self._answers(heads), strict=True)
-        return [
-            asdict(HeadEffect(layer, head, kl, same, changed, text, problems.stated_number(text), right))
-            for (layer, head), kl, (same, changed, text, right) in effects
-        ]
+        return [{"layer": layer, "head": head, "kl": kl} | answer for (layer, head), kl, answer in effects]
 
     def _ablations(self, heads: Sequence[LayerHead]) -> Stacked:
         """The run's own interventions and the ablation of one head, for each row."""
@@ -173,12 +152,10 @@ class HeadTrial:
             found.append(None if np.isnan(kl).all() else float(np.nanmean(kl)))
         return found
 
-    def _answers(
-        self, heads: Sequence[LayerHead]
-    ) -> Iterator[tuple[bool | None, float | None, str | None, bool | None]]:
-        """``same``, ``changed``, ``text`` and ``right`` of each head."""
+    def _answers(self, heads: Sequence[LayerHead]) -> Iterator[dict[str, object]]:
+        """``same``, ``changed``, ``text``, ``number`` and ``right`` of each head."""
         if self._spec.replay is not None:
-            yield from [(None, None, None, None)] * len(heads)
+            yield from [dict.fromkeys(("same", "changed", "text", "number", "right"))] * len(heads)
             return
         run = denoising(self._spec, self._model, record=False, changes=[self._ablations(heads)], copies=len(heads))
         run.carry_out([self.stop])
@@ -190,69 +167,17 @@ class HeadTrial:
                 right = problems.right(*self._spec.task, answer, ids[ids >= 0].tolist(), self._model.eos_token_ids)
             differs = (ids != base)[(ids >= 0) | (base >= 0)]
             same = answer.text == self._outcome.answer.text if answer.text is not None else not differs.any()
-            yield bool(same), float(differs.mean()), answer.text, right
+            yield {
+                "same": bool(same), "changed": float(differs.mean()), "text": answer.text,
+                "number": problems.stated_number(answer.text), "right": right,
+            }  # fmt: skip
 
 
-class Trials:
-    """The newest trial of each run; every pass of heads is an event, so all tabs show what was found so far.
+def begin_trial(session: "Session", run_id: str, body: Any) -> dict[str, Any]:
+    """Begin the trial that a request asks for, instead of any earlier one of the run; returns its state.
 
-    The passes run in the model thread while nothing else waits there, so a run or a pattern that somebody waits for
-    goes first.
-
-    Limitation: trials are not kept on disk.
-
-    Args:
-        events, thread: those of the lab.
-    """
-
-    def __init__(self, events: EventLog, thread: ModelThread) -> None:
-        self._events, self._thread, self._lock = events, thread, threading.Lock()
-        self._kept: OrderedDict[str, HeadTrial] = OrderedDict()
-
-    def begin(self, run: str, trial: HeadTrial) -> dict[str, Any]:
-        """Begin a trial, instead of any earlier one of the run; returns its state."""
-        self.forget(run)
-        with self._lock:
-            self._kept[run] = trial
-            while len(self._kept) > MOST_TRIALS:
-                self._kept.popitem(last=False)[1].stop.requested = True
-        state = trial.to_json()
-        self._events.add("heads", **trial.news())
-        self._thread.background(lambda: self._proceed(run, trial))
-        return state
-
-    def state(self, run: str) -> dict[str, Any] | None:
-        """The state of a run's trial, or None."""
-        trial = self._kept.get(run)
-        return None if trial is None else trial.to_json()
-
-    def cancel(self, run: str) -> None:
-        """Stop a run's trial, if there is one; what was found so far remains."""
-        if (trial := self._kept.get(run)) is not None:
-            trial.stop.requested = True
-
-    def cancel_all(self) -> None:
-        """Stop all trials."""
-        for run in list(self._kept):
-            self.cancel(run)
-
-    def forget(self, run: str) -> None:
-        """Stop and drop a run's trial."""
-        self.cancel(run)
-        with self._lock:
-            self._kept.pop(run, None)
-
-    def _proceed(self, run: str, trial: HeadTrial) -> None:
-        """Try the heads of a pass, and queue the next."""
-        trial.proceed()
-        if self._kept.get(run, trial) is trial:
-            self._events.add("heads", **trial.news())
-        if trial.status == "running":
-            self._thread.background(lambda: self._proceed(run, trial))
-
-
-def requested_trial(session: "Session", run: str, body: Any) -> HeadTrial:
-    """The trial that a request asks for.
+    Its passes run in the model thread while nothing else waits there, so a run or a pattern that somebody waits for
+    goes first. Every pass is an event, so all tabs show what was found so far. Trials are not kept on disk.
 
     Args:
         body: the request: ``by`` and, for the heads of one layer, ``layer``.
@@ -263,9 +188,25 @@ def requested_trial(session: "Session", run: str, body: Any) -> HeadTrial:
     require(isinstance(body, dict) and not set(body) - {"by", "layer"}, "a trial of heads has by and layer.")
     by, layer = body.get("by", "zero"), body.get("layer")
     require(by in REPLACEMENTS, f"by must be one of {', '.join(REPLACEMENTS)}; got {by!r:.40}.")
-    spec, outcome = session.outcome(run)
-    model = session.model_of(run)
+    spec, outcome = session.outcome(run_id)
+    run, model = session.run(run_id), session.model_of(run_id)
     layers = range(model.cfg.n_layers)
     known = layer is None or (type(layer) is int and layer in layers)
     require(known, f"layer must be a number from 0 to {len(layers) - 1}, or null for all; got {layer!r:.40}.")
-    return HeadTrial(run, spec, outcome, model, by, layers if layer is None else [layer])
+    run.stop.requested = True
+    run.stop = Stop()
+    trial = HeadTrial(run_id, spec, outcome, model, by, layers if layer is None else [layer], run.stop)
+    run.heads = trial.to_json()
+    session.events.add("heads", **trial.news())
+    session.thread.background(lambda: _proceed(session, run, trial))
+    return run.heads
+
+
+def _proceed(session: "Session", run: "LabRun", trial: HeadTrial) -> None:
+    """Try the heads of a pass, and queue the next."""
+    trial.proceed()
+    if run.stop is trial.stop:
+        run.heads = trial.to_json()
+        session.events.add("heads", **trial.news())
+    if trial.status == "running":
+        session.thread.background(lambda: _proceed(session, run, trial))

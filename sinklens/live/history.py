@@ -60,7 +60,8 @@ class LabRun:
         created: when, in seconds since 1970; 0 if its file cannot be read.
         facts: parts of the summary that are known only later: of a run from a file those of `FACTS`, or ``error``.
         live: the run under way.
-        stop: ends it before its next step, or before its first one.
+        stop: ends it before its next step, or before its first one; after its end, the trial of its heads.
+        heads: state of its newest trial of heads (heads.py).
         removed: whether it was removed while it was running.
         damaged: whether its file cannot be read; `spec` then says nothing.
     """
@@ -72,6 +73,7 @@ class LabRun:
     facts: dict[str, Any] = field(default_factory=dict)
     live: "LiveRun | None" = None
     stop: Stop = field(default_factory=Stop)
+    heads: dict[str, Any] | None = None
     removed: bool = False
     damaged: bool = False
 

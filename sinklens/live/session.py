@@ -10,7 +10,7 @@ finished; a failed one also has an error. The model remains usable, after runnin
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,14 +57,12 @@ class Session:
         history: the runs on disk.
         thread: the model thread.
         shown: ids of run A and run B, as a page last reported them.
-        at_close: called when the lab closes, to end background work.
     """
 
     def __init__(self, models: list[LabModel], keep: Path | None = None) -> None:
         """Open the lab with the runs in `keep`."""
         self.models = {entry.name: entry for entry in models}
         self.events, self.history, self.thread = EventLog(), RunHistory(keep), ModelThread()
-        self.at_close: list[Callable[[], None]] = []
         self.shown: dict[str, str | None] = {"A": None, "B": None}
         self._lock = threading.RLock()
         self._runs: dict[str, LabRun] = {}
@@ -91,14 +89,14 @@ class Session:
         return run.id
 
     def cancel(self, run_id: str) -> None:
-        """Cancel a run: take it out of the queue, or stop it before its next step."""
+        """Cancel a run: take it out of the queue, or stop it before its next step; one that has ended, its trial."""
         with self._lock:
             run = self.run(run_id)
             if run.status == "queued" and self.thread.withdraw(run_id):
                 run.status = "cancelled"
                 run.facts["steps_run"] = 0
                 self.events.add("cancelled", run=run_id, summary=run.summary())
-            elif run.status in ("queued", "running"):
+            else:
                 run.stop.requested = True
 
     def remove(self, run_id: str) -> None:
@@ -198,12 +196,10 @@ class Session:
         return model
 
     def close(self) -> None:
-        """Stop the run under way, end the connections, and delete what is not kept."""
+        """Stop what is under way, end the connections, and delete what is not kept."""
         with self._lock:
             for run in self._runs.values():
                 run.stop.requested = True
-        for end in self.at_close:
-            end()
         self.thread.close()
         self.events.close()
         self.history.close()

@@ -85,11 +85,8 @@ class ModelThread:
         Raises:
             Refused: the queue is full.
         """
-        with self._ready:
-            full = f"{MOST_RUNS} runs are waiting, which is the most; wait for one, or cancel one."
-            require(len(self._runs) < MOST_RUNS, full, 429)
-            self._runs.append(WorkItem(run, work, Future()))
-            self._ready.notify()
+        full = f"{MOST_RUNS} runs are waiting, which is the most; wait for one, or cancel one."
+        self._put(self._runs, WorkItem(run, work, Future()), MOST_RUNS, full)
 
     def compute(self, work: Callable[[], Result]) -> "Future[Result]":
         """Queue a computation.
@@ -98,19 +95,19 @@ class ModelThread:
             Refused: too many are waiting.
         """
         future: Future[Result] = Future()
-        with self._ready:
-            full = f"{MOST_COMPUTATIONS} computations are waiting for the model, which is the most; try again later."
-            require(len(self._computations) < MOST_COMPUTATIONS, full, 429)
-            self._computations.append(WorkItem(None, work, future))
-            self._ready.notify()
+        full = f"{MOST_COMPUTATIONS} computations are waiting for the model, which is the most; try again later."
+        self._put(self._computations, WorkItem(None, work, future), MOST_COMPUTATIONS, full)
         return future
 
     def background(self, work: Callable[[], None]) -> None:
         """Queue a short part of background work, which runs when nothing else waits; it raises nothing."""
+        self._put(self._background, WorkItem(None, work, Future()))
+
+    def _put(self, queue: deque[WorkItem], item: WorkItem, most: int | None = None, full: str = "") -> None:
         with self._ready:
-            if not self._closed:
-                self._background.append(WorkItem(None, work, Future()))
-                self._ready.notify()
+            require(most is None or len(queue) < most, full, 429)
+            queue.append(item)
+            self._ready.notify()
 
     def withdraw(self, run: str) -> bool:
         """Take a run out of the queue; returns whether it was still there."""

@@ -70,7 +70,7 @@ def test_a_trial_can_be_stopped_and_one_that_cannot_begin_is_refused(client, gat
     blocked = client.submit(prompt=PROMPT, settings=SHORT)
     assert gate.reached.wait(60)
     assert client.http.post(f"/api/runs/{run}/heads", json={}).json()["total"] == 24
-    assert client.http.post(f"/api/runs/{run}/heads/cancel", json={}).status_code == 202
+    assert client.http.post(f"/api/runs/{run}/cancel", json={}).status_code == 202
     gate.opened.set()
     stopped = client.wait(lambda event: event.kind == "heads" and event.data["status"] == "cancelled")
     assert stopped.data["heads"] == []

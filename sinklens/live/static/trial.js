@@ -125,5 +125,5 @@ function listenTrial() {
   tryAll.classList.add("change");
   card.querySelector(".head .change").before(tryAll);
   byId("grid-color").addEventListener("change", drawTrial);
-  byId("trial-stop").addEventListener("click", attempt(() => askJson(`/api/runs/${lab.A}/heads/cancel`, {})));
+  byId("trial-stop").addEventListener("click", attempt(() => askJson(`/api/runs/${lab.A}/cancel`, {})));
 }
