@@ -4,7 +4,6 @@ import inspect
 from dataclasses import replace
 
 import pytest
-import torch
 
 import sinklens
 from sinklens.analyses import find
@@ -12,7 +11,6 @@ from sinklens.analyses.runs import own_run
 from sinklens.errors import HookNameError, SettingError
 from sinklens.experiments import effect, sweep
 from sinklens.features import collect
-from sinklens.interventions import AblateHeads
 from sinklens.live.spec import RunSpec
 from sinklens.model.loading import LoadRequest
 from sinklens.runs.request import RunRequest
@@ -75,14 +73,6 @@ def test_further_declarations_have_the_same_defaults(function):
 def test_a_value_of_another_type_is_refused_before_any_model_is_asked(given, error, text):
     with pytest.raises(error, match=text):
         RunRequest("a", **given)
-
-
-def test_a_changed_request_keeps_the_rest_and_leaves_the_original():
-    request = RunRequest("a", seed=3, cache="dual", settings={"gen_length": 4})
-    changed = replace(request, prompt=torch.tensor([1]), hooks=AblateHeads(), copies=2)
-    assert (changed.seed, changed.cache, changed.settings) == (3, "dual", {"gen_length": 4})
-    assert (changed.copies, request.copies) == (2, 1)
-    assert (len(changed.hooks), len(request.hooks)) == (1, 0)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -387,33 +387,23 @@ def test_an_error_in_the_block_shows_its_line_and_leaves_the_model_unchanged(tin
     assert torch.equal(sinklens.generate(tiny_llada, PROMPT).canvas, base.canvas)
 
 
-def test_a_hook_function_that_returns_another_shape_is_named(tiny_llada):
-    def first_row_only(value, hook):
-        return value[:, :1]
-
-    with pytest.raises(
-        HookFunctionError, match=r"first_row_only at blocks.1.attn.hook_z \(step 0\) got .* shape \[1, \d+, 6, 32\] and"
-    ):
-        sinklens.generate(tiny_llada, PROMPT, hooks=[("blocks.1.attn.hook_z", first_row_only)])
-    with pytest.raises(HookFunctionError, match=r"returned int; return the same shape, or None"):
-        sinklens.generate(tiny_llada, PROMPT, hooks=[("blocks.1.attn.hook_z", lambda value, hook: 3)])
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda value: value.double(), "float64 on cpu, but the value at this point is float32 on cpu"),
-        (lambda value: value.half(), "float16 on cpu, but"),
-        (lambda value: value.to("meta"), "float32 on meta, but"),
+        (lambda value: value.double(), "is float64 on cpu, but the value at this point is float32 on cpu"),
+        (lambda value: value.half(), "is float16 on cpu, but"),
+        (lambda value: value.to("meta"), "is float32 on meta, but"),
+        (lambda value: value[:, :1], r"(got a value of shape \[1, \d+, 192\] and returned|is) \[1, 1, 192\]"),
+        (lambda value: 3, r"(.* and returned int; return the same shape, or None|is int, but)"),
     ],
 )
-def test_a_hook_function_that_returns_another_dtype_or_device_is_named(tiny_llada, change, text):
+def test_a_value_of_another_shape_dtype_or_device_is_named(tiny_llada, change, text):
     def other_kind(value, hook):
         return change(value)
 
-    with pytest.raises(HookFunctionError, match=rf"other_kind returned at blocks.1.* \(step 0\) is {text}"):
+    with pytest.raises(HookFunctionError, match=rf"other_kind .*at blocks.1.* \(step 0\) .*{text}"):
         sinklens.generate(tiny_llada, PROMPT, hooks=[("blocks.1.hook_resid_post", other_kind)])
-    with pytest.raises(HookFunctionError, match=rf"the value assigned to t\['hook_embed'\] is {text}"):
+    with pytest.raises(HookFunctionError, match=rf"the value assigned to t\['hook_embed'\] {text}"):
         with sinklens.trace(tiny_llada, PROMPT) as t:
             for _ in t.steps:
                 t["hook_embed"] = change(t["hook_embed"])

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import sinklens
 from sinklens.errors import HookFunctionError, PromptError, SettingError
-from sinklens.families.diffusion_gemma import entropies
 from sinklens.families.samplers import make_settings
 from sinklens.interventions import (
     AblateValues,
@@ -42,11 +41,6 @@ def gemma(conformance: Path) -> sinklens.Model:
 @pytest.fixture
 def prompt() -> Tensor:
     return torch.arange(18).reshape(2, 9) * 5 + 3
-
-
-def test_entropies_are_those_of_torch():
-    logits = torch.randn(2, 3, 7) * 4
-    torch.testing.assert_close(entropies(logits), torch.distributions.Categorical(logits=logits).entropy())
 
 
 @pytest.mark.parametrize(
@@ -100,12 +94,6 @@ def test_positions_exist_from_their_canvas_on_and_get_their_final_token_in_their
         assert not bool(run.undecided[row, step + 1 :, pos].all())
 
 
-def test_a_start_canvas_is_the_first_canvas(gemma, prompt):
-    start = torch.arange(8) + 100
-    run = sinklens.generate(gemma, prompt, start_canvas=start, record_sinks=False, **SETTINGS)
-    assert torch.equal(run.canvas[:, 0, 9:17], start.expand(2, -1))
-
-
 def test_given_draws_replace_the_random_ones(gemma, prompt):
     drawn: dict[str, list[Tensor]] = {"hook_candidates": [], "hook_renoise": []}
     hooks = [(f"denoise.{name}", lambda v, hook, kept=kept: kept.append(v.clone())) for name, kept in drawn.items()]
@@ -119,11 +107,8 @@ def test_given_draws_replace_the_random_ones(gemma, prompt):
 
 def test_edits_of_the_samplers_points_take_effect(gemma, prompt):
     plain = sinklens.generate(gemma, prompt, record_sinks=False, **SETTINGS)
-
-    def accept(value: Tensor, hook: Any) -> Tensor:
-        return torch.ones_like(value)
-
-    run = sinklens.generate(gemma, prompt, hooks=[("denoise.hook_accepted", accept)], record_sinks=False, **SETTINGS)
+    accept = ("denoise.hook_accepted", lambda value, hook: torch.ones_like(value))
+    run = sinklens.generate(gemma, prompt, hooks=[accept], record_sinks=False, **SETTINGS)
     assert not bool(run.undecided[:, 1, :17].any())
     for name in ("hook_self_conditioning", "hook_logits", "hook_entropy", "hook_renoise", "hook_candidates"):
 
@@ -139,13 +124,9 @@ def test_an_edit_of_the_prompt_is_encoded_again(gemma, prompt):
     def edit(value: Tensor, hook: Any) -> Tensor | None:
         return value.index_fill(1, torch.tensor([2]), 77) if hook.step == 1 else None
 
-    def logits(into: list[Tensor]) -> Any:
-        return ("denoise.hook_logits", lambda value, hook: into.append(value.clone()))
-
     seen: list[Tensor] = []
-    run = sinklens.generate(
-        gemma, prompt, hooks=[("denoise.hook_canvas", edit), logits(seen)], record_sinks=False, **SETTINGS
-    )
+    keep = ("denoise.hook_logits", lambda value, hook: seen.append(value.clone()))
+    run = sinklens.generate(gemma, prompt, hooks=[("denoise.hook_canvas", edit), keep], record_sinks=False, **SETTINGS)
     assert bool((run.canvas[:, 1, 2] == 77).all())
     processed = seen[0] / run.settings.temperature(0)
     with torch.no_grad():

@@ -1,5 +1,7 @@
 """The samplers on the trained twins: rows, seeds, thresholds, and edits between the decisions."""
 
+import itertools
+
 import pytest
 import torch
 from watching import PADDED, SHORT, watch
@@ -14,14 +16,11 @@ PROMPTS = [problem.prompt for problem in held_out(40)]
 
 def test_unmask_step_is_the_step_that_wrote_the_token(tiny_llada):
     run = sinklens.generate(tiny_llada, PROMPTS[:2], record_sinks=False)
-    for row in range(2):
-        for place in range(run.canvas.shape[2]):
-            step = int(run.unmask_step[row, place])
-            if place < run.prompt_length:
-                assert step == -1
-            else:
-                assert run.canvas[row, step, place] == tiny_llada.mask_token_id
-                assert run.canvas[row, step + 1, place] == run.tokens[row, place]
+    assert (run.unmask_step[:, : run.prompt_length] == -1).all()
+    for row, place in itertools.product(range(2), range(run.prompt_length, run.canvas.shape[2])):
+        step = int(run.unmask_step[row, place])
+        assert run.canvas[row, step, place] == tiny_llada.mask_token_id
+        assert run.canvas[row, step + 1, place] == run.tokens[row, place]
 
 
 @pytest.mark.parametrize(

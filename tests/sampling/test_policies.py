@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import xarray as xr
@@ -47,11 +48,16 @@ class AtRandom(Policy):
 
 
 @dataclass(frozen=True)
-class Everything(Policy):
+class Returns(Policy):
+    """Everything fresh in step 0, then `value`."""
+
+    value: object
+
     def plan(self, history: History) -> torch.Tensor:
-        return torch.ones(history.canvas.shape[1], dtype=torch.bool)
+        return self.value if history.step else torch.ones(1, dtype=torch.bool)  # type: ignore[return-value]
 
 
+EVERYTHING = Returns(torch.ones(1, dtype=torch.bool))
 POLICIES = [
     PrefixCache(), DualCache(), DelayedCache(refresh=4), Refresh(every=3),
     Evict(keep=0.4), KeepSinks(TopK(2)), ~KeepSinks(TopK(2), others="gone"),
@@ -151,9 +157,7 @@ def test_every_step_equals_plain_torch_with_keys_of_earlier_steps(worded, name, 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_policy_that_computes_everything_is_the_exact_run(worded, name):
     model = worded(name)
-    (exact, _), (none, _), (all_fresh, _) = (
-        run_under(policy, model, name) for policy in (None, NoCache(), Everything())
-    )
+    (exact, _), (none, _), (all_fresh, _) = (run_under(policy, model, name) for policy in (None, NoCache(), EVERYTHING))
     assert torch.equal(exact.canvas, none.canvas)
     assert torch.equal(exact.canvas, all_fresh.canvas)
     assert "fresh" not in none.sinks
@@ -183,7 +187,7 @@ def test_a_row_that_waits_for_others_decides_no_masks_that_earlier_blocks_kept(w
 
     finals = [
         sinklens.generate(
-            model, prompts, cache=Everything(), hooks=[("denoise.hook_canvas", fill)], by_quota=False, threshold=1.0,
+            model, prompts, cache=EVERYTHING, hooks=[("denoise.hook_canvas", fill)], by_quota=False, threshold=1.0,
             **settings,
         ).canvas[0, -1]
         for prompts in (PROMPTS, PROMPTS[0])
@@ -334,27 +338,16 @@ def test_freshness_and_staleness_are_recorded(worded):
     model, record = worded("llama"), Record(["values", "stream"])
     run = sinklens.generate(model, PROMPTS, cache=DualCache(), record_sinks=record, **SETTINGS["llama"])
     fresh, staleness = (run.sinks[name].to_numpy() for name in ("fresh", "staleness"))
-    real = run.real.numpy()
+    real = run.real.numpy()[:, None]  # [batch, layer, pos]
     for step in range(run.steps_run):
-        at = 0 if step % 6 == 0 else step % 6
-        block = slice(run.prompt_length + step // 6 * 6, run.prompt_length + step // 6 * 6 + 6)
-        expected = torch.full((real.shape[1],), at)
-        expected[block] = 0
-        for row in range(2):
-            assert (staleness[row, step][:, real[row]] == expected.numpy()[real[row]]).all()
-            assert (fresh[row, step] == ((expected.numpy() == 0) & real[row])).all()
+        expected = np.full(real.shape, step % 6)
+        expected[..., run.prompt_length + step // 6 * 6 :][..., :6] = 0
+        assert (staleness[:, step] == np.where(real, expected, -1)).all()
+        assert (fresh[:, step] == ((expected == 0) & real)).all()
     assert run.sinks.data.attrs["cache"] == "DualCache()"
     percent = run.sinks.scores("percent").sum("pos").to_numpy()
     assert percent == pytest.approx(100, abs=1e-2)
     assert ((run.sinks["stream_peak"].notnull()).to_numpy()[:, 1, 0].sum(-1) == [6, 6]).all()
-
-
-@dataclass(frozen=True)
-class Returns(Policy):
-    value: object
-
-    def plan(self, history: History) -> torch.Tensor:
-        return self.value if history.step else torch.ones(history.canvas.shape[1], dtype=torch.bool)  # type: ignore[return-value]
 
 
 def brief(model, cache=None, prompt="one", **given):

@@ -7,27 +7,27 @@ import pytest
 
 from sinklens.errors import SettingError
 from sinklens.families import SAMPLERS
-from sinklens.families.autoregressive import AutoregressiveSettings
-from sinklens.families.llada import LladaSettings
 from sinklens.families.samplers import make_settings
 
-
-def test_steps_and_block_length_follow_gen_length():
-    made = make_settings("llada", {"gen_length": 64}, {})
-    assert (made.steps, made.block_length) == (64, 32)
-    assert make_settings("llada", {"gen_length": 24}, {}).block_length == 24
+CHECKPOINT = {"gen_length": 24, "steps": 24, "block_length": 8}
 
 
-def test_a_checkpoints_lengths_are_the_defaults_unless_gen_length_is_given():
-    defaults = {"gen_length": 24, "steps": 24, "block_length": 8}
-    assert make_settings("llada", {}, defaults) == LladaSettings(24, 24, 8)
-    assert make_settings("llada", {"gen_length": 64}, defaults) == LladaSettings(64, 64, 32)
-
-
-def test_the_passes_of_a_block_follow_from_its_length_and_minimal_topk():
-    assert make_settings("llada2", {"gen_length": 24, "minimal_topk": 5, "block_length": 8}, {}).denoising_steps == 4
-    assert make_settings("llada2", {"gen_length": 64, "denoising_steps": 99}, {}).denoising_steps == 32
-    assert make_settings("llada2.1", {"gen_length": 64, "num_to_transfer": 5}, {}).steps == 2 * (7 + 16)
+@pytest.mark.parametrize(
+    ("sampler", "given", "defaults", "expected"),
+    [
+        ("llada", {"gen_length": 64}, {}, {"steps": 64, "block_length": 32}),
+        ("llada", {"gen_length": 24}, {}, {"block_length": 24}),
+        ("llada", {}, CHECKPOINT, CHECKPOINT),
+        ("llada", {"gen_length": 64}, CHECKPOINT, {"gen_length": 64, "steps": 64, "block_length": 32}),
+        ("llada2", {"gen_length": 24, "minimal_topk": 5, "block_length": 8}, {}, {"denoising_steps": 4}),
+        ("llada2", {"gen_length": 64, "denoising_steps": 99}, {}, {"denoising_steps": 32}),
+        ("llada2.1", {"gen_length": 64, "num_to_transfer": 5}, {}, {"steps": 2 * (7 + 16)}),
+        ("autoregressive", {"gen_length": 9}, {}, {"steps": 9}),
+    ],
+)
+def test_settings_follow_from_others_and_those_of_a_checkpoint_from_its_length(sampler, given, defaults, expected):
+    made = make_settings(sampler, given, defaults)
+    assert {name: getattr(made, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -35,10 +35,6 @@ def test_help_describes_every_setting_also_those_of_a_shared_part(name):
     text = " ".join((inspect.getdoc(SAMPLERS[name]) or "").split())
     assert [one.name for one in SAMPLERS[name].settings().values() if len(one.meaning) < 10] == []
     assert [one.name for one in SAMPLERS[name].settings().values() if one.meaning not in text] == []
-
-
-def test_an_autoregressive_step_decodes_one_token():
-    assert AutoregressiveSettings(gen_length=9).steps == 9
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Rows that have ended: what `stop_at_eos` writes, which steps it saves, and which rows a pass computes."""
 
+from contextlib import contextmanager
 from functools import cache
 from unittest import mock
 
@@ -50,16 +51,24 @@ def expected_end(run, row, model):
     raise AssertionError("the answer has no end token")
 
 
-def rows_per_pass(model, **settings):
-    """A run, and the number of rows of each of its passes."""
-    counts, hidden = [], HookTree.hidden
+@contextmanager
+def passes():
+    """Collects the number of rows and of positions of each pass."""
+    sizes, hidden = [], HookTree.hidden
 
     def counted(self, ids, *args, **kwargs):
-        counts.append(len(ids))
+        sizes.append(tuple(ids.shape))
         return hidden(self, ids, *args, **kwargs)
 
     with mock.patch.object(HookTree, "hidden", counted):
-        return generate(model, **settings), counts
+        yield sizes
+
+
+def rows_per_pass(model, **settings):
+    """A run, and the number of rows of each of its passes."""
+    with passes() as sizes:
+        run = generate(model, **settings)
+    return run, [rows for rows, _ in sizes]
 
 
 @pytest.mark.fast_cases(1)
@@ -136,13 +145,7 @@ def test_a_cached_row_ends_as_its_own_canvases_say(tiny_llada, cache):
 def test_autoregressive_rows_that_have_ended_leave_the_pass_and_the_cache_unless_something_is_watched():
     model = sinklens.load("tiny-llama")
     settings = {"record_sinks": False, "temperature": 0.3, "gen_length": 40}
-    counts, hidden = [], HookTree.hidden
-
-    def counted(self, ids, *args):
-        counts.append(ids.shape)
-        return hidden(self, ids, *args)
-
-    with mock.patch.object(HookTree, "hidden", counted):
+    with passes() as counts:
         run = sinklens.generate(model, PROMPTS, **settings)
         ends = torch.isin(run.canvas[:, :-1, run.prompt_length :], torch.tensor(model.eos_token_ids)).any(dim=2)
         assert [rows for rows, _ in counts] == (~ends).sum(dim=0).tolist()

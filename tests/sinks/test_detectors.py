@@ -260,19 +260,21 @@ def test_a_threshold_that_nothing_can_exceed_warns(detector, text):
 
 
 @pytest.mark.parametrize(
-    "detector", [EpsilonOverMean(3.9), EpsilonOverMean(99, unit="percent"), MeanPlusStd(k=1.7), SinkRate(epsilon=0.99)]
+    ("detector", "peak"),
+    [
+        (EpsilonOverMean(3.9), 4.0),
+        (EpsilonOverMean(99, unit="percent"), 4.0),
+        (MeanPlusStd(k=1.7), 4.0),
+        (SinkRate(epsilon=0.99), 4.0),
+        (EpsilonOverMean(5.0), 8.0),  # sigmoid attention, whose scores have no maximum
+        (EpsilonOverMean(1.5, unit="fraction"), 8.0),
+    ],
 )
 @pytest.mark.filterwarnings("error")
-def test_a_threshold_just_below_the_maximum_is_met(detector):
-    assert planted([[0.0, 4.0, 0.0, 0.0]]).detect(detector).to_numpy().ravel().tolist() == [False, True, False, False]
-
-
-@pytest.mark.filterwarnings("error")
-def test_sigmoid_attention_has_no_maximum_score():
-    track = planted([[0.0, 8.0, 0.0, 0.0]])
-    track.data.attrs["attention"] = "sigmoid"
-    assert track.detect(EpsilonOverMean(5.0)).sum() == 1
-    assert track.detect(EpsilonOverMean(1.5, unit="fraction")).sum() == 1
+def test_a_threshold_just_below_the_maximum_is_met(detector, peak):
+    track = planted([[0.0, peak, 0.0, 0.0]])
+    track.data.attrs["attention"] = "softmax" if peak == 4 else "sigmoid"
+    assert track.detect(detector).sum() == 1
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -68,54 +68,51 @@ def test_the_text_of_an_ordinary_token_determines_its_kind(text, kind):
     assert text_kind(text) is Kind[kind]
 
 
-def test_a_hand_made_canvas_has_the_expected_kinds():
-    """Row 0 is padded by one position; its answer begins at position 4."""
-    track = canvas_track(
-        [[[2, 1, 4, 6, 3, 3, 3], [2, 1, 4, 6, 5, 3, 2]], [[1, 5, 7, 9, 8, 6, 5], [1, 5, 2, 9, 8, 6, 5]]],
-        prompt_length=4,
-        real=[[False] + [True] * 6, [True] * 7],
-    )
-    assert names(kinds(track), Kind) == [
-        [
-            ["missing", "start", "markup", "newline", "mask", "mask", "mask"],
-            ["missing", "start", "markup", "newline", "word", "mask", "end"],
-        ],
-        [
-            ["start", "word", "punctuation", "space", "digit", "newline", "word"],
-            ["start", "word", "end", "space", "digit", "newline", "word"],
-        ],
-    ]
-    assert names(states(track), PlaceState)[0] == [
-        ["missing", "prompt", "prompt", "prompt", "masked", "masked", "masked"],
-        ["missing", "prompt", "prompt", "prompt", "committed", "masked", "committed"],
-    ]
-
-
-def test_an_end_becomes_filling_once_an_earlier_end_is_committed():
-    """End tokens in the prompt do not count: filling begins after the first end token of the answer."""
-    track = canvas_track([[[1, 2, 3, 3, 2, 2], [1, 2, 5, 2, 2, 2]]], prompt_length=2)
-    assert names(kinds(track), Kind)[0] == [
-        ["start", "end", "mask", "mask", "end", "filling"],
-        ["start", "end", "word", "end", "filling", "filling"],
-    ]
-
-
-def test_an_end_token_at_the_first_position_is_a_start():
-    """Some models use one token for both; also after padding, but not in an answer without a prompt."""
-    track = canvas_track([[[2, 2, 5, 2]]], prompt_length=3, real=[[False, True, True, True]])
-    assert names(kinds(track), Kind)[0] == [["missing", "start", "word", "end"]]
-    assert names(kinds(canvas_track([[[2, 2]]], prompt_length=0)), Kind)[0] == [["end", "filling"]]
-
-
-def test_tokens_not_yet_decoded_are_missing():
-    track = canvas_track([[[1, 5, -1, -1], [1, 5, 7, -1]]], prompt_length=2)
-    assert names(kinds(track), Kind)[0] == [
-        ["start", "word", "missing", "missing"],
-        ["start", "word", "punctuation", "missing"],
-    ]
-    assert names(states(track), PlaceState)[0] == [
-        ["prompt", "prompt", "missing", "missing"],
-        ["prompt", "prompt", "committed", "missing"],
+@pytest.mark.parametrize(
+    ("canvases", "prompt_length", "padding", "expected"),
+    [
+        (
+            [[[2, 1, 4, 6, 3, 3, 3], [2, 1, 4, 6, 5, 3, 2]], [[1, 5, 7, 9, 8, 6, 5], [1, 5, 2, 9, 8, 6, 5]]], 4, 1,
+            [
+                [
+                    ["missing", "start", "markup", "newline", "mask", "mask", "mask"],
+                    ["missing", "start", "markup", "newline", "word", "mask", "end"],
+                ],
+                [
+                    ["start", "word", "punctuation", "space", "digit", "newline", "word"],
+                    ["start", "word", "end", "space", "digit", "newline", "word"],
+                ],
+            ],
+        ),
+        (  # filling begins after the first end token of the answer
+            [[[1, 2, 3, 3, 2, 2], [1, 2, 5, 2, 2, 2]]], 2, 0,
+            [
+                [
+                    ["start", "end", "mask", "mask", "end", "filling"],
+                    ["start", "end", "word", "end", "filling", "filling"],
+                ]
+            ],
+        ),
+        # an end token at the first position is a start, also after padding, but not in an answer without a prompt
+        ([[[2, 2, 5, 2]]], 3, 1, [[["missing", "start", "word", "end"]]]),
+        ([[[2, 2]]], 0, 0, [[["end", "filling"]]]),
+        (
+            [[[1, 5, -1, -1], [1, 5, 7, -1]]], 2, 0,
+            [[["start", "word", "missing", "missing"], ["start", "word", "punctuation", "missing"]]],
+        ),
+    ],
+)  # fmt: skip
+def test_hand_made_canvases_have_the_expected_kinds(canvases, prompt_length, padding, expected):
+    """The first row is padded by some positions."""
+    real = np.ones((len(canvases), len(canvases[0][0])), dtype=bool)
+    real[0, :padding] = False
+    track = canvas_track(canvases, prompt_length, real=real)
+    assert names(kinds(track), Kind) == expected
+    decided = ["prompt"] * prompt_length + ["committed"] * real.shape[1]
+    states_of = {"missing": "missing", "mask": "masked"}
+    assert names(states(track), PlaceState) == [
+        [[states_of.get(kind, state) for kind, state in zip(step, decided, strict=False)] for step in row]
+        for row in expected
     ]
 
 

@@ -340,33 +340,28 @@ def test_the_table_holds_the_means_of_the_measures(kind, seed, tmp_path):
     lives = motion.lifetimes(found, exists)
     assert table.index.name == "batch"
     assert table["steps"].tolist() == [7, 7, 4]
+    measures = {
+        "jump_share": motion.jumps(track)["share"],
+        "drift": motion.drift(track)["slope"],
+        "overlap_head": motion.overlap(found, exists, "head"),
+        "temporal_variance": motion.temporal_variance(track, LOW, pooled=False),
+        "pooled_temporal_variance": motion.temporal_variance(track),
+    }
     for b in range(3):
-        row = {"batch": b}
-        assert_same(table["jump_share"][b], mean_or_nan(motion.jumps(track)["share"].isel(row).to_numpy().ravel()))
-        assert_same(table["drift"][b], mean_or_nan(motion.drift(track)["slope"].isel(row).to_numpy().ravel()))
-        assert_same(
-            table["overlap_head"][b], mean_or_nan(motion.overlap(found, exists, "head").isel(row).to_numpy().ravel())
-        )
-        spread = motion.temporal_variance(track, LOW, pooled=False)
-        assert_same(table["temporal_variance"][b], mean_or_nan(spread.isel(row).to_numpy().ravel()))
-        assert_same(table["pooled_temporal_variance"][b], motion.temporal_variance(track)[b])
+        for name, value in measures.items():
+            assert_same(table[name][b], mean_or_nan(value.isel(batch=b).to_numpy().ravel()))
         assert_same(table["lifetime"][b], lives.loc[lives["batch"] == b, "length"].mean())
-        there = exists.isel(row).any("pos").to_numpy()
-        assert_same(table["sinks"][b], found.isel(row).to_numpy().sum() / there.sum())
+        assert_same(table["sinks"][b], found[b].to_numpy().sum() / exists[b].any("pos").to_numpy().sum())
     table.to_csv(tmp_path / "motion.csv")
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "motion.csv", index_col="batch"), table)
 
 
-@pytest.fixture(scope="module")
-def tracks(tiny_llada, tiny_llama):
-    """Tracks of the diffusion model and its autoregressive twin, on the same problems."""
-    prompts = [problem.prompt for problem in held_out(8)]
-    return [sinklens.generate(model, prompts).sinks for model in (tiny_llada, tiny_llama)]
-
-
 @pytest.mark.extended
-def test_sinks_move_in_the_diffusion_model_but_not_in_its_autoregressive_twin(tracks):
-    diffusion, autoregressive = (motion.motion_table(track) for track in tracks)
+def test_sinks_move_in_the_diffusion_model_but_not_in_its_autoregressive_twin(tiny_llada, tiny_llama):
+    prompts = [problem.prompt for problem in held_out(8)]
+    diffusion, autoregressive = (
+        motion.motion_table(sinklens.generate(model, prompts).sinks) for model in (tiny_llada, tiny_llama)
+    )
     assert (diffusion["static_share"] < autoregressive["static_share"]).all()
     assert diffusion["jump_share"].mean() > 3 * autoregressive["jump_share"].mean()
     assert diffusion["pooled_temporal_variance"].min() > 1 > autoregressive["pooled_temporal_variance"].max()

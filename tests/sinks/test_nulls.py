@@ -72,13 +72,9 @@ def test_the_null_of_an_autoregressive_run_is_the_run(tiny_llama):
     np.testing.assert_allclose(null.data["score"], run.sinks.data["score"], atol=1e-4)
 
 
-def members_of(model, prompts):
-    return model.encode(prompts)[1]
-
-
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_with_queries_held_fixed_an_autoregressive_model_never_moves(tiny_llama, use_cache):
-    record = Record([FixedQueries(members_of(tiny_llama, PROMPTS))])
+    record = Record([FixedQueries(tiny_llama.encode(PROMPTS)[1])])
     run = sinklens.generate(tiny_llama, PROMPTS, record_sinks=record, gen_length=6, use_cache=use_cache)
     fixed = SinkTrack(run.sinks.data.assign(score=run.sinks["fixed_score"]))
     assert (motion.jumps(fixed)["changes"] == 0).all()
@@ -90,15 +86,14 @@ def test_with_queries_held_fixed_an_autoregressive_model_never_moves(tiny_llama,
 @pytest.mark.parametrize("name", ["tiny_llada", "tiny_llama"])
 def test_fixed_scores_are_the_sums_of_the_chosen_rows(name, request):
     model = request.getfixturevalue(name)
-    members = members_of(model, PROMPTS)
+    members = model.encode(PROMPTS)[1]
     members[:, -3] = False
     record = Record([FixedQueries(members)], patterns=[(2, 1)])
     run = sinklens.generate(model, PROMPTS, record_sinks=record, gen_length=4)
     pattern = run.patterns[2, 1]
-    expected = torch.zeros(pattern.shape[0], pattern.shape[1], pattern.shape[3])
-    for row in range(2):
-        for query in members[row].nonzero()[:, 0].tolist():
-            expected[row] += pattern[row, :, query]
+    expected = torch.stack(
+        [rows[:, chosen.nonzero()[:, 0]].sum(1) for rows, chosen in zip(pattern, members, strict=True)]
+    )
     found = run.sinks["fixed_score"].to_numpy()[:, 2, 1]
     np.testing.assert_allclose(found[..., : expected.shape[-1]], expected, atol=1e-5)
     assert np.isnan(found[..., expected.shape[-1] :]).all()

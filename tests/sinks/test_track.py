@@ -131,25 +131,17 @@ def test_a_track_returns_its_variables_by_name():
     assert track["step"].to_numpy().tolist() == [0, 1, 2]
     assert ("score" in track, "is_real" in track, "value_norm" in track, "real" in track) == (True, True, False, False)
     assert set(track) == set(track.data.data_vars)
+    assert all(getattr(track.data, name).identical(track[name]) for name in track)  # no method of xarray hides one
     with pytest.raises(TrackError, match=r"no variable 'real'; it holds .*score.* Nearest: is_real"):
         track["real"]
     with pytest.raises(TrackError, match=r"holds no value_norm\. Record it .*Record\(\['values'\]\)"):
         track["value_norm"]
 
 
-def test_no_variable_of_a_track_is_hidden_by_a_method_of_xarray():
-    track = made(False).track
-    for name in track:
-        assert getattr(track.data, name).identical(track[name]), name
-
-
-@pytest.fixture(scope="module", params=["tiny_llada", "tiny_llama"])
-def run(request):
-    """A run of three prompts of different lengths."""
-    return sinklens.generate(request.getfixturevalue(request.param), [problem.prompt for problem in held_out(3)])
-
-
-def test_masked_and_committed_follow_the_canvas(run):
+@pytest.mark.parametrize("model", ["tiny_llada", "tiny_llama"])
+def test_masked_and_committed_follow_the_canvas(request, model):
+    """In a run of three prompts of different lengths."""
+    run = sinklens.generate(request.getfixturevalue(model), [problem.prompt for problem in held_out(3)])
     data = run.sinks.data
     committed, masked = data["committed"].to_numpy(), data["masked"].to_numpy()
     for row, step, place in zip(*committed.nonzero(), strict=True):

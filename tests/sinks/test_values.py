@@ -6,7 +6,6 @@ import torch
 from tracks import planted
 
 import sinklens
-from sinklens.errors import TrackError
 from sinklens.sinks.values import values_at, written_norms
 from sinklens.tasks import held_out
 
@@ -28,12 +27,6 @@ def test_a_planted_drain_is_a_no_op_and_an_ordinary_value_is_not():
     assert nothing["sinks"].values.tolist() == [0]
     assert np.isnan(nothing["value_ratio"]).all()
     assert np.isnan(nothing["no_op"]).all()
-
-
-def test_a_track_without_values_says_how_to_record_them():
-    track = planted(np.ones((1, 4)))
-    with pytest.raises(TrackError, match=r"this track holds no value_norm. Record it during the run"):
-        values_at(track, track.detect())
 
 
 def test_written_norms_by_hand():
