@@ -184,8 +184,6 @@ _OPTIONAL_ALIASES = {
     "ln2_post.hook_out": "hook_mlp_out",
 }
 _SWITCHED_ALIASES = {name.removeprefix("attn."): name for name in SWITCHED if name.startswith("attn.")}
-_ROOT_ALIASES = {"embed.hook_out": "hook_embed"}
-_OPTIONAL_ROOT_ALIASES = {"pos_embed.hook_out": POSITIONS.name}
 # TransformerLens 4's points outside the blocks that have no point here, and what shows the same value.
 _ELSEWHERE = {
     "embed.hook_in": "the token ids of the pass, whose embeddings are at hook_embed; those of a step of a run are at "
@@ -233,24 +231,19 @@ def merged(layers: Sequence[Parts]) -> Parts:
 
 def aliases(n_layers: int) -> dict[str, str]:
     """Every accepted TransformerLens 4 spelling of the points of `table`, mapped to the name of its point."""
-    found = dict(_ROOT_ALIASES) | _in_blocks(_BLOCK_ALIASES, n_layers)
-    found["ln_final.hook_in"] = f"blocks.{n_layers - 1}.hook_resid_post"
-    return found
+    last = f"blocks.{n_layers - 1}.hook_resid_post"
+    return {"embed.hook_out": "hook_embed", "ln_final.hook_in": last} | _in_blocks(_BLOCK_ALIASES, n_layers)
 
 
 def _in_blocks(below: dict[str, str], n_layers: int) -> dict[str, str]:
     return {f"blocks.{layer}.{old}": f"blocks.{layer}.{new}" for layer in range(n_layers) for old, new in below.items()}
 
 
-def _every_alias(n_layers: int) -> list[tuple[str, str]]:
-    """Spellings and points: those of `aliases`, of points that are off by default, and of points of some layers."""
-    found = aliases(n_layers) | _OPTIONAL_ROOT_ALIASES | _in_blocks(_SWITCHED_ALIASES, n_layers)
-    return [*found.items(), *_in_blocks(_OPTIONAL_ALIASES, n_layers).items()]
-
-
 def _spellings(known: Sequence[str], n_layers: int) -> list[tuple[str, str]]:
-    """`_every_alias`, also for the points of an encoder if `known` has any."""
-    found = _every_alias(n_layers)
+    """Spellings and points: of `aliases`, of points that are off, of some layers, of an encoder if `known` has any."""
+    found = [("pos_embed.hook_out", POSITIONS.name), *aliases(n_layers).items()]
+    for below in (_SWITCHED_ALIASES, _OPTIONAL_ALIASES):
+        found += _in_blocks(below, n_layers).items()
     if any(name.startswith(ENCODER) for name in known):
         found += [(f"{ENCODER}{spelling}", f"{ENCODER}{point}") for spelling, point in found]
     return found
@@ -341,17 +334,15 @@ def axes_of(name: str) -> list[str]:
     >>> axes_of("blocks.0.attn.hook_pattern")
     ['batch', 'head', 'query', 'key']
     """
-    last = name.rsplit(".", 1)[-1]
-    rows = [
-        *(spec for _, spec in table(EVERY)),
-        *(spec for _, spec in SWITCHED.values()),
-        EDIT,
-        *VERIFY,
-        DRAFT,
-        *NOISE,
-        UNIFORM,
-    ]
-    return next(spec.axes for spec in rows if spec.name == last).split()
+    return _axes()[name.rsplit(".", 1)[-1]].split()
+
+
+@cache
+def _axes() -> dict[str, str]:
+    """The axes of every point, by the last part of its name."""
+    off = [spec for _, spec in SWITCHED.values()]
+    specs = [UNIFORM, *NOISE, DRAFT, *VERIFY, EDIT, *off, *(spec for _, spec in table(EVERY))]  # the last one counts
+    return {spec.name: spec.axes for spec in specs}
 
 
 def has_positions(name: str) -> bool:

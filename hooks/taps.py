@@ -83,22 +83,17 @@ def connect_time(undo: ExitStack, base: nn.Module, architecture: Architecture, t
 
 def _connect_layer(layer: nn.Module, block: "Block", architecture: Architecture, undo: ExitStack) -> None:
     attn: Any = layer.get_submodule(architecture.attn)
-    _tap_norm(undo, layer.get_submodule(architecture.ln1), block.ln1, architecture)
-    _tap_norm(undo, layer.get_submodule(architecture.ln2), block.ln2, architecture)
-    for name in ("q", "k"):
-        _tap_heads(
-            undo, attn.get_submodule(getattr(architecture, name)), getattr(block.attn, f"hook_{name}"), attn.head_dim
-        )
+    for name in ("ln1", "ln1_post", "ln2", "ln2_post"):
+        if path := getattr(architecture, name):
+            _tap_norm(undo, layer.get_submodule(path), getattr(block, name), architecture)
+    for name in "qk" if architecture.values else "qkv":
+        projection = attn.get_submodule(getattr(architecture, name))
+        _tap_heads(undo, projection, getattr(block.attn, f"hook_{name}"), attn.head_dim)
     if architecture.values:
         tap_output(undo, attn.get_submodule(architecture.values), block.attn.hook_v)
-    else:
-        _tap_heads(undo, attn.get_submodule(architecture.v), block.attn.hook_v, attn.head_dim)
-    if architecture.ln1_post:
-        _tap_norm(undo, layer.get_submodule(architecture.ln1_post), block.ln1_post, architecture)
-        _tap_norm(undo, layer.get_submodule(architecture.ln2_post), block.ln2_post, architecture)
-    if block.parts.qk_norm:
-        tap_output(undo, attn.get_submodule(architecture.q_norm), block.attn.hook_q_normed)
-        tap_output(undo, attn.get_submodule(architecture.k_norm), block.attn.hook_k_normed)
+    for name in "qk" if block.parts.qk_norm else "":
+        norm = attn.get_submodule(getattr(architecture, f"{name}_norm"))
+        tap_output(undo, norm, getattr(block.attn, f"hook_{name}_normed"))
     attn.__dict__[attention.POINTS] = block.attn
     undo.callback(attn.__dict__.pop, attention.POINTS)
     output = attn.get_submodule(architecture.o)
@@ -119,12 +114,9 @@ def _connect_mlp(layer: nn.Module, block: "Block", architecture: Architecture, u
             tap_output(undo, mlp.get_submodule(experts.shared), block.mlp.hook_shared_out)
     if not block.parts.dense:
         return
-    up = mlp.get_submodule(architecture.up)
     if architecture.gate:
-        tap_output(undo, mlp.get_submodule(architecture.gate), block.mlp.hook_pre)
-        tap_output(undo, up, block.mlp.hook_pre_linear)
-    else:
-        tap_output(undo, up, block.mlp.hook_pre)
+        tap_output(undo, mlp.get_submodule(architecture.up), block.mlp.hook_pre_linear)
+    tap_output(undo, mlp.get_submodule(architecture.gate or architecture.up), block.mlp.hook_pre)
     _tap_input(undo, mlp.get_submodule(architecture.down), block.mlp.hook_post)
 
 

@@ -60,16 +60,6 @@ def test_loading_the_same_model_again_returns_the_same_object():
     assert torch.equal(first.canvas, again.canvas)
 
 
-def test_a_model_with_hook_points_does_not_get_a_second_set(tiny_llada):
-    """The first set would lose its points of attention and of the residual stream."""
-    hf = random_hf()
-    sinklens.load(hf)
-    with pytest.raises(
-        CheckpointError, match=r"already has hook points.*the model that sinklens\.load returned for it"
-    ):
-        sinklens.load(hf, tokenizer=tiny_llada.tokenizer)
-
-
 OPT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 8, "max_position_embeddings": 8}
 LOADED = "revision, dtype, device and device_map apply only while loading"
 REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
@@ -82,6 +72,8 @@ REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
      r"use_sliding_window = True; the a2d-qwen2 family can express only False"),
     (lambda: random_hf("qwen3_moe", causal=False), {},
      r"is_causal is False, .*'rnd1' \(bidirectional, predicts the next"),
+    (lambda: sinklens.load(random_hf()).tree.hf, {"tokenizer": 8},
+     r"already has hook points, and a second set would disconnect the first.*the model that sinklens\.load returned"),
     (lambda: 8, {}, "cannot load a int; pass a name, a folder, a transformers PreTrainedModel"),
 ]  # fmt: skip
 
@@ -105,42 +97,26 @@ def _bridge(hf: PreTrainedModel, folder: Path) -> Any:
 
 
 @pytest.mark.fast_cases(3)
-@pytest.mark.parametrize("architecture", BRIDGED)
-@pytest.mark.parametrize("tied", [False, True], ids=["separate head", "tied head"])
-def test_a_bridge_is_loaded_with_its_weights(architecture, tied, tmp_path):
-    bridge = _bridge(random_hf(architecture, causal=True, tie_word_embeddings=tied), tmp_path)
-    ids = random_ids()
+@pytest.mark.parametrize(
+    ("architecture", "tied", "processed"),
+    [("llama", False, True), *((one, tied, False) for one in BRIDGED for tied in (False, True))],
+)
+def test_a_bridge_is_loaded_with_its_weights_and_keeps_working(architecture, tied, processed, tmp_path):
+    """Folding and centring shift Llama's logits by one number per position, and the model's shift with them."""
+    hf, ids = random_hf(architecture, causal=True, tie_word_embeddings=tied), random_ids()
+    raw = _logits(hf, ids)
+    bridge = _bridge(hf, tmp_path)
+    if processed:
+        bridge.enable_compatibility_mode(disable_warnings=True)
     wanted = _logits(bridge, ids)
+    assert ((wanted - raw).abs().max() > 1e-3) == processed
     model = sinklens.load(bridge)
     torch.testing.assert_close(_logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
+    assert torch.equal(_logits(bridge, ids), wanted)
     held = {parameter.data_ptr() for parameter in bridge.original_model.parameters()}
     assert {parameter.data_ptr() for parameter in model.tree.hf.parameters()} == held
     assert model.tokenizer is bridge.tokenizer
     assert model.family == architecture
-
-
-def test_a_bridge_keeps_working_and_shows_the_same_values(tmp_path):
-    bridge, ids = _bridge(random_hf("llama", causal=True), tmp_path), random_ids()
-    with torch.no_grad():
-        logits, cache = bridge.run_with_cache(ids)
-        model = sinklens.load(bridge)
-        again, cache_again = bridge.run_with_cache(ids)
-        _, ours = model.run_with_cache(ids)
-    assert torch.equal(logits, again)
-    for name in ("blocks.1.attn.hook_pattern", "blocks.2.hook_resid_pre", "blocks.0.attn.hook_z"):
-        assert torch.equal(cache[name], cache_again[name])
-        torch.testing.assert_close(ours[name], cache[name], rtol=1e-4, atol=1e-5)
-
-
-def test_a_bridge_whose_processed_weights_fit_the_class_computes_as_the_bridge(tmp_path):
-    """Folding and centring shift Llama's logits by one number per position, and the model's shift with them."""
-    hf, ids = random_hf("llama", causal=True), random_ids()
-    raw = _logits(hf, ids)
-    bridge = _bridge(hf, tmp_path)
-    bridge.enable_compatibility_mode(disable_warnings=True)
-    wanted = _logits(bridge, ids)
-    assert (wanted - raw).abs().max() > 1e-3
-    torch.testing.assert_close(_logits(sinklens.load(bridge), ids), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

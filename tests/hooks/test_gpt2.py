@@ -10,7 +10,6 @@ from sinklens.errors import CheckpointError, SettingError
 from sinklens.experiments import path_patching_effects
 from sinklens.families import family_named, translate
 from sinklens.hooks.rotary import rotations
-from sinklens.interventions import AblateHeads, MaskSinks
 from sinklens.model.loading import build_empty
 
 SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 40, "vocab_size": 67}
@@ -96,14 +95,9 @@ def test_releasing_the_model_restores_the_projection(reference, tmp_path, ids):
     assert torch.equal(again(ids).logits, before)
 
 
-def test_runs_masks_and_the_cache_work(model):
-    plain = sinklens.generate(model, [[1, 2, 3]], gen_length=6)
-    cached = sinklens.generate(model, [[1, 2, 3]], gen_length=6, use_cache=False)
-    assert torch.equal(plain.canvas, cached.canvas)
-    masked = sinklens.generate(model, [[1, 2, 3]], gen_length=6, hooks=[MaskSinks(top_k=1)], replay=plain)
-    ablated = sinklens.generate(model, [[1, 2, 3]], gen_length=6, hooks=[AblateHeads(layers=[0])], replay=plain)
-    assert plain.sinks is not None
-    assert masked.sinks.data.sizes == ablated.sinks.data.sizes == plain.sinks.data.sizes
+def test_a_run_with_a_cache_equals_one_without(model):
+    plain, full = (sinklens.generate(model, [[1, 2, 3]], gen_length=6, use_cache=cached) for cached in (True, False))
+    assert torch.equal(plain.canvas, full.canvas)
 
 
 def test_a_direct_path_is_what_the_changed_stream_gives(model, ids):

@@ -72,21 +72,14 @@ def test_a_waiting_block_says_where_and_for_which_visit(root):
         assert during(root, look) == ("model.second.output", "VALUE", 0, 0)
 
 
-def test_each_visit_of_a_location_is_counted_by_its_name(root):
-    with nnsight("Interleaver.counts, visits by location"):
-        before = root.interleaver.counts.get("model.first.output", 0)
-        with root.trace(ONES):
-            root.second.output.save()
-        assert root.interleaver.counts["model.first.output"] == before + 1
-
-
 def test_what_a_cache_keeps_is_listed_by_location(root):
     found = []
     root._module.first.register_forward_hook(lambda *_: found.append(dict(root.interleaver.observers)))
     with root.trace(ONES) as tracer:
         tracer.cache(modules=[root.second])
-    with nnsight("Interleaver.observers, caches by location"):
+    with nnsight("Interleaver.observers, caches by location, and .counts, visits by location"):
         assert "model.second.output" in found[0]
+        assert root.interleaver.counts["model.second.output"] == 1
 
 
 def test_a_custom_location_is_served_to_a_block_at_the_visit_it_waits_for(root):
@@ -260,10 +253,3 @@ def test_a_root_takes_second_names_and_classes_of_its_wrappers():
         assert root.get("second").path == "model.inner.second"
         assert isinstance(root.inner.first, Own)
         assert not isinstance(root.inner.second, Own)
-
-
-def test_the_value_that_a_traced_call_returns_is_served_as_its_result(root):
-    with root.trace(ONES) as tracer:
-        result = tracer.result.save()
-    with nnsight("InterleavingTracer.result"):
-        assert torch.equal(result, ONES * 2)

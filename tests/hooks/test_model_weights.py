@@ -37,13 +37,6 @@ def test_queries_times_the_rotation_times_keys_are_the_scores(architecture, caus
                 close(score.sum(-1) / model.cfg.attn_scale, cache["attn_scores", layer][:, head, query, key])
 
 
-def test_a_rotation_depends_on_the_distance_only():
-    turn = rotations(shared_model().tree, torch.arange(10))
-    close(turn[9] @ turn[4].T, turn[5] @ turn[0].T)
-    close(turn[3] @ turn[3].T, torch.eye(D_HEAD))
-    assert (turn[5] @ turn[0].T - turn[0] @ turn[5].T).abs().max() > 0.1
-
-
 def test_grouped_heads_are_repeated_on_request():
     model = shared_model("qwen2")
     for name in ("W_K", "W_V", "b_K", "b_V"):

@@ -44,12 +44,6 @@ def test_transformerlens_4_spellings_and_negative_layers_resolve_to_the_same_pla
     assert resolve(spelling) == name
 
 
-def test_every_alias_resolves_to_a_point_and_shadows_no_point():
-    spellings = names.aliases(3)
-    assert set(spellings.values()) <= set(KNOWN)
-    assert not set(spellings) & set(KNOWN)
-
-
 @pytest.mark.parametrize("layer", [3, 17, -4])
 def test_a_layer_out_of_range_raises_an_error_with_the_range(layer):
     message = rf"layer {layer} does not exist; this model has 3 layers, 0 to 2 \(or -3 to -1 from the end\)"

@@ -94,19 +94,6 @@ def test_a_transformers_model_without_points_computes_the_same_attention(normali
     torch.testing.assert_close(hf(ids).logits, other(normalizer)(ids))
 
 
-@pytest.mark.parametrize("normalizer", OTHERS)
-def test_a_trace_block_can_read_column_sums_before_the_pattern(normalizer):
-    model = other(normalizer)
-    with sinklens.trace(model, [3, 9, 4, 22], gen_length=4, steps=2, block_length=4) as t:
-        sums, patterns = [], []
-        for _ in t.steps:
-            sums.append(t[f"{AT}.hook_sink_scores"])
-            patterns.append(t[f"{AT}.hook_pattern"])
-    assert len(sums) == 2
-    for summed, pattern in zip(sums, patterns, strict=True):
-        torch.testing.assert_close(summed, pattern.sum(dim=2))
-
-
 def test_a_model_and_its_sink_tracks_name_the_normalizer():
     for normalizer in NORMALIZERS:
         model = other(normalizer)

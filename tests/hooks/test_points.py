@@ -59,17 +59,6 @@ def test_hooks_run_in_the_order_they_were_added_and_prepended_ones_first(point):
     assert at(point, value) == (3 + 1) * 2 + 1
 
 
-def test_a_hook_may_remove_itself_while_it_runs(point):
-    def once(value, hook):
-        hook.remove_hooks()
-        return value * 2
-
-    point.add_hook(once)
-    point.add_hook(add_one)  # removed as well, though this visit still runs it
-    assert at(point, torch.tensor(3.0)) == 7
-    assert at(point, torch.tensor(3.0)) == 3
-
-
 def test_a_hook_receives_name_layer_and_step(point):
     received = []
     point.add_hook(lambda value, hook: received.append((hook.name, hook.layer(), hook.step)))
