@@ -129,18 +129,6 @@ def test_the_experts_run_once_while_their_outputs_are_unwatched(monkeypatch):
     assert len(called) == 5
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_trace_blocks_read_and_edit_routing(architecture):
-    model, ids = shared_model(architecture), random_ids()
-    with model.trace(ids):
-        logits = model.blocks[1].mlp.hook_router_logits.output.save()
-        model.blocks[1].mlp.hook_expert_weights.output[..., 0] = 0
-        changed = model.output.save()
-    plain = plain_pass(model, ids, edits={f"{MLP}.hook_expert_weights": ablate})
-    close(logits, plain.values[f"{MLP}.hook_router_logits"])
-    close(changed, plain.logits)
-
-
 @pytest.mark.parametrize(
     ("architecture", "name", "text"),
     [

@@ -110,19 +110,19 @@ def test_requesting_a_point_that_the_pass_has_left_is_an_error():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_each_of_several_invokes_equals_its_separate_pass(causal):
-    model, short, long = shared_model("llama", causal), random_ids(1, 5), random_ids(2, 8)
+    model, short, long, real = shared_model("llama", causal), random_ids(1, 5), random_ids(2, 8), left_padding()
+    padded, found = random_ids(), []
     with model.trace() as tracer:
-        with tracer.invoke(short):
-            short_scores = model.blocks[1].attn.hook_sink_scores.output.save()
-            short_logits = model.output.save()
-        with tracer.invoke(long):
-            long_scores = model.blocks[1].attn.hook_sink_scores.output.save()
-            long_logits = model.output.save()
-    assert_close(short_logits[:, -5:], model(short))
-    assert_close(long_logits, model(long))
-    assert_close(short_scores[..., -5:], plain_pass(model, short).values[SINKS])
-    assert_close(long_scores, plain_pass(model, long).values[SINKS])
-    assert (short_scores[..., :3] == 0).all()
+        for given in ((short,), (long,), (padded, real)):
+            with tracer.invoke(input_ids=given[0], attention_mask=given[1] if given[1:] else None):
+                scores = model.blocks[1].attn.hook_sink_scores.output
+                found.append((model.output, scores))
+    for (logits, scores), ids in zip(found, (short, long), strict=False):
+        length = ids.shape[1]
+        assert_close(logits[:, -length:], model(ids))
+        assert_close(scores[..., -length:], plain_pass(model, ids).values[SINKS])
+        assert (scores[..., :-length] == 0).all()
+    assert_close(found[2][0][:, -7:][real], model(padded, attention_mask=real)[real])
 
 
 def skip_in(model, ids, values):
@@ -213,17 +213,6 @@ def test_rows_of_an_invoke_are_counted_in_every_form_of_prompt(tiny_llada, first
             other = tiny_llada.output.save()
     assert (len(one), len(other)) == (2, 1)
     torch.testing.assert_close(other[:, -2:], tiny_llada(torch.tensor([[77, 8]])), atol=1e-4, rtol=1e-4)
-
-
-def test_each_invoke_keeps_its_attention_mask():
-    model, ids, other, real = shared_model(), random_ids(), random_ids(1, 8), left_padding()
-    with model.trace() as tracer:
-        with tracer.invoke(ids, attention_mask=real):
-            masked = model.output.save()
-        with tracer.invoke(input_ids=other):
-            by_keyword = model.output.save()
-    assert_close(masked[:, -7:][real], model(ids, attention_mask=real)[real])
-    assert_close(by_keyword, model(other))
 
 
 def invoke_with_a_typo(model):
