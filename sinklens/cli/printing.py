@@ -1,4 +1,4 @@
-"""Prints a ledger's results: tables with a legend on a terminal, or the columns of a page as Markdown, LaTeX or HTML.
+"""Prints a ledger's results: tables with a legend on a terminal, or a table as CSV or LaTeX.
 
 Names in a ledger come from other people's files: they are escaped for each format, and a control character is shown as
 its code.
@@ -6,7 +6,6 @@ its code.
 Limitation: a narrow terminal wraps cells. In a file or a pipe, nothing is wrapped.
 """
 
-import html
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -55,19 +54,11 @@ SHARES = {
 
 
 def formatted(table: "DataFrame", kind: str) -> str:
-    """The table as text; csv has all columns, the others those that fit a page."""
+    """The table as text; csv has all columns, latex those that fit a page."""
     table = table.map(lambda value: spelled(value) if isinstance(value, str) else value)
     if kind == "csv":
         return str(table.to_csv(index=False))
-    page, number = table[ON_A_PAGE], "{:.4g}".format
-    if kind == "latex":
-        return str(page.to_latex(index=False, escape=True, na_rep="", float_format=number))
-    if kind == "html":
-        return str(page.to_html(index=False, escape=True, na_rep="", float_format=number)) + "\n"
-    texts = page.apply(lambda column: _written(column, "{:.4g}" if column.dtype == float else "{}"))
-    cells = [[html.escape(text).replace("|", "\\|") for text in row] for row in texts.to_numpy()]
-    rows = [ON_A_PAGE, ["---"] * len(ON_A_PAGE), *cells]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return str(table[ON_A_PAGE].to_latex(index=False, escape=True, na_rep="", float_format="{:.4g}".format))
 
 
 def show(table: "DataFrame", notes: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ def table(
     *,
     out: Path | None = None,
     mixed_devices: bool = False,
-    format: Literal["csv", "markdown", "latex", "html"] | None = None,
+    format: Literal["csv", "latex"] | None = None,
 ) -> None:
     """Print the tables of studies and of an evaluation.
 

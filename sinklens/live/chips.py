@@ -86,10 +86,10 @@ class Source:
         name = model.tree.resolve(self.point)
         return {step: {name: torch.zeros(1, columns, model.cfg.d_model)} for step in range(there.settings.most_steps)}
 
-    def lines(self, model: str, name: str, given: str) -> tuple[list[str], str]:
-        """Python that assigns to `name`, and the expression of the argument."""
+    def lines(self, model: str, name: str, given: str) -> list[str]:
+        """Python after which ``caches`` of `name` are the value."""
         run = f"sinklens.generate({model}, {self.prompt!a}, hooks=[{name}]{given})"
-        return [f"{name} = Activations(names=[{self.point!a}])", run], f"{name}.caches"
+        return [f"{name} = Activations(names=[{self.point!a}])", run]
 
 
 @dataclass(frozen=True)
@@ -98,46 +98,26 @@ class Expression:
 
     Attributes:
         name: a class of `sinklens.interventions`.
-        arguments: its keyword arguments; numbers, strings, lists and dicts of them, or a `Source`.
+        arguments: its keyword arguments; numbers, strings, lists and dicts of them.
+        computed: what its further argument ``source`` is computed from, before the run.
     """
 
     name: str
     arguments: Mapping[str, Any]
+    computed: Source | None = None
 
-    @property
-    def computed(self) -> Source | None:
-        """The argument that has to be computed first."""
-        return next((value for value in self.arguments.values() if isinstance(value, Source)), None)
-
-    def build(self, model: "Model | None" = None, given: Mapping[str, Any] | None = None) -> Intervention:
-        """The intervention.
-
-        Args:
-            model, given: what an argument is computed with; it is run.
-        """
+    def build(self, computed: Any = None) -> Intervention:
+        """The intervention; `computed` is the value of its `Source`."""
         from sinklens import interventions
 
-        values = {
-            name: value.value(model, given or {}) if isinstance(value, Source) and model is not None else value
-            for name, value in self.arguments.items()
-        }
-        return getattr(interventions, self.name)(**values)
+        given = {} if self.computed is None else {"source": computed}
+        return getattr(interventions, self.name)(**self.arguments, **given)
 
-    def prepared(self, model: "Model", begin: "Begin") -> Intervention:
-        """The intervention, with a stand-in for what other runs give; for checks only."""
-        values = {
-            name: value.stand_in(model, begin) if isinstance(value, Source) else value
-            for name, value in self.arguments.items()
-        }
-        return Expression(self.name, values).build()
-
-    def source(self, computed: str | None = None) -> str:
-        """The same as Python source; `computed` is the expression of an argument that is computed first."""
-        values = {
-            name: computed if isinstance(value, Source) and computed else ascii(value)
-            for name, value in self.arguments.items()
-        }
-        return f"{self.name}({', '.join(f'{name}={value}' for name, value in values.items())})"
+    def source(self, computed: str = "...") -> str:
+        """The same as Python source; `computed` is the expression of the value of its `Source`."""
+        given = {} if self.computed is None else {"source": computed}
+        written = given | {name: ascii(value) for name, value in self.arguments.items()}
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in written.items())})"
 
 
 @dataclass(frozen=True)
@@ -237,11 +217,11 @@ def _places(chip: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _patch(chip: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `PatchHooks`; the layer is part of the point."""
+def _patch(chip: Mapping[str, Any]) -> Expression:
+    """The layer is part of the point."""
     source = Source(chip["prompt"], f"blocks.{chip['layer']}.{chip['point']}", chip["pos"])
-    found: dict[str, Any] = {"source": source} | _places({"steps": chip["steps"]})
-    return found if chip["pos"] is None else found | {"positions": [chip["pos"]]}
+    positions = {} if chip["pos"] is None else {"positions": [chip["pos"]]}
+    return Expression("PatchHooks", _places({"steps": chip["steps"]}) | positions, source)
 
 
 CHIPS: dict[str, ChipKind] = {
@@ -274,7 +254,7 @@ CHIPS: dict[str, ChipKind] = {
             replace(POSITION, optional=True, help="the position; all by default"),
             STEPS,
         ),
-        lambda chip: Expression("PatchHooks", _patch(chip)),
+        _patch,
     ),
     "mask_head_sinks": ChipKind(
         "Mask a head's sinks",

@@ -168,7 +168,7 @@ def denoising(
 
 def built(spec: RunSpec, model: "Model") -> list[Intervention]:
     """The interventions of a run; some are computed by runs of other prompts with its settings."""
-    return [change.build(model, spec.given) for change in spec.changes]
+    return [change.build(change.computed and change.computed.value(model, spec.given)) for change in spec.changes]
 
 
 def check_start(spec: RunSpec, model: "Model", replay: Generation | None = None) -> None:
@@ -193,7 +193,12 @@ def _begun(spec: RunSpec, model: "Model", replay: Generation | None = None) -> N
         given = spec if prompt is None else replace(spec, prompt=prompt)
         return denoising(given, model, changes=())
 
-    denoising(spec, model, replay=replay, changes=[change.prepared(model, begin) for change in spec.changes])
+    denoising(
+        spec,
+        model,
+        replay=replay,
+        changes=[change.build(change.computed and change.computed.stand_in(model, begin)) for change in spec.changes],
+    )
 
 
 def _blamed(spec: RunSpec, model: "Model", error: Exception) -> Refused:

@@ -86,11 +86,10 @@ class _Writer:
         settings = "".join(f", {one}" for one in _given(spec))
         found = []
         for number, change in enumerate(spec.changes):
-            value = None
+            name = f"of_{run}_{number}"
             if change.computed is not None:
-                lines, value = change.computed.lines(model, f"of_{run}_{number}", settings)
-                self.lines += lines
-            found.append(change.source(value))
+                self.lines += change.computed.lines(model, name, settings)
+            found.append(change.source(f"{name}.caches"))
         return found
 
     def _model(self, model: str) -> str:

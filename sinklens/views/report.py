@@ -15,7 +15,7 @@ may be a sink.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,27 +40,25 @@ def report(
     path: str | Path,
     *,
     row: int = 0,
-    steps: Sequence[int] | None = None,
-    layers: Sequence[int] | None = None,
     budget_mb: float | int = 15.0,
 ) -> Path:
     """Write a run as one HTML file that opens offline, and return its path.
+
+    It holds the attention patterns that the run recorded; otherwise those of up to four steps over the run and of as
+    many layers as fit.
 
     Args:
         t: a finished run with sink scores, or a trace after its block.
         path: the file; its folder is created.
         row: row of the batch.
-        steps, layers: steps and layers whose attention patterns the page holds; negative numbers count from the end. By
-            default those that the run recorded, otherwise up to four steps over the run and as many layers as fit; an
-            empty list includes none.
         budget_mb: largest size of the file, in 10⁶ bytes.
 
     Raises:
-        TrackError: no sink scores, no such step, layer or row, or a requested pattern is unavailable (`pattern_at`).
+        TrackError: no sink scores, or no such row.
         SettingError: the budget is too small for what the page has to hold.
         SinklensError: the file cannot be written.
     """
-    page = build(material(t, row), steps=steps, layers=layers, budget_mb=budget_mb)
+    page = build(material(t, row), budget_mb)
     with atomic_write(path) as part:
         part.write_text(page, encoding="utf-8")
     return Path(path)
@@ -92,18 +90,12 @@ def material(t: "Generation | Trace", row: int = 0) -> Material:
     )
 
 
-def build(
-    material: Material,
-    *,
-    steps: Sequence[int] | None = None,
-    layers: Sequence[int] | None = None,
-    budget_mb: float | int = 15.0,
-) -> str:
+def build(material: Material, budget_mb: float | int = 15.0) -> str:
     """The page as text; arguments and errors are those of `report`."""
     numbers = Numbers(material.track, material.canvas)
     bare = len(REPORT.document(data="", late="")) + len(circuitsvis_chunk()) + SPARE
     room = int(budget_mb * 1e6) - bare
-    wanted = wanted_of(material, numbers, steps, layers, room)
+    wanted = wanted_of(material, numbers, room)
     scores = fit_scores(numbers, wanted, room)
     patterns = fit_patterns(material, wanted, room - sum(map(len, scores.blocks)))
     page = _page(material, numbers, scores, patterns, wanted.left_out)

@@ -23,7 +23,7 @@ from sinklens.views.html import chunk
 from sinklens.views.report_data import Material, Numbers
 
 DEFAULT_STEPS = 4  # steps whose attention a page holds
-SCORES_SHARE = 0.35  # of the room, if attention patterns are wanted too
+SCORES_SHARE = 0.35  # of the room; attention patterns have the rest
 FEWEST = 24  # blocks along an edge; a pattern pooled further shows nothing useful
 AT_ONCE = 1 << 30  # bytes of patterns computed in one pass
 
@@ -34,42 +34,25 @@ class Wanted(NamedTuple):
     Attributes:
         steps, layers: of the (step, layer) places, in the order wanted.
         places: the pairs.
-        named: whether the caller named steps or layers, so that missing patterns are an error.
         left_out: number of layers that would not fit.
     """
 
     steps: list[int]
     layers: list[int]
     places: list[StepLayer]
-    named: bool = False
     left_out: int = 0
 
 
-def wanted_of(
-    material: Material, numbers: Numbers, steps: Sequence[int] | None, layers: Sequence[int] | None, room: int
-) -> Wanted:
-    """The caller's steps and layers; otherwise those the run recorded; otherwise some steps and the layers that fit.
-
-    Raises:
-        TrackError: no such step or layer.
-    """
-    track, sizes = material.track, material.track.data.sizes
-    for step in steps or ():
-        track.require(step=step)
-    for layer in layers or ():
-        track.require(layer=layer)
-    named = steps is not None or layers is not None
-    if not named and material.kept:
+def wanted_of(material: Material, numbers: Numbers, room: int) -> Wanted:
+    """The patterns that the run recorded; otherwise those of some steps and of the layers that fit."""
+    if material.kept:
         kept = list(material.kept)
         return Wanted(sorted({step for step, _ in kept}), list(dict.fromkeys(layer for _, layer in kept)), kept)
-    total = sizes["step"]
-    spread = np.linspace(0, total - 1, min(DEFAULT_STEPS, total)).round().astype(int).tolist()
-    chosen = spread if steps is None else sorted({step % total for step in steps})
-    each = max(1, len(chosen)) * numbers.heads * numbers.positions**2 * 4 / 3  # bytes of a layer that does not compress
+    steps = np.linspace(0, numbers.steps - 1, min(DEFAULT_STEPS, numbers.steps)).round().astype(int).tolist()
+    each = len(steps) * numbers.heads * numbers.positions**2 * 4 / 3  # bytes of a layer that does not compress
     order, fitting = numbers.layers_by_motion(), max(1, int(room * (1 - SCORES_SHARE) / each))
-    taken = order[:fitting] if layers is None else list(dict.fromkeys(layer % sizes["layer"] for layer in layers))
-    left_out = max(0, len(order) - fitting) if layers is None else 0
-    return Wanted(chosen, taken, [(step, layer) for layer in taken for step in chosen], named, left_out)
+    layers = order[:fitting]
+    return Wanted(steps, layers, [(step, layer) for layer in layers for step in steps], len(order) - len(layers))
 
 
 class PageScores(NamedTuple):
@@ -94,7 +77,7 @@ def fit_scores(numbers: Numbers, wanted: Wanted, room: int) -> PageScores:
     Raises:
         SettingError: not even one layer at the smallest number of steps fits.
     """
-    room = int(room * (SCORES_SHARE if wanted.places else 1))
+    room = int(room * SCORES_SHARE)
     order = dict.fromkeys([*wanted.layers, *numbers.layers_by_motion()])
     for every in range(1, numbers.steps + 1):
         steps = sorted({*range(0, numbers.steps, every), numbers.steps - 1, *wanted.steps})
@@ -137,15 +120,12 @@ def fit_patterns(material: Material, wanted: Wanted, room: int) -> Patterns:
 
     Raises:
         SettingError: they do not fit, however pooled.
-        TrackError: patterns that the caller named are unavailable.
     """
-    if not wanted.places or material.patterns is None:
-        return Patterns(why="No attention patterns were requested, or none are available.")
+    if material.patterns is None:
+        return Patterns(why="This page has no attention patterns: none are available.")
     try:
         exact = _quantised(material, wanted.places)
     except TrackError as error:
-        if wanted.named:
-            raise
         return Patterns(why=f"This page has no attention patterns: {error}")
     longest = max(pattern.shape[1] for pattern in exact.values())
     for block in count(1):
@@ -157,8 +137,8 @@ def fit_patterns(material: Material, wanted: Wanted, room: int) -> Patterns:
             return Patterns(block, {place: values.shape[1] for place, values in small.items()}, blocks)
     raise SettingError(
         f"budget_mb is too small: {max(0, room) / 1e6:.2f} MB are left for the attention patterns of {len(exact)} "
-        f"steps and layers, which need more even with {block - 1} × {block - 1} positions in one cell. Name fewer "
-        f"steps or layers, or give a larger budget."
+        f"steps and layers, which need more even with {block - 1} × {block - 1} positions in one cell. Record fewer "
+        f"patterns, or give a larger budget."
     )
 
 

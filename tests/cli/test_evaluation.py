@@ -332,9 +332,7 @@ def test_a_dry_run_without_weights_plans_for_the_stated_card(tmp_path, capsys):
 HOSTILE = "/m/50%_a|b&c<b>[red]x\x1b[2J"
 ESCAPED = {
     "csv": "/m/50%_a|b&c<b>[red]x\\x1b[2J",
-    "markdown": "| /m/50%_a\\|b&amp;c&lt;b&gt;[red]x\\x1b[2J | unmasked |",
     "latex": r"/m/50\%\_a|b\&c<b>[red]x\textbackslash x1b[2J & unmasked &",
-    "html": "<td>/m/50%_a|b&amp;c&lt;b&gt;[red]x\\x1b[2J</td>",
     "": "/m/50%_a|b&c<b>[red]x\\x1b[2J: accuracy",
 }
 
