@@ -14,7 +14,7 @@ of masked positions poorly, and its features there mean little.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -100,7 +100,8 @@ class SparseAutoencoder:
 
     def to(self, device: str | torch.device) -> "SparseAutoencoder":
         """A copy on `device`."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in tensors.items()}
         return replace(self, **moved)
 
     def before_activation(self, x: Float[Tensor, "*place d_in"]) -> Float[Tensor, "*place d_sae"]:

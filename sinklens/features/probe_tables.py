@@ -88,7 +88,7 @@ def probe_table(
                 f"folds={max(2, count)}."
             )
         test = _Test(unit, rng.permutation(np.arange(count) % folds)[unit], kind, penalty, balanced)
-        shuffled = [_shuffled(y, unit, rng) for _ in range(repeats)]
+        shuffled = [_control_labels(y, unit, rng) for _ in range(repeats)]
         bag = _tokens(part)
         about = {} if by is None else {by: name}
         missing = about | dict.fromkeys(SCORES, np.nan) | {"units": count, "places": len(part)}
@@ -183,11 +183,11 @@ def _parts(data: ProbeData, by: str | None) -> Iterator[tuple[Any, ProbeData]]:
         yield name.item(), data.chosen(values == name)
 
 
-def _shuffled(y: np.ndarray, unit: Int[np.ndarray, " place"], rng: np.random.Generator) -> np.ndarray:
-    """Labels in random order: of units, where they do not differ within one; else of places."""
+def _control_labels(y: np.ndarray, unit: Int[np.ndarray, " place"], rng: np.random.Generator) -> np.ndarray:
+    """Labels that the activations cannot tell: `y` in random order, of units where it does not differ within one."""
     first = np.unique(unit, return_index=True)[1]
     if np.array_equal(y, y[first][unit]):
-        return np.asarray(y[first][rng.permutation(len(first))][unit])
+        return np.asarray(rng.permutation(y[first])[unit])
     return rng.permutation(y)
 
 

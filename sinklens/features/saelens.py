@@ -163,7 +163,7 @@ def _architecture(config: Mapping[str, Any], path: Path) -> SAEArchitecture:
             f"{path}: architecture {kind!r} is not supported; known are {', '.join(READ)}. Any object with encode "
             f"and decode can be spliced, so write one for it."
         )
-    return kind  # type: ignore[no-any-return]
+    return kind
 
 
 def _check_config(config: Mapping[str, Any], kind: SAEArchitecture, path: Path) -> None:
