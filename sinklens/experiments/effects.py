@@ -168,12 +168,9 @@ def compare(
     require_run(changed, "changed")
     if not edited:
         _check_same_prompts(base, changed)
-    if attended is not None and (base_logits is None or changed_logits is None):
-        raise SettingError(
-            "attended= splits the change of confidence, which needs the logits of both runs; pass them, too."
-        )
-    if (base_logits is None) != (changed_logits is None):
-        raise SettingError("pass both base_logits and changed_logits, or neither; got only one.")
+    missing = [base_logits, changed_logits].count(None)
+    if missing == 1 or (missing and attended is not None):
+        raise SettingError("pass both base_logits and changed_logits, or neither; attended= needs them.")
     if base_logits and changed_logits and not set(base_logits) & set(changed_logits):
         raise SettingError(
             f"no step has the logits of both runs: base_logits holds steps {sorted(base_logits)}, changed_logits "

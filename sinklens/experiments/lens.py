@@ -187,8 +187,7 @@ def logit_lens(
         }
         return _Streams(found, seen[CONDITION][0] if CONDITION in wanted else None)
 
-    request = _Request(row, within("step", steps, run.steps_run), chosen, positions, top_k)
-    return _dataset(model, run, request, streams, lens)
+    return _dataset(model, run, row, within("step", steps, run.steps_run), chosen, positions, top_k, streams, lens)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -270,7 +269,7 @@ class LogitLens(Reader):
             condition = self.conditions[step][row] if step in self.conditions else None
             return _Streams({layer: self.kept[step, layer][index] for layer in layers}, condition)
 
-        return _dataset(run.model, run, _Request(row, steps, layers, self.positions, self.top_k), streams, lens)
+        return _dataset(run.model, run, row, steps, layers, self.positions, self.top_k, streams, lens)
 
 
 class _Streams(NamedTuple):
@@ -278,16 +277,6 @@ class _Streams(NamedTuple):
 
     by_layer: dict[int, Tensor]
     condition: Float[Tensor, " d_cond"] | None
-
-
-class _Request(NamedTuple):
-    """What is read of a run."""
-
-    row: int
-    steps: list[int]
-    layers: list[int]
-    positions: Sequence[int] | None
-    top_k: int
 
 
 def _check_top_k(model: "Model", top_k: int) -> None:
@@ -313,14 +302,17 @@ def streams_before(
 def _dataset(
     model: "Model",
     run: "Generation",
-    request: _Request,
+    row: int,
+    steps: list[int],
+    layers: list[int],
+    positions: Sequence[int] | None,
+    top_k: int,
     streams: Callable[[int, Tensor], _Streams],
     lens: TunedLens | None,
 ) -> xr.Dataset:
     """The readings of `streams`, which returns the streams of a step at some columns."""
     if lens is not None:
         lens.check(model)
-    row, steps, layers, positions, top_k = request
     places = place_mask(positions, run.real[[row]])[0] & run.real[row]
     ids, columns, share = run.canvas[row].cpu(), places.nonzero()[:, 0].cpu(), masked_share(run)[row]
     start = int(run.real[row].long().argmax())

@@ -18,8 +18,9 @@ the runs are not applied, and the weight of a position is one number for all lay
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -222,13 +223,6 @@ def _counted(run: RunContext, queries: int) -> Bool[Tensor, "batch query"]:
     return found
 
 
-class _Canvas(NamedTuple):
-    """A canvas of the calibration, and how much each of its positions counts."""
-
-    step: StepIds
-    counts: Float[Tensor, "batch pos"]
-
-
 def input_norms(
     runs: Generation | Sequence[Generation],
     *,
@@ -254,17 +248,34 @@ def input_norms(
     listed = list(runs) if isinstance(runs, Sequence) else [runs]
     _check(listed, without, shuffled)
     model = listed[0].model
-    sums = _Sums(model)
     generator = None if shuffled is None else torch.Generator().manual_seed(read_as(Seed, "shuffled", shuffled))
-    with torch.no_grad(), sums:
+    matrices = [found for layer in range(model.cfg.n_layers) for found in weight_matrices(model, layer)]
+    names = {found.module: found.name for found in matrices if found.name.endswith(".weight")}
+    totals, counted = dict[str, Tensor](), list[Tensor]()
+
+    def add(module: Any, inputs: tuple[Any, ...]) -> None:
+        """Add the inputs of a module: at positions, at tokens (routers), or of rows (conditioning)."""
+        x, counts = inputs[0].flatten(0, -2).float(), counted[-1]
+        weights = counts.flatten() if len(x) == counts.numel() else counts.amax(dim=1)
+        if len(x) != len(weights):
+            raise SettingError(
+                f"{names[module]} reads {len(x)} inputs in a pass of {counts.numel()} positions, so they cannot be "
+                f"assigned to positions; prune with score='magnitude'."
+            )
+        totals[names[module]] = totals.get(names[module], 0) + weights.to(x) ** 2 @ x**2
+
+    with torch.no_grad(), ExitStack() as hooks:
+        for module in names:
+            hooks.enter_context(module.register_forward_pre_hook(add))
         for run in listed:
-            for canvas in _canvases(run, steps, without, generator):
-                sums.begin(canvas.counts)
-                model.tree.peek(*canvas.step[:2], [], canvas.step.time)
-    if not sums.positions:
+            for canvas, counts in _canvases(run, steps, without, generator):
+                counted.append(counts)
+                model.tree.peek(canvas.ids, canvas.attention_mask, [], canvas.time)
+    if not counted:
         longest = max(run.steps_run for run in listed)
         raise SettingError(f"no run reached any of the steps {steps!r}; the longest has {longest} steps.")
-    return InputNorms({name: total.sqrt().cpu() for name, total in sums.totals.items()}, sums.positions)
+    norms = {name: total.sqrt().cpu() for name, total in totals.items()}
+    return InputNorms(norms, sum(float(counts.sum()) for counts in counted))
 
 
 def _check(runs: list[Generation], without: MeanPlusStd | None, shuffled: int | None) -> None:
@@ -289,8 +300,8 @@ def _check(runs: list[Generation], without: MeanPlusStd | None, shuffled: int | 
 
 def _canvases(
     run: Generation, steps: Sequence[int] | None, without: MeanPlusStd | None, generator: torch.Generator | None
-) -> Iterator[_Canvas]:
-    """The canvases of a run's chosen steps."""
+) -> Iterator[tuple[StepIds, Float[Tensor, "batch pos"]]]:
+    """The canvases of a run's chosen steps, and how much each of their positions counts."""
     chosen = range(run.steps_run) if steps is None else whole_numbers("step", steps)
     strength = None
     if without is not None:
@@ -303,7 +314,7 @@ def _canvases(
         if strength is not None:
             weight = torch.from_numpy(strength[:, step, : real.shape[1]]).to(counts)
             counts = counts - counts * (weight if generator is None else _moved(weight, real, generator))
-        yield _Canvas(canvas, counts)
+        yield canvas, counts
 
 
 def _moved(
@@ -315,44 +326,3 @@ def _moved(
         at = places.nonzero()[:, 0]
         moved[row, at] = weight[row, at[torch.randperm(len(at), generator=generator)]]
     return moved
-
-
-class _Sums:
-    """Adds up the squared inputs of every matrix in the passes of a block.
-
-    Attributes:
-        totals: name of a matrix -> Σ (1 − w)² x² of each input.
-        positions: Σ (1 − w).
-    """
-
-    def __init__(self, model: Any) -> None:
-        matrices = [found for layer in range(model.cfg.n_layers) for found in weight_matrices(model, layer)]
-        self._names = {found.module: found.name for found in matrices if found.name.endswith(".weight")}
-        self.totals: dict[str, Tensor] = {}
-        self.positions = 0.0
-        self._counts = torch.zeros(0, 0)
-
-    def __enter__(self) -> "_Sums":
-        self._handles = [module.register_forward_pre_hook(self._add) for module in self._names]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def begin(self, counts: Float[Tensor, "batch pos"]) -> None:
-        """Begin a pass in which position p counts by ``counts[..., p]``."""
-        self._counts = counts
-        self.positions += float(counts.sum())
-
-    def _add(self, module: Any, inputs: tuple[Any, ...]) -> None:
-        """Add the inputs of a module: at positions, at tokens (routers), or of rows (conditioning)."""
-        x = inputs[0].flatten(0, -2).float()
-        counts = self._counts.flatten() if len(x) == self._counts.numel() else self._counts.amax(dim=1)
-        if len(x) != len(counts):
-            raise SettingError(
-                f"{self._names[module]} reads {len(x)} inputs in a pass of {self._counts.numel()} positions, so they "
-                f"cannot be assigned to positions; prune with score='magnitude'."
-            )
-        name = self._names[module]
-        self.totals[name] = self.totals.get(name, 0) + counts.to(x) ** 2 @ x**2

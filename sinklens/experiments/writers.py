@@ -18,7 +18,7 @@ changes the score by its part only as far as the scales stay; path patching (`Pa
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -91,61 +91,47 @@ def write_attribution(
     row, step = within("row", [row], len(run.canvas))[0], within("step", [step], run.steps_run)[0]
     given = exact_step(run, step)
     read = _Read.of(model, given.row(row), layer, head)
-    place = read.strongest() if key is None else given.place(row, key)
+    place = int(read.pattern.sum(dim=0).argmax()) if key is None else given.place(row, key)
     chosen = read.queries(place, None if query is None else given.place(row, query), weighted)
     found = _splits(read, place, chosen)
     place_of_score = {
         "step": step, "layer": layer, "head": head, "query": -1 if query is None else query,
         "key": given.columns(row)[place],
     }  # fmt: skip
-    return _writers(layer, model.cfg.n_heads).table(found, place_of_score)
+    return _table(found, layer, model.cfg.n_heads, place_of_score)
 
 
 def _splits(read: "_Read", key: int, queries: Float[Tensor, " query"]) -> dict[str, Float[np.ndarray, " writer"]]:
-    """The score and its excess, each split by what wrote the key and by what wrote the queries."""
+    """The score and its excess, each split by what wrote the key and by what wrote the queries.
+
+    The last part of each is the rest, which completes the sum.
+    """
     found = {}
     for ending, comparison in (("", read.alone(key)), ("_excess", read.against_others(key))):
         weights = comparison * queries[:, None]
-        total = float((weights * read.seen_scores()).sum())
+        total = float((weights * read.scores.masked_fill(~read.seen, 0.0)).sum())
         for side, letter, toward in (
             ("from_key", "k", weights.T @ read.query),
             ("from_query", "q", weights @ read.key),
         ):
-            found[side + ending] = _completed(read.split(letter, toward), total)
+            parts = read.split(letter, toward)
+            found[side + ending] = np.append(parts.cpu().double().numpy(), total - float(parts.double().sum()))
     return found
 
 
-def _completed(parts: Float[Tensor, " part"], total: float) -> Float[np.ndarray, " writer"]:
-    """The parts, and the rest that completes them to `total`."""
-    return np.append(parts.cpu().double().numpy(), total - float(parts.double().sum()))
-
-
-class _Writers(NamedTuple):
-    """Names of the writers before a layer, in the order of `_Read.split`, and the rest."""
-
-    names: list[str]
-    kinds: list[str]
-    layers: list[int]
-    heads: list[int]
-
-    def table(self, splits: dict[str, Float[np.ndarray, " writer"]], place: dict[str, int]) -> xr.Dataset:
-        """The splits by writer; `place` says which score they are of."""
-        coords = {"kind": self.kinds, "layer": self.layers, "head": self.heads}
-        score, excess = (float(splits[name].sum()) for name in ("from_key", "from_key_excess"))
-        return xr.Dataset(
-            {name: ("writer", parts) for name, parts in splits.items()},
-            {"writer": self.names, **{name: ("writer", values) for name, values in coords.items()}},
-            {"score": score, "excess": excess, **place},
-        )
-
-
-def _writers(layer: int, heads: int) -> _Writers:
-    found = [("embed", "embed", -1, -1)]
+def _table(
+    splits: dict[str, Float[np.ndarray, " writer"]], layer: int, heads: int, place: dict[str, int]
+) -> xr.Dataset:
+    """The splits by writer, in the order of `_Read.split`; `place` says which score they are of."""
+    rows = [("embed", "embed", -1, -1)]
     for one in range(layer):
-        found += [(f"L{one}H{head}", "head", one, head) for head in range(heads)]
-        found.append((f"{one}_mlp_out", "mlp", one, -1))
-    found += [("bias", "bias", -1, -1), ("own_bias", "bias", layer, -1), ("rest", "rest", -1, -1)]
-    return _Writers(*(list(column) for column in zip(*found, strict=True)))
+        rows += [*((f"L{one}H{head}", "head", one, head) for head in range(heads)), (f"{one}_mlp_out", "mlp", one, -1)]
+    rows += [("bias", "bias", -1, -1), ("own_bias", "bias", layer, -1), ("rest", "rest", -1, -1)]
+    writers = dict(zip(("writer", "kind", "layer", "head"), map(list, zip(*rows, strict=True)), strict=True))
+    score, excess = (float(splits[name].sum()) for name in ("from_key", "from_key_excess"))
+    data = {name: ("writer", parts) for name, parts in splits.items()}
+    coords = {name: ("writer", values) for name, values in writers.items()}
+    return xr.Dataset(data, coords, {"score": score, "excess": excess, **place})
 
 
 @dataclass(frozen=True)
@@ -199,14 +185,6 @@ class _Read:
     def seen(self) -> Bool[Tensor, "query key"]:
         """Whether a query sees a key."""
         return self.scores > -torch.inf
-
-    def seen_scores(self) -> Float[Tensor, "query key"]:
-        """The scores, 0 where a key is hidden."""
-        return self.scores.masked_fill(~self.seen, 0.0)
-
-    def strongest(self) -> int:
-        """The key with the largest column sum of the pattern."""
-        return int(self.pattern.sum(dim=0).argmax())
 
     def queries(self, key: int, query: int | None, weighted: bool) -> Float[Tensor, " query"]:
         """The weights of the queries to average over; they sum to 1."""
