@@ -3,19 +3,15 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 import sinklens
 from sinklens import SinkTrack
@@ -28,9 +24,11 @@ from sinklens.families import SAMPLERS
 from sinklens.families.samplers import setting_help
 from sinklens.tasks import held_out
 from sinklens.utils.arguments import arguments
+from training import RECIPES, write_untrained
 
 PROMPT = held_out(1)[0].prompt
 COMMAND = [sys.executable, "-m", "sinklens.cli"]
+TINY = {"problems": 200, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_mlp": 24, "block_length": 4}
 
 
 @pytest.mark.extended
@@ -193,15 +191,9 @@ def test_another_sampler_is_chosen_by_name(tmp_path, capsys):
 
 
 @pytest.mark.extended
-def test_a_mode_is_chosen_by_name(conformance, tmp_path, capsys):
-    """The reference's tiny checkpoint, with a tokenizer whose words are its token ids."""
-    folder = tmp_path / "two-modes"
-    shutil.copytree(conformance / "nemotron-diffusion", folder)
-    words = WordLevel({f"w{number}": number for number in range(230)}, unk_token="w0")
-    tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token="w100", eos_token="w11").save_pretrained(folder)
-    base = ["trace", str(folder), "--prompt", "w3 w4 w5", "--gen-length", "8", "--block-length", "4"]
+def test_a_mode_is_chosen_by_name(tmp_path, capsys):
+    folder = write_untrained(replace(RECIPES["tiny-two-modes"], **TINY), tmp_path / "two-modes")
+    base = ["trace", str(folder), "--prompt", "Tom has 5.", "--gen-length", "8", "--block-length", "4"]
     assert main([*base, "--out", str(tmp_path / "a"), "--mode", "diffusion", "--threshold", "0.5"]) == 0
     track = SinkTrack.open(tmp_path / "a" / "sinks.nc")
     assert track.data.attrs["sampler"] == "nemotron-diffusion"
@@ -357,10 +349,3 @@ def test_a_closed_output_pipe_loses_no_file(tmp_path):
     assert done.stderr == ""
     assert (tmp_path / "sinks.png").is_file()
     assert (tmp_path / "answers.txt").is_file()
-
-
-@pytest.mark.extended
-def test_the_console_script_is_installed():
-    script = Path(sys.executable).with_name("sinklens")
-    done = subprocess.run([script, "models"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

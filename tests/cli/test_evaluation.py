@@ -109,15 +109,6 @@ def test_published_tasks_are_read_from_local_files(tmp_path, capsys, shared):
 
 
 @pytest.mark.extended
-def test_tables_are_not_truncated_and_names_are_shown_verbatim(tmp_path, capsys):
-    name = "/a/long/path/to/some/checkpoint-with-a-long-name, my [bold] run"
-    for condition in masking([1, 5, 10], ["random", "weakest"]):
-        planted_run(tmp_path, {"s": True}, condition, model=name)
-    _, out, _ = run(capsys, "table", tmp_path)
-    assert (out.count(name) >= 2, "…" in out) == (True, False)
-
-
-@pytest.mark.extended
 def test_numbers_are_not_wrapped_in_a_terminal_of_80_columns(tmp_path, capsys, monkeypatch):
     for condition in masking([1, 5], ["random"], of_unmasked=True):
         planted_run(tmp_path, dict.fromkeys("abcdefgh", True), condition, model="tiny-llada-skills")

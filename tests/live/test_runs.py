@@ -30,6 +30,7 @@ from sinklens.sinks import Record
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
 OTHER = PROMPT.replace("Tom has 5", "Tom has 8")
 SHORT = {"gen_length": 8}
+ABLATED = [AblateHeads(layers=[1], heads=[5])]
 CHANGES = {
     "ablate_head": ({"layer": 1, "head": 2, "by": "mean", "steps": [1, 3]},
                     AblateHeads(layers=[1], heads=[2], by="mean", steps=[1, 2, 3])),
@@ -156,6 +157,7 @@ def test_an_autoregressive_model_runs_beside_the_other_and_is_compared_without_a
     found = client.run(model="tiny-llama", prompt=PROMPT, settings=SHORT)
     assert found["canvas"] == expected.canvas[0].tolist()
     np.testing.assert_allclose(unpacked(found["scores"]), expected.sinks.scores()[0], rtol=1e-3, atol=1e-6)
+    assert np.isfinite(unpacked(client.get(f"/api/runs/{found['summary']['id']}/certainty"))).any()
     compared = client.get("/api/compare", a=base_id, b=found["summary"]["id"])
     assert compared["kl"] is None
     assert compared["kl_why"] == "KL is defined for two runs of one model; these are of two."
@@ -307,30 +309,41 @@ def test_a_removed_run_is_gone_for_every_tab(client):
     assert run not in [entry["id"] for entry in client.get("/api/session")["runs"]]
 
 
-@pytest.mark.extended
 def test_everything_about_a_canvas_model_is_answered():
     """Its steps read keys that an encoder cached, and it has no confidences."""
-    tiny_canvas = sinklens.load("tiny-canvas")
-    recorded = sinklens.generate(tiny_canvas, PROMPT, record_sinks=Record(patterns=[(1, 2)]))
+    model, runs = sinklens.load("tiny-canvas"), []
     with sinklens.lab(sinklens.load("tiny-canvas")) as opened:
         client = Client(opened.url).follow()
-        run = client.run(prompt=PROMPT)["summary"]["id"]
-        pattern, length = unpacked(client.get(f"/api/runs/{run}/pattern", step=1, layer=2)), recorded.prompt_length
-        np.testing.assert_allclose(pattern[:, length:], recorded.patterns[1, 2][0], atol=1e-3)
-        assert np.isnan(pattern[:, :length]).all(), "the step computed no query of the prompt"
-        at = {"step": 0, "pos": length + 3}
-        listed = client.get(f"/api/runs/{run}/proposals", **at)["proposals"]
-        assert listed[0]["id"] == recorded.canvas[0, 1, length + 3]
-        ablated = client.run(prompt=PROMPT, chips=[{"kind": "ablate_head", "layer": 1, "head": 5}])["summary"]["id"]
-        expected = effect(tiny_canvas, PROMPT, AblateHeads(layers=[1], heads=[5]))
-        kl = np.array(client.get("/api/compare", a=run, b=ablated)["kl"], dtype=float)
+
+        def tried(run):
+            client.http.post(f"/api/runs/{run}/heads", json={"layer": 1})
+            ended = client.wait(lambda event: event.kind == "heads" and event.data["status"] != "running")
+            client.events.clear()
+            assert ended.data["status"] == "done", ended.data["error"]
+            return client.get(f"/api/runs/{run}")["heads"]
+
+        for chips, hooks in (([], []), ([{"kind": "ablate_head", "layer": 1, "head": 5}], ABLATED)):
+            recorded = sinklens.generate(model, PROMPT, hooks=hooks, record_sinks=Record(patterns=[(1, 2)]))
+            runs.append(client.run(prompt=PROMPT, chips=chips)["summary"]["id"])
+            pattern, length = (
+                unpacked(client.get(f"/api/runs/{runs[-1]}/pattern", step=1, layer=2)),
+                recorded.prompt_length,
+            )
+            np.testing.assert_allclose(pattern[:, length:], recorded.patterns[1, 2][0], atol=1e-3)
+            assert np.isnan(pattern[:, :length]).all(), "the step computed no query of the prompt"
+            found = client.get(f"/api/runs/{runs[-1]}/proposals", step=0, pos=length + 3)
+            assert (found["confidence"], found["proposals"][0]["id"]) == (None, recorded.canvas[0, 1, length + 3])
+        expected = effect(model, PROMPT, ABLATED)
+        kl = np.array(client.get("/api/compare", a=runs[0], b=runs[1])["kl"], dtype=float)
         np.testing.assert_allclose(kl, expected.free_running.kl.to_numpy()[0], rtol=1e-3, atol=1e-6, equal_nan=True)
-        assert client.http.get(f"/api/runs/{run}/page").status_code == 200
-        client.http.post(f"/api/runs/{run}/heads", json={"layer": 1})
-        client.wait(lambda event: event.kind == "heads" and event.data["status"] != "running")
-        trial = client.get(f"/api/runs/{run}")["heads"]
-        assert trial["status"] == "done", trial["error"]
-        assert trial["heads"][5]["kl"] == pytest.approx(np.nanmean(expected.under_replay.kl), rel=1e-2, abs=1e-6)
+        for path, status in (("page", 200), ("certainty", 200), ("lens?pos=3", 400)):
+            assert client.http.get(f"/api/runs/{runs[0]}/{path}").status_code == status
+        assert tried(runs[0])["heads"][5]["kl"] == pytest.approx(
+            np.nanmean(expected.under_replay.kl), rel=1e-2, abs=1e-6
+        )
+        trial = tried(client.run(prompt=PROMPT, settings={"gen_length": 48})["summary"]["id"])
+        assert trial["kl_why"] == "KL compares complete answers; run with a gen_length of one canvas."
+        assert (trial["heads"][0]["kl"], trial["heads"][0]["same"]) == (None, True)
         client.close()
 
 
