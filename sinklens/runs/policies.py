@@ -80,11 +80,11 @@ def read_by_policy(keys: KeyCache | None) -> Iterator[None]:
     handles = []
     try:
         if isinstance(keys, PolicyCache):
-            read = {"hook_sink_scores": keys.see_scores} if keys.policy.reads_scores else {}
-            read |= {"hook_rot_q": keys.see_queries} if keys.policy.reads_queries else {}
-            for layer, (name, see) in product(range(keys.layers), read.items()):
+            read = {"hook_sink_scores": "scores"} if keys.policy.reads_scores else {}
+            read |= {"hook_rot_q": "queries"} if keys.policy.reads_queries else {}
+            for layer, (name, what) in product(range(keys.layers), read.items()):
                 point: Point = keys.tree.hook_dict[f"blocks.{layer}.attn.{name}"]  # type: ignore[assignment]
-                handles.append(after(point, partial(see, layer)))
+                handles.append(after(point, partial(keys.see, what, layer)))
         yield
     finally:
         for handle in handles:

@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -222,7 +222,6 @@ class PolicyCache(KeyCache):
         block: columns of the active block.
         fresh, gone: the plan of the current step.
         decidable: positions that the plan computes, with what predicts them.
-        scores, queries: as in `History`; `see_scores` and `see_queries` set them during a step.
     """
 
     def __init__(
@@ -244,8 +243,7 @@ class PolicyCache(KeyCache):
         self._canvas: Tensor | None = None  # of the step before
         self._step, self._step_in_block, self.block = -1, 0, slice(0, 0)
         self.fresh = self.gone = self._hidden = torch.zeros(shape, dtype=torch.bool, device=real.device)
-        self.scores: Tensor | None = None
-        self.queries: Tensor | None = None
+        self._seen: dict[str, Tensor] = {}  # `History.scores` and `queries` of the current step
 
     @property
     def computed(self) -> Bool[Tensor, "batch pos"]:
@@ -302,7 +300,7 @@ class PolicyCache(KeyCache):
         age = torch.where(self._computed >= 0, self._step - self._computed, -1)
         return History(
             self._step, self._step_in_block, self.block, canvas, undecided, self._real, age, self._hidden,
-            torch.where(undecided, -1, self._step - self._written), self.scores, self.queries,
+            torch.where(undecided, -1, self._step - self._written), self._seen.get("scores"), self._seen.get("queries"),
             self.store.keys, self._shift,
         )  # fmt: skip
 
@@ -336,19 +334,14 @@ class PolicyCache(KeyCache):
         self._computed.masked_fill_(self.fresh, self._step)
         return hidden
 
-    def see_scores(self, layer: int, value: Float[Tensor, "batch head key"]) -> None:
-        """Keep the sink scores of a layer in the current step."""
-        if self.scores is None:
-            self.scores = torch.zeros(len(value), self.layers, *value.shape[1:], device=value.device)
-        self.scores[:, layer] = value
-
-    def see_queries(self, layer: int, value: Float[Tensor, "batch window head d_head"]) -> None:
-        """Keep the mean rotated query of the block of a layer in the current step."""
-        columns = slice(self.block.start - self.window.start, self.block.stop - self.window.start)
-        mean = value[:, max(0, columns.start) : columns.stop].float().mean(dim=1)
-        if self.queries is None:
-            self.queries = torch.zeros(len(mean), self.layers, *mean.shape[1:], device=mean.device)
-        self.queries[:, layer] = mean
+    def see(self, what: Literal["scores", "queries"], layer: int, value: Float[Tensor, "batch *shape"]) -> None:
+        """Keep the sink scores of a layer in the current step, or the mean of the block's rotated queries."""
+        if what == "queries":
+            columns = slice(max(0, self.block.start - self.window.start), self.block.stop - self.window.start)
+            value = value[:, columns].float().mean(dim=1)
+        if what not in self._seen:
+            self._seen[what] = torch.zeros(len(value), self.layers, *value.shape[1:], device=value.device)
+        self._seen[what][:, layer] = value
 
     def staleness(self) -> Int[Tensor, "batch layer pos"]:
         """Steps since each used key was computed, 0 for fresh ones; -1 for hidden keys and padding."""

@@ -17,6 +17,7 @@ from sinklens.errors import SettingError
 from sinklens.hooks.forward_pass import PassKind
 from sinklens.sampling.sampler import Sampler
 from sinklens.sampling.state import State
+from sinklens.sinks.data import unmask_steps
 
 
 @runtime_checkable
@@ -132,21 +133,6 @@ def build_trajectory(state: State, frames: list[Frame]) -> Trajectory:
     times = [frame.time for frame in frames if frame.time is not None]
     kinds = tuple(frame.kind for frame in frames if frame.kind is not None)
     return Trajectory(canvas, undecided, unmasked, active, torch.stack(times, dim=1).cpu() if times else None, kinds)
-
-
-def unmask_steps(
-    canvas: Int[Tensor, "batch step pos"],
-    undecided: Bool[Tensor, "batch step pos"],
-    real: Bool[Tensor, "batch pos"],
-    prompt_length: int,
-) -> Int[Tensor, "batch pos"]:
-    """The step at which each position was last decided or changed; see `Trajectory.unmask_step`."""
-    steps = canvas.shape[1] - 1
-    changed = (canvas[:, 1:] != canvas[:, :-1]) | (undecided[:, :-1] & ~undecided[:, 1:])
-    last = torch.where(changed, torch.arange(steps)[None, :, None], -1).amax(dim=1) if steps else canvas[:, 0] * 0 - 1
-    last = torch.where(undecided[:, -1], steps, last)
-    last[:, :prompt_length] = torch.where(last[:, :prompt_length] == steps, -1, last[:, :prompt_length])
-    return last.masked_fill(~real, -1)
 
 
 BEGAN = "replay began from another canvas; give the same prompts and settings as the replayed run."

@@ -23,8 +23,10 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, TypeVar, get_args
 
 import numpy as np
+import torch
 import xarray as xr
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from sinklens.errors import TrackError, nearest
 from sinklens.hooks.forward_pass import MODES, Mode
@@ -316,3 +318,21 @@ class TrackData:
         sizes = ", ".join(f"{name} {size}" for name, size in self.data["score"].sizes.items())
         unfinished = "" if self.finished else ", unfinished"
         return f"{type(self).__name__}({self.data.attrs.get('model', '?')}: {sizes}{unfinished})"
+
+
+def unmask_steps(
+    canvas: Int[Tensor, "batch step pos"],
+    undecided: Bool[Tensor, "batch step pos"],
+    real: Bool[Tensor, "batch pos"],
+    prompt_length: int,
+) -> Int[Tensor, "batch pos"]:
+    """The step at which each position was last decided or changed.
+
+    -1 in the prompt and on padding; the number of steps where it is still undecided.
+    """
+    steps = canvas.shape[1] - 1
+    changed = (canvas[:, 1:] != canvas[:, :-1]) | (undecided[:, :-1] & ~undecided[:, 1:])
+    last = torch.where(changed, torch.arange(steps)[None, :, None], -1).amax(dim=1) if steps else canvas[:, 0] * 0 - 1
+    last = torch.where(undecided[:, -1], steps, last)
+    last[:, :prompt_length] = torch.where(last[:, :prompt_length] == steps, -1, last[:, :prompt_length])
+    return last.masked_fill(~real, -1)

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xarray as xr
 
 from sinklens.errors import SettingError, TrackError
-from sinklens.sinks.data import TrackData
+from sinklens.sinks.data import TrackData, unmask_steps
 from sinklens.sinks.store import TrackStore, attributes_of, nothing, replacing, writing
 from sinklens.utils.atomic import atomic_write
 
@@ -99,13 +100,14 @@ def _open_store(path: Path) -> xr.Dataset:
 
 def _unfinished(data: xr.Dataset) -> xr.Dataset:
     """The track of a killed run; ``unmask_step`` is derived from the completed steps."""
-    token, committed, real = (data[name].to_numpy() for name in ("token_id", "committed", "is_real"))
-    steps, prompt = token.shape[1], np.arange(token.shape[2]) < int(data.attrs["prompt_length"])
-    changed = np.concatenate([token[:, 1:] != token[:, :-1], committed[:, -1:]], axis=1)
-    last = np.where(changed, np.arange(steps)[None, :, None], -1).max(axis=1)
-    undecided = data["masked"].to_numpy()[:, -1] & ~committed[:, -1]
-    last = np.where(undecided, np.where(prompt, -1, steps), last)
-    return data.assign(unmask_step=(("batch", "pos"), np.where(real, last, -1)))
+    token, masked, committed, real = (
+        torch.from_numpy(data[name].to_numpy()) for name in ("token_id", "masked", "committed", "is_real")
+    )
+    after = torch.where(committed[:, -1:], -2, token[:, -1:])  # other tokens, whichever they are
+    canvas = torch.cat([token, after], dim=1)
+    undecided = torch.cat([masked, (masked & ~committed)[:, -1:]], dim=1)
+    last = unmask_steps(canvas, undecided, real, int(data.attrs["prompt_length"]))
+    return data.assign(unmask_step=(("batch", "pos"), last.numpy()))
 
 
 def concat(parts: Sequence[xr.Dataset]) -> xr.Dataset:

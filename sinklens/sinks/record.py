@@ -61,13 +61,8 @@ class Record:
                     f"unknown quantity {quantity!r}; known: {', '.join(BY_NAME)}.{nearest(str(quantity), BY_NAME)}"
                 )
         self._refuse_duplicates()
-        if not isinstance(self.patterns, Sequence) or not all(
-            isinstance(place, Sequence) and len(place) == 2 for place in self.patterns
-        ):
+        if not isinstance(self.patterns, Sequence) or not all(map(_is_place, self.patterns)):
             raise SettingError(f"patterns must be a list of (step, layer) pairs, [(3, 1), …]; got {self.patterns!r}.")
-        for number in (number for place in self.patterns for number in place):
-            if as_integer(number) is None:
-                raise SettingError(f"patterns must hold (step, layer) pairs of integers; got {number!r}.")
         shape, kind = np.shape(self.queries), getattr(self.queries, "dtype", None)
         if self.queries is not None and (len(shape) != 3 or kind not in (np.dtype(bool), torch.bool)):
             raise SettingError(f"queries must be a boolean array [batch, step, pos]; got {list(shape)} of {kind}.")
@@ -98,3 +93,7 @@ class Record:
         """The scores, then the requested quantities, without duplicates."""
         requested = [part if isinstance(part, Quantity) else BY_NAME[part]() for part in self.quantities]
         return list({(part.name, type(part)): part for part in [Scores(), *requested]}.values())
+
+
+def _is_place(place: object) -> bool:
+    return isinstance(place, Sequence) and len(place) == 2 and None not in map(as_integer, place)
