@@ -1,23 +1,22 @@
-"""`OnRay`: run batches on many workers with Ray Data, on one machine or on a cluster.
+"""`OnRay`: run batches on many workers with Ray, on one machine or on a cluster.
 
-Batches are the rows of a dataset. A pool of *workers* (Ray actors that each load the job's model once) maps them to
-records, which stream back as they finish. This process writes the ledger and needs neither a GPU nor memory for the
-model: a worker computes even the model's identity. A worker that dies is replaced and its batch is started again.
-Nothing is written twice, because a batch counts when its records arrive here, and they arrive once.
+*Workers* (Ray actors that each load the job's model once) take one batch at a time, and their records arrive as they
+finish. This process writes the ledger and needs neither a GPU nor memory for the model: a worker computes even the
+model's identity. A worker that dies is replaced and its batch is started again. Nothing is written twice, because a
+batch counts when its records arrive here, and they arrive once.
 
 Known failure: a batch that kills every worker that takes it (usually by running out of memory) would be retried
-forever. The starts of each batch are therefore counted, and the evaluation stops with an error when a batch has used
-up its tries.
+forever. So the evaluation stops with an error when a batch has used up its tries.
 
-Source: Ray Data, https://docs.ray.io/en/latest/data/data.html.
+Source: Ray, actors and fault tolerance, https://docs.ray.io/en/latest/ray-core/fault_tolerance/actors.html.
 """
 
 import logging
 import math
 import os
-import pickle
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,8 +24,7 @@ from unittest.mock import patch
 from sinklens.errors import SettingError, SinklensError
 from sinklens.evaluation.conditions import Condition
 from sinklens.evaluation.ledger import LedgerRecord
-from sinklens.evaluation.runner import InProcess, Job
-from sinklens.evaluation.units import Batch
+from sinklens.evaluation.units import Batch, Job
 
 # For a cluster started here: no usage statistics, and no warnings about settings chosen on purpose.
 RAY_ENVIRONMENT = {
@@ -34,15 +32,17 @@ RAY_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
 }
+LEAST = {"workers": 1, "gpus_per_worker": 0, "cpus_per_worker": 0.01, "tries": 1}
 
 
+@dataclass
 class OnRay:
-    """An `Engine` with many workers.
+    """Many workers, as ``evaluate(engine=)``; in a ``with`` block, they are connected.
 
     If the caller is connected to a cluster, or `address` (or the environment variable RAY_ADDRESS) names one, that
     cluster is used and left running. Otherwise a cluster is started on this machine and stopped after the last batch.
 
-    Args:
+    Attributes:
         workers: copies of the model; None for as many as the cluster can hold.
         gpus_per_worker: None for 1 if the cluster has GPUs, else 0. Load a model that needs more than 1 with
             ``load={"device_map": "auto"}``.
@@ -54,33 +54,44 @@ class OnRay:
         SettingError: a number is out of range.
     """
 
-    def __init__(
-        self,
-        workers: int | None = None,
-        gpus_per_worker: float | int | None = None,
-        cpus_per_worker: float | int = 1,
-        address: str | None = None,
-        tries: int = 4,
-    ) -> None:
-        for name, value, fits in (
-            ("workers", workers, workers is None or workers >= 1),
-            ("gpus_per_worker", gpus_per_worker, gpus_per_worker is None or gpus_per_worker >= 0),
-            ("cpus_per_worker", cpus_per_worker, cpus_per_worker > 0),
-            ("tries", tries, tries >= 1),
-        ):
-            if not fits:
-                least = {"gpus_per_worker": "at least 0", "cpus_per_worker": "more than 0"}.get(name, "at least 1")
-                raise SettingError(f"{name} must be {least}; got {value}.")
-        self.workers, self.gpus_per_worker, self.cpus_per_worker = workers, gpus_per_worker, cpus_per_worker
-        self.address, self.tries = address, tries
-        self._close: weakref.finalize | None = None
+    workers: int | None = None
+    gpus_per_worker: float | int | None = None
+    cpus_per_worker: float | int = 1
+    address: str | None = None
+    tries: int = 4
+    _joined: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise SettingError(f"{name} must be at least {least}; got {value}.")
+
+    def __enter__(self) -> "OnRay":
+        try:
+            import ray
+        except ImportError as error:
+            raise SettingError(f"OnRay needs Ray ({error}): pip install 'sinklens[ray]'.") from error
+        if not ray.is_initialized():
+            address = self.address or os.environ.get("RAY_ADDRESS") or "local"
+            given: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+            if address == "local":
+                cpus = None if self.workers is None else max(1, math.ceil(self.workers * self.cpus_per_worker))
+                given |= {"num_cpus": cpus, "include_dashboard": False}
+            with patch.dict(os.environ, RAY_ENVIRONMENT | dict(os.environ)):
+                ray.init(address=address, **given)
+            self._joined.callback(ray.shutdown)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._joined.close()
 
     def identities(self, job: Job, conditions: Sequence[Condition]) -> list[dict[str, Any]]:
-        """See `Engine`.
+        """See `Job.identities`.
 
         Raises:
-            SettingError: the model is neither a name nor a folder, Ray is not installed, or no machine of the cluster
-                has the resources that a worker needs.
+            SettingError: the model is neither a name nor a folder, or no machine of the cluster has the resources that
+                a worker needs.
         """
         if not isinstance(job.source, str | Path):
             raise SettingError(
@@ -88,80 +99,50 @@ class OnRay:
                 f"{type(job.source).__name__}. To evaluate a loaded model, use engine=None, which runs in this "
                 f"process."
             )
-        ray = self._connect()
-        try:
-            need, _ = self._shares()
-            return _or_raise(ray.get(ray.remote(**need)(_identities).remote(job, list(conditions), need)))
-        except BaseException:
-            self.close()
-            raise
+        (worker,) = self._started(job, 1)
+        return self._answer(worker.identities.remote(list(conditions)))
 
     def carry_out(self, job: Job, work: Sequence[Batch]) -> Iterator[tuple[Batch, list[LedgerRecord]]]:
-        """See `Engine`; yields batches as they finish.
+        """Yield batches with their records as they finish.
 
         Raises:
             SinklensError: the first error raised by a worker, or a batch has used up its tries.
         """
-        ray = self._connect()
-        logger = logging.getLogger("ray.data")
-        level = logger.level
-        logger.setLevel(logging.ERROR)
+        import ray
+
+        waiting, running = iter(work), dict[Any, tuple[Any, Batch]]()
+        free = self._started(job, len(work)) if work else []
+        while free or running:
+            for worker, batch in zip(free, waiting, strict=False):
+                running[worker.carry_out.remote(batch)] = worker, batch
+            if not running:
+                return
+            (done,), _ = ray.wait(list(running), num_returns=1)
+            worker, batch = running.pop(done)
+            free = [worker]
+            try:
+                yield batch, self._answer(done)
+            except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+                raise SinklensError(
+                    f"{batch.samples[0].id} to {batch.samples[-1].id} under {batch.condition.name!r} were started "
+                    f"{self.tries} times, and each time the worker died (killed from outside, or out of memory). "
+                    f"Finished samples are in the ledger; rerun with a smaller batch or fewer workers per machine."
+                ) from error
+
+    def _answer(self, pending: Any) -> Any:
+        """The result of a worker, or its error without Ray's report."""
+        import ray
+
         try:
-            need, fitting = self._shares()
-            count = min(self.workers or fitting, len(work))
-            tally = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tally).remote()
-            rows = [{"place": place, "work": ray.cloudpickle.dumps(batch)} for place, batch in enumerate(work)]
-            dataset = ray.data.from_items(
-                rows, override_num_blocks=len(rows)
-            )  # one task each: a dead worker costs one batch
-            dataset.context.enable_progress_bars = False
-            done = dataset.map_batches(
-                _Worker,
-                fn_constructor_args=(job, need, tally, self.tries),
-                batch_size=1,
-                compute=ray.data.ActorPoolStrategy(size=count, max_tasks_in_flight_per_actor=1),
-                **need,
-            )
-            for rows in done.iter_batches(
-                batch_size=None, prefetch_batches=0
-            ):  # finished batches do not wait for the next
-                for place, outcome in zip(rows["place"], rows["outcome"], strict=True):
-                    yield work[int(place)], _or_raise(pickle.loads(outcome))
-        finally:
-            logger.setLevel(level)
-            self.close()
+            return ray.get(pending)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
 
-    def close(self) -> None:
-        """Stop the cluster if it was started here, or disconnect from a joined one; does nothing otherwise."""
-        if self._close is not None:
-            self._close()
-            self._close = None
-
-    def _connect(self) -> Any:
-        """Return the module ``ray``, connected to a cluster."""
-        try:
-            import ray
-            import ray.data
-        except ImportError as error:
-            raise SettingError(f"OnRay needs Ray Data ({error}): pip install 'sinklens[ray]'.") from error
-        if ray.is_initialized():
-            return ray
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        address = self.address or os.environ.get("RAY_ADDRESS")
-        if address:
-            ray.init(address=address, **quiet)
-        else:
-            cpus = None if self.workers is None else max(1, math.ceil(self.workers * self.cpus_per_worker))
-            with patch.dict(os.environ, RAY_ENVIRONMENT | dict(os.environ)):
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-        self._close = weakref.finalize(self, ray.shutdown)  # also runs if no batch was missing
-        return ray
-
-    def _shares(self) -> tuple[dict[str, float | int], int]:
-        """The resources that each worker reserves, and how many such workers fit the cluster.
+    def _started(self, job: Job, most: int) -> list[Any]:
+        """At most so many workers.
 
         Raises:
-            SettingError: not even one fits.
+            SettingError: not even one fits the cluster.
         """
         import ray
 
@@ -177,69 +158,25 @@ class OnRay:
                 f"a worker needs {need['CPU']:g} cores and {gpus:g} GPUs on one machine, but no machine of the cluster "
                 f"has them (available: {has}); give a smaller cpus_per_worker or gpus_per_worker."
             )
-        return {"num_cpus": self.cpus_per_worker, "num_gpus": gpus}, fitting
-
-
-class _Tally:
-    """Counts how often each batch was started."""
-
-    def __init__(self) -> None:
-        self.starts: dict[int, int] = {}
-
-    def begin(self, place: int) -> int:
-        self.starts[place] = self.starts.get(place, 0) + 1
-        return self.starts[place]
+        if not gpus and not {"device", "device_map"} & set(job.load):
+            job = replace(job, load=job.load | {"device": "cpu"})
+        make = ray.remote(
+            num_cpus=self.cpus_per_worker, num_gpus=gpus, max_restarts=-1, max_task_retries=self.tries - 1
+        )(_Worker)  # fmt: skip
+        return [make.remote(job, self.cpus_per_worker) for _ in range(min(self.workers or fitting, fitting, most))]
 
 
 class _Worker:
-    """Holds the model and runs one batch at a time; a callable class in Ray Data's terms."""
+    """Holds the model, with as many threads as cores."""
 
-    def __init__(self, job: Job, need: Mapping[str, float | int], tally: Any, tries: int) -> None:
-        self.job, self.need, self.tally, self.tries = job, need, tally, tries
-        self.engine = InProcess()
+    def __init__(self, job: Job, cpus: float) -> None:
+        import torch
 
-    def __call__(self, rows: Mapping[str, Any]) -> dict[str, list[Any]]:
-        import ray
+        torch.set_num_threads(max(1, int(cpus)))
+        self.job = job
 
-        place = int(rows["place"][0])
-        batch: Batch = ray.cloudpickle.loads(rows["work"][0])
-        outcome: list[LedgerRecord] | SinklensError
-        try:
-            self._check_tries(batch, ray.get(self.tally.begin.remote(place)))
-            outcome = next(iter(self.engine.carry_out(_job_here(self.job, self.need), [batch])))[1]
-        except SinklensError as error:  # returned, not raised: Ray would wrap it in its own error with a long traceback
-            outcome = error
-        return {"place": [place], "outcome": [pickle.dumps(outcome)]}
+    def identities(self, conditions: Sequence[Condition]) -> list[dict[str, Any]]:
+        return self.job.identities(conditions)
 
-    def _check_tries(self, batch: Batch, starts: int) -> None:
-        if starts > self.tries:
-            raise SinklensError(
-                f"{batch.samples[0].id} to {batch.samples[-1].id} under {batch.condition.name!r} were started "
-                f"{self.tries} times, and each time the worker died (killed from outside, or out of memory). Finished "
-                f"samples are in the ledger; rerun with a smaller batch or fewer workers per machine."
-            )
-
-
-def _identities(
-    job: Job, conditions: Sequence[Condition], need: Mapping[str, float | int]
-) -> list[dict[str, Any]] | SinklensError:
-    try:
-        return InProcess().identities(_job_here(job, need), conditions)
-    except SinklensError as error:
-        return error
-
-
-def _job_here(job: Job, need: Mapping[str, float | int]) -> Job:
-    """`job` for this worker: as many threads as cores, and on the CPU if it has no GPU."""
-    import torch
-
-    torch.set_num_threads(max(1, int(need["num_cpus"])))
-    if need["num_gpus"] or {"device", "device_map"} & set(job.load):
-        return job
-    return Job(job.source, job.load | {"device": "cpu"}, job.task, job.protocol, job.seed)
-
-
-def _or_raise(outcome: Any) -> Any:
-    if isinstance(outcome, SinklensError):
-        raise outcome
-    return outcome
+    def carry_out(self, batch: Batch) -> list[LedgerRecord]:
+        return self.job.carry_out(batch)

@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
+import torch
+
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.experiments.nll.estimate import check_pair, likelihoods, longest, refuse_cache
 from sinklens.experiments.nll.noise import DrawRule, Masking
@@ -106,7 +108,9 @@ class SinklensLM(TemplateLM):
     ) -> None:
         super().__init__()
         self.seed = read_as(Seed, "seed", seed)  # before the model is loaded
-        self.batch_size, self.settings = _number_of_rows(batch_size), settings
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise SettingError(f"batch_size must be a number of at least 1, and not 'auto'; got {batch_size!r}.")
+        self.batch_size, self.settings = int(batch_size), settings
         self.hooks = hook_list(hooks)
         if mask_sinks is not None and self.hooks:
             raise SettingError(f"give hooks or mask_sinks, not both; got {self.hooks} and {mask_sinks}.")
@@ -118,7 +122,8 @@ class SinklensLM(TemplateLM):
                 )
             ]  # fmt: skip
         self.rule = DrawRule(mc_num, mc_batch, mc_masking, seed=self.seed)
-        loading: dict[str, Any] = {"revision": revision, "device": _available(device)}
+        default = device == "cuda:0" and not torch.cuda.is_available()  # of the harness's command line
+        loading: dict[str, Any] = {"revision": revision, "device": None if default else device}
         loading["dtype"] = None if dtype == "auto" else dtype
         self.model = load(pretrained, **{name: value for name, value in loading.items() if value is not None})
         self._device = self.model.cfg.device
@@ -318,24 +323,6 @@ def _stops(settings: Mapping[str, Any]) -> list[str]:
     """The texts that end an answer."""
     until = settings.get("until") or []
     return [text for text in ([until] if isinstance(until, str) else until) if text]
-
-
-def _number_of_rows(batch_size: int | str) -> int:
-    """Prompts per run.
-
-    Raises:
-        SettingError: not a number of at least 1.
-    """
-    if not str(batch_size).isdigit() or int(batch_size) < 1:
-        raise SettingError(f"batch_size must be a number of at least 1 ('auto' is not supported); got {batch_size!r}.")
-    return int(batch_size)
-
-
-def _available(device: str | None) -> str | None:
-    """`device`, or None for "cuda:0", the default of the harness's command line, on a machine without a GPU."""
-    import torch
-
-    return None if device == "cuda:0" and not torch.cuda.is_available() else device
 
 
 def main() -> None:

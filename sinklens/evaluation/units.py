@@ -14,10 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from sinklens.errors import PromptError
 from sinklens.evaluation.conditions import Condition
@@ -26,11 +28,11 @@ from sinklens.evaluation.protocols import EvalProtocol
 from sinklens.evaluation.sink_sums import SinkSums
 from sinklens.families.samplers import settings_for
 from sinklens.interventions import Intervention
+from sinklens.model import load
 from sinklens.runs import generate
 from sinklens.runs.identity import fingerprint
 from sinklens.runs.policies import check_policy
 from sinklens.sinks.record import Record
-from sinklens.sinks.track import SinkTrack
 from sinklens.tasks.base import Sample, Task
 from sinklens.tasks.prompts import IdSample, Prompts, before_end, model_input, prompt_hash, reference_hash
 from sinklens.utils.versions import versions
@@ -79,44 +81,106 @@ def equals_apart(units: Iterable[Unit], key: Callable[[Unit], Hashable], size: i
             yield part[start : start + size]
 
 
-def identities(
-    model: "Model", conditions: Sequence[Condition], task: Task, protocol: EvalProtocol, seed: int
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The identity of each condition's run in a ledger: all that determines a verdict except the data, as plain JSON.
+@dataclass(frozen=True)
+class Job:
+    """What runs units; it can be sent to another process if `source` is a name or a folder.
 
-    Raises:
-        SettingError: a cache policy does not fit the model or the protocol's settings.
-        PromptError: the task is text and the model has no tokenizer, or the expected token ids have a length that the
-            model cannot generate; nothing has been written yet.
+    Attributes:
+        source: the model, as `sinklens.load` takes it.
+        load: keyword arguments of `sinklens.load`.
+        task, protocol, seed: as in `evaluate`.
     """
-    settings = settings_for(model, protocol.run_settings(model))
-    for condition in conditions:
-        if condition.cache is not None:
-            check_policy(model, settings, condition.cache)
-    given = [sample for sample in task.samples() if isinstance(sample, IdSample)] if isinstance(task, Prompts) else []
-    if model.tokenizer is None and not (given and all(sample.ids and sample.expected for sample in given)):
-        raise PromptError(
-            f"{model.name} has no tokenizer, and the prompts of this task are text. Put a tokenizer's files "
-            f"(tokenizer.json, tokenizer_config.json) into its folder, or give prompts and expected answers as token "
-            f"ids (--prompts FILE)."
-        )
-    for sample in given:
-        _check_length(model, sample, settings.gen_length)
-    folder = Path(model.name)
-    asked = {name: value for name, value in protocol.what.items() if name not in ("settings", "regime")}
-    shared = {
-        "model": folder.resolve().name if folder.is_dir() else model.name,  # independent of the location
-        "family": model.family,
-        "sampler": settings.name,
-        "revision": model.checkpoint.revision or "",
-        "weights": model.fingerprint,
-        "dtype": str(model.cfg.dtype).removeprefix("torch."),
-        "protocol": {"name": protocol.name} | asked,  # its settings and regime are in the settings
-        "task": _task_settings(task),
-        "settings": asdict(settings),
-        "seed": seed,
-    }
-    return [shared | {"condition": condition.described()} for condition in conditions]
+
+    source: Any
+    load: dict[str, Any]
+    task: Task
+    protocol: EvalProtocol
+    seed: int = 0
+
+    @cached_property
+    def model(self) -> "Model":
+        """The model, loaded when it is first needed."""
+        return load(self.source, **self.load)
+
+    def identities(self, conditions: Sequence[Condition]) -> list[dict[str, Any]]:
+        """The identity of each condition's run in a ledger: all that determines a verdict except the data, as JSON.
+
+        Raises:
+            SettingError: a cache policy does not fit the model or the protocol's settings.
+            PromptError: the task is text and the model has no tokenizer, or the expected token ids have a length that
+                the model cannot generate; nothing has been written yet.
+        """
+        model, task, protocol = self.model, self.task, self.protocol
+        settings = settings_for(model, protocol.run_settings(model))
+        for condition in conditions:
+            if condition.cache is not None:
+                check_policy(model, settings, condition.cache)
+        given = [one for one in task.samples() if isinstance(one, IdSample)] if isinstance(task, Prompts) else []
+        if model.tokenizer is None and not (given and all(sample.ids and sample.expected for sample in given)):
+            raise PromptError(
+                f"{model.name} has no tokenizer, and the prompts of this task are text. Put a tokenizer's files "
+                f"(tokenizer.json, tokenizer_config.json) into its folder, or give prompts and expected answers as "
+                f"token ids (--prompts FILE)."
+            )
+        for sample in given:
+            _check_length(model, sample, settings.gen_length)
+        folder = Path(model.name)
+        asked = {name: value for name, value in protocol.what.items() if name != "settings"}
+        shared = {
+            "model": folder.resolve().name if folder.is_dir() else model.name,  # independent of the location
+            "family": model.family,
+            "sampler": settings.name,
+            "revision": model.checkpoint.revision or "",
+            "weights": model.fingerprint,
+            "dtype": str(model.cfg.dtype).removeprefix("torch."),
+            "protocol": {"name": protocol.name} | asked,  # its settings are in the settings
+            "task": _task_settings(task),
+            "settings": asdict(settings),
+            "seed": self.seed,
+        }
+        return [shared | {"condition": condition.described()} for condition in conditions]
+
+    def carry_out(self, batch: Batch) -> list[LedgerRecord]:
+        """Run a batch and return its records, in its order.
+
+        Raises:
+            PromptError: a prompt does not fit the model; the message names the samples of the batch.
+        """
+        started, model, protocol = time.perf_counter(), self.model, self.protocol
+
+        def run_with(hooks: Sequence[Intervention], record: Record) -> "Generation":
+            prompts = [token_ids(model, sample, protocol.chat_template) for sample in batch.samples]
+            return generate(
+                model, prompts, seed=self.seed, hooks=hooks, record_sinks=record, progress=False,
+                cache=batch.condition.cache, **protocol.run_settings(model),
+            )  # fmt: skip
+
+        def unmasked(folder: str) -> Any:
+            return run_with((), Record(to=Path(folder) / "unmasked.zarr")).sinks
+
+        sums = SinkSums()
+        try:
+            with TemporaryDirectory(prefix="sinklens-") as folder:
+                run = run_with(batch.condition.hooks_for(partial(unmasked, folder)), Record(reduce=sums))
+        except PromptError as error:
+            names = [sample.id for sample in batch.samples]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            which = "samples" if len(names) > 1 else "sample"
+            raise PromptError(f"{which} {', '.join(names[:3])}{more}: {error}") from error
+        sinks = sums.summary()
+        about = {
+            "device": model.cfg.device.type,
+            "device_name": _device_name(model),
+            "versions": versions("sinklens", "torch", "transformers"),
+            "seconds": (time.perf_counter() - started) / len(batch.samples),
+            "batch": len(batch.samples),
+        }
+        return [
+            _record(self.task, sample, run, row)
+            | about
+            | {"sinks": {name: float(values[row]) for name, values in sinks.items()}}
+            for row, sample in enumerate(batch.samples)
+        ]
 
 
 def _check_length(model: "Model", sample: IdSample, gen_length: int) -> None:
@@ -129,51 +193,6 @@ def _check_length(model: "Model", sample: IdSample, gen_length: int) -> None:
         f"{sample.id} expects {length} tokens, but answers of {model.name} have {possible} (gen_length); change "
         f"--gen-length or the file."
     )
-
-
-def carry_out(model: "Model", task: Task, protocol: EvalProtocol, batch: Batch, seed: int) -> list[LedgerRecord]:
-    """Run a batch and return its records, in its order.
-
-    Raises:
-        PromptError: a prompt does not fit the model; the message names the samples of the batch.
-    """
-    started = time.perf_counter()
-
-    def run_with(hooks: Sequence[Intervention], record: Record) -> "Generation":
-        prompts = [token_ids(model, sample, protocol.chat_template) for sample in batch.samples]
-        return generate(
-            model, prompts, seed=seed, hooks=hooks, record_sinks=record, progress=False, cache=batch.condition.cache,
-            **protocol.run_settings(model),
-        )  # fmt: skip
-
-    def unmasked(folder: str) -> SinkTrack:
-        track = run_with((), Record(to=Path(folder) / "unmasked.zarr")).sinks
-        assert track is not None, "a run that records on disk has a track"
-        return track
-
-    sums = SinkSums()
-    try:
-        with TemporaryDirectory(prefix="sinklens-") as folder:
-            run = run_with(batch.condition.hooks_for(partial(unmasked, folder)), Record(reduce=sums))
-    except PromptError as error:
-        names = [sample.id for sample in batch.samples]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        which = "samples" if len(names) > 1 else "sample"
-        raise PromptError(f"{which} {', '.join(names[:3])}{more}: {error}") from error
-    sinks = sums.summary()
-    about = {
-        "device": model.cfg.device.type,
-        "device_name": _device_name(model),
-        "versions": versions("sinklens", "torch", "transformers"),
-        "seconds": (time.perf_counter() - started) / len(batch.samples),
-        "batch": len(batch.samples),
-    }
-    return [
-        _record(task, sample, run, row)
-        | about
-        | {"sinks": {name: float(values[row]) for name, values in sinks.items()}}
-        for row, sample in enumerate(batch.samples)
-    ]
 
 
 def token_ids(model: "Model", sample: Sample, chat_template: bool) -> list[int]:
@@ -191,9 +210,9 @@ def token_ids(model: "Model", sample: Sample, chat_template: bool) -> list[int]:
         return list(given)
     if not chat_template:
         return model.encode(sample.prompt + sample.opening)[0][0].tolist()
-    ids = model.encode(sample.prompt, chat_template=True)[0][0].tolist()
-    assert model.tokenizer is not None, "encode refuses text without a tokenizer"
-    return ids + list(model.tokenizer(sample.opening, add_special_tokens=False).input_ids if sample.opening else [])
+    tokenizer: Any = model.tokenizer
+    opening = list(tokenizer(sample.opening, add_special_tokens=False).input_ids) if sample.opening else []
+    return model.encode(sample.prompt, chat_template=True)[0][0].tolist() + opening
 
 
 def _task_settings(task: Task) -> dict[str, Any]:
@@ -233,7 +252,5 @@ def _record(task: Task, sample: Sample, run: "Generation", row: int) -> LedgerRe
 
 def _device_name(model: "Model") -> str:
     if model.cfg.device.type == "cuda":
-        import torch
-
         return torch.cuda.get_device_name(model.cfg.device)
     return platform.processor() or platform.machine()

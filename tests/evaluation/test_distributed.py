@@ -13,17 +13,14 @@ from ledgers import repeats
 
 from sinklens.errors import PromptError, SettingError, SinklensError
 from sinklens.evaluation import UNMASKED, Condition, OnRay, evaluate, masking
-from sinklens.evaluation.distributed import _job_here, _Tally, _Worker
 from sinklens.evaluation.protocols import find_protocol
-from sinklens.evaluation.runner import InProcess, Job
-from sinklens.evaluation.units import Batch
+from sinklens.evaluation.units import Batch, Job
 from sinklens.interventions import Intervention
 from sinklens.tasks.word_problems import TinyGsm
 
 SAMPLES = tuple(TinyGsm().samples(8))
 CONDITIONS = masking([0, 1])
 JOB = Job("tiny-llada", {}, TinyGsm(), find_protocol("tiny-gsm"), 0)
-NEED = {"num_cpus": 1, "num_gpus": 0}
 
 
 @pytest.fixture
@@ -55,7 +52,7 @@ def reproducible(records):
 def workers():
     """Processes of this process's cluster that hold a model."""
     below = psutil.Process().children(recursive=True)
-    return [process for process in below if "MapWorker" in "".join(process.cmdline())]
+    return [process for process in below if "_Worker" in "".join(process.cmdline())]
 
 
 @pytest.mark.slow
@@ -97,24 +94,10 @@ def test_batches_are_returned_and_a_workers_error_arrives_unchanged(ray):
     done = OnRay(workers=1).carry_out(JOB, [good, bad])
     batch, records = next(done)
     assert batch is good
-    (_, expected) = next(InProcess().carry_out(JOB, [good]))
-    assert reproducible(records) == reproducible(expected)
+    assert reproducible(records) == reproducible(JOB.carry_out(good))
     with pytest.raises(PromptError, match=r"^sample tiny-gsm/1: a prompt of .* tokens and gen_length 24 need"):
         next(done)
     assert ray.is_initialized()
-
-
-def test_a_batch_that_used_up_its_tries_is_not_started_again(ray):
-    tally = ray.remote(num_cpus=0)(_Tally).remote()
-    worker = _Worker(JOB, NEED, tally, 2)
-    rows = {"place": [7], "work": [ray.cloudpickle.dumps(Batch(UNMASKED, SAMPLES[2:4]))]}
-    outcomes = [ray.cloudpickle.loads(worker(rows)["outcome"][0]) for _ in range(3)]
-    assert [record["sample"] for record in outcomes[0]] == ["tiny-gsm/2", "tiny-gsm/3"]
-    assert reproducible(outcomes[0]) == reproducible(outcomes[1])
-    assert isinstance(outcomes[2], SinklensError)
-    assert "tiny-gsm/2 to tiny-gsm/3 under 'unmasked' were started 2 times, and each time the worker" in str(
-        outcomes[2]
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +113,10 @@ class Deadly(Intervention):
 def test_a_batch_that_kills_every_worker_ends_the_evaluation(ray):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     work = [Batch(Condition("deadly", (Deadly(),)), SAMPLES[:2])]
-    with pytest.raises(SinklensError, match=r"under 'deadly' were started 2 times, and each time the worker died"):
+    with pytest.raises(
+        SinklensError,
+        match=r"^tiny-gsm/0 to tiny-gsm/1 under 'deadly' were started 2 times, and each time the worker died",
+    ):
         list(OnRay(workers=1, tries=2).carry_out(JOB, work))
 
 
@@ -139,19 +125,27 @@ def test_a_worker_that_fits_no_machine_is_refused_immediately(ray):
         OnRay(gpus_per_worker=3).identities(JOB, CONDITIONS)
     with pytest.raises(SettingError, match=r"needs 64 cores and 0 GPUs"):
         list(OnRay(cpus_per_worker=64).carry_out(JOB, [Batch(UNMASKED, SAMPLES)]))
-    assert OnRay(cpus_per_worker=0.5)._shares() == ({"num_cpus": 0.5, "num_gpus": 0}, 4)
 
 
-def test_a_worker_uses_its_cores_and_a_gpu_only_if_it_has_one():
-    try:
-        assert _job_here(JOB, {"num_cpus": 2.0, "num_gpus": 0}).load == {"device": "cpu"}
-        assert torch.get_num_threads() == 2
-        assert _job_here(JOB, {"num_cpus": 0.5, "num_gpus": 1}) is JOB
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(1)
-    chosen = replace(JOB, load={"device": "cuda:1"})
-    assert _job_here(chosen, NEED) is chosen
+@dataclass(frozen=True, kw_only=True)
+class Noting(Intervention):
+    """Changes nothing; writes down the threads and the device of its process."""
+
+    folder: str
+
+    def pairs(self, model, run):
+        place = f"{os.getpid()} {torch.get_num_threads()} {model.cfg.device.type}"
+        (Path(self.folder) / place).touch()
+        return []
+
+
+@pytest.mark.slow
+def test_a_worker_uses_its_cores_and_no_gpu_if_it_has_none(ray, tmp_path):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    condition = Condition("noting", (Noting(folder=str(tmp_path)),))
+    list(OnRay(cpus_per_worker=2).carry_out(JOB, [Batch(condition, (sample,)) for sample in SAMPLES[:2]]))
+    (seen,) = tmp_path.iterdir()  # two cores hold one such worker
+    assert seen.name.split()[1:] == ["2", "cpu"]
 
 
 def test_a_loaded_model_is_refused(tiny_llada, tmp_path):
@@ -161,7 +155,7 @@ def test_a_loaded_model_is_refused(tiny_llada, tmp_path):
 
 
 def test_without_ray_the_error_names_the_extra(without_ray, tmp_path):
-    with pytest.raises(SettingError, match=r"OnRay needs Ray Data .*: pip install 'sinklens\[ray\]'"):
+    with pytest.raises(SettingError, match=r"OnRay needs Ray .*: pip install 'sinklens\[ray\]'"):
         evaluate("tiny-llada", "tiny-gsm", CONDITIONS, tmp_path, limit=2, engine=OnRay())
 
 
@@ -170,7 +164,7 @@ def test_without_ray_the_error_names_the_extra(without_ray, tmp_path):
     [
         ({"workers": 0}, r"workers must be at least 1; got 0"),
         ({"gpus_per_worker": -1}, r"gpus_per_worker must be at least 0; got -1"),
-        ({"cpus_per_worker": 0}, r"cpus_per_worker must be more than 0; got 0"),
+        ({"cpus_per_worker": 0}, r"cpus_per_worker must be at least 0.01; got 0"),
         ({"tries": 0}, r"tries must be at least 1; got 0"),
     ],
 )

@@ -1,18 +1,19 @@
 """lm-evaluation-harness: its verdicts equal ours on the same generations, and unsupported uses are refused."""
 
-import importlib
+import importlib.util
 import json
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+from harness_tasks import evaluated, local_task, offline
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
 from sinklens.evaluation import masking
 from sinklens.evaluation.protocols import find_protocol
-from sinklens.evaluation.runner import InProcess, Job
-from sinklens.evaluation.units import Batch
+from sinklens.evaluation.units import Batch, Job
 from sinklens.interventions import MaskSinks
 from sinklens.sampling import Evict
 from sinklens.tasks import held_out
@@ -20,52 +21,23 @@ from sinklens.tasks.base import cut
 from sinklens.tasks.gsm8k import Gsm8k
 from sinklens.tasks.word_problems import TinyGsm
 
-lm_eval = pytest.importorskip("lm_eval")
+pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 
-from lm_eval import evaluator  # noqa: E402
-from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.api.model import LM  # noqa: E402
-from lm_eval.api.registry import get_model  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
 
-from sinklens.evaluation.harness import SinklensLM  # noqa: E402
+from sinklens.evaluation.harness import SinklensLM
 
 SIZE = 8
-TASK = """
-task: words
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: "{data}"}}
-  cache_dir: "{cache}"
-test_split: test
-output_type: {kind}
-doc_to_text: "{{{{prompt}}}}"
-{more}
-"""
-GENERATING = """
-doc_to_target: "{{result}}"
-generation_kwargs:
-  until: ["Question:"]
-  do_sample: false
-filter_list:
-  - name: number
-    filter:
-      - {function: regex, regex_pattern: '####\\s*(-?\\d+)'}
-      - {function: take_first}
-metric_list:
-  - metric: exact_match
-"""
-# The harness's own task, except that its data are replaced by local copies.
-HARNESS_TASK = """
-include: {original}
-task: {name}
-dataset_path: json
-dataset_name: null
-dataset_kwargs:
-  data_files: {{test: "{folder}/test.jsonl", train: "{folder}/train.jsonl"}}
-  cache_dir: "{cache}"
-num_fewshot: {shots}
-"""
+NUMBER = {"function": "regex", "regex_pattern": r"####\s*(-?\d+)"}
+WORDS = {
+    "test_split": "test", "output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": "{{result}}",
+    "generation_kwargs": {"until": ["Question:"], "do_sample": False},
+    "filter_list": [{"name": "number", "filter": [NUMBER, {"function": "take_first"}]}],
+    "metric_list": [{"metric": "exact_match"}],
+}  # fmt: skip
 # Answers to a GSM8K prompt, with {n} for the right number.
 AWKWARD = (
     " #### {n}", " #### {n}.", " #### ${n}", " ####{n}", " ####  {n}", " #### {n} dollars", " #### {n}.0",
@@ -79,25 +51,12 @@ AWKWARD = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch):
-    """No network, and no slow inspection of the machine for the header of the results."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)
-
-
 @pytest.fixture
 def words(tmp_path):
-    """A manager of one task, the first held-out word problems, in the harness's format."""
-
-    def make(kind="generate_until", more=GENERATING):
-        data = tmp_path / "words.jsonl"
-        data.write_text("".join(json.dumps({"prompt": p.prompt, "result": p.result}) + "\n" for p in held_out(SIZE)))
-        (tmp_path / "words.yaml").write_text(TASK.format(data=data, cache=tmp_path / "cache", kind=kind, more=more))
-        return TaskManager(include_path=tmp_path, include_defaults=False)
-
-    return make
+    """Runs a model on one task, the first held-out word problems, in the harness's format."""
+    documents = [{"prompt": problem.prompt, "result": problem.result} for problem in held_out(SIZE)]
+    name = local_task(tmp_path, "words", {"test": documents}, **WORDS)
+    return partial(evaluated, folder=tmp_path, names=[name])
 
 
 class Canned(LM):
@@ -118,12 +77,6 @@ class Canned(LM):
     loglikelihood_rolling = loglikelihood
 
 
-def run(model, manager, tasks=("words",), **given):
-    return lm_eval.simple_evaluate(
-        model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=True, **given
-    )
-
-
 def answers(results):
     return [sample["resps"][0][0] for sample in results["samples"]["words"]]
 
@@ -135,7 +88,7 @@ def request(prompt, **settings):
 @pytest.mark.parametrize("count", [0, 1])
 def test_accuracy_equals_that_of_our_verdicts_on_the_same_generations(words, tiny_llada, count):
     model = SinklensLM(tiny_llada, [MaskSinks(top_k=1)] if count else [], batch_size=5)
-    results = run(model, words())
+    results = words(model)
     task, texts = TinyGsm(), answers(results)
     verdicts = [task.verdict(sample, text) for sample, text in zip(task.samples(SIZE), texts, strict=True)]
     assert results["results"]["words"]["exact_match,number"] == sum(verdicts) / SIZE
@@ -143,7 +96,7 @@ def test_accuracy_equals_that_of_our_verdicts_on_the_same_generations(words, tin
 
     condition = masking([0, 1])[count]
     job = Job(tiny_llada, {}, task, find_protocol("tiny-gsm"), 0)
-    ((_, records),) = InProcess().carry_out(job, [Batch(condition, tuple(task.samples(SIZE)))])
+    records = job.carry_out(Batch(condition, tuple(task.samples(SIZE))))
     assert texts == [cut(record["text"], ["Question:"]) for record in records], "evaluate generates different texts"
     assert results["config"]["hooks"] == condition.described()["hooks"]
 
@@ -158,8 +111,8 @@ def test_masking_changes_answers_and_the_batch_size_does_not(tiny_llada):
 
 
 def test_the_registered_name_takes_text_arguments(words):
-    results = run(
-        "sinklens", words(), model_args="pretrained=tiny-llada,mask_sinks=1,mask_pick=random,steps=12", batch_size="6"
+    results = words(
+        "sinklens", model_args="pretrained=tiny-llada,mask_sinks=1,mask_pick=random,steps=12", batch_size="6"
     )
     assert "MaskKeys(" in results["config"]["hooks"][0]
     assert "random" in results["config"]["hooks"][0]
@@ -170,7 +123,6 @@ def test_the_registered_name_takes_text_arguments(words):
 def test_the_command_line_is_that_of_the_harness(words, tmp_path, monkeypatch, capsys):
     from sinklens.evaluation import harness
 
-    words()
     monkeypatch.setattr(
         "lm_eval.__main__.setup_logging", lambda: None
     )  # it would keep a reference to this test's stderr
@@ -178,7 +130,8 @@ def test_the_command_line_is_that_of_the_harness(words, tmp_path, monkeypatch, c
     given = ["--model", "sinklens", "--model_args", "pretrained=tiny-llada,mask_sinks=1", "--batch_size", "4"]
     what = ["--tasks", "words", "--include_path", str(tmp_path), "--limit", "2"]
     monkeypatch.setattr(sys, "argv", ["harness", *given, *what])
-    harness.main()
+    with offline():
+        harness.main()
     assert "exact_match" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["harness", *given, *what, "--use_cache", str(tmp_path / "cached")])
     with pytest.raises(SystemExit, match=r"sinklens: the harness's response cache"):
@@ -190,11 +143,11 @@ def test_the_response_cache_is_refused_and_the_cache_of_prompts_is_not(words, ti
 
     monkeypatch.setattr(cache, "PATH", str(tmp_path / "requests"))
     with pytest.raises(SettingError, match=r"response cache \(use_cache\) .* ignores the intervention"):
-        run(SinklensLM(tiny_llada), words(), use_cache=str(tmp_path / "cached"))
+        words(SinklensLM(tiny_llada), use_cache=str(tmp_path / "cached"))
     requests = [request(problem.prompt, until="Question:") for problem in held_out(SIZE)]
     for count in (0, 3):
         model = SinklensLM(tiny_llada, mask_sinks=count)
-        assert answers(run(model, words(), cache_requests=True)) == model.generate_until(requests, True)
+        assert answers(words(model, cache_requests=True)) == model.generate_until(requests, True)
         assert list((tmp_path / "requests").iterdir()), "nothing was cached, so the test shows nothing"
 
 
@@ -251,15 +204,15 @@ def test_the_tokenizers_chat_template_is_applied_without_a_second_start_token(wo
     assert lm.chat_template(True) == template
     assert "/" not in lm.tokenizer_name
 
-    results = run(lm, words(), apply_chat_template=True)
+    results = words(lm, apply_chat_template=True)
     assert results["samples"]["words"][0]["arguments"][0][0] == text
-    assert answers(results) == answers(run(SinklensLM("tiny-llama"), words()))
+    assert answers(results) == answers(words(SinklensLM("tiny-llama")))
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"batch_size": "auto"}, r"batch_size must be a number of at least 1 \('auto' is not supported\); got 'auto'"),
+        ({"batch_size": "auto"}, r"batch_size must be a number of at least 1, and not 'auto'; got 'auto'"),
         ({"batch_size": 0}, r"batch_size must be a number of at least 1"),
         ({"stpes": 3}, r"stpes is not a setting of the llada sampler: no sampler has it. Nearest: steps"),
         ({"hooks": MaskSinks(top_k=1), "mask_sinks": 1}, r"give hooks or mask_sinks, not both"),
@@ -295,12 +248,11 @@ def generations(task, written, count):
 
 @pytest.mark.parametrize("style", ["gsm8k", "gsm8k-cot", "gsm8k-cot-zeroshot"])
 def test_gsm8k_verdicts_equal_those_of_the_harness(shared, tmp_path, written, style):
-    manager = harness_task(shared, tmp_path, style, shots=0)
-    folder = shared / "data" / "gsm8k"
+    folder = gsm8k(shared, tmp_path, style, shots=0)
     count = 5 * (len(AWKWARD) + 11)
     strict, flexible = (Gsm8k(folder, style, 0, extractor) for extractor in ("strict", "flexible"))
     texts = generations(flexible, written, count)
-    results = run(Canned(texts), manager, ["local"], limit=count)["samples"]["local"]
+    results = evaluated(Canned(texts), tmp_path, ["local"], limit=count)["samples"]["local"]
     for task, name in ((strict, "strict-match"), (flexible, "flexible-extract")):
         wanted = [bool(sample["exact_match"]) for sample in results if sample["filter"] == name]
         found = [task.verdict(sample, text) for sample, text in zip(task.samples(count), texts, strict=True)]
@@ -310,17 +262,17 @@ def test_gsm8k_verdicts_equal_those_of_the_harness(shared, tmp_path, written, st
 
 
 def test_gsm8k_prompts_with_five_examples_equal_those_of_the_harness(shared, tmp_path):
-    manager = harness_task(shared, tmp_path, "gsm8k", shots=5)
-    canned = Canned([""] * 20)
-    run(canned, manager, ["local"], limit=20)
-    assert canned.prompts == [sample.prompt for sample in Gsm8k(shared / "data" / "gsm8k").samples(20)]
+    folder, canned = gsm8k(shared, tmp_path, "gsm8k", shots=5), Canned([""] * 20)
+    evaluated(canned, tmp_path, ["local"], limit=20)
+    assert canned.prompts == [sample.prompt for sample in Gsm8k(folder).samples(20)]
 
 
-def harness_task(shared, tmp_path, style, shots):
-    file = next(iter(lm_eval.__path__)) + f"/tasks/gsm8k/{style}.yaml"
-    given = {"original": file, "name": "local", "folder": shared / "data" / "gsm8k", "cache": tmp_path / "cache"}
-    (tmp_path / "local.yaml").write_text(HARNESS_TASK.format(shots=shots, **given))
-    return TaskManager(include_path=tmp_path, include_defaults=False)
+def gsm8k(shared, tmp_path, style, shots):
+    """The folder of the data, on which the harness's task is "local"."""
+    folder = shared / "data" / "gsm8k"
+    files = {split: folder / f"{split}.jsonl" for split in ("test", "train")}
+    local_task(tmp_path, "local", files, f"gsm8k/{style}", num_fewshot=shots)
+    return folder
 
 
 def test_a_cache_policy_reaches_the_runs_of_the_harness_and_its_results():
@@ -335,3 +287,78 @@ def test_a_cache_policy_reaches_the_runs_of_the_harness_and_its_results():
     assert model.get_model_info()["cache"] == repr(Evict(keep=0.1))
     with pytest.raises(SettingError, match="DualCache is for bidirectional models"):
         SinklensLM("tiny-llama", cache="dual")
+
+
+# Other tasks of the harness
+
+
+def needs(packages, extra):
+    """A mark that skips without `packages`, with the command that installs them."""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    why = f"the harness needs {', '.join(absent)}: pip install 'lm-eval[{extra}]'"
+    return pytest.mark.skipif(bool(absent), reason=why)
+
+
+LAW = {"category": "law", "options": ["3 balls", "8 balls", "none"], "answer": "B", "answer_index": 1, "src": "x"}
+EXAMPLE = LAW | {"question": "Kim has 3 balls.", "cot_content": "A: Let's think step by step. The answer is (A)."}
+INSTRUCT = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+CASES = [
+    pytest.param(
+        "bbh/zeroshot/boolean_expressions", "flexible-extract", 0.5, {"temperature": 0.0, "gen_length": None},
+        [({"input": "not ( True ) and 20 is", "target": "False"}, " It is False.Q: True"),
+         ({"input": "True and not False and 38 is", "target": "True"}, " False Q: True")],
+        id="bbh-zeroshot",
+    ),
+    pytest.param(
+        "bbh/cot_fewshot/boolean_expressions", "get-answer", 0.5, {"temperature": 0.0, "gen_length": 1024},
+        [({"input": "not ( True ) and 20 is", "target": "False"}, " So the answer is False.\n\nQ: so the answer is 3."),
+         ({"input": "True and not False and 38 is", "target": "True"}, " So the answer is False.")],
+        id="bbh-cot-fewshot",
+    ),
+    pytest.param(
+        "mmlu_pro/mmlu_pro_law", "custom-extract", 0.5, {"temperature": 0.0, "gen_length": 2048},
+        [(LAW | {"question": "Kim has 20 balls", "cot_content": ""}, " Two. The answer is (B).Question: answer is (A)"),
+         (LAW | {"question": "Sam has 38 balls", "cot_content": ""}, " I do not know.")],
+        id="mmlu-pro",
+    ),
+    pytest.param(
+        "minerva_math/minerva_math_algebra", "none", 0.5, {"temperature": 0.0, "gen_length": None},
+        [({"problem": "Kim has 20 + 18 balls.", "solution": "So \\boxed{38}.", "level": "Level 1", "type": "Algebra"},
+          " Final Answer: The final answer is $38$. I hope it is correct.Problem: 7"),
+         ({"problem": "Sam has 38 balls.", "solution": "So \\boxed{38}.", "level": "Level 1", "type": "Algebra"},
+          " Final Answer: The final answer is $28$. I hope it is correct.")],
+        id="minerva-math", marks=needs(("math_verify", "antlr4"), "math"),
+    ),
+    pytest.param(
+        "ifeval/ifeval", "none", 0.5, {"temperature": 0.0, "gen_length": 1280},
+        [(INSTRUCT | {"key": 1, "prompt": "Kim has 20 balls. Use no comma."}, "She has 20 balls."),
+         (INSTRUCT | {"key": 2, "prompt": "Sam has 38 balls. Use no comma."}, "He, Sam, has 38.")],
+        id="ifeval", marks=needs(("langdetect", "immutabledict"), "ifeval"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("original", "kind", "score", "settings", "cases"), CASES)
+def test_right_answers_score_and_wrong_ones_do_not(
+    tmp_path, monkeypatch, tiny_llada, original, kind, score, settings, cases
+):
+    """The answer depends on a number in the prompt."""
+    documents, texts = zip(*cases, strict=True)
+    keys = ["20" if "20" in json.dumps(document) else "38" for document in documents]
+    used = []
+
+    def generate(model, prompts, **given):
+        used.append(given)
+        asked = [model.to_string(ids) for ids in prompts]
+        found = [texts[keys.index(max(keys, key=text.rfind))] for text in asked]
+        return SimpleNamespace(answers=[SimpleNamespace(text=text) for text in found])
+
+    monkeypatch.setattr("sinklens.evaluation.harness.generate", generate)
+    law = "mmlu_pro" in original
+    data = {"test": list(documents), "validation": [EXAMPLE] * 5 if law else list(documents)}
+    more = {"test_split": "test"} | ({} if law else {"fewshot_split": None})
+    name = local_task(tmp_path, original.rpartition("/")[2], data, original, **more)
+    (results,) = evaluated(SinklensLM(tiny_llada), tmp_path, [name])["results"].values()
+    metric = "prompt_level_strict_acc" if "ifeval" in original else "exact_match"
+    assert results[f"{metric},{kind}"] == score
+    assert {name: used[0].get(name) for name in settings} == settings

@@ -1,9 +1,7 @@
 """Likelihood tasks of the harness, by its own YAML, on local data in their published formats."""
 
-import json
-from pathlib import Path
-
 import pytest
+from harness_tasks import evaluated, local_task
 
 import sinklens
 from sinklens.errors import PromptError, SettingError
@@ -13,28 +11,13 @@ from sinklens.experiments.nll.noise import DrawRule
 from sinklens.experiments.nll.result import PromptAnswer
 from sinklens.interventions import MaskSinks
 
-lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 
-from lm_eval import evaluator  # noqa: E402
-from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.models.huggingface import HFLM  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 
-from sinklens.evaluation.harness import SinklensLM  # noqa: E402
+from sinklens.evaluation.harness import SinklensLM
 
-TASK = """
-include: {original}
-task: {name}
-dataset_path: json
-dataset_name: null
-dataset_kwargs:
-  data_files: {{{split}: "{data}"}}
-  cache_dir: "{cache}"
-training_split: {training}
-fewshot_split: {training}
-fewshot_config: null
-{other}_split: {training}
-"""
 OTHER = {"validation": "test", "val": "test"}  # the split that a task's YAML names and these data do not have
 STORY = "Kim has 20 balls. She buys 18 more. "
 DATA = {  # YAML of the harness -> split, documents as published
@@ -81,36 +64,17 @@ DATA = {  # YAML of the harness -> split, documents as published
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch):
-    """No network, and no slow inspection of the machine for the header of the results."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)
-
-
 def evaluate(model, folder, originals):
     """Responses of each task, document by document, and the scores."""
-    root = Path(next(iter(lm_eval.__path__))) / "tasks"
+    names = []
     for original in originals:
-        name = original.replace("/", "-")
         split, documents = DATA[original]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents))
-        file = root / original if original.endswith("yaml") else root / f"{original}.yaml"
-        (folder / f"{name}.yaml").write_text(
-            TASK.format(
-                original=file, name=name, split=split, data=folder / f"{name}.jsonl", cache=folder / "cache",
-                training="train" if split == "train" else "null", other=OTHER.get(split, "validation"),
-            )
-        )  # fmt: skip
-    names = [original.replace("/", "-") for original in originals]
-    found = lm_eval.simple_evaluate(
-        model=model, tasks=names, task_manager=TaskManager(include_path=str(folder), include_defaults=False),
-        bootstrap_iters=0, log_samples=True,
-    )  # fmt: skip
-    responses = {
-        name: [one[0] for sample in found["samples"][name] for one in sample["resps"]] for name in names
-    }  # fmt: skip
+        training = "train" if split == "train" else None
+        splits = {"training_split": training, "fewshot_split": training, "fewshot_config": None}
+        splits[f"{OTHER.get(split, 'validation')}_split"] = training
+        names.append(local_task(folder, original.replace("/", "-"), {split: documents}, original, **splits))
+    found = evaluated(model, folder, names)
+    responses = {name: [one[0] for sample in found["samples"][name] for one in sample["resps"]] for name in names}
     return responses, found["results"]
 
 

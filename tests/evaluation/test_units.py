@@ -11,24 +11,20 @@ import sinklens
 from sinklens.errors import PromptError
 from sinklens.evaluation import UNMASKED, LedgerRun, evaluate, masking
 from sinklens.evaluation.protocols import find_protocol
-from sinklens.evaluation.units import (
-    Batch,
-    batches,
-    carry_out,
-    identities,
-    prompt_hash,
-    reference_hash,
-    token_ids,
-)
+from sinklens.evaluation.units import Batch, Job, batches, prompt_hash, reference_hash, token_ids
 from sinklens.interventions import MaskSinks
 from sinklens.model.files import find_checkpoint
-from sinklens.tasks import Sample, find_task
+from sinklens.tasks import Sample
 from sinklens.tasks.gsm8k import Gsm8k
 from sinklens.tasks.prompts import IdSample, Prompts
 
 PLAIN = find_protocol("tiny-gsm")
 TASK = PLAIN.make_task()
 SAMPLES = tuple(TASK.samples(6))
+
+
+def carry_out(model, condition, samples, protocol=PLAIN, seed=0):
+    return Job(model, {}, TASK, protocol, seed).carry_out(Batch(condition, tuple(samples)))
 
 
 def reproducible(records):
@@ -47,8 +43,8 @@ CONDITIONS = masking([2], ["random"], of_unmasked=True)
 def test_records_do_not_depend_on_the_batch(condition, name, request):
     model, samples = request.getfixturevalue(name), SAMPLES[:3]  # of three lengths
     short = PLAIN.with_settings({"gen_length": 6, "block_length": 3} if name == "tiny_llada" else {"gen_length": 6})
-    together = carry_out(model, TASK, short, Batch(condition, samples), 0)
-    apart = [carry_out(model, TASK, short, Batch(condition, (sample,)), 0)[0] for sample in reversed(samples)]
+    together = carry_out(model, condition, samples, short)
+    apart = [carry_out(model, condition, [sample], short)[0] for sample in reversed(samples)]
     assert reproducible(together) == reproducible(apart)
     for one, other in zip(together, reversed(apart), strict=True):
         assert one["sinks"] == pytest.approx(other["sinks"], rel=1e-4)
@@ -58,7 +54,7 @@ def test_records_do_not_depend_on_the_batch(condition, name, request):
 def test_sinks_of_the_unmasked_run_are_those_of_the_same_batch(tiny_llada):
     condition = masking([1], of_unmasked=True)[-1]
     short = {"gen_length": 12, "steps": 12, "block_length": 12}
-    records = carry_out(tiny_llada, TASK, PLAIN.with_settings(short), Batch(condition, SAMPLES[:2]), 0)
+    records = carry_out(tiny_llada, condition, SAMPLES[:2], PLAIN.with_settings(short))
     for sample, record in zip(SAMPLES, records, strict=False):
         base = sinklens.generate(tiny_llada, sample.prompt, progress=False, **short)
         hook = MaskSinks(top_k=1, source=base.sinks)
@@ -67,7 +63,7 @@ def test_sinks_of_the_unmasked_run_are_those_of_the_same_batch(tiny_llada):
 
 
 def test_a_record_contains_what_the_run_did(tiny_llada):
-    (record,) = carry_out(tiny_llada, TASK, PLAIN, Batch(UNMASKED, SAMPLES[:1]), 3)
+    (record,) = carry_out(tiny_llada, UNMASKED, SAMPLES[:1], seed=3)
     run = sinklens.generate(tiny_llada, SAMPLES[0].prompt, seed=3, progress=False)
     answer = slice(run.prompt_length, None)
     assert record["tokens"] == run.tokens[0, answer].tolist()
@@ -93,7 +89,7 @@ def test_batches_contain_every_sample_once_and_group_similar_lengths(tiny_llada)
 
 def test_everything_that_determines_a_verdict_is_part_of_the_identity(tiny_llada, tiny_llama):
     def named(model=tiny_llada, condition=UNMASKED, task=TASK, protocol=PLAIN, seed=0):
-        return str(identities(model, [condition], task, protocol, seed))
+        return str(Job(model, {}, task, protocol, seed).identities([condition]))
 
     others = [
         named(model=tiny_llama),
@@ -123,7 +119,7 @@ def test_equal_prompts_get_equal_answers_in_batches_of_any_size(tiny_llama):
     hot = PLAIN.with_settings({"temperature": 2.0})
     found = [
         {record["sample"]: record["tokens"] for batch in batches(UNMASKED, same, size) for record in
-         carry_out(tiny_llama, TASK, hot, batch, 0)}
+         carry_out(tiny_llama, UNMASKED, batch.samples, hot)}
         for size in (1, 2)
     ]  # fmt: skip
     assert found[0] == found[1]
@@ -165,17 +161,17 @@ def test_an_answer_begins_with_the_opening_of_the_sample(tiny_llada):
 def test_the_error_for_a_prompt_that_does_not_fit_names_its_samples(tiny_llada):
     long = Sample("long/1", "coins " * 200, "")
     with pytest.raises(PromptError, match=r"sample long/1: a prompt of \d+ tokens and gen_length"):
-        carry_out(tiny_llada, find_task("tiny-gsm"), PLAIN, Batch(UNMASKED, (long,)), 0)
+        carry_out(tiny_llada, UNMASKED, [long])
 
 
 def test_the_identity_of_a_folder_does_not_depend_on_its_path(tmp_path, tiny_llada, monkeypatch):
     folder = tmp_path / "mine"
     shutil.copytree(find_checkpoint("tiny-llada", None), folder)
     monkeypatch.chdir(tmp_path)
-    relative, absolute = (identities(sinklens.load(name), [UNMASKED], TASK, PLAIN, 0) for name in ("mine", str(folder)))
+    relative, absolute = (Job(name, {}, TASK, PLAIN).identities([UNMASKED]) for name in ("mine", str(folder)))
     assert relative == absolute
     monkeypatch.chdir(folder)
-    assert identities(sinklens.load("."), [UNMASKED], TASK, PLAIN, 0)[0]["model"] == "mine"
+    assert Job(".", {}, TASK, PLAIN).identities([UNMASKED])[0]["model"] == "mine"
     assert relative[0]["model"] == "mine"
     assert relative[0]["weights"] == tiny_llada.fingerprint
 
