@@ -7,7 +7,7 @@ settings, recorded runs that they hold, and the source of classes defined outsid
 Pitfall: it does not cover the code that such a class calls. Two interventions that differ only there share records.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -70,13 +70,6 @@ class Condition:
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache", as_policy(self.cache))
         object.__setattr__(self, "hooks", tuple(hook_list(self.hooks)))
-        self._check_names()
-        self.described()  # refuses what cannot be identified
-
-    def _check_names(self) -> None:
-        for what, name in (("name", self.name), ("control_of", self.control_of)):
-            if not isinstance(name, str) or (what == "name" and not name):
-                raise SettingError(f"the {what} of a condition must be a text; got {name!r}.")
         if self.control_of == self.name:
             raise SettingError(f"{self.name!r} cannot be a control of itself; name the condition it is a control of.")
         for hook in self.hooks:
@@ -85,6 +78,7 @@ class Condition:
                     f"the hooks of a condition are interventions, whose settings the ledger records; got {hook!r:.80}. "
                     f"For a function of your own, write a subclass of Intervention."
                 )
+        self.described()  # refuses what cannot be identified
 
     def described(self) -> dict[str, Any]:
         """The condition as plain JSON values; only equal conditions give equal values."""
@@ -181,7 +175,7 @@ def under_caches(conditions: Sequence[Condition], caches: "str | Policy | Sequen
     Raises:
         SettingError: an unknown policy, or a condition that has a policy already.
     """
-    listed = [caches] if isinstance(caches, str | Policy) or not isinstance(caches, Iterable) else list(caches)
+    listed = [caches] if isinstance(caches, str | Policy) else caches
     policies = [policy for policy in map(as_policy, listed) if policy is not None]
     names = [policy_name(policy) for policy in policies]
     given = next((condition.name for condition in conditions if condition.cache is not None), None)
@@ -214,14 +208,11 @@ def _control(count: int, control: str, strongest: MaskKeys, of_unmasked: bool, s
 
 def _name(count: int, noun: str, hook: MaskKeys) -> str:
     head, space, tail = noun.partition(" of ")
-    keys = hook.where
-    suffixes = [] if keys.detector is None else _restrictions(keys.detector)
+    keys: Any = hook.where
+    suffixes: list[str] = []
+    if keys.detector is not None:
+        part = {"all": [], "sink": ["where a sink"], "other": ["where no sink"]}[keys.detector.part]
+        suffixes = [" or ".join(keys.detector.only)] * bool(keys.detector.only) + part
     suffixes += ["for all queries"] * (hook.queries == "all")
     suffixes += [f"seed {keys.seed}"] * (keys.seed != 0)
     return ", ".join([f"{count} {head}{'s' if count > 1 else ''}{space}{tail}", *suffixes])
-
-
-def _restrictions(keys: Any) -> list[str]:
-    """Which of the strongest keys, in words."""
-    where = {"all": [], "sink": ["where a sink"], "other": ["where no sink"]}[keys.part]
-    return [" or ".join(keys.only)] * bool(keys.only) + where

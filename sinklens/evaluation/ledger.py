@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 from sinklens.errors import LedgerError
@@ -96,7 +95,7 @@ class LedgerRun:
         return {name for (name,) in _rows(self.folder, query, self.name)}
 
 
-class Writer:
+class Writer(ExitStack):
     """Add records to one shard of a run; use it as ``with Writer(run) as writer: writer.add(record)``.
 
     Raises:
@@ -104,17 +103,16 @@ class Writer:
     """
 
     def __init__(self, run: LedgerRun, shard: int = 0, kind: RecordKind = "records") -> None:
-        self._run, self._kind = run, kind
-        self._shard = shard
-        self._open = ExitStack()
-        self._database: sqlite3.Connection | None = None
+        super().__init__()
+        self._run, self._kind, self._shard = run, kind, shard
+        self._database: sqlite3.Connection
 
     def __enter__(self) -> "Writer":
         with ExitStack() as opened:
             self._run.begin()
             opened.enter_context(_locked(self._run, self._kind, self._shard))
             self._database = opened.enter_context(_writing(self._run.folder))
-            self._open = opened.pop_all()
+            self.push(opened.pop_all())
         return self
 
     def add(self, *records: Mapping[str, Any]) -> None:
@@ -125,17 +123,10 @@ class Writer:
         Raises:
             LedgerError: the records could not be written; no earlier record is affected.
         """
-        assert self._database is not None, "use a Writer in a with block"
         rows = [(self._run.name, self._kind, str(record["sample"]), _json(record)) for record in records]
         on_conflict = "REPLACE" if self._kind == "verdicts" else "IGNORE"
         with _errors(NOT_WRITTEN, self._run.folder), self._database:
             self._database.executemany(f"INSERT OR {on_conflict} INTO records VALUES (?, ?, ?, ?)", rows)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._database = None
-        self._open.close()
 
 
 def holds_runs(folder: Path) -> bool:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped,unused-ignore]
 
 PICKS = ("", "strongest", "steady", *CONTROLS)  # in the order of a table
-COMPARISONS = ("against_unmasked", "against_random")
+COMPARISONS = ("unmasked", "random")
+NOTHING = Estimate(math.nan, math.nan, math.nan, math.nan, math.nan)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def frame(ledger: str | Path, *, mixed_devices: bool = False) -> "DataFrame":
     for name, members in zip(_names(list(groups)), groups.values(), strict=True):
         tables.append(pd.DataFrame(_rows(name, sorted(members, key=_order), mixed_devices)))
         for kind in COMPARISONS:  # one correction for the comparisons of a kind
-            tables[-1][f"{kind}_p"] = holm(tables[-1][f"{kind}_p"].tolist())
+            tables[-1][f"against_{kind}_p"] = holm(tables[-1][f"against_{kind}_p"].tolist())
     return pd.concat(tables).sort_values(["task", "protocol", "model"], kind="stable", ignore_index=True)
 
 
@@ -152,25 +153,27 @@ def _rows(name: str, members: Sequence[_Scored], mixed_devices: bool) -> list[di
     for one in members:
         control = _control_of(one, members)
         treated = one.condition["hooks"] and not one.control_of and one.condition["pick"] not in CONTROLS
-        exact, no_exact = (None, "") if one is base else _against(base, one, "no unmasked run", mixed_devices)
-        other, no_other = _against(control, one, "no control" if treated else "", mixed_devices)
+        absent = "no control" if treated else ""
         rows.append({
-            **_row(name, one), **_compared("against_unmasked", exact), "no_unmasked": no_exact,
-            **_compared("against_random", other), "no_random": no_other,
+            **_row(name, one), **_compared("unmasked", base, one, "no unmasked run", mixed_devices),
+            **_compared("random", control, one, absent, mixed_devices),
             "control": "" if control is None else str(control.condition["name"]),
             "speed": math.nan if base is None or one is base else _speed(base, one),
         })  # fmt: skip
     return rows
 
 
-def _compared(kind: str, pair: Paired | None) -> dict[str, Any]:
+def _compared(
+    kind: str, base: _Scored | None, changed: _Scored, absent: str, mixed_devices: bool
+) -> dict[str, Any]:  # fmt: skip
     """The columns of a comparison."""
-    nothing = Estimate(math.nan, math.nan, math.nan, math.nan, math.nan)
-    found, lost, gained = pair or (nothing, math.nan, math.nan)
-    return {
-        f"{kind}_difference": found.value, f"{kind}_low": found.low, f"{kind}_high": found.high,
-        f"{kind}_lost": lost, f"{kind}_gained": gained, f"{kind}_p": found.p, f"{kind}_total": found.n,
+    pair, why = (None, "") if base is changed else _against(base, changed, absent, mixed_devices)
+    found, lost, gained = pair or (NOTHING, math.nan, math.nan)
+    columns = {
+        "difference": found.value, "low": found.low, "high": found.high, "lost": lost, "gained": gained, "p": found.p,
+        "total": found.n,
     }  # fmt: skip
+    return {f"against_{kind}_{name}": value for name, value in columns.items()} | {f"no_{kind}": why}
 
 
 def _control_of(read: _Scored, members: Sequence[_Scored]) -> _Scored | None:
@@ -272,10 +275,11 @@ def _published(what: Mapping[str, Any], condition: Mapping[str, Any], accuracy: 
     covered = condition["name"] == "unmasked" or (condition["pick"] == "strongest" and "," not in condition["name"])
     listed = protocol.published if covered and protocol is not None else ()
     score = next((one for one in listed if one.masked == condition["masked"] and one.of(str(what["model"]))), None)
-    found = {"published": math.nan, "source": "", "departs": "; ".join(departs)}
-    gap = Estimate(math.nan, math.nan, math.nan, 0)
-    if score is not None:
-        found |= {"published": math.nan if score.score is None else score.score, "source": score.source}
-        if score.accuracy is not None and accuracy.n and not departs:
-            gap = estimates.unpaired(score.accuracy, accuracy)
-    return found | {"published_difference": gap.value, "published_low": gap.low, "published_high": gap.high}
+    gap = NOTHING
+    if score is not None and score.accuracy is not None and accuracy.n and not departs:
+        gap = estimates.unpaired(score.accuracy, accuracy)
+    return {
+        "published": math.nan if score is None or score.score is None else score.score,
+        "source": "" if score is None else score.source, "departs": "; ".join(departs),
+        "published_difference": gap.value, "published_low": gap.low, "published_high": gap.high,
+    }  # fmt: skip

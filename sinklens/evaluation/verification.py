@@ -21,7 +21,7 @@ import numpy as np
 
 from sinklens.errors import SelfCheckError, SettingError
 from sinklens.evaluation.conditions import masking
-from sinklens.evaluation.protocols import PROTOCOLS, EvalProtocol, Published, find_protocol, is_checkpoint
+from sinklens.evaluation.protocols import PROTOCOLS, Published, find_protocol, is_checkpoint
 from sinklens.evaluation.runner import evaluate
 from sinklens.evaluation.tables import frame
 from sinklens.model import selfcheck
@@ -36,7 +36,6 @@ from sinklens.utils.versions import versions
 
 if TYPE_CHECKING:
     from sinklens.model import Model
-    from sinklens.tasks.base import Task
 
 Outcome = Literal["passed", "failed", "open", "recorded"]
 PROMPT = "Question: Tom has 5 apples. He buys 7 more. How many apples does Tom have now?\nAnswer:"
@@ -47,43 +46,29 @@ STILL = 0.05  # share of pairs of steps at which a static head's sink may change
 DESCRIBED = 8  # problems whose sinks are described
 
 
-@dataclass(frozen=True)
-class Known:
-    """A shipped model.
-
-    Attributes:
-        name: its name.
-        fingerprint: `Model.fingerprint`.
-        right: of the 500 held-out word problems, how many it gets right; None for models of text.
-    """
-
-    name: str
-    fingerprint: str
-    right: int | None = None
-
-
-KNOWN = (
-    Known("tiny-canvas", "e096eff9718515ea", 490),
-    Known("tiny-dream", "e26870b0cad372aa", 498),
-    Known("tiny-duo", "f6c9e8d271c6c991", 413),
-    Known("tiny-llada", "49c30b6a6a6fe0ca", 458),
-    Known("tiny-llada-moe", "e4559764a2e67e6b", 489),
-    Known("tiny-llada-skills", "0dcac91da5c74471", 435),
-    Known("tiny-llama", "a1b2bc2759bf1277", 500),
-    Known("tiny-llama-skills", "af74d733e9ec23b4", 500),
-    Known("tiny-mdlm", "b93459020d82773c", 426),
-    Known("tiny-mmada", "f0d0d6973732d565", 470),
-    Known("tiny-sdar", "de13e59ab3a71608", 500),
-    Known("tiny-text", "8f8d7d21f82bb2a8", None),
-    Known("tiny-text-causal", "454bda7e2aaac03a", None),
-    Known("tiny-two-modes", "9df3b332d5d12f92", 500),
-)
+KNOWN: dict[str, tuple[str, int | None]] = {
+    "tiny-canvas": ("e096eff9718515ea", 490),
+    "tiny-dream": ("e26870b0cad372aa", 498),
+    "tiny-duo": ("f6c9e8d271c6c991", 413),
+    "tiny-llada": ("49c30b6a6a6fe0ca", 458),
+    "tiny-llada-moe": ("e4559764a2e67e6b", 489),
+    "tiny-llada-skills": ("0dcac91da5c74471", 435),
+    "tiny-llama": ("a1b2bc2759bf1277", 500),
+    "tiny-llama-skills": ("af74d733e9ec23b4", 500),
+    "tiny-mdlm": ("b93459020d82773c", 426),
+    "tiny-mmada": ("f0d0d6973732d565", 470),
+    "tiny-sdar": ("de13e59ab3a71608", 500),
+    "tiny-text": ("8f8d7d21f82bb2a8", None),
+    "tiny-text-causal": ("454bda7e2aaac03a", None),
+    "tiny-two-modes": ("9df3b332d5d12f92", 500),
+}
+"""Shipped model -> its `Model.fingerprint`, and how many held-out word problems it gets right; None: it writes text."""
 HELD_OUT = 500
 
 
-def known(model: str) -> Known | None:
-    """What is published about `model`; None if nothing is."""
-    return next((one for one in KNOWN if is_checkpoint(model, one.name)), None)
+def known(model: str) -> tuple[str, int | None]:
+    """What is published about `model`, as in `KNOWN`; ("", None) if nothing is."""
+    return next((found for name, found in KNOWN.items() if is_checkpoint(model, name)), ("", None))
 
 
 def protocol_for(model: str) -> str:
@@ -92,8 +77,7 @@ def protocol_for(model: str) -> str:
     A shipped model is measured on its own word problems; others on GSM8K, with a protocol that has their score, and
     with the study's settings if there is none.
     """
-    found = known(model)
-    if found is not None and found.right is not None:
+    if known(model)[1] is not None:
         return "tiny-gsm"
     scored = [name for name, protocol in PROTOCOLS.items() if protocol.task.startswith("gsm8k")]
     best = max(scored, key=lambda name: len(scores_of(model, name)))  # the first of those with most scores
@@ -102,9 +86,9 @@ def protocol_for(model: str) -> str:
 
 def scores_of(model: str, protocol: str) -> tuple[Published, ...]:
     """The published scores of `model` under a protocol, with 0, 1, 5 and 10 sinks masked; none under an unknown one."""
-    found = known(model)
-    if protocol == "tiny-gsm" and found is not None and found.right is not None:
-        return (Published(found.name, found.right / HELD_OUT, f"model card of {found.name}", HELD_OUT),)
+    _, right = known(model)
+    if protocol == "tiny-gsm" and right is not None:
+        return (Published(model, right / HELD_OUT, f"model card of {Path(model).name}", HELD_OUT),)
     listed = PROTOCOLS[protocol].published if protocol in PROTOCOLS else ()
     return tuple(score for score in listed if score.of(model) and score.score is not None)
 
@@ -208,71 +192,42 @@ def verify(
         SettingError: an argument is wrong, or `data` is given for word problems, which are not read from a file.
         SinklensError: the problems cannot be read, or `out` holds results of another kind.
     """
-    about, chosen = known(model.name), find_protocol(protocol or protocol_for(model.name))
-    scores = {one.masked: one for one in scores_of(model.name, chosen.name)}
+    chosen = find_protocol(protocol or protocol_for(model.name))
     if score is not None and not 0 <= score <= 1:
         raise SettingError(f"score is a share of right answers in [0, 1]; got {score}.")
-    task = _task(chosen, data)
-    checks = [
-        fingerprint_check(model, fingerprint or (about.fingerprint if about else "")),
-        self_check(model),
-    ]
-    if checks[-1].outcome == "failed":
-        return _report(model, chosen.name, 0, checks, "")
-    checks.append(prompt_check(model))
-    chosen = chosen.with_settings(settings or {})
-    evaluate(model, chosen, masking(MASKED), out, task=task, limit=problems, batch=batch)
-    table = frame(out)
-    table = table[table["protocol"] == chosen.name]
-    unmasked = table[table["condition"] == "unmasked"].iloc[0]
-    accuracy = Estimate(unmasked["estimate"], unmasked["low"], unmasked["high"], int(unmasked["total"]))
-    departs = str(unmasked["departs"])
-    if score is not None:  # it is of these settings, whatever the protocol says
-        given = Published(model.name, score, "as given", len(task.samples()))
-        checks.append(accuracy_check(accuracy, given, ""))
-    else:
-        checks.append(accuracy_check(accuracy, scores.get(0), departs))
-    causal, tracks = model.checkpoint.family.causal, _tracks(model, chosen, task, problems)
-    checks += [existence_check(tracks), motion_check(tracks, causal)]
-    for _, row in table[table["against_unmasked_total"] > 0].iterrows():
-        value, low, high = (float(row[f"against_unmasked_{name}"]) for name in ("difference", "low", "high"))
-        gain = Estimate(value, low, high, accuracy.n)
-        checks.append(masking_check(int(row["masked"]), gain, causal, scores.get(0), scores.get(int(row["masked"]))))
-    return _report(model, chosen.name, accuracy.n, checks, departs)
-
-
-def _report(
-    model: "Model", protocol: str, problems: int, checks: Sequence[Check], departs: str
-) -> Verification:  # fmt: skip
-    return Verification(
-        model.name, model.checkpoint.revision, model.family, str(model.cfg.dtype), str(model.cfg.device),
-        versions("sinklens", "torch", "transformers"), protocol, problems, tuple(checks), departs,
-    )  # fmt: skip
-
-
-def _task(protocol: EvalProtocol, data: str | Path | None) -> "Task":
-    """The problems of a protocol, read from `data` if they are published ones.
-
-    Raises:
-        SettingError: they are not.
-    """
-    if data is not None and not reads_files(protocol.task):
+    if data is not None and not reads_files(chosen.task):
         raise SettingError(
-            f"the problems of {protocol.task} ship with sinklens and are not read from {data}. To measure on GSM8K, "
+            f"the problems of {chosen.task} ship with sinklens and are not read from {data}. To measure on GSM8K, "
             f"name its protocol or task, e.g. protocol='gsm8k-cot-zeroshot'; or leave data= out."
         )
-    return protocol.make_task(data)
-
-
-def _tracks(model: "Model", protocol: EvalProtocol, task: "Task", problems: int) -> list[SinkTrack]:
-    """The sinks of some of the problems."""
-    given: dict[str, Any] = {"chat_template": True} if protocol.chat_template else {}
-    given |= protocol.run_settings(model)
-    runs = [
-        generate(model, model_input(sample), progress=False, **given)
-        for sample in list(task.samples(problems))[:DESCRIBED]
-    ]
-    return [run.sinks for run in runs if run.sinks is not None]
+    task, scores = chosen.make_task(data), {one.masked: one for one in scores_of(model.name, chosen.name)}
+    stated = scores.get(0)
+    if score is not None:  # it is of these settings, whatever the protocol says
+        stated = Published(model.name, score, "as given", len(task.samples()))
+    checks = [fingerprint_check(model, fingerprint or known(model.name)[0]), self_check(model)]
+    number, departs = 0, ""
+    if checks[-1].outcome == "passed":
+        chosen = chosen.with_settings(settings or {})
+        evaluate(model, chosen, masking(MASKED), out, task=task, limit=problems, batch=batch)
+        table = frame(out)
+        table = table[table["protocol"] == chosen.name]
+        unmasked = table[table["condition"] == "unmasked"].iloc[0]
+        number, departs = int(unmasked["total"]), str(unmasked["departs"])
+        accuracy = Estimate(unmasked["estimate"], unmasked["low"], unmasked["high"], number)
+        checks += [prompt_check(model), accuracy_check(accuracy, stated, departs if score is None else "")]
+        given = {"chat_template": chosen.chat_template} | chosen.run_settings(model)
+        some = list(task.samples(problems))[:DESCRIBED]
+        tracks: list[Any] = [generate(model, model_input(one), progress=False, **given).sinks for one in some]
+        causal = model.checkpoint.family.causal
+        checks += [existence_check(tracks), motion_check(tracks, causal)]
+        for _, row in table[table["against_unmasked_total"] > 0].iterrows():
+            gain = Estimate(*(float(row[f"against_unmasked_{name}"]) for name in ("difference", "low", "high")), number)
+            masked = int(row["masked"])
+            checks.append(masking_check(masked, gain, causal, scores.get(0), scores.get(masked)))
+    return Verification(
+        model.name, model.checkpoint.revision, model.family, str(model.cfg.dtype), str(model.cfg.device),
+        versions("sinklens", "torch", "transformers"), chosen.name, number, tuple(checks), departs,
+    )  # fmt: skip
 
 
 def fingerprint_check(model: "Model", expected: str) -> Check:

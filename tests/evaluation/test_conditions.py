@@ -10,23 +10,28 @@ from sinklens.evaluation import UNMASKED, Condition, masking, under_caches
 from sinklens.evaluation.conditions import CONTROLS
 from sinklens.interventions import Intervention, MaskSinks
 from sinklens.sampling import DelayedCache, DualCache, Evict, KeepSinks, NoCache, Policy, Refresh
-from sinklens.sinks import Detector, StrongestKeys
+from sinklens.sinks import StrongestKeys
 
 
-def test_the_unmasked_model_is_always_included_and_counts_are_sorted():
-    assert [condition.name for condition in masking([10, 1, 1])] == ["unmasked", "1 sink", "10 sinks"]
-    assert masking([]) == masking([0]) == [UNMASKED]
-
-
-def test_each_control_masks_the_same_number_of_other_keys():
-    found = masking([5], ["weakest", "random"], seed=7)
-    assert [(c.name, c.masked, c.pick) for c in found[1:]] == [
-        ("5 sinks", 5, "strongest"),
-        ("5 random keys, seed 7", 5, "random"),
-        ("5 weakest keys", 5, "weakest"),
-    ]
-    assert found[2].hooks == (MaskSinks(top_k=5, pick="random", persistent=True, seed=7),)
-    assert [condition.hooks[0].where.seed for condition in found[1:]] == [0, 7, 0]  # the other picks draw nothing
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"counts": [10, 1, 1]}, ["1 sink", "10 sinks"]),
+        ({"counts": [0]}, []),
+        ({"counts": [1], "queries": "all"}, ["1 sink, for all queries"]),
+        ({"counts": [1], "kind": "not digit"}, ["1 strongest key, not digit"]),
+        ({"counts": [1], "part": "sink"}, ["1 strongest key, where a sink"]),
+        ({"counts": [2], "kind": ["digit", "newline"], "part": "other", "controls": ["random"]},
+         ["2 strongest keys, digit or newline, where no sink", "2 random keys, digit or newline, where no sink"]),
+        ({"counts": [5], "controls": ["same_mass"]}, ["5 sinks", "5 random keys of the same mass"]),
+        ({"counts": [5], "controls": ["weakest", "random"], "seed": 7},
+         ["5 sinks", "5 random keys, seed 7", "5 weakest keys"]),
+        ({"counts": [2], "of_unmasked": True}, ["2 sinks", "2 sinks of the unmasked run"]),
+    ],
+)  # fmt: skip
+def test_the_unmasked_model_is_always_included_and_names_state_the_settings(given, names):
+    unmasked, *found = masking(**given)
+    assert (unmasked, [condition.name for condition in found]) == (UNMASKED, names)
 
 
 def test_random_controls_last_and_leave_out_the_strongest_unless_any_key_is_requested():
@@ -39,29 +44,19 @@ def test_random_controls_last_and_leave_out_the_strongest_unless_any_key_is_requ
     assert found["random_any"].hooks == (MaskSinks(pick="random_any", seed=4),)
     of_unmasked = [name for name, condition in found.items() if condition.of_unmasked]
     assert of_unmasked == ["steady", "random", "same_mass", "same_kind", "nearest"]
-    assert masking([5], ["same_mass"])[2].name == "5 random keys of the same mass"
+    assert found["weakest"].hooks[0].where.seed == 0  # it draws nothing
 
 
 def test_a_kind_and_a_part_restrict_the_strongest_keys_and_not_the_random_ones():
     _, strongest, random = masking([2], ["random"], kind=["digit", "newline"], part="other")
-    assert (strongest.name, random.name) == (
-        "2 strongest keys, digit or newline, where no sink",
-        "2 random keys, digit or newline, where no sink",
-    )
     detector = StrongestKeys(2, ("digit", "newline"), "other")
     assert strongest.hooks == (MaskSinks(top_k=None, detector=detector),)
     assert random.hooks == (MaskSinks(top_k=None, detector=detector, pick="random", persistent=True),)
-    assert masking([1], kind="not digit")[1].name == "1 strongest key, not digit"
-    assert masking([1], part="sink")[1].name == "1 strongest key, where a sink"
-
-
-def test_wider_queries_are_part_of_the_name():
-    assert masking([1], queries="all")[1].name == "1 sink, for all queries"
 
 
 def test_sinks_of_the_unmasked_run_are_a_separate_condition(tiny_llada):
     _, in_run, steady = masking([2], of_unmasked=True)
-    assert (steady.name, steady.masked, steady.pick) == ("2 sinks of the unmasked run", 2, "steady")
+    assert (steady.masked, steady.pick) == (2, "steady")
     assert steady.hooks == in_run.hooks
     assert steady.described() != in_run.described() | {"name": steady.name, "pick": "steady"}
     run = sinklens.generate(tiny_llada, "Question: 2 + 3?\nAnswer:", steps=2, progress=False)
@@ -101,14 +96,6 @@ class Blocks(Policy):
         return history.in_block
 
 
-@dataclass(frozen=True)
-class AboveTen(Detector):
-    """A detector from outside, which the repr of an intervention only names."""
-
-    def detect(self, track):
-        return track.scores() > 10
-
-
 class Unsettled(Policy):
     """Its setting is not a field, so its repr does not contain it."""
 
@@ -119,8 +106,6 @@ class Unsettled(Policy):
 @pytest.mark.parametrize(
     "given",
     [
-        {"hooks": (MaskSinks(top_k=None, detector=AboveTen()),) * 2},
-        {"cache": KeepSinks(AboveTen())},
         {"cache": Blocks()},
         {"cache": Refresh(every=4, within=Blocks())},
     ],
@@ -164,8 +149,6 @@ def test_errors_for_bad_settings_say_what_is_allowed(arguments, text):
     ("arguments", "text"),
     [
         ({"name": "a", "control_of": "a"}, "'a' cannot be a control of itself"),
-        ({"name": ""}, "the name of a condition must be a text; got ''"),
-        ({"name": "a", "control_of": 3}, "the control_of of a condition must be a text; got 3"),
         ({"name": "a", "hooks": [("hook_embed", print)]}, "the hooks of a condition are interventions, .*; got"),
         ({"name": "a", "hooks": 3}, "hooks= must be a list of"),
     ],

@@ -5,11 +5,13 @@ import shutil
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tracks import planted
 
 import sinklens
 from sinklens.cli import main
@@ -32,25 +34,27 @@ from sinklens.evaluation.verification import (
     scores_of,
     self_check,
 )
-from sinklens.sinks import build_track
 from sinklens.utils.estimates import Estimate, paired, proportion, unpaired
 
-TINY, LLADA_INSTRUCT = known("tiny-llada"), "GSAI-ML/LLaDA-8B-Instruct"
+LLADA_INSTRUCT = "GSAI-ML/LLaDA-8B-Instruct"
 
 
-def track_of(places, heads=2, length=20):
-    """A track of one layer in which position `places[step]` of every head gets most attention; None for uniform."""
-    score = np.ones((1, len(places), 1, heads, length), dtype=np.float32)
-    for step, place in enumerate(places):
-        if place is not None:
-            score[0, step, 0, :, :] = 0.5
-            score[0, step, 0, :, place] = length - 0.5 * (length - 1)
-    shape = (1, len(places), length)
-    return build_track(
-        score, np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool),
-        np.ones((1, length), dtype=bool), np.zeros((1, length), dtype=np.int32),
-        {"model": "planted", "prompt_length": 5},
-    )  # fmt: skip
+PUBLISHED = Published("m", 0.786, "a table", 1319)
+STUDY = tuple(Published(LLADA_INSTRUCT, score, "Table 1", 1319, k) for score, k in ((0.76, 0), (0.55, 10)))
+
+
+def track_of(places, length=20):
+    """A track of one head in which position `places[step]` gets most attention; None for uniform."""
+    rows = [np.full(length, 1.0 if place is None else 0.5) for place in places]
+    for row, place in zip(rows, places, strict=True):
+        row[place] = 1.0 if place is None else length - 0.5 * (length - 1)
+    return planted(rows, np.ones(length, dtype=bool))
+
+
+def verdicts(lost, gained, total=100):
+    base = np.arange(total) < 60
+    changed = np.where(np.arange(total) < lost, ~base, base) | (np.arange(total) >= total - gained)
+    return paired(base, changed).difference
 
 
 @pytest.fixture
@@ -60,10 +64,10 @@ def own(tiny_llada):
 
 
 def test_the_fingerprint_fails_if_one_weight_changed(own):
-    assert fingerprint_check(own, TINY.fingerprint).outcome == "passed"
+    assert fingerprint_check(own, KNOWN["tiny-llada"][0]).outcome == "passed"
     with torch.no_grad():
         own.hf.lm_head.weight[3, 5] += 0.01
-    assert fingerprint_check(own, TINY.fingerprint).outcome == "failed"
+    assert fingerprint_check(own, KNOWN["tiny-llada"][0]).outcome == "failed"
     assert fingerprint_check(own, "").outcome == "recorded"
 
 
@@ -90,72 +94,53 @@ def test_a_fixed_prompt_fails_if_two_runs_differ_or_a_position_is_never_decided(
     assert (found.outcome, text in found.found, prompt_check(own).outcome) == ("failed", True, "passed")
 
 
-def test_an_accuracy_fails_above_and_below_the_published_interval_only():
-    published = Published("m", 0.786, "a table", 1319)
-    outcomes = [accuracy_check(proportion(right, 50), published, "").outcome for right in (25, 36, 39, 43, 50)]
-    assert outcomes == ["failed", "passed", "passed", "passed", "failed"]
-    assert accuracy_check(proportion(0, 50), published, "steps 8, not 256").outcome == "recorded"
-    assert accuracy_check(proportion(0, 50), None, "").outcome == "recorded"
+def accuracy(right, published=PUBLISHED, departs=""):
+    return accuracy_check(proportion(right, 50), published, departs)
+
+
+def existence(*places):
+    return existence_check([track_of(one) for one in places])
+
+
+def motion(causal, *places):
+    return motion_check([track_of(places)] * 4, causal)
+
+
+def masking(lost, causal=False, masked=1, published=(None, None)):
+    return masking_check(masked, verdicts(lost, 0), causal, *published)
 
 
 @pytest.mark.parametrize(
-    ("places", "outcome"),
+    ("check", "outcome"),
     [
-        ([[3, 3]] * 4, "failed"),  # 1 of 20 positions: 5 %
-        ([[3, None, None], [3, None], [4, None, None]], "passed"),
-        ([[None, None]] * 4, "failed"),
-        ([[3, None], [None, None]], "open"),
+        *zip([partial(accuracy, right) for right in (25, 36, 39, 43, 50)],
+             ["failed", "passed", "passed", "passed", "failed"], strict=True),
+        (partial(accuracy, 0, PUBLISHED, "steps 8, not 256"), "recorded"), (partial(accuracy, 0, None), "recorded"),
+        (partial(existence, *[[3, 3]] * 4), "failed"),  # 1 of 20 positions: 5 %
+        (partial(existence, [3, None, None], [3, None], [4, None, None]), "passed"),
+        (partial(existence, *[[None, None]] * 4), "failed"), (partial(existence, [3, None], [None, None]), "open"),
+        (partial(motion, False, 3, 3, 3, 3), "failed"), (partial(motion, True, 3, 3, 3, 3), "passed"),
+        (partial(motion, False, 3, 9, 4, 8), "passed"), (partial(motion, True, 3, 9, 4, 8), "failed"),
+        (partial(motion, False, None, None), "open"), (partial(motion, True, None, None), "open"),
+        (partial(masking, 0), "passed"), (partial(masking, 6), "open"), (partial(masking, 40), "failed"),
+        (partial(masking, 0, True), "failed"), (partial(masking, 6, True), "open"),
+        (partial(masking, 40, True), "passed"), (partial(masking, 40, masked=10), "recorded"),
+        (partial(masking, 0, masked=10, published=STUDY), "failed"),
+        (partial(masking, 20, masked=10, published=STUDY), "passed"),
+        (partial(masking, 50, masked=10, published=STUDY), "failed"),
     ],
-)
-def test_sinks_do_not_exist_in_uniform_attention_nor_where_every_tenth_position_is_one(places, outcome):
-    found = existence_check([track_of(one) for one in places])
-    assert (found.outcome, found.statement) == (outcome, True)
-
-
-@pytest.mark.parametrize(
-    ("places", "outcomes"),
-    [
-        ([3, 3, 3, 3], ["failed", "passed"]),
-        ([3, 9, 4, 8], ["passed", "failed"]),
-        ([None, None], ["open", "open"]),
-    ],
-)
-def test_static_sinks_fail_to_move_and_moving_ones_fail_to_stay(places, outcomes):
-    assert [motion_check([track_of(places)] * 4, causal).outcome for causal in (False, True)] == outcomes
-
-
-def verdicts(lost, gained, total=100):
-    base = [True] * 60 + [False] * 40
-    changed = [not one if place < lost else one for place, one in enumerate(base)]
-    changed = [one or place >= total - gained for place, one in enumerate(changed)]
-    return paired(np.array(base), np.array(changed)).difference
-
-
-def test_masking_fails_if_it_costs_much_and_an_autoregressive_model_if_it_does_not():
-    outcomes = [
-        masking_check(1, verdicts(lost, 0), causal, None, None).outcome
-        for causal in (False, True)
-        for lost in (0, 6, 40)
-    ]
-    assert outcomes == ["passed", "open", "failed", "failed", "open", "passed"]
-    assert masking_check(10, verdicts(40, 0), False, None, None).outcome == "recorded"
-
-
-def test_masking_is_compared_with_the_published_difference_where_there_is_one():
-    plain, masked = (Published(LLADA_INSTRUCT, score, "Table 1", 1319, k) for score, k in ((0.76, 0), (0.55, 10)))
-    outcomes = [masking_check(10, verdicts(lost, 0), False, plain, masked).outcome for lost in (0, 20, 50)]
-    assert outcomes == ["failed", "passed", "failed"]
+)  # fmt: skip
+def test_a_check_passes_where_it_should_and_fails_where_a_failure_is_planted(check, outcome):
+    found = check()
+    assert (found.outcome, found.statement) == (outcome, check.func is not accuracy)
 
 
 def test_a_cost_is_positive_where_accuracy_is_lost_and_the_table_says_so():
-    lost = masking_check(5, verdicts(20, 0), False, None, None)
-    assert lost.number.value == pytest.approx(0.2)
+    lost, gained = masking(20, masked=5), masking_check(5, verdicts(0, 20), True, None, None)
+    assert lost.number.value == pytest.approx(0.2) == -gained.number.value
     assert 0 < lost.number.low < lost.number.value < lost.number.high
     assert lost.found.startswith("cost +0.200 [+0.1")
-    gained = masking_check(5, verdicts(0, 20), True, None, None)
-    assert (gained.number.value, gained.outcome) == (pytest.approx(-0.2), "failed")
-    plain, masked = (Published(LLADA_INSTRUCT, score, "Table 1", 1319, k) for score, k in ((0.76, 0), (0.55, 10)))
-    assert masking_check(10, verdicts(20, 0), False, plain, masked).expected.startswith("cost +0.21")
+    assert masking(20, masked=10, published=STUDY).expected.startswith("cost +0.21")
     assert "found (a cost is positive if accuracy is lost)" in report(lost).to_markdown()
 
 
@@ -167,8 +152,8 @@ def test_a_mean_has_students_interval():
 
 
 def test_what_is_known_about_a_model_follows_from_its_name():
-    assert known("/models/tiny-llada/") == TINY
-    assert known("somebody/else") is None
+    assert known("/models/tiny-llada/") == KNOWN["tiny-llada"]
+    assert known("somebody/else") == ("", None)
     named = [protocol_for(name) for name in (LLADA_INSTRUCT, "somebody/else", "tiny-llada")]
     assert named == ["llada-gsm8k", "llada-gsm8k", "tiny-gsm"]
     study = {score.masked: score.score for score in scores_of(LLADA_INSTRUCT, "llada-gsm8k")}
@@ -181,10 +166,8 @@ def test_what_is_known_about_a_model_follows_from_its_name():
 def test_what_is_known_about_the_shipped_models_is_true():
     from sinklens.model.files import shipped_names
 
-    shipped = {one.name: one for one in KNOWN}
-    assert sorted(shipped) == shipped_names()
-    found = sinklens.load("tiny-sdar")
-    assert found.fingerprint == shipped["tiny-sdar"].fingerprint
+    assert sorted(KNOWN) == shipped_names()
+    assert sinklens.load("tiny-sdar").fingerprint == KNOWN["tiny-sdar"][0]
 
 
 def report(*checks):
