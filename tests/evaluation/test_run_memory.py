@@ -18,7 +18,6 @@ from sinklens.evaluation import run_memory
 from sinklens.evaluation.cards import CARDS, QUANTIZATIONS, Card
 from sinklens.evaluation.run_memory import plan_run
 from sinklens.model.files import find_checkpoint
-from sinklens.utils.allocations import LiveBytes
 
 GIVEN = {"gen_length": 8, "steps": 4, "block_length": 8}
 SIZES: dict[str, Any] = {
@@ -30,20 +29,6 @@ SIZES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def plan():
     return plan_run("tiny-llada", batch=4, prompt_length=20, watch=["patterns"], dtype=torch.float32, **GIVEN)
-
-
-def test_live_bytes_are_those_of_the_storages_that_exist_at_a_time():
-    weight = torch.zeros(8)
-    with LiveBytes([weight]) as live:
-        first = torch.zeros(100)  # 400 bytes
-        views = first[:10], weight[:4], first.view(10, 10)
-        second = first + 1
-        del first, views
-        third = second.double()[:1]  # 800
-        assert (live.now, live.most) == (1200, 1200)
-        del second, third
-        assert live.now == 0
-    assert live.most == 1200
 
 
 def test_weights_tracks_and_points_follow_from_the_sizes(plan, tiny_llada):

@@ -1,31 +1,13 @@
-"""All tasks: answers end at the task's stop texts, and completions are judged by running them."""
+"""All tasks: answers end at the task's stop texts, and no more problems are returned than are held out."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from programs import program
 
 from sinklens.errors import TaskError
 from sinklens.tasks import word_problems
-from sinklens.tasks.base import CodeSample, CodeTask, cut
+from sinklens.tasks.base import cut
 from training import skills
-
-
-@dataclass(frozen=True)
-class Doubling(CodeTask):
-    @property
-    def name(self):
-        return "doubling"
-
-    @property
-    def stop(self):
-        return ("\ndef", "\nprint")
-
-    def samples(self, limit=None):
-        stub = 'def double(x):\n    """Two times x."""\n'
-        test = "def check(candidate):\n    assert candidate(4) == 8\n"
-        return [CodeSample("doubling/0", stub, "    return x * 2", stub=stub, test=test, entry_point="double")]
 
 
 @pytest.mark.parametrize(
@@ -41,15 +23,6 @@ class Doubling(CodeTask):
 def test_an_answer_ends_before_the_first_of_the_stop_texts(text, kept):
     assert cut(text, ("\ndef", "\nprint")) == kept
     assert cut(text, ()) == text
-
-
-def test_a_completion_is_judged_only_by_running_it_up_to_its_stop_text():
-    task = Doubling()
-    (sample,) = task.samples()
-    exec(program(task, sample, "    return x * 2\n\ndef other():\n    raise SystemExit\n"), {})
-    with pytest.raises(AssertionError, match=r"^(assert.*)?$"):
-        exec(program(task, sample, "    return x * 3"), {})
-    assert task.verdict(sample, "    return x * 2") is None
 
 
 @pytest.mark.parametrize("held_out", [word_problems.held_out, partial(skills.held_out, "copy")])

@@ -1,6 +1,7 @@
 """Prompts from files: what a line may contain, and the error for a bad line."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -93,34 +94,35 @@ def test_a_sample_needs_what_is_expected(line, text, tmp_path):
         write(tmp_path / "a.jsonl", line).samples()
 
 
-def test_the_task_needs_an_existing_json_lines_file(tmp_path):
-    with pytest.raises(TaskError, match=r"the task 'prompts' needs a file; give one \(--prompts FILE\)"):
-        find_task("prompts").samples()
-    with pytest.raises(TaskError, match=r"a.txt does not end in .jsonl; give a JSON Lines file with lines such as"):
-        write(tmp_path / "a.txt", {"prompt": [2], "expected": [1]}).samples()
-    with pytest.raises(TaskError, match=r"could not read .*no.jsonl"):
-        Prompts(tmp_path / "no.jsonl").samples()
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (None, r"the task 'prompts' needs a file; give one \(--prompts FILE\)"),
+        ("a.txt", r"a.txt does not end in .jsonl; give a JSON Lines file with lines such as"),
+        ("no.jsonl", r"could not read .*no.jsonl"),
+    ],
+)
+def test_the_task_needs_an_existing_json_lines_file(tmp_path, name, text):
+    with pytest.raises(TaskError, match=text):
+        Prompts(name and tmp_path / name).samples()
 
 
-def test_answers_are_read_beside_prompts_and_must_be_complete(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text(
-        '{"prompt": "one", "expected": "1"}\n{"question": "two", "answer": 2}\n{"prompt": [2, 3], "expected": [4]}\n'
-    )
-    assert read_answers(file) == {"one": "1", "two": "2"}
-    assert read_answers(file, 1) == {"one": "1"}
-    file.write_text('{"prompt": "one"}\n')
-    assert read_answers(file) == {}
-    (tmp_path / "a.txt").write_text("one")
-    assert read_answers(tmp_path / "a.txt") == {}
-    for lines, message in (
-        ('{"prompt": "one", "expected": "1"}\n{"prompt": "two"}', r"line 2: no 'expected' or 'answer', which other"),
-        ('{"prompt": "one", "expected": true}', r"line 1: the answer is true; give a text or a number"),
-        (
-            '{"prompt": "one", "expected": "1"}\n{"prompt": "one", "answer": "2"}',
-            r"line 2: another line expects another",
-        ),
-    ):
-        file.write_text(lines)
-        with pytest.raises(TaskError, match=message):
-            read_answers(file)
+ONE = {"prompt": "one", "expected": "1"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "limit", "answers"),
+    [
+        ([ONE, {"question": "two", "answer": 2}, {"prompt": [2, 3], "expected": [4]}], None, {"one": "1", "two": "2"}),
+        ([ONE, {"question": "two", "answer": 2}], 1, {"one": "1"}),
+        ([{"prompt": "one"}], None, {}),
+        ([ONE, {"prompt": "two"}], None, r"line 2: no 'expected' or 'answer', which other"),
+        ([ONE | {"expected": True}], None, r"line 1: the answer is true; give a text or a number"),
+        ([ONE, {"prompt": "one", "answer": "2"}], None, r"line 2: another line expects another"),
+    ],
+)
+def test_answers_are_read_beside_prompts_and_must_be_complete(tmp_path, lines, limit, answers):
+    file = write(tmp_path / "a.jsonl", *lines).path
+    with pytest.raises(TaskError, match=answers) if isinstance(answers, str) else nullcontext():
+        assert read_answers(file, limit) == answers
+    assert read_answers(file.with_suffix(".txt")) == {}

@@ -45,10 +45,14 @@ def test_settings_reach_the_task(tmp_path):
     assert task != find_task("gsm8k-cot", path=tmp_path, shots=0)
 
 
-def test_errors_for_unknown_tasks_and_settings_name_them():
-    with pytest.raises(TaskError, match=r"no task is called 'gsm8k_cot'; known: tiny-gsm, .* Nearest: gsm8k-cot"):
-        find_task("gsm8k_cot")
-    with pytest.raises(TaskError, match=r"the task 'tiny-code' has no setting 'shots'; its settings: none"):
-        find_task("tiny-code", shots=3)
-    with pytest.raises(TaskError, match=r"the task 'humaneval' has no setting 'extractor'; its settings: path"):
-        find_task("humaneval", extractor="strict")
+@pytest.mark.parametrize(
+    ("name", "settings", "text"),
+    [
+        ("gsm8k_cot", {}, r"no task is called 'gsm8k_cot'; known: tiny-gsm, .* Nearest: gsm8k-cot"),
+        ("tiny-code", {"shots": 3}, r"the task 'tiny-code' has no setting 'shots'; its settings: none"),
+        ("humaneval", {"extractor": "strict"}, r"'humaneval' has no setting 'extractor'; its settings: path"),
+    ],
+)
+def test_errors_for_unknown_tasks_and_settings_name_them(name, settings, text):
+    with pytest.raises(TaskError, match=text):
+        find_task(name, **settings)
