@@ -221,8 +221,8 @@ def verify(
         causal = model.checkpoint.family.causal
         checks += [existence_check(tracks), motion_check(tracks, causal)]
         for _, row in table[table["against_unmasked_total"] > 0].iterrows():
-            gain = Estimate(*(float(row[f"against_unmasked_{name}"]) for name in ("difference", "low", "high")), number)
-            masked = int(row["masked"])
+            value, low, high = (float(row[f"against_unmasked_{name}"]) for name in ("difference", "low", "high"))
+            gain, masked = Estimate(value, low, high, number), int(row["masked"])
             checks.append(masking_check(masked, gain, causal, scores.get(0), scores.get(masked)))
     return Verification(
         model.name, model.checkpoint.revision, model.family, str(model.cfg.dtype), str(model.cfg.device),
