@@ -72,7 +72,7 @@ def check(tree: HookTree, causal: bool) -> None:
 
 def _logits(tree: HookTree, rows: int, tokens: int, hooks: list[HookPair]) -> Float[Tensor, "row pos vocab"]:
     """Logits of a pass over `tokens` tokens, the same in every row."""
-    time = {"time": TIME} if tree.timed else {}
+    time: dict[str, Any] = {"time": TIME} if tree.timed else {}
     return tree.run_with_hooks(_ids(tree, rows, tokens), fwd_hooks=hooks, **time)
 
 
