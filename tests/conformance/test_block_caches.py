@@ -8,6 +8,7 @@ from stored.runs import open_folder, stored_run
 
 import sinklens
 from sinklens.errors import SettingError
+from sinklens.hooks.window_cache import WindowCache
 from sinklens.interventions import MaskedLogits, MaskSinks
 from sinklens.sinks import Record
 
@@ -151,3 +152,20 @@ def test_every_set_of_computed_positions_and_the_kept_logits_equal_the_reference
         kept = reference.tensors.get(f"gen{number}.logits.{step}")
         if kept is not None:
             assert largest_difference(value, kept) < 1e-4
+
+
+@pytest.mark.parametrize(("folder", "rows"), [("llada-cached", 2), ("dream-cached", 1)])
+@pytest.mark.parametrize(("name", "window"), [("prefix", slice(13, 35)), ("dual", slice(13, 21))])
+def test_one_cached_step_has_the_references_logits(conformance, folder, rows, name, window):
+    """A full pass, then one token is changed and a window computed over the cached keys."""
+    reference = open_folder(conformance / folder)
+    model = reference.load()
+    ids, changed = reference.tensors["input_ids"][:rows], reference.tensors["step.input_ids"]
+    everything = torch.ones(rows, model.cfg.n_layers, 35, dtype=torch.bool)
+    inside = torch.zeros_like(everything)
+    inside[:, :, window] = True
+    held = WindowCache(model.tree, torch.ones(rows, 35, dtype=torch.bool))
+    with torch.no_grad():
+        held.hidden(ids, slice(0, 35), everything, ~everything)
+        logits = model.tree.head(held.hidden(changed, window, inside, ~everything))
+    assert largest_difference(logits, reference.tensors[f"step.{name}_logits"]) < 1e-4
