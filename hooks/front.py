@@ -5,7 +5,7 @@
 - a call removes only the hooks that it added; with ``reset_hooks_end=False`` they stay, and later passes continue to
   write to the returned cache;
 - ``clear_contexts=True`` empties ``hook.ctx`` of the points that the call touched;
-- ``stop_at_layer`` runs the layers before it only; hooks outside them are not called.
+- ``start_at_layer`` and ``stop_at_layer`` run some layers only; hooks outside them are not called.
 
 TransformerLens ignores a name that matches no point; `HookFront` raises an error or warns.
 
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -41,12 +41,14 @@ class Keeper:
 
     Attributes:
         store: maps the point's name to its value.
+        keys: other names to store it under, by the point's name.
         device: where values are stored; None leaves them where they are.
         pos_slice: the positions to store, along `names.position_axis`.
         remove_batch_dim: drop a batch axis of length 1.
     """
 
     store: dict[str, Tensor]
+    keys: dict[str, list[str]]
     device: torch.device | str | None
     pos_slice: Slice
     remove_batch_dim: bool
@@ -57,7 +59,8 @@ class Keeper:
         if names.has_positions(name):
             kept = self.pos_slice.apply(kept, dim=names.position_axis(name))
         kept = kept[0] if self.remove_batch_dim and len(kept) == 1 else kept
-        self.store[name + ending] = kept
+        for key in (name, *self.keys.get(name, ())):
+            self.store[key + ending] = kept
 
 
 class HookFront(HookedRootModule):
@@ -70,9 +73,9 @@ class HookFront(HookedRootModule):
         """All points that are on, in the order a step reaches them."""
         raise NotImplementedError
 
-    def layers_run(self, stop_at_layer: int | None) -> range:
-        """The layers that a pass computes: those before `stop_at_layer`."""
-        return layers_run(self.cfg.n_layers, stop_at_layer)
+    def layers_run(self, start_at_layer: int | None, stop_at_layer: int | None) -> range:
+        """The layers that a pass computes: from `start_at_layer` up to, but not including, `stop_at_layer`."""
+        return layers_run(self.cfg.n_layers, start_at_layer, stop_at_layer)
 
     def spelled(self, name: str) -> str:
         """The name of the point that any accepted spelling means, on or off."""
@@ -146,9 +149,13 @@ class HookFront(HookedRootModule):
         bwd_hooks: Sequence[HookPair] = (),
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
+        *,
+        remove_batch_dim: bool = False,
         **forward: Any,
     ) -> Any:
         """One pass under hooks; `forward` are arguments of the tree's forward.
+
+        ``remove_batch_dim=True`` passes each hook function its value without a batch axis of length 1.
 
         Raises:
             HookNameError: a name or predicate matches no point of a single pass.
@@ -159,8 +166,9 @@ class HookFront(HookedRootModule):
                 "use `with model.hooks(bwd_hooks=...)` around both, or reset_hooks_end=False.",
                 stacklevel=2,
             )
+        wrap = _without_batch if remove_batch_dim else _as_it_is
         set_fwd, set_bwd = (
-            [(point, hook) for name, hook in pairs for point in self._passed(name, forward)]
+            [(point, wrap(hook)) for name, hook in pairs for point in self._passed(name, forward)]
             for pairs in (fwd_hooks, bwd_hooks)
         )
         with self.hooks(set_fwd, set_bwd, reset_hooks_end, clear_contexts):
@@ -183,7 +191,7 @@ class HookFront(HookedRootModule):
         """One pass that caches the values of points, and with ``incl_bwd=True`` their gradients as ``<name>_grad``.
 
         Args:
-            input: token ids.
+            input: token ids, or the stream entering ``start_at_layer``.
             return_cache_object: False returns a dictionary instead of an `ActivationCache`.
             remove_batch_dim: drop the batch axis, which must be of length 1.
             names_filter: a name, a predicate, or several of either; None caches all points.
@@ -219,11 +227,14 @@ class HookFront(HookedRootModule):
         """The dictionary that caching hooks will fill, and the forward and backward hooks, which are not set yet.
 
         A new dictionary finds values under every spelling. One that is passed as `cache` receives them under the
-        points' names.
+        points' names and under the spellings in `names_filter`.
         """
         store = ByPoint[Tensor](self.spelled) if cache is None else cache
-        points = self.select(names_filter)
-        keep = Keeper(store, device, Slice.unwrap(pos_slice), remove_batch_dim)
+        points, given = self.select(names_filter), [one for one in _several(names_filter) if isinstance(one, str)]
+        keys: dict[str, list[str]] = {}
+        for spelling in given if cache is not None else ():
+            keys.setdefault(self.resolve(spelling), []).append(spelling)
+        keep = Keeper(store, keys, device, Slice.unwrap(pos_slice), remove_batch_dim)
         self.is_caching = True
         fwd: list[HookPair] = [(point, keep) for point in points]
         bwd: list[HookPair] = [(point, partial(keep, ending=GRADIENT)) for point in points]
@@ -250,11 +261,14 @@ class HookFront(HookedRootModule):
         Raises:
             HookNameError: a name or predicate matches points of the sampler only.
         """
-        layers = self.layers_run(forward.get("stop_at_layer"))
-        each = [None] if chosen is None else _several(chosen)
-        return [point for one in each for point in self._reached(one, layers)]
+        layers = self.layers_run(forward.get("start_at_layer"), forward.get("stop_at_layer"))
+        return [
+            point
+            for one in ([None] if chosen is None else _several(chosen))
+            for point in self._reached(one, layers, forward.get("start_at_layer") is None)
+        ]
 
-    def _reached(self, chosen: names.HookName | None, layers: range) -> list[str]:
+    def _reached(self, chosen: names.HookName | None, layers: range, embeds: bool) -> list[str]:
         found = self.select(chosen)
         in_a_pass = [point for point in found if not point.startswith("denoise.")]
         if not in_a_pass:
@@ -262,11 +276,12 @@ class HookFront(HookedRootModule):
                 f"{found[0]!r} belongs to the sampler; a single pass does not reach it. "
                 f"Use sinklens.generate(model, prompt, hooks=...) or a trace block."
             )
-        reached = [point for point in in_a_pass if _is_reached(point, layers, layers.stop == self.cfg.n_layers)]
+        ends = layers.stop == self.cfg.n_layers
+        reached = [point for point in in_a_pass if _is_reached(point, layers, embeds, ends)]
         if not reached:
             warnings.warn(
-                f"{in_a_pass[0]!r} is outside layers 0 to {layers.stop - 1}, which stop_at_layer selects: its hooks "
-                f"are not called and its value is not cached.",
+                f"{in_a_pass[0]!r} is outside layers {layers.start} to {layers.stop - 1}, which start_at_layer and "
+                f"stop_at_layer select: its hooks are not called and its value is not cached.",
                 stacklevel=4,
             )
         return reached
@@ -283,11 +298,28 @@ def _several(chosen: Any) -> list[names.HookName]:
     return list(chosen)
 
 
-def _is_reached(point: str, layers: range, ends: bool) -> bool:
+def _is_reached(point: str, layers: range, embeds: bool, ends: bool) -> bool:
     first, _, rest = point.partition(".")
     if first == "blocks":
         return int(rest.partition(".")[0]) in layers
-    return ends or first == "hook_embed"
+    return embeds if first == "hook_embed" else ends
+
+
+def _as_it_is(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return hook
+
+
+def _without_batch(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, called with values without their batch axis of length 1."""
+
+    @wraps(hook)
+    def called(value: Tensor, hook: HookPoint, function: Callable[..., Any] = hook) -> Any:
+        if len(value) != 1:
+            return function(value, hook=hook)
+        changed = function(value[0], hook=hook)
+        return changed[None] if isinstance(changed, Tensor) and changed.ndim == value.ndim - 1 else changed
+
+    return called
 
 
 def _check_run(input: Tensor, as_object: Any, unbatched: bool) -> None:

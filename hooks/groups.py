@@ -70,7 +70,7 @@ class AttentionPoints(AttentionWeights, Points):
         inputs = {spec.name.removesuffix("_input"): spec for spec in names.SPLIT_INPUTS}
         rows = names.attention_specs(parts)
         ordered = [row for spec in rows for row in (inputs.get(spec.name), spec) if row is not None]
-        super().__init__(ordered, watch)
+        super().__init__([names.ATTN_IN, *ordered], watch)
         attn: Any = layer.get_submodule(architecture.attn)
         projections = {letter: projection(attn, architecture, letter) for letter in "qkvo"}
         self.__dict__["_projections"] = projections, attn.head_dim  # not submodules: the layer owns them
@@ -79,7 +79,7 @@ class AttentionPoints(AttentionWeights, Points):
         self.__dict__["_norms"] = {
             letter: (norm, float(getattr(norm, architecture.eps))) for letter, norm in norms.items()
         }
-        outside = {"hook_q", "hook_k", "hook_v", "hook_result"}  # tapped at the projections
+        outside = {"hook_q", "hook_k", "hook_v", "hook_result", names.ATTN_IN.name}  # tapped at the projections
         outside.add("hook_fresh")  # known before attention begins
         outside |= {spec.name for spec in names.QK_NORM.values()}
         inside = [spec for spec in ordered if spec.name not in outside and spec not in names.SPLIT_INPUTS]

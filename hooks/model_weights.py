@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import FactoredMatrix
+from transformer_lens.model_bridge.composition_scores import CompositionScores
+from transformer_lens.utilities import composition_scores
 
 from sinklens.errors import PromptError, SettingError
 from sinklens.hooks.offload import weight_of
@@ -119,6 +121,28 @@ class ModelWeights:
                 f"heads, such as model.W_K; got {list(grouped.shape)}."
             )
         return grouped.repeat_interleave(self.cfg.n_heads // grouped.shape[1], dim=1)
+
+    def all_composition_scores(self, mode: str) -> CompositionScores:
+        """How strongly each later head reads the output of each earlier head, [layer, head, layer, head].
+
+        ‖OV · C‖ / (‖OV‖ ‖C‖) in Frobenius norms, where C is QK ("Q"), QKᵀ ("K") or OV ("V") of the later head; 0 where
+        it is not later (Elhage et al., 2021, A Mathematical Framework for Transformer Circuits).
+
+        Raises:
+            SettingError: `mode` is not "Q", "K" or "V".
+        """
+        if mode not in ("Q", "K", "V"):
+            raise SettingError(f"mode must be one of 'Q', 'K' and 'V'; got {mode!r}.")
+        read = self.OV if mode == "V" else self.QK if mode == "Q" else self.QK.T
+        scores = composition_scores(self.OV, read, broadcast_dims=True)
+        layer = torch.arange(self.cfg.n_layers, device=scores.device)
+        later = layer[:, None, None, None] < layer[None, None, :, None]
+        return CompositionScores(torch.where(later, scores, 0.0), layer.tolist(), self.all_head_labels)
+
+    @property
+    def all_head_labels(self) -> list[str]:
+        """Labels of all heads: L0H0, L0H1, …"""
+        return [f"L{layer}H{head}" for layer in range(self.cfg.n_layers) for head in range(self.cfg.n_heads)]
 
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True

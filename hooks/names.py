@@ -94,6 +94,7 @@ SPLIT_INPUTS = tuple(
     PointSpec(f"hook_{letter}_input", f"batch pos {head} d_model", PER_HEAD.format(what))
     for letter, head, what in (("q", "head", "queries"), ("k", "kv_head", "keys"), ("v", "kv_head", "values"))
 )
+ATTN_IN = PointSpec("hook_attn_in", "batch pos head d_model", PER_HEAD.format("queries, keys and values"))
 MLP_IN = PointSpec("hook_mlp_in", "batch pos d_model", "residual stream that the MLP reads, before the norm")
 POSITIONS = PointSpec("hook_pos_embed", "batch pos d_model", "learned embeddings of the positions")
 TIME = (
@@ -153,6 +154,7 @@ ENCODER = "encoder."
 # Points that are off until model.set_<switch>(True), by their name below a block.
 SWITCHED: dict[str, tuple[str, PointSpec]] = {
     **{f"attn.{spec.name}": ("use_split_qkv_input", spec) for spec in SPLIT_INPUTS},
+    f"attn.{ATTN_IN.name}": ("use_attn_in", ATTN_IN),
     MLP_IN.name: ("use_hook_mlp_in", MLP_IN),
 }
 

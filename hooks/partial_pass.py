@@ -1,11 +1,13 @@
-"""A single pass that may stop before a layer, and what it returns.
+"""A single pass over some of the layers, and what it returns.
 
-A pass that stops before a layer returns the stream that would enter it and computes nothing further.
+A pass that starts at a layer takes the stream that enters it and skips the layers before. A pass that stops before a
+layer returns the stream that would enter it and computes nothing further.
 
 Known failure: a module whose forward catches every exception would also catch the one that ends a pass early.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,18 @@ class Stopped(Exception):
     def __init__(self, stream: Tensor) -> None:
         super().__init__()
         self.stream = stream
+
+
+class StepOver(nn.Module):
+    """Replaces a layer that a pass skips."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.attention_type = getattr(layer, "attention_type", None)  # transformers picks a mask by it
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The stream, unchanged."""
+        return hidden_states
 
 
 class Logits(Tensor):
@@ -50,16 +64,35 @@ class Logits(Tensor):
         return self.logits.__reduce_ex__(protocol)  # files hold plain tensors
 
 
-def layers_run(n_layers: int, stop_at_layer: int | None) -> range:
-    """The layers of a pass that stops before one, which may be negative, counting from the end.
+def layers_run(n_layers: int, start_at_layer: int | None, stop_at_layer: int | None) -> range:
+    """The layers of a pass; either bound may be negative, counting from the end.
 
     Raises:
-        SettingError: there is no such layer.
+        SettingError: a bound is out of range.
     """
-    stop = n_layers if stop_at_layer is None else stop_at_layer
-    if not -n_layers <= stop <= n_layers:
-        raise SettingError(f"stop_at_layer={stop} is out of range; 0 to {n_layers}, or -{n_layers} to -1 from the end.")
-    return range(stop + n_layers if stop < 0 else stop)
+    start = _bound("start_at_layer", 0 if start_at_layer is None else start_at_layer, n_layers, n_layers - 1)
+    stop = _bound("stop_at_layer", n_layers if stop_at_layer is None else stop_at_layer, n_layers, n_layers)
+    return range(start, max(start, stop))
+
+
+def _bound(name: str, layer: int, n_layers: int, last: int) -> int:
+    if not -n_layers <= layer <= last:
+        raise SettingError(f"{name}={layer} is out of range; 0 to {last}, or -{n_layers} to -1 from the end.")
+    return layer + n_layers if layer < 0 else layer
+
+
+@contextmanager
+def stepping_over(base: nn.Module, name: str, count: int) -> Iterator[None]:
+    """Make `base` skip the first `count` of its layers, the submodule called `name`."""
+    layers: Any = base.get_submodule(name)
+    if count == 0:
+        yield
+        return
+    setattr(base, name, nn.ModuleList([*map(StepOver, layers[:count]), *layers[count:]]))
+    try:
+        yield
+    finally:
+        setattr(base, name, layers)
 
 
 def stream_before(module: nn.Module, run: Callable[[], Any]) -> Tensor:
@@ -76,3 +109,15 @@ def stream_before(module: nn.Module, run: Callable[[], Any]) -> Tensor:
     finally:
         handle.remove()
     raise SettingError(f"the pass did not reach {type(module).__name__}, where it should stop.")
+
+
+def check_return_type(return_type: Any, stream_given: bool) -> None:
+    """Refuse a return type that the pass cannot return.
+
+    Raises:
+        SettingError: `return_type` is unknown, or a loss where there are no token ids.
+    """
+    if return_type not in RETURN_TYPES:
+        raise SettingError(f"return_type={return_type!r} is not one of {', '.join(map(repr, RETURN_TYPES))}.")
+    if return_type in LOSSES and stream_given:
+        raise SettingError(f"return_type={return_type!r} needs token ids; with start_at_layer take the logits.")

@@ -47,6 +47,7 @@ class Sizes:
     gated_mlp: bool = True
     use_attn_result: bool = True
     use_split_qkv_input: bool = False
+    use_attn_in: bool = False
     use_hook_mlp_in: bool = False
 
     @property

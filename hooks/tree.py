@@ -64,8 +64,7 @@ class HookTree(ModelWeights, HookFront):
         self.cfg = sizes_of(hf, architecture)
         self._undo = ExitStack()
         if architecture.fused:
-            for layer in hf.get_submodule(f"{architecture.base}.{architecture.layers}").children():
-                split(self._undo, layer.get_submodule(f"{architecture.attn}.{architecture.fused}"))
+            split_all(self._undo, hf, architecture)
         self.tokenizer_of: Callable[[], Any] = lambda: None
         self.masks: Masks | None = None
         self.adapter: Adapter | None = None
@@ -179,19 +178,39 @@ class HookTree(ModelWeights, HookFront):
         """Accepted for TransformerLens; here ``hook_result`` is always on, and computed only while it is watched."""
         self.cfg = replace(self.cfg, use_attn_result=use_attn_result)
 
+    def set_ungroup_grouped_query_attention(self, ungroup_grouped_query_attention: bool) -> None:
+        """Accepted for TransformerLens where it changes nothing: keys and values keep their key/value heads.
+
+        Raises:
+            SettingError: True, in a model with fewer key/value heads than query heads.
+        """
+        group = self.cfg.n_heads // self.cfg.n_key_value_heads
+        if ungroup_grouped_query_attention and group > 1:
+            raise SettingError(
+                f"hook_k and hook_v keep their {self.cfg.n_key_value_heads} key/value heads; query head h reads "
+                f"key/value head h // {group}. value.repeat_interleave({group}, dim=-2) repeats them to the query "
+                f"heads, and model.expand_kv_heads does so with weights."
+            )
+
     def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
         """Turn ``hook_q_input``, ``hook_k_input`` and ``hook_v_input`` on or off; see inputs.py."""
-        self._switch("use_split_qkv_input", use_split_qkv_input)
+        self._switch("use_split_qkv_input", use_split_qkv_input, unless="use_attn_in")
+
+    def set_use_attn_in(self, use_attn_in: bool) -> None:
+        """Turn ``hook_attn_in`` on or off; see inputs.py."""
+        self._switch("use_attn_in", use_attn_in, unless="use_split_qkv_input")
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
         """Turn ``hook_mlp_in`` on or off; see inputs.py."""
         self._switch("use_hook_mlp_in", use_hook_mlp_in)
 
-    def _switch(self, flag: str, value: bool) -> None:
+    def _switch(self, flag: str, value: bool, unless: str = "") -> None:
         if value and not self._inputs:
             raise SettingError(
                 f"{flag} is not available: this model has layers whose keys and values share a projection."
             )
+        if value and getattr(self.cfg, unless, False):
+            raise SettingError(f"{flag} and {unless} are mutually exclusive; call model.set_{unless}(False) first.")
         self.cfg = replace(self.cfg, **{flag: value})
 
     def hidden(
@@ -199,15 +218,16 @@ class HookTree(ModelWeights, HookFront):
         input_ids: Int[Tensor, "batch pos"],
         attention_mask: Int[Tensor, "batch key"] | Bool[Tensor, "batch key"] | None = None,
         past_key_values: Any = None,
+        stream: Float[Tensor, "batch pos d_model"] | None = None,
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
         time: Float[Tensor, " _"] | float | None = None,
         kind: PassKind | None = None,
     ) -> Float[Tensor, "batch _ d_model"]:
         """The final-norm output of one pass; `past_key_values` is a transformers cache and is extended in place.
 
-        Positions are counted from the first real token, so left padding does not shift a prompt. In a tree with an
-        encoder, the last positions of `input_ids` are the canvas, and the output has these positions only. `kind` says
-        what a single pass is, in a tree that changes its attention.
+        Positions are counted from the first real token, so left padding does not shift a prompt. A `stream` replaces
+        the embeddings of `input_ids`. In a tree with an encoder, the last positions of `input_ids` are the canvas, and
+        the output has these positions only. `kind` says what a single pass is, in a tree that changes its attention.
         """
         if self.watch.forward_pass.step is None and self.watch.cache is None:  # only its mask shows a pass's padding
             mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
@@ -232,7 +252,8 @@ class HookTree(ModelWeights, HookFront):
         segments = self.watch.forward_pass.segments
         with ruled_by(self.hf.config, None if segments is None else Segments(segments)):
             output = base(
-                input_ids=input_ids,
+                input_ids=input_ids if stream is None else None,
+                inputs_embeds=stream,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -324,6 +345,7 @@ class HookTree(ModelWeights, HookFront):
         *,
         return_type: str | None = "logits",
         loss_per_token: bool = False,
+        start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         self_conditioning: Float[Tensor, "batch canvas vocab"] | None = None,
         targets: Int[Tensor, "batch pos"] | None = None,
@@ -334,11 +356,12 @@ class HookTree(ModelWeights, HookFront):
         """One pass over `input_ids` [batch, pos]: raw logits, or what `return_type` selects.
 
         Args:
-            input_ids: token ids.
+            input_ids: token ids; with `start_at_layer` the stream entering that layer [batch, pos, d_model].
             attention_mask: 1 (or True) on real tokens, 0 on padding.
             return_type: "logits", "loss" (see losses.py: of the next token, or of the tokens behind the masks), "both"
                 or None.
             loss_per_token: return the loss of each token instead of their mean.
+            start_at_layer: the first layer to compute.
             stop_at_layer: the layer to stop before; the stream that would enter it is returned.
             self_conditioning: logits of the step before, for a model whose canvas is random tokens; the last
                 ``canvas_length`` of `input_ids` are then the canvas, and the logits are those of the canvas.
@@ -353,35 +376,37 @@ class HookTree(ModelWeights, HookFront):
             block_start: the first column of the block of a "denoise" or "draft" pass.
 
         Raises:
-            PromptError: not a tensor of ids.
-            SettingError: the layer does not exist, or the loss cannot be computed.
+            PromptError: not a tensor, ids where a stream is expected, or a stream where ids are expected.
+            SettingError: a layer does not exist, or the loss cannot be computed.
         """
         self.refuse_unusable()
-        layers = self.layers_run(stop_at_layer)
-        if return_type not in partial_pass.RETURN_TYPES:
-            raise SettingError(
-                f"return_type={return_type!r} is not one of {', '.join(map(repr, partial_pass.RETURN_TYPES))}."
-            )
-        if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
-            given = getattr(input_ids, "dtype", type(input_ids).__name__)
-            raise PromptError(f"a pass of the tree takes token ids [batch, pos]; got {given}.")
-        self._check_canvas(stop_at_layer, self_conditioning)
+        layers, from_stream = self.layers_run(start_at_layer, stop_at_layer), start_at_layer is not None
+        partial_pass.check_return_type(return_type, from_stream)
+        self._check_input(input_ids, from_stream)
+        self._check_canvas(start_at_layer, stop_at_layer, self_conditioning)
         self._check_time(time)
-        ids = input_ids
-        if isinstance(ids, PaddedIds):
-            attention_mask = ids.is_real if attention_mask is None else attention_mask
-            ids = ids.plain
+        if isinstance(input_ids, PaddedIds):
+            attention_mask = input_ids.is_real if attention_mask is None else attention_mask
+            input_ids = input_ids.plain
+        base: Any = self.hf.get_submodule(self.architecture.base)
+        stream = input_ids if from_stream else None
+        ids = input_ids.new_zeros(input_ids.shape[:2], dtype=torch.long) if from_stream else input_ids
+
         kind = self._kind_of(mode, block_start, ids.shape[1])
         loss = None if return_type not in partial_pass.LOSSES else self.loss_of(ids, attention_mask, targets, kind.mode)
 
         def run() -> Tensor:
-            return self.hidden(ids, attention_mask, self_conditioning=self_conditioning, time=time, kind=kind)
+            return self.hidden(
+                ids, attention_mask, stream=stream, self_conditioning=self_conditioning, time=time, kind=kind
+            )
 
-        if stop_at_layer is not None:
-            base: Any = self.hf.get_submodule(self.architecture.base)
-            following = [*base.get_submodule(self.architecture.layers), base.get_submodule(self.architecture.norm)]
-            return partial_pass.stream_before(following[layers.stop], run)
-        hidden = run()
+        with partial_pass.stepping_over(base, self.architecture.layers, layers.start):
+            if stop_at_layer is not None:
+                all_layers: Any = base.get_submodule(self.architecture.layers)
+                return partial_pass.stream_before(
+                    [*all_layers, base.get_submodule(self.architecture.norm)][layers.stop], run
+                )
+            hidden = run()
         if return_type is None:
             return None
         logits = self.head(hidden)
@@ -436,12 +461,31 @@ class HookTree(ModelWeights, HookFront):
             )
         return self.masks.loss(ids, targets, real)
 
-    def _check_canvas(self, stop: int | None, conditioning: Tensor | None) -> None:
+    def _check_canvas(self, start: int | None, stop: int | None, conditioning: Tensor | None) -> None:
         """Refuse what a tree with an encoder, or one without, does not offer."""
-        if self.architecture.encoder and stop is not None:
-            raise SettingError("a model with an encoder runs all layers of both; leave stop_at_layer out.")
+        if self.architecture.encoder and (start is not None or stop is not None):
+            raise SettingError(
+                "a model with an encoder runs all layers of both; leave start_at_layer and stop_at_layer out."
+            )
         if conditioning is not None and not self.architecture.self_conditioning:
             raise SettingError("this model is not conditioned on the last step's logits; leave self_conditioning out.")
+
+    def _check_input(self, given: Any, from_stream: bool) -> None:
+        kind = f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
+        if not isinstance(given, Tensor) or (not from_stream and given.is_floating_point()):
+            raise PromptError(f"a pass of the tree takes token ids [batch, pos]; got {kind}.")
+        if from_stream and (given.ndim != 3 or given.shape[-1] != self.cfg.d_model):
+            raise PromptError(
+                f"start_at_layer takes the residual-stream tensor that enters the layer, "
+                f"[batch, pos, {self.cfg.d_model}]; got {kind}."
+            )
+
+
+def split_all(undo: ExitStack, hf: PreTrainedModel, architecture: Architecture) -> None:
+    """Split the fused projection of every layer."""
+    layers: Any = hf.get_submodule(f"{architecture.base}.{architecture.layers}")
+    for layer in layers:
+        split(undo, layer.get_submodule(f"{architecture.attn}.{architecture.fused}"))
 
 
 def _sampler_specs(hf: PreTrainedModel, architecture: Architecture, drawn: bool) -> tuple[names.PointSpec, ...]:

@@ -25,6 +25,7 @@ def test_the_loss_of_text_equals_transformerlenss(bridge, per_token):
         model.run_with_hooks(TEXT, fwd_hooks=[], return_type="loss", loss_per_token=per_token),
         model.run_with_cache(TEXT, names_filter="hook_embed", return_type="loss", loss_per_token=per_token)[0],
         both,
+        model.loss_fn(bridge(ids), ids, per_token=per_token),
     ):
         close(loss, expected)
     close(logits, bridge(ids))

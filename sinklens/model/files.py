@@ -108,11 +108,29 @@ def _download(name: str, revision: str | None, weights: bool) -> Path:
         reason = next(iter(str(error).splitlines()), "no reason given").rstrip(".")
         raise CheckpointError(
             f"could not download {name!r}{at_revision} from the hub: {type(error).__name__}: {reason}. "
-            f"Check the name and the network. A gated or private repository: accept its terms at "
-            f"https://huggingface.co/{name} and run `hf auth login` (or set HF_TOKEN). Without a network "
-            f"(HF_HUB_OFFLINE is {'set' if offline else 'not set'}): run `hf download {name}` where there is one, or "
-            f"pass the folder of the files."
+            f"{_way_out(name, error, offline)}"
         ) from error
+
+
+def _way_out(name: str, error: Exception, offline: bool) -> str:
+    """What to do about a download that failed."""
+    from huggingface_hub.errors import GatedRepoError
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, GatedRepoError) or status in (401, 403):
+        return (
+            f"The repository is gated or private: accept its terms at https://huggingface.co/{name} with your account, "
+            f"then run `hf auth login` (or set HF_TOKEN) on this machine, and load it again."
+        )
+    if offline:
+        return (
+            f"HF_HUB_OFFLINE is set and the cache lacks it: run `hf download {name}` where there is a network, or "
+            f"unset HF_HUB_OFFLINE."
+        )
+    return (
+        "Check the name and the network, or download the files elsewhere and pass their folder; gated models need "
+        "`hf auth login` first."
+    )
 
 
 def commit_of(folder: Path) -> str | None:

@@ -60,9 +60,6 @@ ELSEWHERE = {  # methods of TransformerLens and transformers models that a `Mode
     "set_tokenizer": "pass the tokenizer to sinklens.load(..., tokenizer=...).",
     "generator": "tracer.result is the ids, in a block of model.generate.",
     "input_to_embed": "read the hook point hook_embed.",
-    "set_ungroup_grouped_query_attention": "keys and values keep their heads; model.expand_kv_heads repeats weights.",
-    "set_use_attn_in": "model.set_use_split_qkv_input(True) gives queries, keys and values inputs of their own.",
-    "loss_fn": 'return_type="loss" returns the loss of a pass.',
 }
 RUN = "sinklens.runs.generating:generate_as"  # these are found by name when they are called: they use models
 LIKELIHOOD = "sinklens.experiments.nll.estimate:likelihood"

@@ -37,8 +37,7 @@ NOT_HERE = {  # arguments of the passes of TransformerLens, nnsight and transfor
     "remote": "the model runs in this process",
     "return_dict": "a pass returns the logits",
     "labels": 'return_type="loss" returns the loss',
-    "inputs_embeds": "a hook function on hook_embed replaces the embeddings",
-    "start_at_layer": "a hook function on blocks.3.hook_resid_pre replaces what enters layer 3",
+    "inputs_embeds": "start_at_layer=0 takes the stream that enters layer 0",
 }
 
 
@@ -112,6 +111,33 @@ class SinglePasses(TokenMethods, Root):
         ids, mask = self._one_pass(input_ids, attention_mask, prepend_bos, padding_side, options)
         return self.tree.run_with_hooks(ids, *args, **_with_mask(mask), **options)
 
+    def loss_fn(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        per_token: bool = False,
+        targets: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of `logits` [batch, pos, vocab], as with ``return_type="loss"``.
+
+        Autoregressive models: of each next token. Masked diffusion models: of the tokens behind the masks of a canvas,
+        the mean over the masked positions of each row and then over rows; hooks/losses.py gives the formula.
+
+        Args:
+            tokens: the ids of the pass, [batch, pos].
+            attention_mask: 1 on real tokens, 0 on padding.
+            per_token: return the loss of each token instead of their mean: [batch, pos - 1]; of a canvas [batch, pos],
+                0 where it is not masked.
+            targets: for a canvas: the ids behind the masks.
+
+        Raises:
+            SettingError: the loss is not defined for this model, these tokens or these targets.
+        """
+        given = self.reader.read(tokens, mask=attention_mask)
+        real = None if bool(given.real.all()) else given.real
+        return self.tree.loss_of(given.ids, real, targets)(logits, per_token)
+
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """nnsight's ``trace``: a trace block over one pass.
 
@@ -149,6 +175,8 @@ class SinglePasses(TokenMethods, Root):
         """
         for name in options.keys() - known_options(options).keys():
             del options[name]
+        if options.get("start_at_layer") is not None:  # the prompt is a stream
+            return prompt, mask
         given = self.reader.read(prompt, prepend_bos=prepend_bos, mask=mask, side=side_of(padding_side))
         if mask is None:
             self.reader.warn_right_padding(prompt, given)
@@ -172,8 +200,8 @@ class SinglePasses(TokenMethods, Root):
     def count_rows(self, *inputs: Any, **kwargs: Any) -> int:
         """Number of batch rows in the inputs of an invoke; 0 without inputs."""
         prompt = inputs[0] if inputs else kwargs.get("input_ids")
-        if prompt is None:
-            return 0
+        if prompt is None or kwargs.get("start_at_layer") is not None:
+            return 0 if prompt is None else len(prompt)
         return len(self.reader.read(prompt, prepend_bos=kwargs.get("prepend_bos")).ids)
 
     def join(self, invokes: list[tuple[Any, Any]]) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ Silent failure: if the tokenizer adds a start token, a fragment of a longer text
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 import torch
@@ -153,7 +153,19 @@ class TokenMethods:
         found = PaddedIds.of(ids, real, self.reader.pad)
         return found if move_to_device else found.cpu()
 
-    def to_str_tokens(self, prompt: Any, prepend_bos: bool | None = None, padding_side: str | None = None) -> Any:
+    @overload
+    def to_str_tokens(
+        self, prompt: str | TokenIds, prepend_bos: bool | None = None, padding_side: str | None = None
+    ) -> list[str]: ...
+
+    @overload
+    def to_str_tokens(
+        self, prompt: list[str], prepend_bos: bool | None = None, padding_side: str | None = None
+    ) -> list[list[str]]: ...
+
+    def to_str_tokens(
+        self, prompt: Any, prepend_bos: bool | None = None, padding_side: str | None = None
+    ) -> list[str] | list[list[str]]:
         """The tokens of one text, one row of ids or one id as separate strings; for several texts, one list per text.
 
         A row of ``run.canvas`` may contain -1, a position that does not exist yet; its string is "".
@@ -203,6 +215,39 @@ class TokenMethods:
     def to_single_str_token(self, token: int) -> str:
         """The text of one token id."""
         return self.to_str_tokens([token])[0]
+
+    def get_token_position(
+        self,
+        single_token: str | int | Tensor,
+        prompt: str | TokenIds,
+        mode: Literal["first", "last"] = "first",
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+    ) -> int:
+        """Position of a token, given as an id or as text, in a text or in one row of ids.
+
+        Args:
+            single_token: the token to find.
+            prompt: the text or ids to search.
+            mode: which occurrence to return, "first" or "last".
+            prepend_bos: as in `to_tokens`; a start token shifts the positions of a text by one.
+            padding_side: "left" or "right"; a single text has no padding.
+
+        Raises:
+            PromptError: the token does not occur, the text is several tokens, or `mode` is invalid.
+        """
+        if mode not in ("first", "last"):
+            raise PromptError(f"mode must be 'first' or 'last'; got {mode!r}.")
+        if isinstance(prompt, str):
+            rows = self.to_tokens(prompt, prepend_bos, padding_side).tolist()
+        else:
+            rows = self.reader.id_rows(prompt)
+        token = self.to_single_token(single_token) if isinstance(single_token, str) else int(single_token)
+        if len(rows) != 1:
+            raise PromptError(f"get_token_position takes one text or one row of ids; got {len(rows)} rows.")
+        if token not in rows[0]:
+            raise PromptError(f"token {token} ({single_token!r}) is not among the {len(rows[0])} tokens of the prompt.")
+        return rows[0].index(token) if mode == "first" else len(rows[0]) - 1 - rows[0][::-1].index(token)
 
     def _require_tokenizer(self, method: str) -> Any:
         if self.tokenizer is None:

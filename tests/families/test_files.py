@@ -81,8 +81,8 @@ def test_a_failed_download_says_why_and_what_to_do(monkeypatch, failure, offline
     reason = str(failure).splitlines()[0].rstrip(".") if str(failure) else "no reason given"
     message = rf"could not download 'someone/model' at revision 'v9' from the hub: {type(failure).__name__}: "
     message += rf"{re.escape(reason)}\. "
-    message += r"Check the name and the network\. A gated or private repository: .*HF_HUB_OFFLINE is "
-    message += "set" if offline else "not set"
+    advice = "HF_HUB_OFFLINE is set and the cache lacks it: run `hf download" if offline else "Check the name"
+    message += "The repository is gated or private: accept its terms" if "403" in reason else advice
     with pytest.raises(CheckpointError, match=message) as caught:
         find_checkpoint("someone/model", "v9")
     assert caught.value.__cause__ is failure

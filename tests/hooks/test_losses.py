@@ -42,6 +42,8 @@ def test_the_loss_of_padded_canvases_is_the_mean_over_masks_and_then_over_rows(n
     masked = canvas == model.mask_token_id
     torch.testing.assert_close(each[0][masked[0]], torch.tensor(per_row[0]).float(), atol=1e-4, rtol=1e-4)
     assert not each[~masked].any()
+    logits, loss = model(canvas, return_type="both", targets=targets)
+    torch.testing.assert_close(model.loss_fn(logits, canvas, targets=targets), loss)
 
 
 def test_the_loss_of_a_canvas_has_gradients_at_its_points(tiny_llada):

@@ -5,6 +5,7 @@ import torch
 from building import close, plain_pass, random_ids, random_model, shared_model
 from torch.nn.functional import cross_entropy
 
+import sinklens
 from sinklens.errors import HookFunctionError, HookNameError, PromptError, SettingError
 
 SPELLED = [
@@ -33,14 +34,14 @@ def model():
 @pytest.mark.parametrize(("spelling", "name"), SPELLED)
 def test_caching_hooks_are_set_for_any_spelling_until_hooks_are_reset(model, spelling, name):
     cache, store = model.add_caching_hooks(names_filter=[spelling]), {}
-    model.add_caching_hooks(names_filter=[spelling], cache=store)  # a plain dictionary
+    model.add_caching_hooks(names_filter=[spelling], cache=store)
     for ids in (random_ids(), random_ids()):
         model(ids)
         close(cache[spelling], plain_pass(model, ids).values[name])
     model.reset_hooks()
     kept = cache[name]
-    assert list(store) == [name]
-    assert torch.equal(store[name], kept)
+    assert set(store) == {name, spelling}
+    assert torch.equal(store[spelling], kept)
     model(random_ids())
     assert cache[name] is kept
 
@@ -48,9 +49,10 @@ def test_caching_hooks_are_set_for_any_spelling_until_hooks_are_reset(model, spe
 @pytest.mark.parametrize("chosen", [TYPO, ["hook_embed", TYPO], (TYPO,)])
 @pytest.mark.parametrize("front", ["get_caching_hooks", "add_caching_hooks", "list_hooks", "run_with_cache"])
 def test_a_name_of_no_point_is_refused_with_the_nearest_names(model, front, chosen):
-    given = {"input_ids": random_ids()} if front == "run_with_cache" else {}
     with pytest.raises(HookNameError, match=NEAREST):
-        getattr(model, front)(**given, **{"name_filter" if front == "list_hooks" else "names_filter": chosen})
+        getattr(model, front)(random_ids(), names_filter=chosen) if front == "run_with_cache" else getattr(
+            model, front
+        )(chosen)
     assert not any(point.fwd_hooks for point in model.hook_dict.values())
 
 
@@ -79,6 +81,13 @@ def test_a_cache_accepts_any_spelling(model, spelling, name):
     assert cache["resid_post", -1] is cache["blocks.2.hook_resid_post"]
     assert cache.cache_dict.get(spelling) is cache[name]
     assert cache.cache_dict.get(TYPO) is None
+
+
+def test_the_caches_of_a_run_accept_any_spelling():
+    model = shared_model()
+    with sinklens.trace(model, random_ids(1), gen_length=4, steps=2, block_length=4) as t:
+        caches = t.cache(["blocks.2.hook_resid_post"])
+    assert caches[1]["blocks.-1.hook_out"] is caches[1]["blocks.2.hook_resid_post"]
 
 
 def test_hooks_are_listed_and_looked_up_in_any_spelling(model):
@@ -159,6 +168,18 @@ def test_backward_hooks_of_a_single_pass_raise_a_warning(model):
         model.run_with_hooks(random_ids(), bwd_hooks=[("hook_embed", lambda value, hook: None)])
 
 
+def test_hook_functions_receive_values_without_the_batch_axis_on_request(model):
+    ids, shapes = random_ids(1), []
+
+    def halve(value, hook):
+        shapes.append(list(value.shape))
+        return value / 2
+
+    found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_mlp_out", halve)], remove_batch_dim=True)
+    close(found, plain_pass(model, ids, edits={"blocks.1.hook_mlp_out": lambda value: value / 2}).logits)
+    assert shapes == [[7, 24]]
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -167,14 +188,15 @@ def test_backward_hooks_of_a_single_pass_raise_a_warning(model):
         (lambda value: 3, "is int; return a tensor, or None to change nothing"),
     ],
 )
-def test_a_hook_function_that_returns_another_kind_of_value_is_named(change, text):
+@pytest.mark.parametrize("remove_batch_dim", [False, True])
+def test_a_hook_function_that_returns_another_kind_of_value_is_named(change, text, remove_batch_dim):
     def other_kind(value, hook):
         return change(value)
 
     model, ids, pairs = shared_model(), random_ids(1), [("blocks.1.hook_mlp_out", other_kind)]
     text = f"what hook function other_kind returned at blocks.1.hook_mlp_out {text}"
     with pytest.raises(HookFunctionError, match=text):
-        model.run_with_hooks(ids, fwd_hooks=pairs)
+        model.run_with_hooks(ids, fwd_hooks=pairs, remove_batch_dim=remove_batch_dim)
     with pytest.raises(HookFunctionError, match=text), model.hooks(fwd_hooks=pairs):
         model(ids)
     model.add_hook(*pairs[0])
@@ -230,7 +252,8 @@ def test_gradients_are_cut_and_unbatched_like_the_values():
         (lambda m: m.tree(random_ids(), return_type="loss"), SettingError, "is that of the tokens behind the masks"),
         (lambda m: m.run_with_cache(random_ids(), stop_at_layer=4), SettingError,
          "stop_at_layer=4 is out of range; 0 to 3, or -3 to -1"),
-        (lambda m: m(random_ids(), start_at_layer=1), SettingError, "no argument start_at_layer=: a hook function on"),
+        (lambda m: m.tree(torch.randn(1, 4, 24), start_at_layer=3), SettingError, "=3 is out of range; 0 to 2"),
+        (lambda m: m.tree(random_ids(), start_at_layer=1), PromptError, "takes the residual-stream tensor"),
         (lambda m: m.tree("a text"), PromptError, r"a pass of the tree takes token ids \[batch, pos\]; got str"),
     ],
 )  # fmt: skip
@@ -240,6 +263,18 @@ def test_what_a_pass_cannot_do_is_refused(model, call, error, text):
 
 
 # Return types and partial passes
+
+
+def test_a_pass_returns_logits_loss_both_or_none():
+    model, ids = shared_model("llama", True), random_ids()
+    logits = plain_pass(model, ids).logits
+    each = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(2, 6)
+    assert model.tree(ids, return_type=None) is None
+    close(model.tree(ids, return_type="loss"), each.mean())
+    close(model.tree(ids, return_type="loss", loss_per_token=True), each)
+    both = model.run_with_hooks(ids, return_type="both")
+    close(both[0], logits)
+    close(both[1], each.mean())
 
 
 @pytest.mark.parametrize(
@@ -260,6 +295,23 @@ def test_a_pass_stops_before_a_layer_and_returns_the_stream(architecture, stop, 
     assert list(cache.keys()) == list(plain)[: list(plain).index(name) + 1]
     assert "logits" not in cache
     close(model.tree(ids), plain_pass(model, ids).logits)
+
+
+@pytest.mark.parametrize("start", [0, 1, -1])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_pass_starts_at_a_layer_from_the_stream_that_enters_it(architecture, start):
+    model, ids = shared_model(architecture, causal=True), random_ids()
+    plain, layer = plain_pass(model, ids), start % 3
+    stream = torch.randn_like(plain.values["hook_embed"])
+    entering = {f"blocks.{layer}.hook_resid_pre": lambda _: stream}
+    expected = plain_pass(model, ids, edits=entering)
+    logits, cache = model.run_with_cache(stream, start_at_layer=start)
+    close(logits, expected.logits)
+    names = list(expected.values)
+    assert list(cache.keys()) == names[names.index(f"blocks.{layer}.hook_resid_pre") :]
+    for name in cache:
+        close(cache[name], expected.values[name])
+    close(model.tree(ids), plain.logits)
 
 
 def test_hooks_outside_a_partial_pass_are_not_called_and_raise_a_warning(model):

@@ -160,7 +160,7 @@ def switched():
     """A model whose switches are all turned off after the test."""
     model = shared_model("qwen2", True)
     yield model
-    for switch in ("use_split_qkv_input", "use_hook_mlp_in"):
+    for switch in ("use_split_qkv_input", "use_attn_in", "use_hook_mlp_in"):
         getattr(model, f"set_{switch}")(False)
     assert len(model.hook_names()) == 80
 
@@ -170,6 +170,7 @@ def switched():
     [
         ("blocks.0.attn.hook_q_input", "use_split_qkv_input"),
         ("blocks.-1.hook_v_input", "use_split_qkv_input"),
+        ("blocks.1.hook_attn_in", "use_attn_in"),
         ("blocks.1.hook_mlp_in", "use_hook_mlp_in"),
     ],
 )
@@ -190,21 +191,26 @@ def test_a_point_that_is_off_raises_an_error_that_names_its_setter(switched, nam
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_inputs_are_copies_of_the_stream_and_reading_them_does_not_change_the_logits(architecture):
     model, ids = random_model(architecture), random_ids()
-    plain = plain_pass(model, ids)
-    model.set_use_split_qkv_input(True)
-    model.set_use_hook_mlp_in(True)
-    logits, cache = model.run_with_cache(ids)
-    close(logits, plain.logits)
-    expected = dict(plain.values)
-    for layer in range(3):
-        stream = plain.values[f"blocks.{layer}.hook_resid_pre"][:, :, None]
-        for letter, heads in (("q", HEADS), ("k", 2), ("v", 2)):
-            expected[f"blocks.{layer}.attn.hook_{letter}_input"] = stream.expand(-1, -1, heads, -1)
-        expected[f"blocks.{layer}.hook_mlp_in"] = plain.values[f"blocks.{layer}.hook_resid_mid"]
-    assert set(cache.keys()) == set(expected)
-    assert list(cache.keys()) == [name for name in model.hook_names() if not name.startswith("denoise.")]
-    for name, value in expected.items():
-        close(cache[name], value)
+    plain, names = plain_pass(model, ids), []
+    for switches in (["use_split_qkv_input", "use_hook_mlp_in"], ["use_attn_in"]):
+        for switch in switches:
+            getattr(model, f"set_{switch}")(True)
+        logits, cache = model.run_with_cache(ids)
+        close(logits, plain.logits)
+        names += [name for name in cache if name not in plain.values]
+        for name in plain.values:
+            close(cache[name], plain.values[name])
+        for name in names:
+            stream = plain.values[f"blocks.{name[7]}.hook_resid_{'mid' if 'mlp' in name else 'pre'}"]
+            if name in cache and "mlp" not in name:
+                heads = 2 if name.endswith(("k_input", "v_input")) else HEADS
+                stream = stream[:, :, None].expand(-1, -1, heads, -1)
+            if name in cache:
+                close(cache[name], stream)
+        assert list(cache.keys()) == [name for name in model.hook_names() if not name.startswith("denoise.")]
+        for switch in switches:
+            getattr(model, f"set_{switch}")(False)
+    assert len(names) == 3 * 3 + 3 + 3
 
 
 @pytest.mark.parametrize("letter", ["q", "k", "v"])
@@ -230,6 +236,23 @@ def test_changing_the_input_of_one_head_changes_only_that_head(switched, letter)
         close(cache[f"blocks.1.attn.hook_{other}"], plain[f"blocks.1.attn.hook_{other}"])
 
 
+def test_changing_the_shared_copies_changes_queries_keys_and_values(switched):
+    """In grouped-query attention, keys and values read the first copies, as in TransformerLens."""
+    model, ids = switched, random_ids()
+    model.set_use_attn_in(True)
+    added = torch.randn(HEADS, 24)
+    plain = plain_pass(model, ids).values
+    layer = model.tree.hf.model.layers[1]
+    copies = norm(layer.input_layernorm, plain["blocks.1.hook_resid_pre"][:, :, None] + added)
+    edits = {}
+    for letter, heads in (("q", HEADS), ("k", 2), ("v", 2)):
+        every = getattr(layer.self_attn, f"{letter}_proj")(copies[:, :, :heads]).unflatten(-1, (-1, 4))
+        projected = torch.stack([every[:, :, head, head] for head in range(heads)], dim=2)
+        edits[f"blocks.1.attn.hook_{letter}"] = lambda _, projected=projected: projected
+    found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_attn_in", lambda value, hook: value + added)])
+    close(found, plain_pass(model, ids, edits=edits).logits)
+
+
 def test_changing_the_input_of_the_mlp_does_not_change_the_stream(switched):
     model, ids = switched, random_ids()
     model.set_use_hook_mlp_in(True)
@@ -238,6 +261,15 @@ def test_changing_the_input_of_the_mlp_does_not_change_the_stream(switched):
     mlp_out = layer.mlp(norm(layer.post_attention_layernorm, stream * 2 + 1))
     found = model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_mlp_in", lambda value, hook: value * 2 + 1)])
     close(found, plain_pass(model, ids, edits={"blocks.1.hook_mlp_out": lambda _: mlp_out}).logits)
+
+
+@pytest.mark.parametrize(
+    ("on", "other"), [("use_attn_in", "use_split_qkv_input"), ("use_split_qkv_input", "use_attn_in")]
+)
+def test_the_two_kinds_of_copies_are_mutually_exclusive(switched, on, other):
+    getattr(switched, f"set_{on}")(True)
+    with pytest.raises(SettingError, match=rf"mutually exclusive; call model\.set_{on}\(False\) first"):
+        getattr(switched, f"set_{other}")(True)
 
 
 def test_head_results_do_not_need_a_setter(switched):

@@ -70,6 +70,21 @@ def test_circuits_pair_each_query_head_with_its_group(architecture, causal):
             close(model.OV[layer, head].AB, model.W_V[layer, group] @ model.W_O[layer, head])
 
 
+@pytest.mark.parametrize("mode", ["Q", "K", "V"])
+def test_composition_scores_are_the_ratio_of_norms(mode):
+    model = shared_model()
+    scores = model.all_composition_scores(mode)
+    assert scores.head_labels[7] == model.all_head_labels[7] == "L1H1"
+    ov, qk = model.OV.AB, model.QK.AB
+    for left, right in [((0, 1), (1, 4)), ((0, 5), (2, 0)), ((1, 2), (2, 3))]:
+        read = {"Q": qk[right], "K": qk[right].T, "V": ov[right]}[mode]
+        expected = (ov[left] @ read).norm() / (ov[left].norm() * read.norm())
+        close(scores[(*left, *right)], expected)
+    assert (scores[1, :, :2] == 0).all()
+    with pytest.raises(SettingError, match="mode must be one of 'Q', 'K' and 'V'; got 'X'"):
+        model.all_composition_scores("X")
+
+
 def test_biases_add_up_by_layer():
     model = with_biases()
     layers = model.tree.hf.model.layers

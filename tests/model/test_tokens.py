@@ -53,9 +53,23 @@ def test_tokens_have_transformerlenss_text(model, bridge):
     assert not shared_model().cfg.tokenizer_prepends_bos
 
 
+@pytest.mark.parametrize("mode", ["first", "last"])
+def test_the_position_of_a_token_is_transformerlenss(model, bridge, mode):
+    text = f"{TEXT} {OTHER}"
+    ids = model.to_tokens(text)
+    for given in (text, ids, ids[0]):
+        for token in (" 3", model.to_single_token(" 3")):
+            assert model.get_token_position(token, given, mode) == bridge.get_token_position(token, given, mode=mode)
+    assert model.get_token_position(" 3", text, "first") < model.get_token_position(" 3", text, "last")
+    assert model.get_token_position(" 3", text, mode, False) == model.get_token_position(" 3", text, mode) - 1
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda model: model.get_token_position(" 9", TEXT), r"token \d+ \(' 9'\) is not among the \d+ tokens"),
+        (lambda model: model.get_token_position(" 3", TEXT, "middle"), "mode must be 'first' or 'last'; got 'middle'"),
+        (lambda model: model.get_token_position(5, [[5], [5]]), "one row of ids; got 2 rows"),
         (lambda model: model.to_str_tokens([[5], [6]]), "one row of ids; got 2 rows"),
         (lambda model: model.to_string([-2, 5]), "token ids range from -2"),
         (lambda model: model.to_tokens(TEXT, padding_side="top"), "padding_side must be 'left', 'right'.*; got 'top'"),
@@ -141,7 +155,6 @@ def test_cfg_has_the_current_device_and_dtype_of_the_weights():
         ("hf_generate", r"sinklens\.generate\(model, prompt"),
         ("diffusion_generate", r"sinklens\.generate\(model, prompt"),
         ("process_weights", "nothing is folded or centered"),
-        ("set_use_attn_in", "gives queries, keys and values inputs"),
         ("set_tokenizer", r"sinklens\.load\(\.\.\., tokenizer=\.\.\.\)"),
     ],
 )
