@@ -1,7 +1,12 @@
 """Runs: a run as a block (`trace`), without one (`generate`), one made elsewhere (`replay`), and what they share."""
 
 from sinklens.runs.intervention import Intervention
-from sinklens.runs.recordings import from_history, replay
+from sinklens.runs.recordings import (
+    from_history,
+    read_canvases,
+    replay,
+    write_canvases,
+)
 from sinklens.runs.result import Answer, Generation
 from sinklens.runs.session import Trace, generate, trace
 
@@ -12,6 +17,8 @@ __all__ = [
     "Trace",
     "from_history",
     "generate",
+    "read_canvases",
     "replay",
     "trace",
+    "write_canvases",
 ]

@@ -1,31 +1,47 @@
-"""Runs made elsewhere: their canvases, opened here under all hook points.
+"""Runs made elsewhere: canvases in a file, opened here under all hook points.
 
-A fast engine, or another library, can keep which tokens were on the canvas at every step. `replay` runs a model over
-these canvases, so everything that sinklens reads or changes in a run of its own is there too. `from_history` takes the
-lists of canvases that Dream's ``diffusion_generate(output_history=True, return_dict_in_generate=True)`` and dLLM's
-samplers (``return_dict=True``) return.
+A fast engine, or another library, can store which tokens were on the canvas at every step. `replay` runs a model over
+these canvases, so everything that sinklens reads or changes in a run of its own is there too. The format is JSON Lines,
+one object per run (that is, per row of a batch):
+
+    format       "canvases 1"
+    prompt_ids   token ids of the prompt, without padding
+    canvas       the ids that entered each step, and those after the last: [steps + 1][positions], prompt first
+    undecided    positions that are undecided in each canvas: [steps + 1][…]; or
+    mask_id      the id on undecided positions (-1 in an autoregressive run), from which `undecided` follows
+    sampler, settings, seed      optional: those of the run, under the names of sinklens
+    model, source                optional: the model's name, and what made the run
+
+Positions count from the first token of the prompt. One of `undecided` and `mask_id` is needed; the first counts.
+`write_canvases` writes runs of sinklens, `read_canvases` reads a file, `from_history`
+takes the lists of canvases that Dream's ``diffusion_generate(output_history=True, return_dict_in_generate=True)`` and
+dLLM's samplers (``return_dict=True``) return.
 
 Pitfall: the canvases alone do not say how an engine computed its steps. With approximate caches, quantization or
 another attention kernel its activations differed from those of a replay, which are those of the exact model.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinklens.errors import SettingError
+from sinklens.errors import CheckpointError, SettingError
 from sinklens.families.registry import find_sampler
 from sinklens.families.samplers import sampler_name
-from sinklens.model import load
+from sinklens.model import Model, load
 from sinklens.runs.request import Hooks, RunRequest
-from sinklens.runs.result import Generation
+from sinklens.runs.result import Generation, require_run
 from sinklens.runs.session import generate
 from sinklens.runs.start import start
-from sinklens.sampling.state import State
+from sinklens.utils.atomic import atomic_write
+
+FORMAT = "canvases 1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +52,142 @@ class RecordedCanvases:
         prompt_ids: the prompt, without padding.
         canvas: the ids that entered each step, and those after the last.
         undecided: which of them are undecided.
+        sampler, settings: those of the run, if they are known; "" and empty otherwise.
+        seed: the seed of the run.
+        model, source: the model's name, and what made the run; "" if the file does not say.
+
+    Raises:
+        SettingError: canvases that are not one run of this prompt.
     """
 
     prompt_ids: list[int]
     canvas: Int[Tensor, "step pos"]
     undecided: Bool[Tensor, "step pos"]
+    sampler: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    model: str = ""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        length = len(self.prompt_ids)
+        if self.canvas.ndim != 2 or self.canvas.shape != self.undecided.shape or len(self.canvas) < 2:
+            raise SettingError(
+                f"a recorded run has at least two canvases [steps + 1, positions], and as many undecided flags; got "
+                f"{list(self.canvas.shape)} and {list(self.undecided.shape)}."
+            )
+        if not length < self.canvas.shape[1] or self.canvas[0, :length].tolist() != list(self.prompt_ids):
+            raise SettingError("the first canvas must begin with prompt_ids, and have positions after them.")
+        if not bool(self.undecided[0, length:].any()) or bool(self.undecided[0, :length].any()):
+            raise SettingError("the first canvas must have undecided positions, all of them after the prompt.")
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return len(self.canvas) - 1
+
+    @property
+    def gen_length(self) -> int:
+        """Number of positions after the prompt."""
+        return self.canvas.shape[1] - len(self.prompt_ids)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of the module's format."""
+        return {
+            "format": FORMAT,
+            "prompt_ids": list(self.prompt_ids),
+            "canvas": self.canvas.tolist(),
+            "undecided": [row.nonzero()[:, 0].tolist() for row in self.undecided],
+            "sampler": self.sampler,
+            "settings": dict(self.settings),
+            "seed": self.seed,
+            "model": self.model,
+            "source": self.source,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> "RecordedCanvases":
+        """Read an object of the module's format.
+
+        Raises:
+            CheckpointError: a key is missing, or its value has another form.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            given = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise CheckpointError(f"a recorded run is an object with format {FORMAT!r}; got {given!r}.")
+        try:
+            canvas = torch.tensor(data["canvas"], dtype=torch.long)
+            prompt = [int(token) for token in data["prompt_ids"]]
+            undecided = _undecided(data, canvas)
+            return cls(
+                prompt, canvas, undecided, str(data.get("sampler") or ""), dict(data.get("settings") or {}),
+                int(data.get("seed") or 0), str(data.get("model") or ""), str(data.get("source") or ""),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"a recorded run lacks a key or has one of another form: {type(error).__name__} {error}."
+            ) from error
+
+
+def _undecided(data: Mapping[str, Any], canvas: Int[Tensor, "step pos"]) -> Bool[Tensor, "step pos"]:
+    """Which positions are undecided, from the first key that says so."""
+    if data.get("undecided") is None:
+        return canvas == int(data["mask_id"])
+    found = torch.zeros_like(canvas, dtype=torch.bool)
+    for row, places in zip(found, data["undecided"], strict=True):
+        row[torch.tensor(places, dtype=torch.long)] = True
+    return found
+
+
+def recorded_canvases(run: Generation, source: str = "sinklens") -> list[RecordedCanvases]:
+    """The rows of a run, without padding; a row ends with the last step that worked on it.
+
+    Raises:
+        SettingError: not a run, or one of its rows was never worked on.
+    """
+    require_run(run, "run")
+    chosen = run.settings
+    settings = {name: getattr(chosen, name) for name in chosen.setting_names() if getattr(chosen, name) is not None}
+    settings = {name: value for name, value in settings.items() if isinstance(value, str | int | float | bool)}
+    found = []
+    for row, real in enumerate(run.real):
+        active = run.active[row].nonzero()[:, 0] if run.active.shape[1] else torch.arange(run.steps_run)
+        if not len(active):
+            raise SettingError(f"no step worked on row {row}; leave it out.")
+        canvas = run.canvas[row, : int(active[-1]) + 2, real]
+        undecided = run.undecided[row, : int(active[-1]) + 2, real]
+        prompt = canvas[0, : int(real[: run.prompt_length].sum())].tolist()
+        found.append(
+            RecordedCanvases(prompt, canvas, undecided, chosen.name, settings, run.seed, run.model.name, source)
+        )
+    return found
+
+
+def write_canvases(runs: Iterable[Generation | RecordedCanvases], path: str | Path) -> None:
+    """Write runs as JSON Lines, see the module; each row of a batch becomes a line."""
+    parts = [[run] if isinstance(run, RecordedCanvases) else recorded_canvases(run) for run in runs]
+    with atomic_write(path) as part:
+        part.write_text("".join(json.dumps(one.to_json()) + "\n" for rows in parts for one in rows))
+
+
+def read_canvases(path: str | Path) -> list[RecordedCanvases]:
+    """Read the runs of a file, see the module.
+
+    Raises:
+        CheckpointError: the file does not exist, or a line is no recorded run; the message names the line.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                found.append(RecordedCanvases.from_json(json.loads(line)))
+            except (ValueError, CheckpointError, SettingError) as error:
+                raise CheckpointError(f"{path}, line {number}: {error}") from error
+    return found
 
 
 def from_history(
@@ -49,6 +196,7 @@ def from_history(
     mask_id: int,
     *,
     padding_side: Literal["left", "right"] = "left",
+    source: str = "",
 ) -> list[RecordedCanvases]:
     """Recorded runs from the canvases of a batch, one tensor per step.
 
@@ -59,8 +207,9 @@ def from_history(
     Args:
         history: the canvases.
         prompts: token ids of each row's prompt, without padding.
-        mask_id: the mask token; -1 in the canvases of an autoregressive run.
+        mask_id: the mask token.
         padding_side: where shorter rows are padded.
+        source: what made the run.
 
     Raises:
         SettingError: no canvases, or a row does not hold its prompt.
@@ -80,9 +229,7 @@ def from_history(
             first = canvas[:1].clone()
             first[:, len(prompt) :] = mask_id
             canvas = torch.cat([first, canvas])
-        if generated < 1 or len(canvas) < 2 or canvas[0, : len(prompt)].tolist() != list(prompt):
-            raise SettingError("every canvas must begin with its prompt, and decide positions after it.")
-        found.append(RecordedCanvases([int(token) for token in prompt], canvas, canvas == mask_id))
+        found.append(RecordedCanvases([int(token) for token in prompt], canvas, canvas == mask_id, source=source))
     return found
 
 
@@ -107,36 +254,42 @@ def replay(
 
     Args:
         model: a `Model`, or anything `sinklens.load` accepts.
-        recorded: one run, from `from_history`.
+        recorded: one run, from `read_canvases` or one of the readers.
         hooks, record_sinks, progress: as in `sinklens.generate`.
-        **settings: settings of the sampler. By default the family's sampler runs with as many steps as the recorded
-            run, in one block.
+        **settings: settings of the sampler, which replace those that the file holds. Without any, the family's sampler
+            runs with as many steps as the recorded run, in one block.
 
     Raises:
         SettingError: the sampler cannot run over these canvases; the message says why.
         PromptError: token ids that the model does not have.
     """
     model = load(model)
-    names = find_sampler(sampler_name(model.family_record, settings)).setting_names()
-    length = recorded.canvas.shape[1] - len(recorded.prompt_ids)
-    shape = {"gen_length": length, "steps": len(recorded.canvas) - 1, "block_length": model.block_length or length}
-    given: Mapping[str, Any] = {name: value for name, value in shape.items() if name in names} | settings
-    shared = {"record_sinks": record_sinks, "progress": progress, "hooks": hooks}
+    given = _settings(model, recorded, settings)
+    shared = {"seed": recorded.seed, "record_sinks": record_sinks, "progress": progress, "hooks": hooks}
     request = RunRequest([recorded.prompt_ids], **shared, settings=given)
     placed = _placed(start(model, request)[1], recorded)
     return generate(model, [recorded.prompt_ids], replay=placed, **shared, **given)
 
 
-def _placed(state: State, recorded: RecordedCanvases) -> _Placed:
+def _settings(model: Model, recorded: RecordedCanvases, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the replaying run."""
+    if recorded.sampler and "sampler" not in given and "mode" not in given:
+        return {"sampler": recorded.sampler, **recorded.settings, **given}
+    names = find_sampler(sampler_name(model.family_record, given)).setting_names()
+    shape = {"gen_length": recorded.gen_length, "steps": recorded.steps, "block_length": recorded.gen_length}
+    return {name: value for name, value in shape.items() if name in names} | dict(given)
+
+
+def _placed(state: Any, recorded: RecordedCanvases) -> _Placed:
     """The recorded canvases in the columns of a run, which may have padding for its blocks."""
-    real, size, prompt = state.real[0].cpu(), recorded.canvas.shape[1], len(recorded.prompt_ids)
+    real, size = state.real[0].cpu(), recorded.canvas.shape[1]
     if int(real.sum()) != size:
         raise SettingError(
-            f"the recorded run has {size} positions, {size - prompt} of them after the prompt, and this run "
-            f"{int(real.sum())}; pass gen_length={size - prompt}, or a sampler whose canvas has this length."
+            f"the recorded run has {size} positions, {recorded.gen_length} of them after the prompt, and this run "
+            f"{int(real.sum())}; pass gen_length={recorded.gen_length}, or a sampler whose canvas has this length."
         )
     canvas = state.canvas[:1].cpu().repeat(len(recorded.canvas), 1)
     undecided = torch.zeros_like(canvas, dtype=torch.bool)
-    canvas[:, real] = recorded.canvas.masked_fill(recorded.undecided, state.mask_id)
-    undecided[:, real] = recorded.undecided
+    shown = recorded.canvas.masked_fill(recorded.undecided, state.mask_id) if state.mask_id >= 0 else recorded.canvas
+    canvas[:, real], undecided[:, real] = shown, recorded.undecided
     return _Placed(canvas[None], undecided[None])

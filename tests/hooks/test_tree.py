@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 import sinklens
 from sinklens.errors import HookNameError, SettingError, SinklensError
-from sinklens.hooks import HookTree, aliases, architecture_of, names, table
+from sinklens.hooks import aliases, names, table
 
 BATCH, LENGTH = 2, 7
 AXES = {

@@ -1,12 +1,16 @@
-"""Runs made elsewhere: over their canvases, a model has the same values at all points."""
+"""Runs written to a file and read back have the same values at all points; files of others are read as documented."""
+
+import json
 
 import pytest
 import torch
+from building import random_dit
 from watching import PADDED, short
 
 import sinklens
-from sinklens.errors import SettingError
-from sinklens.runs import from_history, replay
+from sinklens.errors import CheckpointError, SettingError
+from sinklens.runs import from_history, read_canvases, replay, write_canvases
+from sinklens.runs.recordings import recorded_canvases
 
 EVERY = lambda name: not name.endswith(("hook_fresh", "hook_expert_indices"))  # noqa: E731
 
@@ -26,20 +30,19 @@ def collected(run):
 @pytest.mark.parametrize(
     ("architecture", "causal", "settings"),
     [
-        ("llama", False, {"gen_length": 8, "steps": 4, "block_length": 4}),
+        ("llama", False, {"gen_length": 8, "steps": 4, "block_length": 4, "temperature": 0.7}),
         ("dream", False, {"gen_length": 6, "steps": 5}),
         ("sdar", False, {}),
         ("llama", True, {}),
         ("qwen3_moe", False, {}),
     ],
 )
-def test_a_replayed_run_has_identical_values_at_every_point(worded, architecture, causal, settings):
+def test_a_run_read_back_has_identical_values_at_every_point(worded, tmp_path, architecture, causal, settings):
     model, options = worded(architecture, causal), short(worded(architecture, causal), settings)
-    run, values = collected(lambda hooks: sinklens.generate(model, PADDED[1:], hooks=hooks, **options))
-    prompt = run.canvas[:, 0, : run.prompt_length][run.real[:, : run.prompt_length]].tolist()
-    history, mask = run.canvas[:, :, run.real[0]].unbind(1), -1 if causal else model.mask_token_id
-    (recorded,) = from_history(history, [prompt], mask)
-    again, repeated = collected(lambda hooks: replay(model, recorded, hooks=hooks, **options))
+    run, values = collected(lambda hooks: sinklens.generate(model, PADDED[1:], hooks=hooks, seed=3, **options))
+    write_canvases([run], tmp_path / "runs.jsonl")
+    (recorded,) = read_canvases(tmp_path / "runs.jsonl")
+    again, repeated = collected(lambda hooks: replay(model, recorded, hooks=hooks, progress=False))
     assert torch.equal(again.canvas, run.canvas)
     assert torch.equal(again.undecided, run.undecided)
     assert values.keys() == repeated.keys()
@@ -50,26 +53,78 @@ def test_a_replayed_run_has_identical_values_at_every_point(worded, architecture
     assert len({name for _, name in values}) > 30
 
 
+def test_a_run_over_random_tokens_is_read_back(tmp_path):
+    model = random_dit("duo")
+    settings = {"gen_length": 8, "steps": 4, "progress": False}
+    run = sinklens.generate(model, torch.tensor([[1, 2]]), seed=2, **settings)
+    write_canvases([run], tmp_path / "runs.jsonl")
+    again = replay(model, read_canvases(tmp_path / "runs.jsonl")[0], progress=False)
+    assert torch.equal(again.canvas, run.canvas)
+    assert torch.equal(again.undecided, run.undecided)
+    torch.testing.assert_close(again.sinks.scores().values, run.sinks.scores().values, equal_nan=True)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_rows_of_a_padded_batch_are_replayed_alone(worded, tmp_path):
+    model = worded()
+    run = sinklens.generate(model, PADDED, **short(model, {"record_sinks": True}))
+    write_canvases([run, run], tmp_path / "runs.jsonl")
+    read = read_canvases(tmp_path / "runs.jsonl")
+    assert len(read) == 4
+    for row, recorded in enumerate(read[:2]):
+        assert recorded.prompt_ids == run.canvas[row, 0][run.real[row]][: len(recorded.prompt_ids)].tolist()
+        again = replay(model, recorded, progress=False)
+        assert torch.equal(again.canvas[0], run.canvas[row][:, run.real[row]])
+        found = again.sinks.scores().to_numpy()[0]
+        wanted = run.sinks.scores().to_numpy()[row][..., run.real[row].numpy()]
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=1e-4, rtol=1e-4)
+
+
+def test_the_undecided_positions_follow_from_the_mask(worded):
+    model = worded()
+    recorded = recorded_canvases(sinklens.generate(model, PADDED[1:], **short(model, {})))[0]
+    data = recorded.to_json() | {"undecided": None, "mask_id": model.mask_token_id}
+    assert torch.equal(type(recorded).from_json(data).undecided, recorded.undecided)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_the_history_of_other_libraries_is_read_with_either_padding(worded):
     """Dream's history lacks the first canvas and is padded on the left; dLLM's has it and is padded on the right."""
     model, prompts = worded(), [[5, 6, 7], [8, 9, 10, 11, 12]]
     run = sinklens.generate(model, prompts, gen_length=4, steps=4, record_sinks=False)
-    left = list(run.canvas.unbind(1))
+    rows = recorded_canvases(run)
+    left = from_history(list(run.canvas[:, 1:].unbind(1)), prompts, model.mask_token_id, source="dream")
     right = [
-        torch.stack([torch.cat([row[real], row[~real]]) for row, real in zip(one, run.real, strict=True)])
-        for one in left
+        torch.stack([torch.cat([row.canvas[step], torch.zeros(9 - row.canvas.shape[1]).long()]) for row in rows])
+        for step in range(5)
     ]
-    for history, side in ((left[1:], "left"), (right, "right")):
-        found = from_history(history, prompts, model.mask_token_id, padding_side=side)
-        for one, canvas, undecided, real in zip(found, run.canvas, run.undecided, run.real, strict=True):
-            assert torch.equal(one.canvas, canvas[:, real])
-            assert torch.equal(one.undecided, undecided[:, real])
-            again = replay(model, one, record_sinks=False, progress=False)
-            assert torch.equal(again.canvas[0], one.canvas)
-    with pytest.raises(SettingError, match="every canvas must begin with its prompt"):
+    for found in (left, from_history(right, prompts, model.mask_token_id, padding_side="right")):
+        for one, row in zip(found, rows, strict=True):
+            assert torch.equal(one.canvas, row.canvas)
+            assert torch.equal(one.undecided, row.undecided)
+            again = replay(model, one, record_sinks=False, progress=False)  # the settings are not known
+            assert torch.equal(again.canvas[0], row.canvas)
+    with pytest.raises(SettingError, match="the first canvas must begin with prompt_ids"):
         from_history(right, [[5, 6, 8], prompts[1]], model.mask_token_id, padding_side="right")
     with pytest.raises(SettingError, match=r"history must hold canvases \[batch, pos\] of 2 prompts; got 0 canvases"):
         from_history([], prompts, 60)
-    with pytest.raises(SettingError, match=r"the recorded run has 7 positions, 4 of them after the prompt, and this"):
-        replay(model, from_history(left, prompts, model.mask_token_id)[0], gen_length=16, steps=4)
+
+
+def test_what_is_no_recorded_run_is_refused_with_its_line(worded, tmp_path):
+    model = worded()
+    recorded = recorded_canvases(sinklens.generate(model, PADDED[1:], **short(model, {})))[0]
+    data = recorded.to_json()
+    cases = {
+        "a recorded run is an object with format 'canvases 1'; got None": {},
+        "lacks a key or has one of another form: KeyError 'canvas'": {k: v for k, v in data.items() if k != "canvas"},
+        "the first canvas must begin with prompt_ids": data | {"prompt_ids": [1, 2]},
+        "the first canvas must have undecided positions": data | {"undecided": [[] for _ in data["canvas"]]},
+    }
+    for text, changed in cases.items():
+        (tmp_path / "runs.jsonl").write_text(json.dumps(data) + "\n\n" + json.dumps(changed) + "\n")
+        with pytest.raises(CheckpointError, match=rf"line 3: .*{text}"):
+            read_canvases(tmp_path / "runs.jsonl")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_canvases(tmp_path / "none.jsonl")
+    with pytest.raises(SettingError, match=r"the recorded run has 15 positions, 8 of them after the prompt, and this"):
+        replay(model, recorded, gen_length=16, steps=4)
